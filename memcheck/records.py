@@ -1,0 +1,106 @@
+"""What one measurement or prediction says: a flat record, and the files it is kept in.
+
+Sizes are bytes. Unknown is None (null in JSON), never 0. A case that failed is a record too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+
+
+@dataclass
+class Record:
+    """One case, where it ran, how it ended, and the bytes and milliseconds it took."""
+
+    # The case.
+    schema: int = SCHEMA
+    operator: str | None = None  # the contender's name in the catalog
+    bsz: int | None = None
+    query_len: int | None = None
+    kv_len: int | None = None
+    dim: int | None = None  # token dimension E
+    heads: int | None = None  # None where the operator has no heads
+    core_dim: int | None = None  # core dimension R, softplus attention
+    factor: int | None = None  # block length, compressed attention
+    dtype: str | None = None  # "float32", ...
+    causal: bool | None = None
+    mode: str | None = None  # "train" or "inference"
+    compiled: bool | None = None
+
+    # Where it ran.
+    device: str | None = None  # "cpu" or "cuda"
+    device_index: int | None = None
+    device_name: str | None = None
+    device_uuid: str | None = None
+    device_total_bytes: int | None = None
+    device_free_bytes: int | None = None  # at the start
+    torch_version: str | None = None
+    memcheck_version: str | None = None
+    allocator: str | None = None  # allocator settings
+    threads: int | None = None
+    backend: str | None = None  # the implementation that really ran
+    backend_reason: str | None = None  # why not the one asked for
+
+    # How it ended.
+    status: str = "ok"  # ok, oom, unsupported, error, timeout, killed, skipped
+    oom_phase: str | None = None  # "forward" or "backward"
+    oom_requested_bytes: int | None = None
+    oom_in_use_bytes: int | None = None
+    reason: str | None = None
+
+    # What the caller holds.
+    input_bytes: int | None = None
+    output_bytes: int | None = None
+    parameter_bytes: int | None = None
+    # What the operator needs.
+    forward_peak_bytes: int | None = None  # highest sum alive during the forward, inputs and library workspaces included
+    saved_bytes: int | None = None  # alive after the forward, less inputs, parameters and outputs
+    backward_peak_bytes: int | None = None  # highest sum alive during the backward alone
+    gradient_bytes: int | None = None  # the gradients that came out
+    workspace_bytes: int | None = None  # the operator's own scratch
+    library_workspace_bytes: int | None = None  # cuBLAS and the like
+    forward_max_allocated_bytes: int | None = None  # torch.cuda.max_memory_allocated after the forward
+    backward_max_allocated_bytes: int | None = None  # the same after the backward, not reset between
+    reserved_bytes: int | None = None  # segments of the CUDA caching allocator
+
+    # Time: median and quartiles of a pass of its own.
+    forward_ms: float | None = None
+    forward_ms_quartiles: tuple[float, float] | None = None
+    backward_ms: float | None = None
+    backward_ms_quartiles: tuple[float, float] | None = None
+    passes: int | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Record:
+        """The record of one JSON line; fields this version does not know are dropped."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        values: dict[str, Any] = {name: value for name, value in json.loads(line).items() if name in known}
+        for name in ("forward_ms_quartiles", "backward_ms_quartiles"):
+            if values.get(name) is not None:
+                values[name] = tuple(values[name])
+        return cls(**values)
+
+
+def write_json_lines(records: Iterable[Record], path: Path) -> None:
+    path.write_text("".join(record.to_json() + "\n" for record in records))
+
+
+def read_json_lines(path: Path) -> Iterator[Record]:
+    for line in path.read_text().splitlines():
+        yield Record.from_json(line)
+
+
+def write_csv(records: Iterable[Record], path: Path) -> None:
+    import pandas as pd
+
+    pd.DataFrame([dataclasses.asdict(record) for record in records]).to_csv(path, index=False)
