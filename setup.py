@@ -23,7 +23,7 @@ except ImportError as error:
     )
 
 ROOT = Path(__file__).resolve().parent
-COMPILE_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
+COMPILE_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-wrapv", "-fvisibility=hidden", "-Wall"]
 
 
 def wants_cuda() -> bool:

@@ -1,10 +1,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/Exception.h>
 
 #include <cmath>
 #include <initializer_list>
+#include <string>
 
 #include "common/dtype.h"
 #include "common/strided.h"
@@ -13,7 +15,17 @@
 
 namespace memcheck {
 
+inline std::string dtype_name(at::ScalarType type) {
+    return std::string(c10::getDtypeNames(type).first);
+}
+
+// The dispatcher takes None for a tensor.
+inline void check_tensor(const char* op, const char* name, const at::Tensor& x) {
+    TORCH_CHECK_TYPE(x.defined(), op, ": ", name, " must be a tensor, got None");
+}
+
 inline void check_rank(const char* op, const char* name, const at::Tensor& x, int64_t rank, const char* letters) {
+    check_tensor(op, name, x);
     TORCH_CHECK_VALUE(x.dim() == rank, op, ": ", name, " must be ", letters, ", of ", rank, " dimensions, got ",
                       x.sym_sizes());
 }
@@ -30,12 +42,12 @@ inline void check_shape(const char* op, const char* name, const at::Tensor& x, c
 inline void check_floating(const char* op, const char* name, const at::Tensor& x) {
     const auto type = x.scalar_type();
     const bool floating = type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
-    TORCH_CHECK_TYPE(floating, op, ": ", name, " must be float64, float32, float16 or bfloat16, got ", type);
+    TORCH_CHECK_TYPE(floating, op, ": ", name, " must be float64, float32, float16 or bfloat16, got ", dtype_name(type));
 }
 
 inline void check_dtype(const char* op, const char* name, const at::Tensor& x, at::ScalarType type, const char* like) {
-    TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": ", name, " must be ", type, " to match ", like, ", got ",
-                     x.scalar_type());
+    TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": ", name, " must be ", dtype_name(type), " to match ", like, ", got ",
+                     dtype_name(x.scalar_type()));
 }
 
 inline void check_device(const char* op, const char* name, const at::Tensor& x, const at::Tensor& first,

@@ -55,6 +55,21 @@ MEMCHECK_INLINE void load_tile(const scalar_t* from, int64_t row_stride, int64_t
     }
 }
 
+// Asks for the cache lines of a tile that will be loaded or stored soon. Tiles walk many rows at once, a few lines of each: too many
+// streams for the hardware to foresee.
+template <typename scalar_t>
+MEMCHECK_INLINE void prefetch_tile(const scalar_t* from, int64_t row_stride, int64_t lane_stride, int64_t rows,
+                                   int64_t lanes) {
+    const bool along_rows = row_stride == 1 && lane_stride != 1;
+    const int64_t lines = along_rows ? lanes : rows;
+    const int64_t stride = along_rows ? lane_stride : row_stride;
+    const int64_t bytes = (along_rows ? rows : lanes) * static_cast<int64_t>(sizeof(scalar_t));
+    for (int64_t line = 0; line < lines; ++line) {
+        const char* first = reinterpret_cast<const char*>(from + line * stride);
+        for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(first + byte, 0, 2);
+    }
+}
+
 // to[row * row_stride + lane * lane_stride] = tile[row][lane], rounded to the dtype.
 template <typename scalar_t, typename acc_t>
 MEMCHECK_INLINE void store_tile(scalar_t* to, int64_t row_stride, int64_t lane_stride, int rows, int lanes,

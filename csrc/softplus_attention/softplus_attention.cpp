@@ -29,14 +29,16 @@ struct Sizes {
     }
 };
 
-Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, double eps) {
+Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, double eps,
+                   bool needs_v = true) {
     check_rank(op, "q", q, 3, "(B,S,R)");
     check_rank(op, "k", k, 3, "(B,R,T)");
     Sizes n{q.sym_size(0), q.sym_size(1), k.sym_size(2), q.sym_size(2), causal};
     check_shape(op, "k", k, "(B,R,T)", {n.B, n.R, n.T}, "q");
     check_floating(op, "q", q);
     check_like(op, "k", k, q, "q");
-    if (v.defined()) {
+    if (v.defined() || needs_v) {
+        check_rank(op, "v", v, 3, "(B,R,T)");
         check_shape(op, "v", v, "(B,R,T)", {n.B, n.R, n.T}, "k");
         check_like(op, "v", v, q, "q");
     }
@@ -87,13 +89,13 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
 
 Sizes check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const at::Tensor& carries, bool causal, double eps, const std::array<bool, 3>& wanted) {
-    const Sizes n = check_inputs(kBackward, q, k, v, causal, eps);
+    const Sizes n = check_inputs(kBackward, q, k, v, causal, eps, wanted[0] || wanted[1]);
+    check_rank(kBackward, "grad_y", grad_y, 3, "(B,S,R)");
     check_shape(kBackward, "grad_y", grad_y, "(B,S,R)", {n.B, n.S, n.R}, "q");
     check_like(kBackward, "grad_y", grad_y, q, "q");
     check_shape(kBackward, "carries", carries, "(2,B,C,R)", {2, n.B, n.carries(), n.R}, "q and k");
     check_dtype(kBackward, "carries", carries, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
     check_device(kBackward, "carries", carries, q, "q");
-    TORCH_CHECK_VALUE(v.defined() || !(wanted[0] || wanted[1]), kBackward, ": v is needed for the gradients of q and k");
     return n;
 }
 

@@ -1,4 +1,3 @@
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -6,6 +5,7 @@
 
 #include "common/autocast.h"
 #include "common/autograd.h"
+#include "common/checks.h"
 
 namespace memcheck {
 namespace {
@@ -67,6 +67,9 @@ struct SoftplusAttention : Function<SoftplusAttention> {
 
 std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double eps,
                                             bool keep_carries) {
+    check_tensor("softplus_attention", "q", q);
+    check_tensor("softplus_attention", "k", k);
+    check_tensor("softplus_attention", "v", v);
     if (wants_gradient({q, k, v})) {
         const auto outputs = SoftplusAttention::apply(q, k, v, causal, eps);
         return {outputs[0], outputs[1]};

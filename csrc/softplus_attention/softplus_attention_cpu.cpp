@@ -106,20 +106,26 @@ MEMCHECK_INLINE void key_chunk(const SoftplusAttentionForward& p, const Task& ta
     const int64_t end = chunk_end(chunk, p.shape.T);
     for (int64_t t = chunk * kCarrySpacing; t < end; t += kTileRows) {
         const int rows = rows_from(t, end);
+        const int64_t ahead = t + kTileRows;
+        const bool pf = ahead < p.shape.T;
+        if (pf) prefetch_tile(p.k.at<scalar_t>(task.b, task.r, ahead), p.k.stride[2], p.k.stride[1], rows, task.lanes);
         load_tile(p.k.at<scalar_t>(task.b, task.r, t), p.k.stride[2], p.k.stride[1], rows, task.lanes, k);
+        if (pf) prefetch_tile(p.v.at<scalar_t>(task.b, task.r, ahead), p.v.stride[2], p.v.stride[1], rows, task.lanes);
         load_tile(p.v.at<scalar_t>(task.b, task.r, t), p.v.stride[2], p.v.stride[1], rows, task.lanes, v);
-        for (int i = 0; i < rows * kTileLanes; ++i) {
+        for (int64_t i = 0; i < rows * kTileLanes; ++i) {
             k[i] = softplus(k[i]);
             v[i] *= k[i];
         }
-        for (int row = 0; row < rows; ++row) {
-            for (int lane = 0; lane < kTileLanes; ++lane) {
+        if (pf) prefetch_tile(p.q.at<scalar_t>(task.b, ahead, task.r), p.q.stride[1], p.q.stride[2], rows, task.lanes);
+        for (int64_t row = 0; row < rows; ++row) {
+            for (int64_t lane = 0; lane < kTileLanes; ++lane) {
                 z_local[lane] += k[row * kTileLanes + lane];
                 a_local[lane] += v[row * kTileLanes + lane];
                 k[row * kTileLanes + lane] = z[lane] + z_local[lane];
                 v[row * kTileLanes + lane] = a[lane] + a_local[lane];
             }
         }
+        if (pf) prefetch_tile(p.y.at<scalar_t>(task.b, ahead, task.r), p.y.stride[1], p.y.stride[2], rows, task.lanes);
         const int64_t s = t - (p.shape.T - p.shape.S);  // the query whose last key is row 0
         const int first = s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
         if (!write_y || first == rows) continue;

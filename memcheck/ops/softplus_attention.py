@@ -1,0 +1,77 @@
+"""Softplus attention: linear in length, without heads and without a running maximum."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+
+State = tuple[Tensor, Tensor]
+
+
+def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6) -> Tensor:
+    """A running mean of the values, weighted by softplus(k), gated by softplus(q).
+
+    Every channel is a head of its own, as in AFT-simple (Zhai et al. 2021, arXiv:2105.14103) with softplus in place of exp.
+
+    Args:
+        q: (B,S,R) queries, token-major.
+        k: (B,R,T) keys, channel-major: contiguous along T is fastest, any strides are right.
+        v: (B,R,T) values, as the keys.
+        causal: query s sees keys t <= s + T - S (the last query sees the last key), and S <= T is needed.
+            Else every query sees every key.
+        eps: added to the sum of the weights; positive.
+
+    float64, float32, float16, bfloat16. Sums are formed in float32 (float64 for float64).
+
+    Returns:
+        y (B,S,R), contiguous. Nothing but q, k, v and 2/256 of the bytes of k in float32 is kept for backward. The gradient
+        of an input has its strides. There is no double backward: it raises.
+
+    Raises:
+        ValueError: a shape, device, S > T when causal, or eps <= 0.
+        TypeError: a dtype.
+
+    Equivalent to:
+        >>> def softplus(x):
+        ...     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+        >>> weights, offset = softplus(k), k.shape[2] - q.shape[1]
+        >>> z = weights.cumsum(2)[:, :, offset:].transpose(1, 2)
+        >>> a = (weights * v).cumsum(2)[:, :, offset:].transpose(1, 2)
+        >>> y = softplus(q) * a / (z + eps)
+    """
+    y: Tensor = torch.ops.memcheck.softplus_attention(q, k, v, causal=causal, eps=eps)[0]
+    return y
+
+
+def softplus_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, eps: float = 1e-6
+) -> tuple[Tensor, State]:
+    """One position of causal softplus attention, from a state instead of all earlier keys.
+
+    Args:
+        q: (B,1,R) the query of the newest position.
+        k: (B,R,n) the keys that are new since the state: one while decoding, a whole prompt to begin with.
+        v: (B,R,n) their values.
+        state: (Z, A), each (B,R) in the accumulation type (float32; float64 for float64); None at the beginning.
+        eps: as in softplus_attention.
+
+    Returns:
+        y (B,1,R), equal to the last row of softplus_attention over all keys up to rounding, and the new state. O(B R n) work and
+        no gradient.
+
+    Raises:
+        ValueError, TypeError: as softplus_attention.
+        NotImplementedError: grad mode is on and an argument requires a gradient.
+
+    Equivalent to:
+        >>> z, a = state
+        >>> z, a = z + softplus(k).sum(2), a + (softplus(k) * v).sum(2)
+        >>> y = softplus(q) * (a / (z + eps))[:, None]
+    """
+    if state is None:
+        zeros = torch.zeros(k.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=k.device)
+        state = (zeros, zeros)
+    y, z, a = torch.ops.memcheck.softplus_attention_step(q, k, v, *state, eps=eps)
+    return y, (z, a)

@@ -1,0 +1,30 @@
+"""Softplus attention in plain PyTorch: the truth for tests (in float64), the baseline for benchmarks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), right to the last digit: F.softplus turns into the identity above 20, which is 1e-10 off in float64."""
+    return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
+
+
+def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6) -> Tensor:
+    """q (B,S,R), k and v (B,R,T) -> y (B,S,R), with autograd. See memcheck.softplus_attention."""
+    weights = softplus(k)
+    weighted = weights * v
+    if causal:
+        offset = k.shape[2] - q.shape[1]
+        z = weights.cumsum(2)[:, :, offset:].transpose(1, 2)
+        a = weighted.cumsum(2)[:, :, offset:].transpose(1, 2)
+    else:
+        z = weights.sum(2)[:, None]
+        a = weighted.sum(2)[:, None]
+    return softplus(q) * a / (z + eps)
+
+
+def softplus_attention_bound(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6) -> Tensor:
+    """The same formula with |v|: rounding errors of y are in proportion to it. softplus is positive, so q and k stay."""
+    return softplus_attention(q, k, v.abs(), causal=causal, eps=eps)
