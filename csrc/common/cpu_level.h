@@ -1,0 +1,46 @@
+#pragma once
+
+#include <string>
+#include <vector>
+
+// One binary runs on any x86-64 and chooses its vector instructions when it is first used. A loop that gains from wide
+// vectors is written once as an always-inline function and compiled once per level, in a plain function that carries the
+// level's attribute (a lambda would not be compiled at the level of the function around it):
+//
+//     static inline __attribute__((always_inline)) void body(...) { for (...) ... }
+//     static void run_default(...) { body(...); }
+//     #if MEMCHECK_CPU_HAS_LEVELS
+//     MEMCHECK_TARGET_AVX2 static void run_avx2(...) { body(...); }
+//     MEMCHECK_TARGET_AVX512 static void run_avx512(...) { body(...); }
+//     #endif
+#if defined(__x86_64__) && defined(__GNUC__)
+#define MEMCHECK_CPU_HAS_LEVELS 1
+#define MEMCHECK_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
+#define MEMCHECK_AVX512_FEATURES "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"
+#if defined(__clang__)
+// clang takes the full width of its own accord, and knows no target("prefer-vector-width=").
+#define MEMCHECK_TARGET_AVX512 __attribute__((target(MEMCHECK_AVX512_FEATURES)))
+#else
+// Left to itself gcc stays at 256 bits.
+#define MEMCHECK_TARGET_AVX512 __attribute__((target(MEMCHECK_AVX512_FEATURES ",prefer-vector-width=512")))
+#endif
+#else
+#define MEMCHECK_CPU_HAS_LEVELS 0
+#define MEMCHECK_TARGET_AVX2
+#define MEMCHECK_TARGET_AVX512
+#endif
+
+namespace memcheck {
+
+enum class CpuLevel { Default, Avx2, Avx512 };
+
+// The highest level this machine has, or the one MEMCHECK_CPU=default|avx2|avx512 lowers it to. Chosen once.
+// Throws std::invalid_argument on a value that is none of these, or a level that this machine lacks.
+CpuLevel cpu_level();
+
+const char* cpu_level_name(CpuLevel level);
+
+// The names of the levels this machine has, lowest first.
+std::vector<std::string> cpu_levels();
+
+}  // namespace memcheck
