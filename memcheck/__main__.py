@@ -74,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except MemcheckError as error:
-        print(f"memcheck: {error}", file=sys.stderr)
+        print("memcheck:", " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
