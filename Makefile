@@ -30,10 +30,10 @@ profile: $(BUILD)  ## Memory of attention on this machine, from a bare machine o
 	$(BIN)/python -m memcheck.profile_attention $(ARGS)
 
 test: lint $(BUILD)  ## Lint, build and every test
-	$(BIN)/pytest $(PYTEST_FLAGS)
+	$(BIN)/pytest --timeout=600 $(PYTEST_FLAGS)
 
 test-fast: $(BUILD) $(DEVELOPMENT)  ## The tests without the slow ones, under three minutes
-	$(BIN)/pytest -m "not slow" $(PYTEST_FLAGS)
+	$(BIN)/pytest --timeout=600 -m "not slow" $(PYTEST_FLAGS)
 
 lint: $(DEVELOPMENT)  ## Formats, types and the usual mistakes; changes nothing
 	$(BIN)/ruff format --check
@@ -52,7 +52,7 @@ asan: $(BUILD) $(DEVELOPMENT)  ## The operators' tests under AddressSanitizer an
 	MEMCHECK_ASAN=1 MEMCHECK_CUDA=0 $(BIN)/python setup.py -q build --build-lib $(ASAN)
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONPATH=$(ASAN) \
 	    LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
-	    $(BIN)/pytest tests/ops -m "not slow" $(PYTEST_FLAGS)
+	    $(BIN)/pytest --timeout=600 tests/ops -m "not slow" $(PYTEST_FLAGS)
 
 gpu:  ## Everything that needs a GPU, with the torch that is there; STEP=build runs one step
 	benchmarks/gpu.sh $(STEP)

@@ -15,13 +15,13 @@ def test_one_result(side: int) -> None:
     del y
     with memcheck.track(x) as m:
         y = x @ x
-    assert m.current == y.numel() * y.element_size()
-    assert m.peak == m.current
+    assert m.current_bytes == y.numel() * y.element_size()
+    assert m.peak_bytes == m.current_bytes
 
 
 def test_a_temporary_counts_in_the_peak_alone() -> None:
     x = torch.ones(1000, device="cuda")  # [1000]
     with memcheck.track(x) as m:
         y = (x + 1) * 2
-    assert m.current == y.nbytes
-    assert m.peak == 2 * y.nbytes
+    assert m.current_bytes == y.nbytes
+    assert m.peak_bytes == 2 * y.nbytes
