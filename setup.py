@@ -13,7 +13,7 @@ from typing import Any
 import setuptools
 
 ROOT = Path(__file__).resolve().parent
-COMPILE_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
+COMPILE_FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
 
 
 def require_tools() -> None:
@@ -84,14 +84,24 @@ def default_jobs() -> int:
     return max(1, min(os.cpu_count() or 1, memory // (3 << 29)))
 
 
+def compiler_version() -> str:
+    compiler = os.environ.get("CXX", "c++")
+    text = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=True).stdout
+    return text.splitlines()[0]
+
+
 CUDA_LEFT_OUT = why_no_cuda()
 CUDA = CUDA_LEFT_OUT is None
 print(f"memcheck: torch {torch.__version__}, CUDA kernels: {CUDA_LEFT_OUT or f'built by {cuda_home}/bin/nvcc'}")
 os.environ.setdefault("MAX_JOBS", str(default_jobs()))
 if CUDA and not torch.cuda.is_available():
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+COMPILER = compiler_version()
+# at::parallel_for is serial without. Compiled, but not linked: torch's own OpenMP runtime stays the only one.
+COMPILE_FLAGS += ["-include", "common/parallel_clang.h"] if "clang" in COMPILER else ["-fopenmp"]
 # `make asan`: the same sources in a build folder of their own.
 SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g"] if os.environ.get("MEMCHECK_ASAN") else []
+COMPILE_FLAGS += SANITIZE
 
 
 class Build(BuildExtension):  # type: ignore[misc]
@@ -117,15 +127,13 @@ def nvcc_version() -> str:
 
 
 def build_facts() -> dict[str, Any]:
-    compiler = os.environ.get("CXX", "c++")
-    version = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=True).stdout
     return {
         "TORCH_VERSION": str(torch.__version__),
         "CUDA_VERSION": nvcc_version() if CUDA else None,
         "CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "this machine's") if CUDA else None,
         "CUDA_LEFT_OUT": CUDA_LEFT_OUT,
-        "COMPILER": version.splitlines()[0],
-        "COMPILE_FLAGS": COMPILE_FLAGS + SANITIZE,
+        "COMPILER": COMPILER,
+        "COMPILE_FLAGS": COMPILE_FLAGS,
     }
 
 
@@ -141,8 +149,7 @@ def extension() -> Any:
         depends=[*files(".h", ".cuh"), "setup.py"],
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[("MEMCHECK_WITH_CUDA", None)] if CUDA else [],
-        # -fopenmp compiles at::parallel_for; it is not linked, so that torch's own OpenMP runtime stays the only one.
-        extra_compile_args={"cxx": COMPILE_FLAGS + SANITIZE, "nvcc": ["-O3", "--expt-relaxed-constexpr"]},
+        extra_compile_args={"cxx": COMPILE_FLAGS, "nvcc": ["-O3", "--expt-relaxed-constexpr"]},
         extra_link_args=SANITIZE,
     )
 
