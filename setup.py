@@ -17,7 +17,7 @@ COMPILE_FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=h
 
 
 def require_tools() -> None:
-    """One message for whatever is missing, where torch, setuptools and the compiler would each fail in a way of its own."""
+    """One message for what is missing, where torch, setuptools and the compiler would each fail in a way of its own."""
     missing = None
     try:
         import torch  # noqa: F401
@@ -36,11 +36,13 @@ def require_tools() -> None:
             "    pip install --no-build-isolation .\n"
         )
     if not Path(sysconfig.get_path("include"), "Python.h").is_file():
-        sys.exit(f"\nmemcheck is compiled against Python.h, which {sys.executable} lacks: apt-get install python3-dev\n")
+        sys.exit(
+            f"\nmemcheck is compiled against Python.h, which {sys.executable} lacks: apt-get install python3-dev\n"
+        )
 
 
 def find_cuda_home() -> str | None:
-    """CUDA_HOME where it is set. Else the nvcc on PATH names the folder, unless it is a script that stands elsewhere."""
+    """CUDA_HOME where it is set. Else where the nvcc on PATH stands, unless that is a script away from its toolkit."""
     if named := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
         return named
     nvcc = shutil.which("nvcc")
@@ -104,7 +106,7 @@ SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g"] if 
 COMPILE_FLAGS += SANITIZE
 
 
-class Build(BuildExtension):  # type: ignore[misc]
+class Build(BuildExtension):
     """Keeps objects between builds, and notes beside the extension what it was built with."""
 
     def finalize_options(self) -> None:
@@ -117,7 +119,9 @@ class Build(BuildExtension):  # type: ignore[misc]
         super().run()
         package = Path(self.get_ext_fullpath("memcheck._C")).parent
         lines = [f"{name} = {value!r}\n" for name, value in build_facts().items()]
-        (package / "_build.py").write_text('"""What memcheck._C was built with. Written by setup.py."""\n\n' + "".join(lines))
+        (package / "_build.py").write_text(
+            '"""What memcheck._C was built with. Written by setup.py."""\n\n' + "".join(lines)
+        )
 
 
 def nvcc_version() -> str:

@@ -24,7 +24,7 @@ if not all(importlib.util.find_spec(f"memcheck.{module}") for module in ("_C", "
 
 from memcheck import _build  # noqa: E402
 
-if _build.TORCH_VERSION != torch.__version__:
+if torch.__version__ != _build.TORCH_VERSION:
     raise ImportError(
         f"memcheck was built against torch {_build.TORCH_VERSION}, and this is torch {torch.__version__}; "
         f"rebuild it: {build_command()}"

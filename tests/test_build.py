@@ -35,7 +35,9 @@ def import_error(code: str, **arguments: object) -> str:
 
 def test_another_torch_is_refused() -> None:
     said = import_error("import torch; torch.__version__ = '1.2.3'; import memcheck")
-    assert said.startswith(f"ImportError: memcheck was built against torch {torch.__version__}, and this is torch 1.2.3")
+    assert said.startswith(
+        f"ImportError: memcheck was built against torch {torch.__version__}, and this is torch 1.2.3"
+    )
     assert f"pip install --no-build-isolation -e {ROOT}" in said
 
 
@@ -84,7 +86,7 @@ def test_asking_for_cuda_kernels_without_nvcc_fails(tmp_path: Path) -> None:
 
 
 def test_without_torch_pip_says_what_to_do(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text('raise ImportError("No module named \'torch\'")\n')
+    (tmp_path / "torch.py").write_text("raise ImportError(\"No module named 'torch'\")\n")
     words = ["-m", "pip", "install", "--no-build-isolation", "--no-deps", "--target", str(tmp_path / "to"), str(ROOT)]
     ended = run_python(*words, PYTHONPATH=str(tmp_path))
     assert ended.returncode == 1

@@ -12,7 +12,16 @@ from torch.utils.cpp_extension import include_paths
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 # What setup.py passes, but for the optimisation, and the standard that torch passes.
-FLAGS = ["-O1", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-fPIC", "-Wall", "-Werror", "-std=c++20"]
+FLAGS = [
+    "-O1",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-fvisibility=hidden",
+    "-fPIC",
+    "-Wall",
+    "-Werror",
+    "-std=c++20",
+]
 # -Wall finds torch's own headers wanting under some compilers: they are not ours to warn about.
 INCLUDES = [f"-I{CSRC}", *(f"-isystem{folder}" for folder in [*include_paths(), sysconfig.get_path("include")])]
 

@@ -1,4 +1,4 @@
-"""Kernels compile, link and load without torch and without a GPU, and a launch without one answers instead of crashing."""
+"""Kernels compile, link and load without torch or a GPU, and a launch without one answers instead of crashing."""
 
 import ctypes
 import subprocess
@@ -19,7 +19,9 @@ def test_kernels_compile_link_and_load(require_tool: Callable[[str], str], tmp_p
     architectures = [f"-gencode={architecture}" for architecture in ARCHITECTURES]
     # Linked statically, as cudart is by default, the library loads where there is no driver.
     command = [nvcc, "-shared", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC", "--threads=2", "-cudart=static"]
-    ended = subprocess.run([*command, *architectures, f"-I{CSRC}", *sources, "-o", library], capture_output=True, text=True)
+    ended = subprocess.run(
+        [*command, *architectures, f"-I{CSRC}", *sources, "-o", library], capture_output=True, text=True
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
     probe = ctypes.CDLL(str(library)).launch_cuda_probe

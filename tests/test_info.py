@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import memcheck
-from memcheck._extension import _C
 from memcheck.__main__ import main
+from memcheck._extension import _C
 
 
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

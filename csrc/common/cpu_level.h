@@ -4,8 +4,8 @@
 #include <vector>
 
 // One binary runs on any x86-64 and chooses its vector instructions when it is first used. A loop that gains from wide
-// vectors is written once as an always-inline function and compiled once per level, in a plain function that carries the
-// level's attribute (a lambda would not be compiled at the level of the function around it):
+// vectors is written once as an always-inline function and compiled once per level, in a plain function that carries
+// the level's attribute (a lambda would not be compiled at the level of the function around it):
 //
 //     static inline __attribute__((always_inline)) void body(...) { for (...) ... }
 //     static void run_default(...) { body(...); }

@@ -1,4 +1,4 @@
-"""`memcheck.track` on a GPU counts the bytes that were asked for, not the blocks the caching allocator rounds them to."""
+"""`memcheck.track` on a GPU counts the bytes asked for, not the blocks the caching allocator rounds them to."""
 
 import pytest
 import torch
