@@ -46,13 +46,14 @@ bench: $(BUILD)  ## Every operator against its opponents, into benchmarks/result
 	    if [ -f benchmarks/$$operator ]; then $(BIN)/python benchmarks/$$operator || exit 1; fi; \
 	done
 
-# Both libraries are preloaded: with libasan alone the first exception that leaves torch aborts.
+# Both libraries are preloaded: with libasan alone the first exception that leaves torch aborts. pytest leaves the
+# process's own stderr alone, where the report of an error that ends it is written.
 ASAN := build/asan
 asan: $(BUILD) $(DEVELOPMENT)  ## The operators' tests under AddressSanitizer and UBSan, in a build of their own
 	MEMCHECK_ASAN=1 MEMCHECK_CUDA=0 $(BIN)/python setup.py -q build --build-lib $(ASAN)
 	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONPATH=$(ASAN) \
 	    LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
-	    $(BIN)/pytest --timeout=600 tests/ops -m "not slow" $(PYTEST_FLAGS)
+	    $(BIN)/pytest --timeout=600 tests/ops --capture=sys -m "not slow" $(PYTEST_FLAGS)
 
 gpu:  ## Everything that needs a GPU, with the torch that is there; STEP=build runs one step
 	benchmarks/gpu.sh $(STEP)

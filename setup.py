@@ -35,9 +35,10 @@ def require_tools() -> None:
             "    pip install torch 'setuptools>=77' ninja\n"
             "    pip install --no-build-isolation .\n"
         )
-    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None or not Path(sysconfig.get_path("include"), "Python.h").is_file():
         sys.exit(
-            f"\nmemcheck is compiled against Python.h, which {sys.executable} lacks: apt-get install python3-dev\n"
+            f"\nmemcheck is compiled, by {compiler} and with Python.h. On Debian: apt-get install g++ python3-dev\n"
         )
 
 

@@ -85,6 +85,13 @@ def test_asking_for_cuda_kernels_without_nvcc_fails(tmp_path: Path) -> None:
     assert ("a CUDA build of torch" in ended.stderr) == (torch.version.cuda is None)
 
 
+def test_a_missing_compiler_is_named() -> None:
+    ended = run_python("setup.py", "--name", CXX="no-such-compiler")
+    assert ended.returncode == 1
+    assert "memcheck is compiled, by no-such-compiler" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
 def test_without_torch_pip_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "torch.py").write_text("raise ImportError(\"No module named 'torch'\")\n")
     words = ["-m", "pip", "install", "--no-build-isolation", "--no-deps", "--target", str(tmp_path / "to"), str(ROOT)]
