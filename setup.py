@@ -6,39 +6,81 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
-
-try:
-    import torch
-    from torch.utils.cpp_extension import CUDA_HOME, BuildExtension, CppExtension, CUDAExtension
-except ImportError as error:
-    sys.exit(
-        f"memcheck is built against the torch that will run it, and {sys.executable} cannot import torch ({error}).\n"
-        "Install torch first, then build without isolation:\n"
-        "    pip install torch\n"
-        "    pip install --no-build-isolation ."
-    )
+import setuptools
 
 ROOT = Path(__file__).resolve().parent
-COMPILE_FLAGS = ["-O3", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fno-wrapv", "-fvisibility=hidden", "-Wall"]
+COMPILE_FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
+# Python's own flags say -fwrapv, under which an index of type int does not vectorise.
+COMPILE_FLAGS += ["-fno-wrapv"]
 
 
-def wants_cuda() -> bool:
-    """MEMCHECK_CUDA=auto|0|1. A GPU is never needed to build: a CUDA torch and nvcc are."""
+def require_tools() -> None:
+    """One message for what is missing, where torch, setuptools and the compiler would each fail in a way of its own."""
+    missing = None
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        missing = f"cannot import torch ({error})"
+    if missing is None and int(setuptools.__version__.split(".")[0]) < 77:
+        missing = f"has setuptools {setuptools.__version__}, older than 77"
+    if missing:
+        sys.exit(
+            "\nmemcheck is built without isolation, against the torch that will run it,\n"
+            f"and {sys.executable} {missing}.\n\n"
+            "If you have torch, pip's isolation has hidden it:\n"
+            "    pip install --no-build-isolation .\n"
+            "If you do not, install what builds memcheck first:\n"
+            "    pip install torch 'setuptools>=77' ninja\n"
+            "    pip install --no-build-isolation .\n"
+        )
+    compiler = os.environ.get("CXX", "c++").split()[0]
+    if shutil.which(compiler) is None or not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        sys.exit(
+            f"\nmemcheck is compiled, by {compiler} and with Python.h. On Debian: apt-get install g++ python3-dev\n"
+        )
+
+
+def find_cuda_home() -> str | None:
+    """CUDA_HOME where it is set. Else where the nvcc on PATH stands, unless that is a script away from its toolkit."""
+    if named := os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH"):
+        return named
+    nvcc = shutil.which("nvcc")
+    homes = [Path(nvcc).resolve().parents[1]] if nvcc else []
+    for home in [*homes, Path("/usr/local/cuda")]:
+        if (home / "bin" / "nvcc").is_file() and (home / "include" / "cuda_runtime.h").is_file():
+            return str(home)
+    return None
+
+
+require_tools()
+# torch finds ninja on PATH alone, where a virtual environment that is used without being activated does not stand.
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+if cuda_home := find_cuda_home():
+    os.environ["CUDA_HOME"] = cuda_home
+
+import torch  # noqa: E402
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
+
+
+def why_no_cuda() -> str | None:
+    """None where CUDA kernels are built: MEMCHECK_CUDA=auto|0|1. That takes a CUDA torch and nvcc, but never a GPU."""
     choice = os.environ.get("MEMCHECK_CUDA", "auto")
     if choice not in ("auto", "0", "1"):
-        sys.exit(f"MEMCHECK_CUDA must be auto, 0 or 1, got {choice!r}")
+        sys.exit(f"\nMEMCHECK_CUDA must be auto, 0 or 1, got '{choice}'\n")
+    if choice == "0":
+        return "MEMCHECK_CUDA=0"
     missing = []
     if torch.version.cuda is None:
         missing.append(f"a CUDA build of torch (this one is {torch.__version__})")
-    if CUDA_HOME is None or shutil.which("nvcc", path=os.path.join(CUDA_HOME, "bin")) is None:
-        missing.append("nvcc (set CUDA_HOME to the toolkit's folder)")
+    if cuda_home is None or not Path(cuda_home, "bin", "nvcc").is_file():
+        missing.append(f"nvcc (CUDA_HOME is {cuda_home})")
     if choice == "1" and missing:
-        sys.exit(f"MEMCHECK_CUDA=1 asks for CUDA kernels, which need {' and '.join(missing)}")
-    return choice != "0" and not missing
+        sys.exit(f"\nMEMCHECK_CUDA=1 asks for CUDA kernels, which need {' and '.join(missing)}\n")
+    return f"needs {' and '.join(missing)}" if missing else None
 
 
 def default_jobs() -> int:
@@ -47,52 +89,76 @@ def default_jobs() -> int:
     return max(1, min(os.cpu_count() or 1, memory // (3 << 29)))
 
 
-CUDA = wants_cuda()
+def compiler_version() -> str:
+    compiler = os.environ.get("CXX", "c++")
+    text = subprocess.run([*compiler.split(), "--version"], capture_output=True, text=True, check=True).stdout
+    return text.splitlines()[0]
+
+
+CUDA_LEFT_OUT = why_no_cuda()
+CUDA = CUDA_LEFT_OUT is None
+print(f"memcheck: torch {torch.__version__}, CUDA kernels: {CUDA_LEFT_OUT or f'built by {cuda_home}/bin/nvcc'}")
 os.environ.setdefault("MAX_JOBS", str(default_jobs()))
 if CUDA and not torch.cuda.is_available():
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
+COMPILER = compiler_version()
+# at::parallel_for is serial without. Compiled, but not linked: torch's own OpenMP runtime stays the only one.
+COMPILE_FLAGS += ["-include", "common/parallel_clang.h"] if "clang" in COMPILER else ["-fopenmp"]
+# `make asan`: the same sources in a build folder of their own.
+SANITIZE = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g"] if os.environ.get("MEMCHECK_ASAN") else []
+COMPILE_FLAGS += SANITIZE
 
 
-class Build(BuildExtension):  # type: ignore[misc]
-    """Keeps objects between builds, and notes beside the extension what it was built against."""
+class Build(BuildExtension):
+    """Keeps objects between builds, and notes beside the extension what it was built with."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.build_temp = str(ROOT / "build" / f"torch-{torch.__version__}-{'cuda' if CUDA else 'cpu'}")
+        kind = ("cuda" if CUDA else "cpu") + ("-asan" if SANITIZE else "")
+        # setuptools would build in a temporary folder for `pip install -e`, and so compile everything every time.
+        self.build_temp = str(ROOT / "build" / f"{sys.implementation.cache_tag}-torch-{torch.__version__}-{kind}")
 
     def run(self) -> None:
         super().run()
         package = Path(self.get_ext_fullpath("memcheck._C")).parent
-        package.mkdir(parents=True, exist_ok=True)
         lines = [f"{name} = {value!r}\n" for name, value in build_facts().items()]
-        (package / "_build.py").write_text('"""What memcheck._C was built with. Written by setup.py."""\n\n' + "".join(lines))
+        (package / "_build.py").write_text(
+            '"""What memcheck._C was built with. Written by setup.py."""\n\n' + "".join(lines)
+        )
+
+
+def nvcc_version() -> str:
+    """As in "Cuda compilation tools, release 13.0, V13.0.88"."""
+    text = subprocess.run([f"{cuda_home}/bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    return text.partition(", V")[2].split()[0]
 
 
 def build_facts() -> dict[str, Any]:
-    compiler = os.environ.get("CXX", "c++")
-    version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=False).stdout
     return {
         "TORCH_VERSION": str(torch.__version__),
-        "CUDA_VERSION": torch.version.cuda if CUDA else None,
-        "CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST") if CUDA else None,
-        "COMPILER": version.splitlines()[0] if version else compiler,
+        "CUDA_VERSION": nvcc_version() if CUDA else None,
+        "CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "this machine's") if CUDA else None,
+        "CUDA_LEFT_OUT": CUDA_LEFT_OUT,
+        "COMPILER": COMPILER,
         "COMPILE_FLAGS": COMPILE_FLAGS,
     }
 
 
+def files(*suffixes: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in (ROOT / "csrc").rglob("*") if path.suffix in suffixes)
+
+
 def extension() -> Any:
-    suffixes = (".cpp", ".cu") if CUDA else (".cpp",)
-    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.suffix in suffixes)
-    kind = CUDAExtension if CUDA else CppExtension
-    macros = [("MEMCHECK_WITH_CUDA", None)] if CUDA else []
-    return kind(
+    return (CUDAExtension if CUDA else CppExtension)(
         "memcheck._C",
-        sources,
+        files(".cpp", ".cu") if CUDA else files(".cpp"),
+        # ninja knows what each object includes; setuptools asks it only if one of these is newer than the extension.
+        depends=[*files(".h", ".cuh"), "setup.py"],
         include_dirs=[str(ROOT / "csrc")],
-        define_macros=macros,
-        # -fopenmp compiles at::parallel_for; it is not linked, so that torch's own OpenMP runtime stays the only one.
+        define_macros=[("MEMCHECK_WITH_CUDA", None)] if CUDA else [],
         extra_compile_args={"cxx": COMPILE_FLAGS, "nvcc": ["-O3", "--expt-relaxed-constexpr"]},
+        extra_link_args=SANITIZE,
     )
 
 
-setup(ext_modules=[extension()], cmdclass={"build_ext": Build})
+setuptools.setup(ext_modules=[extension()], cmdclass={"build_ext": Build})

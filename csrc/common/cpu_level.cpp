@@ -8,55 +8,55 @@ namespace {
 
 CpuLevel machine_level() {
 #if MEMCHECK_CPU_HAS_LEVELS
-    __builtin_cpu_init();
-    // f16c is not asked for: older clangs do not know the name, and no processor has avx2 without it.
-    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return CpuLevel::Default;
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-    return avx512 ? CpuLevel::Avx512 : CpuLevel::Avx2;
+  __builtin_cpu_init();
+  // f16c is not asked for: older clangs do not know the name, and no processor has avx2 without it.
+  if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return CpuLevel::Default;
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  return avx512 ? CpuLevel::Avx512 : CpuLevel::Avx2;
 #else
-    return CpuLevel::Default;
+  return CpuLevel::Default;
 #endif
 }
 
 CpuLevel chosen_level() {
-    const CpuLevel highest = machine_level();
-    const char* value = std::getenv("MEMCHECK_CPU");
-    if (value == nullptr) return highest;
-    for (CpuLevel level : {CpuLevel::Default, CpuLevel::Avx2, CpuLevel::Avx512}) {
-        if (value != std::string(cpu_level_name(level))) continue;
-        if (level <= highest) return level;
-        throw std::invalid_argument("MEMCHECK_CPU=" + std::string(value) + " asks for more than this machine has (" +
-                                    cpu_level_name(highest) + ")");
-    }
-    throw std::invalid_argument("MEMCHECK_CPU must be default, avx2 or avx512, got '" + std::string(value) + "'");
+  const CpuLevel highest = machine_level();
+  const char* value = std::getenv("MEMCHECK_CPU");
+  if (value == nullptr) return highest;
+  for (CpuLevel level : {CpuLevel::Default, CpuLevel::Avx2, CpuLevel::Avx512}) {
+    if (value != std::string(cpu_level_name(level))) continue;
+    if (level <= highest) return level;
+    throw std::invalid_argument("MEMCHECK_CPU=" + std::string(value) + " asks for more than this machine has (" +
+                                cpu_level_name(highest) + ")");
+  }
+  throw std::invalid_argument("MEMCHECK_CPU must be default, avx2 or avx512, got '" + std::string(value) + "'");
 }
 
 }  // namespace
 
 CpuLevel cpu_level() {
-    static const CpuLevel level = chosen_level();
-    return level;
+  static const CpuLevel level = chosen_level();
+  return level;
 }
 
 const char* cpu_level_name(CpuLevel level) {
-    switch (level) {
-        case CpuLevel::Avx512:
-            return "avx512";
-        case CpuLevel::Avx2:
-            return "avx2";
-        case CpuLevel::Default:
-            break;
-    }
-    return "default";
+  switch (level) {
+    case CpuLevel::Avx512:
+      return "avx512";
+    case CpuLevel::Avx2:
+      return "avx2";
+    case CpuLevel::Default:
+      break;
+  }
+  return "default";
 }
 
 std::vector<std::string> cpu_levels() {
-    std::vector<std::string> names;
-    for (CpuLevel level : {CpuLevel::Default, CpuLevel::Avx2, CpuLevel::Avx512}) {
-        if (level <= machine_level()) names.emplace_back(cpu_level_name(level));
-    }
-    return names;
+  std::vector<std::string> names;
+  for (CpuLevel level : {CpuLevel::Default, CpuLevel::Avx2, CpuLevel::Avx512}) {
+    if (level <= machine_level()) names.emplace_back(cpu_level_name(level));
+  }
+  return names;
 }
 
 }  // namespace memcheck

@@ -1,0 +1,76 @@
+# One command per habit. `make profile` and `make test` start from a bare machine: Python 3.10 or later with venv and
+# headers, and a C++ compiler. Everything is installed into $(VENV).
+
+VENV ?= .venv
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+# Another index to take torch from: https://download.pytorch.org/whl/cpu has it without CUDA, a tenth of the size.
+TORCH_INDEX ?=
+PIP_FLAGS ?=
+# What pytest is told besides: make test PYTEST_FLAGS="-k softplus".
+PYTEST_FLAGS ?=
+# What the profile is told: make profile ARGS="--device cpu".
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check
+CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
+# Stamps live in the environment they describe: removing it removes them.
+ENVIRONMENT := $(VENV)/.torch-installed
+BUILD := $(VENV)/.memcheck-built
+DEVELOPMENT := $(VENV)/.tools-installed
+
+.DEFAULT_GOAL := help
+.PHONY: help profile test test-fast lint bench asan gpu clean
+
+help:  ## This list
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
+
+profile: $(BUILD)  ## Memory of attention on this machine, from a bare machine on
+	$(BIN)/python -m memcheck.profile_attention $(ARGS)
+
+test: lint $(BUILD)  ## Lint, build and every test
+	$(BIN)/pytest --timeout=600 $(PYTEST_FLAGS)
+
+test-fast: $(BUILD) $(DEVELOPMENT)  ## The tests without the slow ones, under three minutes
+	$(BIN)/pytest --timeout=600 -m "not slow" $(PYTEST_FLAGS)
+
+lint: $(DEVELOPMENT)  ## Formats, types and the usual mistakes; changes nothing
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+
+bench: $(BUILD)  ## Every operator against its opponents, into benchmarks/results/
+	@for operator in $(notdir $(wildcard memcheck/ops/[a-z]*.py)); do \
+	    if [ -f benchmarks/$$operator ]; then $(BIN)/python benchmarks/$$operator || exit 1; fi; \
+	done
+
+# Both libraries are preloaded: with libasan alone the first exception that leaves torch aborts. pytest leaves the
+# process's own stderr alone, where the report of an error that ends it is written.
+ASAN := build/asan
+asan: $(BUILD) $(DEVELOPMENT)  ## The operators' tests under AddressSanitizer and UBSan, in a build of their own
+	MEMCHECK_ASAN=1 MEMCHECK_CUDA=0 $(BIN)/python setup.py -q build --build-lib $(ASAN)
+	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONSAFEPATH=1 PYTHONPATH=$(ASAN) \
+	    LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
+	    $(BIN)/pytest --timeout=600 tests/ops --capture=sys -m "not slow" $(PYTEST_FLAGS)
+
+gpu:  ## Everything that needs a GPU, with the torch that is there; STEP=build runs one step
+	benchmarks/gpu.sh $(STEP)
+
+clean:  ## Removes what was built, not $(VENV)
+	rm -rf build dist *.egg-info memcheck/_build.py memcheck/_C.*.so .pytest_cache .mypy_cache .ruff_cache $(BUILD)
+
+$(ENVIRONMENT):
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install $(PIP_FLAGS) 'setuptools>=77' ninja
+	$(PIP) install $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	@touch $@
+
+$(BUILD): $(ENVIRONMENT) pyproject.toml setup.py $(CSRC)
+	$(PIP) install $(PIP_FLAGS) --no-build-isolation -e .
+	@touch $@
+
+$(DEVELOPMENT): pyproject.toml | $(BUILD)
+	$(PIP) install $(PIP_FLAGS) --no-build-isolation -e '.[dev]'
+	@touch $@

@@ -1,0 +1,91 @@
+"""What is installed, how it was built, and what it runs on."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from memcheck import __version__, _build
+from memcheck._extension import _C
+
+ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
+
+
+def run(args: argparse.Namespace) -> int:
+    facts = gather()
+    print(json.dumps(facts, indent=2) if args.format == "json" else "\n".join(lines(facts)))
+    return 0
+
+
+def gather() -> dict[str, Any]:
+    """Sections of name -> value, ready for JSON: None is unknown or unset, sizes are bytes."""
+    return {
+        "versions": {"memcheck": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
+        "build": {
+            "torch": _build.TORCH_VERSION,
+            "compiler": _build.COMPILER,
+            "flags": _build.COMPILE_FLAGS,
+            "cuda_toolkit": _build.CUDA_VERSION,
+            "cuda_architectures": _build.CUDA_ARCH_LIST,
+            "cuda_left_out": _build.CUDA_LEFT_OUT,
+        },
+        "kernels": kernels(),
+        "cpu": {"level": _C.cpu_level(), "levels": _C.cpu_levels(), "threads": torch.get_num_threads()},
+        "cuda": {"torch_cuda": torch.version.cuda, "launch": cuda_launch(), "gpus": gpus()},
+        "allocator": {name: os.environ.get(name) for name in ALLOCATOR_VARIABLES},
+    }
+
+
+def kernels() -> dict[str, list[str]]:
+    """Operator -> the devices it has kernels for, as the dispatcher knows them."""
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    operators = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("memcheck::"))
+    return {name: [key for key in ("CPU", "CUDA") if has_kernel(name, key)] for name in operators}
+
+
+def cuda_launch() -> str | None:
+    """What launching an empty kernel of this build answers; None where the build has no CUDA kernels."""
+    if _build.CUDA_VERSION is None:
+        return None
+    error = _C.cuda_probe()
+    return "ok" if error is None else f"fails: {error}"
+
+
+def gpus() -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return []
+    found = []
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        found.append({"name": gpu.name, "memory_bytes": gpu.total_memory, "capability": f"{gpu.major}.{gpu.minor}"})
+    return found
+
+
+def lines(facts: dict[str, Any]) -> Iterator[str]:
+    for section, values in facts.items():
+        yield section
+        for name, value in values.items():
+            yield f"  {name.replace('_', ' ') if section != 'allocator' else name}: {spoken(value)}"
+        if not values:
+            yield "  none"
+
+
+def spoken(value: Any) -> str:
+    if value is None or value == []:
+        return "none"
+    if isinstance(value, list):
+        separator = ", " if len(value) < 4 else " "
+        return separator.join(map(spoken, value))
+    if isinstance(value, dict):
+        return f"{value['name']}, {value['memory_bytes'] / 2**30:.1f} GiB, capability {value['capability']}"
+    return str(value)

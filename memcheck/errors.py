@@ -1,0 +1,11 @@
+"""Errors that end a command: their message becomes one line, and they carry the exit code."""
+
+
+class MemcheckError(Exception):
+    exit_code = 1
+
+
+class UsageError(MemcheckError):
+    """The command line asks for something that does not exist or does not fit together."""
+
+    exit_code = 2

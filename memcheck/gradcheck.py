@@ -1,0 +1,6 @@
+"""The door of `python -m memcheck.gradcheck` = `memcheck gradcheck`."""
+
+from memcheck.__main__ import door
+
+if __name__ == "__main__":
+    door("gradcheck")
