@@ -65,7 +65,9 @@ class Build(BuildExtension):  # type: ignore[misc]
         package = Path(self.get_ext_fullpath("memcheck._C")).parent
         package.mkdir(parents=True, exist_ok=True)
         lines = [f"{name} = {value!r}\n" for name, value in build_facts().items()]
-        (package / "_build.py").write_text('"""What memcheck._C was built with. Written by setup.py."""\n\n' + "".join(lines))
+        (package / "_build.py").write_text(
+            '"""What memcheck._C was built with. Written by setup.py."""\n\n' + "".join(lines)
+        )
 
 
 def build_facts() -> dict[str, Any]:

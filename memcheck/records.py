@@ -60,7 +60,9 @@ class Record:
     output_bytes: int | None = None
     parameter_bytes: int | None = None
     # What the operator needs.
-    forward_peak_bytes: int | None = None  # highest sum alive during the forward, inputs and library workspaces included
+    forward_peak_bytes: int | None = (
+        None  # highest sum alive during the forward, inputs and library workspaces included
+    )
     saved_bytes: int | None = None  # alive after the forward, less inputs, parameters and outputs
     backward_peak_bytes: int | None = None  # highest sum alive during the backward alone
     gradient_bytes: int | None = None  # the gradients that came out
