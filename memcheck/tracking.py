@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memcheck._extension import _C
 
-# Storages by identity, and their bytes. A weak reference keeps neither the data alive nor the identity from being unique.
+# Storages by identity, and their bytes. A weak reference lets the data go but keeps the identity from being used again.
 Storages = dict[StorageWeakRef, int]
 Refusal = tuple[int, int]  # bytes requested, bytes in use
 
@@ -153,7 +153,8 @@ class _CudaCounter:
 @functools.cache
 def _watch_cuda_refusals() -> None:
     # Torch has no way to detach an observer, so there is one for the process.
-    torch._C._cuda_attach_out_of_memory_observer(_CudaCounter._note_refusal)
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
+    attach(_CudaCounter._note_refusal)
 
 
 class _Final:
@@ -185,7 +186,7 @@ def _open_counter(device: torch.device, held_bytes: int, limit_bytes: int | None
 
 
 class _Listeners(threading.local):
-    """The trackers open on this thread. Hooks for saved tensors are per thread, and only the innermost pair is called."""
+    """The trackers open on this thread: hooks for saved tensors are per thread, and only the innermost are called."""
 
     def __init__(self) -> None:
         self.trackers: list[MemoryTracker] = []
@@ -205,7 +206,7 @@ def _unpack(packed: Any) -> torch.Tensor:
     if tensor._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version} instead"
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
         )
     return tensor
 
@@ -278,7 +279,7 @@ class MemoryTracker:
 
     @property
     def refusal(self) -> Refusal | None:
-        """(bytes requested, bytes in use) of the last allocation refused during the block. In use: held at entry + current."""
+        """(bytes requested, bytes in use, held ones included) of the last allocation refused during the block."""
         return self._counting().refusal()
 
     def hold(self, *more: Any) -> None:
@@ -322,10 +323,10 @@ def track(*held: Any, device: torch.device | str | None = None, limit_bytes: int
     held: tensors, modules or nested containers of them that the caller owns; saved_bytes leaves them out.
     device: the memory to watch; the CPU, or the CUDA device of `held`, unless given.
     limit_bytes: a budget for `held` together with everything above the level at entry; an allocation beyond it raises
-    torch.OutOfMemoryError. On the CPU it is exact; on CUDA it bounds the caching allocator's segments, and so is coarser.
+    torch.OutOfMemoryError. Exact on the CPU; on CUDA it bounds the caching allocator's segments, which is coarser.
 
     Bytes are those requested. Trackers nest, all threads count (saved_bytes: only the thread that opened the tracker),
-    and the figures stay readable after the block. On the CPU only blocks allocated while some tracker is open are counted:
+    and the figures stay readable after the block. On the CPU only blocks allocated while some tracker is open count:
     freeing or resizing a tensor from before changes nothing, nor do shared, pinned or NumPy memory.
     On CUDA torch.cuda's own peak statistics are reset.
     """

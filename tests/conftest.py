@@ -1,5 +1,9 @@
 """Every test runs with NaN in uninitialised memory: torch.empty, and at::empty in C++, are filled."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -10,3 +14,19 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "isolated: runs in a fresh process of its own, with a time-out of two minutes")
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """For tests that fork, exhaust a budget or change what the whole process shares."""
+    if pyfuncitem.get_closest_marker("isolated") is None or "MEMCHECK_ISOLATED" in os.environ:
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", f"{pyfuncitem.path}::{pyfuncitem.name}", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "MEMCHECK_ISOLATED": "1"}
+    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, timeout=120)
+    if done.returncode != 0:
+        pytest.fail(done.stdout.decode() + done.stderr.decode(), pytrace=False)
+    return True
