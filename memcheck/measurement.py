@@ -10,7 +10,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -44,8 +44,7 @@ def measure_memory(
     do not depend on when it runs. Outputs are looked for in containers and dataclasses; tensors in other objects that
     fn returns, and caches that fn fills, count as saved.
     """
-    run = _Run(fn, inputs, kwargs, parameters, backward=backward, device=device, limit_bytes=limit_bytes)
-    return run.measure(dense_grad=dense_grad)
+    return _Run(_Subject(fn, inputs, kwargs, parameters, backward, device), limit_bytes).measure(dense_grad)
 
 
 def measure_time(
@@ -66,19 +65,19 @@ def measure_time(
     """
     _check_passes(warmup, passes, max_seconds)
     deadline = time.perf_counter() + (float("inf") if max_seconds is None else max_seconds)
-    timing = _Timing(fn, inputs, kwargs, parameters, backward=backward, dense_grad=dense_grad, device=device)
+    subject = _Subject(fn, inputs, kwargs, parameters, backward, device)
     for _ in range(warmup):
         if time.perf_counter() < deadline:
-            timing.run_pass()
-    results = [timing.run_pass()]
+            _timed_pass(subject, dense_grad)
+    results = [_timed_pass(subject, dense_grad)]
     while len(results) < passes and time.perf_counter() < deadline:
-        results.append(timing.run_pass())
+        results.append(_timed_pass(subject, dense_grad))
     forward_ms, backward_ms = zip(*results, strict=True)
     return {**_summary("forward_ms", forward_ms), **_summary("backward_ms", backward_ms), "passes": len(results)}
 
 
-class _Run:
-    """One forward, one backward, and the record that they fill."""
+class _Subject:
+    """What is measured: a call, the tensors that it is given and that it owns, and the machine it runs on."""
 
     def __init__(
         self,
@@ -86,31 +85,46 @@ class _Run:
         inputs: tuple[Any, ...],
         kwargs: dict[str, Any],
         parameters: Any,
-        *,
         backward: bool,
         device: torch.device | str | None,
-        limit_bytes: int | None,
     ) -> None:
-        self.call = functools.partial(_checked(fn), *inputs, **kwargs)
-        given, owned = list(tensors_in([inputs, kwargs])), _parameters(fn, parameters)
-        self.device = resolve_device(device, [*given, *owned])
-        self.machine = _machine(self.device)
+        if not callable(fn):
+            raise ValueError(f"fn must be callable, got {fn!r}")
+        self.call = functools.partial(fn, *inputs, **kwargs)
+        self.given = list(tensors_in([inputs, kwargs]))
+        self.owned = _parameters(fn, parameters)
         self.backward = backward
-        self.leaves = _leaves(given, owned, backward)
-        self.memory = MemoryTracker(given, owned, device=self.device, limit_bytes=limit_bytes)
+        self.leaves = _leaves(self.given, self.owned, backward)
+        self.device = resolve_device(device, [*self.given, *self.owned])
+        self.machine = _machine(self.device)
+
+    def forward(self) -> Any:
+        with nullcontext() if self.backward else torch.no_grad():
+            return self.call()
+
+
+class _Run:
+    """One forward, one backward, and the record that they fill."""
+
+    def __init__(self, subject: _Subject, limit_bytes: int | None = None, hooks: bool = False) -> None:
+        self.subject = subject
+        self.machine = subject.machine
+        held = (subject.given, subject.owned)
+        self.memory = MemoryTracker(*held, device=subject.device, limit_bytes=limit_bytes, saved=hooks)
+        self.hooks = hooks
         self.outputs: list[torch.Tensor] = []
-        self.saved_by_hooks: int | None = None
-        input_bytes = sum(storages_of(given, self.device).values())
+        self.saved_by_hooks: int | None = None  # saved_bytes by the other road, to check them
+        input_bytes = sum(storages_of(subject.given, subject.device).values())
         self.record = Record(
-            mode="train" if backward else "inference",
+            mode="train" if subject.backward else "inference",
             input_bytes=input_bytes,
             parameter_bytes=self.memory.held_bytes - input_bytes,
             **self.machine.facts(),
         )
 
-    def measure(self, *, dense_grad: bool) -> Record:
+    def measure(self, dense_grad: bool = False) -> Record:
         self.machine.drop_library_workspaces()
-        with _collector_at_rest(), _gradients_aside(self.leaves), self.memory:
+        with _collector_at_rest(), _gradients_aside(self.subject.leaves), self.memory:
             if self._attempt("forward", self._forward) and any(output.requires_grad for output in self.outputs):
                 self._attempt("backward", functools.partial(self._backward, dense_grad))
         self.record.reserved_bytes = self.machine.reserved_bytes()
@@ -132,9 +146,7 @@ class _Run:
     def _forward(self) -> None:
         record, memory = self.record, self.memory
         held_bytes = memory.held_bytes
-        with _grad_mode(self.backward):
-            outputs = self.call()
-        self.outputs = list(tensors_in(outputs))
+        self.outputs = list(tensors_in(self.subject.forward()))
         record.forward_peak_bytes = held_bytes + memory.peak_bytes
         record.forward_max_allocated_bytes = self.machine.max_allocated_bytes()
         alive = memory.current_bytes
@@ -142,7 +154,8 @@ class _Run:
         memory.hold(self.outputs)
         record.output_bytes = memory.held_bytes - held_bytes
         record.saved_bytes = alive - (record.library_workspace_bytes or 0) - record.output_bytes
-        self.saved_by_hooks = memory.saved_bytes
+        if self.hooks:
+            self.saved_by_hooks = memory.saved_bytes
         self._note_workspace(record.forward_peak_bytes, record.library_workspace_bytes)
 
     def _backward(self, dense_grad: bool) -> None:
@@ -150,13 +163,14 @@ class _Run:
         memory.reset_peak()
         roots = _roots(self.outputs)
         gradients = _output_gradients(roots, dense_grad)
-        incoming = storages_of(gradients, self.device)
+        incoming = storages_of(gradients, self.subject.device)
         torch.autograd.backward(roots, gradients)
         held_bytes = (record.input_bytes or 0) + (record.parameter_bytes or 0)
         record.backward_peak_bytes = held_bytes + memory.peak_bytes
         record.backward_max_allocated_bytes = self.machine.max_allocated_bytes(record.forward_max_allocated_bytes)
         library_bytes = self.machine.drop_library_workspaces()
-        appeared = storages_of((leaf.grad for leaf in self.leaves if leaf.grad is not None), self.device)
+        leaf_gradients = (leaf.grad for leaf in self.subject.leaves if leaf.grad is not None)
+        appeared = storages_of(leaf_gradients, self.subject.device)
         record.gradient_bytes = sum(appeared.values())
         # United, because a gradient may be the very tensor that came in as an output's.
         self._note_workspace(record.backward_peak_bytes, library_bytes, sum((appeared | incoming).values()))
@@ -170,43 +184,15 @@ class _Run:
         record.workspace_bytes = max(record.workspace_bytes or 0, scratch)
 
 
-class _Timing:
-    """Passes of one forward and one backward under the device's clock."""
-
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        inputs: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        parameters: Any,
-        *,
-        backward: bool,
-        dense_grad: bool,
-        device: torch.device | str | None,
-    ) -> None:
-        self.call = functools.partial(_checked(fn), *inputs, **kwargs)
-        given, owned = list(tensors_in([inputs, kwargs])), _parameters(fn, parameters)
-        self.leaves = _leaves(given, owned, backward)
-        self.milliseconds = _machine(resolve_device(device, [*given, *owned])).milliseconds
-        self.backward = backward
-        self.dense_grad = dense_grad
-
-    def run_pass(self) -> tuple[float, float | None]:
-        outputs: list[Any] = []
-        with _gradients_aside(self.leaves):
-            with _grad_mode(self.backward):
-                forward_ms = self.milliseconds(lambda: outputs.append(self.call()))
-            roots = _roots(tensors_in(outputs))
-            if not roots:
-                return forward_ms, None
-            gradients = _output_gradients(roots, self.dense_grad)
-            return forward_ms, self.milliseconds(lambda: torch.autograd.backward(roots, gradients))
-
-
-def _checked(fn: Callable[..., Any]) -> Callable[..., Any]:
-    if not callable(fn):
-        raise ValueError(f"fn must be callable, got {fn!r}")
-    return fn
+def _timed_pass(subject: _Subject, dense_grad: bool) -> tuple[float, float | None]:
+    outputs: list[Any] = []
+    with _gradients_aside(subject.leaves):
+        forward_ms = subject.machine.milliseconds(lambda: outputs.append(subject.forward()))
+        roots = _roots(tensors_in(outputs))
+        if not roots:
+            return forward_ms, None
+        gradients = _output_gradients(roots, dense_grad)
+        return forward_ms, subject.machine.milliseconds(lambda: torch.autograd.backward(roots, gradients))
 
 
 def _check_passes(warmup: int, passes: int, max_seconds: float | None) -> None:
@@ -240,10 +226,6 @@ def _output_gradients(roots: list[torch.Tensor], dense: bool) -> list[torch.Tens
     if dense:
         return [torch.ones_like(root) for root in roots]
     return [torch.ones((), dtype=root.dtype, device=root.device).expand(root.shape) for root in roots]
-
-
-def _grad_mode(backward: bool) -> AbstractContextManager[Any]:
-    return nullcontext() if backward else torch.no_grad()
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
@@ -97,10 +97,12 @@ class _CudaCounter:
 
     def __init__(self, device: int, held_bytes: int, limit_bytes: int | None) -> None:
         torch.cuda.init()
+        if torch.cuda.get_allocator_backend() != "native":
+            raise RuntimeError("memcheck needs torch's native CUDA allocator: cudaMallocAsync keeps no requested bytes")
         _watch_cuda_refusals()
         self._device = device
         self._held_bytes = held_bytes
-        self._fraction = torch.cuda.get_per_process_memory_fraction(device)
+        self._fraction_before: float | None = None
         self._refusal: Refusal | None = None
         if limit_bytes is not None:
             self._limit(limit_bytes - held_bytes)
@@ -123,7 +125,8 @@ class _CudaCounter:
 
     def close(self) -> None:
         self._open.remove(self)
-        torch.cuda.set_per_process_memory_fraction(self._fraction, self._device)
+        if self._fraction_before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
 
     def _requested(self, figure: str) -> int:
         return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{figure}"]
@@ -141,7 +144,8 @@ class _CudaCounter:
         torch.cuda.empty_cache()
         allowed = torch.cuda.memory_reserved(self._device) + room_bytes
         total = torch.cuda.get_device_properties(self._device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(self._fraction, max(0.0, allowed / total)), self._device)
+        before = self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._device)
+        torch.cuda.set_per_process_memory_fraction(min(before, max(0.0, allowed / total)), self._device)
 
     @classmethod
     def _note_refusal(cls, device: int, requested: int, _allowed: int, _free: int) -> None:
@@ -185,11 +189,19 @@ def _open_counter(device: torch.device, held_bytes: int, limit_bytes: int | None
     return _C.AllocationTracker(held_bytes, limit_bytes)
 
 
+@dataclasses.dataclass(eq=False)  # told apart by identity: two may have seen the same
+class _Listener:
+    """What one open tracker hears of saved tensors."""
+
+    storages: Storages
+    device: torch.device
+
+
 class _Listeners(threading.local):
-    """The trackers open on this thread: hooks for saved tensors are per thread, and only the innermost are called."""
+    """Those of the trackers open on this thread: hooks are per thread, and only the innermost pair is called."""
 
     def __init__(self) -> None:
-        self.trackers: list[MemoryTracker] = []
+        self.open: list[_Listener] = []
 
 
 _listeners = _Listeners()
@@ -211,50 +223,65 @@ def _unpack(packed: Any) -> torch.Tensor:
     return tensor
 
 
-def _listening_hooks() -> torch.autograd.graph.saved_tensors_hooks:
+@contextmanager
+def _listening(saved: Storages, device: torch.device) -> Iterator[None]:
     """Hooks that tell every tracker of the thread, and then do what would have been done without them."""
     outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack, unpack = outer or (_pack, _unpack)
 
     def pack_and_tell(tensor: torch.Tensor) -> Any:
-        for tracker in _listeners.trackers:
-            tracker._note_saved(tensor)
+        for listener in _listeners.open:
+            listener.storages.update(storages_of([tensor], listener.device))
         return pack(tensor)
 
-    return torch.autograd.graph.saved_tensors_hooks(pack_and_tell, unpack)
+    own = _Listener(saved, device)
+    _listeners.open.append(own)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack_and_tell, unpack):
+            yield
+    finally:
+        _listeners.open.remove(own)
 
 
 class MemoryTracker:
     """Exact memory figures of a block of code, open between `with` and its end; see track()."""
 
-    def __init__(self, *held: Any, device: torch.device | str | None = None, limit_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        *held: Any,
+        device: torch.device | str | None = None,
+        limit_bytes: int | None = None,
+        saved: bool = True,
+    ) -> None:
         if limit_bytes is not None and (not isinstance(limit_bytes, int) or limit_bytes <= 0):
             raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
         tensors = list(_held_tensors(held))
         self.device = resolve_device(device, tensors)
         self._held = storages_of(tensors, self.device)
-        self._saved: Storages = {}
+        self._saved: Storages | None = {} if saved else None
         self._limit_bytes = limit_bytes
         self._counter: _Counter | None = None
         self._exit = ExitStack()
+        self._open = False
 
     def __enter__(self) -> MemoryTracker:
-        if self in _listeners.trackers:
+        if self._open:
             raise RuntimeError("this memory tracker is already open")
-        self._saved = {}
         with ExitStack() as stack:
-            stack.enter_context(_listening_hooks())
-            _listeners.trackers.append(self)
-            stack.callback(_listeners.trackers.remove, self)
+            if self._saved is not None:
+                self._saved.clear()
+                stack.enter_context(_listening(self._saved, self.device))
             self._counter = _open_counter(self.device, self.held_bytes, self._limit_bytes)
             stack.callback(self._close_counter)
             self._exit = stack.pop_all()
+        self._open = True
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._open = False
         self._exit.close()
 
     @property
@@ -270,6 +297,8 @@ class MemoryTracker:
     @property
     def saved_bytes(self) -> int:
         """Bytes of the unique storages that autograd saved for backward on this thread, less those held."""
+        if self._saved is None:
+            raise RuntimeError("this memory tracker was made with saved=False")
         return sum(size for storage, size in self._saved.items() if storage not in self._held)
 
     @property
@@ -295,9 +324,6 @@ class MemoryTracker:
             raise RuntimeError("this memory tracker was never opened: with memcheck.track(...) as memory: ...")
         return self._counter
 
-    def _note_saved(self, tensor: torch.Tensor) -> None:
-        self._saved.update(storages_of([tensor], self.device))
-
     def _close_counter(self) -> None:
         counter = self._counting()
         self._counter = _Final(counter)
@@ -312,7 +338,9 @@ def _held_tensors(held: tuple[Any, ...]) -> Iterator[torch.Tensor]:
             yield from tensors_in(thing)
 
 
-def track(*held: Any, device: torch.device | str | None = None, limit_bytes: int | None = None) -> MemoryTracker:
+def track(
+    *held: Any, device: torch.device | str | None = None, limit_bytes: int | None = None, saved: bool = True
+) -> MemoryTracker:
     """Tracks the memory of tensors while a block runs.
 
         with memcheck.track(model, x) as memory:
@@ -324,10 +352,11 @@ def track(*held: Any, device: torch.device | str | None = None, limit_bytes: int
     device: the memory to watch; the CPU, or the CUDA device of `held`, unless given.
     limit_bytes: a budget for `held` together with everything above the level at entry; an allocation beyond it raises
     torch.OutOfMemoryError. Exact on the CPU; on CUDA it bounds the caching allocator's segments, which is coarser.
+    saved: with False there is no saved_bytes, and autograd gets no hooks (torch.func.grad refuses to run under any).
 
     Bytes are those requested. Trackers nest, all threads count (saved_bytes: only the thread that opened the tracker),
     and the figures stay readable after the block. On the CPU only blocks allocated while some tracker is open count:
     freeing or resizing a tensor from before changes nothing, nor do shared, pinned or NumPy memory.
     On CUDA torch.cuda's own peak statistics are reset.
     """
-    return MemoryTracker(*held, device=device, limit_bytes=limit_bytes)
+    return MemoryTracker(*held, device=device, limit_bytes=limit_bytes, saved=saved)

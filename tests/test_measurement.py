@@ -8,8 +8,7 @@ import torch
 from torch.nn import functional
 
 import memcheck
-from memcheck import tracking
-from memcheck.measurement import _Run, measure_memory, measure_time
+from memcheck.measurement import _Run, _Subject, measure_memory, measure_time
 
 BYTES = (
     "input_bytes",
@@ -167,18 +166,21 @@ def conv_relu():
     ],
 )
 def test_allocator_and_hooks_agree_on_saved_bytes(fn, inputs):
-    run = _Run(fn, inputs(), {}, (), backward=True, device=None, limit_bytes=None)
-    record = run.measure(dense_grad=False)
+    run = _Run(_Subject(fn, inputs(), {}, (), True, None), hooks=True)
+    record = run.measure()
     assert record.saved_bytes == run.saved_by_hooks
 
 
 def test_numbers_are_saved_behind_the_back_of_hooks():
     """An operand that was a Python number is a tensor of 8 bytes, which autograd keeps without asking hooks."""
-    run = _Run(
-        lambda q: torch.softmax(q / math.sqrt(5), -1), (leaf(7),), {}, (), backward=True, device=None, limit_bytes=None
-    )
-    assert run.measure(dense_grad=False).saved_bytes == 8
+    run = _Run(_Subject(lambda q: torch.softmax(q / math.sqrt(5), -1), (leaf(7),), {}, (), True, None), hooks=True)
+    assert run.measure().saved_bytes == 8
     assert run.saved_by_hooks == 0
+
+
+def test_function_transforms_are_measured():
+    record = measure_memory(torch.func.grad(lambda x: x.exp().sum()), torch.randn(100))
+    assert (record.status, record.output_bytes, record.saved_bytes) == ("ok", 400, 0)
 
 
 def test_gradients_of_the_user_are_put_back():
@@ -260,7 +262,6 @@ def test_errors_of_the_callable_are_its_own():
     x.grad = torch.ones(3)
     with pytest.raises(TypeError, match="no such luck"):
         measure_memory(broken, x)
-    assert tracking._listeners.trackers == []
     assert x.grad.sum() == 3
     assert gc.isenabled()
 

@@ -47,6 +47,7 @@ class FakeCuda:
 def cuda(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "memory_stats", fake.stats)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset_peak)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -103,7 +103,7 @@ def test_an_error_in_the_block_closes_the_tracker():
     with pytest.raises(KeyError), memory:
         block({}["no such key"])
     assert memory.peak_bytes == 0
-    assert tracking._listeners.trackers == []
+    assert tracking._listeners.open == []
 
 
 def test_scratch_inside_kernels_counts():
@@ -361,6 +361,7 @@ def test_held_bytes_count_storages_once():
     assert held.held_bytes == 400 + 4 * (4 + 4 + 4 + 4) + 8
 
 
+@pytest.mark.filterwarnings("ignore:Sparse")
 def test_held_sparse_tensors_count_their_parts():
     matrix = torch.eye(4)
     assert memcheck.track(matrix.to_sparse()).held_bytes == 2 * 4 * 8 + 4 * 4
@@ -395,8 +396,20 @@ def test_all_trackers_of_the_thread_see_saved_tensors():
         y = x.exp()
         with memcheck.track(x, y) as inner:
             z = y.exp()
-    assert (outer.saved_bytes, inner.saved_bytes) == (800, 400)
+        with memcheck.track():
+            pass
+        z = z.exp()
+    assert (outer.saved_bytes, inner.saved_bytes) == (1200, 400)
     assert z.numel() == 100
+
+
+def test_an_inner_tracker_does_not_take_the_outer_one_along():
+    x = leaf(100)
+    with memcheck.track(x) as outer:
+        with memcheck.track(x):
+            pass
+        y = x.exp()
+    assert outer.saved_bytes == y.nbytes
 
 
 def test_tracking_does_not_prolong_lives():
@@ -441,6 +454,26 @@ def test_hooks_from_outside_still_run():
         y.sum().backward()
     assert packed == [(4,)]
     assert memory.saved_bytes == 16
+
+
+def test_without_saved_bytes_there_are_no_hooks():
+    x = torch.randn(100)
+    with memcheck.track(x, saved=False) as memory:
+        gradient = torch.func.grad(lambda x: x.exp().sum())(x)
+        assert memory.current_bytes == gradient.nbytes
+    with pytest.raises(RuntimeError, match="saved=False"):
+        _ = memory.saved_bytes
+
+
+def test_trackers_close_in_any_order():
+    x = leaf(100)
+    first, second = memcheck.track(x), memcheck.track(x)
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    y = x.exp()
+    second.__exit__(None, None, None)
+    assert (first.saved_bytes, second.saved_bytes, second.current_bytes) == (0, y.nbytes, y.nbytes)
 
 
 def test_compiled_functions():
