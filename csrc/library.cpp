@@ -3,7 +3,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <map>
+#include <optional>
+#include <string>
+#include <utility>
+
 #include "common/cpu_level.h"
+#include "memory/tracking_allocator.h"
+#include "softplus_attention/softplus_attention.h"
 #ifdef MEMCHECK_WITH_CUDA
 #include "cuda_probe/cuda_probe.h"
 #endif
@@ -22,7 +29,54 @@ static void bind_build(py::module_& m) {
 #endif
 }
 
+static std::optional<std::pair<int64_t, int64_t>> refusal(const memcheck::AllocationTracker& tracker) {
+  const auto last = tracker.refusal();
+  if (!last) return std::nullopt;
+  return std::pair(last->requested_bytes, last->in_use_bytes);
+}
+
+static void bind_memory(py::module_& m) {
+  using memcheck::AllocationTracker;
+  py::class_<AllocationTracker>(m, "AllocationTracker")
+      .def(py::init<int64_t, std::optional<int64_t>>(), py::arg("held_bytes") = 0, py::arg("limit_bytes") = py::none())
+      .def("current_bytes", &AllocationTracker::current_bytes)
+      .def("peak_bytes", &AllocationTracker::peak_bytes)
+      .def("reset_peak", &AllocationTracker::reset_peak)
+      .def("refusal", &refusal, "(requested bytes, bytes in use) of the last allocation refused, or None")
+      .def("close", &AllocationTracker::close);
+}
+
+static memcheck::Dtype dtype_named(const std::string& name) {
+  if (name == "float64") return memcheck::Dtype::Float64;
+  if (name == "float32") return memcheck::Dtype::Float32;
+  if (name == "float16") return memcheck::Dtype::Float16;
+  if (name == "bfloat16") return memcheck::Dtype::BFloat16;
+  throw py::value_error("dtype must be float64, float32, float16 or bfloat16, got '" + name + "'");
+}
+
+// The bytes an operator takes beside its inputs, outputs and gradients, from the very structs that size its scratch.
+static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t S, int64_t T, int64_t R, bool causal,
+                                                              const std::string& dtype, int64_t threads) {
+  const memcheck::SoftplusAttentionShape shape{B, S, T, R, causal};
+  const memcheck::Dtype type = dtype_named(dtype);
+  const auto plan = memcheck::softplus_attention_plan_cpu(shape, type, threads);
+  const int64_t carries = 2 * B * shape.carries() * R * memcheck::acc_bytes(type);
+  return {{"carries", carries},
+          {"forward_scratch", plan.forward_sums_bytes + (plan.forward_uses_carries ? carries : 0)},
+          {"forward_sums", plan.forward_sums_bytes},
+          {"backward_scratch", plan.backward_sums_bytes + plan.backward_scratch_bytes}};
+}
+
+static void bind_plans(py::module_& m) {
+  m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
+        py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"),
+        "CPU bytes: carries (kept for backward), forward_sums (beside them), forward_scratch (when nothing is kept), "
+        "backward_scratch");
+}
+
 PYBIND11_MODULE(_C, m) {
   m.doc() = "memcheck's compiled half: operators (torch.ops.memcheck), their memory plans, the tracking allocator";
   bind_build(m);
+  bind_memory(m);
+  bind_plans(m);
 }

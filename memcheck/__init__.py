@@ -2,5 +2,19 @@
 
 # First, so that a missing or mismatched extension is the one error there is.
 from memcheck import _extension as _extension
+from memcheck.measurement import measure_memory
+from memcheck.ops.projection import linear_l, linear_r
+from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
+from memcheck.tracking import MemoryTracker, track
 
 __version__ = "0.1.0"
+
+__all__ = [
+    "MemoryTracker",
+    "linear_l",
+    "linear_r",
+    "measure_memory",
+    "softplus_attention",
+    "softplus_attention_step",
+    "track",
+]

@@ -2,6 +2,8 @@
 
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -28,3 +30,19 @@ def require_tool() -> Callable[[str], str]:
         return path
 
     return require
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "isolated: runs in a fresh process of its own, with a time-out of two minutes")
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """For tests that fork, exhaust a budget or change what the whole process shares."""
+    if pyfuncitem.get_closest_marker("isolated") is None or "MEMCHECK_ISOLATED" in os.environ:
+        return None
+    command = [sys.executable, "-m", "pytest", "-q", f"{pyfuncitem.path}::{pyfuncitem.name}", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "MEMCHECK_ISOLATED": "1"}
+    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, timeout=120)
+    if done.returncode != 0:
+        pytest.fail(done.stdout.decode() + done.stderr.decode(), pytrace=False)
+    return True

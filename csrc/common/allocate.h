@@ -6,16 +6,16 @@
 
 namespace memcheck {
 
-// Room for the gradient of x. AccumulateGrad takes it over without a copy when its strides are those of x, if x is dense and
-// does not overlap itself, else when it is contiguous.
+// Room for the gradient of x. AccumulateGrad takes it over without a copy when its strides are those of x, if x is
+// dense and does not overlap itself, else when it is contiguous.
 inline at::Tensor empty_gradient(const at::Tensor& x) {
-    if (x.is_non_overlapping_and_dense()) return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
-    return at::empty_symint(x.sym_sizes(), x.options());
+  if (x.is_non_overlapping_and_dense()) return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
+  return at::empty_symint(x.sym_sizes(), x.options());
 }
 
 // Scratch of so many bytes beside x.
 inline at::Tensor empty_bytes(int64_t bytes, const at::Tensor& x) {
-    return at::empty({bytes}, x.options().dtype(at::kByte));
+  return at::empty({bytes}, x.options().dtype(at::kByte));
 }
 
 }  // namespace memcheck

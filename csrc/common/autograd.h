@@ -9,49 +9,49 @@ namespace memcheck {
 
 template <typename Schema>
 c10::TypedOperatorHandle<Schema> find_operator(const char* name) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Schema>();
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Schema>();
 }
 
 inline bool wants_gradient(const torch::autograd::variable_list& inputs) {
-    if (!at::GradMode::is_enabled()) return false;
-    for (const at::Tensor& x : inputs)
-        if (x.defined() && x.requires_grad()) return true;
-    return false;
+  if (!at::GradMode::is_enabled()) return false;
+  for (const at::Tensor& x : inputs)
+    if (x.defined() && x.requires_grad()) return true;
+  return false;
 }
 
 inline void refuse_gradient(const char* op, const torch::autograd::variable_list& inputs) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient(inputs), op,
-                                ": has no gradient, and an argument requires one; call it under torch.no_grad()");
+  TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient(inputs), op,
+                              ": has no gradient, and an argument requires one; call it under torch.no_grad()");
 }
 
 // Passes gradients on; whoever differentiates them gets an error, not silence.
 struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
-    template <typename... Inputs>
-    static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const std::string& op,
-                                                  const torch::autograd::variable_list& gradients, const Inputs&...) {
-        ctx->saved_data["op"] = op;
-        return gradients;
-    }
-    static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                   const torch::autograd::variable_list&) {
-        TORCH_CHECK_NOT_IMPLEMENTED(false, ctx->saved_data["op"].toStringRef(), ": double backward is not implemented");
-        return {};
-    }
+  template <typename... Inputs>
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const std::string& op,
+                                                const torch::autograd::variable_list& gradients, const Inputs&...) {
+    ctx->saved_data["op"] = op;
+    return gradients;
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 const torch::autograd::variable_list&) {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, ctx->saved_data["op"].toStringRef(), ": double backward is not implemented");
+    return {};
+  }
 };
 
 // The gradients that a backward operator computed from these inputs. Those that were not wanted stay undefined.
 template <typename... Inputs>
 torch::autograd::variable_list refuse_double_backward(const char* op, torch::autograd::variable_list gradients,
                                                       const Inputs&... inputs) {
-    if (!wants_gradient({inputs...})) return gradients;
-    torch::autograd::variable_list defined;
-    for (const at::Tensor& x : gradients)
-        if (x.defined()) defined.push_back(x);
-    const auto guarded = NoDoubleBackward::apply(std::string(op), defined, inputs...);
-    size_t next = 0;
-    for (at::Tensor& x : gradients)
-        if (x.defined()) x = guarded[next++];
-    return gradients;
+  if (!wants_gradient({inputs...})) return gradients;
+  torch::autograd::variable_list defined;
+  for (const at::Tensor& x : gradients)
+    if (x.defined()) defined.push_back(x);
+  const auto guarded = NoDoubleBackward::apply(std::string(op), defined, inputs...);
+  size_t next = 0;
+  for (at::Tensor& x : gradients)
+    if (x.defined()) x = guarded[next++];
+  return gradients;
 }
 
 }  // namespace memcheck

@@ -16,84 +16,84 @@
 namespace memcheck {
 
 inline std::string dtype_name(at::ScalarType type) {
-    return std::string(c10::getDtypeNames(type).first);
+  return std::string(c10::getDtypeNames(type).first);
 }
 
 // The dispatcher takes None for a tensor.
 inline void check_tensor(const char* op, const char* name, const at::Tensor& x) {
-    TORCH_CHECK_TYPE(x.defined(), op, ": ", name, " must be a tensor, got None");
+  TORCH_CHECK_TYPE(x.defined(), op, ": ", name, " must be a tensor, got None");
 }
 
 inline void check_rank(const char* op, const char* name, const at::Tensor& x, int64_t rank, const char* letters) {
-    check_tensor(op, name, x);
-    TORCH_CHECK_VALUE(x.dim() == rank, op, ": ", name, " must be ", letters, ", of ", rank, " dimensions, got ",
-                      x.sym_sizes());
+  check_tensor(op, name, x);
+  TORCH_CHECK_VALUE(x.dim() == rank, op, ": ", name, " must be ", letters, ", of ", rank, " dimensions, got ",
+                    x.sym_sizes());
 }
 
 inline void check_shape(const char* op, const char* name, const at::Tensor& x, const char* letters,
                         std::initializer_list<c10::SymInt> shape, const char* like) {
-    const c10::SymIntArrayRef expected(shape.begin(), shape.size());
-    bool same = x.dim() == static_cast<int64_t>(shape.size());
-    for (size_t i = 0; same && i < shape.size(); ++i) same = x.sym_size(static_cast<int64_t>(i)) == expected[i];
-    TORCH_CHECK_VALUE(same, op, ": ", name, " must be ", letters, " = ", expected, " to match ", like, ", got ",
-                      x.sym_sizes());
+  const c10::SymIntArrayRef expected(shape.begin(), shape.size());
+  bool same = x.dim() == static_cast<int64_t>(shape.size());
+  for (size_t i = 0; same && i < shape.size(); ++i) same = x.sym_size(static_cast<int64_t>(i)) == expected[i];
+  TORCH_CHECK_VALUE(same, op, ": ", name, " must be ", letters, " = ", expected, " to match ", like, ", got ",
+                    x.sym_sizes());
 }
 
 inline void check_floating(const char* op, const char* name, const at::Tensor& x) {
-    const auto type = x.scalar_type();
-    const bool floating = type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
-    TORCH_CHECK_TYPE(floating, op, ": ", name, " must be float64, float32, float16 or bfloat16, got ", dtype_name(type));
+  const auto type = x.scalar_type();
+  const bool floating = type == at::kDouble || type == at::kFloat || type == at::kHalf || type == at::kBFloat16;
+  TORCH_CHECK_TYPE(floating, op, ": ", name, " must be float64, float32, float16 or bfloat16, got ", dtype_name(type));
 }
 
 inline void check_dtype(const char* op, const char* name, const at::Tensor& x, at::ScalarType type, const char* like) {
-    TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": ", name, " must be ", dtype_name(type), " to match ", like, ", got ",
-                     dtype_name(x.scalar_type()));
+  TORCH_CHECK_TYPE(x.scalar_type() == type, op, ": ", name, " must be ", dtype_name(type), " to match ", like, ", got ",
+                   dtype_name(x.scalar_type()));
 }
 
 inline void check_device(const char* op, const char* name, const at::Tensor& x, const at::Tensor& first,
                          const char* first_name) {
-    TORCH_CHECK_VALUE(x.device() == first.device(), op, ": ", name, " must be on ", first.device(), " as ", first_name,
-                      " is, got ", x.device());
+  TORCH_CHECK_VALUE(x.device() == first.device(), op, ": ", name, " must be on ", first.device(), " as ", first_name,
+                    " is, got ", x.device());
 }
 
 inline void check_like(const char* op, const char* name, const at::Tensor& x, const at::Tensor& first,
                        const char* first_name) {
-    check_dtype(op, name, x, first.scalar_type(), first_name);
-    check_device(op, name, x, first, first_name);
+  check_dtype(op, name, x, first.scalar_type(), first_name);
+  check_device(op, name, x, first, first_name);
 }
 
 inline void check_eps(const char* op, double eps) {
-    TORCH_CHECK_VALUE(eps > 0 && std::isfinite(eps), op, ": eps must be a positive number, got ", eps);
+  TORCH_CHECK_VALUE(eps > 0 && std::isfinite(eps), op, ": eps must be a positive number, got ", eps);
 }
 
 inline Dtype dtype_of(const at::Tensor& x) {
-    switch (x.scalar_type()) {
-        case at::kDouble:
-            return Dtype::Float64;
-        case at::kHalf:
-            return Dtype::Float16;
-        case at::kBFloat16:
-            return Dtype::BFloat16;
-        default:
-            return Dtype::Float32;
-    }
+  switch (x.scalar_type()) {
+    case at::kDouble:
+      return Dtype::Float64;
+    case at::kHalf:
+      return Dtype::Float16;
+    case at::kBFloat16:
+      return Dtype::BFloat16;
+    default:
+      return Dtype::Float32;
+  }
 }
 
 // float64 for float64, else float32.
 inline at::ScalarType acc_scalar_type(at::ScalarType type) {
-    return type == at::kDouble ? at::kDouble : at::kFloat;
+  return type == at::kDouble ? at::kDouble : at::kFloat;
 }
 
 // A tensor of three dimensions for a kernel that reads it. An undefined tensor is null.
 inline Strided reads(const at::Tensor& x) {
-    if (!x.defined()) return {};
-    return {const_cast<void*>(x.const_data_ptr()), {x.stride(0), x.stride(1), x.stride(2)}};
+  if (!x.defined()) return {};
+  return {const_cast<void*>(x.const_data_ptr()), {x.stride(0), x.stride(1), x.stride(2)}};
 }
 
 // The same for a kernel that writes it.
 inline Strided writes(const at::Tensor& x) {
-    if (!x.defined()) return {};
-    return {x.mutable_data_ptr(), {x.stride(0), x.stride(1), x.stride(2)}};
+  if (!x.defined()) return {};
+  return {x.mutable_data_ptr(), {x.stride(0), x.stride(1), x.stride(2)}};
 }
 
 }  // namespace memcheck

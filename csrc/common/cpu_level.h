@@ -4,9 +4,9 @@
 #include <vector>
 
 // One binary runs on any x86-64 and chooses its vector instructions when it is first used. A loop that gains from wide
-// vectors is written once, as an always-inline function template `name_body`; MEMCHECK_PER_CPU_LEVEL compiles it once per
-// level, each in a plain function that carries the level's attribute (a lambda would not be compiled at the level of
-// the function around it), and defines `name`, which calls the one for this machine.
+// vectors is written once, as an always-inline function template `name_body`; MEMCHECK_PER_CPU_LEVEL compiles it once
+// per level, each in a plain function that carries the level's attribute (a lambda would not be compiled at the level
+// of the function around it), and defines `name`, which calls the one for this machine.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define MEMCHECK_CPU_HAS_LEVELS 1
 #define MEMCHECK_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
@@ -40,31 +40,31 @@ std::vector<std::string> cpu_levels();
 }  // namespace memcheck
 
 #define MEMCHECK_LEVEL_FUNCTION(name, level, attribute, parameters, arguments) \
-    template <typename scalar_t>                                              \
-    attribute void name##_##level parameters {                                \
-        name##_body<scalar_t> arguments;                                      \
-    }
+  template <typename scalar_t>                                                 \
+  attribute void name##_##level parameters {                                   \
+    name##_body<scalar_t> arguments;                                           \
+  }
 
 #if MEMCHECK_CPU_HAS_LEVELS
-#define MEMCHECK_PER_CPU_LEVEL(name, parameters, arguments)                                  \
-    MEMCHECK_LEVEL_FUNCTION(name, default, , parameters, arguments)                          \
-    MEMCHECK_LEVEL_FUNCTION(name, avx2, MEMCHECK_TARGET_AVX2, parameters, arguments)         \
-    MEMCHECK_LEVEL_FUNCTION(name, avx512, MEMCHECK_TARGET_AVX512, parameters, arguments)     \
-    template <typename scalar_t>                                                             \
-    void name parameters {                                                                   \
-        switch (cpu_level()) {                                                               \
-            case CpuLevel::Avx512:                                                           \
-                return name##_avx512<scalar_t> arguments;                                    \
-            case CpuLevel::Avx2:                                                             \
-                return name##_avx2<scalar_t> arguments;                                      \
-            case CpuLevel::Default:                                                          \
-                return name##_default<scalar_t> arguments;                                   \
-        }                                                                                    \
-    }
+#define MEMCHECK_PER_CPU_LEVEL(name, parameters, arguments)                            \
+  MEMCHECK_LEVEL_FUNCTION(name, default, , parameters, arguments)                      \
+  MEMCHECK_LEVEL_FUNCTION(name, avx2, MEMCHECK_TARGET_AVX2, parameters, arguments)     \
+  MEMCHECK_LEVEL_FUNCTION(name, avx512, MEMCHECK_TARGET_AVX512, parameters, arguments) \
+  template <typename scalar_t>                                                         \
+  void name parameters {                                                               \
+    switch (cpu_level()) {                                                             \
+      case CpuLevel::Avx512:                                                           \
+        return name##_avx512<scalar_t> arguments;                                      \
+      case CpuLevel::Avx2:                                                             \
+        return name##_avx2<scalar_t> arguments;                                        \
+      case CpuLevel::Default:                                                          \
+        return name##_default<scalar_t> arguments;                                     \
+    }                                                                                  \
+  }
 #else
 #define MEMCHECK_PER_CPU_LEVEL(name, parameters, arguments) \
-    template <typename scalar_t>                                \
-    void name parameters {                                      \
-        name##_body<scalar_t> arguments;                        \
-    }
+  template <typename scalar_t>                              \
+  void name parameters {                                    \
+    name##_body<scalar_t> arguments;                        \
+  }
 #endif

@@ -6,85 +6,85 @@
 
 #include "common/macros.h"
 
-// softplus(x) = log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), whose derivative is sigmoid(x). Both come from one exponential.
-// The float functions are straight-line arithmetic, so that a loop over them vectorises; NaN goes through, and no
-// argument overflows.
+// softplus(x) = log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), whose derivative is sigmoid(x). Both come from one
+// exponential. The float functions are straight-line arithmetic, so that a loop over them vectorises; NaN goes through,
+// and no argument overflows.
 
 namespace memcheck {
 
 template <typename acc_t>
 struct SoftplusSigmoid {
-    acc_t softplus;
-    acc_t sigmoid;
+  acc_t softplus;
+  acc_t sigmoid;
 };
 
-// exp(-|x|). exp(r) on |r| <= ln(2)/2 is a minimax polynomial, 3.2e-9 off; 2^n is applied in two halves, so that results below
-// 2^-126 are rounded once, to the right subnormal number.
+// exp(-|x|). exp(r) on |r| <= ln(2)/2 is a minimax polynomial, 3.2e-9 off; 2^n is applied in two halves, so that
+// results below 2^-126 are rounded once, to the right subnormal number.
 MEMCHECK_INLINE float exp_minus_abs(float x) {
-    constexpr float kLog2e = 1.44269504088896341f;
-    constexpr float kLn2High = 0.693145751953125f;  // 16 bits: n * kLn2High is exact
-    constexpr float kLn2Low = 1.42860682030941723212e-6f;
-    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which sits in the low bits
-    constexpr float kLowest = -104.0f;     // exp(-104) is less than half the smallest float
-    const float negative = -std::fabs(x);
-    const float clamped = negative < kLowest ? kLowest : negative;
-    const float shifted = clamped * kLog2e + kRound;
-    const float n = shifted - kRound;
-    const float r = (clamped - n * kLn2High) - n * kLn2Low;
-    float p = 0.001381568843498826f;
-    p = p * r + 0.00836850330233574f;
-    p = p * r + 0.041668348014354706f;
-    p = p * r + 0.1666652262210846f;
-    p = p * r + 0.4999999403953552f;
-    p = p * r * r + r + 1.0f;
-    int32_t bits;
-    std::memcpy(&bits, &shifted, sizeof(bits));
-    const int32_t exponent = bits - 0x4B400000;  // the bits of kRound
-    const int32_t half = exponent >> 1;
-    const int32_t first_bits = (half + 127) << 23;
-    const int32_t second_bits = (exponent - half + 127) << 23;
-    float first;
-    float second;
-    std::memcpy(&first, &first_bits, sizeof(first));
-    std::memcpy(&second, &second_bits, sizeof(second));
-    return p * first * second;
+  constexpr float kLog2e = 1.44269504088896341f;
+  constexpr float kLn2High = 0.693145751953125f;  // 16 bits: n * kLn2High is exact
+  constexpr float kLn2Low = 1.42860682030941723212e-6f;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which sits in the low bits
+  constexpr float kLowest = -104.0f;     // exp(-104) is less than half the smallest float
+  const float negative = -std::fabs(x);
+  const float clamped = negative < kLowest ? kLowest : negative;
+  const float shifted = clamped * kLog2e + kRound;
+  const float n = shifted - kRound;
+  const float r = (clamped - n * kLn2High) - n * kLn2Low;
+  float p = 0.001381568843498826f;
+  p = p * r + 0.00836850330233574f;
+  p = p * r + 0.041668348014354706f;
+  p = p * r + 0.1666652262210846f;
+  p = p * r + 0.4999999403953552f;
+  p = p * r * r + r + 1.0f;
+  int32_t bits;
+  std::memcpy(&bits, &shifted, sizeof(bits));
+  const int32_t exponent = bits - 0x4B400000;  // the bits of kRound
+  const int32_t half = exponent >> 1;
+  const int32_t first_bits = (half + 127) << 23;
+  const int32_t second_bits = (exponent - half + 127) << 23;
+  float first;
+  float second;
+  std::memcpy(&first, &first_bits, sizeof(first));
+  std::memcpy(&second, &second_bits, sizeof(second));
+  return p * first * second;
 }
 
 MEMCHECK_INLINE double exp_minus_abs(double x) {
-    return std::exp(-std::fabs(x));
+  return std::exp(-std::fabs(x));
 }
 
 // log(1 + e) for 0 <= e <= 1: e times a minimax polynomial, 4.7e-9 off.
 MEMCHECK_INLINE float log1p_of_unit(float e) {
-    float p = -0.0032440260984003544f;
-    p = p * e + 0.01985146850347519f;
-    p = p * e - 0.056959547102451324f;
-    p = p * e + 0.10603656619787216f;
-    p = p * e - 0.15305593609809875f;
-    p = p * e + 0.1967594027519226f;
-    p = p * e - 0.24954134225845337f;
-    p = p * e + 0.3332996368408203f;
-    p = p * e - 0.4999990165233612f;
-    p = p * e + 1.0f;
-    return p * e;
+  float p = -0.0032440260984003544f;
+  p = p * e + 0.01985146850347519f;
+  p = p * e - 0.056959547102451324f;
+  p = p * e + 0.10603656619787216f;
+  p = p * e - 0.15305593609809875f;
+  p = p * e + 0.1967594027519226f;
+  p = p * e - 0.24954134225845337f;
+  p = p * e + 0.3332996368408203f;
+  p = p * e - 0.4999990165233612f;
+  p = p * e + 1.0f;
+  return p * e;
 }
 
 MEMCHECK_INLINE double log1p_of_unit(double e) {
-    return std::log1p(e);
+  return std::log1p(e);
 }
 
 template <typename acc_t>
 MEMCHECK_INLINE acc_t softplus(acc_t x) {
-    const acc_t positive = x < acc_t(0) ? acc_t(0) : x;  // NaN stays NaN
-    return positive + log1p_of_unit(exp_minus_abs(x));
+  const acc_t positive = x < acc_t(0) ? acc_t(0) : x;  // NaN stays NaN
+  return positive + log1p_of_unit(exp_minus_abs(x));
 }
 
 template <typename acc_t>
 MEMCHECK_INLINE SoftplusSigmoid<acc_t> softplus_and_sigmoid(acc_t x) {
-    const acc_t e = exp_minus_abs(x);
-    const acc_t positive = x < acc_t(0) ? acc_t(0) : x;
-    const acc_t numerator = x < acc_t(0) ? e : acc_t(1);
-    return {positive + log1p_of_unit(e), numerator / (acc_t(1) + e)};
+  const acc_t e = exp_minus_abs(x);
+  const acc_t positive = x < acc_t(0) ? acc_t(0) : x;
+  const acc_t numerator = x < acc_t(0) ? e : acc_t(1);
+  return {positive + log1p_of_unit(e), numerator / (acc_t(1) + e)};
 }
 
 }  // namespace memcheck

@@ -16,59 +16,59 @@ namespace memcheck {
 namespace {
 
 struct Sizes {
-    c10::SymInt B, S, E, R;
+  c10::SymInt B, S, E, R;
 };
 
 Sizes check_inputs(const char* op, const at::Tensor& x, const at::Tensor& w) {
-    check_rank(op, "x", x, 3, "(B,S,E)");
-    check_rank(op, "w", w, 2, "(E,R)");
-    Sizes n{x.sym_size(0), x.sym_size(1), x.sym_size(2), w.sym_size(1)};
-    check_shape(op, "w", w, "(E,R)", {n.E, n.R}, "x");
-    check_floating(op, "x", x);
-    check_like(op, "w", w, x, "x");
-    return n;
+  check_rank(op, "x", x, 3, "(B,S,E)");
+  check_rank(op, "w", w, 2, "(E,R)");
+  Sizes n{x.sym_size(0), x.sym_size(1), x.sym_size(2), w.sym_size(1)};
+  check_shape(op, "w", w, "(E,R)", {n.E, n.R}, "x");
+  check_floating(op, "x", x);
+  check_like(op, "w", w, x, "x");
+  return n;
 }
 
 // (B,S,R) as (B S,R), or undefined where the strides do not allow it.
 at::Tensor rows_of(const at::Tensor& x) {
-    const bool merges = x.size(0) == 1 || x.size(1) == 1 || x.stride(0) == x.size(1) * x.stride(1);
-    return merges && x.numel() > 0 ? x.view({x.size(0) * x.size(1), x.size(2)}) : at::Tensor();
+  const bool merges = x.size(0) == 1 || x.size(1) == 1 || x.stride(0) == x.size(1) * x.stride(1);
+  return merges && x.numel() > 0 ? x.view({x.size(0) * x.size(1), x.size(2)}) : at::Tensor();
 }
 
 // y = x w for y (B,S,R) of any strides: one product, or one a batch entry.
 void multiply(const at::Tensor& y, const at::Tensor& x, const at::Tensor& w) {
-    at::Tensor y_rows = rows_of(y);
-    const at::Tensor x_rows = rows_of(x);
-    if (y_rows.defined() && x_rows.defined()) {
-        at::mm_out(y_rows, x_rows, w);
-        return;
-    }
-    for (int64_t b = 0; b < y.size(0); ++b) {
-        at::Tensor y_b = y.select(0, b);
-        at::mm_out(y_b, x.select(0, b), w);
-    }
+  at::Tensor y_rows = rows_of(y);
+  const at::Tensor x_rows = rows_of(x);
+  if (y_rows.defined() && x_rows.defined()) {
+    at::mm_out(y_rows, x_rows, w);
+    return;
+  }
+  for (int64_t b = 0; b < y.size(0); ++b) {
+    at::Tensor y_b = y.select(0, b);
+    at::mm_out(y_b, x.select(0, b), w);
+  }
 }
 
 at::Tensor linear_r_meta(const at::Tensor& x, const at::Tensor& w) {
-    const Sizes n = check_inputs("linear_r", x, w);
-    return at::empty_symint({n.B, n.S, n.R}, x.options());
+  const Sizes n = check_inputs("linear_r", x, w);
+  return at::empty_symint({n.B, n.S, n.R}, x.options());
 }
 
 at::Tensor linear_r(const at::Tensor& x, const at::Tensor& w) {
-    at::Tensor y = linear_r_meta(x, w);
-    multiply(y, x, w);
-    return y;
+  at::Tensor y = linear_r_meta(x, w);
+  multiply(y, x, w);
+  return y;
 }
 
 at::Tensor linear_l_meta(const at::Tensor& x, const at::Tensor& w) {
-    const Sizes n = check_inputs("linear_l", x, w);
-    return at::empty_symint({n.B, n.R, n.S}, x.options());
+  const Sizes n = check_inputs("linear_l", x, w);
+  return at::empty_symint({n.B, n.R, n.S}, x.options());
 }
 
 at::Tensor linear_l(const at::Tensor& x, const at::Tensor& w) {
-    at::Tensor y = linear_l_meta(x, w);
-    multiply(y.transpose(1, 2), x, w);
-    return y;
+  at::Tensor y = linear_l_meta(x, w);
+  multiply(y.transpose(1, 2), x, w);
+  return y;
 }
 
 using Gradients = std::tuple<at::Tensor, at::Tensor>;
@@ -76,172 +76,171 @@ using Gradients = std::tuple<at::Tensor, at::Tensor>;
 // Shapes as in the forward; x is not needed for grad_x, nor w for grad_w.
 Gradients check_backward(const char* op, const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w,
                          const std::array<bool, 2>& wanted) {
-    TORCH_CHECK_VALUE(w.defined() || !wanted[0], op, ": w is needed for the gradient of x");
-    TORCH_CHECK_VALUE(x.defined() || !wanted[1], op, ": x is needed for the gradient of w");
-    check_rank(op, "grad_y", grad, 3, "that of y");
-    check_floating(op, "grad_y", grad);
-    const c10::SymInt B = grad.sym_size(0), S = grad.sym_size(1), R = grad.sym_size(2);
-    Gradients gradients;
-    if (x.defined()) {
-        check_rank(op, "x", x, 3, "(B,S,E)");
-        check_shape(op, "x", x, "(B,S,E)", {B, S, x.sym_size(2)}, "grad_y");
-        check_like(op, "x", x, grad, "grad_y");
-    }
-    if (w.defined()) {
-        check_rank(op, "w", w, 2, "(E,R)");
-        check_shape(op, "w", w, "(E,R)", {x.defined() ? x.sym_size(2) : w.sym_size(0), R}, "x and grad_y");
-        check_like(op, "w", w, grad, "grad_y");
-    }
-    if (wanted[0])
-        std::get<0>(gradients) =
-            x.defined() ? empty_gradient(x) : at::empty_symint({B, S, w.sym_size(0)}, grad.options());
-    if (wanted[1])
-        std::get<1>(gradients) =
-            w.defined() ? empty_gradient(w) : at::empty_symint({x.sym_size(2), R}, grad.options());
-    return gradients;
+  TORCH_CHECK_VALUE(w.defined() || !wanted[0], op, ": w is needed for the gradient of x");
+  TORCH_CHECK_VALUE(x.defined() || !wanted[1], op, ": x is needed for the gradient of w");
+  check_rank(op, "grad_y", grad, 3, "that of y");
+  check_floating(op, "grad_y", grad);
+  const c10::SymInt B = grad.sym_size(0), S = grad.sym_size(1), R = grad.sym_size(2);
+  Gradients gradients;
+  if (x.defined()) {
+    check_rank(op, "x", x, 3, "(B,S,E)");
+    check_shape(op, "x", x, "(B,S,E)", {B, S, x.sym_size(2)}, "grad_y");
+    check_like(op, "x", x, grad, "grad_y");
+  }
+  if (w.defined()) {
+    check_rank(op, "w", w, 2, "(E,R)");
+    check_shape(op, "w", w, "(E,R)", {x.defined() ? x.sym_size(2) : w.sym_size(0), R}, "x and grad_y");
+    check_like(op, "w", w, grad, "grad_y");
+  }
+  if (wanted[0])
+    std::get<0>(gradients) = x.defined() ? empty_gradient(x) : at::empty_symint({B, S, w.sym_size(0)}, grad.options());
+  if (wanted[1])
+    std::get<1>(gradients) = w.defined() ? empty_gradient(w) : at::empty_symint({x.sym_size(2), R}, grad.options());
+  return gradients;
 }
 
 // A matrix that GEMM reads without a copy.
 bool is_matrix(const at::Tensor& x) {
-    const auto leads = [&](int64_t fast, int64_t slow) {
-        return x.stride(fast) == 1 && x.stride(slow) >= std::max<int64_t>(1, x.size(fast));
-    };
-    return leads(0, 1) || leads(1, 0);
+  const auto leads = [&](int64_t fast, int64_t slow) {
+    return x.stride(fast) == 1 && x.stride(slow) >= std::max<int64_t>(1, x.size(fast));
+  };
+  return leads(0, 1) || leads(1, 0);
 }
 
 // grad_w as a sum of products. In 16-bit types it is formed in float32 and rounded once.
 class WeightGradient {
-   public:
-    WeightGradient(at::Tensor grad_w, int64_t terms) : grad_w_(std::move(grad_w)) {
-        if (!grad_w_.defined() || terms == 1) return;
-        if (grad_w_.scalar_type() != acc_scalar_type(grad_w_.scalar_type())) {
-            sum_ = at::zeros(grad_w_.sizes(), grad_w_.options().dtype(at::kFloat));
-            term_ = at::empty(grad_w_.sizes(), grad_w_.options());
-        } else {
-            grad_w_.zero_();
-        }
-        adds_ = true;
+ public:
+  WeightGradient(at::Tensor grad_w, int64_t terms) : grad_w_(std::move(grad_w)) {
+    if (!grad_w_.defined() || terms == 1) return;
+    if (grad_w_.scalar_type() != acc_scalar_type(grad_w_.scalar_type())) {
+      sum_ = at::zeros(grad_w_.sizes(), grad_w_.options().dtype(at::kFloat));
+      term_ = at::empty(grad_w_.sizes(), grad_w_.options());
+    } else {
+      grad_w_.zero_();
     }
-    void add(const at::Tensor& x, const at::Tensor& grad) {
-        if (!grad_w_.defined()) return;
-        if (!adds_) {
-            at::mm_out(grad_w_, x.t(), grad);
-        } else if (sum_.defined()) {
-            at::mm_out(term_, x.t(), grad);
-            sum_.add_(term_);
-        } else {
-            grad_w_.addmm_(x.t(), grad);
-        }
+    adds_ = true;
+  }
+  void add(const at::Tensor& x, const at::Tensor& grad) {
+    if (!grad_w_.defined()) return;
+    if (!adds_) {
+      at::mm_out(grad_w_, x.t(), grad);
+    } else if (sum_.defined()) {
+      at::mm_out(term_, x.t(), grad);
+      sum_.add_(term_);
+    } else {
+      grad_w_.addmm_(x.t(), grad);
     }
-    void finish() {
-        if (sum_.defined()) grad_w_.copy_(sum_);
-    }
+  }
+  void finish() {
+    if (sum_.defined()) grad_w_.copy_(sum_);
+  }
 
-   private:
-    at::Tensor grad_w_;
-    at::Tensor sum_;
-    at::Tensor term_;
-    bool adds_ = false;
+ private:
+  at::Tensor grad_w_;
+  at::Tensor sum_;
+  at::Tensor term_;
+  bool adds_ = false;
 };
 
 // One product over all rows, where the strides allow it.
 bool backward_whole(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const Gradients& gradients) {
-    const auto& [grad_x, grad_w] = gradients;
-    const at::Tensor grad_rows = rows_of(grad);
-    const at::Tensor x_rows = x.defined() ? rows_of(x) : at::Tensor();
-    at::Tensor grad_x_rows = grad_x.defined() ? rows_of(grad_x) : at::Tensor();
-    const bool possible = grad_rows.defined() && is_matrix(grad_rows) && (!grad_w.defined() || x_rows.defined()) &&
-                          (!grad_x.defined() || grad_x_rows.defined());
-    if (!possible) return false;
-    if (grad_x.defined()) at::mm_out(grad_x_rows, grad_rows, w.t());
-    WeightGradient(grad_w, 1).add(x_rows, grad_rows);
-    return true;
+  const auto& [grad_x, grad_w] = gradients;
+  const at::Tensor grad_rows = rows_of(grad);
+  const at::Tensor x_rows = x.defined() ? rows_of(x) : at::Tensor();
+  at::Tensor grad_x_rows = grad_x.defined() ? rows_of(grad_x) : at::Tensor();
+  const bool possible = grad_rows.defined() && is_matrix(grad_rows) && (!grad_w.defined() || x_rows.defined()) &&
+                        (!grad_x.defined() || grad_x_rows.defined());
+  if (!possible) return false;
+  if (grad_x.defined()) at::mm_out(grad_x_rows, grad_rows, w.t());
+  WeightGradient(grad_w, 1).add(x_rows, grad_rows);
+  return true;
 }
 
 void backward_in_pieces(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const Gradients& gradients) {
-    const auto& [grad_x, grad_w] = gradients;
-    const int64_t B = grad.size(0), S = grad.size(1), R = grad.size(2);
-    const bool copies = B > 0 && !is_matrix(grad.select(0, 0));
-    const int64_t rows = copies ? projection_piece_rows(B, S, R, grad.element_size()) : std::max<int64_t>(S, 1);
-    const at::Tensor piece = copies ? at::empty({rows, R}, grad.options()) : at::Tensor();
-    WeightGradient weight(grad_w, S == 0 ? 0 : B * ((S + rows - 1) / rows));
-    for (int64_t b = 0; b < B; ++b) {
-        for (int64_t s = 0; s < S; s += rows) {
-            const int64_t count = std::min(rows, S - s);
-            const auto part = [&](const at::Tensor& whole) { return whole.select(0, b).narrow(0, s, count); };
-            const at::Tensor grad_part = copies ? piece.narrow(0, 0, count).copy_(part(grad)) : part(grad);
-            if (grad_x.defined()) {
-                at::Tensor grad_x_part = part(grad_x);
-                at::mm_out(grad_x_part, grad_part, w.t());
-            }
-            if (grad_w.defined()) weight.add(part(x), grad_part);
-        }
+  const auto& [grad_x, grad_w] = gradients;
+  const int64_t B = grad.size(0), S = grad.size(1), R = grad.size(2);
+  const bool copies = B > 0 && !is_matrix(grad.select(0, 0));
+  const int64_t rows = copies ? projection_piece_rows(B, S, R, grad.element_size()) : std::max<int64_t>(S, 1);
+  const at::Tensor piece = copies ? at::empty({rows, R}, grad.options()) : at::Tensor();
+  WeightGradient weight(grad_w, S == 0 ? 0 : B * ((S + rows - 1) / rows));
+  for (int64_t b = 0; b < B; ++b) {
+    for (int64_t s = 0; s < S; s += rows) {
+      const int64_t count = std::min(rows, S - s);
+      const auto part = [&](const at::Tensor& whole) { return whole.select(0, b).narrow(0, s, count); };
+      const at::Tensor grad_part = copies ? piece.narrow(0, 0, count).copy_(part(grad)) : part(grad);
+      if (grad_x.defined()) {
+        at::Tensor grad_x_part = part(grad_x);
+        at::mm_out(grad_x_part, grad_part, w.t());
+      }
+      if (grad_w.defined()) weight.add(part(x), grad_part);
     }
-    weight.finish();
+  }
+  weight.finish();
 }
 
 Gradients backward(const char* op, const at::Tensor& grad, const std::optional<at::Tensor>& x_or_none,
                    const std::optional<at::Tensor>& w_or_none, const std::array<bool, 2>& wanted) {
-    const at::Tensor x = x_or_none.value_or(at::Tensor());
-    const at::Tensor w = w_or_none.value_or(at::Tensor());
-    const Gradients gradients = check_backward(op, grad, x, w, wanted);
-    if (!backward_whole(grad, x, w, gradients)) backward_in_pieces(grad, x, w, gradients);
-    return gradients;
+  const at::Tensor x = x_or_none.value_or(at::Tensor());
+  const at::Tensor w = w_or_none.value_or(at::Tensor());
+  const Gradients gradients = check_backward(op, grad, x, w, wanted);
+  if (!backward_whole(grad, x, w, gradients)) backward_in_pieces(grad, x, w, gradients);
+  return gradients;
 }
 
 Gradients linear_r_backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
                             const std::optional<at::Tensor>& w, std::array<bool, 2> output_mask) {
-    return backward("linear_r_backward", grad_y, x, w, output_mask);
+  return backward("linear_r_backward", grad_y, x, w, output_mask);
 }
 
 Gradients linear_l_backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
                             const std::optional<at::Tensor>& w, std::array<bool, 2> output_mask) {
-    check_rank("linear_l_backward", "grad_y", grad_y, 3, "(B,R,S)");
-    return backward("linear_l_backward", grad_y.transpose(1, 2), x, w, output_mask);
+  check_rank("linear_l_backward", "grad_y", grad_y, 3, "(B,R,S)");
+  return backward("linear_l_backward", grad_y.transpose(1, 2), x, w, output_mask);
 }
 
 Gradients linear_r_backward_meta(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
                                  const std::optional<at::Tensor>& w, std::array<bool, 2> output_mask) {
-    return check_backward("linear_r_backward", grad_y, x.value_or(at::Tensor()), w.value_or(at::Tensor()), output_mask);
+  return check_backward("linear_r_backward", grad_y, x.value_or(at::Tensor()), w.value_or(at::Tensor()), output_mask);
 }
 
 Gradients linear_l_backward_meta(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
                                  const std::optional<at::Tensor>& w, std::array<bool, 2> output_mask) {
-    check_rank("linear_l_backward", "grad_y", grad_y, 3, "(B,R,S)");
-    return check_backward("linear_l_backward", grad_y.transpose(1, 2), x.value_or(at::Tensor()), w.value_or(at::Tensor()),
-                          output_mask);
+  check_rank("linear_l_backward", "grad_y", grad_y, 3, "(B,R,S)");
+  return check_backward("linear_l_backward", grad_y.transpose(1, 2), x.value_or(at::Tensor()), w.value_or(at::Tensor()),
+                        output_mask);
 }
 
 TORCH_LIBRARY_FRAGMENT(memcheck, m) {
-    const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-    for (const char* schema : {"linear_r(Tensor x, Tensor w) -> Tensor", "linear_l(Tensor x, Tensor w) -> Tensor"})
-        m.def(schema, tags);
-    for (const char* schema :
-         {"linear_r_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask) -> (Tensor grad_x, Tensor grad_w)",
-          "linear_l_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask) -> (Tensor grad_x, Tensor grad_w)"})
-        m.def(schema, tags);
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  for (const char* schema : {"linear_r(Tensor x, Tensor w) -> Tensor", "linear_l(Tensor x, Tensor w) -> Tensor"})
+    m.def(schema, tags);
+  for (const char* schema : {"linear_r_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask) -> "
+                             "(Tensor grad_x, Tensor grad_w)",
+                             "linear_l_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask) -> "
+                             "(Tensor grad_x, Tensor grad_w)"})
+    m.def(schema, tags);
 }
 
 void implement(torch::Library& m) {
-    m.impl("linear_r", linear_r);
-    m.impl("linear_l", linear_l);
-    m.impl("linear_r_backward", linear_r_backward);
-    m.impl("linear_l_backward", linear_l_backward);
+  m.impl("linear_r", linear_r);
+  m.impl("linear_l", linear_l);
+  m.impl("linear_r_backward", linear_r_backward);
+  m.impl("linear_l_backward", linear_l_backward);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-    implement(m);
+  implement(m);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, CUDA, m) {
-    implement(m);
+  implement(m);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
-    m.impl("linear_r", linear_r_meta);
-    m.impl("linear_l", linear_l_meta);
-    m.impl("linear_r_backward", linear_r_backward_meta);
-    m.impl("linear_l_backward", linear_l_backward_meta);
+  m.impl("linear_r", linear_r_meta);
+  m.impl("linear_l", linear_l_meta);
+  m.impl("linear_r_backward", linear_r_backward_meta);
+  m.impl("linear_l_backward", linear_l_backward_meta);
 }
 
 }  // namespace

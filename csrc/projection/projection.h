@@ -11,14 +11,14 @@
 
 namespace memcheck {
 
-// A gradient that no GEMM can read in place (expanded, say) is copied in pieces of rows this large: a sixteenth of it, or 1 MiB if
-// that is more.
+// A gradient that no GEMM can read in place (expanded, say) is copied in pieces of rows this large: a sixteenth of it,
+// or 1 MiB if that is more.
 inline int64_t projection_piece_rows(int64_t B, int64_t S, int64_t R, int64_t element_bytes) {
-    const int64_t row_bytes = R * element_bytes > 0 ? R * element_bytes : 1;
-    const int64_t sixteenth = B * S * row_bytes / 16;
-    const int64_t bytes = sixteenth > (int64_t{1} << 20) ? sixteenth : (int64_t{1} << 20);
-    const int64_t rows = bytes / row_bytes;
-    return rows < 1 ? 1 : rows < S ? rows : S;
+  const int64_t row_bytes = R * element_bytes > 0 ? R * element_bytes : 1;
+  const int64_t sixteenth = B * S * row_bytes / 16;
+  const int64_t bytes = sixteenth > (int64_t{1} << 20) ? sixteenth : (int64_t{1} << 20);
+  const int64_t rows = bytes / row_bytes;
+  return rows < 1 ? 1 : rows < S ? rows : S;
 }
 
 }  // namespace memcheck

@@ -1,7 +1,7 @@
 #include "softplus_attention/softplus_attention.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <array>
@@ -20,208 +20,210 @@ constexpr const char* kStep = "softplus_attention_step";
 
 // Sizes, symbolic while torch.compile traces.
 struct Sizes {
-    c10::SymInt B, S, T, R;
-    bool causal;
+  c10::SymInt B, S, T, R;
+  bool causal;
 
-    c10::SymInt carries() const { return causal ? T / kCarrySpacing : c10::SymInt(1); }
-    SoftplusAttentionShape shape() const {
-        return {B.expect_int(), S.expect_int(), T.expect_int(), R.expect_int(), causal};
-    }
+  c10::SymInt carries() const { return causal ? T / kCarrySpacing : c10::SymInt(1); }
+  SoftplusAttentionShape shape() const {
+    return {B.expect_int(), S.expect_int(), T.expect_int(), R.expect_int(), causal};
+  }
 };
 
-Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal, double eps,
-                   bool needs_v = true) {
-    check_rank(op, "q", q, 3, "(B,S,R)");
-    check_rank(op, "k", k, 3, "(B,R,T)");
-    Sizes n{q.sym_size(0), q.sym_size(1), k.sym_size(2), q.sym_size(2), causal};
-    check_shape(op, "k", k, "(B,R,T)", {n.B, n.R, n.T}, "q");
-    check_floating(op, "q", q);
-    check_like(op, "k", k, q, "q");
-    if (v.defined() || needs_v) {
-        check_rank(op, "v", v, 3, "(B,R,T)");
-        check_shape(op, "v", v, "(B,R,T)", {n.B, n.R, n.T}, "k");
-        check_like(op, "v", v, q, "q");
-    }
-    TORCH_CHECK_VALUE(!causal || n.S <= n.T, op, ": causal needs no more queries than keys, S <= T, got S = ", n.S,
-                      " and T = ", n.T);
-    check_eps(op, eps);
-    return n;
+Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+                   double eps, bool needs_v = true) {
+  check_rank(op, "q", q, 3, "(B,S,R)");
+  check_rank(op, "k", k, 3, "(B,R,T)");
+  Sizes n{q.sym_size(0), q.sym_size(1), k.sym_size(2), q.sym_size(2), causal};
+  check_shape(op, "k", k, "(B,R,T)", {n.B, n.R, n.T}, "q");
+  check_floating(op, "q", q);
+  check_like(op, "k", k, q, "q");
+  if (v.defined() || needs_v) {
+    check_rank(op, "v", v, 3, "(B,R,T)");
+    check_shape(op, "v", v, "(B,R,T)", {n.B, n.R, n.T}, "k");
+    check_like(op, "v", v, q, "q");
+  }
+  TORCH_CHECK_VALUE(!causal || n.S <= n.T, op, ": causal needs no more queries than keys, S <= T, got S = ", n.S,
+                    " and T = ", n.T);
+  check_eps(op, eps);
+  return n;
 }
 
 at::Tensor empty_carries(const Sizes& n, const c10::SymInt& slots, const at::Tensor& q) {
-    return at::empty_symint({2, n.B, slots, n.R}, q.options().dtype(acc_scalar_type(q.scalar_type())));
+  return at::empty_symint({2, n.B, slots, n.R}, q.options().dtype(acc_scalar_type(q.scalar_type())));
 }
 
 at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
-    return at::empty_symint({n.B, n.S, n.R}, q.options());
+  return at::empty_symint({n.B, n.S, n.R}, q.options());
 }
 
-std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
-                                                double eps, bool keep_carries) {
-    const Sizes n = check_inputs(kForward, q, k, v, causal, eps);
-    return {empty_output(n, q), empty_carries(n, keep_carries ? n.carries() : 0, q)};
+std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                bool causal, double eps, bool keep_carries) {
+  const Sizes n = check_inputs(kForward, q, k, v, causal, eps);
+  return {empty_output(n, q), empty_carries(n, keep_carries ? n.carries() : 0, q)};
 }
 
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                                            double eps, bool keep_carries) {
-    const Sizes n = check_inputs(kForward, q, k, v, causal, eps);
-    const SoftplusAttentionShape shape = n.shape();
-    const at::Tensor y = empty_output(n, q);
-    at::Tensor carries = empty_carries(n, 0, q);
-    run_on(kForward, q.device(), [&] {
-        const auto plan = softplus_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
-        const bool uses_carries = keep_carries || plan.forward_uses_carries;
-        const at::Tensor kept = uses_carries ? empty_carries(n, n.carries(), q) : at::Tensor();
-        const at::Tensor sums = empty_bytes(plan.forward_sums_bytes, q);
-        const SoftplusAttentionForward p{shape,
-                                         eps,
-                                         reads(q),
-                                         reads(k),
-                                         reads(v),
-                                         writes(y),
-                                         uses_carries ? kept.mutable_data_ptr() : nullptr,
-                                         sums.mutable_data_ptr()};
-        softplus_attention_forward_cpu(p, dtype_of(q));
-        if (keep_carries) carries = kept;
-    });
-    return {y, carries};
+  const Sizes n = check_inputs(kForward, q, k, v, causal, eps);
+  const SoftplusAttentionShape shape = n.shape();
+  const at::Tensor y = empty_output(n, q);
+  at::Tensor carries = empty_carries(n, 0, q);
+  run_on(kForward, q.device(), [&] {
+    const auto plan = softplus_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+    const bool uses_carries = keep_carries || plan.forward_uses_carries;
+    const at::Tensor kept = uses_carries ? empty_carries(n, n.carries(), q) : at::Tensor();
+    const at::Tensor sums = empty_bytes(plan.forward_sums_bytes, q);
+    const SoftplusAttentionForward p{shape,
+                                     eps,
+                                     reads(q),
+                                     reads(k),
+                                     reads(v),
+                                     writes(y),
+                                     uses_carries ? kept.mutable_data_ptr() : nullptr,
+                                     sums.mutable_data_ptr()};
+    softplus_attention_forward_cpu(p, dtype_of(q));
+    if (keep_carries) carries = kept;
+  });
+  return {y, carries};
 }
 
 Sizes check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                      const at::Tensor& carries, bool causal, double eps, const std::array<bool, 3>& wanted) {
-    const Sizes n = check_inputs(kBackward, q, k, v, causal, eps, wanted[0] || wanted[1]);
-    check_rank(kBackward, "grad_y", grad_y, 3, "(B,S,R)");
-    check_shape(kBackward, "grad_y", grad_y, "(B,S,R)", {n.B, n.S, n.R}, "q");
-    check_like(kBackward, "grad_y", grad_y, q, "q");
-    check_shape(kBackward, "carries", carries, "(2,B,C,R)", {2, n.B, n.carries(), n.R}, "q and k");
-    check_dtype(kBackward, "carries", carries, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
-    check_device(kBackward, "carries", carries, q, "q");
-    return n;
+  const Sizes n = check_inputs(kBackward, q, k, v, causal, eps, wanted[0] || wanted[1]);
+  check_rank(kBackward, "grad_y", grad_y, 3, "(B,S,R)");
+  check_shape(kBackward, "grad_y", grad_y, "(B,S,R)", {n.B, n.S, n.R}, "q");
+  check_like(kBackward, "grad_y", grad_y, q, "q");
+  check_shape(kBackward, "carries", carries, "(2,B,C,R)", {2, n.B, n.carries(), n.R}, "q and k");
+  check_dtype(kBackward, "carries", carries, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
+  check_device(kBackward, "carries", carries, q, "q");
+  return n;
 }
 
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
 // Only those that are wanted; the others stay undefined.
-Gradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const std::array<bool, 3>& wanted) {
-    const auto room = [](const at::Tensor& x, bool want) { return want ? empty_gradient(x) : at::Tensor(); };
-    return {room(q, wanted[0]), room(k, wanted[1]), room(v.defined() ? v : k, wanted[2])};
+Gradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const std::array<bool, 3>& wanted) {
+  const auto room = [](const at::Tensor& x, bool want) { return want ? empty_gradient(x) : at::Tensor(); };
+  return {room(q, wanted[0]), room(k, wanted[1]), room(v.defined() ? v : k, wanted[2])};
 }
 
 Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
                         const std::optional<at::Tensor>& v_or_none, const at::Tensor& carries, bool causal, double eps,
                         std::array<bool, 3> output_mask) {
-    const at::Tensor v = v_or_none.value_or(at::Tensor());
-    check_backward(grad_y, q, k, v, carries, causal, eps, output_mask);
-    return empty_gradients(q, k, v, output_mask);
+  const at::Tensor v = v_or_none.value_or(at::Tensor());
+  check_backward(grad_y, q, k, v, carries, causal, eps, output_mask);
+  return empty_gradients(q, k, v, output_mask);
 }
 
 Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
                    const std::optional<at::Tensor>& v_or_none, const at::Tensor& carries, bool causal, double eps,
                    std::array<bool, 3> output_mask) {
-    const at::Tensor v = v_or_none.value_or(at::Tensor());
-    const Sizes n = check_backward(grad_y, q, k, v, carries, causal, eps, output_mask);
-    const SoftplusAttentionShape shape = n.shape();
-    const Gradients gradients = empty_gradients(q, k, v, output_mask);
-    const at::Tensor dense_carries = carries.contiguous();
-    run_on(kBackward, q.device(), [&] {
-        const auto plan = softplus_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
-        const at::Tensor sums = empty_bytes(plan.backward_sums_bytes, q);
-        const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
-        const SoftplusAttentionBackward p{shape,
-                                          eps,
-                                          reads(grad_y),
-                                          reads(q),
-                                          reads(k),
-                                          reads(v),
-                                          writes(std::get<0>(gradients)),
-                                          writes(std::get<1>(gradients)),
-                                          writes(std::get<2>(gradients)),
-                                          dense_carries.const_data_ptr(),
-                                          sums.mutable_data_ptr(),
-                                          scratch.mutable_data_ptr()};
-        softplus_attention_backward_cpu(p, dtype_of(q));
-    });
-    return gradients;
+  const at::Tensor v = v_or_none.value_or(at::Tensor());
+  const Sizes n = check_backward(grad_y, q, k, v, carries, causal, eps, output_mask);
+  const SoftplusAttentionShape shape = n.shape();
+  const Gradients gradients = empty_gradients(q, k, v, output_mask);
+  const at::Tensor dense_carries = carries.contiguous();
+  run_on(kBackward, q.device(), [&] {
+    const auto plan = softplus_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+    const at::Tensor sums = empty_bytes(plan.backward_sums_bytes, q);
+    const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
+    const SoftplusAttentionBackward p{shape,
+                                      eps,
+                                      reads(grad_y),
+                                      reads(q),
+                                      reads(k),
+                                      reads(v),
+                                      writes(std::get<0>(gradients)),
+                                      writes(std::get<1>(gradients)),
+                                      writes(std::get<2>(gradients)),
+                                      dense_carries.const_data_ptr(),
+                                      sums.mutable_data_ptr(),
+                                      scratch.mutable_data_ptr()};
+    softplus_attention_backward_cpu(p, dtype_of(q));
+  });
+  return gradients;
 }
 
 using StepResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-Sizes check_step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& z, const at::Tensor& a,
-                 double eps) {
-    const Sizes n = check_inputs(kStep, q, k, v, false, eps);
-    TORCH_CHECK_VALUE(n.S == 1, kStep, ": q must be one position, (B,1,R), got ", q.sym_sizes());
-    check_shape(kStep, "z", z, "(B,R)", {n.B, n.R}, "q");
-    check_shape(kStep, "a", a, "(B,R)", {n.B, n.R}, "q");
-    for (const auto& [name, state] : {std::pair{"z", z}, std::pair{"a", a}}) {
-        check_dtype(kStep, name, state, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
-        check_device(kStep, name, state, q, "q");
-    }
-    return n;
+Sizes check_step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& z,
+                 const at::Tensor& a, double eps) {
+  const Sizes n = check_inputs(kStep, q, k, v, false, eps);
+  TORCH_CHECK_VALUE(n.S == 1, kStep, ": q must be one position, (B,1,R), got ", q.sym_sizes());
+  check_shape(kStep, "z", z, "(B,R)", {n.B, n.R}, "q");
+  check_shape(kStep, "a", a, "(B,R)", {n.B, n.R}, "q");
+  for (const auto& [name, state] : {std::pair{"z", z}, std::pair{"a", a}}) {
+    check_dtype(kStep, name, state, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
+    check_device(kStep, name, state, q, "q");
+  }
+  return n;
 }
 
 StepResult empty_step(const Sizes& n, const at::Tensor& q, const at::Tensor& z) {
-    return {empty_output(n, q), at::empty_symint({n.B, n.R}, z.options()), at::empty_symint({n.B, n.R}, z.options())};
+  return {empty_output(n, q), at::empty_symint({n.B, n.R}, z.options()), at::empty_symint({n.B, n.R}, z.options())};
 }
 
 StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& z,
                      const at::Tensor& a, double eps) {
-    return empty_step(check_step(q, k, v, z, a, eps), q, z);
+  return empty_step(check_step(q, k, v, z, a, eps), q, z);
 }
 
 StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& z, const at::Tensor& a,
                 double eps) {
-    const Sizes n = check_step(q, k, v, z, a, eps);
-    const SoftplusAttentionShape shape = n.shape();
-    StepResult result = empty_step(n, q, z);
-    const auto& [y, new_z, new_a] = result;
-    const SoftplusAttentionStep p{shape.B,
-                                  shape.T,
-                                  shape.R,
-                                  eps,
-                                  reads(q),
-                                  reads(k),
-                                  reads(v),
-                                  reads(z.unsqueeze(1)),
-                                  reads(a.unsqueeze(1)),
-                                  writes(y),
-                                  writes(new_z.unsqueeze(1)),
-                                  writes(new_a.unsqueeze(1))};
-    run_on(kStep, q.device(), [&] { softplus_attention_step_cpu(p, dtype_of(q)); });
-    return result;
+  const Sizes n = check_step(q, k, v, z, a, eps);
+  const SoftplusAttentionShape shape = n.shape();
+  StepResult result = empty_step(n, q, z);
+  const auto& [y, new_z, new_a] = result;
+  const SoftplusAttentionStep p{shape.B,
+                                shape.T,
+                                shape.R,
+                                eps,
+                                reads(q),
+                                reads(k),
+                                reads(v),
+                                reads(z.unsqueeze(1)),
+                                reads(a.unsqueeze(1)),
+                                writes(y),
+                                writes(new_z.unsqueeze(1)),
+                                writes(new_a.unsqueeze(1))};
+  run_on(kStep, q.device(), [&] { softplus_attention_step_cpu(p, dtype_of(q)); });
+  return result;
 }
 
 TORCH_LIBRARY_FRAGMENT(memcheck, m) {
-    const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-    m.def(
-        "softplus_attention(Tensor q, Tensor k, Tensor v, *, bool causal=True, float eps=1e-06, bool keep_carries=False)"
-        " -> (Tensor y, Tensor carries)",
-        tags);
-    m.def(
-        "softplus_attention_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, Tensor carries, *, bool causal, float eps,"
-        " bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
-        tags);
-    m.def(
-        "softplus_attention_step(Tensor q, Tensor k, Tensor v, Tensor z, Tensor a, *, float eps=1e-06)"
-        " -> (Tensor y, Tensor new_z, Tensor new_a)",
-        tags);
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "softplus_attention(Tensor q, Tensor k, Tensor v, *, bool causal=True, float eps=1e-06, bool keep_carries=False)"
+      " -> (Tensor y, Tensor carries)",
+      tags);
+  m.def(
+      "softplus_attention_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, Tensor carries, *, bool causal, float "
+      "eps,"
+      " bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+      tags);
+  m.def(
+      "softplus_attention_step(Tensor q, Tensor k, Tensor v, Tensor z, Tensor a, *, float eps=1e-06)"
+      " -> (Tensor y, Tensor new_z, Tensor new_a)",
+      tags);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-    m.impl("softplus_attention", forward);
-    m.impl("softplus_attention_backward", backward);
-    m.impl("softplus_attention_step", step);
+  m.impl("softplus_attention", forward);
+  m.impl("softplus_attention_backward", backward);
+  m.impl("softplus_attention_step", step);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, CUDA, m) {
-    m.impl("softplus_attention", forward);
-    m.impl("softplus_attention_backward", backward);
-    m.impl("softplus_attention_step", step);
+  m.impl("softplus_attention", forward);
+  m.impl("softplus_attention_backward", backward);
+  m.impl("softplus_attention_step", step);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
-    m.impl("softplus_attention", forward_meta);
-    m.impl("softplus_attention_backward", backward_meta);
-    m.impl("softplus_attention_step", step_meta);
+  m.impl("softplus_attention", forward_meta);
+  m.impl("softplus_attention_backward", backward_meta);
+  m.impl("softplus_attention_step", step_meta);
 }
 
 }  // namespace

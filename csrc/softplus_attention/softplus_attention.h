@@ -7,8 +7,8 @@
 
 // Softplus attention: what its kernels are given, and what they need beside it. No torch here.
 //
-//     Z[b,s,r] = sum over t <= s + T - S of softplus(k[b,r,t])      A[b,s,r] = the same sum of softplus(k[b,r,t]) v[b,r,t]
-//     y = softplus(q) A / (Z + eps)
+//     Z[b,s,r] = sum over t <= s + T - S of softplus(k[b,r,t])      A[b,s,r] = the same sum of softplus(k[b,r,t])
+//     v[b,r,t] y = softplus(q) A / (Z + eps)
 //
 // B batch, S query length, T key length, R channels. Sums are in the accumulation type (float32; float64 for float64).
 // Not causal: the sums run over all t, and Z and A are (B,R).
@@ -19,62 +19,63 @@ namespace memcheck {
 constexpr int64_t kCarrySpacing = 256;
 
 struct SoftplusAttentionShape {
-    int64_t B, S, T, R;
-    bool causal;
+  int64_t B, S, T, R;
+  bool causal;
 
-    // Sums are formed chunk by chunk: over positions within a chunk, then over chunks. Results do not depend on who forms which.
-    int64_t key_chunks() const { return (T + kCarrySpacing - 1) / kCarrySpacing; }
-    int64_t query_chunks() const { return (S + kCarrySpacing - 1) / kCarrySpacing; }
-    // Causal: Z and A at the end of every full chunk. Not causal: over all keys.
-    int64_t carries() const { return causal ? T / kCarrySpacing : 1; }
+  // Sums are formed chunk by chunk: over positions within a chunk, then over chunks. Results do not depend on who forms
+  // which.
+  int64_t key_chunks() const { return (T + kCarrySpacing - 1) / kCarrySpacing; }
+  int64_t query_chunks() const { return (S + kCarrySpacing - 1) / kCarrySpacing; }
+  // Causal: Z and A at the end of every full chunk. Not causal: over all keys.
+  int64_t carries() const { return causal ? T / kCarrySpacing : 1; }
 };
 
 struct SoftplusAttentionForward {
-    SoftplusAttentionShape shape;
-    double eps;
-    Strided q;  // (B,S,R)
-    Strided k;  // (B,R,T)
-    Strided v;  // (B,R,T)
-    Strided y;  // (B,S,R)
-    void* carries;  // (2,B,carries,R): Z, then A; null when nobody reads them and the plan does without
-    void* sums;     // the plan's forward_sums_bytes
+  SoftplusAttentionShape shape;
+  double eps;
+  Strided q;      // (B,S,R)
+  Strided k;      // (B,R,T)
+  Strided v;      // (B,R,T)
+  Strided y;      // (B,S,R)
+  void* carries;  // (2,B,carries,R): Z, then A; null when nobody reads them and the plan does without
+  void* sums;     // the plan's forward_sums_bytes
 };
 
 struct SoftplusAttentionBackward {
-    SoftplusAttentionShape shape;
-    double eps;
-    Strided grad_y;  // (B,S,R)
-    Strided q;       // (B,S,R)
-    Strided k;       // (B,R,T)
-    Strided v;       // (B,R,T), null when only grad_v is wanted: it does not depend on v
-    Strided grad_q;  // (B,S,R), null when not wanted, as the next two
-    Strided grad_k;  // (B,R,T)
-    Strided grad_v;  // (B,R,T)
-    const void* carries;  // (2,B,carries,R)
-    void* sums;           // the plan's backward_sums_bytes
-    void* scratch;        // the plan's backward_scratch_bytes
+  SoftplusAttentionShape shape;
+  double eps;
+  Strided grad_y;       // (B,S,R)
+  Strided q;            // (B,S,R)
+  Strided k;            // (B,R,T)
+  Strided v;            // (B,R,T), null when only grad_v is wanted: it does not depend on v
+  Strided grad_q;       // (B,S,R), null when not wanted, as the next two
+  Strided grad_k;       // (B,R,T)
+  Strided grad_v;       // (B,R,T)
+  const void* carries;  // (2,B,carries,R)
+  void* sums;           // the plan's backward_sums_bytes
+  void* scratch;        // the plan's backward_scratch_bytes
 };
 
 // One query more, and T new keys before it: their sums join the state, and the query reads it.
 struct SoftplusAttentionStep {
-    int64_t B, T, R;
-    double eps;
-    Strided q;      // (B,1,R)
-    Strided k;      // (B,R,T)
-    Strided v;      // (B,R,T)
-    Strided z;      // (B,1,R), the state in the accumulation type, as the next three
-    Strided a;      // (B,1,R)
-    Strided y;      // (B,1,R)
-    Strided new_z;  // (B,1,R)
-    Strided new_a;  // (B,1,R)
+  int64_t B, T, R;
+  double eps;
+  Strided q;      // (B,1,R)
+  Strided k;      // (B,R,T)
+  Strided v;      // (B,R,T)
+  Strided z;      // (B,1,R), the state in the accumulation type, as the next three
+  Strided a;      // (B,1,R)
+  Strided y;      // (B,1,R)
+  Strided new_z;  // (B,1,R)
+  Strided new_a;  // (B,1,R)
 };
 
 // What the CPU kernels take beside inputs and outputs, for so many threads.
 struct SoftplusAttentionPlan {
-    bool forward_uses_carries;  // even when no backward will read them
-    int64_t forward_sums_bytes;
-    int64_t backward_sums_bytes;
-    int64_t backward_scratch_bytes;
+  bool forward_uses_carries;  // even when no backward will read them
+  int64_t forward_sums_bytes;
+  int64_t backward_sums_bytes;
+  int64_t backward_scratch_bytes;
 };
 
 SoftplusAttentionPlan softplus_attention_plan_cpu(const SoftplusAttentionShape& shape, Dtype dtype, int64_t threads);

@@ -23,109 +23,109 @@ using StepSchema = std::tuple<Tensor, Tensor, Tensor>(const Tensor&, const Tenso
                                                       const Tensor&, double);
 
 auto forward_op() {
-    static const auto op = find_operator<ForwardSchema>("memcheck::softplus_attention");
-    return op;
+  static const auto op = find_operator<ForwardSchema>("memcheck::softplus_attention");
+  return op;
 }
 
 auto backward_op() {
-    static const auto op = find_operator<BackwardSchema>("memcheck::softplus_attention_backward");
-    return op;
+  static const auto op = find_operator<BackwardSchema>("memcheck::softplus_attention_backward");
+  return op;
 }
 
 auto step_op() {
-    static const auto op = find_operator<StepSchema>("memcheck::softplus_attention_step");
-    return op;
+  static const auto op = find_operator<StepSchema>("memcheck::softplus_attention_step");
+  return op;
 }
 
 struct SoftplusAttention : Function<SoftplusAttention> {
-    static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                                 double eps) {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        const auto [y, carries] = forward_op().call(q, k, v, causal, eps, true);
-        // q: its softplus and sigmoid. k: the sums are formed again. v: the same, and grad_k reads it; grad_v alone does not.
-        // carries: where each chunk of sums begins.
-        const bool reads_v = q.requires_grad() || k.requires_grad();
-        ctx->save_for_backward({q, k, reads_v ? v : Tensor(), carries});
-        ctx->saved_data["causal"] = causal;
-        ctx->saved_data["eps"] = eps;
-        ctx->set_materialize_grads(false);
-        ctx->mark_non_differentiable({carries});
-        return {y, carries};
-    }
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
+                               double eps) {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    const auto [y, carries] = forward_op().call(q, k, v, causal, eps, true);
+    // q: its softplus and sigmoid. k: the sums are formed again. v: the same, and grad_k reads it; grad_v alone does
+    // not. carries: where each chunk of sums begins.
+    const bool reads_v = q.requires_grad() || k.requires_grad();
+    ctx->save_for_backward({q, k, reads_v ? v : Tensor(), carries});
+    ctx->saved_data["causal"] = causal;
+    ctx->saved_data["eps"] = eps;
+    ctx->set_materialize_grads(false);
+    ctx->mark_non_differentiable({carries});
+    return {y, carries};
+  }
 
-    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-        if (!grads[0].defined()) return variable_list(5);
-        const auto saved = ctx->get_saved_variables();
-        const auto v = saved[2].defined() ? std::optional<Tensor>(saved[2]) : std::nullopt;
-        const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)};
-        const auto [grad_q, grad_k, grad_v] =
-            backward_op().call(grads[0], saved[0], saved[1], v, saved[3], ctx->saved_data["causal"].toBool(),
-                               ctx->saved_data["eps"].toDouble(), wanted);
-        return {grad_q, grad_k, grad_v, Tensor(), Tensor()};
-    }
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined()) return variable_list(5);
+    const auto saved = ctx->get_saved_variables();
+    const auto v = saved[2].defined() ? std::optional<Tensor>(saved[2]) : std::nullopt;
+    const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)};
+    const auto [grad_q, grad_k, grad_v] =
+        backward_op().call(grads[0], saved[0], saved[1], v, saved[3], ctx->saved_data["causal"].toBool(),
+                           ctx->saved_data["eps"].toDouble(), wanted);
+    return {grad_q, grad_k, grad_v, Tensor(), Tensor()};
+  }
 };
 
 std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double eps,
                                             bool keep_carries) {
-    check_tensor("softplus_attention", "q", q);
-    check_tensor("softplus_attention", "k", k);
-    check_tensor("softplus_attention", "v", v);
-    if (wants_gradient({q, k, v})) {
-        const auto outputs = SoftplusAttention::apply(q, k, v, causal, eps);
-        return {outputs[0], outputs[1]};
-    }
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return forward_op().call(q, k, v, causal, eps, keep_carries);
+  check_tensor("softplus_attention", "q", q);
+  check_tensor("softplus_attention", "k", k);
+  check_tensor("softplus_attention", "v", v);
+  if (wants_gradient({q, k, v})) {
+    const auto outputs = SoftplusAttention::apply(q, k, v, causal, eps);
+    return {outputs[0], outputs[1]};
+  }
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return forward_op().call(q, k, v, causal, eps, keep_carries);
 }
 
 std::tuple<Tensor, Tensor, Tensor> backward_autograd(const Tensor& grad_y, const Tensor& q, const Tensor& k,
                                                      const std::optional<Tensor>& v, const Tensor& carries, bool causal,
                                                      double eps, std::array<bool, 3> output_mask) {
-    const auto run = [&] {
-        const at::AutoDispatchBelowADInplaceOrView guard;
-        return backward_op().call(grad_y, q, k, v, carries, causal, eps, output_mask);
-    };
-    const auto [grad_q, grad_k, grad_v] = run();
-    const auto guarded = refuse_double_backward("softplus_attention", {grad_q, grad_k, grad_v}, grad_y, q, k,
-                                                v.value_or(Tensor()));
-    return {guarded[0], guarded[1], guarded[2]};
+  const auto run = [&] {
+    const at::AutoDispatchBelowADInplaceOrView guard;
+    return backward_op().call(grad_y, q, k, v, carries, causal, eps, output_mask);
+  };
+  const auto [grad_q, grad_k, grad_v] = run();
+  const auto guarded =
+      refuse_double_backward("softplus_attention", {grad_q, grad_k, grad_v}, grad_y, q, k, v.value_or(Tensor()));
+  return {guarded[0], guarded[1], guarded[2]};
 }
 
 std::tuple<Tensor, Tensor, Tensor> step_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& z,
                                                  const Tensor& a, double eps) {
-    refuse_gradient("softplus_attention_step", {q, k, v, z, a});
-    const at::AutoDispatchBelowADInplaceOrView guard;
-    return step_op().call(q, k, v, z, a, eps);
+  refuse_gradient("softplus_attention_step", {q, k, v, z, a});
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return step_op().call(q, k, v, z, a, eps);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
-    m.impl("softplus_attention", forward_autograd);
-    m.impl("softplus_attention_backward", backward_autograd);
-    m.impl("softplus_attention_step", step_autograd);
+  m.impl("softplus_attention", forward_autograd);
+  m.impl("softplus_attention_backward", backward_autograd);
+  m.impl("softplus_attention_step", step_autograd);
 }
 
 template <c10::DeviceType device>
 std::tuple<Tensor, Tensor> forward_autocast(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double eps,
                                             bool keep_carries) {
-    const Autocast<device> cast;
-    return forward_op().call(cast(q), cast(k), cast(v), causal, eps, keep_carries);
+  const Autocast<device> cast;
+  return forward_op().call(cast(q), cast(k), cast(v), causal, eps, keep_carries);
 }
 
 template <c10::DeviceType device>
 std::tuple<Tensor, Tensor, Tensor> step_autocast(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& z,
                                                  const Tensor& a, double eps) {
-    const Autocast<device> cast;
-    return step_op().call(cast(q), cast(k), cast(v), z, a, eps);
+  const Autocast<device> cast;
+  return step_op().call(cast(q), cast(k), cast(v), z, a, eps);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, AutocastCPU, m) {
-    m.impl("softplus_attention", forward_autocast<c10::kCPU>);
-    m.impl("softplus_attention_step", step_autocast<c10::kCPU>);
+  m.impl("softplus_attention", forward_autocast<c10::kCPU>);
+  m.impl("softplus_attention_step", step_autocast<c10::kCPU>);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, AutocastCUDA, m) {
-    m.impl("softplus_attention", forward_autocast<c10::kCUDA>);
-    m.impl("softplus_attention_step", step_autocast<c10::kCUDA>);
+  m.impl("softplus_attention", forward_autocast<c10::kCUDA>);
+  m.impl("softplus_attention_step", step_autocast<c10::kCUDA>);
 }
 
 }  // namespace

@@ -8,8 +8,9 @@
 #include "common/tile.h"
 #include "softplus_attention/softplus_attention.h"
 
-// A task is one block of kTileLanes channels of one batch entry, over all its chunks in order or, where such tasks are few, over
-// one chunk. A chunk's sums start at zero and the carry is added where they are used, so both ways give the same bits.
+// A task is one block of kTileLanes channels of one batch entry, over all its chunks in order or, where such tasks are
+// few, over one chunk. A chunk's sums start at zero and the carry is added where they are used, so both ways give the
+// same bits.
 
 namespace memcheck {
 namespace {
@@ -17,79 +18,81 @@ namespace {
 constexpr int64_t kFewTasks = 16;
 
 int64_t ceil_div(int64_t a, int64_t b) {
-    return (a + b - 1) / b;
+  return (a + b - 1) / b;
 }
 
 int64_t channel_blocks(const SoftplusAttentionShape& shape) {
-    return ceil_div(shape.R, kTileLanes);
+  return ceil_div(shape.R, kTileLanes);
 }
 
-// Chunks become tasks of their own where channels alone give too few. By shape only: the plan must not depend on the machine.
+// Chunks become tasks of their own where channels alone give too few. By shape only: the plan must not depend on the
+// machine.
 bool splits(const SoftplusAttentionShape& shape, int64_t chunks) {
-    return chunks > 1 && shape.B * channel_blocks(shape) < kFewTasks;
+  return chunks > 1 && shape.B * channel_blocks(shape) < kFewTasks;
 }
 
 struct Task {
-    int64_t b;
-    int64_t r;      // first channel
-    int lanes;      // channels
-    int64_t chunk;  // 0 where a task is all chunks
+  int64_t b;
+  int64_t r;      // first channel
+  int lanes;      // channels
+  int64_t chunk;  // 0 where a task is all chunks
 };
 
 MEMCHECK_INLINE Task task_of(const SoftplusAttentionShape& shape, int64_t index, int64_t chunks) {
-    const int64_t blocks = (shape.R + kTileLanes - 1) / kTileLanes;
-    const int64_t block = index / chunks % blocks;
-    const int64_t r = block * kTileLanes;
-    const int64_t lanes = shape.R - r < kTileLanes ? shape.R - r : kTileLanes;
-    return {index / chunks / blocks, r, static_cast<int>(lanes), index % chunks};
+  const int64_t blocks = (shape.R + kTileLanes - 1) / kTileLanes;
+  const int64_t block = index / chunks % blocks;
+  const int64_t r = block * kTileLanes;
+  const int64_t lanes = shape.R - r < kTileLanes ? shape.R - r : kTileLanes;
+  return {index / chunks / blocks, r, static_cast<int>(lanes), index % chunks};
 }
 
 // Sums kept in memory: (planes,B,slots,R).
 template <typename acc_t>
 struct Sums {
-    acc_t* data;
-    int64_t B, slots, R;
+  acc_t* data;
+  int64_t B, slots, R;
 
-    MEMCHECK_INLINE acc_t* at(int64_t plane, int64_t slot, const Task& task) const {
-        return data + ((plane * B + task.b) * slots + slot) * R + task.r;
-    }
-    MEMCHECK_INLINE void load(int64_t plane, int64_t slot, const Task& task, acc_t* lanes) const {
-        const acc_t* from = at(plane, slot, task);
-        for (int lane = 0; lane < task.lanes; ++lane) lanes[lane] = from[lane];
-    }
-    MEMCHECK_INLINE void store(int64_t plane, int64_t slot, const Task& task, const acc_t* lanes) const {
-        acc_t* to = at(plane, slot, task);
-        for (int lane = 0; lane < task.lanes; ++lane) to[lane] = lanes[lane];
-    }
+  MEMCHECK_INLINE acc_t* at(int64_t plane, int64_t slot, const Task& task) const {
+    return data + ((plane * B + task.b) * slots + slot) * R + task.r;
+  }
+  MEMCHECK_INLINE void load(int64_t plane, int64_t slot, const Task& task, acc_t* lanes) const {
+    const acc_t* from = at(plane, slot, task);
+    for (int lane = 0; lane < task.lanes; ++lane) lanes[lane] = from[lane];
+  }
+  MEMCHECK_INLINE void store(int64_t plane, int64_t slot, const Task& task, const acc_t* lanes) const {
+    acc_t* to = at(plane, slot, task);
+    for (int lane = 0; lane < task.lanes; ++lane) to[lane] = lanes[lane];
+  }
 };
 
 template <typename scalar_t>
 Sums<acc_type<scalar_t>> sums_in(void* data, const SoftplusAttentionShape& shape, int64_t slots) {
-    return {static_cast<acc_type<scalar_t>*>(data), shape.B, slots, shape.R};
+  return {static_cast<acc_type<scalar_t>*>(data), shape.B, slots, shape.R};
 }
 
-// Each slot becomes the sum of itself and all before it (after it, when reversed), added one by one as a task over all chunks does.
+// Each slot becomes the sum of itself and all before it (after it, when reversed), added one by one as a task over all
+// chunks does.
 template <typename acc_t>
 void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed) {
-    parallel_tasks(planes * sums.B, [&](int64_t begin, int64_t end, int) {
-        for (int64_t row = begin; row < end; ++row) {
-            acc_t* first = sums.data + row * sums.slots * sums.R;
-            for (int64_t step = 1; step < sums.slots; ++step) {
-                acc_t* slot = first + (reversed ? sums.slots - 1 - step : step) * sums.R;
-                const acc_t* before = reversed ? slot + sums.R : slot - sums.R;
-                for (int64_t r = 0; r < sums.R; ++r) slot[r] = before[r] + slot[r];
-            }
-        }
-    });
+  parallel_tasks(planes * sums.B, [&](int64_t begin, int64_t end, int) {
+    for (int64_t row = begin; row < end; ++row) {
+      acc_t* first = sums.data + row * sums.slots * sums.R;
+      for (int64_t step = 1; step < sums.slots; ++step) {
+        acc_t* slot = first + (reversed ? sums.slots - 1 - step : step) * sums.R;
+        const acc_t* before = reversed ? slot + sums.R : slot - sums.R;
+        for (int64_t r = 0; r < sums.R; ++r) slot[r] = before[r] + slot[r];
+      }
+    }
+  });
 }
 
 MEMCHECK_INLINE int rows_from(int64_t position, int64_t end) {
-    return static_cast<int>(end - position < kTileRows ? end - position : kTileRows);
+  return static_cast<int>(end - position < kTileRows ? end - position : kTileRows);
 }
 
 MEMCHECK_INLINE int64_t chunk_end(int64_t chunk, int64_t length) {
-    const int64_t end = (chunk + 1) * kCarrySpacing;
-    return end < length ? end : length;
+  const int64_t end = (chunk + 1) * kCarrySpacing;
+  return end < length ? end : length;
 }
 
 // ---- forward
@@ -98,105 +101,106 @@ MEMCHECK_INLINE int64_t chunk_end(int64_t chunk, int64_t length) {
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 MEMCHECK_INLINE void key_chunk(const SoftplusAttentionForward& p, const Task& task, int64_t chunk, bool write_y,
                                acc_t* z, acc_t* a) {
-    alignas(64) acc_t z_local[kTileLanes] = {};
-    alignas(64) acc_t a_local[kTileLanes] = {};
-    alignas(64) acc_t k[kTile];
-    alignas(64) acc_t v[kTile];
-    alignas(64) acc_t q[kTile];
-    const int64_t end = chunk_end(chunk, p.shape.T);
-    for (int64_t t = chunk * kCarrySpacing; t < end; t += kTileRows) {
-        const int rows = rows_from(t, end);
-        const int64_t ahead = t + kTileRows;
-        const bool pf = ahead < p.shape.T;
-        if (pf) prefetch_tile(p.k.at<scalar_t>(task.b, task.r, ahead), p.k.stride[2], p.k.stride[1], rows, task.lanes);
-        load_tile(p.k.at<scalar_t>(task.b, task.r, t), p.k.stride[2], p.k.stride[1], rows, task.lanes, k);
-        if (pf) prefetch_tile(p.v.at<scalar_t>(task.b, task.r, ahead), p.v.stride[2], p.v.stride[1], rows, task.lanes);
-        load_tile(p.v.at<scalar_t>(task.b, task.r, t), p.v.stride[2], p.v.stride[1], rows, task.lanes, v);
-        for (int64_t i = 0; i < rows * kTileLanes; ++i) {
-            k[i] = softplus(k[i]);
-            v[i] *= k[i];
-        }
-        if (pf) prefetch_tile(p.q.at<scalar_t>(task.b, ahead, task.r), p.q.stride[1], p.q.stride[2], rows, task.lanes);
-        for (int64_t row = 0; row < rows; ++row) {
-            for (int64_t lane = 0; lane < kTileLanes; ++lane) {
-                z_local[lane] += k[row * kTileLanes + lane];
-                a_local[lane] += v[row * kTileLanes + lane];
-                k[row * kTileLanes + lane] = z[lane] + z_local[lane];
-                v[row * kTileLanes + lane] = a[lane] + a_local[lane];
-            }
-        }
-        if (pf) prefetch_tile(p.y.at<scalar_t>(task.b, ahead, task.r), p.y.stride[1], p.y.stride[2], rows, task.lanes);
-        const int64_t s = t - (p.shape.T - p.shape.S);  // the query whose last key is row 0
-        const int first = s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
-        if (!write_y || first == rows) continue;
-        load_tile(p.q.at<scalar_t>(task.b, s + first, task.r), p.q.stride[1], p.q.stride[2], rows - first, task.lanes, q);
-        const acc_t eps = static_cast<acc_t>(p.eps);
-        for (int i = 0; i < (rows - first) * kTileLanes; ++i)
-            q[i] = softplus(q[i]) * v[first * kTileLanes + i] / (k[first * kTileLanes + i] + eps);
-        store_tile(p.y.at<scalar_t>(task.b, s + first, task.r), p.y.stride[1], p.y.stride[2], rows - first, task.lanes, q);
+  alignas(64) acc_t z_local[kTileLanes] = {};
+  alignas(64) acc_t a_local[kTileLanes] = {};
+  alignas(64) acc_t k[kTile];
+  alignas(64) acc_t v[kTile];
+  alignas(64) acc_t q[kTile];
+  const int64_t end = chunk_end(chunk, p.shape.T);
+  for (int64_t t = chunk * kCarrySpacing; t < end; t += kTileRows) {
+    const int rows = rows_from(t, end);
+    const int64_t ahead = t + kTileRows;
+    const bool pf = ahead < p.shape.T;
+    if (pf) prefetch_tile(p.k.at<scalar_t>(task.b, task.r, ahead), p.k.stride[2], p.k.stride[1], rows, task.lanes);
+    load_tile(p.k.at<scalar_t>(task.b, task.r, t), p.k.stride[2], p.k.stride[1], rows, task.lanes, k);
+    if (pf) prefetch_tile(p.v.at<scalar_t>(task.b, task.r, ahead), p.v.stride[2], p.v.stride[1], rows, task.lanes);
+    load_tile(p.v.at<scalar_t>(task.b, task.r, t), p.v.stride[2], p.v.stride[1], rows, task.lanes, v);
+    for (int64_t i = 0; i < rows * kTileLanes; ++i) {
+      k[i] = softplus(k[i]);
+      v[i] *= k[i];
     }
-    for (int lane = 0; lane < kTileLanes; ++lane) {
-        z[lane] += z_local[lane];
-        a[lane] += a_local[lane];
+    if (pf) prefetch_tile(p.q.at<scalar_t>(task.b, ahead, task.r), p.q.stride[1], p.q.stride[2], rows, task.lanes);
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+        z_local[lane] += k[row * kTileLanes + lane];
+        a_local[lane] += v[row * kTileLanes + lane];
+        k[row * kTileLanes + lane] = z[lane] + z_local[lane];
+        v[row * kTileLanes + lane] = a[lane] + a_local[lane];
+      }
     }
+    if (pf) prefetch_tile(p.y.at<scalar_t>(task.b, ahead, task.r), p.y.stride[1], p.y.stride[2], rows, task.lanes);
+    const int64_t s = t - (p.shape.T - p.shape.S);  // the query whose last key is row 0
+    const int first = s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
+    if (!write_y || first == rows) continue;
+    load_tile(p.q.at<scalar_t>(task.b, s + first, task.r), p.q.stride[1], p.q.stride[2], rows - first, task.lanes, q);
+    const acc_t eps = static_cast<acc_t>(p.eps);
+    for (int i = 0; i < (rows - first) * kTileLanes; ++i)
+      q[i] = softplus(q[i]) * v[first * kTileLanes + i] / (k[first * kTileLanes + i] + eps);
+    store_tile(p.y.at<scalar_t>(task.b, s + first, task.r), p.y.stride[1], p.y.stride[2], rows - first, task.lanes, q);
+  }
+  for (int lane = 0; lane < kTileLanes; ++lane) {
+    z[lane] += z_local[lane];
+    a[lane] += a_local[lane];
+  }
 }
 
 // One chunk of queries that all see the same keys.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 MEMCHECK_INLINE void query_chunk(const SoftplusAttentionForward& p, const Task& task, const acc_t* z, const acc_t* a) {
-    alignas(64) acc_t mean[kTileLanes];
-    alignas(64) acc_t q[kTile];
-    for (int lane = 0; lane < kTileLanes; ++lane) mean[lane] = a[lane] / (z[lane] + static_cast<acc_t>(p.eps));
-    const int64_t end = chunk_end(task.chunk, p.shape.S);
-    for (int64_t s = task.chunk * kCarrySpacing; s < end; s += kTileRows) {
-        const int rows = rows_from(s, end);
-        load_tile(p.q.at<scalar_t>(task.b, s, task.r), p.q.stride[1], p.q.stride[2], rows, task.lanes, q);
-        for (int row = 0; row < rows; ++row)
-            for (int lane = 0; lane < kTileLanes; ++lane)
-                q[row * kTileLanes + lane] = softplus(q[row * kTileLanes + lane]) * mean[lane];
-        store_tile(p.y.at<scalar_t>(task.b, s, task.r), p.y.stride[1], p.y.stride[2], rows, task.lanes, q);
-    }
+  alignas(64) acc_t mean[kTileLanes];
+  alignas(64) acc_t q[kTile];
+  for (int lane = 0; lane < kTileLanes; ++lane) mean[lane] = a[lane] / (z[lane] + static_cast<acc_t>(p.eps));
+  const int64_t end = chunk_end(task.chunk, p.shape.S);
+  for (int64_t s = task.chunk * kCarrySpacing; s < end; s += kTileRows) {
+    const int rows = rows_from(s, end);
+    load_tile(p.q.at<scalar_t>(task.b, s, task.r), p.q.stride[1], p.q.stride[2], rows, task.lanes, q);
+    for (int row = 0; row < rows; ++row)
+      for (int lane = 0; lane < kTileLanes; ++lane)
+        q[row * kTileLanes + lane] = softplus(q[row * kTileLanes + lane]) * mean[lane];
+    store_tile(p.y.at<scalar_t>(task.b, s, task.r), p.y.stride[1], p.y.stride[2], rows, task.lanes, q);
+  }
 }
 
 enum class ForwardPhase {
-    AllChunks,    // a task goes through all chunks of keys: y if causal, and the carries
-    ChunkSums,    // a task sums one chunk of keys into its slot
-    CausalChunk,  // a task writes y for one chunk of keys, from the carry before it
-    QueryChunk,   // not causal: a task writes y for one chunk of queries
+  AllChunks,    // a task goes through all chunks of keys: y if causal, and the carries
+  ChunkSums,    // a task sums one chunk of keys into its slot
+  CausalChunk,  // a task writes y for one chunk of keys, from the carry before it
+  QueryChunk,   // not causal: a task writes y for one chunk of queries
 };
 
 template <typename scalar_t>
 MEMCHECK_INLINE void forward_tasks_body(const SoftplusAttentionForward& p, ForwardPhase phase,
-                                        const Sums<acc_type<scalar_t>>& sums, int64_t chunks, int64_t begin, int64_t end) {
-    using acc_t = acc_type<scalar_t>;
-    for (int64_t index = begin; index < end; ++index) {
-        const Task task = task_of(p.shape, index, chunks);
-        alignas(64) acc_t z[kTileLanes] = {};
-        alignas(64) acc_t a[kTileLanes] = {};
-        if (phase == ForwardPhase::QueryChunk) {
-            sums.load(0, 0, task, z);
-            sums.load(1, 0, task, a);
-            query_chunk<scalar_t>(p, task, z, a);
-            continue;
-        }
-        const bool all = phase == ForwardPhase::AllChunks;
-        const bool writes_y = p.shape.causal && phase != ForwardPhase::ChunkSums;
-        if (phase == ForwardPhase::CausalChunk && task.chunk > 0) {
-            sums.load(0, task.chunk - 1, task, z);
-            sums.load(1, task.chunk - 1, task, a);
-        }
-        const int64_t last = all ? p.shape.key_chunks() : task.chunk + 1;
-        for (int64_t chunk = task.chunk; chunk < last; ++chunk) {
-            key_chunk<scalar_t>(p, task, chunk, writes_y, z, a);
-            if (all && writes_y && sums.data != nullptr && chunk < sums.slots) {
-                sums.store(0, chunk, task, z);
-                sums.store(1, chunk, task, a);
-            }
-        }
-        if (writes_y) continue;
-        sums.store(0, task.chunk, task, z);
-        sums.store(1, task.chunk, task, a);
+                                        const Sums<acc_type<scalar_t>>& sums, int64_t chunks, int64_t begin,
+                                        int64_t end) {
+  using acc_t = acc_type<scalar_t>;
+  for (int64_t index = begin; index < end; ++index) {
+    const Task task = task_of(p.shape, index, chunks);
+    alignas(64) acc_t z[kTileLanes] = {};
+    alignas(64) acc_t a[kTileLanes] = {};
+    if (phase == ForwardPhase::QueryChunk) {
+      sums.load(0, 0, task, z);
+      sums.load(1, 0, task, a);
+      query_chunk<scalar_t>(p, task, z, a);
+      continue;
     }
+    const bool all = phase == ForwardPhase::AllChunks;
+    const bool writes_y = p.shape.causal && phase != ForwardPhase::ChunkSums;
+    if (phase == ForwardPhase::CausalChunk && task.chunk > 0) {
+      sums.load(0, task.chunk - 1, task, z);
+      sums.load(1, task.chunk - 1, task, a);
+    }
+    const int64_t last = all ? p.shape.key_chunks() : task.chunk + 1;
+    for (int64_t chunk = task.chunk; chunk < last; ++chunk) {
+      key_chunk<scalar_t>(p, task, chunk, writes_y, z, a);
+      if (all && writes_y && sums.data != nullptr && chunk < sums.slots) {
+        sums.store(0, chunk, task, z);
+        sums.store(1, chunk, task, a);
+      }
+    }
+    if (writes_y) continue;
+    sums.store(0, task.chunk, task, z);
+    sums.store(1, task.chunk, task, a);
+  }
 }
 
 MEMCHECK_PER_CPU_LEVEL(forward_tasks,
@@ -207,37 +211,36 @@ MEMCHECK_PER_CPU_LEVEL(forward_tasks,
 template <typename scalar_t>
 void run_forward(const SoftplusAttentionForward& p, ForwardPhase phase, const Sums<acc_type<scalar_t>>& sums,
                  int64_t chunks) {
-    const int64_t tasks = p.shape.B * channel_blocks(p.shape) * chunks;
-    parallel_tasks(tasks, [&](int64_t begin, int64_t end, int) {
-        forward_tasks<scalar_t>(p, phase, sums, chunks, begin, end);
-    });
+  const int64_t tasks = p.shape.B * channel_blocks(p.shape) * chunks;
+  parallel_tasks(tasks,
+                 [&](int64_t begin, int64_t end, int) { forward_tasks<scalar_t>(p, phase, sums, chunks, begin, end); });
 }
 
 template <typename scalar_t>
 void forward_causal(const SoftplusAttentionForward& p) {
-    const SoftplusAttentionShape& shape = p.shape;
-    const auto carries = sums_in<scalar_t>(p.carries, shape, shape.carries());
-    if (!splits(shape, shape.key_chunks())) return run_forward<scalar_t>(p, ForwardPhase::AllChunks, carries, 1);
-    run_forward<scalar_t>(p, ForwardPhase::ChunkSums, carries, shape.carries());
-    scan_slots(carries, 2, false);
-    run_forward<scalar_t>(p, ForwardPhase::CausalChunk, carries, shape.key_chunks());
+  const SoftplusAttentionShape& shape = p.shape;
+  const auto carries = sums_in<scalar_t>(p.carries, shape, shape.carries());
+  if (!splits(shape, shape.key_chunks())) return run_forward<scalar_t>(p, ForwardPhase::AllChunks, carries, 1);
+  run_forward<scalar_t>(p, ForwardPhase::ChunkSums, carries, shape.carries());
+  scan_slots(carries, 2, false);
+  run_forward<scalar_t>(p, ForwardPhase::CausalChunk, carries, shape.key_chunks());
 }
 
 template <typename scalar_t>
 void forward_not_causal(const SoftplusAttentionForward& p) {
-    const SoftplusAttentionShape& shape = p.shape;
-    const auto totals = sums_in<scalar_t>(p.carries, shape, 1);
-    const int64_t chunks = shape.key_chunks();
-    if (splits(shape, chunks)) {
-        const auto partial = sums_in<scalar_t>(p.sums, shape, chunks);
-        run_forward<scalar_t>(p, ForwardPhase::ChunkSums, partial, chunks);
-        scan_slots(partial, 2, false);
-        for (int64_t row = 0; row < 2 * shape.B; ++row)
-            std::copy_n(partial.data + (row * chunks + chunks - 1) * shape.R, shape.R, totals.data + row * shape.R);
-    } else {
-        run_forward<scalar_t>(p, ForwardPhase::AllChunks, totals, 1);
-    }
-    run_forward<scalar_t>(p, ForwardPhase::QueryChunk, totals, shape.query_chunks());
+  const SoftplusAttentionShape& shape = p.shape;
+  const auto totals = sums_in<scalar_t>(p.carries, shape, 1);
+  const int64_t chunks = shape.key_chunks();
+  if (splits(shape, chunks)) {
+    const auto partial = sums_in<scalar_t>(p.sums, shape, chunks);
+    run_forward<scalar_t>(p, ForwardPhase::ChunkSums, partial, chunks);
+    scan_slots(partial, 2, false);
+    for (int64_t row = 0; row < 2 * shape.B; ++row)
+      std::copy_n(partial.data + (row * chunks + chunks - 1) * shape.R, shape.R, totals.data + row * shape.R);
+  } else {
+    run_forward<scalar_t>(p, ForwardPhase::AllChunks, totals, 1);
+  }
+  run_forward<scalar_t>(p, ForwardPhase::QueryChunk, totals, shape.query_chunks());
 }
 
 // ---- backward
@@ -245,240 +248,244 @@ void forward_not_causal(const SoftplusAttentionForward& p) {
 // What one worker keeps of one chunk of keys between the pass along the sums and the pass back.
 template <typename acc_t>
 struct ChunkScratch {
-    acc_t softplus_k[kCarrySpacing * kTileLanes];
-    acc_t sigmoid_k[kCarrySpacing * kTileLanes];
-    acc_t v[kCarrySpacing * kTileLanes];
-    acc_t w[kCarrySpacing * kTileLanes];   // Z, then w = g softplus(q) / (Z + eps)
-    acc_t wm[kCarrySpacing * kTileLanes];  // A, then w m, m = A / (Z + eps)
+  acc_t softplus_k[kCarrySpacing * kTileLanes];
+  acc_t sigmoid_k[kCarrySpacing * kTileLanes];
+  acc_t v[kCarrySpacing * kTileLanes];
+  acc_t w[kCarrySpacing * kTileLanes];   // Z, then w = g softplus(q) / (Z + eps)
+  acc_t wm[kCarrySpacing * kTileLanes];  // A, then w m, m = A / (Z + eps)
 };
 
 // softplus(k), sigmoid(k) and v of one tile.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 MEMCHECK_INLINE void load_key_tile(const SoftplusAttentionBackward& p, const Task& task, int64_t t, int rows,
                                    acc_t* softplus_k, acc_t* sigmoid_k, acc_t* v) {
-    load_tile(p.k.at<scalar_t>(task.b, task.r, t), p.k.stride[2], p.k.stride[1], rows, task.lanes, softplus_k);
-    if (p.v) {
-        load_tile(p.v.at<scalar_t>(task.b, task.r, t), p.v.stride[2], p.v.stride[1], rows, task.lanes, v);
-    } else {
-        for (int i = 0; i < rows * kTileLanes; ++i) v[i] = acc_t(0);
-    }
-    for (int i = 0; i < rows * kTileLanes; ++i) {
-        const auto both = softplus_and_sigmoid(softplus_k[i]);
-        softplus_k[i] = both.softplus;
-        sigmoid_k[i] = both.sigmoid;
-    }
+  load_tile(p.k.at<scalar_t>(task.b, task.r, t), p.k.stride[2], p.k.stride[1], rows, task.lanes, softplus_k);
+  if (p.v) {
+    load_tile(p.v.at<scalar_t>(task.b, task.r, t), p.v.stride[2], p.v.stride[1], rows, task.lanes, v);
+  } else {
+    for (int i = 0; i < rows * kTileLanes; ++i) v[i] = acc_t(0);
+  }
+  for (int i = 0; i < rows * kTileLanes; ++i) {
+    const auto both = softplus_and_sigmoid(softplus_k[i]);
+    softplus_k[i] = both.softplus;
+    sigmoid_k[i] = both.sigmoid;
+  }
 }
 
 // y = softplus(q) m, m = A / (Z + eps): w and w m replace Z and A, and grad_q = g m sigmoid(q).
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-MEMCHECK_INLINE void query_tile(const SoftplusAttentionBackward& p, const Task& task, int64_t s, int rows, bool write_grad_q,
-                                acc_t* z_to_w, acc_t* a_to_wm) {
-    alignas(64) acc_t q[kTile];
-    alignas(64) acc_t g[kTile];
-    load_tile(p.q.at<scalar_t>(task.b, s, task.r), p.q.stride[1], p.q.stride[2], rows, task.lanes, q);
-    load_tile(p.grad_y.at<scalar_t>(task.b, s, task.r), p.grad_y.stride[1], p.grad_y.stride[2], rows, task.lanes, g);
-    const acc_t eps = static_cast<acc_t>(p.eps);
-    for (int i = 0; i < rows * kTileLanes; ++i) {
-        const auto both = softplus_and_sigmoid(q[i]);
-        const acc_t inverse = acc_t(1) / (z_to_w[i] + eps);
-        const acc_t m = a_to_wm[i] * inverse;
-        const acc_t w = g[i] * both.softplus * inverse;
-        q[i] = g[i] * m * both.sigmoid;
-        z_to_w[i] = w;
-        a_to_wm[i] = w * m;
-    }
-    if (write_grad_q && p.grad_q)
-        store_tile(p.grad_q.at<scalar_t>(task.b, s, task.r), p.grad_q.stride[1], p.grad_q.stride[2], rows, task.lanes, q);
+MEMCHECK_INLINE void query_tile(const SoftplusAttentionBackward& p, const Task& task, int64_t s, int rows,
+                                bool write_grad_q, acc_t* z_to_w, acc_t* a_to_wm) {
+  alignas(64) acc_t q[kTile];
+  alignas(64) acc_t g[kTile];
+  load_tile(p.q.at<scalar_t>(task.b, s, task.r), p.q.stride[1], p.q.stride[2], rows, task.lanes, q);
+  load_tile(p.grad_y.at<scalar_t>(task.b, s, task.r), p.grad_y.stride[1], p.grad_y.stride[2], rows, task.lanes, g);
+  const acc_t eps = static_cast<acc_t>(p.eps);
+  for (int i = 0; i < rows * kTileLanes; ++i) {
+    const auto both = softplus_and_sigmoid(q[i]);
+    const acc_t inverse = acc_t(1) / (z_to_w[i] + eps);
+    const acc_t m = a_to_wm[i] * inverse;
+    const acc_t w = g[i] * both.softplus * inverse;
+    q[i] = g[i] * m * both.sigmoid;
+    z_to_w[i] = w;
+    a_to_wm[i] = w * m;
+  }
+  if (write_grad_q && p.grad_q)
+    store_tile(p.grad_q.at<scalar_t>(task.b, s, task.r), p.grad_q.stride[1], p.grad_q.stride[2], rows, task.lanes, q);
 }
 
 // A += softplus(k) v and Z += softplus(k), so with W and X the sums of w and w m over the queries that see a key:
 // grad_v = softplus(k) W and grad_k = sigmoid(k) (v W - X). They replace w and w m.
 template <typename acc_t>
-MEMCHECK_INLINE void key_gradients(const acc_t* softplus_k, const acc_t* sigmoid_k, const acc_t* v, acc_t w_sum, acc_t wm_sum,
-                                   int i, acc_t* grad_v, acc_t* grad_k) {
-    grad_v[i] = softplus_k[i] * w_sum;
-    grad_k[i] = sigmoid_k[i] * (v[i] * w_sum - wm_sum);
+MEMCHECK_INLINE void key_gradients(const acc_t* softplus_k, const acc_t* sigmoid_k, const acc_t* v, acc_t w_sum,
+                                   acc_t wm_sum, int i, acc_t* grad_v, acc_t* grad_k) {
+  grad_v[i] = softplus_k[i] * w_sum;
+  grad_k[i] = sigmoid_k[i] * (v[i] * w_sum - wm_sum);
 }
 
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 MEMCHECK_INLINE void store_key_gradients(const SoftplusAttentionBackward& p, const Task& task, int64_t t, int rows,
                                          const acc_t* grad_v, const acc_t* grad_k) {
-    if (p.grad_v)
-        store_tile(p.grad_v.at<scalar_t>(task.b, task.r, t), p.grad_v.stride[2], p.grad_v.stride[1], rows, task.lanes, grad_v);
-    if (p.grad_k)
-        store_tile(p.grad_k.at<scalar_t>(task.b, task.r, t), p.grad_k.stride[2], p.grad_k.stride[1], rows, task.lanes, grad_k);
+  if (p.grad_v)
+    store_tile(p.grad_v.at<scalar_t>(task.b, task.r, t), p.grad_v.stride[2], p.grad_v.stride[1], rows, task.lanes,
+               grad_v);
+  if (p.grad_k)
+    store_tile(p.grad_k.at<scalar_t>(task.b, task.r, t), p.grad_k.stride[2], p.grad_k.stride[1], rows, task.lanes,
+               grad_k);
 }
 
-// One chunk, causal: along the sums for w and grad_q, then back for grad_k and grad_v. w_sum and wm_sum come in as the sums over
-// all later chunks, and grow by this one's.
+// One chunk, causal: along the sums for w and grad_q, then back for grad_k and grad_v. w_sum and wm_sum come in as the
+// sums over all later chunks, and grow by this one's.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 MEMCHECK_INLINE void backward_chunk(const SoftplusAttentionBackward& p, const Task& task, int64_t chunk, bool sums_only,
-                                    const Sums<acc_t>& carries, ChunkScratch<acc_t>& scratch, acc_t* w_sum, acc_t* wm_sum) {
-    alignas(64) acc_t z[kTileLanes] = {};
-    alignas(64) acc_t a[kTileLanes] = {};
-    alignas(64) acc_t z_local[kTileLanes] = {};
-    alignas(64) acc_t a_local[kTileLanes] = {};
-    if (chunk > 0) {
-        carries.load(0, chunk - 1, task, z);
-        carries.load(1, chunk - 1, task, a);
+                                    const Sums<acc_t>& carries, ChunkScratch<acc_t>& scratch, acc_t* w_sum,
+                                    acc_t* wm_sum) {
+  alignas(64) acc_t z[kTileLanes] = {};
+  alignas(64) acc_t a[kTileLanes] = {};
+  alignas(64) acc_t z_local[kTileLanes] = {};
+  alignas(64) acc_t a_local[kTileLanes] = {};
+  if (chunk > 0) {
+    carries.load(0, chunk - 1, task, z);
+    carries.load(1, chunk - 1, task, a);
+  }
+  const int64_t start = chunk * kCarrySpacing;
+  const int64_t end = chunk_end(chunk, p.shape.T);
+  for (int64_t t = start; t < end; t += kTileRows) {
+    const int rows = rows_from(t, end);
+    const int64_t tile = (t - start) * kTileLanes;
+    acc_t* w = scratch.w + tile;
+    acc_t* wm = scratch.wm + tile;
+    load_key_tile<scalar_t>(p, task, t, rows, scratch.softplus_k + tile, scratch.sigmoid_k + tile, scratch.v + tile);
+    for (int row = 0; row < rows; ++row) {
+      for (int lane = 0; lane < kTileLanes; ++lane) {
+        const int i = row * kTileLanes + lane;
+        z_local[lane] += scratch.softplus_k[tile + i];
+        a_local[lane] += scratch.softplus_k[tile + i] * scratch.v[tile + i];
+        w[i] = z[lane] + z_local[lane];
+        wm[i] = a[lane] + a_local[lane];
+      }
     }
-    const int64_t start = chunk * kCarrySpacing;
-    const int64_t end = chunk_end(chunk, p.shape.T);
-    for (int64_t t = start; t < end; t += kTileRows) {
-        const int rows = rows_from(t, end);
-        const int64_t tile = (t - start) * kTileLanes;
-        acc_t* w = scratch.w + tile;
-        acc_t* wm = scratch.wm + tile;
-        load_key_tile<scalar_t>(p, task, t, rows, scratch.softplus_k + tile, scratch.sigmoid_k + tile, scratch.v + tile);
-        for (int row = 0; row < rows; ++row) {
-            for (int lane = 0; lane < kTileLanes; ++lane) {
-                const int i = row * kTileLanes + lane;
-                z_local[lane] += scratch.softplus_k[tile + i];
-                a_local[lane] += scratch.softplus_k[tile + i] * scratch.v[tile + i];
-                w[i] = z[lane] + z_local[lane];
-                wm[i] = a[lane] + a_local[lane];
-            }
-        }
-        const int64_t s = t - (p.shape.T - p.shape.S);
-        const int first = s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
-        for (int i = 0; i < first * kTileLanes; ++i) w[i] = wm[i] = acc_t(0);
-        if (first < rows)
-            query_tile<scalar_t>(p, task, s + first, rows - first, !sums_only, w + first * kTileLanes, wm + first * kTileLanes);
-    }
-    if (!sums_only && !p.grad_k && !p.grad_v) return;
-    alignas(64) acc_t w_local[kTileLanes] = {};
-    alignas(64) acc_t wm_local[kTileLanes] = {};
-    for (int64_t row = end - start - 1; row >= 0; --row) {
-        for (int lane = 0; lane < kTileLanes; ++lane) {
-            const int i = static_cast<int>(row) * kTileLanes + lane;
-            w_local[lane] += scratch.w[i];
-            wm_local[lane] += scratch.wm[i];
-            key_gradients(scratch.softplus_k, scratch.sigmoid_k, scratch.v, w_sum[lane] + w_local[lane],
-                          wm_sum[lane] + wm_local[lane], i, scratch.w, scratch.wm);
-        }
-    }
-    for (int64_t t = start; t < end && !sums_only; t += kTileRows) {
-        const int64_t tile = (t - start) * kTileLanes;
-        store_key_gradients<scalar_t>(p, task, t, rows_from(t, end), scratch.w + tile, scratch.wm + tile);
-    }
+    const int64_t s = t - (p.shape.T - p.shape.S);
+    const int first = s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
+    for (int i = 0; i < first * kTileLanes; ++i) w[i] = wm[i] = acc_t(0);
+    if (first < rows)
+      query_tile<scalar_t>(p, task, s + first, rows - first, !sums_only, w + first * kTileLanes,
+                           wm + first * kTileLanes);
+  }
+  if (!sums_only && !p.grad_k && !p.grad_v) return;
+  alignas(64) acc_t w_local[kTileLanes] = {};
+  alignas(64) acc_t wm_local[kTileLanes] = {};
+  for (int64_t row = end - start - 1; row >= 0; --row) {
     for (int lane = 0; lane < kTileLanes; ++lane) {
-        w_sum[lane] += w_local[lane];
-        wm_sum[lane] += wm_local[lane];
+      const int i = static_cast<int>(row) * kTileLanes + lane;
+      w_local[lane] += scratch.w[i];
+      wm_local[lane] += scratch.wm[i];
+      key_gradients(scratch.softplus_k, scratch.sigmoid_k, scratch.v, w_sum[lane] + w_local[lane],
+                    wm_sum[lane] + wm_local[lane], i, scratch.w, scratch.wm);
     }
+  }
+  for (int64_t t = start; t < end && !sums_only; t += kTileRows) {
+    const int64_t tile = (t - start) * kTileLanes;
+    store_key_gradients<scalar_t>(p, task, t, rows_from(t, end), scratch.w + tile, scratch.wm + tile);
+  }
+  for (int lane = 0; lane < kTileLanes; ++lane) {
+    w_sum[lane] += w_local[lane];
+    wm_sum[lane] += wm_local[lane];
+  }
 }
 
 // One chunk of queries that all see the same keys: grad_q, and the sum of g softplus(q) / (Z + eps).
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-MEMCHECK_INLINE void backward_query_chunk(const SoftplusAttentionBackward& p, const Task& task, int64_t chunk, const acc_t* z,
-                                          const acc_t* a, acc_t* w_sum) {
-    alignas(64) acc_t w_local[kTileLanes] = {};
-    alignas(64) acc_t w[kTile];
-    alignas(64) acc_t wm[kTile];
-    const int64_t end = chunk_end(chunk, p.shape.S);
-    for (int64_t s = chunk * kCarrySpacing; s < end; s += kTileRows) {
-        const int rows = rows_from(s, end);
-        for (int row = 0; row < rows; ++row) {
-            for (int lane = 0; lane < kTileLanes; ++lane) {
-                w[row * kTileLanes + lane] = z[lane];
-                wm[row * kTileLanes + lane] = a[lane];
-            }
-        }
-        query_tile<scalar_t>(p, task, s, rows, true, w, wm);
-        for (int row = 0; row < rows; ++row)
-            for (int lane = 0; lane < kTileLanes; ++lane) w_local[lane] += w[row * kTileLanes + lane];
+MEMCHECK_INLINE void backward_query_chunk(const SoftplusAttentionBackward& p, const Task& task, int64_t chunk,
+                                          const acc_t* z, const acc_t* a, acc_t* w_sum) {
+  alignas(64) acc_t w_local[kTileLanes] = {};
+  alignas(64) acc_t w[kTile];
+  alignas(64) acc_t wm[kTile];
+  const int64_t end = chunk_end(chunk, p.shape.S);
+  for (int64_t s = chunk * kCarrySpacing; s < end; s += kTileRows) {
+    const int rows = rows_from(s, end);
+    for (int row = 0; row < rows; ++row) {
+      for (int lane = 0; lane < kTileLanes; ++lane) {
+        w[row * kTileLanes + lane] = z[lane];
+        wm[row * kTileLanes + lane] = a[lane];
+      }
     }
-    for (int lane = 0; lane < kTileLanes; ++lane) w_sum[lane] += w_local[lane];
+    query_tile<scalar_t>(p, task, s, rows, true, w, wm);
+    for (int row = 0; row < rows; ++row)
+      for (int lane = 0; lane < kTileLanes; ++lane) w_local[lane] += w[row * kTileLanes + lane];
+  }
+  for (int lane = 0; lane < kTileLanes; ++lane) w_sum[lane] += w_local[lane];
 }
 
 // One chunk of keys that all queries see: every key has the same W, and X = W m.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-MEMCHECK_INLINE void backward_key_chunk(const SoftplusAttentionBackward& p, const Task& task, const acc_t* z, const acc_t* a,
-                                        const acc_t* w_sum) {
-    alignas(64) acc_t softplus_k[kTile];
-    alignas(64) acc_t sigmoid_k[kTile];
-    alignas(64) acc_t v[kTile];
-    alignas(64) acc_t grad_v[kTile];
-    alignas(64) acc_t grad_k[kTile];
-    alignas(64) acc_t wm_sum[kTileLanes];
-    for (int lane = 0; lane < kTileLanes; ++lane)
-        wm_sum[lane] = w_sum[lane] * (a[lane] / (z[lane] + static_cast<acc_t>(p.eps)));
-    const int64_t end = chunk_end(task.chunk, p.shape.T);
-    for (int64_t t = task.chunk * kCarrySpacing; t < end; t += kTileRows) {
-        const int rows = rows_from(t, end);
-        load_key_tile<scalar_t>(p, task, t, rows, softplus_k, sigmoid_k, v);
-        for (int row = 0; row < rows; ++row)
-            for (int lane = 0; lane < kTileLanes; ++lane)
-                key_gradients(softplus_k, sigmoid_k, v, w_sum[lane], wm_sum[lane], row * kTileLanes + lane, grad_v, grad_k);
-        store_key_gradients<scalar_t>(p, task, t, rows, grad_v, grad_k);
-    }
+MEMCHECK_INLINE void backward_key_chunk(const SoftplusAttentionBackward& p, const Task& task, const acc_t* z,
+                                        const acc_t* a, const acc_t* w_sum) {
+  alignas(64) acc_t softplus_k[kTile];
+  alignas(64) acc_t sigmoid_k[kTile];
+  alignas(64) acc_t v[kTile];
+  alignas(64) acc_t grad_v[kTile];
+  alignas(64) acc_t grad_k[kTile];
+  alignas(64) acc_t wm_sum[kTileLanes];
+  for (int lane = 0; lane < kTileLanes; ++lane)
+    wm_sum[lane] = w_sum[lane] * (a[lane] / (z[lane] + static_cast<acc_t>(p.eps)));
+  const int64_t end = chunk_end(task.chunk, p.shape.T);
+  for (int64_t t = task.chunk * kCarrySpacing; t < end; t += kTileRows) {
+    const int rows = rows_from(t, end);
+    load_key_tile<scalar_t>(p, task, t, rows, softplus_k, sigmoid_k, v);
+    for (int row = 0; row < rows; ++row)
+      for (int lane = 0; lane < kTileLanes; ++lane)
+        key_gradients(softplus_k, sigmoid_k, v, w_sum[lane], wm_sum[lane], row * kTileLanes + lane, grad_v, grad_k);
+    store_key_gradients<scalar_t>(p, task, t, rows, grad_v, grad_k);
+  }
 }
 
 enum class BackwardPhase {
-    AllChunks,    // a task goes through all chunks: of keys and back if causal, else of queries for grad_q and W
-    ChunkSums,    // a task sums one chunk's w, and w m if causal, into its slot (not causal: and writes grad_q)
-    CausalChunk,  // a task writes the gradients of one chunk, from the sums over later ones
-    KeyChunk,     // not causal: a task writes grad_k and grad_v of one chunk, from W
+  AllChunks,    // a task goes through all chunks: of keys and back if causal, else of queries for grad_q and W
+  ChunkSums,    // a task sums one chunk's w, and w m if causal, into its slot (not causal: and writes grad_q)
+  CausalChunk,  // a task writes the gradients of one chunk, from the sums over later ones
+  KeyChunk,     // not causal: a task writes grad_k and grad_v of one chunk, from W
 };
 
 // What the phases of one backward share.
 template <typename acc_t>
 struct BackwardMemory {
-    Sums<acc_t> carries;           // saved by the forward
-    Sums<acc_t> sums;              // causal and split: of w and w m, per chunk; not causal: of w, its last slot W
-    ChunkScratch<acc_t>* scratch;  // causal: one per worker
+  Sums<acc_t> carries;           // saved by the forward
+  Sums<acc_t> sums;              // causal and split: of w and w m, per chunk; not causal: of w, its last slot W
+  ChunkScratch<acc_t>* scratch;  // causal: one per worker
 };
 
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 MEMCHECK_INLINE void backward_causal_task(const SoftplusAttentionBackward& p, BackwardPhase phase, const Task& task,
                                           const BackwardMemory<acc_t>& memory, ChunkScratch<acc_t>& scratch) {
-    alignas(64) acc_t w_sum[kTileLanes] = {};
-    alignas(64) acc_t wm_sum[kTileLanes] = {};
-    const bool all = phase == BackwardPhase::AllChunks;
-    const bool sums_only = phase == BackwardPhase::ChunkSums;
-    if (phase == BackwardPhase::CausalChunk && task.chunk < memory.sums.slots) {
-        memory.sums.load(0, task.chunk, task, w_sum);
-        memory.sums.load(1, task.chunk, task, wm_sum);
-    }
-    const int64_t first = sums_only ? task.chunk + 1 : task.chunk;  // nobody waits for the sums of chunk 0
-    const int64_t last = all ? p.shape.key_chunks() - 1 : first;
-    for (int64_t chunk = last; chunk >= first; --chunk)
-        backward_chunk<scalar_t>(p, task, chunk, sums_only, memory.carries, scratch, w_sum, wm_sum);
-    if (!sums_only) return;
-    memory.sums.store(0, task.chunk, task, w_sum);
-    memory.sums.store(1, task.chunk, task, wm_sum);
+  alignas(64) acc_t w_sum[kTileLanes] = {};
+  alignas(64) acc_t wm_sum[kTileLanes] = {};
+  const bool all = phase == BackwardPhase::AllChunks;
+  const bool sums_only = phase == BackwardPhase::ChunkSums;
+  if (phase == BackwardPhase::CausalChunk && task.chunk < memory.sums.slots) {
+    memory.sums.load(0, task.chunk, task, w_sum);
+    memory.sums.load(1, task.chunk, task, wm_sum);
+  }
+  const int64_t first = sums_only ? task.chunk + 1 : task.chunk;  // nobody waits for the sums of chunk 0
+  const int64_t last = all ? p.shape.key_chunks() - 1 : first;
+  for (int64_t chunk = last; chunk >= first; --chunk)
+    backward_chunk<scalar_t>(p, task, chunk, sums_only, memory.carries, scratch, w_sum, wm_sum);
+  if (!sums_only) return;
+  memory.sums.store(0, task.chunk, task, w_sum);
+  memory.sums.store(1, task.chunk, task, wm_sum);
 }
 
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 MEMCHECK_INLINE void backward_not_causal_task(const SoftplusAttentionBackward& p, BackwardPhase phase, const Task& task,
                                               const BackwardMemory<acc_t>& memory) {
-    alignas(64) acc_t z[kTileLanes] = {};
-    alignas(64) acc_t a[kTileLanes] = {};
-    alignas(64) acc_t w_sum[kTileLanes] = {};
-    memory.carries.load(0, 0, task, z);
-    memory.carries.load(1, 0, task, a);
-    if (phase == BackwardPhase::KeyChunk) {
-        memory.sums.load(0, memory.sums.slots - 1, task, w_sum);
-        backward_key_chunk<scalar_t>(p, task, z, a, w_sum);
-        return;
-    }
-    const bool all = phase == BackwardPhase::AllChunks;
-    const int64_t last = all ? p.shape.query_chunks() : task.chunk + 1;
-    for (int64_t chunk = task.chunk; chunk < last; ++chunk) backward_query_chunk<scalar_t>(p, task, chunk, z, a, w_sum);
-    memory.sums.store(0, all ? 0 : task.chunk, task, w_sum);
+  alignas(64) acc_t z[kTileLanes] = {};
+  alignas(64) acc_t a[kTileLanes] = {};
+  alignas(64) acc_t w_sum[kTileLanes] = {};
+  memory.carries.load(0, 0, task, z);
+  memory.carries.load(1, 0, task, a);
+  if (phase == BackwardPhase::KeyChunk) {
+    memory.sums.load(0, memory.sums.slots - 1, task, w_sum);
+    backward_key_chunk<scalar_t>(p, task, z, a, w_sum);
+    return;
+  }
+  const bool all = phase == BackwardPhase::AllChunks;
+  const int64_t last = all ? p.shape.query_chunks() : task.chunk + 1;
+  for (int64_t chunk = task.chunk; chunk < last; ++chunk) backward_query_chunk<scalar_t>(p, task, chunk, z, a, w_sum);
+  memory.sums.store(0, all ? 0 : task.chunk, task, w_sum);
 }
 
 template <typename scalar_t>
 MEMCHECK_INLINE void backward_tasks_body(const SoftplusAttentionBackward& p, BackwardPhase phase,
-                                         const BackwardMemory<acc_type<scalar_t>>& memory, int64_t chunks, int64_t begin,
-                                         int64_t end, int worker) {
-    for (int64_t index = begin; index < end; ++index) {
-        const Task task = task_of(p.shape, index, chunks);
-        if (p.shape.causal) {
-            backward_causal_task<scalar_t>(p, phase, task, memory, memory.scratch[worker]);
-        } else {
-            backward_not_causal_task<scalar_t>(p, phase, task, memory);
-        }
+                                         const BackwardMemory<acc_type<scalar_t>>& memory, int64_t chunks,
+                                         int64_t begin, int64_t end, int worker) {
+  for (int64_t index = begin; index < end; ++index) {
+    const Task task = task_of(p.shape, index, chunks);
+    if (p.shape.causal) {
+      backward_causal_task<scalar_t>(p, phase, task, memory, memory.scratch[worker]);
+    } else {
+      backward_not_causal_task<scalar_t>(p, phase, task, memory);
     }
+  }
 }
 
 MEMCHECK_PER_CPU_LEVEL(backward_tasks,
@@ -488,58 +495,58 @@ MEMCHECK_PER_CPU_LEVEL(backward_tasks,
                        (p, phase, memory, chunks, begin, end, worker))
 
 template <typename scalar_t>
-void run_backward(const SoftplusAttentionBackward& p, BackwardPhase phase, const BackwardMemory<acc_type<scalar_t>>& memory,
-                  int64_t chunks) {
-    const int64_t tasks = p.shape.B * channel_blocks(p.shape) * chunks;
-    parallel_tasks(tasks, [&](int64_t begin, int64_t end, int worker) {
-        backward_tasks<scalar_t>(p, phase, memory, chunks, begin, end, worker);
-    });
+void run_backward(const SoftplusAttentionBackward& p, BackwardPhase phase,
+                  const BackwardMemory<acc_type<scalar_t>>& memory, int64_t chunks) {
+  const int64_t tasks = p.shape.B * channel_blocks(p.shape) * chunks;
+  parallel_tasks(tasks, [&](int64_t begin, int64_t end, int worker) {
+    backward_tasks<scalar_t>(p, phase, memory, chunks, begin, end, worker);
+  });
 }
 
 template <typename scalar_t>
 void backward_causal(const SoftplusAttentionBackward& p, BackwardMemory<acc_type<scalar_t>> memory) {
-    const SoftplusAttentionShape& shape = p.shape;
-    if (!splits(shape, shape.key_chunks())) return run_backward<scalar_t>(p, BackwardPhase::AllChunks, memory, 1);
-    memory.sums = sums_in<scalar_t>(p.sums, shape, shape.key_chunks() - 1);
-    if (p.grad_k || p.grad_v) {
-        run_backward<scalar_t>(p, BackwardPhase::ChunkSums, memory, shape.key_chunks() - 1);
-        scan_slots(memory.sums, 2, true);
-    }
-    run_backward<scalar_t>(p, BackwardPhase::CausalChunk, memory, shape.key_chunks());
+  const SoftplusAttentionShape& shape = p.shape;
+  if (!splits(shape, shape.key_chunks())) return run_backward<scalar_t>(p, BackwardPhase::AllChunks, memory, 1);
+  memory.sums = sums_in<scalar_t>(p.sums, shape, shape.key_chunks() - 1);
+  if (p.grad_k || p.grad_v) {
+    run_backward<scalar_t>(p, BackwardPhase::ChunkSums, memory, shape.key_chunks() - 1);
+    scan_slots(memory.sums, 2, true);
+  }
+  run_backward<scalar_t>(p, BackwardPhase::CausalChunk, memory, shape.key_chunks());
 }
 
 template <typename scalar_t>
 void backward_not_causal(const SoftplusAttentionBackward& p, BackwardMemory<acc_type<scalar_t>> memory) {
-    const SoftplusAttentionShape& shape = p.shape;
-    const bool split = splits(shape, shape.query_chunks());
-    memory.sums = sums_in<scalar_t>(p.sums, shape, split ? shape.query_chunks() : 1);
-    if (split) {
-        run_backward<scalar_t>(p, BackwardPhase::ChunkSums, memory, shape.query_chunks());
-        scan_slots(memory.sums, 1, false);
-    } else {
-        run_backward<scalar_t>(p, BackwardPhase::AllChunks, memory, 1);
-    }
-    if (p.grad_k || p.grad_v) run_backward<scalar_t>(p, BackwardPhase::KeyChunk, memory, shape.key_chunks());
+  const SoftplusAttentionShape& shape = p.shape;
+  const bool split = splits(shape, shape.query_chunks());
+  memory.sums = sums_in<scalar_t>(p.sums, shape, split ? shape.query_chunks() : 1);
+  if (split) {
+    run_backward<scalar_t>(p, BackwardPhase::ChunkSums, memory, shape.query_chunks());
+    scan_slots(memory.sums, 1, false);
+  } else {
+    run_backward<scalar_t>(p, BackwardPhase::AllChunks, memory, 1);
+  }
+  if (p.grad_k || p.grad_v) run_backward<scalar_t>(p, BackwardPhase::KeyChunk, memory, shape.key_chunks());
 }
 
 // ---- step
 
 template <typename scalar_t>
 MEMCHECK_INLINE void step_tasks_body(const SoftplusAttentionStep& p, int64_t begin, int64_t end) {
-    using acc_t = acc_type<scalar_t>;
-    const SoftplusAttentionShape shape{p.B, 1, p.T, p.R, false};
-    const SoftplusAttentionForward forward{shape, p.eps, p.q, p.k, p.v, p.y, nullptr, nullptr};
-    for (int64_t index = begin; index < end; ++index) {
-        const Task task = task_of(shape, index, 1);
-        alignas(64) acc_t z[kTileLanes];
-        alignas(64) acc_t a[kTileLanes];
-        load_tile(p.z.at<acc_t>(task.b, 0, task.r), 0, p.z.stride[2], 1, task.lanes, z);
-        load_tile(p.a.at<acc_t>(task.b, 0, task.r), 0, p.a.stride[2], 1, task.lanes, a);
-        for (int64_t chunk = 0; chunk < shape.key_chunks(); ++chunk) key_chunk<scalar_t>(forward, task, chunk, false, z, a);
-        query_chunk<scalar_t>(forward, task, z, a);
-        store_tile(p.new_z.at<acc_t>(task.b, 0, task.r), 0, p.new_z.stride[2], 1, task.lanes, z);
-        store_tile(p.new_a.at<acc_t>(task.b, 0, task.r), 0, p.new_a.stride[2], 1, task.lanes, a);
-    }
+  using acc_t = acc_type<scalar_t>;
+  const SoftplusAttentionShape shape{p.B, 1, p.T, p.R, false};
+  const SoftplusAttentionForward forward{shape, p.eps, p.q, p.k, p.v, p.y, nullptr, nullptr};
+  for (int64_t index = begin; index < end; ++index) {
+    const Task task = task_of(shape, index, 1);
+    alignas(64) acc_t z[kTileLanes];
+    alignas(64) acc_t a[kTileLanes];
+    load_tile(p.z.at<acc_t>(task.b, 0, task.r), 0, p.z.stride[2], 1, task.lanes, z);
+    load_tile(p.a.at<acc_t>(task.b, 0, task.r), 0, p.a.stride[2], 1, task.lanes, a);
+    for (int64_t chunk = 0; chunk < shape.key_chunks(); ++chunk) key_chunk<scalar_t>(forward, task, chunk, false, z, a);
+    query_chunk<scalar_t>(forward, task, z, a);
+    store_tile(p.new_z.at<acc_t>(task.b, 0, task.r), 0, p.new_z.stride[2], 1, task.lanes, z);
+    store_tile(p.new_a.at<acc_t>(task.b, 0, task.r), 0, p.new_a.stride[2], 1, task.lanes, a);
+  }
 }
 
 MEMCHECK_PER_CPU_LEVEL(step_tasks, (const SoftplusAttentionStep& p, int64_t begin, int64_t end), (p, begin, end))
@@ -547,42 +554,41 @@ MEMCHECK_PER_CPU_LEVEL(step_tasks, (const SoftplusAttentionStep& p, int64_t begi
 }  // namespace
 
 SoftplusAttentionPlan softplus_attention_plan_cpu(const SoftplusAttentionShape& shape, Dtype dtype, int64_t threads) {
-    const int64_t slot = shape.B * shape.R * acc_bytes(dtype);
-    const int64_t blocks = shape.B * channel_blocks(shape);
-    const bool split_keys = splits(shape, shape.key_chunks());
-    if (!shape.causal) {
-        const bool split_queries = splits(shape, shape.query_chunks());
-        return {true, split_keys ? 2 * shape.key_chunks() * slot : 0, (split_queries ? shape.query_chunks() : 1) * slot, 0};
-    }
-    const int64_t scratch = dtype == Dtype::Float64 ? sizeof(ChunkScratch<double>) : sizeof(ChunkScratch<float>);
-    const int64_t workers = parallel_workers(split_keys ? blocks * shape.key_chunks() : blocks, threads);
-    return {split_keys, 0, split_keys ? 2 * (shape.key_chunks() - 1) * slot : 0, scratch * workers};
+  const int64_t slot = shape.B * shape.R * acc_bytes(dtype);
+  const int64_t blocks = shape.B * channel_blocks(shape);
+  const bool split_keys = splits(shape, shape.key_chunks());
+  if (!shape.causal) {
+    const bool split_queries = splits(shape, shape.query_chunks());
+    return {true, split_keys ? 2 * shape.key_chunks() * slot : 0, (split_queries ? shape.query_chunks() : 1) * slot, 0};
+  }
+  const int64_t scratch = dtype == Dtype::Float64 ? sizeof(ChunkScratch<double>) : sizeof(ChunkScratch<float>);
+  const int64_t workers = parallel_workers(split_keys ? blocks * shape.key_chunks() : blocks, threads);
+  return {split_keys, 0, split_keys ? 2 * (shape.key_chunks() - 1) * slot : 0, scratch * workers};
 }
 
 void softplus_attention_forward_cpu(const SoftplusAttentionForward& p, Dtype dtype) {
-    with_scalar_type(dtype, [&](auto scalar) {
-        using scalar_t = decltype(scalar);
-        p.shape.causal ? forward_causal<scalar_t>(p) : forward_not_causal<scalar_t>(p);
-    });
+  with_scalar_type(dtype, [&](auto scalar) {
+    using scalar_t = decltype(scalar);
+    p.shape.causal ? forward_causal<scalar_t>(p) : forward_not_causal<scalar_t>(p);
+  });
 }
 
 void softplus_attention_backward_cpu(const SoftplusAttentionBackward& p, Dtype dtype) {
-    with_scalar_type(dtype, [&](auto scalar) {
-        using scalar_t = decltype(scalar);
-        using acc_t = acc_type<scalar_t>;
-        auto* carries = const_cast<void*>(p.carries);  // Sums also writes; these are only read
-        const BackwardMemory<acc_t> memory{sums_in<scalar_t>(carries, p.shape, p.shape.carries()),
-                                           {},
-                                           static_cast<ChunkScratch<acc_t>*>(p.scratch)};
-        p.shape.causal ? backward_causal<scalar_t>(p, memory) : backward_not_causal<scalar_t>(p, memory);
-    });
+  with_scalar_type(dtype, [&](auto scalar) {
+    using scalar_t = decltype(scalar);
+    using acc_t = acc_type<scalar_t>;
+    auto* carries = const_cast<void*>(p.carries);  // Sums also writes; these are only read
+    const BackwardMemory<acc_t> memory{
+        sums_in<scalar_t>(carries, p.shape, p.shape.carries()), {}, static_cast<ChunkScratch<acc_t>*>(p.scratch)};
+    p.shape.causal ? backward_causal<scalar_t>(p, memory) : backward_not_causal<scalar_t>(p, memory);
+  });
 }
 
 void softplus_attention_step_cpu(const SoftplusAttentionStep& p, Dtype dtype) {
-    const int64_t tasks = p.B * ceil_div(p.R, kTileLanes);
-    with_scalar_type(dtype, [&](auto scalar) {
-        parallel_tasks(tasks, [&](int64_t begin, int64_t end, int) { step_tasks<decltype(scalar)>(p, begin, end); });
-    });
+  const int64_t tasks = p.B * ceil_div(p.R, kTileLanes);
+  with_scalar_type(dtype, [&](auto scalar) {
+    parallel_tasks(tasks, [&](int64_t begin, int64_t end, int) { step_tasks<decltype(scalar)>(p, begin, end); });
+  });
 }
 
 }  // namespace memcheck

@@ -1,0 +1,362 @@
+"""The memory that tensors take while a block of code runs: `with memcheck.track(model, x) as memory: ...`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memcheck._extension import _C
+
+# Storages by identity, and their bytes. A weak reference lets the data go but keeps the identity from being used again.
+Storages = dict[StorageWeakRef, int]
+Refusal = tuple[int, int]  # bytes requested, bytes in use
+
+_COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+
+
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a tensor, a module (parameters and buffers) or nested containers; anything else has none."""
+    if isinstance(thing, torch.Tensor):
+        yield thing
+    elif isinstance(thing, torch.nn.Module):
+        yield from thing.parameters()
+        yield from thing.buffers()
+    elif isinstance(thing, Mapping):
+        yield from tensors_in(list(thing.values()))
+    elif isinstance(thing, list | tuple | set | frozenset):
+        for part in thing:
+            yield from tensors_in(part)
+    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        yield from tensors_in(vars(thing))
+
+
+def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
+    """The unique storages of the tensors that lie on the device."""
+    storages = [storage for tensor in tensors for storage in _storages(tensor)]
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages if _lies_on(storage, device)}
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages(getattr(tensor, name))
+    elif tensor.layout == torch.strided:
+        yield tensor.untyped_storage()
+    else:
+        for name in _SPARSE_PARTS.get(tensor.layout, ()):
+            yield getattr(tensor, name)().untyped_storage()
+
+
+def _lies_on(storage: torch.UntypedStorage, device: torch.device) -> bool:
+    return storage.device.type == device.type and (device.type == "cpu" or storage.device.index == device.index)
+
+
+def resolve_device(device: torch.device | str | None, tensors: Iterable[torch.Tensor]) -> torch.device:
+    """The device asked for, else the first CUDA device among the tensors, else the CPU."""
+    if device is None:
+        return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+    chosen = torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {str(device)!r}")
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
+
+
+class _Counter(Protocol):
+    """Counts bytes from its construction to close(); the CPU's is _C.AllocationTracker."""
+
+    def current_bytes(self) -> int: ...
+    def peak_bytes(self) -> int: ...
+    def reset_peak(self) -> None: ...
+    def refusal(self) -> Refusal | None: ...
+    def close(self) -> None: ...
+
+
+class _CudaCounter:
+    """The bytes requested of CUDA's caching allocator, free of its rounding."""
+
+    _open: ClassVar[list[_CudaCounter]] = []
+
+    def __init__(self, device: int, held_bytes: int, limit_bytes: int | None) -> None:
+        torch.cuda.init()
+        if torch.cuda.get_allocator_backend() != "native":
+            raise RuntimeError("memcheck needs torch's native CUDA allocator: cudaMallocAsync keeps no requested bytes")
+        _watch_cuda_refusals()
+        self._device = device
+        self._held_bytes = held_bytes
+        self._fraction_before: float | None = None
+        self._refusal: Refusal | None = None
+        if limit_bytes is not None:
+            self._limit(limit_bytes - held_bytes)
+        self._keep_peaks()
+        self._baseline = self._highest = self._requested("current")
+        self._open.append(self)
+
+    def current_bytes(self) -> int:
+        return self._requested("current") - self._baseline
+
+    def peak_bytes(self) -> int:
+        return max(self._highest, self._requested("peak")) - self._baseline
+
+    def reset_peak(self) -> None:
+        self._keep_peaks()
+        self._highest = self._requested("current")
+
+    def refusal(self) -> Refusal | None:
+        return self._refusal
+
+    def close(self) -> None:
+        self._open.remove(self)
+        if self._fraction_before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
+
+    def _requested(self, figure: str) -> int:
+        return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{figure}"]
+
+    def _keep_peaks(self) -> None:
+        """Resets the device's one peak, after every open counter has taken note of it."""
+        peak = self._requested("peak")
+        for counter in self._open:
+            if counter._device == self._device:
+                counter._highest = max(counter._highest, peak)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _limit(self, room_bytes: int) -> None:
+        # The fraction bounds segments, so free ones go back first and count for nothing.
+        torch.cuda.empty_cache()
+        allowed = torch.cuda.memory_reserved(self._device) + room_bytes
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        before = self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._device)
+        torch.cuda.set_per_process_memory_fraction(min(before, max(0.0, allowed / total)), self._device)
+
+    @classmethod
+    def _note_refusal(cls, device: int, requested: int, _allowed: int, _free: int) -> None:
+        for counter in cls._open:
+            if counter._device == device:
+                counter._refusal = (requested, counter.current_bytes() + counter._held_bytes)
+
+
+@functools.cache
+def _watch_cuda_refusals() -> None:
+    # Torch has no way to detach an observer, so there is one for the process.
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
+    attach(_CudaCounter._note_refusal)
+
+
+class _Final:
+    """What a counter said when it was closed."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self._current, self._peak, self._refusal = counter.current_bytes(), counter.peak_bytes(), counter.refusal()
+
+    def current_bytes(self) -> int:
+        return self._current
+
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def reset_peak(self) -> None:
+        raise RuntimeError("the peak cannot be reset: this memory tracker is closed")
+
+    def refusal(self) -> Refusal | None:
+        return self._refusal
+
+    def close(self) -> None:
+        pass
+
+
+def _open_counter(device: torch.device, held_bytes: int, limit_bytes: int | None) -> _Counter:
+    if device.type == "cuda":
+        return _CudaCounter(device.index, held_bytes, limit_bytes)
+    return _C.AllocationTracker(held_bytes, limit_bytes)
+
+
+@dataclasses.dataclass(eq=False)  # told apart by identity: two may have seen the same
+class _Listener:
+    """What one open tracker hears of saved tensors."""
+
+    storages: Storages
+    device: torch.device
+
+
+class _Listeners(threading.local):
+    """Those of the trackers open on this thread: hooks are per thread, and only the innermost pair is called."""
+
+    def __init__(self) -> None:
+        self.open: list[_Listener] = []
+
+
+_listeners = _Listeners()
+
+
+def _pack(tensor: torch.Tensor) -> Any:
+    # Not the tensor itself: an output saved by its own node would be a reference cycle and outlive the graph.
+    return tensor.detach(), tensor._version
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    """Torch leaves out its check of in-place changes for tensors that went through hooks; here it is again."""
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+        )
+    return tensor
+
+
+@contextmanager
+def _listening(saved: Storages, device: torch.device) -> Iterator[None]:
+    """Hooks that tell every tracker of the thread, and then do what would have been done without them."""
+    outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = outer or (_pack, _unpack)
+
+    def pack_and_tell(tensor: torch.Tensor) -> Any:
+        for listener in _listeners.open:
+            listener.storages.update(storages_of([tensor], listener.device))
+        return pack(tensor)
+
+    own = _Listener(saved, device)
+    _listeners.open.append(own)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack_and_tell, unpack):
+            yield
+    finally:
+        _listeners.open.remove(own)
+
+
+class MemoryTracker:
+    """Exact memory figures of a block of code, open between `with` and its end; see track()."""
+
+    def __init__(
+        self,
+        *held: Any,
+        device: torch.device | str | None = None,
+        limit_bytes: int | None = None,
+        saved: bool = True,
+    ) -> None:
+        if limit_bytes is not None and (not isinstance(limit_bytes, int) or limit_bytes <= 0):
+            raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
+        tensors = list(_held_tensors(held))
+        self.device = resolve_device(device, tensors)
+        self._held = storages_of(tensors, self.device)
+        self._saved: Storages | None = {} if saved else None
+        self._limit_bytes = limit_bytes
+        self._counter: _Counter | None = None
+        self._exit = ExitStack()
+        self._open = False
+
+    def __enter__(self) -> MemoryTracker:
+        if self._open:
+            raise RuntimeError("this memory tracker is already open")
+        with ExitStack() as stack:
+            if self._saved is not None:
+                self._saved.clear()
+                stack.enter_context(_listening(self._saved, self.device))
+            self._counter = _open_counter(self.device, self.held_bytes, self._limit_bytes)
+            stack.callback(self._close_counter)
+            self._exit = stack.pop_all()
+        self._open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._open = False
+        self._exit.close()
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest number of bytes alive at once, above the level at entry, since entry or reset_peak()."""
+        return self._counting().peak_bytes()
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes allocated since entry less bytes freed since entry."""
+        return self._counting().current_bytes()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the unique storages that autograd saved for backward on this thread, less those held."""
+        if self._saved is None:
+            raise RuntimeError("this memory tracker was made with saved=False")
+        return sum(size for storage, size in self._saved.items() if storage not in self._held)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the unique storages held, on the tracked device."""
+        return sum(self._held.values())
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """(bytes requested, bytes in use, held ones included) of the last allocation refused during the block."""
+        return self._counting().refusal()
+
+    def hold(self, *more: Any) -> None:
+        """Counts these, e.g. the outputs, as the caller's: they are not saved for backward on its account."""
+        self._held.update(storages_of(_held_tensors(more), self.device))
+
+    def reset_peak(self) -> None:
+        """Starts a new peak from what is alive now."""
+        self._counting().reset_peak()
+
+    def _counting(self) -> _Counter:
+        if self._counter is None:
+            raise RuntimeError("this memory tracker was never opened: with memcheck.track(...) as memory: ...")
+        return self._counter
+
+    def _close_counter(self) -> None:
+        counter = self._counting()
+        self._counter = _Final(counter)
+        counter.close()
+
+
+def _held_tensors(held: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    for thing in held:
+        if isinstance(thing, Iterator):
+            yield from tensors_in(list(thing))  # model.parameters()
+        else:
+            yield from tensors_in(thing)
+
+
+def track(
+    *held: Any, device: torch.device | str | None = None, limit_bytes: int | None = None, saved: bool = True
+) -> MemoryTracker:
+    """Tracks the memory of tensors while a block runs.
+
+        with memcheck.track(model, x) as memory:
+            y = model(x)
+            memory.hold(y)
+        memory.peak_bytes, memory.current_bytes, memory.saved_bytes
+
+    held: tensors, modules or nested containers of them that the caller owns; saved_bytes leaves them out.
+    device: the memory to watch; the CPU, or the CUDA device of `held`, unless given.
+    limit_bytes: a budget for `held` together with everything above the level at entry; an allocation beyond it raises
+    torch.OutOfMemoryError. Exact on the CPU; on CUDA it bounds the caching allocator's segments, which is coarser.
+    saved: with False there is no saved_bytes, and autograd gets no hooks (torch.func.grad refuses to run under any).
+
+    Bytes are those requested. Trackers nest, all threads count (saved_bytes: only the thread that opened the tracker),
+    and the figures stay readable after the block. On the CPU only blocks allocated while some tracker is open count:
+    freeing or resizing a tensor from before changes nothing, nor do shared, pinned or NumPy memory.
+    On CUDA torch.cuda's own peak statistics are reset.
+    """
+    return MemoryTracker(*held, device=device, limit_bytes=limit_bytes, saved=saved)

@@ -1,0 +1,306 @@
+"""Records of measurements: exact integers, worked out by hand."""
+
+import gc
+import math
+
+import pytest
+import torch
+from torch.nn import functional
+
+import memcheck
+from memcheck.measurement import _Run, _Subject, measure_memory, measure_time
+
+BYTES = (
+    "input_bytes",
+    "output_bytes",
+    "parameter_bytes",
+    "forward_peak_bytes",
+    "saved_bytes",
+    "backward_peak_bytes",
+    "gradient_bytes",
+    "workspace_bytes",
+)
+T = 2 * 3 * 17 * 5 * 4  # bytes of a query, (B, H, N, D) = (2, 3, 17, 5), float32
+S = 2 * 3 * 17 * 17 * 4  # bytes of its scores, (B, H, N, N)
+
+
+def leaf(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def heads():
+    return leaf(2, 3, 17, 5), leaf(2, 3, 17, 5), leaf(2, 3, 17, 5)
+
+
+def matmul(a, b):
+    return a @ b
+
+
+def naive_attention(q, k, v):
+    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
+
+
+def in_place_chain(x):
+    return x.clone().sin_().relu_()
+
+
+def two_outputs(x):
+    return {"exp": x.exp(), "sin": [x.sin()]}
+
+
+def same(x):
+    return x, x
+
+
+# fn, inputs, keyword arguments, the bytes in the order of BYTES.
+CASES = {
+    # Backward makes the expanded gradient contiguous once, for the product that cannot take its strides.
+    "matmul": (matmul, lambda: (leaf(64, 32), leaf(32, 16)), {}, (10240, 4096, 0, 14336, 0, 28676, 10240, 4096)),
+    "matmul, dense": (
+        matmul,
+        lambda: (leaf(64, 32), leaf(32, 16)),
+        {"dense_grad": True},
+        (10240, 4096, 0, 14336, 0, 14336 + 4096 + 10240, 10240, 0),
+    ),
+    "matmul, one constant": (
+        matmul,
+        lambda: (leaf(64, 32), torch.randn(32, 16)),
+        {},
+        (10240, 4096, 0, 14336, 0, 14336 + 4 + 4096 + 8192, 8192, 4096),
+    ),
+    "matmul, inference": (
+        matmul,
+        lambda: (leaf(64, 32), leaf(32, 16)),
+        {"backward": False},
+        (10240, 4096, 0, 14336, 0, None, None, 0),
+    ),
+    "matmul, nothing requires grad": (
+        matmul,
+        lambda: (torch.randn(64, 32), torch.randn(32, 16)),
+        {},
+        (10240, 4096, 0, 14336, 0, None, None, 0),
+    ),
+    # Scores and their softmax are alive at once; the softmax is saved. In backward its gradient and the scores' join,
+    # with the gradient of v; the workspace is what neither saved nor gradients explain.
+    "naive attention": (
+        naive_attention,
+        heads,
+        {},
+        (3 * T, T, 0, 3 * T + 2 * S, S, 4 * T + S + 4 + T + 2 * S, 3 * T, 2 * S - 2 * T),
+    ),
+    "naive attention, dense": (
+        naive_attention,
+        heads,
+        {"dense_grad": True},
+        (3 * T, T, 0, 3 * T + 2 * S, S, 4 * T + S + T + T + 2 * S, 3 * T, 2 * S - 2 * T),
+    ),
+    "in-place chain": (in_place_chain, lambda: (leaf(100),), {}, (400, 400, 0, 1200, 400, 2404, 400, 800)),
+    "output saved": (torch.exp, lambda: (leaf(100),), {}, (400, 400, 0, 800, 0, 1204, 400, 0)),
+    "output aliases input": (lambda x: x.view(10, 10), lambda: (leaf(100),), {}, (400, 0, 0, 400, 0, 804, 400, 0)),
+    # Backward of sin holds the cosine beside its product; one gradient of an element for each output.
+    "two outputs": (two_outputs, lambda: (leaf(100),), {}, (400, 800, 0, 1200, 0, 2008, 400, 400)),
+    "input is the output": (same, lambda: (leaf(100),), {}, (400, 0, 0, 400, 0, 804, 400, 0)),
+    "integers": (
+        lambda i, x: x[i],
+        lambda: (torch.tensor([1, 2, 2]), leaf(10, 4)),
+        {},
+        (184, 48, 0, 232, 0, 396, 160, 0),
+    ),
+    "expanded input": (torch.exp, lambda: (leaf(1).detach().expand(100),), {}, (4, 400, 0, 404, 0, None, None, 0)),
+    # A number becomes a tensor: a double that is saved, and a float beside it.
+    "a Python number": (lambda x: x * 2.5, lambda: (leaf(100),), {}, (400, 400, 0, 812, 8, 1216, 400, 4)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bytes_are_exact(name):
+    fn, inputs, options, expected = CASES[name]
+    for _ in range(2):
+        record = measure_memory(fn, *inputs(), **options)
+        assert record.status == "ok"
+        assert tuple(getattr(record, field) for field in BYTES) == expected
+
+
+def test_a_tensor_given_twice_is_held_once():
+    x = leaf(100)
+    record = measure_memory(torch.mul, x, x)
+    assert (record.input_bytes, record.output_bytes, record.saved_bytes, record.gradient_bytes) == (400, 400, 0, 400)
+
+
+def test_keyword_and_nested_inputs_count():
+    record = measure_memory(lambda pair, scale: pair[0] * scale, [leaf(10), leaf(20)], scale=leaf(10))
+    assert record.input_bytes == 160
+    assert record.gradient_bytes == 80
+
+
+def test_parameters_of_modules_methods_and_closures():
+    module = torch.nn.Linear(7, 3)
+    x = torch.randn(5, 7)
+    records = [
+        measure_memory(module, x),
+        measure_memory(module.forward, x),
+        measure_memory(lambda x: module(x), x, parameters=module),
+        measure_memory(lambda x: module(x), x, parameters=module.parameters()),
+    ]
+    assert {(record.input_bytes, record.parameter_bytes, record.gradient_bytes) for record in records} == {
+        (140, 96, 96)
+    }
+    assert module.weight.grad is None
+
+
+def conv_relu():
+    return torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU(), torch.nn.Conv2d(8, 4, 3))
+
+
+@pytest.mark.parametrize(
+    ("fn", "inputs"),
+    [
+        (matmul, lambda: (leaf(64, 32), leaf(32, 16))),
+        (naive_attention, heads),
+        (functional.scaled_dot_product_attention, heads),
+        (conv_relu(), lambda: (leaf(2, 3, 12, 12),)),
+        (torch.exp, lambda: (leaf(100),)),
+        (in_place_chain, lambda: (leaf(100),)),
+        (lambda x: functional.layer_norm(functional.gelu(x), (7,)).logsumexp(-1), lambda: (leaf(9, 7),)),
+        (torch.nn.GRU(5, 6), lambda: (leaf(4, 2, 5),)),
+    ],
+)
+def test_allocator_and_hooks_agree_on_saved_bytes(fn, inputs):
+    run = _Run(_Subject(fn, inputs(), {}, (), True, None), hooks=True)
+    record = run.measure()
+    assert record.saved_bytes == run.saved_by_hooks
+
+
+def test_numbers_are_saved_behind_the_back_of_hooks():
+    """An operand that was a Python number is a tensor of 8 bytes, which autograd keeps without asking hooks."""
+    run = _Run(_Subject(lambda q: torch.softmax(q / math.sqrt(5), -1), (leaf(7),), {}, (), True, None), hooks=True)
+    assert run.measure().saved_bytes == 8
+    assert run.saved_by_hooks == 0
+
+
+def test_function_transforms_are_measured():
+    record = measure_memory(torch.func.grad(lambda x: x.exp().sum()), torch.randn(100))
+    assert (record.status, record.output_bytes, record.saved_bytes) == ("ok", 400, 0)
+
+
+def test_gradients_of_the_user_are_put_back():
+    x, weight = leaf(10), leaf(10)
+    mine = x.grad = torch.full((10,), 7.0)
+    record = measure_memory(lambda x: x * weight, x, parameters=[weight])
+    assert x.grad is mine
+    assert mine.eq(7).all()
+    assert weight.grad is None
+    assert record.gradient_bytes == 80
+
+
+def test_measuring_inside_a_tracker():
+    with memcheck.track() as memory:
+        record = measure_memory(torch.exp, leaf(100), backward=False)
+        assert memory.current_bytes == 0
+        assert memory.peak_bytes == 800
+    assert record.forward_peak_bytes == 800
+
+
+def test_a_record_says_where_it_was_made():
+    record = measure_memory(torch.exp, leaf(3))
+    assert (record.device, record.device_index, record.mode) == ("cpu", None, "train")
+    assert record.device_name
+    assert record.device_total_bytes > record.device_free_bytes > 0
+    assert record.torch_version == torch.__version__
+    assert record.threads == torch.get_num_threads()
+    assert record.allocator == "memcheck tracking allocator"
+    assert record.library_workspace_bytes is None
+    assert record.forward_max_allocated_bytes is None
+
+
+@pytest.mark.isolated
+def test_out_of_memory_in_forward():
+    q, k, v = heads()
+    limit = 3 * T + S + 100
+    record = measure_memory(naive_attention, q, k, v, limit_bytes=limit)
+    assert (record.status, record.oom_phase) == ("oom", "forward")
+    assert (record.oom_requested_bytes, record.oom_in_use_bytes) == (S, 3 * T + S)
+    assert record.reason == (
+        f"memcheck: tried to allocate {S} bytes with {3 * T + S} bytes in use, over the budget of {limit} bytes"
+    )
+    assert (record.input_bytes, record.forward_peak_bytes, record.backward_peak_bytes) == (3 * T, None, None)
+
+
+@pytest.mark.isolated
+def test_out_of_memory_in_backward():
+    q, k, v = heads()
+    record = measure_memory(naive_attention, q, k, v, limit_bytes=3 * T + 2 * S)
+    assert (record.status, record.oom_phase) == ("oom", "backward")
+    assert (record.forward_peak_bytes, record.saved_bytes) == (3 * T + 2 * S, S)
+    assert record.oom_requested_bytes + record.oom_in_use_bytes > 3 * T + 2 * S
+    assert record.backward_peak_bytes is None
+    assert q.grad is None
+
+
+@pytest.mark.isolated
+def test_the_peak_is_the_smallest_budget_that_suffices():
+    peak = measure_memory(naive_attention, *heads()).backward_peak_bytes
+    assert measure_memory(naive_attention, *heads(), limit_bytes=peak).status == "ok"
+    assert measure_memory(naive_attention, *heads(), limit_bytes=peak - 1).status == "oom"
+
+
+@pytest.mark.isolated
+def test_nothing_outlives_running_out_of_memory():
+    gc.disable()
+    q, k, v = heads()
+    with memcheck.track() as memory:
+        for limit in (3 * T + S + 100, 3 * T + 2 * S):
+            assert measure_memory(naive_attention, q, k, v, limit_bytes=limit).status == "oom"
+            assert memory.current_bytes == 0
+
+
+def test_errors_of_the_callable_are_its_own():
+    def broken(x):
+        raise TypeError("no such luck")
+
+    x = leaf(3)
+    x.grad = torch.ones(3)
+    with pytest.raises(TypeError, match="no such luck"):
+        measure_memory(broken, x)
+    assert x.grad.sum() == 3
+    assert gc.isenabled()
+
+
+def test_bad_arguments_are_named():
+    with pytest.raises(ValueError, match="fn must be callable, got 3"):
+        measure_memory(3)
+    with pytest.raises(ValueError, match="inputs must be leaves"):
+        measure_memory(torch.exp, leaf(3).exp())
+    with pytest.raises(ValueError, match="limit_bytes must be a positive number of bytes, got 0"):
+        measure_memory(torch.exp, leaf(3), limit_bytes=0)
+    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'meta'"):
+        measure_memory(torch.exp, leaf(3), device="meta")
+    with pytest.raises(ValueError, match="passes must be at least 1, got 0"):
+        measure_time(torch.exp, leaf(3), passes=0)
+    with pytest.raises(ValueError, match="warmup must be at least 0, got -1"):
+        measure_time(torch.exp, leaf(3), warmup=-1)
+    with pytest.raises(ValueError, match="max_seconds must be at least 0, got -2"):
+        measure_time(torch.exp, leaf(3), max_seconds=-2)
+
+
+def test_times_have_medians_and_quartiles():
+    calls = []
+    x = leaf(10)
+    times = measure_time(lambda x: calls.append(x) or x.exp(), x, warmup=3, passes=4)
+    assert (len(calls), times["passes"]) == (7, 4)
+    for phase in ("forward_ms", "backward_ms"):
+        low, high = times[f"{phase}_quartiles"]
+        assert 0 < low <= times[phase] <= high
+    assert x.grad is None
+
+
+def test_one_pass_is_always_timed():
+    calls = []
+    times = measure_time(lambda x: calls.append(x) or x.exp(), leaf(10), max_seconds=0)
+    assert (len(calls), times["passes"]) == (1, 1)
+    assert times["forward_ms_quartiles"] == (times["forward_ms"], times["forward_ms"])
+
+
+def test_times_without_backward():
+    times = measure_time(lambda x: x.exp(), leaf(10), backward=False, passes=2)
+    assert (times["backward_ms"], times["backward_ms_quartiles"]) == (None, None)

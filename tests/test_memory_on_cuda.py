@@ -1,0 +1,170 @@
+"""The CUDA halves of trackers and measurements, on a stand-in for torch.cuda: no GPU is needed."""
+
+import pytest
+import torch
+
+import memcheck
+from memcheck import measurement, tracking
+
+
+class FakeCuda:
+    """The statistics of one device with 1000 bytes."""
+
+    total_memory = 1000
+    name = "stand-in"
+    uuid = "1-2-3"
+
+    def __init__(self):
+        self.current = self.peak = self.workspace = 0
+        self.fraction = 1.0
+        self.observers = []
+
+    def allocate(self, count):
+        self.current += count
+        self.peak = max(self.peak, self.current)
+
+    def allocate_workspace(self, count):
+        self.workspace += count
+        self.allocate(count)
+
+    def drop_workspaces(self):
+        self.allocate(-self.workspace)
+        self.workspace = 0
+
+    def reset_peak(self, device):
+        self.peak = self.current
+
+    def set_fraction(self, fraction, device):
+        self.fraction = fraction
+
+    def stats(self, device):
+        figures = {"current": self.current, "peak": self.peak}
+        kinds = ("requested", "allocated", "reserved")
+        return {f"{kind}_bytes.all.{name}": value for kind in kinds for name, value in figures.items()}
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    fake = FakeCuda()
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    monkeypatch.setattr(torch.cuda, "memory_stats", fake.stats)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset_peak)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: fake.current)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: fake)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (400, 1000))
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", fake.drop_workspaces, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: fake.fraction)
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", fake.set_fraction)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", fake.observers.append, raising=False)
+    tracking._watch_cuda_refusals.cache_clear()
+    yield fake
+    tracking._watch_cuda_refusals.cache_clear()
+
+
+def test_cuda_peaks_survive_the_resets_of_others(cuda):
+    cuda.allocate(100)
+    with memcheck.track(device="cuda:0") as outer:
+        cuda.allocate(50)
+        cuda.allocate(-50)
+        with memcheck.track(device="cuda:0") as inner:
+            cuda.allocate(30)
+            cuda.allocate(-10)
+            inner.reset_peak()
+            assert inner.peak_bytes == 20
+            cuda.allocate(5)
+        assert (inner.peak_bytes, inner.current_bytes) == (25, 25)
+        assert (outer.peak_bytes, outer.current_bytes) == (50, 25)
+        outer.reset_peak()
+        assert outer.peak_bytes == 25
+    cuda.allocate(500)
+    assert outer.peak_bytes == 25
+
+
+def test_cuda_budgets_are_fractions_put_back(cuda):
+    cuda.allocate(100)
+    with memcheck.track(device="cuda:0", limit_bytes=400):
+        assert cuda.fraction == 0.5
+        with memcheck.track(device="cuda:0", limit_bytes=900):
+            assert cuda.fraction == 0.5
+    assert cuda.fraction == 1.0
+
+
+def test_cuda_refusals_are_observed(cuda):
+    with memcheck.track(device="cuda:0") as memory:
+        cuda.allocate(70)
+        assert memory.refusal is None
+        [observer] = cuda.observers
+        observer(0, 2048, 1000, 930)
+    assert memory.refusal == (2048, 70)
+
+
+def run_on_stand_in(cuda):
+    """Forward asks for 300 bytes and keeps 100 and a workspace of 64; backward asks for 200 and a workspace of 32."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            cuda.allocate(300)
+            cuda.allocate(-200)
+            cuda.allocate_workspace(64)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            cuda.allocate_workspace(32)
+            cuda.allocate(200)
+            cuda.allocate(-300)
+            return gradient.clone()
+
+    return Function.apply
+
+
+def test_cuda_records_separate_library_workspaces(cuda, monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    cuda.allocate_workspace(500)
+    record = memcheck.measure_memory(run_on_stand_in(cuda), torch.ones(3, requires_grad=True), device="cuda:0")
+    assert (record.device, record.device_index, record.device_name, record.device_uuid) == (
+        "cuda",
+        0,
+        "stand-in",
+        "1-2-3",
+    )
+    assert (record.device_total_bytes, record.device_free_bytes) == (1000, 400)
+    assert record.allocator == "expandable_segments:True"
+    assert (record.forward_peak_bytes, record.saved_bytes) == (300, 100)
+    # What was alive before, less the workspace dropped: 0. Saved 100, workspace 32, scratch 200.
+    assert (record.backward_peak_bytes, record.library_workspace_bytes) == (332, 64)
+    assert record.workspace_bytes == 200
+    assert (record.forward_max_allocated_bytes, record.backward_max_allocated_bytes) == (300, 332)
+    assert record.reserved_bytes == cuda.current
+
+
+def test_cuda_times_come_from_events(cuda, monkeypatch):
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self, stream):
+            assert stream == "the stream"
+
+        def elapsed_time(self, end):
+            return 2.5
+
+    synchronized = []
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the stream")
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronized.append)
+    times = measurement.measure_time(torch.exp, torch.ones(3, requires_grad=True), device="cuda:0", warmup=0, passes=3)
+    assert (times["forward_ms"], times["backward_ms"], times["passes"]) == (2.5, 2.5, 3)
+    assert synchronized == [0] * 12
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_real_cuda_device():
+    a, b = (torch.randn(64, 64, device="cuda", requires_grad=True) for _ in range(2))
+    record = memcheck.measure_memory(torch.matmul, a, b)
+    assert (record.status, record.device, record.input_bytes, record.output_bytes) == ("ok", "cuda", 32768, 16384)
+    assert (record.saved_bytes, record.gradient_bytes) == (0, 32768)
+    assert record.forward_peak_bytes == 49152 + record.library_workspace_bytes
