@@ -6,10 +6,17 @@ F.scaled_dot_product_attention falls back in silence, and torch._fused_sdp_choic
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # ScaledDotProductFlashAttentionForCpuBackward0, EfficientAttentionBackward0, aten._scaled_dot_product_cudnn_attention
@@ -39,7 +46,7 @@ def backend_in_graph(output: Tensor) -> str:
 
 
 class FusedOperatorWatch(TorchDispatchMode):
-    """Keeps the name of the fused attention operator that is dispatched under it; there is no graph to ask in inference."""
+    """Keeps the name of the fused attention operator dispatched under it: in inference there is no graph to ask."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +58,7 @@ class FusedOperatorWatch(TorchDispatchMode):
 
 
 class BackendWitness:
-    """Calls `operator` and remembers which backend answered: one string, so the memory it is measured with stays as it was."""
+    """Calls `operator` and remembers which backend answered: only a string, so that measured memory stays as it was."""
 
     def __init__(self, operator: Callable[..., Tensor]) -> None:
         self.operator = operator
@@ -66,3 +73,13 @@ class BackendWitness:
             output = self.operator(*inputs)
         self.backend = watch.backend
         return output
+
+
+def fused_refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+    """Why CUDA's fused attentions refuse these inputs, in the words of torch's warnings; it gives none on the CPU."""
+    params = SDPAParams(q, k, v, None, 0.0, causal, False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for can_use in (can_use_flash_attention, can_use_efficient_attention, can_use_cudnn_attention):
+            can_use(params, True)
+    return " ".join(str(warning.message) for warning in said) or None

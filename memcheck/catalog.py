@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
 
 from memcheck.errors import UsageError
 from memcheck.plotting import Style
@@ -138,39 +138,46 @@ def build_naive(case: Case) -> Operator:
 
 
 def naive_terms(case: Case) -> Terms | None:
-    """Exact on CPU in fp32 and fp64: the scores S*T live twice, once as probabilities and once before the softmax."""
-    if case.dtype not in ("float32", "float64") or not case.device.startswith("cpu") or case.mode != "train":
+    """Exact on the CPU in fp32 and fp64: S*T scores live on beside their softmax until the product is done."""
+    if case.dtype not in ("float32", "float64") or case.device != "cpu":
         return None
     item = DTYPES[case.dtype].itemsize
     queries = case.bsz * case.query_len * case.dim * item
     keys = case.bsz * case.kv_len * case.dim * item
     matrix = case.bsz * (case.heads or 1) * case.query_len * case.kv_len * item
     held = {"q": queries, "k": keys, "v": keys, "y": queries}
-    saved = {"probabilities": matrix, "sqrt(D), a scalar": 8}
+    kept = {"probabilities": matrix}
     if case.causal:
-        saved["mask, a byte each"] = case.query_len * case.kv_len
-    seed = {"grad_y, expanded": item}
-    moments = [
-        {**saved, "gradient of probabilities": matrix, "gradient of scores": matrix, "dv": keys},
-        {"gradient of scores": matrix, "dq": queries, "dk": keys, "dv": keys},
-        {"dq": queries, "dk, as q^T dscores": keys, "dk, laid out like k": keys, "dv": keys},
-    ]
+        kept["mask, a byte each"] = case.query_len * case.kv_len
+    if case.mode != "train":
+        return {"forward_peak_bytes": {**held, **kept, "scores": matrix}}
+    kept["sqrt(D), a scalar"] = 8
     return {
-        "forward_peak_bytes": {**held, **saved, "scores": matrix},
-        "saved_bytes": saved,
-        "backward_peak_bytes": {**held, **seed, **max(moments, key=lambda moment: sum(moment.values()))},
+        "forward_peak_bytes": {**held, **kept, "scores": matrix},
+        "saved_bytes": kept,
+        "backward_peak_bytes": {**held, "grad_y, expanded": item, **naive_backward_terms(kept, queries, keys, matrix)},
     }
+
+
+def naive_backward_terms(kept: dict[str, int], queries: int, keys: int, matrix: int) -> dict[str, int]:
+    """The fullest of three moments: the softmax's derivative, the products for dq and dk, the copy into k's layout."""
+    moments = (
+        {**kept, "gradient of probabilities": matrix, "gradient of scores": matrix, "dv": keys},
+        {"gradient of scores": matrix, "dq": queries, "dk": keys, "dv": keys},
+        {"dq": queries, "dk, transposed": keys, "dk, laid out like k": keys, "dv": keys},
+    )
+    return max(moments, key=lambda moment: sum(moment.values()))
 
 
 def build_softmax(case: Case) -> Operator:
     """SDPA's is_causal is aligned top-left; with fewer queries than keys ours is bottom-right, which takes a bias."""
     if case.causal and case.query_len != case.kv_len:
         bias = causal_lower_right(case.query_len, case.kv_len)
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+        return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=case.causal)
 
 
-REFUSAL = re.compile("No available kernel|No viable backend|not supported", re.IGNORECASE)
+REFUSAL = re.compile("No available kernel|No viable backend|No (valid )?execution plan|not supported", re.IGNORECASE)
 
 
 def build_forced(backend: SDPBackend) -> Callable[[Case], Operator]:

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from memcheck.backends import BackendWitness
+from memcheck.backends import BackendWitness, fused_refusals
 from memcheck.catalog import CONTENDERS, Case
 from memcheck.errors import UsageError
 from memcheck.measurement import measure_memory, measure_time
@@ -42,7 +42,7 @@ def profile_case(
     case: Case, *, passes: int | None = None, timed: bool = True, limit_bytes: int | None = None
 ) -> Record:
     """Memory first, then time, each in passes of its own. An error of the operator is a row, not the end."""
-    record = Record(device=case.device.split(":")[0])
+    record = unmeasured(case)
     try:
         record = run_memory(case, limit_bytes)
         if timed and record.status == "ok":
@@ -58,6 +58,12 @@ def profile_case(
     return record
 
 
+def unmeasured(case: Case) -> Record:
+    return Record(
+        device=case.device.split(":")[0], torch_version=str(torch.__version__), threads=torch.get_num_threads()
+    )
+
+
 def run_memory(case: Case, limit_bytes: int | None) -> Record:
     contender = CONTENDERS[case.operator]
     operator = contender.build(case)
@@ -65,9 +71,11 @@ def run_memory(case: Case, limit_bytes: int | None) -> Record:
     try:
         inputs = contender.inputs(case)
     except torch.OutOfMemoryError as error:
-        return Record(device=case.device.split(":")[0], status="oom", reason=f"the inputs alone do not fit: {error}")
+        return dataclasses.replace(unmeasured(case), status="oom", reason=f"the inputs alone do not fit: {error}")
     record = measure_memory(witness or operator, *inputs, backward=case.mode == "train", limit_bytes=limit_bytes)
-    record.backend = witness.backend if witness else contender.backend(case) if contender.backend else None
+    record.backend = contender.backend(case) if contender.backend else witness.backend if witness else None
+    if record.backend == "math" and case.operator == "softmax":
+        record.backend_reason = fused_refusals(*inputs, causal=case.causal)
     return record
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
@@ -14,9 +15,9 @@ BYTE_COLUMNS = {
     "saved_bytes": "kept for backward",
     "backward_peak_bytes": "backward peak",
 }
-NAMES = "{:<17} {:<15} {:>11} {:<11}"
-BYTES = " |{:>9} {:>7} {:>7}"
-TIMES = " |{:>8} {:>8}"
+NAMES = "{:<17} {:<12} {:>11}  {:<11}"
+BYTES = "|{:>9} {:>6} {:>5} "
+TIMES = "|{:>8} {:>8}"
 LEGEND = (
     "U: the bytes of one main tensor, (B,H,S,D) or (B,S,R); inputs and output alone are 4 U when S = T. "
     "B/ST: bytes per query and key,\nflat where memory grows with S*T, halving per doubling where it is linear. "
@@ -33,9 +34,9 @@ def unit_bytes(record: Record) -> int | None:
 
 
 def table_header() -> str:
-    groups = NAMES.format("", "", "", "") + "".join(f" |{title:^25}" for title in BYTE_COLUMNS.values())
+    groups = NAMES.format("", "", "", "") + "".join(f"|{title:^23}" for title in BYTE_COLUMNS.values())
     columns = NAMES.format("operator", "backend", "S x T", "status") + BYTES.format("MiB", "U", "B/ST") * 3
-    groups += f" |{'time, ms':^17}"
+    groups += f"|{'time, ms':^17}"
     columns += TIMES.format("forward", "backward")
     return f"{groups.rstrip()}\n{columns}\n{'-' * len(columns)}"
 
@@ -47,10 +48,10 @@ def table_row(record: Record) -> str:
     )
     note = failure_note(record)
     if all(getattr(record, field) is None for field in BYTE_COLUMNS):
-        return f"{names} | {note}"
+        return f"{names}| {note}"
     row = names + "".join(byte_cells(record, field) for field in BYTE_COLUMNS)
-    row += TIMES.format(number(record.forward_ms, 2), number(record.backward_ms, 2))
-    return f"{row}\n{' ' * len(names)} | {note}" if note else row
+    row += TIMES.format(number(record.forward_ms, 1), number(record.backward_ms, 1))
+    return f"{row}\n{' ' * len(names)}| {note}" if note else row
 
 
 def byte_cells(record: Record, field: str) -> str:
@@ -82,10 +83,11 @@ def failure_note(record: Record) -> str:
     return note
 
 
-def common_case(records: Sequence[Record]) -> str:
-    """What all the records share, in words: "cpu, float32, batch 1, dim 256, 4 heads, causal, train"."""
+def common_case(records: Sequence[Any]) -> str:
+    """What all the cases or records share, in words: "cpu, float32, batch 1, dim 256, 4 heads, causal, train"."""
     words = {
         "device": "{}",
+        "device_name": "{}",
         "dtype": "{}",
         "bsz": "batch {}",
         "dim": "dim {}",
@@ -96,8 +98,8 @@ def common_case(records: Sequence[Record]) -> str:
     }
     parts = []
     for field, text in words.items():
-        values = {getattr(record, field) for record in records} - {None}
-        if len(values) == 1:
+        values = {getattr(record, field, None) for record in records} - {None}
+        if len(values) == 1 and (field != "core_dim" or values != {record.dim for record in records}):
             parts.append(text.format(values.pop()))
     causal = {record.causal for record in records}
     if len(causal) == 1:

@@ -17,16 +17,18 @@ from memcheck.quantities import parse_bytes
 from memcheck.records import Record, write_csv
 from memcheck.reports import LEGEND, common_case, table_header, table_row
 
+
 # A preset is the value of every flag that is not given.
-PRESETS = {
-    "quick": {
-        "attention_type": ["naive", "softmax", "softplus"],
-        "seq_len": [256, 512, 1024, 2048, 4096],
-        "bsz": 1,
-        "dim": 256,
-        "heads": 4,
-    }
-}
+@dataclass(frozen=True)
+class Preset:
+    attention_type: list[str]
+    seq_len: list[int]
+    bsz: int
+    dim: int
+    heads: int
+
+
+PRESETS = {"quick": Preset(["naive", "softmax", "softplus"], [256, 512, 1024, 2048, 4096], bsz=1, dim=256, heads=4)}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--attention-type", action="append", metavar="NAME[,NAME]", help=f"repeatable; {known}; default: of the preset"
     )
     for flag, meaning in (("bsz", "batch size B"), ("dim", "token dimension E"), ("heads", "H, where there are heads")):
-        default = PRESETS["quick"][flag]
+        default = getattr(PRESETS["quick"], flag)
         parser.add_argument(f"--{flag}", type=count(f"--{flag}"), metavar="N", help=f"{meaning}; default: {default}")
     parser.add_argument("--seq-len", type=counts("--seq-len"), metavar="N[,N]", help="S and T at once")
     parser.add_argument("--query-len", type=counts("--query-len"), metavar="S[,S]", help="default: --kv-len")
@@ -82,7 +84,7 @@ def profile_all(cases: list[Case], args: argparse.Namespace, out: TextIO) -> Ite
     for number, case in enumerate(cases):
         record = profile_case(case, passes=args.passes, timed=not args.no_time, limit_bytes=args.memory_limit)
         if number == 0:
-            print(f"{table_header()}", file=out)
+            print(f"{common_case(cases)}\n\n{table_header()}", file=out)
         print(table_row(record), file=out, flush=True)
         yield record
 
@@ -96,16 +98,16 @@ def exit_code(records: list[Record]) -> int:
 def make_cases(args: argparse.Namespace) -> list[Case]:
     """From small to large, so that what ends early has shown the most."""
     preset = PRESETS[args.preset]
-    names = [name.strip() for given in args.attention_type or preset["attention_type"] for name in given.split(",")]
+    names = [name.strip() for given in args.attention_type or preset.attention_type for name in given.split(",")]
     device = find_device(args.device)
     return [
         make_case(
             name,
-            bsz=args.bsz or preset["bsz"],
+            bsz=args.bsz or preset.bsz,
             query_len=query_len,
             kv_len=kv_len,
-            dim=args.dim or preset["dim"],
-            heads=args.heads or preset["heads"],
+            dim=args.dim or preset.dim,
+            heads=args.heads or preset.heads,
             core_dim=args.core_dim,
             factor=args.factor,
             dtype=SHORT_DTYPES.get(args.dtype, args.dtype),
@@ -113,7 +115,7 @@ def make_cases(args: argparse.Namespace) -> list[Case]:
             mode=args.mode,
             device=device,
         )
-        for query_len, kv_len in make_lengths(args, preset["seq_len"])
+        for query_len, kv_len in make_lengths(args, preset.seq_len)
         for name in dict.fromkeys(names)
     ]
 
@@ -139,7 +141,7 @@ def note_unused_flags(args: argparse.Namespace, cases: list[Case]) -> None:
 
 @dataclass
 class ResultFiles:
-    """records.jsonl grows a line per case, so that a crash loses none; the rest is written at the end."""
+    """records.jsonl grows a line per case, so that a crash loses none; what is drawn from it is written at the end."""
 
     folder: Path
 
@@ -149,7 +151,8 @@ class ResultFiles:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in files.paths():
-                path.write_bytes(b"")
+                path.unlink(missing_ok=True)
+            files.paths()[0].touch()
         except OSError as error:
             raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
         return files
@@ -165,7 +168,7 @@ class ResultFiles:
         _, table, picture = self.paths()
         write_csv(records, table)
         styles = {name: contender.style for name, contender in CONTENDERS.items()}
-        plot_memory(records, picture, styles=styles, title=f"Peak memory of attention: {common_case(records)}")
+        plot_memory(records, picture, styles=styles, subtitle=common_case(records))
 
     def __str__(self) -> str:
         return ", ".join(map(str, self.paths()))
