@@ -19,8 +19,9 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
+    """Three digits or more, never in powers of ten: "2.29 MiB", "1008 MiB"."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
         size /= 1024
-    return f"{size:.3g} GiB"
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"

@@ -253,3 +253,18 @@ def test_parse_bytes(text: str, size: int) -> None:
 def test_parse_bytes_refuses(text: str) -> None:
     with pytest.raises(ValueError, match="must look like"):
         parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (7, "7 B"),
+        (1536, "1.5 KiB"),
+        (1008 << 20, "1008 MiB"),
+        (2_400_000, "2.29 MiB"),
+        (40 << 30, "40 GiB"),
+        (5 << 52, "20480 TiB"),
+    ],
+)
+def test_format_bytes(size: int, text: str) -> None:
+    assert format_bytes(size) == text
