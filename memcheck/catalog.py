@@ -1,0 +1,272 @@
+"""The contenders: name -> operator, inputs, bytes that follow from the shapes, and how a plot draws it. Data only."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.functional import scaled_dot_product_attention
+
+from memcheck.errors import UsageError
+from memcheck.plotting import Style
+from memcheck.reference.naive_attention import naive_attention
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+
+Operator = Callable[..., Tensor]
+# Record field -> what is alive at that moment: name -> bytes.
+Terms = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one contender. heads, core_dim and factor are None where the operator has none."""
+
+    operator: str
+    bsz: int = 1
+    query_len: int = 1024
+    kv_len: int = 1024
+    dim: int = 256
+    heads: int | None = None
+    core_dim: int | None = None
+    factor: int | None = None
+    dtype: str = "float32"
+    causal: bool = True
+    mode: str = "train"
+    device: str = "cpu"
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    title: str
+    build: Callable[[Case], Operator]
+    inputs: Callable[[Case], tuple[Tensor, ...]]
+    style: Style
+    # The backend's name where it is known beforehand; None where only the run can tell.
+    backend: Callable[[Case], str] | None = None
+    terms: Callable[[Case], Terms | None] = lambda case: None
+    has_heads: bool = False
+    has_core_dim: bool = False
+    has_factor: bool = False
+
+
+class UnsupportedError(NotImplementedError):
+    """Torch refuses the case; the message is torch's own."""
+
+
+def check_case(case: Case) -> Case:
+    """The same case, or a UsageError that names the flag, the rule and the value."""
+    for name in ("bsz", "query_len", "kv_len", "dim", "heads", "core_dim", "factor"):
+        size = getattr(case, name)
+        if size is not None and size < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
+    if case.operator not in CONTENDERS:
+        raise UsageError(f"--attention-type {case.operator} is unknown; known: {', '.join(CONTENDERS)}")
+    if case.dtype not in DTYPES:
+        raise UsageError(f"--dtype {case.dtype} is unknown; known: {', '.join((*SHORT_DTYPES, *DTYPES))}")
+    if case.heads is not None and case.dim % case.heads:
+        raise UsageError(
+            f"--dim must be divisible by --heads for {case.operator}, got --dim {case.dim} --heads {case.heads}"
+        )
+    if case.causal and case.query_len > case.kv_len:
+        raise UsageError(
+            f"--query-len must not exceed --kv-len when causal, got {case.query_len} and {case.kv_len}; "
+            "use --no-causal or more keys"
+        )
+    return case
+
+
+def make_case(operator: str, *, heads: int, core_dim: int | None, factor: int | None, **fields: Any) -> Case:
+    """A checked case that holds only the sizes its operator has."""
+    if operator not in CONTENDERS:
+        raise UsageError(f"--attention-type {operator} is unknown; known: {', '.join(CONTENDERS)}")
+    contender = CONTENDERS[operator]
+    case = Case(
+        operator,
+        heads=heads if contender.has_heads else None,
+        core_dim=(fields["dim"] if core_dim is None else core_dim) if contender.has_core_dim else None,
+        factor=factor if contender.has_factor else None,
+        **fields,
+    )
+    return check_case(case)
+
+
+def random_leaves(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    generator = torch.Generator(case.device).manual_seed(0)
+    return tuple(
+        torch.randn(
+            shape,
+            generator=generator,
+            dtype=DTYPES[case.dtype],
+            device=case.device,
+            requires_grad=case.mode == "train",
+        )
+        for shape in shapes
+    )
+
+
+def head_inputs(case: Case) -> tuple[Tensor, ...]:
+    """q (B,H,S,D)   k, v (B,H,T,D)"""
+    assert case.heads is not None
+    B, H, D = case.bsz, case.heads, case.dim // case.heads
+    return random_leaves(case, (B, H, case.query_len, D), *[(B, H, case.kv_len, D)] * 2)
+
+
+def channel_major_inputs(case: Case) -> tuple[Tensor, ...]:
+    """q (B,S,R)   k, v (B,R,T)"""
+    assert case.core_dim is not None
+    B, R = case.bsz, case.core_dim
+    return random_leaves(case, (B, case.query_len, R), *[(B, R, case.kv_len)] * 2)
+
+
+def build_naive(case: Case) -> Operator:
+    return lambda q, k, v: naive_attention(q, k, v, causal=case.causal)
+
+
+def naive_terms(case: Case) -> Terms | None:
+    """Exact on the CPU in fp32 and fp64: S*T scores live on beside their softmax until the product is done."""
+    if case.dtype not in ("float32", "float64") or case.device != "cpu":
+        return None
+    item = DTYPES[case.dtype].itemsize
+    queries = case.bsz * case.query_len * case.dim * item
+    keys = case.bsz * case.kv_len * case.dim * item
+    matrix = case.bsz * (case.heads or 1) * case.query_len * case.kv_len * item
+    held = {"q": queries, "k": keys, "v": keys, "y": queries}
+    kept = {"probabilities": matrix}
+    if case.causal:
+        kept["mask, a byte each"] = case.query_len * case.kv_len
+    if case.mode != "train":
+        return {"forward_peak_bytes": {**held, **kept, "scores": matrix}}
+    kept["sqrt(D), a scalar"] = 8
+    return {
+        "forward_peak_bytes": {**held, **kept, "scores": matrix},
+        "saved_bytes": kept,
+        "backward_peak_bytes": {**held, "grad_y, expanded": item, **naive_backward_terms(kept, queries, keys, matrix)},
+    }
+
+
+def naive_backward_terms(kept: dict[str, int], queries: int, keys: int, matrix: int) -> dict[str, int]:
+    """The fullest of three moments: the softmax's derivative, the products for dq and dk, the copy into k's layout."""
+    moments = (
+        {**kept, "gradient of probabilities": matrix, "gradient of scores": matrix, "dv": keys},
+        {"gradient of scores": matrix, "dq": queries, "dk": keys, "dv": keys},
+        {"dq": queries, "dk, transposed": keys, "dk, laid out like k": keys, "dv": keys},
+    )
+    return max(moments, key=lambda moment: sum(moment.values()))
+
+
+def build_softmax(case: Case) -> Operator:
+    """SDPA's is_causal is aligned top-left; with fewer queries than keys ours is bottom-right, which takes a bias."""
+    if case.causal and case.query_len != case.kv_len:
+        bias = causal_lower_right(case.query_len, case.kv_len)
+        return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+
+
+REFUSAL = re.compile("No available kernel|No viable backend|No (valid )?execution plan|not supported", re.IGNORECASE)
+
+
+def build_forced(backend: SDPBackend) -> Callable[[Case], Operator]:
+    def build(case: Case) -> Operator:
+        attend = build_softmax(case)
+
+        def forced(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            # Torch explains a refusal in warnings, and raises an error that does not.
+            with sdpa_kernel(backend), warnings.catch_warnings(record=True) as said:
+                warnings.simplefilter("always")
+                try:
+                    return attend(q, k, v)
+                except RuntimeError as error:
+                    if isinstance(error, torch.OutOfMemoryError) or not REFUSAL.search(str(error)):
+                        raise
+                    reasons = [str(error), *(str(warning.message) for warning in said)]
+            raise UnsupportedError(" ".join(reasons))
+
+        return forced
+
+    return build
+
+
+def build_softplus(case: Case) -> Operator:
+    from memcheck.ops.softplus_attention import softplus_attention
+
+    return lambda q, k, v: softplus_attention(q, k, v, causal=case.causal)
+
+
+def softplus_terms(case: Case) -> Terms | None:
+    return None
+
+
+def softmax_contender(name: str, title: str, backend: SDPBackend, style: Style) -> Contender:
+    return Contender(name, title, build_forced(backend), head_inputs, style, has_heads=True)
+
+
+# Colours are Okabe and Ito's, told apart by the colour-blind; markers and dashes serve in greyscale.
+CONTENDERS: dict[str, Contender] = {
+    contender.name: contender
+    for contender in (
+        Contender(
+            "naive",
+            "softmax attention, whole score matrix",
+            build_naive,
+            head_inputs,
+            Style("#D55E00", "s", "--"),
+            backend=lambda case: "eager",
+            terms=naive_terms,
+            has_heads=True,
+        ),
+        Contender(
+            "softmax",
+            "F.scaled_dot_product_attention, torch's choice of backend",
+            build_softmax,
+            head_inputs,
+            Style("#0072B2", "^", "-."),
+            has_heads=True,
+        ),
+        softmax_contender(
+            "softmax/math", "SDPA, math backend forced", SDPBackend.MATH, Style("#E69F00", "v", (0, (1, 1)))
+        ),
+        softmax_contender(
+            "softmax/flash",
+            "SDPA, flash backend forced",
+            SDPBackend.FLASH_ATTENTION,
+            Style("#56B4E9", "<", (0, (5, 1))),
+        ),
+        softmax_contender(
+            "softmax/efficient",
+            "SDPA, memory-efficient backend forced",
+            SDPBackend.EFFICIENT_ATTENTION,
+            Style("#CC79A7", ">", (0, (3, 1, 1, 1))),
+        ),
+        softmax_contender(
+            "softmax/cudnn",
+            "SDPA, cuDNN backend forced",
+            SDPBackend.CUDNN_ATTENTION,
+            Style("#000000", "D", (0, (3, 1, 1, 1, 1, 1))),
+        ),
+        Contender(
+            "softplus",
+            "softplus attention, memcheck's operator",
+            build_softplus,
+            channel_major_inputs,
+            Style("#009E73", "o", "-"),
+            backend=lambda case: f"memcheck {case.device.split(':')[0]}",
+            terms=softplus_terms,
+            has_core_dim=True,
+        ),
+    )
+}

@@ -1,0 +1,90 @@
+"""One case, run and measured: always a record, whatever happens to the operator."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from memcheck.backends import BackendWitness, fused_refusals
+from memcheck.catalog import CONTENDERS, Case
+from memcheck.errors import UsageError
+from memcheck.measurement import measure_memory, measure_time
+from memcheck.records import Record
+
+# The time pass stops here unless the number of passes was asked for.
+TIMING_SECONDS = 1.5
+DEFAULT_PASSES = 10
+
+
+def find_device(name: str | None) -> str:
+    """A device of this machine, "cpu" or "cuda:0"; CUDA where there is one when no name is given."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(
+            f"--device {name} is no device of this machine, and running needs one; "
+            f"for a GPU that is not here, ask: memcheck predict --device {name}"
+        ) from None
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise UsageError(f"--device must be cpu or cuda, got {name}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise UsageError(f"--device {name} is absent: torch {torch.__version__} sees {count} CUDA devices here")
+    return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+
+
+def profile_case(
+    case: Case, *, passes: int | None = None, timed: bool = True, limit_bytes: int | None = None
+) -> Record:
+    """Memory first, then time, each in passes of its own. An error of the operator is a row, not the end."""
+    record = unmeasured(case)
+    try:
+        record = run_memory(case, limit_bytes)
+        if timed and record.status == "ok":
+            for field, value in run_time(case, passes).items():
+                setattr(record, field, value)
+    except NotImplementedError as error:
+        record.status, record.reason = "unsupported", str(error)
+    except Exception as error:
+        record.status, record.reason = "error", f"{type(error).__name__}: {error}"
+    for field, value in dataclasses.asdict(case).items():
+        if field != "device":
+            setattr(record, field, value)
+    return record
+
+
+def unmeasured(case: Case) -> Record:
+    return Record(
+        device=case.device.split(":")[0], torch_version=str(torch.__version__), threads=torch.get_num_threads()
+    )
+
+
+def run_memory(case: Case, limit_bytes: int | None) -> Record:
+    contender = CONTENDERS[case.operator]
+    operator = contender.build(case)
+    witness = BackendWitness(operator) if contender.backend is None else None
+    try:
+        inputs = contender.inputs(case)
+    except torch.OutOfMemoryError as error:
+        return dataclasses.replace(unmeasured(case), status="oom", reason=f"the inputs alone do not fit: {error}")
+    record = measure_memory(witness or operator, *inputs, backward=case.mode == "train", limit_bytes=limit_bytes)
+    record.backend = contender.backend(case) if contender.backend else witness.backend if witness else None
+    if record.backend == "math" and case.operator == "softmax":
+        record.backend_reason = fused_refusals(*inputs, causal=case.causal)
+    return record
+
+
+def run_time(case: Case, passes: int | None) -> dict[str, object]:
+    contender = CONTENDERS[case.operator]
+    return measure_time(
+        contender.build(case),
+        *contender.inputs(case),
+        backward=case.mode == "train",
+        passes=passes or DEFAULT_PASSES,
+        max_seconds=None if passes else TIMING_SECONDS,
+    )

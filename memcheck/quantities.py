@@ -1,0 +1,27 @@
+"""Bytes in and out of text: KiB, MiB, GiB are powers of 2^10, KB, MB, GB of 10^3."""
+
+from __future__ import annotations
+
+import re
+
+UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def parse_bytes(text: str) -> int:
+    """ "40GiB", "1.5 GB" or "1048576" in bytes; ValueError when it is none of those."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].upper() not in UNITS:
+        raise ValueError(f"must look like 40GiB, 512MiB, 40GB or a number of bytes, got {text!r}")
+    size = int(float(found[1]) * UNITS[found[2].upper()])
+    if size < 1:
+        raise ValueError(f"must be at least one byte, got {text!r}")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """Three digits or more, never in powers of ten: "2.29 MiB", "1008 MiB"."""
+    units = ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1024 and len(units) > 1:
+        size /= 1024
+        units.pop(0)
+    return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"

@@ -1,0 +1,160 @@
+"""The contenders compute what they say, from the bytes they say, on the backend they say."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from memcheck.backends import BackendWitness, fused_backend
+from memcheck.catalog import CONTENDERS, Case, UnsupportedError, check_case, make_case
+from memcheck.errors import UsageError
+from memcheck.measurement import measure_memory
+from memcheck.reference.naive_attention import naive_attention
+
+SHAPE = {"bsz": 2, "query_len": 9, "kv_len": 9, "dim": 12, "heads": 3, "core_dim": None, "factor": None}
+
+
+def case_of(operator: str, **fields: object) -> Case:
+    return make_case(operator, **{**SHAPE, **fields})
+
+
+def outcome(operator: str, case: Case) -> list[torch.Tensor]:
+    """Output and gradients of a contender on the inputs of `case`."""
+    inputs = CONTENDERS[operator].inputs(case)
+    output = CONTENDERS[operator].build(case)(*inputs)
+    output.backward(torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output))
+    return [output, *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize("operator", ["softmax", "softmax/math", "softmax/flash"])
+@pytest.mark.parametrize(("query_len", "kv_len", "causal"), [(9, 9, True), (4, 9, True), (1, 9, True), (9, 4, False)])
+def test_softmax_and_naive_agree(operator: str, query_len: int, kv_len: int, causal: bool) -> None:
+    case = case_of("naive", query_len=query_len, kv_len=kv_len, causal=causal, dtype="float64")
+    for ours, theirs in zip(outcome("naive", case), outcome(operator, case), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_naive_sees_bottom_right() -> None:
+    """Two queries, four keys: the first query sees three keys, the last one all."""
+    v = torch.eye(4, dtype=torch.float64)[None, None]
+    weights = naive_attention(torch.zeros(1, 1, 2, 4, dtype=torch.float64), torch.zeros_like(v), v)
+    expected = torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0], [1 / 4, 1 / 4, 1 / 4, 1 / 4]], dtype=torch.float64)
+    torch.testing.assert_close(weights[0, 0], expected)
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize(
+    ("operator", "backend"), [("softmax", "flash (cpu)"), ("softmax/math", "math"), ("softmax/flash", "flash (cpu)")]
+)
+@pytest.mark.parametrize("query_len", [9, 4])
+def test_backend_is_seen(operator: str, backend: str, mode: str, query_len: int) -> None:
+    case = case_of(operator, mode=mode, query_len=query_len)
+    witness = BackendWitness(CONTENDERS[operator].build(case))
+    witness(*CONTENDERS[operator].inputs(case))
+    assert witness.backend == backend
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("operator", ["softmax", "softmax/math"])
+def test_seeing_the_backend_costs_no_byte(operator: str, mode: str) -> None:
+    case = case_of(operator, mode=mode)
+    function = CONTENDERS[operator].build(case)
+    inputs = CONTENDERS[operator].inputs(case)
+    plain = measure_memory(function, *inputs, backward=mode == "train")
+    seen = measure_memory(BackendWitness(function), *inputs, backward=mode == "train")
+    assert plain.forward_peak_bytes == seen.forward_peak_bytes
+    assert plain.saved_bytes == seen.saved_bytes
+    if operator == "softmax/math":
+        # The flash backward's own peak depends on how its threads happen to overlap.
+        assert plain.backward_peak_bytes == seen.backward_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("ScaledDotProductFlashAttentionForCpuBackward0", "flash (cpu)"),
+        ("ScaledDotProductFlashAttentionBackward0", "flash"),
+        ("ScaledDotProductEfficientAttentionBackward0", "efficient"),
+        ("EfficientAttentionBackward0", "efficient"),
+        ("ScaledDotProductCudnnAttentionBackward0", "cudnn"),
+        ("aten._scaled_dot_product_flash_attention_for_cpu.default", "flash (cpu)"),
+        ("aten._scaled_dot_product_cudnn_attention.default", "cudnn"),
+        ("aten._efficient_attention_forward.default", "efficient"),
+        ("aten._scaled_dot_product_attention_math.default", None),
+        ("BmmBackward0", None),
+    ],
+)
+def test_names_of_fused_attention(name: str, backend: str | None) -> None:
+    assert fused_backend(name) == backend
+
+
+@pytest.mark.parametrize("operator", ["softmax/efficient", "softmax/cudnn"])
+def test_refusal_is_in_torchs_words(operator: str) -> None:
+    case = case_of(operator)
+    with pytest.raises(UnsupportedError, match="No viable backend"):
+        CONTENDERS[operator].build(case)(*CONTENDERS[operator].inputs(case))
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("query_len", "kv_len", "dim", "causal"),
+    [
+        (9, 9, 12, True),
+        (9, 9, 12, False),
+        (63, 65, 12, True),
+        (16, 40, 384, True),
+        (16, 40, 384, False),
+        (1, 1, 3, True),
+        (40, 16, 384, False),
+    ],
+)
+def test_naive_terms_are_exact(query_len: int, kv_len: int, dim: int, causal: bool, dtype: str, mode: str) -> None:
+    case = case_of("naive", query_len=query_len, kv_len=kv_len, dim=dim, causal=causal, dtype=dtype, mode=mode)
+    contender = CONTENDERS["naive"]
+    record = measure_memory(contender.build(case), *contender.inputs(case), backward=mode == "train")
+    terms = contender.terms(case)
+    assert terms is not None
+    for field, parts in terms.items():
+        assert sum(parts.values()) == getattr(record, field), field
+
+
+def test_every_contender_is_told_apart_in_greyscale() -> None:
+    styles = [contender.style for contender in CONTENDERS.values()]
+    for field in ("colour", "marker", "dash"):
+        assert len({getattr(style, field) for style in styles}) == len(styles)
+
+
+@pytest.mark.parametrize("operator", CONTENDERS)
+def test_inputs_are_leaves_of_the_case(operator: str) -> None:
+    case = case_of(operator, dtype="bfloat16", query_len=4)
+    for x in CONTENDERS[operator].inputs(case):
+        assert x.is_leaf
+        assert x.requires_grad
+        assert x.is_contiguous()
+        assert x.dtype == torch.bfloat16
+    assert not any(x.requires_grad for x in CONTENDERS[operator].inputs(dataclasses.replace(case, mode="inference")))
+
+
+def test_a_case_holds_only_the_sizes_its_operator_has() -> None:
+    softplus = case_of("softplus", heads=5, factor=4)
+    assert (softplus.heads, softplus.core_dim, softplus.factor) == (None, 12, None)
+    naive = case_of("naive", core_dim=7)
+    assert (naive.heads, naive.core_dim) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bsz": 0}, "--bsz must be at least 1, got 0"),
+        ({"dim": 13}, "--dim must be divisible by --heads for naive, got --dim 13 --heads 3"),
+        ({"query_len": 10}, "--query-len must not exceed --kv-len when causal, got 10 and 9"),
+        ({"dtype": "int8"}, "--dtype int8 is unknown; known: fp32"),
+        ({"operator": "hard"}, "--attention-type hard is unknown; known: naive, softmax"),
+    ],
+)
+def test_wrong_cases_name_flag_rule_and_value(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_case(dataclasses.replace(case_of("naive"), **fields))

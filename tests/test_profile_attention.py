@@ -1,0 +1,270 @@
+"""`python -m memcheck.profile_attention`: flags, wrong flags, rows and files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from memcheck import catalog
+from memcheck.__main__ import main
+from memcheck.quantities import format_bytes, parse_bytes
+from memcheck.records import Record, read_json_lines
+from memcheck.reports import table_row, unit_bytes
+
+SMALL = ["--seq-len", "8", "--dim", "16", "--heads", "2", "--no-time", "--device", "cpu"]
+
+
+@pytest.fixture
+def profile(tmp_path, capsys, monkeypatch):
+    """Runs the command with JSON on stdout: exit code and records. No picture: it takes most of the time."""
+    monkeypatch.setattr("memcheck.commands.profile_attention.plot_memory", lambda *args, **kwargs: None)
+
+    def run(*flags: str) -> tuple[int, list[Record]]:
+        code = main(["profile-attention", "--output", str(tmp_path), "--format", "json", *flags])
+        rows = json.loads(capsys.readouterr().out)
+        return code, [Record.from_json(json.dumps(row)) for row in rows]
+
+    return run
+
+
+def replace_operator(monkeypatch: pytest.MonkeyPatch, name: str, operator: object) -> None:
+    contender = dataclasses.replace(catalog.CONTENDERS[name], build=lambda case: operator)
+    monkeypatch.setitem(catalog.CONTENDERS, name, contender)
+
+
+def test_a_table_and_three_files(tmp_path, capsys) -> None:
+    assert main(["profile-attention", *SMALL, "--output", str(tmp_path / "new")]) == 0
+    out = capsys.readouterr().out
+    assert "cpu, float32, batch 1, dim 16, 2 heads, causal, train" in out
+    for words in ("naive", "flash (cpu)", "softplus", "U: the bytes of one main tensor", "memory.png"):
+        assert words in out
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"records.jsonl", "records.csv", "memory.png"}
+    assert all(path.stat().st_size for path in (tmp_path / "new").iterdir())
+
+
+def test_records_survive_the_files(profile, tmp_path) -> None:
+    code, records = profile(*SMALL)
+    assert code == 0
+    assert list(read_json_lines(tmp_path / "records.jsonl")) == records
+    assert [(row.operator, row.backend, row.status) for row in records] == [
+        ("naive", "eager", "ok"),
+        ("softmax", "flash (cpu)", "ok"),
+        ("softplus", "memcheck cpu", "ok"),
+    ]
+
+
+def test_the_door_and_underscores(tmp_path) -> None:
+    flags = "--attention_type naive --bsz 2 --query_len 4 --kv_len 8 --dim 16 --heads 4 --core_dim 16 --device cpu"
+    command = [sys.executable, "-m", "memcheck.profile_attention", *flags.split(), "--no_time"]
+    result = subprocess.run(
+        [*command, "--output", str(tmp_path), "--format", "json"], capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0
+    (row,) = json.loads(result.stdout)
+    assert (row["bsz"], row["query_len"], row["kv_len"], row["dim"], row["heads"]) == (2, 4, 8, 16, 4)
+    assert "note: --core-dim is not used by naive" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--bsz 3", {"bsz": 3}),
+        ("--core-dim 24", {"core_dim": 24, "heads": None}),
+        ("--dtype bf16", {"dtype": "bfloat16"}),
+        ("--dtype float64", {"dtype": "float64"}),
+        ("--no-causal", {"causal": False}),
+        ("--causal", {"causal": True}),
+        ("--mode inference", {"mode": "inference", "saved_bytes": 0, "backward_peak_bytes": None}),
+        ("--preset quick", {"bsz": 1}),
+    ],
+)
+def test_flags_reach_the_record(profile, flags: str, expected: dict[str, object]) -> None:
+    code, (record,) = profile(*SMALL, "--attention-type", "softplus", *flags.split())
+    assert code == 0
+    assert record.status == "ok"
+    assert {field: getattr(record, field) for field in expected} == expected
+
+
+def test_types_are_a_list_or_repeated(profile) -> None:
+    _, records = profile(*SMALL, "--attention-type", "softplus,naive", "--attention-type", "softmax/math,naive")
+    assert [record.operator for record in records] == ["softplus", "naive", "softmax/math"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--seq-len 8,4", [(4, 4), (8, 8)]),
+        ("--query-len 4", [(4, 4)]),
+        ("--kv-len 4,8", [(4, 4), (8, 8)]),
+        ("--query-len 2 --kv-len 4,8", [(2, 4), (2, 8)]),
+        ("--query-len 2,4 --kv-len 4,8", [(2, 4), (4, 8)]),
+    ],
+)
+def test_lengths(profile, flags: str, expected: list[tuple[int, int]]) -> None:
+    _, records = profile("--dim", "8", "--no-time", "--attention-type", "softplus", *flags.split())
+    assert [(record.query_len, record.kv_len) for record in records] == expected
+
+
+def test_time_is_measured_unless_refused(profile) -> None:
+    timed = [*SMALL[:-3], *SMALL[-2:], "--attention-type", "naive"]
+    _, (record,) = profile(*timed, "--passes", "3")
+    assert record.passes == 3
+    assert record.forward_ms is not None
+    assert record.backward_ms is not None
+    _, (record,) = profile(*timed, "--no-time")
+    assert record.passes is None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--dim 10 --heads 4", "--dim must be divisible by --heads for naive, got --dim 10 --heads 4"),
+        ("--query-len 8 --kv-len 4", "--query-len must not exceed --kv-len when causal, got 8 and 4"),
+        ("--attention-type soft", "--attention-type soft is unknown; known: naive, softmax, softmax/math"),
+        ("--attention-type naive,", "is unknown; known"),
+        ("--seq-len 8 --query-len 8", "--seq-len sets both lengths"),
+        ("--seq-len 8 --kv-len 8", "--seq-len sets both lengths"),
+        ("--query-len 2,4,8 --kv-len 8,16", "must be as long as each other, got 3 and 2"),
+        ("--bsz 0", "--bsz must be at least 1, got 0"),
+        ("--dim -4", "--dim must be at least 1, got -4"),
+        ("--heads 0", "--heads must be at least 1"),
+        ("--core-dim 0", "--core-dim must be at least 1"),
+        ("--factor 0", "--factor must be at least 1"),
+        ("--passes 0", "--passes must be at least 1"),
+        ("--seq-len 8,0", "--seq-len must be at least 1, got 0"),
+        ("--query-len x", "--query-len must be a whole number, got 'x'"),
+        ("--dtype int8", "--dtype int8 is unknown; known: fp32"),
+        ("--mode decode", "--mode"),
+        ("--preset huge", "--preset"),
+        ("--format yaml", "--format"),
+        ("--no-such-flag", "--no-such-flag"),
+        ("--memory-limit lots", "--memory-limit must look like 40GiB, 512MiB, 40GB or a number of bytes, got 'lots'"),
+        ("--memory-limit 0", "--memory-limit must be at least one byte"),
+        ("--device A100-40GB", "memcheck predict --device A100-40GB"),
+        ("--device toaster", "--device toaster is no device of this machine"),
+        ("--device meta", "--device must be cpu or cuda, got meta"),
+        ("--device cuda:99", "--device cuda:99 is absent"),
+    ],
+)
+def test_wrong_flags_end_in_one_line(tmp_path, capsys, flags: str, words: str) -> None:
+    assert main(["profile-attention", "--output", str(tmp_path / "results"), *flags.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
+def test_cuda_asked_for_but_absent(capsys) -> None:
+    assert main(["profile-attention", "--device", "cuda"]) == 2
+    assert "--device cuda is absent" in capsys.readouterr().err
+
+
+def test_unwritable_output_is_found_before_anything_runs(tmp_path, capsys, monkeypatch) -> None:
+    replace_operator(monkeypatch, "naive", None)
+    (tmp_path / "file").write_text("")
+    assert main(["profile-attention", *SMALL, "--output", str(tmp_path / "file" / "results")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert "cannot be written to" in printed.err
+
+
+def test_flags_without_meaning_are_noted(tmp_path, capsys) -> None:
+    main(["profile-attention", *SMALL, "--factor", "4", "--output", str(tmp_path)])
+    err = capsys.readouterr().err
+    assert "note: --factor is not used by naive, softmax, softplus\n" in err
+    assert "note: --heads is not used by softplus\n" in err
+
+
+@pytest.mark.parametrize(("limit", "phase"), [("40KiB", "forward"), ("64KiB", "backward")])
+def test_out_of_memory_is_a_result(profile, limit: str, phase: str) -> None:
+    flags = ["--seq-len", "64", "--dim", "16", "--heads", "1", "--no-time", "--attention-type", "naive"]
+    code, (record,) = profile(*flags, "--memory-limit", limit)
+    assert code == 0
+    assert (record.status, record.oom_phase) == ("oom", phase)
+    assert record.oom_requested_bytes
+    assert record.oom_in_use_bytes
+    assert f"OOM in {phase}: {format_bytes(record.oom_requested_bytes)} requested" in table_row(record)
+
+
+def test_unsupported_alone_is_a_failure(profile) -> None:
+    code, (record,) = profile(*SMALL, "--attention-type", "softmax/efficient")
+    assert code == 1
+    assert (record.status, record.backend) == ("unsupported", None)
+    assert record.reason is not None
+    assert "No viable backend" in record.reason
+    code, _ = profile(*SMALL, "--attention-type", "softmax/efficient,naive")
+    assert code == 0
+
+
+def test_a_device_without_a_kernel_is_unsupported(profile, monkeypatch) -> None:
+    def refuse(q, k, v):
+        raise NotImplementedError("softplus_attention: no kernel for this device")
+
+    replace_operator(monkeypatch, "softplus", refuse)
+    code, records = profile(*SMALL, "--attention-type", "softplus,naive")
+    assert code == 0
+    assert (records[0].status, records[0].reason) == ("unsupported", "softplus_attention: no kernel for this device")
+
+
+def test_an_error_is_a_row_and_the_rest_goes_on(profile, monkeypatch) -> None:
+    def fail(q, k, v):
+        raise ValueError("q is upside down")
+
+    replace_operator(monkeypatch, "naive", fail)
+    code, records = profile(*SMALL)
+    assert code == 1
+    assert [record.status for record in records] == ["error", "ok", "ok"]
+    assert (records[0].reason, records[0].query_len) == ("ValueError: q is upside down", 8)
+
+
+def test_rows_before_a_crash_are_kept(profile, tmp_path, monkeypatch) -> None:
+    def interrupt(q, k, v):
+        raise KeyboardInterrupt
+
+    replace_operator(monkeypatch, "softmax", interrupt)
+    assert main(["profile-attention", *SMALL, "--output", str(tmp_path)]) == 130
+    assert [record.operator for record in read_json_lines(tmp_path / "records.jsonl")] == ["naive"]
+
+
+def test_units() -> None:
+    case = {"bsz": 2, "query_len": 3, "kv_len": 5, "dim": 8, "dtype": "bfloat16"}
+    assert unit_bytes(Record(**case)) == 2 * 3 * 8 * 2
+    assert unit_bytes(Record(**case, core_dim=4)) == 2 * 3 * 4 * 2
+    assert unit_bytes(Record()) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("7", 7), ("40GiB", 40 << 30), ("1.5 kib", 1536), ("2MB", 2_000_000), ("3 GB", 3 * 10**9), ("1KB", 1000)],
+)
+def test_parse_bytes(text: str, size: int) -> None:
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1", "4 TiBs", "1e3", "four"])
+def test_parse_bytes_refuses(text: str) -> None:
+    with pytest.raises(ValueError, match="must look like"):
+        parse_bytes(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [
+        (7, "7 B"),
+        (1536, "1.5 KiB"),
+        (1008 << 20, "1008 MiB"),
+        (2_400_000, "2.29 MiB"),
+        (40 << 30, "40 GiB"),
+        (5 << 52, "20480 TiB"),
+    ],
+)
+def test_format_bytes(size: int, text: str) -> None:
+    assert format_bytes(size) == text
