@@ -7,6 +7,7 @@
 #include <cmath>
 #include <initializer_list>
 #include <string>
+#include <utility>
 
 #include "common/dtype.h"
 #include "common/strided.h"
@@ -64,6 +65,15 @@ inline void check_like(const char* op, const char* name, const at::Tensor& x, co
 
 inline void check_eps(const char* op, double eps) {
   TORCH_CHECK_VALUE(eps > 0 && std::isfinite(eps), op, ": eps must be a positive number, got ", eps);
+}
+
+// Before the dispatcher chooses a kernel by the device of all arguments together: each is a tensor, on one device.
+inline void check_tensors(const char* op, std::initializer_list<std::pair<const char*, const at::Tensor&>> arguments) {
+  const auto& [first_name, first] = *arguments.begin();
+  for (const auto& [name, x] : arguments) {
+    check_tensor(op, name, x);
+    check_device(op, name, x, first, first_name);
+  }
 }
 
 inline Dtype dtype_of(const at::Tensor& x) {

@@ -70,8 +70,7 @@ struct Projection : Function<Projection<Op>> {
 
 template <typename Op>
 Tensor forward_autograd(const Tensor& x, const Tensor& w) {
-  check_tensor(Op::name, "x", x);
-  check_tensor(Op::name, "w", w);
+  check_tensors(Op::name, {{"x", x}, {"w", w}});
   if (wants_gradient({x, w})) return Projection<Op>::apply(x, w)[0];
   const at::AutoDispatchBelowADInplaceOrView guard;
   return Op::forward_op().call(x, w);

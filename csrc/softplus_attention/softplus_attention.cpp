@@ -9,7 +9,6 @@
 
 #include "common/allocate.h"
 #include "common/checks.h"
-#include "common/device.h"
 
 namespace memcheck {
 namespace {
@@ -67,24 +66,20 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
   const Sizes n = check_inputs(kForward, q, k, v, causal, eps);
   const SoftplusAttentionShape shape = n.shape();
   const at::Tensor y = empty_output(n, q);
-  at::Tensor carries = empty_carries(n, 0, q);
-  run_on(kForward, q.device(), [&] {
-    const auto plan = softplus_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
-    const bool uses_carries = keep_carries || plan.forward_uses_carries;
-    const at::Tensor kept = uses_carries ? empty_carries(n, n.carries(), q) : at::Tensor();
-    const at::Tensor sums = empty_bytes(plan.forward_sums_bytes, q);
-    const SoftplusAttentionForward p{shape,
-                                     eps,
-                                     reads(q),
-                                     reads(k),
-                                     reads(v),
-                                     writes(y),
-                                     uses_carries ? kept.mutable_data_ptr() : nullptr,
-                                     sums.mutable_data_ptr()};
-    softplus_attention_forward_cpu(p, dtype_of(q));
-    if (keep_carries) carries = kept;
-  });
-  return {y, carries};
+  const auto plan = softplus_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const bool uses_carries = keep_carries || plan.forward_uses_carries;
+  const at::Tensor carries = empty_carries(n, uses_carries ? n.carries() : 0, q);
+  const at::Tensor sums = empty_bytes(plan.forward_sums_bytes, q);
+  const SoftplusAttentionForward p{shape,
+                                   eps,
+                                   reads(q),
+                                   reads(k),
+                                   reads(v),
+                                   writes(y),
+                                   uses_carries ? carries.mutable_data_ptr() : nullptr,
+                                   sums.mutable_data_ptr()};
+  softplus_attention_forward_cpu(p, dtype_of(q));
+  return {y, keep_carries ? carries : empty_carries(n, 0, q)};
 }
 
 Sizes check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -105,7 +100,11 @@ using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 Gradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const std::array<bool, 3>& wanted) {
   const auto room = [](const at::Tensor& x, bool want) { return want ? empty_gradient(x) : at::Tensor(); };
-  return {room(q, wanted[0]), room(k, wanted[1]), room(v.defined() ? v : k, wanted[2])};
+  // Where v was not kept it was contiguous.
+  const auto room_for_v = [&] {
+    return v.defined() ? empty_gradient(v) : at::empty_symint(k.sym_sizes(), k.options());
+  };
+  return {room(q, wanted[0]), room(k, wanted[1]), wanted[2] ? room_for_v() : at::Tensor()};
 }
 
 Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
@@ -124,24 +123,22 @@ Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tens
   const SoftplusAttentionShape shape = n.shape();
   const Gradients gradients = empty_gradients(q, k, v, output_mask);
   const at::Tensor dense_carries = carries.contiguous();
-  run_on(kBackward, q.device(), [&] {
-    const auto plan = softplus_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
-    const at::Tensor sums = empty_bytes(plan.backward_sums_bytes, q);
-    const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
-    const SoftplusAttentionBackward p{shape,
-                                      eps,
-                                      reads(grad_y),
-                                      reads(q),
-                                      reads(k),
-                                      reads(v),
-                                      writes(std::get<0>(gradients)),
-                                      writes(std::get<1>(gradients)),
-                                      writes(std::get<2>(gradients)),
-                                      dense_carries.const_data_ptr(),
-                                      sums.mutable_data_ptr(),
-                                      scratch.mutable_data_ptr()};
-    softplus_attention_backward_cpu(p, dtype_of(q));
-  });
+  const auto plan = softplus_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const at::Tensor sums = empty_bytes(plan.backward_sums_bytes, q);
+  const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
+  const SoftplusAttentionBackward p{shape,
+                                    eps,
+                                    reads(grad_y),
+                                    reads(q),
+                                    reads(k),
+                                    reads(v),
+                                    writes(std::get<0>(gradients)),
+                                    writes(std::get<1>(gradients)),
+                                    writes(std::get<2>(gradients)),
+                                    dense_carries.const_data_ptr(),
+                                    sums.mutable_data_ptr(),
+                                    scratch.mutable_data_ptr()};
+  softplus_attention_backward_cpu(p, dtype_of(q));
   return gradients;
 }
 
@@ -187,7 +184,7 @@ StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
                                 writes(y),
                                 writes(new_z.unsqueeze(1)),
                                 writes(new_a.unsqueeze(1))};
-  run_on(kStep, q.device(), [&] { softplus_attention_step_cpu(p, dtype_of(q)); });
+  softplus_attention_step_cpu(p, dtype_of(q));
   return result;
 }
 
@@ -209,12 +206,6 @@ TORCH_LIBRARY_FRAGMENT(memcheck, m) {
 }
 
 TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-  m.impl("softplus_attention", forward);
-  m.impl("softplus_attention_backward", backward);
-  m.impl("softplus_attention_step", step);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, CUDA, m) {
   m.impl("softplus_attention", forward);
   m.impl("softplus_attention_backward", backward);
   m.impl("softplus_attention_step", step);

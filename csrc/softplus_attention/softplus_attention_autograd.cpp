@@ -42,9 +42,9 @@ struct SoftplusAttention : Function<SoftplusAttention> {
                                double eps) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const auto [y, carries] = forward_op().call(q, k, v, causal, eps, true);
-    // q: its softplus and sigmoid. k: the sums are formed again. v: the same, and grad_k reads it; grad_v alone does
-    // not. carries: where each chunk of sums begins.
-    const bool reads_v = q.requires_grad() || k.requires_grad();
+    // q: its softplus and sigmoid. k: the sums are formed again. v: the same, and grad_k reads it; grad_v alone needs
+    // it only to take its strides. carries: where each chunk of sums begins.
+    const bool reads_v = q.requires_grad() || k.requires_grad() || !v.is_contiguous();
     ctx->save_for_backward({q, k, reads_v ? v : Tensor(), carries});
     ctx->saved_data["causal"] = causal;
     ctx->saved_data["eps"] = eps;
@@ -67,9 +67,7 @@ struct SoftplusAttention : Function<SoftplusAttention> {
 
 std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double eps,
                                             bool keep_carries) {
-  check_tensor("softplus_attention", "q", q);
-  check_tensor("softplus_attention", "k", k);
-  check_tensor("softplus_attention", "v", v);
+  check_tensors("softplus_attention", {{"q", q}, {"k", k}, {"v", v}});
   if (wants_gradient({q, k, v})) {
     const auto outputs = SoftplusAttention::apply(q, k, v, causal, eps);
     return {outputs[0], outputs[1]};
@@ -93,6 +91,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_autograd(const Tensor& grad_y, const
 
 std::tuple<Tensor, Tensor, Tensor> step_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& z,
                                                  const Tensor& a, double eps) {
+  check_tensors("softplus_attention_step", {{"q", q}, {"k", k}, {"v", v}, {"z", z}, {"a", a}});
   refuse_gradient("softplus_attention_step", {q, k, v, z, a});
   const at::AutoDispatchBelowADInplaceOrView guard;
   return step_op().call(q, k, v, z, a, eps);
