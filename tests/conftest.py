@@ -33,15 +33,22 @@ def require_tool() -> Callable[[str], str]:
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "isolated: runs in a fresh process of its own, with a time-out of two minutes")
+    config.addinivalue_line(
+        "markers",
+        "isolated(VARIABLE=value, ...): runs in a fresh process of its own, with these environment variables and a "
+        "time-out of two minutes",
+    )
+    # Where a check that tests share fails, it shows the values it compared.
+    pytest.register_assert_rewrite("ops.checks")
 
 
 def pytest_pyfunc_call(pyfuncitem):
     """For tests that fork, exhaust a budget or change what the whole process shares."""
-    if pyfuncitem.get_closest_marker("isolated") is None or "MEMCHECK_ISOLATED" in os.environ:
+    marker = pyfuncitem.get_closest_marker("isolated")
+    if marker is None or "MEMCHECK_ISOLATED" in os.environ:
         return None
     command = [sys.executable, "-m", "pytest", "-q", f"{pyfuncitem.path}::{pyfuncitem.name}", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "MEMCHECK_ISOLATED": "1"}
+    environment = {**os.environ, **marker.kwargs, "MEMCHECK_ISOLATED": "1"}
     done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, timeout=120)
     if done.returncode != 0:
         pytest.fail(done.stdout.decode() + done.stderr.decode(), pytrace=False)

@@ -1,0 +1,749 @@
+"""Softplus attention: the contract, claim by claim."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from ops.checks import (
+    DTYPES,
+    LAYOUTS,
+    Bound,
+    Contract,
+    NoGradient,
+    assert_contract,
+    assert_strides,
+    assert_within,
+    doubles,
+    laid_out,
+    run,
+    run_subset,
+    same_bits,
+    saved_for_backward,
+    subsets,
+)
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from memcheck import measure_memory, softplus_attention, softplus_attention_step, track
+from memcheck._extension import _C
+from memcheck.reference import softplus_attention as reference
+
+forward_op = torch.ops.memcheck.softplus_attention.default
+backward_op = torch.ops.memcheck.softplus_attention_backward.default
+step_op = torch.ops.memcheck.softplus_attention_step.default
+
+# B, S, T, R
+SHAPES = [
+    (1, 1, 1, 1),
+    (3, 1, 129, 63),
+    (2, 63, 63, 127),
+    (2, 127, 129, 63),
+    (17, 129, 257, 1),
+    (3, 257, 257, 129),
+    (17, 63, 300, 63),
+    (1, 257, 513, 300),  # few channels and more than 256 positions: chunks are tasks of their own
+    (2, 513, 513, 1),
+    (1, 300, 300, 127),
+    (3, 1, 513, 300),
+]
+NOT_CAUSAL_SHAPES = [(2, 129, 63, 127), (1, 513, 1, 63), (3, 300, 257, 300), (2, 513, 300, 129)]
+EMPTY_SHAPES = [(0, 5, 7, 3), (2, 0, 7, 3), (2, 0, 0, 3), (2, 5, 7, 0), (0, 0, 0, 0)]
+CASES = [
+    *(pytest.param(*shape, causal, id=f"{shape} {causal=}") for shape in SHAPES for causal in (True, False)),
+    *(pytest.param(*shape, False, id=f"{shape} causal=False") for shape in NOT_CAUSAL_SHAPES),
+    *(pytest.param(*shape, causal, id=f"{shape} {causal=}") for shape in EMPTY_SHAPES for causal in (True, False)),
+    pytest.param(2, 5, 0, 3, False, id="(2, 5, 0, 3) causal=False"),
+]
+
+
+def contract(causal: bool = True, eps: float = 1e-6) -> Contract:
+    options = {"causal": causal, "eps": eps}
+
+    def bounds(grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
+        of_y = reference.softplus_attention_bound(q, k, v, **options)
+        of_gradients = reference.softplus_attention_gradient_bounds(grad_y, q, k, v, **options)
+        return [Bound(bound, terms=k.shape[2]) for bound in (of_y, *of_gradients)]
+
+    return Contract(
+        functools.partial(softplus_attention, **options),
+        functools.partial(reference.softplus_attention, **options),
+        bounds,
+    )
+
+
+def make_inputs(
+    B: int, S: int, T: int, R: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[list[Tensor], Tensor]:
+    """[q (B,S,R), k (B,R,T), v (B,R,T)] and grad_y (B,S,R)"""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(B, S, R), (B, R, T), (B, R, T), (B, S, R)]
+    q, k, v, grad_y = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    return [q, k, v], grad_y
+
+
+def plan_of(q: Tensor, k: Tensor, causal: bool) -> dict[str, int]:
+    (B, S, R), T = q.shape, k.shape[2]
+    dtype = str(q.dtype).removeprefix("torch.")
+    return _C.softplus_attention_plan(B=B, S=S, T=T, R=R, causal=causal, dtype=dtype, threads=torch.get_num_threads())
+
+
+# ---- values and gradients
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("B", "S", "T", "R", "causal"), CASES)
+def test_values_and_gradients(B: int, S: int, T: int, R: int, causal: bool, dtype: torch.dtype) -> None:
+    assert_contract(contract(causal), *make_inputs(B, S, T, R, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("eps", "shift"), [(0.5, 0.0), (1e-6, -14.0), (1e3, 0.0)])
+def test_eps_that_matters(eps: float, shift: float, causal: bool, dtype: torch.dtype) -> None:
+    (q, k, v), grad_y = make_inputs(2, 40, 70, 35, dtype)
+    assert_contract(contract(causal, eps), [q, k + shift, v], grad_y)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_reference_gradients_are_the_stated_formulas(causal: bool) -> None:
+    """Where every v and g is positive the bound of dq and dv is their value."""
+    (q, k, v), grad_y = make_inputs(2, 5, 9, 3, torch.float64)
+    inputs, grad_y = [q, k, v.abs()], grad_y.abs()
+    _, grad_q, _, grad_v = run(contract(causal).reference, inputs, grad_y)
+    of_q, of_k, of_v = reference.softplus_attention_gradient_bounds(grad_y, *inputs, causal=causal)
+    torch.testing.assert_close(grad_q, of_q)
+    torch.testing.assert_close(grad_v, of_v)
+    # v W + X from v W - X: the sign of v turns both terms of dk the same way, a zero v leaves X.
+    only_x = run(contract(causal).reference, [q, k, v.abs()], grad_y)[2]
+    weights_part = torch.sigmoid(k) / reference.softplus(k) * v.abs() * grad_v
+    torch.testing.assert_close(of_k, 2 * weights_part - only_x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("S", "T", "causal"), [(700, 700, True), (300, 700, True), (700, 700, False), (700, 300, False)]
+)
+def test_both_roads_give_the_same_bits(S: int, T: int, causal: bool, dtype: torch.dtype) -> None:
+    """Few channels are split over chunks of positions; the same channels among many are not."""
+    inputs, grad_y = make_inputs(20, S, T, 33, dtype)
+    whole = run(contract(causal).function, inputs, grad_y)
+    for b in range(20):
+        alone = run(contract(causal).function, [x[b : b + 1] for x in inputs], grad_y[b : b + 1])
+        assert same_bits(alone, [x[b : b + 1] for x in whole])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_same_bits_again(causal: bool) -> None:
+    inputs, grad_y = make_inputs(3, 300, 700, 70)
+    first = run(contract(causal).function, inputs, grad_y)
+    for _ in range(3):
+        assert same_bits(run(contract(causal).function, inputs, grad_y), first)
+
+
+@pytest.mark.isolated
+def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
+    for shape in ((1, 300, 700, 70), (17, 300, 300, 33)):
+        for causal in (True, False):
+            inputs, grad_y = make_inputs(*shape)
+            results = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                results.append(run(contract(causal).function, inputs, grad_y))
+                assert same_bits(results[0], results[-1])
+                assert_memory_is_planned(*inputs, causal=causal)
+
+
+@pytest.mark.parametrize(
+    "level", [pytest.param(level, marks=pytest.mark.isolated(MEMCHECK_CPU=level)) for level in _C.cpu_levels()]
+)
+def test_every_cpu_level(level: str) -> None:
+    assert _C.cpu_level() == level
+    for causal in (True, False):
+        for dtype in DTYPES:
+            for shape in ((2, 63, 129, 35), (1, 257, 300, 33)):
+                assert_contract(contract(causal), *make_inputs(*shape, dtype))
+    assert_softplus_is_accurate()
+    assert_step_is_right(torch.float32, prompt=300)
+
+
+# ---- strides
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides(layout: str, dtype: torch.dtype, causal: bool) -> None:
+    (q, k, v), grad_y = make_inputs(2, 70, 300, 40, dtype)
+    for *inputs, grad in laid_out([q, k, v, grad_y], layout):
+        before = [x.clone() for x in (*inputs, grad)]
+        results = assert_contract(contract(causal), inputs, grad)
+        assert_strides(results, inputs)
+        assert same_bits(before, [*inputs, grad])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
+    """No input is made contiguous, and AccumulateGrad takes every gradient over as it is."""
+    inputs, _ = make_inputs(2, 70, 300, 40)
+    for strided in laid_out(inputs, layout):
+        assert_memory_is_planned(*strided, causal=causal)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_of_the_gradient_cost_no_byte(layout: str) -> None:
+    inputs, grad_y = make_inputs(2, 70, 300, 40)
+    leaves = [x.requires_grad_() for x in inputs]
+    y = softplus_attention(*leaves)
+    gradient = LAYOUTS[layout](grad_y)
+    with track() as memory:
+        y.backward(gradient)
+    gradients = sum(leaf.grad.nbytes for leaf in leaves)
+    assert memory.peak_bytes == gradients + plan_of(*leaves[:2], causal=True)["backward_scratch"]
+    assert memory.current_bytes == gradients
+
+
+# ---- autograd
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [(2, 70, 300, 40), (1, 20, 600, 5)])
+def test_gradients_that_are_asked_for(shape: tuple[int, ...], causal: bool) -> None:
+    inputs, grad_y = make_inputs(*shape)
+    _, *all_gradients = run(contract(causal).function, inputs, grad_y)
+    for mask in subsets(3):
+        expected = [x if wanted else None for x, wanted in zip(all_gradients, mask, strict=True)]
+        assert same_bits(run_subset(contract(causal).function, inputs, mask, grad_y), expected)
+
+
+@pytest.mark.parametrize("mask", subsets(3))
+def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...]) -> None:
+    inputs, _ = make_inputs(2, 70, 300, 40)
+    q, k, v = leaves = [x.requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
+    *kept, carries = saved_for_backward(lambda: softplus_attention(*leaves))
+    # grad_v is softplus(k) W: v itself is not in it.
+    expected = [q, k, v] if mask[0] or mask[1] else [q, k]
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
+    assert carries.nbytes == plan_of(q, k, causal=True)["carries"]
+
+
+def test_nothing_is_kept_when_no_gradient_will_be_wanted() -> None:
+    inputs, _ = make_inputs(2, 70, 300, 40)
+    assert saved_for_backward(lambda: softplus_attention(*inputs)) == []
+    for x in inputs:
+        x.requires_grad_()
+    with torch.no_grad():
+        assert saved_for_backward(lambda: softplus_attention(*inputs)) == []
+        assert not softplus_attention(*inputs).requires_grad
+
+
+def test_an_undefined_gradient_stays_undefined() -> None:
+    inputs, _ = make_inputs(2, 5, 7, 3)
+    leaves = [x.requires_grad_() for x in inputs]
+    NoGradient.apply(softplus_attention(*leaves)).sum().backward()
+    assert [leaf.grad for leaf in leaves] == [None] * 3
+
+
+def test_backward_twice_adds_up() -> None:
+    inputs, grad_y = make_inputs(2, 70, 300, 40)
+    leaves = [x.requires_grad_() for x in inputs]
+    y = softplus_attention(*leaves)
+    y.backward(grad_y, retain_graph=True)
+    once = [leaf.grad.clone() for leaf in leaves]
+    y.backward(grad_y)
+    assert same_bits([leaf.grad for leaf in leaves], [2 * x for x in once])
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(grad_y)
+
+
+def test_one_tensor_in_every_role() -> None:
+    """q, k and v are views of the same memory: its gradient is the sum of the three."""
+    x = torch.randn(2, 9, 9, dtype=torch.float64)
+    grad_y = torch.randn_like(x)
+    _, grad_q, grad_k, grad_v = run(softplus_attention, [x, x.mT, x], grad_y)
+    (grad_x,) = run(lambda x: softplus_attention(x, x.mT, x), [x], grad_y)[1:]
+    torch.testing.assert_close(grad_x, grad_q + grad_k.mT + grad_v)
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_saved_input_changed_in_place_is_an_error(changed: int) -> None:
+    inputs, _ = make_inputs(2, 5, 7, 3)
+    held = [x.requires_grad_() * 1 for x in inputs]
+    y = softplus_attention(*held)
+    with torch.no_grad():
+        held[changed].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_double_backward_raises() -> None:
+    inputs, grad_y = make_inputs(2, 5, 7, 3)
+    leaves = [x.requires_grad_() for x in inputs]
+    gradients = torch.autograd.grad(softplus_attention(*leaves), leaves, grad_y, create_graph=True)
+    for gradient in gradients:
+        with pytest.raises(NotImplementedError, match="softplus_attention: double backward is not implemented"):
+            torch.autograd.grad(gradient.sum(), leaves, retain_graph=True)
+    grad_y.requires_grad_()
+    (grad_v,) = torch.autograd.grad(softplus_attention(*leaves), leaves[2:], grad_y, create_graph=True)
+    with pytest.raises(NotImplementedError, match="softplus_attention: double backward is not implemented"):
+        torch.autograd.grad(grad_v.sum(), grad_y)
+
+
+# ---- torch's own checks
+
+
+def opcheck_inputs(requires_grad: bool) -> list[list[Tensor]]:
+    dense, _ = make_inputs(2, 5, 7, 3)
+    long, _ = make_inputs(1, 257, 300, 3)
+    strided = [LAYOUTS["transposed"](x) for x in dense]
+    return [[x.detach().requires_grad_(requires_grad) for x in inputs] for inputs in (dense, long, strided)]
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_opcheck_forward(causal: bool, requires_grad: bool) -> None:
+    for inputs in opcheck_inputs(requires_grad):
+        torch.library.opcheck(forward_op, inputs, {"causal": causal})
+        if not requires_grad:
+            torch.library.opcheck(forward_op, inputs, {"causal": causal, "keep_carries": True})
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_opcheck_backward(causal: bool, requires_grad: bool) -> None:
+    utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    # Tracing differentiates the backward, which raises by contract.
+    if not requires_grad:
+        utilities.append("test_aot_dispatch_dynamic")
+    for q, k, v in opcheck_inputs(requires_grad):
+        _, carries = forward_op(q.detach(), k.detach(), v.detach(), causal=causal, keep_carries=True)
+        for mask in ([True, True, True], [False, True, False], [True, False, True]):
+            options = {"causal": causal, "eps": 1e-6, "output_mask": mask}
+            arguments = (torch.randn_like(q), q, k, v, carries)
+            torch.library.opcheck(backward_op, arguments, options, test_utils=utilities)
+
+
+def test_opcheck_step() -> None:
+    (q, k, v), _ = make_inputs(2, 1, 5, 3)
+    torch.library.opcheck(step_op, (q, k, v, torch.rand(2, 3), torch.rand(2, 3)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_compile(dynamic: bool, causal: bool) -> None:
+    """Traced without a break; with dynamic=True one graph serves every length."""
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    eager = contract(causal).function
+    compiled = torch.compile(eager, fullgraph=True, dynamic=dynamic, backend=backend)
+    shapes = [(2, 5, 7, 3), (3, 30, 300, 4), (2, 9, 600, 5)]
+    for shape in shapes:
+        inputs, grad_y = make_inputs(*shape)
+        assert same_bits(run(compiled, inputs, grad_y), run(eager, inputs, grad_y))
+    assert backend.frame_count == (1 if dynamic else len(shapes))
+
+
+@pytest.mark.slow
+def test_compile_with_inductor() -> None:
+    torch._dynamo.reset()
+
+    def gated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return softplus_attention(q.sin(), k * 2, v).cos()
+
+    inputs, grad_y = make_inputs(2, 30, 300, 5)
+    compiled = torch.compile(gated, fullgraph=True, dynamic=True)
+    for ours, theirs in zip(run(compiled, inputs, grad_y), run(gated, inputs, grad_y), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_autocast() -> None:
+    """Runs in the autocast dtype, as torch's own attention; leaves get gradients of their own dtype."""
+    inputs, grad_y = make_inputs(2, 70, 300, 40)
+    leaves = [x.requires_grad_() for x in inputs]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = softplus_attention(*leaves)
+    assert y.dtype == torch.bfloat16
+    y.backward(grad_y.bfloat16())
+    in_bfloat16 = run(softplus_attention, [x.detach().bfloat16() for x in leaves], grad_y.bfloat16())
+    assert same_bits(
+        [y.detach(), *(leaf.grad for leaf in leaves)], [in_bfloat16[0], *(x.float() for x in in_bfloat16[1:])]
+    )
+
+
+def test_autocast_of_a_step_leaves_the_state() -> None:
+    (q, k, v), _ = make_inputs(2, 1, 5, 3)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = softplus_attention_step(q, k, v)
+        y, state = softplus_attention_step(q, k, v, state)
+    assert [x.dtype for x in (y, *state)] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_meta(layout: str, dtype: torch.dtype) -> None:
+    """Shapes, dtypes and strides without memory."""
+    (q, k, v), grad_y = make_inputs(2, 30, 300, 5, dtype)
+    inputs = [LAYOUTS[layout](x) for x in (q, k, v)]
+    real = run(softplus_attention, inputs, grad_y)
+    meta = run(softplus_attention, [x.to("meta") for x in inputs], grad_y.to("meta"))
+    for x, shadow in zip(real, meta, strict=True):
+        assert (shadow.device.type, shadow.dtype) == ("meta", x.dtype)
+        assert (shadow.shape, shadow.stride()) == (x.shape, x.stride())
+
+
+# ---- decoding
+
+
+def assert_step_is_right(dtype: torch.dtype, prompt: int, eps: float = 1e-6) -> None:
+    """After a prompt, token by token: every y is the last row of a forward over all keys so far."""
+    T = prompt + 4
+    (q, k, v), _ = make_inputs(3, T, T, 35, dtype)
+    truth = reference.softplus_attention(*doubles([q, k, v]), eps=eps)
+    bound = reference.softplus_attention_bound(*doubles([q, k, v]), eps=eps)
+    state, done = None, 0
+    for now in range(max(prompt, 1), T + 1):
+        new = slice(done, now)
+        y, state = softplus_attention_step(q[:, now - 1 : now], k[..., new], v[..., new], state, eps=eps)
+        done = now
+        assert_within(y, truth[:, now - 1 : now], Bound(bound[:, now - 1 : now], terms=now), "y")
+    weights = reference.softplus(k.double())
+    for name, x, weighted in (("Z", state[0], weights), ("A", state[1], weights * v.double())):
+        assert x.dtype == torch.promote_types(dtype, torch.float32)
+        # The state is not rounded to the dtype of q.
+        assert_within(x, weighted.sum(2), Bound(weighted.abs().sum(2), terms=T), name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("prompt", [0, 1, 63, 300, 513])
+def test_step(prompt: int, dtype: torch.dtype) -> None:
+    assert_step_is_right(dtype, prompt)
+
+
+def test_step_with_an_eps_that_matters() -> None:
+    assert_step_is_right(torch.float32, prompt=5, eps=0.5)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "every second column", "every second row", "at an offset"])
+def test_step_takes_any_strides(layout: str) -> None:
+    (q, k, v), _ = make_inputs(3, 1, 5, 35)
+    state = (torch.rand(3, 35), torch.randn(3, 35))
+    expected = softplus_attention_step(q, k, v, state)
+    change = LAYOUTS[layout]
+    y, new_state = softplus_attention_step(change(q), change(k), change(v), (change(state[0]), change(state[1])))
+    assert same_bits([y, *new_state], [expected[0], *expected[1]])
+    assert all(x.is_contiguous() for x in (y, *new_state))
+
+
+def test_step_leaves_the_old_state_alone() -> None:
+    (q, k, v), _ = make_inputs(3, 1, 5, 35)
+    _, state = softplus_attention_step(q, k, v)
+    before = [x.clone() for x in state]
+    softplus_attention_step(q, k, v, state)
+    assert same_bits(state, before)
+
+
+@pytest.mark.parametrize(("B", "R", "T"), [(0, 3, 5), (2, 0, 5), (2, 3, 0)])
+def test_step_of_nothing(B: int, R: int, T: int) -> None:
+    """No new keys: the query reads the state as it is."""
+    (q, k, v), _ = make_inputs(B, 1, T, R)
+    state = (torch.rand(B, R) + 1, torch.randn(B, R))
+    y, (z, a) = softplus_attention_step(q, k, v, state)
+    assert (y.shape, z.shape, a.shape) == ((B, 1, R), (B, R), (B, R))
+    if T == 0:
+        assert same_bits([z, a], state)
+
+
+@pytest.mark.parametrize("wanted", range(5))
+def test_step_has_no_gradient_and_says_so(wanted: int) -> None:
+    (q, k, v), _ = make_inputs(2, 1, 5, 3)
+    tensors = [q, k, v, torch.rand(2, 3), torch.rand(2, 3)]
+    tensors[wanted].requires_grad_()
+    q, k, v, *state = tensors
+    with pytest.raises(NotImplementedError, match="softplus_attention_step: has no gradient"):
+        softplus_attention_step(q, k, v, (state[0], state[1]))
+    with torch.no_grad():
+        softplus_attention_step(q, k, v, (state[0], state[1]))
+
+
+# ---- extremes
+
+
+def assert_softplus_is_accurate() -> None:
+    """One key of a power of two, whose value is 1: y is softplus(q) itself."""
+    q = torch.linspace(-87, 88, 350_001)[None, :, None]
+    key = torch.full((1, 1, 1), 8192.0)
+    y = softplus_attention(q, key, torch.ones_like(key), causal=False)
+    truth = reference.softplus(q.double())
+    assert ((y.double() - truth).abs() / truth).max() <= 4 * 2.0**-24
+
+
+def test_softplus_is_accurate() -> None:
+    assert_softplus_is_accurate()
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("key", [-math.inf, -1e4, -100.0, 100.0, 1e4])
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_extreme_keys(key: float, everywhere: bool, causal: bool) -> None:
+    (q, k, v), grad_y = make_inputs(2, 40, 70, 35)
+    if everywhere:
+        k.fill_(key)
+    else:
+        k[:, ::2, ::3] = key
+    assert_contract(contract(causal), [q, k, v], grad_y)
+
+
+@pytest.mark.parametrize("query", [-1e4, -100.0, 100.0, 1e4])
+def test_extreme_queries(query: float) -> None:
+    (q, k, v), grad_y = make_inputs(2, 40, 70, 35)
+    q[:, ::3, ::2] = query
+    assert_contract(contract(), [q, k, v], grad_y)
+
+
+def test_infinite_queries() -> None:
+    (q, k, v), _ = make_inputs(2, 40, 70, 35)
+    plain = softplus_attention(q, k, v)
+    q[:, 3] = math.inf
+    q[:, 5] = -math.inf
+    y = softplus_attention(q, k, v)
+    assert torch.equal(y[:, 3], torch.full_like(y[:, 3], math.inf) * plain[:, 3].sign())
+    assert torch.equal(y[:, 5], torch.zeros_like(y[:, 5]))
+    plain[:, [3, 5]] = y[:, [3, 5]]
+    assert torch.equal(y, plain)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("poisoned", [1, 2])
+def test_nan_stays_in_its_channel_and_the_future(poisoned: int, causal: bool) -> None:
+    S, T = 300, 700
+    inputs, grad_y = make_inputs(2, S, T, 35)
+    clean = run(contract(causal).function, inputs, grad_y)
+    inputs[poisoned][1, 20, 500] = math.nan
+    y, *gradients = run(contract(causal).function, inputs, grad_y)
+    spoilt = torch.zeros_like(y, dtype=torch.bool)
+    spoilt[1, 500 - (T - S) if causal else 0 :, 20] = True
+    assert torch.equal(y.isnan(), spoilt)
+    assert torch.equal(y[~spoilt], clean[0][~spoilt])
+    for gradient, other in zip(gradients, clean[1:], strict=True):
+        channel = gradient.isnan().any(1) if gradient.shape == y.shape else gradient.isnan().any(2)  # (B,R)
+        assert channel.nonzero().tolist() in ([], [[1, 20]])
+        assert torch.equal(gradient[0], other[0])
+
+
+def test_nan_in_a_query_stays_in_its_position() -> None:
+    (q, k, v), _ = make_inputs(2, 40, 70, 35)
+    q[1, 7, 20] = math.nan
+    assert softplus_attention(q, k, v).isnan().nonzero().tolist() == [[1, 7, 20]]
+
+
+@pytest.mark.parametrize("R", [1, 520])
+def test_a_long_sequence_keeps_its_accuracy(R: int) -> None:
+    assert_contract(contract(), *make_inputs(1, 20_000 if R == 1 else 5_000, 20_000, R))
+
+
+# ---- memory
+
+
+def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
+    """To the byte: inputs, output, the carries, the gradients, and the plan's scratch."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    plan = plan_of(q, k, causal)
+    for dense in (False, True):
+        record = measure_memory(softplus_attention, *leaves, causal=causal, dense_grad=dense)
+        held = record.input_bytes + record.output_bytes
+        assert record.saved_bytes == plan["carries"]
+        assert record.forward_peak_bytes == held + plan["carries"] + plan["forward_sums"]
+        assert record.gradient_bytes == q.nbytes + k.nbytes + v.nbytes
+        grad_y_bytes = record.output_bytes if dense else q.itemsize
+        working = plan["carries"] + grad_y_bytes + record.gradient_bytes + plan["backward_scratch"]
+        assert record.backward_peak_bytes == held + working
+    record = measure_memory(softplus_attention, *leaves, causal=causal, backward=False)
+    assert record.forward_peak_bytes == record.input_bytes + record.output_bytes + plan["forward_scratch"]
+    assert record.saved_bytes == 0
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("B", "length", "R"), [(8, 512, 512), (1, 512, 4096), (2, 4096, 512), (1, 4096, 256)])
+def test_memory_to_the_byte_and_within_the_targets(
+    B: int, length: int, R: int, dtype: torch.dtype, causal: bool
+) -> None:
+    (q, k, v), _ = make_inputs(B, length, length, R, dtype)
+    assert_memory_is_planned(q, k, v, causal=causal)
+    carries = (2 if dtype == torch.float32 else 4) / 256
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for dense, backward in ((False, 7), (True, 8)):
+        record = measure_memory(softplus_attention, *leaves, causal=causal, dense_grad=dense)
+        for measured, units in (
+            (record.forward_peak_bytes, 4 + carries),
+            (record.saved_bytes, carries),
+            (record.backward_peak_bytes, backward + carries),
+        ):
+            assert measured <= 1.02 * units * q.nbytes + 2**20
+
+
+# ---- what is refused
+
+RAISES = {
+    "q of rank 2": ({"q": torch.ones(5, 3)}, ValueError, r"q must be \(B,S,R\), of 3 dimensions, got \[5, 3\]"),
+    "k of rank 4": (
+        {"k": torch.ones(2, 3, 7, 1)},
+        ValueError,
+        r"k must be \(B,R,T\), of 3 dimensions, got \[2, 3, 7, 1\]",
+    ),
+    "v of rank 1": ({"v": torch.ones(7)}, ValueError, r"v must be \(B,R,T\), of 3 dimensions, got \[7\]"),
+    "another R": (
+        {"k": torch.ones(2, 4, 7)},
+        ValueError,
+        r"k must be \(B,R,T\) = \[2, 3, 7\] to match q, got \[2, 4, 7\]",
+    ),
+    "another B": (
+        {"k": torch.ones(1, 3, 7)},
+        ValueError,
+        r"k must be \(B,R,T\) = \[2, 3, 7\] to match q, got \[1, 3, 7\]",
+    ),
+    "another T": (
+        {"v": torch.ones(2, 3, 6)},
+        ValueError,
+        r"v must be \(B,R,T\) = \[2, 3, 7\] to match k, got \[2, 3, 6\]",
+    ),
+    "float64 k": ({"k": torch.ones(2, 3, 7).double()}, TypeError, "k must be float32 to match q, got float64"),
+    "bfloat16 v": ({"v": torch.ones(2, 3, 7).bfloat16()}, TypeError, "v must be float32 to match q, got bfloat16"),
+    "integers": ({"q": torch.ones(2, 5, 3).int()}, TypeError, "q must be float64, .* or bfloat16, got int32"),
+    "booleans": ({"q": torch.ones(2, 5, 3).bool()}, TypeError, "q must be float64, .* or bfloat16, got bool"),
+    "complex": ({"q": torch.ones(2, 5, 3).cfloat()}, TypeError, "q must be float64, .* or bfloat16, got complex64"),
+    "8 bits": (
+        {"q": torch.ones(2, 5, 3).to(torch.float8_e4m3fn)},
+        TypeError,
+        "q must be float64, .* or bfloat16, got float8_e4m3fn",
+    ),
+    "k elsewhere": ({"k": torch.ones(2, 3, 7, device="meta")}, ValueError, "k must be on cpu as q is, got meta"),
+    "v elsewhere": ({"v": torch.ones(2, 3, 7, device="meta")}, ValueError, "v must be on cpu as q is, got meta"),
+    "q elsewhere": ({"q": torch.ones(2, 5, 3, device="meta")}, ValueError, "k must be on meta as q is, got cpu"),
+    "more queries than keys": (
+        {"q": torch.ones(2, 8, 3)},
+        ValueError,
+        "causal needs no more queries than keys, S <= T, got S = 8 and T = 7",
+    ),
+    "eps of 0": ({"eps": 0.0}, ValueError, "eps must be a positive number, got 0"),
+    "negative eps": ({"eps": -1e-6}, ValueError, "eps must be a positive number, got -1e-06"),
+    "eps that is none": ({"eps": math.nan}, ValueError, "eps must be a positive number, got nan"),
+    "infinite eps": ({"eps": math.inf}, ValueError, "eps must be a positive number, got inf"),
+    "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
+    "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
+    # These three never reach the operator: the words are the dispatcher's.
+    "a list": ({"q": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'q'"),
+    "a word for eps": ({"eps": "small"}, RuntimeError, "Expected a value of type 'float' for argument 'eps'"),
+    "sparse": ({"q": torch.ones(2, 5, 3).to_sparse()}, NotImplementedError, "'SparseCPU' backend"),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("wrong", RAISES)
+def test_wrong_input(wrong: str, requires_grad: bool) -> None:
+    changed, kind, message = RAISES[wrong]
+    (q, k, v), _ = make_inputs(2, 5, 7, 3)
+    if requires_grad and "v" not in changed:
+        v.requires_grad_()
+    arguments = {"q": q, "k": k, "v": v, **changed}
+    with pytest.raises(kind, match=f"softplus_attention.*{message}"):
+        softplus_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+STEP_RAISES = {
+    "two positions": ({"q": torch.ones(2, 2, 3)}, ValueError, r"q must be one position, \(B,1,R\), got \[2, 2, 3\]"),
+    "state of another shape": (
+        {"z": torch.ones(2, 4)},
+        ValueError,
+        r"z must be \(B,R\) = \[2, 3\] to match q, got \[2, 4\]",
+    ),
+    "state of another rank": (
+        {"a": torch.ones(2, 1, 3)},
+        ValueError,
+        r"a must be \(B,R\) = \[2, 3\] to match q, got \[2, 1, 3\]",
+    ),
+    "state of another dtype": (
+        {"z": torch.ones(2, 3).double()},
+        TypeError,
+        "z must be float32 to match the accumulation type of q, got float64",
+    ),
+    "state elsewhere": ({"a": torch.ones(2, 3, device="meta")}, ValueError, "a must be on cpu as q is, got meta"),
+    "no state": ({"z": None}, TypeError, "z must be a tensor, got None"),
+    "another T": ({"v": torch.ones(2, 3, 6)}, ValueError, "v must be .* to match k"),
+    "eps of 0": ({"eps": 0.0}, ValueError, "eps must be a positive number, got 0"),
+}
+
+
+@pytest.mark.parametrize("wrong", STEP_RAISES)
+def test_wrong_step(wrong: str) -> None:
+    changed, kind, message = STEP_RAISES[wrong]
+    (q, k, v), _ = make_inputs(2, 1, 7, 3)
+    arguments = {"q": q, "k": k, "v": v, "z": torch.ones(2, 3), "a": torch.ones(2, 3), "eps": 1e-6, **changed}
+    q, k, v, z, a = (arguments[name] for name in "qkvza")
+    with pytest.raises(kind, match=f"softplus_attention_step: {message}"):
+        softplus_attention_step(q, k, v, (z, a), eps=arguments["eps"])
+
+
+BACKWARD_RAISES = {
+    "too many carries": (
+        {"carries": torch.ones(2, 2, 1, 3)},
+        ValueError,
+        r"carries must be \(2,B,C,R\) = \[2, 2, 0, 3\] to match q and k, got \[2, 2, 1, 3\]",
+    ),
+    "carries of another dtype": (
+        {"carries": torch.ones(2, 2, 0, 3).double()},
+        TypeError,
+        "carries must be float32 to match the accumulation type of q, got float64",
+    ),
+    "carries elsewhere": (
+        {"carries": torch.ones(2, 2, 0, 3, device="meta")},
+        ValueError,
+        "carries must be on cpu as q is, got meta",
+    ),
+    "no carries": ({"carries": None}, TypeError, "carries must be a tensor, got None"),
+    "another shape of grad_y": (
+        {"grad_y": torch.ones(2, 4, 3)},
+        ValueError,
+        r"grad_y must be \(B,S,R\) = \[2, 5, 3\] to match q, got \[2, 4, 3\]",
+    ),
+    "rank of grad_y": ({"grad_y": torch.ones(())}, ValueError, r"grad_y must be \(B,S,R\), of 3 dimensions, got \[\]"),
+    "dtype of grad_y": (
+        {"grad_y": torch.ones(2, 5, 3).half()},
+        TypeError,
+        "grad_y must be float32 to match q, got float16",
+    ),
+    "grad_y elsewhere": (
+        {"grad_y": torch.ones(2, 5, 3, device="meta")},
+        ValueError,
+        "grad_y must be on cpu as q is, got meta",
+    ),
+    "no grad_y": ({"grad_y": None}, TypeError, "grad_y must be a tensor, got None"),
+    "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
+    "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
+    "more queries than keys": (
+        {"q": torch.ones(2, 8, 3), "grad_y": torch.ones(2, 8, 3)},
+        ValueError,
+        "causal needs no more queries than keys, S <= T, got S = 8 and T = 7",
+    ),
+    "eps of 0": ({"eps": 0.0}, ValueError, "eps must be a positive number, got 0"),
+}
+
+
+@pytest.mark.parametrize("wrong", BACKWARD_RAISES)
+def test_wrong_backward(wrong: str) -> None:
+    changed, kind, message = BACKWARD_RAISES[wrong]
+    (q, k, v), grad_y = make_inputs(2, 5, 7, 3)
+    arguments = {"grad_y": grad_y, "q": q, "k": k, "v": v, "carries": torch.ones(2, 2, 0, 3), "eps": 1e-6, **changed}
+    tensors = [arguments.pop(name) for name in ("grad_y", "q", "k", "v", "carries")]
+    with pytest.raises(kind, match=f"softplus_attention_backward: {message}"):
+        backward_op(*tensors, causal=True, output_mask=[True] * 3, **arguments)
+
+
+def test_an_infinity_of_queries_that_see_nothing() -> None:
+    """Not causal, no keys at all: A = Z = 0, so y = 0."""
+    (q, k, v), grad_y = make_inputs(2, 5, 0, 3)
+    y, grad_q, *_ = run(contract(causal=False).function, [q, k, v], grad_y)
+    assert same_bits([y, grad_q], [torch.zeros(2, 5, 3)] * 2)
