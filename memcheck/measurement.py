@@ -77,6 +77,11 @@ def measure_time(
     return {**_summary("forward_ms", forward_ms), **_summary("backward_ms", backward_ms), "passes": len(results)}
 
 
+def machine_facts(device: torch.device | str) -> dict[str, Any]:
+    """The fields of a record that say where it was measured."""
+    return _machine(resolve_device(device, ())).facts()
+
+
 class _Subject:
     """What is measured: a call, the tensors that it is given and that it owns, and the machine it runs on."""
 

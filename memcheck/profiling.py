@@ -9,7 +9,7 @@ import torch
 from memcheck.backends import BackendWitness, fused_refusals
 from memcheck.catalog import CONTENDERS, Case
 from memcheck.errors import UsageError
-from memcheck.measurement import measure_memory, measure_time
+from memcheck.measurement import machine_facts, measure_memory, measure_time
 from memcheck.records import Record
 
 # The time pass stops here unless the number of passes was asked for.
@@ -52,6 +52,7 @@ def profile_case(
         record.status, record.reason = "unsupported", str(error)
     except Exception as error:
         record.status, record.reason = "error", f"{type(error).__name__}: {error}"
+    record.compiled = False
     for field, value in dataclasses.asdict(case).items():
         if field != "device":
             setattr(record, field, value)
@@ -59,9 +60,7 @@ def profile_case(
 
 
 def unmeasured(case: Case) -> Record:
-    return Record(
-        device=case.device.split(":")[0], torch_version=str(torch.__version__), threads=torch.get_num_threads()
-    )
+    return Record(**machine_facts(case.device))
 
 
 def run_memory(case: Case, limit_bytes: int | None) -> Record:

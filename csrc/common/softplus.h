@@ -18,8 +18,8 @@ struct SoftplusSigmoid {
   acc_t sigmoid;
 };
 
-// exp(-|x|). exp(r) on |r| <= ln(2)/2 is a minimax polynomial, 3.2e-9 off; 2^n is applied in two halves, so that
-// results below 2^-126 are rounded once, to the right subnormal number.
+// exp(-|x|). exp(r) on |r| <= ln(2)/2 is a minimax polynomial, 3.2e-9 off; 2^n is applied as 2^(n + 64) 2^-64,
+// so that results below 2^-126 are rounded once, to the right subnormal number.
 MEMCHECK_INLINE float exp_minus_abs(float x) {
   constexpr float kLog2e = 1.44269504088896341f;
   constexpr float kLn2High = 0.693145751953125f;  // 16 bits: n * kLn2High is exact
@@ -31,23 +31,16 @@ MEMCHECK_INLINE float exp_minus_abs(float x) {
   const float shifted = clamped * kLog2e + kRound;
   const float n = shifted - kRound;
   const float r = (clamped - n * kLn2High) - n * kLn2Low;
-  float p = 0.001381568843498826f;
-  p = p * r + 0.00836850330233574f;
-  p = p * r + 0.041668348014354706f;
-  p = p * r + 0.1666652262210846f;
-  p = p * r + 0.4999999403953552f;
-  p = p * r * r + r + 1.0f;
-  int32_t bits;
+  const float r2 = r * r;
+  const float high = 0.041668348014354706f + r * 0.00836850330233574f + r2 * 0.001381568843498826f;
+  const float low = 0.4999999403953552f + r * 0.1666652262210846f;
+  const float p = 1.0f + (r + r2 * (low + r2 * high));
+  uint32_t bits;
   std::memcpy(&bits, &shifted, sizeof(bits));
-  const int32_t exponent = bits - 0x4B400000;  // the bits of kRound
-  const int32_t half = exponent >> 1;
-  const int32_t first_bits = (half + 127) << 23;
-  const int32_t second_bits = (exponent - half + 127) << 23;
-  float first;
-  float second;
-  std::memcpy(&first, &first_bits, sizeof(first));
-  std::memcpy(&second, &second_bits, sizeof(second));
-  return p * first * second;
+  bits = (bits + 127 + 64) << 23;  // the exponent of 2^(n + 64); what kRound had in the upper bits is shifted out
+  float power;
+  std::memcpy(&power, &bits, sizeof(power));
+  return p * power * 0x1p-64f;
 }
 
 MEMCHECK_INLINE double exp_minus_abs(double x) {
@@ -56,17 +49,14 @@ MEMCHECK_INLINE double exp_minus_abs(double x) {
 
 // log(1 + e) for 0 <= e <= 1: e times a minimax polynomial, 4.7e-9 off.
 MEMCHECK_INLINE float log1p_of_unit(float e) {
-  float p = -0.0032440260984003544f;
-  p = p * e + 0.01985146850347519f;
-  p = p * e - 0.056959547102451324f;
-  p = p * e + 0.10603656619787216f;
-  p = p * e - 0.15305593609809875f;
-  p = p * e + 0.1967594027519226f;
-  p = p * e - 0.24954134225845337f;
-  p = p * e + 0.3332996368408203f;
-  p = p * e - 0.4999990165233612f;
-  p = p * e + 1.0f;
-  return p * e;
+  const float e2 = e * e;
+  const float e4 = e2 * e2;
+  const float p12 = -0.4999990165233612f + 0.3332996368408203f * e;
+  const float p34 = -0.24954134225845337f + 0.1967594027519226f * e;
+  const float p56 = -0.15305593609809875f + 0.10603656619787216f * e;
+  const float p78 = -0.056959547102451324f + 0.01985146850347519f * e;
+  const float high = (p56 + e2 * p78) - e4 * 0.0032440260984003544f;
+  return e + e2 * ((p12 + e2 * p34) + e4 * high);
 }
 
 MEMCHECK_INLINE double log1p_of_unit(double e) {

@@ -18,78 +18,85 @@ constexpr int kTile = kTileRows * kTileLanes;
 template <typename scalar_t>
 using acc_type = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
 
-// to[j][i] = from[i][j] for a square of kTileRows == kTileLanes.
-template <typename acc_t>
-MEMCHECK_INLINE void transpose_tile(const acc_t* from, acc_t* to) {
-  static_assert(kTileRows == kTileLanes);
-  constexpr int kSide = 8;
-  for (int i = 0; i < kTileRows; i += kSide)
-    for (int j = 0; j < kTileRows; j += kSide)
-      for (int a = 0; a < kSide; ++a)
-        for (int b = 0; b < kSide; ++b) to[(j + b) * kTileLanes + i + a] = from[(i + a) * kTileLanes + j + b];
+// Deals kWays packs of elements into one, a card of each in turn. That turns the bits of an element's index by
+// log2(kWays), and compilers make vector shuffles of it.
+template <int kWays, typename acc_t>
+MEMCHECK_INLINE void deal(const acc_t* __restrict from, acc_t* __restrict to) {
+  constexpr int kPack = kTile / kWays;
+  for (int64_t i = 0; i < kPack; ++i)
+    for (int64_t way = 0; way < kWays; ++way) to[kWays * i + way] = from[kPack * way + i];
 }
 
-// tile[row][lane] = from[row * row_stride + lane * lane_stride]; lanes beyond `lanes` are 0, rows beyond `rows` stay as
-// they are.
+// to[j][i] = from[i][j]: the index of an element has 5 bits for its row and 5 for its lane, and is turned by 5.
+template <typename acc_t>
+MEMCHECK_INLINE void transpose_tile(const acc_t* from, acc_t* to) {
+  static_assert(kTileRows == 32 && kTileLanes == 32);
+  alignas(64) acc_t half[kTile];
+  deal<8>(from, half);
+  deal<4>(half, to);
+}
+
+// Asks for the cache lines of `count` elements that will be loaded or stored soon: tiles walk many rows at once, a few
+// lines of each, which is too many streams for the hardware to foresee. Any address may be asked for.
+template <bool writes, typename scalar_t>
+MEMCHECK_INLINE void prefetch_line(const scalar_t* line, int64_t count) {
+  const char* first = reinterpret_cast<const char*>(line);
+  const int64_t bytes = count * static_cast<int64_t>(sizeof(scalar_t));
+  for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(first + byte, writes, 2);
+}
+
+// tile[row][lane] = from[row * row_stride + lane * lane_stride]; lanes beyond `lanes` are 0, rows beyond `rows` are
+// undefined. `ahead` is how many elements further the next tile begins.
 template <typename scalar_t, typename acc_t>
-MEMCHECK_INLINE void load_tile(const scalar_t* from, int64_t row_stride, int64_t lane_stride, int rows, int lanes,
-                               acc_t* tile) {
+MEMCHECK_INLINE void load_tile(const scalar_t* from, int64_t row_stride, int64_t lane_stride, int64_t ahead,
+                               int64_t rows, int64_t lanes, acc_t* tile) {
   if (row_stride == 1 && lane_stride != 1) {
     alignas(64) acc_t lines[kTile];
-    for (int lane = 0; lane < lanes; ++lane)
-      for (int row = 0; row < rows; ++row)
-        lines[lane * kTileRows + row] = static_cast<acc_t>(from[lane * lane_stride + row]);
-    for (int lane = lanes; lane < kTileLanes; ++lane)
-      for (int row = 0; row < kTileRows; ++row) lines[lane * kTileRows + row] = acc_t(0);
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      const scalar_t* line = from + lane * lane_stride;
+      prefetch_line<false>(line + ahead, kTileRows);
+      for (int64_t row = 0; row < rows; ++row) lines[lane * kTileRows + row] = static_cast<acc_t>(line[row]);
+    }
+    for (int64_t lane = lanes; lane < kTileLanes; ++lane)
+      for (int64_t row = 0; row < kTileRows; ++row) lines[lane * kTileRows + row] = acc_t(0);
     transpose_tile(lines, tile);
     return;
   }
-  for (int row = 0; row < rows; ++row) {
+  for (int64_t row = 0; row < rows; ++row) {
     const scalar_t* line = from + row * row_stride;
+    acc_t* to = tile + row * kTileLanes;
     if (lane_stride == 1) {
-      for (int lane = 0; lane < lanes; ++lane) tile[row * kTileLanes + lane] = static_cast<acc_t>(line[lane]);
+      prefetch_line<false>(line + ahead, lanes);
+      for (int64_t lane = 0; lane < lanes; ++lane) to[lane] = static_cast<acc_t>(line[lane]);
     } else {
-      for (int lane = 0; lane < lanes; ++lane)
-        tile[row * kTileLanes + lane] = static_cast<acc_t>(line[lane * lane_stride]);
+      for (int64_t lane = 0; lane < lanes; ++lane) to[lane] = static_cast<acc_t>(line[lane * lane_stride]);
     }
-    for (int lane = lanes; lane < kTileLanes; ++lane) tile[row * kTileLanes + lane] = acc_t(0);
-  }
-}
-
-// Asks for the cache lines of a tile that will be loaded or stored soon. Tiles walk many rows at once, a few lines of
-// each: too many streams for the hardware to foresee.
-template <typename scalar_t>
-MEMCHECK_INLINE void prefetch_tile(const scalar_t* from, int64_t row_stride, int64_t lane_stride, int64_t rows,
-                                   int64_t lanes) {
-  const bool along_rows = row_stride == 1 && lane_stride != 1;
-  const int64_t lines = along_rows ? lanes : rows;
-  const int64_t stride = along_rows ? lane_stride : row_stride;
-  const int64_t bytes = (along_rows ? rows : lanes) * static_cast<int64_t>(sizeof(scalar_t));
-  for (int64_t line = 0; line < lines; ++line) {
-    const char* first = reinterpret_cast<const char*>(from + line * stride);
-    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(first + byte, 0, 2);
+    for (int64_t lane = lanes; lane < kTileLanes; ++lane) to[lane] = acc_t(0);
   }
 }
 
 // to[row * row_stride + lane * lane_stride] = tile[row][lane], rounded to the dtype.
 template <typename scalar_t, typename acc_t>
-MEMCHECK_INLINE void store_tile(scalar_t* to, int64_t row_stride, int64_t lane_stride, int rows, int lanes,
-                                const acc_t* tile) {
+MEMCHECK_INLINE void store_tile(scalar_t* to, int64_t row_stride, int64_t lane_stride, int64_t ahead, int64_t rows,
+                                int64_t lanes, const acc_t* tile) {
   if (row_stride == 1 && lane_stride != 1) {
     alignas(64) acc_t lines[kTile];
     transpose_tile(tile, lines);
-    for (int lane = 0; lane < lanes; ++lane)
-      for (int row = 0; row < rows; ++row)
-        to[lane * lane_stride + row] = static_cast<scalar_t>(lines[lane * kTileRows + row]);
+    for (int64_t lane = 0; lane < lanes; ++lane) {
+      scalar_t* line = to + lane * lane_stride;
+      prefetch_line<true>(line + ahead, kTileRows);
+      for (int64_t row = 0; row < rows; ++row) line[row] = static_cast<scalar_t>(lines[lane * kTileRows + row]);
+    }
     return;
   }
-  for (int row = 0; row < rows; ++row) {
+  for (int64_t row = 0; row < rows; ++row) {
     scalar_t* line = to + row * row_stride;
+    const acc_t* from = tile + row * kTileLanes;
     if (lane_stride == 1) {
-      for (int lane = 0; lane < lanes; ++lane) line[lane] = static_cast<scalar_t>(tile[row * kTileLanes + lane]);
+      prefetch_line<true>(line + ahead, lanes);
+      for (int64_t lane = 0; lane < lanes; ++lane) line[lane] = static_cast<scalar_t>(from[lane]);
     } else {
-      for (int lane = 0; lane < lanes; ++lane)
-        line[lane * lane_stride] = static_cast<scalar_t>(tile[row * kTileLanes + lane]);
+      for (int64_t lane = 0; lane < lanes; ++lane) line[lane * lane_stride] = static_cast<scalar_t>(from[lane]);
     }
   }
 }

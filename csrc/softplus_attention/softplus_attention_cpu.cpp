@@ -109,17 +109,14 @@ MEMCHECK_INLINE void key_chunk(const SoftplusAttentionForward& p, const Task& ta
   const int64_t end = chunk_end(chunk, p.shape.T);
   for (int64_t t = chunk * kCarrySpacing; t < end; t += kTileRows) {
     const int rows = rows_from(t, end);
-    const int64_t ahead = t + kTileRows;
-    const bool pf = ahead < p.shape.T;
-    if (pf) prefetch_tile(p.k.at<scalar_t>(task.b, task.r, ahead), p.k.stride[2], p.k.stride[1], rows, task.lanes);
-    load_tile(p.k.at<scalar_t>(task.b, task.r, t), p.k.stride[2], p.k.stride[1], rows, task.lanes, k);
-    if (pf) prefetch_tile(p.v.at<scalar_t>(task.b, task.r, ahead), p.v.stride[2], p.v.stride[1], rows, task.lanes);
-    load_tile(p.v.at<scalar_t>(task.b, task.r, t), p.v.stride[2], p.v.stride[1], rows, task.lanes, v);
+    load_tile(p.k.at<scalar_t>(task.b, task.r, t), p.k.stride[2], p.k.stride[1], kTileRows * p.k.stride[2], rows,
+              task.lanes, k);
+    load_tile(p.v.at<scalar_t>(task.b, task.r, t), p.v.stride[2], p.v.stride[1], kTileRows * p.v.stride[2], rows,
+              task.lanes, v);
     for (int64_t i = 0; i < rows * kTileLanes; ++i) {
       k[i] = softplus(k[i]);
       v[i] *= k[i];
     }
-    if (pf) prefetch_tile(p.q.at<scalar_t>(task.b, ahead, task.r), p.q.stride[1], p.q.stride[2], rows, task.lanes);
     for (int64_t row = 0; row < rows; ++row) {
       for (int64_t lane = 0; lane < kTileLanes; ++lane) {
         z_local[lane] += k[row * kTileLanes + lane];
@@ -128,15 +125,16 @@ MEMCHECK_INLINE void key_chunk(const SoftplusAttentionForward& p, const Task& ta
         v[row * kTileLanes + lane] = a[lane] + a_local[lane];
       }
     }
-    if (pf) prefetch_tile(p.y.at<scalar_t>(task.b, ahead, task.r), p.y.stride[1], p.y.stride[2], rows, task.lanes);
     const int64_t s = t - (p.shape.T - p.shape.S);  // the query whose last key is row 0
     const int first = s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
     if (!write_y || first == rows) continue;
-    load_tile(p.q.at<scalar_t>(task.b, s + first, task.r), p.q.stride[1], p.q.stride[2], rows - first, task.lanes, q);
+    load_tile(p.q.at<scalar_t>(task.b, s + first, task.r), p.q.stride[1], p.q.stride[2], kTileRows * p.q.stride[1],
+              rows - first, task.lanes, q);
     const acc_t eps = static_cast<acc_t>(p.eps);
     for (int i = 0; i < (rows - first) * kTileLanes; ++i)
       q[i] = softplus(q[i]) * v[first * kTileLanes + i] / (k[first * kTileLanes + i] + eps);
-    store_tile(p.y.at<scalar_t>(task.b, s + first, task.r), p.y.stride[1], p.y.stride[2], rows - first, task.lanes, q);
+    store_tile(p.y.at<scalar_t>(task.b, s + first, task.r), p.y.stride[1], p.y.stride[2], kTileRows * p.y.stride[1],
+               rows - first, task.lanes, q);
   }
   for (int lane = 0; lane < kTileLanes; ++lane) {
     z[lane] += z_local[lane];
@@ -153,11 +151,13 @@ MEMCHECK_INLINE void query_chunk(const SoftplusAttentionForward& p, const Task& 
   const int64_t end = chunk_end(task.chunk, p.shape.S);
   for (int64_t s = task.chunk * kCarrySpacing; s < end; s += kTileRows) {
     const int rows = rows_from(s, end);
-    load_tile(p.q.at<scalar_t>(task.b, s, task.r), p.q.stride[1], p.q.stride[2], rows, task.lanes, q);
+    load_tile(p.q.at<scalar_t>(task.b, s, task.r), p.q.stride[1], p.q.stride[2], kTileRows * p.q.stride[1], rows,
+              task.lanes, q);
     for (int row = 0; row < rows; ++row)
       for (int lane = 0; lane < kTileLanes; ++lane)
         q[row * kTileLanes + lane] = softplus(q[row * kTileLanes + lane]) * mean[lane];
-    store_tile(p.y.at<scalar_t>(task.b, s, task.r), p.y.stride[1], p.y.stride[2], rows, task.lanes, q);
+    store_tile(p.y.at<scalar_t>(task.b, s, task.r), p.y.stride[1], p.y.stride[2], kTileRows * p.y.stride[1], rows,
+               task.lanes, q);
   }
 }
 
@@ -257,11 +257,13 @@ struct ChunkScratch {
 
 // softplus(k), sigmoid(k) and v of one tile.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-MEMCHECK_INLINE void load_key_tile(const SoftplusAttentionBackward& p, const Task& task, int64_t t, int rows,
-                                   acc_t* softplus_k, acc_t* sigmoid_k, acc_t* v) {
-  load_tile(p.k.at<scalar_t>(task.b, task.r, t), p.k.stride[2], p.k.stride[1], rows, task.lanes, softplus_k);
+MEMCHECK_INLINE void load_key_tile(const SoftplusAttentionBackward& p, const Task& task, int64_t t, int64_t ahead,
+                                   int rows, acc_t* softplus_k, acc_t* sigmoid_k, acc_t* v) {
+  load_tile(p.k.at<scalar_t>(task.b, task.r, t), p.k.stride[2], p.k.stride[1], ahead * p.k.stride[2], rows, task.lanes,
+            softplus_k);
   if (p.v) {
-    load_tile(p.v.at<scalar_t>(task.b, task.r, t), p.v.stride[2], p.v.stride[1], rows, task.lanes, v);
+    load_tile(p.v.at<scalar_t>(task.b, task.r, t), p.v.stride[2], p.v.stride[1], ahead * p.v.stride[2], rows,
+              task.lanes, v);
   } else {
     for (int i = 0; i < rows * kTileLanes; ++i) v[i] = acc_t(0);
   }
@@ -274,12 +276,14 @@ MEMCHECK_INLINE void load_key_tile(const SoftplusAttentionBackward& p, const Tas
 
 // y = softplus(q) m, m = A / (Z + eps): w and w m replace Z and A, and grad_q = g m sigmoid(q).
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-MEMCHECK_INLINE void query_tile(const SoftplusAttentionBackward& p, const Task& task, int64_t s, int rows,
-                                bool write_grad_q, acc_t* z_to_w, acc_t* a_to_wm) {
+MEMCHECK_INLINE void query_tile(const SoftplusAttentionBackward& p, const Task& task, int64_t s, int64_t ahead,
+                                int rows, bool write_grad_q, acc_t* z_to_w, acc_t* a_to_wm) {
   alignas(64) acc_t q[kTile];
   alignas(64) acc_t g[kTile];
-  load_tile(p.q.at<scalar_t>(task.b, s, task.r), p.q.stride[1], p.q.stride[2], rows, task.lanes, q);
-  load_tile(p.grad_y.at<scalar_t>(task.b, s, task.r), p.grad_y.stride[1], p.grad_y.stride[2], rows, task.lanes, g);
+  load_tile(p.q.at<scalar_t>(task.b, s, task.r), p.q.stride[1], p.q.stride[2], ahead * p.q.stride[1], rows, task.lanes,
+            q);
+  load_tile(p.grad_y.at<scalar_t>(task.b, s, task.r), p.grad_y.stride[1], p.grad_y.stride[2],
+            ahead * p.grad_y.stride[1], rows, task.lanes, g);
   const acc_t eps = static_cast<acc_t>(p.eps);
   for (int i = 0; i < rows * kTileLanes; ++i) {
     const auto both = softplus_and_sigmoid(q[i]);
@@ -291,7 +295,8 @@ MEMCHECK_INLINE void query_tile(const SoftplusAttentionBackward& p, const Task& 
     a_to_wm[i] = w * m;
   }
   if (write_grad_q && p.grad_q)
-    store_tile(p.grad_q.at<scalar_t>(task.b, s, task.r), p.grad_q.stride[1], p.grad_q.stride[2], rows, task.lanes, q);
+    store_tile(p.grad_q.at<scalar_t>(task.b, s, task.r), p.grad_q.stride[1], p.grad_q.stride[2],
+               ahead * p.grad_q.stride[1], rows, task.lanes, q);
 }
 
 // A += softplus(k) v and Z += softplus(k), so with W and X the sums of w and w m over the queries that see a key:
@@ -304,14 +309,14 @@ MEMCHECK_INLINE void key_gradients(const acc_t* softplus_k, const acc_t* sigmoid
 }
 
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-MEMCHECK_INLINE void store_key_gradients(const SoftplusAttentionBackward& p, const Task& task, int64_t t, int rows,
-                                         const acc_t* grad_v, const acc_t* grad_k) {
+MEMCHECK_INLINE void store_key_gradients(const SoftplusAttentionBackward& p, const Task& task, int64_t t, int64_t ahead,
+                                         int rows, const acc_t* grad_v, const acc_t* grad_k) {
   if (p.grad_v)
-    store_tile(p.grad_v.at<scalar_t>(task.b, task.r, t), p.grad_v.stride[2], p.grad_v.stride[1], rows, task.lanes,
-               grad_v);
+    store_tile(p.grad_v.at<scalar_t>(task.b, task.r, t), p.grad_v.stride[2], p.grad_v.stride[1],
+               ahead * p.grad_v.stride[2], rows, task.lanes, grad_v);
   if (p.grad_k)
-    store_tile(p.grad_k.at<scalar_t>(task.b, task.r, t), p.grad_k.stride[2], p.grad_k.stride[1], rows, task.lanes,
-               grad_k);
+    store_tile(p.grad_k.at<scalar_t>(task.b, task.r, t), p.grad_k.stride[2], p.grad_k.stride[1],
+               ahead * p.grad_k.stride[2], rows, task.lanes, grad_k);
 }
 
 // One chunk, causal: along the sums for w and grad_q, then back for grad_k and grad_v. w_sum and wm_sum come in as the
@@ -330,12 +335,16 @@ MEMCHECK_INLINE void backward_chunk(const SoftplusAttentionBackward& p, const Ta
   }
   const int64_t start = chunk * kCarrySpacing;
   const int64_t end = chunk_end(chunk, p.shape.T);
+  // Chunks come last first, so what follows a chunk's last tile is the first of the chunk before.
+  const auto tile_after = [&](int64_t t) { return t + kTileRows < end ? kTileRows : start - kCarrySpacing - t; };
   for (int64_t t = start; t < end; t += kTileRows) {
     const int rows = rows_from(t, end);
+    const int64_t ahead = tile_after(t);
     const int64_t tile = (t - start) * kTileLanes;
     acc_t* w = scratch.w + tile;
     acc_t* wm = scratch.wm + tile;
-    load_key_tile<scalar_t>(p, task, t, rows, scratch.softplus_k + tile, scratch.sigmoid_k + tile, scratch.v + tile);
+    load_key_tile<scalar_t>(p, task, t, ahead, rows, scratch.softplus_k + tile, scratch.sigmoid_k + tile,
+                            scratch.v + tile);
     for (int row = 0; row < rows; ++row) {
       for (int lane = 0; lane < kTileLanes; ++lane) {
         const int i = row * kTileLanes + lane;
@@ -349,7 +358,7 @@ MEMCHECK_INLINE void backward_chunk(const SoftplusAttentionBackward& p, const Ta
     const int first = s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
     for (int i = 0; i < first * kTileLanes; ++i) w[i] = wm[i] = acc_t(0);
     if (first < rows)
-      query_tile<scalar_t>(p, task, s + first, rows - first, !sums_only, w + first * kTileLanes,
+      query_tile<scalar_t>(p, task, s + first, ahead, rows - first, !sums_only, w + first * kTileLanes,
                            wm + first * kTileLanes);
   }
   if (!sums_only && !p.grad_k && !p.grad_v) return;
@@ -366,7 +375,7 @@ MEMCHECK_INLINE void backward_chunk(const SoftplusAttentionBackward& p, const Ta
   }
   for (int64_t t = start; t < end && !sums_only; t += kTileRows) {
     const int64_t tile = (t - start) * kTileLanes;
-    store_key_gradients<scalar_t>(p, task, t, rows_from(t, end), scratch.w + tile, scratch.wm + tile);
+    store_key_gradients<scalar_t>(p, task, t, tile_after(t), rows_from(t, end), scratch.w + tile, scratch.wm + tile);
   }
   for (int lane = 0; lane < kTileLanes; ++lane) {
     w_sum[lane] += w_local[lane];
@@ -390,7 +399,7 @@ MEMCHECK_INLINE void backward_query_chunk(const SoftplusAttentionBackward& p, co
         wm[row * kTileLanes + lane] = a[lane];
       }
     }
-    query_tile<scalar_t>(p, task, s, rows, true, w, wm);
+    query_tile<scalar_t>(p, task, s, kTileRows, rows, true, w, wm);
     for (int row = 0; row < rows; ++row)
       for (int lane = 0; lane < kTileLanes; ++lane) w_local[lane] += w[row * kTileLanes + lane];
   }
@@ -412,11 +421,11 @@ MEMCHECK_INLINE void backward_key_chunk(const SoftplusAttentionBackward& p, cons
   const int64_t end = chunk_end(task.chunk, p.shape.T);
   for (int64_t t = task.chunk * kCarrySpacing; t < end; t += kTileRows) {
     const int rows = rows_from(t, end);
-    load_key_tile<scalar_t>(p, task, t, rows, softplus_k, sigmoid_k, v);
+    load_key_tile<scalar_t>(p, task, t, kTileRows, rows, softplus_k, sigmoid_k, v);
     for (int row = 0; row < rows; ++row)
       for (int lane = 0; lane < kTileLanes; ++lane)
         key_gradients(softplus_k, sigmoid_k, v, w_sum[lane], wm_sum[lane], row * kTileLanes + lane, grad_v, grad_k);
-    store_key_gradients<scalar_t>(p, task, t, rows, grad_v, grad_k);
+    store_key_gradients<scalar_t>(p, task, t, kTileRows, rows, grad_v, grad_k);
   }
 }
 
@@ -540,12 +549,12 @@ MEMCHECK_INLINE void step_tasks_body(const SoftplusAttentionStep& p, int64_t beg
     const Task task = task_of(shape, index, 1);
     alignas(64) acc_t z[kTileLanes];
     alignas(64) acc_t a[kTileLanes];
-    load_tile(p.z.at<acc_t>(task.b, 0, task.r), 0, p.z.stride[2], 1, task.lanes, z);
-    load_tile(p.a.at<acc_t>(task.b, 0, task.r), 0, p.a.stride[2], 1, task.lanes, a);
+    load_tile(p.z.at<acc_t>(task.b, 0, task.r), 0, p.z.stride[2], 0, 1, task.lanes, z);
+    load_tile(p.a.at<acc_t>(task.b, 0, task.r), 0, p.a.stride[2], 0, 1, task.lanes, a);
     for (int64_t chunk = 0; chunk < shape.key_chunks(); ++chunk) key_chunk<scalar_t>(forward, task, chunk, false, z, a);
     query_chunk<scalar_t>(forward, task, z, a);
-    store_tile(p.new_z.at<acc_t>(task.b, 0, task.r), 0, p.new_z.stride[2], 1, task.lanes, z);
-    store_tile(p.new_a.at<acc_t>(task.b, 0, task.r), 0, p.new_a.stride[2], 1, task.lanes, a);
+    store_tile(p.new_z.at<acc_t>(task.b, 0, task.r), 0, p.new_z.stride[2], 0, 1, task.lanes, z);
+    store_tile(p.new_a.at<acc_t>(task.b, 0, task.r), 0, p.new_a.stride[2], 0, 1, task.lanes, a);
   }
 }
 

@@ -75,7 +75,7 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
     for section, values in facts.items():
         yield section
         for name, value in values.items():
-            yield f"  {name.replace('_', ' ') if section != 'allocator' else name}: {spoken(value)}"
+            yield f"  {name if section in ('kernels', 'allocator') else name.replace('_', ' ')}: {spoken(value)}"
         if not values:
             yield "  none"
 

@@ -1,0 +1,68 @@
+"""Times contenders side by side in one run, and writes what came out beside the machine it came from."""
+
+from __future__ import annotations
+
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from memcheck.measurement import machine_facts
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def time_rounds(contenders: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Milliseconds of every contender in every round. Their order turns from round to round, so that none gains by it."""
+    names = list(contenders)
+    times: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(-warmup, rounds):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            start = time.perf_counter()
+            contenders[name]()
+            milliseconds = (time.perf_counter() - start) * 1e3
+            if number >= 0:
+                times[name].append(milliseconds)
+    return times
+
+
+def compare(times: Mapping[str, list[float]], ours: str, **facts: Any) -> list[dict[str, Any]]:
+    """A row per contender: the median, and the median over rounds of its time divided by ours in the same round."""
+    rows = []
+    for name, of_name in times.items():
+        ratios = [theirs / mine for theirs, mine in zip(of_name, times[ours], strict=True)]
+        rows.append({**facts, "contender": name, **figures("ms", of_name), **figures("ratio_to_ours", ratios)})
+    return rows
+
+
+def figures(name: str, values: list[float]) -> dict[str, Any]:
+    return {
+        name: statistics.median(values),
+        f"{name}_quartiles": statistics.quantiles(values, n=4, method="inclusive")[::2],
+        "rounds": len(values),
+    }
+
+
+def write_result(name: str, rows: Any, output: Path | None = None) -> Path:
+    """benchmarks/results/NAME.json, unless told otherwise."""
+    machine = {
+        **machine_facts("cpu"),
+        "platform": platform.platform(),
+        "python_version": platform.python_version(),
+        "command": " ".join(["python", *sys.argv]),
+    }
+    path = output or RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+    return path
+
+
+def print_rows(rows: list[dict[str, Any]], *columns: str) -> None:
+    print(" ".join(f"{column:>20}" for column in (*columns, "contender", "ms", "ratio_to_ours")))
+    for row in rows:
+        words = [str(row[column]) for column in (*columns, "contender")]
+        print(" ".join(f"{word:>20}" for word in [*words, f"{row['ms']:.2f}", f"{row['ratio_to_ours']:.2f}"]))

@@ -1,0 +1,52 @@
+"""The projections against what they stand in for: x @ w, and x @ w with its transpose made contiguous.
+
+    python benchmarks/projection.py [--rounds 31] [--output FILE]
+
+One run, two threads, fp32, B8 S2048, E = R = 512, forward + backward with a dense gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import compare, print_rows, time_rounds, write_result
+
+from memcheck.ops import projection
+from memcheck.reference import projection as reference
+
+
+def measure(name: str, B: int, S: int, E: int, R: int, rounds: int) -> list[dict[str, Any]]:
+    x = torch.randn(B, S, E, requires_grad=True)
+    w = torch.randn(E, R, requires_grad=True)
+    gradient = torch.randn_like(getattr(reference, name)(x, w))
+
+    def runner(module: Any) -> Any:
+        def run() -> None:
+            x.grad = w.grad = None
+            getattr(module, name)(x, w).backward(gradient)
+
+        return run
+
+    times = time_rounds({"memcheck": runner(projection), "eager": runner(reference)}, rounds)
+    return compare(times, "memcheck", operator=name, B=B, S=S, E=E, R=R, what="forward + backward")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("bsz", 8), ("seq-len", 2048), ("dim", 512), ("threads", 2), ("rounds", 31)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = []
+    for name in ("linear_r", "linear_l"):
+        rows += measure(name, args.bsz, args.seq_len, args.dim, args.dim, args.rounds)
+    print_rows(rows, "operator", "what")
+    print(write_result("projection", rows, args.output))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Softplus attention against the same maths in plain PyTorch, eager and compiled.
+
+    python benchmarks/softplus_attention.py [--rounds 31] [--output FILE]
+
+One run, two threads, B8 S2048 R256 unless told otherwise. Forward runs under no_grad; forward + backward begins with .grad None
+and a dense gradient. All sides allocate their results afresh, as torch does by default.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import compare, print_rows, time_rounds, write_result
+from torch import Tensor
+
+import memcheck
+from memcheck.reference.softplus_attention import softplus_attention as reference
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def leaves(B: int, S: int, R: int, dtype: torch.dtype) -> list[Tensor]:
+    return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((B, S, R), (B, R, S), (B, R, S))]
+
+
+def forward(attention: Attention, inputs: list[Tensor]) -> Callable[[], Any]:
+    def run() -> None:
+        with torch.no_grad():
+            attention(*inputs)
+
+    return run
+
+
+def forward_backward(attention: Attention, inputs: list[Tensor], gradient: Tensor) -> Callable[[], Any]:
+    def run() -> None:
+        for leaf in inputs:
+            leaf.grad = None
+        attention(*inputs).backward(gradient)
+
+    return run
+
+
+def measure(B: int, S: int, R: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
+    attentions = {"memcheck": memcheck.softplus_attention, "eager": reference, "compiled": torch.compile(reference)}
+    inputs = leaves(B, S, R, DTYPES[dtype])
+    gradient = torch.randn(B, S, R, dtype=DTYPES[dtype])
+    rows = []
+    for what, runs in (
+        ("forward", {name: forward(attention, inputs) for name, attention in attentions.items()}),
+        (
+            "forward + backward",
+            {name: forward_backward(attention, inputs, gradient) for name, attention in attentions.items()},
+        ),
+    ):
+        rows += compare(time_rounds(runs, rounds), "memcheck", B=B, S=S, R=R, dtype=dtype, what=what)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("bsz", 8), ("seq-len", 2048), ("core-dim", 256), ("threads", 2), ("rounds", 31)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    rows = []
+    for dtype in DTYPES:
+        rows += measure(args.bsz, args.seq_len, args.core_dim, dtype, args.rounds)
+    for row in rows:
+        row["ns_per_position"] = row["ms"] * 1e6 / (args.bsz * args.seq_len * args.core_dim)
+    print_rows(rows, "dtype", "what")
+    print(write_result("softplus_attention", rows, args.output))
+
+
+if __name__ == "__main__":
+    main()

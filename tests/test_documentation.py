@@ -1,0 +1,70 @@
+"""What the documentation shows runs, and is what the operators compute."""
+
+import doctest
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import memcheck
+from memcheck.reference.softplus_attention import softplus
+
+ROOT = Path(__file__).parent.parent
+README = ROOT / "README.md"
+
+
+def run_equivalent(function, names):
+    """Executes the docstring's lines on the names, and returns what they are bound to afterwards."""
+    examples = doctest.DocTestParser().get_examples(function.__doc__)
+    assert examples, f"{function.__name__} has no lines under 'Equivalent to:'"
+    for example in examples:
+        exec(example.source, names)
+    return names
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_softplus_attention_equals_its_docstring():
+    q, k, v = random(2, 5, 3), random(2, 3, 7), random(2, 3, 7)
+    names = run_equivalent(memcheck.softplus_attention, {"torch": torch, "q": q, "k": k, "v": v, "eps": 1e-6})
+    torch.testing.assert_close(memcheck.softplus_attention(q, k, v), names["y"])
+
+
+def test_softplus_attention_step_equals_its_docstring():
+    q, k, v = random(2, 1, 3), random(2, 3, 4), random(2, 3, 4)
+    state = (random(2, 3).abs(), random(2, 3))
+    given = {"q": q, "k": k, "v": v, "state": state, "eps": 1e-6, "softplus": softplus}
+    names = run_equivalent(memcheck.softplus_attention_step, given)
+    y, (z, a) = memcheck.softplus_attention_step(q, k, v, state)
+    torch.testing.assert_close((y, z, a), (names["y"], names["z"], names["a"]))
+
+
+@pytest.mark.parametrize("projection", [memcheck.linear_r, memcheck.linear_l])
+def test_projections_equal_their_docstrings(projection):
+    x, w = random(2, 5, 3), random(3, 4)
+    names = run_equivalent(projection, {"x": x, "w": w})
+    torch.testing.assert_close(projection(x, w), names["y"])
+
+
+def test_the_python_of_the_readme_runs():
+    (source,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    names = {"model": torch.nn.Linear(8, 4), "x": torch.randn(3, 8, requires_grad=True)}
+    exec(source, names)
+    assert names["record"].forward_peak_bytes == 4 * (8 * 4 + 4 + 3 * 8 + 3 * 4)
+
+
+def test_every_file_the_readme_names_is_there():
+    text = README.read_text()
+    named = set(re.findall(r"\]\(([^)#:]+)\)", text)) | set(re.findall(r"`((?:csrc|memcheck|tests|benchmarks)/[\w./]+)`", text))
+    missing = [path for path in sorted(named) if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_the_readme_names_every_contender_and_public_name():
+    from memcheck.catalog import CONTENDERS
+
+    text = README.read_text()
+    assert [name for name in [*CONTENDERS, *memcheck.__all__] if name not in text] == []
