@@ -74,27 +74,32 @@ def doubles(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def assert_contract(contract: Contract, inputs: Sequence[Tensor], grad_y: Tensor) -> list[Tensor]:
-    """Values and gradients are right; in 16-bit types as good as plain PyTorch. Returns what was computed."""
+    """Values and gradients keep to the tolerance rule. Returns what was computed."""
     results = run(contract.function, inputs, grad_y)
     truths = run(contract.reference, doubles(inputs), grad_y.double())
     bounds = contract.bounds(*doubles([grad_y, *inputs]))
-    names = result_names(len(inputs))
-    for name, result, truth, bound in zip(names, results, truths, bounds, strict=True):
+    for name, result, truth, bound in zip(result_names(inputs), results, truths, bounds, strict=True):
         assert result.dtype == inputs[0].dtype
         assert_within(result, truth, bound, name)
-    if inputs[0].dtype in HALF_DTYPES:
-        plain = run(contract.reference, inputs, grad_y)
-        for name, result, other, truth in zip(names, results, plain, truths, strict=True):
-            assert largest_error(result, truth) <= 2 * largest_error(other, truth), name
     return results
 
 
-def result_names(inputs: int) -> list[str]:
-    return ["y", *(f"gradient of input {i}" for i in range(inputs))]
+def assert_as_good_as_plain(contract: Contract, inputs: Sequence[Tensor], grad_y: Tensor) -> None:
+    """In 16-bit types: at most twice the largest error of plain PyTorch in that dtype."""
+    results = run(contract.function, inputs, grad_y)
+    plain = run(contract.reference, inputs, grad_y)
+    truths = run(contract.reference, doubles(inputs), grad_y.double())
+    for name, result, other, truth in zip(result_names(inputs), results, plain, truths, strict=True):
+        assert largest_error(result, truth) <= 2 * largest_error(other, truth), name
+
+
+def result_names(inputs: Sequence[Tensor]) -> list[str]:
+    return ["y", *(f"gradient of input {i}" for i in range(len(inputs)))]
 
 
 def largest_error(actual: Tensor, truth: Tensor) -> float:
-    return (actual.double() - truth).abs().max().item() if actual.numel() else 0.0
+    """NaN counts as infinitely wrong."""
+    return (actual.double() - truth).abs().nan_to_num(nan=math.inf).max().item() if actual.numel() else 0.0
 
 
 def same_bits(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
