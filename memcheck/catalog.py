@@ -208,7 +208,26 @@ def build_softplus(case: Case) -> Operator:
 
 
 def softplus_terms(case: Case) -> Terms | None:
-    return None
+    """Exact on the CPU in every dtype, from the plan of the kernels themselves."""
+    if case.device != "cpu" or case.core_dim is None:
+        return None
+    from memcheck._extension import _C
+
+    B, S, T, R = case.bsz, case.query_len, case.kv_len, case.core_dim
+    threads = torch.get_num_threads()
+    plan = _C.softplus_attention_plan(B=B, S=S, T=T, R=R, causal=case.causal, dtype=case.dtype, threads=threads)
+    item = DTYPES[case.dtype].itemsize
+    queries, keys = B * S * R * item, B * R * T * item
+    held = {"q": queries, "k": keys, "v": keys, "y": queries}
+    if case.mode != "train":
+        return {"forward_peak_bytes": {**held, "sums": plan["forward_scratch"]}}
+    kept = {"carries": plan["carries"]}
+    gradients = {"grad_y, expanded": item, "dq": queries, "dk": keys, "dv": keys}
+    return {
+        "forward_peak_bytes": {**held, **kept, "sums": plan["forward_sums"]},
+        "saved_bytes": kept,
+        "backward_peak_bytes": {**held, **kept, **gradients, "scratch": plan["backward_scratch"]},
+    }
 
 
 def softmax_contender(name: str, title: str, backend: SDPBackend, style: Style) -> Contender:

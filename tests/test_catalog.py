@@ -97,6 +97,15 @@ def test_refusal_is_in_torchs_words(operator: str) -> None:
         CONTENDERS[operator].build(case)(*CONTENDERS[operator].inputs(case))
 
 
+def assert_terms_are_exact(case: Case) -> None:
+    contender = CONTENDERS[case.operator]
+    record = measure_memory(contender.build(case), *contender.inputs(case), backward=case.mode == "train")
+    terms = contender.terms(case)
+    assert terms is not None
+    for field, parts in terms.items():
+        assert sum(parts.values()) == getattr(record, field), field
+
+
 @pytest.mark.parametrize("mode", ["train", "inference"])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(
@@ -113,12 +122,27 @@ def test_refusal_is_in_torchs_words(operator: str) -> None:
 )
 def test_naive_terms_are_exact(query_len: int, kv_len: int, dim: int, causal: bool, dtype: str, mode: str) -> None:
     case = case_of("naive", query_len=query_len, kv_len=kv_len, dim=dim, causal=causal, dtype=dtype, mode=mode)
-    contender = CONTENDERS["naive"]
-    record = measure_memory(contender.build(case), *contender.inputs(case), backward=mode == "train")
-    terms = contender.terms(case)
-    assert terms is not None
-    for field, parts in terms.items():
-        assert sum(parts.values()) == getattr(record, field), field
+    assert_terms_are_exact(case)
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("bsz", "query_len", "kv_len", "core_dim", "causal"),
+    [
+        (2, 9, 9, 12, True),
+        (2, 300, 700, 12, True),  # few channels: chunks are tasks of their own
+        (2, 300, 700, 12, False),
+        (17, 700, 700, 33, True),
+        (17, 700, 300, 33, False),
+        (1, 1, 1, 1, True),
+    ],
+)
+def test_softplus_terms_are_exact(
+    bsz: int, query_len: int, kv_len: int, core_dim: int, causal: bool, dtype: str, mode: str
+) -> None:
+    sizes = {"bsz": bsz, "query_len": query_len, "kv_len": kv_len, "core_dim": core_dim}
+    assert_terms_are_exact(case_of("softplus", **sizes, causal=causal, dtype=dtype, mode=mode))
 
 
 def test_every_contender_is_told_apart_in_greyscale() -> None:
