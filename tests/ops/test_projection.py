@@ -12,9 +12,9 @@ from ops.checks import (
     Contract,
     Function,
     NoGradient,
-    assert_as_good_as_plain,
     assert_contract,
     assert_strides,
+    gradients_moved_by_autograd,
     laid_out,
     run,
     run_subset,
@@ -25,7 +25,7 @@ from ops.checks import (
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from memcheck import linear_l, linear_r, measure_memory, track
+from memcheck import linear_l, linear_r, measure_memory
 from memcheck.reference import projection as reference
 
 FUNCTIONS = [linear_r, linear_l]
@@ -81,11 +81,8 @@ def make_inputs(
 @pytest.mark.parametrize("shape", [*SHAPES, *EMPTY_SHAPES], ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_values_and_gradients(function: Function, shape: tuple[int, int, int, int], dtype: torch.dtype) -> None:
-    inputs, grad_y = make_inputs(function, *shape, dtype)
     in_pieces = function is linear_l and shape[0] > 1
-    assert_contract(contract(function, in_pieces), inputs, grad_y)
-    if dtype in HALF_DTYPES:
-        assert_as_good_as_plain(contract(function), inputs, grad_y)
+    assert_contract(contract(function, in_pieces), *make_inputs(function, *shape, dtype), against_plain=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -200,6 +197,19 @@ def test_double_backward_raises(function: Function) -> None:
             torch.autograd.grad(gradient.sum(), leaves, retain_graph=True)
 
 
+@pytest.mark.parametrize("mask", subsets(2))
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_double_backward_through_the_gradient_of_y_raises(function: Function, mask: tuple[bool, bool]) -> None:
+    """Also where an input is frozen, so that backward was not given all of them."""
+    inputs, grad_y = make_inputs(function, 2, 5, 7, 3)
+    for x, wanted in zip(inputs, mask, strict=True):
+        x.requires_grad_(wanted)
+    leaves = [x for x in inputs if x.requires_grad]
+    gradients = torch.autograd.grad(function(*inputs), leaves, grad_y.requires_grad_(), create_graph=True)
+    with pytest.raises(NotImplementedError, match=f"{function.__name__}: double backward is not implemented"):
+        torch.autograd.grad(sum(gradient.sum() for gradient in gradients), grad_y)
+
+
 # ---- torch's own checks
 
 
@@ -226,11 +236,12 @@ def test_compile(function: Function, dynamic: bool) -> None:
     torch._dynamo.reset()
     backend = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
-    shapes = [(2, 5, 7, 3), (3, 30, 8, 4), (4, 9, 6, 5)]
+    shapes, frames = [(2, 5, 7, 3), (3, 30, 8, 4), (4, 9, 6, 5)], []
     for shape in shapes:
         inputs, grad_y = make_inputs(function, *shape)
         assert same_bits(run(compiled, inputs, grad_y), run(function, inputs, grad_y))
-    assert backend.frame_count == (1 if dynamic else len(shapes))
+        frames.append(backend.frame_count)
+    assert len(set(frames)) == (1 if dynamic else len(shapes))
 
 
 @pytest.mark.slow
@@ -275,15 +286,21 @@ def test_meta(function: Function, layout: str, dtype: torch.dtype) -> None:
 # ---- memory
 
 
-def piece_bytes(B: int, S: int, R: int, item: int) -> int:
-    """What an unreadable gradient is copied through: rows of a sixteenth of it, or of 1 MiB."""
-    rows = max(B * S * R * item // 16, MIB) // (R * item)
-    return min(max(rows, 1), S) * R * item
+def piece_rows(B: int, S: int, R: int, item: int) -> int:
+    """A gradient that GEMM cannot read is copied through rows of a sixteenth of it, or of 1 MiB."""
+    return min(max(max(B * S * R * item // 16, MIB) // (R * item), 1), S)
+
+
+def products_of(function: Function, B: int, S: int, rows: int | None) -> int:
+    """How many products grad_w is the sum of: one if all rows are those of a matrix, else one a piece or an entry."""
+    if rows is not None:
+        return B * -(-S // rows)
+    return 1 if function is linear_r else B
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dense", [True, False])
-@pytest.mark.parametrize("shape", [(1, 4096, 256, 512), (3, 2000, 128, 700), (2, 50, 64, 30)])
+@pytest.mark.parametrize("shape", [(1, 4096, 256, 512), (3, 2000, 128, 700), (2, 50, 64, 30)], ids=str)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_memory_to_the_byte(
     function: Function, shape: tuple[int, int, int, int], dense: bool, dtype: torch.dtype
@@ -294,28 +311,22 @@ def test_memory_to_the_byte(
     record = measure_memory(function, x.requires_grad_(), w.requires_grad_(), dense_grad=dense)
     held = record.input_bytes + record.output_bytes
     assert record.saved_bytes == 0
-    assert record.forward_peak_bytes == held
-    grad_y = record.output_bytes if dense else x.itemsize
-    piece = 0 if dense else piece_bytes(B, S, R, x.itemsize)
-    # One product is all there is where one piece is everything, or the rows of all entries are those of one matrix.
-    products = (
-        1 if dense and (function is linear_r or B == 1) else B * -(-S * R * x.itemsize // (piece or S * R * x.itemsize))
-    )
-    sums = E * R * (4 + 2) if dtype == torch.bfloat16 and products > 1 else 0
     assert record.gradient_bytes == x.nbytes + w.nbytes
-    assert record.backward_peak_bytes == held + grad_y + record.gradient_bytes + piece + sums
+    grad_y = record.output_bytes if dense else x.itemsize
+    rows = None if dense else piece_rows(B, S, R, x.itemsize)
+    piece = (rows or 0) * R * x.itemsize
+    sums = E * R * (4 + 2) if dtype == torch.bfloat16 and products_of(function, B, S, rows) > 1 else 0
+    # oneDNN takes scratch from torch's allocator for its 16-bit products, and we do not know how much.
+    library = 0 if dtype == torch.float32 else MIB
+    assert 0 <= record.forward_peak_bytes - held <= library
+    assert 0 <= record.backward_peak_bytes - (held + grad_y + record.gradient_bytes + piece + sums) <= library
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_gradients_are_taken_over_as_they_are(function: Function, layout: str) -> None:
-    """AccumulateGrad clones none."""
     inputs, grad_y = make_inputs(function, 3, 40, 35, 50)
-    leaves = [LAYOUTS[layout](x).detach().requires_grad_() for x in inputs]
-    y = function(*leaves)
-    with track() as memory:
-        y.backward(grad_y)
-    assert memory.peak_bytes == memory.current_bytes == sum(leaf.grad.nbytes for leaf in leaves)
+    assert gradients_moved_by_autograd(function, [LAYOUTS[layout](x) for x in inputs], grad_y) == []
 
 
 # ---- what is refused
@@ -350,7 +361,7 @@ def test_wrong_input(function: Function, wrong: str) -> None:
 
 BACKWARD_RAISES = {
     "rank of grad_y": ({"grad_y": torch.ones(5, 3)}, ValueError, "grad_y must be .*, of 3 dimensions, got"),
-    "R of grad_y": ({"grad_y": torch.ones(2, 4, 4)}, ValueError, "must be .* to match"),
+    "R of grad_y": ({"grad_y": torch.ones(2, 4, 4)}, ValueError, "x must be .* to match grad_y, got"),
     "B of grad_y": ({"grad_y": torch.ones(1, 5, 5)}, ValueError, "x must be .* to match grad_y, got"),
     "dtype of grad_y": (
         {"grad_y": torch.ones(2, 5, 5).double()},
