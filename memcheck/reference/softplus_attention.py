@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), right to the last digit: F.softplus turns into the identity above 20, which is 1e-10 off in float64."""
+    """log(1 + exp(x)), right to the last digit: F.softplus is the identity above 20, which is 1e-10 off in float64."""
     return x.clamp(min=0) + torch.log1p(torch.exp(-x.abs()))
 
 
@@ -26,5 +26,5 @@ def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, 
 
 
 def softplus_attention_bound(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6) -> Tensor:
-    """The same formula with |v|: rounding errors of y are in proportion to it. softplus is positive, so q and k stay."""
+    """The same formula with |v|: rounding errors of y are in proportion to it. All else in it is positive."""
     return softplus_attention(q, k, v.abs(), causal=causal, eps=eps)
