@@ -63,7 +63,7 @@ clean:  ## Removes what was built, not $(VENV)
 
 $(ENVIRONMENT):
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install $(PIP_FLAGS) 'setuptools>=77' ninja
+	$(PIP) install $(PIP_FLAGS) 'setuptools>=70.1' ninja
 	$(PIP) install $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	@touch $@
 

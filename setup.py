@@ -25,8 +25,8 @@ def require_tools() -> None:
         import torch  # noqa: F401
     except ImportError as error:
         missing = f"cannot import torch ({error})"
-    if missing is None and int(setuptools.__version__.split(".")[0]) < 77:
-        missing = f"has setuptools {setuptools.__version__}, older than 77"
+    if missing is None and int(setuptools.__version__.split(".")[0]) < 70:
+        missing = f"has setuptools {setuptools.__version__}, older than 70"
     if missing:
         sys.exit(
             "\nmemcheck is built without isolation, against the torch that will run it,\n"
@@ -34,7 +34,7 @@ def require_tools() -> None:
             "If you have torch, pip's isolation has hidden it:\n"
             "    pip install --no-build-isolation .\n"
             "If you do not, install what builds memcheck first:\n"
-            "    pip install torch 'setuptools>=77' ninja\n"
+            "    pip install torch 'setuptools>=70.1' ninja\n"
             "    pip install --no-build-isolation .\n"
         )
     compiler = os.environ.get("CXX", "c++").split()[0]

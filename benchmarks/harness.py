@@ -16,8 +16,11 @@ from memcheck.measurement import machine_facts
 RESULTS = Path(__file__).parent / "results"
 
 
-def time_rounds(contenders: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Milliseconds of every contender in every round. Their order turns from round to round, so that none gains by it."""
+Runs = Mapping[str, Callable[[], Any]]
+
+
+def time_rounds(contenders: Runs, rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+    """Milliseconds of every contender in every round; their order turns, so that none gains by it."""
     names = list(contenders)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-warmup, rounds):

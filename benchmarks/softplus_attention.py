@@ -2,8 +2,8 @@
 
     python benchmarks/softplus_attention.py [--rounds 31] [--output FILE]
 
-One run, two threads, B8 S2048 R256 unless told otherwise. Forward runs under no_grad; forward + backward begins with .grad None
-and a dense gradient. All sides allocate their results afresh, as torch does by default.
+One run, two threads, B8 S2048 R256 unless told otherwise. Forward runs under no_grad; forward + backward begins with
+.grad None and a dense gradient. All sides allocate their results afresh, as torch does by default.
 """
 
 from __future__ import annotations

@@ -58,7 +58,9 @@ def test_the_python_of_the_readme_runs():
 
 def test_every_file_the_readme_names_is_there():
     text = README.read_text()
-    named = set(re.findall(r"\]\(([^)#:]+)\)", text)) | set(re.findall(r"`((?:csrc|memcheck|tests|benchmarks)/[\w./]+)`", text))
+    named = set(re.findall(r"\]\(([^)#:]+)\)", text)) | set(
+        re.findall(r"`((?:csrc|memcheck|tests|benchmarks)/[\w./]+)`", text)
+    )
     missing = [path for path in sorted(named) if not (ROOT / path).exists()]
     assert not missing
 

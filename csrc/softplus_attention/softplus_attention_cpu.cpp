@@ -15,7 +15,7 @@
 namespace memcheck {
 namespace {
 
-constexpr int64_t kFewTasks = 16;
+constexpr int64_t kFewTasks = 8;
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -94,8 +94,6 @@ MEMCHECK_INLINE int64_t chunk_end(int64_t chunk, int64_t length) {
   const int64_t end = (chunk + 1) * kCarrySpacing;
   return end < length ? end : length;
 }
-
-// ---- forward
 
 // One chunk of keys: z and a grow by its sums. Where queries look at its positions (causal), y is written.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
@@ -242,8 +240,6 @@ void forward_not_causal(const SoftplusAttentionForward& p) {
   }
   run_forward<scalar_t>(p, ForwardPhase::QueryChunk, totals, shape.query_chunks());
 }
-
-// ---- backward
 
 // What one worker keeps of one chunk of keys between the pass along the sums and the pass back.
 template <typename acc_t>
@@ -537,8 +533,6 @@ void backward_not_causal(const SoftplusAttentionBackward& p, BackwardMemory<acc_
   }
   if (p.grad_k || p.grad_v) run_backward<scalar_t>(p, BackwardPhase::KeyChunk, memory, shape.key_chunks());
 }
-
-// ---- step
 
 template <typename scalar_t>
 MEMCHECK_INLINE void step_tasks_body(const SoftplusAttentionStep& p, int64_t begin, int64_t end) {

@@ -13,8 +13,8 @@ State = tuple[Tensor, Tensor]
 def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6) -> Tensor:
     """A running mean of the values, weighted by softplus(k), gated by softplus(q).
 
-    Every channel is a head of its own, as in AFT-simple (Zhai et al. 2021, arXiv:2105.14103) with softplus in place of
-    exp.
+    Every channel is a head of its own, as in AFT-simple (Zhai et al. 2021, arXiv:2105.14103), with softplus in place
+    of exp.
 
     Args:
         q: (B,S,R) queries, token-major.
@@ -27,8 +27,8 @@ def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, 
     float64, float32, float16, bfloat16. Sums are formed in float32 (float64 for float64).
 
     Returns:
-        y (B,S,R), contiguous. Nothing but q, k, v and 2/256 of the bytes of k in float32 is kept for backward. The
-        gradient of an input has its strides. There is no double backward: it raises.
+        y (B,S,R), contiguous. Kept for backward: q, k, v, and every 256 positions two sums a channel in the
+        accumulation type. A gradient has its input's strides. There is no double backward: it raises.
 
     Raises:
         ValueError: a shape, device, S > T when causal, or eps <= 0.
