@@ -39,15 +39,18 @@ struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
   }
 };
 
-// The gradients that a backward operator computed from these inputs. Those that were not wanted stay undefined.
+// The gradients that a backward operator computed from grad_y and these inputs, which may be undefined. So may
+// gradients be: those that were not wanted.
 template <typename... Inputs>
 torch::autograd::variable_list refuse_double_backward(const char* op, torch::autograd::variable_list gradients,
-                                                      const Inputs&... inputs) {
-  if (!wants_gradient({inputs...})) return gradients;
+                                                      const at::Tensor& grad_y, const Inputs&... inputs) {
+  if (!wants_gradient({grad_y, inputs...})) return gradients;
   torch::autograd::variable_list defined;
   for (const at::Tensor& x : gradients)
     if (x.defined()) defined.push_back(x);
-  const auto guarded = NoDoubleBackward::apply(std::string(op), defined, inputs...);
+  // A Function takes no undefined tensor.
+  const auto guarded =
+      NoDoubleBackward::apply(std::string(op), defined, grad_y, (inputs.defined() ? inputs : grad_y)...);
   size_t next = 0;
   for (at::Tensor& x : gradients)
     if (x.defined()) x = guarded[next++];

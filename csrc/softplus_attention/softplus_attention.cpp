@@ -88,6 +88,7 @@ Sizes check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Te
   check_rank(kBackward, "grad_y", grad_y, 3, "(B,S,R)");
   check_shape(kBackward, "grad_y", grad_y, "(B,S,R)", {n.B, n.S, n.R}, "q");
   check_like(kBackward, "grad_y", grad_y, q, "q");
+  check_tensor(kBackward, "carries", carries);
   check_shape(kBackward, "carries", carries, "(2,B,C,R)", {2, n.B, n.carries(), n.R}, "q and k");
   check_dtype(kBackward, "carries", carries, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
   check_device(kBackward, "carries", carries, q, "q");

@@ -9,8 +9,8 @@
 #include "softplus_attention/softplus_attention.h"
 
 // A task is one block of kTileLanes channels of one batch entry, over all its chunks in order or, where such tasks are
-// few, over one chunk. A chunk's sums start at zero and the carry is added where they are used, so both ways give the
-// same bits.
+// few, over one chunk. A chunk's sums start at zero and those before it are added where they are used, so both ways
+// give the same bits.
 
 namespace memcheck {
 namespace {
@@ -63,6 +63,14 @@ struct Sums {
     acc_t* to = at(plane, slot, task);
     for (int lane = 0; lane < task.lanes; ++lane) to[lane] = lanes[lane];
   }
+  MEMCHECK_INLINE void load_pair(int64_t slot, const Task& task, acc_t* first, acc_t* second) const {
+    load(0, slot, task, first);
+    load(1, slot, task, second);
+  }
+  MEMCHECK_INLINE void store_pair(int64_t slot, const Task& task, const acc_t* first, const acc_t* second) const {
+    store(0, slot, task, first);
+    store(1, slot, task, second);
+  }
 };
 
 template <typename scalar_t>
@@ -86,6 +94,35 @@ void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed) {
   });
 }
 
+// Sums over rows in three levels, each from zero: the rows of a tile, the tiles of a chunk, the chunks before. Rounding
+// errors of equal terms all have one sign, and so grow with the longest level instead of the sequence.
+template <typename acc_t>
+struct RunningSum {
+  alignas(64) acc_t before[kTileLanes] = {};
+  alignas(64) acc_t chunk[kTileLanes] = {};
+
+  // Each row of the tile becomes the sum over all rows up to it; reversed: from it on.
+  template <bool reversed>
+  MEMCHECK_INLINE void scan(acc_t* __restrict tile, int64_t rows) {
+    alignas(64) acc_t local[kTileLanes] = {};
+    for (int64_t step = 0; step < rows; ++step) {
+      acc_t* row = tile + (reversed ? rows - 1 - step : step) * kTileLanes;
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+        local[lane] += row[lane];
+        row[lane] = before[lane] + (chunk[lane] + local[lane]);
+      }
+    }
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) chunk[lane] += local[lane];
+  }
+
+  MEMCHECK_INLINE void end_chunk() {
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+      before[lane] += chunk[lane];
+      chunk[lane] = acc_t(0);
+    }
+  }
+};
+
 MEMCHECK_INLINE int rows_from(int64_t position, int64_t end) {
   return static_cast<int>(end - position < kTileRows ? end - position : kTileRows);
 }
@@ -98,9 +135,7 @@ MEMCHECK_INLINE int64_t chunk_end(int64_t chunk, int64_t length) {
 // One chunk of keys: z and a grow by its sums. Where queries look at its positions (causal), y is written.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 MEMCHECK_INLINE void key_chunk(const SoftplusAttentionForward& p, const Task& task, int64_t chunk, bool write_y,
-                               acc_t* z, acc_t* a) {
-  alignas(64) acc_t z_local[kTileLanes] = {};
-  alignas(64) acc_t a_local[kTileLanes] = {};
+                               RunningSum<acc_t>& z, RunningSum<acc_t>& a) {
   alignas(64) acc_t k[kTile];
   alignas(64) acc_t v[kTile];
   alignas(64) acc_t q[kTile];
@@ -115,14 +150,8 @@ MEMCHECK_INLINE void key_chunk(const SoftplusAttentionForward& p, const Task& ta
       k[i] = softplus(k[i]);
       v[i] *= k[i];
     }
-    for (int64_t row = 0; row < rows; ++row) {
-      for (int64_t lane = 0; lane < kTileLanes; ++lane) {
-        z_local[lane] += k[row * kTileLanes + lane];
-        a_local[lane] += v[row * kTileLanes + lane];
-        k[row * kTileLanes + lane] = z[lane] + z_local[lane];
-        v[row * kTileLanes + lane] = a[lane] + a_local[lane];
-      }
-    }
+    z.template scan<false>(k, rows);
+    a.template scan<false>(v, rows);
     const int64_t s = t - (p.shape.T - p.shape.S);  // the query whose last key is row 0
     const int first = s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
     if (!write_y || first == rows) continue;
@@ -134,10 +163,8 @@ MEMCHECK_INLINE void key_chunk(const SoftplusAttentionForward& p, const Task& ta
     store_tile(p.y.at<scalar_t>(task.b, s + first, task.r), p.y.stride[1], p.y.stride[2], kTileRows * p.y.stride[1],
                rows - first, task.lanes, q);
   }
-  for (int lane = 0; lane < kTileLanes; ++lane) {
-    z[lane] += z_local[lane];
-    a[lane] += a_local[lane];
-  }
+  z.end_chunk();
+  a.end_chunk();
 }
 
 // One chunk of queries that all see the same keys.
@@ -173,31 +200,23 @@ MEMCHECK_INLINE void forward_tasks_body(const SoftplusAttentionForward& p, Forwa
   using acc_t = acc_type<scalar_t>;
   for (int64_t index = begin; index < end; ++index) {
     const Task task = task_of(p.shape, index, chunks);
-    alignas(64) acc_t z[kTileLanes] = {};
-    alignas(64) acc_t a[kTileLanes] = {};
+    RunningSum<acc_t> z;
+    RunningSum<acc_t> a;
     if (phase == ForwardPhase::QueryChunk) {
-      sums.load(0, 0, task, z);
-      sums.load(1, 0, task, a);
-      query_chunk<scalar_t>(p, task, z, a);
+      sums.load_pair(0, task, z.before, a.before);
+      query_chunk<scalar_t>(p, task, z.before, a.before);
       continue;
     }
     const bool all = phase == ForwardPhase::AllChunks;
     const bool writes_y = p.shape.causal && phase != ForwardPhase::ChunkSums;
-    if (phase == ForwardPhase::CausalChunk && task.chunk > 0) {
-      sums.load(0, task.chunk - 1, task, z);
-      sums.load(1, task.chunk - 1, task, a);
-    }
+    if (phase == ForwardPhase::CausalChunk && task.chunk > 0) sums.load_pair(task.chunk - 1, task, z.before, a.before);
     const int64_t last = all ? p.shape.key_chunks() : task.chunk + 1;
     for (int64_t chunk = task.chunk; chunk < last; ++chunk) {
       key_chunk<scalar_t>(p, task, chunk, writes_y, z, a);
-      if (all && writes_y && sums.data != nullptr && chunk < sums.slots) {
-        sums.store(0, chunk, task, z);
-        sums.store(1, chunk, task, a);
-      }
+      if (all && writes_y && sums.data != nullptr && chunk < sums.slots)
+        sums.store_pair(chunk, task, z.before, a.before);
     }
-    if (writes_y) continue;
-    sums.store(0, task.chunk, task, z);
-    sums.store(1, task.chunk, task, a);
+    if (!writes_y) sums.store_pair(task.chunk, task, z.before, a.before);
   }
 }
 
@@ -298,10 +317,12 @@ MEMCHECK_INLINE void query_tile(const SoftplusAttentionBackward& p, const Task& 
 // A += softplus(k) v and Z += softplus(k), so with W and X the sums of w and w m over the queries that see a key:
 // grad_v = softplus(k) W and grad_k = sigmoid(k) (v W - X). They replace w and w m.
 template <typename acc_t>
-MEMCHECK_INLINE void key_gradients(const acc_t* softplus_k, const acc_t* sigmoid_k, const acc_t* v, acc_t w_sum,
-                                   acc_t wm_sum, int i, acc_t* grad_v, acc_t* grad_k) {
-  grad_v[i] = softplus_k[i] * w_sum;
-  grad_k[i] = sigmoid_k[i] * (v[i] * w_sum - wm_sum);
+MEMCHECK_INLINE void key_gradients(int64_t rows, const acc_t* softplus_k, const acc_t* sigmoid_k, const acc_t* v,
+                                   acc_t* __restrict w_to_grad_v, acc_t* __restrict wm_to_grad_k) {
+  for (int64_t i = 0; i < rows * kTileLanes; ++i) {
+    wm_to_grad_k[i] = sigmoid_k[i] * (v[i] * w_to_grad_v[i] - wm_to_grad_k[i]);
+    w_to_grad_v[i] = softplus_k[i] * w_to_grad_v[i];
+  }
 }
 
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
@@ -319,87 +340,73 @@ MEMCHECK_INLINE void store_key_gradients(const SoftplusAttentionBackward& p, con
 // sums over all later chunks, and grow by this one's.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 MEMCHECK_INLINE void backward_chunk(const SoftplusAttentionBackward& p, const Task& task, int64_t chunk, bool sums_only,
-                                    const Sums<acc_t>& carries, ChunkScratch<acc_t>& scratch, acc_t* w_sum,
-                                    acc_t* wm_sum) {
-  alignas(64) acc_t z[kTileLanes] = {};
-  alignas(64) acc_t a[kTileLanes] = {};
-  alignas(64) acc_t z_local[kTileLanes] = {};
-  alignas(64) acc_t a_local[kTileLanes] = {};
-  if (chunk > 0) {
-    carries.load(0, chunk - 1, task, z);
-    carries.load(1, chunk - 1, task, a);
-  }
+                                    const Sums<acc_t>& carries, ChunkScratch<acc_t>& scratch, RunningSum<acc_t>& w_sum,
+                                    RunningSum<acc_t>& wm_sum) {
+  RunningSum<acc_t> z;
+  RunningSum<acc_t> a;
+  if (chunk > 0) carries.load_pair(chunk - 1, task, z.before, a.before);
   const int64_t start = chunk * kCarrySpacing;
   const int64_t end = chunk_end(chunk, p.shape.T);
-  // Chunks come last first, so what follows a chunk's last tile is the first of the chunk before.
-  const auto tile_after = [&](int64_t t) { return t + kTileRows < end ? kTileRows : start - kCarrySpacing - t; };
   for (int64_t t = start; t < end; t += kTileRows) {
     const int rows = rows_from(t, end);
-    const int64_t ahead = tile_after(t);
+    // Chunks come last first, so what follows a chunk's last tile is the first of the chunk before.
+    const int64_t ahead = t + kTileRows < end ? kTileRows : start - kCarrySpacing - t;
     const int64_t tile = (t - start) * kTileLanes;
+    acc_t* softplus_k = scratch.softplus_k + tile;
+    acc_t* v = scratch.v + tile;
     acc_t* w = scratch.w + tile;
     acc_t* wm = scratch.wm + tile;
-    load_key_tile<scalar_t>(p, task, t, ahead, rows, scratch.softplus_k + tile, scratch.sigmoid_k + tile,
-                            scratch.v + tile);
-    for (int row = 0; row < rows; ++row) {
-      for (int lane = 0; lane < kTileLanes; ++lane) {
-        const int i = row * kTileLanes + lane;
-        z_local[lane] += scratch.softplus_k[tile + i];
-        a_local[lane] += scratch.softplus_k[tile + i] * scratch.v[tile + i];
-        w[i] = z[lane] + z_local[lane];
-        wm[i] = a[lane] + a_local[lane];
-      }
+    load_key_tile<scalar_t>(p, task, t, ahead, rows, softplus_k, scratch.sigmoid_k + tile, v);
+    for (int64_t i = 0; i < rows * kTileLanes; ++i) {
+      w[i] = softplus_k[i];
+      wm[i] = softplus_k[i] * v[i];
     }
+    z.template scan<false>(w, rows);
+    a.template scan<false>(wm, rows);
     const int64_t s = t - (p.shape.T - p.shape.S);
     const int first = s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
-    for (int i = 0; i < first * kTileLanes; ++i) w[i] = wm[i] = acc_t(0);
+    for (int64_t i = 0; i < first * kTileLanes; ++i) w[i] = wm[i] = acc_t(0);
     if (first < rows)
       query_tile<scalar_t>(p, task, s + first, ahead, rows - first, !sums_only, w + first * kTileLanes,
                            wm + first * kTileLanes);
   }
   if (!sums_only && !p.grad_k && !p.grad_v) return;
-  alignas(64) acc_t w_local[kTileLanes] = {};
-  alignas(64) acc_t wm_local[kTileLanes] = {};
-  for (int64_t row = end - start - 1; row >= 0; --row) {
-    for (int lane = 0; lane < kTileLanes; ++lane) {
-      const int i = static_cast<int>(row) * kTileLanes + lane;
-      w_local[lane] += scratch.w[i];
-      wm_local[lane] += scratch.wm[i];
-      key_gradients(scratch.softplus_k, scratch.sigmoid_k, scratch.v, w_sum[lane] + w_local[lane],
-                    wm_sum[lane] + wm_local[lane], i, scratch.w, scratch.wm);
-    }
-  }
-  for (int64_t t = start; t < end && !sums_only; t += kTileRows) {
+  for (int64_t t = start + (end - 1 - start) / kTileRows * kTileRows; t >= start; t -= kTileRows) {
+    const int rows = rows_from(t, end);
     const int64_t tile = (t - start) * kTileLanes;
-    store_key_gradients<scalar_t>(p, task, t, tile_after(t), rows_from(t, end), scratch.w + tile, scratch.wm + tile);
+    acc_t* w = scratch.w + tile;
+    acc_t* wm = scratch.wm + tile;
+    w_sum.template scan<true>(w, rows);
+    wm_sum.template scan<true>(wm, rows);
+    if (sums_only) continue;
+    key_gradients(rows, scratch.softplus_k + tile, scratch.sigmoid_k + tile, scratch.v + tile, w, wm);
+    store_key_gradients<scalar_t>(p, task, t, -kTileRows, rows, w, wm);
   }
-  for (int lane = 0; lane < kTileLanes; ++lane) {
-    w_sum[lane] += w_local[lane];
-    wm_sum[lane] += wm_local[lane];
-  }
+  w_sum.end_chunk();
+  wm_sum.end_chunk();
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void fill_rows(acc_t* tile, int64_t rows, const acc_t* lanes) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) tile[row * kTileLanes + lane] = lanes[lane];
 }
 
 // One chunk of queries that all see the same keys: grad_q, and the sum of g softplus(q) / (Z + eps).
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 MEMCHECK_INLINE void backward_query_chunk(const SoftplusAttentionBackward& p, const Task& task, int64_t chunk,
-                                          const acc_t* z, const acc_t* a, acc_t* w_sum) {
-  alignas(64) acc_t w_local[kTileLanes] = {};
+                                          const acc_t* z, const acc_t* a, RunningSum<acc_t>& w_sum) {
   alignas(64) acc_t w[kTile];
   alignas(64) acc_t wm[kTile];
   const int64_t end = chunk_end(chunk, p.shape.S);
   for (int64_t s = chunk * kCarrySpacing; s < end; s += kTileRows) {
     const int rows = rows_from(s, end);
-    for (int row = 0; row < rows; ++row) {
-      for (int lane = 0; lane < kTileLanes; ++lane) {
-        w[row * kTileLanes + lane] = z[lane];
-        wm[row * kTileLanes + lane] = a[lane];
-      }
-    }
+    fill_rows(w, rows, z);
+    fill_rows(wm, rows, a);
     query_tile<scalar_t>(p, task, s, kTileRows, rows, true, w, wm);
-    for (int row = 0; row < rows; ++row)
-      for (int lane = 0; lane < kTileLanes; ++lane) w_local[lane] += w[row * kTileLanes + lane];
+    w_sum.template scan<false>(w, rows);
   }
-  for (int lane = 0; lane < kTileLanes; ++lane) w_sum[lane] += w_local[lane];
+  w_sum.end_chunk();
 }
 
 // One chunk of keys that all queries see: every key has the same W, and X = W m.
@@ -409,8 +416,8 @@ MEMCHECK_INLINE void backward_key_chunk(const SoftplusAttentionBackward& p, cons
   alignas(64) acc_t softplus_k[kTile];
   alignas(64) acc_t sigmoid_k[kTile];
   alignas(64) acc_t v[kTile];
-  alignas(64) acc_t grad_v[kTile];
-  alignas(64) acc_t grad_k[kTile];
+  alignas(64) acc_t w[kTile];
+  alignas(64) acc_t wm[kTile];
   alignas(64) acc_t wm_sum[kTileLanes];
   for (int lane = 0; lane < kTileLanes; ++lane)
     wm_sum[lane] = w_sum[lane] * (a[lane] / (z[lane] + static_cast<acc_t>(p.eps)));
@@ -418,10 +425,10 @@ MEMCHECK_INLINE void backward_key_chunk(const SoftplusAttentionBackward& p, cons
   for (int64_t t = task.chunk * kCarrySpacing; t < end; t += kTileRows) {
     const int rows = rows_from(t, end);
     load_key_tile<scalar_t>(p, task, t, kTileRows, rows, softplus_k, sigmoid_k, v);
-    for (int row = 0; row < rows; ++row)
-      for (int lane = 0; lane < kTileLanes; ++lane)
-        key_gradients(softplus_k, sigmoid_k, v, w_sum[lane], wm_sum[lane], row * kTileLanes + lane, grad_v, grad_k);
-    store_key_gradients<scalar_t>(p, task, t, kTileRows, rows, grad_v, grad_k);
+    fill_rows(w, rows, w_sum);
+    fill_rows(wm, rows, wm_sum);
+    key_gradients(rows, softplus_k, sigmoid_k, v, w, wm);
+    store_key_gradients<scalar_t>(p, task, t, kTileRows, rows, w, wm);
   }
 }
 
@@ -443,21 +450,17 @@ struct BackwardMemory {
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 MEMCHECK_INLINE void backward_causal_task(const SoftplusAttentionBackward& p, BackwardPhase phase, const Task& task,
                                           const BackwardMemory<acc_t>& memory, ChunkScratch<acc_t>& scratch) {
-  alignas(64) acc_t w_sum[kTileLanes] = {};
-  alignas(64) acc_t wm_sum[kTileLanes] = {};
+  RunningSum<acc_t> w_sum;
+  RunningSum<acc_t> wm_sum;
   const bool all = phase == BackwardPhase::AllChunks;
   const bool sums_only = phase == BackwardPhase::ChunkSums;
-  if (phase == BackwardPhase::CausalChunk && task.chunk < memory.sums.slots) {
-    memory.sums.load(0, task.chunk, task, w_sum);
-    memory.sums.load(1, task.chunk, task, wm_sum);
-  }
+  if (phase == BackwardPhase::CausalChunk && task.chunk < memory.sums.slots)
+    memory.sums.load_pair(task.chunk, task, w_sum.before, wm_sum.before);
   const int64_t first = sums_only ? task.chunk + 1 : task.chunk;  // nobody waits for the sums of chunk 0
   const int64_t last = all ? p.shape.key_chunks() - 1 : first;
   for (int64_t chunk = last; chunk >= first; --chunk)
     backward_chunk<scalar_t>(p, task, chunk, sums_only, memory.carries, scratch, w_sum, wm_sum);
-  if (!sums_only) return;
-  memory.sums.store(0, task.chunk, task, w_sum);
-  memory.sums.store(1, task.chunk, task, wm_sum);
+  if (sums_only) memory.sums.store_pair(task.chunk, task, w_sum.before, wm_sum.before);
 }
 
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
@@ -465,18 +468,17 @@ MEMCHECK_INLINE void backward_not_causal_task(const SoftplusAttentionBackward& p
                                               const BackwardMemory<acc_t>& memory) {
   alignas(64) acc_t z[kTileLanes] = {};
   alignas(64) acc_t a[kTileLanes] = {};
-  alignas(64) acc_t w_sum[kTileLanes] = {};
-  memory.carries.load(0, 0, task, z);
-  memory.carries.load(1, 0, task, a);
+  RunningSum<acc_t> w_sum;
+  memory.carries.load_pair(0, task, z, a);
   if (phase == BackwardPhase::KeyChunk) {
-    memory.sums.load(0, memory.sums.slots - 1, task, w_sum);
-    backward_key_chunk<scalar_t>(p, task, z, a, w_sum);
+    memory.sums.load(0, memory.sums.slots - 1, task, w_sum.before);
+    backward_key_chunk<scalar_t>(p, task, z, a, w_sum.before);
     return;
   }
   const bool all = phase == BackwardPhase::AllChunks;
   const int64_t last = all ? p.shape.query_chunks() : task.chunk + 1;
   for (int64_t chunk = task.chunk; chunk < last; ++chunk) backward_query_chunk<scalar_t>(p, task, chunk, z, a, w_sum);
-  memory.sums.store(0, all ? 0 : task.chunk, task, w_sum);
+  memory.sums.store(0, all ? 0 : task.chunk, task, w_sum.before);
 }
 
 template <typename scalar_t>
@@ -541,14 +543,14 @@ MEMCHECK_INLINE void step_tasks_body(const SoftplusAttentionStep& p, int64_t beg
   const SoftplusAttentionForward forward{shape, p.eps, p.q, p.k, p.v, p.y, nullptr, nullptr};
   for (int64_t index = begin; index < end; ++index) {
     const Task task = task_of(shape, index, 1);
-    alignas(64) acc_t z[kTileLanes];
-    alignas(64) acc_t a[kTileLanes];
-    load_tile(p.z.at<acc_t>(task.b, 0, task.r), 0, p.z.stride[2], 0, 1, task.lanes, z);
-    load_tile(p.a.at<acc_t>(task.b, 0, task.r), 0, p.a.stride[2], 0, 1, task.lanes, a);
+    RunningSum<acc_t> z;
+    RunningSum<acc_t> a;
+    load_tile(p.z.at<acc_t>(task.b, 0, task.r), 0, p.z.stride[2], 0, 1, task.lanes, z.before);
+    load_tile(p.a.at<acc_t>(task.b, 0, task.r), 0, p.a.stride[2], 0, 1, task.lanes, a.before);
     for (int64_t chunk = 0; chunk < shape.key_chunks(); ++chunk) key_chunk<scalar_t>(forward, task, chunk, false, z, a);
-    query_chunk<scalar_t>(forward, task, z, a);
-    store_tile(p.new_z.at<acc_t>(task.b, 0, task.r), 0, p.new_z.stride[2], 0, 1, task.lanes, z);
-    store_tile(p.new_a.at<acc_t>(task.b, 0, task.r), 0, p.new_a.stride[2], 0, 1, task.lanes, a);
+    query_chunk<scalar_t>(forward, task, z.before, a.before);
+    store_tile(p.new_z.at<acc_t>(task.b, 0, task.r), 0, p.new_z.stride[2], 0, 1, task.lanes, z.before);
+    store_tile(p.new_a.at<acc_t>(task.b, 0, task.r), 0, p.new_a.stride[2], 0, 1, task.lanes, a.before);
   }
 }
 
