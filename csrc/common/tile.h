@@ -36,69 +36,89 @@ MEMCHECK_INLINE void transpose_tile(const acc_t* from, acc_t* to) {
   deal<4>(half, to);
 }
 
-// Asks for the cache lines of `count` elements that will be loaded or stored soon: tiles walk many rows at once, a few
-// lines of each, which is too many streams for the hardware to foresee. Any address may be asked for.
-template <bool writes, typename scalar_t>
-MEMCHECK_INLINE void prefetch_line(const scalar_t* line, int64_t count) {
-  const char* first = reinterpret_cast<const char*>(line);
-  const int64_t bytes = count * static_cast<int64_t>(sizeof(scalar_t));
-  for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(first + byte, writes, 2);
-}
-
-// tile[row][lane] = from[row * row_stride + lane * lane_stride]; lanes beyond `lanes` are 0, rows beyond `rows` are
-// undefined. `ahead` is how many elements further the next tile begins.
-template <typename scalar_t, typename acc_t>
-MEMCHECK_INLINE void load_tile(const scalar_t* from, int64_t row_stride, int64_t lane_stride, int64_t ahead,
-                               int64_t rows, int64_t lanes, acc_t* tile) {
-  if (row_stride == 1 && lane_stride != 1) {
-    alignas(64) acc_t lines[kTile];
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-      const scalar_t* line = from + lane * lane_stride;
-      prefetch_line<false>(line + ahead, kTileRows);
-      for (int64_t row = 0; row < rows; ++row) lines[lane * kTileRows + row] = static_cast<acc_t>(line[row]);
-    }
-    for (int64_t lane = lanes; lane < kTileLanes; ++lane)
-      for (int64_t row = 0; row < kTileRows; ++row) lines[lane * kTileRows + row] = acc_t(0);
-    transpose_tile(lines, tile);
-    return;
-  }
-  for (int64_t row = 0; row < rows; ++row) {
-    const scalar_t* line = from + row * row_stride;
-    acc_t* to = tile + row * kTileLanes;
-    if (lane_stride == 1) {
-      prefetch_line<false>(line + ahead, lanes);
-      for (int64_t lane = 0; lane < lanes; ++lane) to[lane] = static_cast<acc_t>(line[lane]);
-    } else {
-      for (int64_t lane = 0; lane < lanes; ++lane) to[lane] = static_cast<acc_t>(line[lane * lane_stride]);
-    }
-    for (int64_t lane = lanes; lane < kTileLanes; ++lane) to[lane] = acc_t(0);
+// Of a full line the compiler knows the length: it becomes a few vectors, and not a call or a string instruction.
+template <typename from_t, typename to_t>
+MEMCHECK_INLINE void convert_line(const from_t* from, int64_t count, to_t* to) {
+  static_assert(kTileRows == kTileLanes);
+  if (count == kTileLanes) {
+    for (int64_t i = 0; i < kTileLanes; ++i) to[i] = static_cast<to_t>(from[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<to_t>(from[i]);
   }
 }
 
-// to[row * row_stride + lane * lane_stride] = tile[row][lane], rounded to the dtype.
-template <typename scalar_t, typename acc_t>
-MEMCHECK_INLINE void store_tile(scalar_t* to, int64_t row_stride, int64_t lane_stride, int64_t ahead, int64_t rows,
-                                int64_t lanes, const acc_t* tile) {
-  if (row_stride == 1 && lane_stride != 1) {
-    alignas(64) acc_t lines[kTile];
-    transpose_tile(tile, lines);
-    for (int64_t lane = 0; lane < lanes; ++lane) {
-      scalar_t* line = to + lane * lane_stride;
-      prefetch_line<true>(line + ahead, kTileRows);
-      for (int64_t row = 0; row < rows; ++row) line[row] = static_cast<scalar_t>(lines[lane * kTileRows + row]);
-    }
-    return;
+// The cache lines of a tile that will be used next. A tile is a few lines each of many rows, too many streams for the
+// hardware to foresee; asked for row by row between arithmetic, they do not wait for each other.
+template <typename scalar_t>
+struct TileLines {
+  const char* first;
+  int64_t stride;
+
+  // Any address may be asked for.
+  MEMCHECK_INLINE void expect(int64_t row) const {
+    for (size_t byte = 0; byte < kTileLanes * sizeof(scalar_t); byte += 64)
+      __builtin_prefetch(first + row * stride + byte, 0, 2);
   }
-  for (int64_t row = 0; row < rows; ++row) {
-    scalar_t* line = to + row * row_stride;
-    const acc_t* from = tile + row * kTileLanes;
-    if (lane_stride == 1) {
-      prefetch_line<true>(line + ahead, lanes);
-      for (int64_t lane = 0; lane < lanes; ++lane) line[lane] = static_cast<scalar_t>(from[lane]);
-    } else {
-      for (int64_t lane = 0; lane < lanes; ++lane) line[lane * lane_stride] = static_cast<scalar_t>(from[lane]);
+};
+
+// Where a tile lies in memory: element (row, lane) at first[row * row_stride + lane * lane_stride].
+template <typename scalar_t>
+struct TilePlace {
+  scalar_t* first;
+  int64_t row_stride;
+  int64_t lane_stride;
+
+  // Lanes beyond `lanes` become 0; rows beyond `rows` are undefined.
+  template <typename acc_t>
+  MEMCHECK_INLINE void load(int64_t rows, int64_t lanes, acc_t* tile) const {
+    if (has_contiguous_rows()) {
+      alignas(64) acc_t lines[kTile];
+      for (int64_t lane = 0; lane < lanes; ++lane)
+        convert_line(first + lane * lane_stride, rows, lines + lane * kTileRows);
+      for (int64_t lane = lanes; lane < kTileLanes; ++lane)
+        for (int64_t row = 0; row < kTileRows; ++row) lines[lane * kTileRows + row] = acc_t(0);
+      transpose_tile(lines, tile);
+      return;
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      const scalar_t* line = first + row * row_stride;
+      acc_t* to = tile + row * kTileLanes;
+      if (lane_stride == 1) {
+        convert_line(line, lanes, to);
+      } else {
+        for (int64_t lane = 0; lane < lanes; ++lane) to[lane] = static_cast<acc_t>(line[lane * lane_stride]);
+      }
+      for (int64_t lane = lanes; lane < kTileLanes; ++lane) to[lane] = acc_t(0);
     }
   }
-}
+
+  // Rounds to the dtype.
+  template <typename acc_t>
+  MEMCHECK_INLINE void store(int64_t rows, int64_t lanes, const acc_t* tile) const {
+    if (has_contiguous_rows()) {
+      alignas(64) acc_t lines[kTile];
+      transpose_tile(tile, lines);
+      for (int64_t lane = 0; lane < lanes; ++lane)
+        convert_line(lines + lane * kTileRows, rows, first + lane * lane_stride);
+      return;
+    }
+    for (int64_t row = 0; row < rows; ++row) {
+      scalar_t* line = first + row * row_stride;
+      const acc_t* from = tile + row * kTileLanes;
+      if (lane_stride == 1) {
+        convert_line(from, lanes, line);
+      } else {
+        for (int64_t lane = 0; lane < lanes; ++lane) line[lane * lane_stride] = static_cast<scalar_t>(from[lane]);
+      }
+    }
+  }
+
+  MEMCHECK_INLINE TileLines<scalar_t> lines(int64_t rows_further) const {
+    return {reinterpret_cast<const char*>(first + rows_further * row_stride),
+            (has_contiguous_rows() ? lane_stride : row_stride) * static_cast<int64_t>(sizeof(scalar_t))};
+  }
+
+  MEMCHECK_INLINE bool has_contiguous_rows() const { return row_stride == 1 && lane_stride != 1; }
+};
 
 }  // namespace memcheck

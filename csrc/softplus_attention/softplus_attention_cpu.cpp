@@ -123,6 +123,17 @@ struct RunningSum {
   }
 };
 
+// A tile of positions from s on in q, y and their gradients, (B,S,R); from t on in k, v and theirs, (B,R,T).
+template <typename scalar_t>
+MEMCHECK_INLINE TilePlace<scalar_t> query_tile(const Strided& x, const Task& task, int64_t s) {
+  return {x.at<scalar_t>(task.b, s, task.r), x.stride[1], x.stride[2]};
+}
+
+template <typename scalar_t>
+MEMCHECK_INLINE TilePlace<scalar_t> key_tile(const Strided& x, const Task& task, int64_t t) {
+  return {x.at<scalar_t>(task.b, task.r, t), x.stride[2], x.stride[1]};
+}
+
 MEMCHECK_INLINE int rows_from(int64_t position, int64_t end) {
   return static_cast<int>(end - position < kTileRows ? end - position : kTileRows);
 }
@@ -142,26 +153,38 @@ MEMCHECK_INLINE void key_chunk(const SoftplusAttentionForward& p, const Task& ta
   const int64_t end = chunk_end(chunk, p.shape.T);
   for (int64_t t = chunk * kCarrySpacing; t < end; t += kTileRows) {
     const int rows = rows_from(t, end);
-    load_tile(p.k.at<scalar_t>(task.b, task.r, t), p.k.stride[2], p.k.stride[1], kTileRows * p.k.stride[2], rows,
-              task.lanes, k);
-    load_tile(p.v.at<scalar_t>(task.b, task.r, t), p.v.stride[2], p.v.stride[1], kTileRows * p.v.stride[2], rows,
-              task.lanes, v);
-    for (int64_t i = 0; i < rows * kTileLanes; ++i) {
-      k[i] = softplus(k[i]);
-      v[i] *= k[i];
+    const auto k_place = key_tile<scalar_t>(p.k, task, t);
+    const auto v_place = key_tile<scalar_t>(p.v, task, t);
+    k_place.load(rows, task.lanes, k);
+    v_place.load(rows, task.lanes, v);
+    const auto next_k = k_place.lines(kTileRows);
+    const auto next_v = v_place.lines(kTileRows);
+    for (int64_t row = 0; row < rows; ++row) {
+      next_k.expect(row);
+      next_v.expect(row);
+      for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
+        k[i] = softplus(k[i]);
+        v[i] *= k[i];
+      }
     }
     z.template scan<false>(k, rows);
     a.template scan<false>(v, rows);
     const int64_t s = t - (p.shape.T - p.shape.S);  // the query whose last key is row 0
     const int first = s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
     if (!write_y || first == rows) continue;
-    load_tile(p.q.at<scalar_t>(task.b, s + first, task.r), p.q.stride[1], p.q.stride[2], kTileRows * p.q.stride[1],
-              rows - first, task.lanes, q);
+    const auto q_place = query_tile<scalar_t>(p.q, task, s + first);
+    const auto y_place = query_tile<scalar_t>(p.y, task, s + first);
+    q_place.load(rows - first, task.lanes, q);
+    const auto next_q = q_place.lines(kTileRows);
+    const auto next_y = y_place.lines(kTileRows);
     const acc_t eps = static_cast<acc_t>(p.eps);
-    for (int i = 0; i < (rows - first) * kTileLanes; ++i)
-      q[i] = softplus(q[i]) * v[first * kTileLanes + i] / (k[first * kTileLanes + i] + eps);
-    store_tile(p.y.at<scalar_t>(task.b, s + first, task.r), p.y.stride[1], p.y.stride[2], kTileRows * p.y.stride[1],
-               rows - first, task.lanes, q);
+    for (int64_t row = 0; row < rows - first; ++row) {
+      next_q.expect(row);
+      next_y.expect(row);
+      for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i)
+        q[i] = softplus(q[i]) * v[first * kTileLanes + i] / (k[first * kTileLanes + i] + eps);
+    }
+    y_place.store(rows - first, task.lanes, q);
   }
   z.end_chunk();
   a.end_chunk();
@@ -176,13 +199,18 @@ MEMCHECK_INLINE void query_chunk(const SoftplusAttentionForward& p, const Task& 
   const int64_t end = chunk_end(task.chunk, p.shape.S);
   for (int64_t s = task.chunk * kCarrySpacing; s < end; s += kTileRows) {
     const int rows = rows_from(s, end);
-    load_tile(p.q.at<scalar_t>(task.b, s, task.r), p.q.stride[1], p.q.stride[2], kTileRows * p.q.stride[1], rows,
-              task.lanes, q);
-    for (int row = 0; row < rows; ++row)
-      for (int lane = 0; lane < kTileLanes; ++lane)
+    const auto q_place = query_tile<scalar_t>(p.q, task, s);
+    const auto y_place = query_tile<scalar_t>(p.y, task, s);
+    q_place.load(rows, task.lanes, q);
+    const auto next_q = q_place.lines(kTileRows);
+    const auto next_y = y_place.lines(kTileRows);
+    for (int64_t row = 0; row < rows; ++row) {
+      next_q.expect(row);
+      next_y.expect(row);
+      for (int64_t lane = 0; lane < kTileLanes; ++lane)
         q[row * kTileLanes + lane] = softplus(q[row * kTileLanes + lane]) * mean[lane];
-    store_tile(p.y.at<scalar_t>(task.b, s, task.r), p.y.stride[1], p.y.stride[2], kTileRows * p.y.stride[1], rows,
-               task.lanes, q);
+    }
+    y_place.store(rows, task.lanes, q);
   }
 }
 
@@ -270,70 +298,82 @@ struct ChunkScratch {
   acc_t wm[kCarrySpacing * kTileLanes];  // A, then w m, m = A / (Z + eps)
 };
 
-// softplus(k), sigmoid(k) and v of one tile.
+// softplus(k), sigmoid(k) and v of one tile; the next one begins `ahead` positions further.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-MEMCHECK_INLINE void load_key_tile(const SoftplusAttentionBackward& p, const Task& task, int64_t t, int64_t ahead,
-                                   int rows, acc_t* softplus_k, acc_t* sigmoid_k, acc_t* v) {
-  load_tile(p.k.at<scalar_t>(task.b, task.r, t), p.k.stride[2], p.k.stride[1], ahead * p.k.stride[2], rows, task.lanes,
-            softplus_k);
+MEMCHECK_INLINE void load_keys(const SoftplusAttentionBackward& p, const Task& task, int64_t t, int64_t ahead, int rows,
+                               acc_t* softplus_k, acc_t* sigmoid_k, acc_t* v) {
+  const auto k_place = key_tile<scalar_t>(p.k, task, t);
+  const auto v_place = key_tile<scalar_t>(p.v ? p.v : p.k, task, t);
+  k_place.load(rows, task.lanes, softplus_k);
   if (p.v) {
-    load_tile(p.v.at<scalar_t>(task.b, task.r, t), p.v.stride[2], p.v.stride[1], ahead * p.v.stride[2], rows,
-              task.lanes, v);
+    v_place.load(rows, task.lanes, v);
   } else {
-    for (int i = 0; i < rows * kTileLanes; ++i) v[i] = acc_t(0);
+    for (int64_t i = 0; i < rows * kTileLanes; ++i) v[i] = acc_t(0);
   }
-  for (int i = 0; i < rows * kTileLanes; ++i) {
-    const auto both = softplus_and_sigmoid(softplus_k[i]);
-    softplus_k[i] = both.softplus;
-    sigmoid_k[i] = both.sigmoid;
+  const auto next_k = k_place.lines(ahead);
+  const auto next_v = v_place.lines(ahead);
+  for (int64_t row = 0; row < rows; ++row) {
+    next_k.expect(row);
+    next_v.expect(row);
+    for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
+      const auto both = softplus_and_sigmoid(softplus_k[i]);
+      softplus_k[i] = both.softplus;
+      sigmoid_k[i] = both.sigmoid;
+    }
   }
 }
 
 // y = softplus(q) m, m = A / (Z + eps): w and w m replace Z and A, and grad_q = g m sigmoid(q).
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-MEMCHECK_INLINE void query_tile(const SoftplusAttentionBackward& p, const Task& task, int64_t s, int64_t ahead,
-                                int rows, bool write_grad_q, acc_t* z_to_w, acc_t* a_to_wm) {
+MEMCHECK_INLINE void differentiate_queries(const SoftplusAttentionBackward& p, const Task& task, int64_t s,
+                                           int64_t ahead, int rows, bool write_grad_q, acc_t* z_to_w, acc_t* a_to_wm) {
   alignas(64) acc_t q[kTile];
   alignas(64) acc_t g[kTile];
-  load_tile(p.q.at<scalar_t>(task.b, s, task.r), p.q.stride[1], p.q.stride[2], ahead * p.q.stride[1], rows, task.lanes,
-            q);
-  load_tile(p.grad_y.at<scalar_t>(task.b, s, task.r), p.grad_y.stride[1], p.grad_y.stride[2],
-            ahead * p.grad_y.stride[1], rows, task.lanes, g);
+  const auto q_place = query_tile<scalar_t>(p.q, task, s);
+  const auto g_place = query_tile<scalar_t>(p.grad_y, task, s);
+  q_place.load(rows, task.lanes, q);
+  g_place.load(rows, task.lanes, g);
+  const auto next_q = q_place.lines(ahead);
+  const auto next_g = g_place.lines(ahead);
+  const auto next_grad_q = query_tile<scalar_t>(p.grad_q ? p.grad_q : p.q, task, s).lines(ahead);
   const acc_t eps = static_cast<acc_t>(p.eps);
-  for (int i = 0; i < rows * kTileLanes; ++i) {
-    const auto both = softplus_and_sigmoid(q[i]);
-    const acc_t inverse = acc_t(1) / (z_to_w[i] + eps);
-    const acc_t m = a_to_wm[i] * inverse;
-    const acc_t w = g[i] * both.softplus * inverse;
-    q[i] = g[i] * m * both.sigmoid;
-    z_to_w[i] = w;
-    a_to_wm[i] = w * m;
+  for (int64_t row = 0; row < rows; ++row) {
+    next_q.expect(row);
+    next_g.expect(row);
+    next_grad_q.expect(row);
+    for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
+      const auto both = softplus_and_sigmoid(q[i]);
+      const acc_t inverse = acc_t(1) / (z_to_w[i] + eps);
+      const acc_t m = a_to_wm[i] * inverse;
+      const acc_t w = g[i] * both.softplus * inverse;
+      q[i] = g[i] * m * both.sigmoid;
+      z_to_w[i] = w;
+      a_to_wm[i] = w * m;
+    }
   }
-  if (write_grad_q && p.grad_q)
-    store_tile(p.grad_q.at<scalar_t>(task.b, s, task.r), p.grad_q.stride[1], p.grad_q.stride[2],
-               ahead * p.grad_q.stride[1], rows, task.lanes, q);
+  if (write_grad_q && p.grad_q) query_tile<scalar_t>(p.grad_q, task, s).store(rows, task.lanes, q);
 }
 
 // A += softplus(k) v and Z += softplus(k), so with W and X the sums of w and w m over the queries that see a key:
 // grad_v = softplus(k) W and grad_k = sigmoid(k) (v W - X). They replace w and w m.
-template <typename acc_t>
-MEMCHECK_INLINE void key_gradients(int64_t rows, const acc_t* softplus_k, const acc_t* sigmoid_k, const acc_t* v,
-                                   acc_t* __restrict w_to_grad_v, acc_t* __restrict wm_to_grad_k) {
-  for (int64_t i = 0; i < rows * kTileLanes; ++i) {
-    wm_to_grad_k[i] = sigmoid_k[i] * (v[i] * w_to_grad_v[i] - wm_to_grad_k[i]);
-    w_to_grad_v[i] = softplus_k[i] * w_to_grad_v[i];
-  }
-}
-
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-MEMCHECK_INLINE void store_key_gradients(const SoftplusAttentionBackward& p, const Task& task, int64_t t, int64_t ahead,
-                                         int rows, const acc_t* grad_v, const acc_t* grad_k) {
-  if (p.grad_v)
-    store_tile(p.grad_v.at<scalar_t>(task.b, task.r, t), p.grad_v.stride[2], p.grad_v.stride[1],
-               ahead * p.grad_v.stride[2], rows, task.lanes, grad_v);
-  if (p.grad_k)
-    store_tile(p.grad_k.at<scalar_t>(task.b, task.r, t), p.grad_k.stride[2], p.grad_k.stride[1],
-               ahead * p.grad_k.stride[2], rows, task.lanes, grad_k);
+MEMCHECK_INLINE void key_gradients(const SoftplusAttentionBackward& p, const Task& task, int64_t t, int64_t ahead,
+                                   int rows, const acc_t* softplus_k, const acc_t* sigmoid_k, const acc_t* v,
+                                   acc_t* __restrict w_to_grad_v, acc_t* __restrict wm_to_grad_k) {
+  const auto grad_k_place = key_tile<scalar_t>(p.grad_k ? p.grad_k : p.k, task, t);
+  const auto grad_v_place = key_tile<scalar_t>(p.grad_v ? p.grad_v : p.k, task, t);
+  const auto next_grad_k = grad_k_place.lines(ahead);
+  const auto next_grad_v = grad_v_place.lines(ahead);
+  for (int64_t row = 0; row < rows; ++row) {
+    next_grad_k.expect(row);
+    next_grad_v.expect(row);
+    for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
+      wm_to_grad_k[i] = sigmoid_k[i] * (v[i] * w_to_grad_v[i] - wm_to_grad_k[i]);
+      w_to_grad_v[i] = softplus_k[i] * w_to_grad_v[i];
+    }
+  }
+  if (p.grad_v) grad_v_place.store(rows, task.lanes, w_to_grad_v);
+  if (p.grad_k) grad_k_place.store(rows, task.lanes, wm_to_grad_k);
 }
 
 // One chunk, causal: along the sums for w and grad_q, then back for grad_k and grad_v. w_sum and wm_sum come in as the
@@ -356,7 +396,7 @@ MEMCHECK_INLINE void backward_chunk(const SoftplusAttentionBackward& p, const Ta
     acc_t* v = scratch.v + tile;
     acc_t* w = scratch.w + tile;
     acc_t* wm = scratch.wm + tile;
-    load_key_tile<scalar_t>(p, task, t, ahead, rows, softplus_k, scratch.sigmoid_k + tile, v);
+    load_keys<scalar_t>(p, task, t, ahead, rows, softplus_k, scratch.sigmoid_k + tile, v);
     for (int64_t i = 0; i < rows * kTileLanes; ++i) {
       w[i] = softplus_k[i];
       wm[i] = softplus_k[i] * v[i];
@@ -367,8 +407,8 @@ MEMCHECK_INLINE void backward_chunk(const SoftplusAttentionBackward& p, const Ta
     const int first = s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
     for (int64_t i = 0; i < first * kTileLanes; ++i) w[i] = wm[i] = acc_t(0);
     if (first < rows)
-      query_tile<scalar_t>(p, task, s + first, ahead, rows - first, !sums_only, w + first * kTileLanes,
-                           wm + first * kTileLanes);
+      differentiate_queries<scalar_t>(p, task, s + first, ahead, rows - first, !sums_only, w + first * kTileLanes,
+                                      wm + first * kTileLanes);
   }
   if (!sums_only && !p.grad_k && !p.grad_v) return;
   for (int64_t t = start + (end - 1 - start) / kTileRows * kTileRows; t >= start; t -= kTileRows) {
@@ -379,8 +419,8 @@ MEMCHECK_INLINE void backward_chunk(const SoftplusAttentionBackward& p, const Ta
     w_sum.template scan<true>(w, rows);
     wm_sum.template scan<true>(wm, rows);
     if (sums_only) continue;
-    key_gradients(rows, scratch.softplus_k + tile, scratch.sigmoid_k + tile, scratch.v + tile, w, wm);
-    store_key_gradients<scalar_t>(p, task, t, -kTileRows, rows, w, wm);
+    key_gradients<scalar_t>(p, task, t, -kTileRows, rows, scratch.softplus_k + tile, scratch.sigmoid_k + tile,
+                            scratch.v + tile, w, wm);
   }
   w_sum.end_chunk();
   wm_sum.end_chunk();
@@ -403,7 +443,7 @@ MEMCHECK_INLINE void backward_query_chunk(const SoftplusAttentionBackward& p, co
     const int rows = rows_from(s, end);
     fill_rows(w, rows, z);
     fill_rows(wm, rows, a);
-    query_tile<scalar_t>(p, task, s, kTileRows, rows, true, w, wm);
+    differentiate_queries<scalar_t>(p, task, s, kTileRows, rows, true, w, wm);
     w_sum.template scan<false>(w, rows);
   }
   w_sum.end_chunk();
@@ -424,11 +464,10 @@ MEMCHECK_INLINE void backward_key_chunk(const SoftplusAttentionBackward& p, cons
   const int64_t end = chunk_end(task.chunk, p.shape.T);
   for (int64_t t = task.chunk * kCarrySpacing; t < end; t += kTileRows) {
     const int rows = rows_from(t, end);
-    load_key_tile<scalar_t>(p, task, t, kTileRows, rows, softplus_k, sigmoid_k, v);
+    load_keys<scalar_t>(p, task, t, kTileRows, rows, softplus_k, sigmoid_k, v);
     fill_rows(w, rows, w_sum);
     fill_rows(wm, rows, wm_sum);
-    key_gradients(rows, softplus_k, sigmoid_k, v, w, wm);
-    store_key_gradients<scalar_t>(p, task, t, kTileRows, rows, w, wm);
+    key_gradients<scalar_t>(p, task, t, kTileRows, rows, softplus_k, sigmoid_k, v, w, wm);
   }
 }
 
@@ -545,12 +584,12 @@ MEMCHECK_INLINE void step_tasks_body(const SoftplusAttentionStep& p, int64_t beg
     const Task task = task_of(shape, index, 1);
     RunningSum<acc_t> z;
     RunningSum<acc_t> a;
-    load_tile(p.z.at<acc_t>(task.b, 0, task.r), 0, p.z.stride[2], 0, 1, task.lanes, z.before);
-    load_tile(p.a.at<acc_t>(task.b, 0, task.r), 0, p.a.stride[2], 0, 1, task.lanes, a.before);
+    query_tile<acc_t>(p.z, task, 0).load(1, task.lanes, z.before);
+    query_tile<acc_t>(p.a, task, 0).load(1, task.lanes, a.before);
     for (int64_t chunk = 0; chunk < shape.key_chunks(); ++chunk) key_chunk<scalar_t>(forward, task, chunk, false, z, a);
     query_chunk<scalar_t>(forward, task, z.before, a.before);
-    store_tile(p.new_z.at<acc_t>(task.b, 0, task.r), 0, p.new_z.stride[2], 0, 1, task.lanes, z.before);
-    store_tile(p.new_a.at<acc_t>(task.b, 0, task.r), 0, p.new_a.stride[2], 0, 1, task.lanes, a.before);
+    query_tile<acc_t>(p.new_z, task, 0).store(1, task.lanes, z.before);
+    query_tile<acc_t>(p.new_a, task, 0).store(1, task.lanes, a.before);
   }
 }
 
