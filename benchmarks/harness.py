@@ -34,12 +34,12 @@ def time_rounds(contenders: Runs, rounds: int, warmup: int = 3) -> dict[str, lis
     return times
 
 
-def compare(times: Mapping[str, list[float]], ours: str, **facts: Any) -> list[dict[str, Any]]:
-    """A row per contender: the median, and the median over rounds of its time divided by ours in the same round."""
+def compare(times: Mapping[str, list[float]], base: str, **facts: Any) -> list[dict[str, Any]]:
+    """A row per contender: the median, and the median over rounds of its time by the base's in the same round."""
     rows = []
     for name, of_name in times.items():
-        ratios = [theirs / mine for theirs, mine in zip(of_name, times[ours], strict=True)]
-        rows.append({**facts, "contender": name, **figures("ms", of_name), **figures("ratio_to_ours", ratios)})
+        ratios = [one / of_base for one, of_base in zip(of_name, times[base], strict=True)]
+        rows.append({**facts, "contender": name, **figures("ms", of_name), **figures("ratio", ratios)})
     return rows
 
 
@@ -54,8 +54,8 @@ def figures(name: str, values: list[float]) -> dict[str, Any]:
 def write_result(name: str, rows: Any, output: Path | None = None) -> Path:
     """benchmarks/results/NAME.json, unless told otherwise."""
     machine = {
-        **machine_facts("cpu"),
-        "platform": platform.platform(),
+        **{name: fact for name, fact in machine_facts("cpu").items() if name != "allocator"},
+        "platform": f"{platform.system()} {platform.machine()}",
         "python_version": platform.python_version(),
         "command": " ".join(["python", *sys.argv]),
     }
@@ -65,7 +65,7 @@ def write_result(name: str, rows: Any, output: Path | None = None) -> Path:
 
 
 def print_rows(rows: list[dict[str, Any]], *columns: str) -> None:
-    print(" ".join(f"{column:>20}" for column in (*columns, "contender", "ms", "ratio_to_ours")))
+    print(" ".join(f"{column:>20}" for column in (*columns, "contender", "ms", "ratio")))
     for row in rows:
         words = [str(row[column]) for column in (*columns, "contender")]
-        print(" ".join(f"{word:>20}" for word in [*words, f"{row['ms']:.2f}", f"{row['ratio_to_ours']:.2f}"]))
+        print(" ".join(f"{word:>20}" for word in [*words, f"{row['ms']:.2f}", f"{row['ratio']:.2f}"]))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import importlib.metadata
 import os
 import platform
 import statistics
@@ -356,18 +355,13 @@ class _CudaMachine:
 
 
 def _software() -> dict[str, Any]:
+    from memcheck import __version__  # which is set after this module is imported
+
     return {
         "torch_version": str(torch.__version__),
-        "memcheck_version": _memcheck_version(),
+        "memcheck_version": __version__,
         "threads": torch.get_num_threads(),
     }
-
-
-def _memcheck_version() -> str | None:
-    try:
-        return importlib.metadata.version("memcheck")
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _proc_field(path: str, name: str) -> str | None:

@@ -1,6 +1,7 @@
 """What the documentation shows runs, and is what the operators compute."""
 
 import doctest
+import json
 import re
 from pathlib import Path
 
@@ -70,3 +71,36 @@ def test_the_readme_names_every_contender_and_public_name():
 
     text = README.read_text()
     assert [name for name in [*CONTENDERS, *memcheck.__all__] if name not in text] == []
+
+
+def speed_lines():
+    """The README's table of speed, as the committed result has it."""
+    rows = json.loads((ROOT / "benchmarks/results/softplus_attention.json").read_text())["rows"]
+    figures = {(row["dtype"], row["what"], row["contender"]): row for row in rows}
+    for dtype, what in dict.fromkeys((row["dtype"], row["what"]) for row in rows):
+        ours, eager, compiled = (figures[dtype, what, name] for name in ("memcheck", "eager", "compiled"))
+        yield (
+            f"| {dtype} | {what} | {ours['ms']:.1f} ms, {ours['ns_per_position']:.2f} ns a position "
+            f"| {eager['ratio']:.1f} x | {compiled['ratio']:.1f} x |"
+        )
+
+
+def test_the_figures_of_speed_are_those_of_the_results():
+    text = README.read_text()
+    assert [line for line in speed_lines() if line not in text] == []
+
+
+def test_the_cost_of_tracking_is_that_of_the_results():
+    rows = json.loads((ROOT / "benchmarks/results/tracking_allocator.json").read_text())["rows"]
+    (tracked,) = [row for row in rows if row["contender"] == "tracked"]
+    assert f"{100 * (tracked['ratio'] - 1):.1f} %" in README.read_text()
+
+
+def test_the_table_of_the_readme_holds_the_committed_records():
+    from memcheck.records import read_json_lines
+    from memcheck.reports import table_row
+
+    text = README.read_text()
+    records = list(read_json_lines(ROOT / "benchmarks/results/quick/records.jsonl"))
+    assert len(records) == 15
+    assert [row for row in map(table_row, records) if row not in text] == []
