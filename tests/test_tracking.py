@@ -277,6 +277,7 @@ def test_a_fork_while_threads_allocate():
         while not stop.is_set():
             block(KIB)
 
+    block(KIB)  # whatever torch locks to initialise itself is locked here, and not in another thread during a fork
     threads = [threading.Thread(target=churn) for _ in range(3)]
     with memcheck.track():
         for thread in threads:
