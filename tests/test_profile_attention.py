@@ -194,6 +194,17 @@ def test_out_of_memory_is_a_result(profile, limit: str, phase: str) -> None:
     assert f"OOM in {phase}: {format_bytes(record.oom_requested_bytes)} requested" in table_row(record)
 
 
+def test_a_limit_beyond_64_bits_limits_nothing(profile) -> None:
+    code, (record,) = profile(*SMALL, "--attention-type", "softplus", "--memory-limit", "9" * 400)
+    assert (code, record.status) == (0, "ok")
+
+
+def test_inputs_beyond_the_machine_are_out_of_memory(profile) -> None:
+    code, (record,) = profile("--attention-type", "softplus", "--seq-len", "99999999999999", "--device", "cpu")
+    assert (code, record.status, record.oom_phase) == (0, "oom", None)
+    assert "the inputs alone do not fit" in record.reason
+
+
 def test_unsupported_alone_is_a_failure(profile) -> None:
     code, (record,) = profile(*SMALL, "--attention-type", "softmax/efficient")
     assert code == 1
@@ -243,7 +254,15 @@ def test_units() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("7", 7), ("40GiB", 40 << 30), ("1.5 kib", 1536), ("2MB", 2_000_000), ("3 GB", 3 * 10**9), ("1KB", 1000)],
+    [
+        ("7", 7),
+        ("40GiB", 40 << 30),
+        ("1.5 kib", 1536),
+        ("2MB", 2_000_000),
+        ("3 GB", 3 * 10**9),
+        ("1KB", 1000),
+        ("9" * 400, int("9" * 400)),
+    ],
 )
 def test_parse_bytes(text: str, size: int) -> None:
     assert parse_bytes(text) == size
