@@ -69,8 +69,8 @@ def run_memory(case: Case, limit_bytes: int | None) -> Record:
     operator = contender.build(case)
     witness = BackendWitness(operator) if contender.backend is None else None
     try:
-        # Under a tracker the CPU, too, says OutOfMemoryError when there is no room.
-        with track(saved=False):
+        # Under a tracker the CPU, too, says OutOfMemoryError when there is no room, and keeps to the limit.
+        with track(saved=False, limit_bytes=limit_bytes):
             inputs = contender.inputs(case)
     except torch.OutOfMemoryError as error:
         return dataclasses.replace(unmeasured(case), status="oom", reason=f"the inputs alone do not fit: {error}")
