@@ -71,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # closed, as by `>&-`
+            sys.stdout.flush()
         return code
     except MemcheckError as error:
         print("memcheck:", " ".join(str(error).split()), file=sys.stderr)
@@ -82,6 +83,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader left, as `| head` does. Without a stdout that takes it, the flush at exit would complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except OSError as error:
+        # A full disk, under stdout or under the results.
+        print(f"memcheck: {error}", file=sys.stderr)
+        return 1
 
 
 def door(module: str) -> NoReturn:

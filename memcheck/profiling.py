@@ -11,6 +11,7 @@ from memcheck.catalog import CONTENDERS, Case
 from memcheck.errors import UsageError
 from memcheck.measurement import machine_facts, measure_memory, measure_time
 from memcheck.records import Record
+from memcheck.tracking import track
 
 # The time pass stops here unless the number of passes was asked for.
 TIMING_SECONDS = 1.5
@@ -68,7 +69,9 @@ def run_memory(case: Case, limit_bytes: int | None) -> Record:
     operator = contender.build(case)
     witness = BackendWitness(operator) if contender.backend is None else None
     try:
-        inputs = contender.inputs(case)
+        # Under a tracker the CPU, too, says OutOfMemoryError when there is no room, and keeps to the limit.
+        with track(saved=False, limit_bytes=limit_bytes):
+            inputs = contender.inputs(case)
     except torch.OutOfMemoryError as error:
         return dataclasses.replace(unmeasured(case), status="oom", reason=f"the inputs alone do not fit: {error}")
     record = measure_memory(witness or operator, *inputs, backward=case.mode == "train", limit_bytes=limit_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -12,7 +13,7 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].upper() not in UNITS:
         raise ValueError(f"must look like 40GiB, 512MiB, 40GB or a number of bytes, got {text!r}")
-    size = int(float(found[1]) * UNITS[found[2].upper()])
+    size = int(Fraction(found[1]) * UNITS[found[2].upper()])
     if size < 1:
         raise ValueError(f"must be at least one byte, got {text!r}")
     return size

@@ -186,7 +186,7 @@ class _Final:
 def _open_counter(device: torch.device, held_bytes: int, limit_bytes: int | None) -> _Counter:
     if device.type == "cuda":
         return _CudaCounter(device.index, held_bytes, limit_bytes)
-    return _C.AllocationTracker(held_bytes, limit_bytes)
+    return _C.AllocationTracker(held_bytes, None if limit_bytes is None else min(limit_bytes, 2**62))
 
 
 @dataclasses.dataclass(eq=False)  # told apart by identity: two may have seen the same

@@ -15,6 +15,7 @@ from memcheck.__main__ import main
 from memcheck.quantities import format_bytes, parse_bytes
 from memcheck.records import Record, read_json_lines
 from memcheck.reports import table_row, unit_bytes
+from memcheck.tracking import track
 
 SMALL = ["--seq-len", "8", "--dim", "16", "--heads", "2", "--no-time", "--device", "cpu"]
 
@@ -194,6 +195,25 @@ def test_out_of_memory_is_a_result(profile, limit: str, phase: str) -> None:
     assert f"OOM in {phase}: {format_bytes(record.oom_requested_bytes)} requested" in table_row(record)
 
 
+def test_a_limit_beyond_64_bits_limits_nothing(profile) -> None:
+    code, (record,) = profile(*SMALL, "--attention-type", "softplus", "--memory-limit", "9" * 400)
+    assert (code, record.status) == (0, "ok")
+
+
+def test_inputs_beyond_the_limit_are_not_allocated(profile) -> None:
+    with track() as memory:
+        code, (record,) = profile(*SMALL, "--attention-type", "softplus", "--memory-limit", "1KiB")
+    assert (code, record.status, record.oom_phase) == (0, "oom", None)
+    assert "the inputs alone do not fit" in record.reason
+    assert memory.peak_bytes <= 1024
+
+
+def test_inputs_beyond_the_machine_are_out_of_memory(profile) -> None:
+    code, (record,) = profile("--attention-type", "softplus", "--seq-len", "99999999999999", "--device", "cpu")
+    assert (code, record.status, record.oom_phase) == (0, "oom", None)
+    assert "the inputs alone do not fit" in record.reason
+
+
 def test_unsupported_alone_is_a_failure(profile) -> None:
     code, (record,) = profile(*SMALL, "--attention-type", "softmax/efficient")
     assert code == 1
@@ -243,7 +263,15 @@ def test_units() -> None:
 
 @pytest.mark.parametrize(
     ("text", "size"),
-    [("7", 7), ("40GiB", 40 << 30), ("1.5 kib", 1536), ("2MB", 2_000_000), ("3 GB", 3 * 10**9), ("1KB", 1000)],
+    [
+        ("7", 7),
+        ("40GiB", 40 << 30),
+        ("1.5 kib", 1536),
+        ("2MB", 2_000_000),
+        ("3 GB", 3 * 10**9),
+        ("1KB", 1000),
+        ("9" * 400, int("9" * 400)),
+    ],
 )
 def test_parse_bytes(text: str, size: int) -> None:
     assert parse_bytes(text) == size

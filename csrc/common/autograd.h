@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <string>
@@ -22,6 +23,14 @@ inline bool wants_gradient(const torch::autograd::variable_list& inputs) {
 inline void refuse_gradient(const char* op, const torch::autograd::variable_list& inputs) {
   TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient(inputs), op,
                               ": has no gradient, and an argument requires one; call it under torch.no_grad()");
+}
+
+// No operator here carries a tangent on. Where no input requires a gradient nothing else would notice that one is lost.
+inline void refuse_forward_mode(const char* op, const torch::autograd::variable_list& inputs) {
+  if (!c10::AutogradState::get_tls_state().get_fw_grad_mode()) return;
+  for (const at::Tensor& x : inputs)
+    TORCH_CHECK_NOT_IMPLEMENTED(!x.defined() || !x._fw_grad(/*level=*/0).defined(), op,
+                                ": forward-mode differentiation is not implemented");
 }
 
 // Passes gradients on; whoever differentiates them gets an error, not silence.

@@ -6,6 +6,7 @@
 
 #include <cmath>
 #include <initializer_list>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -63,10 +64,6 @@ inline void check_like(const char* op, const char* name, const at::Tensor& x, co
   check_device(op, name, x, first, first_name);
 }
 
-inline void check_eps(const char* op, double eps) {
-  TORCH_CHECK_VALUE(eps > 0 && std::isfinite(eps), op, ": eps must be a positive number, got ", eps);
-}
-
 // Before the dispatcher chooses a kernel by the device of all arguments together: each is a tensor, on one device.
 inline void check_tensors(const char* op, std::initializer_list<std::pair<const char*, const at::Tensor&>> arguments) {
   const auto& [first_name, first] = *arguments.begin();
@@ -92,6 +89,15 @@ inline Dtype dtype_of(const at::Tensor& x) {
 // float64 for float64, else float32.
 inline at::ScalarType acc_scalar_type(at::ScalarType type) {
   return type == at::kDouble ? at::kDouble : at::kFloat;
+}
+
+// eps is added in the accumulation type of `type`, where it must not become 0 or infinite, nor its inverse.
+inline void check_eps(const char* op, double eps, at::ScalarType type) {
+  TORCH_CHECK_VALUE(eps > 0 && std::isfinite(eps), op, ": eps must be a positive number, got ", eps);
+  const bool fits = acc_scalar_type(type) == at::kDouble
+                        ? eps >= std::numeric_limits<double>::min()
+                        : eps >= std::numeric_limits<float>::min() && eps <= std::numeric_limits<float>::max();
+  TORCH_CHECK_VALUE(fits, op, ": eps must be a normal number of ", dtype_name(acc_scalar_type(type)), ", got ", eps);
 }
 
 // A tensor of three dimensions for a kernel that reads it. An undefined tensor is null.

@@ -71,6 +71,7 @@ struct Projection : Function<Projection<Op>> {
 template <typename Op>
 Tensor forward_autograd(const Tensor& x, const Tensor& w) {
   check_tensors(Op::name, {{"x", x}, {"w", w}});
+  refuse_forward_mode(Op::name, {x, w});
   if (wants_gradient({x, w})) return Projection<Op>::apply(x, w)[0];
   const at::AutoDispatchBelowADInplaceOrView guard;
   return Op::forward_op().call(x, w);
@@ -79,6 +80,7 @@ Tensor forward_autograd(const Tensor& x, const Tensor& w) {
 template <typename Op>
 std::tuple<Tensor, Tensor> backward_autograd(const Tensor& grad_y, const std::optional<Tensor>& x,
                                              const std::optional<Tensor>& w, std::array<bool, 2> output_mask) {
+  refuse_forward_mode(Op::name, {grad_y, x.value_or(Tensor()), w.value_or(Tensor())});
   const auto run = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return Op::backward_op().call(grad_y, x, w, output_mask);

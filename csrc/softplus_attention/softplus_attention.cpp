@@ -43,7 +43,7 @@ Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, con
   }
   TORCH_CHECK_VALUE(!causal || n.S <= n.T, op, ": causal needs no more queries than keys, S <= T, got S = ", n.S,
                     " and T = ", n.T);
-  check_eps(op, eps);
+  check_eps(op, eps, q.scalar_type());
   return n;
 }
 

@@ -7,8 +7,9 @@
 
 // Softplus attention: what its kernels are given, and what they need beside it. No torch here.
 //
-//     Z[b,s,r] = sum over t <= s + T - S of softplus(k[b,r,t])      A[b,s,r] = the same sum of softplus(k[b,r,t])
-//     v[b,r,t] y = softplus(q) A / (Z + eps)
+//     Z[b,s,r] = sum over t <= s + T - S of softplus(k[b,r,t])
+//     A[b,s,r] = the same sum of softplus(k[b,r,t]) v[b,r,t]
+//     y = softplus(q) A / (Z + eps)
 //
 // B batch, S query length, T key length, R channels. Sums are in the accumulation type (float32; float64 for float64).
 // Not causal: the sums run over all t, and Z and A are (B,R).

@@ -68,6 +68,7 @@ struct SoftplusAttention : Function<SoftplusAttention> {
 std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, bool causal, double eps,
                                             bool keep_carries) {
   check_tensors("softplus_attention", {{"q", q}, {"k", k}, {"v", v}});
+  refuse_forward_mode("softplus_attention", {q, k, v});
   if (wants_gradient({q, k, v})) {
     const auto outputs = SoftplusAttention::apply(q, k, v, causal, eps);
     return {outputs[0], outputs[1]};
@@ -79,6 +80,7 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, co
 std::tuple<Tensor, Tensor, Tensor> backward_autograd(const Tensor& grad_y, const Tensor& q, const Tensor& k,
                                                      const std::optional<Tensor>& v, const Tensor& carries, bool causal,
                                                      double eps, std::array<bool, 3> output_mask) {
+  refuse_forward_mode("softplus_attention", {grad_y, q, k, v.value_or(Tensor()), carries});
   const auto run = [&] {
     const at::AutoDispatchBelowADInplaceOrView guard;
     return backward_op().call(grad_y, q, k, v, carries, causal, eps, output_mask);
@@ -92,6 +94,7 @@ std::tuple<Tensor, Tensor, Tensor> backward_autograd(const Tensor& grad_y, const
 std::tuple<Tensor, Tensor, Tensor> step_autograd(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& z,
                                                  const Tensor& a, double eps) {
   check_tensors("softplus_attention_step", {{"q", q}, {"k", k}, {"v", v}, {"z", z}, {"a", a}});
+  refuse_forward_mode("softplus_attention_step", {q, k, v, z, a});
   refuse_gradient("softplus_attention_step", {q, k, v, z, a});
   const at::AutoDispatchBelowADInplaceOrView guard;
   return step_op().call(q, k, v, z, a, eps);

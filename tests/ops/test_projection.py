@@ -24,6 +24,7 @@ from ops.checks import (
 )
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 from memcheck import linear_l, linear_r, measure_memory
 from memcheck.reference import projection as reference
@@ -185,6 +186,16 @@ def test_a_saved_input_changed_in_place_is_an_error(function: Function, changed:
         held[changed].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+@pytest.mark.parametrize("dual", [0, 1])
+def test_forward_mode_raises(function: Function, dual: int) -> None:
+    inputs = list(make_inputs(function, 2, 5, 7, 3)[0])
+    with forward_ad.dual_level():
+        inputs[dual] = forward_ad.make_dual(inputs[dual], inputs[dual])
+        with pytest.raises(NotImplementedError, match=f"{function.__name__}: forward-mode differentiation"):
+            function(*inputs)
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)

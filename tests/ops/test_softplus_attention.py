@@ -27,6 +27,7 @@ from ops.checks import (
 )
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
 from memcheck import measure_memory, softplus_attention, softplus_attention_step, track
 from memcheck._extension import _C
@@ -295,6 +296,29 @@ def test_a_saved_input_changed_in_place_is_an_error(changed: int) -> None:
         held[changed].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("dual", [0, 1, 2])
+def test_forward_mode_raises(dual: int) -> None:
+    """Without an input that requires a gradient, nothing but the operator could say that a tangent is lost."""
+    inputs = list(make_inputs(2, 1, 7, 3)[0])
+    tangent = torch.ones_like(inputs[dual])
+    with forward_ad.dual_level():
+        inputs[dual] = forward_ad.make_dual(inputs[dual], tangent)
+        with pytest.raises(NotImplementedError, match="softplus_attention: forward-mode differentiation"):
+            softplus_attention(*inputs)
+        with pytest.raises(NotImplementedError, match="softplus_attention_step: forward-mode differentiation"):
+            softplus_attention_step(*inputs)
+
+
+def test_forward_mode_over_the_gradient_of_y_raises() -> None:
+    inputs, grad_y = make_inputs(2, 5, 7, 3)
+    leaves = [x.requires_grad_() for x in inputs]
+    y = softplus_attention(*leaves)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(grad_y, torch.ones_like(grad_y))
+        with pytest.raises(NotImplementedError, match="softplus_attention: forward-mode differentiation"):
+            torch.autograd.grad(y, leaves, dual)
 
 
 def test_double_backward_raises() -> None:
@@ -674,6 +698,12 @@ RAISES = {
     "negative eps": ({"eps": -1e-6}, ValueError, "eps must be a positive number, got -1e-06"),
     "eps that is none": ({"eps": math.nan}, ValueError, "eps must be a positive number, got nan"),
     "infinite eps": ({"eps": math.inf}, ValueError, "eps must be a positive number, got inf"),
+    "eps that float32 makes 0": ({"eps": 1e-60}, ValueError, "eps must be a normal number of float32, got 1e-60"),
+    "eps that float32 makes infinite": (
+        {"eps": 1e60},
+        ValueError,
+        r"eps must be a normal number of float32, got 1e\+60",
+    ),
     "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
     "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
     # These three never reach the operator: the words are the dispatcher's.
