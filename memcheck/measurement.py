@@ -9,7 +9,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,6 +95,8 @@ class _Subject:
     ) -> None:
         if not callable(fn):
             raise ValueError(f"fn must be callable, got {fn!r}")
+        if backward and torch.is_inference_mode_enabled():
+            raise ValueError("backward must be False under torch.inference_mode(), got True")
         self.call = functools.partial(fn, *inputs, **kwargs)
         self.given = list(tensors_in([inputs, kwargs]))
         self.owned = _parameters(fn, parameters)
@@ -104,7 +106,7 @@ class _Subject:
         self.machine = _machine(self.device)
 
     def forward(self) -> Any:
-        with nullcontext() if self.backward else torch.no_grad():
+        with torch.set_grad_enabled(self.backward):
             return self.call()
 
 

@@ -27,7 +27,7 @@ def find_device(name: str | None) -> str:
     except RuntimeError:
         raise UsageError(
             f"--device {name} is no device of this machine, and running needs one; "
-            f"for a GPU that is not here, ask: memcheck predict --device {name}"
+            "a GPU that is not here is a question for memcheck predict, which this release does not have yet"
         ) from None
     if device.type == "cpu":
         return "cpu"

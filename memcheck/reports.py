@@ -21,7 +21,8 @@ TIMES = "|{:>8} {:>8}"
 LEGEND = (
     "U: the bytes of one main tensor, (B,H,S,D) or (B,S,R); inputs and output alone are 4 U when S = T. "
     "B/ST: bytes per query and key,\nflat where memory grows with S*T, halving per doubling where it is linear. "
-    "ms: medians of a pass without measuring. -: not known."
+    "ms: medians of a\npass without measuring. -: not known. "
+    "Softplus has a fixed scratch for each thread, which shows where the rest is small."
 )
 
 

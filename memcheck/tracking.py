@@ -254,7 +254,7 @@ class MemoryTracker:
         limit_bytes: int | None = None,
         saved: bool = True,
     ) -> None:
-        if limit_bytes is not None and (not isinstance(limit_bytes, int) or limit_bytes <= 0):
+        if limit_bytes is not None and (type(limit_bytes) is not int or limit_bytes <= 0):
             raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
         tensors = list(_held_tensors(held))
         self.device = resolve_device(device, tensors)
@@ -264,6 +264,7 @@ class MemoryTracker:
         self._counter: _Counter | None = None
         self._exit = ExitStack()
         self._open = False
+        self._thread = 0
 
     def __enter__(self) -> MemoryTracker:
         if self._open:
@@ -276,11 +277,14 @@ class MemoryTracker:
             stack.callback(self._close_counter)
             self._exit = stack.pop_all()
         self._open = True
+        self._thread = threading.get_ident()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("this memory tracker was opened on another thread, and its hooks are there")
         self._open = False
         self._exit.close()
 

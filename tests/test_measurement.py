@@ -304,3 +304,15 @@ def test_one_pass_is_always_timed():
 def test_times_without_backward():
     times = measure_time(lambda x: x.exp(), leaf(10), backward=False, passes=2)
     assert (times["backward_ms"], times["backward_ms_quartiles"]) == (None, None)
+
+
+def test_training_is_measured_under_no_grad_too():
+    with torch.no_grad():
+        record = measure_memory(torch.exp, torch.ones(10, requires_grad=True))
+    assert record.mode == "train"
+    assert record.gradient_bytes == 40
+
+
+def test_no_backward_under_inference_mode():
+    with torch.inference_mode(), pytest.raises(ValueError, match="backward must be False under torch"):
+        measure_memory(torch.exp, torch.ones(10))

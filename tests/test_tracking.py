@@ -493,3 +493,25 @@ def test_devices():
     assert memcheck.track(device="cpu:0").device == torch.device("cpu")
     with pytest.raises(ValueError, match="device must be cpu or cuda, got 'meta'"):
         memcheck.track(device="meta")
+
+
+def test_a_tracker_is_closed_where_it_was_opened():
+    memory = memcheck.track()
+    errors = []
+
+    def close():
+        try:
+            memory.__exit__(None, None, None)
+        except RuntimeError as error:
+            errors.append(str(error))
+
+    with memory:
+        thread = threading.Thread(target=close)
+        thread.start()
+        thread.join()
+    assert errors == ["this memory tracker was opened on another thread, and its hooks are there"]
+
+
+def test_a_budget_is_no_truth_value():
+    with pytest.raises(ValueError, match="limit_bytes must be a positive number of bytes, got True"):
+        memcheck.track(limit_bytes=True)

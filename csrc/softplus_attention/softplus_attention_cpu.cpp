@@ -575,6 +575,12 @@ void backward_not_causal(const SoftplusAttentionBackward& p, BackwardMemory<acc_
   if (p.grad_k || p.grad_v) run_backward<scalar_t>(p, BackwardPhase::KeyChunk, memory, shape.key_chunks());
 }
 
+// One row of a (B,1,R) state; with no stride to a next row, no more than the row is read or written.
+template <typename acc_t>
+MEMCHECK_INLINE TilePlace<acc_t> state_row(const Strided& x, const Task& task) {
+  return {x.at<acc_t>(task.b, 0, task.r), 0, x.stride[2]};
+}
+
 template <typename scalar_t>
 MEMCHECK_INLINE void step_tasks_body(const SoftplusAttentionStep& p, int64_t begin, int64_t end) {
   using acc_t = acc_type<scalar_t>;
@@ -584,12 +590,12 @@ MEMCHECK_INLINE void step_tasks_body(const SoftplusAttentionStep& p, int64_t beg
     const Task task = task_of(shape, index, 1);
     RunningSum<acc_t> z;
     RunningSum<acc_t> a;
-    query_tile<acc_t>(p.z, task, 0).load(1, task.lanes, z.before);
-    query_tile<acc_t>(p.a, task, 0).load(1, task.lanes, a.before);
+    state_row<acc_t>(p.z, task).load(1, task.lanes, z.before);
+    state_row<acc_t>(p.a, task).load(1, task.lanes, a.before);
     for (int64_t chunk = 0; chunk < shape.key_chunks(); ++chunk) key_chunk<scalar_t>(forward, task, chunk, false, z, a);
     query_chunk<scalar_t>(forward, task, z.before, a.before);
-    query_tile<acc_t>(p.new_z, task, 0).store(1, task.lanes, z.before);
-    query_tile<acc_t>(p.new_a, task, 0).store(1, task.lanes, a.before);
+    state_row<acc_t>(p.new_z, task).store(1, task.lanes, z.before);
+    state_row<acc_t>(p.new_a, task).store(1, task.lanes, a.before);
   }
 }
 

@@ -59,7 +59,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-time", action="store_true", help="memory only")
     parser.add_argument(
-        "--output", type=Path, default=Path("results"), metavar="DIR", help="files there are replaced; default: results"
+        "--output",
+        type=folder,
+        default=Path("results"),
+        metavar="DIR",
+        help="files there are replaced; default: results",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="of stdout; default: table")
 
@@ -182,6 +186,8 @@ def count(flag: str) -> Callable[[str], int]:
             raise UsageError(f"{flag} must be a whole number, got {text!r}") from None
         if number < 1:
             raise UsageError(f"{flag} must be at least 1, got {number}")
+        if number >= 2**63:
+            raise UsageError(f"{flag} must be below 2^63, got {number}")
         return number
 
     return parse
@@ -189,6 +195,12 @@ def count(flag: str) -> Callable[[str], int]:
 
 def counts(flag: str) -> Callable[[str], list[int]]:
     return lambda text: [count(flag)(word) for word in text.split(",")]
+
+
+def folder(text: str) -> Path:
+    if not text:
+        raise UsageError("--output must name a folder, got ''")
+    return Path(text)
 
 
 def size(flag: str) -> Callable[[str], int]:

@@ -72,6 +72,8 @@ def softplus_attention_step(
         >>> y = softplus(q) * (a / (z + eps))[:, None]
     """
     if state is None:
+        if not isinstance(k, Tensor) or k.dim() != 3:
+            raise TypeError(f"softplus_attention_step: k must be a tensor (B,R,n), got {getattr(k, 'shape', k)}")
         zeros = torch.zeros(k.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=k.device)
         state = (zeros, zeros)
     y, z, a = torch.ops.memcheck.softplus_attention_step(q, k, v, *state, eps=eps)
