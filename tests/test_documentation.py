@@ -78,10 +78,11 @@ def speed_lines():
     rows = json.loads((ROOT / "benchmarks/results/softplus_attention.json").read_text())["rows"]
     figures = {(row["dtype"], row["what"], row["contender"]): row for row in rows}
     for dtype, what in dict.fromkeys((row["dtype"], row["what"]) for row in rows):
-        ours, eager, compiled = (figures[dtype, what, name] for name in ("memcheck", "eager", "compiled"))
+        names = ("memcheck", "eager", "reference", "compiled")
+        ours, eager, reference, compiled = (figures[dtype, what, name] for name in names)
         yield (
             f"| {dtype} | {what} | {ours['ms']:.1f} ms, {ours['ns_per_position']:.2f} ns a position "
-            f"| {eager['ratio']:.1f} x | {compiled['ratio']:.1f} x |"
+            f"| {eager['ratio']:.1f} x | {reference['ratio']:.1f} x | {compiled['ratio']:.1f} x |"
         )
 
 
