@@ -82,7 +82,7 @@ def speed_lines():
         ours, eager, reference, compiled = (figures[dtype, what, name] for name in names)
         yield (
             f"| {dtype} | {what} | {ours['ms']:.1f} ms, {ours['ns_per_position']:.2f} ns a position "
-            f"| {eager['ratio']:.1f} x | {reference['ratio']:.1f} x | {compiled['ratio']:.1f} x |"
+            f"| {eager['ratio']:.2f} x | {reference['ratio']:.2f} x | {compiled['ratio']:.2f} x |"
         )
 
 

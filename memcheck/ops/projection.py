@@ -15,10 +15,11 @@ def linear_r(x: Tensor, w: Tensor) -> Tensor:
         x: (B,S,E) tokens.
         w: (E,R) weight.
 
-    float64, float32, float16, bfloat16, on every device: the product is the library's GEMM.
+    float64, float32, float16, bfloat16; the product is the library's GEMM.
 
     Returns:
-        y (B,S,R), contiguous. Kept for backward: x where w needs a gradient, w where x does.
+        y (B,S,R), contiguous. Kept for backward: x where w needs a gradient (or where x is not contiguous,
+        for its strides), w where x does.
 
     Raises:
         ValueError: a shape or device. TypeError: a dtype.
