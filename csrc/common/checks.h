@@ -100,16 +100,21 @@ inline void check_eps(const char* op, double eps, at::ScalarType type) {
   TORCH_CHECK_VALUE(fits, op, ": eps must be a normal number of ", dtype_name(acc_scalar_type(type)), ", got ", eps);
 }
 
-// A tensor of three dimensions for a kernel that reads it. An undefined tensor is null.
-inline Strided reads(const at::Tensor& x) {
-  if (!x.defined()) return {};
-  return {const_cast<void*>(x.const_data_ptr()), {x.stride(0), x.stride(1), x.stride(2)}};
+// A tensor for a kernel that reads it. An undefined tensor is null.
+template <int kRank>
+Strided<kRank> reads(const at::Tensor& x) {
+  Strided<kRank> seen;
+  if (!x.defined()) return seen;
+  seen.data = const_cast<void*>(x.const_data_ptr());
+  for (int i = 0; i < kRank; ++i) seen.stride[i] = x.stride(i);
+  return seen;
 }
 
 // The same for a kernel that writes it.
-inline Strided writes(const at::Tensor& x) {
-  if (!x.defined()) return {};
-  return {x.mutable_data_ptr(), {x.stride(0), x.stride(1), x.stride(2)}};
+template <int kRank>
+Strided<kRank> writes(const at::Tensor& x) {
+  if (x.defined()) x.mutable_data_ptr();  // a lazy copy becomes one of its own
+  return reads<kRank>(x);
 }
 
 }  // namespace memcheck

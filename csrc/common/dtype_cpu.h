@@ -23,4 +23,10 @@ auto with_scalar_type(Dtype dtype, const Run& run) {
   return run(float{});
 }
 
+// The same for its accumulation type.
+template <typename Run>
+auto with_acc_type(Dtype dtype, const Run& run) {
+  return dtype == Dtype::Float64 ? run(double{}) : run(float{});
+}
+
 }  // namespace memcheck

@@ -4,15 +4,20 @@
 
 namespace memcheck {
 
-// A tensor of three dimensions as a kernel sees it: where it begins, and its strides in elements. Null where there is
+// A tensor of kRank dimensions as a kernel sees it: where it begins, and its strides in elements. Null where there is
 // none.
+template <int kRank>
 struct Strided {
   void* data = nullptr;
-  int64_t stride[3] = {0, 0, 0};
+  int64_t stride[kRank] = {};
 
-  template <typename scalar_t>
-  scalar_t* at(int64_t i, int64_t j, int64_t k) const {
-    return static_cast<scalar_t*>(data) + i * stride[0] + j * stride[1] + k * stride[2];
+  template <typename scalar_t, typename... Index>
+  scalar_t* at(Index... index) const {
+    static_assert(sizeof...(index) == kRank);
+    const int64_t indices[kRank] = {index...};
+    int64_t offset = 0;
+    for (int i = 0; i < kRank; ++i) offset += indices[i] * stride[i];
+    return static_cast<scalar_t*>(data) + offset;
   }
   explicit operator bool() const { return data != nullptr; }
 };

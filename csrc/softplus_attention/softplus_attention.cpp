@@ -72,10 +72,10 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
   const at::Tensor sums = empty_bytes(plan.forward_sums_bytes, q);
   const SoftplusAttentionForward p{shape,
                                    eps,
-                                   reads(q),
-                                   reads(k),
-                                   reads(v),
-                                   writes(y),
+                                   reads<3>(q),
+                                   reads<3>(k),
+                                   reads<3>(v),
+                                   writes<3>(y),
                                    uses_carries ? carries.mutable_data_ptr() : nullptr,
                                    sums.mutable_data_ptr()};
   softplus_attention_forward_cpu(p, dtype_of(q));
@@ -129,13 +129,13 @@ Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tens
   const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
   const SoftplusAttentionBackward p{shape,
                                     eps,
-                                    reads(grad_y),
-                                    reads(q),
-                                    reads(k),
-                                    reads(v),
-                                    writes(std::get<0>(gradients)),
-                                    writes(std::get<1>(gradients)),
-                                    writes(std::get<2>(gradients)),
+                                    reads<3>(grad_y),
+                                    reads<3>(q),
+                                    reads<3>(k),
+                                    reads<3>(v),
+                                    writes<3>(std::get<0>(gradients)),
+                                    writes<3>(std::get<1>(gradients)),
+                                    writes<3>(std::get<2>(gradients)),
                                     dense_carries.const_data_ptr(),
                                     sums.mutable_data_ptr(),
                                     scratch.mutable_data_ptr()};
@@ -177,14 +177,14 @@ StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
                                 shape.T,
                                 shape.R,
                                 eps,
-                                reads(q),
-                                reads(k),
-                                reads(v),
-                                reads(z.unsqueeze(1)),
-                                reads(a.unsqueeze(1)),
-                                writes(y),
-                                writes(new_z.unsqueeze(1)),
-                                writes(new_a.unsqueeze(1))};
+                                reads<3>(q),
+                                reads<3>(k),
+                                reads<3>(v),
+                                reads<3>(z.unsqueeze(1)),
+                                reads<3>(a.unsqueeze(1)),
+                                writes<3>(y),
+                                writes<3>(new_z.unsqueeze(1)),
+                                writes<3>(new_a.unsqueeze(1))};
   softplus_attention_step_cpu(p, dtype_of(q));
   return result;
 }

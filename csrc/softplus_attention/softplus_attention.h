@@ -34,10 +34,10 @@ struct SoftplusAttentionShape {
 struct SoftplusAttentionForward {
   SoftplusAttentionShape shape;
   double eps;
-  Strided q;      // (B,S,R)
-  Strided k;      // (B,R,T)
-  Strided v;      // (B,R,T)
-  Strided y;      // (B,S,R)
+  Strided<3> q;   // (B,S,R)
+  Strided<3> k;   // (B,R,T)
+  Strided<3> v;   // (B,R,T)
+  Strided<3> y;   // (B,S,R)
   void* carries;  // (2,B,carries,R): Z, then A; null when nobody reads them and the plan does without
   void* sums;     // the plan's forward_sums_bytes
 };
@@ -45,13 +45,13 @@ struct SoftplusAttentionForward {
 struct SoftplusAttentionBackward {
   SoftplusAttentionShape shape;
   double eps;
-  Strided grad_y;       // (B,S,R)
-  Strided q;            // (B,S,R)
-  Strided k;            // (B,R,T)
-  Strided v;            // (B,R,T), null when only grad_v is wanted: it does not depend on v
-  Strided grad_q;       // (B,S,R), null when not wanted, as the next two
-  Strided grad_k;       // (B,R,T)
-  Strided grad_v;       // (B,R,T)
+  Strided<3> grad_y;    // (B,S,R)
+  Strided<3> q;         // (B,S,R)
+  Strided<3> k;         // (B,R,T)
+  Strided<3> v;         // (B,R,T), null when only grad_v is wanted: it does not depend on v
+  Strided<3> grad_q;    // (B,S,R), null when not wanted, as the next two
+  Strided<3> grad_k;    // (B,R,T)
+  Strided<3> grad_v;    // (B,R,T)
   const void* carries;  // (2,B,carries,R)
   void* sums;           // the plan's backward_sums_bytes
   void* scratch;        // the plan's backward_scratch_bytes
@@ -61,14 +61,14 @@ struct SoftplusAttentionBackward {
 struct SoftplusAttentionStep {
   int64_t B, T, R;
   double eps;
-  Strided q;      // (B,1,R)
-  Strided k;      // (B,R,T)
-  Strided v;      // (B,R,T)
-  Strided z;      // (B,1,R), the state in the accumulation type, as the next three
-  Strided a;      // (B,1,R)
-  Strided y;      // (B,1,R)
-  Strided new_z;  // (B,1,R)
-  Strided new_a;  // (B,1,R)
+  Strided<3> q;      // (B,1,R)
+  Strided<3> k;      // (B,R,T)
+  Strided<3> v;      // (B,R,T)
+  Strided<3> z;      // (B,1,R), the state in the accumulation type, as the next three
+  Strided<3> a;      // (B,1,R)
+  Strided<3> y;      // (B,1,R)
+  Strided<3> new_z;  // (B,1,R)
+  Strided<3> new_a;  // (B,1,R)
 };
 
 // What the CPU kernels take beside inputs and outputs, for so many threads.

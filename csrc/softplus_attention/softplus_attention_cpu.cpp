@@ -125,12 +125,12 @@ struct RunningSum {
 
 // A tile of positions from s on in q, y and their gradients, (B,S,R); from t on in k, v and theirs, (B,R,T).
 template <typename scalar_t>
-MEMCHECK_INLINE TilePlace<scalar_t> query_tile(const Strided& x, const Task& task, int64_t s) {
+MEMCHECK_INLINE TilePlace<scalar_t> query_tile(const Strided<3>& x, const Task& task, int64_t s) {
   return {x.at<scalar_t>(task.b, s, task.r), x.stride[1], x.stride[2]};
 }
 
 template <typename scalar_t>
-MEMCHECK_INLINE TilePlace<scalar_t> key_tile(const Strided& x, const Task& task, int64_t t) {
+MEMCHECK_INLINE TilePlace<scalar_t> key_tile(const Strided<3>& x, const Task& task, int64_t t) {
   return {x.at<scalar_t>(task.b, task.r, t), x.stride[2], x.stride[1]};
 }
 
@@ -577,7 +577,7 @@ void backward_not_causal(const SoftplusAttentionBackward& p, BackwardMemory<acc_
 
 // One row of a (B,1,R) state; with no stride to a next row, no more than the row is read or written.
 template <typename acc_t>
-MEMCHECK_INLINE TilePlace<acc_t> state_row(const Strided& x, const Task& task) {
+MEMCHECK_INLINE TilePlace<acc_t> state_row(const Strided<3>& x, const Task& task) {
   return {x.at<acc_t>(task.b, 0, task.r), 0, x.stride[2]};
 }
 

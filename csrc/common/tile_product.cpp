@@ -1,0 +1,118 @@
+#include "common/tile_product.h"
+
+#include <cstring>
+
+#include "common/cpu_level.h"
+#include "common/macros.h"
+
+// Loops over registers must be gone before the compiler decides what lives in memory.
+#if defined(__clang__)
+#define MEMCHECK_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define MEMCHECK_UNROLL _Pragma("GCC unroll 16")
+#endif
+
+namespace memcheck {
+namespace {
+
+template <typename acc_t>
+struct Product {
+  bool add;
+  int64_t M, N, K;
+  TileFactor<acc_t> a;
+  const acc_t* b;
+  int64_t b_stride;
+  acc_t* to;
+  int64_t to_stride;
+};
+
+template <typename acc_t, int kBytes>
+struct VectorOf {
+  typedef acc_t type __attribute__((vector_size(kBytes)));
+};
+
+// kRows x kVectors registers of sums; every step of k is a row of b times a column of a.
+template <int kBytes, int kRows, int kVectors, typename acc_t>
+MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n) {
+  using Vector = typename VectorOf<acc_t, kBytes>::type;
+  constexpr int kLanes = kBytes / sizeof(acc_t);
+  const int64_t K = p.K, a_row = p.a.row_stride, a_column = p.a.column_stride, b_row = p.b_stride, to_row = p.to_stride;
+  const acc_t* a = p.a.data + m * a_row;
+  const acc_t* b = p.b + n;
+  acc_t* to = p.to + m * to_row + n;
+  Vector sums[kRows][kVectors];
+  MEMCHECK_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    MEMCHECK_UNROLL
+    for (int j = 0; j < kVectors; ++j) {
+      sums[i][j] = Vector{};
+      if (p.add) std::memcpy(&sums[i][j], to + i * to_row + j * kLanes, kBytes);
+    }
+  }
+  for (int64_t k = 0; k < K; ++k) {
+    Vector row[kVectors];
+    MEMCHECK_UNROLL
+    for (int j = 0; j < kVectors; ++j) std::memcpy(&row[j], b + k * b_row + j * kLanes, kBytes);
+    MEMCHECK_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const acc_t x = a[i * a_row + k * a_column];
+      MEMCHECK_UNROLL
+      for (int j = 0; j < kVectors; ++j) sums[i][j] += x * row[j];
+    }
+  }
+  MEMCHECK_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    MEMCHECK_UNROLL
+    for (int j = 0; j < kVectors; ++j) std::memcpy(to + i * to_row + j * kLanes, &sums[i][j], kBytes);
+  }
+}
+
+// Columns from n on in steps of kVectors vectors, as far as they go; returns where they end.
+template <int kBytes, int kRows, int kVectors, typename acc_t>
+MEMCHECK_INLINE int64_t product_columns(const Product<acc_t>& p, int64_t n) {
+  constexpr int64_t kStep = kVectors * kBytes / sizeof(acc_t);
+  for (; n + kStep <= p.N; n += kStep) {
+    int64_t m = 0;
+    for (; m + kRows <= p.M; m += kRows) product_block<kBytes, kRows, kVectors>(p, m, n);
+    for (; m < p.M; ++m) product_block<kBytes, 1, kVectors>(p, m, n);
+  }
+  return n;
+}
+
+// AVX-512 has 32 registers. Of 16 sums, 8 are in flight at a time; what is left holds a row of b.
+#if MEMCHECK_CPU_HAS_LEVELS
+template <typename acc_t>
+MEMCHECK_TARGET_AVX512 void product_avx512(const Product<acc_t>& p) {
+  product_columns<64, 8, 2>(p, product_columns<64, 4, 4>(p, 0));
+}
+
+template <typename acc_t>
+MEMCHECK_TARGET_AVX2 void product_avx2(const Product<acc_t>& p) {
+  product_columns<32, 4, 2>(p, 0);
+}
+#endif
+
+template <typename acc_t>
+void product_default(const Product<acc_t>& p) {
+  product_columns<16, 4, 2>(p, 0);
+}
+
+}  // namespace
+
+template <typename acc_t>
+void tile_product(TileProduct how, int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, const acc_t* b,
+                  int64_t b_stride, acc_t* to, int64_t to_stride) {
+  const Product<acc_t> p{how == TileProduct::Add, M, N, K, a, b, b_stride, to, to_stride};
+#if MEMCHECK_CPU_HAS_LEVELS
+  if (cpu_level() == CpuLevel::Avx512) return product_avx512(p);
+  if (cpu_level() == CpuLevel::Avx2) return product_avx2(p);
+#endif
+  product_default(p);
+}
+
+template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<float>&, const float*, int64_t,
+                           float*, int64_t);
+template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<double>&, const double*, int64_t,
+                           double*, int64_t);
+
+}  // namespace memcheck
