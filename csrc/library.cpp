@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "common/cpu_level.h"
+#include "linear_attention/linear_attention.h"
 #include "memory/tracking_allocator.h"
 #include "softplus_attention/softplus_attention.h"
 #ifdef MEMCHECK_WITH_CUDA
@@ -67,11 +68,23 @@ static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t
           {"backward_scratch", plan.backward_sums_bytes + plan.backward_scratch_bytes}};
 }
 
+static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
+                                                            int64_t D, int64_t Dv, bool causal,
+                                                            const std::string& dtype, int64_t threads) {
+  const memcheck::LinearAttentionShape shape{B, H, Hkv, S, T, D, Dv, causal, memcheck::FeatureMap::EluPlusOne};
+  const auto plan = memcheck::linear_attention_plan_cpu(shape, dtype_named(dtype), threads);
+  return {{"forward_scratch", plan.forward_states_bytes + plan.forward_scratch_bytes},
+          {"backward_scratch", plan.rows_bytes + plan.backward_states_bytes + plan.backward_scratch_bytes}};
+}
+
 static void bind_plans(py::module_& m) {
   m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
         py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"),
         "CPU bytes: carries (kept for backward), forward_sums (beside them), forward_scratch (when nothing is kept), "
         "backward_scratch");
+  m.def("linear_attention_plan", &linear_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"), py::arg("Hkv"),
+        py::arg("S"), py::arg("T"), py::arg("D"), py::arg("Dv"), py::arg("causal"), py::arg("dtype"),
+        py::arg("threads"), "CPU bytes: forward_scratch, backward_scratch");
 }
 
 PYBIND11_MODULE(_C, m) {

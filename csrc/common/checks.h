@@ -91,6 +91,19 @@ inline at::ScalarType acc_scalar_type(at::ScalarType type) {
   return type == at::kDouble ? at::kDouble : at::kFloat;
 }
 
+// The last query sees the last key, so that none would see a key before the first.
+inline void check_causal(const char* op, bool causal, const c10::SymInt& S, const c10::SymInt& T) {
+  TORCH_CHECK_VALUE(!causal || S <= T, op, ": causal needs no more queries than keys, S <= T, got S = ", S,
+                    " and T = ", T);
+}
+
+// Query head h reads key head h / (H / Hkv).
+inline void check_groups(const char* op, const c10::SymInt& H, const c10::SymInt& Hkv) {
+  const bool groups = Hkv == 0 ? H == 0 : H % Hkv == 0;
+  TORCH_CHECK_VALUE(groups, op, ": the query heads H must be a multiple of the key heads Hkv, got H = ", H,
+                    " and Hkv = ", Hkv);
+}
+
 // eps is added in the accumulation type of `type`, where it must not become 0 or infinite, nor its inverse.
 inline void check_eps(const char* op, double eps, at::ScalarType type) {
   TORCH_CHECK_VALUE(eps > 0 && std::isfinite(eps), op, ": eps must be a positive number, got ", eps);

@@ -12,4 +12,9 @@ inline int64_t acc_bytes(Dtype dtype) {
   return dtype == Dtype::Float64 ? 8 : 4;
 }
 
+// Bytes of one element.
+inline int64_t element_bytes(Dtype dtype) {
+  return dtype == Dtype::Float64 ? 8 : dtype == Dtype::Float32 ? 4 : 2;
+}
+
 }  // namespace memcheck

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -56,7 +57,7 @@ struct TileLines {
 
   // Any address may be asked for.
   MEMCHECK_INLINE void expect(int64_t row) const {
-    for (size_t byte = 0; byte < kTileLanes * sizeof(scalar_t); byte += 64)
+    for (std::size_t byte = 0; byte < kTileLanes * sizeof(scalar_t); byte += 64)
       __builtin_prefetch(first + row * stride + byte, 0, 2);
   }
 };

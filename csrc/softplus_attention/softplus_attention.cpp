@@ -41,8 +41,7 @@ Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, con
     check_shape(op, "v", v, "(B,R,T)", {n.B, n.R, n.T}, "k");
     check_like(op, "v", v, q, "q");
   }
-  TORCH_CHECK_VALUE(!causal || n.S <= n.T, op, ": causal needs no more queries than keys, S <= T, got S = ", n.S,
-                    " and T = ", n.T);
+  check_causal(op, causal, n.S, n.T);
   check_eps(op, eps, q.scalar_type());
   return n;
 }

@@ -1,0 +1,227 @@
+#include "linear_attention/linear_attention.h"
+
+#include <ATen/ops/empty.h>
+#include <ATen/Parallel.h>
+#include <torch/library.h>
+
+#include <array>
+#include <string_view>
+#include <tuple>
+
+#include "common/allocate.h"
+#include "common/checks.h"
+
+namespace memcheck {
+namespace {
+
+constexpr const char* kForward = "linear_attention";
+constexpr const char* kBackward = "linear_attention_backward";
+constexpr const char* kStep = "linear_attention_step";
+
+// Sizes, symbolic while torch.compile traces.
+struct Sizes {
+  c10::SymInt B, H, Hkv, S, T, D, Dv;
+  bool causal;
+  FeatureMap feature_map;
+
+  LinearAttentionShape shape() const {
+    return {B.expect_int(), H.expect_int(),  Hkv.expect_int(), S.expect_int(), T.expect_int(),
+            D.expect_int(), Dv.expect_int(), causal,           feature_map};
+  }
+};
+
+FeatureMap feature_map_named(const char* op, std::string_view name) {
+  const bool identity = name == "identity";
+  TORCH_CHECK_VALUE(identity || name == "elu+1", op, ": feature_map must be 'elu+1' or 'identity', got '", name, "'");
+  return identity ? FeatureMap::Identity : FeatureMap::EluPlusOne;
+}
+
+// Dv is that of v, or where v is not needed of grad_y.
+Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+                   std::string_view feature_map, double eps, const at::Tensor& instead_of_v = {}) {
+  check_rank(op, "q", q, 4, "(B,H,S,D)");
+  check_rank(op, "k", k, 4, "(B,Hkv,T,D)");
+  if (v.defined() || !instead_of_v.defined()) check_rank(op, "v", v, 4, "(B,Hkv,T,Dv)");
+  const at::Tensor& has_Dv = v.defined() ? v : instead_of_v;
+  Sizes n{q.sym_size(0),      q.sym_size(1), k.sym_size(1),
+          q.sym_size(2),      k.sym_size(2), q.sym_size(3),
+          has_Dv.sym_size(3), causal,        feature_map_named(op, feature_map)};
+  check_shape(op, "k", k, "(B,Hkv,T,D)", {n.B, n.Hkv, n.T, n.D}, "q");
+  check_groups(op, n.H, n.Hkv);
+  check_floating(op, "q", q);
+  check_like(op, "k", k, q, "q");
+  if (v.defined()) {
+    check_shape(op, "v", v, "(B,Hkv,T,Dv)", {n.B, n.Hkv, n.T, n.Dv}, "k");
+    check_like(op, "v", v, q, "q");
+  }
+  check_causal(op, causal, n.S, n.T);
+  check_eps(op, eps, q.scalar_type());
+  return n;
+}
+
+at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
+  return at::empty_symint({n.B, n.H, n.S, n.Dv}, q.options());
+}
+
+at::Tensor forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+                        std::string_view feature_map, double eps) {
+  return empty_output(check_inputs(kForward, q, k, v, causal, feature_map, eps), q);
+}
+
+at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
+                   std::string_view feature_map, double eps) {
+  const Sizes n = check_inputs(kForward, q, k, v, causal, feature_map, eps);
+  const LinearAttentionShape shape = n.shape();
+  const at::Tensor y = empty_output(n, q);
+  const auto plan = linear_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const at::Tensor states = empty_bytes(plan.forward_states_bytes, q);
+  const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
+  const LinearAttentionForward p{shape,
+                                 eps,
+                                 reads<4>(q),
+                                 reads<4>(k),
+                                 reads<4>(v),
+                                 writes<4>(y),
+                                 states.mutable_data_ptr(),
+                                 scratch.mutable_data_ptr()};
+  linear_attention_forward_cpu(p, dtype_of(q));
+  return y;
+}
+
+Sizes check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                     bool causal, std::string_view feature_map, double eps, const std::array<bool, 3>& wanted) {
+  const bool needs_v = wanted[0] || wanted[1];
+  check_rank(kBackward, "grad_y", grad_y, 4, "(B,H,S,Dv)");
+  const Sizes n = check_inputs(kBackward, q, k, v, causal, feature_map, eps, needs_v ? at::Tensor() : grad_y);
+  check_shape(kBackward, "grad_y", grad_y, "(B,H,S,Dv)", {n.B, n.H, n.S, n.Dv}, "q and v");
+  check_like(kBackward, "grad_y", grad_y, q, "q");
+  return n;
+}
+
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+// Only those that are wanted; the others stay undefined.
+Gradients empty_gradients(const Sizes& n, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const std::array<bool, 3>& wanted) {
+  const auto room = [](const at::Tensor& x, bool want) { return want ? empty_gradient(x) : at::Tensor(); };
+  // Where v was not kept it was contiguous.
+  const auto room_for_v = [&] {
+    return v.defined() ? empty_gradient(v) : at::empty_symint({n.B, n.Hkv, n.T, n.Dv}, k.options());
+  };
+  return {room(q, wanted[0]), room(k, wanted[1]), wanted[2] ? room_for_v() : at::Tensor()};
+}
+
+Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
+                        const std::optional<at::Tensor>& v_or_none, bool causal, std::string_view feature_map,
+                        double eps, std::array<bool, 3> output_mask) {
+  const at::Tensor v = v_or_none.value_or(at::Tensor());
+  return empty_gradients(check_backward(grad_y, q, k, v, causal, feature_map, eps, output_mask), q, k, v, output_mask);
+}
+
+Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
+                   const std::optional<at::Tensor>& v_or_none, bool causal, std::string_view feature_map, double eps,
+                   std::array<bool, 3> output_mask) {
+  const at::Tensor v = v_or_none.value_or(at::Tensor());
+  const Sizes n = check_backward(grad_y, q, k, v, causal, feature_map, eps, output_mask);
+  const LinearAttentionShape shape = n.shape();
+  const Gradients gradients = empty_gradients(n, q, k, v, output_mask);
+  const auto plan = linear_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const at::Tensor rows = empty_bytes(plan.rows_bytes, q);
+  const at::Tensor states = empty_bytes(plan.backward_states_bytes, q);
+  const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
+  const LinearAttentionBackward p{shape,
+                                  eps,
+                                  reads<4>(grad_y),
+                                  reads<4>(q),
+                                  reads<4>(k),
+                                  reads<4>(v),
+                                  writes<4>(std::get<0>(gradients)),
+                                  writes<4>(std::get<1>(gradients)),
+                                  writes<4>(std::get<2>(gradients)),
+                                  rows.mutable_data_ptr(),
+                                  states.mutable_data_ptr(),
+                                  scratch.mutable_data_ptr()};
+  linear_attention_backward_cpu(p, dtype_of(q));
+  return gradients;
+}
+
+using StepResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+Sizes check_step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& m,
+                 const at::Tensor& z, std::string_view feature_map, double eps) {
+  const Sizes n = check_inputs(kStep, q, k, v, false, feature_map, eps);
+  TORCH_CHECK_VALUE(n.S == 1, kStep, ": q must be one position, (B,H,1,D), got ", q.sym_sizes());
+  check_tensor(kStep, "m", m);
+  check_tensor(kStep, "z", z);
+  check_shape(kStep, "m", m, "(B,Hkv,D,Dv)", {n.B, n.Hkv, n.D, n.Dv}, "k and v");
+  check_shape(kStep, "z", z, "(B,Hkv,D)", {n.B, n.Hkv, n.D}, "k");
+  for (const auto& [name, state] : {std::pair{"m", m}, std::pair{"z", z}}) {
+    check_dtype(kStep, name, state, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
+    check_device(kStep, name, state, q, "q");
+  }
+  return n;
+}
+
+StepResult empty_step(const Sizes& n, const at::Tensor& q, const at::Tensor& m) {
+  return {empty_output(n, q), at::empty_symint({n.B, n.Hkv, n.D, n.Dv}, m.options()),
+          at::empty_symint({n.B, n.Hkv, n.D}, m.options())};
+}
+
+StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& m,
+                     const at::Tensor& z, std::string_view feature_map, double eps) {
+  return empty_step(check_step(q, k, v, m, z, feature_map, eps), q, m);
+}
+
+StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& m, const at::Tensor& z,
+                std::string_view feature_map, double eps) {
+  const Sizes n = check_step(q, k, v, m, z, feature_map, eps);
+  const LinearAttentionShape shape = n.shape();
+  StepResult result = empty_step(n, q, m);
+  const auto& [y, new_m, new_z] = result;
+  const auto plan = linear_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
+  const LinearAttentionStep p{shape,
+                              eps,
+                              reads<4>(q),
+                              reads<4>(k),
+                              reads<4>(v),
+                              reads<4>(m),
+                              reads<4>(z.unsqueeze(2)),
+                              writes<4>(y),
+                              writes<4>(new_m),
+                              writes<4>(new_z.unsqueeze(2)),
+                              scratch.mutable_data_ptr()};
+  linear_attention_step_cpu(p, dtype_of(q));
+  return result;
+}
+
+TORCH_LIBRARY_FRAGMENT(memcheck, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "linear_attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, str feature_map=\"elu+1\", float eps=1e-06)"
+      " -> Tensor",
+      tags);
+  m.def(
+      "linear_attention_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, *, bool causal, str feature_map, float "
+      "eps, bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+      tags);
+  m.def(
+      "linear_attention_step(Tensor q, Tensor k, Tensor v, Tensor m, Tensor z, *, str feature_map=\"elu+1\", float "
+      "eps=1e-06) -> (Tensor y, Tensor new_m, Tensor new_z)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
+  m.impl("linear_attention", forward);
+  m.impl("linear_attention_backward", backward);
+  m.impl("linear_attention_step", step);
+}
+
+TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
+  m.impl("linear_attention", forward_meta);
+  m.impl("linear_attention_backward", backward_meta);
+  m.impl("linear_attention_step", step_meta);
+}
+
+}  // namespace
+}  // namespace memcheck

@@ -1,0 +1,98 @@
+"""Linear attention: softmax's exponential replaced by a product of features, so that keys and values fit in a state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+
+State = tuple[Tensor, Tensor]
+
+
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str = "elu+1", eps: float = 1e-6
+) -> Tensor:
+    """A mean of the values, weighted by phi(q).phi(k) (Katharopoulos et al. 2020, arXiv:2006.16236).
+
+    Args:
+        q: (B,H,S,D) queries. H is a multiple of Hkv: query head h reads key head h // (H // Hkv).
+        k: (B,Hkv,T,D) keys. Any strides; contiguous along D is fastest.
+        v: (B,Hkv,T,Dv) values.
+        causal: query s sees keys t <= s + T - S (the last query sees the last key), and S <= T is needed.
+            Else every query sees every key.
+        feature_map: "elu+1": phi(x) = x + 1 for x > 0, else exp(x); "identity": q and k come already mapped.
+        eps: added to the sum of the weights; positive.
+
+    float64, float32, float16, bfloat16. Sums are formed in float32 (float64 for float64).
+
+    Returns:
+        y (B,H,S,Dv), contiguous. Kept for backward: q, k and v alone; the (D,Dv) states are formed again, and never
+        more than one a head is held. A gradient has its input's strides. There is no double backward: it raises.
+
+    Raises:
+        ValueError: a shape, device, feature map, S > T when causal, or eps <= 0.
+        TypeError: a dtype.
+
+    Equivalent to:
+        >>> def phi(x):
+        ...     return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+        >>> k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+        >>> weights = phi(q) @ phi(k).mT  # (B,H,S,T), which memcheck never forms
+        >>> if causal:
+        ...     weights = weights.tril(k.shape[2] - q.shape[2])
+        >>> y = (weights @ v) / (weights.sum(-1, keepdim=True) + eps)
+    """
+    y: Tensor = torch.ops.memcheck.linear_attention(q, k, v, causal=causal, feature_map=feature_map, eps=eps)
+    return y
+
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | None = None,
+    *,
+    feature_map: str = "elu+1",
+    eps: float = 1e-6,
+) -> tuple[Tensor, State]:
+    """One position of causal linear attention, from a state instead of all earlier keys.
+
+    Args:
+        q: (B,H,1,D) the query of the newest position.
+        k: (B,Hkv,n,D) the keys that are new since the state: one while decoding, a whole prompt to begin with.
+        v: (B,Hkv,n,Dv) their values.
+        state: (M (B,Hkv,D,Dv), z (B,Hkv,D)) in the accumulation type (float32; float64 for float64); None at the
+            beginning.
+        feature_map, eps: as in linear_attention.
+
+    Returns:
+        y (B,H,1,Dv), equal to the last row of linear_attention over all keys up to rounding, and the new state.
+        O(n D Dv) work a head, and no gradient.
+
+    Raises:
+        ValueError, TypeError: as linear_attention.
+        NotImplementedError: grad mode is on and an argument requires a gradient.
+
+    Equivalent to:
+        >>> m, z = state
+        >>> m, z = m + phi(k).mT @ v, z + phi(k).sum(2)
+        >>> M, Z = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (m, z))
+        >>> y = (phi(q) @ M) / (phi(q) @ Z[..., None] + eps)
+    """
+    if state is None:
+        state = empty_state(q, k, v)
+    y, m, z = torch.ops.memcheck.linear_attention_step(q, k, v, *state, feature_map=feature_map, eps=eps)
+    return y, (m, z)
+
+
+def empty_state(q: Tensor, k: Tensor, v: Tensor) -> State:
+    """Zeros for M (B,Hkv,D,Dv) and z (B,Hkv,D)."""
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, Tensor) or x.dim() != 4:
+            raise TypeError(
+                f"linear_attention_step: {name} must be a tensor of 4 dimensions, got {getattr(x, 'shape', x)}"
+            )
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    z = torch.zeros((*k.shape[:2], k.shape[3]), dtype=dtype, device=k.device)
+    return torch.zeros((*z.shape, v.shape[3]), dtype=dtype, device=k.device), z

@@ -1,0 +1,824 @@
+"""Linear attention: the contract, claim by claim."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from ops.checks import (
+    DTYPES,
+    LAYOUTS,
+    Bound,
+    Contract,
+    NoGradient,
+    assert_contract,
+    assert_strides,
+    assert_within,
+    doubles,
+    gradients_moved_by_autograd,
+    laid_out,
+    run,
+    run_subset,
+    same_bits,
+    saved_for_backward,
+    subsets,
+)
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+
+from memcheck import linear_attention, linear_attention_step, measure_memory, track
+from memcheck._extension import _C
+from memcheck.reference import linear_attention as reference
+
+forward_op = torch.ops.memcheck.linear_attention.default
+backward_op = torch.ops.memcheck.linear_attention_backward.default
+step_op = torch.ops.memcheck.linear_attention_step.default
+
+# B, H, Hkv, S, T, D, Dv
+SHAPES = [
+    (1, 1, 1, 1, 1, 1, 1),
+    (3, 4, 4, 1, 129, 63, 64),
+    (2, 6, 2, 63, 63, 127, 33),
+    (2, 4, 1, 127, 129, 63, 129),
+    (2, 8, 8, 129, 257, 1, 63),
+    (5, 2, 2, 257, 257, 33, 1),
+    (3, 3, 3, 33, 300, 64, 64),
+    (1, 2, 2, 257, 513, 63, 40),  # few heads and more than 256 positions: segments are tasks of their own
+    (1, 6, 3, 513, 513, 17, 63),
+    (1, 5, 1, 300, 1100, 9, 63),
+]
+NOT_CAUSAL_SHAPES = [(2, 4, 2, 129, 63, 127, 31), (1, 1, 1, 513, 1, 63, 5), (1, 4, 2, 1030, 300, 33, 9)]
+EMPTY_SHAPES = [
+    (0, 2, 1, 5, 7, 3, 2),
+    (2, 0, 0, 5, 7, 3, 2),
+    (2, 0, 3, 5, 7, 3, 2),
+    (2, 2, 1, 0, 7, 3, 2),
+    (2, 2, 1, 0, 0, 3, 2),
+    (2, 2, 1, 5, 7, 0, 2),
+    (2, 2, 1, 5, 7, 3, 0),
+]
+CASES = [
+    *(pytest.param(*shape, causal, id=f"{shape} {causal=}") for shape in SHAPES for causal in (True, False)),
+    *(pytest.param(*shape, False, id=f"{shape} causal=False") for shape in NOT_CAUSAL_SHAPES),
+    *(pytest.param(*shape, causal, id=f"{shape} {causal=}") for shape in EMPTY_SHAPES for causal in (True, False)),
+    pytest.param(2, 4, 2, 5, 0, 3, 2, False, id="(2, 4, 2, 5, 0, 3, 2) causal=False"),
+]
+SMALL, MIDDLE, SPLIT = (2, 4, 2, 5, 7, 3, 2), (2, 8, 4, 70, 300, 40, 24), (1, 2, 1, 300, 700, 20, 35)
+
+
+def contract(causal: bool = True, feature_map: str = "elu+1", eps: float = 1e-6) -> Contract:
+    options = {"causal": causal, "feature_map": feature_map, "eps": eps}
+
+    def bounds(grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
+        of_y = reference.linear_attention_bound(q, k, v, **options)
+        of_gradients = reference.linear_attention_gradient_bounds(grad_y, q, k, v, **options)
+        return [Bound(bound, terms=k.shape[2]) for bound in (of_y, *of_gradients)]
+
+    return Contract(
+        functools.partial(linear_attention, **options), functools.partial(reference.linear_attention, **options), bounds
+    )
+
+
+def make_inputs(
+    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+) -> tuple[list[Tensor], Tensor]:
+    """[q (B,H,S,D), k (B,Hkv,T,D), v (B,Hkv,T,Dv)] and grad_y (B,H,S,Dv)"""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv), (B, H, S, Dv)]
+    q, k, v, grad_y = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    return [q, k, v], grad_y
+
+
+def plan_of(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, int]:
+    (B, H, S, D), (_, Hkv, T, Dv) = q.shape, v.shape
+    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv}
+    dtype = str(q.dtype).removeprefix("torch.")
+    return _C.linear_attention_plan(**sizes, causal=causal, dtype=dtype, threads=torch.get_num_threads())
+
+
+# ---- values and gradients
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("B", "H", "Hkv", "S", "T", "D", "Dv", "causal"), CASES)
+def test_values_and_gradients(
+    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, causal: bool, dtype: torch.dtype
+) -> None:
+    inputs, grad_y = make_inputs(B, H, Hkv, S, T, D, Dv, dtype)
+    assert_contract(contract(causal), inputs, grad_y, against_plain=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [SMALL, MIDDLE, SPLIT])
+def test_features_that_come_mapped(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
+    """Positive, so that no denominator cancels."""
+    (q, k, v), grad_y = make_inputs(*shape, dtype)
+    assert_contract(contract(causal, "identity"), [q.abs(), k.abs(), v], grad_y, against_plain=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [SMALL, MIDDLE, SPLIT])
+def test_features_of_both_signs(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
+    """A large eps keeps denominators from cancelling to nothing."""
+    (q, k, v), grad_y = make_inputs(*shape, dtype)
+    assert_contract(contract(causal, "identity", eps=1e4), [q, k, v], grad_y)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("eps", "shift"), [(0.5, 0.0), (1e-6, -14.0), (1e3, 0.0)])
+def test_eps_that_matters(eps: float, shift: float, causal: bool, dtype: torch.dtype) -> None:
+    (q, k, v), grad_y = make_inputs(*MIDDLE, dtype)
+    assert_contract(contract(causal, eps=eps), [q, k + shift, v], grad_y, against_plain=True)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_bounds_are_the_formulas_without_cancellation(causal: bool) -> None:
+    """Where v and g are positive the bounds of y and dv are their values, and dq's and dk's minus alone is turned."""
+    (q, k, v), grad_y = make_inputs(*SMALL, torch.float64)
+    inputs, grad_y = [q, k, v.abs()], grad_y.abs()
+    y, grad_q, grad_k, grad_v = run(contract(causal).reference, inputs, grad_y)
+    of_y, of_q, of_k, of_v = (bound.values for bound in contract(causal).bounds(grad_y, *inputs))
+    torch.testing.assert_close(y, of_y)
+    torch.testing.assert_close(grad_v, of_v)
+    assert (of_q >= grad_q.abs()).all()
+    assert (of_k >= grad_k.abs()).all()
+    # With one key the terms of dq are equal and cancel but for eps; the bound is twice one of them.
+    (q, k, v), grad_y = make_inputs(1, 1, 1, 1, 1, 4, 3, torch.float64)
+    slope = reference.features(q).clamp(max=1)
+    phi_q, phi_k = reference.features(q), reference.features(k)
+    one = slope * phi_k * (grad_y.abs() * v.abs()).sum() / ((phi_q * phi_k).sum() + 1e-6)
+    torch.testing.assert_close(contract(causal).bounds(grad_y, q, k, v)[1].values, 2 * one, rtol=1e-5, atol=0)
+
+
+def test_the_ways_to_write_it_agree() -> None:
+    (q, k, v), grad_y = make_inputs(2, 3, 3, 150, 150, 5, 7, torch.float64)
+    truth = run(contract().reference, [q, k, v], grad_y)
+    for other in (reference.linear_attention_cumsum, reference.linear_attention_chunked):
+        for ours, theirs in zip(truth, run(other, [q, k, v], grad_y), strict=True):
+            torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_same_bits_again(causal: bool) -> None:
+    inputs, grad_y = make_inputs(*SPLIT)
+    first = run(contract(causal).function, inputs, grad_y)
+    for _ in range(3):
+        assert same_bits(run(contract(causal).function, inputs, grad_y), first)
+
+
+def test_few_heads_are_split() -> None:
+    (q, k, v), _ = make_inputs(*SPLIT)
+    states = (
+        plan_of(q, k, v, causal=True)["forward_scratch"]
+        - plan_of(q[:, :, :1], k[:, :, :1], v[:, :, :1], True)["forward_scratch"]
+    )
+    assert states >= 3 * 20 * 64 * 4
+
+
+@pytest.mark.isolated
+def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
+    for shape in (SPLIT, (5, 4, 2, 300, 300, 33, 20)):
+        for causal in (True, False):
+            inputs, grad_y = make_inputs(*shape)
+            results = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                results.append(run(contract(causal).function, inputs, grad_y))
+                assert same_bits(results[0], results[-1])
+                assert_memory_is_planned(*inputs, causal=causal)
+
+
+@pytest.mark.parametrize(
+    "level", [pytest.param(level, marks=pytest.mark.isolated(MEMCHECK_CPU=level)) for level in _C.cpu_levels()]
+)
+def test_every_cpu_level(level: str) -> None:
+    assert _C.cpu_level() == level
+    for causal in (True, False):
+        for dtype in DTYPES:
+            for shape in (MIDDLE, (1, 2, 1, 257, 300, 33, 65)):
+                assert_contract(contract(causal), *make_inputs(*shape, dtype))
+    assert_step_is_right(torch.float32, prompt=300)
+
+
+# ---- strides
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides(layout: str, dtype: torch.dtype, causal: bool) -> None:
+    (q, k, v), grad_y = make_inputs(*MIDDLE, dtype)
+    for *inputs, grad in laid_out([q, k, v, grad_y], layout):
+        before = [x.clone() for x in (*inputs, grad)]
+        results = assert_contract(contract(causal), inputs, grad)
+        assert_strides(results, inputs)
+        assert same_bits(before, [*inputs, grad])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_taken_over_as_they_are(layout: str) -> None:
+    inputs, grad_y = make_inputs(*MIDDLE)
+    inputs = [LAYOUTS[layout](x) for x in inputs]
+    assert gradients_moved_by_autograd(linear_attention, inputs, grad_y) == []
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
+    """No tensor is made contiguous on the way."""
+    (q, k, v), grad_y = make_inputs(*MIDDLE)
+    for *inputs, grad in laid_out([q, k, v, grad_y], layout):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        plan = plan_of(q, k, v, causal)
+        with track() as memory:
+            y = linear_attention(*leaves, causal=causal)
+            assert memory.peak_bytes == y.nbytes + plan["forward_scratch"]
+            memory.reset_peak()
+            y.backward(grad)
+            gradients = sum(leaf.grad.nbytes for leaf in leaves)
+            assert memory.peak_bytes == y.nbytes + gradients + plan["backward_scratch"]
+            del y
+            assert memory.current_bytes == gradients
+
+
+# ---- autograd
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [MIDDLE, SPLIT])
+def test_gradients_that_are_asked_for(shape: tuple[int, ...], causal: bool) -> None:
+    inputs, grad_y = make_inputs(*shape)
+    _, *all_gradients = run(contract(causal).function, inputs, grad_y)
+    for mask in subsets(3):
+        expected = [x if wanted else None for x, wanted in zip(all_gradients, mask, strict=True)]
+        assert same_bits(run_subset(contract(causal).function, inputs, mask, grad_y), expected)
+
+
+@pytest.mark.parametrize("mask", subsets(3))
+def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...]) -> None:
+    inputs, _ = make_inputs(*MIDDLE)
+    q, k, v = leaves = [x.requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
+    kept = saved_for_backward(lambda: linear_attention(*leaves))
+    # grad_v is N^T phi(k): v itself is not in it.
+    expected = [q, k, v] if mask[0] or mask[1] else [q, k]
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
+
+
+def test_nothing_is_kept_when_no_gradient_will_be_wanted() -> None:
+    inputs, _ = make_inputs(*MIDDLE)
+    assert saved_for_backward(lambda: linear_attention(*inputs)) == []
+    for x in inputs:
+        x.requires_grad_()
+    with torch.no_grad():
+        assert saved_for_backward(lambda: linear_attention(*inputs)) == []
+        assert not linear_attention(*inputs).requires_grad
+
+
+def test_an_undefined_gradient_stays_undefined() -> None:
+    inputs, _ = make_inputs(*SMALL)
+    leaves = [x.requires_grad_() for x in inputs]
+    NoGradient.apply(linear_attention(*leaves)).sum().backward()
+    assert [leaf.grad for leaf in leaves] == [None] * 3
+
+
+def test_backward_twice_adds_up() -> None:
+    inputs, grad_y = make_inputs(*MIDDLE)
+    leaves = [x.requires_grad_() for x in inputs]
+    y = linear_attention(*leaves)
+    y.backward(grad_y, retain_graph=True)
+    once = [leaf.grad.clone() for leaf in leaves]
+    y.backward(grad_y)
+    assert same_bits([leaf.grad for leaf in leaves], [2 * x for x in once])
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(grad_y)
+
+
+def test_one_tensor_in_every_role() -> None:
+    """q, k and v are the same memory: its gradient is the sum of the three."""
+    x = torch.randn(2, 3, 9, 9, dtype=torch.float64)
+    grad_y = torch.randn_like(x)
+    _, *gradients = run(linear_attention, [x, x, x], grad_y)
+    (grad_x,) = run(lambda x: linear_attention(x, x, x), [x], grad_y)[1:]
+    torch.testing.assert_close(grad_x, sum(gradients))
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2])
+def test_a_saved_input_changed_in_place_is_an_error(changed: int) -> None:
+    inputs, _ = make_inputs(*SMALL)
+    held = [x.requires_grad_() * 1 for x in inputs]
+    y = linear_attention(*held)
+    with torch.no_grad():
+        held[changed].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("dual", [0, 1, 2])
+def test_forward_mode_raises(dual: int) -> None:
+    """Without an input that requires a gradient, nothing but the operator could say that a tangent is lost."""
+    inputs = list(make_inputs(2, 4, 2, 1, 7, 3, 2)[0])
+    tangent = torch.ones_like(inputs[dual])
+    with forward_ad.dual_level():
+        inputs[dual] = forward_ad.make_dual(inputs[dual], tangent)
+        with pytest.raises(NotImplementedError, match="linear_attention: forward-mode differentiation"):
+            linear_attention(*inputs)
+        with pytest.raises(NotImplementedError, match="linear_attention_step: forward-mode differentiation"):
+            linear_attention_step(*inputs)
+
+
+def test_forward_mode_over_the_gradient_of_y_raises() -> None:
+    inputs, grad_y = make_inputs(*SMALL)
+    leaves = [x.requires_grad_() for x in inputs]
+    y = linear_attention(*leaves)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(grad_y, torch.ones_like(grad_y))
+        with pytest.raises(NotImplementedError, match="linear_attention: forward-mode differentiation"):
+            torch.autograd.grad(y, leaves, dual)
+
+
+@pytest.mark.parametrize("mask", subsets(3))
+def test_double_backward_raises(mask: tuple[bool, ...]) -> None:
+    """Through the inputs and through the gradient of y, also where an input is frozen."""
+    inputs, grad_y = make_inputs(*SMALL)
+    for x, wanted in zip(inputs, mask, strict=True):
+        x.requires_grad_(wanted)
+    leaves = [x for x in inputs if x.requires_grad]
+    gradients = torch.autograd.grad(linear_attention(*inputs), leaves, grad_y.requires_grad_(), create_graph=True)
+    # Of frozen inputs backward may not have been given all.
+    for target in (grad_y, *(leaves if all(mask) else ())):
+        with pytest.raises(NotImplementedError, match="linear_attention: double backward is not implemented"):
+            torch.autograd.grad(sum(gradient.sum() for gradient in gradients), target, retain_graph=True)
+
+
+# ---- torch's own checks
+
+
+def opcheck_inputs(requires_grad: bool) -> list[list[Tensor]]:
+    dense, _ = make_inputs(*SMALL)
+    long, _ = make_inputs(1, 2, 1, 257, 300, 3, 5)
+    strided = [LAYOUTS["transposed"](x) for x in dense]
+    return [[x.detach().requires_grad_(requires_grad) for x in inputs] for inputs in (dense, long, strided)]
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_opcheck_forward(causal: bool, requires_grad: bool) -> None:
+    for inputs in opcheck_inputs(requires_grad):
+        torch.library.opcheck(forward_op, inputs, {"causal": causal})
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+def test_opcheck_backward(causal: bool, requires_grad: bool) -> None:
+    utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    # Tracing differentiates the backward, which raises by contract.
+    if not requires_grad:
+        utilities.append("test_aot_dispatch_dynamic")
+    for q, k, v in opcheck_inputs(requires_grad):
+        grad_y = torch.randn(*q.shape[:3], v.shape[3])
+        for mask in ([True, True, True], [False, True, False], [False, False, True]):
+            options = {"causal": causal, "feature_map": "elu+1", "eps": 1e-6, "output_mask": mask}
+            torch.library.opcheck(backward_op, (grad_y, q, k, v), options, test_utils=utilities)
+        torch.library.opcheck(backward_op, (grad_y, q, k, None), options, test_utils=utilities)
+
+
+def test_opcheck_step() -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 5, 3, 2)
+    torch.library.opcheck(step_op, (q, k, v, torch.rand(2, 2, 3, 2), torch.rand(2, 2, 3)))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_compile(dynamic: bool, causal: bool) -> None:
+    """Traced without a break; with dynamic=True one graph serves every shape."""
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    eager = contract(causal).function
+    compiled = torch.compile(eager, fullgraph=True, dynamic=dynamic, backend=backend)
+    # Equal sizes would be taken for one symbol.
+    shapes, frames = [(3, 4, 2, 5, 60, 7, 9), (5, 6, 3, 30, 90, 4, 8), (7, 8, 4, 70, 120, 6, 11)], []
+    for shape in shapes:
+        inputs, grad_y = make_inputs(*shape)
+        assert same_bits(run(compiled, inputs, grad_y), run(eager, inputs, grad_y))
+        frames.append(backend.frame_count)
+    assert len(set(frames)) == (1 if dynamic else len(shapes))
+
+
+@pytest.mark.slow
+def test_compile_with_inductor() -> None:
+    torch._dynamo.reset()
+
+    def mixed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return linear_attention(q.sin(), k * 2, v, causal=True).cos()
+
+    inputs, grad_y = make_inputs(2, 4, 2, 30, 300, 5, 7)
+    compiled = torch.compile(mixed, fullgraph=True, dynamic=True)
+    for ours, theirs in zip(run(compiled, inputs, grad_y), run(mixed, inputs, grad_y), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_autocast() -> None:
+    """Runs in the autocast dtype, as torch's own attention; leaves get gradients of their own dtype."""
+    inputs, grad_y = make_inputs(*MIDDLE)
+    leaves = [x.requires_grad_() for x in inputs]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = linear_attention(*leaves)
+    assert y.dtype == torch.bfloat16
+    y.backward(grad_y.bfloat16())
+    in_bfloat16 = run(linear_attention, [x.detach().bfloat16() for x in leaves], grad_y.bfloat16())
+    assert same_bits(
+        [y.detach(), *(leaf.grad for leaf in leaves)], [in_bfloat16[0], *(x.float() for x in in_bfloat16[1:])]
+    )
+
+
+def test_autocast_of_a_step_leaves_the_state() -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 5, 3, 2)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, state = linear_attention_step(q, k, v)
+        y, state = linear_attention_step(q, k, v, state)
+    assert [x.dtype for x in (y, *state)] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_meta(layout: str, dtype: torch.dtype) -> None:
+    """Shapes, dtypes and strides without memory."""
+    (q, k, v), grad_y = make_inputs(*SMALL, dtype)
+    inputs = [LAYOUTS[layout](x) for x in (q, k, v)]
+    real = run(linear_attention, inputs, grad_y)
+    meta = run(linear_attention, [x.to("meta") for x in inputs], grad_y.to("meta"))
+    for x, shadow in zip(real, meta, strict=True):
+        assert (shadow.device.type, shadow.dtype) == ("meta", x.dtype)
+        assert (shadow.shape, shadow.stride()) == (x.shape, x.stride())
+
+
+# ---- decoding
+
+
+def assert_step_is_right(
+    dtype: torch.dtype, prompt: int, feature_map: str = "elu+1", eps: float = 1e-6, shape: tuple[int, ...] = (3, 4, 2)
+) -> None:
+    """After a prompt, token by token: every y is the last row of a forward over all keys so far."""
+    T, options = prompt + 4, {"feature_map": feature_map, "eps": eps}
+    (q, k, v), _ = make_inputs(*shape, T, T, 35, 20, dtype)
+    if feature_map == "identity":
+        q, k = q.abs(), k.abs()
+    truth = reference.linear_attention(*doubles([q, k, v]), causal=True, **options)
+    bound = reference.linear_attention_bound(*doubles([q, k, v]), causal=True, **options)
+    state, done = None, 0
+    for now in range(max(prompt, 1), T + 1):
+        new, last = slice(done, now), slice(now - 1, now)
+        y, state = linear_attention_step(q[:, :, last], k[:, :, new], v[:, :, new], state, **options)
+        done = now
+        assert_within(y, truth[:, :, last], Bound(bound[:, :, last], terms=now), "y")
+    phi_k, v = reference.features(k.double(), feature_map), v.double()
+    sums = (("M", state[0], phi_k.mT @ v, phi_k.mT @ v.abs()), ("z", state[1], phi_k.sum(2), phi_k.sum(2)))
+    for name, x, sum_truth, sum_bound in sums:
+        assert x.dtype == torch.promote_types(dtype, torch.float32)
+        # The state is not rounded to the dtype of q.
+        assert_within(x, sum_truth, Bound(sum_bound, terms=T), name)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("prompt", [0, 1, 63, 300, 513])
+def test_step(prompt: int, dtype: torch.dtype) -> None:
+    assert_step_is_right(dtype, prompt)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 6, 1), (2, 5, 5)])
+def test_step_of_any_group(shape: tuple[int, ...]) -> None:
+    assert_step_is_right(torch.float32, prompt=5, shape=shape)
+
+
+def test_step_with_other_options() -> None:
+    assert_step_is_right(torch.float32, prompt=5, feature_map="identity", eps=0.5)
+
+
+@pytest.mark.parametrize("layout", ["transposed", "every second column", "every second row", "at an offset"])
+def test_step_takes_any_strides(layout: str) -> None:
+    (q, k, v), _ = make_inputs(3, 4, 2, 1, 5, 35, 20)
+    state = (torch.randn(3, 2, 35, 20), torch.rand(3, 2, 35))
+    expected = linear_attention_step(q, k, v, state)
+    change = LAYOUTS[layout]
+    y, new_state = linear_attention_step(change(q), change(k), change(v), (change(state[0]), change(state[1])))
+    assert same_bits([y, *new_state], [expected[0], *expected[1]])
+    assert all(x.is_contiguous() for x in (y, *new_state))
+
+
+def test_step_leaves_the_old_state_alone() -> None:
+    (q, k, v), _ = make_inputs(3, 4, 2, 1, 5, 35, 20)
+    _, state = linear_attention_step(q, k, v)
+    before = [x.clone() for x in state]
+    linear_attention_step(q, k, v, state)
+    assert same_bits(state, before)
+
+
+@pytest.mark.parametrize(("B", "T", "D", "Dv"), [(0, 5, 3, 2), (2, 5, 0, 2), (2, 5, 3, 0), (2, 0, 3, 2)])
+def test_step_of_nothing(B: int, T: int, D: int, Dv: int) -> None:
+    """No new keys: the query reads the state as it is."""
+    (q, k, v), _ = make_inputs(B, 4, 2, 1, T, D, Dv)
+    state = (torch.randn(B, 2, D, Dv), torch.rand(B, 2, D) + 1)
+    y, (m, z) = linear_attention_step(q, k, v, state)
+    assert (y.shape, m.shape, z.shape) == ((B, 4, 1, Dv), (B, 2, D, Dv), (B, 2, D))
+    if T == 0:
+        assert same_bits([m, z], state)
+
+
+@pytest.mark.parametrize("wanted", range(5))
+def test_step_has_no_gradient_and_says_so(wanted: int) -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 5, 3, 2)
+    tensors = [q, k, v, torch.rand(2, 2, 3, 2), torch.rand(2, 2, 3)]
+    tensors[wanted].requires_grad_()
+    q, k, v, *state = tensors
+    with pytest.raises(NotImplementedError, match="linear_attention_step: has no gradient"):
+        linear_attention_step(q, k, v, (state[0], state[1]))
+    with torch.no_grad():
+        linear_attention_step(q, k, v, (state[0], state[1]))
+
+
+# ---- extremes
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_reference_is_right_where_the_features_bend(dtype: torch.dtype) -> None:
+    x = torch.tensor([0.0, -0.0, -math.inf, -30.0, 30.0], dtype=dtype, requires_grad=True)
+    values = reference.features(x)
+    values.sum().backward()
+    tail = math.exp(-30)
+    torch.testing.assert_close(values, torch.tensor([1, 1, 0, tail, 31], dtype=dtype))
+    torch.testing.assert_close(x.grad, torch.tensor([1, 1, 0, tail, 1], dtype=dtype))
+
+
+def test_features_are_accurate() -> None:
+    """One key and one dimension: z of a step is phi(k) itself, far below where elu(k) + 1 has cancelled."""
+    k = torch.linspace(-87, 88, 350_001).view(-1, 1, 1, 1)
+    _, (_, z) = linear_attention_step(torch.ones_like(k), k, torch.ones_like(k))
+    truth = reference.features(k.double()).view_as(z)
+    assert ((z.double() - truth).abs() / truth).max() <= 4 * 2.0**-24
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("key", [-math.inf, -100.0, -20.0, 100.0, 1e4])
+@pytest.mark.parametrize("role", ["q", "k"])
+def test_extreme_features(role: str, key: float, causal: bool) -> None:
+    (q, k, v), grad_y = make_inputs(*MIDDLE)
+    (q if role == "q" else k)[:, ::2, ::3, ::2] = key
+    assert_contract(contract(causal), [q, k, v], grad_y)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("poisoned", [1, 2])
+def test_nan_stays_in_its_head_and_the_future(poisoned: int, causal: bool) -> None:
+    B, H, Hkv, S, T, D, Dv = 2, 4, 2, 300, 700, 35, 20
+    inputs, grad_y = make_inputs(B, H, Hkv, S, T, D, Dv)
+    clean = run(contract(causal).function, inputs, grad_y)
+    inputs[poisoned][1, 1, 500] = math.nan
+    y, *gradients = run(contract(causal).function, inputs, grad_y)
+    spoilt = torch.zeros_like(y, dtype=torch.bool)
+    # A chunk of 32 positions meets in one product, in which 0 x NaN is NaN: up to 31 earlier queries may be spoilt.
+    spoilt[1, 2:, 500 - (T - S) if causal else 0 :] = True
+    assert y[spoilt].isnan().all()
+    reached = spoilt.clone()
+    reached[1, 2:, 480 - (T - S) : 500 - (T - S)] |= causal
+    assert torch.equal(y[~reached], clean[0][~reached])
+    for gradient, other in zip(gradients, clean[1:], strict=True):
+        assert torch.equal(gradient[0], other[0])
+        assert torch.equal(gradient[1, 0], other[1, 0])
+
+
+def test_nan_in_a_query_stays_in_its_position() -> None:
+    (q, k, v), _ = make_inputs(*MIDDLE)
+    q[1, 3, 7, 2] = math.nan
+    for causal in (True, False):
+        spoilt = linear_attention(q, k, v, causal=causal).isnan().any(-1)
+        assert spoilt.nonzero().tolist() == [[1, 3, 7]]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("B", "T"), [(1, 256), (8, 256), (1, 5000), (8, 1500)])
+def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
+    """As in padding. Their rounding errors all have one sign, and do not cancel as those of random terms do."""
+    (q, k, v), grad_y = make_inputs(B, 1, 1, T, T, 3, 2)
+    inputs = [x[:, :, :1].expand_as(x) for x in (q, k, v)]
+    assert_contract(contract(causal), inputs, grad_y[:, :, :1].expand_as(grad_y))
+
+
+@pytest.mark.parametrize("heads", [1, 9])
+def test_a_long_sequence_keeps_its_accuracy(heads: int) -> None:
+    S, T = (5000, 8000) if heads == 1 else (700, 4000)
+    assert_contract(contract(), *make_inputs(1, heads, heads, S, T, 20, 9))
+
+
+# ---- memory
+
+
+def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
+    """To the byte: inputs, output, the gradients, and the plan's scratch."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    plan = plan_of(q, k, v, causal)
+    for dense in (False, True):
+        record = measure_memory(linear_attention, *leaves, causal=causal, dense_grad=dense)
+        held = record.input_bytes + record.output_bytes
+        assert record.saved_bytes == 0
+        assert record.forward_peak_bytes == held + plan["forward_scratch"]
+        assert record.gradient_bytes == q.nbytes + k.nbytes + v.nbytes
+        grad_y_bytes = record.output_bytes if dense else q.itemsize
+        assert record.backward_peak_bytes == held + grad_y_bytes + record.gradient_bytes + plan["backward_scratch"]
+    record = measure_memory(linear_attention, *leaves, causal=causal, backward=False)
+    assert record.forward_peak_bytes == record.input_bytes + record.output_bytes + plan["forward_scratch"]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("B", "H", "length", "D"), [(8, 8, 512, 64), (1, 8, 4096, 64), (1, 2, 4096, 128), (2, 4, 512, 256)]
+)
+def test_memory_to_the_byte_and_within_the_targets(
+    B: int, H: int, length: int, D: int, dtype: torch.dtype, causal: bool
+) -> None:
+    (q, k, v), _ = make_inputs(B, H, H, length, length, D, D, dtype)
+    assert_memory_is_planned(q, k, v, causal=causal)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    for dense, backward in ((False, 7), (True, 8)):
+        record = measure_memory(linear_attention, *leaves, causal=causal, dense_grad=dense)
+        assert record.forward_peak_bytes <= 1.03 * 4 * q.nbytes + 2**20
+        assert record.backward_peak_bytes <= 1.03 * backward * q.nbytes + 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.isolated
+def test_a_state_for_every_position_is_never_held() -> None:
+    """B1 H8 N65536 D64: one tensor is 128 MiB, and the states of all positions would be 64 times that."""
+    q, k, v = (torch.randn(1, 8, 65536, 64, requires_grad=True) for _ in range(3))
+    record = measure_memory(linear_attention, q, k, v, causal=True, dense_grad=True)
+    assert q.nbytes == 128 * 2**20
+    assert record.forward_peak_bytes < 4.1 * q.nbytes
+    assert record.backward_peak_bytes < 8.2 * q.nbytes
+
+
+# ---- what is refused
+
+RAISES = {
+    "q of rank 3": ({"q": torch.ones(2, 5, 3)}, ValueError, r"q must be \(B,H,S,D\), of 4 dimensions, got \[2, 5, 3\]"),
+    "k of rank 2": ({"k": torch.ones(7, 3)}, ValueError, r"k must be \(B,Hkv,T,D\), of 4 dimensions, got \[7, 3\]"),
+    "v of rank 1": ({"v": torch.ones(7)}, ValueError, r"v must be \(B,Hkv,T,Dv\), of 4 dimensions, got \[7\]"),
+    "another D": (
+        {"k": torch.ones(2, 2, 7, 4)},
+        ValueError,
+        r"k must be \(B,Hkv,T,D\) = \[2, 2, 7, 3\] to match q, got \[2, 2, 7, 4\]",
+    ),
+    "another B": (
+        {"k": torch.ones(1, 2, 7, 3)},
+        ValueError,
+        r"k must be \(B,Hkv,T,D\) = \[2, 2, 7, 3\] to match q, got \[1, 2, 7, 3\]",
+    ),
+    "another T": (
+        {"v": torch.ones(2, 2, 6, 2)},
+        ValueError,
+        r"v must be \(B,Hkv,T,Dv\) = \[2, 2, 7, 2\] to match k, got \[2, 2, 6, 2\]",
+    ),
+    "heads that do not divide": (
+        {"k": torch.ones(2, 3, 7, 3), "v": torch.ones(2, 3, 7, 2)},
+        ValueError,
+        "the query heads H must be a multiple of the key heads Hkv, got H = 4 and Hkv = 3",
+    ),
+    "no key heads": (
+        {"k": torch.ones(2, 0, 7, 3), "v": torch.ones(2, 0, 7, 2)},
+        ValueError,
+        "the query heads H must be a multiple of the key heads Hkv, got H = 4 and Hkv = 0",
+    ),
+    "float64 k": ({"k": torch.ones(2, 2, 7, 3).double()}, TypeError, "k must be float32 to match q, got float64"),
+    "bfloat16 v": ({"v": torch.ones(2, 2, 7, 2).bfloat16()}, TypeError, "v must be float32 to match q, got bfloat16"),
+    "integers": ({"q": torch.ones(2, 4, 5, 3).int()}, TypeError, "q must be float64, .* or bfloat16, got int32"),
+    "complex": ({"q": torch.ones(2, 4, 5, 3).cfloat()}, TypeError, "q must be float64, .* or bfloat16, got complex64"),
+    "k elsewhere": ({"k": torch.ones(2, 2, 7, 3, device="meta")}, ValueError, "k must be on cpu as q is, got meta"),
+    "v elsewhere": ({"v": torch.ones(2, 2, 7, 2, device="meta")}, ValueError, "v must be on cpu as q is, got meta"),
+    "more queries than keys": (
+        {"q": torch.ones(2, 4, 8, 3)},
+        ValueError,
+        "causal needs no more queries than keys, S <= T, got S = 8 and T = 7",
+    ),
+    "an unknown feature map": (
+        {"feature_map": "relu"},
+        ValueError,
+        r"feature_map must be 'elu\+1' or 'identity', got 'relu'",
+    ),
+    "eps of 0": ({"eps": 0.0}, ValueError, "eps must be a positive number, got 0"),
+    "eps that is none": ({"eps": math.nan}, ValueError, "eps must be a positive number, got nan"),
+    "eps that float32 makes 0": ({"eps": 1e-60}, ValueError, "eps must be a normal number of float32, got 1e-60"),
+    "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
+    "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
+    # These never reach the operator: the words are the dispatcher's.
+    "a list": ({"q": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'q'"),
+    "a number for the map": ({"feature_map": 1}, RuntimeError, "Expected a value of type 'str' for argument"),
+    "sparse": ({"q": torch.ones(2, 4, 5, 3).to_sparse()}, NotImplementedError, "'SparseCPU' backend"),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("wrong", RAISES)
+def test_wrong_input(wrong: str, requires_grad: bool) -> None:
+    changed, kind, message = RAISES[wrong]
+    (q, k, v), _ = make_inputs(*SMALL)
+    if requires_grad and "v" not in changed:
+        v.requires_grad_()
+    arguments = {"q": q, "k": k, "v": v, "causal": True, **changed}
+    with pytest.raises(kind, match=f"linear_attention.*{message}"):
+        linear_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+STEP_RAISES = {
+    "two positions": (
+        {"q": torch.ones(2, 4, 2, 3)},
+        ValueError,
+        r"q must be one position, \(B,H,1,D\), got \[2, 4, 2, 3\]",
+    ),
+    "M of another shape": (
+        {"m": torch.ones(2, 2, 4, 2)},
+        ValueError,
+        r"m must be \(B,Hkv,D,Dv\) = \[2, 2, 3, 2\] to match k and v, got \[2, 2, 4, 2\]",
+    ),
+    "z of another rank": (
+        {"z": torch.ones(2, 2, 1, 3)},
+        ValueError,
+        r"z must be \(B,Hkv,D\) = \[2, 2, 3\] to match k, got \[2, 2, 1, 3\]",
+    ),
+    "state of another dtype": (
+        {"z": torch.ones(2, 2, 3).double()},
+        TypeError,
+        "z must be float32 to match the accumulation type of q, got float64",
+    ),
+    "state elsewhere": ({"m": torch.ones(2, 2, 3, 2, device="meta")}, ValueError, "m must be on cpu as q is, got meta"),
+    "no state": ({"z": None}, TypeError, "z must be a tensor, got None"),
+    "another T": ({"v": torch.ones(2, 2, 6, 2)}, ValueError, "v must be .* to match k"),
+    "eps of 0": ({"eps": 0.0}, ValueError, "eps must be a positive number, got 0"),
+}
+
+
+@pytest.mark.parametrize("wrong", STEP_RAISES)
+def test_wrong_step(wrong: str) -> None:
+    changed, kind, message = STEP_RAISES[wrong]
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 7, 3, 2)
+    arguments = {"q": q, "k": k, "v": v, "m": torch.ones(2, 2, 3, 2), "z": torch.ones(2, 2, 3), "eps": 1e-6, **changed}
+    q, k, v, m, z = (arguments[name] for name in "qkvmz")
+    with pytest.raises(kind, match=f"linear_attention_step: {message}"):
+        linear_attention_step(q, k, v, (m, z), eps=arguments["eps"])
+
+
+@pytest.mark.parametrize("wrong", ["q", "k", "v"])
+def test_a_first_step_without_tensors(wrong: str) -> None:
+    arguments = dict(zip("qkv", make_inputs(2, 4, 2, 1, 7, 3, 2)[0], strict=True))
+    arguments[wrong] = arguments[wrong][0]
+    with pytest.raises((TypeError, ValueError), match=f"linear_attention_step: {wrong} must be"):
+        linear_attention_step(**arguments)
+
+
+BACKWARD_RAISES = {
+    "another shape of grad_y": (
+        {"grad_y": torch.ones(2, 4, 4, 2)},
+        ValueError,
+        r"grad_y must be \(B,H,S,Dv\) = \[2, 4, 5, 2\] to match q and v, got \[2, 4, 4, 2\]",
+    ),
+    "rank of grad_y": (
+        {"grad_y": torch.ones(())},
+        ValueError,
+        r"grad_y must be \(B,H,S,Dv\), of 4 dimensions, got \[\]",
+    ),
+    "dtype of grad_y": (
+        {"grad_y": torch.ones(2, 4, 5, 2).half()},
+        TypeError,
+        "grad_y must be float32 to match q, got float16",
+    ),
+    "no grad_y": ({"grad_y": None}, TypeError, "grad_y must be a tensor, got None"),
+    "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
+    "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
+    "more queries than keys": (
+        {"q": torch.ones(2, 4, 8, 3), "grad_y": torch.ones(2, 4, 8, 2)},
+        ValueError,
+        "causal needs no more queries than keys, S <= T, got S = 8 and T = 7",
+    ),
+    "eps of 0": ({"eps": 0.0}, ValueError, "eps must be a positive number, got 0"),
+}
+
+
+@pytest.mark.parametrize("wrong", BACKWARD_RAISES)
+def test_wrong_backward(wrong: str) -> None:
+    changed, kind, message = BACKWARD_RAISES[wrong]
+    (q, k, v), grad_y = make_inputs(*SMALL)
+    arguments = {"grad_y": grad_y, "q": q, "k": k, "v": v, "eps": 1e-6, **changed}
+    tensors = [arguments.pop(name) for name in ("grad_y", "q", "k", "v")]
+    with pytest.raises(kind, match=f"linear_attention_backward: {message}"):
+        backward_op(*tensors, causal=True, feature_map="elu+1", output_mask=[True] * 3, **arguments)
+
+
+def test_queries_that_see_nothing() -> None:
+    """Not causal, no keys at all: M = z = 0, so y = 0."""
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 5, 0, 3, 2)
+    y, grad_q, *_ = run(contract(causal=False).function, [q, k, v], grad_y)
+    assert same_bits([y, grad_q], [torch.zeros(2, 4, 5, 2), torch.zeros(2, 4, 5, 3)])
