@@ -16,6 +16,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from memcheck.errors import UsageError
 from memcheck.plotting import Style
+from memcheck.reference.linear_attention import linear_attention_cumsum
 from memcheck.reference.naive_attention import naive_attention
 
 DTYPES = {
@@ -59,6 +60,8 @@ class Contender:
     # The backend's name where it is known beforehand; None where only the run can tell.
     backend: Callable[[Case], str] | None = None
     terms: Callable[[Case], Terms | None] = lambda case: None
+    # Where the operator itself is one or the other, whatever was asked.
+    causal: bool | None = None
     has_heads: bool = False
     has_core_dim: bool = False
     has_factor: bool = False
@@ -90,7 +93,9 @@ def check_case(case: Case) -> Case:
     return case
 
 
-def make_case(operator: str, *, heads: int, core_dim: int | None, factor: int | None, **fields: Any) -> Case:
+def make_case(
+    operator: str, *, heads: int, core_dim: int | None, factor: int | None, causal: bool = True, **fields: Any
+) -> Case:
     """A checked case that holds only the sizes its operator has."""
     if operator not in CONTENDERS:
         raise UsageError(f"--attention-type {operator} is unknown; known: {', '.join(CONTENDERS)}")
@@ -100,6 +105,7 @@ def make_case(operator: str, *, heads: int, core_dim: int | None, factor: int | 
         heads=heads if contender.has_heads else None,
         core_dim=(fields["dim"] if core_dim is None else core_dim) if contender.has_core_dim else None,
         factor=factor if contender.has_factor else None,
+        causal=causal if contender.causal is None else contender.causal,
         **fields,
     )
     return check_case(case)
@@ -201,6 +207,10 @@ def build_forced(backend: SDPBackend) -> Callable[[Case], Operator]:
     return build
 
 
+def memcheck_backend(case: Case) -> str:
+    return f"memcheck {case.device.split(':')[0]}"
+
+
 def build_softplus(case: Case) -> Operator:
     from memcheck.ops.softplus_attention import softplus_attention
 
@@ -227,6 +237,49 @@ def softplus_terms(case: Case) -> Terms | None:
         "forward_peak_bytes": {**held, **kept, "sums": plan["forward_sums"]},
         "saved_bytes": kept,
         "backward_peak_bytes": {**held, **kept, **gradients, "scratch": plan["backward_scratch"]},
+    }
+
+
+def build_linear(case: Case) -> Operator:
+    from memcheck.ops.linear_attention import linear_attention
+
+    return lambda q, k, v: linear_attention(q, k, v, causal=case.causal)
+
+
+def build_linear_cumsum(case: Case) -> Operator:
+    return lambda q, k, v: linear_attention_cumsum(q, k, v)
+
+
+def linear_terms(case: Case) -> Terms | None:
+    """Exact on the CPU in every dtype, from the plan of the kernels themselves."""
+    if case.device != "cpu" or case.heads is None:
+        return None
+    from memcheck._extension import _C
+
+    D = case.dim // case.heads
+    plan = _C.linear_attention_plan(
+        B=case.bsz,
+        H=case.heads,
+        Hkv=case.heads,
+        S=case.query_len,
+        T=case.kv_len,
+        D=D,
+        Dv=D,
+        causal=case.causal,
+        dtype=case.dtype,
+        threads=torch.get_num_threads(),
+    )
+    item = DTYPES[case.dtype].itemsize
+    queries, keys = (case.bsz * length * case.dim * item for length in (case.query_len, case.kv_len))
+    held = {"q": queries, "k": keys, "v": keys, "y": queries}
+    forward = {**held, "states and tiles": plan["forward_scratch"]}
+    if case.mode != "train":
+        return {"forward_peak_bytes": forward}
+    gradients = {"grad_y, expanded": item, "dq": queries, "dk": keys, "dv": keys}
+    return {
+        "forward_peak_bytes": forward,
+        "saved_bytes": {},
+        "backward_peak_bytes": {**held, **gradients, "states and tiles": plan["backward_scratch"]},
     }
 
 
@@ -283,9 +336,41 @@ CONTENDERS: dict[str, Contender] = {
             build_softplus,
             channel_major_inputs,
             Style("#009E73", "o", "-"),
-            backend=lambda case: f"memcheck {case.device.split(':')[0]}",
+            backend=memcheck_backend,
             terms=softplus_terms,
             has_core_dim=True,
+        ),
+        Contender(
+            "linear",
+            "linear attention, memcheck's operator, every query sees every key",
+            build_linear,
+            head_inputs,
+            Style("#332288", "P", (0, (7, 2))),
+            backend=memcheck_backend,
+            terms=linear_terms,
+            causal=False,
+            has_heads=True,
+        ),
+        Contender(
+            "linear-causal",
+            "linear attention, memcheck's operator, causal",
+            build_linear,
+            head_inputs,
+            Style("#882255", "X", (0, (7, 2, 1, 2))),
+            backend=memcheck_backend,
+            terms=linear_terms,
+            causal=True,
+            has_heads=True,
+        ),
+        Contender(
+            "linear-cumsum",
+            "linear attention, causal, a state for every position in plain PyTorch",
+            build_linear_cumsum,
+            head_inputs,
+            Style("#999933", "d", (0, (2, 2))),
+            backend=lambda case: "eager",
+            causal=True,
+            has_heads=True,
         ),
     )
 }

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from memcheck.errors import UsageError
+from memcheck.ops.linear_attention import linear_attention
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention
 
@@ -61,6 +62,23 @@ def softplus_configuration(B: int, S: int, T: int, R: int, *, key_shift: float =
     )
 
 
+def linear_configuration(
+    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, *, shift: float = 0.0, **options: Any
+) -> Configuration:
+    """shift is added to queries and keys."""
+    sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} Dv={Dv}"
+    text = ", ".join([sizes, *(f"{name}={value}" for name, value in options.items())])
+    if shift:
+        text += f", q, k near {shift:g}"
+    return Configuration(
+        "linear_attention",
+        text,
+        functools.partial(linear_attention, **options),
+        ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv)),
+        (shift, shift, 0.0),
+    )
+
+
 def projection_configuration(function: Callable[..., Tensor], B: int, S: int, E: int, R: int) -> Configuration:
     text = f"B={B} S={S} E={E} R={R}"
     return Configuration(function.__name__, text, function, ((B, S, E), (E, R)))
@@ -78,6 +96,15 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     softplus_configuration(2, 7, 7, 3, causal=True, eps=0.5),
     softplus_configuration(2, 7, 7, 3, causal=False, eps=0.5),
     softplus_configuration(2, 7, 7, 3, causal=True, key_shift=-14.0),
+    linear_configuration(1, 2, 2, 7, 7, 3, 2, causal=True),
+    linear_configuration(1, 2, 2, 7, 7, 3, 2, causal=False),
+    linear_configuration(1, 4, 2, 3, 7, 3, 2, causal=True),
+    linear_configuration(1, 4, 1, 5, 3, 3, 4, causal=False),
+    linear_configuration(1, 1, 1, 33, 65, 1, 1, causal=True),
+    linear_configuration(1, 1, 1, 1, 1, 9, 5, causal=True),
+    linear_configuration(1, 2, 1, 4, 6, 3, 2, causal=True, eps=0.5, shift=-2.0),
+    linear_configuration(1, 2, 1, 4, 6, 3, 2, causal=True, feature_map="identity", shift=5.0),
+    linear_configuration(1, 2, 1, 4, 6, 3, 2, causal=False, feature_map="identity", shift=5.0),
     *(
         projection_configuration(function, *shape)
         for function in (linear_r, linear_l)

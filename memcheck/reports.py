@@ -15,14 +15,14 @@ BYTE_COLUMNS = {
     "saved_bytes": "kept for backward",
     "backward_peak_bytes": "backward peak",
 }
-NAMES = "{:<17} {:<12} {:>11}  {:<11}"
+NAMES = "{:<21} {:<12} {:<6} {:>11}  {:<11}"
 BYTES = "|{:>9} {:>6} {:>5} "
 TIMES = "|{:>8} {:>8}"
 LEGEND = (
     "U: the bytes of one main tensor, (B,H,S,D) or (B,S,R); inputs and output alone are 4 U when S = T. "
     "B/ST: bytes per query and key,\nflat where memory grows with S*T, halving per doubling where it is linear. "
     "ms: medians of a\npass without measuring. -: not known. "
-    "Softplus has a fixed scratch for each thread, which shows where the rest is small."
+    "memcheck's operators have a fixed scratch for each thread, which shows where the rest is small."
 )
 
 
@@ -35,8 +35,8 @@ def unit_bytes(record: Record) -> int | None:
 
 
 def table_header() -> str:
-    groups = NAMES.format("", "", "", "") + "".join(f"|{title:^23}" for title in BYTE_COLUMNS.values())
-    columns = NAMES.format("operator", "backend", "S x T", "status") + BYTES.format("MiB", "U", "B/ST") * 3
+    groups = NAMES.format("", "", "", "", "") + "".join(f"|{title:^23}" for title in BYTE_COLUMNS.values())
+    columns = NAMES.format("operator", "backend", "mask", "S x T", "status") + BYTES.format("MiB", "U", "B/ST") * 3
     groups += f"|{'time, ms':^17}"
     columns += TIMES.format("forward", "backward")
     return f"{groups.rstrip()}\n{columns}\n{'-' * len(columns)}"
@@ -45,7 +45,11 @@ def table_header() -> str:
 def table_row(record: Record) -> str:
     """One line, and a second one for what went wrong after some bytes were already known."""
     names = NAMES.format(
-        record.operator or "-", record.backend or "-", f"{record.query_len} x {record.kv_len}", record.status
+        record.operator or "-",
+        record.backend or "-",
+        mask(record),
+        f"{record.query_len} x {record.kv_len}",
+        record.status,
     )
     note = failure_note(record)
     if all(getattr(record, field) is None for field in BYTE_COLUMNS):
@@ -53,6 +57,11 @@ def table_row(record: Record) -> str:
     row = names + "".join(byte_cells(record, field) for field in BYTE_COLUMNS)
     row += TIMES.format(number(record.forward_ms, 1), number(record.backward_ms, 1))
     return f"{row}\n{' ' * len(names)}| {note}" if note else row
+
+
+def mask(record: Record) -> str:
+    """What was run: an operator that is never causal, or always, is so whatever was asked."""
+    return {True: "causal", False: "none", None: "-"}[record.causal]
 
 
 def byte_cells(record: Record, field: str) -> str:

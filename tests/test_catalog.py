@@ -145,6 +145,45 @@ def test_softplus_terms_are_exact(
     assert_terms_are_exact(case_of("softplus", **sizes, causal=causal, dtype=dtype, mode=mode))
 
 
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("operator", ["linear", "linear-causal"])
+@pytest.mark.parametrize(
+    ("bsz", "query_len", "kv_len", "dim", "heads"),
+    [
+        (2, 9, 9, 12, 3),
+        (1, 300, 1300, 12, 3),  # few heads: segments are tasks of their own
+        (5, 300, 700, 40, 5),
+        (1, 1, 1, 1, 1),
+    ],
+)
+def test_linear_terms_are_exact(
+    bsz: int, query_len: int, kv_len: int, dim: int, heads: int, operator: str, dtype: str, mode: str
+) -> None:
+    sizes = {"bsz": bsz, "query_len": query_len, "kv_len": kv_len, "dim": dim, "heads": heads}
+    assert_terms_are_exact(case_of(operator, **sizes, dtype=dtype, mode=mode))
+
+
+@pytest.mark.parametrize("query_len", [9, 4])
+def test_linear_contenders_agree(query_len: int) -> None:
+    ours, theirs = (
+        outcome(name, case_of(name, query_len=query_len, dtype="float64"))
+        for name in ("linear-causal", "linear-cumsum")
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_linear_alone_sees_everything() -> None:
+    """Whatever was asked: its name says which of the two it is."""
+    for asked in (True, False):
+        assert not case_of("linear", causal=asked).causal
+        assert case_of("linear-causal", causal=asked).causal
+        assert case_of("linear-cumsum", causal=asked).causal
+        assert case_of("naive", causal=asked).causal is asked
+    case_of("linear", query_len=10)  # more queries than keys, and no mask to forbid it
+
+
 def test_every_contender_is_told_apart_in_greyscale() -> None:
     styles = [contender.style for contender in CONTENDERS.values()]
     for field in ("colour", "marker", "dash"):

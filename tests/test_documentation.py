@@ -43,6 +43,27 @@ def test_softplus_attention_step_equals_its_docstring():
     torch.testing.assert_close((y, z, a), (names["y"], names["z"], names["a"]))
 
 
+def phi(x):
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_linear_attention_equals_its_docstring(causal):
+    q, k, v = random(2, 4, 3, 5), random(2, 2, 6, 5), random(2, 2, 6, 7)
+    given = {"torch": torch, "q": q, "k": k, "v": v, "eps": 1e-6, "causal": causal}
+    names = run_equivalent(memcheck.linear_attention, given)
+    torch.testing.assert_close(memcheck.linear_attention(q, k, v, causal=causal), names["y"])
+
+
+def test_linear_attention_step_equals_its_docstring():
+    q, k, v = random(2, 4, 1, 5), random(2, 2, 3, 5), random(2, 2, 3, 7)
+    state = (random(2, 2, 5, 7), random(2, 2, 5).abs())
+    given = {"q": q, "k": k, "v": v, "state": state, "eps": 1e-6, "phi": phi}
+    names = run_equivalent(memcheck.linear_attention_step, given)
+    y, (m, z) = memcheck.linear_attention_step(q, k, v, state)
+    torch.testing.assert_close((y, m, z), (names["y"], names["m"], names["z"]))
+
+
 @pytest.mark.parametrize("projection", [memcheck.linear_r, memcheck.linear_l])
 def test_projections_equal_their_docstrings(projection):
     x, w = random(2, 5, 3), random(3, 4)

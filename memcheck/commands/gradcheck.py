@@ -11,7 +11,7 @@ import textwrap
 from memcheck.gradchecking import Outcome, check, configurations_of, operators
 from memcheck.profiling import find_device
 
-LINE = "{:<20} {:<48} {:>13} {:>9}  {}"
+LINE = "{:<22} {:<76} {:>13} {:>9}  {}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

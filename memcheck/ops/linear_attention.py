@@ -81,12 +81,12 @@ def linear_attention_step(
         >>> y = (phi(q) @ M) / (phi(q) @ Z[..., None] + eps)
     """
     if state is None:
-        state = empty_state(q, k, v)
+        state = _empty_state(q, k, v)
     y, m, z = torch.ops.memcheck.linear_attention_step(q, k, v, *state, feature_map=feature_map, eps=eps)
     return y, (m, z)
 
 
-def empty_state(q: Tensor, k: Tensor, v: Tensor) -> State:
+def _empty_state(q: Tensor, k: Tensor, v: Tensor) -> State:
     """Zeros for M (B,Hkv,D,Dv) and z (B,Hkv,D)."""
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, Tensor) or x.dim() != 4:

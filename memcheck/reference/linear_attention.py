@@ -22,15 +22,15 @@ def linear_attention(
 
 
 def linear_attention_cumsum(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6) -> Tensor:
-    """Causal as it is often written, with a (D,Dv) state for every position: q, k (B,H,N,D), v (B,H,N,Dv)."""
-    phi_q, phi_k = features(q), features(k)
-    states = (phi_k[..., :, None] * v[..., None, :]).cumsum(2)  # (B,H,N,D,Dv)
-    numerator = (phi_q[..., None, :] @ states).squeeze(-2)
-    return numerator / ((phi_q * phi_k.cumsum(2)).sum(-1, keepdim=True) + eps)
+    """Causal as it is often written, with a (D,Dv) state for every position: q (B,H,S,D), k (B,H,T,D), v (B,H,T,Dv)."""
+    phi_q, phi_k, offset = features(q), features(k), k.shape[2] - q.shape[2]
+    states = (phi_k[..., :, None] * v[..., None, :]).cumsum(2)  # (B,H,T,D,Dv)
+    numerator = (phi_q[..., None, :] @ states[:, :, offset:]).squeeze(-2)
+    return numerator / ((phi_q * phi_k.cumsum(2)[:, :, offset:]).sum(-1, keepdim=True) + eps)
 
 
 def linear_attention_chunked(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6, chunk: int = 64) -> Tensor:
-    """Causal, chunk by chunk: the plain PyTorch that a careful user would write. Shapes as above, S = T."""
+    """Causal, chunk by chunk: the plain PyTorch that a careful user would write: q, k (B,H,N,D), v (B,H,N,Dv)."""
     phi_q, phi_k = features(q), features(k)
     state = q.new_zeros((*k.shape[:2], k.shape[3], v.shape[3]))
     sums = q.new_zeros((*k.shape[:2], 1, k.shape[3]))
