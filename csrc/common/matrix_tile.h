@@ -18,12 +18,14 @@ struct MatrixPlace {
   void* data;
   int64_t row_stride;
   int64_t column_stride;
+  int64_t next = 0;  // how many rows further the next tile will be read; its cache lines are asked for meanwhile
 };
 
 // The matrix of x at [i][j], from a row on.
-MEMCHECK_INLINE MatrixPlace rows_at(Dtype dtype, const Strided<4>& x, int64_t i, int64_t j, int64_t row) {
+MEMCHECK_INLINE MatrixPlace rows_at(Dtype dtype, const Strided<4>& x, int64_t i, int64_t j, int64_t row,
+                                    int64_t next = 0) {
   const int64_t first = i * x.stride[0] + j * x.stride[1] + row * x.stride[2];
-  return {static_cast<char*>(x.data) + first * element_bytes(dtype), x.stride[2], x.stride[3]};
+  return {static_cast<char*>(x.data) + first * element_bytes(dtype), x.stride[2], x.stride[3], next};
 }
 
 // to (rows,padded_columns(columns)) = the rows of a matrix in memory, and 0 where it has no columns.

@@ -240,17 +240,17 @@ MEMCHECK_INLINE acc_t feature_derivative(FeatureMap map, acc_t phi) {
 // What a row of queries reads or a row of keys is read as: phi(x) for rows [first, last) of a chunk.
 template <typename acc_t>
 MEMCHECK_INLINE void load_features(Dtype dtype, FeatureMap map, const Strided<4>& x, int64_t b, int64_t head,
-                                   int64_t position, Range rows, int64_t D, const Matrix<acc_t>& to) {
+                                   int64_t position, Range rows, int64_t next, int64_t D, const Matrix<acc_t>& to) {
   const int64_t first = rows.begin;
-  load_rows(dtype, rows_at(dtype, x, b, head, position + first), rows.end - first, D, to.row(first), to.stride);
+  load_rows(dtype, rows_at(dtype, x, b, head, position + first, next), rows.end - first, D, to.row(first), to.stride);
   map_features(map, to, first, rows.end, D);
 }
 
 template <typename acc_t>
 MEMCHECK_INLINE void load_values(Dtype dtype, const Strided<4>& x, int64_t b, int64_t head, int64_t position,
-                                 Range rows, int64_t Dv, const Matrix<acc_t>& to) {
+                                 Range rows, int64_t next, int64_t Dv, const Matrix<acc_t>& to) {
   const int64_t first = rows.begin;
-  load_rows(dtype, rows_at(dtype, x, b, head, position + first), rows.end - first, Dv, to.row(first), to.stride);
+  load_rows(dtype, rows_at(dtype, x, b, head, position + first, next), rows.end - first, Dv, to.row(first), to.stride);
 }
 
 // A query sees the keys of its chunk up to its own row.
@@ -301,7 +301,7 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
   const LinearAttentionShape& n = p.shape;
   const int64_t first = rows.begin;
   const int64_t count = rows.end - first;
-  load_features(dtype, n.feature_map, p.q, b, head, position, rows, n.D, x.q);
+  load_features(dtype, n.feature_map, p.q, b, head, position, rows, kChunk, n.D, x.q);
   clear_rows(x.partial, rows);
   tile_product(TileProduct::Set, count, x.y.stride, n.D, x.q.from_row(first), x.state.total.data, x.state.total.stride,
                x.y.row(first), x.y.stride);
@@ -324,11 +324,11 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
 }
 
 template <typename acc_t, typename Params>
-MEMCHECK_INLINE void load_keys(const Params& p, Dtype dtype, const Task& task, int64_t t, int64_t count,
+MEMCHECK_INLINE void load_keys(const Params& p, Dtype dtype, const Task& task, int64_t t, int64_t count, int64_t next,
                                const Matrix<acc_t>& k, const Matrix<acc_t>& v) {
-  load_features(dtype, p.shape.feature_map, p.k, task.b, task.key_head, t, {0, count}, p.shape.D, k);
+  load_features(dtype, p.shape.feature_map, p.k, task.b, task.key_head, t, {0, count}, next, p.shape.D, k);
   if (p.v) {
-    load_values(dtype, p.v, task.b, task.key_head, t, {0, count}, p.shape.Dv, v);
+    load_values(dtype, p.v, task.b, task.key_head, t, {0, count}, next, p.shape.Dv, v);
   } else {
     clear_rows(v, {0, count});
   }
@@ -345,7 +345,7 @@ MEMCHECK_INLINE void sum_keys(const LinearAttentionForward& p, Dtype dtype, cons
                               ForwardScratch<acc_t>& x) {
   for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
     const int64_t count = std::min(kChunk, keys.end - t);
-    load_keys(p, dtype, task, t, count, x.k, x.v);
+    load_keys(p, dtype, task, t, count, kChunk, x.k, x.v);
     add_keys(count, x);
   }
 }
@@ -358,7 +358,7 @@ MEMCHECK_INLINE void attend_along(const LinearAttentionForward& p, Dtype dtype, 
   for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
     const int64_t count = std::min(kChunk, keys.end - t);
     const int64_t s = t - (n.T - n.S);
-    load_keys(p, dtype, task, t, count, x.k, x.v);
+    load_keys(p, dtype, task, t, count, kChunk, x.k, x.v);
     if (s + count > 0) {
       transpose_rows(x.k.data, x.k.stride, count, x.k.stride, x.k_transposed.data, kChunk);
       for (int64_t head = task.key_head * n.group(); head < (task.key_head + 1) * n.group(); ++head)
@@ -489,8 +489,8 @@ MEMCHECK_INLINE void differentiate_queries(const LinearAttentionBackward& p, Dty
   const LinearAttentionShape& n = p.shape;
   const int64_t first = rows.begin;
   const int64_t count = rows.end - first;
-  load_features(dtype, n.feature_map, p.q, b, head, position, rows, n.D, x.q);
-  load_values(dtype, p.grad_y, b, head, position, rows, n.Dv, x.g);
+  load_features(dtype, n.feature_map, p.q, b, head, position, rows, kChunk, n.D, x.q);
+  load_values(dtype, p.grad_y, b, head, position, rows, kChunk, n.Dv, x.g);
   tile_product(TileProduct::Set, count, x.grad_q.stride, n.Dv, x.g.from_row(first), x.keys.total.data,
                x.keys.total.stride, x.grad_q.row(first), x.grad_q.stride);
   if (keys > 0) {
@@ -535,7 +535,7 @@ MEMCHECK_INLINE void sum_keys(const LinearAttentionBackward& p, Dtype dtype, con
                               BackwardScratch<acc_t>& x) {
   for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
     const int64_t count = std::min(kChunk, keys.end - t);
-    load_keys(p, dtype, task, t, count, x.k, x.v);
+    load_keys(p, dtype, task, t, count, kChunk, x.k, x.v);
     add_keys(count, x);
   }
 }
@@ -544,8 +544,8 @@ MEMCHECK_INLINE void sum_keys(const LinearAttentionBackward& p, Dtype dtype, con
 template <typename acc_t>
 MEMCHECK_INLINE void load_queries(const LinearAttentionBackward& p, Dtype dtype, int64_t b, int64_t head,
                                   int64_t position, Range rows, BackwardScratch<acc_t>& x) {
-  load_features(dtype, p.shape.feature_map, p.q, b, head, position, rows, p.shape.D, x.q);
-  load_values(dtype, p.grad_y, b, head, position, rows, p.shape.Dv, x.g);
+  load_features(dtype, p.shape.feature_map, p.q, b, head, position, rows, -kChunk, p.shape.D, x.q);
+  load_values(dtype, p.grad_y, b, head, position, rows, -kChunk, p.shape.Dv, x.g);
   const acc_t* inverse = rows_of<acc_t>(p, b, head).inverse + position;
   for (int64_t row = rows.begin; row < rows.end; ++row)
     for (int64_t i = 0; i < x.g.stride; ++i) x.g.row(row)[i] *= inverse[row];
@@ -620,7 +620,7 @@ MEMCHECK_INLINE void differentiate_along(const LinearAttentionBackward& p, Dtype
   for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
     const int64_t count = std::min(kChunk, keys.end - t);
     const int64_t s = t - (n.T - n.S);
-    load_keys(p, dtype, task, t, count, x.k, x.v);
+    load_keys(p, dtype, task, t, count, kChunk, x.k, x.v);
     if (s + count > 0) {
       transpose_rows(x.v.data, x.v.stride, count, x.v.stride, x.v_transposed.data, kChunk);
       running_key_sums(x.keys.vector_of(x.keys.total), count, count, x);
@@ -641,7 +641,7 @@ MEMCHECK_INLINE void differentiate_back(const LinearAttentionBackward& p, Dtype 
     const int64_t s = t - (n.T - n.S);
     const Range rows{std::min(std::max<int64_t>(-s, 0), count), count};
     if (!sums_only) {
-      load_keys(p, dtype, task, t, count, x.k, x.v);
+      load_keys(p, dtype, task, t, count, -kChunk, x.k, x.v);
       transpose_rows(x.k.data, x.k.stride, count, x.k.stride, x.k_transposed.data, kChunk);
       transpose_rows(x.v.data, x.v.stride, count, x.v.stride, x.v_transposed.data, kChunk);
       turn_query_state(n, x);
@@ -682,7 +682,7 @@ MEMCHECK_INLINE void differentiate_all_keys(const LinearAttentionBackward& p, Dt
   turn_query_state(p.shape, x);
   for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
     const int64_t count = std::min(kChunk, keys.end - t);
-    load_keys(p, dtype, task, t, count, x.k, x.v);
+    load_keys(p, dtype, task, t, count, kChunk, x.k, x.v);
     key_gradients_of_state(p.shape, count, x);
     store_key_gradients(p, dtype, task, t, count, x);
   }
