@@ -11,16 +11,19 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import memcheck
 from memcheck import compat, nn
+from memcheck.ops.combinator import combinator
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = ROOT / "tests" / "compat"
-ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "2"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def run_compat(*words: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -153,26 +156,30 @@ def test_names_after_installing_twice() -> None:
 
 
 @pytest.mark.isolated
-@pytest.mark.parametrize("name", ["linear_operator_r", "linear_operator_l", "combinator_operator"])
-def test_operators_of_the_extension(name: str) -> None:
+def test_operators_of_the_extension() -> None:
     """The values of ours, and all that opcheck asks for; fullgraph under torch.compile."""
     compat.install()
+    x, w, w_2 = torch.randn(2, 3, 8), torch.randn(8, 4), torch.randn(2, 8, 8)
+    cases = {
+        "linear_operator_r": ((w, x, 8, 4), memcheck.linear_r(x, w)),
+        "linear_operator_l": ((w, x, 8, 4), memcheck.linear_l(x, w)),
+        "combinator_operator": ((w_2, x, 8, True), combinator(x, w_2, low_memory=True)),
+    }
+    for name, (arguments, expected) in cases.items():
+        check_operator(name, arguments, expected)
+
+
+def check_operator(name: str, arguments: tuple[Any, ...], expected: Tensor) -> None:
     operator = getattr(torch.ops.bluewalm_extension, name)
-    x = torch.randn(2, 3, 8)
-    if name == "combinator_operator":
-        w, arguments = torch.randn(2, 8, 8), (8, True)
-        expected = memcheck.ops.combinator.combinator(x, w, low_memory=True)
-    else:
-        w, arguments = torch.randn(8, 4), (8, 4)
-        expected = {"linear_operator_r": memcheck.linear_r, "linear_operator_l": memcheck.linear_l}[name](x, w)
-    assert torch.equal(operator(w, x, *arguments), expected)
+    w, x, dim, last = arguments
+    assert torch.equal(operator(*arguments), expected)
     for wanted in (True, False):
         leaves = [tensor.detach().requires_grad_(wanted) for tensor in (w, x)]
-        torch.library.opcheck(operator.default, (*leaves, *arguments))
-    compiled = torch.compile(lambda w, x: operator(w, x, *arguments), fullgraph=True, dynamic=True, backend="aot_eager")
+        torch.library.opcheck(operator.default, (*leaves, dim, last))
+    compiled = torch.compile(lambda w, x: operator(w, x, dim, last), fullgraph=True, dynamic=True, backend="aot_eager")
     assert torch.equal(compiled(w, x), expected)
-    with pytest.raises(ValueError, match=rf"{name}: w must be .*, got \({','.join(map(str, w.shape))}\)"):
-        operator(w, x, 16, arguments[1])
+    with pytest.raises(ValueError, match=rf"^{name}: w must be .*, got \({','.join(map(str, w.shape))}\)$"):
+        operator(w, x, 16, last)
 
 
 # ---- modules

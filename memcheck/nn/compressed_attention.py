@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from memcheck.nn.checks import check_positive, check_step
 from memcheck.nn.heads import HeadedSelfAttention
@@ -23,33 +22,44 @@ class CompressedState(NamedTuple):
     v: Tensor  # (B,Hkv,m,D)
 
 
-class BlockConvolution(torch.nn.Conv1d):
-    """A learned mean of every `factor` positions, for each channel of each head its own: (B,Hkv,T,D) -> (B,Hkv,C,D).
+class BlockConvolution(torch.nn.Module):
+    """A learned mean of every `factor` positions: (B,Hkv,T,D) -> (B,Hkv,C,D), C = floor(T/factor).
 
-    Kernel and stride are `factor`, there is no bias, and every weight, (Hkv D,1,factor), starts as 1/factor, so that
-    it starts as the mean. C = floor(T/factor), or, with the shorter last block, ceil(T/factor): that block's sum is
-    scaled by factor over its length, so that it starts as the mean of what is there, too.
+    A convolution along T whose kernel and stride are `factor`, every channel of every head on its own, without bias.
+    The weight (Hkv,factor,D) starts as 1/factor, so that the convolution starts as the mean. With `shorter_last`,
+    C = ceil(T/factor): the sum over what is left is scaled by factor over its length, and starts as its mean, too.
+    Not torch.nn.Conv1d: cuDNN would round its inputs to TF32 unasked, and it is several times slower on the CPU.
     """
 
-    def __init__(self, kv_heads: int, head_dim: int, factor: int, device: Device, dtype: torch.dtype | None) -> None:
-        channels = kv_heads * head_dim
-        super().__init__(
-            channels, channels, factor, stride=factor, groups=channels, bias=False, device=device, dtype=dtype
-        )
-        self.kv_heads, self.factor = kv_heads, factor
+    def __init__(
+        self, kv_heads: int, head_dim: int, factor: int, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.factor = factor
+        self.weight = torch.nn.Parameter(torch.empty(kv_heads, factor, head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        torch.nn.init.constant_(self.weight, 1 / self.kernel_size[0])
+        torch.nn.init.constant_(self.weight, 1 / self.factor)
+
+    def extra_repr(self) -> str:
+        kv_heads, factor, head_dim = self.weight.shape
+        return f"kv_heads={kv_heads}, head_dim={head_dim}, factor={factor}"
 
     def forward(self, x: Tensor, shorter_last: bool = False) -> Tensor:
-        channels = x.transpose(2, 3).flatten(1, 2)  # (B,Hkv D,T)
-        rest = channels.shape[2] % self.factor
-        whole = channels.shape[2] - rest
-        blocks = super().forward(channels[:, :, :whole]) if whole else channels[:, :, :0]
-        if rest and shorter_last:
-            last = super().forward(pad(channels[:, :, whole:], (0, self.factor - rest)))
-            blocks = torch.cat([blocks, last * (self.factor / rest)], 2)
-        return blocks.unflatten(1, (self.kv_heads, -1)).transpose(2, 3)
+        weight = self.weight.to(x.dtype)  # under autocast they differ
+        whole, rest = in_blocks(x, self.factor)
+        blocks = (whole * weight[:, None]).sum(3)
+        if shorter_last and rest.shape[2]:
+            last = (rest * weight[:, : rest.shape[2]]).sum(2, keepdim=True) * (self.factor / rest.shape[2])
+            blocks = torch.cat([blocks, last], 2)
+        return blocks
+
+
+def in_blocks(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """x (B,Hkv,T,D) -> (B,Hkv,C,factor,D), and the rest (B,Hkv,m,D) with m < factor: views"""
+    C = x.shape[2] // factor
+    return x[:, :, : C * factor].unflatten(2, (C, factor)), x[:, :, C * factor :]
 
 
 class CompressedSelfAttention(HeadedSelfAttention):
@@ -114,12 +124,11 @@ class CompressedSelfAttention(HeadedSelfAttention):
             f"causal={self.causal}, strict={self.strict}, scale={self.scale}"
         )
 
-    def compress(self, k: Tensor, v: Tensor, *, shorter_last: bool = False) -> tuple[Tensor, Tensor]:
-        """k and v (B,Hkv,T,D) -> kc and vc (B,Hkv,C,D)"""
+    def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v (B,Hkv,T,D) -> kc and vc (B,Hkv,C,D). A mean is only asked for by `step`, of whole blocks."""
         if self.compression == "convolution":
-            return self.k_compression(k, shorter_last), self.v_compression(v, shorter_last)
-        kc, vc = (x.unflatten(2, (-1, self.factor)).mean(3) for x in (k, v))
-        return kc, vc
+            return self.k_compression(k, not self.causal), self.v_compression(v, not self.causal)
+        return in_blocks(k, self.factor)[0].mean(3), in_blocks(v, self.factor)[0].mean(3)
 
     def attend_to_blocks(self, q: Tensor, kc: Tensor, vc: Tensor, kv_len: int) -> Tensor:
         """q (B,H,S,D), kc and vc (B,Hkv,C,D) -> (B,S,E)"""
@@ -137,7 +146,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
                     q, k, v, factor=self.factor, causal=self.causal, strict=self.strict, scale=self.scale
                 )
             )
-        kc, vc = self.compress(k, v, shorter_last=not self.causal)
+        kc, vc = self.compress(k, v)
         return self.attend_to_blocks(q, kc, vc, kv_len=k.shape[2])
 
     @torch.no_grad()
@@ -156,11 +165,10 @@ class CompressedSelfAttention(HeadedSelfAttention):
         state = state or CompressedState(*[k[:, :, :0]] * 4)
         k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
         kc, vc = state.kc, state.vc
-        complete = k.shape[2] - k.shape[2] % self.factor
-        if complete:
-            kc_new, vc_new = self.compress(k[:, :, :complete], v[:, :, :complete])
-            kc, vc = torch.cat([kc, kc_new], 2), torch.cat([vc, vc_new], 2)
+        if k.shape[2] >= self.factor:
+            new = self.compress(k, v)
+            kc, vc = torch.cat([kc, new[0]], 2), torch.cat([vc, new[1]], 2)
             # Clones, so that the state does not keep the completed blocks' positions alive.
-            k, v = k[:, :, complete:].clone(), v[:, :, complete:].clone()
+            k, v = in_blocks(k, self.factor)[1].clone(), in_blocks(v, self.factor)[1].clone()
         y = self.attend_to_blocks(q, kc, vc, kv_len=kc.shape[2] * self.factor + k.shape[2])
         return y, CompressedState(kc, vc, k, v)
