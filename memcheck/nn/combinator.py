@@ -34,8 +34,8 @@ class Combinator(Weighted):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_positive("Combinator", dim=dim)
-        self.dim, self.low_memory = dim, low_memory
         super().__init__(2, dim, dim, device=device, dtype=dtype)
+        self.dim, self.low_memory = dim, low_memory
 
     def sizes(self) -> dict[str, int]:
         return {"dim": self.dim}

@@ -21,11 +21,12 @@ class Projection(Weighted):
         dtype: torch.dtype | None = None,
     ) -> None:
         check_positive(type(self).__name__, dim=dim, core_dim=core_dim)
+        super().__init__(*self.weight_shape(dim, core_dim), device=device, dtype=dtype)
         self.dim, self.core_dim = dim, core_dim
-        super().__init__(*self.weight_shape(), device=device, dtype=dtype)
 
-    def weight_shape(self) -> tuple[int, int]:
-        return self.dim, self.core_dim
+    @staticmethod
+    def weight_shape(dim: int, core_dim: int) -> tuple[int, int]:
+        return dim, core_dim
 
     def sizes(self) -> dict[str, int]:
         return {"dim": self.dim, "core_dim": self.core_dim}
@@ -76,8 +77,9 @@ class OutProjection(Projection):
         >>> y = x @ module.weight
     """
 
-    def weight_shape(self) -> tuple[int, int]:
-        return self.core_dim, self.dim
+    @staticmethod
+    def weight_shape(dim: int, core_dim: int) -> tuple[int, int]:
+        return core_dim, dim
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_r(x, self.weight)
