@@ -2,6 +2,7 @@
 
 # First, so that a missing or mismatched extension is the one error there is.
 from memcheck import _extension as _extension
+from memcheck import nn
 from memcheck.measurement import measure_memory
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 from memcheck.ops.projection import linear_l, linear_r
@@ -17,6 +18,7 @@ __all__ = [
     "linear_l",
     "linear_r",
     "measure_memory",
+    "nn",
     "softplus_attention",
     "softplus_attention_step",
     "track",

@@ -1,0 +1,174 @@
+"""Compressed attention with its projections and its compression, as a module."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memcheck.nn.checks import check_positive, check_step
+from memcheck.nn.heads import HeadedSelfAttention
+from memcheck.nn.weighted import Device
+from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
+
+
+class CompressedState(NamedTuple):
+    """What decoding keeps, in the dtype of keys and values: completed blocks, and the open one as it came."""
+
+    kc: Tensor  # (B,Hkv,C,D)
+    vc: Tensor  # (B,Hkv,C,D)
+    k: Tensor  # (B,Hkv,m,D), m < factor
+    v: Tensor  # (B,Hkv,m,D)
+
+
+class BlockConvolution(torch.nn.Module):
+    """A learned mean of every `factor` positions: (B,Hkv,T,D) -> (B,Hkv,C,D), C = floor(T/factor).
+
+    A convolution along T whose kernel and stride are `factor`, every channel of every head on its own, without bias.
+    The weight (Hkv,factor,D) starts as 1/factor, so that the convolution starts as the mean. With `shorter_last`,
+    C = ceil(T/factor): the sum over what is left is scaled by factor over its length, and starts as its mean, too.
+    Not torch.nn.Conv1d: cuDNN would round its inputs to TF32 unasked, and it is several times slower on the CPU.
+    """
+
+    def __init__(
+        self, kv_heads: int, head_dim: int, factor: int, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        self.factor = factor
+        self.weight = torch.nn.Parameter(torch.empty(kv_heads, factor, head_dim, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        torch.nn.init.constant_(self.weight, 1 / self.factor)
+
+    def extra_repr(self) -> str:
+        kv_heads, factor, head_dim = self.weight.shape
+        return f"kv_heads={kv_heads}, head_dim={head_dim}, factor={factor}"
+
+    def forward(self, x: Tensor, shorter_last: bool = False) -> Tensor:
+        weight = self.weight.to(x.dtype)  # under autocast they differ
+        whole, rest = in_blocks(x, self.factor)
+        blocks = (whole * weight[:, None]).sum(3)
+        if shorter_last and rest.shape[2]:
+            last = (rest * weight[:, : rest.shape[2]]).sum(2, keepdim=True) * (self.factor / rest.shape[2])
+            blocks = torch.cat([blocks, last], 2)
+        return blocks
+
+
+def in_blocks(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """x (B,Hkv,T,D) -> (B,Hkv,C,factor,D), and the rest (B,Hkv,m,D) with m < factor: views"""
+    C = x.shape[2] // factor
+    return x[:, :, : C * factor].unflatten(2, (C, factor)), x[:, :, C * factor :]
+
+
+class CompressedSelfAttention(HeadedSelfAttention):
+    """Self-attention over keys and values that are compressed block by block: x (B,S,E) -> y (B,S,E).
+
+    Args:
+        dim: E, of the tokens.
+        heads: H, which divides dim; a head is D = E / H wide.
+        kv_heads: Hkv, which divides heads; heads by default. Query head h reads key head h // (H / Hkv).
+        factor: positions a block.
+        compression: "mean", or "convolution": a weighted sum over the block, learned for keys and values, each channel
+            on its own, that starts as the mean.
+        causal: position s sees the blocks that are complete at s, and none yields 0 for it; else all. `step` needs it.
+        strict: only those complete before s. Needs causal.
+        scale: of the scores; D**-0.5 by default.
+        bias: of the four torch.nn.Linear inside.
+        device, dtype: of the weights, as in torch.nn.Linear.
+
+    Raises:
+        ValueError: a size that is not positive or does not divide, another compression, strict without causal, an x
+            that is not (B,S,E), a step without causal.
+
+    Equivalent to:
+        >>> q, k, v = (p(x).unflatten(2, (-1, module.head_dim)).transpose(1, 2)
+        ...            for p in (module.q_proj, module.k_proj, module.v_proj))
+        >>> y = compressed_attention(q, k, v, factor=module.factor, causal=module.causal, strict=module.strict)
+        >>> y = module.out_proj(y.transpose(1, 2).flatten(2))
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        *,
+        factor: int,
+        compression: str = "mean",
+        causal: bool = True,
+        strict: bool = False,
+        scale: float | None = None,
+        bias: bool = True,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        name = "CompressedSelfAttention"
+        super().__init__(dim, heads, kv_heads, bias=bias, device=device, dtype=dtype)
+        check_positive(name, factor=factor)
+        if compression not in ("mean", "convolution"):
+            raise ValueError(f'{name}: compression must be "mean" or "convolution", got "{compression}"')
+        if strict and not causal:
+            raise ValueError(f"{name}: strict needs causal=True, got causal=False")
+        self.factor, self.compression = factor, compression
+        self.causal, self.strict, self.scale = causal, strict, scale
+        if compression == "convolution":
+            sizes = (self.kv_heads, self.head_dim, factor)
+            self.k_compression = BlockConvolution(*sizes, device=device, dtype=dtype)
+            self.v_compression = BlockConvolution(*sizes, device=device, dtype=dtype)
+
+    def extra_repr(self) -> str:
+        return (
+            f"heads={self.heads}, kv_heads={self.kv_heads}, factor={self.factor}, compression={self.compression!r}, "
+            f"causal={self.causal}, strict={self.strict}, scale={self.scale}"
+        )
+
+    def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """k and v (B,Hkv,T,D) -> kc and vc (B,Hkv,C,D). A mean is only asked for by `step`, of whole blocks."""
+        if self.compression == "convolution":
+            return self.k_compression(k, not self.causal), self.v_compression(v, not self.causal)
+        return in_blocks(k, self.factor)[0].mean(3), in_blocks(v, self.factor)[0].mean(3)
+
+    def attend_to_blocks(self, q: Tensor, kc: Tensor, vc: Tensor, kv_len: int) -> Tensor:
+        """q (B,H,S,D), kc and vc (B,Hkv,C,D) -> (B,S,E)"""
+        return self.leave(
+            compressed_attention_pooled(
+                q, kc, vc, factor=self.factor, kv_len=kv_len, causal=self.causal, strict=self.strict, scale=self.scale
+            )
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        if self.compression == "mean":
+            return self.leave(
+                compressed_attention(
+                    q, k, v, factor=self.factor, causal=self.causal, strict=self.strict, scale=self.scale
+                )
+            )
+        kc, vc = self.compress(k, v)
+        return self.attend_to_blocks(q, kc, vc, kv_len=k.shape[2])
+
+    @torch.no_grad()
+    def step(self, x: Tensor, state: CompressedState | None = None) -> tuple[Tensor, CompressedState]:
+        """The newest positions, from a state instead of all earlier tokens; no gradient.
+
+        Args:
+            x: (B,n,E), the tokens that are new since the state: as many as there are, the prompt to begin with.
+            state: what the step before returned; None at the beginning.
+
+        Returns:
+            y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state.
+        """
+        q, k, v = self.project(x)
+        check_step("CompressedSelfAttention", x, self.causal)
+        state = state or CompressedState(*[k[:, :, :0]] * 4)
+        k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
+        kc, vc = state.kc, state.vc
+        if k.shape[2] >= self.factor:
+            new = self.compress(k, v)
+            kc, vc = torch.cat([kc, new[0]], 2), torch.cat([vc, new[1]], 2)
+            # Clones, so that the state does not keep the completed blocks' positions alive.
+            k, v = in_blocks(k, self.factor)[1].clone(), in_blocks(v, self.factor)[1].clone()
+        y = self.attend_to_blocks(q, kc, vc, kv_len=kc.shape[2] * self.factor + k.shape[2])
+        return y, CompressedState(kc, vc, k, v)

@@ -1,0 +1,101 @@
+"""Softplus attention with its projections, as a module."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memcheck.nn.checks import check_positive, check_step, check_tokens
+from memcheck.nn.projection import KeyProjection, OutProjection, QueryProjection, ValueProjection
+from memcheck.nn.weighted import Device
+from memcheck.ops.softplus_attention import State, softplus_attention, softplus_attention_step
+
+
+def heuristic_core_dim(dim: int) -> int:
+    """The core dimension that clients of the closed bluewalm module take by default: 424 for dim 128.
+
+    A line, rounded to a multiple of 8 and at least 8: for dim below 55 it is less than dim.
+
+    Equivalent to:
+        >>> core_dim = max(8, 8 * round((5.04 * dim - 222) / 8))
+    """
+    return max(8, 8 * round((5.04 * dim - 222) / 8))
+
+
+class SoftplusSelfAttention(torch.nn.Module):
+    """Softplus self-attention, projections inside: x (B,S,E) -> y (B,S,E).
+
+    Args:
+        dim: E, of the tokens.
+        core_dim: R, the number of channels, each a head of its own. dim by default: weights and activations are then
+            those of the other self-attention modules; heuristic_core_dim(dim) is the closed module's larger choice.
+        causal: position s sees positions up to s; else all. `step` needs it.
+        eps: as in memcheck.softplus_attention.
+        device, dtype: of the weights, as in torch.nn.Linear.
+
+    Raises:
+        ValueError: a size that is not positive, an x that is not (B,S,E), a step without causal.
+
+    Equivalent to:
+        >>> q, k, v = module.q_proj(x), module.k_proj(x), module.v_proj(x)
+        >>> y = module.out_proj(memcheck.softplus_attention(q, k, v, causal=module.causal, eps=module.eps))
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        core_dim: int | None = None,
+        *,
+        causal: bool = True,
+        eps: float = 1e-6,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        core_dim = dim if core_dim is None else core_dim
+        check_positive("SoftplusSelfAttention", dim=dim, core_dim=core_dim)
+        self.dim, self.core_dim, self.causal, self.eps = dim, core_dim, causal, eps
+        self.q_proj = QueryProjection(dim, core_dim, device=device, dtype=dtype)
+        self.k_proj = KeyProjection(dim, core_dim, device=device, dtype=dtype)
+        self.v_proj = ValueProjection(dim, core_dim, device=device, dtype=dtype)
+        self.out_proj = OutProjection(dim, core_dim, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            projection.reset_parameters()
+
+    def extra_repr(self) -> str:
+        return f"causal={self.causal}, eps={self.eps}"
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B,S,R), k and v (B,R,S)"""
+        check_tokens("SoftplusSelfAttention", x, self.dim)
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        y: Tensor = self.out_proj(softplus_attention(q, k, v, causal=self.causal, eps=self.eps))
+        return y
+
+    @torch.no_grad()
+    def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        """The newest positions, from a state instead of all earlier tokens; no gradient.
+
+        Args:
+            x: (B,n,E), the tokens that are new since the state: the prompt to begin with, then one at a time.
+            state: what the step before returned; None at the beginning. (Z, A), each (B,R) in the accumulation type.
+
+        Returns:
+            y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state.
+        """
+        q, k, v = self.project(x)
+        check_step("SoftplusSelfAttention", x, self.causal)
+        if state is None:
+            y = softplus_attention(q, k, v, eps=self.eps)
+            _, state = softplus_attention_step(q[:, -1:], k, v, eps=self.eps)
+            return self.out_proj(y), state
+        rows = []
+        for q_1, k_1, v_1 in zip(q.split(1, 1), k.split(1, 2), v.split(1, 2), strict=True):
+            row, state = softplus_attention_step(q_1, k_1, v_1, state, eps=self.eps)
+            rows.append(row)
+        return self.out_proj(torch.cat(rows, 1)), state
