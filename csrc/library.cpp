@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "combinator/combinator.h"
 #include "common/cpu_level.h"
 #include "memory/tracking_allocator.h"
 #include "softplus_attention/softplus_attention.h"
@@ -67,7 +68,21 @@ static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t
           {"backward_scratch", plan.backward_sums_bytes + plan.backward_scratch_bytes}};
 }
 
+static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, const std::string& dtype) {
+  const auto plan = memcheck::combinator_plan(N, E, dtype_named(dtype));
+  return {{"rows", plan.rows},
+          {"preactivations", plan.preactivations_bytes},
+          {"chunk", plan.chunk_bytes},
+          {"copy", plan.copy_bytes},
+          {"wide", plan.wide_bytes},
+          {"sums", plan.sums_bytes}};
+}
+
 static void bind_plans(py::module_& m) {
+  m.def("combinator_plan", &combinator_plan, py::kw_only(), py::arg("N"), py::arg("E"), py::arg("dtype"),
+        "rows of a chunk, and bytes: preactivations (kept for backward in performance mode), chunk (backward, and a "
+        "forward that keeps nothing), copy (where GEMM cannot take x or its gradient in place), wide and sums "
+        "(where the weight is 16-bit and wants a gradient)");
   m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
         py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"),
         "CPU bytes: carries (kept for backward), forward_sums (beside them), forward_scratch (when nothing is kept), "

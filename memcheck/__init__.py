@@ -3,6 +3,7 @@
 # First, so that a missing or mismatched extension is the one error there is.
 from memcheck import _extension as _extension
 from memcheck.measurement import measure_memory
+from memcheck.ops.combinator import combinator
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
 from memcheck.tracking import MemoryTracker, track
@@ -11,6 +12,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MemoryTracker",
+    "combinator",
     "linear_l",
     "linear_r",
     "measure_memory",
