@@ -70,12 +70,9 @@ static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t
 
 static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, const std::string& dtype) {
   const auto plan = memcheck::combinator_plan(N, E, dtype_named(dtype));
-  return {{"rows", plan.rows},
-          {"preactivations", plan.preactivations_bytes},
-          {"chunk", plan.chunk_bytes},
-          {"copy", plan.copy_bytes},
-          {"wide", plan.wide_bytes},
-          {"sums", plan.sums_bytes}};
+  return {{"rows", plan.rows},         {"preactivations", plan.preactivations_bytes},
+          {"chunk", plan.chunk_bytes}, {"copy", plan.copy_bytes},
+          {"wide", plan.wide_bytes},   {"sums", plan.sums_bytes}};
 }
 
 static void bind_plans(py::module_& m) {

@@ -83,7 +83,10 @@ def test_operators_are_chosen_by_name(capsys: pytest.CaptureFixture[str]) -> Non
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--operator", "softmax"], "--operator softmax is unknown; known: softplus_attention, linear_r, linear_l"),
+        (
+            ["--operator", "softmax"],
+            "--operator softmax is unknown; known: softplus_attention, linear_r, linear_l, combinator",
+        ),
         (["--device", "abacus"], "--device abacus is no device of this machine"),
     ],
 )

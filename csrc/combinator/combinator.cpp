@@ -187,8 +187,7 @@ Gradients check_backward(const at::Tensor& grad_y, const at::Tensor& x, const at
     check_like(kBackward, name, tensor, grad_y, "grad_y");
   };
   if (x.defined()) check_sizes("x", x, "(...,E)", grad_y.sym_sizes());
-  if (preactivations.defined())
-    check_sizes("preactivations", preactivations, "(...,2E)", preactivation_sizes(grad_y));
+  if (preactivations.defined()) check_sizes("preactivations", preactivations, "(...,2E)", preactivation_sizes(grad_y));
   if (weight.defined()) check_weight(kBackward, weight, grad_y, "grad_y");
   // Where they were not kept they were contiguous.
   const c10::SymInt E = grad_y.sym_size(-1);
@@ -196,8 +195,7 @@ Gradients check_backward(const at::Tensor& grad_y, const at::Tensor& x, const at
   if (wanted[0])
     std::get<0>(gradients) = x.defined() ? empty_gradient(x) : at::empty_symint(grad_y.sym_sizes(), grad_y.options());
   if (wanted[1])
-    std::get<1>(gradients) =
-        weight.defined() ? empty_gradient(weight) : at::empty_symint({2, E, E}, grad_y.options());
+    std::get<1>(gradients) = weight.defined() ? empty_gradient(weight) : at::empty_symint({2, E, E}, grad_y.options());
   return gradients;
 }
 
@@ -275,8 +273,8 @@ Gradients backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x_
     at::Tensor grad_pair = scratch.narrow(0, 0, count);
     if (!kept.defined()) at::mm_out(grad_pair, x, matrix.t());
     const at::Tensor pair = kept.defined() ? kept.narrow(0, first, count) : grad_pair;
-    combinator_backward_cpu(
-        {count, E, pair.const_data_ptr(), from_row(grad_rows, first), grad_pair.mutable_data_ptr()}, dtype);
+    combinator_backward_cpu({count, E, pair.const_data_ptr(), from_row(grad_rows, first), grad_pair.mutable_data_ptr()},
+                            dtype);
     sum.add(grad_pair, x);
     if (grad_x.defined()) chunks.multiply_grad_x(first, grad_pair, matrix);
   });

@@ -42,8 +42,8 @@ struct Combinator : Function<Combinator> {
     // grad_weight. weight: for grad_x. Either also for its strides where they are not the usual ones.
     const bool reads_x = low_memory || weight.requires_grad() || !x.is_contiguous();
     const bool reads_weight = low_memory || x.requires_grad() || !weight.is_contiguous();
-    ctx->save_for_backward({reads_x ? x : Tensor(), reads_weight ? weight : Tensor(),
-                            low_memory ? Tensor() : preactivations});
+    ctx->save_for_backward(
+        {reads_x ? x : Tensor(), reads_weight ? weight : Tensor(), low_memory ? Tensor() : preactivations});
     ctx->set_materialize_grads(false);
     ctx->mark_non_differentiable({preactivations});
     return {y, preactivations};

@@ -116,9 +116,8 @@ void copy_rows(const CombinatorCopy& p, int64_t begin, int64_t end) {
 template <typename Run>
 void parallel_rows(int64_t rows, int64_t E, const Run& run) {
   const int64_t rows_each = std::max<int64_t>(1, kTaskElements / std::max<int64_t>(E, 1));
-  parallel_tasks((rows + rows_each - 1) / rows_each, [&](int64_t begin, int64_t end, int) {
-    run(begin * rows_each, std::min(rows, end * rows_each));
-  });
+  parallel_tasks((rows + rows_each - 1) / rows_each,
+                 [&](int64_t begin, int64_t end, int) { run(begin * rows_each, std::min(rows, end * rows_each)); });
 }
 
 }  // namespace

@@ -27,6 +27,5 @@ def combinator_bounds(grad_y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
     of_da = g * (slope * of_b + slope * (1 - slope) * b * of_a)
     of_db = g * (gate + slope * of_a)
     of_x = of_da @ weight[0].abs() + of_db @ weight[1].abs()
-    rows = x.abs().reshape(-1, x.shape[-1])  # (N,E)
-    of_weight = torch.stack([of_pair.reshape(rows.shape).mT @ rows for of_pair in (of_da, of_db)])
+    of_weight = torch.stack([torch.einsum("...i,...j->ij", of_pair, x.abs()) for of_pair in (of_da, of_db)])
     return of_y, of_x, of_weight

@@ -92,17 +92,24 @@ def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, low_me
 
 
 def test_bounds_are_the_formulas_without_cancellation() -> None:
-    """Where all is positive but the gate's pre-activation is large, nothing cancels and softplus is the identity."""
+    """Where all is positive and the gate's pre-activation large, y = a b: each counts what comes of a and what of b."""
     (x, weight), grad_y = make_inputs((5, 7), torch.float64)
     x, weight, grad_y = 20 * x.abs(), 20 * weight.abs(), grad_y.abs()
-    results = run(reference.combinator, [x, weight], grad_y)
-    for value, bound in zip(results, reference.combinator_bounds(grad_y, x, weight), strict=True):
-        torch.testing.assert_close(2 * value, bound)
+    a, b = x @ weight[0].T, x @ weight[1].T
+    grad_a, grad_b = grad_y * b, 2 * grad_y * a
+    expected = (
+        2 * a * b,
+        grad_a @ weight[0] + grad_b @ weight[1],
+        torch.stack([grad_a.T @ x, grad_b.T @ x]),
+    )
+    torch.testing.assert_close(reference.combinator_bounds(grad_y, x, weight), expected)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3000, 65), (1024, 32), (2, 40, 256)], ids=str)
+@pytest.mark.parametrize("shape", [(3000, 65), (1024, 32), (2, 40, 256), (30_000, 60)], ids=str)
 def test_both_modes_give_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and math.prod(shape) > 200_000:
+        pytest.skip("torch's float16 product takes seconds")
     inputs, grad_y = make_inputs(shape, dtype)
     assert same_bits(run(combinator, inputs, grad_y), run(low_memory_combinator, inputs, grad_y))
 
@@ -571,7 +578,7 @@ RAISES = {
     "no x": ({"x": None}, TypeError, "x must be a tensor, got None"),
     "no weight": ({"weight": None}, TypeError, "weight must be a tensor, got None"),
     "too many leading dimensions": (
-        {"x": torch.ones(1).expand(*[2, 1] * 20, 7).as_strided([2] * 20 + [7], [0, 1] * 10 + [0])},
+        {"x": torch.ones(40).as_strided([2] * 20 + [7], [0, 1] * 10 + [0])},
         ValueError,
         "x must have at most 16 leading dimensions that do not lie one behind the other",
     ),
