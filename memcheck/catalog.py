@@ -139,14 +139,16 @@ def random_leaves(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 def head_inputs(case: Case) -> tuple[Tensor, ...]:
     """q (B,H,S,D)   k, v (B,H,T,D)"""
-    assert case.heads is not None and case.kv_len is not None
+    assert case.heads is not None
+    assert case.kv_len is not None
     B, H, D = case.bsz, case.heads, case.dim // case.heads
     return random_leaves(case, (B, H, case.query_len, D), *[(B, H, case.kv_len, D)] * 2)
 
 
 def channel_major_inputs(case: Case) -> tuple[Tensor, ...]:
     """q (B,S,R)   k, v (B,R,T)"""
-    assert case.core_dim is not None and case.kv_len is not None
+    assert case.core_dim is not None
+    assert case.kv_len is not None
     B, R = case.bsz, case.core_dim
     return random_leaves(case, (B, case.query_len, R), *[(B, R, case.kv_len)] * 2)
 
@@ -278,7 +280,7 @@ def combinator_terms(case: Case) -> Terms | None:
 
     item = DTYPES[case.dtype].itemsize
     N, E = case.bsz * case.query_len, case.dim
-    plan = _C.combinator_plan(N=N, E=E, dtype=case.dtype)
+    plan = _C.combinator_plan(N=N, E=E, dtype=case.dtype, copies=False)
     tokens, weight = N * E * item, 2 * E * E * item
     held = {"x": tokens, "weight": weight, "y": tokens}
     chunk = {"pre-activations of a chunk": plan["chunk"]}

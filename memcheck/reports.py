@@ -23,8 +23,9 @@ LEGEND_OF_UNITS = {
     "B/ST: bytes per query and key,\nflat where memory grows with S*T, halving per doubling where it is linear. "
     "ms: medians of a\npass without measuring. -: not known. "
     "Softplus has a fixed scratch for each thread, which shows where the rest is small.",
-    "tokens": "U: the bytes of x, (B,S,E); input and output are 2 U, beside the weight. B/ST: of attention only. ms: medians "
-    "of a pass\nwithout measuring. -: not known. A chunk of rows takes up to 4 MiB, which shows where x is small.",
+    "tokens": "U: the bytes of x, (B,S,E); input and output are 2 U, beside the weight. B/ST: there are no keys. "
+    "ms: medians of a pass\nwithout measuring. -: not known. "
+    "A chunk of rows takes up to 4 MiB, which shows where x is small.",
 }
 
 

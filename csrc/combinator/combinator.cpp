@@ -75,8 +75,14 @@ CombinatorRows written_rows(const char* op, const char* name, const at::Tensor& 
   return rows_of(op, name, x, x.mutable_data_ptr());
 }
 
+CombinatorRows from_row(CombinatorRows rows, int64_t first) {
+  rows.first = first;
+  return rows;
+}
+
 // x (...,E) as the matrix (N,E) that GEMM takes in place, undefined where strides forbid it.
-at::Tensor matrix_of(const at::Tensor& x, const CombinatorRows& rows) {
+at::Tensor matrix_of(const char* op, const char* name, const at::Tensor& x) {
+  const CombinatorRows rows = rows_of(op, name, x, nullptr);
   if (rows.dimensions > 1) return {};
   const int64_t N = rows.dimensions > 0 ? rows.size[0] : 1, E = x.size(-1);
   // A single row has no stride of its own.
@@ -87,55 +93,51 @@ at::Tensor matrix_of(const at::Tensor& x, const CombinatorRows& rows) {
 
 // weight (2,E,E) as one matrix (2E,E).
 at::Tensor weight_matrix(const at::Tensor& weight) {
-  const at::Tensor matrix = matrix_of(weight, read_rows(kForward, "weight", weight));
+  const at::Tensor matrix = matrix_of(kForward, "weight", weight);
   return matrix.defined() ? matrix : weight.contiguous().view({2 * weight.size(1), weight.size(2)});
 }
 
-CombinatorRows from_row(CombinatorRows rows, int64_t first) {
-  rows.first = first;
-  return rows;
+CombinatorPlan plan_for(const char* op, const at::Tensor& x) {
+  const int64_t E = x.size(-1);
+  return combinator_plan(x.numel() / E, E, dtype_of(x), /*copies=*/!matrix_of(op, "x", x).defined());
 }
 
-// The rows of x and of its gradient, (...,E) both, a chunk (count,E) at a time: in place where GEMM can, else in a copy
-// that the two share.
+// The rows of x (...,E), read or written a chunk (count,E) at a time: in place where GEMM can, else in `copy` (rows,E).
 class Chunks {
  public:
-  Chunks(const char* op, const at::Tensor& x, const at::Tensor& grad_x, const CombinatorPlan& plan)
-      : dtype_(dtype_of(x.defined() ? x : grad_x)) {
-    if (x.defined()) x_rows_ = read_rows(op, "x", x), x_ = matrix_of(x, x_rows_);
-    if (grad_x.defined()) grad_rows_ = written_rows(op, "x", grad_x), grad_x_ = matrix_of(grad_x, grad_rows_);
-    const at::Tensor& any = x.defined() ? x : grad_x;
-    if ((x.defined() && !x_.defined()) || (grad_x.defined() && !grad_x_.defined()))
-      copy_ = at::empty({plan.rows, any.size(-1)}, any.options());
-  }
+  Chunks(const char* op, at::Tensor x, at::Tensor copy)
+      : op_(op), x_(std::move(x)), matrix_(matrix_of(op, "x", x_)), copy_(std::move(copy)) {}
 
-  at::Tensor x(int64_t first, int64_t count) const {
-    if (x_.defined()) return x_.narrow(0, first, count);
-    const at::Tensor chunk = copy_.narrow(0, 0, count);
-    copy(from_row(x_rows_, first), rows_of(kForward, "x", chunk, chunk.mutable_data_ptr()), chunk);
+  at::Tensor read(int64_t first, int64_t count) const {
+    const at::Tensor chunk = room(first, count);
+    if (!matrix_.defined())
+      combinator_copy_cpu(
+          {count, chunk.size(1), from_row(read_rows(op_, "x", x_), first), written_rows(op_, "x", chunk)},
+          dtype_of(x_));
     return chunk;
   }
 
-  // grad_x = grad_pair weight, for grad_pair (count,2E) and weight (2E,E).
-  void multiply_grad_x(int64_t first, const at::Tensor& grad_pair, const at::Tensor& weight) const {
-    const int64_t count = grad_pair.size(0);
-    at::Tensor chunk = grad_x_.defined() ? grad_x_.narrow(0, first, count) : copy_.narrow(0, 0, count);
-    at::mm_out(chunk, grad_pair, weight);
-    if (!grad_x_.defined()) copy(read_rows(kBackward, "x", chunk), from_row(grad_rows_, first), chunk);
+  // Where a chunk is to be written, and what brings it home.
+  at::Tensor room(int64_t first, int64_t count) const {
+    return matrix_.defined() ? matrix_.narrow(0, first, count) : copy_.narrow(0, 0, count);
+  }
+  void write(const at::Tensor& chunk, int64_t first) const {
+    if (!matrix_.defined())
+      combinator_copy_cpu(
+          {chunk.size(0), chunk.size(1), read_rows(op_, "x", chunk), from_row(written_rows(op_, "x", x_), first)},
+          dtype_of(x_));
   }
 
  private:
-  void copy(const CombinatorRows& from, const CombinatorRows& to, const at::Tensor& chunk) const {
-    combinator_copy_cpu({chunk.size(0), chunk.size(1), from, to}, dtype_);
-  }
-
-  Dtype dtype_;
-  CombinatorRows x_rows_;
-  CombinatorRows grad_rows_;
+  const char* op_;
   at::Tensor x_;
-  at::Tensor grad_x_;
+  at::Tensor matrix_;
   at::Tensor copy_;
 };
+
+at::Tensor empty_copy(const CombinatorPlan& plan, const at::Tensor& x) {
+  return plan.copy_bytes > 0 ? at::empty({plan.rows, x.size(-1)}, x.options()) : at::Tensor();
+}
 
 // run(first row, rows) for every chunk.
 template <typename Run>
@@ -156,15 +158,15 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor
   const auto& [y, preactivations] = outputs;
   if (y.numel() == 0) return outputs;
   const int64_t E = x.size(-1), N = x.numel() / E;
-  const CombinatorPlan plan = combinator_plan(N, E, dtype_of(x));
-  const Chunks chunks(kForward, x, {}, plan);
+  const CombinatorPlan plan = plan_for(kForward, x);
+  const Chunks tokens(kForward, x, empty_copy(plan, x));
   const at::Tensor matrix = weight_matrix(weight);
   const at::Tensor kept = keep_preactivations ? preactivations.view({N, 2 * E}) : at::Tensor();
   const at::Tensor scratch = keep_preactivations ? at::Tensor() : at::empty({plan.rows, 2 * E}, x.options());
   const at::Tensor y_rows = y.view({N, E});
   for_chunks(N, plan, [&](int64_t first, int64_t count) {
     at::Tensor pair = kept.defined() ? kept.narrow(0, first, count) : scratch.narrow(0, 0, count);
-    at::mm_out(pair, chunks.x(first, count), matrix.t());
+    at::mm_out(pair, tokens.read(first, count), matrix.t());
     const at::Tensor y_chunk = y_rows.narrow(0, first, count);
     combinator_forward_cpu({count, E, pair.const_data_ptr(), y_chunk.mutable_data_ptr()}, dtype_of(x));
   });
@@ -207,7 +209,7 @@ class WeightGradient {
     const int64_t E = grad_weight_.size(2);
     const auto wide = grad_weight_.options().dtype(acc_scalar_type(grad_weight_.scalar_type()));
     if (plan.wide_bytes > 0) wide_ = at::empty({plan.rows * 3 * E}, wide);
-    if (!wide_.defined()) sum_ = matrix_of(grad_weight_, written_rows(kBackward, "weight", grad_weight_));
+    if (!wide_.defined()) sum_ = matrix_of(kBackward, "weight", grad_weight_);
     in_place_ = sum_.defined();
     if (!in_place_) sum_ = at::empty({2 * E, E}, wide);
   }
@@ -259,24 +261,30 @@ Gradients backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x_
     return gradients;
   }
   const int64_t E = grad_y.size(-1), N = grad_y.numel() / E;
-  const Dtype dtype = dtype_of(grad_y);
-  const CombinatorPlan plan = combinator_plan(N, E, dtype);
+  const at::Tensor& tokens = x_or_none ? *x_or_none : grad_x;
+  const CombinatorPlan plan = plan_for(kBackward, tokens);
   const at::Tensor kept = preactivations_or_none ? preactivations_or_none->contiguous().view({N, 2 * E}) : at::Tensor();
-  const bool reads_x = grad_weight.defined() || !kept.defined();
-  const Chunks chunks(kBackward, reads_x ? *x_or_none : at::Tensor(), grad_x, plan);
   const at::Tensor matrix = grad_x.defined() || !kept.defined() ? weight_matrix(*weight_or_none) : at::Tensor();
   const CombinatorRows grad_rows = read_rows(kBackward, "grad_y", grad_y);
   const at::Tensor scratch = at::empty({plan.rows, 2 * E}, grad_y.options());
+  // x has been read when grad_x is written.
+  const at::Tensor copy = empty_copy(plan, tokens);
+  const bool reads_x = grad_weight.defined() || !kept.defined();
+  const auto x_chunks = reads_x ? std::optional<Chunks>({kBackward, *x_or_none, copy}) : std::nullopt;
+  const auto grad_x_chunks = grad_x.defined() ? std::optional<Chunks>({kBackward, grad_x, copy}) : std::nullopt;
   WeightGradient sum(grad_weight, plan);
   for_chunks(N, plan, [&](int64_t first, int64_t count) {
-    const at::Tensor x = reads_x ? chunks.x(first, count) : at::Tensor();
+    const at::Tensor x = reads_x ? x_chunks->read(first, count) : at::Tensor();
     at::Tensor grad_pair = scratch.narrow(0, 0, count);
     if (!kept.defined()) at::mm_out(grad_pair, x, matrix.t());
     const at::Tensor pair = kept.defined() ? kept.narrow(0, first, count) : grad_pair;
     combinator_backward_cpu({count, E, pair.const_data_ptr(), from_row(grad_rows, first), grad_pair.mutable_data_ptr()},
-                            dtype);
+                            dtype_of(grad_y));
     sum.add(grad_pair, x);
-    if (grad_x.defined()) chunks.multiply_grad_x(first, grad_pair, matrix);
+    if (!grad_x.defined()) return;
+    at::Tensor grad_x_chunk = grad_x_chunks->room(first, count);
+    at::mm_out(grad_x_chunk, grad_pair, matrix);
+    grad_x_chunks->write(grad_x_chunk, first);
   });
   sum.finish();
   return gradients;

@@ -74,10 +74,12 @@ struct CombinatorPlan {
 constexpr int64_t kCombinatorChunkBytes = int64_t{4} << 20;
 
 // A chunk takes at most a sixteenth of x, or 4 MiB if that is more.
-inline CombinatorPlan combinator_plan(int64_t N, int64_t E, Dtype dtype) {
+// copies: GEMM cannot read x and write its gradient where they are.
+inline CombinatorPlan combinator_plan(int64_t N, int64_t E, Dtype dtype, bool copies) {
   const int64_t item = element_bytes(dtype);
+  const int64_t copied = copies ? item : 0;
   const int64_t wide = item < 4 ? 3 * 4 : 0;
-  const int64_t row_bytes = E > 0 ? E * (2 * item + item + wide) : 1;
+  const int64_t row_bytes = E > 0 ? E * (2 * item + copied + wide) : 1;
   const int64_t sixteenth = N * E * item / 16;
   const int64_t budget = sixteenth > kCombinatorChunkBytes ? sixteenth : kCombinatorChunkBytes;
   const int64_t fit = row_bytes > budget ? 1 : budget / row_bytes;

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memcheck.reference.softplus_attention import softplus
+from memcheck.reference.softplus_attention import SMALLEST, softplus
 
 
 def combinator(x: Tensor, weight: Tensor) -> Tensor:
@@ -21,7 +21,7 @@ def combinator_bounds(grad_y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor
     """
     a, b = x @ weight[0].mT, (x @ weight[1].mT).abs()  # (...,E)
     of_a, of_b = x.abs() @ weight[0].abs().mT, x.abs() @ weight[1].abs().mT
-    gate, slope = softplus(a), torch.sigmoid(a)
+    gate, slope = softplus(a).clamp(min=SMALLEST), torch.sigmoid(a).clamp(min=SMALLEST)
     g = grad_y.abs()
     of_y = gate * of_b + slope * b * of_a
     of_da = g * (slope * of_b + slope * (1 - slope) * b * of_a)
