@@ -85,7 +85,8 @@ inline CombinatorPlan combinator_plan(int64_t N, int64_t E, Dtype dtype, bool co
   const int64_t fit = row_bytes > budget ? 1 : budget / row_bytes;
   const int64_t chunks = N > 0 ? (N + fit - 1) / fit : 1;
   const int64_t rows = (N + chunks - 1) / chunks;  // about as many in each
-  return {rows, 2 * N * E * item, 2 * rows * E * item, rows * E * item, rows * E * wide, item < 4 ? 2 * E * E * 4 : 0};
+  return {
+      rows, 2 * N * E * item, 2 * rows * E * item, rows * E * copied, rows * E * wide, item < 4 ? 2 * E * E * 4 : 0};
 }
 
 }  // namespace memcheck
