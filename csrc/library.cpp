@@ -8,6 +8,7 @@
 #include <string>
 #include <utility>
 
+#include "combinator/combinator.h"
 #include "common/cpu_level.h"
 #include "linear_attention/linear_attention.h"
 #include "memory/tracking_allocator.h"
@@ -77,7 +78,19 @@ static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H
           {"backward_scratch", plan.rows_bytes + plan.backward_states_bytes + plan.backward_scratch_bytes}};
 }
 
+static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, const std::string& dtype, bool copies) {
+  const auto plan = memcheck::combinator_plan(N, E, dtype_named(dtype), copies);
+  return {{"rows", plan.rows},         {"preactivations", plan.preactivations_bytes},
+          {"chunk", plan.chunk_bytes}, {"copy", plan.copy_bytes},
+          {"wide", plan.wide_bytes},   {"sums", plan.sums_bytes}};
+}
+
 static void bind_plans(py::module_& m) {
+  m.def("combinator_plan", &combinator_plan, py::kw_only(), py::arg("N"), py::arg("E"), py::arg("dtype"),
+        py::arg("copies"),
+        "rows of a chunk, and bytes: preactivations (kept for backward in performance mode), chunk (backward, and a "
+        "forward that keeps nothing), copy (beside it, where it copies: GEMM cannot take x in place), wide and sums "
+        "(where the weight is 16-bit and wants a gradient)");
   m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
         py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"),
         "CPU bytes: carries (kept for backward), forward_sums (beside them), forward_scratch (when nothing is kept), "

@@ -4,6 +4,7 @@
 from memcheck import _extension as _extension
 from memcheck import nn
 from memcheck.measurement import measure_memory
+from memcheck.ops.combinator import combinator
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "MemoryTracker",
+    "combinator",
     "linear_attention",
     "linear_attention_step",
     "linear_l",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import warnings
 from collections.abc import Callable
@@ -34,18 +35,18 @@ Terms = dict[str, dict[str, int]]
 
 @dataclass(frozen=True)
 class Case:
-    """One shape of one contender. heads, core_dim and factor are None where the operator has none."""
+    """One shape of one contender. kv_len, heads, core_dim, factor and causal are None where the operator has none."""
 
     operator: str
     bsz: int = 1
     query_len: int = 1024
-    kv_len: int = 1024
+    kv_len: int | None = 1024
     dim: int = 256
     heads: int | None = None
     core_dim: int | None = None
     factor: int | None = None
     dtype: str = "float32"
-    causal: bool = True
+    causal: bool | None = True
     mode: str = "train"
     device: str = "cpu"
 
@@ -65,6 +66,10 @@ class Contender:
     has_heads: bool = False
     has_core_dim: bool = False
     has_factor: bool = False
+    # Handed to the operator after the inputs, and counted by themselves.
+    parameters: Callable[[Case], tuple[Tensor, ...]] = lambda case: ()
+    # Or "combinator": no attention, and so a question of profile-combinator.
+    kind: str = "attention"
 
 
 class UnsupportedError(NotImplementedError):
@@ -78,14 +83,14 @@ def check_case(case: Case) -> Case:
         if size is not None and size < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
     if case.operator not in CONTENDERS:
-        raise UsageError(f"--attention-type {case.operator} is unknown; known: {', '.join(CONTENDERS)}")
+        raise unknown_operator(case.operator)
     if case.dtype not in DTYPES:
         raise UsageError(f"--dtype {case.dtype} is unknown; known: {', '.join((*SHORT_DTYPES, *DTYPES))}")
     if case.heads is not None and case.dim % case.heads:
         raise UsageError(
             f"--dim must be divisible by --heads for {case.operator}, got --dim {case.dim} --heads {case.heads}"
         )
-    if case.causal and case.query_len > case.kv_len:
+    if case.causal and case.kv_len is not None and case.query_len > case.kv_len:
         raise UsageError(
             f"--query-len must not exceed --kv-len when causal, got {case.query_len} and {case.kv_len}; "
             "use --no-causal or more keys"
@@ -93,12 +98,20 @@ def check_case(case: Case) -> Case:
     return case
 
 
+def attention_types() -> list[str]:
+    return [name for name, contender in CONTENDERS.items() if contender.kind == "attention"]
+
+
+def unknown_operator(name: str) -> UsageError:
+    return UsageError(f"--attention-type {name} is unknown; known: {', '.join(attention_types())}")
+
+
 def make_case(
     operator: str, *, heads: int, core_dim: int | None, factor: int | None, causal: bool = True, **fields: Any
 ) -> Case:
-    """A checked case that holds only the sizes its operator has."""
-    if operator not in CONTENDERS:
-        raise UsageError(f"--attention-type {operator} is unknown; known: {', '.join(CONTENDERS)}")
+    """A checked case of an attention that holds only the sizes its operator has."""
+    if operator not in attention_types():
+        raise unknown_operator(operator)
     contender = CONTENDERS[operator]
     case = Case(
         operator,
@@ -109,6 +122,11 @@ def make_case(
         **fields,
     )
     return check_case(case)
+
+
+def make_combinator_case(operator: str, **fields: Any) -> Case:
+    """A checked case of a combinator, whose tokens look at no other."""
+    return check_case(Case(operator, kv_len=None, causal=None, **fields))
 
 
 def random_leaves(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -128,6 +146,7 @@ def random_leaves(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 def head_inputs(case: Case) -> tuple[Tensor, ...]:
     """q (B,H,S,D)   k, v (B,H,T,D)"""
     assert case.heads is not None
+    assert case.kv_len is not None
     B, H, D = case.bsz, case.heads, case.dim // case.heads
     return random_leaves(case, (B, H, case.query_len, D), *[(B, H, case.kv_len, D)] * 2)
 
@@ -135,17 +154,28 @@ def head_inputs(case: Case) -> tuple[Tensor, ...]:
 def channel_major_inputs(case: Case) -> tuple[Tensor, ...]:
     """q (B,S,R)   k, v (B,R,T)"""
     assert case.core_dim is not None
+    assert case.kv_len is not None
     B, R = case.bsz, case.core_dim
     return random_leaves(case, (B, case.query_len, R), *[(B, R, case.kv_len)] * 2)
 
 
+def token_inputs(case: Case) -> tuple[Tensor, ...]:
+    """x (B,S,E)"""
+    return random_leaves(case, (case.bsz, case.query_len, case.dim))
+
+
+def combinator_weight(case: Case) -> tuple[Tensor, ...]:
+    """weight (2,E,E)"""
+    return random_leaves(case, (2, case.dim, case.dim))
+
+
 def build_naive(case: Case) -> Operator:
-    return lambda q, k, v: naive_attention(q, k, v, causal=case.causal)
+    return lambda q, k, v: naive_attention(q, k, v, causal=bool(case.causal))
 
 
 def naive_terms(case: Case) -> Terms | None:
     """Exact on the CPU in fp32 and fp64: S*T scores live on beside their softmax until the product is done."""
-    if case.dtype not in ("float32", "float64") or case.device != "cpu":
+    if case.dtype not in ("float32", "float64") or case.device != "cpu" or case.kv_len is None:
         return None
     item = DTYPES[case.dtype].itemsize
     queries = case.bsz * case.query_len * case.dim * item
@@ -177,10 +207,10 @@ def naive_backward_terms(kept: dict[str, int], queries: int, keys: int, matrix: 
 
 def build_softmax(case: Case) -> Operator:
     """SDPA's is_causal is aligned top-left; with fewer queries than keys ours is bottom-right, which takes a bias."""
-    if case.causal and case.query_len != case.kv_len:
+    if case.causal and case.kv_len is not None and case.query_len != case.kv_len:
         bias = causal_lower_right(case.query_len, case.kv_len)
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=bias)
-    return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=case.causal)
+    return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=bool(case.causal))
 
 
 REFUSAL = re.compile("No available kernel|No viable backend|No (valid )?execution plan|not supported", re.IGNORECASE)
@@ -214,18 +244,18 @@ def memcheck_backend(case: Case) -> str:
 def build_softplus(case: Case) -> Operator:
     from memcheck.ops.softplus_attention import softplus_attention
 
-    return lambda q, k, v: softplus_attention(q, k, v, causal=case.causal)
+    return lambda q, k, v: softplus_attention(q, k, v, causal=bool(case.causal))
 
 
 def softplus_terms(case: Case) -> Terms | None:
     """Exact on the CPU in every dtype, from the plan of the kernels themselves."""
-    if case.device != "cpu" or case.core_dim is None:
+    if case.device != "cpu" or case.core_dim is None or case.kv_len is None:
         return None
     from memcheck._extension import _C
 
     B, S, T, R = case.bsz, case.query_len, case.kv_len, case.core_dim
     threads = torch.get_num_threads()
-    plan = _C.softplus_attention_plan(B=B, S=S, T=T, R=R, causal=case.causal, dtype=case.dtype, threads=threads)
+    plan = _C.softplus_attention_plan(B=B, S=S, T=T, R=R, causal=bool(case.causal), dtype=case.dtype, threads=threads)
     item = DTYPES[case.dtype].itemsize
     queries, keys = B * S * R * item, B * R * T * item
     held = {"q": queries, "k": keys, "v": keys, "y": queries}
@@ -281,6 +311,56 @@ def linear_terms(case: Case) -> Terms | None:
         "saved_bytes": {},
         "backward_peak_bytes": {**held, **gradients, "states and tiles": plan["backward_scratch"]},
     }
+
+
+def build_combinator(case: Case) -> Operator:
+    from memcheck.ops.combinator import combinator
+
+    return combinator
+
+
+def build_low_memory_combinator(case: Case) -> Operator:
+    from memcheck.ops.combinator import combinator
+
+    return functools.partial(combinator, low_memory=True)
+
+
+def combinator_terms(case: Case) -> Terms | None:
+    """Exact on the CPU in fp32 and fp64, from the plan the glue allocates by; 16-bit GEMM takes more, past any plan."""
+    if case.dtype not in ("float32", "float64") or case.device != "cpu":
+        return None
+    from memcheck._extension import _C
+
+    item = DTYPES[case.dtype].itemsize
+    N, E = case.bsz * case.query_len, case.dim
+    plan = _C.combinator_plan(N=N, E=E, dtype=case.dtype, copies=False)
+    tokens, weight = N * E * item, 2 * E * E * item
+    held = {"x": tokens, "weight": weight, "y": tokens}
+    chunk = {"pre-activations of a chunk": plan["chunk"]}
+    if case.mode != "train":
+        return {"forward_peak_bytes": {**held, **chunk}}
+    low_memory = case.operator == "combinator-low-memory"
+    kept = {} if low_memory else {"pre-activations": plan["preactivations"]}
+    gradients = {"grad_y, expanded": item, "dx": tokens, "dweight": weight}
+    return {
+        "forward_peak_bytes": {**held, **(kept or chunk)},
+        "saved_bytes": kept,
+        "backward_peak_bytes": {**held, **kept, **gradients, **chunk},
+    }
+
+
+def combinator_contender(name: str, title: str, build: Callable[[Case], Operator], style: Style) -> Contender:
+    return Contender(
+        name,
+        title,
+        build,
+        token_inputs,
+        style,
+        backend=memcheck_backend,
+        terms=combinator_terms,
+        parameters=combinator_weight,
+        kind="combinator",
+    )
 
 
 def softmax_contender(name: str, title: str, backend: SDPBackend, style: Style) -> Contender:
@@ -371,6 +451,18 @@ CONTENDERS: dict[str, Contender] = {
             backend=lambda case: "eager",
             causal=True,
             has_heads=True,
+        ),
+        combinator_contender(
+            "combinator",
+            "combinator, memcheck's operator, pre-activations kept",
+            build_combinator,
+            Style("#AA4499", "p", (0, (8, 2))),
+        ),
+        combinator_contender(
+            "combinator-low-memory",
+            "combinator, memcheck's operator, pre-activations formed again",
+            build_low_memory_combinator,
+            Style("#44AA99", "H", (0, (4, 1, 1, 1))),
         ),
     )
 }

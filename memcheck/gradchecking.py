@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from memcheck.errors import UsageError
+from memcheck.ops.combinator import combinator
 from memcheck.ops.linear_attention import linear_attention
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention
@@ -84,6 +85,15 @@ def projection_configuration(function: Callable[..., Tensor], B: int, S: int, E:
     return Configuration(function.__name__, text, function, ((B, S, E), (E, R)))
 
 
+def combinator_configuration(*shape: int, gate_shift: float = 0.0, **options: Any) -> Configuration:
+    text = ", ".join([f"x {shape}", *(f"{name}={value}" for name, value in options.items())])
+    if gate_shift:
+        text += f", weight near {gate_shift:g}"
+    E = shape[-1]
+    function = functools.partial(combinator, **options)
+    return Configuration("combinator", text, function, (shape, (2, E, E)), (0.0, gate_shift))
+
+
 # At most about 200 input elements each.
 CONFIGURATIONS: tuple[Configuration, ...] = (
     softplus_configuration(2, 7, 7, 3, causal=True),
@@ -110,6 +120,12 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         for function in (linear_r, linear_l)
         for shape in ((2, 5, 7, 3), (1, 1, 9, 9), (3, 9, 1, 5))
     ),
+    *(
+        combinator_configuration(*shape, low_memory=low_memory)
+        for low_memory in (False, True)
+        for shape in ((2, 5, 7), (3, 2, 2, 4), (9,), (30, 1))
+    ),
+    combinator_configuration(5, 4, gate_shift=-5.0),
 )
 
 

@@ -37,7 +37,9 @@ PANELS = {
 }
 
 
-def plot_memory(records: Sequence[Record], path: Path, *, styles: Mapping[str, Style], subtitle: str) -> Figure:
+def plot_memory(
+    records: Sequence[Record], path: Path, *, styles: Mapping[str, Style], title: str, subtitle: str
+) -> Figure:
     """Peak memory against sequence length, or bars for a single length, written to `path`."""
     import matplotlib
 
@@ -54,7 +56,7 @@ def plot_memory(records: Sequence[Record], path: Path, *, styles: Mapping[str, S
         ax.set_title(PANELS[panel][0], fontsize=12)
         ax.spines[["top", "right"]].set_visible(False)
     axes[0].set_ylabel("peak memory, inputs and output included")
-    figure.suptitle(f"Peak memory of attention\n{subtitle}", fontsize=12)
+    figure.suptitle(f"{title}\n{subtitle}", fontsize=12)
     if note := missing_note(records):
         figure.supxlabel(note, fontsize=9, color=GREY)
     if single:
@@ -75,7 +77,7 @@ def length(record: Record, records: Sequence[Record]) -> int:
 
 def length_label(records: Sequence[Record]) -> str:
     queries, keys = ({getattr(record, field) for record in records} for field in ("query_len", "kv_len"))
-    if all(record.query_len == record.kv_len for record in records):
+    if all(record.kv_len in (record.query_len, None) for record in records):
         return "sequence length" if len(queries) > 1 else f"at sequence length {records[0].query_len}"
     if len(queries) == len(keys) == 1:
         return f"at query length {records[0].query_len}, key length {records[0].kv_len}"

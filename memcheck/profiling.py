@@ -5,9 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from torch import Tensor
 
 from memcheck.backends import BackendWitness, fused_refusals
-from memcheck.catalog import CONTENDERS, Case
+from memcheck.catalog import CONTENDERS, Case, Operator
 from memcheck.errors import UsageError
 from memcheck.measurement import machine_facts, measure_memory, measure_time
 from memcheck.records import Record
@@ -66,26 +67,39 @@ def unmeasured(case: Case) -> Record:
 
 def run_memory(case: Case, limit_bytes: int | None) -> Record:
     contender = CONTENDERS[case.operator]
-    operator = contender.build(case)
-    witness = BackendWitness(operator) if contender.backend is None else None
     try:
         # Under a tracker the CPU, too, says OutOfMemoryError when there is no room, and keeps to the limit.
         with track(saved=False, limit_bytes=limit_bytes):
-            inputs = contender.inputs(case)
+            inputs, parameters = contender.inputs(case), contender.parameters(case)
     except torch.OutOfMemoryError as error:
         return dataclasses.replace(unmeasured(case), status="oom", reason=f"the inputs alone do not fit: {error}")
-    record = measure_memory(witness or operator, *inputs, backward=case.mode == "train", limit_bytes=limit_bytes)
+    operator = bind(contender.build(case), parameters)
+    witness = BackendWitness(operator) if contender.backend is None else None
+    record = measure_memory(
+        witness or operator,
+        *inputs,
+        parameters=parameters,
+        backward=case.mode == "train",
+        limit_bytes=limit_bytes,
+    )
     record.backend = contender.backend(case) if contender.backend else witness.backend if witness else None
     if record.backend == "math" and case.operator == "softmax":
-        record.backend_reason = fused_refusals(*inputs, causal=case.causal)
+        record.backend_reason = fused_refusals(*inputs, causal=bool(case.causal))
     return record
+
+
+def bind(operator: Operator, parameters: tuple[Tensor, ...]) -> Operator:
+    """The operator as a function of its inputs alone, as a module is that owns its parameters."""
+    return (lambda *inputs: operator(*inputs, *parameters)) if parameters else operator
 
 
 def run_time(case: Case, passes: int | None) -> dict[str, object]:
     contender = CONTENDERS[case.operator]
+    parameters = contender.parameters(case)
     return measure_time(
-        contender.build(case),
+        bind(contender.build(case), parameters),
         *contender.inputs(case),
+        parameters=parameters,
         backward=case.mode == "train",
         passes=passes or DEFAULT_PASSES,
         max_seconds=None if passes else TIMING_SECONDS,

@@ -18,12 +18,15 @@ BYTE_COLUMNS = {
 NAMES = "{:<21} {:<12} {:<6} {:>11}  {:<11}"
 BYTES = "|{:>9} {:>6} {:>5} "
 TIMES = "|{:>8} {:>8}"
-LEGEND = (
-    "U: the bytes of one main tensor, (B,H,S,D) or (B,S,R); inputs and output alone are 4 U when S = T. "
+LEGEND_OF_UNITS = {
+    "attention": "U: the bytes of one main tensor, (B,H,S,D) or (B,S,R); inputs and output alone are 4 U when S = T. "
     "B/ST: bytes per query and key,\nflat where memory grows with S*T, halving per doubling where it is linear. "
     "ms: medians of a\npass without measuring. -: not known. "
-    "memcheck's operators have a fixed scratch for each thread, which shows where the rest is small."
-)
+    "memcheck's operators have a fixed scratch for each thread, which shows where the rest is small.",
+    "tokens": "U: the bytes of x, (B,S,E); input and output are 2 U, beside the weight. B/ST: there are no keys. "
+    "ms: medians of a pass\nwithout measuring. -: not known. "
+    "A chunk of rows takes up to 4 MiB, which shows where x is small.",
+}
 
 
 def unit_bytes(record: Record) -> int | None:
@@ -32,6 +35,11 @@ def unit_bytes(record: Record) -> int | None:
     if not (record.bsz and record.query_len and width and record.dtype in ITEM_BYTES):
         return None
     return record.bsz * record.query_len * width * ITEM_BYTES[record.dtype]
+
+
+def legend(records: Sequence[Record]) -> str:
+    """What the columns mean, for records of attention, or of what has queries alone."""
+    return LEGEND_OF_UNITS["tokens" if all(record.kv_len is None for record in records) else "attention"]
 
 
 def table_header() -> str:
@@ -44,13 +52,8 @@ def table_header() -> str:
 
 def table_row(record: Record) -> str:
     """One line, and a second one for what went wrong after some bytes were already known."""
-    names = NAMES.format(
-        record.operator or "-",
-        record.backend or "-",
-        mask(record),
-        f"{record.query_len} x {record.kv_len}",
-        record.status,
-    )
+    lengths = f"{record.query_len}" if record.kv_len is None else f"{record.query_len} x {record.kv_len}"
+    names = NAMES.format(record.operator or "-", record.backend or "-", mask(record), lengths, record.status)
     note = failure_note(record)
     if all(getattr(record, field) is None for field in BYTE_COLUMNS):
         return f"{names}| {note}"
@@ -111,7 +114,7 @@ def common_case(records: Sequence[Any]) -> str:
         values = {getattr(record, field, None) for record in records} - {None}
         if len(values) == 1 and (field != "core_dim" or values != {record.dim for record in records}):
             parts.append(text.format(values.pop()))
-    causal = {record.causal for record in records}
+    causal = {record.causal for record in records} - {None}
     if len(causal) == 1:
         parts.insert(-1, "causal" if causal.pop() else "not causal")
     return ", ".join(parts)

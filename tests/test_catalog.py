@@ -8,15 +8,27 @@ import pytest
 import torch
 
 from memcheck.backends import BackendWitness, fused_backend
-from memcheck.catalog import CONTENDERS, Case, UnsupportedError, check_case, make_case
+from memcheck.catalog import (
+    CONTENDERS,
+    Case,
+    UnsupportedError,
+    attention_types,
+    check_case,
+    make_case,
+    make_combinator_case,
+)
 from memcheck.errors import UsageError
 from memcheck.measurement import measure_memory
+from memcheck.profiling import bind
 from memcheck.reference.naive_attention import naive_attention
 
 SHAPE = {"bsz": 2, "query_len": 9, "kv_len": 9, "dim": 12, "heads": 3, "core_dim": None, "factor": None}
 
 
 def case_of(operator: str, **fields: object) -> Case:
+    if operator not in attention_types():
+        sizes = {name: SHAPE[name] for name in ("bsz", "query_len", "dim")}
+        return make_combinator_case(operator, **{**sizes, **fields})
     return make_case(operator, **{**SHAPE, **fields})
 
 
@@ -99,7 +111,9 @@ def test_refusal_is_in_torchs_words(operator: str) -> None:
 
 def assert_terms_are_exact(case: Case) -> None:
     contender = CONTENDERS[case.operator]
-    record = measure_memory(contender.build(case), *contender.inputs(case), backward=case.mode == "train")
+    parameters = contender.parameters(case)
+    operator = bind(contender.build(case), parameters)
+    record = measure_memory(operator, *contender.inputs(case), parameters=parameters, backward=case.mode == "train")
     terms = contender.terms(case)
     assert terms is not None
     for field, parts in terms.items():
@@ -182,6 +196,23 @@ def test_linear_alone_sees_everything() -> None:
         assert case_of("linear-cumsum", causal=asked).causal
         assert case_of("naive", causal=asked).causal is asked
     case_of("linear", query_len=10)  # more queries than keys, and no mask to forbid it
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("bsz", "query_len", "dim"), [(1, 1, 1), (2, 63, 129), (16, 512, 256), (40, 700, 33)])
+@pytest.mark.parametrize("operator", ["combinator", "combinator-low-memory"])
+def test_combinator_terms_are_exact(operator: str, bsz: int, query_len: int, dim: int, dtype: str, mode: str) -> None:
+    assert_terms_are_exact(case_of(operator, bsz=bsz, query_len=query_len, dim=dim, dtype=dtype, mode=mode))
+
+
+def test_a_combinator_has_a_weight_and_no_keys() -> None:
+    case = case_of("combinator")
+    (weight,) = CONTENDERS["combinator"].parameters(case)
+    assert weight.shape == (2, 12, 12)
+    assert weight.requires_grad
+    assert (case.kv_len, case.causal, case.heads, case.core_dim, case.factor) == (None,) * 5
+    assert CONTENDERS["naive"].parameters(case_of("naive")) == ()
 
 
 def test_every_contender_is_told_apart_in_greyscale() -> None:

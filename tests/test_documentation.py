@@ -71,6 +71,12 @@ def test_projections_equal_their_docstrings(projection):
     torch.testing.assert_close(projection(x, w), names["y"])
 
 
+def test_combinator_equals_its_docstring():
+    x, weight = random(2, 5, 3), random(2, 3, 3)
+    names = run_equivalent(memcheck.combinator, {"torch": torch, "x": x, "weight": weight})
+    torch.testing.assert_close(memcheck.combinator(x, weight), names["y"])
+
+
 def test_the_python_of_the_readme_runs():
     (source,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     names = {"model": torch.nn.Linear(8, 4), "x": torch.randn(3, 8, requires_grad=True)}

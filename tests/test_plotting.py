@@ -29,7 +29,9 @@ def record(operator: str, length: int, forward: int | None, backward: int | None
 @pytest.fixture
 def plot(tmp_path):
     def draw(records: list[Record]):
-        figure = plot_memory(records, tmp_path / "memory.png", styles=STYLES, subtitle="cpu, float32")
+        figure = plot_memory(
+            records, tmp_path / "memory.png", styles=STYLES, title="Peak memory", subtitle="cpu, float32"
+        )
         assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
         return figure
 

@@ -23,7 +23,7 @@ SMALL = ["--seq-len", "8", "--dim", "16", "--heads", "2", "--no-time", "--device
 @pytest.fixture
 def profile(tmp_path, capsys, monkeypatch):
     """Runs the command with JSON on stdout: exit code and records. No picture: it takes most of the time."""
-    monkeypatch.setattr("memcheck.commands.profile_attention.plot_memory", lambda *args, **kwargs: None)
+    monkeypatch.setattr("memcheck.profile_commands.plot_memory", lambda *args, **kwargs: None)
 
     def run(*flags: str) -> tuple[int, list[Record]]:
         code = main(["profile-attention", "--output", str(tmp_path), "--format", "json", *flags])
@@ -128,6 +128,7 @@ def test_time_is_measured_unless_refused(profile) -> None:
         ("--query-len 8 --kv-len 4", "--query-len must not exceed --kv-len when causal, got 8 and 4"),
         ("--attention-type soft", "--attention-type soft is unknown; known: naive, softmax, softmax/math"),
         ("--attention-type naive,", "is unknown; known"),
+        ("--attention-type combinator", "--attention-type combinator is unknown; known: naive, softmax, softmax/math"),
         ("--seq-len 8 --query-len 8", "--seq-len sets both lengths"),
         ("--seq-len 8 --kv-len 8", "--seq-len sets both lengths"),
         ("--query-len 2,4,8 --kv-len 8,16", "must be as long as each other, got 3 and 2"),

@@ -11,6 +11,7 @@
 
 #include "common/allocate.h"
 #include "common/checks.h"
+#include "common/matrix.h"
 
 namespace memcheck {
 namespace {
@@ -97,14 +98,6 @@ Gradients check_backward(const char* op, const at::Tensor& grad, const at::Tenso
   if (wanted[1])
     std::get<1>(gradients) = w.defined() ? empty_gradient(w) : at::empty_symint({x.sym_size(2), R}, grad.options());
   return gradients;
-}
-
-// A matrix that GEMM reads without a copy.
-bool is_matrix(const at::Tensor& x) {
-  const auto leads = [&](int64_t fast, int64_t slow) {
-    return x.stride(fast) == 1 && x.stride(slow) >= std::max<int64_t>(1, x.size(fast));
-  };
-  return leads(0, 1) || leads(1, 0);
 }
 
 // grad_w as a sum of products. In 16-bit types it is formed in float32 and rounded once.

@@ -1,0 +1,316 @@
+#include "combinator/combinator.h"
+
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mm.h>
+#include <torch/library.h>
+
+#include <array>
+#include <tuple>
+
+#include "common/allocate.h"
+#include "common/checks.h"
+#include "common/matrix.h"
+
+namespace memcheck {
+namespace {
+
+constexpr const char* kForward = "combinator";
+constexpr const char* kBackward = "combinator_backward";
+
+using Gradients = std::tuple<at::Tensor, at::Tensor>;
+
+void check_tokens(const char* op, const char* name, const at::Tensor& x) {
+  check_tensor(op, name, x);
+  TORCH_CHECK_VALUE(x.dim() > 0, op, ": ", name, " must be (...,E), of 1 dimension or more, got ", x.sym_sizes());
+  check_floating(op, name, x);
+}
+
+void check_weight(const char* op, const at::Tensor& weight, const at::Tensor& x, const char* x_name) {
+  const c10::SymInt E = x.sym_size(-1);
+  check_rank(op, "weight", weight, 3, "(2,E,E)");
+  check_shape(op, "weight", weight, "(2,E,E)", {2, E, E}, x_name);
+  check_like(op, "weight", weight, x, x_name);
+}
+
+// (...,2E) for x (...,E).
+std::vector<c10::SymInt> preactivation_sizes(const at::Tensor& x) {
+  std::vector<c10::SymInt> sizes = x.sym_sizes().vec();
+  sizes.back() = sizes.back() * 2;
+  return sizes;
+}
+
+std::tuple<at::Tensor, at::Tensor> empty_outputs(const at::Tensor& x, bool keep_preactivations) {
+  const auto kept = keep_preactivations ? preactivation_sizes(x) : std::vector<c10::SymInt>{0};
+  return {at::empty_symint(x.sym_sizes(), x.options()), at::empty_symint(kept, x.options())};
+}
+
+// x (...,E) as the kernels see it, where data is its memory: leading dimensions that lie one behind the other are one.
+CombinatorRows rows_of(const char* op, const char* name, const at::Tensor& x, void* data) {
+  CombinatorRows rows;
+  rows.data = data;
+  rows.column_stride = x.size(-1) == 1 ? 1 : x.stride(-1);
+  for (int64_t d = 0; d < x.dim() - 1; ++d) {
+    if (x.size(d) == 1) continue;
+    const int64_t last = rows.dimensions - 1;
+    if (last >= 0 && rows.stride[last] == x.size(d) * x.stride(d)) {
+      rows.size[last] *= x.size(d);
+      rows.stride[last] = x.stride(d);
+      continue;
+    }
+    TORCH_CHECK_VALUE(rows.dimensions < CombinatorRows::kLeading, op, ": ", name, " must have at most ",
+                      CombinatorRows::kLeading, " leading dimensions that do not lie one behind the other, got sizes ",
+                      x.sizes(), " and strides ", x.strides());
+    rows.size[rows.dimensions] = x.size(d);
+    rows.stride[rows.dimensions++] = x.stride(d);
+  }
+  return rows;
+}
+
+CombinatorRows read_rows(const char* op, const char* name, const at::Tensor& x) {
+  return rows_of(op, name, x, const_cast<void*>(x.const_data_ptr()));
+}
+
+CombinatorRows written_rows(const char* op, const char* name, const at::Tensor& x) {
+  return rows_of(op, name, x, x.mutable_data_ptr());
+}
+
+CombinatorRows from_row(CombinatorRows rows, int64_t first) {
+  rows.first = first;
+  return rows;
+}
+
+// x (...,E) as the matrix (N,E) that GEMM takes in place, undefined where strides forbid it.
+at::Tensor matrix_of(const char* op, const char* name, const at::Tensor& x) {
+  const CombinatorRows rows = rows_of(op, name, x, nullptr);
+  if (rows.dimensions > 1) return {};
+  const int64_t N = rows.dimensions > 0 ? rows.size[0] : 1, E = x.size(-1);
+  // A single row has no stride of its own.
+  const int64_t single = rows.column_stride == 1 ? std::max<int64_t>(1, E) : 1;
+  const at::Tensor matrix = x.as_strided({N, E}, {N == 1 ? single : rows.stride[0], rows.column_stride});
+  return is_matrix(matrix) ? matrix : at::Tensor();
+}
+
+// weight (2,E,E) as one matrix (2E,E).
+at::Tensor weight_matrix(const at::Tensor& weight) {
+  const at::Tensor matrix = matrix_of(kForward, "weight", weight);
+  return matrix.defined() ? matrix : weight.contiguous().view({2 * weight.size(1), weight.size(2)});
+}
+
+CombinatorPlan plan_for(const char* op, const at::Tensor& x) {
+  const int64_t E = x.size(-1);
+  return combinator_plan(x.numel() / E, E, dtype_of(x), /*copies=*/!matrix_of(op, "x", x).defined());
+}
+
+// The rows of x (...,E), read or written a chunk (count,E) at a time: in place where GEMM can, else in `copy` (rows,E).
+class Chunks {
+ public:
+  Chunks(const char* op, at::Tensor x, at::Tensor copy)
+      : op_(op), x_(std::move(x)), matrix_(matrix_of(op, "x", x_)), copy_(std::move(copy)) {}
+
+  at::Tensor read(int64_t first, int64_t count) const {
+    const at::Tensor chunk = room(first, count);
+    if (!matrix_.defined())
+      combinator_copy_cpu(
+          {count, chunk.size(1), from_row(read_rows(op_, "x", x_), first), written_rows(op_, "x", chunk)},
+          dtype_of(x_));
+    return chunk;
+  }
+
+  // Where a chunk is to be written, and what brings it home.
+  at::Tensor room(int64_t first, int64_t count) const {
+    return matrix_.defined() ? matrix_.narrow(0, first, count) : copy_.narrow(0, 0, count);
+  }
+  void write(const at::Tensor& chunk, int64_t first) const {
+    if (!matrix_.defined())
+      combinator_copy_cpu(
+          {chunk.size(0), chunk.size(1), read_rows(op_, "x", chunk), from_row(written_rows(op_, "x", x_), first)},
+          dtype_of(x_));
+  }
+
+ private:
+  const char* op_;
+  at::Tensor x_;
+  at::Tensor matrix_;
+  at::Tensor copy_;
+};
+
+at::Tensor empty_copy(const CombinatorPlan& plan, const at::Tensor& x) {
+  return plan.copy_bytes > 0 ? at::empty({plan.rows, x.size(-1)}, x.options()) : at::Tensor();
+}
+
+// run(first row, rows) for every chunk.
+template <typename Run>
+void for_chunks(int64_t N, const CombinatorPlan& plan, const Run& run) {
+  for (int64_t first = 0; first < N; first += plan.rows) run(first, std::min(plan.rows, N - first));
+}
+
+std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::Tensor& weight, bool low_memory,
+                                                bool keep_preactivations) {
+  check_tokens(kForward, "x", x);
+  check_weight(kForward, weight, x, "x");
+  return empty_outputs(x, keep_preactivations);
+}
+
+std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& weight, bool low_memory,
+                                           bool keep_preactivations) {
+  const auto outputs = forward_meta(x, weight, low_memory, keep_preactivations);
+  const auto& [y, preactivations] = outputs;
+  if (y.numel() == 0) return outputs;
+  const int64_t E = x.size(-1), N = x.numel() / E;
+  const CombinatorPlan plan = plan_for(kForward, x);
+  const Chunks tokens(kForward, x, empty_copy(plan, x));
+  const at::Tensor matrix = weight_matrix(weight);
+  const at::Tensor kept = keep_preactivations ? preactivations.view({N, 2 * E}) : at::Tensor();
+  const at::Tensor scratch = keep_preactivations ? at::Tensor() : at::empty({plan.rows, 2 * E}, x.options());
+  const at::Tensor y_rows = y.view({N, E});
+  for_chunks(N, plan, [&](int64_t first, int64_t count) {
+    at::Tensor pair = kept.defined() ? kept.narrow(0, first, count) : scratch.narrow(0, 0, count);
+    at::mm_out(pair, tokens.read(first, count), matrix.t());
+    const at::Tensor y_chunk = y_rows.narrow(0, first, count);
+    combinator_forward_cpu({count, E, pair.const_data_ptr(), y_chunk.mutable_data_ptr()}, dtype_of(x));
+  });
+  return outputs;
+}
+
+// Shapes as in the forward. What is not needed for the gradients that are wanted may be left out.
+Gradients check_backward(const at::Tensor& grad_y, const at::Tensor& x, const at::Tensor& weight,
+                         const at::Tensor& preactivations, const std::array<bool, 2>& wanted) {
+  check_tokens(kBackward, "grad_y", grad_y);
+  const bool recomputes = !preactivations.defined() && (wanted[0] || wanted[1]);
+  TORCH_CHECK_VALUE(weight.defined() || !(wanted[0] || recomputes), kBackward,
+                    ": weight is needed for the gradient of x, and without preactivations");
+  TORCH_CHECK_VALUE(x.defined() || !(wanted[1] || recomputes), kBackward,
+                    ": x is needed for the gradient of weight, and without preactivations");
+  const auto check_sizes = [&](const char* name, const at::Tensor& tensor, const char* letters,
+                               c10::SymIntArrayRef sizes) {
+    TORCH_CHECK_VALUE(tensor.sym_sizes() == sizes, kBackward, ": ", name, " must be ", letters, " = ", sizes,
+                      " to match grad_y, got ", tensor.sym_sizes());
+    check_like(kBackward, name, tensor, grad_y, "grad_y");
+  };
+  if (x.defined()) check_sizes("x", x, "(...,E)", grad_y.sym_sizes());
+  if (preactivations.defined()) check_sizes("preactivations", preactivations, "(...,2E)", preactivation_sizes(grad_y));
+  if (weight.defined()) check_weight(kBackward, weight, grad_y, "grad_y");
+  // Where they were not kept they were contiguous.
+  const c10::SymInt E = grad_y.sym_size(-1);
+  Gradients gradients;
+  if (wanted[0])
+    std::get<0>(gradients) = x.defined() ? empty_gradient(x) : at::empty_symint(grad_y.sym_sizes(), grad_y.options());
+  if (wanted[1])
+    std::get<1>(gradients) = weight.defined() ? empty_gradient(weight) : at::empty_symint({2, E, E}, grad_y.options());
+  return gradients;
+}
+
+// grad_weight = the sum over chunks of grad_pair^T x. In 16-bit types it is formed in float32 and rounded once.
+class WeightGradient {
+ public:
+  WeightGradient(at::Tensor grad_weight, const CombinatorPlan& plan) : grad_weight_(std::move(grad_weight)) {
+    if (!grad_weight_.defined()) return;
+    const int64_t E = grad_weight_.size(2);
+    const auto wide = grad_weight_.options().dtype(acc_scalar_type(grad_weight_.scalar_type()));
+    if (plan.wide_bytes > 0) wide_ = at::empty({plan.rows * 3 * E}, wide);
+    if (!wide_.defined()) sum_ = matrix_of(kBackward, "weight", grad_weight_);
+    in_place_ = sum_.defined();
+    if (!in_place_) sum_ = at::empty({2 * E, E}, wide);
+  }
+
+  // grad_pair (count,2E), x (count,E)
+  void add(const at::Tensor& grad_pair, const at::Tensor& x) {
+    if (!grad_weight_.defined()) return;
+    const at::Tensor left = widened(grad_pair, 0), right = widened(x, grad_pair.numel());
+    if (first_) {
+      at::mm_out(sum_, left.t(), right);
+    } else {
+      sum_.addmm_(left.t(), right);
+    }
+    first_ = false;
+  }
+
+  void finish() {
+    if (grad_weight_.defined() && !in_place_) grad_weight_.copy_(sum_.view(grad_weight_.sizes()));
+  }
+
+ private:
+  at::Tensor widened(const at::Tensor& chunk, int64_t offset) const {
+    if (!wide_.defined()) return chunk;
+    return wide_.narrow(0, offset, chunk.numel()).view(chunk.sizes()).copy_(chunk);
+  }
+
+  at::Tensor grad_weight_;
+  at::Tensor sum_;   // (2E,E)
+  at::Tensor wide_;  // (rows 3E)
+  bool in_place_ = false;
+  bool first_ = true;
+};
+
+Gradients backward_meta(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
+                        const std::optional<at::Tensor>& weight, const std::optional<at::Tensor>& preactivations,
+                        std::array<bool, 2> output_mask) {
+  return check_backward(grad_y, x.value_or(at::Tensor()), weight.value_or(at::Tensor()),
+                        preactivations.value_or(at::Tensor()), output_mask);
+}
+
+Gradients backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x_or_none,
+                   const std::optional<at::Tensor>& weight_or_none,
+                   const std::optional<at::Tensor>& preactivations_or_none, std::array<bool, 2> output_mask) {
+  const Gradients gradients = backward_meta(grad_y, x_or_none, weight_or_none, preactivations_or_none, output_mask);
+  const auto& [grad_x, grad_weight] = gradients;
+  if (!grad_x.defined() && !grad_weight.defined()) return gradients;
+  if (grad_y.numel() == 0) {
+    if (grad_weight.defined()) grad_weight.zero_();
+    return gradients;
+  }
+  const int64_t E = grad_y.size(-1), N = grad_y.numel() / E;
+  const at::Tensor& tokens = x_or_none ? *x_or_none : grad_x;
+  const CombinatorPlan plan = plan_for(kBackward, tokens);
+  const at::Tensor kept = preactivations_or_none ? preactivations_or_none->contiguous().view({N, 2 * E}) : at::Tensor();
+  const at::Tensor matrix = grad_x.defined() || !kept.defined() ? weight_matrix(*weight_or_none) : at::Tensor();
+  const CombinatorRows grad_rows = read_rows(kBackward, "grad_y", grad_y);
+  const at::Tensor scratch = at::empty({plan.rows, 2 * E}, grad_y.options());
+  // x has been read when grad_x is written.
+  const at::Tensor copy = empty_copy(plan, tokens);
+  const bool reads_x = grad_weight.defined() || !kept.defined();
+  const auto x_chunks = reads_x ? std::optional<Chunks>({kBackward, *x_or_none, copy}) : std::nullopt;
+  const auto grad_x_chunks = grad_x.defined() ? std::optional<Chunks>({kBackward, grad_x, copy}) : std::nullopt;
+  WeightGradient sum(grad_weight, plan);
+  for_chunks(N, plan, [&](int64_t first, int64_t count) {
+    const at::Tensor x = reads_x ? x_chunks->read(first, count) : at::Tensor();
+    at::Tensor grad_pair = scratch.narrow(0, 0, count);
+    if (!kept.defined()) at::mm_out(grad_pair, x, matrix.t());
+    const at::Tensor pair = kept.defined() ? kept.narrow(0, first, count) : grad_pair;
+    combinator_backward_cpu({count, E, pair.const_data_ptr(), from_row(grad_rows, first), grad_pair.mutable_data_ptr()},
+                            dtype_of(grad_y));
+    sum.add(grad_pair, x);
+    if (!grad_x.defined()) return;
+    at::Tensor grad_x_chunk = grad_x_chunks->room(first, count);
+    at::mm_out(grad_x_chunk, grad_pair, matrix);
+    grad_x_chunks->write(grad_x_chunk, first);
+  });
+  sum.finish();
+  return gradients;
+}
+
+TORCH_LIBRARY_FRAGMENT(memcheck, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+  m.def(
+      "combinator(Tensor x, Tensor weight, *, bool low_memory=False, bool keep_preactivations=False)"
+      " -> (Tensor y, Tensor preactivations)",
+      tags);
+  m.def(
+      "combinator_backward(Tensor grad_y, Tensor? x, Tensor? weight, Tensor? preactivations, *, bool[2] output_mask)"
+      " -> (Tensor grad_x, Tensor grad_weight)",
+      tags);
+}
+
+TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
+  m.impl("combinator", forward);
+  m.impl("combinator_backward", backward);
+}
+
+TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
+  m.impl("combinator", forward_meta);
+  m.impl("combinator_backward", backward_meta);
+}
+
+}  // namespace
+}  // namespace memcheck

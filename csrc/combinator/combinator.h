@@ -1,0 +1,92 @@
+#pragma once
+
+#include <cstdint>
+
+#include "common/dtype.h"
+
+// Combinator: what its kernels are given, and what it needs beside its inputs. No torch here.
+//
+//     (a, b) = x W^T          y = softplus(a) b          x (N,E), W (2E,E), a and b (N,E) side by side in one (N,2E)
+//     da = g b sigmoid(a)     db = g softplus(a)         dx = (da, db) W     dW = (da, db)^T x
+//
+// N is the product of all leading dimensions of x. The products are the library's GEMM; the kernels here do what is
+// elementwise, on a chunk of rows at a time, while it is still in the cache.
+
+namespace memcheck {
+
+// Rows of E elements in memory of any strides. Row r is element (r / inner sizes, ...) of the leading dimensions.
+struct CombinatorRows {
+  static constexpr int64_t kLeading = 16;
+
+  void* data = nullptr;
+  int64_t first = 0;  // row 0 of what is handed over is this one
+  int64_t dimensions = 0;
+  int64_t size[kLeading] = {};
+  int64_t stride[kLeading] = {};  // in elements
+  int64_t column_stride = 1;
+
+  template <typename scalar_t>
+  scalar_t* at(int64_t row) const {
+    int64_t index = first + row;
+    int64_t offset = 0;
+    for (int64_t d = dimensions - 1; d > 0; --d) {
+      offset += index % size[d] * stride[d];
+      index /= size[d];
+    }
+    return static_cast<scalar_t*>(data) + offset + (dimensions > 0 ? index * stride[0] : 0);
+  }
+};
+
+struct CombinatorForward {
+  int64_t rows, E;
+  const void* preactivations;  // (rows,2E): a, then b
+  void* y;                     // (rows,E)
+};
+
+struct CombinatorBackward {
+  int64_t rows, E;
+  const void* preactivations;  // (rows,2E)
+  CombinatorRows grad_y;       // (rows,E)
+  void* grad_preactivations;   // (rows,2E): da, then db; may be the memory of preactivations
+};
+
+struct CombinatorCopy {
+  int64_t rows, E;
+  CombinatorRows from;  // (rows,E)
+  CombinatorRows to;    // (rows,E)
+};
+
+void combinator_forward_cpu(const CombinatorForward& p, Dtype dtype);
+void combinator_backward_cpu(const CombinatorBackward& p, Dtype dtype);
+void combinator_copy_cpu(const CombinatorCopy& p, Dtype dtype);
+
+// How many rows go at a time, and what that takes. By shape and dtype only: both modes and every thread count do the
+// same products.
+struct CombinatorPlan {
+  int64_t rows;
+  int64_t preactivations_bytes;  // (N,2E), kept for the backward in performance mode
+  int64_t chunk_bytes;           // (rows,2E), pre-activations that are not kept, and their gradients
+  int64_t copy_bytes;            // (rows,E), where GEMM cannot read x or write grad_x in place
+  int64_t wide_bytes;            // (rows,3E) in float32: what grad_weight is formed from where the weight is 16-bit
+  int64_t sums_bytes;            // (2,E,E) in float32: where it is formed then
+};
+
+constexpr int64_t kCombinatorChunkBytes = int64_t{4} << 20;
+
+// A chunk takes at most a sixteenth of x, or 4 MiB if that is more.
+// copies: GEMM cannot read x and write its gradient where they are.
+inline CombinatorPlan combinator_plan(int64_t N, int64_t E, Dtype dtype, bool copies) {
+  const int64_t item = element_bytes(dtype);
+  const int64_t copied = copies ? item : 0;
+  const int64_t wide = item < 4 ? 3 * 4 : 0;
+  const int64_t row_bytes = E > 0 ? E * (2 * item + copied + wide) : 1;
+  const int64_t sixteenth = N * E * item / 16;
+  const int64_t budget = sixteenth > kCombinatorChunkBytes ? sixteenth : kCombinatorChunkBytes;
+  const int64_t fit = row_bytes > budget ? 1 : budget / row_bytes;
+  const int64_t chunks = N > 0 ? (N + fit - 1) / fit : 1;
+  const int64_t rows = (N + chunks - 1) / chunks;  // about as many in each
+  return {
+      rows, 2 * N * E * item, 2 * rows * E * item, rows * E * copied, rows * E * wide, item < 4 ? 2 * E * E * 4 : 0};
+}
+
+}  // namespace memcheck

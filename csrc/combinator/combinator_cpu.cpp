@@ -1,0 +1,143 @@
+#include <algorithm>
+#include <cstdint>
+
+#include "combinator/combinator.h"
+#include "common/cpu_level.h"
+#include "common/dtype_cpu.h"
+#include "common/parallel.h"
+#include "common/softplus.h"
+#include "common/tile.h"
+
+// A row is dealt with in blocks of a length that the compiler knows, in the accumulation type; only the last block of a
+// row may be shorter.
+
+namespace memcheck {
+namespace {
+
+constexpr int64_t kBlock = 64;
+constexpr int64_t kTaskElements = 8192;
+
+// What of a shorter block is not there becomes 0.
+template <typename scalar_t, typename acc_t>
+MEMCHECK_INLINE void load_block(const scalar_t* from, int64_t count, acc_t* to) {
+  if (count == kBlock) {
+    for (int64_t i = 0; i < kBlock; ++i) to[i] = static_cast<acc_t>(from[i]);
+  } else {
+    for (int64_t i = 0; i < kBlock; ++i) to[i] = i < count ? static_cast<acc_t>(from[i]) : acc_t(0);
+  }
+}
+
+template <typename scalar_t, typename acc_t>
+MEMCHECK_INLINE void load_strided_block(const scalar_t* from, int64_t stride, int64_t count, acc_t* to) {
+  if (stride == 1) return load_block(from, count, to);
+  if (stride == 0) {
+    const acc_t all = static_cast<acc_t>(*from);
+    for (int64_t i = 0; i < kBlock; ++i) to[i] = all;
+    return;
+  }
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<acc_t>(from[i * stride]);
+  for (int64_t i = count; i < kBlock; ++i) to[i] = acc_t(0);
+}
+
+template <typename scalar_t, typename acc_t>
+MEMCHECK_INLINE void store_block(const acc_t* from, int64_t count, scalar_t* to) {
+  if (count == kBlock) {
+    for (int64_t i = 0; i < kBlock; ++i) to[i] = static_cast<scalar_t>(from[i]);
+  } else {
+    for (int64_t i = 0; i < count; ++i) to[i] = static_cast<scalar_t>(from[i]);
+  }
+}
+
+MEMCHECK_INLINE int64_t block_length(int64_t column, int64_t E) {
+  return E - column < kBlock ? E - column : kBlock;
+}
+
+// y = softplus(a) b.
+template <typename scalar_t>
+MEMCHECK_INLINE void forward_rows_body(const CombinatorForward& p, int64_t begin, int64_t end) {
+  using acc_t = acc_type<scalar_t>;
+  alignas(64) acc_t a[kBlock];
+  alignas(64) acc_t b[kBlock];
+  for (int64_t row = begin; row < end; ++row) {
+    const scalar_t* pair = static_cast<const scalar_t*>(p.preactivations) + row * 2 * p.E;
+    scalar_t* y = static_cast<scalar_t*>(p.y) + row * p.E;
+    for (int64_t column = 0; column < p.E; column += kBlock) {
+      const int64_t count = block_length(column, p.E);
+      load_block(pair + column, count, a);
+      load_block(pair + p.E + column, count, b);
+      for (int64_t i = 0; i < kBlock; ++i) b[i] *= softplus(a[i]);
+      store_block(b, count, y + column);
+    }
+  }
+}
+
+// y = softplus(a) b: da = g b sigmoid(a), db = g softplus(a).
+template <typename scalar_t>
+MEMCHECK_INLINE void backward_rows_body(const CombinatorBackward& p, int64_t begin, int64_t end) {
+  using acc_t = acc_type<scalar_t>;
+  alignas(64) acc_t a[kBlock];
+  alignas(64) acc_t b[kBlock];
+  alignas(64) acc_t g[kBlock];
+  for (int64_t row = begin; row < end; ++row) {
+    const scalar_t* pair = static_cast<const scalar_t*>(p.preactivations) + row * 2 * p.E;
+    scalar_t* grad_pair = static_cast<scalar_t*>(p.grad_preactivations) + row * 2 * p.E;
+    const scalar_t* grad_y = p.grad_y.template at<scalar_t>(row);
+    const int64_t stride = p.grad_y.column_stride;
+    for (int64_t column = 0; column < p.E; column += kBlock) {
+      const int64_t count = block_length(column, p.E);
+      load_block(pair + column, count, a);
+      load_block(pair + p.E + column, count, b);
+      load_strided_block(grad_y + column * stride, stride, count, g);
+      for (int64_t i = 0; i < kBlock; ++i) {
+        const auto both = softplus_and_sigmoid(a[i]);
+        a[i] = g[i] * b[i] * both.sigmoid;
+        b[i] = g[i] * both.softplus;
+      }
+      store_block(a, count, grad_pair + column);
+      store_block(b, count, grad_pair + p.E + column);
+    }
+  }
+}
+
+MEMCHECK_PER_CPU_LEVEL(forward_rows, (const CombinatorForward& p, int64_t begin, int64_t end), (p, begin, end))
+MEMCHECK_PER_CPU_LEVEL(backward_rows, (const CombinatorBackward& p, int64_t begin, int64_t end), (p, begin, end))
+
+template <typename scalar_t>
+void copy_rows(const CombinatorCopy& p, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const scalar_t* from = p.from.template at<scalar_t>(row);
+    scalar_t* to = p.to.template at<scalar_t>(row);
+    for (int64_t column = 0; column < p.E; ++column)
+      to[column * p.to.column_stride] = from[column * p.from.column_stride];
+  }
+}
+
+// run(begin, end) over all rows; a task is enough of them to be worth a thread.
+template <typename Run>
+void parallel_rows(int64_t rows, int64_t E, const Run& run) {
+  const int64_t rows_each = std::max<int64_t>(1, kTaskElements / std::max<int64_t>(E, 1));
+  parallel_tasks((rows + rows_each - 1) / rows_each,
+                 [&](int64_t begin, int64_t end, int) { run(begin * rows_each, std::min(rows, end * rows_each)); });
+}
+
+}  // namespace
+
+void combinator_forward_cpu(const CombinatorForward& p, Dtype dtype) {
+  with_scalar_type(dtype, [&](auto scalar) {
+    parallel_rows(p.rows, p.E, [&](int64_t begin, int64_t end) { forward_rows<decltype(scalar)>(p, begin, end); });
+  });
+}
+
+void combinator_backward_cpu(const CombinatorBackward& p, Dtype dtype) {
+  with_scalar_type(dtype, [&](auto scalar) {
+    parallel_rows(p.rows, p.E, [&](int64_t begin, int64_t end) { backward_rows<decltype(scalar)>(p, begin, end); });
+  });
+}
+
+void combinator_copy_cpu(const CombinatorCopy& p, Dtype dtype) {
+  with_scalar_type(dtype, [&](auto scalar) {
+    parallel_rows(p.rows, p.E, [&](int64_t begin, int64_t end) { copy_rows<decltype(scalar)>(p, begin, end); });
+  });
+}
+
+}  // namespace memcheck

@@ -1,0 +1,37 @@
+"""Combinator: a gated linear unit without a bottleneck, in place of the position-wise feed-forward layer."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+
+
+def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor:
+    """One projection of the tokens, gated by the softplus of another.
+
+    Args:
+        x: (...,E) tokens, any number of leading dimensions.
+        weight: (2,E,E), the gate's weight W0 and the other's, W1.
+        low_memory: keep nothing for backward but x and weight, and form the pre-activations again, a chunk of rows
+            at a time. The results are the same.
+
+    float64, float32, float16, bfloat16. The products are the library's GEMM in that dtype, but the gradient of a
+    16-bit weight, which is summed over the rows in float32 and rounded once.
+
+    Returns:
+        y (...,E), contiguous. Kept for backward: the pre-activations (...,2E) in the dtype of x (not with
+        low_memory), x where weight needs a gradient, weight where x does. Beside that, chunks of at most a sixteenth of
+        x's bytes, or 4 MiB if that is more. A gradient has its input's strides. There is no double backward: it raises.
+
+    Raises:
+        ValueError: a shape or device. TypeError: a dtype.
+
+    Equivalent to:
+        >>> def softplus(x):
+        ...     return torch.logaddexp(x, x.new_zeros(()))
+        >>> y = softplus(x @ weight[0].mT) * (x @ weight[1].mT)
+    """
+    y: Tensor = torch.ops.memcheck.combinator(x, weight, low_memory=low_memory)[0]
+    return y

@@ -1,0 +1,665 @@
+"""The combinator: the contract, claim by claim."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import pytest
+import torch
+from ops.checks import (
+    DTYPES,
+    HALF_DTYPES,
+    LAYOUTS,
+    Bound,
+    Contract,
+    NoGradient,
+    assert_contract,
+    assert_strides,
+    gradients_moved_by_autograd,
+    is_dense,
+    laid_out,
+    run,
+    run_subset,
+    same_bits,
+    saved_for_backward,
+    subsets,
+)
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+
+from memcheck import combinator, measure_memory, track
+from memcheck._extension import _C
+from memcheck.reference import combinator as reference
+
+forward_op = torch.ops.memcheck.combinator.default
+backward_op = torch.ops.memcheck.combinator_backward.default
+low_memory_combinator = functools.partial(combinator, low_memory=True)
+MODES = pytest.mark.parametrize("low_memory", [False, True])
+MIB = 2**20
+
+# The shape of x, (...,E).
+SHAPES = [
+    (1,),
+    (127,),
+    (1, 1, 1),
+    (63, 127),
+    (2, 129, 63),
+    (3, 1, 129),
+    (300, 1),
+    (2, 3, 5, 7, 11),
+    (5000, 63),  # several chunks
+    (3, 513, 300),
+]
+EMPTY_SHAPES = [(0,), (0, 7), (2, 0, 7), (2, 5, 0), (0, 0)]
+
+
+def contract(low_memory: bool = False) -> Contract:
+    def bounds(grad_y: Tensor, x: Tensor, weight: Tensor) -> list[Bound]:
+        E = x.shape[-1]
+        rows = x.numel() // max(E, 1)
+        of_each = reference.combinator_bounds(grad_y, x, weight)
+        # The pre-activations, and their gradients, are in the dtype of x.
+        return [Bound(values, n, stored=True) for values, n in zip(of_each, (E, 3 * E, E + rows), strict=True)]
+
+    return Contract(functools.partial(combinator, low_memory=low_memory), reference.combinator, bounds)
+
+
+def make_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
+    """[x (...,E), weight (2,E,E)] and grad_y (...,E)"""
+    generator = torch.Generator().manual_seed(1)
+    E = shape[-1]
+    x, weight, grad_y = (torch.randn(size, generator=generator) for size in (shape, (2, E, E), shape))
+    return [x.to(dtype), (weight / max(E, 1) ** 0.5).to(dtype)], grad_y.to(dtype)
+
+
+def plan_of(x: Tensor) -> dict[str, int]:
+    E = x.shape[-1]
+    return _C.combinator_plan(
+        N=x.numel() // E, E=E, dtype=str(x.dtype).removeprefix("torch."), copies=not reads_in_place(x)
+    )
+
+
+# ---- values and gradients
+
+
+@MODES
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, *EMPTY_SHAPES], ids=str)
+def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, low_memory: bool) -> None:
+    if dtype == torch.float16 and math.prod(shape) > 200_000:
+        pytest.skip("torch's float16 product takes seconds")
+    assert_contract(contract(low_memory), *make_inputs(shape, dtype), against_plain=True)
+
+
+def test_bounds_are_the_formulas_without_cancellation() -> None:
+    """Where all is positive and the gate's pre-activation large, y = a b: each counts what comes of a and what of b."""
+    (x, weight), grad_y = make_inputs((5, 7), torch.float64)
+    x, weight, grad_y = 20 * x.abs(), 20 * weight.abs(), grad_y.abs()
+    a, b = x @ weight[0].T, x @ weight[1].T
+    grad_a, grad_b = grad_y * b, 2 * grad_y * a
+    expected = (
+        2 * a * b,
+        grad_a @ weight[0] + grad_b @ weight[1],
+        torch.stack([grad_a.T @ x, grad_b.T @ x]),
+    )
+    torch.testing.assert_close(reference.combinator_bounds(grad_y, x, weight), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3000, 65), (1024, 32), (2, 40, 256), (30_000, 60)], ids=str)
+def test_both_modes_give_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    if dtype == torch.float16 and math.prod(shape) > 200_000:
+        pytest.skip("torch's float16 product takes seconds")
+    inputs, grad_y = make_inputs(shape, dtype)
+    assert same_bits(run(combinator, inputs, grad_y), run(low_memory_combinator, inputs, grad_y))
+
+
+@MODES
+def test_the_same_bits_again(low_memory: bool) -> None:
+    inputs, grad_y = make_inputs((3, 1290, 127))
+    first = run(contract(low_memory).function, inputs, grad_y)
+    for _ in range(3):
+        assert same_bits(run(contract(low_memory).function, inputs, grad_y), first)
+
+
+@pytest.mark.isolated
+def test_threads_change_no_bit() -> None:
+    for shape in ((700, 63), (4000, 128), (5, 7)):
+        for dtype in (torch.float32, torch.bfloat16):
+            for low_memory in (False, True):
+                inputs, grad_y = make_inputs(shape, dtype)
+                results = []
+                for threads in (1, 2, 3):
+                    torch.set_num_threads(threads)
+                    results.append(run(contract(low_memory).function, inputs, grad_y))
+                    assert same_bits(results[0], results[-1])
+
+
+@pytest.mark.parametrize(
+    "level", [pytest.param(level, marks=pytest.mark.isolated(MEMCHECK_CPU=level)) for level in _C.cpu_levels()]
+)
+def test_every_cpu_level(level: str) -> None:
+    assert _C.cpu_level() == level
+    for dtype in DTYPES:
+        for shape in ((2, 63, 65), (40, 128), (7, 3)):
+            assert_contract(contract(), *make_inputs(shape, dtype))
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_many_chunks_do_not_lose_grad_weight(dtype: torch.dtype) -> None:
+    """A 16-bit sum of equal terms would stop growing at 256 of the first: it is formed in float32 over all rows."""
+    x, weight = torch.ones(20_000, 30, dtype=dtype), torch.zeros(2, 30, 30, dtype=dtype)
+    assert plan_of(x)["rows"] < 20_000
+    grad_y = torch.full((), 2.0**-6, dtype=dtype).expand(x.shape)
+    *_, grad_weight = run(combinator, [x, weight], grad_y)
+    of_b = torch.tensor(math.log(2) * 2.0**-6).to(dtype).double() * 20_000
+    assert torch.equal(grad_weight[1], of_b.to(dtype).expand(30, 30))
+    assert torch.equal(grad_weight[0], torch.zeros(30, 30, dtype=dtype))
+
+
+# ---- strides
+
+
+@MODES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides(layout: str, dtype: torch.dtype, low_memory: bool) -> None:
+    (x, weight), grad_y = make_inputs((3, 70, 40), dtype)
+    for *inputs, grad in laid_out([x, weight, grad_y], layout):
+        before = [tensor.clone() for tensor in (*inputs, grad)]
+        assert_strides(assert_contract(contract(low_memory), inputs, grad), inputs)
+        assert same_bits(before, [*inputs, grad])
+
+
+@MODES
+def test_many_leading_dimensions_in_any_order(low_memory: bool) -> None:
+    """More than one chunk of rows that lie anywhere but one behind the other."""
+    (x, weight), grad_y = make_inputs((7, 5, 6, 11, 9, 33))
+    x, grad_y = x.permute(4, 0, 3, 5, 2, 1), grad_y.permute(3, 4, 1, 5, 2, 0)
+    x, grad_y = x.contiguous().permute(1, 5, 4, 2, 0, 3), grad_y.contiguous().permute(5, 2, 4, 0, 1, 3)
+    results = assert_contract(contract(low_memory), [x, weight], grad_y)
+    assert_strides(results, [x, weight])
+
+
+@MODES
+def test_chunks_of_strided_rows(low_memory: bool) -> None:
+    (x, weight), grad_y = make_inputs((2, 12_000, 65))
+    x, grad_y = LAYOUTS["first dimension inside"](x), LAYOUTS["transposed"](grad_y)
+    assert plan_of(x)["rows"] < 12_000
+    assert_contract(contract(low_memory), [x, weight], grad_y)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_are_taken_over_as_they_are(layout: str) -> None:
+    inputs, grad_y = make_inputs((3, 70, 40))
+    assert gradients_moved_by_autograd(combinator, [LAYOUTS[layout](x) for x in inputs], grad_y) == []
+
+
+@MODES
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_cost_only_what_is_planned(layout: str, low_memory: bool) -> None:
+    """x and its gradient take a chunk where GEMM cannot use them in place, weight and its gradient a copy."""
+    (x, weight), grad_y = make_inputs((3, 7000, 40))
+    for x_, weight_, grad in laid_out([x, weight, grad_y], layout):
+        plan = plan_of(x_)
+        weight_copy = 0 if reads_in_place(weight_) else weight.nbytes
+        sums = 0 if reads_in_place(weight_) or not is_dense(weight_) else weight.nbytes
+        leaves = [x_.detach().requires_grad_(), weight_.detach().requires_grad_()]
+        with track() as memory:
+            y = combinator(*leaves, low_memory=low_memory)
+            kept = 0 if low_memory else plan["preactivations"]
+            assert memory.peak_bytes == y.nbytes + (kept or plan["chunk"]) + plan["copy"] + weight_copy
+            memory.reset_peak()
+            y.backward(grad)
+            gradients = sum(leaf.grad.nbytes for leaf in leaves)
+            assert memory.peak_bytes == y.nbytes + kept + gradients + plan["chunk"] + plan["copy"] + weight_copy + sums
+            del y
+            assert memory.current_bytes == gradients
+
+
+def reads_in_place(x: Tensor) -> bool:
+    """Whether all its rows are those of one matrix that has no gap between neighbours along one dimension."""
+    try:
+        rows = x.view(-1, x.shape[-1])
+    except RuntimeError:
+        return False
+    return rows.stride(1) == 1 and rows.stride(0) >= rows.shape[1]
+
+
+# ---- autograd
+
+
+@MODES
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_that_are_asked_for(layout: str, low_memory: bool) -> None:
+    function = contract(low_memory).function
+    inputs, grad_y = make_inputs((3, 70, 40))
+    inputs = [LAYOUTS[layout](x) for x in inputs]
+    _, *all_gradients = run(function, inputs, grad_y)
+    for mask in subsets(2):
+        expected = [x if wanted else None for x, wanted in zip(all_gradients, mask, strict=True)]
+        gradients = run_subset(function, inputs, mask, grad_y)
+        assert same_bits(gradients, expected)
+        for one, other in zip(gradients, expected, strict=True):
+            assert one is None or one.stride() == other.stride()
+
+
+def saved_bytes_beside(inputs: list[Tensor], mask: tuple[bool, bool], low_memory: bool) -> tuple[list[bool], int]:
+    """Which inputs are kept, and the bytes of what else is."""
+    leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
+    saved = saved_for_backward(lambda: combinator(*leaves, low_memory=low_memory))
+    pointers = [x.data_ptr() for x in saved]
+    kept = [x.data_ptr() in pointers for x in inputs]
+    return kept, sum(x.nbytes for x in saved if x.data_ptr() not in [y.data_ptr() for y in inputs])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_what_backward_reads_is_kept(dtype: torch.dtype) -> None:
+    """Performance: a frozen weight keeps no x, a frozen x no weight. Low memory: both, and nothing else."""
+    inputs, _ = make_inputs((3, 70, 40), dtype)
+    twice = 2 * inputs[0].nbytes
+    assert saved_bytes_beside(inputs, (True, True), low_memory=False) == ([True, True], twice)
+    assert saved_bytes_beside(inputs, (True, False), low_memory=False) == ([False, True], twice)
+    assert saved_bytes_beside(inputs, (False, True), low_memory=False) == ([True, False], twice)
+    for mask in subsets(2):
+        assert saved_bytes_beside(inputs, mask, low_memory=True) == ([True, True], 0)
+
+
+@MODES
+def test_nothing_is_kept_when_no_gradient_will_be_wanted(low_memory: bool) -> None:
+    inputs, _ = make_inputs((3, 70, 40))
+    assert saved_for_backward(lambda: combinator(*inputs, low_memory=low_memory)) == []
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.no_grad():
+        assert saved_for_backward(lambda: combinator(*leaves, low_memory=low_memory)) == []
+        assert not combinator(*leaves, low_memory=low_memory).requires_grad
+
+
+@MODES
+def test_an_undefined_gradient_stays_undefined(low_memory: bool) -> None:
+    leaves = [x.requires_grad_() for x in make_inputs((5, 7))[0]]
+    NoGradient.apply(combinator(*leaves, low_memory=low_memory)).sum().backward()
+    assert [leaf.grad for leaf in leaves] == [None] * 2
+
+
+@MODES
+def test_backward_twice_adds_up(low_memory: bool) -> None:
+    """What was kept is not written to."""
+    inputs, grad_y = make_inputs((3, 70, 40))
+    leaves = [x.requires_grad_() for x in inputs]
+    y = combinator(*leaves, low_memory=low_memory)
+    y.backward(grad_y, retain_graph=True)
+    once = [leaf.grad.clone() for leaf in leaves]
+    y.backward(grad_y)
+    assert same_bits([leaf.grad for leaf in leaves], [2 * x for x in once])
+    with pytest.raises(RuntimeError, match="second time"):
+        y.backward(grad_y)
+
+
+@MODES
+def test_one_tensor_in_both_roles(low_memory: bool) -> None:
+    function = contract(low_memory).function
+    x = torch.randn(2, 6, 6, dtype=torch.float64)
+    grad_y = torch.randn_like(x)
+    _, grad_x, grad_weight = run(function, [x, x], grad_y)
+    (both,) = run(lambda x: function(x, x), [x], grad_y)[1:]
+    torch.testing.assert_close(both, grad_x + grad_weight)
+
+
+@MODES
+@pytest.mark.parametrize("changed", [0, 1])
+def test_a_saved_input_changed_in_place_is_an_error(changed: int, low_memory: bool) -> None:
+    held = [x.requires_grad_() * 1 for x in make_inputs((5, 7))[0]]
+    y = combinator(*held, low_memory=low_memory)
+    with torch.no_grad():
+        held[changed].add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+@MODES
+@pytest.mark.parametrize("dual", [0, 1])
+def test_forward_mode_raises(dual: int, low_memory: bool) -> None:
+    inputs = list(make_inputs((5, 7))[0])
+    with forward_ad.dual_level():
+        inputs[dual] = forward_ad.make_dual(inputs[dual], inputs[dual])
+        with pytest.raises(NotImplementedError, match="combinator: forward-mode differentiation"):
+            combinator(*inputs, low_memory=low_memory)
+
+
+@MODES
+def test_forward_mode_over_the_gradient_of_y_raises(low_memory: bool) -> None:
+    inputs, grad_y = make_inputs((5, 7))
+    leaves = [x.requires_grad_() for x in inputs]
+    y = combinator(*leaves, low_memory=low_memory)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(grad_y, torch.ones_like(grad_y))
+        with pytest.raises(NotImplementedError, match="combinator: forward-mode differentiation"):
+            torch.autograd.grad(y, leaves, dual)
+
+
+@MODES
+def test_double_backward_raises(low_memory: bool) -> None:
+    inputs, grad_y = make_inputs((5, 7))
+    leaves = [*(x.requires_grad_() for x in inputs), grad_y.requires_grad_()]
+    y = combinator(*inputs, low_memory=low_memory)
+    gradients = torch.autograd.grad(y, inputs, grad_y, create_graph=True)
+    for gradient in gradients:
+        with pytest.raises(NotImplementedError, match="combinator: double backward is not implemented"):
+            torch.autograd.grad(gradient.sum(), leaves, retain_graph=True)
+
+
+@MODES
+@pytest.mark.parametrize("mask", subsets(2))
+def test_double_backward_through_the_gradient_of_y_raises(mask: tuple[bool, bool], low_memory: bool) -> None:
+    """Also where an input is frozen, so that backward was not given all of them."""
+    inputs, grad_y = make_inputs((5, 7))
+    for x, wanted in zip(inputs, mask, strict=True):
+        x.requires_grad_(wanted)
+    leaves = [x for x in inputs if x.requires_grad]
+    y = combinator(*inputs, low_memory=low_memory)
+    gradients = torch.autograd.grad(y, leaves, grad_y.requires_grad_(), create_graph=True)
+    with pytest.raises(NotImplementedError, match="combinator: double backward is not implemented"):
+        torch.autograd.grad(sum(gradient.sum() for gradient in gradients), grad_y)
+
+
+# ---- torch's own checks
+
+
+@MODES
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("layout", ["dense", "transposed", "every second column"])
+def test_opcheck_forward(layout: str, requires_grad: bool, low_memory: bool) -> None:
+    inputs = [LAYOUTS[layout](x).requires_grad_(requires_grad) for x in make_inputs((2, 5, 7))[0]]
+    torch.library.opcheck(forward_op, inputs, {"low_memory": low_memory})
+    if not requires_grad:
+        torch.library.opcheck(forward_op, inputs, {"low_memory": low_memory, "keep_preactivations": True})
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("layout", ["dense", "transposed", "every second column"])
+def test_opcheck_backward(layout: str, requires_grad: bool) -> None:
+    (x, weight), grad_y = make_inputs((2, 5, 7))
+    _, kept = forward_op(x, weight, keep_preactivations=True)
+    x, weight = (LAYOUTS[layout](tensor).requires_grad_(requires_grad) for tensor in (x, weight))
+    utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    # Tracing differentiates the backward, which raises by contract.
+    if not requires_grad:
+        utilities.append("test_aot_dispatch_dynamic")
+    for given, mask in (
+        ((x, weight, kept), [True, True]),
+        ((x, weight, None), [True, True]),
+        ((x, weight, None), [True, False]),
+        ((None, weight, kept), [True, False]),
+        ((x, None, kept), [False, True]),
+    ):
+        arguments = (grad_y, *given)
+        torch.library.opcheck(backward_op, arguments, {"output_mask": mask}, test_utils=utilities)
+
+
+@MODES
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_compile(dynamic: bool, low_memory: bool) -> None:
+    """Traced without a break; with dynamic=True one graph serves every shape."""
+    torch._dynamo.reset()
+    backend = CompileCounterWithBackend("aot_eager")
+    eager = contract(low_memory).function
+    compiled = torch.compile(eager, fullgraph=True, dynamic=dynamic, backend=backend)
+    # Not 2 at first: dimensions of one size are one symbol, and the weight's 2 is a constant.
+    shapes, frames = [(3, 5, 7), (2, 30, 8), (4, 9, 6)], []
+    for shape in shapes:
+        inputs, grad_y = make_inputs(shape)
+        assert same_bits(run(compiled, inputs, grad_y), run(eager, inputs, grad_y))
+        frames.append(backend.frame_count)
+    assert len(set(frames)) == (1 if dynamic else len(shapes))
+
+
+@pytest.mark.slow
+@MODES
+def test_compile_with_inductor(low_memory: bool) -> None:
+    torch._dynamo.reset()
+
+    def curved(x: Tensor, weight: Tensor) -> Tensor:
+        return combinator(x.sin(), weight * 2, low_memory=low_memory).cos()
+
+    inputs, grad_y = make_inputs((2, 30, 7))
+    compiled = torch.compile(curved, fullgraph=True, dynamic=True)
+    for ours, theirs in zip(run(compiled, inputs, grad_y), run(curved, inputs, grad_y), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@MODES
+def test_autocast(low_memory: bool) -> None:
+    function = contract(low_memory).function
+    inputs, grad_y = make_inputs((2, 70, 40))
+    leaves = [x.requires_grad_() for x in inputs]
+    with torch.autocast("cpu", torch.bfloat16):
+        y = function(*leaves)
+    assert y.dtype == torch.bfloat16
+    y.backward(grad_y.bfloat16())
+    in_bfloat16 = run(function, [x.detach().bfloat16() for x in leaves], grad_y.bfloat16())
+    results = [y.detach(), *(leaf.grad for leaf in leaves)]
+    assert same_bits(results, [in_bfloat16[0], *(x.float() for x in in_bfloat16[1:])])
+
+
+@MODES
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_meta(layout: str, dtype: torch.dtype, low_memory: bool) -> None:
+    function = contract(low_memory).function
+    inputs, grad_y = make_inputs((3, 70, 40), dtype)
+    inputs = [LAYOUTS[layout](x) for x in inputs]
+    meta = run(function, [x.to("meta") for x in inputs], grad_y.to("meta"))
+    for x, shadow in zip(run(function, inputs, grad_y), meta, strict=True):
+        assert (shadow.device.type, shadow.dtype) == ("meta", x.dtype)
+        assert (shadow.shape, shadow.stride()) == (x.shape, x.stride())
+
+
+# ---- extremes
+
+
+@pytest.mark.parametrize("value", [-1e4, -100.0, 100.0, 1e4])
+def test_extreme_gates(value: float) -> None:
+    (x, weight), grad_y = make_inputs((70, 40))
+    weight[0] = torch.eye(40)
+    x[::3, ::2] = value
+    assert_contract(contract(), [x, weight], grad_y)
+
+
+def test_nan_stays_in_its_row() -> None:
+    inputs, grad_y = make_inputs((70, 40))
+    y, grad_x, _ = run(combinator, inputs, grad_y)
+    inputs[0][7, 3] = math.nan
+    spoilt_y, spoilt_x, grad_weight = run(combinator, inputs, grad_y)
+    for clean, spoilt in ((y, spoilt_y), (grad_x, spoilt_x)):
+        assert spoilt[7].isnan().all()
+        spoilt[7] = clean[7]
+        torch.testing.assert_close(spoilt, clean)
+    assert grad_weight.isnan().all()
+
+
+# ---- memory
+
+
+@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("N", "E"), [(1, 1), (100, 127), (8192, 512), (262_144, 64), (512, 4096), (3, 600_000)])
+def test_chunks_keep_to_their_share(N: int, E: int, dtype: torch.dtype, copies: bool) -> None:
+    """A sixteenth of x, or 4 MiB if that is more, for everything of a chunk together, unless a single row is more."""
+    plan = _C.combinator_plan(N=N, E=E, dtype=str(dtype).removeprefix("torch."), copies=copies)
+    assert bool(plan["copy"]) == copies
+    assert 1 <= plan["rows"] <= N
+    chunk = plan["chunk"] + plan["copy"] + plan["wide"]
+    assert plan["rows"] == 1 or chunk <= max(N * E * dtype.itemsize // 16, 4 * MIB)
+    assert plan["preactivations"] == 2 * N * E * dtype.itemsize
+    assert plan["sums"] == (2 * E * E * 4 if dtype in HALF_DTYPES else 0)
+
+
+def library_bytes(x: Tensor) -> int:
+    """oneDNN takes scratch from torch's allocator for its 16-bit products, and we do not know how much."""
+    return 0 if x.dtype in (torch.float32, torch.float64) else MIB
+
+
+def assert_memory_is_planned(x: Tensor, weight: Tensor, low_memory: bool) -> None:
+    """Inputs, output, what is kept, the gradients, and the plan's chunks."""
+    leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
+    plan = plan_of(x)
+    kept = 0 if low_memory else plan["preactivations"]
+    for dense in (False, True):
+        record = measure_memory(combinator, *leaves, low_memory=low_memory, dense_grad=dense)
+        held = record.input_bytes + record.output_bytes
+        assert record.saved_bytes == kept
+        assert record.gradient_bytes == x.nbytes + weight.nbytes
+        forward_peak = held + (kept or plan["chunk"])
+        assert 0 <= record.forward_peak_bytes - forward_peak <= library_bytes(x)
+        grad_y = record.output_bytes if dense else x.itemsize
+        scratch = plan["chunk"] + plan["wide"] + plan["sums"]
+        backward_peak = held + kept + grad_y + record.gradient_bytes + scratch
+        assert 0 <= record.backward_peak_bytes - backward_peak <= library_bytes(x)
+    record = measure_memory(combinator, *leaves, low_memory=low_memory, backward=False)
+    alone = record.input_bytes + record.output_bytes + plan["chunk"]
+    assert 0 <= record.forward_peak_bytes - alone <= library_bytes(x)
+    assert record.saved_bytes == 0
+
+
+@MODES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(16, 512, 512), (2, 4096, 512), (8, 512, 1024), (3, 1000, 129)], ids=str)
+def test_memory_to_the_byte_and_within_the_targets(
+    shape: tuple[int, ...], dtype: torch.dtype, low_memory: bool
+) -> None:
+    (x, weight), _ = make_inputs(shape, dtype)
+    assert_memory_is_planned(x, weight, low_memory)
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    chunk = max(x.nbytes // 16, 4 * MIB)
+    sums = weight.numel() * 4 if dtype == torch.bfloat16 else 0
+    forward, kept, backward = (2, 0, 3) if low_memory else (4, 2, 5)
+    for dense in (False, True):
+        record = measure_memory(combinator, *leaves, low_memory=low_memory, dense_grad=dense)
+        for measured, units, more in (
+            (record.forward_peak_bytes, forward, weight.nbytes + (chunk if low_memory else 0)),
+            (record.saved_bytes, kept, 0),
+            (record.backward_peak_bytes, backward + dense, 2 * weight.nbytes + sums + chunk),
+        ):
+            assert measured <= 1.03 * units * x.nbytes + more + MIB
+
+
+# ---- what is refused
+
+RAISES = {
+    "x of rank 0": ({"x": torch.ones(())}, ValueError, r"x must be \(...,E\), of 1 dimension or more, got \[\]"),
+    "weight of rank 2": (
+        {"weight": torch.ones(7, 7)},
+        ValueError,
+        r"weight must be \(2,E,E\), of 3 dimensions, got \[7, 7\]",
+    ),
+    "another E": (
+        {"weight": torch.ones(2, 6, 7)},
+        ValueError,
+        r"weight must be \(2,E,E\) = \[2, 7, 7\] to match x, got \[2, 6, 7\]",
+    ),
+    "one weight": (
+        {"weight": torch.ones(1, 7, 7)},
+        ValueError,
+        r"weight must be \(2,E,E\) = \[2, 7, 7\] to match x, got \[1, 7, 7\]",
+    ),
+    "float64 weight": (
+        {"weight": torch.ones(2, 7, 7).double()},
+        TypeError,
+        "weight must be float32 to match x, got float64",
+    ),
+    "integers": ({"x": torch.ones(5, 7).int()}, TypeError, "x must be float64, .* or bfloat16, got int32"),
+    "booleans": ({"x": torch.ones(5, 7).bool()}, TypeError, "x must be float64, .* or bfloat16, got bool"),
+    "complex": ({"x": torch.ones(5, 7).cfloat()}, TypeError, "x must be float64, .* or bfloat16, got complex64"),
+    "weight elsewhere": (
+        {"weight": torch.ones(2, 7, 7, device="meta")},
+        ValueError,
+        "weight must be on cpu as x is, got meta",
+    ),
+    "x elsewhere": ({"x": torch.ones(5, 7, device="meta")}, ValueError, "weight must be on meta as x is, got cpu"),
+    "no x": ({"x": None}, TypeError, "x must be a tensor, got None"),
+    "no weight": ({"weight": None}, TypeError, "weight must be a tensor, got None"),
+    "too many leading dimensions": (
+        {"x": torch.ones(40).as_strided([2] * 20 + [7], [0, 1] * 10 + [0])},
+        ValueError,
+        "x must have at most 16 leading dimensions that do not lie one behind the other",
+    ),
+    # These two never reach the operator: the words are the dispatcher's.
+    "a list": ({"x": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'x'"),
+    "sparse": ({"weight": torch.ones(2, 7, 7).to_sparse()}, NotImplementedError, "'SparseCPU' backend"),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("wrong", RAISES)
+def test_wrong_input(wrong: str, requires_grad: bool) -> None:
+    changed, kind, message = RAISES[wrong]
+    (x, weight), _ = make_inputs((2, 5, 7))
+    if requires_grad and "weight" not in changed:
+        weight.requires_grad_()
+    arguments = {"x": x, "weight": weight, **changed}
+    with pytest.raises(kind, match=f"combinator.*{message}"):
+        combinator(arguments["x"], arguments["weight"])
+
+
+BACKWARD_RAISES = {
+    "rank of grad_y": ({"grad_y": torch.ones(())}, ValueError, r"grad_y must be \(...,E\), of 1 dimension or more"),
+    "shape of grad_y": (
+        {"grad_y": torch.ones(2, 4, 7)},
+        ValueError,
+        r"x must be \(...,E\) = \[2, 4, 7\] to match grad_y, got \[2, 5, 7\]",
+    ),
+    "rank of x": (
+        {"x": torch.ones(10, 7)},
+        ValueError,
+        r"x must be \(...,E\) = \[2, 5, 7\] to match grad_y, got \[10, 7\]",
+    ),
+    "shape of weight": (
+        {"weight": torch.ones(2, 7, 6)},
+        ValueError,
+        r"weight must be \(2,E,E\) = \[2, 7, 7\] to match grad_y, got \[2, 7, 6\]",
+    ),
+    "shape of preactivations": (
+        {"preactivations": torch.ones(2, 5, 7)},
+        ValueError,
+        r"preactivations must be \(...,2E\) = \[2, 5, 14\] to match grad_y, got \[2, 5, 7\]",
+    ),
+    "dtype of preactivations": (
+        {"preactivations": torch.ones(2, 5, 14).double()},
+        TypeError,
+        "preactivations must be float32 to match grad_y, got float64",
+    ),
+    "dtype of x": ({"x": torch.ones(2, 5, 7).half()}, TypeError, "x must be float32 to match grad_y, got float16"),
+    "preactivations elsewhere": (
+        {"preactivations": torch.ones(2, 5, 14, device="meta")},
+        ValueError,
+        "preactivations must be on cpu as grad_y is, got meta",
+    ),
+    "integer grad_y": ({"grad_y": torch.ones(2, 5, 7).int()}, TypeError, "grad_y must be float64, .* got int32"),
+    "no grad_y": ({"grad_y": None}, TypeError, "grad_y must be a tensor, got None"),
+    "no x": ({"x": None}, ValueError, "x is needed for the gradient of weight, and without preactivations"),
+    "no weight": ({"weight": None}, ValueError, "weight is needed for the gradient of x, and without preactivations"),
+    "neither x nor preactivations": (
+        {"x": None, "preactivations": None, "output_mask": [True, False]},
+        ValueError,
+        "x is needed for the gradient of weight, and without preactivations",
+    ),
+    "neither weight nor preactivations": (
+        {"weight": None, "preactivations": None, "output_mask": [False, True]},
+        ValueError,
+        "weight is needed for the gradient of x, and without preactivations",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", BACKWARD_RAISES)
+def test_wrong_backward(wrong: str) -> None:
+    changed, kind, message = BACKWARD_RAISES[wrong]
+    (x, weight), grad_y = make_inputs((2, 5, 7))
+    given = {"grad_y": grad_y, "x": x, "weight": weight, "preactivations": torch.ones(2, 5, 14)}
+    arguments = {**given, "output_mask": [True, True], **changed}
+    mask = arguments.pop("output_mask")
+    with pytest.raises(kind, match=f"combinator_backward: {message}"):
+        backward_op(*arguments.values(), output_mask=mask)
