@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "common/cpu_level.h"
+#include "compressed_attention/compressed_attention.h"
 #include "memory/tracking_allocator.h"
 #include "softplus_attention/softplus_attention.h"
 #ifdef MEMCHECK_WITH_CUDA
@@ -67,11 +68,32 @@ static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t
           {"backward_scratch", plan.backward_sums_bytes + plan.backward_scratch_bytes}};
 }
 
+static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
+                                                                int64_t D, int64_t factor, bool causal,
+                                                                const std::string& dtype, int64_t threads) {
+  const int64_t C = (T + factor - 1) / factor;
+  const memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
+  const memcheck::Dtype type = dtype_named(dtype);
+  const auto plan = memcheck::compressed_attention_plan_cpu(shape, type, threads);
+  return {{"lse", B * H * S * memcheck::acc_bytes(type)},
+          {"compressed", 2 * B * Hkv * C * D * memcheck::bytes_of(type)},
+          {"forward_scratch", plan.forward_scratch_bytes},
+          {"pooled_forward_scratch", plan.pooled_forward_scratch_bytes},
+          {"delta", plan.delta_bytes},
+          {"backward_scratch", plan.backward_scratch_bytes}};
+}
+
 static void bind_plans(py::module_& m) {
   m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
         py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"),
         "CPU bytes: carries (kept for backward), forward_sums (beside them), forward_scratch (when nothing is kept), "
         "backward_scratch");
+  m.def(
+      "compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
+      py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"), py::arg("dtype"),
+      py::arg("threads"),
+      "CPU bytes: lse and compressed (keys and values, kept for backward), forward_scratch (pooled_forward_scratch of "
+      "those that came pooled), delta and backward_scratch");
 }
 
 PYBIND11_MODULE(_C, m) {

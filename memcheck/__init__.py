@@ -3,6 +3,13 @@
 # First, so that a missing or mismatched extension is the one error there is.
 from memcheck import _extension as _extension
 from memcheck.measurement import measure_memory
+from memcheck.ops.compressed_attention import (
+    CompressedAttentionState,
+    compressed_attention,
+    compressed_attention_pooled,
+    compressed_attention_state,
+    compressed_attention_step,
+)
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
 from memcheck.tracking import MemoryTracker, track
@@ -10,7 +17,12 @@ from memcheck.tracking import MemoryTracker, track
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompressedAttentionState",
     "MemoryTracker",
+    "compressed_attention",
+    "compressed_attention_pooled",
+    "compressed_attention_state",
+    "compressed_attention_step",
     "linear_l",
     "linear_r",
     "measure_memory",
