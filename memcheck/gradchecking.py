@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
 from memcheck.errors import UsageError
+from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention
 
@@ -66,6 +67,19 @@ def projection_configuration(function: Callable[..., Tensor], B: int, S: int, E:
     return Configuration(function.__name__, text, function, ((B, S, E), (E, R)))
 
 
+def compressed_configuration(
+    B: int, H: int, Hkv: int, S: int, T: int, D: int, *, factor: int, pooled: bool = False, **options: Any
+) -> Configuration:
+    sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} factor={factor}"
+    text = ", ".join([sizes, *(f"{name}={value}" for name, value in options.items())])
+    if pooled:
+        function = functools.partial(compressed_attention_pooled, factor=factor, kv_len=T, **options)
+        keys = (B, Hkv, -(-T // factor), D)
+        return Configuration("compressed_attention_pooled", text, function, ((B, H, S, D), keys, keys))
+    function = functools.partial(compressed_attention, factor=factor, **options)
+    return Configuration("compressed_attention", text, function, ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, D)))
+
+
 # At most about 200 input elements each.
 CONFIGURATIONS: tuple[Configuration, ...] = (
     softplus_configuration(2, 7, 7, 3, causal=True),
@@ -82,6 +96,20 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         projection_configuration(function, *shape)
         for function in (linear_r, linear_l)
         for shape in ((2, 5, 7, 3), (1, 1, 9, 9), (3, 9, 1, 5))
+    ),
+    *(
+        compressed_configuration(*shape, pooled=pooled, **options)
+        for pooled in (False, True)
+        for shape, options in (
+            ((1, 2, 1, 9, 9, 4), {"factor": 2}),
+            ((1, 2, 1, 9, 9, 4), {"factor": 2, "strict": True}),
+            ((1, 2, 1, 9, 9, 4), {"factor": 2, "causal": False}),
+            ((1, 4, 2, 3, 11, 3), {"factor": 3}),
+            ((2, 2, 2, 5, 3, 3), {"factor": 2, "causal": False}),
+            ((1, 1, 1, 8, 8, 5), {"factor": 1, "scale": 2.0}),
+            ((1, 4, 1, 1, 33, 2), {"factor": 4}),
+            ((1, 1, 1, 5, 5, 3), {"factor": 9, "causal": False}),
+        )
     ),
 )
 

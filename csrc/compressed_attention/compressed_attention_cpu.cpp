@@ -60,8 +60,7 @@ struct QueryScratch {
   acc_t* q = nullptr;        // kQueries x D
   acc_t* q_lanes = nullptr;  // kLaneTiles x D x kLanes, as the next
   acc_t* grad_lanes = nullptr;
-  acc_t* grad_y = nullptr;  // kQueries x D
-  acc_t* kc = nullptr;      // kBlocks x D, as the next
+  acc_t* kc = nullptr;  // kBlocks x D, as the next
   acc_t* vc = nullptr;
   acc_t* scores = nullptr;  // kBlocks x kLanes, as the next
   acc_t* grad_weights = nullptr;
@@ -73,7 +72,7 @@ struct QueryScratch {
     for (acc_t** piece : {&q, &q_lanes, &kc, &vc, &product}) room.take(*piece, kQueries * columns);
     room.take(scores, kBlocks * kLanes);
     if (backward) {
-      for (acc_t** piece : {&grad_y, &grad_lanes}) room.take(*piece, kQueries * columns);
+      room.take(grad_lanes, kQueries * columns);
       room.take(grad_weights, kBlocks * kLanes);
     }
     sum.take(room, kQueries * columns);
@@ -505,17 +504,25 @@ struct QueryGradients {
   alignas(64) acc_t delta[kQueries] = {};
 };
 
+// grad_y goes to its lanes. delta is one chain of products over D, as the gradient of a weight is: where a query sees
+// one block these are the same numbers, and the gradient of the score is 0 as it should.
 template <typename acc_t>
 MEMCHECK_INLINE void load_gradients(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
                                     const QueryScratch<acc_t>& scratch, QueryGradients<acc_t>& of) {
-  const int64_t columns = padded_columns(p.shape.D);
-  acc_t* y = scratch.product;
-  load_tile(dtype, p.y, tile, p.shape.D, y);
-  load_tile(dtype, p.grad_y, tile, p.shape.D, scratch.grad_y);
-  for (int64_t row = 0; row < tile.rows(); ++row) {
+  const int64_t D = p.shape.D;
+  const int64_t columns = padded_columns(D);
+  const int64_t rows = tile.rows();
+  load_tile(dtype, p.y, tile, D, scratch.product);
+  turn_to_lanes(scratch.product, rows, columns, scratch.q_lanes);
+  load_tile(dtype, p.grad_y, tile, D, scratch.product);
+  turn_to_lanes(scratch.product, rows, columns, scratch.grad_lanes);
+  for (int64_t first = 0; first < rows; first += kLanes)
+    for (int64_t i = first * columns; i < first * columns + D * kLanes; i += kLanes)
+      for (int64_t lane = 0; lane < kLanes; ++lane)
+        of.delta[first + lane] += scratch.q_lanes[i + lane] * scratch.grad_lanes[i + lane];
+  for (int64_t row = 0; row < rows; ++row) {
     const int64_t index = query_index(p.shape, tile, row);
     of.shift[row] = shift_of(static_cast<const acc_t*>(p.lse)[index]);
-    of.delta[row] = dot(scratch.grad_y + row * columns, y + row * columns, columns);
     if (p.delta != nullptr) static_cast<acc_t*>(p.delta)[index] = of.delta[row];
   }
 }
@@ -540,7 +547,6 @@ MEMCHECK_INLINE void query_gradient(const CompressedAttentionBackward& p, Dtype 
   const int64_t end = p.shape.visible(tile.s + tile.positions - 1);
   load_tile(dtype, p.q, tile, D, scratch.q);
   turn_to_lanes(scratch.q, rows, columns, scratch.q_lanes);
-  turn_to_lanes(scratch.grad_y, rows, columns, scratch.grad_lanes);
   start_sum(rows * columns, scratch.sum);
   int64_t tiles = 0;
   for (int64_t j = 0; j < end; j += kBlocks) {
@@ -550,9 +556,8 @@ MEMCHECK_INLINE void query_gradient(const CompressedAttentionBackward& p, Dtype 
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t count = rows - first < kLanes ? rows - first : kLanes;
       const int64_t skipped = first * columns;
-      multiply_lanes(sight.blocks, kc, scratch.q + skipped, scratch.q_lanes + skipped, count, D, scratch.scores);
-      multiply_lanes(sight.blocks, vc, scratch.grad_y + skipped, scratch.grad_lanes + skipped, count, D,
-                     scratch.grad_weights);
+      multiply_rows(sight.blocks, kc, scratch.q_lanes + skipped, D, scratch.scores);
+      multiply_rows(sight.blocks, vc, scratch.grad_lanes + skipped, D, scratch.grad_weights);
       scale_and_hide(sight, sight.limit + first, static_cast<acc_t>(p.scale), scratch.scores);
       differentiate_scores(sight.blocks, of.shift + first, of.delta + first, scratch.grad_weights, scratch.scores);
       const TileFactor<acc_t> grad_scores{scratch.scores, 1, kLanes};

@@ -110,7 +110,7 @@ class CompressedAttentionState(NamedTuple):
     vc: Tensor  # (B,Hkv,C,D) of the values
     k_sum: Tensor  # (B,Hkv,D) sum over the keys of the open block, in the accumulation type
     v_sum: Tensor  # (B,Hkv,D) of the values
-    count: int  # positions in the open block, less than factor
+    positions: int  # in the open block, less than factor
 
 
 def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> CompressedAttentionState:
@@ -122,8 +122,8 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> Compress
         factor: positions to a block.
 
     Returns:
-        CompressedAttentionState(kc, vc, k_sum, v_sum, count): kc and vc (B,Hkv,T // factor,D) in the dtype of k, k_sum
-        and v_sum (B,Hkv,D) in float32 (float64 for float64), count = T % factor. It has no gradient.
+        CompressedAttentionState(kc, vc, k_sum, v_sum, positions): kc and vc (B,Hkv,T // factor,D) in the dtype of k,
+        k_sum and v_sum (B,Hkv,D) in float32 (float64 for float64), positions = T % factor. It has no gradient.
 
     Raises:
         ValueError, TypeError: as compressed_attention.
@@ -170,13 +170,13 @@ def compressed_attention_step(
         NotImplementedError: grad mode is on and an argument requires a gradient.
 
     Equivalent to:
-        >>> kc, vc, k_sum, v_sum, count = state
-        >>> k_sum, v_sum, count = k_sum + k[:, :, 0], v_sum + v[:, :, 0], count + 1
-        >>> kv_len = kc.shape[2] * factor + count
-        >>> if count == factor:
+        >>> kc, vc, k_sum, v_sum, positions = state
+        >>> k_sum, v_sum, positions = k_sum + k[:, :, 0], v_sum + v[:, :, 0], positions + 1
+        >>> kv_len = kc.shape[2] * factor + positions
+        >>> if positions == factor:
         ...     kc = torch.cat([kc, (k_sum / factor)[:, :, None]], 2)
         ...     vc = torch.cat([vc, (v_sum / factor)[:, :, None]], 2)
-        ...     k_sum, v_sum, count = torch.zeros_like(k_sum), torch.zeros_like(v_sum), 0
+        ...     k_sum, v_sum, positions = torch.zeros_like(k_sum), torch.zeros_like(v_sum), 0
         >>> y = compressed_attention_pooled(q, kc, vc, factor=factor, kv_len=kv_len, strict=strict)
     """
     op = "compressed_attention_step"
@@ -186,7 +186,7 @@ def compressed_attention_step(
     _check_state(op, k, old, factor)
     _refuse_gradient(op, q, k, v, *old[:4])
     new = _extended(old, k, v, factor)
-    kv_len = new.kc.shape[2] * factor + new.count
+    kv_len = new.kc.shape[2] * factor + new.positions
     y = compressed_attention_pooled(q, new.kc, new.vc, factor=factor, kv_len=kv_len, strict=strict, scale=scale)
     return y, new
 
@@ -225,8 +225,8 @@ def _check_state(op: str, k: Tensor, state: CompressedAttentionState, factor: in
             raise ValueError(f"{op}: state.{name} must be {list(shape)} to match k, got {list(x.shape)}")
         if (x.dtype, x.device) != (dtype, k.device):
             raise TypeError(f"{op}: state.{name} must be {dtype} on {k.device}, got {x.dtype} on {x.device}")
-    if not 0 <= state.count < factor:
-        raise ValueError(f"{op}: state.count must be from 0 to factor - 1 = {factor - 1}, got {state.count}")
+    if not 0 <= state.positions < factor:
+        raise ValueError(f"{op}: state.positions must be from 0 to factor - 1 = {factor - 1}, got {state.positions}")
 
 
 def _refuse_gradient(op: str, *tensors: Tensor) -> None:
@@ -243,11 +243,11 @@ def _empty_state(k: Tensor) -> CompressedAttentionState:
 
 def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor, factor: int) -> CompressedAttentionState:
     """The state, n positions further: k and v (B,Hkv,n,D)."""
-    total = state.count + k.shape[2]
+    total = state.positions + k.shape[2]
     if total < factor:
-        return state._replace(k_sum=_add(state.k_sum, k), v_sum=_add(state.v_sum, v), count=total)
+        return state._replace(k_sum=_add(state.k_sum, k), v_sum=_add(state.v_sum, v), positions=total)
     # The positions that complete the open block, whole blocks, and those that open another.
-    first = (factor - state.count) % factor
+    first = (factor - state.positions) % factor
     last = k.shape[2] - total % factor
     kc, vc = _means(k[:, :, first:last], v[:, :, first:last], factor)
     blocks_k, blocks_v = [state.kc], [state.vc]

@@ -74,9 +74,13 @@ def hidden_from(q: Tensor, kc: Tensor, factor: int, kv_len: int, causal: bool, s
     return torch.arange(C, device=q.device) >= visible[:, None]
 
 
+def scale_of(q: Tensor, scale: float | None) -> float:
+    return float(max(q.shape[3], 1) ** -0.5) if scale is None else scale
+
+
 def weights_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None = None) -> Tensor:
     """(B,H,S,C): softmax of the scores, 0 where hidden; of hidden ones alone there is no softmax, nor a gradient."""
-    scores = q @ kc.mT * (q.shape[3] ** -0.5 if scale is None else scale)
+    scores = q @ kc.mT * scale_of(q, scale)
     nothing = hidden.all(1, keepdim=True)
     return torch.softmax(scores.masked_fill(hidden & ~nothing, -torch.inf), 3).masked_fill(hidden, 0)
 
@@ -94,8 +98,8 @@ def compressed_attention_bounds(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """What rounding errors of y and of the gradients of q, k, v are in proportion to; shapes as theirs."""
     sizes = compress(k.abs(), factor), compress(v.abs(), factor)
-    options = {"factor": factor, "kv_len": k.shape[2], "causal": causal, "strict": strict, "scale": scale}
-    of_y, of_q, of_kc, of_vc = _bounds(grad_y, q, compress(k, factor), *sizes, **options)
+    hidden = hidden_from(q, sizes[0], factor, k.shape[2], causal, strict)
+    of_y, of_q, of_kc, of_vc = _bounds(grad_y, q, compress(k, factor), *sizes, hidden, scale)
     lengths = block_lengths(k.shape[2], factor, k)
     spread = [(x / lengths[:, None]).repeat_interleave(lengths.long(), 2) for x in (of_kc, of_vc)]
     return of_y, of_q, spread[0], spread[1]
@@ -114,8 +118,8 @@ def compressed_attention_pooled_bounds(
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The same for keys and values that are compressed already."""
-    options = {"factor": factor, "kv_len": kv_len, "causal": causal, "strict": strict, "scale": scale}
-    return _bounds(grad_y, q, kc, kc.abs(), vc.abs(), **options)
+    hidden = hidden_from(q, kc, factor, kv_len, causal, strict)
+    return _bounds(grad_y, q, kc, kc.abs(), vc.abs(), hidden, scale)
 
 
 def _bounds(
@@ -124,23 +128,18 @@ def _bounds(
     kc: Tensor,
     size_k: Tensor,
     size_v: Tensor,
-    *,
-    factor: int,
-    kv_len: int,
-    causal: bool,
-    strict: bool,
+    hidden: Tensor,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The formulas with |q|, |k|, |v|, |g| and every minus a plus, times 1 + the largest scale |q||k| of the query:
     an error of a score is in proportion to that, and weights have the relative error that scores have as it is.
 
-    size_k, size_v (B,Hkv,C,D): the means of |k| and |v|.
+    size_k, size_v (B,Hkv,C,D): the means of |k| and |v|; hidden (S,C).
     """
     Hkv = kc.shape[1]
-    hidden = hidden_from(q, kc, factor, kv_len, causal, strict)
     weights = weights_of(q, over_heads(kc, q), hidden, scale)  # (B,H,S,C)
     size_k, size_v, size_q, g = over_heads(size_k, q), over_heads(size_v, q), q.abs(), grad_y.abs()
-    factor_of_scores = abs(q.shape[3] ** -0.5 if scale is None else scale)
+    factor_of_scores = abs(scale_of(q, scale))
     sizes = (factor_of_scores * size_q @ size_k.mT).masked_fill(hidden, 0)  # (B,H,S,C)
     largest = pad(sizes, (1, 0)).amax(3, keepdim=True)
     weights = weights * (1 + largest)
