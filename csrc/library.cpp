@@ -10,6 +10,7 @@
 
 #include "combinator/combinator.h"
 #include "common/cpu_level.h"
+#include "compressed_attention/compressed_attention.h"
 #include "linear_attention/linear_attention.h"
 #include "memory/tracking_allocator.h"
 #include "softplus_attention/softplus_attention.h"
@@ -85,6 +86,21 @@ static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, cons
           {"wide", plan.wide_bytes},   {"sums", plan.sums_bytes}};
 }
 
+static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
+                                                                int64_t D, int64_t factor, bool causal,
+                                                                const std::string& dtype, int64_t threads) {
+  const int64_t C = (T + factor - 1) / factor;
+  const memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
+  const memcheck::Dtype type = dtype_named(dtype);
+  const auto plan = memcheck::compressed_attention_plan_cpu(shape, type, threads);
+  return {{"lse", B * H * S * memcheck::acc_bytes(type)},
+          {"compressed", 2 * B * Hkv * C * D * memcheck::element_bytes(type)},
+          {"forward_scratch", plan.forward_scratch_bytes},
+          {"pooled_forward_scratch", plan.pooled_forward_scratch_bytes},
+          {"delta", plan.delta_bytes},
+          {"backward_scratch", plan.backward_scratch_bytes}};
+}
+
 static void bind_plans(py::module_& m) {
   m.def("combinator_plan", &combinator_plan, py::kw_only(), py::arg("N"), py::arg("E"), py::arg("dtype"),
         py::arg("copies"),
@@ -98,6 +114,12 @@ static void bind_plans(py::module_& m) {
   m.def("linear_attention_plan", &linear_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"), py::arg("Hkv"),
         py::arg("S"), py::arg("T"), py::arg("D"), py::arg("Dv"), py::arg("causal"), py::arg("dtype"),
         py::arg("threads"), "CPU bytes: forward_scratch, backward_scratch");
+  m.def(
+      "compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
+      py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"), py::arg("dtype"),
+      py::arg("threads"),
+      "CPU bytes: lse and compressed (keys and values, kept for backward), forward_scratch (pooled_forward_scratch of "
+      "those that came pooled), delta and backward_scratch");
 }
 
 PYBIND11_MODULE(_C, m) {

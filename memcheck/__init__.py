@@ -5,6 +5,13 @@ from memcheck import _extension as _extension
 from memcheck import nn
 from memcheck.measurement import measure_memory
 from memcheck.ops.combinator import combinator
+from memcheck.ops.compressed_attention import (
+    CompressedAttentionState,
+    compressed_attention,
+    compressed_attention_pooled,
+    compressed_attention_state,
+    compressed_attention_step,
+)
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
@@ -13,8 +20,13 @@ from memcheck.tracking import MemoryTracker, track
 __version__ = "0.1.0"
 
 __all__ = [
+    "CompressedAttentionState",
     "MemoryTracker",
     "combinator",
+    "compressed_attention",
+    "compressed_attention_pooled",
+    "compressed_attention_state",
+    "compressed_attention_step",
     "linear_attention",
     "linear_attention_step",
     "linear_l",

@@ -28,6 +28,8 @@ DTYPES = {
 }
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 
+DEFAULT_FACTOR = 8  # positions to a block
+
 Operator = Callable[..., Tensor]
 # Record field -> what is alive at that moment: name -> bytes.
 Terms = dict[str, dict[str, int]]
@@ -117,7 +119,7 @@ def make_case(
         operator,
         heads=heads if contender.has_heads else None,
         core_dim=(fields["dim"] if core_dim is None else core_dim) if contender.has_core_dim else None,
-        factor=factor if contender.has_factor else None,
+        factor=(DEFAULT_FACTOR if factor is None else factor) if contender.has_factor else None,
         causal=causal if contender.causal is None else contender.causal,
         **fields,
     )
@@ -273,7 +275,7 @@ def softplus_terms(case: Case) -> Terms | None:
 def build_linear(case: Case) -> Operator:
     from memcheck.ops.linear_attention import linear_attention
 
-    return lambda q, k, v: linear_attention(q, k, v, causal=case.causal)
+    return lambda q, k, v: linear_attention(q, k, v, causal=bool(case.causal))
 
 
 def build_linear_cumsum(case: Case) -> Operator:
@@ -282,7 +284,7 @@ def build_linear_cumsum(case: Case) -> Operator:
 
 def linear_terms(case: Case) -> Terms | None:
     """Exact on the CPU in every dtype, from the plan of the kernels themselves."""
-    if case.device != "cpu" or case.heads is None:
+    if case.device != "cpu" or case.heads is None or case.kv_len is None:
         return None
     from memcheck._extension import _C
 
@@ -361,6 +363,43 @@ def combinator_contender(name: str, title: str, build: Callable[[Case], Operator
         parameters=combinator_weight,
         kind="combinator",
     )
+
+
+def build_compressed(case: Case) -> Operator:
+    from memcheck.ops.compressed_attention import compressed_attention
+
+    factor = factor_of(case)
+    return lambda q, k, v: compressed_attention(q, k, v, factor=factor, causal=bool(case.causal))
+
+
+def factor_of(case: Case) -> int:
+    assert case.factor is not None
+    return case.factor
+
+
+def compressed_terms(case: Case) -> Terms | None:
+    """Exact on the CPU in every dtype, from the plan of the kernels themselves."""
+    if case.device != "cpu" or case.heads is None or case.kv_len is None:
+        return None
+    from memcheck._extension import _C
+
+    B, H, S, T, D = case.bsz, case.heads, case.query_len, case.kv_len, case.dim // case.heads
+    sizes = {"B": B, "H": H, "Hkv": H, "S": S, "T": T, "D": D, "factor": factor_of(case), "causal": case.causal}
+    plan = _C.compressed_attention_plan(**sizes, dtype=case.dtype, threads=torch.get_num_threads())
+    item = DTYPES[case.dtype].itemsize
+    queries, keys = B * H * S * D * item, B * H * T * D * item
+    held = {"q": queries, "k": keys, "v": keys, "y": queries}
+    blocks = {"compressed k and v": plan["compressed"]}
+    if case.mode != "train":
+        return {"forward_peak_bytes": {**held, **blocks, "scratch": plan["forward_scratch"]}}
+    kept = {**blocks, "log-sum-exp": plan["lse"]}
+    gradients = {"grad_y, expanded": item, "dq": queries, "dk": keys, "dv": keys}
+    scratch = {"delta": plan["delta"], "scratch": plan["backward_scratch"]}
+    return {
+        "forward_peak_bytes": {**held, **kept, "scratch": plan["forward_scratch"]},
+        "saved_bytes": kept,
+        "backward_peak_bytes": {**held, **kept, **gradients, **scratch},
+    }
 
 
 def softmax_contender(name: str, title: str, backend: SDPBackend, style: Style) -> Contender:
@@ -463,6 +502,17 @@ CONTENDERS: dict[str, Contender] = {
             "combinator, memcheck's operator, pre-activations formed again",
             build_low_memory_combinator,
             Style("#44AA99", "H", (0, (4, 1, 1, 1))),
+        ),
+        Contender(
+            "compressed",
+            "compressed attention, memcheck's operator",
+            build_compressed,
+            head_inputs,
+            Style("#A6761D", "h", (0, (6, 1, 1, 1, 1, 1))),
+            backend=memcheck_backend,
+            terms=compressed_terms,
+            has_heads=True,
+            has_factor=True,
         ),
     )
 }

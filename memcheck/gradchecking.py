@@ -13,6 +13,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 from memcheck.errors import UsageError
 from memcheck.ops.combinator import combinator
+from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
 from memcheck.ops.linear_attention import linear_attention
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention
@@ -94,6 +95,19 @@ def combinator_configuration(*shape: int, gate_shift: float = 0.0, **options: An
     return Configuration("combinator", text, function, (shape, (2, E, E)), (0.0, gate_shift))
 
 
+def compressed_configuration(
+    B: int, H: int, Hkv: int, S: int, T: int, D: int, *, factor: int, pooled: bool = False, **options: Any
+) -> Configuration:
+    sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} factor={factor}"
+    text = ", ".join([sizes, *(f"{name}={value}" for name, value in options.items())])
+    if pooled:
+        function = functools.partial(compressed_attention_pooled, factor=factor, kv_len=T, **options)
+        keys = (B, Hkv, -(-T // factor), D)
+        return Configuration("compressed_attention_pooled", text, function, ((B, H, S, D), keys, keys))
+    function = functools.partial(compressed_attention, factor=factor, **options)
+    return Configuration("compressed_attention", text, function, ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, D)))
+
+
 # At most about 200 input elements each.
 CONFIGURATIONS: tuple[Configuration, ...] = (
     softplus_configuration(2, 7, 7, 3, causal=True),
@@ -126,6 +140,20 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
         for shape in ((2, 5, 7), (3, 2, 2, 4), (9,), (30, 1))
     ),
     combinator_configuration(5, 4, gate_shift=-5.0),
+    *(
+        compressed_configuration(*shape, pooled=pooled, **options)
+        for pooled in (False, True)
+        for shape, options in (
+            ((1, 2, 1, 9, 9, 4), {"factor": 2}),
+            ((1, 2, 1, 9, 9, 4), {"factor": 2, "strict": True}),
+            ((1, 2, 1, 9, 9, 4), {"factor": 2, "causal": False}),
+            ((1, 4, 2, 3, 11, 3), {"factor": 3}),
+            ((2, 2, 2, 5, 3, 3), {"factor": 2, "causal": False}),
+            ((1, 1, 1, 8, 8, 5), {"factor": 1, "scale": 2.0}),
+            ((1, 4, 1, 1, 33, 2), {"factor": 4}),
+            ((1, 1, 1, 5, 5, 3), {"factor": 9, "causal": False}),
+        )
+    ),
 )
 
 

@@ -215,6 +215,19 @@ def test_a_combinator_has_a_weight_and_no_keys() -> None:
     assert CONTENDERS["naive"].parameters(case_of("naive")) == ()
 
 
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("query_len", "kv_len", "factor", "causal"),
+    [(9, 9, None, True), (300, 700, 4, True), (300, 700, 4, False), (700, 300, 1, False), (1, 100, 3, True)],
+)
+def test_compressed_terms_are_exact(
+    query_len: int, kv_len: int, factor: int | None, causal: bool, dtype: str, mode: str
+) -> None:
+    sizes = {"query_len": query_len, "kv_len": kv_len, "factor": factor, "dim": 120}
+    assert_terms_are_exact(case_of("compressed", **sizes, causal=causal, dtype=dtype, mode=mode))
+
+
 def test_every_contender_is_told_apart_in_greyscale() -> None:
     styles = [contender.style for contender in CONTENDERS.values()]
     for field in ("colour", "marker", "dash"):

@@ -39,8 +39,8 @@ def is_public(name: str, module: ModuleType) -> bool:
 
 
 def differentiable(stem: str) -> list[str]:
-    """A step has no gradient."""
-    return [name for name in public_functions(stem) if not name.endswith("_step")]
+    """A step and its state have no gradient."""
+    return [name for name in public_functions(stem) if not name.endswith(("_step", "_state"))]
 
 
 def missing(stem: str, root: Path = ROOT) -> Iterator[str]:

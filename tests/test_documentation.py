@@ -64,6 +64,33 @@ def test_linear_attention_step_equals_its_docstring():
     torch.testing.assert_close((y, m, z), (names["y"], names["m"], names["z"]))
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_compressed_attention_equals_its_docstrings(strict):
+    q, k, v = random(2, 4, 5, 3), random(2, 2, 7, 3), random(2, 2, 7, 3)
+    given = {"torch": torch, "q": q, "k": k, "v": v, "factor": 2, "strict": strict}
+    names = run_equivalent(memcheck.compressed_attention, given)
+    torch.testing.assert_close(memcheck.compressed_attention(q, k, v, factor=2, strict=strict), names["y"])
+    kc, vc = random(2, 2, 4, 3), random(2, 2, 4, 3)
+    given = {"torch": torch, "q": q, "kc": kc, "vc": vc, "factor": 2, "kv_len": 7, "strict": strict}
+    names = run_equivalent(memcheck.compressed_attention_pooled, given)
+    y = memcheck.compressed_attention_pooled(q, kc, vc, factor=2, kv_len=7, strict=strict)
+    torch.testing.assert_close(y, names["y"])
+
+
+def test_compressed_attention_steps_equal_their_docstrings():
+    q, k, v = random(2, 4, 1, 3), random(2, 2, 10, 3), random(2, 2, 10, 3)
+    state = memcheck.compressed_attention_state(k[:, :, :6], v[:, :, :6], factor=4)
+    given = {"k": k[:, :, :6], "v": v[:, :, :6], "factor": 4}
+    torch.testing.assert_close(tuple(state), run_equivalent(memcheck.compressed_attention_state, given)["state"])
+    for t in range(6, 10):
+        new = {"q": q, "k": k[:, :, t : t + 1], "v": v[:, :, t : t + 1]}
+        given = {"torch": torch, "compressed_attention_pooled": memcheck.compressed_attention_pooled, "state": state}
+        names = run_equivalent(memcheck.compressed_attention_step, {**given, **new, "factor": 4, "strict": False})
+        y, state = memcheck.compressed_attention_step(*new.values(), state, factor=4)
+        expected = tuple(names[name] for name in ("kc", "vc", "k_sum", "v_sum", "positions"))
+        torch.testing.assert_close((y, *state), (names["y"], *expected))
+
+
 @pytest.mark.parametrize("projection", [memcheck.linear_r, memcheck.linear_l])
 def test_projections_equal_their_docstrings(projection):
     x, w = random(2, 5, 3), random(3, 4)

@@ -11,7 +11,6 @@ from functools import partial
 
 import pytest
 import torch
-from memcheck.ops.compressed_attention import compressed_attention
 from ops.checks import HALF_DTYPES, LAYOUTS, largest_error
 from torch import Tensor
 
@@ -28,6 +27,7 @@ from memcheck.nn import (
     heuristic_core_dim,
 )
 from memcheck.ops.combinator import combinator
+from memcheck.ops.compressed_attention import compressed_attention
 from memcheck.ops.linear_attention import linear_attention
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -39,7 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--query-len", type=counts("--query-len"), metavar="S[,S]", help="default: --kv-len")
     parser.add_argument("--kv-len", type=counts("--kv-len"), metavar="T[,T]", help="default: --query-len")
     parser.add_argument("--core-dim", type=count("--core-dim"), metavar="R", help="softplus only; default: --dim")
-    parser.add_argument("--factor", type=count("--factor"), metavar="C", help="for operators that compress keys")
+    parser.add_argument(
+        "--factor", type=count("--factor"), metavar="C", help="compressed only: positions to a block; default: 8"
+    )
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: --causal")
     add_common_arguments(parser)
 

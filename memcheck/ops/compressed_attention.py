@@ -1,0 +1,278 @@
+"""Compressed attention: softmax attention over means of blocks of keys and values."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+
+
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """Softmax attention over blocks of `factor` positions, whose keys and values are averaged.
+
+    Memory-compressed attention (Liu et al. 2018, arXiv:1801.10198) and the compression branch of NSA (Yuan et al.
+    2025, arXiv:2502.11089), with a mean for the compression. factor=1 is softmax attention. The (S, T/factor) matrix
+    of scores is never in memory.
+
+    Args:
+        q: (B,H,S,D) queries.
+        k: (B,Hkv,T,D) keys; query head h reads key head h // (H / Hkv).
+        v: (B,Hkv,T,D) values.
+        factor: positions to a block, from 1. Blocks begin at position 0; the last one may be shorter.
+        causal: query s, at position t = s + T - S (the last query sees the last key), sees the first (t + 1) // factor
+            blocks, those that are complete at its position, and S <= T is needed. Else every query sees every block.
+        strict: with causal, t // factor blocks: those complete before its position.
+        scale: of the scores; D**-0.5 where None.
+
+    float64, float32, float16, bfloat16; any strides. Sums are formed in float32 (float64 for float64); the means are
+    rounded to the dtype of the inputs.
+
+    Returns:
+        y (B,H,S,D), contiguous; 0 for a query that sees no block. Kept for backward: q, y, the means, and a number a
+        query in the accumulation type, but not k and v. A gradient has its input's strides; there is no double
+        backward: it raises.
+
+    Raises:
+        ValueError: a shape, device, factor or scale, S > T when causal, strict without causal.
+        TypeError: a dtype.
+
+    Equivalent to:
+        >>> def blocks(x):
+        ...     return torch.stack([block.mean(2) for block in x.split(factor, 2)], 2)
+        >>> T, group = k.shape[2], q.shape[1] // k.shape[1]
+        >>> kc, vc = (blocks(x).repeat_interleave(group, 1) for x in (k, v))
+        >>> last = torch.arange(T - q.shape[2], T)[:, None] + (0 if strict else 1)
+        >>> hidden = torch.arange(kc.shape[2]) >= last // factor
+        >>> scores = (q @ kc.mT * q.shape[3]**-0.5).masked_fill(hidden, -torch.inf)
+        >>> y = torch.softmax(scores, 3).nan_to_num(0) @ vc
+    """
+    y: Tensor = torch.ops.memcheck.compressed_attention(
+        q, k, v, factor=factor, causal=causal, strict=strict, scale=scale
+    )[0]
+    return y
+
+
+def compressed_attention_pooled(
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    *,
+    factor: int,
+    kv_len: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """compressed_attention on keys and values that are compressed already, for compression that is learned.
+
+    Args:
+        q: (B,H,S,D) queries.
+        kc: (B,Hkv,C,D) a key for every block: C = ceil(kv_len / factor), or floor when causal.
+        vc: (B,Hkv,C,D) its value.
+        kv_len: T, how many positions the blocks stand for.
+        factor, causal, strict, scale: as in compressed_attention.
+
+    Returns:
+        y (B,H,S,D), contiguous. Kept for backward: q, kc, vc, y, and a number a query.
+
+    Raises:
+        ValueError, TypeError: as compressed_attention.
+
+    Equivalent to:
+        >>> last = torch.arange(kv_len - q.shape[2], kv_len)[:, None] + (0 if strict else 1)
+        >>> hidden = torch.arange(kc.shape[2]) >= last // factor
+        >>> kh, vh = (x.repeat_interleave(q.shape[1] // kc.shape[1], 1) for x in (kc, vc))
+        >>> scores = (q @ kh.mT * q.shape[3]**-0.5).masked_fill(hidden, -torch.inf)
+        >>> y = torch.softmax(scores, 3).nan_to_num(0) @ vh
+    """
+    y: Tensor = torch.ops.memcheck.compressed_attention_pooled(
+        q, kc, vc, factor=factor, kv_len=kv_len, causal=causal, strict=strict, scale=scale
+    )[0]
+    return y
+
+
+class CompressedAttentionState(NamedTuple):
+    """What decoding knows of all positions so far: C blocks that are complete, and one that is open."""
+
+    kc: Tensor  # (B,Hkv,C,D) means of the keys of complete blocks, in their dtype
+    vc: Tensor  # (B,Hkv,C,D) of the values
+    k_sum: Tensor  # (B,Hkv,D) sum over the keys of the open block, in the accumulation type
+    v_sum: Tensor  # (B,Hkv,D) of the values
+    positions: int  # in the open block, less than factor
+
+
+def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> CompressedAttentionState:
+    """The state of compressed_attention_step after these positions; T = 0 begins.
+
+    Args:
+        k: (B,Hkv,T,D) the keys of a prompt.
+        v: (B,Hkv,T,D) its values.
+        factor: positions to a block.
+
+    Returns:
+        CompressedAttentionState(kc, vc, k_sum, v_sum, positions): kc and vc (B,Hkv,T // factor,D) in the dtype of k,
+        k_sum and v_sum (B,Hkv,D) in float32 (float64 for float64), positions = T % factor. It has no gradient.
+
+    Raises:
+        ValueError, TypeError: as compressed_attention.
+        NotImplementedError: grad mode is on and an argument requires a gradient.
+
+    Equivalent to:
+        >>> complete = k.shape[2] // factor * factor
+        >>> kc, vc = (x[:, :, :complete].unflatten(2, (-1, factor)).mean(3) for x in (k, v))
+        >>> k_sum, v_sum = (x[:, :, complete:].sum(2) for x in (k, v))
+        >>> state = (kc, vc, k_sum, v_sum, k.shape[2] % factor)
+    """
+    op = "compressed_attention_state"
+    k, v = _autocast(k), _autocast(v)
+    _check_keys(op, k, v, factor)
+    _refuse_gradient(op, k, v)
+    return _extended(_empty_state(k), k, v, factor)
+
+
+def compressed_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: CompressedAttentionState | None = None,
+    *,
+    factor: int,
+    strict: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, CompressedAttentionState]:
+    """The newest positions of causal compressed attention, from a state instead of all earlier keys.
+
+    Args:
+        q: (B,H,S,D) the queries of the newest positions: one while decoding.
+        k: (B,Hkv,n,D) the keys that are new since the state.
+        v: (B,Hkv,n,D) their values.
+        state: what the last step returned, or compressed_attention_state of a prompt; None at the beginning.
+        factor, strict, scale: as in compressed_attention, the same in every step.
+
+    Returns:
+        y (B,H,S,D), equal to the last rows of the causal compressed_attention over all keys up to rounding, and the
+        new state; the old one stays as it is. O(T / factor) work a query and no gradient.
+
+    Raises:
+        ValueError, TypeError: as compressed_attention.
+        NotImplementedError: grad mode is on and an argument requires a gradient.
+
+    Equivalent to:
+        >>> kc, vc, k_sum, v_sum, positions = state
+        >>> k_sum, v_sum, positions = k_sum + k[:, :, 0], v_sum + v[:, :, 0], positions + 1
+        >>> kv_len = kc.shape[2] * factor + positions
+        >>> if positions == factor:
+        ...     kc = torch.cat([kc, (k_sum / factor)[:, :, None]], 2)
+        ...     vc = torch.cat([vc, (v_sum / factor)[:, :, None]], 2)
+        ...     k_sum, v_sum, positions = torch.zeros_like(k_sum), torch.zeros_like(v_sum), 0
+        >>> y = compressed_attention_pooled(q, kc, vc, factor=factor, kv_len=kv_len, strict=strict)
+    """
+    op = "compressed_attention_step"
+    q, k, v = (_autocast(x) for x in (q, k, v))
+    _check_keys(op, k, v, factor)
+    old = _empty_state(k) if state is None else state
+    _check_state(op, k, old, factor)
+    _refuse_gradient(op, q, k, v, *old[:4])
+    new = _extended(old, k, v, factor)
+    kv_len = new.kc.shape[2] * factor + new.positions
+    y = compressed_attention_pooled(q, new.kc, new.vc, factor=factor, kv_len=kv_len, strict=strict, scale=scale)
+    return y, new
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """In the autocast dtype, as the operators; blocks are kept in it, and not converted in every step."""
+    if not isinstance(x, Tensor) or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def _check_keys(op: str, k: Tensor, v: Tensor, factor: int) -> None:
+    for name, x in (("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor, got {x}")
+        if x.dim() != 4:
+            raise ValueError(f"{op}: {name} must be (B,Hkv,n,D), of 4 dimensions, got {list(x.shape)}")
+    if v.shape != k.shape:
+        raise ValueError(f"{op}: v must be (B,Hkv,n,D) = {list(k.shape)} to match k, got {list(v.shape)}")
+    if (v.dtype, v.device) != (k.dtype, k.device):
+        raise TypeError(f"{op}: v must be {k.dtype} on {k.device} to match k, got {v.dtype} on {v.device}")
+    if factor < 1:
+        raise ValueError(f"{op}: factor must be at least 1, got {factor}")
+
+
+def _check_state(op: str, k: Tensor, state: CompressedAttentionState, factor: int) -> None:
+    B, Hkv, _, D = k.shape
+    C, accumulation = state.kc.shape[2], torch.promote_types(k.dtype, torch.float32)
+    for name, x, shape, dtype in (
+        ("kc", state.kc, (B, Hkv, C, D), k.dtype),
+        ("vc", state.vc, (B, Hkv, C, D), k.dtype),
+        ("k_sum", state.k_sum, (B, Hkv, D), accumulation),
+        ("v_sum", state.v_sum, (B, Hkv, D), accumulation),
+    ):
+        if x.shape != shape:
+            raise ValueError(f"{op}: state.{name} must be {list(shape)} to match k, got {list(x.shape)}")
+        if (x.dtype, x.device) != (dtype, k.device):
+            raise TypeError(f"{op}: state.{name} must be {dtype} on {k.device}, got {x.dtype} on {x.device}")
+    if not 0 <= state.positions < factor:
+        raise ValueError(f"{op}: state.positions must be from 0 to factor - 1 = {factor - 1}, got {state.positions}")
+
+
+def _refuse_gradient(op: str, *tensors: Tensor) -> None:
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        raise NotImplementedError(f"{op}: has no gradient, and an argument requires one; call it under torch.no_grad()")
+
+
+def _empty_state(k: Tensor) -> CompressedAttentionState:
+    B, Hkv, _, D = k.shape
+    none = k.new_empty(B, Hkv, 0, D)
+    zeros = k.new_zeros(B, Hkv, D, dtype=torch.promote_types(k.dtype, torch.float32))
+    return CompressedAttentionState(none, none, zeros, zeros, 0)
+
+
+def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor, factor: int) -> CompressedAttentionState:
+    """The state, n positions further: k and v (B,Hkv,n,D)."""
+    total = state.positions + k.shape[2]
+    if total < factor:
+        return state._replace(k_sum=_add(state.k_sum, k), v_sum=_add(state.v_sum, v), positions=total)
+    # The positions that complete the open block, whole blocks, and those that open another.
+    first = (factor - state.positions) % factor
+    last = k.shape[2] - total % factor
+    kc, vc = _means(k[:, :, first:last], v[:, :, first:last], factor)
+    blocks_k, blocks_v = [state.kc], [state.vc]
+    if first:
+        blocks_k.append((_add(state.k_sum, k[:, :, :first]) / factor).to(k.dtype)[:, :, None])
+        blocks_v.append((_add(state.v_sum, v[:, :, :first]) / factor).to(v.dtype)[:, :, None])
+    zeros = torch.zeros_like(state.k_sum)
+    return CompressedAttentionState(
+        torch.cat([*blocks_k, kc], 2),
+        torch.cat([*blocks_v, vc], 2),
+        _add(zeros, k[:, :, last:]),
+        _add(zeros, v[:, :, last:]),
+        total % factor,
+    )
+
+
+def _add(total: Tensor, x: Tensor) -> Tensor:
+    """(B,Hkv,D) + (B,Hkv,n,D) summed over its positions"""
+    return total + x.sum(2, dtype=total.dtype)
+
+
+def _means(k: Tensor, v: Tensor, factor: int) -> tuple[Tensor, Tensor]:
+    """Of whole blocks, by the forward's own kernel: no queries, and the means it keeps for backward."""
+    nobody = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
+    _, _, kc, vc = torch.ops.memcheck.compressed_attention(
+        nobody, k.detach(), v.detach(), factor=factor, causal=False, keep=True
+    )
+    return kc, vc

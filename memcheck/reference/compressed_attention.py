@@ -1,0 +1,151 @@
+"""Compressed attention in plain PyTorch: the truth for tests (in float64), the baseline for benchmarks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """q (B,H,S,D), k and v (B,Hkv,T,D) -> y (B,H,S,D), with autograd. See memcheck.compressed_attention."""
+    kc, vc = compress(k, factor), compress(v, factor)
+    return compressed_attention_pooled(
+        q, kc, vc, factor=factor, kv_len=k.shape[2], causal=causal, strict=strict, scale=scale
+    )
+
+
+def compressed_attention_pooled(
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    *,
+    factor: int,
+    kv_len: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+) -> Tensor:
+    """q (B,H,S,D), kc and vc (B,Hkv,C,D) -> y (B,H,S,D), with autograd. See memcheck.compressed_attention_pooled."""
+    kc, vc = over_heads(kc, q), over_heads(vc, q)
+    return weights_of(q, kc, hidden_from(q, kc, factor, kv_len, causal, strict), scale) @ vc
+
+
+def compress(x: Tensor, factor: int) -> Tensor:
+    """(B,Hkv,T,D) -> (B,Hkv,C,D): means over blocks, the last one of what is there."""
+    return block_sums(x, factor) / block_lengths(x.shape[2], factor, x)[:, None]
+
+
+def block_sums(x: Tensor, factor: int) -> Tensor:
+    """(B,Hkv,T,D) -> (B,Hkv,C,D)"""
+    T = x.shape[2]
+    blocks = -(-T // factor)
+    factor = min(factor, max(T, 1))  # one block may be much shorter than factor
+    return pad(x, (0, 0, 0, blocks * factor - T)).unflatten(2, (blocks, factor)).sum(3)
+
+
+def block_lengths(T: int, factor: int, like: Tensor) -> Tensor:
+    """(C,)"""
+    ends = [min(T, begin + factor) - begin for begin in range(0, T, factor)]
+    return torch.tensor(ends, dtype=like.dtype, device=like.device)
+
+
+def over_heads(x: Tensor, q: Tensor) -> Tensor:
+    """(B,Hkv,..) -> (B,H,..): a key head for every query head."""
+    return x.repeat_interleave(q.shape[1] // max(x.shape[1], 1), 1)
+
+
+def hidden_from(q: Tensor, kc: Tensor, factor: int, kv_len: int, causal: bool, strict: bool) -> Tensor:
+    """(S,C): which blocks a query does not see."""
+    S, C = q.shape[2], kc.shape[2]
+    if not causal:
+        return torch.zeros(S, C, dtype=torch.bool, device=q.device)
+    positions = torch.arange(kv_len - S, kv_len, device=q.device)
+    visible = (positions if strict else positions + 1) // factor  # (S,)
+    return torch.arange(C, device=q.device) >= visible[:, None]
+
+
+def scale_of(q: Tensor, scale: float | None) -> float:
+    return float(max(q.shape[3], 1) ** -0.5) if scale is None else scale
+
+
+def weights_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None = None) -> Tensor:
+    """(B,H,S,C): softmax of the scores, 0 where hidden; of hidden ones alone there is no softmax, nor a gradient."""
+    scores = q @ kc.mT * scale_of(q, scale)
+    nothing = hidden.all(1, keepdim=True)
+    return torch.softmax(scores.masked_fill(hidden & ~nothing, -torch.inf), 3).masked_fill(hidden, 0)
+
+
+def compressed_attention_bounds(
+    grad_y: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What rounding errors of y and of the gradients of q, k, v are in proportion to; shapes as theirs."""
+    sizes = compress(k.abs(), factor), compress(v.abs(), factor)
+    hidden = hidden_from(q, sizes[0], factor, k.shape[2], causal, strict)
+    of_y, of_q, of_kc, of_vc = _bounds(grad_y, q, compress(k, factor), *sizes, hidden, scale)
+    lengths = block_lengths(k.shape[2], factor, k)
+    spread = [(x / lengths[:, None]).repeat_interleave(lengths.long(), 2) for x in (of_kc, of_vc)]
+    return of_y, of_q, spread[0], spread[1]
+
+
+def compressed_attention_pooled_bounds(
+    grad_y: Tensor,
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    *,
+    factor: int,
+    kv_len: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same for keys and values that are compressed already."""
+    hidden = hidden_from(q, kc, factor, kv_len, causal, strict)
+    return _bounds(grad_y, q, kc, kc.abs(), vc.abs(), hidden, scale)
+
+
+def _bounds(
+    grad_y: Tensor,
+    q: Tensor,
+    kc: Tensor,
+    size_k: Tensor,
+    size_v: Tensor,
+    hidden: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The formulas with |q|, |k|, |v|, |g| and every minus a plus, times 1 + the largest scale |q||k| of the query:
+    an error of a score is in proportion to that, and weights have the relative error that scores have as it is.
+
+    size_k, size_v (B,Hkv,C,D): the means of |k| and |v|; hidden (S,C).
+    """
+    Hkv = kc.shape[1]
+    weights = weights_of(q, over_heads(kc, q), hidden, scale)  # (B,H,S,C)
+    size_k, size_v, size_q, g = over_heads(size_k, q), over_heads(size_v, q), q.abs(), grad_y.abs()
+    factor_of_scores = abs(scale_of(q, scale))
+    sizes = (factor_of_scores * size_q @ size_k.mT).masked_fill(hidden, 0)  # (B,H,S,C)
+    largest = pad(sizes, (1, 0)).amax(3, keepdim=True)
+    weights = weights * (1 + largest)
+    of_y = weights @ size_v
+    delta = (g * of_y).sum(3, keepdim=True)
+    grad_scores = factor_of_scores * weights * (g @ size_v.mT + delta)
+    per_head = [grad_scores.mT @ size_q, weights.mT @ g]  # (B,H,C,D)
+    of_k, of_v = (x.unflatten(1, (Hkv, -1)).sum(2) if Hkv else x for x in per_head)
+    return of_y, grad_scores @ size_k, of_k, of_v

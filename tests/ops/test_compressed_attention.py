@@ -1,0 +1,906 @@
+"""Compressed attention: the contract, claim by claim, of both entries."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import pytest
+import torch
+from ops.checks import (
+    DTYPES,
+    LAYOUTS,
+    Bound,
+    Contract,
+    NoGradient,
+    assert_contract,
+    assert_strides,
+    assert_within,
+    doubles,
+    gradients_moved_by_autograd,
+    laid_out,
+    run,
+    run_subset,
+    same_bits,
+    saved_for_backward,
+    subsets,
+)
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
+from torch.nn.functional import scaled_dot_product_attention
+
+from memcheck import (
+    CompressedAttentionState,
+    compressed_attention,
+    compressed_attention_pooled,
+    compressed_attention_state,
+    compressed_attention_step,
+    measure_memory,
+    track,
+)
+from memcheck._extension import _C
+from memcheck.reference import compressed_attention as reference
+
+forward_op = torch.ops.memcheck.compressed_attention.default
+backward_op = torch.ops.memcheck.compressed_attention_backward.default
+pooled_op = torch.ops.memcheck.compressed_attention_pooled.default
+pooled_backward_op = torch.ops.memcheck.compressed_attention_pooled_backward.default
+
+# B, H, Hkv, S, T, D
+SHAPES = [
+    (1, 1, 1, 1, 1, 1),
+    (2, 4, 2, 9, 9, 3),
+    (1, 6, 2, 63, 129, 33),
+    (2, 2, 1, 127, 127, 64),
+    (1, 2, 2, 129, 300, 40),
+    (1, 12, 1, 3, 40, 16),  # several heads to a tile of queries
+    (3, 8, 2, 1, 257, 65),  # decoding
+    (2, 1, 1, 1, 129, 127),
+    (1, 1, 1, 700, 700, 32),
+]
+NOT_CAUSAL_SHAPES = [(1, 2, 1, 129, 63, 20), (2, 3, 3, 300, 1, 5), (1, 1, 1, 700, 129, 33)]
+EMPTY_SHAPES = [(0, 2, 1, 5, 7, 3), (2, 0, 0, 5, 7, 3), (2, 2, 1, 0, 7, 3), (2, 2, 1, 0, 0, 3), (2, 2, 1, 5, 7, 0)]
+FACTORS = [1, 2, 3, 8, 63, 64, 1000]
+MODES = {"causal": {}, "strict": {"strict": True}, "not causal": {"causal": False}}
+CASES = [
+    *(pytest.param(shape, mode, id=f"{shape} {mode}") for shape in SHAPES + EMPTY_SHAPES for mode in MODES),
+    *(pytest.param(shape, "not causal", id=f"{shape} not causal") for shape in NOT_CAUSAL_SHAPES),
+    pytest.param((2, 2, 1, 5, 0, 3), "not causal", id="no key"),
+]
+
+
+def contract(factor: int = 8, mode: str = "causal", **more: Any) -> Contract:
+    options = {"factor": factor, **MODES[mode], **more}
+
+    def bounds(grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
+        of_all = reference.compressed_attention_bounds(grad_y, q, k, v, **options)
+        return [Bound(bound, terms=k.shape[2], stored=True) for bound in of_all]
+
+    return Contract(
+        functools.partial(compressed_attention, **options),
+        functools.partial(reference.compressed_attention, **options),
+        bounds,
+    )
+
+
+def pooled_contract(kv_len: int, factor: int = 8, mode: str = "causal", **more: Any) -> Contract:
+    options = {"factor": factor, "kv_len": kv_len, **MODES[mode], **more}
+
+    def bounds(grad_y: Tensor, q: Tensor, kc: Tensor, vc: Tensor) -> list[Bound]:
+        of_all = reference.compressed_attention_pooled_bounds(grad_y, q, kc, vc, **options)
+        return [Bound(bound, terms=kv_len, stored=True) for bound in of_all]
+
+    return Contract(
+        functools.partial(compressed_attention_pooled, **options),
+        functools.partial(reference.compressed_attention_pooled, **options),
+        bounds,
+    )
+
+
+def make_inputs(
+    B: int, H: int, Hkv: int, S: int, T: int, D: int, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], Tensor]:
+    """[q (B,H,S,D), k (B,Hkv,T,D), v (B,Hkv,T,D)] and grad_y (B,H,S,D)"""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, D), (B, H, S, D)]
+    q, k, v, grad_y = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    return [q, k, v], grad_y
+
+
+def plan_of(q: Tensor, k: Tensor, factor: int = 8, causal: bool = True) -> dict[str, int]:
+    (B, H, S, D), (_, Hkv, T, _) = q.shape, k.shape
+    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": factor}
+    dtype = str(q.dtype).removeprefix("torch.")
+    return _C.compressed_attention_plan(**sizes, causal=causal, dtype=dtype, threads=torch.get_num_threads())
+
+
+# ---- values and gradients
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "mode"), CASES)
+def test_values_and_gradients(shape: tuple[int, ...], mode: str, dtype: torch.dtype) -> None:
+    for factor in FACTORS:
+        assert_contract(contract(factor, mode), *make_inputs(*shape, dtype), against_plain=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("shape", "mode"), CASES)
+def test_values_and_gradients_of_pooled_keys(shape: tuple[int, ...], mode: str, dtype: torch.dtype) -> None:
+    B, H, Hkv, S, T, D = shape
+    for factor in (1, 3, 8):
+        for blocks in {-(-T // factor), T // factor if mode != "not causal" else -(-T // factor)}:
+            inputs, grad_y = make_inputs(B, H, Hkv, S, blocks, D, dtype)
+            assert_contract(pooled_contract(T, factor, mode), inputs, grad_y, against_plain=True)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, -0.3, 20.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_scale(scale: float, dtype: torch.dtype) -> None:
+    inputs, grad_y = make_inputs(2, 4, 2, 40, 70, 33, dtype)
+    for mode in MODES:
+        assert_contract(contract(3, mode, scale=scale), inputs, grad_y)
+        assert_contract(pooled_contract(70, 1, mode, scale=scale), inputs, grad_y)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_factor_1_is_softmax_attention(causal: bool) -> None:
+    inputs, grad_y = make_inputs(2, 4, 4, 70, 70, 20, torch.float64)
+    ours = run(contract(1, "causal" if causal else "not causal").function, inputs, grad_y)
+    theirs = run(functools.partial(scaled_dot_product_attention, is_causal=causal), inputs, grad_y)
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pooling_and_then_attending_is_the_same(mode: str) -> None:
+    """Both entries are one kernel: the blocks in between are not rounded in float32."""
+    inputs, grad_y = make_inputs(2, 4, 2, 100, 130, 40)
+    q, k, _ = inputs
+    whole = run(contract(8, mode).function, inputs, grad_y)
+    _, _, kc, vc = forward_op(*inputs, factor=8, causal=False, keep=True)
+    torch.testing.assert_close(kc, reference.compress(k, 8))
+    y, grad_q, grad_kc, grad_vc = run(pooled_contract(130, 8, mode).function, [q, kc, vc], grad_y)
+    lengths = reference.block_lengths(130, 8, k)
+    spread = [(x / lengths[:, None]).repeat_interleave(lengths.long(), 2) for x in (grad_kc, grad_vc)]
+    assert same_bits(whole, [y, grad_q, *spread])
+
+
+@pytest.mark.parametrize("factor", [1, 5, 8])
+@pytest.mark.parametrize("strict", [False, True])
+def test_what_a_query_sees(factor: int, strict: bool) -> None:
+    """A change of the keys of a block shows from its last position on; strict, from the next one on."""
+    (q, k, v), _ = make_inputs(1, 1, 1, 30, 50, 8, torch.float64)
+    before = compressed_attention(q, k, v, factor=factor, strict=strict)
+    for j in range(50 // factor):
+        v_changed = v.clone()
+        v_changed[:, :, j * factor] += 100
+        changed = (compressed_attention(q, k, v_changed, factor=factor, strict=strict) != before).any(3)[0, 0]
+        first = (j + 1) * factor - 1 + strict - (50 - 30)
+        assert changed.tolist() == [s >= first for s in range(30)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["causal", "strict"])
+def test_who_sees_nothing_is_0(mode: str, dtype: torch.dtype) -> None:
+    """Exactly, with lse -inf and no gradient; keys that nobody sees have none either."""
+    inputs, grad_y = make_inputs(2, 4, 2, 40, 50, 20, dtype)
+    for factor in (17, 64):
+        blind = sum(1 for t in range(10, 50) if (t + (mode == "causal")) // factor == 0)
+        _, lse, _, _ = forward_op(*inputs, factor=factor, **MODES[mode], keep=True)
+        y, grad_q, grad_k, grad_v = run(contract(factor, mode).function, inputs, grad_y)
+        for x, nothing in ((y, 0), (grad_q, 0), (lse, -math.inf)):
+            assert (x[:, :, :blind] == nothing).all()
+            assert x.isfinite()[:, :, blind:].all()
+        unseen = (50 - (mode == "strict")) // factor * factor
+        assert not grad_k[:, :, unseen:].any()
+        assert not grad_v[:, :, unseen:].any()
+
+
+def test_lse_is_that_of_the_scores() -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 40, 50, 20, torch.float64)
+    _, lse, kc, _ = forward_op(q, k, v, factor=8, causal=False, keep=True)
+    torch.testing.assert_close(lse, (q @ reference.over_heads(kc, q).mT / 20**0.5).logsumexp(3))
+
+
+def test_bounds_are_the_formulas_without_cancellation() -> None:
+    """Where scores are all small and v and g positive, the bounds of y and dv are their values."""
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 5, 9, 3, torch.float64)
+    inputs, grad_y = [q * 1e-9, k, v.abs()], grad_y.abs()
+    y, _, _, grad_v = run(contract(2).reference, inputs, grad_y)
+    of_y, _, _, of_v = (bound.values for bound in contract(2).bounds(grad_y, *inputs))
+    torch.testing.assert_close((y, grad_v), (of_y, of_v))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_same_bits_again(mode: str) -> None:
+    inputs, grad_y = make_inputs(3, 4, 2, 300, 700, 70)
+    first = run(contract(8, mode).function, inputs, grad_y)
+    for _ in range(3):
+        assert same_bits(run(contract(8, mode).function, inputs, grad_y), first)
+
+
+@pytest.mark.isolated
+def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
+    for shape in ((1, 2, 1, 300, 700, 70), (3, 4, 2, 1, 300, 33), (1, 1, 1, 700, 700, 64)):
+        for mode in MODES:
+            inputs, grad_y = make_inputs(*shape)
+            results = []
+            for threads in (1, 2, 3):
+                torch.set_num_threads(threads)
+                results.append(run(contract(8, mode).function, inputs, grad_y))
+                assert same_bits(results[0], results[-1])
+                assert_memory_is_planned(*inputs, factor=8, causal=mode != "not causal")
+
+
+@pytest.mark.parametrize(
+    "level", [pytest.param(level, marks=pytest.mark.isolated(MEMCHECK_CPU=level)) for level in _C.cpu_levels()]
+)
+def test_every_cpu_level(level: str) -> None:
+    assert _C.cpu_level() == level
+    for mode in MODES:
+        for dtype in DTYPES:
+            for shape in ((2, 4, 2, 63, 129, 35), (1, 2, 1, 200, 600, 64), (1, 8, 2, 1, 300, 64)):
+                assert_contract(contract(3, mode), *make_inputs(*shape, dtype))
+    assert_steps_are_right(torch.float32, prompt=30, factor=8)
+
+
+# ---- strides
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_strides(layout: str, dtype: torch.dtype, mode: str) -> None:
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 100, 40, dtype)
+    for *inputs, grad in laid_out([q, k, v, grad_y], layout):
+        before = [x.clone() for x in (*inputs, grad)]
+        for one in (contract(3, mode), pooled_contract(300, 3, mode)):
+            results = assert_contract(one, inputs, grad)
+            assert_strides(results, inputs)
+        assert same_bits(before, [*inputs, grad])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_of_rows_that_are_read_in_place(layout: str) -> None:
+    """Where D is a multiple of 32, float32 rows are not copied."""
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 100, 64)
+    for *inputs, grad in laid_out([q, k, v, grad_y], layout):
+        for one in (contract(3), pooled_contract(300, 3)):
+            assert_strides(assert_contract(one, inputs, grad), inputs)
+
+
+def heads_inside(x: Tensor) -> Tensor:
+    """(B,H,S,D) as a projection makes it: a view of (B,S,H,D)."""
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+@pytest.mark.parametrize("change", [*LAYOUTS.values(), heads_inside])
+@pytest.mark.parametrize("one", [contract(3), pooled_contract(300, 3)])
+def test_gradients_are_taken_over_as_they_are(one: Contract, change: Any) -> None:
+    inputs, grad_y = make_inputs(2, 4, 2, 70, 100, 40)
+    assert gradients_moved_by_autograd(one.function, [change(x) for x in inputs], grad_y) == []
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
+    """No tensor is made contiguous on the way."""
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 300, 40)
+    for *inputs, grad in laid_out([q, k, v, grad_y], layout):
+        leaves = [x.detach().requires_grad_() for x in inputs]
+        plan = plan_of(q, k, 8, causal)
+        kept = plan["lse"] + plan["compressed"]
+        with track() as memory:
+            y = compressed_attention(*leaves, factor=8, causal=causal)
+            assert memory.peak_bytes == y.nbytes + kept + plan["forward_scratch"]
+            memory.reset_peak()
+            y.backward(grad)
+            gradients = sum(leaf.grad.nbytes for leaf in leaves)
+            assert memory.peak_bytes == y.nbytes + kept + gradients + plan["delta"] + plan["backward_scratch"]
+            del y
+            assert memory.current_bytes == gradients
+
+
+# ---- autograd
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("change", [lambda x: x, heads_inside])
+def test_gradients_that_are_asked_for(change: Any, mode: str) -> None:
+    inputs, grad_y = make_inputs(2, 4, 2, 70, 100, 40)
+    inputs = [change(x) for x in inputs]
+    for one in (contract(3, mode), pooled_contract(300, 3, mode)):
+        _, *all_gradients = run(one.function, inputs, grad_y)
+        for mask in subsets(3):
+            expected = [x if wanted else None for x, wanted in zip(all_gradients, mask, strict=True)]
+            assert same_bits(run_subset(one.function, inputs, mask, grad_y), expected)
+
+
+@pytest.mark.parametrize("mask", subsets(3))
+def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...]) -> None:
+    """Not k and v: their blocks. Neither y nor values are in the gradient of the values."""
+    inputs, _ = make_inputs(2, 4, 2, 70, 100, 40)
+    q, k, v = leaves = [x.requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
+    outputs = []
+    kept = saved_for_backward(lambda: outputs.append(compressed_attention(*leaves, factor=8)))
+    grads_scores = mask[0] or mask[1]
+    _, lse, kc, vc = forward_op(q.detach(), k.detach(), v.detach(), factor=8, keep=True)
+    values = [q, kc, vc, outputs[0], lse] if grads_scores else [q, kc, lse]
+    assert same_bits(kept, values)
+    places = {x.data_ptr() for x in kept}
+    assert places & {x.data_ptr() for x in (q, k, v, outputs[0])} == {
+        q.data_ptr(),
+        *([outputs[0].data_ptr()] if grads_scores else []),
+    }
+
+
+@pytest.mark.parametrize("mask", subsets(3))
+def test_only_what_backward_reads_is_kept_of_pooled_keys(mask: tuple[bool, ...]) -> None:
+    inputs, _ = make_inputs(2, 4, 2, 70, 100, 40)
+    q, kc, vc = leaves = [x.requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
+    outputs = []
+    function = pooled_contract(300, 3).function
+    *kept, lse = saved_for_backward(lambda: outputs.append(function(*leaves)))
+    expected = [q, kc, vc, outputs[0]] if mask[0] or mask[1] else [q, kc]
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
+    assert lse.shape == (2, 4, 70)
+
+
+def test_nothing_is_kept_when_no_gradient_will_be_wanted() -> None:
+    inputs, _ = make_inputs(2, 4, 2, 70, 100, 40)
+    for one in (contract(3), pooled_contract(300, 3)):
+        leaves = [x.detach() for x in inputs]
+        assert saved_for_backward(lambda leaves=leaves, one=one: one.function(*leaves)) == []
+        for x in leaves:
+            x.requires_grad_()
+        with torch.no_grad():
+            assert saved_for_backward(lambda leaves=leaves, one=one: one.function(*leaves)) == []
+            assert not one.function(*leaves).requires_grad
+
+
+def test_an_undefined_gradient_stays_undefined() -> None:
+    for one in (contract(3), pooled_contract(21, 3)):
+        leaves = [x.requires_grad_() for x in make_inputs(2, 4, 2, 5, 7, 3)[0]]
+        NoGradient.apply(one.function(*leaves)).sum().backward()
+        assert [leaf.grad for leaf in leaves] == [None] * 3
+
+
+def test_backward_twice_adds_up() -> None:
+    for one in (contract(3), pooled_contract(300, 3)):
+        inputs, grad_y = make_inputs(2, 4, 2, 70, 100, 40)
+        leaves = [x.requires_grad_() for x in inputs]
+        y = one.function(*leaves)
+        y.backward(grad_y, retain_graph=True)
+        once = [leaf.grad.clone() for leaf in leaves]
+        y.backward(grad_y)
+        assert same_bits([leaf.grad for leaf in leaves], [2 * x for x in once])
+        with pytest.raises(RuntimeError, match="second time"):
+            y.backward(grad_y)
+
+
+def test_one_tensor_in_every_role() -> None:
+    x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
+    grad_y = torch.randn_like(x)
+    _, *gradients = run(contract(2).function, [x, x, x], grad_y)
+    (grad_x,) = run(lambda x: compressed_attention(x, x, x, factor=2), [x], grad_y)[1:]
+    torch.testing.assert_close(grad_x, sum(gradients))
+
+
+@pytest.mark.parametrize("changed", [0, 1, 2, 3])
+def test_a_saved_tensor_changed_in_place_is_an_error(changed: int) -> None:
+    """k and v are not kept, and may change."""
+    for one, free in ((contract(3), (1, 2)), (pooled_contract(21, 3), ())):
+        held = [x.requires_grad_() * 1 for x in make_inputs(2, 4, 2, 5, 7, 3)[0]]
+        held.append(one.function(*held))
+        with torch.no_grad():
+            held[changed].add_(1)
+        if changed in free:
+            held[3].sum().backward()
+            continue
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            held[3].sum().backward()
+
+
+@pytest.mark.parametrize("dual", [0, 1, 2])
+def test_forward_mode_raises(dual: int) -> None:
+    for name, one in (("compressed_attention", contract(3)), ("compressed_attention_pooled", pooled_contract(21, 3))):
+        inputs = list(make_inputs(2, 4, 2, 5, 7, 3)[0])
+        with forward_ad.dual_level():
+            inputs[dual] = forward_ad.make_dual(inputs[dual], torch.ones_like(inputs[dual]))
+            with pytest.raises(NotImplementedError, match=f"{name}: forward-mode differentiation"):
+                one.function(*inputs)
+
+
+@pytest.mark.parametrize("mask", subsets(3))
+def test_double_backward_raises(mask: tuple[bool, ...]) -> None:
+    """Also where an input is frozen, so that backward was not given all of them."""
+    for name, one in (("compressed_attention", contract(3)), ("compressed_attention_pooled", pooled_contract(21, 3))):
+        inputs, grad_y = make_inputs(2, 4, 2, 5, 7, 3)
+        for x, wanted in zip(inputs, mask, strict=True):
+            x.requires_grad_(wanted)
+        leaves = [x for x in inputs if x.requires_grad]
+        grad_y.requires_grad_()
+        gradients = torch.autograd.grad(one.function(*inputs), leaves, grad_y, create_graph=True)
+        for at in (grad_y, leaves[0]):
+            with pytest.raises(NotImplementedError, match=f"{name}: double backward is not implemented"):
+                torch.autograd.grad(sum(x.sum() for x in gradients), at, retain_graph=True)
+
+
+# ---- torch's own checks
+
+
+def opcheck_inputs(requires_grad: bool) -> list[list[Tensor]]:
+    dense, _ = make_inputs(2, 4, 2, 5, 7, 3)
+    long, _ = make_inputs(1, 2, 1, 70, 90, 3)
+    strided = [heads_inside(x) for x in dense]
+    return [[x.detach().requires_grad_(requires_grad) for x in inputs] for inputs in (dense, long, strided)]
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_opcheck_forward(mode: str, requires_grad: bool) -> None:
+    for inputs in opcheck_inputs(requires_grad):
+        options = {"factor": 3, **MODES[mode]}
+        torch.library.opcheck(forward_op, inputs, options)
+        pooled_options = {**options, "kv_len": 3 * inputs[1].shape[2]}
+        torch.library.opcheck(pooled_op, inputs, pooled_options)
+        if not requires_grad:
+            torch.library.opcheck(forward_op, inputs, {**options, "keep": True})
+            torch.library.opcheck(pooled_op, inputs, {**pooled_options, "keep_lse": True})
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("mode", MODES)
+def test_opcheck_backward(mode: str, requires_grad: bool) -> None:
+    utilities = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    # Tracing differentiates the backward, which raises by contract.
+    if not requires_grad:
+        utilities.append("test_aot_dispatch_dynamic")
+    options = {"factor": 3, "causal": mode != "not causal", "strict": mode == "strict", "scale": None}
+    for q, k, v in opcheck_inputs(requires_grad):
+        given = {"factor": 3, **MODES[mode], "keep": True}
+        y, lse, kc, vc = forward_op(q.detach(), k.detach(), v.detach(), **given)
+        kc, vc = (x.requires_grad_(requires_grad) for x in (kc, vc))
+        for mask in ([True, True, True], [False, True, False], [True, False, True]):
+            arguments = (torch.randn_like(q), q, kc, vc, y, lse)
+            more = {**options, "kv_len": k.shape[2], "output_mask": mask}
+            torch.library.opcheck(pooled_backward_op, arguments, more, test_utils=utilities)
+            more |= {"grad_k_stride": k.stride(), "grad_v_stride": v.stride()}
+            torch.library.opcheck(backward_op, arguments, more, test_utils=utilities)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_compile(dynamic: bool, mode: str) -> None:
+    """Traced without a break; with dynamic=True one graph serves every length."""
+    for one in (contract(3, mode), None):
+        torch._dynamo.reset()
+        backend = CompileCounterWithBackend("aot_eager")
+
+        def pooled(q: Tensor, kc: Tensor, vc: Tensor) -> Tensor:
+            return compressed_attention_pooled(q, kc, vc, factor=3, kv_len=3 * kc.shape[2], **MODES[mode])
+
+        eager = one.function if one else pooled
+        compiled = torch.compile(eager, fullgraph=True, dynamic=dynamic, backend=backend)
+        shapes, frames = [(2, 4, 2, 5, 60, 3), (3, 4, 2, 30, 91, 4), (2, 6, 3, 70, 120, 5)], []
+        for shape in shapes:
+            inputs, grad_y = make_inputs(*shape)
+            assert same_bits(run(compiled, inputs, grad_y), run(eager, inputs, grad_y))
+            frames.append(backend.frame_count)
+        assert len(set(frames)) == (1 if dynamic else len(shapes))
+
+
+@pytest.mark.slow
+def test_compile_with_inductor() -> None:
+    torch._dynamo.reset()
+
+    def gated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return compressed_attention(q.sin(), k * 2, v, factor=3).cos()
+
+    inputs, grad_y = make_inputs(2, 4, 2, 30, 90, 5)
+    compiled = torch.compile(gated, fullgraph=True, dynamic=True)
+    for ours, theirs in zip(run(compiled, inputs, grad_y), run(gated, inputs, grad_y), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_autocast() -> None:
+    """Runs in the autocast dtype, as torch's own attention; leaves get gradients of their own dtype."""
+    for one in (contract(3), pooled_contract(300, 3)):
+        inputs, grad_y = make_inputs(2, 4, 2, 70, 100, 40)
+        leaves = [x.requires_grad_() for x in inputs]
+        with torch.autocast("cpu", torch.bfloat16):
+            y = one.function(*leaves)
+        assert y.dtype == torch.bfloat16
+        y.backward(grad_y.bfloat16())
+        in_bfloat16 = run(one.function, [x.detach().bfloat16() for x in leaves], grad_y.bfloat16())
+        assert same_bits(
+            [y.detach(), *(leaf.grad for leaf in leaves)], [in_bfloat16[0], *(x.float() for x in in_bfloat16[1:])]
+        )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_meta(layout: str, dtype: torch.dtype) -> None:
+    """Shapes, dtypes and strides without memory."""
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 30, 100, 5, dtype)
+    inputs = [LAYOUTS[layout](x) for x in (q, k, v)]
+    for one in (contract(3), pooled_contract(300, 3)):
+        real = run(one.function, inputs, grad_y)
+        meta = run(one.function, [x.to("meta") for x in inputs], grad_y.to("meta"))
+        for x, shadow in zip(real, meta, strict=True):
+            assert (shadow.device.type, shadow.dtype) == ("meta", x.dtype)
+            assert (shadow.shape, shadow.stride()) == (x.shape, x.stride())
+
+
+# ---- decoding
+
+
+def assert_steps_are_right(dtype: torch.dtype, prompt: int, factor: int, n: int = 1, strict: bool = False) -> None:
+    """After a prompt, n positions at a time: every y is that of a causal forward over all keys."""
+    T = prompt + 3 * factor + n
+    options = {"factor": factor, "strict": strict}
+    (q, k, v), grad_y = make_inputs(2, 4, 2, T, T, 35, dtype)
+    truth = reference.compressed_attention(*doubles([q, k, v]), **options)
+    bound = reference.compressed_attention_bounds(*doubles([grad_y, q, k, v]), **options)[0]
+    state = compressed_attention_state(k[:, :, :prompt], v[:, :, :prompt], factor=factor) if prompt else None
+    for begin in range(prompt, T, n):
+        new = slice(begin, min(begin + n, T))
+        y, state = compressed_attention_step(q[:, :, new], k[:, :, new], v[:, :, new], state, **options)
+        assert_within(y, truth[:, :, new], Bound(bound[:, :, new], terms=T, stored=True), "y")
+    complete = T // factor * factor
+    assert state.positions == T - complete
+    for x, blocks, total in ((k, state.kc, state.k_sum), (v, state.vc, state.v_sum)):
+        means = reference.compress(x[:, :, :complete].double(), factor)
+        of_means = reference.compress(x[:, :, :complete].double().abs(), factor)
+        assert blocks.dtype == dtype
+        assert_within(blocks, means, Bound(of_means, terms=factor, stored=True), "means")
+        assert total.dtype == torch.promote_types(dtype, torch.float32)
+        rest = x[:, :, complete:].double()
+        assert_within(total, rest.sum(2), Bound(rest.abs().sum(2), terms=factor), "sums")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("factor", [1, 4, 9])
+@pytest.mark.parametrize("prompt", [0, 1, 9, 63])
+def test_step(prompt: int, factor: int, strict: bool, dtype: torch.dtype) -> None:
+    for n in (1, 3, 2 * factor + 1):
+        assert_steps_are_right(dtype, prompt, factor, n, strict)
+
+
+def test_a_state_of_nothing() -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 1, 5)
+    state = compressed_attention_state(k[:, :, :0], v[:, :, :0], factor=4)
+    assert [tuple(x.shape) for x in state[:4]] == [(2, 2, 0, 5)] * 2 + [(2, 2, 5)] * 2
+    assert state.positions == 0
+    y, new = compressed_attention_step(q, k, v, state, factor=4)
+    assert same_bits([y, *new[:4]], [torch.zeros_like(y), state.kc, state.vc, k[:, :, 0], v[:, :, 0]])
+
+
+def test_step_leaves_the_old_state_alone() -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 8, 5)
+    state = compressed_attention_state(k[:, :, :7], v[:, :, :7], factor=4)
+    before = [x.clone() for x in state[:4]]
+    _, new = compressed_attention_step(q, k[:, :, 7:], v[:, :, 7:], state, factor=4)
+    assert same_bits(state[:4], before)
+    assert (state.positions, new.positions, new.kc.shape[2]) == (3, 0, 2)
+
+
+def test_autocast_of_steps() -> None:
+    """Blocks are kept in the autocast dtype, and not converted anew in every step."""
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 9, 5)
+    with torch.autocast("cpu", torch.bfloat16):
+        state = compressed_attention_state(k[:, :, 1:], v[:, :, 1:], factor=4)
+        y, state = compressed_attention_step(q, k[:, :, :1], v[:, :, :1], state, factor=4)
+    assert [x.dtype for x in (y, *state[:4])] == [torch.bfloat16] * 3 + [torch.float32] * 2
+
+
+@pytest.mark.parametrize("wanted", range(7))
+def test_step_has_no_gradient_and_says_so(wanted: int) -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 9, 5)
+    state = compressed_attention_state(k, v, factor=4)
+    tensors = [q, k[:, :, :1], v[:, :, :1], *(x.clone() for x in state[:4])]
+    tensors[wanted].requires_grad_()
+    q, k, v, *held = tensors
+    old = CompressedAttentionState(*held, state.positions)
+    with pytest.raises(NotImplementedError, match="compressed_attention_step: has no gradient"):
+        compressed_attention_step(q, k, v, old, factor=4)
+    with torch.no_grad():
+        compressed_attention_step(q, k, v, old, factor=4)
+
+
+def test_a_state_has_no_gradient_and_says_so() -> None:
+    (_, k, v), _ = make_inputs(2, 4, 2, 1, 9, 5)
+    with pytest.raises(NotImplementedError, match="compressed_attention_state: has no gradient"):
+        compressed_attention_state(k.requires_grad_(), v, factor=4)
+
+
+# ---- extremes
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1e4, 1e6])
+def test_big_scores_do_not_overflow(size: float, mode: str) -> None:
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 100, 40)
+    for one in (contract(3, mode, scale=size), pooled_contract(300, 3, mode, scale=size)):
+        results = assert_contract(one, [q, k, v], grad_y)
+        assert all(x.isfinite().all() for x in results)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_equal_scores_and_shifted_scores(mode: str) -> None:
+    """Softmax does not care about what all scores share."""
+    (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 100, 40)
+    for keys in (torch.zeros_like(k), k + 30 * q[:, :2, :1]):
+        assert_contract(contract(3, mode), [q, keys, v], grad_y)
+
+
+@pytest.mark.parametrize("poisoned", [0, 1, 2])
+def test_nan_spreads_and_crashes_nothing(poisoned: int) -> None:
+    """To whoever sees it; other batch entries and heads stay as they are."""
+    inputs, grad_y = make_inputs(2, 4, 2, 70, 100, 40)
+    clean = run(contract(3).function, inputs, grad_y)
+    inputs[poisoned][1, 1, 40] = math.nan
+    y, *gradients = run(contract(3).function, inputs, grad_y)
+    heads = slice(1, 2) if poisoned == 0 else slice(2, 4)
+    seen = y[1, heads, 40:41] if poisoned == 0 else y[1, heads, 41 - 30 :]
+    assert seen.isnan().all()
+    for x, other in zip([y, *gradients], clean, strict=True):
+        assert torch.equal(x[0], other[0])
+    assert torch.equal(y[1, :1], clean[0][1, :1])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_keys_of_minus_infinity_weigh_nothing(mode: str) -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 70, 100, 40)
+    q = q.abs() + 0.1
+    k[:, :, 30:33] = -math.inf
+    y = contract(3, mode).function(q, k, v)
+    torch.testing.assert_close(y, contract(3, mode).reference(q, k, v))
+    assert y.isfinite().all()
+
+
+def test_infinite_scores_are_no_number() -> None:
+    """As in torch's softmax: exp(inf - inf)."""
+    (q, k, v), grad_y = make_inputs(1, 1, 1, 70, 70, 40)
+    k[:, :, 0] = math.inf
+    y = run(contract(2).function, [q.abs(), k, v], grad_y)[0]
+    assert y[:, :, 1:].isnan().all()
+    assert not y[:, :, 0].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("T", "factor"), [(256, 1), (3000, 1), (20_000, 1000), (20_000, 20_000)])
+def test_equal_terms_add_up(T: int, factor: int, mode: str) -> None:
+    """Their rounding errors all have one sign, and do not cancel as those of random terms do."""
+    (q, k, v), grad_y = make_inputs(1, 2, 1, min(T, 3000), T, 2)
+    inputs = [x[:, :, :1].expand_as(x) for x in (q, k, v)]
+    assert_contract(contract(factor, mode), inputs, grad_y[:, :, :1].expand_as(grad_y))
+
+
+@pytest.mark.parametrize("mode", ["causal", "not causal"])
+def test_a_long_sequence_keeps_its_accuracy(mode: str) -> None:
+    (q, k, v), grad_y = make_inputs(1, 1, 1, 40, 100_000, 3)
+    assert_contract(contract(1, mode), [q, k, v], grad_y)
+    equal = [x[:, :, :1].expand_as(x) for x in (q, k, v)]
+    assert_contract(contract(1, mode), equal, grad_y)
+
+
+# ---- memory
+
+
+def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, causal: bool) -> None:
+    """To the byte: inputs, output, what is kept, the gradients, and the plan's scratch."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    options = {"factor": factor, "causal": causal}
+    plan = plan_of(q, k, factor, causal)
+    kept = plan["lse"] + plan["compressed"]
+    for dense in (False, True):
+        record = measure_memory(compressed_attention, *leaves, **options, dense_grad=dense)
+        held = record.input_bytes + record.output_bytes
+        assert record.saved_bytes == kept
+        assert record.forward_peak_bytes == held + kept + plan["forward_scratch"]
+        assert record.gradient_bytes == q.nbytes + k.nbytes + v.nbytes
+        grad_y_bytes = record.output_bytes if dense else q.itemsize
+        working = kept + grad_y_bytes + record.gradient_bytes + plan["delta"] + plan["backward_scratch"]
+        assert record.backward_peak_bytes == held + working
+    record = measure_memory(compressed_attention, *leaves, **options, backward=False)
+    held = record.input_bytes + record.output_bytes
+    assert record.forward_peak_bytes == held + plan["compressed"] + plan["forward_scratch"]
+    assert record.saved_bytes == 0
+
+
+def test_memory_of_pooled_keys_to_the_byte() -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 300, 800, 40)
+    leaves = [q.requires_grad_(), *(x[:, :, :100].clone().requires_grad_() for x in (k, v))]
+    plan = plan_of(q, k)
+    record = measure_memory(compressed_attention_pooled, *leaves, factor=8, kv_len=800)
+    held = record.input_bytes + record.output_bytes
+    assert record.saved_bytes == plan["lse"]
+    assert record.forward_peak_bytes == held + plan["lse"] + plan["pooled_forward_scratch"]
+    working = plan["lse"] + q.itemsize + record.gradient_bytes + plan["delta"] + plan["backward_scratch"]
+    assert record.backward_peak_bytes == held + working
+
+
+def assert_memory_is_within_targets(q: Tensor, k: Tensor, v: Tensor, *, factor: int, causal: bool) -> None:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    # One number a query, in float32.
+    per_query = 4 / q.itemsize / q.shape[3]
+    kept = 2 / factor + per_query
+    for dense, backward in ((False, 7), (True, 8)):
+        record = measure_memory(compressed_attention, *leaves, factor=factor, causal=causal, dense_grad=dense)
+        for measured, units in (
+            (record.forward_peak_bytes, 4 + kept),
+            (record.saved_bytes, kept),
+            (record.backward_peak_bytes, backward + kept + per_query),
+        ):
+            assert measured <= 1.03 * units * q.nbytes + 2**20
+
+
+@pytest.mark.isolated
+def test_memory_to_the_byte_and_within_the_targets() -> None:
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        for dtype in (torch.float32, torch.bfloat16):
+            for B, H, length, D in ((1, 8, 512, 64), (4, 8, 512, 64), (1, 8, 4096, 64), (1, 2, 4096, 128)):
+                (q, k, v), _ = make_inputs(B, H, H, length, length, D, dtype)
+                for factor, causal in ((8, True), (8, False), (16, True)):
+                    assert_memory_is_planned(q, k, v, factor=factor, causal=causal)
+                    assert_memory_is_within_targets(q, k, v, factor=factor, causal=causal)
+
+
+# ---- what is refused
+
+RAISES = {
+    "q of rank 3": ({"q": torch.ones(4, 5, 3)}, ValueError, r"q must be \(B,H,S,D\), of 4 dimensions, got \[4, 5, 3\]"),
+    "k of rank 3": (
+        {"k": torch.ones(2, 7, 3)},
+        ValueError,
+        r"k must be \(B,Hkv,T,D\), of 4 dimensions, got \[2, 7, 3\]",
+    ),
+    "v of rank 1": ({"v": torch.ones(7)}, ValueError, r"v must be \(B,Hkv,T,D\), of 4 dimensions, got \[7\]"),
+    "another D": (
+        {"k": torch.ones(2, 2, 7, 4)},
+        ValueError,
+        r"k must be \(B,Hkv,T,D\) = \[2, 2, 7, 3\] to match q, got \[2, 2, 7, 4\]",
+    ),
+    "another B": (
+        {"k": torch.ones(1, 2, 7, 3)},
+        ValueError,
+        r"k must be \(B,Hkv,T,D\) = \[2, 2, 7, 3\] to match q, got \[1, 2, 7, 3\]",
+    ),
+    "another T": (
+        {"v": torch.ones(2, 2, 6, 3)},
+        ValueError,
+        r"v must be \(B,Hkv,T,D\) = \[2, 2, 7, 3\] to match k, got \[2, 2, 6, 3\]",
+    ),
+    "heads that do not divide": (
+        {"k": torch.ones(2, 3, 7, 3)},
+        ValueError,
+        "H, the heads of q, must be a multiple of Hkv, the heads of k, got H = 4 and Hkv = 3",
+    ),
+    "no heads of k": ({"k": torch.ones(2, 0, 7, 3)}, ValueError, "must be a multiple of Hkv.* got H = 4 and Hkv = 0"),
+    "float64 k": ({"k": torch.ones(2, 2, 7, 3).double()}, TypeError, "k must be float32 to match q, got float64"),
+    "bfloat16 v": ({"v": torch.ones(2, 2, 7, 3).bfloat16()}, TypeError, "v must be float32 to match q, got bfloat16"),
+    "integers": ({"q": torch.ones(2, 4, 5, 3).int()}, TypeError, "q must be float64, .* or bfloat16, got int32"),
+    "complex": ({"q": torch.ones(2, 4, 5, 3).cfloat()}, TypeError, "q must be float64, .* or bfloat16, got complex64"),
+    "k elsewhere": ({"k": torch.ones(2, 2, 7, 3, device="meta")}, ValueError, "k must be on cpu as q is, got meta"),
+    "v elsewhere": ({"v": torch.ones(2, 2, 7, 3, device="meta")}, ValueError, "v must be on cpu as q is, got meta"),
+    "more queries than keys": (
+        {"q": torch.ones(2, 4, 8, 3)},
+        ValueError,
+        "causal needs no more queries than keys, S <= T, got S = 8 and T = 7",
+    ),
+    "factor 0": ({"factor": 0}, ValueError, "factor must be from 1 to 2147483648, got 0"),
+    "factor -1": ({"factor": -1}, ValueError, "factor must be from 1 to 2147483648, got -1"),
+    "a factor beyond reason": ({"factor": 2**40}, ValueError, "factor must be from 1 to 2147483648, got 1099511627776"),
+    "strict without causal": (
+        {"strict": True, "causal": False},
+        ValueError,
+        "strict needs causal.*, got strict=True and causal=False",
+    ),
+    "infinite scale": ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
+    "scale that is none": ({"scale": math.nan}, ValueError, "scale must be a finite number, got nan"),
+    "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
+    "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
+    # These two never reach the operator: the words are the dispatcher's.
+    "a list": ({"q": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'q'"),
+    "half a factor": ({"factor": 1.5}, RuntimeError, "Expected a value of type 'int' for argument 'factor'"),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("wrong", RAISES)
+def test_wrong_input(wrong: str, requires_grad: bool) -> None:
+    changed, kind, message = RAISES[wrong]
+    (q, k, v), _ = make_inputs(2, 4, 2, 5, 7, 3)
+    if requires_grad and "v" not in changed:
+        v.requires_grad_()
+    arguments = {"q": q, "k": k, "v": v, "factor": 2, **changed}
+    with pytest.raises(kind, match=f"compressed_attention.*{message}"):
+        compressed_attention(arguments.pop("q"), arguments.pop("k"), arguments.pop("v"), **arguments)
+
+
+POOLED_RAISES = {
+    "too few blocks": (
+        {"kc": torch.ones(2, 2, 2, 3)},
+        ValueError,
+        r"kc must be .* C = ceil\(kv_len / factor\) = 4, or floor when causal, for kv_len = 7 .* = 2, got C = 2",
+    ),
+    "floor when not causal": (
+        {"kc": torch.ones(2, 2, 3, 3), "causal": False},
+        ValueError,
+        r"kc must be .* = 4 for kv_len = 7 and factor = 2, got C = 3",
+    ),
+    "another vc": (
+        {"vc": torch.ones(2, 2, 3, 3)},
+        ValueError,
+        r"vc must be \(B,Hkv,C,D\) = \[2, 2, 4, 3\] to match kc, got \[2, 2, 3, 3\]",
+    ),
+    "a length below 0": ({"kv_len": -1}, ValueError, "kv_len must not be negative, got -1"),
+    "more queries than keys": (
+        {"kv_len": 4, "factor": 1},
+        ValueError,
+        "causal needs no more queries than keys, S <= kv_len, got S = 5 and kv_len = 4",
+    ),
+    "another D": (
+        {"kc": torch.ones(2, 2, 4, 5)},
+        ValueError,
+        r"kc must be \(B,Hkv,C,D\) = \[2, 2, 4, 3\] to match q, got \[2, 2, 4, 5\]",
+    ),
+    "float64 vc": ({"vc": torch.ones(2, 2, 4, 3).double()}, TypeError, "vc must be float32 to match q, got float64"),
+    "factor 0": ({"factor": 0}, ValueError, "factor must be from 1 to 2147483648, got 0"),
+    "no kc": ({"kc": None}, TypeError, "kc must be a tensor, got None"),
+}
+
+
+@pytest.mark.parametrize("wrong", POOLED_RAISES)
+def test_wrong_pooled_input(wrong: str) -> None:
+    changed, kind, message = POOLED_RAISES[wrong]
+    (q, kc, vc), _ = make_inputs(2, 4, 2, 5, 4, 3)
+    arguments = {"q": q, "kc": kc, "vc": vc, "factor": 2, "kv_len": 7, **changed}
+    with pytest.raises(kind, match=f"compressed_attention_pooled: {message}"):
+        compressed_attention_pooled(arguments.pop("q"), arguments.pop("kc"), arguments.pop("vc"), **arguments)
+
+
+STEP_RAISES = {
+    "k of rank 3": (
+        {"k": torch.ones(2, 1, 3)},
+        ValueError,
+        r"k must be \(B,Hkv,n,D\), of 4 dimensions, got \[2, 1, 3\]",
+    ),
+    "another v": ({"v": torch.ones(2, 2, 2, 3)}, ValueError, r"v must be .* = \[2, 2, 1, 3\] to match k"),
+    "float64 v": ({"v": torch.ones(2, 2, 1, 3).double()}, TypeError, "v must be torch.float32 on cpu to match k"),
+    "no k": ({"k": None}, TypeError, "k must be a tensor, got None"),
+    "factor 0": ({"factor": 0}, ValueError, "factor must be at least 1, got 0"),
+    "a full open block": ({"positions": 4}, ValueError, r"state.positions must be from 0 to factor - 1 = 3, got 4"),
+    "sums of another shape": (
+        {"k_sum": torch.ones(2, 2, 4)},
+        ValueError,
+        r"state.k_sum must be \[2, 2, 3\] to match k, got \[2, 2, 4\]",
+    ),
+    "sums of another dtype": (
+        {"v_sum": torch.ones(2, 2, 3).double()},
+        TypeError,
+        "state.v_sum must be torch.float32 on cpu, got torch.float64",
+    ),
+    "blocks of another dtype": (
+        {"vc": torch.ones(2, 2, 2, 3).bfloat16()},
+        TypeError,
+        "state.vc must be torch.float32 on cpu, got torch.bfloat16",
+    ),
+    "other blocks": ({"vc": torch.ones(2, 2, 1, 3)}, ValueError, r"state.vc must be \[2, 2, 2, 3\] to match k"),
+}
+
+
+@pytest.mark.parametrize("wrong", STEP_RAISES)
+def test_wrong_step(wrong: str) -> None:
+    changed, kind, message = STEP_RAISES[wrong]
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 9, 3)
+    state = compressed_attention_state(k, v, factor=4)
+    arguments = {"k": k[:, :, :1], "v": v[:, :, :1], "factor": 4, **changed}
+    state = state._replace(**{name: x for name, x in arguments.items() if name in state._fields})
+    with pytest.raises(kind, match=f"compressed_attention_step: {message}"):
+        compressed_attention_step(q, arguments["k"], arguments["v"], state, factor=arguments["factor"])
