@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import compare, print_rows, time_rounds, write_result
+from harness import compare, forward, forward_backward, print_rows, time_rounds, write_result
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -31,23 +31,6 @@ def plain(x: Tensor, weight: Tensor) -> Tensor:
     a = x @ weight[0].T
     b = x @ weight[1].T
     return softplus(a) * b
-
-
-def forward(function: Function, inputs: list[Tensor]) -> Callable[[], Any]:
-    def run() -> None:
-        with torch.no_grad():
-            function(*inputs)
-
-    return run
-
-
-def forward_backward(function: Function, inputs: list[Tensor], gradient: Tensor) -> Callable[[], Any]:
-    def run() -> None:
-        for leaf in inputs:
-            leaf.grad = None
-        function(*inputs).backward(gradient)
-
-    return run
 
 
 def measure(B: int, S: int, E: int, dtype: str, rounds: int) -> list[dict[str, Any]]:

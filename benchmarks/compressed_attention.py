@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import compare, print_rows, time_rounds, write_result
+from harness import compare, forward, forward_backward, print_rows, time_rounds, write_result
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -25,23 +25,6 @@ from memcheck.reference.compressed_attention import compressed_attention as refe
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def forward(attention: Attention, inputs: list[Tensor]) -> Callable[[], Any]:
-    def run() -> None:
-        with torch.no_grad():
-            attention(*inputs)
-
-    return run
-
-
-def forward_backward(attention: Attention, inputs: list[Tensor], gradient: Tensor) -> Callable[[], Any]:
-    def run() -> None:
-        for leaf in inputs:
-            leaf.grad = None
-        attention(*inputs).backward(gradient)
-
-    return run
 
 
 def measure(shape: tuple[int, ...], factor: int, dtype: str, rounds: int) -> list[dict[str, Any]]:

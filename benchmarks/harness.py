@@ -7,9 +7,12 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from memcheck.measurement import machine_facts
 
@@ -17,6 +20,25 @@ RESULTS = Path(__file__).parent / "results"
 
 
 Runs = Mapping[str, Callable[[], Any]]
+
+
+def forward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], Any]:
+    def run() -> None:
+        with torch.no_grad():
+            function(*inputs)
+
+    return run
+
+
+def forward_backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor) -> Callable[[], Any]:
+    """Begins with .grad None, so that gradients are allocated afresh."""
+
+    def run() -> None:
+        for leaf in inputs:
+            leaf.grad = None
+        function(*inputs).backward(gradient)
+
+    return run
 
 
 def time_rounds(contenders: Runs, rounds: int, warmup: int = 3) -> dict[str, list[float]]:

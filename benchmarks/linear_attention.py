@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import compare, print_rows, time_rounds, write_result
+from harness import compare, forward, forward_backward, print_rows, time_rounds, write_result
 from torch import Tensor
 
 import memcheck
@@ -32,23 +32,6 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     phi_q, phi_k = features(q), features(k)
     return (phi_q @ (phi_k.mT @ v)) / (phi_q @ phi_k.sum(2)[..., None] + 1e-6)
-
-
-def forward(attention: Attention, inputs: list[Tensor]) -> Callable[[], Any]:
-    def run() -> None:
-        with torch.no_grad():
-            attention(*inputs)
-
-    return run
-
-
-def forward_backward(attention: Attention, inputs: list[Tensor], gradient: Tensor) -> Callable[[], Any]:
-    def run() -> None:
-        for leaf in inputs:
-            leaf.grad = None
-        attention(*inputs).backward(gradient)
-
-    return run
 
 
 def matmuls(inputs: list[Tensor]) -> Callable[[], Any]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import compare, print_rows, time_rounds, write_result
+from harness import compare, forward, forward_backward, print_rows, time_rounds, write_result
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -35,23 +35,6 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 def leaves(B: int, S: int, R: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((B, S, R), (B, R, S), (B, R, S))]
-
-
-def forward(attention: Attention, inputs: list[Tensor]) -> Callable[[], Any]:
-    def run() -> None:
-        with torch.no_grad():
-            attention(*inputs)
-
-    return run
-
-
-def forward_backward(attention: Attention, inputs: list[Tensor], gradient: Tensor) -> Callable[[], Any]:
-    def run() -> None:
-        for leaf in inputs:
-            leaf.grad = None
-        attention(*inputs).backward(gradient)
-
-    return run
 
 
 def measure(B: int, S: int, R: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
