@@ -78,10 +78,12 @@ Mask wanted_gradients(AutogradContext* ctx) {
 }
 
 // q and kc: the scores are formed again, and their gradients are sums of kc and of q. lse: the weights of softmax from
-// scores. vc and y: the gradient of a score; the gradient of the values alone does without.
+// scores. vc: the gradient of a weight; the gradient of the values alone does without. y: grad_y . y, unless y was
+// rounded to 16 bits, when that is a sum over blocks.
 void keep_tensors(AutogradContext* ctx, const Tensor& q, const Tensor& kc, const Tensor& vc, const Tensor& y,
                   const Tensor& lse, bool grads_scores, bool keeps_vc) {
-  ctx->save_for_backward({q, kc, keeps_vc ? vc : Tensor(), grads_scores ? y : Tensor(), lse});
+  const bool exact = acc_scalar_type(q.scalar_type()) == q.scalar_type();
+  ctx->save_for_backward({q, kc, keeps_vc ? vc : Tensor(), grads_scores && exact ? y : Tensor(), lse});
   ctx->set_materialize_grads(false);
 }
 
@@ -105,11 +107,14 @@ struct CompressedAttention : Function<CompressedAttention> {
     keep_options(ctx, options, k.sym_size(2));
     ctx->saved_data["grad_k_stride"] = gradient_stride(k);
     ctx->saved_data["grad_v_stride"] = gradient_stride(v);
-    ctx->mark_non_differentiable({lse, kc, vc});
+    // kc and vc stay in the graph, so that whoever differentiates the backward is told that it reads k and v.
+    ctx->mark_non_differentiable({lse});
     return {y, lse, kc, vc};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!grads[2].defined() && !grads[3].defined(),
+                                "compressed_attention: kc and vc have no gradient; differentiate y");
     if (!grads[0].defined()) return variable_list(4);
     const auto saved = ctx->get_saved_variables();
     const Options options = kept_options(ctx);
