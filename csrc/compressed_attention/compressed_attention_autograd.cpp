@@ -1,3 +1,4 @@
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -95,6 +96,15 @@ std::vector<c10::SymInt> gradient_stride(const Tensor& x) {
   return stride;
 }
 
+// Gradients depend on k and v through kc and vc, which are cut off from them: autograd alone would take the gradients
+// for constants. A leaf that requires a gradient stands in.
+variable_list refuse_through_blocks(AutogradContext* ctx, const variable_list& gradients, const Tensor& grad_y) {
+  const bool of_values_alone = !ctx->needs_input_grad(0) && !ctx->needs_input_grad(1);
+  if (!at::GradMode::is_enabled() || of_values_alone) return gradients;
+  const Tensor stand_in = at::empty({0}, grad_y.options()).requires_grad_();
+  return refuse_double_backward("compressed_attention", gradients, stand_in);
+}
+
 struct CompressedAttention : Function<CompressedAttention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                                const Options& options) {
@@ -107,14 +117,11 @@ struct CompressedAttention : Function<CompressedAttention> {
     keep_options(ctx, options, k.sym_size(2));
     ctx->saved_data["grad_k_stride"] = gradient_stride(k);
     ctx->saved_data["grad_v_stride"] = gradient_stride(v);
-    // kc and vc stay in the graph, so that whoever differentiates the backward is told that it reads k and v.
-    ctx->mark_non_differentiable({lse});
+    ctx->mark_non_differentiable({lse, kc, vc});
     return {y, lse, kc, vc};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!grads[2].defined() && !grads[3].defined(),
-                                "compressed_attention: kc and vc have no gradient; differentiate y");
     if (!grads[0].defined()) return variable_list(4);
     const auto saved = ctx->get_saved_variables();
     const Options options = kept_options(ctx);
@@ -123,7 +130,8 @@ struct CompressedAttention : Function<CompressedAttention> {
                            ctx->saved_data["kv_len"].toSymInt(), options.causal, options.strict, options.scale,
                            ctx->saved_data["grad_k_stride"].toSymIntVector(),
                            ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_gradients(ctx));
-    return {grad_q, grad_k, grad_v, Tensor()};
+    const auto guarded = refuse_through_blocks(ctx, {grad_q, grad_k, grad_v}, grads[0]);
+    return {guarded[0], guarded[1], guarded[2], Tensor()};
   }
 };
 

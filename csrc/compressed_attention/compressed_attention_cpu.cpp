@@ -22,7 +22,6 @@ namespace {
 constexpr int64_t kQueries = 64;  // a tile of queries
 constexpr int64_t kBlocks = 64;   // a tile of blocks that queries go through
 constexpr int64_t kLanes = kTileColumns;
-constexpr int64_t kLaneTiles = kQueries / kLanes;
 constexpr int64_t kChunkTiles = 8;  // tiles to a chunk of sums
 constexpr int64_t kFewQueries = 4;  // for so few a product with 32 lanes costs more than dot products
 
@@ -58,7 +57,7 @@ struct SumOfTiles {
 template <typename acc_t>
 struct QueryScratch {
   acc_t* q = nullptr;        // kQueries x D
-  acc_t* q_lanes = nullptr;  // kLaneTiles x D x kLanes, as the next
+  acc_t* q_lanes = nullptr;  // D x kLanes for every kLanes queries, as the next
   acc_t* grad_lanes = nullptr;
   acc_t* kc = nullptr;  // kBlocks x D, as the next
   acc_t* vc = nullptr;
@@ -69,13 +68,11 @@ struct QueryScratch {
 
   QueryScratch(Room& room, const CompressedAttentionShape& shape, bool backward) {
     const int64_t columns = padded_columns(shape.D);
-    for (acc_t** piece : {&q, &q_lanes, &kc, &vc, &product}) room.take(*piece, kQueries * columns);
-    room.take(scores, kBlocks * kLanes);
-    if (backward) {
-      room.take(grad_lanes, kQueries * columns);
-      room.take(grad_weights, kBlocks * kLanes);
-    }
+    for (acc_t** piece : {&kc, &vc}) room.take(*piece, kBlocks * columns);
+    for (acc_t** piece : {backward ? &grad_lanes : &q, &q_lanes, &product}) room.take(*piece, kQueries * columns);
     sum.take(room, kQueries * columns);
+    room.take(scores, kBlocks * kLanes);
+    if (backward) room.take(grad_weights, kBlocks * kLanes);
   }
 };
 
