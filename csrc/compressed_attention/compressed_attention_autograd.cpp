@@ -96,11 +96,11 @@ std::vector<c10::SymInt> gradient_stride(const Tensor& x) {
   return stride;
 }
 
-// Gradients depend on k and v through kc and vc, which are cut off from them: autograd alone would take the gradients
-// for constants. A leaf that requires a gradient stands in.
+// Gradients depend on k and v through kc and vc, which are cut off from them: where autograd has no other way to know,
+// it would take the gradients for constants. A leaf that requires a gradient stands in for k and v.
 variable_list refuse_through_blocks(AutogradContext* ctx, const variable_list& gradients, const Tensor& grad_y) {
   const bool of_values_alone = !ctx->needs_input_grad(0) && !ctx->needs_input_grad(1);
-  if (!at::GradMode::is_enabled() || of_values_alone) return gradients;
+  if (!at::GradMode::is_enabled() || of_values_alone || wants_gradient(gradients)) return gradients;
   const Tensor stand_in = at::empty({0}, grad_y.options()).requires_grad_();
   return refuse_double_backward("compressed_attention", gradients, stand_in);
 }
