@@ -188,7 +188,8 @@ PooledResult pooled(const at::Tensor& q, const at::Tensor& kc, const at::Tensor&
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Mask = std::array<bool, 3>;
 
-// What the forward kept; vc and y are undefined where only the gradient of the values is wanted.
+// What the forward kept. Undefined where only the gradient of the values is wanted are vc and y; so is a y that was
+// rounded to 16 bits.
 struct Kept {
   const at::Tensor& q;
   const at::Tensor& kc;
@@ -207,7 +208,8 @@ Sizes check_backward(const char* op, const at::Tensor& grad_y, const Kept& kept,
     check_like(op, name, x, kept.q, "q");
   };
   check_like_q("grad_y", grad_y);
-  if (kept.y.defined() || needs_all) check_like_q("y", kept.y);
+  const bool exact = acc_scalar_type(kept.q.scalar_type()) == kept.q.scalar_type();
+  if (kept.y.defined() || (needs_all && exact)) check_like_q("y", kept.y);
   check_tensor(op, "lse", kept.lse);
   check_shape(op, "lse", kept.lse, "(B,H,S)", {n.B, n.H, n.S}, "q");
   check_dtype(op, "lse", kept.lse, acc_scalar_type(kept.q.scalar_type()), "the accumulation type of q");
@@ -220,6 +222,7 @@ void run_backward(const Sizes& n, const Options& options, const at::Tensor& grad
   const CompressedAttentionShape shape = n.shape(options);
   const auto& [grad_q, grad_k, grad_v] = gradients;
   const at::Tensor lse = kept.lse.contiguous();
+  const bool rounds = acc_scalar_type(kept.q.scalar_type()) != kept.q.scalar_type();
   const auto plan = compressed_attention_plan_cpu(shape, dtype_of(kept.q), at::get_num_threads());
   const at::Tensor delta = empty_bytes(grad_k.defined() ? plan.delta_bytes : 0, kept.q);
   const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, kept.q);
@@ -229,7 +232,7 @@ void run_backward(const Sizes& n, const Options& options, const at::Tensor& grad
                                       reads<4>(kept.q),
                                       reads<4>(kept.kc),
                                       reads<4>(kept.vc),
-                                      reads<4>(kept.y),
+                                      reads<4>(rounds ? at::Tensor() : kept.y),
                                       lse.const_data_ptr(),
                                       block_length,
                                       gradient_length,

@@ -59,8 +59,8 @@ struct CompressedAttentionBackward {
   Strided<4> grad_y;  // (B,H,S,D)
   Strided<4> q;       // (B,H,S,D)
   Strided<4> kc;      // (B,Hkv,C,D)
-  Strided<4> vc;      // (B,Hkv,C,D), null when only grad_v is wanted, as the next: it does not depend on them
-  Strided<4> y;       // (B,H,S,D)
+  Strided<4> vc;      // (B,Hkv,C,D), null when only grad_v is wanted: it does not depend on it
+  Strided<4> y;       // (B,H,S,D), null as vc, and where it was rounded to 16 bits
   const void* lse;    // (B,H,S)
   // A block's gradient, divided by its length, is that of each of its positions. Of keys that came pooled a block is
   // one position.

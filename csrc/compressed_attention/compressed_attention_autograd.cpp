@@ -1,3 +1,4 @@
+#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -78,10 +79,12 @@ Mask wanted_gradients(AutogradContext* ctx) {
 }
 
 // q and kc: the scores are formed again, and their gradients are sums of kc and of q. lse: the weights of softmax from
-// scores. vc and y: the gradient of a score; the gradient of the values alone does without.
+// scores. vc: the gradient of a weight; the gradient of the values alone does without. y: grad_y . y, unless y was
+// rounded to 16 bits, when that is a sum over blocks.
 void keep_tensors(AutogradContext* ctx, const Tensor& q, const Tensor& kc, const Tensor& vc, const Tensor& y,
                   const Tensor& lse, bool grads_scores, bool keeps_vc) {
-  ctx->save_for_backward({q, kc, keeps_vc ? vc : Tensor(), grads_scores ? y : Tensor(), lse});
+  const bool exact = acc_scalar_type(q.scalar_type()) == q.scalar_type();
+  ctx->save_for_backward({q, kc, keeps_vc ? vc : Tensor(), grads_scores && exact ? y : Tensor(), lse});
   ctx->set_materialize_grads(false);
 }
 
@@ -91,6 +94,15 @@ std::vector<c10::SymInt> gradient_stride(const Tensor& x) {
   std::vector<c10::SymInt> stride(x.dim(), 1);
   for (int64_t i = x.dim() - 1; i > 0; --i) stride[i - 1] = stride[i] * x.sym_size(i).max(1);
   return stride;
+}
+
+// Gradients depend on k and v through kc and vc, which are cut off from them: where autograd has no other way to know,
+// it would take the gradients for constants. A leaf that requires a gradient stands in for k and v.
+variable_list refuse_through_blocks(AutogradContext* ctx, const variable_list& gradients, const Tensor& grad_y) {
+  const bool of_values_alone = !ctx->needs_input_grad(0) && !ctx->needs_input_grad(1);
+  if (!at::GradMode::is_enabled() || of_values_alone || wants_gradient(gradients)) return gradients;
+  const Tensor stand_in = at::empty({0}, grad_y.options()).requires_grad_();
+  return refuse_double_backward("compressed_attention", gradients, stand_in);
 }
 
 struct CompressedAttention : Function<CompressedAttention> {
@@ -118,7 +130,8 @@ struct CompressedAttention : Function<CompressedAttention> {
                            ctx->saved_data["kv_len"].toSymInt(), options.causal, options.strict, options.scale,
                            ctx->saved_data["grad_k_stride"].toSymIntVector(),
                            ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_gradients(ctx));
-    return {grad_q, grad_k, grad_v, Tensor()};
+    const auto guarded = refuse_through_blocks(ctx, {grad_q, grad_k, grad_v}, grads[0]);
+    return {guarded[0], guarded[1], guarded[2], Tensor()};
   }
 };
 

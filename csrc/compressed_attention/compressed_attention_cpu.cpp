@@ -22,7 +22,6 @@ namespace {
 constexpr int64_t kQueries = 64;  // a tile of queries
 constexpr int64_t kBlocks = 64;   // a tile of blocks that queries go through
 constexpr int64_t kLanes = kTileColumns;
-constexpr int64_t kLaneTiles = kQueries / kLanes;
 constexpr int64_t kChunkTiles = 8;  // tiles to a chunk of sums
 constexpr int64_t kFewQueries = 4;  // for so few a product with 32 lanes costs more than dot products
 
@@ -58,7 +57,7 @@ struct SumOfTiles {
 template <typename acc_t>
 struct QueryScratch {
   acc_t* q = nullptr;        // kQueries x D
-  acc_t* q_lanes = nullptr;  // kLaneTiles x D x kLanes, as the next
+  acc_t* q_lanes = nullptr;  // D x kLanes for every kLanes queries, as the next
   acc_t* grad_lanes = nullptr;
   acc_t* kc = nullptr;  // kBlocks x D, as the next
   acc_t* vc = nullptr;
@@ -69,13 +68,11 @@ struct QueryScratch {
 
   QueryScratch(Room& room, const CompressedAttentionShape& shape, bool backward) {
     const int64_t columns = padded_columns(shape.D);
-    for (acc_t** piece : {&q, &q_lanes, &kc, &vc, &product}) room.take(*piece, kQueries * columns);
-    room.take(scores, kBlocks * kLanes);
-    if (backward) {
-      room.take(grad_lanes, kQueries * columns);
-      room.take(grad_weights, kBlocks * kLanes);
-    }
+    for (acc_t** piece : {&kc, &vc}) room.take(*piece, kBlocks * columns);
+    for (acc_t** piece : {backward ? &grad_lanes : &q, &q_lanes, &product}) room.take(*piece, kQueries * columns);
     sum.take(room, kQueries * columns);
+    room.take(scores, kBlocks * kLanes);
+    if (backward) room.take(grad_weights, kBlocks * kLanes);
   }
 };
 
@@ -498,34 +495,98 @@ MEMCHECK_PER_CPU_LEVEL(forward_tasks,
 // y = sum_j p_j vc_j with p = softmax(scale q . kc), so with dp_j = grad_y . vc_j and delta = grad_y . y = sum_j p_j
 // dp_j the gradient of score j is ds_j = p_j (dp_j - delta), and grad_q = scale sum_j ds_j kc_j.
 
+// Brings q and grad_y to their lanes.
+template <typename acc_t>
+MEMCHECK_INLINE void load_queries(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
+                                  const QueryScratch<acc_t>& scratch) {
+  const int64_t columns = padded_columns(p.shape.D);
+  load_tile(dtype, p.q, tile, p.shape.D, scratch.product);
+  turn_to_lanes(scratch.product, tile.rows(), columns, scratch.q_lanes);
+  load_tile(dtype, p.grad_y, tile, p.shape.D, scratch.product);
+  turn_to_lanes(scratch.product, tile.rows(), columns, scratch.grad_lanes);
+}
+
+// A tile of blocks from j on, as a tile of queries sees it.
+template <typename acc_t>
+struct SeenBlocks {
+  Sight<acc_t> sight;
+  Rows<acc_t> kc, vc;
+
+  MEMCHECK_INLINE SeenBlocks(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile, int64_t j,
+                             int64_t end, const QueryScratch<acc_t>& scratch)
+      : sight(p.shape, tile, j, end - j < kBlocks ? end - j : kBlocks),
+        kc(rows_of(dtype, place_of(p.kc, dtype, tile.b, tile.key_head, j), sight.blocks, p.shape.D, scratch.kc)),
+        vc(rows_of(dtype, place_of(p.vc, dtype, tile.b, tile.key_head, j), sight.blocks, p.shape.D, scratch.vc)) {}
+
+  // Scores of the lanes from `first` on, and the gradients of their weights.
+  MEMCHECK_INLINE void score(const CompressedAttentionBackward& p, int64_t first,
+                             const QueryScratch<acc_t>& scratch) const {
+    const int64_t skipped = first * padded_columns(p.shape.D);
+    multiply_rows(sight.blocks, kc, scratch.q_lanes + skipped, p.shape.D, scratch.scores);
+    multiply_rows(sight.blocks, vc, scratch.grad_lanes + skipped, p.shape.D, scratch.grad_weights);
+    scale_and_hide(sight, sight.limit + first, static_cast<acc_t>(p.scale), scratch.scores);
+  }
+};
+
+// delta = grad_y . y, one chain of products over D, as the gradient of a weight is: where a query sees one block these
+// are the same numbers, and the gradient of the score is 0 as it should.
+template <typename acc_t>
+MEMCHECK_INLINE void delta_from_y(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
+                                  const QueryScratch<acc_t>& scratch, acc_t* delta) {
+  const int64_t D = p.shape.D;
+  const int64_t columns = padded_columns(D);
+  acc_t* y_lanes = scratch.sum.total;
+  load_tile(dtype, p.y, tile, D, scratch.product);
+  turn_to_lanes(scratch.product, tile.rows(), columns, y_lanes);
+  for (int64_t first = 0; first < tile.rows(); first += kLanes)
+    for (int64_t i = first * columns; i < first * columns + D * kLanes; i += kLanes)
+      for (int64_t lane = 0; lane < kLanes; ++lane)
+        delta[first + lane] += y_lanes[i + lane] * scratch.grad_lanes[i + lane];
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void add_weighted(int64_t blocks, const acc_t* shift, const acc_t* scores, const acc_t* grad_weights,
+                                  acc_t* delta) {
+  alignas(64) acc_t sum[kLanes] = {};
+  for (int64_t j = 0; j < blocks; ++j)
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      sum[lane] += exp_minus_abs(scores[j * kLanes + lane] - shift[lane]) * grad_weights[j * kLanes + lane];
+  for (int64_t lane = 0; lane < kLanes; ++lane) delta[lane] += sum[lane];
+}
+
+// delta = sum_j p_j dp_j, where y was rounded to 16 bits: its error would be that of every score's gradient at once.
+template <typename acc_t>
+MEMCHECK_INLINE void delta_from_weights(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
+                                        const QueryScratch<acc_t>& scratch, const acc_t* shift, acc_t* delta) {
+  const int64_t end = p.shape.visible(tile.s + tile.positions - 1);
+  for (int64_t j = 0; j < end; j += kBlocks) {
+    const SeenBlocks<acc_t> seen(p, dtype, tile, j, end, scratch);
+    for (int64_t first = 0; first < tile.rows(); first += kLanes) {
+      seen.score(p, first, scratch);
+      add_weighted(seen.sight.blocks, shift + first, scratch.scores, scratch.grad_weights, delta + first);
+    }
+  }
+}
+
 template <typename acc_t>
 struct QueryGradients {
   alignas(64) acc_t shift[kQueries] = {};  // lse, as it is subtracted
   alignas(64) acc_t delta[kQueries] = {};
-};
 
-// grad_y goes to its lanes. delta is one chain of products over D, as the gradient of a weight is: where a query sees
-// one block these are the same numbers, and the gradient of the score is 0 as it should.
-template <typename acc_t>
-MEMCHECK_INLINE void load_gradients(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
-                                    const QueryScratch<acc_t>& scratch, QueryGradients<acc_t>& of) {
-  const int64_t D = p.shape.D;
-  const int64_t columns = padded_columns(D);
-  const int64_t rows = tile.rows();
-  load_tile(dtype, p.y, tile, D, scratch.product);
-  turn_to_lanes(scratch.product, rows, columns, scratch.q_lanes);
-  load_tile(dtype, p.grad_y, tile, D, scratch.product);
-  turn_to_lanes(scratch.product, rows, columns, scratch.grad_lanes);
-  for (int64_t first = 0; first < rows; first += kLanes)
-    for (int64_t i = first * columns; i < first * columns + D * kLanes; i += kLanes)
-      for (int64_t lane = 0; lane < kLanes; ++lane)
-        of.delta[first + lane] += scratch.q_lanes[i + lane] * scratch.grad_lanes[i + lane];
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t index = query_index(p.shape, tile, row);
-    of.shift[row] = shift_of(static_cast<const acc_t*>(p.lse)[index]);
-    if (p.delta != nullptr) static_cast<acc_t*>(p.delta)[index] = of.delta[row];
+  MEMCHECK_INLINE QueryGradients(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
+                                 const QueryScratch<acc_t>& scratch) {
+    for (int64_t row = 0; row < tile.rows(); ++row)
+      shift[row] = shift_of(static_cast<const acc_t*>(p.lse)[query_index(p.shape, tile, row)]);
+    if (p.y) {
+      delta_from_y(p, dtype, tile, scratch, delta);
+    } else {
+      delta_from_weights(p, dtype, tile, scratch, shift, delta);
+    }
+    if (p.delta == nullptr) return;
+    for (int64_t row = 0; row < tile.rows(); ++row)
+      static_cast<acc_t*>(p.delta)[query_index(p.shape, tile, row)] = delta[row];
   }
-}
+};
 
 // Scores (blocks, kLanes) become their gradients.
 template <typename acc_t>
@@ -541,35 +602,28 @@ MEMCHECK_INLINE void differentiate_scores(int64_t blocks, const acc_t* shift, co
 template <typename acc_t>
 MEMCHECK_INLINE void query_gradient(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
                                     const QueryScratch<acc_t>& scratch, const QueryGradients<acc_t>& of) {
-  const int64_t D = p.shape.D;
-  const int64_t columns = padded_columns(D);
+  const int64_t columns = padded_columns(p.shape.D);
   const int64_t rows = tile.rows();
   const int64_t end = p.shape.visible(tile.s + tile.positions - 1);
-  load_tile(dtype, p.q, tile, D, scratch.q);
-  turn_to_lanes(scratch.q, rows, columns, scratch.q_lanes);
   start_sum(rows * columns, scratch.sum);
   int64_t tiles = 0;
   for (int64_t j = 0; j < end; j += kBlocks) {
-    const Sight<acc_t> sight(p.shape, tile, j, end - j < kBlocks ? end - j : kBlocks);
-    const auto kc = rows_of(dtype, place_of(p.kc, dtype, tile.b, tile.key_head, j), sight.blocks, D, scratch.kc);
-    const auto vc = rows_of(dtype, place_of(p.vc, dtype, tile.b, tile.key_head, j), sight.blocks, D, scratch.vc);
+    const SeenBlocks<acc_t> seen(p, dtype, tile, j, end, scratch);
+    const int64_t blocks = seen.sight.blocks;
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t count = rows - first < kLanes ? rows - first : kLanes;
-      const int64_t skipped = first * columns;
-      multiply_rows(sight.blocks, kc, scratch.q_lanes + skipped, D, scratch.scores);
-      multiply_rows(sight.blocks, vc, scratch.grad_lanes + skipped, D, scratch.grad_weights);
-      scale_and_hide(sight, sight.limit + first, static_cast<acc_t>(p.scale), scratch.scores);
-      differentiate_scores(sight.blocks, of.shift + first, of.delta + first, scratch.grad_weights, scratch.scores);
+      seen.score(p, first, scratch);
+      differentiate_scores(blocks, of.shift + first, of.delta + first, scratch.grad_weights, scratch.scores);
       const TileFactor<acc_t> grad_scores{scratch.scores, 1, kLanes};
-      tile_product(TileProduct::Set, count, columns, sight.blocks, grad_scores, kc.data, kc.stride,
-                   scratch.product + skipped, columns);
+      tile_product(TileProduct::Set, count, columns, blocks, grad_scores, seen.kc.data, seen.kc.stride,
+                   scratch.product + first * columns, columns);
     }
     add(rows * columns, scratch.product, scratch.sum.chunk);
     if (++tiles % kChunkTiles == 0) add_chunk(rows * columns, scratch.sum);
   }
   add_chunk(rows * columns, scratch.sum);
   scale_all(rows * columns, static_cast<acc_t>(p.scale), scratch.sum.total);
-  store_tile(dtype, p.grad_q, tile, D, scratch.sum.total);
+  store_tile(dtype, p.grad_q, tile, p.shape.D, scratch.sum.total);
 }
 
 template <typename scalar_t>
@@ -577,8 +631,8 @@ MEMCHECK_INLINE void query_gradient_tasks_body(const CompressedAttentionBackward
                                                int64_t end, const QueryScratch<scalar_t>& scratch) {
   for (int64_t index = begin; index < end; ++index) {
     const QueryTile tile = query_tile(p.shape, index);
-    QueryGradients<scalar_t> of;
-    load_gradients(p, dtype, tile, scratch, of);
+    load_queries(p, dtype, tile, scratch);
+    const QueryGradients<scalar_t> of(p, dtype, tile, scratch);
     if (p.grad_q) query_gradient(p, dtype, tile, scratch, of);
   }
 }

@@ -40,9 +40,9 @@ def compressed_attention(
     rounded to the dtype of the inputs.
 
     Returns:
-        y (B,H,S,D), contiguous; 0 for a query that sees no block. Kept for backward: q, y, the means, and a number a
-        query in the accumulation type, but not k and v. A gradient has its input's strides; there is no double
-        backward: it raises.
+        y (B,H,S,D), contiguous; 0 for a query that sees no block. Kept for backward: q, y (not in 16 bits), the means,
+        and a number a query in the accumulation type, but not k and v. A gradient has its input's strides. There is no
+        double backward: it raises.
 
     Raises:
         ValueError: a shape, device, factor or scale, S > T when causal, strict without causal.
@@ -85,7 +85,8 @@ def compressed_attention_pooled(
         factor, causal, strict, scale: as in compressed_attention.
 
     Returns:
-        y (B,H,S,D), contiguous. Kept for backward: q, kc, vc, y, and a number a query.
+        y (B,H,S,D), contiguous. Kept for backward: q, kc, vc, y (not in 16 bits), and a number a
+        query.
 
     Raises:
         ValueError, TypeError: as compressed_attention.

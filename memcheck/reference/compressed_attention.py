@@ -85,6 +85,10 @@ def weights_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None = None
     return torch.softmax(scores.masked_fill(hidden & ~nothing, -torch.inf), 3).masked_fill(hidden, 0)
 
 
+# float32's smallest normal number. The error of a smaller one is in proportion to this, so bounds have none smaller.
+SMALLEST = 2.0**-126
+
+
 def compressed_attention_bounds(
     grad_y: Tensor,
     q: Tensor,
@@ -142,7 +146,7 @@ def _bounds(
     factor_of_scores = abs(scale_of(q, scale))
     sizes = (factor_of_scores * size_q @ size_k.mT).masked_fill(hidden, 0)  # (B,H,S,C)
     largest = pad(sizes, (1, 0)).amax(3, keepdim=True)
-    weights = weights * (1 + largest)
+    weights = weights.clamp(min=SMALLEST).masked_fill(hidden, 0) * (1 + largest)
     of_y = weights @ size_v
     delta = (g * of_y).sum(3, keepdim=True)
     grad_scores = factor_of_scores * weights * (g @ size_v.mT + delta)
