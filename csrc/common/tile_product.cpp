@@ -44,10 +44,7 @@ MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n
   MEMCHECK_UNROLL
   for (int i = 0; i < kRows; ++i) {
     MEMCHECK_UNROLL
-    for (int j = 0; j < kVectors; ++j) {
-      sums[i][j] = Vector{};
-      if (p.add) std::memcpy(&sums[i][j], to + i * to_row + j * kLanes, kBytes);
-    }
+    for (int j = 0; j < kVectors; ++j) sums[i][j] = Vector{};
   }
   for (int64_t k = 0; k < K; ++k) {
     Vector row[kVectors];
@@ -63,7 +60,13 @@ MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n
   MEMCHECK_UNROLL
   for (int i = 0; i < kRows; ++i) {
     MEMCHECK_UNROLL
-    for (int j = 0; j < kVectors; ++j) std::memcpy(to + i * to_row + j * kLanes, &sums[i][j], kBytes);
+    for (int j = 0; j < kVectors; ++j) {
+      acc_t* place = to + i * to_row + j * kLanes;
+      Vector old = {};
+      if (p.add) std::memcpy(&old, place, kBytes);
+      old += sums[i][j];
+      std::memcpy(place, &old, kBytes);
+    }
   }
 }
 

@@ -26,7 +26,8 @@ struct TileFactor {
 enum class TileProduct { Set, Add };
 
 // to (M,N) = a (M,K) b (K,N), or to += that. b and to have contiguous rows so many elements apart, and N is a multiple
-// of kTileColumns. Every element is one chain of multiplications and additions over K, whatever M and N are.
+// of kTileColumns. Every element is one chain of multiplications and additions over K, whatever M and N are, which
+// joins what is there when it is complete: adding products up is a level of summation of its own.
 template <typename acc_t>
 void tile_product(TileProduct how, int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, const acc_t* b,
                   int64_t b_stride, acc_t* to, int64_t to_stride);

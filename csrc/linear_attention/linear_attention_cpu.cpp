@@ -76,10 +76,9 @@ struct State {
   Matrix<acc_t> total;   // of all chunks so far
   Matrix<acc_t> before;  // of full levels
   Matrix<acc_t> level;   // of the chunks since
-  Matrix<acc_t> chunk;   // what joins next
 
   State(const StateShape& of, Arena<acc_t>& arena) : shape(of) {
-    for (Matrix<acc_t>* part : {&total, &before, &level, &chunk}) {
+    for (Matrix<acc_t>* part : {&total, &before, &level}) {
       *part = arena.matrix(shape.rows, shape.columns);
       arena.matrix(1, shape.keys);
     }
@@ -99,19 +98,21 @@ struct State {
     }
     for (int64_t i = 0; i < shape.size(); ++i) total.data[i] = before.data[i];
   }
-  // The sum over rows of a b^T, and of weights (null: 1) times x.
+  // The sum over the rows of a chunk of a b^T, and of weights (null: 1) times x.
   MEMCHECK_INLINE void add_chunk(int64_t rows, const TileFactor<acc_t>& a, const acc_t* b, const acc_t* weights,
                                  const acc_t* x) {
-    tile_product(TileProduct::Set, shape.rows, chunk.stride, rows, a.transposed(), b, chunk.stride, chunk.data,
-                 chunk.stride);
+    tile_product(TileProduct::Add, shape.rows, level.stride, rows, a.transposed(), b, level.stride, level.data,
+                 level.stride);
     const int64_t stride = padded_columns(shape.keys);
-    acc_t* __restrict sum = vector_of(chunk);
-    for (int64_t i = 0; i < stride; ++i) sum[i] = acc_t(0);
-    for (int64_t row = 0; row < rows; ++row) {
-      const acc_t weight = weights == nullptr ? acc_t(1) : weights[row];
-      for (int64_t i = 0; i < stride; ++i) sum[i] += weight * x[row * stride + i];
+    for (int64_t i = 0; i < stride; i += kTileLanes) {
+      alignas(64) acc_t sum[kTileLanes] = {};
+      for (int64_t row = 0; row < rows; ++row) {
+        const acc_t weight = weights == nullptr ? acc_t(1) : weights[row];
+        for (int64_t lane = 0; lane < kTileLanes; ++lane) sum[lane] += weight * x[row * stride + i + lane];
+      }
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) vector_of(level)[i + lane] += sum[lane];
     }
-    join();
+    end_chunk();
   }
   MEMCHECK_INLINE void store(acc_t* to) const {
     for (int64_t i = 0; i < shape.size(); ++i) to[i] = total.data[i];
@@ -120,15 +121,8 @@ struct State {
  private:
   int64_t chunks_ = 0;
 
-  MEMCHECK_INLINE void join() {
-    acc_t* __restrict to_total = total.data;
-    acc_t* __restrict to_level = level.data;
-    const acc_t* __restrict old = before.data;
-    const acc_t* __restrict more = chunk.data;
-    for (int64_t i = 0; i < shape.size(); ++i) {
-      to_level[i] += more[i];
-      to_total[i] = old[i] + to_level[i];
-    }
+  MEMCHECK_INLINE void end_chunk() {
+    for (int64_t i = 0; i < shape.size(); ++i) total.data[i] = before.data[i] + level.data[i];
     if (++chunks_ < kChunksPerLevel) return;
     chunks_ = 0;
     for (int64_t i = 0; i < shape.size(); ++i) {
@@ -262,6 +256,18 @@ MEMCHECK_INLINE void mask_later_keys(const Matrix<acc_t>& scores, Range rows) {
   }
 }
 
+// to += weights x, of the rows of x that each row sees.
+template <typename acc_t>
+MEMCHECK_INLINE void add_visible(const Matrix<acc_t>& weights, Range rows, const Matrix<acc_t>& x,
+                                 const Matrix<acc_t>& to) {
+  constexpr int64_t kRowsAtOnce = 8;
+  for (int64_t row = rows.begin; row < rows.end; row += kRowsAtOnce) {
+    const int64_t count = std::min(kRowsAtOnce, rows.end - row);
+    tile_product(TileProduct::Add, count, to.stride, row + count, weights.from_row(row), x.data, x.stride, to.row(row),
+                 to.stride);
+  }
+}
+
 template <typename acc_t>
 MEMCHECK_INLINE void clear_rows(const Matrix<acc_t>& x, Range rows) {
   for (int64_t i = rows.begin * x.stride; i < rows.end * x.stride; ++i) x.data[i] = acc_t(0);
@@ -309,8 +315,7 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
     tile_product(TileProduct::Set, count, kChunk, n.D, x.q.from_row(first), x.k_transposed.data, kChunk,
                  x.scores.row(first), kChunk);
     mask_later_keys(x.scores, rows);
-    tile_product(TileProduct::Add, count, x.y.stride, keys, x.scores.from_row(first), x.v.data, x.v.stride,
-                 x.y.row(first), x.y.stride);
+    add_visible(x.scores, rows, x.v, x.y);
     for (int64_t i = first * kChunk; i < rows.end * kChunk; ++i) x.partial.data[i] = x.scores.data[i];
   }
   add_partial_dots(x.q, x.state.vector_of(x.state.total), 0, rows, x.partial);
@@ -497,8 +502,7 @@ MEMCHECK_INLINE void differentiate_queries(const LinearAttentionBackward& p, Dty
     tile_product(TileProduct::Set, count, kChunk, n.Dv, x.g.from_row(first), x.v_transposed.data, kChunk,
                  x.products.row(first), kChunk);
     mask_later_keys(x.products, rows);
-    tile_product(TileProduct::Add, count, x.grad_q.stride, keys, x.products.from_row(first), x.k.data, x.k.stride,
-                 x.grad_q.row(first), x.grad_q.stride);
+    add_visible(x.products, rows, x.k, x.grad_q);
   }
   // grad_q holds M g so far.
   alignas(64) acc_t denominator[kChunk];
@@ -800,10 +804,10 @@ MEMCHECK_INLINE void step_task(const LinearAttentionStep& p, Dtype dtype, const 
   const LinearAttentionForward forward{n, p.eps, p.q, p.k, p.v, p.y, nullptr, nullptr};
   State<acc_t>& state = x.state;
   const auto place = [&](const Strided<4>& whole) { return rows_at(acc, whole, task.b, task.key_head, 0); };
-  // The old state is a segment of its own.
-  load_rows(acc, place(p.m), n.D, n.Dv, state.chunk.data, state.chunk.stride);
-  load_rows(acc, place(p.z), 1, n.D, state.vector_of(state.chunk), padded_columns(n.D));
-  state.start_from(state.chunk.data, 0, 1);
+  state.clear();
+  load_rows(acc, place(p.m), n.D, n.Dv, state.before.data, state.before.stride);
+  load_rows(acc, place(p.z), 1, n.D, state.vector_of(state.before), padded_columns(n.D));
+  for (int64_t i = 0; i < state.shape.size(); ++i) state.total.data[i] = state.before.data[i];
   sum_keys(forward, dtype, task, {0, n.T}, x);
   attend_to_all(forward, dtype, task, {0, 1}, x);
   store_rows(acc, place(p.new_m), n.D, n.Dv, state.total.data, state.total.stride);
