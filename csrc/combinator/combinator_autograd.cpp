@@ -55,7 +55,9 @@ struct Combinator : Function<Combinator> {
     const auto [grad_x, grad_weight] =
         backward_op().call(grads[0], if_defined(saved[0]), if_defined(saved[1]), if_defined(saved[2]),
                            {ctx->needs_input_grad(0), ctx->needs_input_grad(1)});
-    return {grad_x, grad_weight, Tensor()};
+    // In performance mode x or weight may be known by the pre-activations alone.
+    const auto guarded = refuse_double_backward_through_kept("combinator", {grad_x, grad_weight}, grads[0]);
+    return {guarded[0], guarded[1], Tensor()};
   }
 };
 

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/custom_function.h>
 
@@ -64,6 +65,14 @@ torch::autograd::variable_list refuse_double_backward(const char* op, torch::aut
   for (at::Tensor& x : gradients)
     if (x.defined()) x = guarded[next++];
   return gradients;
+}
+
+// The same for gradients that depend on inputs only through what the forward computed from them and kept: autograd has
+// no other way to know, and would take them for constants. A leaf that requires a gradient stands in for the inputs.
+inline torch::autograd::variable_list refuse_double_backward_through_kept(
+    const char* op, const torch::autograd::variable_list& gradients, const at::Tensor& grad_y) {
+  if (!at::GradMode::is_enabled() || wants_gradient(gradients)) return gradients;
+  return refuse_double_backward(op, gradients, at::empty({0}, grad_y.options()).requires_grad_());
 }
 
 }  // namespace memcheck

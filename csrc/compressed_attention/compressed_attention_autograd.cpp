@@ -1,4 +1,3 @@
-#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -96,15 +95,6 @@ std::vector<c10::SymInt> gradient_stride(const Tensor& x) {
   return stride;
 }
 
-// Gradients depend on k and v through kc and vc, which are cut off from them: where autograd has no other way to know,
-// it would take the gradients for constants. A leaf that requires a gradient stands in for k and v.
-variable_list refuse_through_blocks(AutogradContext* ctx, const variable_list& gradients, const Tensor& grad_y) {
-  const bool of_values_alone = !ctx->needs_input_grad(0) && !ctx->needs_input_grad(1);
-  if (!at::GradMode::is_enabled() || of_values_alone || wants_gradient(gradients)) return gradients;
-  const Tensor stand_in = at::empty({0}, grad_y.options()).requires_grad_();
-  return refuse_double_backward("compressed_attention", gradients, stand_in);
-}
-
 struct CompressedAttention : Function<CompressedAttention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                                const Options& options) {
@@ -130,7 +120,11 @@ struct CompressedAttention : Function<CompressedAttention> {
                            ctx->saved_data["kv_len"].toSymInt(), options.causal, options.strict, options.scale,
                            ctx->saved_data["grad_k_stride"].toSymIntVector(),
                            ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_gradients(ctx));
-    const auto guarded = refuse_through_blocks(ctx, {grad_q, grad_k, grad_v}, grads[0]);
+    const variable_list gradients{grad_q, grad_k, grad_v};
+    // k and v are known by kc and vc alone. The gradient of the values does not depend on the values.
+    const bool of_values_alone = !ctx->needs_input_grad(0) && !ctx->needs_input_grad(1);
+    const auto guarded =
+        of_values_alone ? gradients : refuse_double_backward_through_kept("compressed_attention", gradients, grads[0]);
     return {guarded[0], guarded[1], guarded[2], Tensor()};
   }
 };

@@ -676,11 +676,12 @@ struct QueryRows {
 template <typename acc_t>
 MEMCHECK_INLINE void weights_of_scores(const CompressedAttentionBackward& p, const KeyTile& tile,
                                        const QueryRows& queries, const acc_t* lse, acc_t* __restrict scores) {
-  const acc_t scale = static_cast<acc_t>(p.scale);
+  // Apart from the subtraction: fused with it, a score would be rounded otherwise than in its lse.
+  scale_all(queries.count * kLanes, static_cast<acc_t>(p.scale), scores);
   const bool all_seen = p.shape.visible(queries.s) >= tile.j + tile.blocks;
   for (int64_t row = 0; row < queries.count; ++row) {
     acc_t* line = scores + row * kLanes;
-    for (int64_t lane = 0; lane < kLanes; ++lane) line[lane] = exp_minus_abs(line[lane] * scale - lse[row]);
+    for (int64_t lane = 0; lane < kLanes; ++lane) line[lane] = exp_minus_abs(line[lane] - lse[row]);
     if (all_seen) continue;
     const int64_t seen = p.shape.visible(queries.s + row) - tile.j;
     for (int64_t lane = seen < 0 ? 0 : seen; lane < kLanes; ++lane) line[lane] = acc_t(0);

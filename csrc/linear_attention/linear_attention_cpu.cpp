@@ -20,7 +20,7 @@ constexpr int64_t kChunk = kTileRows;
 constexpr int64_t kChunksPerLevel = 16;
 constexpr int64_t kLevel = kChunksPerLevel * kChunk;
 constexpr int64_t kFewTasks = 8;
-constexpr int64_t kMostSegments = 16;
+constexpr int64_t kMostSegments = 16;  // of all heads together, about: every one of them has a state in memory
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -28,8 +28,9 @@ int64_t ceil_div(int64_t a, int64_t b) {
 
 // Positions of one segment of a sequence; all of them where there are enough tasks without.
 int64_t segment_length(const LinearAttentionShape& shape, int64_t length) {
-  if (shape.B * shape.Hkv >= kFewTasks) return std::max<int64_t>(length, 1);
-  return std::max<int64_t>(1, ceil_div(length, kMostSegments * kLevel)) * kLevel;
+  const int64_t heads = std::max<int64_t>(1, shape.B * shape.Hkv);
+  if (heads >= kFewTasks) return std::max<int64_t>(length, 1);
+  return std::max<int64_t>(1, ceil_div(length, ceil_div(kMostSegments, heads) * kLevel)) * kLevel;
 }
 
 int64_t segments(const LinearAttentionShape& shape, int64_t length) {

@@ -33,14 +33,17 @@ def prepare_script(script: str) -> Callable[[], object]:
         # Unlike runpy's, this __main__ lives on for threads and for what runs at exit.
         sys.modules["__main__"] = ModuleType("__main__")
         sys.modules["__main__"].__file__ = str(path)
-        exec(compile(path.read_bytes(), path, "exec"), sys.modules["__main__"].__dict__)
+        # The script has its own future statements, and not this file's.
+        code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
+        exec(code, sys.modules["__main__"].__dict__)
 
     return run
 
 
 def prepare_module(name: str) -> Callable[[], object]:
     """`python -m MODULE`"""
-    if importlib.util.find_spec(name) is None:
+    # The package alone: finding what is in it imports it, and it may import bluewalm.
+    if importlib.util.find_spec(name.partition(".")[0]) is None:
         raise UsageError(f"there is no module '{name}'")
     return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
 
