@@ -42,7 +42,7 @@ std::vector<c10::SymInt> preactivation_sizes(const at::Tensor& x) {
 
 std::tuple<at::Tensor, at::Tensor> empty_outputs(const at::Tensor& x, bool keep_preactivations) {
   const auto kept = keep_preactivations ? preactivation_sizes(x) : std::vector<c10::SymInt>{0};
-  return {at::empty_symint(x.sym_sizes(), x.options()), at::empty_symint(kept, x.options())};
+  return {empty_result(x.sym_sizes(), x.options()), empty_result(kept, x.options())};
 }
 
 // x (...,E) as the kernels see it, where data is its memory: leading dimensions that lie one behind the other are one.
@@ -195,9 +195,9 @@ Gradients check_backward(const at::Tensor& grad_y, const at::Tensor& x, const at
   const c10::SymInt E = grad_y.sym_size(-1);
   Gradients gradients;
   if (wanted[0])
-    std::get<0>(gradients) = x.defined() ? empty_gradient(x) : at::empty_symint(grad_y.sym_sizes(), grad_y.options());
+    std::get<0>(gradients) = x.defined() ? empty_gradient(x) : empty_result(grad_y.sym_sizes(), grad_y.options());
   if (wanted[1])
-    std::get<1>(gradients) = weight.defined() ? empty_gradient(weight) : at::empty_symint({2, E, E}, grad_y.options());
+    std::get<1>(gradients) = weight.defined() ? empty_gradient(weight) : empty_result({2, E, E}, grad_y.options());
   return gradients;
 }
 

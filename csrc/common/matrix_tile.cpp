@@ -17,10 +17,6 @@ MEMCHECK_INLINE void load_rows_of(const MatrixPlace& from, int64_t rows, int64_t
     for (int64_t column = 0; column < padded; column += kTileLanes) {
       const int64_t count = columns - column < kTileLanes ? columns - column : kTileLanes;
       if (from.column_stride == 1) {
-        // Any address may be asked for.
-        const char* next = reinterpret_cast<const char*>(source + from.next * from.row_stride + column);
-        __builtin_prefetch(next, 0, 2);
-        if (sizeof(scalar_t) > 2) __builtin_prefetch(next + 64, 0, 2);
         convert_line(source + column, count, line + column);
       } else {
         for (int64_t i = 0; i < count; ++i)

@@ -18,14 +18,31 @@ struct MatrixPlace {
   void* data;
   int64_t row_stride;
   int64_t column_stride;
-  int64_t next = 0;  // how many rows further the next tile will be read; its cache lines are asked for meanwhile
 };
 
 // The matrix of x at [i][j], from a row on.
-MEMCHECK_INLINE MatrixPlace rows_at(Dtype dtype, const Strided<4>& x, int64_t i, int64_t j, int64_t row,
-                                    int64_t next = 0) {
+MEMCHECK_INLINE MatrixPlace rows_at(Dtype dtype, const Strided<4>& x, int64_t i, int64_t j, int64_t row) {
   const int64_t first = i * x.stride[0] + j * x.stride[1] + row * x.stride[2];
-  return {static_cast<char*>(x.data) + first * element_bytes(dtype), x.stride[2], x.stride[3], next};
+  return {static_cast<char*>(x.data) + first * element_bytes(dtype), x.stride[2], x.stride[3]};
+}
+
+// The cache lines of rows that will be read next. Asked for row by row between arithmetic they do not wait for each
+// other. Any address may be asked for.
+struct NextRows {
+  const char* first = nullptr;
+  int64_t stride = 0;
+  int64_t bytes = 0;
+
+  MEMCHECK_INLINE void expect(int64_t row) const {
+    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(first + row * stride + byte);
+  }
+};
+
+// The rows that come so many after those of a place.
+MEMCHECK_INLINE NextRows rows_after(Dtype dtype, const MatrixPlace& place, int64_t further, int64_t columns) {
+  if (place.column_stride != 1) return {};
+  const int64_t stride = place.row_stride * element_bytes(dtype);
+  return {static_cast<const char*>(place.data) + further * stride, stride, columns * element_bytes(dtype)};
 }
 
 // to (rows,padded_columns(columns)) = the rows of a matrix in memory, and 0 where it has no columns.

@@ -109,7 +109,7 @@ Sizes check_pooled(const char* op, const at::Tensor& q, const at::Tensor& kc, co
 }
 
 at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
-  return at::empty_symint({n.B, n.H, n.S, n.D}, q.options());
+  return empty_result({n.B, n.H, n.S, n.D}, q.options());
 }
 
 at::Tensor empty_lse(const Sizes& n, const at::Tensor& q, bool keep) {
@@ -280,7 +280,7 @@ Gradients empty_pooled_gradients(const Kept& kept, const Mask& wanted) {
   const auto room = [](const at::Tensor& x, bool want) { return want ? empty_gradient(x) : at::Tensor(); };
   // Where vc was not kept it was contiguous.
   const auto room_for_vc = [&] {
-    return kept.vc.defined() ? empty_gradient(kept.vc) : at::empty_symint(kept.kc.sym_sizes(), kept.kc.options());
+    return kept.vc.defined() ? empty_gradient(kept.vc) : empty_result(kept.kc.sym_sizes(), kept.kc.options());
   };
   return {room(kept.q, wanted[0]), room(kept.kc, wanted[1]), wanted[2] ? room_for_vc() : at::Tensor()};
 }

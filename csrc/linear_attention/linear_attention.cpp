@@ -60,7 +60,7 @@ Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, con
 }
 
 at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
-  return at::empty_symint({n.B, n.H, n.S, n.Dv}, q.options());
+  return empty_result({n.B, n.H, n.S, n.Dv}, q.options());
 }
 
 at::Tensor forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
@@ -106,7 +106,7 @@ Gradients empty_gradients(const Sizes& n, const at::Tensor& q, const at::Tensor&
   const auto room = [](const at::Tensor& x, bool want) { return want ? empty_gradient(x) : at::Tensor(); };
   // Where v was not kept it was contiguous.
   const auto room_for_v = [&] {
-    return v.defined() ? empty_gradient(v) : at::empty_symint({n.B, n.Hkv, n.T, n.Dv}, k.options());
+    return v.defined() ? empty_gradient(v) : empty_result({n.B, n.Hkv, n.T, n.Dv}, k.options());
   };
   return {room(q, wanted[0]), room(k, wanted[1]), wanted[2] ? room_for_v() : at::Tensor()};
 }

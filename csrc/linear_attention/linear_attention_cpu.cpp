@@ -20,7 +20,10 @@ constexpr int64_t kChunk = kTileRows;
 constexpr int64_t kChunksPerLevel = 16;
 constexpr int64_t kLevel = kChunksPerLevel * kChunk;
 constexpr int64_t kFewTasks = 8;
-constexpr int64_t kMostSegments = 16;  // of all heads together, about: every one of them has a state in memory
+constexpr int64_t kMostSegments = 16;  // of all heads together, about
+// A segment has a state in memory: this many times as many positions as a value has elements, so that the states are
+// small beside keys and values.
+constexpr int64_t kPositionsPerValueElement = 32;
 
 int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
@@ -30,7 +33,8 @@ int64_t ceil_div(int64_t a, int64_t b) {
 int64_t segment_length(const LinearAttentionShape& shape, int64_t length) {
   const int64_t heads = std::max<int64_t>(1, shape.B * shape.Hkv);
   if (heads >= kFewTasks) return std::max<int64_t>(length, 1);
-  return std::max<int64_t>(1, ceil_div(length, ceil_div(kMostSegments, heads) * kLevel)) * kLevel;
+  const int64_t even = ceil_div(length, ceil_div(kMostSegments, heads));
+  return std::max<int64_t>(1, ceil_div(std::max(even, kPositionsPerValueElement * shape.Dv), kLevel)) * kLevel;
 }
 
 int64_t segments(const LinearAttentionShape& shape, int64_t length) {
@@ -165,7 +169,7 @@ struct ForwardScratch {
 template <typename acc_t>
 struct BackwardScratch {
   State<acc_t> keys;                         // M^T, z
-  State<acc_t> queries;                      // N^T, n
+  State<acc_t> queries;                      // N^T, n; causal: in the place of the other, of which no more is needed
   Matrix<acc_t> n;                           // N (D,Dv)
   Matrix<acc_t> q, k, grad_q, grad_k, z;     // (kChunk,D), in the space of phi
   Matrix<acc_t> k_transposed, v_transposed;  // (D,kChunk), (Dv,kChunk)
@@ -175,7 +179,7 @@ struct BackwardScratch {
 
   BackwardScratch(const LinearAttentionShape& shape, Arena<acc_t>& arena)
       : keys(backward_state(shape), arena),
-        queries(backward_state(shape), arena),
+        queries(shape.causal ? keys : State<acc_t>(backward_state(shape), arena)),
         n(arena.matrix(padded_columns(shape.D), shape.Dv)),
         q(arena.matrix(kChunk, shape.D)),
         k(arena.matrix(kChunk, shape.D)),
@@ -211,12 +215,15 @@ Range segment_range(const LinearAttentionShape& shape, int64_t length, int64_t s
   return {segment * step, std::min(length, (segment + 1) * step)};
 }
 
-// phi, for rows x columns; where columns are missing to a full tile it is 0.
+// phi, for rows x columns; where columns are missing to a full tile it is 0. Meanwhile the rows of two matrices that
+// will be read next are asked for.
 template <typename acc_t>
-MEMCHECK_INLINE void map_features(FeatureMap map, const Matrix<acc_t>& x, int64_t first, int64_t last,
-                                  int64_t columns) {
-  if (map == FeatureMap::Identity) return;
-  for (int64_t row = first; row < last; ++row) {
+MEMCHECK_INLINE void map_features(FeatureMap map, const Matrix<acc_t>& x, Range rows, int64_t columns,
+                                  const NextRows& next, const NextRows& other_next) {
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    next.expect(row - rows.begin);
+    other_next.expect(row - rows.begin);
+    if (map == FeatureMap::Identity) continue;
     acc_t* line = x.row(row);
     for (int64_t i = 0; i < x.stride; ++i) {
       const acc_t e = exp_minus_abs(line[i]);
@@ -232,20 +239,18 @@ MEMCHECK_INLINE acc_t feature_derivative(FeatureMap map, acc_t phi) {
   return map == FeatureMap::Identity || phi > acc_t(1) ? acc_t(1) : phi;
 }
 
-// What a row of queries reads or a row of keys is read as: phi(x) for rows [first, last) of a chunk.
+// Rows of a chunk: phi(x) (rows,D), and of another matrix values (rows,Dv) if it is there. `further` is where the next
+// chunk lies.
 template <typename acc_t>
-MEMCHECK_INLINE void load_features(Dtype dtype, FeatureMap map, const Strided<4>& x, int64_t b, int64_t head,
-                                   int64_t position, Range rows, int64_t next, int64_t D, const Matrix<acc_t>& to) {
-  const int64_t first = rows.begin;
-  load_rows(dtype, rows_at(dtype, x, b, head, position + first, next), rows.end - first, D, to.row(first), to.stride);
-  map_features(map, to, first, rows.end, D);
-}
-
-template <typename acc_t>
-MEMCHECK_INLINE void load_values(Dtype dtype, const Strided<4>& x, int64_t b, int64_t head, int64_t position,
-                                 Range rows, int64_t next, int64_t Dv, const Matrix<acc_t>& to) {
-  const int64_t first = rows.begin;
-  load_rows(dtype, rows_at(dtype, x, b, head, position + first, next), rows.end - first, Dv, to.row(first), to.stride);
+MEMCHECK_INLINE void load_pair(const LinearAttentionShape& n, Dtype dtype, const MatrixPlace& x,
+                               const MatrixPlace& values, Range rows, int64_t further, const Matrix<acc_t>& to,
+                               const Matrix<acc_t>& to_values) {
+  const int64_t count = rows.end - rows.begin;
+  load_rows(dtype, x, count, n.D, to.row(rows.begin), to.stride);
+  if (values.data != nullptr) load_rows(dtype, values, count, n.Dv, to_values.row(rows.begin), to_values.stride);
+  const NextRows next = rows_after(dtype, x, further, n.D);
+  const NextRows next_values = values.data != nullptr ? rows_after(dtype, values, further, n.Dv) : NextRows{};
+  map_features(n.feature_map, to, rows, n.D, next, next_values);
 }
 
 // A query sees the keys of its chunk up to its own row.
@@ -308,7 +313,11 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
   const LinearAttentionShape& n = p.shape;
   const int64_t first = rows.begin;
   const int64_t count = rows.end - first;
-  load_features(dtype, n.feature_map, p.q, b, head, position, rows, kChunk, n.D, x.q);
+  const MatrixPlace queries = rows_at(dtype, p.q, b, head, position + first);
+  const MatrixPlace y = rows_at(dtype, p.y, b, head, position + first);
+  load_rows(dtype, queries, count, n.D, x.q.row(first), x.q.stride);
+  // The lines of y will be written, and for that they are read.
+  map_features(n.feature_map, x.q, rows, n.D, rows_after(dtype, queries, kChunk, n.D), rows_after(dtype, y, 0, n.Dv));
   clear_rows(x.partial, rows);
   tile_product(TileProduct::Set, count, x.y.stride, n.D, x.q.from_row(first), x.state.total.data, x.state.total.stride,
                x.y.row(first), x.y.stride);
@@ -326,18 +335,15 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
     const acc_t inverse = acc_t(1) / (denominator[row] + static_cast<acc_t>(p.eps));
     for (int64_t i = 0; i < x.y.stride; ++i) x.y.row(row)[i] *= inverse;
   }
-  store_rows(dtype, rows_at(dtype, p.y, b, head, position + first), count, n.Dv, x.y.row(first), x.y.stride);
+  store_rows(dtype, y, count, n.Dv, x.y.row(first), x.y.stride);
 }
 
 template <typename acc_t, typename Params>
-MEMCHECK_INLINE void load_keys(const Params& p, Dtype dtype, const Task& task, int64_t t, int64_t count, int64_t next,
-                               const Matrix<acc_t>& k, const Matrix<acc_t>& v) {
-  load_features(dtype, p.shape.feature_map, p.k, task.b, task.key_head, t, {0, count}, next, p.shape.D, k);
-  if (p.v) {
-    load_values(dtype, p.v, task.b, task.key_head, t, {0, count}, next, p.shape.Dv, v);
-  } else {
-    clear_rows(v, {0, count});
-  }
+MEMCHECK_INLINE void load_keys(const Params& p, Dtype dtype, const Task& task, int64_t t, int64_t count,
+                               int64_t further, const Matrix<acc_t>& k, const Matrix<acc_t>& v) {
+  const MatrixPlace values = p.v ? rows_at(dtype, p.v, task.b, task.key_head, t) : MatrixPlace{};
+  load_pair(p.shape, dtype, rows_at(dtype, p.k, task.b, task.key_head, t), values, {0, count}, further, k, v);
+  if (!p.v) clear_rows(v, {0, count});
 }
 
 // M += phi(k)^T v and z += phi(k).
@@ -495,8 +501,8 @@ MEMCHECK_INLINE void differentiate_queries(const LinearAttentionBackward& p, Dty
   const LinearAttentionShape& n = p.shape;
   const int64_t first = rows.begin;
   const int64_t count = rows.end - first;
-  load_features(dtype, n.feature_map, p.q, b, head, position, rows, kChunk, n.D, x.q);
-  load_values(dtype, p.grad_y, b, head, position, rows, kChunk, n.Dv, x.g);
+  load_pair(n, dtype, rows_at(dtype, p.q, b, head, position + first),
+            rows_at(dtype, p.grad_y, b, head, position + first), rows, kChunk, x.q, x.g);
   tile_product(TileProduct::Set, count, x.grad_q.stride, n.Dv, x.g.from_row(first), x.keys.total.data,
                x.keys.total.stride, x.grad_q.row(first), x.grad_q.stride);
   if (keys > 0) {
@@ -549,8 +555,8 @@ MEMCHECK_INLINE void sum_keys(const LinearAttentionBackward& p, Dtype dtype, con
 template <typename acc_t>
 MEMCHECK_INLINE void load_queries(const LinearAttentionBackward& p, Dtype dtype, int64_t b, int64_t head,
                                   int64_t position, Range rows, BackwardScratch<acc_t>& x) {
-  load_features(dtype, p.shape.feature_map, p.q, b, head, position, rows, -kChunk, p.shape.D, x.q);
-  load_values(dtype, p.grad_y, b, head, position, rows, -kChunk, p.shape.Dv, x.g);
+  load_pair(p.shape, dtype, rows_at(dtype, p.q, b, head, position + rows.begin),
+            rows_at(dtype, p.grad_y, b, head, position + rows.begin), rows, -kChunk, x.q, x.g);
   const acc_t* inverse = rows_of<acc_t>(p, b, head).inverse + position;
   for (int64_t row = rows.begin; row < rows.end; ++row)
     for (int64_t i = 0; i < x.g.stride; ++i) x.g.row(row)[i] *= inverse[row];
@@ -703,15 +709,16 @@ MEMCHECK_INLINE void backward_whole(const LinearAttentionBackward& p, Dtype dtyp
                                     BackwardScratch<acc_t>& x) {
   const LinearAttentionShape& n = p.shape;
   x.keys.clear();
-  x.queries.clear();
   if (n.causal) {
     differentiate_along(p, dtype, task, {0, n.T}, x);
   } else {
     sum_keys(p, dtype, task, {0, n.T}, x);
+    x.queries.clear();
     differentiate_all_queries(p, dtype, task, {0, n.S}, x);
   }
   if (!p.grad_k && !p.grad_v) return;
   if (n.causal) {
+    x.queries.clear();
     differentiate_back(p, dtype, task, {0, n.T}, false, x);
   } else {
     differentiate_all_keys(p, dtype, task, {0, n.T}, x);
@@ -725,7 +732,9 @@ MEMCHECK_INLINE void backward_segment(const LinearAttentionBackward& p, Dtype dt
   const int64_t key_slots = segments(n, n.T);
   const int64_t query_slots = query_segments(n);
   acc_t* of_keys = slots_of<acc_t>(p.states, n, x.keys.shape, task, 0, key_slots);
-  acc_t* of_queries = slots_of<acc_t>(p.states, n, x.queries.shape, task, n.B * n.Hkv * key_slots, query_slots);
+  // Causal: the sums of keys have been read when those of queries are written.
+  const int64_t slots_before = n.causal ? 0 : n.B * n.Hkv * key_slots;
+  acc_t* of_queries = slots_of<acc_t>(p.states, n, x.queries.shape, task, slots_before, query_slots);
   acc_t* own_slot = (phase == Phase::KeySums ? of_keys : of_queries) + task.segment * x.keys.shape.size();
   const Range keys = segment_range(n, n.T, task.segment);
   if (phase == Phase::KeySums) {
@@ -845,7 +854,8 @@ LinearAttentionPlan plan(const LinearAttentionShape& n, int64_t threads) {
   const int64_t workers = parallel_workers(heads * std::max<int64_t>({1, key_slots, query_slots}), threads);
   const int64_t item = sizeof(acc_t);
   return {heads * key_slots * forward_state(n).size() * item, forward_scratch_size<acc_t>(n) * workers * item,
-          2 * n.B * n.H * n.S * item, heads * (key_slots + query_slots) * backward_state(n).size() * item,
+          2 * n.B * n.H * n.S * item,
+          heads * (n.causal ? key_slots : key_slots + query_slots) * backward_state(n).size() * item,
           backward_scratch_size<acc_t>(n) * workers * item};
 }
 

@@ -52,7 +52,7 @@ void multiply(const at::Tensor& y, const at::Tensor& x, const at::Tensor& w) {
 
 at::Tensor linear_r_meta(const at::Tensor& x, const at::Tensor& w) {
   const Sizes n = check_inputs("linear_r", x, w);
-  return at::empty_symint({n.B, n.S, n.R}, x.options());
+  return empty_result({n.B, n.S, n.R}, x.options());
 }
 
 at::Tensor linear_r(const at::Tensor& x, const at::Tensor& w) {
@@ -63,7 +63,7 @@ at::Tensor linear_r(const at::Tensor& x, const at::Tensor& w) {
 
 at::Tensor linear_l_meta(const at::Tensor& x, const at::Tensor& w) {
   const Sizes n = check_inputs("linear_l", x, w);
-  return at::empty_symint({n.B, n.R, n.S}, x.options());
+  return empty_result({n.B, n.R, n.S}, x.options());
 }
 
 at::Tensor linear_l(const at::Tensor& x, const at::Tensor& w) {
@@ -94,9 +94,9 @@ Gradients check_backward(const char* op, const at::Tensor& grad, const at::Tenso
     check_like(op, "w", w, grad, "grad_y");
   }
   if (wanted[0])
-    std::get<0>(gradients) = x.defined() ? empty_gradient(x) : at::empty_symint({B, S, w.sym_size(0)}, grad.options());
+    std::get<0>(gradients) = x.defined() ? empty_gradient(x) : empty_result({B, S, w.sym_size(0)}, grad.options());
   if (wanted[1])
-    std::get<1>(gradients) = w.defined() ? empty_gradient(w) : at::empty_symint({x.sym_size(2), R}, grad.options());
+    std::get<1>(gradients) = w.defined() ? empty_gradient(w) : empty_result({x.sym_size(2), R}, grad.options());
   return gradients;
 }
 

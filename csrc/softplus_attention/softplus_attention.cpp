@@ -51,7 +51,7 @@ at::Tensor empty_carries(const Sizes& n, const c10::SymInt& slots, const at::Ten
 }
 
 at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
-  return at::empty_symint({n.B, n.S, n.R}, q.options());
+  return empty_result({n.B, n.S, n.R}, q.options());
 }
 
 std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -101,9 +101,7 @@ Gradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Te
                           const std::array<bool, 3>& wanted) {
   const auto room = [](const at::Tensor& x, bool want) { return want ? empty_gradient(x) : at::Tensor(); };
   // Where v was not kept it was contiguous.
-  const auto room_for_v = [&] {
-    return v.defined() ? empty_gradient(v) : at::empty_symint(k.sym_sizes(), k.options());
-  };
+  const auto room_for_v = [&] { return v.defined() ? empty_gradient(v) : empty_result(k.sym_sizes(), k.options()); };
   return {room(q, wanted[0]), room(k, wanted[1]), wanted[2] ? room_for_v() : at::Tensor()};
 }
 

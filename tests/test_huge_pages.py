@@ -1,0 +1,40 @@
+"""Large results ask for huge pages: what the kernel noted about their memory says so."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import memcheck
+
+SMAPS = Path("/proc/self/smaps")
+pytestmark = pytest.mark.skipif(
+    sys.platform != "linux" or not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no huge pages here"
+)
+
+
+def flags_of_memory_at(address: int) -> set[str]:
+    """The kernel's flags of the mapping that holds an address."""
+    inside = False
+    for line in SMAPS.read_text().splitlines():
+        words = line.split()
+        if "-" in words[0] and not words[0].endswith(":"):
+            first, last = (int(bound, 16) for bound in words[0].split("-"))
+            inside = first <= address < last
+        elif inside and words[0] == "VmFlags:":
+            return set(words[1:])
+    raise AssertionError(f"{address:#x} lies in no mapping")
+
+
+def middle_of(x: torch.Tensor) -> int:
+    return x.data_ptr() + x.nbytes // 2
+
+
+def test_large_results_and_gradients_ask_for_huge_pages() -> None:
+    q, k, v = (torch.randn(1024, 1, 256, 64, requires_grad=True) for _ in range(3))
+    y = memcheck.linear_attention(q, k, v)
+    y.sum().backward()
+    for x in (y, q.grad, k.grad, v.grad):
+        assert x.nbytes == 64 * 2**20
+        assert "hg" in flags_of_memory_at(middle_of(x))
