@@ -222,7 +222,7 @@ def _check_keys(op: str, k: Tensor, v: Tensor, factor: int) -> None:
 def _check_queries(op: str, q: Tensor, k: Tensor, kv_len: int, scale: float | None) -> None:
     _check_rank(op, "q", q, "(B,H,S,D)")
     (B, H, S, D), (_, Hkv, _, _) = q.shape, k.shape
-    if (B, D) != (k.shape[0], k.shape[3]):
+    if (k.shape[0], k.shape[3]) != (B, D):
         expected = [k.shape[0], H, S, k.shape[3]]
         raise ValueError(f"{op}: q must be (B,H,S,D) = {expected} to match k, got {list(q.shape)}")
     if H % Hkv if Hkv else H:
@@ -230,8 +230,8 @@ def _check_queries(op: str, q: Tensor, k: Tensor, kv_len: int, scale: float | No
             f"{op}: H, the heads of q, must be a multiple of Hkv, the heads of k, got H = {H} and Hkv = {Hkv}"
         )
     _check_like(op, "q", q, k.dtype, k)
-    if S > kv_len:
-        raise ValueError(f"{op}: there must be no more queries than keys so far, S <= T, got S = {S} and T = {kv_len}")
+    if kv_len < S:
+        raise ValueError(f"{op}: q must be of no more positions than k so far, S <= T, got S = {S} and T = {kv_len}")
     largest = torch.finfo(torch.promote_types(q.dtype, torch.float32)).max
     if scale is not None and not (math.isfinite(scale) and abs(scale) <= largest):
         accumulation = _name(torch.promote_types(q.dtype, torch.float32))

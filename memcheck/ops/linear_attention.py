@@ -88,7 +88,7 @@ def linear_attention_step(
 
 def _empty_state(q: Tensor, k: Tensor, v: Tensor) -> State:
     """Zeros for M (B,Hkv,D,Dv) and z (B,Hkv,D)."""
-    for name, x, letters in (("q", q, "(B,H,1,D)"), ("k", k, "(B,Hkv,n,D)"), ("v", v, "(B,Hkv,n,Dv)")):
+    for name, x, letters in (("q", q, "(B,H,S,D)"), ("k", k, "(B,Hkv,T,D)"), ("v", v, "(B,Hkv,T,Dv)")):
         if not isinstance(x, Tensor):
             raise TypeError(f"linear_attention_step: {name} must be a tensor, got {x}")
         if x.dim() != 4:
