@@ -91,6 +91,24 @@ def test_a_module_runs_as_python_runs_it() -> None:
     assert seen["argv"] == [str(SCRIPTS / "surroundings.py"), "4"]
 
 
+def test_a_module_of_a_package_that_imports_bluewalm(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("from bluewalm.softplus_attention import Combinator\n")
+    (tmp_path / "package" / "module.py").write_text(
+        "from package import Combinator; print(__name__, Combinator(8).dim)"
+    )
+    done = run_compat("-m", "package.module", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, "__main__ 8\n"), done.stderr
+
+
+def test_a_script_has_its_own_future_statements(tmp_path: Path) -> None:
+    """Annotations are what they name, unless the script says otherwise itself."""
+    script = "def f(x: int) -> None: ...\nprint(f.__annotations__['x'] is int)"
+    for future, real in (("", True), ("from __future__ import annotations\n", False)):
+        (tmp_path / "script.py").write_text(future + script)
+        assert output_of(tmp_path / "script.py") == f"{real}\n"
+
+
 def test_a_traceback_points_into_the_script() -> None:
     done = run_compat(SCRIPTS / "surroundings.py", "raise")
     assert done.returncode == 1
@@ -107,6 +125,7 @@ def test_a_traceback_points_into_the_script() -> None:
         (["--fast", "script.py"], "got --fast"),
         (["no/such.py"], "there is no script 'no/such.py'"),
         (["-m", "no_such_module"], "there is no module 'no_such_module'"),
+        (["-m", "no_such_package.module"], "there is no module 'no_such_package.module'"),
     ],
 )
 def test_a_usage_error_is_one_line(words: list[str], said: str) -> None:

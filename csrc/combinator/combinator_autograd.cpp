@@ -30,10 +30,6 @@ auto backward_op() {
   return op;
 }
 
-std::optional<Tensor> if_defined(const Tensor& x) {
-  return x.defined() ? std::optional<Tensor>(x) : std::nullopt;
-}
-
 struct Combinator : Function<Combinator> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, bool low_memory) {
     const at::AutoDispatchBelowADInplaceOrView guard;

@@ -5,6 +5,7 @@
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/custom_function.h>
 
+#include <optional>
 #include <string>
 
 namespace memcheck {
@@ -12,6 +13,11 @@ namespace memcheck {
 template <typename Schema>
 c10::TypedOperatorHandle<Schema> find_operator(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").template typed<Schema>();
+}
+
+// What was not saved for backward, as an argument of the backward operator.
+inline std::optional<at::Tensor> if_defined(const at::Tensor& x) {
+  return x.defined() ? std::optional<at::Tensor>(x) : std::nullopt;
 }
 
 inline bool wants_gradient(const torch::autograd::variable_list& inputs) {

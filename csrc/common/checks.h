@@ -113,6 +113,15 @@ inline void check_eps(const char* op, double eps, at::ScalarType type) {
   TORCH_CHECK_VALUE(fits, op, ": eps must be a normal number of ", dtype_name(acc_scalar_type(type)), ", got ", eps);
 }
 
+// scale multiplies in the accumulation type of `type`, where it must not become infinite.
+inline void check_scale(const char* op, double scale, at::ScalarType type) {
+  TORCH_CHECK_VALUE(std::isfinite(scale), op, ": scale must be a finite number, got ", scale);
+  const bool fits =
+      acc_scalar_type(type) == at::kDouble || std::abs(scale) <= double{std::numeric_limits<float>::max()};
+  TORCH_CHECK_VALUE(fits, op, ": scale must be a finite number of ", dtype_name(acc_scalar_type(type)), ", got ",
+                    scale);
+}
+
 // A tensor for a kernel that reads it. An undefined tensor is null.
 template <int kRank>
 Strided<kRank> reads(const at::Tensor& x) {

@@ -23,6 +23,7 @@ constexpr const char* kPooledBackward = "compressed_attention_pooled_backward";
 
 // Of blocks, so that no product of positions overflows.
 constexpr int64_t kLongest = int64_t{1} << 31;
+constexpr int64_t kMostPositions = int64_t{1} << 62;
 
 struct Options {
   int64_t factor;
@@ -44,13 +45,12 @@ double scale_of(const CompressedAttentionShape& shape, const Options& options) {
   return options.scale.value_or(1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, shape.D))));
 }
 
-void check_options(const char* op, const Options& options) {
+void check_options(const char* op, const Options& options, const at::Tensor& q) {
   TORCH_CHECK_VALUE(options.factor >= 1 && options.factor <= kLongest, op, ": factor must be from 1 to ", kLongest,
                     ", got ", options.factor);
   TORCH_CHECK_VALUE(options.causal || !options.strict, op,
                     ": strict needs causal, as it is about the block a query is in, got strict=True and causal=False");
-  TORCH_CHECK_VALUE(!options.scale || std::isfinite(*options.scale), op, ": scale must be a finite number, got ",
-                    options.scale.value_or(0));
+  if (options.scale) check_scale(op, *options.scale, q.scalar_type());
 }
 
 c10::SymInt blocks_of(const c10::SymInt& T, int64_t factor) {
@@ -81,7 +81,7 @@ Sizes check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   check_rank(kForward, "v", v, 4, "(B,Hkv,T,D)");
   check_shape(kForward, "v", v, "(B,Hkv,T,D)", {n.B, n.Hkv, n.T, n.D}, "k");
   check_like(kForward, "v", v, q, "q");
-  check_options(kForward, options);
+  check_options(kForward, options, q);
   check_lengths(kForward, n, "T", options.causal);
   n.C = blocks_of(n.T, options.factor);
   return n;
@@ -91,8 +91,9 @@ Sizes check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
 Sizes check_pooled(const char* op, const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc,
                    const c10::SymInt& kv_len, const Options& options, bool needs_vc) {
   Sizes n = check_heads(op, q, "kc", "(B,Hkv,C,D)", kc);
-  check_options(op, options);
-  TORCH_CHECK_VALUE(kv_len >= 0, op, ": kv_len must not be negative, got ", kv_len);
+  check_options(op, options, q);
+  TORCH_CHECK_VALUE(kv_len >= 0 && kv_len <= kMostPositions, op, ": kv_len must be from 0 to ", kMostPositions,
+                    ", got ", kv_len);
   n.T = kv_len;
   n.C = kc.sym_size(2);
   check_lengths(op, n, "kv_len", options.causal);

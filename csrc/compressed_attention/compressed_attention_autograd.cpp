@@ -69,10 +69,6 @@ Options kept_options(AutogradContext* ctx) {
           ctx->saved_data["scale"].toOptional<double>()};
 }
 
-MaybeTensor maybe(const Tensor& x) {
-  return x.defined() ? MaybeTensor(x) : std::nullopt;
-}
-
 Mask wanted_gradients(AutogradContext* ctx) {
   return {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)};
 }
@@ -116,9 +112,9 @@ struct CompressedAttention : Function<CompressedAttention> {
     const auto saved = ctx->get_saved_variables();
     const Options options = kept_options(ctx);
     const auto [grad_q, grad_k, grad_v] =
-        backward_op().call(grads[0], saved[0], saved[1], maybe(saved[2]), maybe(saved[3]), saved[4], options.factor,
-                           ctx->saved_data["kv_len"].toSymInt(), options.causal, options.strict, options.scale,
-                           ctx->saved_data["grad_k_stride"].toSymIntVector(),
+        backward_op().call(grads[0], saved[0], saved[1], if_defined(saved[2]), if_defined(saved[3]), saved[4],
+                           options.factor, ctx->saved_data["kv_len"].toSymInt(), options.causal, options.strict,
+                           options.scale, ctx->saved_data["grad_k_stride"].toSymIntVector(),
                            ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_gradients(ctx));
     const variable_list gradients{grad_q, grad_k, grad_v};
     // k and v are known by kc and vc alone. The gradient of the values does not depend on the values.
@@ -148,7 +144,7 @@ struct PooledAttention : Function<PooledAttention> {
     const auto saved = ctx->get_saved_variables();
     const Options options = kept_options(ctx);
     const auto [grad_q, grad_kc, grad_vc] = pooled_backward_op().call(
-        grads[0], saved[0], saved[1], maybe(saved[2]), maybe(saved[3]), saved[4], options.factor,
+        grads[0], saved[0], saved[1], if_defined(saved[2]), if_defined(saved[3]), saved[4], options.factor,
         ctx->saved_data["kv_len"].toSymInt(), options.causal, options.strict, options.scale, wanted_gradients(ctx));
     return {grad_q, grad_kc, grad_vc, Tensor(), Tensor()};
   }

@@ -5,6 +5,7 @@
 
 #include "common/cpu_level.h"
 #include "common/dtype_cpu.h"
+#include "common/integer.h"
 #include "common/matrix_tile.h"
 #include "common/parallel.h"
 #include "common/softplus.h"
@@ -24,10 +25,6 @@ constexpr int64_t kBlocks = 64;   // a tile of blocks that queries go through
 constexpr int64_t kLanes = kTileColumns;
 constexpr int64_t kChunkTiles = 8;  // tiles to a chunk of sums
 constexpr int64_t kFewQueries = 4;  // for so few a product with 32 lanes costs more than dot products
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // Scratch of a worker, piece by piece; of no memory, only its size.
 struct Room {
@@ -132,11 +129,6 @@ struct Rows {
   int64_t stride;
 };
 
-MEMCHECK_INLINE MatrixPlace place_of(const Strided<4>& x, Dtype dtype, int64_t b, int64_t head, int64_t row) {
-  const int64_t offset = b * x.stride[0] + head * x.stride[1] + row * x.stride[2];
-  return {static_cast<char*>(x.data) + offset * element_bytes(dtype), x.stride[2], x.stride[3]};
-}
-
 // Where rows lie as a product takes them, that is where they are read; else they are brought to scratch.
 template <typename acc_t>
 MEMCHECK_INLINE Rows<acc_t> rows_of(Dtype dtype, const MatrixPlace& place, int64_t rows, int64_t columns,
@@ -238,7 +230,7 @@ MEMCHECK_INLINE void pool_block(const CompressedAttentionPooling& p, Dtype dtype
   int64_t tiles = 0;
   for (int64_t t = begin; t < end; t += kTileRows) {
     const int64_t rows = end - t < kTileRows ? end - t : kTileRows;
-    const auto seen = rows_of(dtype, place_of(block.from, dtype, block.b, block.head, t), rows, D, scratch.rows);
+    const auto seen = rows_of(dtype, rows_at(dtype, block.from, block.b, block.head, t), rows, D, scratch.rows);
     fill_zero(scratch.tile, columns);
     for (int64_t row = 0; row < rows; ++row) add(columns, seen.data + row * seen.stride, scratch.tile);
     add(columns, scratch.tile, scratch.sum.chunk);
@@ -246,7 +238,7 @@ MEMCHECK_INLINE void pool_block(const CompressedAttentionPooling& p, Dtype dtype
   }
   add_chunk(columns, scratch.sum);
   for (int64_t i = 0; i < columns; ++i) scratch.sum.total[i] /= static_cast<acc_t>(end - begin);
-  store_rows(dtype, place_of(block.to, dtype, block.b, block.head, block.j), 1, D, scratch.sum.total, columns);
+  store_rows(dtype, rows_at(dtype, block.to, block.b, block.head, block.j), 1, D, scratch.sum.total, columns);
 }
 
 template <typename scalar_t>
@@ -299,7 +291,7 @@ template <typename acc_t>
 MEMCHECK_INLINE void load_tile(Dtype dtype, const Strided<4>& x, const QueryTile& tile, int64_t D, acc_t* to) {
   const int64_t columns = padded_columns(D);
   for (int64_t head = 0; head < tile.heads; ++head)
-    load_rows(dtype, place_of(x, dtype, tile.b, tile.head + head, tile.s), tile.positions, D,
+    load_rows(dtype, rows_at(dtype, x, tile.b, tile.head + head, tile.s), tile.positions, D,
               to + head * tile.positions * columns, columns);
 }
 
@@ -307,7 +299,7 @@ template <typename acc_t>
 MEMCHECK_INLINE void store_tile(Dtype dtype, const Strided<4>& x, const QueryTile& tile, int64_t D, const acc_t* from) {
   const int64_t columns = padded_columns(D);
   for (int64_t head = 0; head < tile.heads; ++head)
-    store_rows(dtype, place_of(x, dtype, tile.b, tile.head + head, tile.s), tile.positions, D,
+    store_rows(dtype, rows_at(dtype, x, tile.b, tile.head + head, tile.s), tile.positions, D,
                from + head * tile.positions * columns, columns);
 }
 
@@ -460,8 +452,8 @@ MEMCHECK_INLINE void forward_task(const CompressedAttentionForward& p, Dtype dty
   int64_t tiles = 0;
   for (int64_t j = 0; j < end; j += kBlocks) {
     const Sight<acc_t> sight(p.shape, tile, j, end - j < kBlocks ? end - j : kBlocks);
-    const auto kc = rows_of(dtype, place_of(p.kc, dtype, tile.b, tile.key_head, j), sight.blocks, D, scratch.kc);
-    const auto vc = rows_of(dtype, place_of(p.vc, dtype, tile.b, tile.key_head, j), sight.blocks, D, scratch.vc);
+    const auto kc = rows_of(dtype, rows_at(dtype, p.kc, tile.b, tile.key_head, j), sight.blocks, D, scratch.kc);
+    const auto vc = rows_of(dtype, rows_at(dtype, p.vc, tile.b, tile.key_head, j), sight.blocks, D, scratch.vc);
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t count = rows - first < kLanes ? rows - first : kLanes;
       multiply_lanes(sight.blocks, kc, scratch.q + first * columns, scratch.q_lanes + first * columns, count, D,
@@ -515,8 +507,8 @@ struct SeenBlocks {
   MEMCHECK_INLINE SeenBlocks(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile, int64_t j,
                              int64_t end, const QueryScratch<acc_t>& scratch)
       : sight(p.shape, tile, j, end - j < kBlocks ? end - j : kBlocks),
-        kc(rows_of(dtype, place_of(p.kc, dtype, tile.b, tile.key_head, j), sight.blocks, p.shape.D, scratch.kc)),
-        vc(rows_of(dtype, place_of(p.vc, dtype, tile.b, tile.key_head, j), sight.blocks, p.shape.D, scratch.vc)) {}
+        kc(rows_of(dtype, rows_at(dtype, p.kc, tile.b, tile.key_head, j), sight.blocks, p.shape.D, scratch.kc)),
+        vc(rows_of(dtype, rows_at(dtype, p.vc, tile.b, tile.key_head, j), sight.blocks, p.shape.D, scratch.vc)) {}
 
   // Scores of the lanes from `first` on, and the gradients of their weights.
   MEMCHECK_INLINE void score(const CompressedAttentionBackward& p, int64_t first,
@@ -663,7 +655,7 @@ template <typename acc_t>
 MEMCHECK_INLINE void load_lanes(Dtype dtype, const Strided<4>& x, const KeyTile& tile, int64_t D, acc_t* rows,
                                 acc_t* to) {
   const int64_t columns = padded_columns(D);
-  load_rows(dtype, place_of(x, dtype, tile.b, tile.key_head, tile.j), tile.blocks, D, rows, columns);
+  load_rows(dtype, rows_at(dtype, x, tile.b, tile.key_head, tile.j), tile.blocks, D, rows, columns);
   transpose_rows(rows, columns, tile.blocks, columns, to, kLanes);
 }
 
@@ -713,9 +705,9 @@ MEMCHECK_INLINE void add_queries(const CompressedAttentionBackward& p, Dtype dty
   const int64_t columns = padded_columns(D);
   const int64_t rows = queries.count;
   const int64_t index = (tile.b * p.shape.H + queries.head) * p.shape.S + queries.s;
-  const auto q = rows_of(dtype, place_of(p.q, dtype, tile.b, queries.head, queries.s), rows, D, scratch.q);
+  const auto q = rows_of(dtype, rows_at(dtype, p.q, tile.b, queries.head, queries.s), rows, D, scratch.q);
   const auto grad_y =
-      rows_of(dtype, place_of(p.grad_y, dtype, tile.b, queries.head, queries.s), rows, D, scratch.grad_y);
+      rows_of(dtype, rows_at(dtype, p.grad_y, tile.b, queries.head, queries.s), rows, D, scratch.grad_y);
   multiply_rows(rows, q, scratch.kc_lanes, D, scratch.weights);
   weights_of_scores(p, tile, queries, static_cast<const acc_t*>(p.lse) + index, scratch.weights);
   if (p.grad_v) add_product(rows, tile, columns, scratch.weights, grad_y, scratch.product, scratch.grad_v);
@@ -736,7 +728,7 @@ MEMCHECK_INLINE void spread(const CompressedAttentionBackward& p, Dtype dtype, c
     const int64_t length = left < p.block_length ? left : p.block_length;
     acc_t* row = gradients + i * columns;
     for (int64_t column = 0; column < columns; ++column) row[column] /= static_cast<acc_t>(length);
-    store_rows(dtype, place_of(to, dtype, tile.b, tile.key_head, t), length, p.shape.D, row, 0);
+    store_rows(dtype, rows_at(dtype, to, tile.b, tile.key_head, t), length, p.shape.D, row, 0);
   }
 }
 

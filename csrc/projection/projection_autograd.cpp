@@ -43,10 +43,6 @@ struct LinearL {
   }
 };
 
-std::optional<Tensor> if_defined(const Tensor& x) {
-  return x.defined() ? std::optional<Tensor>(x) : std::nullopt;
-}
-
 template <typename Op>
 struct Projection : Function<Projection<Op>> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& w) {

@@ -3,6 +3,7 @@
 
 #include "common/cpu_level.h"
 #include "common/dtype_cpu.h"
+#include "common/integer.h"
 #include "common/parallel.h"
 #include "common/softplus.h"
 #include "common/tile.h"
@@ -16,10 +17,6 @@ namespace memcheck {
 namespace {
 
 constexpr int64_t kFewTasks = 8;
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 int64_t channel_blocks(const SoftplusAttentionShape& shape) {
   return ceil_div(shape.R, kTileLanes);

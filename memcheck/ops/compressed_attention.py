@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+LONGEST = 2**31
 
 
 def compressed_attention(
@@ -127,7 +131,8 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> Compress
         k_sum and v_sum (B,Hkv,D) in float32 (float64 for float64), positions = T % factor. It has no gradient.
 
     Raises:
-        ValueError, TypeError: as compressed_attention.
+        ValueError: a shape, device or factor.
+        TypeError: a dtype; what is no tensor, or no int.
         NotImplementedError: grad mode is on and an argument requires a gradient.
 
     Equivalent to:
@@ -167,7 +172,8 @@ def compressed_attention_step(
         new state; the old one stays as it is. O(T / factor) work a query and no gradient.
 
     Raises:
-        ValueError, TypeError: as compressed_attention.
+        ValueError: a shape, device, factor or scale, S > T, a state of other sizes.
+        TypeError: a dtype; what is no tensor, no int, or no CompressedAttentionState.
         NotImplementedError: grad mode is on and an argument requires a gradient.
 
     Equivalent to:
@@ -185,6 +191,7 @@ def compressed_attention_step(
     _check_keys(op, k, v, factor)
     old = _empty_state(k) if state is None else state
     _check_state(op, k, old, factor)
+    _check_queries(op, q, k, old.kc.shape[2] * factor + old.positions + k.shape[2], scale)
     _refuse_gradient(op, q, k, v, *old[:4])
     new = _extended(old, k, v, factor)
     kv_len = new.kc.shape[2] * factor + new.positions
@@ -194,26 +201,47 @@ def compressed_attention_step(
 
 def _autocast(x: Tensor) -> Tensor:
     """In the autocast dtype, as the operators; blocks are kept in it, and not converted in every step."""
-    if not isinstance(x, Tensor) or x.dtype == torch.float64 or not torch.is_autocast_enabled(x.device.type):
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES[1:] or not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _check_keys(op: str, k: Tensor, v: Tensor, factor: int) -> None:
     for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, Tensor):
-            raise TypeError(f"{op}: {name} must be a tensor, got {x}")
-        if x.dim() != 4:
-            raise ValueError(f"{op}: {name} must be (B,Hkv,n,D), of 4 dimensions, got {list(x.shape)}")
+        _check_rank(op, name, x, "(B,Hkv,n,D)")
     if v.shape != k.shape:
         raise ValueError(f"{op}: v must be (B,Hkv,n,D) = {list(k.shape)} to match k, got {list(v.shape)}")
-    if (v.dtype, v.device) != (k.dtype, k.device):
-        raise TypeError(f"{op}: v must be {k.dtype} on {k.device} to match k, got {v.dtype} on {v.device}")
-    if factor < 1:
-        raise ValueError(f"{op}: factor must be at least 1, got {factor}")
+    if k.dtype not in DTYPES:
+        raise TypeError(f"{op}: k must be float64, float32, float16 or bfloat16, got {_name(k.dtype)}")
+    _check_like(op, "v", v, k.dtype, k)
+    _check_int(op, "factor", factor)
+    if not 1 <= factor <= LONGEST:
+        raise ValueError(f"{op}: factor must be from 1 to {LONGEST}, got {factor}")
+
+
+def _check_queries(op: str, q: Tensor, k: Tensor, kv_len: int, scale: float | None) -> None:
+    _check_rank(op, "q", q, "(B,H,S,D)")
+    (B, H, S, D), (_, Hkv, _, _) = q.shape, k.shape
+    if (k.shape[0], k.shape[3]) != (B, D):
+        expected = [k.shape[0], H, S, k.shape[3]]
+        raise ValueError(f"{op}: q must be (B,H,S,D) = {expected} to match k, got {list(q.shape)}")
+    if H % Hkv if Hkv else H:
+        raise ValueError(
+            f"{op}: H, the heads of q, must be a multiple of Hkv, the heads of k, got H = {H} and Hkv = {Hkv}"
+        )
+    _check_like(op, "q", q, k.dtype, k)
+    if kv_len < S:
+        raise ValueError(f"{op}: q must be of no more positions than k so far, S <= T, got S = {S} and T = {kv_len}")
+    largest = torch.finfo(torch.promote_types(q.dtype, torch.float32)).max
+    if scale is not None and not (math.isfinite(scale) and abs(scale) <= largest):
+        accumulation = _name(torch.promote_types(q.dtype, torch.float32))
+        raise ValueError(f"{op}: scale must be a finite number of {accumulation}, got {scale}")
 
 
 def _check_state(op: str, k: Tensor, state: CompressedAttentionState, factor: int) -> None:
+    if not isinstance(state, CompressedAttentionState):
+        raise TypeError(f"{op}: state must be a CompressedAttentionState or None, got {type(state).__name__}")
+    _check_rank(op, "state.kc", state.kc, "(B,Hkv,C,D)")
     B, Hkv, _, D = k.shape
     C, accumulation = state.kc.shape[2], torch.promote_types(k.dtype, torch.float32)
     for name, x, shape, dtype in (
@@ -222,12 +250,40 @@ def _check_state(op: str, k: Tensor, state: CompressedAttentionState, factor: in
         ("k_sum", state.k_sum, (B, Hkv, D), accumulation),
         ("v_sum", state.v_sum, (B, Hkv, D), accumulation),
     ):
+        _check_tensor(op, f"state.{name}", x)
         if x.shape != shape:
             raise ValueError(f"{op}: state.{name} must be {list(shape)} to match k, got {list(x.shape)}")
-        if (x.dtype, x.device) != (dtype, k.device):
-            raise TypeError(f"{op}: state.{name} must be {dtype} on {k.device}, got {x.dtype} on {x.device}")
+        _check_like(op, f"state.{name}", x, dtype, k)
+    _check_int(op, "state.positions", state.positions)
     if not 0 <= state.positions < factor:
         raise ValueError(f"{op}: state.positions must be from 0 to factor - 1 = {factor - 1}, got {state.positions}")
+
+
+def _check_tensor(op: str, name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {x}")
+
+
+def _check_rank(op: str, name: str, x: Tensor, letters: str) -> None:
+    _check_tensor(op, name, x)
+    if x.dim() != 4:
+        raise ValueError(f"{op}: {name} must be {letters}, of 4 dimensions, got {list(x.shape)}")
+
+
+def _check_like(op: str, name: str, x: Tensor, dtype: torch.dtype, k: Tensor) -> None:
+    if x.dtype != dtype:
+        raise TypeError(f"{op}: {name} must be {_name(dtype)} to match k, got {_name(x.dtype)}")
+    if x.device != k.device:
+        raise ValueError(f"{op}: {name} must be on {k.device} as k is, got {x.device}")
+
+
+def _check_int(op: str, name: str, x: object) -> None:
+    if not isinstance(x, int):
+        raise TypeError(f"{op}: {name} must be an int, got {x}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _refuse_gradient(op: str, *tensors: Tensor) -> None:

@@ -89,11 +89,11 @@ def linear_attention_step(
 
 def _empty_state(q: Tensor, k: Tensor, v: Tensor) -> State:
     """Zeros for M (B,Hkv,D,Dv) and z (B,Hkv,D)."""
-    for name, x in (("k", k), ("v", v)):
-        if not isinstance(x, Tensor) or x.dim() != 4:
-            raise TypeError(
-                f"linear_attention_step: {name} must be a tensor of 4 dimensions, got {getattr(x, 'shape', x)}"
-            )
+    for name, x, letters in (("q", q, "(B,H,S,D)"), ("k", k, "(B,Hkv,T,D)"), ("v", v, "(B,Hkv,T,Dv)")):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"linear_attention_step: {name} must be a tensor, got {x}")
+        if x.dim() != 4:
+            raise ValueError(f"linear_attention_step: {name} must be {letters}, of 4 dimensions, got {list(x.shape)}")
     dtype = torch.promote_types(q.dtype, torch.float32)
     z = torch.zeros((*k.shape[:2], k.shape[3]), dtype=dtype, device=k.device)
     return torch.zeros((*z.shape, v.shape[3]), dtype=dtype, device=k.device), z

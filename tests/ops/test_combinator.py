@@ -365,6 +365,18 @@ def test_double_backward_through_the_gradient_of_y_raises(mask: tuple[bool, bool
         torch.autograd.grad(sum(gradient.sum() for gradient in gradients), grad_y)
 
 
+@MODES
+@pytest.mark.parametrize("mask", subsets(2))
+def test_a_penalty_on_a_gradient_raises(mask: tuple[bool, bool], low_memory: bool) -> None:
+    """Beside a loss that has a gradient too, which would hide that the penalty has none."""
+    inputs, grad_y = make_inputs((5, 7))
+    leaves = [x.requires_grad_() for x, wanted in zip(inputs, mask, strict=True) if wanted]
+    y = combinator(*inputs, low_memory=low_memory)
+    for gradient in torch.autograd.grad(y, leaves, grad_y, create_graph=True):
+        with pytest.raises(NotImplementedError, match="combinator: double backward is not implemented"):
+            torch.autograd.grad(y.sum() + gradient.square().sum(), leaves, retain_graph=True)
+
+
 # ---- torch's own checks
 
 

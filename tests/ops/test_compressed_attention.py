@@ -669,6 +669,19 @@ def test_big_scores_do_not_overflow(size: float, mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_one_visible_block_has_all_the_weight(mode: str) -> None:
+    """1, whatever its score: backward rounds that as the lse did, and its keys' values get a plain sum."""
+    factor, T = 8, 8 if mode == "not causal" else 15
+    (q, k, v), grad_y = make_inputs(2, 4, 2, T, T, 40)
+    *_, grad_v = run(contract(factor, mode).function, [100 * q, 100 * k, v], grad_y)
+    first = {"causal": factor - 1, "strict": factor, "not causal": 0}[mode]
+    terms = grad_y[:, :, first:].double().unflatten(1, (2, 2)) / factor
+    truth, size = (x.sum((2, 3))[:, :, None].expand(2, 2, factor, 40) for x in (terms, terms.abs()))
+    assert_within(grad_v[:, :, :factor], truth, Bound(size, terms=2 * T, stored=True), "grad_v")
+    assert not grad_v[:, :, factor:].any()
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_equal_scores_and_shifted_scores(mode: str) -> None:
     """Softmax does not care about what all scores share."""
     (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 100, 40)
@@ -842,6 +855,7 @@ RAISES = {
     ),
     "infinite scale": ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
     "scale that is none": ({"scale": math.nan}, ValueError, "scale must be a finite number, got nan"),
+    "scale beyond float32": ({"scale": -1e39}, ValueError, r"scale must be a finite number of float32, got -1e\+39"),
     "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
     "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
     # These two never reach the operator: the words are the dispatcher's.
@@ -878,7 +892,13 @@ POOLED_RAISES = {
         ValueError,
         r"vc must be \(B,Hkv,C,D\) = \[2, 2, 4, 3\] to match kc, got \[2, 2, 3, 3\]",
     ),
-    "a length below 0": ({"kv_len": -1}, ValueError, "kv_len must not be negative, got -1"),
+    "a length below 0": ({"kv_len": -1}, ValueError, "kv_len must be from 0 to 4611686018427387904, got -1"),
+    "a length beyond reason": (
+        {"kv_len": 2**63 - 1},
+        ValueError,
+        "kv_len must be from 0 to 4611686018427387904, got 9223372036854775807",
+    ),
+    "scale beyond float32": ({"scale": 1e39}, ValueError, r"scale must be a finite number of float32, got 1e\+39"),
     "more queries than keys": (
         {"kv_len": 4, "factor": 1},
         ValueError,
@@ -911,9 +931,31 @@ STEP_RAISES = {
         r"k must be \(B,Hkv,n,D\), of 4 dimensions, got \[2, 1, 3\]",
     ),
     "another v": ({"v": torch.ones(2, 2, 2, 3)}, ValueError, r"v must be .* = \[2, 2, 1, 3\] to match k"),
-    "float64 v": ({"v": torch.ones(2, 2, 1, 3).double()}, TypeError, "v must be torch.float32 on cpu to match k"),
+    "float64 v": ({"v": torch.ones(2, 2, 1, 3).double()}, TypeError, "v must be float32 to match k, got float64"),
     "no k": ({"k": None}, TypeError, "k must be a tensor, got None"),
-    "factor 0": ({"factor": 0}, ValueError, "factor must be at least 1, got 0"),
+    "factor 0": ({"factor": 0}, ValueError, "factor must be from 1 to 2147483648, got 0"),
+    "half a factor": ({"factor": 4.5}, TypeError, "factor must be an int, got 4.5"),
+    "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
+    "q of rank 3": ({"q": torch.ones(2, 1, 3)}, ValueError, r"q must be \(B,H,S,D\), of 4 dimensions, got \[2, 1, 3\]"),
+    "float64 q": ({"q": torch.ones(2, 4, 1, 3).double()}, TypeError, "q must be float32 to match k, got float64"),
+    "q elsewhere": ({"q": torch.ones(2, 4, 1, 3, device="meta")}, ValueError, "q must be on cpu as k is, got meta"),
+    "another D": ({"q": torch.ones(2, 4, 1, 5)}, ValueError, r"q must be .* = \[2, 4, 1, 3\] to match k"),
+    "heads that do not divide": ({"q": torch.ones(2, 3, 1, 3)}, ValueError, "H, .* got H = 3 and Hkv = 2"),
+    "more queries than keys": (
+        {"q": torch.ones(2, 4, 11, 3)},
+        ValueError,
+        "q must be of no more positions than k so far, S <= T, got S = 11 and T = 10",
+    ),
+    "integers": (
+        {"k": torch.ones(2, 2, 1, 3).int(), "v": torch.ones(2, 2, 1, 3).int()},
+        TypeError,
+        "k must be float64, .* or bfloat16, got int32",
+    ),
+    "infinite scale": ({"scale": math.inf}, ValueError, "scale must be a finite number of float32, got inf"),
+    "scale beyond float32": ({"scale": 1e39}, ValueError, r"scale must be a finite number of float32, got 1e\+39"),
+    "no sums": ({"k_sum": None}, TypeError, "state.k_sum must be a tensor, got None"),
+    "blocks of rank 2": ({"kc": torch.ones(2, 2)}, ValueError, r"state.kc must be \(B,Hkv,C,D\), of 4 dimensions"),
+    "half a position": ({"positions": 1.5}, TypeError, "state.positions must be an int, got 1.5"),
     "a full open block": ({"positions": 4}, ValueError, r"state.positions must be from 0 to factor - 1 = 3, got 4"),
     "sums of another shape": (
         {"k_sum": torch.ones(2, 2, 4)},
@@ -923,12 +965,12 @@ STEP_RAISES = {
     "sums of another dtype": (
         {"v_sum": torch.ones(2, 2, 3).double()},
         TypeError,
-        "state.v_sum must be torch.float32 on cpu, got torch.float64",
+        "state.v_sum must be float32 to match k, got float64",
     ),
     "blocks of another dtype": (
         {"vc": torch.ones(2, 2, 2, 3).bfloat16()},
         TypeError,
-        "state.vc must be torch.float32 on cpu, got torch.bfloat16",
+        "state.vc must be float32 to match k, got bfloat16",
     ),
     "other blocks": ({"vc": torch.ones(2, 2, 1, 3)}, ValueError, r"state.vc must be \[2, 2, 2, 3\] to match k"),
 }
@@ -939,7 +981,36 @@ def test_wrong_step(wrong: str) -> None:
     changed, kind, message = STEP_RAISES[wrong]
     (q, k, v), _ = make_inputs(2, 4, 2, 1, 9, 3)
     state = compressed_attention_state(k, v, factor=4)
-    arguments = {"k": k[:, :, :1], "v": v[:, :, :1], "factor": 4, **changed}
+    arguments = {"q": q, "k": k[:, :, :1], "v": v[:, :, :1], "factor": 4, "scale": None, **changed}
     state = state._replace(**{name: x for name, x in arguments.items() if name in state._fields})
     with pytest.raises(kind, match=f"compressed_attention_step: {message}"):
-        compressed_attention_step(q, arguments["k"], arguments["v"], state, factor=arguments["factor"])
+        q, k, v, factor, scale = (arguments[name] for name in ("q", "k", "v", "factor", "scale"))
+        compressed_attention_step(q, k, v, state, factor=factor, scale=scale)
+
+
+def test_a_first_step_of_more_queries_than_keys() -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 5, 4, 3)
+    with pytest.raises(ValueError, match="compressed_attention_step: q must be .* got S = 5 and T = 4"):
+        compressed_attention_step(q, k, v, factor=2)
+
+
+def test_a_state_that_is_none() -> None:
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 1, 3)
+    state = compressed_attention_state(k, v, factor=4)
+    with pytest.raises(TypeError, match="_step: state must be a CompressedAttentionState or None, got tuple"):
+        compressed_attention_step(q, k, v, tuple(state), factor=4)
+
+
+@pytest.mark.parametrize("wrong", ["k of rank 3", "another v", "float64 v", "integers", "factor 0", "half a factor"])
+def test_wrong_prompt(wrong: str) -> None:
+    changed, kind, message = STEP_RAISES[wrong]
+    arguments = {"k": torch.ones(2, 2, 1, 3), "v": torch.ones(2, 2, 1, 3), "factor": 4, **changed}
+    with pytest.raises(kind, match=f"compressed_attention_state: {message}"):
+        compressed_attention_state(arguments["k"], arguments["v"], factor=arguments["factor"])
+
+
+@pytest.mark.parametrize("name", ["k", "v"])
+def test_a_prompt_without_tensors(name: str) -> None:
+    arguments = {"k": torch.ones(2, 2, 1, 3), "v": torch.ones(2, 2, 1, 3), name: None}
+    with pytest.raises(TypeError, match=f"compressed_attention_state: {name} must be a tensor, got None"):
+        compressed_attention_state(**arguments, factor=4)

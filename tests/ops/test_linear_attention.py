@@ -774,7 +774,10 @@ def test_wrong_step(wrong: str) -> None:
 def test_a_first_step_without_tensors(wrong: str) -> None:
     arguments = dict(zip("qkv", make_inputs(2, 4, 2, 1, 7, 3, 2)[0], strict=True))
     arguments[wrong] = arguments[wrong][0]
-    with pytest.raises((TypeError, ValueError), match=f"linear_attention_step: {wrong} must be"):
+    with pytest.raises(ValueError, match=f"linear_attention_step: {wrong} must be .*, of 4 dimensions, got"):
+        linear_attention_step(**arguments)
+    arguments[wrong] = None
+    with pytest.raises(TypeError, match=f"linear_attention_step: {wrong} must be a tensor, got None"):
         linear_attention_step(**arguments)
 
 
