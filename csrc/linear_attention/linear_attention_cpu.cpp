@@ -2,6 +2,7 @@
 
 #include "common/cpu_level.h"
 #include "common/dtype_cpu.h"
+#include "common/integer.h"
 #include "common/matrix_tile.h"
 #include "common/parallel.h"
 #include "common/softplus.h"
@@ -24,10 +25,6 @@ constexpr int64_t kMostSegments = 16;  // of all heads together, about
 // A segment has a state in memory: this many times as many positions as a value has elements, so that the states are
 // small beside keys and values.
 constexpr int64_t kPositionsPerValueElement = 32;
-
-int64_t ceil_div(int64_t a, int64_t b) {
-  return (a + b - 1) / b;
-}
 
 // Positions of one segment of a sequence; all of them where there are enough tasks without.
 int64_t segment_length(const LinearAttentionShape& shape, int64_t length) {

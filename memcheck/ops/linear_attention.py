@@ -27,9 +27,9 @@ def linear_attention(
     float64, float32, float16, bfloat16. Sums are formed in float32 (float64 for float64).
 
     Returns:
-        y (B,H,S,Dv), contiguous. Kept for backward: q, k and v alone; the (D,Dv) states are formed again. Where there
-        are fewer than 8 heads in all, the sequence is cut into up to 16 segments, each with a state in memory. A gradient
-        has its input's strides. There is no double backward: it raises.
+        y (B,H,S,Dv), contiguous. Kept for backward: q, k and v alone; the (D,Dv) states are formed again. Where
+        there are fewer than 8 heads in all, the sequence is cut into up to 16 segments, each with a state in memory.
+        A gradient has its input's strides. There is no double backward: it raises.
 
     Raises:
         ValueError: a shape, device, feature map, S > T when causal, or eps <= 0.
