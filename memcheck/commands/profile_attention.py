@@ -21,7 +21,15 @@ class Preset:
     heads: int
 
 
-PRESETS = {"quick": Preset(["naive", "softmax", "softplus"], [256, 512, 1024, 2048, 4096], bsz=1, dim=256, heads=4)}
+PRESETS = {
+    "quick": Preset(
+        ["naive", "softmax", "softplus", "linear-causal", "compressed"],
+        [256, 512, 1024, 2048, 4096],
+        bsz=1,
+        dim=256,
+        heads=4,
+    )
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
