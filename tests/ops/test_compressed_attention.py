@@ -983,14 +983,14 @@ def test_wrong_step(wrong: str) -> None:
     state = compressed_attention_state(k, v, factor=4)
     arguments = {"q": q, "k": k[:, :, :1], "v": v[:, :, :1], "factor": 4, "scale": None, **changed}
     state = state._replace(**{name: x for name, x in arguments.items() if name in state._fields})
+    q, k, v, factor, scale = (arguments[name] for name in ("q", "k", "v", "factor", "scale"))
     with pytest.raises(kind, match=f"compressed_attention_step: {message}"):
-        q, k, v, factor, scale = (arguments[name] for name in ("q", "k", "v", "factor", "scale"))
         compressed_attention_step(q, k, v, state, factor=factor, scale=scale)
 
 
 def test_a_first_step_of_more_queries_than_keys() -> None:
     (q, k, v), _ = make_inputs(2, 4, 2, 5, 4, 3)
-    with pytest.raises(ValueError, match="compressed_attention_step: q must be .* got S = 5 and T = 4"):
+    with pytest.raises(ValueError, match=r"compressed_attention_step: q must be .* got S = 5 and T = 4"):
         compressed_attention_step(q, k, v, factor=2)
 
 
