@@ -201,7 +201,9 @@ def compressed_attention_step(
 
 def _autocast(x: Tensor) -> Tensor:
     """In the autocast dtype, as the operators; blocks are kept in it, and not converted in every step."""
-    if not isinstance(x, Tensor) or x.dtype not in DTYPES[1:] or not torch.is_autocast_enabled(x.device.type):
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES[1:] or not torch.amp.is_autocast_available(x.device.type):
+        return x
+    if not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
 
