@@ -41,7 +41,7 @@ def replace_operator(monkeypatch: pytest.MonkeyPatch, name: str, operator: objec
 def test_a_table_and_three_files(tmp_path, capsys) -> None:
     assert main(["profile-attention", *SMALL, "--output", str(tmp_path / "new")]) == 0
     out = capsys.readouterr().out
-    assert "cpu, float32, batch 1, dim 16, 2 heads, causal, train" in out
+    assert "cpu, float32, batch 1, dim 16, 2 heads, factor 8, causal, train" in out
     for words in ("naive", "flash (cpu)", "softplus", "U: the bytes of one main tensor", "memory.png"):
         assert words in out
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"records.jsonl", "records.csv", "memory.png"}
@@ -56,6 +56,8 @@ def test_records_survive_the_files(profile, tmp_path) -> None:
         ("naive", "eager", "ok"),
         ("softmax", "flash (cpu)", "ok"),
         ("softplus", "memcheck cpu", "ok"),
+        ("linear-causal", "memcheck cpu", "ok"),
+        ("compressed", "memcheck cpu", "ok"),
     ]
 
 
@@ -183,7 +185,7 @@ def test_unwritable_output_is_found_before_anything_runs(tmp_path, capsys, monke
 def test_flags_without_meaning_are_noted(tmp_path, capsys) -> None:
     main(["profile-attention", *SMALL, "--factor", "4", "--output", str(tmp_path)])
     err = capsys.readouterr().err
-    assert "note: --factor is not used by naive, softmax, softplus\n" in err
+    assert "note: --factor is not used by naive, softmax, softplus, linear-causal\n" in err
     assert "note: --heads is not used by softplus\n" in err
 
 
@@ -244,7 +246,7 @@ def test_an_error_is_a_row_and_the_rest_goes_on(profile, monkeypatch) -> None:
     replace_operator(monkeypatch, "naive", fail)
     code, records = profile(*SMALL)
     assert code == 1
-    assert [record.status for record in records] == ["error", "ok", "ok"]
+    assert [record.status for record in records] == ["error", "ok", "ok", "ok", "ok"]
     assert (records[0].reason, records[0].query_len) == ("ValueError: q is upside down", 8)
 
 

@@ -4,6 +4,7 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/AutogradState.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
 
 #include <optional>
 #include <string>
@@ -55,30 +56,45 @@ struct NoDoubleBackward : torch::autograd::Function<NoDoubleBackward> {
   }
 };
 
-// The gradients that a backward operator computed from grad_y and these inputs, which may be undefined. So may
-// gradients be: those that were not wanted.
+// Gradients, which may be undefined, that raise when they are differentiated for any of the inputs.
 template <typename... Inputs>
-torch::autograd::variable_list refuse_double_backward(const char* op, torch::autograd::variable_list gradients,
-                                                      const at::Tensor& grad_y, const Inputs&... inputs) {
-  if (!wants_gradient({grad_y, inputs...})) return gradients;
+torch::autograd::variable_list raise_when_differentiated(const char* op, torch::autograd::variable_list gradients,
+                                                         const Inputs&... inputs) {
   torch::autograd::variable_list defined;
   for (const at::Tensor& x : gradients)
     if (x.defined()) defined.push_back(x);
-  // A Function takes no undefined tensor.
-  const auto guarded =
-      NoDoubleBackward::apply(std::string(op), defined, grad_y, (inputs.defined() ? inputs : grad_y)...);
+  const auto guarded = NoDoubleBackward::apply(std::string(op), defined, inputs...);
   size_t next = 0;
   for (at::Tensor& x : gradients)
     if (x.defined()) x = guarded[next++];
   return gradients;
 }
 
+// The gradients that a backward operator computed from grad_y and these inputs, which may be undefined. So may
+// gradients be: those that were not wanted.
+template <typename... Inputs>
+torch::autograd::variable_list refuse_double_backward(const char* op, const torch::autograd::variable_list& gradients,
+                                                      const at::Tensor& grad_y, const Inputs&... inputs) {
+  if (!wants_gradient({grad_y, inputs...})) return gradients;
+  // A Function takes no undefined tensor.
+  return raise_when_differentiated(op, gradients, grad_y, (inputs.defined() ? inputs : grad_y)...);
+}
+
 // The same for gradients that depend on inputs only through what the forward computed from them and kept: autograd has
-// no other way to know, and would take them for constants. A leaf that requires a gradient stands in for the inputs.
+// no other way to know, and would take them for constants. Stand-ins for the inputs lead where the backward that is
+// running leads.
 inline torch::autograd::variable_list refuse_double_backward_through_kept(
     const char* op, const torch::autograd::variable_list& gradients, const at::Tensor& grad_y) {
   if (!at::GradMode::is_enabled() || wants_gradient(gradients)) return gradients;
-  return refuse_double_backward(op, gradients, at::empty({0}, grad_y.options()).requires_grad_());
+  torch::autograd::variable_list stand_ins;
+  if (const auto running = torch::autograd::get_current_node()) {
+    for (const auto& edge : running->next_edges()) {
+      if (!edge.is_valid()) continue;
+      stand_ins.push_back(at::empty({0}, grad_y.options()));
+      torch::autograd::impl::set_gradient_edge(stand_ins.back(), edge);
+    }
+  }
+  return stand_ins.empty() ? gradients : raise_when_differentiated(op, gradients, at::TensorList(stand_ins));
 }
 
 }  // namespace memcheck

@@ -57,7 +57,7 @@ struct LinearAttention : Function<LinearAttention> {
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     if (!grads[0].defined()) return variable_list(6);
     const auto saved = ctx->get_saved_variables();
-    const auto v = saved[2].defined() ? std::optional<Tensor>(saved[2]) : std::nullopt;
+    const auto v = if_defined(saved[2]);
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)};
     const auto [grad_q, grad_k, grad_v] =
         backward_op().call(grads[0], saved[0], saved[1], v, ctx->saved_data["causal"].toBool(),

@@ -201,7 +201,7 @@ def compressed_attention_step(
 
 def _autocast(x: Tensor) -> Tensor:
     """In the autocast dtype, as the operators; blocks are kept in it, and not converted in every step."""
-    if not isinstance(x, Tensor) or x.dtype not in DTYPES[1:] or x.device.type not in ("cpu", "cuda"):
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES[1:] or not torch.amp.is_autocast_available(x.device.type):
         return x
     if not torch.is_autocast_enabled(x.device.type):
         return x
