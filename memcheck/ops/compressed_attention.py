@@ -46,7 +46,8 @@ def compressed_attention(
     Returns:
         y (B,H,S,D), contiguous; 0 for a query that sees no block. Kept for backward: q, y (not in 16 bits), the means,
         and a number a query in the accumulation type, but not k and v. A gradient has its input's strides. There is no
-        double backward: it raises.
+        double backward: it raises. A NaN or an infinity in v also reaches queries of its tile of 64 that do not see
+        it, as 0 times it.
 
     Raises:
         ValueError: a shape, device, factor or scale, S > T when causal, strict without causal.

@@ -29,7 +29,8 @@ def linear_attention(
     Returns:
         y (B,H,S,Dv), contiguous. Kept for backward: q, k and v alone; the (D,Dv) states are formed again. Where
         there are fewer than 8 heads in all, the sequence is cut into up to 16 segments, each with a state in memory.
-        A gradient has its input's strides. There is no double backward: it raises.
+        A gradient has its input's strides. There is no double backward: it raises. A NaN or an infinity in v at one
+        position also reaches queries up to 31 positions before it, as 0 times it.
 
     Raises:
         ValueError: a shape, device, feature map, S > T when causal, or eps <= 0.
