@@ -254,7 +254,8 @@ Gradients backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x_
                    const std::optional<at::Tensor>& weight_or_none,
                    const std::optional<at::Tensor>& preactivations_or_none, std::array<bool, 2> output_mask) {
   const Gradients gradients = backward_meta(grad_y, x_or_none, weight_or_none, preactivations_or_none, output_mask);
-  const auto& [grad_x, grad_weight] = gradients;
+  // Clang captures no structured bindings.
+  const at::Tensor grad_x = std::get<0>(gradients), grad_weight = std::get<1>(gradients);
   if (!grad_x.defined() && !grad_weight.defined()) return gradients;
   if (grad_y.numel() == 0) {
     if (grad_weight.defined()) grad_weight.zero_();
