@@ -482,11 +482,13 @@ MEMCHECK_INLINE Rows<acc_t> rows_of(const LinearAttentionBackward& p, int64_t b,
 // z of every row: that of the state, and of the keys at hand up to the row.
 template <typename acc_t>
 MEMCHECK_INLINE void running_key_sums(const acc_t* before, int64_t count, int64_t keys, BackwardScratch<acc_t>& x) {
-  for (int64_t i = 0; i < x.z.stride; ++i) {
-    acc_t sum = acc_t(0);
+  for (int64_t i = 0; i < x.z.stride; i += kTileLanes) {
+    alignas(64) acc_t sum[kTileLanes] = {};
     for (int64_t row = 0; row < count; ++row) {
-      if (row < keys) sum += x.k.row(row)[i];
-      x.z.row(row)[i] = before[i] + sum;
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+        if (row < keys) sum[lane] += x.k.row(row)[i + lane];
+        x.z.row(row)[i + lane] = before[i + lane] + sum[lane];
+      }
     }
   }
 }
