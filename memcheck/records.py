@@ -31,7 +31,7 @@ class Record:
     factor: int | None = None  # block length, compressed attention
     dtype: str | None = None  # "float32", ...
     causal: bool | None = None
-    mode: str | None = None  # "train" or "inference"
+    mode: str | None = None  # "train", "inference" or "decode"
     compiled: bool | None = None
 
     # Where it ran.
@@ -77,6 +77,17 @@ class Record:
     backward_ms_quartiles: tuple[float, float] | None = None
     passes: int | None = None
 
+    # Decoding: what a sequence of kv_len tokens leaves behind for the next one. The peaks are those of one step.
+    state_bytes: int | None = None
+    state_bytes_per_sequence: float | None = None
+    state_bytes_per_token: float | None = None
+
+    # In detail.
+    doubts: tuple[str, ...] = ()  # why a figure may be off, in words
+    saved_tensors: list[dict[str, Any]] | None = None  # kept for backward: shape, dtype, bytes
+    alive_at_peak: list[dict[str, Any]] | None = None  # largest first: phase, name (of what allocated it), bytes
+    theory: dict[str, dict[str, int]] | None = None  # field above -> what is alive then: name -> bytes
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
@@ -85,7 +96,7 @@ class Record:
         """The record of one JSON line; fields this version does not know are dropped."""
         known = {field.name for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {name: value for name, value in json.loads(line).items() if name in known}
-        for name in ("forward_ms_quartiles", "backward_ms_quartiles"):
+        for name in ("forward_ms_quartiles", "backward_ms_quartiles", "doubts"):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
         return cls(**values)
