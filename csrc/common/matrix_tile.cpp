@@ -78,10 +78,14 @@ MEMCHECK_INLINE void transpose_rows_body(const acc_t* from, int64_t from_stride,
                                          acc_t* to, int64_t to_stride) {
   for (int64_t column = 0; column < columns; column += kTileColumns) {
     alignas(64) acc_t lines[kTile];
-    alignas(64) acc_t turned[kTile];
     for (int64_t row = 0; row < rows; ++row)
       convert_line(from + row * from_stride + column, kTileLanes, lines + row * kTileLanes);
     for (int64_t i = rows * kTileLanes; i < kTile; ++i) lines[i] = acc_t(0);
+    if (to_stride == kTileRows) {
+      transpose_tile(lines, to + column * to_stride);
+      continue;
+    }
+    alignas(64) acc_t turned[kTile];
     transpose_tile(lines, turned);
     for (int64_t row = 0; row < kTileRows; ++row)
       convert_line(turned + row * kTileLanes, kTileLanes, to + (column + row) * to_stride);

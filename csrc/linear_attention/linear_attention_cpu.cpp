@@ -48,6 +48,7 @@ struct Matrix {
   int64_t stride;
 
   MEMCHECK_INLINE acc_t* row(int64_t i) const { return data + i * stride; }
+  MEMCHECK_INLINE Matrix rows_from(int64_t i) const { return {row(i), stride}; }
   MEMCHECK_INLINE TileFactor<acc_t> from_row(int64_t i) const { return {row(i), stride}; }
 };
 
@@ -75,7 +76,7 @@ struct StateShape {
 template <typename acc_t>
 struct State {
   StateShape shape;
-  Matrix<acc_t> total;   // of all chunks so far
+  Matrix<acc_t> total;   // of all chunks when it was last asked for
   Matrix<acc_t> before;  // of full levels
   Matrix<acc_t> level;   // of the chunks since
 
@@ -89,7 +90,7 @@ struct State {
 
   MEMCHECK_INLINE void clear() {
     chunks_ = 0;
-    for (int64_t i = 0; i < shape.size(); ++i) total.data[i] = before.data[i] = level.data[i] = acc_t(0);
+    for (int64_t i = 0; i < shape.size(); ++i) before.data[i] = level.data[i] = acc_t(0);
   }
   // The sum of what other segments hold, of this shape one after another.
   MEMCHECK_INLINE void start_from(const acc_t* others, int64_t first, int64_t last) {
@@ -98,12 +99,11 @@ struct State {
       const acc_t* from = others + other * shape.size();
       for (int64_t i = 0; i < shape.size(); ++i) before.data[i] += from[i];
     }
-    for (int64_t i = 0; i < shape.size(); ++i) total.data[i] = before.data[i];
   }
   // The sum over the rows of a chunk of a b^T, and of weights (null: 1) times x.
-  MEMCHECK_INLINE void add_chunk(int64_t rows, const TileFactor<acc_t>& a, const acc_t* b, const acc_t* weights,
-                                 const acc_t* x) {
-    tile_product(TileProduct::Add, shape.rows, level.stride, rows, a.transposed(), b, level.stride, level.data,
+  MEMCHECK_INLINE void add_chunk(int64_t rows, const TileFactor<acc_t>& a, const acc_t* b, int64_t b_stride,
+                                 const acc_t* weights, const acc_t* x) {
+    tile_product(TileProduct::Add, shape.rows, level.stride, rows, a.transposed(), b, b_stride, level.data,
                  level.stride);
     const int64_t stride = padded_columns(shape.keys);
     for (int64_t i = 0; i < stride; i += kTileLanes) {
@@ -114,21 +114,24 @@ struct State {
       }
       for (int64_t lane = 0; lane < kTileLanes; ++lane) vector_of(level)[i + lane] += sum[lane];
     }
-    end_chunk();
+    if (++chunks_ == kChunksPerLevel) end_level();
   }
-  MEMCHECK_INLINE void store(acc_t* to) const {
+  // Makes the total that of all chunks so far.
+  MEMCHECK_INLINE void settle() {
+    for (int64_t i = 0; i < shape.size(); ++i) total.data[i] = before.data[i] + level.data[i];
+  }
+  MEMCHECK_INLINE void store(acc_t* to) {
+    settle();
     for (int64_t i = 0; i < shape.size(); ++i) to[i] = total.data[i];
   }
 
  private:
   int64_t chunks_ = 0;
 
-  MEMCHECK_INLINE void end_chunk() {
-    for (int64_t i = 0; i < shape.size(); ++i) total.data[i] = before.data[i] + level.data[i];
-    if (++chunks_ < kChunksPerLevel) return;
+  MEMCHECK_INLINE void end_level() {
     chunks_ = 0;
     for (int64_t i = 0; i < shape.size(); ++i) {
-      before.data[i] = total.data[i];
+      before.data[i] += level.data[i];
       level.data[i] = acc_t(0);
     }
   }
@@ -148,7 +151,8 @@ struct ForwardScratch {
   State<acc_t> state;          // M, z
   Matrix<acc_t> q, k;          // phi(q), phi(k) (kChunk,D)
   Matrix<acc_t> k_transposed;  // (D,kChunk)
-  Matrix<acc_t> v, y;          // (kChunk,Dv)
+  Matrix<acc_t> v, y;          // (kChunk,Dv), unless memory serves
+  Matrix<acc_t> values;        // v, where it is (kChunk,Dv)
   Matrix<acc_t> scores;        // phi(q) phi(k)^T (kChunk,kChunk)
   Matrix<acc_t> partial;       // sums along rows before their lanes are added (kChunk,kTileLanes)
 
@@ -159,6 +163,7 @@ struct ForwardScratch {
         k_transposed(arena.matrix(padded_columns(n.D), kChunk)),
         v(arena.matrix(kChunk, n.Dv)),
         y(arena.matrix(kChunk, n.Dv)),
+        values(v),
         scores(arena.matrix(kChunk, kChunk)),
         partial(arena.matrix(kChunk, kTileLanes)) {}
 };
@@ -212,21 +217,44 @@ Range segment_range(const LinearAttentionShape& shape, int64_t length, int64_t s
   return {segment * step, std::min(length, (segment + 1) * step)};
 }
 
-// phi, for rows x columns; where columns are missing to a full tile it is 0. Meanwhile the rows of two matrices that
-// will be read next are asked for.
+// Rows in memory that are as good as scratch: of the accumulation type, dense, in full tiles.
 template <typename acc_t>
-MEMCHECK_INLINE void map_features(FeatureMap map, const Matrix<acc_t>& x, Range rows, int64_t columns,
-                                  const NextRows& next, const NextRows& other_next) {
-  for (int64_t row = rows.begin; row < rows.end; ++row) {
-    next.expect(row - rows.begin);
-    other_next.expect(row - rows.begin);
-    if (map == FeatureMap::Identity) continue;
-    acc_t* line = x.row(row);
-    for (int64_t i = 0; i < x.stride; ++i) {
-      const acc_t e = exp_minus_abs(line[i]);
-      line[i] = line[i] > acc_t(0) ? line[i] + acc_t(1) : e;
+MEMCHECK_INLINE bool serves_as_scratch(Dtype dtype, const MatrixPlace& x, int64_t columns) {
+  const Dtype acc = sizeof(acc_t) == sizeof(double) ? Dtype::Float64 : Dtype::Float32;
+  return dtype == acc && x.column_stride == 1 && columns % kTileColumns == 0;
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE Matrix<acc_t> in_memory(const MatrixPlace& x) {
+  return {static_cast<acc_t*>(x.data), x.row_stride};
+}
+
+// phi of a line, from where it lies or in place; where columns are missing to a full tile it is 0.
+template <typename acc_t>
+MEMCHECK_INLINE void map_line(const acc_t* from, int64_t columns, int64_t padded, acc_t* to) {
+  for (int64_t column = 0; column < padded; column += kTileLanes) {
+    alignas(64) acc_t x[kTileLanes];
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) x[lane] = from[column + lane];
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+      const acc_t e = exp_minus_abs(x[lane]);
+      to[column + lane] = x[lane] > acc_t(0) ? x[lane] + acc_t(1) : e;
     }
-    for (int64_t i = columns; i < x.stride; ++i) line[i] = acc_t(0);
+  }
+  for (int64_t i = columns; i < padded; ++i) to[i] = acc_t(0);
+}
+
+// phi(x) of some rows (rows,D). Meanwhile the rows of two matrices that will be read next are asked for.
+template <typename acc_t>
+MEMCHECK_INLINE void load_features(const LinearAttentionShape& n, Dtype dtype, const MatrixPlace& x, int64_t rows,
+                                   const NextRows& next, const NextRows& other_next, const Matrix<acc_t>& to) {
+  const bool identity = n.feature_map == FeatureMap::Identity;
+  const bool direct = !identity && serves_as_scratch<acc_t>(dtype, x, n.D);
+  if (!direct) load_rows(dtype, x, rows, n.D, to.data, to.stride);
+  const Matrix<acc_t> from = direct ? in_memory<acc_t>(x) : to;
+  for (int64_t row = 0; row < rows; ++row) {
+    next.expect(row);
+    other_next.expect(row);
+    if (!identity) map_line(from.row(row), n.D, to.stride, to.row(row));
   }
 }
 
@@ -243,11 +271,10 @@ MEMCHECK_INLINE void load_pair(const LinearAttentionShape& n, Dtype dtype, const
                                const MatrixPlace& values, Range rows, int64_t further, const Matrix<acc_t>& to,
                                const Matrix<acc_t>& to_values) {
   const int64_t count = rows.end - rows.begin;
-  load_rows(dtype, x, count, n.D, to.row(rows.begin), to.stride);
   if (values.data != nullptr) load_rows(dtype, values, count, n.Dv, to_values.row(rows.begin), to_values.stride);
   const NextRows next = rows_after(dtype, x, further, n.D);
   const NextRows next_values = values.data != nullptr ? rows_after(dtype, values, further, n.Dv) : NextRows{};
-  map_features(n.feature_map, to, rows, n.D, next, next_values);
+  load_features(n, dtype, x, count, next, next_values, to.rows_from(rows.begin));
 }
 
 // A query sees the keys of its chunk up to its own row.
@@ -259,15 +286,15 @@ MEMCHECK_INLINE void mask_later_keys(const Matrix<acc_t>& scores, Range rows) {
   }
 }
 
-// to += weights x, of the rows of x that each row sees.
+// to += weights x, of the rows of x that each row sees. `to` begins with the first of the rows.
 template <typename acc_t>
-MEMCHECK_INLINE void add_visible(const Matrix<acc_t>& weights, Range rows, const Matrix<acc_t>& x,
+MEMCHECK_INLINE void add_visible(const Matrix<acc_t>& weights, Range rows, const Matrix<acc_t>& x, int64_t columns,
                                  const Matrix<acc_t>& to) {
   constexpr int64_t kRowsAtOnce = 8;
   for (int64_t row = rows.begin; row < rows.end; row += kRowsAtOnce) {
     const int64_t count = std::min(kRowsAtOnce, rows.end - row);
-    tile_product(TileProduct::Add, count, to.stride, row + count, weights.from_row(row), x.data, x.stride, to.row(row),
-                 to.stride);
+    tile_product(TileProduct::Add, count, columns, row + count, weights.from_row(row), x.data, x.stride,
+                 to.row(row - rows.begin), to.stride);
   }
 }
 
@@ -311,18 +338,20 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
   const int64_t first = rows.begin;
   const int64_t count = rows.end - first;
   const MatrixPlace queries = rows_at(dtype, p.q, b, head, position + first);
-  const MatrixPlace y = rows_at(dtype, p.y, b, head, position + first);
-  load_rows(dtype, queries, count, n.D, x.q.row(first), x.q.stride);
+  const MatrixPlace result = rows_at(dtype, p.y, b, head, position + first);
+  const bool direct = serves_as_scratch<acc_t>(dtype, result, n.Dv);
+  const Matrix<acc_t> y = direct ? in_memory<acc_t>(result) : x.y;
   // The lines of y will be written, and for that they are read.
-  map_features(n.feature_map, x.q, rows, n.D, rows_after(dtype, queries, kChunk, n.D), rows_after(dtype, y, 0, n.Dv));
+  load_features(n, dtype, queries, count, rows_after(dtype, queries, kChunk, n.D), rows_after(dtype, result, 0, n.Dv),
+                x.q.rows_from(first));
   clear_rows(x.partial, rows);
   tile_product(TileProduct::Set, count, x.y.stride, n.D, x.q.from_row(first), x.state.total.data, x.state.total.stride,
-               x.y.row(first), x.y.stride);
+               y.data, y.stride);
   if (keys > 0) {
     tile_product(TileProduct::Set, count, kChunk, n.D, x.q.from_row(first), x.k_transposed.data, kChunk,
                  x.scores.row(first), kChunk);
     mask_later_keys(x.scores, rows);
-    add_visible(x.scores, rows, x.v, x.y);
+    add_visible(x.scores, rows, x.values, x.y.stride, y);
     for (int64_t i = first * kChunk; i < rows.end * kChunk; ++i) x.partial.data[i] = x.scores.data[i];
   }
   add_partial_dots(x.q, x.state.vector_of(x.state.total), 0, rows, x.partial);
@@ -330,9 +359,10 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
   sum_lanes(x.partial, denominator);
   for (int64_t row = first; row < rows.end; ++row) {
     const acc_t inverse = acc_t(1) / (denominator[row] + static_cast<acc_t>(p.eps));
-    for (int64_t i = 0; i < x.y.stride; ++i) x.y.row(row)[i] *= inverse;
+    acc_t* line = y.row(row - first);
+    for (int64_t i = 0; i < x.y.stride; ++i) line[i] *= inverse;
   }
-  store_rows(dtype, y, count, n.Dv, x.y.row(first), x.y.stride);
+  if (!direct) store_rows(dtype, result, count, n.Dv, y.data, y.stride);
 }
 
 template <typename acc_t, typename Params>
@@ -343,10 +373,24 @@ MEMCHECK_INLINE void load_keys(const Params& p, Dtype dtype, const Task& task, i
   if (!p.v) clear_rows(v, {0, count});
 }
 
+// phi(k) and v of a chunk of keys.
+template <typename acc_t>
+MEMCHECK_INLINE void load_keys(const LinearAttentionForward& p, Dtype dtype, const Task& task, int64_t t, int64_t count,
+                               ForwardScratch<acc_t>& x) {
+  const LinearAttentionShape& n = p.shape;
+  const MatrixPlace keys = rows_at(dtype, p.k, task.b, task.key_head, t);
+  const MatrixPlace values = rows_at(dtype, p.v, task.b, task.key_head, t);
+  const bool direct = serves_as_scratch<acc_t>(dtype, values, n.Dv);
+  x.values = direct ? in_memory<acc_t>(values) : x.v;
+  if (!direct) load_rows(dtype, values, count, n.Dv, x.v.data, x.v.stride);
+  load_features(n, dtype, keys, count, rows_after(dtype, keys, kChunk, n.D), rows_after(dtype, values, kChunk, n.Dv),
+                x.k);
+}
+
 // M += phi(k)^T v and z += phi(k).
 template <typename acc_t>
 MEMCHECK_INLINE void add_keys(int64_t count, ForwardScratch<acc_t>& x) {
-  x.state.add_chunk(count, x.k.from_row(0), x.v.data, nullptr, x.k.data);
+  x.state.add_chunk(count, x.k.from_row(0), x.values.data, x.values.stride, nullptr, x.k.data);
 }
 
 template <typename acc_t>
@@ -354,7 +398,7 @@ MEMCHECK_INLINE void sum_keys(const LinearAttentionForward& p, Dtype dtype, cons
                               ForwardScratch<acc_t>& x) {
   for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
     const int64_t count = std::min(kChunk, keys.end - t);
-    load_keys(p, dtype, task, t, count, kChunk, x.k, x.v);
+    load_keys(p, dtype, task, t, count, x);
     add_keys(count, x);
   }
 }
@@ -367,8 +411,9 @@ MEMCHECK_INLINE void attend_along(const LinearAttentionForward& p, Dtype dtype, 
   for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
     const int64_t count = std::min(kChunk, keys.end - t);
     const int64_t s = t - (n.T - n.S);
-    load_keys(p, dtype, task, t, count, kChunk, x.k, x.v);
+    load_keys(p, dtype, task, t, count, x);
     if (s + count > 0) {
+      x.state.settle();
       transpose_rows(x.k.data, x.k.stride, count, x.k.stride, x.k_transposed.data, kChunk);
       for (int64_t head = task.key_head * n.group(); head < (task.key_head + 1) * n.group(); ++head)
         attend(p, dtype, task.b, head, s, {std::max<int64_t>(-s, 0), count}, count, x);
@@ -382,6 +427,7 @@ template <typename acc_t>
 MEMCHECK_INLINE void attend_to_all(const LinearAttentionForward& p, Dtype dtype, const Task& task, Range queries,
                                    ForwardScratch<acc_t>& x) {
   const LinearAttentionShape& n = p.shape;
+  x.state.settle();
   for (int64_t head = task.key_head * n.group(); head < (task.key_head + 1) * n.group(); ++head)
     for (int64_t s = queries.begin; s < queries.end; s += kChunk)
       attend(p, dtype, task.b, head, s, {0, std::min(kChunk, queries.end - s)}, 0, x);
@@ -508,7 +554,7 @@ MEMCHECK_INLINE void differentiate_queries(const LinearAttentionBackward& p, Dty
     tile_product(TileProduct::Set, count, kChunk, n.Dv, x.g.from_row(first), x.v_transposed.data, kChunk,
                  x.products.row(first), kChunk);
     mask_later_keys(x.products, rows);
-    add_visible(x.products, rows, x.k, x.grad_q);
+    add_visible(x.products, rows, x.k, x.grad_q.stride, x.grad_q.rows_from(first));
   }
   // grad_q holds M g so far.
   alignas(64) acc_t denominator[kChunk];
@@ -537,7 +583,7 @@ MEMCHECK_INLINE void differentiate_queries(const LinearAttentionBackward& p, Dty
 // M^T += v^T phi(k) and z += phi(k).
 template <typename acc_t>
 MEMCHECK_INLINE void add_keys(int64_t count, BackwardScratch<acc_t>& x) {
-  x.keys.add_chunk(count, x.v.from_row(0), x.k.data, nullptr, x.k.data);
+  x.keys.add_chunk(count, x.v.from_row(0), x.k.data, x.k.stride, nullptr, x.k.data);
 }
 
 template <typename acc_t>
@@ -566,13 +612,14 @@ template <typename acc_t>
 MEMCHECK_INLINE void add_queries(const LinearAttentionBackward& p, int64_t b, int64_t head, int64_t position,
                                  Range rows, BackwardScratch<acc_t>& x) {
   const int64_t first = rows.begin;
-  x.queries.add_chunk(rows.end - first, x.g.from_row(first), x.q.row(first),
+  x.queries.add_chunk(rows.end - first, x.g.from_row(first), x.q.row(first), x.q.stride,
                       rows_of<acc_t>(p, b, head).delta + position + first, x.q.row(first));
 }
 
-// N from N^T.
+// N^T and n of all chunks so far, and N from N^T.
 template <typename acc_t>
 MEMCHECK_INLINE void turn_query_state(const LinearAttentionShape& n, BackwardScratch<acc_t>& x) {
+  x.queries.settle();
   const Matrix<acc_t>& total = x.queries.total;
   for (int64_t row = 0; row < n.Dv; row += kTileRows)
     transpose_rows(total.row(row), total.stride, std::min<int64_t>(kTileRows, n.Dv - row), total.stride, x.n.data + row,
@@ -632,6 +679,7 @@ MEMCHECK_INLINE void differentiate_along(const LinearAttentionBackward& p, Dtype
     const int64_t s = t - (n.T - n.S);
     load_keys(p, dtype, task, t, count, kChunk, x.k, x.v);
     if (s + count > 0) {
+      x.keys.settle();
       transpose_rows(x.v.data, x.v.stride, count, x.v.stride, x.v_transposed.data, kChunk);
       running_key_sums(x.keys.vector_of(x.keys.total), count, count, x);
       for (int64_t head = task.key_head * n.group(); head < (task.key_head + 1) * n.group(); ++head)
@@ -672,6 +720,7 @@ template <typename acc_t>
 MEMCHECK_INLINE void differentiate_all_queries(const LinearAttentionBackward& p, Dtype dtype, const Task& task,
                                                Range queries, BackwardScratch<acc_t>& x) {
   const LinearAttentionShape& n = p.shape;
+  x.keys.settle();
   running_key_sums(x.keys.vector_of(x.keys.total), kChunk, 0, x);
   for (int64_t head = task.key_head * n.group(); head < (task.key_head + 1) * n.group(); ++head) {
     for (int64_t s = queries.begin; s < queries.end; s += kChunk) {
@@ -816,7 +865,6 @@ MEMCHECK_INLINE void step_task(const LinearAttentionStep& p, Dtype dtype, const 
   state.clear();
   load_rows(acc, place(p.m), n.D, n.Dv, state.before.data, state.before.stride);
   load_rows(acc, place(p.z), 1, n.D, state.vector_of(state.before), padded_columns(n.D));
-  for (int64_t i = 0; i < state.shape.size(); ++i) state.total.data[i] = state.before.data[i];
   sum_keys(forward, dtype, task, {0, n.T}, x);
   attend_to_all(forward, dtype, task, {0, 1}, x);
   store_rows(acc, place(p.new_m), n.D, n.Dv, state.total.data, state.total.stride);
