@@ -69,6 +69,16 @@ def plot_memory(
     return figure
 
 
+def svg_plots(records: Sequence[Record], *, styles: Mapping[str, Style]) -> list[tuple[str, str]]:
+    """(caption, inline SVG)."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "memory.svg")
+        plot_memory(records, path, styles=styles, title="Peak memory", subtitle="")
+        return [("Peak memory against length.", path.read_text()[path.read_text().index("<svg") :])]
+
+
 def length(record: Record, records: Sequence[Record]) -> int:
     """The x of a record: the key length, or the query length where only that one varies."""
     varying = "kv_len" if len({other.kv_len for other in records}) > 1 else "query_len"

@@ -1,0 +1,65 @@
+"""Our rows beside published tables: of a folder of results, or by formula without a run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from memcheck.catalog import Case, make_case, make_combinator_case
+from memcheck.commands.report import FORMATS
+from memcheck.errors import MemcheckError
+from memcheck.records import Record
+from memcheck.reports import published_table, published_tables, render, write_files
+from memcheck.store import read_records
+from memcheck.theory import closed_terms
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "folders",
+        nargs="*",
+        type=Path,
+        metavar="DIR",
+        help="folders with a records.jsonl; default: every published row by formula",
+    )
+    parser.add_argument("--format", choices=FORMATS, default="table", help="of stdout; default: table")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="write the tables there, too: Markdown, LaTeX, JSON and CSV"
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    records = (
+        [record for folder in args.folders for record in read_records(folder)] if args.folders else list(by_formula())
+    )
+    tables = published_tables(records)
+    if not tables:
+        raise MemcheckError(
+            f"none of the {len(records)} rows of {', '.join(map(str, args.folders))} has a published counterpart: "
+            "memcheck_pyt's are of batch 64 in fp32, cs336's of batch 8 with one head"
+        )
+    print(render(tables, args.format))
+    if args.output:
+        print(f"\nWrote {', '.join(map(str, write_files(tables, args.output, 'published')))}", file=sys.stderr)
+    return 0
+
+
+def by_formula() -> Iterator[Record]:
+    """A record for each published row of ours to compare, which was not run and says what the closed terms say."""
+    for row in published_table():
+        for case in cases_of(row):
+            values = {name: value for name, value in dataclasses.asdict(case).items() if name != "device"}
+            yield Record(**values, status="skipped", reason="by formula", device=case.device, theory=closed_terms(case))
+
+
+def cases_of(row: dict[str, Any]) -> list[Case]:
+    sizes = {"bsz": row["batch"], "query_len": row["query_len"], "dim": row["dim"]}
+    if row["operator"] == "combinator":
+        return [make_combinator_case(name, **sizes) for name in ("combinator", "combinator-low-memory")]
+    if row["operator"] == "softplus":
+        return [make_case("softplus", heads=1, core_dim=None, factor=None, kv_len=row["kv_len"], **sizes)]
+    return []
