@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from memcheck.records import Record
@@ -15,15 +15,17 @@ MOMENTS = {
     "saved_bytes": ("kept for backward", None),
     "backward_peak_bytes": ("backward peak", "backward"),
 }
-# The parts of a record, and the theory's names of what belongs to them.
+# The parts of a record in words.
 PARTS = {
-    "input_bytes": ("inputs", ("q", "k", "v", "x")),
-    "output_bytes": ("output", ("y",)),
-    "parameter_bytes": ("parameters", ("weight",)),
-    "gradient_bytes": ("gradients", ()),
-    "workspace_bytes": ("workspace", ()),
-    "library_workspace_bytes": ("library workspace", ()),
+    "input_bytes": "inputs",
+    "output_bytes": "output",
+    "parameter_bytes": "parameters",
+    "gradient_bytes": "gradients",
+    "workspace_bytes": "workspace",
+    "library_workspace_bytes": "library workspace",
 }
+# The theory's names of what belongs to them.
+INPUTS, PARAMETERS, OUTPUT, INCOMING = ("q", "k", "v", "x"), ("weight",), ("y",), ("grad_y, expanded", "grad_y")
 
 
 @dataclass(frozen=True)
@@ -37,33 +39,56 @@ class Component:
 
 def components_of(record: Record) -> Iterator[Component]:
     """What the caller holds and gets, then moment by moment what is alive."""
-    for field, (name, terms) in PARTS.items():
-        theory = sum_of(record, "forward_peak_bytes", terms)
-        if (measured := getattr(record, field)) is not None or theory is not None:
-            yield Component("in all", name, theory, measured)
+    theory = parts_by_theory(record)
+    for field, name in PARTS.items():
+        if (measured := getattr(record, field)) is not None or field in theory:
+            yield Component("in all", name, theory.get(field), measured)
     for field, (moment, phase) in MOMENTS.items():
         yield from components_at(record, field, moment, phase)
 
 
-def sum_of(record: Record, field: str, names: Sequence[str]) -> int | None:
-    terms = (record.theory or {}).get(field, {})
-    sizes = [terms[name] for name in names if name in terms]
-    return sum(sizes) if sizes else None
+def parts_by_theory(record: Record) -> dict[str, int]:
+    """The terms of the moments, put together as the parts of a record are."""
+    theory = record.theory or {}
+    forward, backward = theory.get("forward_peak_bytes"), theory.get("backward_peak_bytes")
+    if not forward:
+        return {}
+    kept = sum(theory.get("saved_bytes", {}).values())
+    inputs, parameters, output = (sum_of(forward, names) for names in (INPUTS, PARAMETERS, OUTPUT))
+    held = inputs + parameters + output + kept
+    parts = {"input_bytes": inputs, "output_bytes": output, "parameter_bytes": parameters}
+    parts["workspace_bytes"] = sum(forward.values()) - held
+    if backward:
+        # A gradient is as large as what it is the gradient of.
+        parts["gradient_bytes"] = inputs + parameters
+        scratch = sum(backward.values()) - held - parts["gradient_bytes"] - sum_of(backward, INCOMING)
+        parts["workspace_bytes"] = max(parts["workspace_bytes"], scratch)
+    return parts
+
+
+def sum_of(terms: Mapping[str, int], names: Sequence[str]) -> int:
+    return sum(size for name, size in terms.items() if name in names)
 
 
 def components_at(record: Record, field: str, moment: str, phase: str | None) -> Iterator[Component]:
     """The theory's terms, each beside a measured tensor of its size; what is left over; and the sums."""
     terms, measured = (record.theory or {}).get(field), getattr(record, field)
     alive = alive_tensors(record, phase)
+    left = list(alive)
     for name, size in (terms or {}).items():
-        match = next((tensor for tensor in alive if tensor[1] == size), None)
+        match = next((tensor for tensor in left if tensor[1] == size), None)
         if match:
-            alive.remove(match)
-        yield Component(moment, name, size, match[1] if match else None, match[0] if match else None)
-    for name, size in alive:
+            left.remove(match)
+        yield Component(moment, name, size, size if match else None, names_of(alive, size) if match else None)
+    for name, size in left:
         yield Component(moment, "not in the theory" if terms else name, None, size, name if terms else None)
     if terms is not None or measured is not None:
         yield Component(moment, "sum", None if terms is None else sum(terms.values()), measured)
+
+
+def names_of(alive: Sequence[tuple[str, int]], size: int) -> str:
+    """Size alone does not tell tensors of one size apart."""
+    return " or ".join(dict.fromkeys(name for name, bytes_alive in alive if bytes_alive == size))
 
 
 def alive_tensors(record: Record, phase: str | None) -> list[tuple[str, int]]:

@@ -31,7 +31,7 @@ WORDS = {
     "core_dim": "core dim {}",
     "factor": "factor {}",
 }
-YES_AND_NO = {"causal": ("causal", "not causal"), "compiled": ("compiled", "eager")}
+YES_AND_NO = {"causal": ("causal", "not causal"), "compiled": ("compiled", "not compiled")}
 
 
 def case_of(record: Record) -> tuple[Any, ...]:
@@ -61,7 +61,7 @@ def describe(record: Record, fields: Sequence[str]) -> str:
     words: list[str] = []
     for field in fields:
         value = getattr(record, field)
-        if value is None or (field == "core_dim" and value == record.dim and "dim" in fields):
+        if value is None or (field == "core_dim" and value == record.dim) or (field == "compiled" and not value):
             continue
         if field == "kv_len" and value == record.query_len and "query_len" in fields:
             words[-1] = f"S = T = {value}"

@@ -9,6 +9,7 @@ from typing import Any
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
 from memcheck.reports.cases import CASE_FIELDS, case_of, describe, place_of, values_of, varying
+from memcheck.reports.lines import count_of
 from memcheck.reports.tables import Cell, Column, Table
 
 # Requested bytes, and so the same on every run. Blocks and segments of a caching allocator depend on what ran before.
@@ -148,7 +149,7 @@ def comparison_table(comparison: Comparison) -> Table:
         "same: not a byte of difference. within noise: the quartiles of the two times overlap; "
         "else the ratio of the medians."
     ]
-    return Table("comparison", f"{len(rows)} cases in both", columns, rows, notes)
+    return Table("comparison", f"{count_of(rows)} in both", columns, rows, notes)
 
 
 def environment_changes(before: Sequence[Record], after: Sequence[Record]) -> list[str]:

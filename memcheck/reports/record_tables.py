@@ -19,7 +19,7 @@ from memcheck.reports.cases import (
     values_of,
     varying,
 )
-from memcheck.reports.lines import common_case, failure_note, mask, unit_bytes
+from memcheck.reports.lines import common_case, count_of, failure_note, mask, unit_bytes
 from memcheck.reports.tables import Cell, Column, Table, Verdict, write_files
 
 MIB = 2**20
@@ -66,9 +66,9 @@ def quartile(record: Record, field: str, which: int) -> float | None:
 Reader = Callable[[Record], Cell]
 
 
-def mib_column(field: str, title: str, audience: str = "all") -> tuple[Column, Reader]:
+def mib_column(field: str, title: str, audience: str = "all", digits: int = 2) -> tuple[Column, Reader]:
     key = field.replace("_bytes", "_mib")
-    return Column(key, title, "MiB", ".2f", audience), lambda record: value_or_verdict(record, field)
+    return Column(key, title, "MiB", f".{digits}f", audience), lambda record: value_or_verdict(record, field)
 
 
 def need_columns(field: str, title: str) -> list[tuple[Column, Reader]]:
@@ -152,7 +152,8 @@ class Footnotes:
 
 def remarks(record: Record) -> list[str]:
     """Why a row failed, why its backend is not the one asked for, and what is doubtful in it."""
-    return [failure_note(record), *([record.backend_reason] if record.backend_reason else []), *record.doubts]
+    backend = [f"{record.backend}: {record.backend_reason}"] if record.backend_reason else []
+    return [failure_note(record), *backend, *(f"doubtful: {doubt}" for doubt in record.doubts)]
 
 
 def remark_columns(footnotes: Footnotes) -> list[tuple[Column, Reader]]:
@@ -183,7 +184,7 @@ def records_table(records: Sequence[Record]) -> Table:
     """All of them, a row each."""
     footnotes = Footnotes()
     readers = [*case_columns(records), *FIGURE_COLUMNS, *remark_columns(footnotes)]
-    table = table_of("records", f"{len(records)} cases: {common_case(records)}", readers, records)
+    table = table_of("records", f"{count_of(records)}: {common_case(records)}", readers, records)
     table.notes = [NEEDS, *footnotes.lines()]
     return table
 
@@ -195,13 +196,13 @@ def decode_table(records: Sequence[Record]) -> Table:
     readers = [
         *case_columns(records),
         (Column("status", "status"), lambda record: record.status),
-        mib_column("state_bytes", "state", "all"),
-        mib_column("state_bytes_per_sequence", "state per sequence", "all"),
+        mib_column("state_bytes", "state", digits=3),
+        mib_column("state_bytes_per_sequence", "state per sequence", digits=3),
         (
             Column("state_bytes_per_token", "state per token", "B", ".1f"),
             lambda record: value_or_verdict(record, "state_bytes_per_token"),
         ),
-        mib_column("forward_peak_bytes", "peak of a step"),
+        mib_column("forward_peak_bytes", "peak of a step", digits=3),
         *time_columns("forward")[:1],
         *remark_columns(footnotes),
     ]

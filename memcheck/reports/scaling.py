@@ -53,7 +53,9 @@ def fit_exponent(points: Sequence[Point]) -> Exponent | None:
     fit = stats.linregress([math.log(x) for x, _ in points], [math.log(y) for _, y in points])
     if len(points) == 2:
         return Exponent(float(fit.slope), None, None)
-    margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(points) - 2) * fit.stderr)
+    # scipy says NaN of a flat line, which fits exactly.
+    error = 0.0 if math.isnan(fit.stderr) else fit.stderr
+    margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(points) - 2) * error)
     return Exponent(float(fit.slope), float(fit.slope) - margin, float(fit.slope) + margin)
 
 

@@ -9,18 +9,17 @@ from typing import Any
 
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
-from memcheck.reports.cases import CASE_FIELDS, describe, groups_besides, lengths, values_in_order, values_of
-from memcheck.reports.lines import common_case, failure_note
+from memcheck.reports.cases import CASE_FIELDS, describe, groups_besides, values_in_order, values_of
+from memcheck.reports.lines import common_case, count_of, failure_note
 
 # Sizes that belong to operators: cases that differ in nothing else answer the same question.
 OPERATORS_OWN = ("operator", "heads", "core_dim", "factor", "causal", "compiled")
-RAN_OUT = ("oom", "killed")
 STATUS_WORDS = {
-    "unsupported": "could not run here",
+    "unsupported": "unsupported here",
     "error": "ended in an error",
-    "timeout": "took too long",
-    "killed": "was killed",
-    "skipped": "was not run",
+    "timeout": "out of time",
+    "killed": "killed",
+    "skipped": "skipped",
 }
 FACTS = {
     "device": "device",
@@ -57,11 +56,11 @@ def what_was_measured(records: Sequence[Record]) -> str:
     operators = values_in_order(records, "operator")
     measured = sum(record.status == "ok" for record in records)
     where = common_case(records)
-    cases = f"{len(records)} cases of {listed(operators)}" + (f" ({where})" if where else "")
+    cases = f"{count_of(records)} of {listed(operators)}" + (f" ({where})" if where else "")
     spans = [span for span in (span_of(records, "query_len", "S"), span_of(records, "dim", "dim")) if span]
     along = f", over {' and '.join(spans)}" if spans else ""
-    done = "all ran to their end" if measured == len(records) else f"{measured} ran to their end"
-    return f"{cases}{along}: {done}."
+    done = {0: "none", len(records): "all"}.get(measured, str(measured))
+    return f"{cases}{along}; {done} ran to the end."
 
 
 def span_of(records: Sequence[Record], field: str, word: str) -> str | None:
@@ -88,7 +87,7 @@ def size_of(record: Record) -> int:
 
 
 def ranking(records: Sequence[Record]) -> str:
-    """ "At batch 1, S = T = 4096, softplus needs least at its peak, 28.3 MiB, and naive most, 804 MiB: 28.4 times it." """
+    """ "At batch 1, S = T = 4096, a needs least at its peak, 28.3 MiB, and b most, 804 MiB: 28.4 times as much." """
     ranked = sorted(records, key=lambda record: need(record) or 0)
     least, most = need(ranked[0]) or 0, need(ranked[-1]) or 0
     fields = [field for field in CASE_FIELDS if field not in OPERATORS_OWN]
@@ -106,8 +105,8 @@ def who_ran_out(records: Sequence[Record]) -> Iterator[str]:
         mine = [record for record in failed if record.operator == operator]
         first = min(mine, key=size_of)
         more = f", and {len(mine) - 1} larger or like it" if len(mine) > 1 else ""
-        where = f"S x T {lengths(first)}, batch {first.bsz}, dim {first.dim}"
-        yield f"{operator} ran out of memory: {where} ({failure_note(first)}){more}."
+        where = describe(first, ("bsz", "query_len", "kv_len", "dim", "dtype"))
+        yield f"{operator} ran out of memory at {where} ({failure_note(first)}){more}."
 
 
 def what_is_missing(records: Sequence[Record]) -> Iterator[str]:
@@ -119,10 +118,6 @@ def what_is_missing(records: Sequence[Record]) -> Iterator[str]:
             names = [f"{name} ({count})" for name, count in operators.items()]
             reason = Counter(failure_note(record) for record in mine).most_common(1)[0][0]
             yield f"{count_of(mine)} {words}: {', '.join(names)}. {'Mostly: ' if len(mine) > 1 else ''}{reason}"
-
-
-def count_of(records: Sequence[Record]) -> str:
-    return "1 case" if len(records) == 1 else f"{len(records)} cases"
 
 
 def doubts(records: Sequence[Record]) -> Iterator[str]:
