@@ -274,6 +274,7 @@ def test_scaling_shows_the_exponent_that_a_constant_hides() -> None:
     assert forward["exponent_beyond_held"] == pytest.approx(2)
     assert data["softplus", "forward peak"]["exponent"] == pytest.approx(1)
     assert data["softplus", "forward peak"]["exponent_beyond_held"] is None
+    assert data["softplus", "kept for backward"]["exponent"] is None
     assert data["naive", "kept for backward"]["factors_per_doubling"] == "4.00 4.00"
     assert data["naive", "forward time"]["exponent"] == pytest.approx(1)
     text = render([scaling_table(rows)], "table")
@@ -358,8 +359,8 @@ def test_the_summary_says_who_needs_least_and_most_and_what_failed() -> None:
     assert "naive most" in text
     assert "naive ran out of memory at batch 2, S = T = 1024, dim 64, float32 (OOM in forward" in text
     assert "and 1 larger or like it" in text
-    assert "1 case unsupported here: softmax/cudnn (1). torch said no" in text
-    assert "1 case out of time: flex (1). 60 s" in text
+    assert "1 case unsupported here: softmax/cudnn: torch said no" in text
+    assert "1 case out of time: flex: 60 s" in text
     assert "Doubtful in 1 of 12 cases: few passes" in text
 
 

@@ -42,9 +42,10 @@ def run(args: argparse.Namespace) -> int:
             f"none of the {len(records)} rows of {', '.join(map(str, args.folders))} has a published counterpart: "
             "memcheck_pyt's are of batch 64 in fp32, cs336's of batch 8 with one head"
         )
+    written = write_files(tables, args.output, "published") if args.output else []
     print(render(tables, args.format))
-    if args.output:
-        print(f"\nWrote {', '.join(map(str, write_files(tables, args.output, 'published')))}", file=sys.stderr)
+    if written:
+        print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)
     return 0
 
 

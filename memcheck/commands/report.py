@@ -64,13 +64,13 @@ def run(args: argparse.Namespace) -> int:
     tables = asked_tables(records, args)
     usual = not tables
     tables = tables or default_tables(records)
-    out = sys.stdout
-    if usual and args.format == "table":
-        print("\n".join(summary(records)), end="\n\n", file=out)
-    print(render(tables, args.format), file=out)
+    # First, so that a reader who leaves, as `| head` does, costs no file.
     written = write_files(standard_tables(records) if usual else tables, args.output) if args.output else []
     if args.html:
         written.append(write_page(records, args))
+    if usual and args.format == "table":
+        print("\n".join(summary(records)), end="\n\n")
+    print(render(tables, args.format))
     if written:
         print(f"\nWrote {', '.join(map(str, written[:4]))}{' ...' if len(written) > 4 else ''}", file=sys.stderr)
     return 0

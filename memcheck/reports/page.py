@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.records import Record
+from memcheck.reports.accounting import accounting_table
+from memcheck.reports.published import published_tables
 from memcheck.reports.record_tables import (
     STANDARD_PIVOTS,
     cs336_tables,
@@ -16,7 +18,7 @@ from memcheck.reports.record_tables import (
     records_table,
 )
 from memcheck.reports.scaling import scaling_table
-from memcheck.reports.summary import environment_facts, summary, when
+from memcheck.reports.summary import environment_facts, size_of, summary, when
 from memcheck.reports.tables import Cell, Column, Table, is_number, shown
 
 TEMPLATE = "page.html"
@@ -61,7 +63,17 @@ def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
     scaling = scaling_table(runs)
     known = [field for field in STANDARD_PIVOTS if any(getattr(record, field) is not None for record in runs)]
     pivots = [table for field in known for table in pivot_tables(runs, field)]
-    return first + ([scaling] if scaling.rows else []), pivots
+    accounts = [accounting_table(record) for record in largest_of_each(runs)]
+    return first + ([scaling] if scaling.rows else []), [*pivots, *accounts, *published_tables(runs)]
+
+
+def largest_of_each(records: Sequence[Record]) -> list[Record]:
+    """Of each operator, the largest case that ran and of which theory or tensors are known."""
+    known = [record for record in records if record.status == "ok" and (record.theory or record.alive_at_peak)]
+    largest: dict[str | None, Record] = {}
+    for record in sorted(known, key=size_of):
+        largest[record.operator] = record
+    return list(largest.values())
 
 
 def table_object(table: Table) -> dict[str, Any]:

@@ -66,9 +66,9 @@ def quartile(record: Record, field: str, which: int) -> float | None:
 Reader = Callable[[Record], Cell]
 
 
-def mib_column(field: str, title: str, audience: str = "all", digits: int = 2) -> tuple[Column, Reader]:
+def mib_column(field: str, title: str, audience: str = "all", form: str = ".2f") -> tuple[Column, Reader]:
     key = field.replace("_bytes", "_mib")
-    return Column(key, title, "MiB", f".{digits}f", audience), lambda record: value_or_verdict(record, field)
+    return Column(key, title, "MiB", form, audience), lambda record: value_or_verdict(record, field)
 
 
 def need_columns(field: str, title: str) -> list[tuple[Column, Reader]]:
@@ -196,14 +196,14 @@ def decode_table(records: Sequence[Record]) -> Table:
     readers = [
         *case_columns(records),
         (Column("status", "status"), lambda record: record.status),
-        mib_column("state_bytes", "state", digits=3),
-        mib_column("state_bytes_per_sequence", "state per sequence", digits=3),
+        mib_column("state_bytes", "state", form=".4g"),
+        mib_column("state_bytes_per_sequence", "state per sequence", form=".4g"),
         (
             Column("state_bytes_per_token", "state per token", "B", ".1f"),
             lambda record: value_or_verdict(record, "state_bytes_per_token"),
         ),
-        mib_column("forward_peak_bytes", "peak of a step", digits=3),
-        *time_columns("forward")[:1],
+        mib_column("forward_peak_bytes", "peak of a step", form=".4g"),
+        (Column("step_ms", "step", "ms", ".3g"), lambda record: value_or_verdict(record, "forward_ms")),
         *remark_columns(footnotes),
     ]
     table = table_of("decode", f"Decoding, {common_case(records)}: one more token after T", readers, records)

@@ -114,6 +114,8 @@ def scaling_row(records: Sequence[Record], axis: str, field: str) -> list[Cell] 
     points = points_of(records, axis, lambda record: getattr(record, field))
     if not points:
         return None
+    # What has a logarithm is what is fitted and counted.
+    points = [(x, y) for x, y in points if y > 0] or points
     factors = " ".join("-" if factor is None else f"{factor:.2f}" for factor in factors_per_doubling(points))
     fit = fit_exponent(points)
     row: list[Cell] = [QUANTITIES[field], span(points), len(points), factors or None, said(fit, points)]
@@ -158,7 +160,7 @@ def scaling_table(records: Sequence[Record]) -> Table:
     ]
     notes = [
         "y ~ x^a: least squares of the logarithms, ± half the 95 % confidence interval of a. beyond what is held: the "
-        "same less inputs, output and parameters, which grow with N whatever the operator does. A case that failed "
-        "is no point.",
+        "same less inputs, output and parameters, which grow with N whatever the operator does. "
+        "A case that failed, or took nothing, is no point.",
     ]
     return Table("scaling", f"Scaling: {common_case(records)}", columns, list(scaling_rows(records)), notes)

@@ -57,15 +57,15 @@ def what_was_measured(records: Sequence[Record]) -> str:
     measured = sum(record.status == "ok" for record in records)
     where = common_case(records)
     cases = f"{count_of(records)} of {listed(operators)}" + (f" ({where})" if where else "")
-    spans = [span for span in (span_of(records, "query_len", "S"), span_of(records, "dim", "dim")) if span]
+    lengths = {record.kv_len or record.query_len for record in records} - {None}
+    spans = [span for span in (span_of(lengths, "lengths"), span_of(values_of(records, "dim"), "dim")) if span]
     along = f", over {' and '.join(spans)}" if spans else ""
     done = {0: "none", len(records): "all"}.get(measured, str(measured))
     return f"{cases}{along}; {done} ran to the end."
 
 
-def span_of(records: Sequence[Record], field: str, word: str) -> str | None:
-    values = sorted(values_of(records, field))
-    return f"{word} {values[0]} to {values[-1]}" if len(values) > 1 else None
+def span_of(values: set[Any], word: str) -> str | None:
+    return f"{word} {min(values)} to {max(values)}" if len(values) > 1 else None
 
 
 def listed(words: Sequence[Any]) -> str:
@@ -115,9 +115,10 @@ def what_is_missing(records: Sequence[Record]) -> Iterator[str]:
         mine = [record for record in records if record.status == status]
         if mine:
             operators = Counter(record.operator for record in mine)
-            names = [f"{name} ({count})" for name, count in operators.items()]
-            reason = Counter(failure_note(record) for record in mine).most_common(1)[0][0]
-            yield f"{count_of(mine)} {words}: {', '.join(names)}. {'Mostly: ' if len(mine) > 1 else ''}{reason}"
+            names = [f"{name} ({count})" if len(mine) > 1 else f"{name}" for name, count in operators.items()]
+            reasons = Counter(failure_note(record) for record in mine)
+            reason, _ = reasons.most_common(1)[0]
+            yield f"{count_of(mine)} {words}: {', '.join(names)}{'; for one' if len(reasons) > 1 else ''}: {reason}"
 
 
 def doubts(records: Sequence[Record]) -> Iterator[str]:
