@@ -320,5 +320,5 @@ def standard_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def write_tables(records: Sequence[Record], folder: Path) -> list[Path]:
-    """tables.md, tables.tex and tables.json in the folder, and tables/NAME.csv."""
+    """tables.md and tables.json in the folder, and tables/NAME.csv and .tex."""
     return write_files(standard_tables(records), folder)

@@ -128,7 +128,7 @@ def to_latex(table: Table) -> str:
     table = table.to_people()
     body = tabulated(table, "latex_booktabs", in_one_line)
     caption = "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in " ".join([table.title, *table.notes]))
-    lines = [r"\begin{table}", r"\centering", rf"\caption{{{caption}}}", body, r"\end{table}"]
+    lines = [r"\begin{table}[htbp]", r"\centering", rf"\caption{{{caption}}}", body, r"\end{table}"]
     return "\n".join(lines)
 
 
@@ -180,16 +180,12 @@ def render(tables: Sequence[Table], form: str) -> str:
 
 
 def write_files(tables: Sequence[Table], folder: Path, stem: str = "tables") -> list[Path]:
-    """All of them in one .md, .tex and .json, and a .csv each in a folder of its own."""
-    folder.mkdir(parents=True, exist_ok=True)
-    written = []
-    for suffix, form in ((".md", "markdown"), (".tex", "latex"), (".json", "json")):
-        path = folder / f"{stem}{suffix}"
-        path.write_text(render(tables, form) + "\n")
-        written.append(path)
-    (folder / stem).mkdir(exist_ok=True)
+    """STEM.md and STEM.json with all of them, and in a folder STEM a .csv and a .tex of each."""
+    texts = {f"{stem}.md": render(tables, "markdown"), f"{stem}.json": render(tables, "json")}
     for table in tables:
-        path = folder / stem / f"{re.sub(r'[^A-Za-z0-9.]+', '-', table.name)}.csv"
-        path.write_text(to_csv(table) + "\n")
-        written.append(path)
-    return written
+        name = re.sub(r"[^A-Za-z0-9.]+", "-", table.name)
+        texts |= {f"{stem}/{name}.csv": to_csv(table), f"{stem}/{name}.tex": to_latex(table)}
+    (folder / stem).mkdir(parents=True, exist_ok=True)
+    for name, text in texts.items():
+        (folder / name).write_text(text + "\n")
+    return [folder / name for name in texts]
