@@ -30,6 +30,7 @@ from memcheck.reports import (
     table_row,
     write_tables,
 )
+from memcheck.reports.record_tables import stacked_pivot
 from memcheck.reports.scaling import factors_per_doubling, fit_exponent
 from memcheck.reports.tables import Table, data_rows
 from memcheck.store import read_records
@@ -193,6 +194,21 @@ def test_no_pivot_loses_a_row() -> None:
     tables = pivot_tables(rows, "forward_ms")
     assert sum(cell is not None for table in tables for row in table.rows for cell in row[1:]) == len(rows)
     assert "128 x 256" in [row[0] for table in tables for row in table.rows]
+
+
+def test_stacked_pivots_say_which_case_a_row_is_of() -> None:
+    rows = [measured(name, n, d) for name in ("naive", "softplus") for n in (256, 512) for d in (64, 32)]
+    rows += [measured("naive", 256, 128)]
+    table = stacked_pivot(rows, "forward_ms")
+    assert [column.title for column in table.columns] == ["case", "N", "dim 32", "dim 64", "dim 128"]
+    assert [row[:2] for row in table.rows] == [
+        ["naive, batch 2, 4 heads, float32, causal, train", "256"],
+        ["naive, batch 2, 4 heads, float32, causal, train", "512"],
+        ["softplus, batch 2, float32, causal, train", "256"],
+        ["softplus, batch 2, float32, causal, train", "512"],
+    ]
+    assert table.rows[0][2:] == [2.56, 2.56, 2.56]
+    assert table.rows[2][2:] == [2.56, 2.56, None]
 
 
 CS336 = (

@@ -14,8 +14,8 @@ from memcheck.reports.record_tables import (
     cs336_tables,
     decode_table,
     is_cs336,
-    pivot_tables,
     records_table,
+    stacked_pivot,
 )
 from memcheck.reports.scaling import scaling_table
 from memcheck.reports.summary import environment_facts, size_of, summary, when
@@ -62,7 +62,7 @@ def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
     first += cs336_tables([record for record in runs if is_cs336(record)])
     scaling = scaling_table(runs)
     known = [field for field in STANDARD_PIVOTS if any(getattr(record, field) is not None for record in runs)]
-    pivots = [table for field in known for table in pivot_tables(runs, field)]
+    pivots = [stacked_pivot(runs, field) for field in known]
     accounts = [accounting_table(record) for record in largest_of_each(runs)]
     return first + ([scaling] if scaling.rows else []), [*pivots, *accounts, *published_tables(runs)]
 

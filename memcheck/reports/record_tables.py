@@ -297,6 +297,22 @@ def pivot_table(records: Sequence[Record], field: str, across: str, besides: Seq
     )
 
 
+def stacked_pivot(records: Sequence[Record], field: str) -> Table:
+    """All pivots of a field in one table, as a file or a page wants it: a row says which case it is of."""
+    pivots = pivot_tables(records, field)
+    columns = {column.key: column for pivot in pivots for column in pivot.columns[1:]}
+    rows = []
+    for pivot in pivots:
+        what = pivot.title.partition(": ")[2]
+        keys = [column.key for column in pivot.columns]
+        for row in pivot.rows:
+            cells = dict(zip(keys, row, strict=True))
+            rows.append([what, cells["length"], *(cells.get(key) for key in columns)])
+    heads = [Column("case", "case"), Column("length", "N"), *columns.values()]
+    title = f"{', '.join(quantity(field))}, by length and {'dimension' if 'dim' in varying(records) else 'operator'}"
+    return Table(f"pivot {field}", title, heads, rows)
+
+
 def quantity(field: str) -> tuple[str, str]:
     """A field in words, and the unit it is shown in: "forward peak", "MiB"."""
     unit = "ms" if field.endswith("_ms") else "B" if "per_token" in field else "MiB"
@@ -315,7 +331,7 @@ def standard_tables(records: Sequence[Record]) -> list[Table]:
         tables.append(scaling)
     for field in STANDARD_PIVOTS:
         if any(getattr(record, field) is not None for record in runs):
-            tables += pivot_tables(runs, field)
+            tables.append(stacked_pivot(runs, field))
     return tables
 
 
