@@ -69,7 +69,9 @@ def plot_memory(
     return figure
 
 
-def svg_plots(records: Sequence[Record], *, styles: Mapping[str, Style]) -> list[tuple[str, str]]:
+def svg_plots(
+    records: Sequence[Record], *, styles: Mapping[str, Style], published: Sequence[Mapping[str, Any]] = ()
+) -> list[tuple[str, str]]:
     """(caption, inline SVG)."""
     import tempfile
 

@@ -22,6 +22,7 @@ from memcheck.reports import (
     is_cs336,
     parse_wanted,
     pivot_tables,
+    published_rows,
     records_table,
     render,
     scaling_table,
@@ -109,7 +110,8 @@ def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
 
     styles = {name: contender.style for name, contender in CONTENDERS.items()}
     sweeps = [sweep for folder in args.folders if (sweep := read_sweep(folder))]
-    page = html_page(records, title="What attention costs", plots=svg_plots(records, styles=styles), sweeps=sweeps)
+    plots = svg_plots(records, styles=styles, published=published_rows(records))
+    page = html_page(records, title="What attention costs", plots=plots, sweeps=sweeps)
     try:
         args.html.parent.mkdir(parents=True, exist_ok=True)
         args.html.write_text(page)

@@ -3,7 +3,17 @@
 from memcheck.reports.accounting import accounting_table
 from memcheck.reports.cases import parse_wanted, select
 from memcheck.reports.comparison import Comparison, compare, comparison_table, comparison_words, environment_changes
-from memcheck.reports.lines import common_case, failure_note, legend, mask, number, table_header, table_row, unit_bytes
+from memcheck.reports.lines import (
+    NAMES,
+    common_case,
+    failure_note,
+    legend,
+    mask,
+    number,
+    table_header,
+    table_row,
+    unit_bytes,
+)
 from memcheck.reports.page import html_page
 from memcheck.reports.published import published_rows, published_table, published_tables
 from memcheck.reports.record_tables import (
@@ -21,6 +31,7 @@ from memcheck.reports.summary import summary
 from memcheck.reports.tables import Table, render, write_files
 
 __all__ = [
+    "NAMES",
     "Comparison",
     "Table",
     "accounting_table",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memcheck.records import Record
 from memcheck.reports.cases import CASE_FIELDS, describe
@@ -14,6 +15,7 @@ MOMENTS = {
     "forward_peak_bytes": ("forward peak", "forward"),
     "saved_bytes": ("kept for backward", None),
     "backward_peak_bytes": ("backward peak", "backward"),
+    "state_bytes": ("state", "decoding"),
 }
 # The parts of a record in words.
 PARTS = {
@@ -25,7 +27,7 @@ PARTS = {
     "library_workspace_bytes": "library workspace",
 }
 # The theory's names of what belongs to them.
-INPUTS, PARAMETERS, OUTPUT, INCOMING = ("q", "k", "v", "x"), ("weight",), ("y",), ("grad_y, expanded", "grad_y")
+INPUTS, PARAMETERS, OUTPUT = ("q", "k", "v", "x"), ("weight",), "y"
 
 
 @dataclass(frozen=True)
@@ -48,22 +50,22 @@ def components_of(record: Record) -> Iterator[Component]:
 
 
 def parts_by_theory(record: Record) -> dict[str, int]:
-    """The terms of the moments, put together as the parts of a record are."""
+    """The terms of the moments, put together as the parts of a record are; the output may come after the peak."""
     theory = record.theory or {}
-    forward, backward = theory.get("forward_peak_bytes"), theory.get("backward_peak_bytes")
-    if not forward:
+    forward, backward = theory.get("forward_peak_bytes", {}), theory.get("backward_peak_bytes", {})
+    inputs, parameters = sum_of(forward, INPUTS), sum_of(forward, PARAMETERS)
+    output = forward.get(OUTPUT, backward.get(OUTPUT))
+    if not forward or output is None:
         return {}
-    kept = sum(theory.get("saved_bytes", {}).values())
-    inputs, parameters, output = (sum_of(forward, names) for names in (INPUTS, PARAMETERS, OUTPUT))
-    held = inputs + parameters + output + kept
     parts = {"input_bytes": inputs, "output_bytes": output, "parameter_bytes": parameters}
-    parts["workspace_bytes"] = sum(forward.values()) - held
+    held = inputs + parameters + output + sum(theory.get("saved_bytes", {}).values())
+    scratch = [sum(forward.values()) - held]
     if backward:
-        # A gradient is as large as what it is the gradient of.
+        # A gradient is as large as what it is the gradient of; those that come in are named for y.
         parts["gradient_bytes"] = inputs + parameters
-        scratch = sum(backward.values()) - held - parts["gradient_bytes"] - sum_of(backward, INCOMING)
-        parts["workspace_bytes"] = max(parts["workspace_bytes"], scratch)
-    return parts
+        incoming = sum(size for name, size in backward.items() if name.replace("_", " ").startswith("grad y"))
+        scratch.append(sum(backward.values()) - held - parts["gradient_bytes"] - incoming)
+    return {**parts, "workspace_bytes": max(0, *scratch)}
 
 
 def sum_of(terms: Mapping[str, int], names: Sequence[str]) -> int:
@@ -95,9 +97,13 @@ def alive_tensors(record: Record, phase: str | None) -> list[tuple[str, int]]:
     """(name, bytes) of what was alive at the peak of the phase, or without one of what was kept for the backward."""
     if phase is None:
         kept = record.saved_tensors or []
-        return [(f"{tuple(tensor['shape'])} {tensor['dtype']}", int(tensor["bytes"])) for tensor in kept]
+        return [(shape_of(tensor), int(tensor["bytes"])) for tensor in kept]
     alive = record.alive_at_peak or []
-    return [(str(tensor["name"]), int(tensor["bytes"])) for tensor in alive if tensor["phase"] == phase]
+    return [(str(tensor["name"]), int(tensor["bytes"])) for tensor in alive if tensor.get("phase") == phase]
+
+
+def shape_of(tensor: Mapping[str, Any]) -> str:
+    return f"{tuple(tensor['shape'])} {str(tensor['dtype']).removeprefix('torch.')}"
 
 
 def difference(component: Component) -> int | None:
@@ -136,7 +142,7 @@ def notes_of(record: Record) -> list[str]:
     notes = [f"U = {size:,} B, one main tensor."] if (size := unit_bytes(record)) else []
     if record.theory is None:
         notes.append("No formula is known for this case, so nothing stands under theory.")
-    if record.alive_at_peak is None:
+    if record.alive_at_peak is None and record.mode != "decode":
         notes.append("What was alive at the peaks was not recorded, so single components are the theory's alone.")
     note = failure_note(record)
     return [*notes, *([note] if note else []), *record.doubts]

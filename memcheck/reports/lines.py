@@ -18,14 +18,11 @@ BYTE_COLUMNS = {
 NAMES = "{:<21} {:<12} {:<6} {:>11}  {:<11}"
 BYTES = "|{:>9} {:>6} {:>5} "
 TIMES = "|{:>8} {:>8}"
-DECODING = "|{:>10} {:>12} {:>11} |{:>10} |{:>9}"
 LEGEND_OF_UNITS = {
     "attention": "U: the bytes of one main tensor, (B,H,S,D) or (B,S,R); inputs and output alone are 4 U when S = T. "
     "B/ST: bytes per query and key,\nflat where memory grows with S*T, halving per doubling where it is linear. "
     "ms: medians of a\npass without measuring. -: not known. "
     "memcheck's operators have a fixed scratch for each thread, which shows where the rest is small.",
-    "decode": "state: what T tokens leave behind for the next one; a sequence: its share of the batch, in MiB; a "
-    "token: its share of that.\npeak: of one step, the state included. step: the median. -: not known.",
     "tokens": "U: the bytes of x, (B,S,E); input and output are 2 U, beside the weight. B/ST: there are no keys. "
     "ms: medians of a pass\nwithout measuring. -: not known. "
     "A chunk of rows takes up to 4 MiB, which shows where x is small.",
@@ -41,18 +38,11 @@ def unit_bytes(record: Record) -> int | None:
 
 
 def legend(records: Sequence[Record]) -> str:
-    """What the columns mean, for records of attention, of decoding, or of what has queries alone."""
-    if records and all(record.mode == "decode" for record in records):
-        return LEGEND_OF_UNITS["decode"]
+    """What the columns mean, for records of attention, or of what has queries alone."""
     return LEGEND_OF_UNITS["tokens" if all(record.kv_len is None for record in records) else "attention"]
 
 
-def table_header(mode: str | None = None) -> str:
-    """Of rows of this mode: decoding has columns of its own."""
-    if mode == "decode":
-        names = NAMES.format("operator", "backend", "mask", "S x T", "status")
-        columns = names + DECODING.format("state, MiB", "a sequence", "a token, B", "peak, MiB", "step, ms")
-        return f"{columns}\n{'-' * len(columns)}"
+def table_header() -> str:
     groups = NAMES.format("", "", "", "", "") + "".join(f"|{title:^23}" for title in BYTE_COLUMNS.values())
     columns = NAMES.format("operator", "backend", "mask", "S x T", "status") + BYTES.format("MiB", "U", "B/ST") * 3
     groups += f"|{'time, ms':^17}"
@@ -66,10 +56,10 @@ def table_row(record: Record) -> str:
     names = NAMES.format(record.operator or "-", record.backend or "-", mask(record), lengths, record.status)
     notes = [f"doubtful: {doubt}" for doubt in record.doubts]
     note = failure_note(record)
-    if all(getattr(record, field) is None for field in (*BYTE_COLUMNS, "state_bytes")):
+    if all(getattr(record, field) is None for field in BYTE_COLUMNS):
         row = f"{names}| {note}"
     else:
-        row = names + (decode_cells(record) if record.mode == "decode" else cells(record))
+        row = names + cells(record)
         notes = [note, *notes] if note else notes
     return "\n".join([row, *(f"{' ' * len(names)}| {note}" for note in notes)])
 
@@ -77,20 +67,6 @@ def table_row(record: Record) -> str:
 def cells(record: Record) -> str:
     times = TIMES.format(number(record.forward_ms, 1), number(record.backward_ms, 1))
     return "".join(byte_cells(record, field) for field in BYTE_COLUMNS) + times
-
-
-def decode_cells(record: Record) -> str:
-    return DECODING.format(
-        number(in_mib(record.state_bytes), 3),
-        number(in_mib(record.state_bytes_per_sequence), 3),
-        number(record.state_bytes_per_token, 1),
-        number(in_mib(record.forward_peak_bytes), 3),
-        number(record.forward_ms, 3),
-    )
-
-
-def in_mib(size: float | None) -> float | None:
-    return None if size is None else size / 2**20
 
 
 def mask(record: Record) -> str:

@@ -194,7 +194,8 @@ def decode_table(records: Sequence[Record]) -> Table:
     records = [record for record in records if record.mode == "decode"]
     footnotes = Footnotes()
     readers = [
-        *case_columns(records),
+        *(pair for pair in case_columns(records) if pair[0].key not in ("query_len", "kv_len")),
+        (Column("kv_len", "tokens T"), lambda record: record.kv_len),
         (Column("status", "status"), lambda record: record.status),
         mib_column("state_bytes", "state", form=".4g"),
         mib_column("state_bytes_per_sequence", "state per sequence", form=".4g"),
@@ -206,8 +207,13 @@ def decode_table(records: Sequence[Record]) -> Table:
         (Column("step_ms", "step", "ms", ".3g"), lambda record: value_or_verdict(record, "forward_ms")),
         *remark_columns(footnotes),
     ]
-    table = table_of("decode", f"Decoding, {common_case(records)}: one more token after T", readers, records)
-    table.notes = ["The peak of a step includes the state.", *footnotes.lines()]
+    table = table_of(
+        "decode",
+        f"{count_of(records)} of decoding, one token after T of them: {common_case(records)}",
+        readers,
+        records,
+    )
+    table.notes = ["The peak of a step holds the state before it and the one after it.", *footnotes.lines()]
     return table
 
 
