@@ -339,6 +339,22 @@ def test_accounting_sets_theory_beside_measured() -> None:
     assert rows["backward peak", "gradient"]["measured_as"] == "aten::bmm"
 
 
+def test_accounting_of_a_peak_before_the_output_is_there() -> None:
+    theory = {
+        "forward_peak_bytes": {"q": 10, "scores": 100},
+        "saved_bytes": {"scores": 20},
+        "backward_peak_bytes": {"q": 10, "y": 10, "scores": 20, "grad y expanded": 4, "d scores": 200},
+    }
+    rows = {line["component"]: line for line in data_rows(accounting_table(record(theory=theory)))}
+    assert rows["output"]["theory_bytes"] == 10
+    # 244 less inputs, output, what is kept, the gradient of q and the one that came in.
+    assert rows["workspace"]["theory_bytes"] == 190
+    decoding = record(mode="decode", theory={**theory, "state_bytes": {"keys": 5}}, state_bytes=5, input_bytes=9)
+    rows = {line["component"]: line for line in data_rows(accounting_table(decoding))}
+    assert rows["keys"]["theory_bytes"] == 5
+    assert rows["inputs"]["theory_bytes"] is None
+
+
 def test_accounting_agrees_with_a_measurement() -> None:
     """Of naive attention, the theory's parts are the record's, each to the byte."""
     from memcheck.catalog import make_case

@@ -50,12 +50,15 @@ def components_of(record: Record) -> Iterator[Component]:
 
 
 def parts_by_theory(record: Record) -> dict[str, int]:
-    """The terms of the moments, put together as the parts of a record are; the output may come after the peak."""
+    """The terms of the moments, put together as the parts of a record are; the output may come after the peak.
+
+    Of decoding nothing: its inputs are the state.
+    """
     theory = record.theory or {}
     forward, backward = theory.get("forward_peak_bytes", {}), theory.get("backward_peak_bytes", {})
     inputs, parameters = sum_of(forward, INPUTS), sum_of(forward, PARAMETERS)
     output = forward.get(OUTPUT, backward.get(OUTPUT))
-    if not forward or output is None:
+    if not forward or output is None or record.mode == "decode":
         return {}
     parts = {"input_bytes": inputs, "output_bytes": output, "parameter_bytes": parameters}
     held = inputs + parameters + output + sum(theory.get("saved_bytes", {}).values())
