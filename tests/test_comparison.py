@@ -43,7 +43,7 @@ def changed(**fields: object) -> Record:
 
 @pytest.mark.parametrize(
     ("size", "words"),
-    [(4096, "same"), (4097, "+1 B (+0.0 %)"), (3072, "-1,024 B (-25.0 %)"), (None, "known only before")],
+    [(4096, "same"), (4097, "+1 B (+0.024 %)"), (3072, "-1,024 B (-25 %)"), (None, "known only before")],
 )
 def test_bytes_are_compared_to_the_byte(size: int | None, words: str) -> None:
     assert byte_change(BASE, changed(forward_peak_bytes=size), "forward_peak_bytes") == words
@@ -56,7 +56,8 @@ def test_bytes_are_compared_to_the_byte(size: int | None, words: str) -> None:
         (12.0, (11.0, 13.0), "within noise"),
         (13.0, (12.0, 14.0), "slower 1.3x"),
         (5.0, (4.0, 6.0), "faster 2.0x"),
-        (10.3, (11.1, 11.2), "slower 1.030x"),
+        (10.3, (11.1, 11.2), "slower 1.03x"),
+        (10.1, (11.1, 11.2), "within noise"),
         (5.0, None, "faster 2.0x, noise unknown"),
         (None, None, None),
     ],
@@ -64,6 +65,18 @@ def test_bytes_are_compared_to_the_byte(size: int | None, words: str) -> None:
 def test_times_are_compared_beyond_noise(median, quartiles, words) -> None:
     after = changed(forward_ms=median, forward_ms_quartiles=quartiles)
     assert time_change(BASE, after, "forward") == words
+
+
+def test_few_passes_leave_the_noise_unknown() -> None:
+    after = changed(forward_ms=5.0, forward_ms_quartiles=(4.9, 5.1), passes=2)
+    assert time_change(BASE, after, "forward") == "faster 2.0x, noise unknown"
+
+
+def test_long_lists_are_cut(run) -> None:
+    before = [changed(dim=dim) for dim in range(1, 41)]
+    _, out, _ = run([BASE, *before], [BASE])
+    assert "Only before: naive, batch 1, S = T = 256, dim 1" in out
+    assert "and 35 more." in out
 
 
 def test_the_table_has_a_row_for_each_case_in_both() -> None:

@@ -36,6 +36,12 @@ ENVIRONMENT = (
     "threads",
 )
 Key = tuple[Any, ...]
+# Fewer passes have no quartiles to speak of.
+MANY_PASSES = 5
+# What a machine does from one day to the next, however steady it is within one.
+DRIFT = 1.02
+# Of a list in a sentence.
+SHOWN = 5
 
 
 @dataclass
@@ -76,13 +82,13 @@ def grew(before: Record, after: Record) -> bool:
 
 
 def byte_change(before: Record, after: Record, name: str) -> str | None:
-    """ "same", or "+4,096 B (+0.1 %)"."""
+    """ "same", or "+4,096 B (+0.13 %)"."""
     old, new = getattr(before, name), getattr(after, name)
     if old is None or new is None:
         return None if old == new else "known only before" if new is None else "known only now"
     if old == new:
         return "same"
-    share = f" ({(new - old) / old:+.1%})".replace("%", " %") if old else ""
+    share = f" ({100 * (new - old) / old:+.2g} %)" if old else ""
     return f"{new - old:+,} B{share}"
 
 
@@ -91,18 +97,14 @@ def time_change(before: Record, after: Record, phase: str) -> str | None:
     old, new = getattr(before, f"{phase}_ms"), getattr(after, f"{phase}_ms")
     if not old or not new:
         return None
-    ranges = getattr(before, f"{phase}_ms_quartiles"), getattr(after, f"{phase}_ms_quartiles")
-    if None in ranges:
-        return f"{ratio_words(old, new)}, noise unknown"
-    (old_low, old_high), (new_low, new_high) = ranges
-    if new_low <= old_high and old_low <= new_high:
-        return "within noise"
-    return ratio_words(old, new)
-
-
-def ratio_words(old: float, new: float) -> str:
     ratio = max(old, new) / min(old, new)
-    return f"{'faster' if new < old else 'slower'} {ratio:.{1 if ratio >= 1.095 else 3}f}x"
+    words = f"{'faster' if new < old else 'slower'} {ratio:.{1 if ratio >= 1.095 else 2}f}x"
+    ranges = getattr(before, f"{phase}_ms_quartiles"), getattr(after, f"{phase}_ms_quartiles")
+    if None in ranges or any((record.passes or MANY_PASSES) < MANY_PASSES for record in (before, after)):
+        return f"{words}, noise unknown"
+    (old_low, old_high), (new_low, new_high) = ranges
+    overlap = new_low <= old_high and old_low <= new_high
+    return "within noise" if overlap or ratio < DRIFT else words
 
 
 def verdict_change(before: Record, after: Record) -> str:
@@ -146,8 +148,8 @@ def comparison_table(comparison: Comparison) -> Table:
         Column("other_changes", "other changes"),
     ]
     notes = [
-        "same: not a byte of difference. within noise: the quartiles of the two times overlap; "
-        "else the ratio of the medians."
+        "same: not a byte of difference. within noise: the quartiles of the two times overlap, "
+        "or the medians are within 2 %; else the ratio of the medians."
     ]
     return Table("comparison", f"{count_of(rows)} in both", columns, rows, notes)
 
@@ -172,13 +174,19 @@ def comparison_words(comparison: Comparison) -> list[str]:
         f"{describe(old, CASE_FIELDS)}: {verdict_change(old, new)}" for old, new in pairs if old.status != new.status
     ]
     if changed:
-        lines.append(f"Verdicts changed: {'; '.join(changed)}.")
+        lines.append(f"Verdicts changed: {some(changed)}.")
     if grown := largest_growth(comparison):
         lines.append(grown)
     for records, which in ((comparison.only_before, "before"), (comparison.only_after, "now")):
         if records:
-            lines.append(f"Only {which}: {'; '.join(describe(record, CASE_FIELDS) for record in records)}.")
+            lines.append(f"Only {which}: {some([describe(record, CASE_FIELDS) for record in records])}.")
     return lines
+
+
+def some(words: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f"; and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return "; ".join(words[:SHOWN]) + more
 
 
 def largest_growth(comparison: Comparison) -> str | None:
