@@ -8,6 +8,7 @@ from pathlib import Path
 
 from memcheck.commands.report import FORMATS
 from memcheck.errors import UsageError
+from memcheck.quantities import parse_bytes
 from memcheck.reports import compare, comparison_table, comparison_words, environment_changes, render
 from memcheck.store import read_records
 
@@ -17,10 +18,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("after", type=Path, metavar="AFTER", help="another")
     parser.add_argument(
         "--fail-on-growth",
-        action="store_true",
-        help="exit code 1 where a memory figure is higher than before, or a case fits no longer",
+        nargs="?",
+        const=0,
+        type=growth,
+        metavar="SIZE",
+        help="exit code 1 where a memory figure is higher than before (by more than 4KiB, say), or a case fits no longer",
     )
     parser.add_argument("--format", choices=FORMATS, default="table", help="of stdout; default: table")
+
+
+def growth(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise UsageError(f"--fail-on-growth {error}") from None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -36,4 +47,4 @@ def run(args: argparse.Namespace) -> int:
     print(
         *(f"The environment differs: {change}." for change in changes), sep="\n", end="\n" if changes else "", file=out
     )
-    return int(args.fail_on_growth and bool(comparison.grown()))
+    return int(args.fail_on_growth is not None and bool(comparison.grown(args.fail_on_growth)))

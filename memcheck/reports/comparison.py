@@ -50,9 +50,9 @@ class Comparison:
     only_before: list[Record] = field(default_factory=list)
     only_after: list[Record] = field(default_factory=list)
 
-    def grown(self) -> list[tuple[Record, Record]]:
-        """Where a memory figure is higher than before, or a case that fitted fits no longer."""
-        return [pair for pair in self.pairs if grew(*pair)]
+    def grown(self, beyond: int = 0) -> list[tuple[Record, Record]]:
+        """Where a memory figure is more than `beyond` bytes higher than before, or a case that fitted does no longer."""
+        return [pair for pair in self.pairs if grew(*pair, beyond)]
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> Comparison:
@@ -76,9 +76,9 @@ def byte_differences(before: Record, after: Record) -> dict[str, int]:
     return {name: new - old for name, (old, new) in pairs.items() if None not in (old, new) and new != old}
 
 
-def grew(before: Record, after: Record) -> bool:
+def grew(before: Record, after: Record, beyond: int = 0) -> bool:
     fits_no_longer = before.status == "ok" and after.status in ("oom", "killed", "skipped")
-    return fits_no_longer or any(change > 0 for change in byte_differences(before, after).values())
+    return fits_no_longer or any(change > beyond for change in byte_differences(before, after).values())
 
 
 def byte_change(before: Record, after: Record, name: str) -> str | None:
