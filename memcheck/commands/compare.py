@@ -22,7 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const=0,
         type=growth,
         metavar="SIZE",
-        help="exit code 1 where a memory figure is higher than before (by more than 4KiB, say), or a case fits no longer",
+        help="exit code 1 where a memory figure is higher (by more than, say, 4KiB), or a case fits no longer",
     )
     parser.add_argument("--format", choices=FORMATS, default="table", help="of stdout; default: table")
 

@@ -51,7 +51,7 @@ class Comparison:
     only_after: list[Record] = field(default_factory=list)
 
     def grown(self, beyond: int = 0) -> list[tuple[Record, Record]]:
-        """Where a memory figure is more than `beyond` bytes higher than before, or a case that fitted does no longer."""
+        """Where a memory figure is more than `beyond` bytes higher, or a case that fitted does no longer."""
         return [pair for pair in self.pairs if grew(*pair, beyond)]
 
 
