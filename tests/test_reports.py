@@ -31,7 +31,7 @@ from memcheck.reports import (
 )
 from memcheck.reports.record_tables import stacked_pivot
 from memcheck.reports.scaling import factors_per_doubling, fit_exponent
-from memcheck.reports.tables import Table, data_rows
+from memcheck.reports.tables import Table, data_rows, three_digits
 from memcheck.store import read_records
 
 MIB = 2**20
@@ -239,6 +239,14 @@ def test_decoding_has_columns_of_its_own() -> None:
     assert data_rows(table)[0]["state_bytes_per_token"] == 4096
     assert data_rows(table)[0]["state_mib"] == 2
     assert "skipped" in render([table], "table")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.00"), (0.000488, "0.000488"), (0.0999, "0.0999"), (1, "1.00"), (12.345, "12.3"), (1048.6, "1049")],
+)
+def test_times_show_three_digits_and_no_exponent(value: float, text: str) -> None:
+    assert three_digits(value) == text
 
 
 def test_doubts_stand_under_their_row() -> None:

@@ -20,7 +20,7 @@ from memcheck.reports.cases import (
     varying,
 )
 from memcheck.reports.lines import common_case, count_of, failure_note, mask, unit_bytes
-from memcheck.reports.tables import Cell, Column, Table, Verdict, write_files
+from memcheck.reports.tables import THREE_DIGITS, Cell, Column, Table, Verdict, write_files
 
 MIB = 2**20
 VERDICTS = {"oom": "OOM"}
@@ -86,7 +86,7 @@ def time_columns(phase: str) -> list[tuple[Column, Reader]]:
         column = Column(f"{phase}_ms_{name}_quartile", f"{phase}, {name} quartile", "ms", ".1f", "programs")
         return column, lambda record: quartile(record, f"{phase}_ms_quartiles", which)
 
-    column = Column(f"{phase}_ms", phase, "ms", ".3g")
+    column = Column(f"{phase}_ms", phase, "ms", THREE_DIGITS)
     return [
         (column, lambda record: value_or_verdict(record, f"{phase}_ms")),
         quartile_column(0, "lower"),
@@ -197,14 +197,14 @@ def decode_table(records: Sequence[Record]) -> Table:
         *(pair for pair in case_columns(records) if pair[0].key not in ("query_len", "kv_len")),
         (Column("kv_len", "tokens T"), lambda record: record.kv_len),
         (Column("status", "status"), lambda record: record.status),
-        mib_column("state_bytes", "state", form=".4g"),
-        mib_column("state_bytes_per_sequence", "state per sequence", form=".4g"),
+        mib_column("state_bytes", "state", form=THREE_DIGITS),
+        mib_column("state_bytes_per_sequence", "state per sequence", form=THREE_DIGITS),
         (
             Column("state_bytes_per_token", "state per token", "B", ".1f"),
             lambda record: value_or_verdict(record, "state_bytes_per_token"),
         ),
-        mib_column("forward_peak_bytes", "peak of a step", form=".4g"),
-        (Column("step_ms", "step", "ms", ".3g"), lambda record: value_or_verdict(record, "forward_ms")),
+        mib_column("forward_peak_bytes", "peak of a step", form=THREE_DIGITS),
+        (Column("step_ms", "step", "ms", THREE_DIGITS), lambda record: value_or_verdict(record, "forward_ms")),
         *remark_columns(footnotes),
     ]
     table = table_of(
@@ -293,7 +293,7 @@ def pivot_table(records: Sequence[Record], field: str, across: str, besides: Seq
     cells = {(lengths(record), getattr(record, across)): value_or_verdict(record, field) for record in records}
     titles = [f"dim {head}" if across == "dim" else str(head) for head in heads]
     what, unit = quantity(field)
-    form = ".3g" if unit == "ms" else ".2f"
+    form = THREE_DIGITS if unit == "ms" else ".2f"
     words = describe(records[0], [name for name in CASE_FIELDS if name not in besides])
     return Table(
         f"{field} {words}",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 import textwrap
 from collections.abc import Callable, Sequence
@@ -12,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+THREE_DIGITS = "three digits"
 Cell = str | int | float | bool | None
 
 
@@ -24,7 +26,7 @@ class Column:
     key: str  # as CSV and JSON name it, unit included: "forward_peak_mib"
     title: str  # as people read it
     unit: str = ""
-    format: str = ""  # of its numbers
+    format: str = ""  # of its numbers: a format specification, or THREE_DIGITS
     # Left out for people: what only a program asks for; and for programs, what only people need.
     audience: str = "all"  # or "people", "programs"
 
@@ -66,7 +68,13 @@ def shown(cell: Cell, column: Column) -> str:
         return "yes" if cell else "no"
     if isinstance(cell, str):
         return " ".join(cell.split())
-    return format(cell, column.format)
+    return three_digits(cell) if column.format == THREE_DIGITS else format(cell, column.format)
+
+
+def three_digits(value: float) -> str:
+    """ "0.0123", "1.23", "12.3", "1234": for what spans orders of magnitude, and never with an exponent."""
+    whole = math.floor(math.log10(abs(value))) if value else 0
+    return f"{value:.{max(0, 2 - whole)}f}"
 
 
 def is_number(cell: Cell) -> bool:
