@@ -128,6 +128,9 @@ FIGURE_COLUMNS: list[tuple[Column, Reader]] = [
     *time_columns("forward"),
     *time_columns("backward"),
     (Column("passes", "passes", audience="programs"), lambda record: record.passes),
+    (Column("device_name", "device name", audience="programs"), lambda record: record.device_name),
+    (Column("torch_version", "torch", audience="programs"), lambda record: record.torch_version),
+    (Column("threads", "threads", audience="programs"), lambda record: record.threads),
 ]
 NEEDS = (
     "U: the bytes of one main tensor, (B,H,S,D), (B,S,R) or (B,S,E). B/ST: bytes per query and key. kept: for the "
