@@ -1,0 +1,221 @@
+"""Which pictures a set of records makes sense of, and the files and inline images of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memcheck.plotting.decode import decode_lines
+from memcheck.plotting.lines import line_figure
+from memcheck.plotting.memory import memory_bars, memory_lines
+from memcheck.plotting.overview import memory_overview
+from memcheck.plotting.savings import savings_bars, standard_of
+from memcheck.plotting.series import AXES, Quantity, View, axes_of, natural_axis, split_settings, views_along
+from memcheck.plotting.style import Style, check_formats, inline_svg, save
+from memcheck.plotting.theory import has_theory, theory_lines
+from memcheck.plotting.timing import time_lines, time_quantities
+from memcheck.plotting.words import fixed_slug, setting_words, slug, subtitle_of
+from memcheck.records import Record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS = ("memory", "theory", "savings", "time", "decode")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure that is drawn when it is asked for."""
+
+    name: str  # of the file, without a suffix
+    caption: str
+    draw: Callable[[], Figure]
+    # Among the few that stand for all.
+    main: bool = True
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to draw of the records; None: whatever makes sense."""
+
+    kinds: Sequence[str] | None = None
+    x: str | None = None
+    quantity: Quantity | None = None
+    log: bool | None = None
+
+
+def write_plots(
+    records: Sequence[Record],
+    folder: Path,
+    *,
+    styles: Mapping[str, Style],
+    title: str,
+    formats: Sequence[str] = ("png", "svg"),
+    request: Request | None = None,
+) -> list[Path]:
+    """Every picture that these records make sense of, as files in the folder; those of the same name are replaced."""
+    formats = check_formats(formats)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for picture in choose_pictures(records, styles=styles, title=title, request=request):
+        figure = picture.draw()
+        paths += [save(figure, folder / f"{picture.name}.{suffix}") for suffix in formats]
+    return paths
+
+
+def svg_plots(
+    records: Sequence[Record], *, styles: Mapping[str, Style], title: str = "Attention"
+) -> list[tuple[str, str]]:
+    """(caption, inline SVG) of the main pictures, for one HTML page."""
+    pictures = [picture for picture in choose_pictures(records, styles=styles, title=title) if picture.main]
+    return [
+        (picture.caption, inline_svg(picture.draw(), f"plot-{picture.name}", picture.caption)) for picture in pictures
+    ]
+
+
+def choose_pictures(
+    records: Sequence[Record], *, styles: Mapping[str, Style], title: str, request: Request | None = None
+) -> list[Picture]:
+    """Records of different dtypes, modes, devices or batch sizes go into pictures of their own."""
+    pictures: list[Picture] = []
+    for setting, group in split_settings(records):
+        words = setting_words(setting)
+        subject = Subject(group, styles, f"{title}, {words}" if words else title, slug(words), request or Request())
+        pictures += subject.pictures()
+    return pictures
+
+
+Draw = Callable[..., "Figure"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Records that may share a picture, and what is asked of them."""
+
+    records: list[Record]
+    styles: Mapping[str, Style]
+    title: str
+    suffix: str
+    request: Request
+
+    def pictures(self) -> Iterator[Picture]:
+        if self.request.quantity is not None:
+            yield from self.quantity_pictures(self.request.quantity)
+            return
+        decoding = self.records[0].mode == "decode"
+        if self.wants("memory") and not decoding:
+            yield from self.memory_pictures()
+        if self.wants("theory") and not decoding and has_theory(self.records):
+            yield from self.typical_pictures("theory", "theory beside measurement", theory_lines)
+        if self.wants("savings") and not decoding:
+            yield from self.typical_pictures("savings", "how much less than the standard", savings_bars, has_standard)
+        if self.wants("time") and time_quantities(self.records):
+            yield from self.typical_pictures("time", "time, median and quartiles", time_lines)
+        if self.wants("decode") and decoding:
+            yield from self.typical_pictures("decode", "what decoding keeps, and takes for a step", decode_lines)
+
+    def wants(self, kind: str) -> bool:
+        return self.request.kinds is None or kind in self.request.kinds
+
+    def axes(self) -> list[str]:
+        """The axis that was asked for, or all along which something varies."""
+        if self.request.x:
+            return [self.request.x]
+        return [axis for axis in axes_of(self.records) if self.views(axis)]
+
+    def views(self, x: str) -> list[View]:
+        """Those that make a line."""
+        return [view for view in views_along(self.records, x) if len(view.positions) > 1]
+
+    def memory_pictures(self) -> Iterator[Picture]:
+        axes = self.axes()
+        for x in axes:
+            views, stem = self.views(x), f"memory-{slug(x)}" if len(axes) > 1 else "memory"
+            words = f"peak memory against {AXES[x]}"
+            if len(views) > 1:
+                yield from self.several_views(views, stem, words)
+            elif views:
+                for log in self.scales():
+                    name = stem if log else f"{stem}-linear"
+                    yield self.line_picture(views[0], name, words, memory_lines, main=log, log=log)
+        if not any(self.views(x) for x in axes):
+            yield from self.bar_pictures()
+
+    def scales(self) -> tuple[bool, ...]:
+        """Logarithmic axes show how memory grows, linear ones how much it is."""
+        return (True, False) if self.request.log is None else (self.request.log,)
+
+    def several_views(self, views: list[View], stem: str, words: str) -> Iterator[Picture]:
+        """All at a glance, and each by itself on linear axes."""
+        if self.request.log is not False:
+            yield self.overview_picture(views, stem, words)
+        for view in views:
+            log = bool(self.request.log)
+            yield self.line_picture(view, f"{stem}-{fixed_slug(view)}", words, memory_lines, main=False, log=log)
+
+    def overview_picture(self, views: list[View], stem: str, words: str) -> Picture:
+        records = [record for view in views for record in view.records]
+        title, subtitle = f"{self.title}: {words}", subtitle_of(records)
+        return Picture(
+            self.name(stem),
+            f"{title}, logarithmic axes; {subtitle}.",
+            lambda: memory_overview(views, self.styles, title=title, subtitle=subtitle),
+        )
+
+    def bar_pictures(self) -> Iterator[Picture]:
+        """Single shapes."""
+        views = views_along(self.records, natural_axis(self.records))
+        for number, view in enumerate(views):
+            stem = f"memory-{fixed_slug(view)}" if len(views) > 1 else "memory"
+            yield self.line_picture(view, stem, "peak memory", memory_bars, main=number == len(views) - 1)
+
+    def typical_pictures(
+        self, stem: str, words: str, draw: Draw, fits: Callable[[View], bool] = lambda view: True
+    ) -> Iterator[Picture]:
+        """Of the view that shows the most, or of every one where the kind was asked for by name."""
+        axes = self.axes()
+        # Against the dimension only where nothing else varies, or where that is asked for.
+        x = next((axis for axis in axes if axis != "dim"), "dim" if axes else None)
+        views = [view for view in self.views(x) if fits(view)] if x else []
+        chosen = max(views, key=figures_known, default=None)
+        for view in views:
+            if view is chosen or self.request.kinds is not None:
+                name = stem if len(views) == 1 or self.request.kinds is None else f"{stem}-{fixed_slug(view)}"
+                scale = {} if draw is savings_bars else {"log": self.request.log is not False}
+                yield self.line_picture(view, name, words, draw, main=view is chosen, **scale)
+
+    def quantity_pictures(self, quantity: Quantity) -> Iterator[Picture]:
+        if not any(quantity.value(record) is not None for record in self.records):
+            return
+        for x in self.axes():
+            views = self.views(x)
+            for view in views:
+                name = f"{slug(quantity.fields[0])}-{slug(x)}" + (f"-{fixed_slug(view)}" if len(views) > 1 else "")
+                draw = functools.partial(line_figure, quantities=[quantity])
+                yield self.line_picture(view, name, quantity.title, draw, log=self.request.log is not False)
+
+    def line_picture(self, view: View, stem: str, words: str, draw: Draw, *, main: bool = True, **how: bool) -> Picture:
+        title, subtitle = f"{self.title}: {words}", subtitle_of(view.records)
+        shape = view.fixed_words()
+        caption = f"{title}{f', at {shape}' if shape else ''}; {subtitle}."
+        return Picture(
+            self.name(stem),
+            caption,
+            lambda: draw(view, styles=self.styles, title=title, subtitle=subtitle, **how),
+            main,
+        )
+
+    def name(self, stem: str) -> str:
+        return f"{stem}-{self.suffix}" if self.suffix else stem
+
+
+def has_standard(view: View) -> bool:
+    return standard_of(view.lines({})) is not None
+
+
+def figures_known(view: View) -> tuple[int, tuple[int, ...]]:
+    """The more cases ended well, the more a view shows; of equals, the largest."""
+    return sum(record.status == "ok" for record in view.records), tuple(view.fixed.values())
