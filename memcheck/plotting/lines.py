@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memcheck.plotting.scales import ROW, axes_points, format_value, set_x, set_y
 from memcheck.plotting.series import Line, Quantity, View, refuse_mixed, undrawn_note
-from memcheck.plotting.style import GREY, Style, in_house_style, new_figure
+from memcheck.plotting.style import GREY, Style, in_house_style, look_of, new_figure
 from memcheck.records import Record
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ MISSING_HELP = {
 
 @dataclass(frozen=True)
 class Name:
-    """A name in the margin at the height of a value; key: how its mark is drawn there."""
+    """A name in the margin, at the height of a value."""
 
     text: str
     value: float
@@ -95,22 +96,21 @@ def predicted_limit(lines: Sequence[Line], quantities: Sequence[Quantity], *, lo
 
 def draw_lines(ax: Axes, lines: Sequence[Line], quantity: Quantity, limit: float, *, log: bool) -> None:
     for line in lines:
-        look = {"color": line.style.colour, "marker": line.style.marker}
         points = [(x, value) for x, value in measured(line, quantity) if value > 0 or not log]
         if points:
             draw_quartiles(ax, line, quantity)
-            ax.plot(*zip(*points, strict=True), ls=line.style.dash, label=line.name, **look)
+            ax.plot(*zip(*points, strict=True), label=line.name, **look_of(line.style, ls=line.style.dash))
         if guesses := predicted(line, quantity, limit):
             bridge = [*points[-1:], *guesses] if points and points[-1][0] < guesses[0][0] else guesses
             ax.plot(*zip(*bridge, strict=True), color=line.style.colour, lw=0.8, ls=(0, (1, 3)), label="_bridge")
-            ax.plot(*zip(*guesses, strict=True), ls="none", mfc="white", mew=1.3, label="_predicted", **look)
+            ax.plot(*zip(*guesses, strict=True), label="_predicted", **look_of(line.style, mfc="white", mew=1.3))
 
 
 def draw_quartiles(ax: Axes, line: Line, quantity: Quantity) -> None:
-    bands = [(x, getattr(record, f"{quantity.fields[0]}_quartiles", None)) for x, record in line.points]
-    known = [(x, *band) for x, band in bands if band is not None]
+    spans = [(x, getattr(record, f"{quantity.fields[0]}_quartiles", None)) for x, record in line.points]
+    known = [(x, *span) for x, span in spans if span is not None]
     if known:
-        ax.fill_between(*zip(*known, strict=True), color=line.style.colour, alpha=0.2, lw=0, label="_quartiles")
+        ax.vlines(*zip(*known, strict=True), color=line.style.colour, lw=3, alpha=0.45, label="_quartiles")
 
 
 def missing_rows(lines: Sequence[Line], quantities: Sequence[Quantity]) -> list[str]:
@@ -140,28 +140,19 @@ def mark_missing(ax: Axes, lines: Sequence[Line], quantity: Quantity, rows: Sequ
             places = [x for x, ending in endings.items() if ending == how]
             draw_marks(ax, places, y, how, line.style)
         words = ", ".join(MISSING_WORDS[how] for how in dict.fromkeys(endings.values()))
-        place = ax.transAxes
-        ax.text(1.07, y, f"{line.name} {words}", transform=place, va="center")
-        ax.plot(
-            [1.04],
-            [y],
-            transform=place,
-            clip_on=False,
-            label="_key",
-            **mark_look(next(iter(endings.values())), line.style),
-        )
+        ax.text(1.07, y, f"{line.name} {words}", transform=ax.transAxes, va="center")
+        look = mark_look(next(iter(endings.values())), line.style)
+        ax.plot([1.04], [y], transform=ax.transAxes, clip_on=False, label="_key", **look)
 
 
 def draw_marks(ax: Axes, places: Sequence[int], y: float, how: str, style: Style) -> None:
     top = ax.get_xaxis_transform()
-    ax.plot(
-        places, [y] * len(places), transform=top, ls="none", clip_on=False, label=f"_{how}", **mark_look(how, style)
-    )
+    ax.plot(places, [y] * len(places), transform=top, clip_on=False, label=f"_{how}", **mark_look(how, style))
 
 
-def mark_look(how: str, style: Style) -> dict[str, object]:
+def mark_look(how: str, style: Style) -> dict[str, Any]:
     face = "white" if how == "skipped" else style.colour
-    return {"marker": MISSING_MARKS[how], "color": style.colour, "mfc": face, "ms": 8}
+    return look_of(style, marker=MISSING_MARKS[how], mfc=face, ms=8)
 
 
 def row_height(ax: Axes, row: int) -> float:
@@ -192,32 +183,32 @@ def name_lines(ax: Axes, names: Sequence[Name], rows: int) -> None:
     shares = [float(ax.transAxes.inverted().transform(ax.transData.transform((1, name.value)))[1]) for name in names]
     wanted = [max(share, 0.0) * height for share in shares]
     for name, share, at in zip(names, wanted, spread(wanted, NAME_GAP, height - ROW * rows - 4), strict=True):
-        y = at / height
-        ax.plot([1.0, 1.025], [share / height, y], color=name.style.colour, lw=0.6, transform=ax.transAxes, clip_on=False, label="_leader")  # fmt: skip
-        face = "white" if name.hollow else name.style.colour
-        ax.plot([1.04], [y], transform=ax.transAxes, clip_on=False, label="_key", ls="none", color=name.style.colour, marker=name.style.marker, mfc=face)  # fmt: skip
-        ax.text(1.07, y, name.text, transform=ax.transAxes, va="center")
+        ends = [share / height, at / height]
+        ax.plot(
+            [1.0, 1.025], ends, color=name.style.colour, lw=0.6, transform=ax.transAxes, clip_on=False, label="_leader"
+        )
+        look = look_of(name.style, mfc="white" if name.hollow else name.style.colour)
+        ax.plot([1.04], ends[1:], transform=ax.transAxes, clip_on=False, label="_key", **look)
+        ax.text(1.07, ends[1], name.text, transform=ax.transAxes, va="center")
 
 
 def spread(wanted: Sequence[float], gap: float, highest: float) -> list[float]:
-    """Ascending heights, at least a gap apart and as near as that allows to the wanted ones, none above the highest."""
-    heights: list[float] = []
-    for want in wanted:
-        heights.append(max(want, heights[-1] + gap) if heights else want)
-    top = highest
-    for number in reversed(range(len(heights))):
-        heights[number] = min(heights[number], top)
-        top = heights[number] - gap
-    return heights
+    """Ascending heights from 0 to the highest, at least a gap apart, and as near to the wanted ones as that allows."""
+    # With the gaps taken out, heights need only not descend: neighbours that would are pooled at their mean.
+    pools: list[tuple[float, int]] = []
+    for number, want in enumerate(wanted):
+        pools.append((want - number * gap, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (low, few), (high, many) = pools[-2:]
+            pools[-2:] = [((low * few + high * many) / (few + many), few + many)]
+    flat = [height for height, count in pools for _ in range(count)]
+    top = highest - (len(flat) - 1) * gap
+    return [max(min(height, top), 0.0) + number * gap for number, height in enumerate(flat)]
 
 
 def drawn_values(panels: Collection[Axes]) -> list[float]:
-    """Every y that the lines and bands of the panels reach."""
-    lines = [float(y) for ax in panels for line in ax.get_lines() for y in line.get_ydata()]  # type: ignore[union-attr]
-    bands = [
-        float(y) for ax in panels for band in ax.collections for path in band.get_paths() for y in path.vertices[:, 1]
-    ]
-    return lines + bands
+    """The lowest and highest y of each panel's lines and whiskers."""
+    return [y for ax in panels for y in (ax.dataLim.y0, ax.dataLim.y1) if math.isfinite(y)]
 
 
 def notes(records: Sequence[Record], lines: Sequence[Line], quantities: Sequence[Quantity]) -> str:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from memcheck.errors import UsageError
 from memcheck.plotting.lines import line_figure
 from memcheck.plotting.scales import format_value, set_y
 from memcheck.plotting.series import (
+    AXES,
     BACKWARD,
     FORWARD,
     Quantity,
@@ -42,13 +44,11 @@ def plot_memory(
 
 def whole_view(records: Sequence[Record]) -> View:
     """All records in one view; a UsageError where more than one axis varies."""
-    from memcheck.errors import UsageError
-
     refuse_mixed(records)
     views = views_along(records, natural_axis(records)) if records else [View("length", {})]
     if len(views) > 1:
         values = "; ".join(view.fixed_words() for view in views)
-        raise UsageError(f"one plot against {views[0].label} needs the other sizes fixed, got {values}")
+        raise UsageError(f"one plot against the {AXES[views[0].x]} needs the other sizes fixed, got {values}")
     return views[0]
 
 
@@ -87,9 +87,8 @@ def draw_bars(ax: Axes, view: View, quantity: Quantity, styles: Mapping[str, Sty
         ax.bar(place, size, width=0.6, color=line.style.colour, edgecolor="white", hatch=hatch, label=line.name)
         text = {"oom": "OOM"}.get(how, how) if how else format_value(size, quantity.unit)
         ax.annotate(text or "", (place, size), (0, 3), textcoords="offset points", ha="center")
-    ax.set_xticks(range(len(lines)), [line.name for line in lines], rotation=0 if len(lines) < 5 else 30)
-    for label in ax.get_xticklabels():
-        label.set_ha("center" if len(lines) < 5 else "right")
+    slant: dict[str, Any] = {} if len(lines) < 5 else {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+    ax.set_xticks(range(len(lines)), [line.name for line in lines], **slant)
     ax.set_xlim(-0.7, max(len(lines), 1) - 0.3)
     ax.set_title(quantity.title)
     ax.set_xlabel(shape_words(view))

@@ -10,14 +10,14 @@ from memcheck.plotting.lines import draw_lines, drawn_values, missing_points
 from memcheck.plotting.memory import memory_quantities
 from memcheck.plotting.scales import ROW, axes_points, set_x, set_y
 from memcheck.plotting.series import AXES, Line, Quantity, View, refuse_mixed
-from memcheck.plotting.style import GREY, Style, distinct_styles, in_house_style, new_figure
+from memcheck.plotting.style import GREY, Style, distinct_styles, in_house_style, look_of, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 COLUMNS = 3
-SMALL_ROW = 8  # points
+SMALL_ROW = 9  # points
 MARKER = 4.5
 
 
@@ -30,7 +30,7 @@ def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title
     # Once for all, so that a name has one style in every panel.
     names = dict.fromkeys(line.name for view in views for line in view.lines(styles))
     drawn = distinct_styles(names, styles)
-    columns = min(COLUMNS, len(views))
+    columns = 2 if len(views) in (2, 4) else min(COLUMNS, len(views))
     rows = math.ceil(len(views) / columns)
     figure = new_figure(9.6, 1.5 + 2.2 * rows, title, subtitle)
     panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
@@ -55,8 +55,8 @@ def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title
 
 def draw_panel(ax: Axes, view: View, lines: Sequence[Line], quantity: Quantity, *, bottom: bool) -> None:
     draw_lines(ax, lines, quantity, math.inf, log=True)
-    for line in ax.get_lines():
-        line.set(markersize=MARKER, linewidth=1.2 if line.get_label() != "_bridge" else 0.8)
+    for drawn in ax.get_lines():
+        drawn.set(markersize=MARKER, linewidth=0.8 if drawn.get_label() == "_bridge" else 1.2)
     ax.set_title(view.fixed_words(), fontsize=10)
     ax.grid()
     ax.xaxis.set_tick_params(labelbottom=bottom, labelsize=8)
@@ -70,21 +70,12 @@ def unfinished(views: Sequence[View], styles: Mapping[str, Style], quantity: Qua
 
 def mark_unfinished(ax: Axes, line: Line, quantity: Quantity, row: int) -> None:
     """The line's own mark, at the top edge: which operator it was must show without a name beside it."""
-    y = 1 - SMALL_ROW * (row + 0.6) / axes_points(ax)
+    place = ax.get_xaxis_transform()
     for x, how in missing_points(line, quantity, math.inf):
-        face = "white" if how == "skipped" else line.style.colour
-        place = ax.get_xaxis_transform()
-        ax.plot(
-            [x],
-            [y],
-            transform=place,
-            color=line.style.colour,
-            marker=line.style.marker,
-            mfc=face,
-            ms=MARKER,
-            label=f"_{how}",
-        )
-        ax.plot([x], [y], transform=place, color="black", marker="x", ms=MARKER + 1.5, mew=0.9, label="_cross")
+        y = 1 - SMALL_ROW * (row + 0.6) / axes_points(ax)
+        face, cross = ("white", "black") if how == "skipped" else (line.style.colour, "white")
+        ax.plot([x], [y], transform=place, label=f"_{how}", **look_of(line.style, mfc=face, ms=MARKER + 3))
+        ax.plot([x], [y], transform=place, label="_cross", color=cross, marker="x", ms=MARKER - 0.5, mew=1)
 
 
 def add_key(figure: Figure, styles: Mapping[str, Style], axes_words: str) -> None:
@@ -94,8 +85,7 @@ def add_key(figure: Figure, styles: Mapping[str, Style], axes_words: str) -> Non
         Line2D([], [], color=s.colour, marker=s.marker, ls=s.dash, ms=MARKER + 1, label=name)
         for name, s in styles.items()
     ]
-    words = {"marker": "x", "color": "black", "ls": "none"}
-    handles.append(Line2D([], [], **words, label="crossed: OOM or no end"))
+    handles.append(Line2D([], [], marker="x", color="black", ls="none", label="crossed: OOM, or no end"))
     handles.append(Line2D([], [], marker="o", mfc="white", color=GREY, ls="none", label="hollow: predicted, not run"))
     figure.legend(
         handles=handles,

@@ -12,7 +12,8 @@ from memcheck.plotting.decode import decode_lines
 from memcheck.plotting.lines import line_figure
 from memcheck.plotting.memory import memory_bars, memory_lines
 from memcheck.plotting.overview import memory_overview
-from memcheck.plotting.savings import savings_bars, standard_of
+from memcheck.plotting.published import Row, published_figure
+from memcheck.plotting.savings import savings_bars, standard_among
 from memcheck.plotting.series import AXES, Quantity, View, axes_of, natural_axis, split_settings, views_along
 from memcheck.plotting.style import Style, check_formats, inline_svg, save
 from memcheck.plotting.theory import has_theory, theory_lines
@@ -55,29 +56,44 @@ def write_plots(
     title: str,
     formats: Sequence[str] = ("png", "svg"),
     request: Request | None = None,
+    published: Sequence[Row] = (),
 ) -> list[Path]:
-    """Every picture that these records make sense of, as files in the folder; those of the same name are replaced."""
+    """Every picture that these records make sense of, as files in the folder; those of the same name are replaced.
+
+    published: rows of memcheck.reports.published_rows, for a picture of their own.
+    """
     formats = check_formats(formats)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for picture in choose_pictures(records, styles=styles, title=title, request=request):
+    for picture in choose_pictures(records, styles=styles, title=title, request=request, published=published):
         figure = picture.draw()
         paths += [save(figure, folder / f"{picture.name}.{suffix}") for suffix in formats]
     return paths
 
 
 def svg_plots(
-    records: Sequence[Record], *, styles: Mapping[str, Style], title: str = "Attention"
+    records: Sequence[Record],
+    *,
+    styles: Mapping[str, Style],
+    title: str = "Attention",
+    published: Sequence[Row] = (),
 ) -> list[tuple[str, str]]:
     """(caption, inline SVG) of the main pictures, for one HTML page."""
-    pictures = [picture for picture in choose_pictures(records, styles=styles, title=title) if picture.main]
+    pictures = choose_pictures(records, styles=styles, title=title, published=published)
     return [
-        (picture.caption, inline_svg(picture.draw(), f"plot-{picture.name}", picture.caption)) for picture in pictures
+        (picture.caption, inline_svg(picture.draw(), f"plot-{picture.name}", picture.caption))
+        for picture in pictures
+        if picture.main
     ]
 
 
 def choose_pictures(
-    records: Sequence[Record], *, styles: Mapping[str, Style], title: str, request: Request | None = None
+    records: Sequence[Record],
+    *,
+    styles: Mapping[str, Style],
+    title: str,
+    request: Request | None = None,
+    published: Sequence[Row] = (),
 ) -> list[Picture]:
     """Records of different dtypes, modes, devices or batch sizes go into pictures of their own."""
     pictures: list[Picture] = []
@@ -85,7 +101,21 @@ def choose_pictures(
         words = setting_words(setting)
         subject = Subject(group, styles, f"{title}, {words}" if words else title, slug(words), request or Request())
         pictures += subject.pictures()
+    if published:
+        pictures.append(published_picture(published, styles))
     return pictures
+
+
+def published_picture(rows: Sequence[Row], styles: Mapping[str, Style]) -> Picture:
+    title = "Memory of the published operators, by ours"
+    subtitle = f"{len(rows)} rows of memcheck_pyt's table, A100 40 GB; ours {sources(rows)}"
+    caption = f"{title}; {subtitle}."
+    return Picture("published", caption, lambda: published_figure(rows, styles, title=title, subtitle=subtitle))
+
+
+def sources(rows: Sequence[Row]) -> str:
+    """Where our figures come from: "measured on cpu, by formula"."""
+    return ", ".join(dict.fromkeys(str(row["ours_source"]) for row in rows if row.get("ours_source")))
 
 
 Draw = Callable[..., "Figure"]
@@ -110,8 +140,9 @@ class Subject:
             yield from self.memory_pictures()
         if self.wants("theory") and not decoding and has_theory(self.records):
             yield from self.typical_pictures("theory", "theory beside measurement", theory_lines)
-        if self.wants("savings") and not decoding:
-            yield from self.typical_pictures("savings", "how much less than the standard", savings_bars, has_standard)
+        standard = standard_among(record.operator or "?" for record in self.records)
+        if self.wants("savings") and not decoding and standard is not None:
+            yield from self.typical_pictures("savings", f"how many times less than {standard}", savings_bars)
         if self.wants("time") and time_quantities(self.records):
             yield from self.typical_pictures("time", "time, median and quartiles", time_lines)
         if self.wants("decode") and decoding:
@@ -172,15 +203,13 @@ class Subject:
             stem = f"memory-{fixed_slug(view)}" if len(views) > 1 else "memory"
             yield self.line_picture(view, stem, "peak memory", memory_bars, main=number == len(views) - 1)
 
-    def typical_pictures(
-        self, stem: str, words: str, draw: Draw, fits: Callable[[View], bool] = lambda view: True
-    ) -> Iterator[Picture]:
+    def typical_pictures(self, stem: str, words: str, draw: Draw) -> Iterator[Picture]:
         """Of the view that shows the most, or of every one where the kind was asked for by name."""
         axes = self.axes()
         # Against the dimension only where nothing else varies, or where that is asked for.
         x = next((axis for axis in axes if axis != "dim"), "dim" if axes else None)
-        views = [view for view in self.views(x) if fits(view)] if x else []
-        chosen = max(views, key=figures_known, default=None)
+        views = self.views(x) if x else []
+        chosen = typical(views)
         for view in views:
             if view is chosen or self.request.kinds is not None:
                 name = stem if len(views) == 1 or self.request.kinds is None else f"{stem}-{fixed_slug(view)}"
@@ -212,10 +241,8 @@ class Subject:
         return f"{stem}-{self.suffix}" if self.suffix else stem
 
 
-def has_standard(view: View) -> bool:
-    return standard_of(view.lines({})) is not None
-
-
-def figures_known(view: View) -> tuple[int, tuple[int, ...]]:
-    """The more cases ended well, the more a view shows; of equals, the largest."""
-    return sum(record.status == "ok" for record in view.records), tuple(view.fixed.values())
+def typical(views: Sequence[View]) -> View | None:
+    """The one in the middle of those that hold the most cases."""
+    most = max((len(view.records) for view in views), default=0)
+    fullest = [view for view in views if len(view.records) == most]
+    return fullest[(len(fullest) - 1) // 2] if fullest else None

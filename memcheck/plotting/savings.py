@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from memcheck.errors import UsageError
 from memcheck.plotting.memory import memory_quantities
@@ -23,9 +23,10 @@ COLUMNS = 3
 MOST_BARS = 9
 
 
-def standard_of(lines: Sequence[Line]) -> str | None:
-    names = [line.name for line in lines]
-    return next((name for name in STANDARDS if name in names), None) if len(names) > 1 else None
+def standard_among(names: Iterable[str]) -> str | None:
+    """None where there is none, or nothing to compare it with."""
+    known = set(names)
+    return next((name for name in STANDARDS if name in known), None) if len(known) > 1 else None
 
 
 @in_house_style
@@ -35,7 +36,7 @@ def savings_bars(
     """A panel for each operator, a bar for each x: the standard's peak memory by the operator's."""
     refuse_mixed(view.records)
     lines = view.lines(styles)
-    standard = standard or standard_of(lines)
+    standard = standard or standard_among(line.name for line in lines)
     if standard not in [line.name for line in lines]:
         raise UsageError(f"the savings need a standard to compare with, got none of {', '.join(STANDARDS)}")
     quantity = memory_quantities(view.records)[-1]
@@ -45,7 +46,7 @@ def savings_bars(
     rows = max(math.ceil(len(others) / columns), 1)
     figure = new_figure(9.6 if columns > 1 else 6.8, 1.0 + 2.1 * rows, title, subtitle)
     panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
-    places = sorted(x_ticks(view.positions), reverse=False)[-MOST_BARS:]
+    places = sorted(x_ticks(view.positions))[-MOST_BARS:]
     for number, ax in enumerate(panels):
         if number < len(others):
             draw_ratios(ax, others[number], base, quantity, places, HATCHES[number % len(HATCHES)])
@@ -55,7 +56,7 @@ def savings_bars(
     set_ratio_axis(figure.axes, others, base, quantity)
     figure.supylabel(f"{standard} / operator", fontsize=10)
     figure.supxlabel(
-        f"peak memory of {quantity.title.lower()}; dotted: as much as {standard}; hollow: {standard} as predicted, not run",
+        f"peak memory, {quantity.title.lower()}; dotted: as much as {standard}; hollow: {standard} predicted, not run",
         fontsize=9,
         color=GREY,
     )
@@ -93,13 +94,18 @@ def draw_ratios(
             # From 1 up or down: on a logarithmic axis a bar has no other foot.
             ax.bar(place, ratio - 1, bottom=1, width=0.75, color=face, edgecolor=edge, hatch=hatch, label=line.name)
             above = ratio >= 1
-            ax.annotate(format_factor(ratio), (place, ratio), (0, 2 if above else -2), textcoords="offset points", ha="center", va="bottom" if above else "top", fontsize=9)  # fmt: skip
+            label(ax, format_factor(ratio), place, ratio, above=above, fontsize=9)
         elif words := absence(rows.get(x), base.get(x), quantity):
-            ax.annotate(words, (place, 1), (0, 2), textcoords="offset points", ha="center", rotation=90, fontsize=8, color=GREY)  # fmt: skip
+            label(ax, words, place, 1, above=True, rotation=90, fontsize=8, color=GREY)
     ax.axhline(1, color="black", lw=0.8, ls=":", label="_one")
     ax.set_xticks(range(len(places)), [str(x) for x in places], fontsize=9 if len(places) < 7 else 8)
     ax.set_xlim(-0.6, len(places) - 0.4)
     ax.set_title(line.name)
+
+
+def label(ax: Axes, text: str, place: int, y: float, *, above: bool, **look: Any) -> None:
+    shift, edge = (2, "bottom") if above else (-2, "top")
+    ax.annotate(text, (place, y), (0, shift), textcoords="offset points", ha="center", va=edge, **look)
 
 
 def absence(record: Record | None, base: Record | None, quantity: Quantity) -> str:
@@ -112,7 +118,7 @@ def absence(record: Record | None, base: Record | None, quantity: Quantity) -> s
 
 
 def format_factor(ratio: float) -> str:
-    return f"{ratio:.0f}×" if ratio >= 20 else f"{ratio:.1f}×" if ratio >= 1.95 else f"{ratio:.2f}×"
+    return f"{ratio:.0f}x" if ratio >= 20 else f"{ratio:.1f}x" if ratio >= 1.95 else f"{ratio:.2f}x"
 
 
 def set_ratio_axis(
@@ -125,7 +131,7 @@ def set_ratio_axis(
     span = high - low
     for ax in panels[:1]:
         ax.set_yscale("log", base=2)
-        ax.set_ylim(2.0 ** (low - 0.04 * span), 2.0 ** (high + 0.12 * span))
+        ax.set_ylim(2.0 ** (low - (0.04 if low == 0 else 0.14) * span), 2.0 ** (high + 0.12 * span))
         ax.yaxis.set_major_locator(FixedLocator([2.0**power for power in range(low, high + 1, math.ceil(span / 5))]))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}×"))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}x"))
         ax.yaxis.set_minor_locator(NullLocator())

@@ -9,7 +9,7 @@ from memcheck.plotting.lines import Name, dress, measured, name_lines
 from memcheck.plotting.memory import memory_quantities
 from memcheck.plotting.scales import format_value, set_x, set_y
 from memcheck.plotting.series import Line, Quantity, View, refuse_mixed
-from memcheck.plotting.style import GREY, Style, in_house_style, new_figure
+from memcheck.plotting.style import GREY, Style, in_house_style, look_of, new_figure
 from memcheck.records import Record
 
 if TYPE_CHECKING:
@@ -60,21 +60,19 @@ def differences(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
 
 
 def draw_both(ax: Axes, line: Line, quantity: Quantity) -> None:
-    look = {"color": line.style.colour, "marker": line.style.marker, "ls": "none"}
     expected, found = theory(line, quantity), measured(line, quantity)
     ax.plot(
         *zip(*expected, strict=True), color=line.style.colour, ls=line.style.dash, lw=1.2, label=f"_theory {line.name}"
     )
     if found:
-        ax.plot(*zip(*found, strict=True), label=line.name, **look)
+        ax.plot(*zip(*found, strict=True), label=line.name, **look_of(line.style))
     if not_run := [point for point in expected if point[0] not in dict(found)]:
-        ax.plot(*zip(*not_run, strict=True), label="_predicted", mfc="white", mew=1.3, **look)
+        ax.plot(*zip(*not_run, strict=True), label="_predicted", **look_of(line.style, mfc="white", mew=1.3))
 
 
 def draw_difference(ax: Axes, line: Line, quantity: Quantity) -> None:
     if points := differences(line, quantity):
-        look = {"color": line.style.colour, "marker": line.style.marker, "ls": line.style.dash}
-        ax.plot(*zip(*points, strict=True), label=line.name, **look)
+        ax.plot(*zip(*points, strict=True), label=line.name, **look_of(line.style, ls=line.style.dash))
 
 
 def set_difference_axis(ax: Axes, lines: Sequence[Line], quantity: Quantity) -> None:
