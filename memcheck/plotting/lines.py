@@ -16,15 +16,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
+    from matplotlib.transforms import Transform
 
-# Points between the names of lines.
+# Points between the names of lines, and from the axes to the mark before a name, and to the name.
 NAME_GAP = 13
+KEY_POINTS = 14
+NAME_POINTS = 22
 # Filled: it was tried. Hollow: it was not.
 MISSING_MARKS = {"oom": "X", "skipped": "X", "timeout": "$T$", "killed": "$K$"}
-MISSING_WORDS = {"oom": "OOM", "skipped": "skipped", "timeout": "timeout", "killed": "killed"}
+MISSING_WORDS = {"oom": "OOM", "skipped": "not run", "timeout": "timeout", "killed": "killed"}
 MISSING_HELP = {
     "oom": "\u2716 out of memory",
-    "skipped": "\u2715 hollow: not run",
+    "skipped": "hollow: not run, at the height that theory says, or in a row of its own",
     "timeout": "T time-out",
     "killed": "K killed",
 }
@@ -140,9 +143,7 @@ def mark_missing(ax: Axes, lines: Sequence[Line], quantity: Quantity, rows: Sequ
             places = [x for x, ending in endings.items() if ending == how]
             draw_marks(ax, places, y, how, line.style)
         words = ", ".join(MISSING_WORDS[how] for how in dict.fromkeys(endings.values()))
-        ax.text(1.07, y, f"{line.name} {words}", transform=ax.transAxes, va="center")
-        look = mark_look(next(iter(endings.values())), line.style)
-        ax.plot([1.04], [y], transform=ax.transAxes, clip_on=False, label="_key", **look)
+        name_in_margin(ax, y, f"{line.name} {words}", mark_look(next(iter(endings.values())), line.style))
 
 
 def draw_marks(ax: Axes, places: Sequence[int], y: float, how: str, style: Style) -> None:
@@ -183,13 +184,31 @@ def name_lines(ax: Axes, names: Sequence[Name], rows: int) -> None:
     shares = [float(ax.transAxes.inverted().transform(ax.transData.transform((1, name.value)))[1]) for name in names]
     wanted = [max(share, 0.0) * height for share in shares]
     for name, share, at in zip(names, wanted, spread(wanted, NAME_GAP, height - ROW * rows - 4), strict=True):
-        ends = [share / height, at / height]
-        ax.plot(
-            [1.0, 1.025], ends, color=name.style.colour, lw=0.6, transform=ax.transAxes, clip_on=False, label="_leader"
-        )
-        look = look_of(name.style, mfc="white" if name.hollow else name.style.colour)
-        ax.plot([1.04], ends[1:], transform=ax.transAxes, clip_on=False, label="_key", **look)
-        ax.text(1.07, ends[1], name.text, transform=ax.transAxes, va="center")
+        lead(ax, share / height, at / height, name.style)
+        face = "white" if name.hollow else name.style.colour
+        name_in_margin(ax, at / height, name.text, look_of(name.style, mfc=face))
+
+
+def lead(ax: Axes, share: float, at: float, style: Style) -> None:
+    """A thin line from the edge of the axes to where the name found room."""
+    shift = (KEY_POINTS - 5, (at - share) * axes_points(ax))
+    thin = {"arrowstyle": "-", "color": style.colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 0}
+    ax.annotate("", (1, share), shift, xycoords="axes fraction", textcoords="offset points", arrowprops=thin)
+
+
+def name_in_margin(ax: Axes, share: float, text: str, look: dict[str, Any]) -> None:
+    """A mark and a name at a height of the axes."""
+    ax.plot([1], [share], transform=margin(ax, KEY_POINTS), clip_on=False, label="_key", **look)
+    ax.text(1, share, text, transform=margin(ax, NAME_POINTS), va="center")
+
+
+def margin(ax: Axes, points: float) -> Transform:
+    """Shares of the axes, so many points further right."""
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return ax.transAxes + ScaledTranslation(points / 72, 0, figure.dpi_scale_trans)
 
 
 def spread(wanted: Sequence[float], gap: float, highest: float) -> list[float]:

@@ -32,7 +32,9 @@ def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title
     drawn = distinct_styles(names, styles)
     columns = 2 if len(views) in (2, 4) else min(COLUMNS, len(views))
     rows = math.ceil(len(views) / columns)
-    figure = new_figure(9.6, 1.5 + 2.2 * rows, title, subtitle)
+    marks = {name: row for row, name in enumerate(unfinished(views, drawn, quantity))}
+    panel_height = 2.0 + SMALL_ROW * len(marks) / 72
+    figure = new_figure(9.6, 1.5 + panel_height * rows, title, subtitle)
     panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     for ax in panels[len(views) :]:
         ax.set_visible(False)
@@ -41,15 +43,12 @@ def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title
         draw_panel(ax, view, view.lines(drawn), quantity, bottom=number + columns >= len(views))
     add_key(figure, drawn, f"{AXES[views[0].x]}; {quantity.label}")
     figure.draw_without_rendering()
-    rows_of_marks = {name: row for row, name in enumerate(unfinished(views, drawn, quantity))}
     # The scale's rows are as high as a name is; these are lower.
-    set_y(
-        panels[0], drawn_values(panels), quantity.unit, log=True, rows=math.ceil(len(rows_of_marks) * SMALL_ROW / ROW)
-    )
+    set_y(panels[0], drawn_values(panels), quantity.unit, log=True, rows=math.ceil(len(marks) * SMALL_ROW / ROW))
     set_x(panels[0], {x for view in views for x in view.positions}, log=True)
     for ax, view in zip(panels, views, strict=True):
         for line in view.lines(drawn):
-            mark_unfinished(ax, line, quantity, rows_of_marks.get(line.name, 0))
+            mark_unfinished(ax, line, quantity, marks.get(line.name, 0))
     return figure
 
 
