@@ -14,7 +14,16 @@ from memcheck.plotting.memory import memory_bars, memory_lines
 from memcheck.plotting.overview import memory_overview
 from memcheck.plotting.published import Row, published_figure
 from memcheck.plotting.savings import savings_bars, standard_among
-from memcheck.plotting.series import AXES, Quantity, View, axes_of, natural_axis, split_settings, views_along
+from memcheck.plotting.series import (
+    AXES,
+    Quantity,
+    View,
+    axes_of,
+    axis_among,
+    natural_axis,
+    split_settings,
+    views_along,
+)
 from memcheck.plotting.style import Style, check_formats, inline_svg, save
 from memcheck.plotting.theory import has_theory, theory_lines
 from memcheck.plotting.timing import time_lines, time_quantities
@@ -154,7 +163,8 @@ class Subject:
     def axes(self) -> list[str]:
         """The axis that was asked for, or all along which something varies."""
         if self.request.x:
-            return [self.request.x]
+            x = axis_among(self.records, self.request.x)
+            return [x] if self.views(x) else []
         return [axis for axis in axes_of(self.records) if self.views(axis)]
 
     def views(self, x: str) -> list[View]:
@@ -172,7 +182,7 @@ class Subject:
                 for log in self.scales():
                     name = stem if log else f"{stem}-linear"
                     yield self.line_picture(views[0], name, words, memory_lines, main=log, log=log)
-        if not any(self.views(x) for x in axes):
+        if not axes and self.request.x is None:
             yield from self.bar_pictures()
 
     def scales(self) -> tuple[bool, ...]:

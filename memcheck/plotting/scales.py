@@ -40,9 +40,12 @@ def set_x(ax: Axes, positions: Collection[int], *, log: bool) -> None:
 
     if log:
         ax.set_xscale("log", base=2)
+        # Said aloud, because where nothing finished there are no points that would.
+        margin = max(max(positions) / min(positions), 2) ** 0.06
+        ax.set_xlim(min(positions) / margin, max(positions) * margin)
         ax.xaxis.set_major_locator(FixedLocator(x_ticks(positions)))
     else:
-        ax.set_xlim(left=0)
+        ax.set_xlim(0, 1.05 * max(positions))
         step = power_of_two_above(max(positions) / 6)
         ax.xaxis.set_major_locator(FixedLocator(list(range(0, max(positions) + 1, max(int(step), 1)))))
     ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))

@@ -139,9 +139,7 @@ class View:
 
 def position(record: Record, axis: str) -> int:
     """Where a record stands on an axis; 0 where it has no such size."""
-    if axis == "length":
-        return int(record.kv_len or record.query_len or 0)
-    if axis == "kv_len":
+    if axis in ("length", "kv_len"):
         return int(record.kv_len or record.query_len or 0)
     return int(getattr(record, axis) or 0)
 
@@ -175,7 +173,7 @@ def refuse_mixed(records: Sequence[Record]) -> None:
         raise UsageError("one plot needs operators of one kind, got attention and operators without keys")
 
 
-def axes_of(records: Iterable[Record]) -> tuple[str, ...]:
+def axes_of(records: Sequence[Record]) -> tuple[str, ...]:
     """The axes of the shapes: one length where S and T go in step, else both."""
     pairs = {(position(record, "query_len"), position(record, "kv_len")) for record in records}
     queries, keys = ({pair[side] for pair in pairs} for side in (0, 1))
@@ -184,9 +182,7 @@ def axes_of(records: Iterable[Record]) -> tuple[str, ...]:
 
 def views_along(records: Sequence[Record], x: str) -> list[View]:
     """One view for each value of the other axes, from small to large."""
-    axes = axes_of(records)
-    if x not in axes and x != "dim":
-        axes = ("query_len", "kv_len", "dim")
+    axes, x = axes_of(records), axis_among(records, x)
     groups: dict[tuple[int, ...], View] = {}
     others = [axis for axis in axes if axis != x]
     for record in records:
@@ -194,6 +190,12 @@ def views_along(records: Sequence[Record], x: str) -> list[View]:
         view = groups.setdefault(key, View(x, dict(zip(others, key, strict=True))))
         view.records.append(record)
     return [groups[key] for key in sorted(groups)]
+
+
+def axis_among(records: Sequence[Record], x: str) -> str:
+    """Of lengths that go in step there is one; of those that do not, the keys' is what people mean by it."""
+    axes = axes_of(records)
+    return x if x in axes else "length" if "length" in axes else "kv_len"
 
 
 def natural_axis(records: Sequence[Record]) -> str:
