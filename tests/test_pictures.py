@@ -82,7 +82,7 @@ def test_the_combinator_is_beside_no_attention() -> None:
     records = grid(OPERATORS, [256, 512], [64]) + grid({"combinator": 4}, [256, 512], [64])
     for row in records[-2:]:
         row.kv_len = None
-    assert {"memory-attention", "memory-tokens"} <= set(chosen(records))
+    assert {"memory-attention", "memory-token-operators"} <= set(chosen(records))
 
 
 def test_decoding_shows_its_state() -> None:

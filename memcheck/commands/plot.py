@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     scale.add_argument("--log", dest="log", action="store_true", default=None, help="logarithmic axes only")
     scale.add_argument("--linear", dest="log", action="store_false", help="linear axes only; default: both")
     parser.add_argument("--attention-type", action="append", metavar="NAME[,NAME]", help="repeatable; default: all")
-    parser.add_argument("--title", default="Attention", help="default: Attention")
+    parser.add_argument("--title", default="", help="before what each picture shows")
     parser.add_argument(
         "--output", type=folder, metavar="DIR", help="files there are replaced; default: beside the records"
     )

@@ -58,7 +58,7 @@ def line_figure(
     for ax, quantity in zip(panels, quantities, strict=True):
         draw_lines(ax, lines, quantity, predicted_limit(lines, quantities, log=log), log=log)
         dress(ax, view, quantity, log=log)
-    panels[0].set_ylabel(quantities[0].label if len(quantities) == 1 else common_label(quantities))
+    panels[0].set_ylabel(common_label(quantities))
     if note := notes(view.records, lines, quantities):
         figure.supxlabel(note, fontsize=9, color=GREY)
     figure.draw_without_rendering()  # settles the layout, for distances in points to hold
@@ -71,7 +71,7 @@ def line_figure(
 
 def common_label(quantities: Sequence[Quantity]) -> str:
     labels = {quantity.label for quantity in quantities}
-    return labels.pop() if len(labels) == 1 else "peak memory, inputs and output included"
+    return labels.pop() if len(labels) == 1 else "memory, inputs and output included"
 
 
 def dress(ax: Axes, view: View, quantity: Quantity, *, log: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcheck.errors import UsageError
-from memcheck.plotting.lines import line_figure
+from memcheck.plotting.lines import MISSING_WORDS, common_label, line_figure
 from memcheck.plotting.scales import format_value, set_y
 from memcheck.plotting.series import (
     AXES,
@@ -60,15 +60,21 @@ def memory_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitl
     return line_figure(view, memory_quantities(view.records), styles, title=title, subtitle=subtitle, log=log)
 
 
-@in_house_style
 def memory_bars(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
-    """One shape: a bar for each operator."""
-    quantities = memory_quantities(view.records)
+    return bar_figure(view, memory_quantities(view.records), styles, title=title, subtitle=subtitle)
+
+
+@in_house_style
+def bar_figure(
+    view: View, quantities: Sequence[Quantity], styles: Mapping[str, Style], *, title: str, subtitle: str
+) -> Figure:
+    """One shape: a bar for each operator, a panel for each quantity."""
+    refuse_mixed(view.records)
     figure = new_figure(9.6 if len(quantities) > 1 else 6.8, 4.6, title, subtitle)
     panels = figure.subplots(1, len(quantities), sharey=True, squeeze=False)[0]
     for ax, quantity in zip(panels, quantities, strict=True):
         draw_bars(ax, view, quantity, styles)
-    panels[0].set_ylabel(FORWARD.label)
+    panels[0].set_ylabel(common_label(quantities))
     if note := undrawn_note(view.records):
         figure.supxlabel(note, fontsize=9, color=GREY)
     figure.draw_without_rendering()
@@ -85,8 +91,8 @@ def draw_bars(ax: Axes, view: View, quantity: Quantity, styles: Mapping[str, Sty
         size = 0 if how else quantity.value(record) or 0
         hatch = HATCHES[place % len(HATCHES)]
         ax.bar(place, size, width=0.6, color=line.style.colour, edgecolor="white", hatch=hatch, label=line.name)
-        text = {"oom": "OOM"}.get(how, how) if how else format_value(size, quantity.unit)
-        ax.annotate(text or "", (place, size), (0, 3), textcoords="offset points", ha="center")
+        text = MISSING_WORDS[how] if how else format_value(size, quantity.unit)
+        ax.annotate(text, (place, size), (0, 3), textcoords="offset points", ha="center")
     slant: dict[str, Any] = {} if len(lines) < 5 else {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
     ax.set_xticks(range(len(lines)), [line.name for line in lines], **slant)
     ax.set_xlim(-0.7, max(len(lines), 1) - 0.3)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from memcheck.plotting.decode import decode_lines
+from memcheck.plotting.decode import decode_bars, decode_lines, decode_quantities
 from memcheck.plotting.lines import line_figure
 from memcheck.plotting.memory import memory_bars, memory_lines
 from memcheck.plotting.overview import memory_overview
@@ -27,7 +27,7 @@ from memcheck.plotting.series import (
 from memcheck.plotting.style import Style, check_formats, inline_svg, save
 from memcheck.plotting.theory import has_theory, theory_lines
 from memcheck.plotting.timing import time_lines, time_quantities
-from memcheck.plotting.words import fixed_slug, setting_words, slug, subtitle_of
+from memcheck.plotting.words import fixed_slug, heading, setting_words, slug, subtitle_of
 from memcheck.records import Record
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def svg_plots(
     records: Sequence[Record],
     *,
     styles: Mapping[str, Style],
-    title: str = "Attention",
+    title: str = "",
     published: Sequence[Row] = (),
 ) -> list[tuple[str, str]]:
     """(caption, inline SVG) of the main pictures, for one HTML page."""
@@ -108,7 +108,8 @@ def choose_pictures(
     pictures: list[Picture] = []
     for setting, group in split_settings(records):
         words = setting_words(setting)
-        subject = Subject(group, styles, f"{title}, {words}" if words else title, slug(words), request or Request())
+        topic = ", ".join(filter(None, (title, words)))
+        subject = Subject(group, styles, topic, slug(words), request or Request())
         pictures += subject.pictures()
     if published:
         pictures.append(published_picture(published, styles))
@@ -144,21 +145,20 @@ class Subject:
         if self.request.quantity is not None:
             yield from self.quantity_pictures(self.request.quantity)
             return
-        decoding = self.records[0].mode == "decode"
-        if self.wants("memory") and not decoding:
-            yield from self.memory_pictures()
-        if self.wants("theory") and not decoding and has_theory(self.records):
-            yield from self.typical_pictures("theory", "theory beside measurement", theory_lines)
-        standard = standard_among(record.operator or "?" for record in self.records)
-        if self.wants("savings") and not decoding and standard is not None:
-            yield from self.typical_pictures("savings", f"how many times less than {standard}", savings_bars)
-        if self.wants("time") and time_quantities(self.records):
-            yield from self.typical_pictures("time", "time, median and quartiles", time_lines)
-        if self.wants("decode") and decoding:
-            yield from self.typical_pictures("decode", "what decoding keeps, and takes for a step", decode_lines)
+        for kind, pictures in self.kinds().items():
+            if self.request.kinds is None or kind in self.request.kinds:
+                yield from pictures()
 
-    def wants(self, kind: str) -> bool:
-        return self.request.kinds is None or kind in self.request.kinds
+    def kinds(self) -> dict[str, Callable[[], Iterator[Picture]]]:
+        """What these records can show: a step of decoding is compared with nothing but other steps."""
+        time = functools.partial(self.typical_pictures, "time", "time, median and quartiles", time_lines, is_timed)
+        if self.records[0].mode == "decode":
+            return {"decode": self.decode_pictures, "time": time}
+        theory = functools.partial(self.typical_pictures, "theory", "theory beside measurement", theory_lines, is_known)
+        standard = standard_among({record.operator or "?" for record in self.records})
+        words = f"how many times less than {standard}"
+        savings = functools.partial(self.typical_pictures, "savings", words, savings_bars, is_comparable)
+        return {"memory": self.memory_pictures, "theory": theory, "savings": savings, "time": time}
 
     def axes(self) -> list[str]:
         """The axis that was asked for, or all along which something varies."""
@@ -183,7 +183,7 @@ class Subject:
                     name = stem if log else f"{stem}-linear"
                     yield self.line_picture(views[0], name, words, memory_lines, main=log, log=log)
         if not axes and self.request.x is None:
-            yield from self.bar_pictures()
+            yield from self.bar_pictures("memory", "peak memory", memory_bars)
 
     def scales(self) -> tuple[bool, ...]:
         """Logarithmic axes show how memory grows, linear ones how much it is."""
@@ -199,30 +199,36 @@ class Subject:
 
     def overview_picture(self, views: list[View], stem: str, words: str) -> Picture:
         records = [record for view in views for record in view.records]
-        title, subtitle = f"{self.title}: {words}", subtitle_of(records)
+        title, subtitle = heading(self.title, words), subtitle_of(records)
         return Picture(
             self.name(stem),
             f"{title}, logarithmic axes; {subtitle}.",
             lambda: memory_overview(views, self.styles, title=title, subtitle=subtitle),
         )
 
-    def bar_pictures(self) -> Iterator[Picture]:
+    def bar_pictures(self, stem: str, words: str, draw: Draw) -> Iterator[Picture]:
         """Single shapes."""
         views = views_along(self.records, natural_axis(self.records))
         for number, view in enumerate(views):
-            stem = f"memory-{fixed_slug(view)}" if len(views) > 1 else "memory"
-            yield self.line_picture(view, stem, "peak memory", memory_bars, main=number == len(views) - 1)
+            name = f"{stem}-{fixed_slug(view)}" if len(views) > 1 else stem
+            yield self.line_picture(view, name, words, draw, main=number == len(views) - 1)
 
-    def typical_pictures(self, stem: str, words: str, draw: Draw) -> Iterator[Picture]:
+    def decode_pictures(self) -> Iterator[Picture]:
+        words = "what decoding keeps, and takes for a step"
+        yield from self.typical_pictures("decode", words, decode_lines, is_decoded)
+        if not self.axes() and self.request.x is None and any(map(is_decoded, views_along(self.records, "kv_len"))):
+            yield from self.bar_pictures("decode", words, decode_bars)
+
+    def typical_pictures(self, stem: str, words: str, draw: Draw, shows: Callable[[View], bool]) -> Iterator[Picture]:
         """Of the view that shows the most, or of every one where the kind was asked for by name."""
         axes = self.axes()
         # Against the dimension only where nothing else varies, or where that is asked for.
         x = next((axis for axis in axes if axis != "dim"), "dim" if axes else None)
-        views = self.views(x) if x else []
-        chosen = typical(views)
+        views = [view for view in self.views(x) if shows(view)] if x else []
+        chosen, every = typical(views), self.request.kinds is not None
         for view in views:
-            if view is chosen or self.request.kinds is not None:
-                name = stem if len(views) == 1 or self.request.kinds is None else f"{stem}-{fixed_slug(view)}"
+            if view is chosen or every:
+                name = f"{stem}-{fixed_slug(view)}" if every and len(views) > 1 else stem
                 scale = {} if draw is savings_bars else {"log": self.request.log is not False}
                 yield self.line_picture(view, name, words, draw, main=view is chosen, **scale)
 
@@ -232,12 +238,12 @@ class Subject:
         for x in self.axes():
             views = self.views(x)
             for view in views:
-                name = f"{slug(quantity.fields[0])}-{slug(x)}" + (f"-{fixed_slug(view)}" if len(views) > 1 else "")
+                name = slug(f"{quantity.fields[0]} {x} {fixed_slug(view) if len(views) > 1 else ''}")
                 draw = functools.partial(line_figure, quantities=[quantity])
                 yield self.line_picture(view, name, quantity.title, draw, log=self.request.log is not False)
 
     def line_picture(self, view: View, stem: str, words: str, draw: Draw, *, main: bool = True, **how: bool) -> Picture:
-        title, subtitle = f"{self.title}: {words}", subtitle_of(view.records)
+        title, subtitle = heading(self.title, words), subtitle_of(view.records)
         shape = view.fixed_words()
         caption = f"{title}{f', at {shape}' if shape else ''}; {subtitle}."
         return Picture(
@@ -256,3 +262,19 @@ def typical(views: Sequence[View]) -> View | None:
     most = max((len(view.records) for view in views), default=0)
     fullest = [view for view in views if len(view.records) == most]
     return fullest[(len(fullest) - 1) // 2] if fullest else None
+
+
+def is_timed(view: View) -> bool:
+    return bool(time_quantities(view.records))
+
+
+def is_known(view: View) -> bool:
+    return has_theory(view.records)
+
+
+def is_comparable(view: View) -> bool:
+    return standard_among(line.name for line in view.lines({})) is not None
+
+
+def is_decoded(view: View) -> bool:
+    return bool(decode_quantities(view.records))

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memcheck.errors import UsageError
+from memcheck.plotting.lines import MISSING_WORDS
 from memcheck.plotting.memory import memory_quantities
 from memcheck.plotting.scales import x_ticks
 from memcheck.plotting.series import Line, Quantity, View, refuse_mixed
@@ -24,9 +25,10 @@ MOST_BARS = 9
 
 
 def standard_among(names: Iterable[str]) -> str | None:
-    """None where there is none, or nothing to compare it with."""
-    known = set(names)
-    return next((name for name in STANDARDS if name in known), None) if len(known) > 1 else None
+    """The standard, or a variant of it, among names of lines; None where there is none, or nothing beside it."""
+    names = list(names)
+    found = [name for standard in STANDARDS for name in names if name.split(",")[0] == standard]
+    return found[0] if found and len(names) > 1 else None
 
 
 @in_house_style
@@ -113,8 +115,8 @@ def absence(record: Record | None, base: Record | None, quantity: Quantity) -> s
     if record is None or base is None:
         return ""
     if quantity.value(record) is None:
-        return record.status.replace("oom", "OOM")
-    return f"standard: {base.status.replace('oom', 'OOM')}"
+        return MISSING_WORDS.get(record.status, record.status)
+    return f"standard: {MISSING_WORDS.get(base.status, base.status)}"
 
 
 def format_factor(ratio: float) -> str:

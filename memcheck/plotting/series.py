@@ -74,16 +74,16 @@ class Quantity:
         return record.status if record.status in MARKED and self.value(record) is None else None
 
 
-FORWARD = Quantity("Forward", ("forward_peak_bytes",), label="peak memory, inputs and output included")
+FORWARD = Quantity("Forward", ("forward_peak_bytes",), label="memory, inputs and output included")
 BACKWARD = Quantity(
     "Forward + backward",
     ("forward_peak_bytes", "backward_peak_bytes"),
-    label="peak memory, inputs, output and gradients included",
+    label="memory, inputs, output and gradients included",
 )
 FORWARD_TIME = Quantity("Forward", ("forward_ms",), "ms", "time, median and quartiles")
 BACKWARD_TIME = Quantity("Backward", ("backward_ms",), "ms", "time, median and quartiles")
-STATE = Quantity("State", ("state_bytes",), label="what decoding keeps")
-STEP = Quantity("Peak of one step", ("forward_peak_bytes",), label="peak memory of a step")
+STATE = Quantity("State", ("state_bytes",), label="memory")
+STEP = Quantity("Peak of one step", ("forward_peak_bytes",), label="memory")
 
 
 def quantity_of(name: str) -> Quantity:
@@ -147,7 +147,7 @@ def position(record: Record, axis: str) -> int:
 def split_settings(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[Record]]]:
     """Groups that may share a picture, each with the values in which it differs from the other groups."""
     kinds = [(*shared(records, name),) for name in SETTING]
-    kinds.append(tuple("tokens" if record.kv_len is None else "attention" for record in records))
+    kinds.append(tuple("token operators" if record.kv_len is None else "attention" for record in records))
     names = [*SETTING, "kind"]
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for key, record in zip(zip(*kinds, strict=True), records, strict=True):

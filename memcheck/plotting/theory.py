@@ -35,7 +35,7 @@ def theory_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitl
         draw_difference(difference, line, quantity)
     dress(both, view, quantity, log=log)
     both.set_title(f"{quantity.title}: bytes")
-    both.set_ylabel("peak memory, inputs and output included")
+    both.set_ylabel("memory, inputs and output included")
     difference.set_title("measured less theory")
     difference.set_xlabel(view.label)
     difference.grid()

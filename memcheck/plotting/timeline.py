@@ -21,6 +21,7 @@ OTHERS = "others"
 OTHERS_COLOUR = "#BBBBBB"
 # Columns of the picture, about: of more steps than these, each column shows its fullest.
 MOST_STEPS = 1500
+MOST_LETTERS = 36
 # What holds less than this share of the highest sum at a peak is no part of the story.
 LEAST_SHARE = 0.01
 
@@ -46,9 +47,15 @@ class Layers:
         return [sum(sizes) for sizes in zip(*self.layers.values(), strict=True)] if self.layers else []
 
 
-@in_house_style
 def plot_timeline(timeline: Timeline, path: Path, *, title: str = "Memory over one case", subtitle: str = "") -> Figure:
     """Written to `path`, in the format of its suffix."""
+    figure = timeline_figure(timeline, title=title, subtitle=subtitle)
+    save(figure, path)
+    return figure
+
+
+@in_house_style
+def timeline_figure(timeline: Timeline, *, title: str, subtitle: str) -> Figure:
     figure = new_figure(9.6, 4.8, title, subtitle)
     ax = figure.subplots()
     stack = layers_of(timeline)
@@ -61,7 +68,6 @@ def plot_timeline(timeline: Timeline, path: Path, *, title: str = "Memory over o
     ax.set_ylabel("alive")
     mark_phases(ax, timeline)
     mark_peaks(ax, timeline)
-    save(figure, path)
     return figure
 
 
@@ -116,9 +122,13 @@ def draw_layers(ax: Axes, stack: Layers) -> None:
         handles.append(layer)
         below = above
     # Matplotlib leaves out what begins with an underscore, as _softmax_backward_data does.
-    names = [f" {name}" if name.startswith("_") else name for name in stack.layers]
+    names = [f" {short(name)}" if name.startswith("_") else short(name) for name in stack.layers]
     # In the order of the layers, the topmost first.
     ax.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+
+
+def short(name: str) -> str:
+    return name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 3]}..."
 
 
 def mark_phases(ax: Axes, timeline: Timeline) -> None:

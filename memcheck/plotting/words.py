@@ -10,7 +10,7 @@ from memcheck.plotting.series import View
 from memcheck.records import Record
 
 
-def subtitle_of(records: Sequence[Record], *, without: Sequence[str] = ()) -> str:
+def subtitle_of(records: Sequence[Record]) -> str:
     """What all the records share: "cpu, float32, batch 1, dim 256, causal, train"."""
     from memcheck.reports import common_case
 
@@ -30,3 +30,8 @@ def setting_words(setting: Mapping[str, Any]) -> str:
 
 def fixed_slug(view: View) -> str:
     return slug("-".join(f"{name}-{size}" for name, size in view.fixed.items()))
+
+
+def heading(topic: str, words: str) -> str:
+    """ "Attention, float16: peak memory", or "Peak memory" without a topic."""
+    return f"{topic}: {words}" if topic else words[:1].upper() + words[1:]
