@@ -118,7 +118,7 @@ def test_small_layers_are_one() -> None:
     stack = layers_of(make_timeline(series, peak={"forward": 0}))
     assert len(stack.layers) == MOST_LAYERS + 1
     assert stack.layers["5 others"] == [1 + 2 + 3 + 4 + 5, 0]
-    assert stack.totals == [sum(range(1, MOST_LAYERS + 6)), 0]
+    assert stack.tops == [sum(range(1, MOST_LAYERS + 6)), 0]
 
 
 def test_a_long_timeline_keeps_its_peaks() -> None:
@@ -126,10 +126,18 @@ def test_a_long_timeline_keeps_its_peaks() -> None:
     sizes[12345] = 1000
     sizes[777] = 500
     stack = layers_of(make_timeline({"all": sizes}, peak={"forward": 777, "backward": 12345}))
-    known = dict(zip(stack.steps, stack.totals, strict=True))
+    known = dict(zip(stack.steps, stack.tops, strict=True))
     assert len(known) <= MOST_STEPS + 4
     assert (known[777], known[12345]) == (500, 1000)
     assert (stack.steps[0], stack.steps[-1]) == (0, len(sizes) - 1)
+
+
+def test_what_was_freed_unseen_hangs_below(tmp_path) -> None:
+    timeline = make_timeline({"freed, from before": [0, -MIB], "q": [2 * MIB, 3 * MIB]}, peak={"forward": 1})
+    (ax,) = plot_timeline(timeline, tmp_path / "timeline.png").axes
+    assert ax.get_ylim()[0] < -MIB
+    assert texts(ax) == {"forward peak 2 MiB"}
+    assert labelled(ax, "_peak") == [[(1.5, 3 * MIB)]]
 
 
 @pytest.mark.parametrize("series", [{}, {"q": []}, {"q": [0]}])

@@ -54,7 +54,10 @@ def look_of(style: Style, **more: Any) -> dict[str, Any]:
 UNKNOWN_STYLE = Style(GREY, "x", ":")
 # For names that come without a style. Tol's and Okabe and Ito's colours, told apart by the colour-blind; markers,
 # dashes and hatches are what tells lines apart in greyscale.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288", "#999933", "#882255", "#44AA99", "#000000", "#E69F00")
+COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288", "#999933"),
+    *("#882255", "#44AA99", "#000000", "#E69F00", "#56B4E9", "#A6761D"),
+)
 MARKERS = ("*", "8", "p", "d", "H", "P", "X", "v", "^", "<", ">", "D", "s", "o", "h")
 DASHES = ((0, (9, 2, 2, 2)), (0, (1, 2)), (0, (4, 4)), (0, (6, 1, 2, 1)), "-", "--", "-.", ":")
 # Of straight strokes: in an SVG every dot of a dotted hatch is a path of its own.

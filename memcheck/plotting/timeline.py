@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # Layers with a name of their own; the rest is one.
-MOST_LAYERS = 9
-OTHERS = "others"
+MOST_LAYERS = 11
+OTHERS = ("other", "others")
 OTHERS_COLOUR = "#BBBBBB"
 # Columns of the picture, about: of more steps than these, each column shows its fullest.
 MOST_STEPS = 1500
@@ -37,14 +37,16 @@ class Timeline(Protocol):
 
 @dataclass(frozen=True)
 class Layers:
-    """The series that are drawn, the largest at the bottom, over the steps that are drawn."""
+    """The series that are drawn, what lives longest at the bottom, over the steps that are drawn."""
 
     steps: list[int]
     layers: dict[str, list[int]]
 
     @property
-    def totals(self) -> list[int]:
-        return [sum(sizes) for sizes in zip(*self.layers.values(), strict=True)] if self.layers else []
+    def tops(self) -> list[int]:
+        """How high the stack reaches; what is below 0, freed but never seen allocated, hangs under the axis."""
+        columns = zip(*self.layers.values(), strict=True)
+        return [sum(size for size in column if size > 0) for column in columns]
 
 
 def plot_timeline(timeline: Timeline, path: Path, *, title: str = "Memory over one case", subtitle: str = "") -> Figure:
@@ -61,8 +63,9 @@ def timeline_figure(timeline: Timeline, *, title: str, subtitle: str) -> Figure:
     stack = layers_of(timeline)
     draw_layers(ax, stack)
     figure.draw_without_rendering()
-    highest = max(stack.totals, default=0) or 1
-    ax.set_ylim(0, 1.2 * highest)
+    highest = max(stack.tops, default=0) or 1
+    lowest = min((size for sizes in stack.layers.values() for size in sizes), default=0)
+    ax.set_ylim(1.1 * min(lowest, 0), 1.2 * highest)
     set_linear_ticks(ax.yaxis, highest, "bytes")
     ax.set_xlabel("allocations and frees, in order")
     ax.set_ylabel("alive")
@@ -74,16 +77,17 @@ def timeline_figure(timeline: Timeline, *, title: str, subtitle: str) -> Figure:
 def layers_of(timeline: Timeline) -> Layers:
     """The names that hold the most at a peak, then anywhere, each a layer; all others together are one."""
     places = peak_places(timeline)
-    highest = {name: max(sizes, default=0) for name, sizes in timeline.series.items()}
+    highest = {name: max(map(abs, sizes), default=0) for name, sizes in timeline.series.items()}
     at_peak = {name: max([sizes[place] for place in places], default=0) for name, sizes in timeline.series.items()}
     least = LEAST_SHARE * sum(at_peak.values())
     names = [name for name in timeline.series if highest[name]]
     names.sort(key=lambda name: (-at_peak[name] if at_peak[name] >= least else 0, -highest[name]))
     kept = names if len(names) <= MOST_LAYERS + 1 else names[:MOST_LAYERS]
     # What lives longest lies at the bottom, and moves least.
-    layers = {name: list(timeline.series[name]) for name in sorted(kept, key=lambda name: -lifetime(timeline, name))}
+    kept = sorted(kept, key=lambda name: (name in OTHERS, -lifetime(timeline, name)))
+    layers = {name: list(timeline.series[name]) for name in kept}
     if rest := [timeline.series[name] for name in names[len(kept) :]]:
-        layers[f"{len(rest)} {OTHERS}"] = [sum(sizes) for sizes in zip(*rest, strict=True)]
+        layers[f"{len(rest)} others"] = [sum(sizes) for sizes in zip(*rest, strict=True)]
     return thinned(Layers(list(timeline.steps), layers), places)
 
 
@@ -101,11 +105,11 @@ def thinned(stack: Layers, keep: Sequence[int]) -> Layers:
     """Of too many steps the fullest of each few, so that no peak is lost."""
     if len(stack.steps) <= MOST_STEPS:
         return stack
-    totals, few = stack.totals, -(-len(stack.steps) // MOST_STEPS)
+    tops, few = stack.tops, -(-len(stack.steps) // MOST_STEPS)
     fullest = {
-        max(range(first, min(first + few, len(totals))), key=totals.__getitem__) for first in range(0, len(totals), few)
+        max(range(first, min(first + few, len(tops))), key=tops.__getitem__) for first in range(0, len(tops), few)
     }
-    places = sorted(fullest | set(keep) | {0, len(totals) - 1})
+    places = sorted(fullest | set(keep) | {0, len(tops) - 1})
     layers = {name: [sizes[place] for place in places] for name, sizes in stack.layers.items()}
     return Layers([stack.steps[place] for place in places], layers)
 
@@ -115,11 +119,15 @@ def draw_layers(ax: Axes, stack: Layers) -> None:
     steps = [*stack.steps, *[step + 1 for step in stack.steps[-1:]]]
     below, handles = [0] * len(steps), []
     for number, (name, sizes) in enumerate(stack.layers.items()):
-        above = [low + size for low, size in zip(below, [*sizes, *sizes[-1:]], strict=True)]
+        levels = [*sizes, *sizes[-1:]]
+        above = [low + size if size > 0 else low for low, size in zip(below, levels, strict=True)]
         look: dict[str, Any] = {"edgecolor": "white", "hatch": HATCHES[number % len(HATCHES)], "lw": 0.5}
-        colour = OTHERS_COLOUR if name.endswith(OTHERS) else COLOURS[number % len(COLOURS)]
+        colour = OTHERS_COLOUR if name.rpartition(" ")[2] in OTHERS else COLOURS[number % len(COLOURS)]
         layer = ax.fill_between(steps, below, above, step="post", facecolor=colour, label=name, **look)
         handles.append(layer)
+        if min(levels) < 0:
+            under = [min(size, 0) for size in levels]
+            ax.fill_between(steps, under, 0, step="post", facecolor=colour, label="_under", **look)
         below = above
     # Matplotlib leaves out what begins with an underscore, as _softmax_backward_data does.
     names = [f" {short(name)}" if name.startswith("_") else short(name) for name in stack.layers]
@@ -143,14 +151,13 @@ def mark_phases(ax: Axes, timeline: Timeline) -> None:
 
 
 def mark_peaks(ax: Axes, timeline: Timeline) -> None:
-    sums = (sum(sizes) for sizes in zip(*timeline.series.values(), strict=True))
-    totals = dict(zip(timeline.steps, sums, strict=False))
+    columns = dict(zip(timeline.steps, zip(*timeline.series.values(), strict=True), strict=False))
     first, last = ax.get_xlim()
     for phase, step in timeline.peak.items():
-        if step in totals:
+        if step in columns:
             # Over the middle of the step's width.
-            x, size = step + 0.5, totals[step]
-            ax.plot([x], [size], marker="v", color="black", ms=7, clip_on=False, label="_peak")
+            x, top = step + 0.5, sum(size for size in columns[step] if size > 0)
+            ax.plot([x], [top], marker="v", color="black", ms=7, clip_on=False, label="_peak")
             side, shift = ("left", -4) if (step - first) / (last - first) < 0.7 else ("right", 4)
-            text = f"{phase} peak {format_bytes(size)}"
-            ax.annotate(text, (x, size), (shift, 7), textcoords="offset points", ha=side, va="bottom")
+            text = f"{phase} peak {format_bytes(sum(columns[step]))}"
+            ax.annotate(text, (x, top), (shift, 7), textcoords="offset points", ha=side, va="bottom")
