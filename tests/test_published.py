@@ -168,6 +168,17 @@ def test_by_formula_every_published_row_of_ours_is_there(capsys) -> None:
             assert row["ours_forward_mib"] <= tensors + 4
 
 
+def test_the_ratios_are_drawn(tmp_path: Path, capsys) -> None:
+    write_json_lines([record()], tmp_path / "records.jsonl")
+    assert main(["published", str(tmp_path), "--plot", str(tmp_path / "new" / "ratios.svg")]) == 0
+    assert "<svg" in (tmp_path / "new" / "ratios.svg").read_text()
+    capsys.readouterr()
+    assert main(["published", str(tmp_path), "--plot", str(tmp_path / "ratios.docx")]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith(f"memcheck: --plot {tmp_path / 'ratios.docx'} cannot be written")
+    assert printed.out == ""
+
+
 def test_of_a_folder_and_of_one_without_counterparts(tmp_path: Path, capsys) -> None:
     write_json_lines([record()], tmp_path / "records.jsonl")
     assert main(["published", str(tmp_path), "--output", str(tmp_path / "out")]) == 0

@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from memcheck.catalog import Case, make_case, make_combinator_case
+from memcheck.catalog import CONTENDERS, Case, make_case, make_combinator_case
 from memcheck.commands.report import FORMATS
-from memcheck.errors import MemcheckError
+from memcheck.errors import MemcheckError, UsageError
+from memcheck.plotting.published import plot_published
 from memcheck.records import Record
-from memcheck.reports import published_table, published_tables, render, write_files
+from memcheck.reports import published_rows, published_table, published_tables, render, write_files
 from memcheck.store import read_records
 from memcheck.theory import closed_terms
 
@@ -30,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER", help="write the tables there, too: Markdown, LaTeX, JSON and CSV"
     )
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios as .png, .svg or .pdf")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -43,10 +45,26 @@ def run(args: argparse.Namespace) -> int:
             "memcheck_pyt's are of batch 64 in fp32, cs336's of batch 8 with one head"
         )
     written = write_files(tables, args.output, "published") if args.output else []
+    if args.plot:
+        written.append(draw(records, args.plot))
     print(render(tables, args.format))
     if written:
         print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)
     return 0
+
+
+def draw(records: Sequence[Record], path: Path) -> Path:
+    rows = published_rows(records)
+    if not rows:
+        raise MemcheckError("--plot draws rows that memcheck_pyt published, and there are none")
+    sources = ", ".join(dict.fromkeys(row["ours_source"] for row in rows))
+    styles = {name: contender.style for name, contender in CONTENDERS.items()}
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plot_published(rows, path, styles=styles, subtitle=f"{len(rows)} rows of an A100 with 40 GB; ours {sources}")
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--plot {path} cannot be written: {error}") from None
+    return path
 
 
 def by_formula() -> Iterator[Record]:
