@@ -6,24 +6,15 @@ import subprocess
 import sys
 
 import pytest
+from plotted import MIB, STYLES, grid, labelled, marks, points, record, texts
 
-from memcheck.plotting import Style, named_lines, plot_memory, x_ticks
+from memcheck.errors import UsageError
+from memcheck.plotting import named_lines, plot_memory, x_ticks
+from memcheck.plotting.lines import spread
+from memcheck.plotting.memory import memory_lines
+from memcheck.plotting.series import views_along
+from memcheck.plotting.style import COLOURS, distinct_styles
 from memcheck.records import Record
-
-STYLES = {"naive": Style("#D55E00", "s", "--"), "softplus": Style("#009E73", "o", "-")}
-MIB = 2**20
-
-
-def record(operator: str, length: int, forward: int | None, backward: int | None, **fields: object) -> Record:
-    return Record(
-        operator=operator,
-        query_len=length,
-        kv_len=length,
-        mode="train",
-        forward_peak_bytes=forward,
-        backward_peak_bytes=backward,
-        **fields,
-    )
 
 
 @pytest.fixture
@@ -36,18 +27,6 @@ def plot(tmp_path):
         return figure
 
     return draw
-
-
-def texts(ax) -> set[str]:
-    return {text.get_text() for text in ax.texts}
-
-
-def points(ax) -> dict[str, list[tuple[float, float]]]:
-    return {line.get_label(): list(zip(*line.get_data(), strict=True)) for line in named_lines(ax)}
-
-
-def marks(ax) -> list[tuple[str, list[float]]]:
-    return [(line.get_color(), list(line.get_xdata())) for line in ax.get_lines() if line.get_label() == "_oom"]
 
 
 def test_a_line_per_operator_and_panel(plot) -> None:
@@ -130,6 +109,131 @@ def test_lengths_are_named(plot, queries: list[int], keys: list[int], label: str
     for row, query_len, kv_len in zip(rows, queries, keys, strict=True):
         row.query_len, row.kv_len = query_len, kv_len
     assert plot(rows).axes[0].get_xlabel() == label
+
+
+def test_two_rows_of_one_case_are_one_point(plot) -> None:
+    rows = [
+        record("naive", 256, MIB, 2 * MIB),
+        record("naive", 512, MIB, 2 * MIB),
+        record("naive", 512, 3 * MIB, 3 * MIB),
+    ]
+    assert points(plot(rows).axes[0]) == {"naive": [(256, MIB), (512, 3 * MIB)]}
+
+
+def test_variants_of_an_operator_are_lines_of_their_own(plot) -> None:
+    rows = [record("naive", length, heads * MIB, heads * MIB, heads=heads) for length in (256, 512) for heads in (4, 8)]
+    assert set(points(plot(rows).axes[0])) == {"naive, 4 heads", "naive, 8 heads"}
+    for row in rows:
+        row.heads, row.compiled = 4, row.heads == 8
+    assert set(points(plot(rows).axes[0])) == {"naive, eager", "naive, compiled"}
+
+
+def test_heads_that_grow_with_the_dimension_are_one_line(plot) -> None:
+    rows = [record("naive", 256, dim * MIB, dim * MIB, dim=dim, heads=dim // 64) for dim in (64, 128)]
+    forward, _ = plot(rows).axes
+    assert set(points(forward)) == {"naive"}
+    assert forward.get_xlabel() == "token dimension, at sequence length 256"
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "said"),
+    [
+        ("dtype", ("float16", "float32"), "one plot needs one dtype, got float16, float32"),
+        ("mode", ("train", "inference"), "one plot needs one mode, got inference, train"),
+        ("device_name", ("A100", "H100"), "one plot needs one device, got A100, H100"),
+        ("bsz", (1, 8), "one plot needs one batch size, got 1, 8"),
+        ("kv_len", (256, None), "one plot needs operators of one kind"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(plot, field: str, values: tuple, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        plot([record("naive", 256, MIB, MIB, **{field: value}) for value in values])
+
+
+def test_two_varying_axes_are_refused(plot) -> None:
+    with pytest.raises(UsageError, match="needs the other sizes fixed, got token dimension 64; token dimension 128"):
+        plot(grid({"naive": 1}, [256, 512], [64, 128]))
+
+
+def test_a_killed_process_knows_no_device_and_is_drawn_with_the_others(plot) -> None:
+    killed = record("naive", 512, None, None, status="killed", device_name=None)
+    forward, both = plot([record("naive", 256, MIB, MIB, device_name="A100"), killed]).axes
+    assert marks(both, "killed") == marks(forward, "killed") == [("#D55E00", [512])]
+    assert "naive killed" in texts(both)
+
+
+SKIPPED = {"status": "skipped", "reason": "predicted"}
+
+
+def predicted(length: int, size: int) -> Record:
+    theory = {"forward_peak_bytes": {"scores": size, "q": MIB}, "backward_peak_bytes": {"scores": 2 * size}}
+    return record("naive", length, None, None, theory=theory, **SKIPPED)
+
+
+def test_a_predicted_case_is_hollow_at_what_theory_says(plot) -> None:
+    figure = plot([record("naive", 256, MIB, 2 * MIB), predicted(512, 4 * MIB)])
+    forward, both = figure.axes
+    assert labelled(forward, "_predicted") == [[(512, 5 * MIB)]]
+    assert labelled(both, "_predicted") == [[(512, 8 * MIB)]]
+    assert [line.get_markerfacecolor() for line in both.get_lines() if line.get_label() == "_predicted"] == ["white"]
+    assert marks(both, "skipped") == []
+    assert "naive 8 MiB predicted" in texts(both)
+    assert "not run" in figure.get_supxlabel()
+
+
+def test_without_theory_or_far_above_a_linear_axis_it_has_a_row(plot) -> None:
+    unknown = record("naive", 512, None, None, **SKIPPED)
+    _, both = plot([record("naive", 256, MIB, MIB), unknown]).axes
+    assert marks(both, "skipped") == [("#D55E00", [512])]
+    (view,) = views_along([record("naive", 256, MIB, MIB), predicted(512, 100 * MIB)], "length")
+    _, both = memory_lines(view, STYLES, title="", subtitle="", log=False).axes
+    assert labelled(both, "_predicted") == []
+    assert marks(both, "skipped") == [("#D55E00", [512])]
+    assert both.get_ylim()[1] < 2 * MIB
+
+
+def test_rows_of_marks_lie_above_all_points(plot) -> None:
+    rows = [record(f"op{number}", 256, (number + 1) * MIB, 2 * MIB) for number in range(12)]
+    rows += [record(f"op{number}", 512, None, None, status="oom", oom_phase="forward") for number in range(12)]
+    forward, _ = plot(rows).axes
+    heights = [line.get_ydata()[0] for line in forward.get_lines() if line.get_label() == "_oom"]
+    highest = forward.transAxes.inverted().transform(forward.transData.transform((256, 12 * MIB)))[1]
+    assert len(heights) == len(set(heights)) == 12
+    assert min(heights) > highest
+
+
+def test_names_do_not_overlap() -> None:
+    assert spread([0, 50, 100], 13, 200) == [0, 50, 100]
+    assert spread([50, 50], 10, 200) == [45, 55]
+    assert spread([0, 0, 0], 10, 200) == [0, 10, 20]
+    assert spread([200, 200], 10, 200) == [190, 200]
+    assert spread([], 10, 200) == []
+
+
+def test_names_without_a_style_are_told_apart() -> None:
+    names = ["naive", *(f"mine {number}" for number in range(10))]
+    chosen = distinct_styles(names, STYLES)
+    assert chosen["naive"] == STYLES["naive"]
+    assert len({style.marker for style in chosen.values()}) == 11
+    assert len({(style.marker, str(style.dash)) for style in chosen.values()}) == 11
+    assert len({style.colour for style in chosen.values()}) == len(COLOURS)
+
+
+def test_contenders_are_told_apart_without_colour() -> None:
+    from memcheck.catalog import CONTENDERS
+
+    styles = [(contender.style.marker, str(contender.style.dash)) for contender in CONTENDERS.values()]
+    assert [style for style in styles if styles.count(style) > 1] == []
+
+
+def test_zero_has_no_place_on_a_logarithmic_axis_and_is_said() -> None:
+    from memcheck.plotting.lines import line_figure
+    from memcheck.plotting.series import quantity_of
+
+    rows = [record("linear", length, MIB, MIB, saved_bytes=0) for length in (256, 512)]
+    (view,) = views_along(rows, "length")
+    figure = line_figure(view, [quantity_of("saved_bytes")], STYLES, title="", subtitle="", log=True)
+    assert figure.get_supxlabel() == "0 throughout: linear"
 
 
 def test_crowded_ticks_are_thinned() -> None:

@@ -51,15 +51,22 @@ def table_header() -> str:
 
 
 def table_row(record: Record) -> str:
-    """One line, and a second one for what went wrong after some bytes were already known."""
+    """One line, and one more for what went wrong after some bytes were already known, and for each doubt."""
     lengths = f"{record.query_len}" if record.kv_len is None else f"{record.query_len} x {record.kv_len}"
     names = NAMES.format(record.operator or "-", record.backend or "-", mask(record), lengths, record.status)
+    notes = [f"doubtful: {doubt}" for doubt in record.doubts]
     note = failure_note(record)
     if all(getattr(record, field) is None for field in BYTE_COLUMNS):
-        return f"{names}| {note}"
-    row = names + "".join(byte_cells(record, field) for field in BYTE_COLUMNS)
-    row += TIMES.format(number(record.forward_ms, 1), number(record.backward_ms, 1))
-    return f"{row}\n{' ' * len(names)}| {note}" if note else row
+        row = f"{names}| {note}"
+    else:
+        row = names + cells(record)
+        notes = [note, *notes] if note else notes
+    return "\n".join([row, *(f"{' ' * len(names)}| {note}" for note in notes)])
+
+
+def cells(record: Record) -> str:
+    times = TIMES.format(number(record.forward_ms, 1), number(record.backward_ms, 1))
+    return "".join(byte_cells(record, field) for field in BYTE_COLUMNS) + times
 
 
 def mask(record: Record) -> str:
@@ -94,6 +101,10 @@ def failure_note(record: Record) -> str:
         note += f": {format_bytes(record.oom_requested_bytes)} requested, "
         note += f"{format_bytes(record.oom_in_use_bytes)} in use"
     return note
+
+
+def count_of(records: Sequence[Any]) -> str:
+    return "1 case" if len(records) == 1 else f"{len(records)} cases"
 
 
 def common_case(records: Sequence[Any]) -> str:

@@ -1,0 +1,68 @@
+"""Records as text, tables, comparisons and a page. Knows records only: no torch, no operator."""
+
+from memcheck.reports.accounting import accounting_table
+from memcheck.reports.cases import parse_wanted, select
+from memcheck.reports.comparison import Comparison, compare, comparison_table, comparison_words, environment_changes
+from memcheck.reports.lines import (
+    NAMES,
+    common_case,
+    failure_note,
+    legend,
+    mask,
+    number,
+    table_header,
+    table_row,
+    unit_bytes,
+)
+from memcheck.reports.page import html_page
+from memcheck.reports.published import published_rows, published_table, published_tables
+from memcheck.reports.record_tables import (
+    check_pivot,
+    cs336_tables,
+    decode_table,
+    is_cs336,
+    pivot_tables,
+    records_table,
+    standard_tables,
+    write_tables,
+)
+from memcheck.reports.scaling import scaling_table
+from memcheck.reports.summary import summary
+from memcheck.reports.tables import Table, render, write_files
+
+__all__ = [
+    "NAMES",
+    "Comparison",
+    "Table",
+    "accounting_table",
+    "check_pivot",
+    "common_case",
+    "compare",
+    "comparison_table",
+    "comparison_words",
+    "cs336_tables",
+    "decode_table",
+    "environment_changes",
+    "failure_note",
+    "html_page",
+    "is_cs336",
+    "legend",
+    "mask",
+    "number",
+    "parse_wanted",
+    "pivot_tables",
+    "published_rows",
+    "published_table",
+    "published_tables",
+    "records_table",
+    "render",
+    "scaling_table",
+    "select",
+    "standard_tables",
+    "summary",
+    "table_header",
+    "table_row",
+    "unit_bytes",
+    "write_files",
+    "write_tables",
+]

@@ -1,0 +1,167 @@
+"""Two folders of results: bytes to the byte, times beyond noise, and an exit code for CI."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from memcheck.__main__ import main
+from memcheck.records import Record, write_json_lines
+from memcheck.reports import compare, comparison_table, comparison_words, environment_changes
+from memcheck.reports.comparison import byte_change, time_change
+from memcheck.reports.tables import data_rows
+
+BASE = Record(
+    operator="naive",
+    bsz=1,
+    query_len=256,
+    kv_len=256,
+    dim=64,
+    dtype="float32",
+    mode="train",
+    device="cpu",
+    device_name="a CPU",
+    torch_version="2.11",
+    backend="eager",
+    forward_peak_bytes=4096,
+    saved_bytes=1024,
+    backward_peak_bytes=8192,
+    workspace_bytes=0,
+    forward_ms=10.0,
+    forward_ms_quartiles=(9.0, 11.0),
+    backward_ms=20.0,
+    backward_ms_quartiles=(19.0, 21.0),
+)
+
+
+def changed(**fields: object) -> Record:
+    return dataclasses.replace(BASE, **fields)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("size", "words"),
+    [(4096, "same"), (4097, "+1 B (+0.024 %)"), (3072, "-1,024 B (-25 %)"), (None, "known only before")],
+)
+def test_bytes_are_compared_to_the_byte(size: int | None, words: str) -> None:
+    assert byte_change(BASE, changed(forward_peak_bytes=size), "forward_peak_bytes") == words
+
+
+@pytest.mark.parametrize(
+    ("median", "quartiles", "words"),
+    [
+        (10.5, (9.5, 11.5), "within noise"),
+        (12.0, (11.0, 13.0), "within noise"),
+        (13.0, (12.0, 14.0), "slower 1.3x"),
+        (5.0, (4.0, 6.0), "faster 2.0x"),
+        (10.3, (11.1, 11.2), "slower 1.03x"),
+        (10.1, (11.1, 11.2), "within noise"),
+        (5.0, None, "faster 2.0x, noise unknown"),
+        (None, None, None),
+    ],
+)
+def test_times_are_compared_beyond_noise(median, quartiles, words) -> None:
+    after = changed(forward_ms=median, forward_ms_quartiles=quartiles)
+    assert time_change(BASE, after, "forward") == words
+
+
+def test_few_passes_leave_the_noise_unknown() -> None:
+    after = changed(forward_ms=5.0, forward_ms_quartiles=(4.9, 5.1), passes=2)
+    assert time_change(BASE, after, "forward") == "faster 2.0x, noise unknown"
+
+
+def test_long_lists_are_cut(run) -> None:
+    before = [changed(dim=dim) for dim in range(1, 41)]
+    _, out, _ = run([BASE, *before], [BASE])
+    assert "Only before: naive, batch 1, S = T = 256, dim 1" in out
+    assert "and 35 more." in out
+
+
+def test_the_table_has_a_row_for_each_case_in_both() -> None:
+    grown = changed(workspace_bytes=64, backend="flash", status="oom", oom_phase="backward")
+    comparison = compare([BASE, changed(dim=32)], [grown, changed(dim=128)])
+    (row,) = data_rows(comparison_table(comparison))
+    assert row["forward_peak_change"] == "same"
+    assert row["other_changes"] == "workspace +64 B; backend eager -> flash; out of memory in None -> backward"
+    assert [record.dim for record in comparison.only_before] == [32]
+    assert [record.dim for record in comparison.only_after] == [128]
+    words = "\n".join(comparison_words(comparison))
+    assert "0 of 1 cases took the same memory to the byte, 1 more" in words
+    assert "ok -> oom" in words
+    assert "Only before: naive, batch 1, S = T = 256, dim 32" in words
+    assert "Only now: naive, batch 1, S = T = 256, dim 128" in words
+
+
+def test_two_devices_of_a_case_are_two_cases() -> None:
+    gpu = changed(device="cuda", device_index=0, device_name="a GPU", forward_peak_bytes=1)
+    comparison = compare([BASE, gpu], [gpu, BASE])
+    assert len(comparison.pairs) == 2
+    assert comparison.grown() == []
+    # But the same case on another machine is the same case.
+    assert len(compare([BASE], [gpu]).pairs) == 1
+
+
+def test_the_environment_is_compared() -> None:
+    after = changed(torch_version="2.13", threads=2)
+    assert environment_changes([BASE], [after]) == ["torch_version: 2.11 -> 2.13", "threads: unknown -> 2"]
+    assert environment_changes([BASE], [BASE]) == []
+
+
+@pytest.fixture
+def run(tmp_path: Path, capsys):
+    def compare_folders(before: list[Record], after: list[Record], *flags: str) -> tuple[int, str, str]:
+        for name, records in (("before", before), ("after", after)):
+            (tmp_path / name).mkdir(exist_ok=True)
+            write_json_lines(records, tmp_path / name / "records.jsonl")
+        code = main(["compare", str(tmp_path / "before"), str(tmp_path / "after"), *flags])
+        return code, *capsys.readouterr()
+
+    return compare_folders
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({}, 0),
+        ({"forward_ms": 1000.0, "forward_ms_quartiles": (999.0, 1001.0)}, 0),
+        ({"saved_bytes": 1000}, 0),
+        ({"saved_bytes": 1025}, 1),
+        ({"state_bytes": 7}, 0),
+        ({"workspace_bytes": 1}, 1),
+        ({"reserved_bytes": 2**30}, 0),
+        ({"status": "oom", "oom_phase": "forward"}, 1),
+        ({"status": "unsupported"}, 0),
+    ],
+)
+def test_growth_fails_only_when_asked(run, fields: dict[str, object], code: int) -> None:
+    assert run([BASE], [changed(**fields)], "--fail-on-growth")[0] == code
+    assert run([BASE], [changed(**fields)])[0] == 0
+
+
+def test_growth_may_be_let_pass_up_to_a_size(run) -> None:
+    """Threads that free in another order move some peaks by a few bytes."""
+    grown = [changed(saved_bytes=1024 + 256)]
+    assert run([BASE], grown, "--fail-on-growth", "256")[0] == 0
+    assert run([BASE], grown, "--fail-on-growth", "255")[0] == 1
+    assert run([BASE], [changed(status="oom")], "--fail-on-growth", "1GiB")[0] == 1
+    code, out, err = run([BASE], grown, "--fail-on-growth", "much")
+    assert (code, out) == (2, "")
+    assert "--fail-on-growth must look like 40GiB" in err
+
+
+def test_sentences_stay_out_of_what_a_program_reads(run) -> None:
+    code, out, err = run([BASE], [changed(torch_version="2.13")], "--format", "json")
+    assert code == 0
+    assert json.loads(out)[0]["rows"][0]["forward_peak_change"] == "same"
+    assert "The environment differs: torch_version: 2.11 -> 2.13." in err
+    _, out, err = run([BASE], [BASE])
+    assert "1 of 1 cases took the same memory to the byte" in out
+    assert err == ""
+
+
+def test_nothing_in_common_is_said(run) -> None:
+    code, out, err = run([BASE], [changed(dim=7)])
+    assert (code, out) == (2, "")
+    assert "have no case in common" in err
