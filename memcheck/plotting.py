@@ -228,3 +228,18 @@ def draw_bars(ax: Axes, records: Sequence[Record], panel: str, styles: Mapping[s
     ax.set_xlabel(length_label(records))
     ax.grid(axis="y", color="#dddddd", lw=0.7)
     ax.set_axisbelow(True)
+
+
+def write_plots(
+    records: Sequence[Record],
+    folder: Path,
+    *,
+    styles: Mapping[str, Style],
+    title: str,
+    formats: Sequence[str] = ("png", "svg"),
+) -> list[Path]:
+    """Every picture that these records make sense of."""
+    paths = [folder / f"memory.{extension}" for extension in formats]
+    for path in paths:
+        plot_memory(records, path, styles=styles, title=title, subtitle="")
+    return paths

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -41,24 +43,51 @@ def find_device(name: str | None) -> str:
 
 
 def profile_case(
-    case: Case, *, passes: int | None = None, timed: bool = True, limit_bytes: int | None = None
+    case: Case,
+    *,
+    passes: int | None = None,
+    timed: bool = True,
+    limit_bytes: int | None = None,
+    max_seconds: float | None = None,
+    on_memory: Callable[[Record], None] | None = None,
 ) -> Record:
-    """Memory first, then time, each in passes of its own. An error of the operator is a row, not the end."""
-    record = unmeasured(case)
+    """Memory first, then time, each in passes of its own. An error of the operator is a row, not the end.
+
+    max_seconds: for all of it; timing gets what measuring the memory leaves, and no pass begins that would run over.
+    on_memory: told the record when its memory is known, before the timing that may be cut short from outside.
+    """
+    record, start = unmeasured(case), time.perf_counter()
     try:
         record = run_memory(case, limit_bytes)
         if timed and record.status == "ok":
-            for field, value in run_time(case, passes).items():
-                setattr(record, field, value)
+            if on_memory is not None:
+                on_memory(describe(record, case))
+            set_times(record, case, passes, max_seconds, time.perf_counter() - start)
     except NotImplementedError as error:
         record.status, record.reason = "unsupported", str(error)
     except Exception as error:
         record.status, record.reason = "error", f"{type(error).__name__}: {error}"
+    return describe(record, case)
+
+
+def describe(record: Record, case: Case) -> Record:
+    """The record, with the fields of its case."""
     record.compiled = False
     for field, value in dataclasses.asdict(case).items():
         if field != "device":
             setattr(record, field, value)
     return record
+
+
+def set_times(record: Record, case: Case, passes: int | None, max_seconds: float | None, spent: float) -> None:
+    """A pass takes about as long as measuring the memory did: the seconds that are left must do for one, and half."""
+    seconds = None if max_seconds is None else max_seconds - 1.5 * spent
+    if seconds is not None and seconds < spent:
+        record.passes = 0
+        record.doubts += (f"not timed: {spent:.1f} s of {max_seconds:g} went into the memory pass",)
+        return
+    for field, value in run_time(case, passes, seconds).items():
+        setattr(record, field, value)
 
 
 def unmeasured(case: Case) -> Record:
@@ -93,7 +122,7 @@ def bind(operator: Operator, parameters: tuple[Tensor, ...]) -> Operator:
     return (lambda *inputs: operator(*inputs, *parameters)) if parameters else operator
 
 
-def run_time(case: Case, passes: int | None) -> dict[str, object]:
+def run_time(case: Case, passes: int | None, max_seconds: float | None = None) -> dict[str, object]:
     contender = CONTENDERS[case.operator]
     parameters = contender.parameters(case)
     return measure_time(
@@ -102,5 +131,5 @@ def run_time(case: Case, passes: int | None) -> dict[str, object]:
         parameters=parameters,
         backward=case.mode == "train",
         passes=passes or DEFAULT_PASSES,
-        max_seconds=None if passes else TIMING_SECONDS,
+        max_seconds=max_seconds if passes else min(TIMING_SECONDS, max_seconds or TIMING_SECONDS),
     )

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from memcheck.quantities import format_bytes
-from memcheck.records import Record
+from memcheck.records import Record, write_csv
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 BYTE_COLUMNS = {
@@ -118,3 +119,10 @@ def common_case(records: Sequence[Any]) -> str:
     if len(causal) == 1:
         parts.insert(-1, "causal" if causal.pop() else "not causal")
     return ", ".join(parts)
+
+
+def write_tables(records: Sequence[Record], folder: Path) -> list[Path]:
+    """The records as tables beside them."""
+    path = folder / "records.csv"
+    write_csv(records, path)
+    return [path]
