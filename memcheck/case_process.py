@@ -67,7 +67,7 @@ class CaseProcess:
     """A process that takes one job after the other. It is started for the first, and again when one has ended it."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
-        self._environment = environment or {}
+        self.environment = environment or {}
         self._process: subprocess.Popen[str] | None = None
         self._said: IO[bytes] | None = None  # what it says on stderr
         self._closed = False
@@ -103,7 +103,7 @@ class CaseProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self._said,
-                env={**os.environ, **import_path(), **self._environment},
+                env={**os.environ, **import_path(), **self.environment},
                 text=True,
                 start_new_session=True,  # Ctrl-C is for the sweep, which ends its processes itself
             )

@@ -105,12 +105,17 @@ def any_case(operator: str, fields: dict[str, Any], attention_fields: dict[str, 
 
 
 def multiply_out(grids: list[Grid], device: str) -> list[Case]:
-    """The cases of all grids, each once; a UsageError where not one of them can run."""
+    """The cases of all grids, each once.
+
+    That a few combinations fit no operator lies in the nature of a grid, and they will be rows that say so. An operator
+    without any that fits is a mistake.
+    """
     cases = list(dict.fromkeys(case for grid in grids for case in grid.cases(device)))
+    can_run = {case.operator for case in cases if refusal(case) is None}
     for case in cases:
-        if refusal(case) is None:
-            return cases
-    raise UsageError(refusal(cases[0]) or "the grid has no cases")
+        if case.operator not in can_run:
+            raise UsageError(refusal(case) or "")
+    return cases
 
 
 def refusal(case: Case) -> str | None:

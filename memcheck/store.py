@@ -21,22 +21,27 @@ class StoreError(MemcheckError):
     """A row could not be written; those before it are intact."""
 
 
-def read_records(folder: Path) -> list[Record]:
+def read_records(folder: Path | str) -> list[Record]:
     """The newest record of each key, in the order in which the keys came; without a key a line stands for itself."""
+    return list(read_rows(Path(folder)).values())
+
+
+def read_rows(folder: Path) -> dict[str, Record]:
+    """The same by key. What a sweep is writing at the moment may be read, too."""
     try:
-        data = (Path(folder) / FILE).read_bytes()
+        data = (folder / FILE).read_bytes()
     except OSError as error:
         raise UsageError(f"{folder} holds no {FILE} that can be read: {error.strerror}") from None
     if data and not data.endswith(b"\n"):
         note(folder, "its last line was left out: it was never finished")
-    return list(dict(rows(data, folder)).values())
+    return dict(rows(data, folder))
 
 
 class Store:
     """The rows of a folder, held by one sweep at a time: a line is written whole and on the disk, or not at all."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder = Path(folder)
+        self.folder = folder
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._file = os.open(self.folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
@@ -105,4 +110,4 @@ def rows(data: bytes, folder: Path) -> Iterator[tuple[str, Record]]:
 
 
 def note(folder: Path, what: str) -> None:
-    print(f"note: {Path(folder) / FILE}: {what}", file=sys.stderr)
+    print(f"note: {folder / FILE}: {what}", file=sys.stderr)

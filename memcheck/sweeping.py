@@ -30,7 +30,7 @@ from memcheck.errors import MemcheckError, UsageError
 from memcheck.grids import refusal
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
-from memcheck.store import Store
+from memcheck.store import FILE, Store, read_rows
 from memcheck.theory import closed_bytes
 
 CPU_SECONDS = 60.0
@@ -102,17 +102,47 @@ def run_sweep(
     progress: told how far the sweep is, with each new record.
     command: how the sweep was asked for, kept in sweep.json.
     """
-    settings = Settings(limit_bytes, max_seconds, passes, timed, tuple(str(Path(file).resolve()) for file in plugins))
-    load_plugins(settings.plugins)
-    at_once: int = workers or len(devices or ()) or getattr(executor, "_max_workers", 1)
+    settings = Settings(limit_bytes, max_seconds, passes, timed, absolute(plugins))
+    at_once = number_of_workers(executor, workers, devices)
     with Store(Path(folder)) as store, submission(executor, at_once, devices, isolate) as submit:
         sweep = Sweep(settings, submit, at_once, store, progress)
-        sweep.look_up(cases, retry)
+        sweep.look_up(cases, store.records, retry)
         manifest = write_manifest(store.folder, command, sweep.machines)
         sweep.run([case for case in dict.fromkeys(cases) if case not in sweep.known], total=len(set(cases)))
         records = [sweep.known[case] for case in cases]
         write_manifest(store.folder, command, sweep.machines, manifest["started"], records)
         return records
+
+
+def find_done(
+    cases: Sequence[Case],
+    folder: Path | str,
+    *,
+    executor: Executor | None = None,
+    limit_bytes: int | None = None,
+    passes: int | None = None,
+    timed: bool = True,
+    plugins: Sequence[str | Path] = (),
+    retry: bool = False,
+) -> dict[Case, Record]:
+    """The cases that run_sweep, called with the same, would not run, and their records; nothing is written."""
+    if not (Path(folder) / FILE).exists():
+        return {}
+    settings = Settings(limit_bytes, None, passes, timed, absolute(plugins))
+    with submission(executor, 1, None, isolate=False) as submit:
+        sweep = Sweep(settings, submit, 1)
+        sweep.look_up(cases, read_rows(Path(folder)), retry)
+    return sweep.known
+
+
+def number_of_workers(executor: Executor | None, workers: int | None, devices: Sequence[str] | None) -> int:
+    if workers is not None:
+        return workers
+    return len(devices) if devices else getattr(executor, "_max_workers", 1)
+
+
+def absolute(files: Sequence[str | Path]) -> tuple[str, ...]:
+    return tuple(str(Path(file).resolve()) for file in files)
 
 
 class Sweep:
@@ -121,8 +151,8 @@ class Sweep:
         settings: Settings,
         submit: Callable[[Job], Future[Record]],
         workers: int,
-        store: Store,
-        progress: Callable[[Progress], None] | None,
+        store: Store | None = None,
+        progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.settings = settings
         self.submit = submit
@@ -132,17 +162,17 @@ class Sweep:
         self.machines: dict[str, Record] = {}  # device -> a record that knows the machine only
         self.known: dict[Case, Record] = {}
 
-    def look_up(self, cases: Sequence[Case], retry: bool) -> None:
-        """Finds the cases that are in the store already."""
+    def look_up(self, cases: Sequence[Case], rows: dict[str, Record], retry: bool) -> None:
+        """Finds the cases that are done already, where they would run."""
         for case in {case.device: case for case in cases}.values():
             self.machines[case.device] = self.machine(case)
         for case in cases:
-            record = self.store.records.get(self.key(case))
+            record = rows.get(self.key(case))
             if record is not None and not (retry and record.status in TRIED_AGAIN):
                 self.known[case] = record
 
     def run(self, left: list[Case], total: int) -> None:
-        waiting = sorted(left, key=size_of, reverse=True)
+        waiting = sorted(left, key=size_of)[::-1]
         running: dict[Future[Record], Case] = {}
         self.progress(Progress(None, tuple(left), total))
         try:
@@ -169,7 +199,8 @@ class Sweep:
                 setattr(record, field, value)
         if self.workers > 1 and case.device == "cpu" and record.forward_ms is not None:
             record.doubts += (f"timed while up to {self.workers - 1} other cases ran, maybe on the same cores",)
-        self.store.append(self.key(case), record)
+        if self.store is not None:
+            self.store.append(self.key(case), record)
         self.known[case] = record
 
     def machine(self, case: Case) -> Record:

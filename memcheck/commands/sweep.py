@@ -16,7 +16,7 @@ from memcheck.case_process import load_plugins
 from memcheck.catalog import CONTENDERS, Case
 from memcheck.commands.profile_attention import make_lengths
 from memcheck.errors import MemcheckError, UsageError
-from memcheck.grids import BASE, LONG_PRESETS, PRESETS, Grid, multiply_out, parse_sizes
+from memcheck.grids import BASE, LONG_PRESETS, PRESETS, Grid, multiply_out, parse_sizes, refusal
 from memcheck.plotting import write_plots
 from memcheck.profile_commands import count, folder, size
 from memcheck.profiling import find_device
@@ -24,7 +24,7 @@ from memcheck.quantities import format_bytes
 from memcheck.records import Record
 from memcheck.reports import failure_note, write_tables
 from memcheck.store import StoreError, read_records
-from memcheck.sweeping import Progress, expected_seconds, run_sweep, shape
+from memcheck.sweeping import Progress, absolute, expected_seconds, find_done, run_sweep, shape
 
 LENGTHS = {"seq_len", "query_len", "kv_len"}
 GRID = LENGTHS | {"attention_type", "bsz", "dim", "heads", "core_dim", "factor", "dtype", "mode", "causal"}
@@ -101,10 +101,10 @@ def add_running_arguments(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     parts = read_parts(args)
     options = argparse.Namespace(**{**NO_OPTIONS, **parts[0]})
-    load_plugins(plugin_files(options))
-    cases = multiply_out([read_grid(part) for part in parts], find_device(options.device))
+    load_plugins(absolute(options.plugin))
+    cases = multiply_out([read_grid(part) for part in parts], device_of(options))
     if options.dry_run:
-        return list_cases(cases)
+        return list_cases(cases, options)
     out = sys.stderr if options.format == "json" else sys.stdout
     command = shlex.join(["memcheck", *args.words])
     if options.preset in LONG_PRESETS and cases[0].device == "cpu":
@@ -202,8 +202,17 @@ def read_grid(values: Values) -> Grid:
     return Grid(list(dict.fromkeys(names)), lengths, **others)
 
 
-def plugin_files(options: argparse.Namespace) -> tuple[str, ...]:
-    return tuple(str(Path(file).resolve()) for file in options.plugin)
+def device_of(options: argparse.Namespace) -> str:
+    """Of the cases; each worker sees one GPU alone where there are several, and calls it the first."""
+    if options.devices is None:
+        return find_device(options.device)
+    if options.device is not None:
+        raise UsageError(f"--devices {','.join(options.devices)} and --device {options.device} exclude each other")
+    for name in options.devices:
+        if not name.isdecimal():
+            raise UsageError(f"--devices must be numbers of CUDA devices, got {name!r}")
+        find_device(f"cuda:{name}")
+    return "cuda:0"
 
 
 def sweep(cases: list[Case], options: argparse.Namespace, command: str, out: TextIO) -> list[Record]:
@@ -215,11 +224,8 @@ def sweep(cases: list[Case], options: argparse.Namespace, command: str, out: Tex
             workers=options.workers or workers,
             devices=options.devices,
             isolate=bool(options.isolate),
-            limit_bytes=options.memory_limit,
             max_seconds=options.max_seconds_per_case,
-            passes=options.passes,
-            timed=not options.no_time,
-            plugins=plugin_files(options),
+            **measuring(options),
             retry=bool(options.retry),
             progress=progress,
             command=command,
@@ -308,11 +314,24 @@ def write_files(output: Path) -> list[Path]:
         raise MemcheckError(f"all rows are in {output}, but not their tables and plots: {error}") from None
 
 
-def list_cases(cases: list[Case]) -> int:
+def list_cases(cases: list[Case], options: argparse.Namespace) -> int:
+    """What the sweep would do, and nothing done."""
+    with dask_executor(options.dask) as (executor, _):
+        done = find_done(cases, options.output, executor=executor, retry=bool(options.retry), **measuring(options))
     for case in cases:
-        print(f"{case.operator:<24} {shape(case)} {case.dtype} {case.mode}")
-    print(f"{len(cases)} cases")
+        status = done[case].status if case in done else refusal(case) or "to run"
+        print(f"{case.operator:<24} {shape(case)} {case.dtype} {case.mode}: {status}")
+    print(f"\n{len(cases)} cases, {len(done)} of them done in {options.output}")
     return 0
+
+
+def measuring(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "limit_bytes": options.memory_limit,
+        "passes": options.passes,
+        "timed": not options.no_time,
+        "plugins": options.plugin,
+    }
 
 
 def seconds(text: str) -> float:
