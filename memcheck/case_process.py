@@ -208,25 +208,26 @@ def work(job: Job, on_memory: Callable[[Record], None]) -> Record:
         forget_the_last_case()
         if job.facts_only:
             return unmeasured(job.case)
-        room = None if job.case.device != "cpu" else unmeasured(job.case).device_free_bytes
         record = profile_case(
             job.case,
             passes=job.passes,
             timed=job.timed,
-            limit_bytes=min((size for size in (job.limit_bytes, room) if size), default=None),
+            limit_bytes=job.limit_bytes,
             max_seconds=job.max_seconds,
+            skip_predicted=True,
             on_memory=on_memory,
         )
-        return undecided(record, job, room)
+        return undecided(record, job)
     except MemcheckError as error:
         return dataclasses.replace(blank(job.case), status="error", reason=str(error))
     except Exception as error:
         return dataclasses.replace(blank(job.case), status="error", reason=f"{type(error).__name__}: {error}")
 
 
-def undecided(record: Record, job: Job, room: int | None) -> Record:
-    """An OOM of a machine smaller than the limit decides nothing about the limit."""
-    if record.status == "oom" and room and job.limit_bytes and room < job.limit_bytes:
+def undecided(record: Record, job: Job) -> Record:
+    """An OOM of a CPU with less room than the limit decides nothing about the limit."""
+    room = record.device_free_bytes
+    if record.status == "oom" and record.device == "cpu" and room and job.limit_bytes and room < job.limit_bytes:
         record.status = "skipped"
         record.reason = (
             f"this machine had {format_bytes(room)} free, which is not enough, "

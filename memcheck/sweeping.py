@@ -28,13 +28,13 @@ from memcheck.case_process import CaseProcess, Job, ask_new_process, blank, load
 from memcheck.catalog import DTYPES, Case
 from memcheck.errors import MemcheckError, UsageError
 from memcheck.grids import refusal
-from memcheck.quantities import format_bytes
+from memcheck.profiling import predicted_failure
 from memcheck.records import Record
 from memcheck.store import FILE, Store, read_rows
-from memcheck.theory import closed_bytes
+from memcheck.theory import closed_bytes, closed_terms
 
 CPU_SECONDS = 60.0
-TRIED_AGAIN = ("error", "killed", "timeout")
+TRIED_AGAIN = ("error", "killed", "timeout", "skipped")
 MANIFEST = "sweep.json"
 # Of the machine, what changes a figure.
 ENVIRONMENT = ("device", "device_name", "torch_version", "memcheck_version", "threads", "allocator")
@@ -98,7 +98,7 @@ def run_sweep(
     max_seconds: for a case; 60 on a CPU and none on CUDA unless given, 0 for none. It cuts timing, then the case.
     passes, timed: see memcheck.profiling.profile_case.
     plugins: Python files that register contenders.
-    retry: runs again what ended as "error", "killed" or "timeout".
+    retry: runs again what ended as "error", "killed", "timeout" or "skipped".
     progress: told how far the sweep is, with each new record.
     command: how the sweep was asked for, kept in sweep.json.
     """
@@ -222,37 +222,26 @@ class Sweep:
 
     def verdict_beforehand(self, case: Case) -> Record | None:
         """The record of a case that need not run, or cannot."""
-        record = blank(case)
-        if (reason := refusal(case) or self.too_large(case) or self.above_out_of_memory(case)) is not None:
-            record.status, record.reason = "skipped", reason
-        elif (reason := self.above_timeout(case)) is not None:
-            record.status, record.reason = "timeout", reason
-        return record if reason else None
-
-    def too_large(self, case: Case) -> str | None:
-        sizes = closed_bytes(case)
-        if not sizes:
-            return None
-        field = max(sizes, key=lambda name: sizes[name])
-        machine = self.machines[case.device].device_total_bytes
-        said = f"predicted: {field.removesuffix('_bytes').replace('_', ' ')} {format_bytes(sizes[field])} is above "
-        if self.settings.limit_bytes is not None and sizes[field] > self.settings.limit_bytes:
-            return f"{said}the limit of {format_bytes(self.settings.limit_bytes)}"
-        if machine is not None and sizes[field] > machine:
-            return f"{said}this machine's memory of {format_bytes(machine)}"
+        if (reason := refusal(case)) is not None:
+            return dataclasses.replace(blank(case), status="skipped", reason=reason)
+        foreseen = predicted_failure(case, self.machines[case.device], self.settings.limit_bytes)
+        if foreseen is not None:
+            return dataclasses.replace(blank(case), **foreseen, theory=closed_terms(case))
+        for status, failed, what in (("skipped", out_of_memory, "was out of memory"), ("timeout", late, "took too long")):
+            for smaller, record in self.known.items():
+                if failed(record) and is_above(case, smaller):
+                    reason = f"not run: a smaller case, {shape(smaller)}, {what}"
+                    return dataclasses.replace(blank(case), status=status, reason=reason, theory=closed_terms(case))
         return None
 
-    def above_out_of_memory(self, case: Case) -> str | None:
-        for smaller, record in self.known.items():
-            if (record.status == "oom" or record.oom_requested_bytes is not None) and is_above(case, smaller):
-                return f"not run: a smaller case, {shape(smaller)}, was out of memory"
-        return None
 
-    def above_timeout(self, case: Case) -> str | None:
-        for smaller, record in self.known.items():
-            if record.status == "timeout" and is_above(case, smaller):
-                return f"not run: a smaller case, {shape(smaller)}, took too long"
-        return None
+def out_of_memory(record: Record) -> bool:
+    """For a skipped record too, that the machine, not the limit, was too small."""
+    return record.status == "oom" or record.oom_requested_bytes is not None
+
+
+def late(record: Record) -> bool:
+    return record.status == "timeout"
 
 
 def is_above(case: Case, smaller: Case) -> bool:
