@@ -70,7 +70,7 @@ class BackendWitness:
     def __call__(self, *inputs: Any) -> Any:
         if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(inputs)):
             output = self.operator(*inputs)
-            self.backend = backend_in_graph(next(tensors_in(output)))
+            self.backend = next(map(backend_in_graph, tensors_in(output)), "math")
             return output
         with FusedOperatorWatch() as watch:
             output = self.operator(*inputs)

@@ -140,8 +140,6 @@ def make_combinator_case(operator: str, **fields: Any) -> Case:
     """A checked case of a combinator, whose tokens look at no other."""
     if operator not in combinator_types():
         raise UsageError(f"--combinator-type {operator} is unknown; known: {', '.join(combinator_types())}")
-    if fields.get("mode") == "decode":
-        fields["query_len"] = 1
     return check_case(Case(operator, kv_len=None, causal=None, **fields))
 
 
