@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import json
 import os
 import queue
-import runpy
 import signal
 import subprocess
 import sys
@@ -28,6 +26,7 @@ import torch
 
 from memcheck.catalog import CONTENDERS, Case
 from memcheck.errors import MemcheckError, UsageError
+from memcheck.plugins import load_plugin
 from memcheck.profiling import profile_case, unmeasured
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
@@ -42,7 +41,7 @@ class Job:
     timed: bool = True
     limit_bytes: int | None = None
     max_seconds: float | None = None
-    plugins: tuple[str, ...] = ()  # files that register contenders
+    plugins: tuple[str, ...] = ()  # files or modules that register contenders
     facts_only: bool = False  # what the machine is, and no more
 
     def to_json(self) -> str:
@@ -204,7 +203,12 @@ def serve() -> None:
 def work(job: Job, on_memory: Callable[[Record], None]) -> Record:
     """Never raises: what is wrong with a plugin or a case is said in its row."""
     try:
-        load_plugins(job.plugins)
+        for plugin in job.plugins:
+            load_plugin(plugin)
+        if job.case.operator not in CONTENDERS:
+            raise UsageError(
+                f"{job.case.operator} is not known there: register it in a file, and name that as a plugin"
+            )
         forget_the_last_case()
         if job.facts_only:
             return unmeasured(job.case)
@@ -242,21 +246,6 @@ def forget_the_last_case() -> None:
         torch._dynamo.reset()
     if torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-
-
-@functools.cache
-def load_plugins(paths: tuple[str, ...]) -> dict[str, str]:
-    """Runs the files, which register contenders in the catalog: the name of each -> a digest of its file."""
-    digests: dict[str, str] = {}
-    for path in paths:
-        before = set(CONTENDERS)
-        try:
-            digest = hashlib.sha256(Path(path).read_bytes()).hexdigest()
-            runpy.run_path(path, run_name=Path(path).stem)
-        except Exception as error:
-            raise UsageError(f"--plugin {path} cannot be loaded: {type(error).__name__}: {error}") from error
-        digests |= dict.fromkeys(set(CONTENDERS) - before, digest)
-    return digests
 
 
 def read_jobs() -> queue.Queue[Job]:

@@ -342,6 +342,8 @@ CONTENDERS: dict[str, Contender] = {
     )
 }
 
+BUILT_IN = frozenset(CONTENDERS)
+
 
 def register(
     name: str,

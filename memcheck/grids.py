@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memcheck.catalog import CONTENDERS, DTYPES, SHORT_DTYPES, Case, check_case, make_case, make_combinator_case
+from memcheck.catalog import CONTENDERS, DTYPES, MODES, SHORT_DTYPES, Case, check_case, make_case, make_combinator_case
 from memcheck.errors import UsageError
 
 RANGE = re.compile(r"(\d+):(\d+):([x+])(\d+)")
@@ -34,10 +34,8 @@ PRESETS: dict[str, dict[str, Any]] = {
             {"seq-len": 1024, "dim": "64:512:x2"},
         ],
     },
-    # The grid of the published tables, with memcheck's operators beside what was published.
     "memcheck-pyt": {
-        "attention-type": "memcheck-pyt/naive,memcheck-pyt/softmax,memcheck-pyt/softplus,memcheck-pyt/combinator,"
-        "softplus,combinator",
+        "attention-type": "memcheck-pyt/naive,memcheck-pyt/softmax,memcheck-pyt/softplus,memcheck-pyt/combinator",
         "bsz": 64,
         "heads": 8,
         "grid": [
@@ -46,13 +44,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         ],
     },
     "cs336": {
-        "attention-type": "cs336/naive,cs336/naive-compiled",
+        "attention-type": "cs336/naive",
         "bsz": 8,
-        "heads": 1,
         "seq-len": "256,1024,4096,8192,16384",
         "dim": "16:128:x2",
-        "causal": False,
         "passes": 100,
+        "grid": [{"compile": False}, {"compile": True}],
     },
     "ato": {
         "attention-type": "naive,linear,linear-causal",
@@ -77,7 +74,8 @@ class Grid:
     heads: list[int]
     dtype: list[str]
     mode: list[str]
-    causal: bool
+    causal: bool = True
+    compile: bool = False
     core_dim: Sequence[int | None] = (None,)
     factor: Sequence[int | None] = (None,)
 
@@ -85,11 +83,17 @@ class Grid:
         """A combination that no operator takes is among them: check_case says what is wrong with it."""
         check_names("--attention-type", self.operators, list(CONTENDERS))
         check_names("--dtype", self.dtype, [*SHORT_DTYPES, *DTYPES])
-        check_names("--mode", self.mode, ["train", "inference", "decode"])
+        check_names("--mode", self.mode, list(MODES))
         for mode, dtype, bsz, heads, core_dim, factor in itertools.product(
             self.mode, self.dtype, self.bsz, self.heads, self.core_dim, self.factor
         ):
-            fields = {"mode": mode, "dtype": SHORT_DTYPES.get(dtype, dtype), "bsz": bsz, "device": device}
+            fields = {
+                "mode": mode,
+                "dtype": SHORT_DTYPES.get(dtype, dtype),
+                "bsz": bsz,
+                "compiled": self.compile,
+                "device": device,
+            }
             sizes = {"heads": heads, "core_dim": core_dim, "factor": factor, "causal": self.causal}
             for dim, (query_len, kv_len), operator in itertools.product(self.dim, self.lengths, self.operators):
                 yield any_case(operator, {**fields, "dim": dim, "query_len": query_len}, {"kv_len": kv_len, **sizes})

@@ -15,13 +15,11 @@ from memcheck.catalog import CONTENDERS, MODES, Case
 from memcheck.errors import UsageError
 from memcheck.plotting import plot_memory
 from memcheck.plugins import load_plugin
-from memcheck.profiling import profile_case, snapshot_case, trace_case
+from memcheck.profiling import CPU_SECONDS, profile_case, snapshot_case, trace_case
 from memcheck.quantities import parse_bytes
 from memcheck.records import Record, write_csv
 from memcheck.reports import common_case, legend, table_header, table_row
 from memcheck.tracing import format_shares, nvtx_ranges
-
-CPU_SECONDS = 60.0  # of a case, unless asked otherwise
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:

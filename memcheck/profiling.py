@@ -29,6 +29,7 @@ from memcheck.tracking import storages_of, tensors_in, track
 # The time pass stops here unless the number of passes was asked for.
 TIMING_SECONDS = 1.5
 DEFAULT_PASSES = 10
+CPU_SECONDS = 60.0  # that a case may take there, unless asked otherwise
 
 
 def find_device(name: str | None) -> str:

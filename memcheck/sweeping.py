@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import queue
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import (
@@ -24,16 +25,16 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from memcheck.case_process import CaseProcess, Job, ask_new_process, blank, load_plugins
-from memcheck.catalog import DTYPES, Case
+from memcheck.case_process import CaseProcess, Job, ask_new_process, blank
+from memcheck.catalog import BUILT_IN, DTYPES, Case
 from memcheck.errors import MemcheckError, UsageError
 from memcheck.grids import refusal
-from memcheck.profiling import predicted_failure
+from memcheck.plugins import load_plugin
+from memcheck.profiling import CPU_SECONDS, predicted_failure
 from memcheck.records import Record
 from memcheck.store import FILE, Store, read_rows
 from memcheck.theory import closed_bytes, closed_terms
 
-CPU_SECONDS = 60.0
 TRIED_AGAIN = ("error", "killed", "timeout", "skipped")
 MANIFEST = "sweep.json"
 # Of the machine, what changes a figure.
@@ -97,12 +98,12 @@ def run_sweep(
     limit_bytes: out of memory beyond it. Without one, a CPU's free memory is the limit.
     max_seconds: for a case; 60 on a CPU and none on CUDA unless given, 0 for none. It cuts timing, then the case.
     passes, timed: see memcheck.profiling.profile_case.
-    plugins: Python files that register contenders.
+    plugins: Python files, or modules, that register contenders.
     retry: runs again what ended as "error", "killed", "timeout" or "skipped".
     progress: told how far the sweep is, with each new record.
     command: how the sweep was asked for, kept in sweep.json.
     """
-    settings = Settings(limit_bytes, max_seconds, passes, timed, absolute(plugins))
+    settings = Settings(limit_bytes, max_seconds, passes, timed, load_plugins(plugins))
     at_once = number_of_workers(executor, workers, devices)
     with Store(Path(folder)) as store, submission(executor, at_once, devices, isolate) as submit:
         sweep = Sweep(settings, submit, at_once, store, progress)
@@ -128,7 +129,7 @@ def find_done(
     """The cases that run_sweep, called with the same, would not run, and their records; nothing is written."""
     if not (Path(folder) / FILE).exists():
         return {}
-    settings = Settings(limit_bytes, None, passes, timed, absolute(plugins))
+    settings = Settings(limit_bytes, None, passes, timed, load_plugins(plugins))
     with submission(executor, 1, None, isolate=False) as submit:
         sweep = Sweep(settings, submit, 1)
         sweep.look_up(cases, read_rows(Path(folder)), retry)
@@ -141,8 +142,18 @@ def number_of_workers(executor: Executor | None, workers: int | None, devices: S
     return len(devices) if devices else getattr(executor, "_max_workers", 1)
 
 
-def absolute(files: Sequence[str | Path]) -> tuple[str, ...]:
-    return tuple(str(Path(file).resolve()) for file in files)
+def load_plugins(plugins: Sequence[str | Path]) -> tuple[str, ...]:
+    """Loads them here, and names them so that other processes find them."""
+    names = tuple(str(Path(name).resolve()) if str(name).endswith(".py") else str(name) for name in plugins)
+    for name in names:
+        load_plugin(name)
+    return names
+
+
+def source_of(plugin: str) -> str:
+    """A digest of a loaded plugin: a contender whose code has changed is another one."""
+    path = plugin if plugin.endswith(".py") else sys.modules[plugin].__file__
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else plugin
 
 
 class Sweep:
@@ -216,8 +227,8 @@ class Sweep:
         settings, machine = self.settings, self.machines[case.device]
         environment = {field: getattr(machine, field) for field in ENVIRONMENT}
         asked = {"limit_bytes": settings.limit_bytes, "passes": settings.passes, "timed": settings.timed}
-        plugins = load_plugins(settings.plugins).get(case.operator)
-        said = [{**dataclasses.asdict(case), "device": None}, environment, asked, plugins]
+        code = None if case.operator in BUILT_IN else [source_of(plugin) for plugin in settings.plugins]
+        said = [{**dataclasses.asdict(case), "device": None}, environment, asked, code]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
     def verdict_beforehand(self, case: Case) -> Record | None:
@@ -227,7 +238,10 @@ class Sweep:
         foreseen = predicted_failure(case, self.machines[case.device], self.settings.limit_bytes)
         if foreseen is not None:
             return dataclasses.replace(blank(case), **foreseen, theory=closed_terms(case))
-        for status, failed, what in (("skipped", out_of_memory, "was out of memory"), ("timeout", late, "took too long")):
+        for status, failed, what in (
+            ("skipped", out_of_memory, "was out of memory"),
+            ("timeout", late, "took too long"),
+        ):
             for smaller, record in self.known.items():
                 if failed(record) and is_above(case, smaller):
                     reason = f"not run: a smaller case, {shape(smaller)}, {what}"

@@ -12,22 +12,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
-from memcheck.case_process import load_plugins
 from memcheck.catalog import CONTENDERS, Case
 from memcheck.commands.profile_attention import make_lengths
 from memcheck.errors import MemcheckError, UsageError
 from memcheck.grids import BASE, LONG_PRESETS, PRESETS, Grid, multiply_out, parse_sizes, refusal
 from memcheck.plotting import write_plots
-from memcheck.profile_commands import count, folder, size
+from memcheck.plugins import load_plugin
+from memcheck.profile_commands import count, folder, seconds, size
 from memcheck.profiling import find_device
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
 from memcheck.reports import failure_note, write_tables
 from memcheck.store import StoreError, read_records
-from memcheck.sweeping import Progress, absolute, expected_seconds, find_done, run_sweep, shape
+from memcheck.sweeping import Progress, expected_seconds, find_done, run_sweep, shape
 
 LENGTHS = {"seq_len", "query_len", "kv_len"}
-GRID = LENGTHS | {"attention_type", "bsz", "dim", "heads", "core_dim", "factor", "dtype", "mode", "causal"}
+GRID = LENGTHS | {"attention_type", "bsz", "dim", "heads", "core_dim", "factor", "dtype", "mode", "causal", "compile"}
 NO_OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("device", "memory_limit", "passes", "no_time", "max_seconds_per_case", "isolate", "workers")),
     **dict.fromkeys(("devices", "dask", "retry", "dry_run", "preset")),
@@ -65,7 +65,8 @@ def add_grid_arguments(group: argparse._ArgumentGroup) -> None:
     ):
         group.add_argument(f"--{flag}", type=sizes(f"--{flag}"), metavar="N", help=meaning)
     group.add_argument("--dtype", type=words, metavar="NAME[,NAME]", help="fp32, bf16, fp16, fp64")
-    group.add_argument("--mode", type=words, metavar="NAME[,NAME]", help="train, inference")
+    group.add_argument("--mode", type=words, metavar="NAME[,NAME]", help="train, inference, decode")
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="under torch.compile")
     group.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: --causal")
 
 
@@ -78,7 +79,7 @@ def add_measuring_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--no-time", action="store_const", const=True, help="memory only")
     group.add_argument(
         "--max-seconds-per-case",
-        type=seconds,
+        type=seconds("--max-seconds-per-case"),
         metavar="S",
         help="cuts timed passes, then the case; default: 60 on a CPU, 0 (none) on CUDA",
     )
@@ -90,7 +91,11 @@ def add_running_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--devices", type=words, metavar="0,1", help="CUDA devices, a worker on each")
     group.add_argument("--dask", metavar="ADDRESS", help="a dask scheduler whose workers run the cases")
     group.add_argument(
-        "--plugin", action="append", metavar="FILE.py", help="registers contenders of your own; repeatable"
+        "--plugin",
+        type=load_plugin,
+        action="append",
+        metavar="FILE.py",
+        help="a file or module that registers operators of yours (memcheck.catalog.register); repeatable",
     )
     group.add_argument("--retry", action="store_const", const=True, help="run error, killed and timeout rows again")
     group.add_argument("--dry-run", action="store_const", const=True, help="list the cases, run none")
@@ -101,7 +106,6 @@ def add_running_arguments(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     parts = read_parts(args)
     options = argparse.Namespace(**{**NO_OPTIONS, **parts[0]})
-    load_plugins(absolute(options.plugin))
     cases = multiply_out([read_grid(part) for part in parts], device_of(options))
     if options.dry_run:
         return list_cases(cases, options)
@@ -172,7 +176,7 @@ def parse(parser: argparse.ArgumentParser, settings: dict[str, Any], source: str
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
         if isinstance(value, bool):
-            words += [flag] if value else ["--no-causal"] if flag == "--causal" else []
+            words += [flag] if value else [f"--no-{flag[2:]}"] if flag in ("--causal", "--compile") else []
         else:
             words.append(f"{flag}={','.join(map(str, value)) if isinstance(value, list) else value}")
     try:
@@ -197,7 +201,7 @@ def over(*layers: Values) -> Values:
 
 def read_grid(values: Values) -> Grid:
     names = [name.strip() for given in values["attention_type"] for name in given.split(",")]
-    lengths = make_lengths(argparse.Namespace(**{**dict.fromkeys(LENGTHS), **values}), [])
+    lengths = make_lengths(argparse.Namespace(**{**dict.fromkeys(LENGTHS), **values, "mode": None}), [])
     others = {name: values[name] for name in GRID - LENGTHS - {"attention_type"} if name in values}
     return Grid(list(dict.fromkeys(names)), lengths, **others)
 
@@ -276,12 +280,22 @@ def shown_progress(options: argparse.Namespace, out: TextIO) -> Iterator[Callabl
         yield show
 
 
-def line(record: Record) -> str:
-    """ "naive  B1 S256 T256 E256 H4 float32 train: ok, ..." """
-    return (
-        f"{record.operator:<24} {shape(record)} {record.dtype}{'' if record.mode == 'train' else f' {record.mode}'}: "
-        f"{record.status}{figures(record)}"
+def title(case: Case | Record) -> str:
+    """ "naive  B1 S256 T256 E256 H4 float32 inference" """
+    more = [case.mode] if case.mode != "train" else []
+    return " ".join(
+        [
+            f"{case.operator:<23}",
+            shape(case),
+            str(case.dtype),
+            *(["compiled"] if case.compiled else []),
+            *map(str, more),
+        ]
     )
+
+
+def line(record: Record) -> str:
+    return f"{title(record)}: {record.status}{figures(record)}"
 
 
 def figures(record: Record) -> str:
@@ -320,7 +334,7 @@ def list_cases(cases: list[Case], options: argparse.Namespace) -> int:
         done = find_done(cases, options.output, executor=executor, retry=bool(options.retry), **measuring(options))
     for case in cases:
         status = done[case].status if case in done else refusal(case) or "to run"
-        print(f"{case.operator:<24} {shape(case)} {case.dtype} {case.mode}: {status}")
+        print(f"{title(case)}: {status}")
     print(f"\n{len(cases)} cases, {len(done)} of them done in {options.output}")
     return 0
 
@@ -332,16 +346,6 @@ def measuring(options: argparse.Namespace) -> dict[str, Any]:
         "timed": not options.no_time,
         "plugins": options.plugin,
     }
-
-
-def seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < 1e9:
-        raise UsageError(f"--max-seconds-per-case must be a number of seconds, 0 for none, got {text!r}")
-    return value
 
 
 def sizes(flag: str) -> Callable[[str], list[int]]:
