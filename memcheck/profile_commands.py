@@ -188,6 +188,8 @@ class ResultFiles:
     @classmethod
     def open(cls, folder: Path) -> ResultFiles:
         files = cls(folder)
+        if (folder / "sweep.json").exists():
+            raise UsageError(f"--output {folder} holds a sweep, whose rows would be replaced: name another folder")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in files.paths():

@@ -325,8 +325,10 @@ class LocalProcesses:
     """Some processes of this machine, each with a thread that waits for it."""
 
     def __init__(self, workers: int, devices: Sequence[str] | None, isolate: bool) -> None:
-        environments = [{"CUDA_VISIBLE_DEVICES": visible_device(name)} for name in devices or []] or [{}]
-        self.processes = [CaseProcess(environments[number % len(environments)]) for number in range(workers)]
+        names = [devices[number % len(devices)] for number in range(workers)] if devices else []
+        self.processes = [CaseProcess({"CUDA_VISIBLE_DEVICES": visible_device(name)}) for name in names]
+        self.processes = self.processes or [CaseProcess() for _ in range(workers)]
+        self.device_indices = dict(zip(self.processes, map(int, names), strict=False))
         self.idle: queue.SimpleQueue[CaseProcess] = queue.SimpleQueue()
         for process in self.processes:
             self.idle.put(process)
@@ -339,7 +341,9 @@ class LocalProcesses:
     def ask(self, job: Job) -> Record:
         process = self.idle.get()
         try:
-            return process.ask(job)
+            record = process.ask(job)
+            record.device_index = self.device_indices.get(process, record.device_index)
+            return record
         finally:
             if self.isolate:
                 process.end()
