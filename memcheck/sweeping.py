@@ -172,6 +172,8 @@ class Sweep:
         self.progress = progress or (lambda progress: None)
         self.machines: dict[str, Record] = {}  # device -> a record that knows the machine only
         self.known: dict[Case, Record] = {}
+        self.left: dict[Case, None] = {}
+        self.total = 0
 
     def look_up(self, cases: Sequence[Case], rows: dict[str, Record], retry: bool) -> None:
         """Finds the cases that are done already, where they would run."""
@@ -182,23 +184,26 @@ class Sweep:
             if record is not None and not (retry and record.status in TRIED_AGAIN):
                 self.known[case] = record
 
-    def run(self, left: list[Case], total: int) -> None:
-        waiting = sorted(left, key=size_of)[::-1]
+    def run(self, cases: list[Case], total: int) -> None:
+        """A row for each case, of a total of which some are done: first what is foreseen, then from small to large."""
+        self.left, self.total = dict.fromkeys(sorted(cases, key=size_of)), total
+        self.progress(Progress(None, tuple(self.left), total))
+        for case in list(self.left):
+            if (verdict := self.foreseen(case)) is not None:
+                self.keep(case, verdict)
+        waiting = list(self.left)[::-1]
         running: dict[Future[Record], Case] = {}
-        self.progress(Progress(None, tuple(left), total))
         try:
             while waiting or running:
                 while waiting and len(running) < self.workers:
                     case = waiting.pop()
-                    if (verdict := self.verdict_beforehand(case)) is not None:
+                    if (verdict := self.learned(case)) is not None:
                         self.keep(case, verdict)
-                        self.progress(Progress(verdict, (*waiting, *running.values()), total))
                     else:
                         running[self.submit(self.settings.job(case))] = case
                 for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
                     case = running.pop(future)
-                    self.keep(case, record := outcome(future, case))
-                    self.progress(Progress(record, (*waiting, *running.values()), total))
+                    self.keep(case, outcome(future, case))
         finally:
             for future in running:
                 future.cancel()
@@ -213,6 +218,25 @@ class Sweep:
         if self.store is not None:
             self.store.append(self.key(case), record)
         self.known[case] = record
+        del self.left[case]
+        self.progress(Progress(record, tuple(self.left), self.total))
+
+    def foreseen(self, case: Case) -> Record | None:
+        """The record of a case that cannot run, or that theory puts above the limit or the machine."""
+        if (reason := refusal(case)) is not None:
+            return dataclasses.replace(blank(case), status="skipped", reason=reason)
+        failure = predicted_failure(case, self.machines[case.device], self.settings.limit_bytes)
+        return dataclasses.replace(blank(case), **failure, theory=closed_terms(case)) if failure else None
+
+    def learned(self, case: Case) -> Record | None:
+        """The record of a case that is larger than one that did not fit, or took too long."""
+        for smaller, record in self.known.items():
+            late = record.status == "timeout"
+            if (late or out_of_memory(record)) and is_above(case, smaller):
+                status, what = ("timeout", "took too long") if late else ("skipped", "was out of memory")
+                reason = f"not run: a smaller case, {shape(smaller)}, {what}"
+                return dataclasses.replace(blank(case), status=status, reason=reason, theory=closed_terms(case))
+        return None
 
     def machine(self, case: Case) -> Record:
         """What is known of the machine where such cases run, asked there."""
@@ -231,31 +255,10 @@ class Sweep:
         said = [{**dataclasses.asdict(case), "device": None}, environment, asked, code]
         return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
 
-    def verdict_beforehand(self, case: Case) -> Record | None:
-        """The record of a case that need not run, or cannot."""
-        if (reason := refusal(case)) is not None:
-            return dataclasses.replace(blank(case), status="skipped", reason=reason)
-        foreseen = predicted_failure(case, self.machines[case.device], self.settings.limit_bytes)
-        if foreseen is not None:
-            return dataclasses.replace(blank(case), **foreseen, theory=closed_terms(case))
-        for status, failed, what in (
-            ("skipped", out_of_memory, "was out of memory"),
-            ("timeout", late, "took too long"),
-        ):
-            for smaller, record in self.known.items():
-                if failed(record) and is_above(case, smaller):
-                    reason = f"not run: a smaller case, {shape(smaller)}, {what}"
-                    return dataclasses.replace(blank(case), status=status, reason=reason, theory=closed_terms(case))
-        return None
-
 
 def out_of_memory(record: Record) -> bool:
-    """For a skipped record too, that the machine, not the limit, was too small."""
+    """Or skipped, as the machine, not the limit, was too small."""
     return record.status == "oom" or record.oom_requested_bytes is not None
-
-
-def late(record: Record) -> bool:
-    return record.status == "timeout"
 
 
 def is_above(case: Case, smaller: Case) -> bool:

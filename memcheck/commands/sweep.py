@@ -35,7 +35,7 @@ NO_OPTIONS: dict[str, Any] = {
     "output": Path("results"),
     "format": "table",
 }
-BAR = "{percentage:3.0f}%|{bar}| {postfix} [{elapsed}<{remaining}]"
+BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
 Values = dict[str, Any]  # argument -> value, of those that were given
 
 
@@ -274,7 +274,7 @@ def shown_progress(options: argparse.Namespace, out: TextIO) -> Iterator[Callabl
             else:
                 tqdm.write(f"[{done:>{len(str(progress.total))}}/{progress.total}] {line(progress.record)}", file=out)
             out.flush()
-            bar.set_postfix_str(f"{done} of {progress.total} cases", refresh=False)
+            bar.set_description_str(f"{done} of {progress.total} cases", refresh=False)
             bar.update((bar.total or 0) - left - bar.n)
 
         yield show
