@@ -6,6 +6,7 @@ the tensors: what cuBLAS takes comes on top.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable
 
 import torch
@@ -72,25 +73,33 @@ def tensor_bytes(case: Case) -> tuple[int, int, int]:
 
 
 def naive_terms(case: Case) -> Terms | None:
-    """Exact on the CPU in fp32 and fp64: S*T scores live on beside their softmax until the product is done."""
-    if case.dtype not in ("float32", "float64") or case.device != "cpu" or case.kv_len is None:
+    """On the CPU: S*T scores live on beside their softmax until the product is done. What is saved, in every dtype;
+    peaks, where the product of matrices takes nothing for itself."""
+    if case.device != "cpu" or case.kv_len is None:
         return None
-    item = DTYPES[case.dtype].itemsize
-    queries = case.bsz * case.query_len * case.dim * item
-    keys = case.bsz * case.kv_len * case.dim * item
-    matrix = case.bsz * (case.heads or 1) * case.query_len * case.kv_len * item
+    queries, keys, matrix = tensor_bytes(case)
+    item, training = DTYPES[case.dtype].itemsize, case.mode == "train"
     held = {"q": queries, "k": keys, "v": keys, "y": queries}
     kept = {"probabilities": matrix}
     if case.causal:
         kept["mask, a byte each"] = case.query_len * case.kv_len
-    if case.mode != "train":
-        return {"forward_peak_bytes": {**held, **kept, "scores": matrix}}
-    kept["sqrt(D), a scalar"] = 8
-    return {
-        "forward_peak_bytes": {**held, **kept, "scores": matrix},
-        "saved_bytes": kept,
-        "backward_peak_bytes": {**held, "grad_y, expanded": item, **naive_backward_terms(kept, queries, keys, matrix)},
-    }
+    if training:
+        kept["sqrt(D), a scalar"] = 8
+    terms = {"saved_bytes": kept} if training else {}
+    if not products_are_plain(case):
+        return terms or None
+    terms["forward_peak_bytes"] = {**held, **kept, "scores": matrix}
+    if training:
+        gradients = naive_backward_terms(kept, queries, keys, matrix)
+        terms["backward_peak_bytes"] = {**held, "grad_y, expanded": item, **gradients}
+    return terms
+
+
+def products_are_plain(case: Case) -> bool:
+    """Not so in 16 bits where oneDNN has instructions for them, and takes scratch of its own."""
+    if case.dtype == "float16" and platform.machine() == "x86_64" and torch.backends.mkldnn.is_available():
+        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return case.dtype in ("float32", "float64")
 
 
 def naive_backward_terms(kept: dict[str, int], queries: int, keys: int, matrix: int) -> dict[str, int]:
@@ -214,7 +223,7 @@ NUMBER = {"number": 8, "number_in_fp32": 4}
 
 def copied_gradient(case: Case, queries: int) -> int:
     """The expanded gradient of y as a matrix product takes it: a batch at a time on the CPU, whole on CUDA."""
-    return queries // case.bsz if case.device == "cpu" else queries
+    return queries // (case.bsz * (case.heads or 1)) if case.device == "cpu" else queries
 
 
 def cs336_naive_terms(case: Case) -> Terms | None:
@@ -264,9 +273,9 @@ def cs336_naive_terms(case: Case) -> Terms | None:
     return train_terms(memory, ("exponentials", "probabilities", "sums", "places_of_maxima", "number"), backward)
 
 
-def memcheck_pyt_softmax_terms(case: Case) -> Terms | None:
-    """In fp32. SDPA's math backend on three dimensions."""
-    if case.dtype != "float32" or case.kv_len is None:
+def math_terms(case: Case) -> Terms | None:
+    """In fp32. SDPA's math backend, on heads or on three dimensions."""
+    if case.dtype != "float32" or case.kv_len is None or (case.causal and case.query_len != case.kv_len):
         return None
     queries, keys, matrix = tensor_bytes(case)
     numbers = tuple(NUMBER)
@@ -285,7 +294,7 @@ def memcheck_pyt_softmax_terms(case: Case) -> Terms | None:
     else:
         memory.rename("products", "scores")
     # A row of scores that are all -inf gives zeros, not NaN.
-    hidden = {"hidden": matrix // 4, "hidden_rows": case.bsz * case.query_len, "zero": 4}
+    hidden = {"hidden": matrix // 4, "hidden_rows": case.bsz * (case.heads or 1) * case.query_len, "zero": 4}
     memory.replace("scores", *hidden, probabilities=matrix, **hidden)
     memory.take(y=queries)
     if case.mode != "train":
@@ -306,6 +315,95 @@ def memcheck_pyt_softmax_terms(case: Case) -> Terms | None:
         memory.replace("d_scaled_q", *numbers, dq=queries, **NUMBER)
 
     return train_terms(memory, ("scaled_q", "scaled_k", "probabilities"), backward)
+
+
+def flash_terms(case: Case) -> Terms | None:
+    """SDPA's flash backend on the CPU in fp32 and fp64, but for its backward: there threads allocate as they go."""
+    exact = case.dtype in ("float32", "float64") and case.device == "cpu" and case.heads is not None
+    if not exact or case.kv_len is None or (case.causal and case.query_len != case.kv_len):
+        return None
+    queries, keys, _ = tensor_bytes(case)
+    assert case.heads is not None
+    item, rows = DTYPES[case.dtype].itemsize, case.bsz * case.heads * case.query_len
+    tile_rows = min(case.query_len, 256 if case.query_len >= 768 else 64 if case.query_len >= 192 else 32)
+    # Scores, maxima and sums, and a part of y.
+    tile = tile_rows * (min(case.kv_len, 512) + 2 + case.dim // case.heads)
+    kept = {"log-sum-exp": rows * item}
+    forward = {"q": queries, "k": keys, "v": keys, "y": queries, **kept, "tiles": torch.get_num_threads() * tile * item}
+    return {"forward_peak_bytes": forward, **({"saved_bytes": kept} if case.mode == "train" else {})}
+
+
+def linear_cumsum_terms(case: Case) -> Terms | None:
+    """In fp32 on the CPU. A (D,D) state for each key, four times at the peak of the backward."""
+    if case.dtype != "float32" or case.device != "cpu" or case.heads is None or case.kv_len in (None, 1):
+        return None
+    queries, keys, _ = tensor_bytes(case)
+    states, rows = keys * (case.dim // case.heads), 4 * case.bsz * case.heads * case.query_len
+    sliced = case.query_len < (case.kv_len or 0)
+    copied = states * case.query_len // (case.kv_len or 1) if sliced and case.bsz * case.heads > 1 else 0
+    memory = Ledger(q=queries, k=keys, v=keys)
+
+    for name, size in (("q", queries), ("k", keys)):
+        features(case, memory, name, size)
+    memory.take(products=states)
+    memory.replace("products", states=states)
+    memory.take(states_of_queries=copied)
+    memory.take(numerator=queries)
+    memory.free(*unless_training(case, "states_of_queries"))
+    memory.take(sums_of_phi_k=keys)
+    memory.take(weighted=queries)
+    memory.free(*unless_training(case, "sums_of_phi_k"))
+    memory.replace("weighted", sums=rows)
+    memory.replace("sums", *NUMBER, denominator=rows, **NUMBER)
+    memory.take(y=queries)
+    if case.mode != "train":
+        return {"forward_peak_bytes": memory.peak}
+    if copied:
+        memory.free("states")
+
+    def backward() -> None:
+        memory.take(grad_y_expanded=4)
+        # y = numerator / denominator, whose derivative by the denominator is -numerator / denominator / denominator.
+        memory.take(quotients=queries, quotients_again=queries, grad_y_negated=queries)
+        memory.replace("quotients", "quotients_again", "grad_y_negated", d_denominator_by_channel=queries)
+        memory.take(d_numerator=queries)
+        memory.replace("d_denominator_by_channel", "numerator", "denominator", d_denominator=rows)
+        memory.take(d_phi_q_by_denominator=queries, d_sums=queries)
+        memory.free("d_denominator", "sums_of_phi_k")
+        if sliced:
+            memory.replace("d_sums", d_sums_of_phi_k=keys)
+        else:
+            memory.rename("d_sums", "d_sums_of_phi_k")
+        cumsum_backward(memory, "d_sums_of_phi_k", "d_phi_k", keys)
+        memory.take(d_states_of_queries=copied or (states * case.query_len // (case.kv_len or 1)))
+        memory.take(d_phi_q_by_numerator=queries)
+        memory.free("states_of_queries" if copied else "states", "phi_q", "d_numerator")
+        if sliced:
+            memory.replace("d_states_of_queries", d_states=states)
+        else:
+            memory.rename("d_states_of_queries", "d_states")
+        memory.replace("d_phi_q_by_denominator", "d_phi_q_by_numerator", d_phi_q=queries)
+        cumsum_backward(memory, "d_states", "d_products", states)
+
+    kept = ("q_above_0", "exp_q", "phi_q", "k_above_0", "exp_k", "phi_k", "numerator", "denominator", "sums_of_phi_k")
+    return train_terms(memory, (*kept, "states_of_queries" if copied else "states"), backward)
+
+
+def features(case: Case, memory: Ledger, name: str, size: int) -> None:
+    """torch.where(x > 0, x + 1, x.clamp(max=0).exp()), of which a backward reads all but the branches as they were."""
+    above, exponential = f"{name}_above_0", f"exp_{name}"
+    memory.replace(*NUMBER, **{above: size // 4}, **NUMBER)
+    memory.replace(*NUMBER, plus_1=size, **NUMBER)
+    memory.take(at_most_0=size)
+    memory.replace("at_most_0", **{exponential: size})
+    memory.replace("plus_1", *unless_training(case, above, exponential), **{f"phi_{name}": size})
+
+
+def cumsum_backward(memory: Ledger, gradient: str, name: str, size: int) -> None:
+    """The same sums from the other end: turned round, summed, turned back."""
+    memory.take(turned_round=size)
+    memory.take(summed=size)
+    memory.replace(gradient, "turned_round", "summed", **{name: size})
 
 
 def softmax_backward(case: Case, memory: Ledger, matrix: int) -> None:
