@@ -340,7 +340,10 @@ def linear_cumsum_terms(case: Case) -> Terms | None:
     queries, keys, _ = tensor_bytes(case)
     states, rows = keys * (case.dim // case.heads), 4 * case.bsz * case.heads * case.query_len
     sliced = case.query_len < (case.kv_len or 0)
-    copied = states * case.query_len // (case.kv_len or 1) if sliced and case.bsz * case.heads > 1 else 0
+    # A product folds all dimensions but the last two into one, which takes a copy where slices lie apart.
+    apart = sliced and case.query_len > 1 and case.bsz * case.heads > 1
+    of_queries = states * case.query_len // (case.kv_len or 1)
+    copied = of_queries if apart else 0
     memory = Ledger(q=queries, k=keys, v=keys)
 
     for name, size in (("q", queries), ("k", keys)):
@@ -375,7 +378,7 @@ def linear_cumsum_terms(case: Case) -> Terms | None:
         else:
             memory.rename("d_sums", "d_sums_of_phi_k")
         cumsum_backward(memory, "d_sums_of_phi_k", "d_phi_k", keys)
-        memory.take(d_states_of_queries=copied or (states * case.query_len // (case.kv_len or 1)))
+        memory.take(d_states_of_queries=of_queries)
         memory.take(d_phi_q_by_numerator=queries)
         memory.free("states_of_queries" if copied else "states", "phi_q", "d_numerator")
         if sliced:
