@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from memcheck import building, byte_terms, decoding
+from memcheck import building, byte_terms, decoding, eager_terms
 from memcheck.building import Operator, UnsupportedError
 from memcheck.cases import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Terms
 from memcheck.decoding import Decoder
@@ -209,7 +209,7 @@ CONTENDERS: dict[str, Contender] = {
             "SDPA, math backend forced",
             SDPBackend.MATH,
             Style("#E69F00", "v", (0, (1, 1))),
-            byte_terms.math_terms,
+            eager_terms.math_terms,
         ),
         softmax_contender(
             "softmax/flash",
@@ -284,7 +284,7 @@ CONTENDERS: dict[str, Contender] = {
             backend=lambda case: "eager",
             causal=True,
             has_heads=True,
-            terms=byte_terms.linear_cumsum_terms,
+            terms=eager_terms.linear_cumsum_terms,
         ),
         combinator_contender(
             "combinator",
@@ -317,7 +317,7 @@ CONTENDERS: dict[str, Contender] = {
             building.headless_inputs,
             Style("#FF9966", "$N$", (0, (9, 1))),
             backend=lambda case: "eager",
-            terms=byte_terms.memcheck_pyt_naive_terms,
+            terms=eager_terms.memcheck_pyt_naive_terms,
             has_heads=True,
         ),
         Contender(
@@ -326,7 +326,7 @@ CONTENDERS: dict[str, Contender] = {
             building.build_memcheck_pyt_softmax,
             building.headless_inputs,
             Style("#6699CC", "$S$", (0, (9, 3))),
-            terms=byte_terms.math_terms,
+            terms=eager_terms.math_terms,
         ),
         Contender(
             "memcheck-pyt/softplus",
@@ -351,7 +351,7 @@ CONTENDERS: dict[str, Contender] = {
             building.headless_inputs,
             Style("#DDAA33", "$3$", (0, (4, 4))),
             backend=lambda case: "eager",
-            terms=byte_terms.cs336_naive_terms,
+            terms=eager_terms.cs336_naive_terms,
             causal=False,
         ),
     )

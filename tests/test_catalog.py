@@ -243,7 +243,6 @@ def test_compressed_terms_are_exact(
 
 SHAPES = [
     # bsz, query_len, kv_len, dim, heads
-    (2, 64, 64, 16, 2),
     (2, 16, 16, 64, 2),
     (1, 40, 40, 16, 4),
     (3, 9, 9, 8, 1),
