@@ -1,66 +1,16 @@
 """Bytes that follow from the shapes alone: for each contender what is alive when most is, by name.
 
-Exact on the CPU, where nothing else is said, and tested to be; None for what is not known. CUDA's terms are those of
-the tensors: what cuBLAS takes comes on top.
+Exact on the CPU, where nothing else is said, and tested to be; None for what is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import platform
 
 import torch
 
 from memcheck.cases import DTYPES, Case, Terms
-
-
-class Ledger:
-    """What is alive as a computation goes on, and what was when most was. Names may have underscores for spaces."""
-
-    def __init__(self, **held: int) -> None:
-        self.alive = dict(held)
-        self.peak: dict[str, int] = {}
-        self.begin_anew()
-
-    def begin_anew(self) -> None:
-        """A new peak, from what is alive now."""
-        self.peak = spaced(self.alive)
-
-    def take(self, **sizes: int) -> None:
-        self.alive.update(sizes)
-        if sum(self.alive.values()) > sum(self.peak.values()):
-            self.peak = spaced(self.alive)
-
-    def free(self, *names: str) -> None:
-        for name in names:
-            del self.alive[name]
-
-    def replace(self, *names: str, **sizes: int) -> None:
-        """What is made from things that are freed as soon as it is there."""
-        self.take(**sizes)
-        self.free(*names)
-
-    def rename(self, name: str, other: str) -> None:
-        self.alive[other] = self.alive.pop(name)
-
-
-def unless_training(case: Case, *names: str) -> tuple[str, ...]:
-    """What nobody keeps where there is no backward."""
-    return () if case.mode == "train" else names
-
-
-def spaced(sizes: dict[str, int]) -> dict[str, int]:
-    return {name.replace("_", " "): size for name, size in sizes.items() if size}
-
-
-def train_terms(memory: Ledger, kept: tuple[str, ...], backward: Callable[[], None]) -> Terms:
-    """The fields of a record, from a forward that is over and a backward that is to come."""
-    terms = {
-        "forward_peak_bytes": memory.peak,
-        "saved_bytes": spaced({name: memory.alive[name] for name in kept}),
-    }
-    memory.begin_anew()
-    backward()
-    return {**terms, "backward_peak_bytes": memory.peak}
+from memcheck.ledger import Ledger
 
 
 def tensor_bytes(case: Case) -> tuple[int, int, int]:
@@ -71,26 +21,50 @@ def tensor_bytes(case: Case) -> tuple[int, int, int]:
     return case.bsz * case.query_len * case.dim * item, case.bsz * case.kv_len * case.dim * item, pairs * item
 
 
-def naive_terms(case: Case) -> Terms | None:
-    """Exact on the CPU in fp32 and fp64: S*T scores live on beside their softmax until the product is done."""
-    if case.dtype not in ("float32", "float64") or case.device != "cpu" or case.kv_len is None:
+def flash_terms(case: Case) -> Terms | None:
+    """SDPA's flash backend on the CPU in fp32 and fp64, but for its backward: there threads allocate as they go."""
+    exact = case.dtype in ("float32", "float64") and case.device == "cpu" and case.heads is not None
+    if not exact or case.kv_len is None or (case.causal and case.query_len != case.kv_len):
         return None
-    item = DTYPES[case.dtype].itemsize
-    queries = case.bsz * case.query_len * case.dim * item
-    keys = case.bsz * case.kv_len * case.dim * item
-    matrix = case.bsz * (case.heads or 1) * case.query_len * case.kv_len * item
+    queries, keys, _ = tensor_bytes(case)
+    assert case.heads is not None
+    item, rows = DTYPES[case.dtype].itemsize, case.bsz * case.heads * case.query_len
+    tile_rows = min(case.query_len, 256 if case.query_len >= 768 else 64 if case.query_len >= 192 else 32)
+    # Scores, maxima and sums, and a part of y.
+    tile = tile_rows * (min(case.kv_len, 512) + 2 + case.dim // case.heads)
+    kept = {"log-sum-exp": rows * item}
+    forward = {"q": queries, "k": keys, "v": keys, "y": queries, **kept, "tiles": torch.get_num_threads() * tile * item}
+    return {"forward_peak_bytes": forward, **({"saved_bytes": kept} if case.mode == "train" else {})}
+
+
+def naive_terms(case: Case) -> Terms | None:
+    """On the CPU: S*T scores live on beside their softmax until the product is done. What is saved, in every dtype;
+    peaks, where the product of matrices takes nothing for itself."""
+    if case.device != "cpu" or case.kv_len is None:
+        return None
+    queries, keys, matrix = tensor_bytes(case)
+    item, training = DTYPES[case.dtype].itemsize, case.mode == "train"
     held = {"q": queries, "k": keys, "v": keys, "y": queries}
     kept = {"probabilities": matrix}
     if case.causal:
         kept["mask, a byte each"] = case.query_len * case.kv_len
-    if case.mode != "train":
-        return {"forward_peak_bytes": {**held, **kept, "scores": matrix}}
-    kept["sqrt(D), a scalar"] = 8
-    return {
-        "forward_peak_bytes": {**held, **kept, "scores": matrix},
-        "saved_bytes": kept,
-        "backward_peak_bytes": {**held, "grad_y, expanded": item, **naive_backward_terms(kept, queries, keys, matrix)},
-    }
+    if training:
+        kept["sqrt(D), a scalar"] = 8
+    terms = {"saved_bytes": kept} if training else {}
+    if not products_are_plain(case):
+        return terms or None
+    terms["forward_peak_bytes"] = {**held, **kept, "scores": matrix}
+    if training:
+        gradients = naive_backward_terms(kept, queries, keys, matrix)
+        terms["backward_peak_bytes"] = {**held, "grad_y, expanded": item, **gradients}
+    return terms
+
+
+def products_are_plain(case: Case) -> bool:
+    """Not so in 16 bits where oneDNN has instructions for them, and takes scratch of its own."""
+    if case.dtype == "float16" and platform.machine() == "x86_64" and torch.backends.mkldnn.is_available():
+        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return case.dtype in ("float32", "float64")
 
 
 def naive_backward_terms(kept: dict[str, int], queries: int, keys: int, matrix: int) -> dict[str, int]:
@@ -206,172 +180,6 @@ def compressed_terms(case: Case) -> Terms | None:
         "saved_bytes": kept,
         "backward_peak_bytes": {**held, **kept, **gradients, **scratch},
     }
-
-
-# A Python number becomes a tensor of 8 bytes, kept where a gradient will want it, and a copy in the operand's type.
-NUMBER = {"number": 8, "number_in_fp32": 4}
-
-
-def copied_gradient(case: Case, queries: int) -> int:
-    """The expanded gradient of y as a matrix product takes it: a batch at a time on the CPU, whole on CUDA."""
-    return queries // case.bsz if case.device == "cpu" else queries
-
-
-def cs336_naive_terms(case: Case) -> Terms | None:
-    """In fp32. A softmax written by hand: six score matrices at the peak of its backward."""
-    if case.dtype != "float32" or case.kv_len is None:
-        return None
-    queries, keys, matrix = tensor_bytes(case)
-    rows = case.bsz * case.query_len * 4
-    memory = Ledger(q=queries, k=keys, v=keys)
-
-    memory.take(products=matrix)
-    memory.replace("products", "number_in_fp32", scores=matrix, **NUMBER)
-    memory.free(*unless_training(case, "number"))
-    memory.take(maxima=rows, places_of_maxima=2 * rows)
-    memory.replace("maxima", *unless_training(case, "places_of_maxima"), shifted=matrix)
-    memory.take(exponentials=matrix)
-    memory.take(sums=rows)
-    memory.replace("shifted", *unless_training(case, "exponentials", "sums"), probabilities=matrix)
-    memory.replace("scores", y=queries)
-    if case.mode != "train":
-        return {"forward_peak_bytes": memory.peak}
-
-    def backward() -> None:
-        memory.take(grad_y_expanded=4)
-        copied = copied_gradient(case, queries)
-        memory.replace("grad_y_copied", dv=keys, grad_y_copied=copied)
-        memory.replace("grad_y_copied", "probabilities", d_probabilities=matrix, grad_y_copied=copied)
-        # probabilities = exponentials / sums, whose derivative by sums is -exponentials / sums / sums.
-        memory.take(quotients=matrix)
-        memory.take(quotients_by_sums=matrix)
-        memory.take(d_probabilities_negated=matrix)
-        memory.replace("quotients", "quotients_by_sums", "d_probabilities_negated", d_sums_by_key=matrix)
-        memory.take(d_quotients=matrix)
-        memory.replace("d_probabilities", "d_sums_by_key", "sums", d_sums=rows)
-        memory.replace("d_quotients", "d_sums", d_exponentials=matrix)
-        memory.replace("d_exponentials", "exponentials", d_shifted=matrix)
-        memory.take(d_shifted_negated=matrix)
-        memory.replace("d_shifted_negated", d_maxima=rows)
-        memory.take(zeros=matrix)
-        memory.replace("zeros", "places_of_maxima", "d_maxima", d_maxima_at_places=matrix)
-        memory.replace("d_shifted", "d_maxima_at_places", d_scores=matrix)
-        memory.replace("d_scores", "number", "number_in_fp32", d_products=matrix, number_in_fp32=4)
-        memory.take(dk=keys)
-        memory.replace("d_products", dq=queries)
-        memory.take(dk_laid_out_like_k=keys)
-
-    return train_terms(memory, ("exponentials", "probabilities", "sums", "places_of_maxima", "number"), backward)
-
-
-def memcheck_pyt_softmax_terms(case: Case) -> Terms | None:
-    """In fp32. SDPA's math backend on three dimensions."""
-    if case.dtype != "float32" or case.kv_len is None:
-        return None
-    queries, keys, matrix = tensor_bytes(case)
-    numbers = tuple(NUMBER)
-    memory = Ledger(q=queries, k=keys, v=keys)
-
-    memory.replace(*numbers, scaled_q=queries, **NUMBER)
-    if case.causal:
-        seen = case.query_len * case.kv_len
-        memory.replace("ones", ones=seen, seen=seen)
-        memory.replace("seen", "zero", "infinity", mask=4 * seen, zero=4, infinity=4)
-    memory.replace(*numbers, scaled_k=keys, **NUMBER)
-    memory.take(products=matrix)
-    memory.free(*unless_training(case, "scaled_k"))
-    if case.causal:
-        memory.replace("products", scores=matrix)
-    else:
-        memory.rename("products", "scores")
-    # A row of scores that are all -inf gives zeros, not NaN.
-    hidden = {"hidden": matrix // 4, "hidden_rows": case.bsz * case.query_len, "zero": 4}
-    memory.replace("scores", *hidden, probabilities=matrix, **hidden)
-    memory.take(y=queries)
-    if case.mode != "train":
-        return {"forward_peak_bytes": memory.peak}
-    memory.alive.pop("mask", None)
-
-    def backward() -> None:
-        memory.take(grad_y_expanded=4)
-        copied = copied_gradient(case, queries)
-        memory.replace("grad_y_copied", dv=keys, grad_y_copied=copied)
-        memory.replace("grad_y_copied", d_probabilities=matrix, grad_y_copied=copied)
-        softmax_backward(case, memory, matrix)
-        memory.take(d_scaled_k=keys)
-        memory.replace("d_scores", "scaled_k", "scaled_q", d_scaled_q=queries)
-        memory.replace("d_scaled_k", *numbers, dk=keys, **NUMBER)
-        memory.take(dk_laid_out_like_k=keys)
-        memory.free("dk")
-        memory.replace("d_scaled_q", *numbers, dq=queries, **NUMBER)
-
-    return train_terms(memory, ("scaled_q", "scaled_k", "probabilities"), backward)
-
-
-def softmax_backward(case: Case, memory: Ledger, matrix: int) -> None:
-    """On CUDA it multiplies the gradient by the probabilities in a matrix of its own first."""
-    product = {"d_probabilities_times_probabilities": 0 if case.device == "cpu" else matrix}
-    memory.replace("d_probabilities", "probabilities", *product, d_scores=matrix, **product)
-
-
-def memcheck_pyt_naive_terms(case: Case) -> Terms | None:
-    """In fp32."""
-    if case.dtype != "float32" or case.heads is None or case.kv_len is None:
-        return None
-    queries, keys, matrix = tensor_bytes(case)
-    weight, pairs = 4 * case.dim**2, 4 * case.query_len * case.kv_len
-    # A product reads strided heads in place where it need not fold batch and heads into one dimension.
-    folded = case.bsz > 1 and case.heads > 1
-    by_heads = {
-        name: size if folded and length > 1 else 0
-        for name, size, length in (
-            ("q_by_heads", queries, case.query_len),
-            ("k_by_heads", keys, case.kv_len),
-            ("v_by_heads", keys, case.kv_len),
-        )
-    }
-    memory = Ledger(q=queries, k=keys, v=keys, weights=4 * weight)
-
-    memory.take(q_by_heads=by_heads["q_by_heads"])
-    memory.take(k_by_heads=by_heads["k_by_heads"])
-    memory.take(products=matrix)
-    memory.free(*unless_training(case, "q_by_heads", "k_by_heads"))
-    memory.replace("products", "number_in_fp32", scores=matrix, **NUMBER)
-    memory.free(*unless_training(case, "number"))
-    if case.causal:
-        memory.replace("mask_of_all", mask_of_all=pairs, mask=pairs)
-    memory.replace("scores", probabilities=matrix)
-    memory.take(v_by_heads=by_heads["v_by_heads"])
-    memory.take(y_by_heads=queries)
-    memory.free(*unless_training(case, "v_by_heads"))
-    if case.heads > 1 and case.query_len > 1:
-        memory.replace("y_by_heads", y_of_all_heads=queries)
-    else:
-        memory.rename("y_by_heads", "y_of_all_heads")
-    memory.take(y=queries)
-    if case.mode != "train":
-        return {"forward_peak_bytes": memory.peak}
-    memory.alive.pop("mask", None)
-
-    def backward() -> None:
-        memory.take(grad_y_expanded=4)
-        memory.take(grad_y_copied=queries)
-        memory.replace("grad_y_copied", dweight=weight)
-        memory.take(grad_y_copied=queries)
-        memory.replace("grad_y_copied", "y_of_all_heads", d_y_of_all_heads=queries)
-        memory.replace("d_y_of_all_heads", d_y_by_heads=queries)
-        memory.take(dv_by_heads=keys)
-        memory.replace("d_y_by_heads", "v_by_heads", d_probabilities=matrix)
-        softmax_backward(case, memory, matrix)
-        memory.replace("d_scores", "number", "number_in_fp32", d_products=matrix, number_in_fp32=4)
-        memory.take(dk_by_heads=keys)
-        memory.replace("d_products", "q_by_heads", "k_by_heads", dq_by_heads=queries)
-        memory.replace("dv_by_heads", dv=keys)
-        memory.replace("dk_by_heads", dk=keys)
-        memory.replace("dq_by_heads", dq=queries)
-
-    kept = ("q_by_heads", "k_by_heads", "v_by_heads", "probabilities", "y_of_all_heads", "number")
-    return train_terms(memory, kept, backward)
 
 
 def cache_terms(case: Case) -> Terms | None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from memcheck import building, byte_terms, decoding
+from memcheck import building, byte_terms, decoding, eager_terms
 from memcheck.building import Operator, UnsupportedError
 from memcheck.cases import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Terms
 from memcheck.decoding import Decoder
@@ -157,8 +157,16 @@ def combinator_contender(name: str, title: str, build: Callable[[Case], Operator
     )
 
 
-def softmax_contender(name: str, title: str, backend: SDPBackend, style: Style) -> Contender:
-    return Contender(name, title, building.build_forced(backend), building.head_inputs, style, has_heads=True)
+def softmax_contender(
+    name: str,
+    title: str,
+    backend: SDPBackend,
+    style: Style,
+    terms: Callable[[Case], Terms | None] = lambda case: None,
+) -> Contender:
+    return Contender(
+        name, title, building.build_forced(backend), building.head_inputs, style, terms=terms, has_heads=True
+    )
 
 
 # Colours are Okabe and Ito's, told apart by the colour-blind; markers and dashes serve in greyscale.
@@ -194,15 +202,21 @@ CONTENDERS: dict[str, Contender] = {
             Style("#0072B2", "^", "-."),
             has_heads=True,
             decode=Decoder(decoding.softmax_step, decoding.cache, byte_terms.cache_terms),
+            terms=byte_terms.flash_terms,
         ),
         softmax_contender(
-            "softmax/math", "SDPA, math backend forced", SDPBackend.MATH, Style("#E69F00", "v", (0, (1, 1)))
+            "softmax/math",
+            "SDPA, math backend forced",
+            SDPBackend.MATH,
+            Style("#E69F00", "v", (0, (1, 1))),
+            eager_terms.math_terms,
         ),
         softmax_contender(
             "softmax/flash",
             "SDPA, flash backend forced",
             SDPBackend.FLASH_ATTENTION,
             Style("#56B4E9", "<", (0, (5, 1))),
+            byte_terms.flash_terms,
         ),
         softmax_contender(
             "softmax/efficient",
@@ -270,6 +284,7 @@ CONTENDERS: dict[str, Contender] = {
             backend=lambda case: "eager",
             causal=True,
             has_heads=True,
+            terms=eager_terms.linear_cumsum_terms,
         ),
         combinator_contender(
             "combinator",
@@ -302,7 +317,7 @@ CONTENDERS: dict[str, Contender] = {
             building.headless_inputs,
             Style("#FF9966", "$N$", (0, (9, 1))),
             backend=lambda case: "eager",
-            terms=byte_terms.memcheck_pyt_naive_terms,
+            terms=eager_terms.memcheck_pyt_naive_terms,
             has_heads=True,
         ),
         Contender(
@@ -311,7 +326,7 @@ CONTENDERS: dict[str, Contender] = {
             building.build_memcheck_pyt_softmax,
             building.headless_inputs,
             Style("#6699CC", "$S$", (0, (9, 3))),
-            terms=byte_terms.memcheck_pyt_softmax_terms,
+            terms=eager_terms.math_terms,
         ),
         Contender(
             "memcheck-pyt/softplus",
@@ -336,7 +351,7 @@ CONTENDERS: dict[str, Contender] = {
             building.headless_inputs,
             Style("#DDAA33", "$3$", (0, (4, 4))),
             backend=lambda case: "eager",
-            terms=byte_terms.cs336_naive_terms,
+            terms=eager_terms.cs336_naive_terms,
             causal=False,
         ),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import os
 import sys
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def load_plugin(name: str) -> str:
     UsageError: there is no such thing, or its code fails.
     """
     try:
-        if name.endswith(".py"):
+        if name.endswith(".py") or os.sep in name:
             _import_file(Path(name))
         else:
             importlib.import_module(name)
@@ -30,6 +31,8 @@ def load_plugin(name: str) -> str:
 def _import_file(path: Path) -> None:
     if not path.is_file():
         raise UsageError("there is no such file")
+    if path.suffix != ".py":
+        raise UsageError("a file must end in .py")
     # Under its path, so that two files of one name are two modules, and one file is one however it is written.
     name = f"memcheck plugin {path.resolve()}"
     if name in sys.modules:

@@ -84,8 +84,8 @@ def add_inspection_arguments(parser: argparse.ArgumentParser) -> None:
 def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int:
     """A row as soon as a case is done; title: of the plot. Returns the exit code."""
     out = sys.stderr if args.format == "json" else sys.stdout
-    files = ResultFiles.open(args.output)
     inspection = Inspection.of(args, len(cases))
+    files = ResultFiles.open(args.output)
     note_unused_flags(args, cases)
     records = []
     for record in profile_all(cases, args, out):
