@@ -64,7 +64,7 @@ def dispatch(argv: Sequence[str]) -> int:
     module = importlib.import_module(f"memcheck.commands.{command.replace('-', '_')}")
     parser = Parser(prog=f"memcheck {command}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
-    return int(module.run(parser.parse_args(rest)))
+    return int(module.run(parser.parse_args(rest, argparse.Namespace(words=[command, *rest]))))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

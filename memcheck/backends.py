@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.backends.cuda import (
     SDPAParams,
@@ -18,6 +19,8 @@ from torch.backends.cuda import (
     can_use_flash_attention,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from memcheck.tracking import tensors_in
 
 # ScaledDotProductFlashAttentionForCpuBackward0, EfficientAttentionBackward0, aten._scaled_dot_product_cudnn_attention
 FUSED = re.compile(r"(flash|efficient|cudnn|overrideable)_?attention(?:_?(?:forward))?(_?for_?cpu)?", re.IGNORECASE)
@@ -60,14 +63,14 @@ class FusedOperatorWatch(TorchDispatchMode):
 class BackendWitness:
     """Calls `operator` and remembers which backend answered: only a string, so that measured memory stays as it was."""
 
-    def __init__(self, operator: Callable[..., Tensor]) -> None:
+    def __init__(self, operator: Callable[..., Any]) -> None:
         self.operator = operator
         self.backend: str | None = None
 
-    def __call__(self, *inputs: Tensor) -> Tensor:
-        if any(x.requires_grad for x in inputs):
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(inputs)):
             output = self.operator(*inputs)
-            self.backend = backend_in_graph(output)
+            self.backend = next(map(backend_in_graph, tensors_in(output)), "math")
             return output
         with FusedOperatorWatch() as watch:
             output = self.operator(*inputs)

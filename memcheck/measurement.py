@@ -27,6 +27,7 @@ def measure_memory(
     device: torch.device | str | None = None,
     limit_bytes: int | None = None,
     parameters: Any = (),
+    details: bool = False,
     **kwargs: Any,
 ) -> Record:
     """Runs fn(*inputs, **kwargs) once, and its backward, and says to the byte what memory they took.

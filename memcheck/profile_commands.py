@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from memcheck.catalog import CONTENDERS, Case
+from memcheck.case_reports import DECODING_LEGEND, decoding_header, decoding_row, explanation
+from memcheck.catalog import CONTENDERS, MODES, Case
 from memcheck.errors import UsageError
 from memcheck.plotting import plot_memory
-from memcheck.profiling import profile_case
+from memcheck.plugins import load_plugin
+from memcheck.profiling import CPU_SECONDS, profile_case, snapshot_case, trace_case
 from memcheck.quantities import parse_bytes
 from memcheck.records import Record, write_csv
 from memcheck.reports import common_case, legend, table_header, table_row
+from memcheck.tracing import format_shares, nvtx_ranges
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that mean the same for every operator."""
+    """Flags that mean the same for every operator and in every command that runs it."""
     parser.add_argument("--dtype", default="float32", help="fp32, bf16, fp16, fp64 or torch's names; default: fp32")
-    parser.add_argument("--mode", choices=("train", "inference"), default="train", help="default: train")
+    parser.add_argument(
+        "--mode",
+        choices=MODES,
+        default="train",
+        help="decode: one step from a state of --kv-len tokens; default: train",
+    )
+    parser.add_argument("--compile", action="store_true", help="under torch.compile, which compiles once before")
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda where there is one")
     parser.add_argument(
         "--memory-limit", type=size("--memory-limit"), metavar="40GiB", help="OOM above this; bytes, KiB..GB"
@@ -31,6 +41,12 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--no-time", action="store_true", help="memory only")
     parser.add_argument(
+        "--max-seconds-per-case",
+        type=seconds("--max-seconds-per-case"),
+        metavar="S",
+        help="of a case: no timed pass begins after; 0: no end; default: 60 on a CPU, else 0",
+    )
+    parser.add_argument(
         "--output",
         type=folder,
         default=Path("results"),
@@ -38,11 +54,37 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         help="files there are replaced; default: results",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="of stdout; default: table")
+    parser.add_argument(
+        "--plugin",
+        type=load_plugin,
+        action="append",
+        metavar="FILE.py",
+        help="a file or module that registers operators of yours (memcheck.catalog.register); repeatable",
+    )
+
+
+def add_inspection_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags that look into single cases."""
+    parser.add_argument(
+        "--explain",
+        type=count("--explain"),
+        nargs="?",
+        const=10,
+        metavar="N",
+        help="the N largest (10) alive at the peaks and kept for backward, by what allocated them",
+    )
+    for flag, meaning in (
+        ("--snapshot", "the memory over time, for the viewer at pytorch.org/memory_viz"),
+        ("--trace", "torch.profiler's trace, and a table of who took the time"),
+    ):
+        parser.add_argument(flag, type=file(flag), metavar="FILE", help=f"{meaning}; a file for each case")
+    parser.add_argument("--nvtx", action="store_true", help="NVTX ranges around passes, for Nsight Systems")
 
 
 def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int:
     """A row as soon as a case is done; title: of the plot. Returns the exit code."""
     out = sys.stderr if args.format == "json" else sys.stdout
+    inspection = Inspection.of(args, len(cases))
     files = ResultFiles.open(args.output)
     note_unused_flags(args, cases)
     records = []
@@ -50,25 +92,84 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int
         files.append(record)
         records.append(record)
     files.finish(records, title)
-    print(f"\n{legend(records)}\n\nWrote {files}", file=out)
+    print(f"\n{DECODING_LEGEND if args.mode == 'decode' else legend(records)}", file=out)
+    for case, record in zip(cases, records, strict=True):
+        inspection.run(case, record, out)
+    print(f"\nWrote {', '.join(map(str, (*files.paths(), *inspection.written)))}", file=out)
     if args.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in records) + "]")
     return exit_code(records)
 
 
 def profile_all(cases: list[Case], args: argparse.Namespace, out: TextIO) -> Iterator[Record]:
+    header, row = (decoding_header, decoding_row) if args.mode == "decode" else (table_header, table_row)
     for number, case in enumerate(cases):
-        record = profile_case(case, passes=args.passes, timed=not args.no_time, limit_bytes=args.memory_limit)
+        with nvtx_ranges(args.nvtx):
+            record = profile_case(
+                case,
+                details=args.explain is not None,
+                max_seconds=seconds_per_case(args, case.device),
+                passes=args.passes,
+                timed=not args.no_time,
+                limit_bytes=args.memory_limit,
+            )
         if number == 0:
-            print(f"{common_case(cases)}\n\n{table_header()}", file=out)
-        print(table_row(record), file=out, flush=True)
+            print(f"{common_case(cases)}\n\n{header()}", file=out)
+        print(row(record), file=out, flush=True)
         yield record
 
 
+def seconds_per_case(args: argparse.Namespace, device: str) -> float | None:
+    """None: as long as it takes."""
+    given = args.max_seconds_per_case
+    if given is None:
+        given = CPU_SECONDS if device == "cpu" else 0
+    return given or None
+
+
+@dataclass
+class Inspection:
+    """What is asked beyond the rows, and the files that came of it."""
+
+    explain: int | None
+    snapshot: Path | None
+    trace: Path | None
+    single: bool  # else each case has files of its own
+    written: list[Path]
+
+    @classmethod
+    def of(cls, args: argparse.Namespace, cases: int) -> Inspection:
+        for flag in ("snapshot", "trace"):
+            path = getattr(args, flag)
+            if path is not None and not path.parent.is_dir():
+                raise UsageError(f"--{flag} {path} cannot be written to: there is no folder {path.parent}")
+        return cls(args.explain, args.snapshot, args.trace, cases == 1, [])
+
+    def run(self, case: Case, record: Record, out: TextIO) -> None:
+        if self.explain is not None:
+            print(f"\n{explanation(record, self.explain)}", file=out)
+        if record.status != "ok":
+            return
+        if self.snapshot is not None:
+            self.written.append(snapshot_case(case, self.path(self.snapshot, case)))
+        if self.trace is not None:
+            path = self.path(self.trace, case)
+            print(f"\n{case.operator}, who took the time:\n{format_shares(trace_case(case, path))}", file=out)
+            self.written.append(path)
+
+    def path(self, path: Path, case: Case) -> Path:
+        """FILE.json, or FILE-naive-1024x1024.json where there are several cases."""
+        if self.single:
+            return path
+        name = f"-{case.operator.replace('/', '-')}-{case.query_len}" + (f"x{case.kv_len}" if case.kv_len else "")
+        stem, dot, suffixes = path.name.partition(".")
+        return path.with_name(stem + name + dot + suffixes)
+
+
 def exit_code(records: list[Record]) -> int:
-    """An OOM is a result; an error is not, nor is a run in which torch refused every case."""
+    """An OOM is a result, be it foreseen; an error is not, nor is a run in which torch refused every case."""
     statuses = {record.status for record in records}
-    return int("error" in statuses or not statuses & {"ok", "oom"})
+    return int("error" in statuses or not statuses & {"ok", "oom", "skipped"})
 
 
 def note_unused_flags(args: argparse.Namespace, cases: list[Case]) -> None:
@@ -87,6 +188,8 @@ class ResultFiles:
     @classmethod
     def open(cls, folder: Path) -> ResultFiles:
         files = cls(folder)
+        if (folder / "sweep.json").exists():
+            raise UsageError(f"--output {folder} holds a sweep, whose rows would be replaced: name another folder")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             for path in files.paths():
@@ -108,9 +211,6 @@ class ResultFiles:
         write_csv(records, table)
         styles = {name: contender.style for name, contender in CONTENDERS.items()}
         plot_memory(records, picture, styles=styles, title=title, subtitle=common_case(records))
-
-    def __str__(self) -> str:
-        return ", ".join(map(str, self.paths()))
 
 
 def count(flag: str) -> Callable[[str], int]:
@@ -136,6 +236,28 @@ def folder(text: str) -> Path:
     if not text:
         raise UsageError("--output must name a folder, got ''")
     return Path(text)
+
+
+def file(flag: str) -> Callable[[str], Path]:
+    def parse(text: str) -> Path:
+        if not text or Path(text).is_dir():
+            raise UsageError(f"{flag} must name a file, got {text!r}")
+        return Path(text)
+
+    return parse
+
+
+def seconds(flag: str) -> Callable[[str], float]:
+    def parse(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise UsageError(f"{flag} must be a number of seconds, 0 or more, got {text!r}")
+        return number
+
+    return parse
 
 
 def size(flag: str) -> Callable[[str], int]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -10,17 +14,26 @@ import torch
 from memcheck.backends import BackendWitness, fused_backend
 from memcheck.catalog import (
     CONTENDERS,
+    DTYPES,
     Case,
+    Contender,
     UnsupportedError,
     attention_types,
     check_case,
     make_case,
     make_combinator_case,
+    register,
 )
+from memcheck.compiling import with_generated_code
+from memcheck.decoding import one_token
 from memcheck.errors import UsageError
 from memcheck.measurement import measure_memory
-from memcheck.profiling import bind
+from memcheck.profiling import bind, profile_case
+from memcheck.reference import memcheck_pyt
+from memcheck.reference.cs336_attention import cs336_attention
 from memcheck.reference.naive_attention import naive_attention
+from memcheck.theory import closed_bytes
+from memcheck.tracking import tensors_in, track
 
 SHAPE = {"bsz": 2, "query_len": 9, "kv_len": 9, "dim": 12, "heads": 3, "core_dim": None, "factor": None}
 
@@ -228,6 +241,331 @@ def test_compressed_terms_are_exact(
     assert_terms_are_exact(case_of("compressed", **sizes, causal=causal, dtype=dtype, mode=mode))
 
 
+SHAPES = [
+    # bsz, query_len, kv_len, dim, heads
+    (2, 16, 16, 64, 2),
+    (1, 40, 40, 16, 4),
+    (3, 9, 9, 8, 1),
+    (1, 1, 1, 2, 1),
+    (2, 32, 64, 16, 2),
+    (3, 1, 9, 8, 2),
+    (2, 16, 40, 384, 3),
+]
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize(("bsz", "query_len", "kv_len", "dim", "heads"), SHAPES)
+@pytest.mark.parametrize(
+    ("operator", "causal"),
+    [
+        ("memcheck-pyt/naive", True),
+        ("memcheck-pyt/naive", False),
+        ("memcheck-pyt/softmax", True),
+        ("memcheck-pyt/softmax", False),
+        ("cs336/naive", False),
+        ("softmax/math", True),
+        ("softmax/math", False),
+        ("softmax", True),
+        ("softmax/flash", False),
+        ("linear-cumsum", True),
+    ],
+)
+def test_eager_terms_are_exact(
+    bsz: int, query_len: int, kv_len: int, dim: int, heads: int, operator: str, causal: bool, mode: str
+) -> None:
+    if "softmax" in operator and causal and query_len != kv_len:
+        pytest.skip("another mask, another road")
+    if operator == "linear-cumsum" and kv_len == 1:
+        pytest.skip("a sum of one is none")
+    sizes = {"bsz": bsz, "query_len": query_len, "kv_len": kv_len, "dim": dim, "heads": heads}
+    assert_terms_are_exact(case_of(operator, **sizes, causal=causal, mode=mode))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_naive_terms_are_exact_in_16_bits(dtype: str, causal: bool) -> None:
+    assert_terms_are_exact(case_of("naive", query_len=63, kv_len=65, causal=causal, dtype=dtype))
+
+
+# As memcheck_pyt published them: length, dim, MiB after the forward and after the backward, rounded up.
+PUBLISHED = {
+    "memcheck-pyt/naive": [
+        (32, 128, 19, 32),
+        (32, 2048, 203, 259),
+        (128, 128, 93, 173),
+        (512, 32, 1054, 2093),
+        (512, 8192, 9738, 12049),
+        (1024, 8192, 19469, 23825),
+    ],
+    "memcheck-pyt/softmax": [
+        (32, 128, 15, 26),
+        (256, 1024, 409, 609),
+        (512, 4096, 3146, 4689),
+        (1024, 8192, 12557, 18705),
+        (2048, 32, 2409, 4225),
+        (4096, 2048, 19529, 30737),
+    ],
+}
+CUBLAS_WORKSPACE = 8_519_680  # of that GPU, and a second one in the backward
+
+
+@pytest.mark.parametrize(
+    ("operator", "length", "dim", "forward_mib", "backward_mib"),
+    [(operator, *row) for operator, rows in PUBLISHED.items() for row in rows],
+)
+def test_terms_are_those_published_of_a_gpu(
+    operator: str, length: int, dim: int, forward_mib: int, backward_mib: int
+) -> None:
+    sizes = {"bsz": 64, "query_len": length, "kv_len": length, "dim": dim, "heads": 8}
+    found = closed_bytes(case_of(operator, **sizes, device="cuda:0"))
+    forward = found["forward_peak_bytes"] + CUBLAS_WORKSPACE
+    backward = max(forward, found["backward_peak_bytes"] + 2 * CUBLAS_WORKSPACE)  # its peak was never reset
+    assert (math.ceil(forward / 2**20), math.ceil(backward / 2**20)) == (forward_mib, backward_mib)
+
+
+@pytest.mark.parametrize(
+    ("length", "dim", "before_backward", "peak"),
+    [(256, 16, 4.02344, 8.0234), (4096, 64, 1024.38, 2048.3795), (16384, 128, 16385.5, 32769.55)],
+)
+def test_cs336_terms_are_those_published(length: int, dim: int, before_backward: float, peak: float) -> None:
+    """In MiB, what is kept for backward and the peak of the forward beyond its inputs."""
+    case = case_of("cs336/naive", bsz=8, query_len=length, kv_len=length, dim=dim, device="cuda:0")
+    found = {field: size / 2**20 for field, size in closed_bytes(case).items()}
+    inputs = 3 * 8 * length * dim * 4 / 2**20
+    assert found["saved_bytes"] == pytest.approx(before_backward, rel=1e-5)
+    assert found["forward_peak_bytes"] - inputs == pytest.approx(peak, rel=1e-5)
+
+
+def test_the_presets_have_terms_on_any_device() -> None:
+    for operator in ("memcheck-pyt/naive", "memcheck-pyt/softmax", "cs336/naive"):
+        for device in ("cpu", "cuda:0"):
+            sizes = {"bsz": 64, "query_len": 2**20, "kv_len": 2**20, "dim": 8192}
+            assert closed_bytes(case_of(operator, **sizes, heads=8, device=device))["backward_peak_bytes"] > 2**45
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_published_attentions_agree_with_naive(causal: bool) -> None:
+    """Theirs hide keys by adding -1e4, which leaves exp(-1e4) = 0."""
+    case = case_of("memcheck-pyt/naive", causal=causal, heads=1, dtype="float64", mode="inference")
+    q, k, v = CONTENDERS["memcheck-pyt/naive"].inputs(case)
+    expected = naive_attention(q[:, None], k[:, None], v[:, None], causal=causal)[:, 0]
+    torch.testing.assert_close(memcheck_pyt.softmax_attention(q, k, v, causal=causal), expected)
+    module = CONTENDERS["memcheck-pyt/naive"].build(case)
+    y, keys, values = module(q, k, v)
+    torch.testing.assert_close(y, expected @ module.out.weight.mT)
+    assert keys.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    assert values.shape == (2, 1, 9, 12)
+    if not causal:
+        torch.testing.assert_close(cs336_attention(q, k, v), expected)
+
+
+def test_the_heads_of_memcheck_pyt_are_naives() -> None:
+    case = case_of("memcheck-pyt/naive", dtype="float64", query_len=4, mode="inference")
+    q, k, v = CONTENDERS["memcheck-pyt/naive"].inputs(case)
+    heads = (x.unflatten(2, (3, 4)).transpose(1, 2) for x in (q, k, v))
+    expected = naive_attention(*heads).transpose(1, 2).flatten(2)
+    module = CONTENDERS["memcheck-pyt/naive"].build(case)
+    torch.testing.assert_close(module(q, k, v)[0], expected @ module.out.weight.mT)
+
+
+def test_of_four_weights_the_last_takes_part() -> None:
+    case = case_of("memcheck-pyt/naive")
+    record = profile_case(case, timed=False)
+    module = CONTENDERS["memcheck-pyt/naive"].build(case)
+    assert record.parameter_bytes == 4 * 12 * 12 * 4
+    module(*CONTENDERS["memcheck-pyt/naive"].inputs(case))[0].sum().backward()
+    assert [name for name, weight in module.named_parameters() if weight.grad is not None] == ["out.weight"]
+    assert record.gradient_bytes == 3 * 2 * 9 * 12 * 4 + 12 * 12 * 4
+
+
+def test_memcheck_pyt_has_no_causal_mask_for_fewer_queries() -> None:
+    record = profile_case(case_of("memcheck-pyt/softmax", query_len=4), timed=False)
+    assert (record.status, record.theory) == ("unsupported", None)
+    assert "right for query_len = kv_len only" in (record.reason or "")
+
+
+def test_what_theory_rules_out_is_never_allocated() -> None:
+    case = case_of("memcheck-pyt/naive", bsz=64, query_len=2048, kv_len=2048, dim=32, heads=8)
+    with track() as memory:
+        record = profile_case(case, limit_bytes=2**30, skip_predicted=True)
+    assert memory.peak_bytes == 0
+    assert (record.status, record.oom_phase, record.operator) == ("skipped", "forward", "memcheck-pyt/naive")
+    assert record.reason == "predicted: forward peak 16.1 GiB, above the limit of 1 GiB"
+    assert sum(record.theory["forward_peak_bytes"].values()) == closed_bytes(case)["forward_peak_bytes"]
+
+
+def test_a_backward_alone_may_be_ruled_out() -> None:
+    case = case_of("naive", query_len=64, kv_len=64)
+    peaks = closed_bytes(case)
+    limit = (peaks["forward_peak_bytes"] + peaks["backward_peak_bytes"]) // 2
+    record = profile_case(case, limit_bytes=limit, skip_predicted=True)
+    assert (record.status, record.oom_phase) == ("skipped", "backward")
+    assert record.forward_peak_bytes is None
+    assert profile_case(case, limit_bytes=limit, timed=False).status == "oom"
+    enough = peaks["backward_peak_bytes"]
+    assert profile_case(case, limit_bytes=enough, skip_predicted=True, timed=False).status == "ok"
+
+
+def test_flex_has_no_gradients_on_the_cpu() -> None:
+    record = profile_case(case_of("flex"), timed=False)
+    assert record.status == "unsupported"
+    assert (record.reason or "").startswith("FlexAttention does not support backward on CPU.")
+    assert record.compiled
+
+
+@pytest.mark.slow
+@pytest.mark.isolated
+def test_compiled_contenders_are_compiled() -> None:
+    """Inductor puts torch's own flash attention in place of naive's lines where there is no mask, and we say so."""
+    sizes = {"query_len": 128, "kv_len": 128, "dim": 48}
+    eager = profile_case(case_of("naive", **sizes), timed=False)
+    compiled = profile_case(case_of("naive-compiled", **sizes), passes=1)
+    assert (eager.compiled, compiled.compiled, compiled.status, compiled.passes) == (False, True, "ok", 1)
+    assert compiled.backend == "inductor"
+    assert compiled.forward_peak_bytes < eager.forward_peak_bytes
+    unmasked = profile_case(case_of("naive-compiled", **sizes, causal=False), timed=False)
+    assert unmasked.backend == "flash (cpu)"
+    assert "in place of its lines" in unmasked.backend_reason
+    limit = compiled.backward_peak_bytes - 1
+    short = profile_case(case_of("naive-compiled", **sizes), timed=False, limit_bytes=limit)
+    assert (short.status, short.oom_phase) == ("oom", "backward")
+    flex = profile_case(case_of("flex", mode="inference", **sizes), timed=False)
+    assert (flex.status, flex.backend) == ("ok", "inductor")
+
+
+def test_without_a_compiler_nothing_is_compiled() -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def refuse() -> None:
+        raise InvalidCxxCompiler
+
+    with pytest.raises(UnsupportedError, match="No working C\\+\\+ compiler found"):
+        with_generated_code(refuse)
+
+
+def test_flex_sees_what_naive_sees() -> None:
+    case = case_of("flex", mode="inference", query_len=4)
+    inputs = CONTENDERS["flex"].inputs(case)
+    flex = CONTENDERS["flex"].build(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow uncompiled
+        torch.testing.assert_close(flex(*inputs), naive_attention(*inputs))
+
+
+DECODERS = [name for name, contender in CONTENDERS.items() if contender.decode]
+
+
+def test_these_decode() -> None:
+    assert set(DECODERS) == {"naive", "softmax", "softplus", "linear", "linear-causal", "compressed"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("operator", DECODERS)
+def test_a_state_is_as_if_its_tokens_had_come_one_by_one(operator: str, dtype: str) -> None:
+    case = case_of(operator, mode="decode", kv_len=11, factor=4, dtype=dtype)
+    decode = CONTENDERS[operator].decode
+    assert decode is not None
+    step = decode.step(case)
+    token = CONTENDERS[operator].inputs(one_token(case))
+    state = decode.state(dataclasses.replace(case, kv_len=1))
+    for _ in range(10):
+        y, state = step(*token, state)
+    assert y.shape == token[0].shape
+    made = decode.state(case)
+    assert [(x.shape, x.dtype) for x in tensors_in(made)] == [(x.shape, x.dtype) for x in tensors_in(state)]
+    assert [x for x in made if isinstance(x, int)] == [x for x in state if isinstance(x, int)]
+
+
+@pytest.mark.parametrize("operator", ["naive", "softmax"])
+def test_a_step_is_the_last_query(operator: str) -> None:
+    case = case_of(operator, mode="decode", kv_len=8, dtype="float64")
+    decode = CONTENDERS[operator].decode
+    assert decode is not None
+    q, k, v = CONTENDERS[operator].inputs(one_token(case))
+    keys, values = decode.state(case)
+    y, _ = decode.step(case)(q, k, v, (keys, values))
+    torch.testing.assert_close(y, naive_attention(q, torch.cat((keys, k), 2), torch.cat((values, v), 2)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("operator", DECODERS)
+def test_terms_of_decoding_are_exact(operator: str, dtype: str) -> None:
+    case = case_of(operator, mode="decode", kv_len=11, factor=4, dtype=dtype)
+    record = profile_case(case, timed=False)
+    assert (record.status, record.mode, record.query_len) == ("ok", "decode", 1)
+    assert record.theory is not None
+    assert "state_bytes" in record.theory
+    for field, terms in record.theory.items():
+        assert sum(terms.values()) == getattr(record, field), field
+    assert record.state_bytes_per_sequence == record.state_bytes / 2
+    assert record.state_bytes_per_token == record.state_bytes / 22
+    assert record.input_bytes == record.state_bytes + 3 * 2 * 12 * DTYPES[dtype].itemsize
+
+
+def test_who_does_not_decode_says_so() -> None:
+    record = profile_case(case_of("flex", mode="decode"))
+    assert (record.status, record.reason) == ("unsupported", "flex has no decoding step")
+
+
+@pytest.fixture
+def contenders() -> Iterator[dict[str, Contender]]:
+    """The catalog, and afterwards as it was."""
+    before = dict(CONTENDERS)
+    yield CONTENDERS
+    CONTENDERS.clear()
+    CONTENDERS.update(before)
+
+
+def test_an_operator_of_ones_own(contenders: dict[str, Contender]) -> None:
+    mine = register("mine", lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    assert "mine" in attention_types()
+    record = profile_case(case_of("mine"), timed=False)
+    assert (record.status, record.backend, record.causal, record.heads) == ("ok", "flash (cpu)", None, 3)
+    register("mine-too", lambda q, k, v, causal: naive_attention(q, k, v, causal=causal), title="naive again")
+    naive = profile_case(case_of("naive"), timed=False)
+    too = profile_case(case_of("mine-too", causal=True), timed=False)
+    assert (too.causal, too.backend, too.saved_bytes) == (True, "custom", naive.saved_bytes)
+    assert not profile_case(case_of("mine-too", causal=False), timed=False).causal
+    for field in ("colour", "marker", "dash"):
+        styles = [getattr(contender.style, field) for contender in contenders.values()]
+        assert len(set(styles)) == len(styles)
+    assert mine.style.marker == "$M$"
+
+
+def test_a_module_of_ones_own_brings_its_weights(contenders: dict[str, Contender]) -> None:
+    class Mine(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = torch.nn.Linear(12, 12, bias=False)
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return self.out(v), None
+
+    terms = {"forward_peak_bytes": {"q, k, v, y": 4 * 2 * 9 * 12 * 4, "weight": 12 * 12 * 4}}
+    register("mine", Mine(), has_heads=False, causal=False, terms=lambda case: terms)
+    record = profile_case(case_of("mine"), timed=False)
+    assert (record.status, record.causal, record.heads) == ("ok", False, None)
+    assert record.parameter_bytes == 12 * 12 * 4
+    assert record.theory == terms
+    assert record.forward_peak_bytes == sum(terms["forward_peak_bytes"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "fn", "message"),
+    [
+        ("naive", print, "register: the name naive is taken by 'softmax attention, whole score matrix'"),
+        ("mine", "print", "register: mine must be callable, got 'print'"),
+        ("my own", print, "register: name must be of letters, digits and -_./+, got 'my own'"),
+        (7, print, "register: name must be of letters, digits and -_./+, got 7"),
+    ],
+)
+def test_what_cannot_be_registered(contenders: dict[str, Contender], name: str, fn: object, message: str) -> None:
+    before = dict(contenders)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        register(name, fn)
+    assert contenders == before
+
+
 def test_every_contender_is_told_apart_in_greyscale() -> None:
     styles = [contender.style for contender in CONTENDERS.values()]
     for field in ("colour", "marker", "dash"):
@@ -258,8 +596,10 @@ def test_a_case_holds_only_the_sizes_its_operator_has() -> None:
         ({"bsz": 0}, "--bsz must be at least 1, got 0"),
         ({"dim": 13}, "--dim must be divisible by --heads for naive, got --dim 13 --heads 3"),
         ({"query_len": 10}, "--query-len must not exceed --kv-len when causal, got 10 and 9"),
+        ({"mode": "decode"}, "--query-len must be 1 in --mode decode, a step takes one token, got 9"),
+        ({"mode": "dream"}, "--mode must be one of train, inference, decode, got dream"),
         ({"dtype": "int8"}, "--dtype int8 is unknown; known: fp32"),
-        ({"operator": "hard"}, "--attention-type hard is unknown; known: naive, softmax"),
+        ({"operator": "hard"}, "--attention-type hard is unknown; known: naive, naive-compiled, softmax"),
     ],
 )
 def test_wrong_cases_name_flag_rule_and_value(fields: dict[str, object], message: str) -> None:

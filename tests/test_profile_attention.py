@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -12,6 +14,9 @@ import torch
 
 from memcheck import catalog
 from memcheck.__main__ import main
+from memcheck.case_reports import decoding_row
+from memcheck.measurement import machine_facts
+from memcheck.profile_commands import seconds_per_case
 from memcheck.quantities import format_bytes, parse_bytes
 from memcheck.records import Record, read_json_lines
 from memcheck.reports import table_row, unit_bytes
@@ -128,9 +133,9 @@ def test_time_is_measured_unless_refused(profile) -> None:
     [
         ("--dim 10 --heads 4", "--dim must be divisible by --heads for naive, got --dim 10 --heads 4"),
         ("--query-len 8 --kv-len 4", "--query-len must not exceed --kv-len when causal, got 8 and 4"),
-        ("--attention-type soft", "--attention-type soft is unknown; known: naive, softmax, softmax/math"),
+        ("--attention-type soft", "--attention-type soft is unknown; known: naive, naive-compiled, softmax"),
         ("--attention-type naive,", "is unknown; known"),
-        ("--attention-type combinator", "--attention-type combinator is unknown; known: naive, softmax, softmax/math"),
+        ("--attention-type combinator", "--attention-type combinator is unknown; known: naive, naive-compiled"),
         ("--seq-len 8 --query-len 8", "--seq-len sets both lengths"),
         ("--seq-len 8 --kv-len 8", "--seq-len sets both lengths"),
         ("--query-len 2,4,8 --kv-len 8,16", "must be as long as each other, got 3 and 2"),
@@ -143,7 +148,15 @@ def test_time_is_measured_unless_refused(profile) -> None:
         ("--seq-len 8,0", "--seq-len must be at least 1, got 0"),
         ("--query-len x", "--query-len must be a whole number, got 'x'"),
         ("--dtype int8", "--dtype int8 is unknown; known: fp32"),
-        ("--mode decode", "--mode"),
+        ("--mode dream", "--mode"),
+        ("--mode decode --query-len 4", "--query-len must be 1 in --mode decode, got 4"),
+        ("--explain 0", "--explain must be at least 1, got 0"),
+        ("--trace nowhere/trace.json", "--trace nowhere/trace.json cannot be written to: there is no folder nowhere"),
+        ("--snapshot .", "--snapshot must name a file, got '.'"),
+        ("--max-seconds-per-case -1", "--max-seconds-per-case must be a number of seconds, 0 or more, got '-1'"),
+        ("--max-seconds-per-case nan", "--max-seconds-per-case must be a number of seconds, 0 or more, got 'nan'"),
+        ("--plugin nowhere.py", "--plugin nowhere.py: there is no such file"),
+        ("--plugin no_such_module", "--plugin no_such_module cannot be imported: ModuleNotFoundError"),
         ("--preset huge", "--preset"),
         ("--format yaml", "--format"),
         ("--no-such-flag", "--no-such-flag"),
@@ -213,10 +226,148 @@ def test_inputs_beyond_the_limit_are_not_allocated(profile) -> None:
     assert memory.peak_bytes <= 1024
 
 
-def test_inputs_beyond_the_machine_are_out_of_memory(profile) -> None:
+def test_what_is_known_to_exceed_the_machine_is_skipped(profile) -> None:
     code, (record,) = profile("--attention-type", "softplus", "--seq-len", "99999999999999", "--device", "cpu")
+    assert (code, record.status, record.oom_phase) == (0, "skipped", "forward")
+    assert re.fullmatch(r"predicted: forward peak .*, above the .* that this machine has left", record.reason)
+    assert record.theory["forward_peak_bytes"]["q"] == 4 * 256 * 99999999999999
+
+
+def test_inputs_beyond_the_machine_are_out_of_memory(profile) -> None:
+    code, (record,) = profile("--attention-type", "softmax/efficient", "--seq-len", "99999999999999", "--device", "cpu")
     assert (code, record.status, record.oom_phase) == (0, "oom", None)
     assert "the inputs alone do not fit" in record.reason
+
+
+def test_what_is_not_known_ends_at_the_memory_of_the_machine(profile, monkeypatch) -> None:
+    """The kernel would end the process, not the case."""
+    facts = machine_facts("cpu")
+    monkeypatch.setattr("memcheck.profiling.machine_facts", lambda device: {**facts, "device_free_bytes": 1 << 20})
+    code, (record,) = profile(*SMALL[2:], "--seq-len", "1024", "--attention-type", "softmax/math", "--dtype", "bf16")
+    assert (code, record.status, record.oom_phase) == (0, "oom", "forward")
+
+
+def test_seconds_are_those_of_the_case(profile) -> None:
+    timed = [*SMALL[:-3], *SMALL[-2:], "--attention-type", "naive"]
+    _, (record,) = profile(*timed, "--passes", "1000000", "--max-seconds-per-case", "0.5")
+    assert 1 <= record.passes < 1000000
+    _, (record,) = profile(*timed, "--passes", "3", "--max-seconds-per-case", "0.000001")
+    assert (record.status, record.passes, record.forward_ms) == ("ok", 0, None)
+    assert "there are no times: measuring memory took all the seconds" in record.doubts[0]
+    _, (record,) = profile(*timed, "--passes", "3", "--max-seconds-per-case", "0")
+    assert record.passes == 3
+
+
+def test_a_cpu_has_a_minute_for_a_case() -> None:
+    given = {None: (60.0, None), 0.0: (None, None), 7.0: (7.0, 7.0)}
+    for asked, (on_cpu, on_cuda) in given.items():
+        args = argparse.Namespace(max_seconds_per_case=asked)
+        assert (seconds_per_case(args, "cpu"), seconds_per_case(args, "cuda:0")) == (on_cpu, on_cuda)
+
+
+def test_decoding_is_a_table_of_its_own(tmp_path, capsys) -> None:
+    flags = ["--mode", "decode", "--kv-len", "16,8", "--bsz", "2", "--attention-type", "naive,softplus,flex"]
+    assert main(["profile-attention", *SMALL[2:], *flags, "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    records = list(read_json_lines(tmp_path / "records.jsonl"))
+    assert [(record.kv_len, record.query_len, record.status) for record in records[:3]] == [
+        (8, 1, "ok"),
+        (8, 1, "ok"),
+        (8, 1, "unsupported"),
+    ]
+    naive, softplus = records[:2]
+    assert naive.state_bytes == 2 * 2 * 8 * 16 * 4
+    assert naive.state_bytes_per_token == 2 * 16 * 4
+    assert softplus.state_bytes_per_sequence == 2 * 16 * 4
+    assert "flex has no decoding step" in out
+    assert "what T tokens leave behind" in out
+    assert decoding_row(naive) in out
+
+
+def test_explanations_follow_the_table(tmp_path, capsys, monkeypatch) -> None:
+    alive = [{"phase": "forward", "name": f"aten::bmm {size}", "bytes": size} for size in (5, 2048, 7)]
+    saved = [{"shape": [2, 3], "dtype": "torch.float32", "bytes": 24, "name": "aten::exp"}]
+
+    def measure(fn, *inputs, details, **kwargs):
+        assert details
+        return Record(forward_peak_bytes=4096, saved_bytes=24, alive_at_peak=alive, saved_tensors=saved)
+
+    monkeypatch.setattr("memcheck.profiling.measure_memory", measure)
+    flags = [*SMALL, "--attention-type", "naive", "--explain", "2", "--output", str(tmp_path)]
+    assert main(["profile-attention", *flags]) == 0
+    assert (
+        """naive, 8 x 8
+  alive at the peak of the forward, 4 KiB:
+         2 KiB  aten::bmm 2048
+           7 B  aten::bmm 7
+           5 B  1 more
+  kept for backward, 24 B:
+          24 B  float32 (2,3), of aten::exp
+"""
+        in capsys.readouterr().out
+    )
+
+
+def test_traces_and_snapshots_are_files_of_their_own(tmp_path, capsys, monkeypatch) -> None:
+    written = []
+
+    def write(fn, *inputs, path, parameters, backward):
+        assert backward
+        assert fn(*inputs).shape == inputs[0].shape
+        written.append(path.name)
+        path.touch()
+        return path
+
+    def trace(*args, **kwargs):
+        write(*args, **kwargs)
+        return [{"name": "aten::bmm", "calls": 2, "self_ms": 1.5, "share": 1.0}]
+
+    monkeypatch.setattr("memcheck.profiling.write_snapshot", write)
+    monkeypatch.setattr("memcheck.profiling.write_trace", trace)
+    flags = [*SMALL, "--output", str(tmp_path), "--snapshot", str(tmp_path / "s.pickle")]
+    assert main(["profile-attention", *flags, "--attention-type", "naive", "--trace", str(tmp_path / "t.json.gz")]) == 0
+    assert written == ["s.pickle", "t.json.gz"]
+    out = capsys.readouterr().out
+    assert "naive, who took the time:" in out
+    assert "aten::bmm" in out
+    assert f"{tmp_path}/s.pickle, {tmp_path}/t.json.gz" in out
+    written.clear()
+    main(["profile-attention", *flags, "--attention-type", "naive,softmax/math,softmax/cudnn"])
+    assert written == ["s-naive-8x8.pickle", "s-softmax-math-8x8.pickle"]
+
+
+def test_a_plugin_brings_an_operator(profile, tmp_path) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text("from memcheck.catalog import register\nregister('values', lambda q, k, v: 2 * v)\n")
+    flags = [*SMALL, "--plugin", str(plugin), "--attention-type", "values,naive"]
+    try:
+        for _ in range(2):  # a file is imported once
+            code, (ours, naive) = profile(*flags)
+            assert (code, ours.operator, ours.status, naive.status) == (0, "values", "ok", "ok")
+        assert (ours.backend, ours.causal) == ("custom", None)
+        assert ours.output_bytes == 8 * 16 * 4
+    finally:
+        catalog.CONTENDERS.pop("values", None)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("register('naive', print)", "register: the name naive is taken by 'softmax attention, whole score matrix'"),
+        ("register('mine', 7)", "register: mine must be callable, got 7"),
+        ("register('', print)", "register: name must be of letters, digits and -_./+, got ''"),
+        ("1 / 0", "cannot be imported: ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_plugin_that_fails_ends_in_one_line(tmp_path, capsys, source: str, words: str) -> None:
+    plugin = tmp_path / "plugin.py"
+    plugin.write_text(f"from memcheck.catalog import register\n{source}\n")
+    assert main(["profile-attention", *SMALL, "--plugin", str(plugin), "--output", str(tmp_path)]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert f"--plugin {plugin}" in printed.err
+    assert words in printed.err
 
 
 def test_unsupported_alone_is_a_failure(profile) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from memcheck.catalog import SHORT_DTYPES, Case, attention_types, make_case
 from memcheck.errors import UsageError
-from memcheck.profile_commands import add_common_arguments, count, counts, run_cases
+from memcheck.profile_commands import add_common_arguments, add_inspection_arguments, count, counts, run_cases
 from memcheck.profiling import find_device
 
 
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=True, help="default: --causal")
     add_common_arguments(parser)
+    add_inspection_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,6 +77,7 @@ def make_cases(args: argparse.Namespace) -> list[Case]:
             dtype=SHORT_DTYPES.get(args.dtype, args.dtype),
             causal=args.causal,
             mode=args.mode,
+            compiled=args.compile,
             device=device,
         )
         for query_len, kv_len in make_lengths(args, preset.seq_len)
@@ -87,9 +89,21 @@ def make_lengths(args: argparse.Namespace, default: list[int]) -> list[tuple[int
     """(S, T) pairs: two lists go in step, a single length goes with every one of the other list."""
     if args.seq_len and (args.query_len or args.kv_len):
         raise UsageError("--seq-len sets both lengths: leave out --query-len and --kv-len, or --seq-len")
+    if args.mode == "decode":
+        return [(1, key) for key in sorted(one_query(args.query_len, args.kv_len or args.seq_len or default))]
     queries = args.query_len or args.kv_len or args.seq_len or default
     keys = args.kv_len or args.query_len or args.seq_len or default
     longest = max(len(queries), len(keys))
     if {len(queries), len(keys)} - {1, longest}:
         raise UsageError(f"--query-len and --kv-len must be as long as each other, got {len(queries)} and {len(keys)}")
     return sorted(zip(queries * (longest // len(queries)), keys * (longest // len(keys)), strict=True))
+
+
+def one_query(query_len: list[int] | None, kv_len: list[int]) -> list[int]:
+    """The lengths of the state in decode mode, where a step takes one token."""
+    if query_len not in (None, [1]):
+        given = ",".join(map(str, query_len))
+        raise UsageError(
+            f"--query-len must be 1 in --mode decode, got {given}; --kv-len says how many tokens went before"
+        )
+    return kv_len

@@ -1,0 +1,43 @@
+"""A case: one shape of one contender, in one dtype and mode, on one device."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float64": torch.float64,
+}
+SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
+MODES = ("train", "inference", "decode")
+
+DEFAULT_FACTOR = 8  # positions to a block
+
+# Record field -> what is alive at that moment: name -> bytes.
+Terms = dict[str, dict[str, int]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One shape of one contender. kv_len, heads, core_dim, factor and causal are None where the operator has none.
+
+    In decode mode kv_len is the number of tokens that the state or cache holds before the step, and query_len is 1.
+    """
+
+    operator: str
+    bsz: int = 1
+    query_len: int = 1024
+    kv_len: int | None = 1024
+    dim: int = 256
+    heads: int | None = None
+    core_dim: int | None = None
+    factor: int | None = None
+    dtype: str = "float32"
+    causal: bool | None = True
+    mode: str = "train"
+    compiled: bool = False
+    device: str = "cpu"
