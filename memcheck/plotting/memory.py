@@ -45,7 +45,7 @@ def plot_memory(
 def whole_view(records: Sequence[Record]) -> View:
     """All records in one view; a UsageError where more than one axis varies."""
     refuse_mixed(records)
-    views = views_along(records, natural_axis(records)) if records else [View("length", {})]
+    views = views_along(records, natural_axis(records)) or [View("length", {})]
     if len(views) > 1:
         values = "; ".join(view.fixed_words() for view in views)
         raise UsageError(f"one plot against the {AXES[views[0].x]} needs the other sizes fixed, got {values}")
