@@ -210,7 +210,7 @@ def test_decoding_at_one_length_is_bars() -> None:
     records = [record(name, 256, MIB, None, state_bytes=size, **sizes) for name, size in OPERATORS.items()]
     (picture,) = choose_pictures(records, styles=STYLES, title="")
     state, _ = picture.draw().axes
-    assert [bar.get_height() for bar in state.patches] == [40, 4]
-    assert state.get_xlabel() == "at query length 1, key length 256"
+    assert [bar.get_width() for bar in state.patches] == [40, 4]
+    assert state.get_xlabel() == "memory\nat query length 1, key length 256"
     failed = [record("naive", 256, None, None, status="oom", **sizes)]
     assert choose_pictures(failed, styles=STYLES, title="") == []
