@@ -198,3 +198,19 @@ def test_published_rows_have_a_picture(tmp_path) -> None:
     assert path.name == "published.svg"
     ((caption, _),) = svg_plots([], styles=STYLES, published=[row])
     assert "1 rows of memcheck_pyt's table, A100 40 GB; ours measured on cpu" in caption
+
+
+def test_a_view_without_the_standard_has_no_savings() -> None:
+    records = [*grid(OPERATORS, [256, 512], [64]), *grid({"softplus": 4, "linear": 4}, [256, 512, 1024], [128])]
+    assert chosen(records, kinds=["savings"]) == {"savings": True}
+
+
+def test_decoding_at_one_length_is_bars() -> None:
+    sizes = {"mode": "decode", "query_len": 1, "kv_len": 256}
+    records = [record(name, 256, MIB, None, state_bytes=size, **sizes) for name, size in OPERATORS.items()]
+    (picture,) = choose_pictures(records, styles=STYLES, title="")
+    state, _ = picture.draw().axes
+    assert [bar.get_width() for bar in state.patches] == [40, 4]
+    assert state.get_xlabel() == "memory\nat query length 1, key length 256"
+    failed = [record("naive", 256, None, None, status="oom", **sizes)]
+    assert choose_pictures(failed, styles=STYLES, title="") == []

@@ -88,7 +88,7 @@ def measured(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
 def predicted(line: Line, quantity: Quantity, limit: float) -> list[tuple[int, float]]:
     """Cases that were not run, and what the terms say of them, up to a limit."""
     skipped = [(x, quantity.theory(record)) for x, record in line.points if quantity.missing(record) == "skipped"]
-    return [(x, float(size)) for x, size in skipped if size is not None and size <= limit]
+    return [(x, float(size)) for x, size in skipped if size and size <= limit]
 
 
 def predicted_limit(lines: Sequence[Line], quantities: Sequence[Quantity], *, log: bool) -> float:
@@ -111,7 +111,7 @@ def draw_lines(ax: Axes, lines: Sequence[Line], quantity: Quantity, limit: float
 
 def draw_quartiles(ax: Axes, line: Line, quantity: Quantity) -> None:
     spans = [(x, getattr(record, f"{quantity.fields[0]}_quartiles", None)) for x, record in line.points]
-    known = [(x, *span) for x, span in spans if span is not None]
+    known = [(x, *span) for x, span in spans if span is not None and span[0] > 0]
     if known:
         ax.vlines(*zip(*known, strict=True), color=line.style.colour, lw=3, alpha=0.45, label="_quartiles")
 

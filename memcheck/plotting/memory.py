@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memcheck.errors import UsageError
 from memcheck.plotting.lines import MISSING_WORDS, common_label, line_figure
-from memcheck.plotting.scales import format_value, set_y
+from memcheck.plotting.scales import format_value, set_linear_ticks
 from memcheck.plotting.series import (
     AXES,
     BACKWARD,
     FORWARD,
+    Line,
     Quantity,
     View,
     natural_axis,
@@ -45,7 +46,7 @@ def plot_memory(
 def whole_view(records: Sequence[Record]) -> View:
     """All records in one view; a UsageError where more than one axis varies."""
     refuse_mixed(records)
-    views = views_along(records, natural_axis(records)) if records else [View("length", {})]
+    views = views_along(records, natural_axis(records)) or [View("length", {})]
     if len(views) > 1:
         values = "; ".join(view.fixed_words() for view in views)
         raise UsageError(f"one plot against the {AXES[views[0].x]} needs the other sizes fixed, got {values}")
@@ -70,35 +71,35 @@ def bar_figure(
 ) -> Figure:
     """One shape: a bar for each operator, a panel for each quantity."""
     refuse_mixed(view.records)
-    figure = new_figure(9.6 if len(quantities) > 1 else 6.8, 4.6, title, subtitle)
-    panels = figure.subplots(1, len(quantities), sharey=True, squeeze=False)[0]
+    lines = view.lines(styles)
+    bars = [line for line in lines if any(shown(row, quantity) for _, row in line.points for quantity in quantities)]
+    figure = new_figure(9.6 if len(quantities) > 1 else 6.8, 1.6 + 0.36 * max(len(bars), 2), title, subtitle)
+    panels = figure.subplots(1, len(quantities), sharey=True, sharex=True, squeeze=False)[0]
     for ax, quantity in zip(panels, quantities, strict=True):
-        draw_bars(ax, view, quantity, styles)
-    panels[0].set_ylabel(common_label(quantities))
+        draw_bars(ax, bars, quantity)
+        ax.set_title(quantity.title)
+        ax.set_xlabel(f"{common_label(quantities)}\n{shape_words(view)}")
+        ax.grid(axis="x")
+    panels[0].set_yticks(range(len(bars)), [line.name for line in bars])
+    panels[0].set_ylim(max(len(bars), 1) - 0.4, -0.6)  # the first at the top
+    highest = max([bar.get_width() for ax in panels for bar in ax.patches], default=0) or 2.0**20
+    # Room for the figure at the end of the longest.
+    panels[0].set_xlim(0, 1.3 * highest)
+    set_linear_ticks(panels[0].xaxis, highest, quantities[0].unit)
     if note := undrawn_note(view.records):
         figure.supxlabel(note, fontsize=9, color=GREY)
-    figure.draw_without_rendering()
-    heights = [bar.get_height() for ax in panels for bar in ax.patches]
-    set_y(panels[0], heights, "bytes", log=False, rows=1)
     return figure
 
 
-def draw_bars(ax: Axes, view: View, quantity: Quantity, styles: Mapping[str, Style]) -> None:
-    lines = [line for line in view.lines(styles) for _, record in line.points if shown(record, quantity)]
+def draw_bars(ax: Axes, lines: Sequence[Line], quantity: Quantity) -> None:
     for place, line in enumerate(lines):
         ((_, record),) = line.points
-        how = quantity.missing(record)
-        size = 0 if how else quantity.value(record) or 0
+        how, size = quantity.missing(record), quantity.value(record)
+        width = 0 if how or size is None else size
         hatch = HATCHES[place % len(HATCHES)]
-        ax.bar(place, size, width=0.6, color=line.style.colour, edgecolor="white", hatch=hatch, label=line.name)
-        text = MISSING_WORDS[how] if how else format_value(size, quantity.unit)
-        ax.annotate(text, (place, size), (0, 3), textcoords="offset points", ha="center")
-    slant: dict[str, Any] = {} if len(lines) < 5 else {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
-    ax.set_xticks(range(len(lines)), [line.name for line in lines], **slant)
-    ax.set_xlim(-0.7, max(len(lines), 1) - 0.3)
-    ax.set_title(quantity.title)
-    ax.set_xlabel(shape_words(view))
-    ax.grid(axis="y")
+        ax.barh(place, width, height=0.65, color=line.style.colour, edgecolor="white", hatch=hatch, label=line.name)
+        text = MISSING_WORDS[how] if how else "-" if size is None else format_value(size, quantity.unit)
+        ax.annotate(text, (width, place), (4, 0), textcoords="offset points", va="center")
 
 
 def shown(record: Record, quantity: Quantity) -> bool:

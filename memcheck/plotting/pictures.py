@@ -206,9 +206,11 @@ class Subject:
             lambda: memory_overview(views, self.styles, title=title, subtitle=subtitle),
         )
 
-    def bar_pictures(self, stem: str, words: str, draw: Draw) -> Iterator[Picture]:
+    def bar_pictures(
+        self, stem: str, words: str, draw: Draw, shows: Callable[[View], bool] = lambda view: True
+    ) -> Iterator[Picture]:
         """Single shapes."""
-        views = views_along(self.records, natural_axis(self.records))
+        views = [view for view in views_along(self.records, natural_axis(self.records)) if shows(view)]
         for number, view in enumerate(views):
             name = f"{stem}-{fixed_slug(view)}" if len(views) > 1 else stem
             yield self.line_picture(view, name, words, draw, main=number == len(views) - 1)
@@ -216,8 +218,8 @@ class Subject:
     def decode_pictures(self) -> Iterator[Picture]:
         words = "what decoding keeps, and takes for a step"
         yield from self.typical_pictures("decode", words, decode_lines, is_decoded)
-        if not self.axes() and self.request.x is None and any(map(is_decoded, views_along(self.records, "kv_len"))):
-            yield from self.bar_pictures("decode", words, decode_bars)
+        if not self.axes() and self.request.x is None:
+            yield from self.bar_pictures("decode", words, decode_bars, is_decoded)
 
     def typical_pictures(self, stem: str, words: str, draw: Draw, shows: Callable[[View], bool]) -> Iterator[Picture]:
         """Of the view that shows the most, or of every one where the kind was asked for by name."""

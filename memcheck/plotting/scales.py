@@ -79,7 +79,7 @@ def set_linear_ticks(axis: Axis, highest: float, unit: str) -> None:
     from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
 
     if unit == "bytes":
-        step = power_of_two_above(highest / 6)
+        step = power_of_two_above(highest / 5)
         axis.set_major_locator(FixedLocator([step * count for count in range(int(highest / step) + 1)]))
     else:
         axis.set_major_locator(MaxNLocator(6))

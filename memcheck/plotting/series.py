@@ -181,11 +181,13 @@ def axes_of(records: Sequence[Record]) -> tuple[str, ...]:
 
 
 def views_along(records: Sequence[Record], x: str) -> list[View]:
-    """One view for each value of the other axes, from small to large."""
+    """One view for each value of the other axes, from small to large. What has no place on x is in none."""
     axes, x = axes_of(records), axis_among(records, x)
     groups: dict[tuple[int, ...], View] = {}
     others = [axis for axis in axes if axis != x]
     for record in records:
+        if not position(record, x):
+            continue
         key = tuple(position(record, axis) for axis in others)
         view = groups.setdefault(key, View(x, dict(zip(others, key, strict=True))))
         view.records.append(record)

@@ -50,7 +50,7 @@ def theory_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitl
 
 
 def theory(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
-    return [(x, float(size)) for x, record in line.points if (size := quantity.theory(record)) is not None]
+    return [(x, float(size)) for x, record in line.points if (size := quantity.theory(record))]
 
 
 def differences(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
@@ -64,6 +64,7 @@ def draw_both(ax: Axes, line: Line, quantity: Quantity) -> None:
     ax.plot(
         *zip(*expected, strict=True), color=line.style.colour, ls=line.style.dash, lw=1.2, label=f"_theory {line.name}"
     )
+    found = [(x, value) for x, value in found if value > 0]
     if found:
         ax.plot(*zip(*found, strict=True), label=line.name, **look_of(line.style))
     if not_run := [point for point in expected if point[0] not in dict(found)]:
