@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,7 +50,8 @@ def profile_case(
         record = run_memory(case, limit_bytes)
         if timed and record.status == "ok":
             for field, value in run_time(case, passes).items():
-                setattr(record, field, value)
+                # Doubts about the bytes stay beside those about the times.
+                setattr(record, field, (*record.doubts, *value) if field == "doubts" else value)
     except NotImplementedError as error:
         record.status, record.reason = "unsupported", str(error)
     except Exception as error:
@@ -93,7 +95,7 @@ def bind(operator: Operator, parameters: tuple[Tensor, ...]) -> Operator:
     return (lambda *inputs: operator(*inputs, *parameters)) if parameters else operator
 
 
-def run_time(case: Case, passes: int | None) -> dict[str, object]:
+def run_time(case: Case, passes: int | None) -> dict[str, Any]:
     contender = CONTENDERS[case.operator]
     parameters = contender.parameters(case)
     return measure_time(
