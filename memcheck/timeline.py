@@ -108,7 +108,7 @@ class Timeline:
         shown = {name for name in large if highest[name] >= SMALL * max(self.alive)}
         rest = [block for name, blocks in groups.items() if name not in shown for block in blocks]
         series = {name: levels for name, levels in sums.items() if name in shown}
-        return {**series, OTHER: self._sums(rest)} if rest else series
+        return {**series, OTHER: self._sums(rest)} if rest or not series else series
 
     def alive_at_peak(self, phase: str, top: int = 10) -> list[dict[str, Any]]:
         """What is alive at the phase's peak, the largest first, then the rest together: they add up to that peak."""
@@ -203,13 +203,14 @@ class _Watch:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         # Not earlier: the allocator it listens to is there once the run's tracker is open.
-        recorder = self._recorder = self._recorder or open_recorder(self.subject.device)
+        if self._recorder is None:
+            self._recorder = open_recorder(self.subject.device)
         first = self.phases[-1][2] if self.phases else 0
         try:
             with range_around.get()(name):
                 yield
         finally:
-            self.phases.append((name, first, len(recorder)))
+            self.phases.append((name, first, len(self._recorder)))
             self._note_results(name)
 
     def close(self) -> None:

@@ -94,7 +94,8 @@ def _segment(begin: int, end: int, alive: list[Block]) -> dict[str, Any]:
         blocks.append(_free_space(at, end))
     used = sum(block.bytes for block in alive)
     sizes = {"total_size": end - begin, "allocated_size": used, "active_size": used, "requested_size": used}
-    return {"device": 0, "address": begin, **sizes, "stream": 0, "segment_type": "large", "blocks": blocks}
+    pool = {"stream": 0, "segment_type": "large", "segment_pool_id": (0, 0)}
+    return {"device": 0, "address": begin, **sizes, **pool, "blocks": blocks}
 
 
 def _free_space(begin: int, end: int) -> dict[str, Any]:
