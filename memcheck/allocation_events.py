@@ -32,9 +32,8 @@ class AllocationEvent(NamedTuple):
 class AllocationRecorder(Protocol):
     """Records from its construction to close()."""
 
-    def __len__(self) -> int: ...  # events so far
-    def events(self) -> list[AllocationEvent]: ...
-    def close(self) -> None: ...
+    def count(self) -> int: ...  # of the events so far
+    def close(self) -> list[AllocationEvent]: ...
 
 
 def open_recorder(device: torch.device) -> AllocationRecorder:
@@ -56,10 +55,11 @@ class CpuRecorder:
     def __init__(self) -> None:
         self._timeline = _C.AllocationTimeline()
 
-    def __len__(self) -> int:
+    def count(self) -> int:
         return len(self._timeline)
 
-    def events(self) -> list[AllocationEvent]:
+    def close(self) -> list[AllocationEvent]:
+        self._timeline.close()
         stacks: list[tuple[str, ...]] = [()]
         for outer, name in self._timeline.paths()[1:]:
             stacks.append((*stacks[outer], name))
@@ -67,9 +67,6 @@ class CpuRecorder:
             AllocationEvent(address, size, stacks[path], *(tensor or ()))
             for address, size, path, tensor in self._timeline.events()
         ]
-
-    def close(self) -> None:
-        self._timeline.close()
 
 
 @contextmanager
@@ -90,19 +87,18 @@ class CudaRecorder:
         self._history = ExitStack()
         self._history.enter_context(cuda_memory_history())
 
-    def __len__(self) -> int:
+    def count(self) -> int:
         return sum(1 for _ in self._entries())
 
-    def events(self) -> list[AllocationEvent]:
+    def close(self) -> list[AllocationEvent]:
+        with self._history:  # with its end torch forgets
+            entries = list(self._entries())
         return [
             AllocationEvent(entry["addr"], entry["size"], stack_of(entry.get("frames", ())))
             if entry["action"] == "alloc"
             else AllocationEvent(entry["addr"], -entry["size"], ())
-            for entry in self._entries()
+            for entry in entries
         ]
-
-    def close(self) -> None:
-        self._history.close()
 
     def _entries(self) -> Iterator[dict[str, Any]]:
         # A block counts as requested until its free is completed: other streams may still be reading it.

@@ -7,11 +7,14 @@ from memcheck.records import Record
 from memcheck.runs import Run, Subject
 from memcheck.timeline import Timeline, recorded
 
+# Rows of each phase, beside that of all others.
+MOST_ROWS = 20
+
 
 def explain(record: Record, subject: Subject, limit_bytes: int | None, dense_grad: bool) -> None:
     """Fills alive_at_peak and saved_tensors, in a pass each, and says in doubts where the passes disagree."""
     timeline, _ = recorded(subject, limit_bytes, dense_grad)
-    record.alive_at_peak = [row for phase in timeline.peak for row in timeline.alive_at_peak(phase)]
+    record.alive_at_peak = [row for phase in timeline.peak for row in timeline.alive_at_peak(phase, MOST_ROWS)]
     record.doubts += _other_peaks(record, timeline)
     try:
         timeline, run = recorded(subject, limit_bytes, dense_grad, hooks=True)

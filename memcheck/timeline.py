@@ -45,6 +45,12 @@ class Block:
             return self.role or self.allocator
         return f"{self.role} ({self.allocator})"
 
+    @property
+    def group(self) -> str:
+        """The name that it shares with its like: "inputs", "gradients", or that of what allocated it."""
+        kind = (self.role or "").partition(" ")[0]
+        return f"{kind}s" if kind in ("input", "parameter", "output", "gradient") else self.name
+
     def alive_after(self, event: int) -> bool:
         return self.born <= event and (self.died is None or self.died > event)
 
@@ -96,12 +102,13 @@ class Timeline:
         """Bytes alive after each step, by name; see stacked()."""
         return self.stacked()
 
-    def stacked(self, by: str = "name", top: int = 10) -> dict[str, list[int]]:
+    def stacked(self, by: str = "name", top: int = 11) -> dict[str, list[int]]:
         """Bytes alive after each step, which add up to `alive`, in the order of allocation; the small ones are "other".
 
-        by: "name" puts blocks of one name together; "tensor" keeps each apart, as "aten::bmm", "aten::bmm 2", ...
+        by: "name" puts together what one operator allocated, the inputs, the outputs, ...; "tensor" keeps each block
+        apart, as "aten::bmm", "aten::bmm 2", ...
         """
-        groups = self._by_name() if by == "name" else self._by_tensor()
+        groups = self._grouped("group") if by == "name" else self._by_tensor()
         sums = {name: self._sums(blocks) for name, blocks in groups.items()}
         highest = {name: max(map(abs, levels)) for name, levels in sums.items()}
         large = sorted(highest, key=lambda name: -highest[name])[:top]
@@ -134,16 +141,16 @@ class Timeline:
     def phase_of(self, event: int) -> str:
         return next(name for name, _, last in self.phases if event <= last)
 
-    def _by_name(self) -> dict[str, list[Block]]:
+    def _grouped(self, attribute: str) -> dict[str, list[Block]]:
         groups: dict[str, list[Block]] = defaultdict(list)
         for block in self.blocks:
-            groups[block.name].append(block)
+            groups[getattr(block, attribute)].append(block)
         return groups
 
     def _by_tensor(self) -> dict[str, list[Block]]:
         return {
             f"{name} {index}" if index > 1 else name: [block]
-            for name, blocks in self._by_name().items()
+            for name, blocks in self._grouped("name").items()
             for index, block in enumerate(blocks, 1)
         }
 
@@ -185,8 +192,8 @@ def recorded(
     try:
         record = run.measure(dense_grad)
     finally:
-        watch.close()
-    return Timeline(watch.blocks(), watch.phases, record), run
+        events = watch.close()
+    return Timeline(watch.blocks_of(events), watch.phases, record), run
 
 
 class _Watch:
@@ -210,25 +217,24 @@ class _Watch:
             with range_around.get()(name):
                 yield
         finally:
-            self.phases.append((name, first, len(self._recorder)))
+            self.phases.append((name, first, self._recorder.count()))
             self._note_results(name)
 
-    def close(self) -> None:
-        if self._recorder is not None:
-            self._recorder.close()
+    def close(self) -> list[AllocationEvent]:
+        return [] if self._recorder is None else self._recorder.close()
 
-    def blocks(self) -> list[Block]:
-        events = self._recorder.events() if self._recorder else []
+    def blocks_of(self, events: list[AllocationEvent]) -> list[Block]:
         last = self.phases[-1][2] if self.phases else 0  # later ones are the run clearing up after itself
         return _with_roles(self._held_blocks() + _blocks_of(events[:last], self.phases), self._roles)
 
     def _held_blocks(self) -> list[Block]:
-        held = [*self.subject.named_given, *self.subject.named_owned]
-        roles = {role.storage: role for role in reversed(_roles_of(held, 0, self.subject.device))}
+        held: dict[StorageWeakRef, _Role] = {}
+        for role in _roles_of([*self.subject.named_given, *self.subject.named_owned], 0, self.subject.device):
+            if role.storage_bytes:
+                held.setdefault(role.storage, role)
         return [
             Block(role.storage_bytes, "", 0, None, None, role.name, role.shape, role.dtype, (), role.address)
-            for role in reversed(roles.values())
-            if role.storage_bytes
+            for role in held.values()
         ]
 
     def _note_results(self, phase: str) -> None:
@@ -270,19 +276,19 @@ def _roles_of(named: NamedTensors, step: int, device: torch.device) -> list[_Rol
 
 def _blocks_of(events: list[AllocationEvent], phases: list[tuple[str, int, int]]) -> list[Block]:
     blocks: list[Block] = []
-    at: dict[int, int] = {}  # address -> where its block is in the list
+    alive: dict[int, int] = {}  # address -> where its block is in the list
     for index, event in enumerate(events, 1):
+        address, size = event.address, event.bytes
         phase = next(name for name, _, last in phases if index <= last)
-        if event.bytes < 0 and event.address in at:
-            block = at.pop(event.address)
-            blocks[block] = replace(blocks[block], died=index)
-            continue
-        name = allocated_by(event.stack) if event.bytes > 0 else ""
-        role = None if event.bytes > 0 else FREED
-        at |= {event.address: len(blocks)} if event.bytes > 0 else {}
-        blocks.append(
-            Block(event.bytes, name, index, None, phase, role, event.shape, event.dtype, event.stack, event.address)
-        )
+        if size > 0:
+            alive[address] = len(blocks)
+            name = allocated_by(event.stack)
+            blocks.append(Block(size, name, index, None, phase, None, event.shape, event.dtype, event.stack, address))
+        elif address in alive:
+            freed = alive.pop(address)
+            blocks[freed] = replace(blocks[freed], died=index)
+        else:
+            blocks.append(Block(size, "", index, None, phase, FREED, address=address))
     return blocks
 
 
