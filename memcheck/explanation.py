@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from memcheck.allocation_events import NOWHERE
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
 from memcheck.runs import Run, Subject
-from memcheck.timeline import Timeline, recorded
+from memcheck.timeline import Block, Timeline, recorded
 
 # Rows of each phase, beside that of all others.
 MOST_ROWS = 20
@@ -49,7 +50,7 @@ def _other_saved_bytes(record: Record, timeline: Timeline, run: Run) -> tuple[st
     seen = {kept.address for kept in run.saved_tensors}
     unseen = [block for block in timeline.kept() if block.address not in seen]
     if unseen:
-        blocks = ", ".join(f"{format_bytes(block.bytes)} of {block.allocator}" for block in unseen[:3])
+        blocks = ", ".join(f"{format_bytes(block.bytes)} of {_whose(block)}" for block in unseen[:3])
         more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
         reasons.append(f"the hooks did not see {blocks}{more}")
     left = {block.address for block in timeline.kept()}
@@ -60,3 +61,7 @@ def _other_saved_bytes(record: Record, timeline: Timeline, run: Run) -> tuple[st
         )
     said = f"saved_bytes is {record.saved_bytes:,} by the allocator and {run.saved_by_hooks:,} by autograd's hooks"
     return (f"{said}: {'; '.join(reasons)}" if reasons else said,)
+
+
+def _whose(block: Block) -> str:
+    return "no operator (a Python number, say)" if block.allocator == NOWHERE else block.allocator

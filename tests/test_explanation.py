@@ -65,7 +65,8 @@ def test_our_operators_save_what_their_records_say():
 def test_numbers_that_hooks_do_not_see_are_doubts():
     record = measure_memory(lambda q: torch.softmax(q / math.sqrt(5), -1), leaf(7), details=True)
     assert record.doubts == (
-        "saved_bytes is 8 by the allocator and 0 by autograd's hooks: the hooks did not see 8 B of no operator",
+        "saved_bytes is 8 by the allocator and 0 by autograd's hooks: "
+        "the hooks did not see 8 B of no operator (a Python number, say)",
     )
 
 
