@@ -7,11 +7,13 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "combinator/combinator.h"
 #include "common/cpu_level.h"
 #include "compressed_attention/compressed_attention.h"
 #include "linear_attention/linear_attention.h"
+#include "memory/allocation_timeline.h"
 #include "memory/tracking_allocator.h"
 #include "softplus_attention/softplus_attention.h"
 #ifdef MEMCHECK_WITH_CUDA
@@ -36,6 +38,35 @@ static std::optional<std::pair<int64_t, int64_t>> refusal(const memcheck::Alloca
   const auto last = tracker.refusal();
   if (!last) return std::nullopt;
   return std::pair(last->requested_bytes, last->in_use_bytes);
+}
+
+// (address, bytes, path, (shape, dtype) or None) of each.
+static py::list events(const memcheck::AllocationTimeline& timeline) {
+  py::list rows;
+  for (const memcheck::AllocationEvent& event : timeline.events()) {
+    py::object tensor = py::none();
+    if (event.shaped) tensor = py::make_tuple(py::tuple(py::cast(event.shape)), event.dtype);
+    rows.append(py::make_tuple(event.address, event.bytes, event.path, tensor));
+  }
+  return rows;
+}
+
+static std::vector<std::pair<int, std::string>> paths(const memcheck::AllocationTimeline& timeline) {
+  std::vector<std::pair<int, std::string>> rows;
+  for (const memcheck::OperatorPath& path : timeline.paths()) rows.emplace_back(path.outer, path.name);
+  return rows;
+}
+
+static void bind_timeline(py::module_& m) {
+  using memcheck::AllocationTimeline;
+  py::class_<AllocationTimeline>(m, "AllocationTimeline")
+      .def(py::init<>())
+      .def("__len__", &AllocationTimeline::size, "events so far")
+      .def("close", &AllocationTimeline::close)
+      .def("events", &events,
+           "(address, bytes, path, (shape, dtype) or None) of each, in their order; of a free, bytes "
+           "are negative")
+      .def("paths", &paths, "(the path around it, its innermost operator) of each; path 0 is outside of all operators");
 }
 
 static void bind_memory(py::module_& m) {
@@ -126,5 +157,6 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "memcheck's compiled half: operators (torch.ops.memcheck), their memory plans, the tracking allocator";
   bind_build(m);
   bind_memory(m);
+  bind_timeline(m);
   bind_plans(m);
 }

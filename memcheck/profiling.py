@@ -27,7 +27,7 @@ from memcheck.tracing import write_snapshot, write_trace
 from memcheck.tracking import storages_of, tensors_in, track
 
 # The time pass stops here unless the number of passes was asked for.
-TIMING_SECONDS = 1.5
+TIMING_SECONDS = 3.0
 DEFAULT_PASSES = 10
 CPU_SECONDS = 60.0  # that a case may take there, unless asked otherwise
 

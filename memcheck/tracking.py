@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -15,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memcheck._extension import _C
+from memcheck.quantities import format_bytes
 
 # Storages by identity, and their bytes. A weak reference lets the data go but keeps the identity from being used again.
 Storages = dict[StorageWeakRef, int]
@@ -33,24 +35,44 @@ _SPARSE_PARTS = {
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
     """The tensors in a tensor, a module (parameters and buffers) or nested containers; anything else has none."""
+    return (tensor for _, tensor in named_tensors_in(thing))
+
+
+def named_tensors_in(thing: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """tensors_in, and the way to each: "layers.0.weight", or "" where the thing is a tensor."""
     if isinstance(thing, torch.Tensor):
-        yield thing
+        yield name, thing
     elif isinstance(thing, torch.nn.Module):
-        yield from thing.parameters()
-        yield from thing.buffers()
-    elif isinstance(thing, Mapping):
-        yield from tensors_in(list(thing.values()))
-    elif isinstance(thing, list | tuple | set | frozenset):
-        for part in thing:
-            yield from tensors_in(part)
-    elif dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        yield from tensors_in(vars(thing))
+        for part, tensor in itertools.chain(thing.named_parameters(), thing.named_buffers()):
+            yield f"{name}.{part}" if name else part, tensor
+    else:
+        for part, inner in _parts(thing):
+            yield from named_tensors_in(inner, f"{name}.{part}" if name else str(part))
+
+
+def _parts(thing: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(thing, Mapping):
+        return list(thing.items())
+    if isinstance(thing, list | tuple | set | frozenset):
+        return enumerate(thing)
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return vars(thing).items()
+    return ()
 
 
 def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
     """The unique storages of the tensors that lie on the device."""
-    storages = [storage for tensor in tensors for storage in _storages(tensor)]
-    return {StorageWeakRef(storage): storage.nbytes() for storage in storages if _lies_on(storage, device)}
+    storages = (storage for tensor in tensors for storage in storages_on(tensor, device))
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
+
+
+def storages_on(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.UntypedStorage]:
+    """Where the tensor's data lies on the device: one storage, or those of its parts."""
+    return (storage for storage in _storages(tensor) if _lies_on(storage, device))
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
@@ -62,6 +84,10 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     else:
         for name in _SPARSE_PARTS.get(tensor.layout, ()):
             yield getattr(tensor, name)().untyped_storage()
+
+
+def _references(tensors: Iterable[torch.Tensor]) -> Iterator[StorageWeakRef]:
+    return (StorageWeakRef(storage) for tensor in tensors for storage in _storages(tensor))
 
 
 def _lies_on(storage: torch.UntypedStorage, device: torch.device) -> bool:
@@ -95,7 +121,7 @@ class _CudaCounter:
 
     _open: ClassVar[list[_CudaCounter]] = []
 
-    def __init__(self, device: int, held_bytes: int, limit_bytes: int | None) -> None:
+    def __init__(self, device: int, held_bytes: int = 0, limit_bytes: int | None = None) -> None:
         torch.cuda.init()
         if torch.cuda.get_allocator_backend() != "native":
             raise RuntimeError("memcheck needs torch's native CUDA allocator: cudaMallocAsync keeps no requested bytes")
@@ -109,6 +135,14 @@ class _CudaCounter:
         self._keep_peaks()
         self._baseline = self._highest = self._requested("current")
         self._open.append(self)
+
+    @classmethod
+    def since_cuda_began(cls, device: int) -> _CudaCounter:
+        """As if it had been opened before the process first used CUDA."""
+        peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
+        counter = cls(device)
+        counter._baseline, counter._highest = 0, peak
+        return counter
 
     def current_bytes(self) -> int:
         return self._requested("current") - self._baseline
@@ -189,19 +223,33 @@ def _open_counter(device: torch.device, held_bytes: int, limit_bytes: int | None
     return _C.AllocationTracker(held_bytes, None if limit_bytes is None else min(limit_bytes, 2**62))
 
 
-@dataclasses.dataclass(eq=False)  # told apart by identity: two may have seen the same
-class _Listener:
-    """What one open tracker hears of saved tensors."""
+@dataclasses.dataclass(frozen=True)
+class SavedTensor:
+    """A storage that autograd keeps for backward, and the first tensor in it that was."""
 
-    storages: Storages
     device: torch.device
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    address: int
+
+
+Saved = dict[StorageWeakRef, SavedTensor]
+
+
+def _note_saved(saved: Saved, tensor: torch.Tensor) -> None:
+    for storage in _storages(tensor):
+        if storage.device.type in ("cpu", "cuda"):
+            shape, dtype = tuple(tensor.shape), dtype_name(tensor)
+            kept = SavedTensor(storage.device, storage.nbytes(), shape, dtype, storage.data_ptr())
+            saved.setdefault(StorageWeakRef(storage), kept)
 
 
 class _Listeners(threading.local):
-    """Those of the trackers open on this thread: hooks are per thread, and only the innermost pair is called."""
+    """What the trackers open on this thread have heard: hooks are per thread, and only the innermost pair is called."""
 
     def __init__(self) -> None:
-        self.open: list[_Listener] = []
+        self.open: list[Saved] = []
 
 
 _listeners = _Listeners()
@@ -224,24 +272,33 @@ def _unpack(packed: Any) -> torch.Tensor:
 
 
 @contextmanager
-def _listening(saved: Storages, device: torch.device) -> Iterator[None]:
+def _listening(saved: Saved) -> Iterator[None]:
     """Hooks that tell every tracker of the thread, and then do what would have been done without them."""
     outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack, unpack = outer or (_pack, _unpack)
 
     def pack_and_tell(tensor: torch.Tensor) -> Any:
-        for listener in _listeners.open:
-            listener.storages.update(storages_of([tensor], listener.device))
+        for heard in _listeners.open:
+            _note_saved(heard, tensor)
         return pack(tensor)
 
-    own = _Listener(saved, device)
-    _listeners.open.append(own)
+    _listeners.open.append(saved)
     try:
         with torch.autograd.graph.saved_tensors_hooks(pack_and_tell, unpack):
             yield
     finally:
-        _listeners.open.remove(own)
+        # By identity: two trackers may have heard the same.
+        _listeners.open[:] = [heard for heard in _listeners.open if heard is not saved]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """What a tracker says of one device; saved_bytes is None where it has no hooks."""
+
+    peak_bytes: int
+    current_bytes: int
+    saved_bytes: int | None
 
 
 class MemoryTracker:
@@ -258,10 +315,11 @@ class MemoryTracker:
             raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
         tensors = list(_held_tensors(held))
         self.device = resolve_device(device, tensors)
-        self._held = storages_of(tensors, self.device)
-        self._saved: Storages | None = {} if saved else None
+        self._held = set(_references(tensors))
+        self._held_bytes = storages_of(tensors, self.device)
+        self._saved: Saved | None = {} if saved else None
         self._limit_bytes = limit_bytes
-        self._counter: _Counter | None = None
+        self._counters: dict[torch.device, _Counter] = {}
         self._exit = ExitStack()
         self._open = False
         self._thread = 0
@@ -269,12 +327,15 @@ class MemoryTracker:
     def __enter__(self) -> MemoryTracker:
         if self._open:
             raise RuntimeError("this memory tracker is already open")
+        self._counters = {}
         with ExitStack() as stack:
             if self._saved is not None:
                 self._saved.clear()
-                stack.enter_context(_listening(self._saved, self.device))
-            self._counter = _open_counter(self.device, self.held_bytes, self._limit_bytes)
-            stack.callback(self._close_counter)
+                stack.enter_context(_listening(self._saved))
+            stack.callback(self._close_counters)
+            self._counters[self.device] = _open_counter(self.device, self.held_bytes, self._limit_bytes)
+            for other in _other_devices(self.device):
+                self._counters[other] = _open_counter(other, 0, None)
             self._exit = stack.pop_all()
         self._open = True
         self._thread = threading.get_ident()
@@ -285,8 +346,17 @@ class MemoryTracker:
     ) -> None:
         if threading.get_ident() != self._thread:
             raise RuntimeError("this memory tracker was opened on another thread, and its hooks are there")
+        self._watch_late_devices()
         self._open = False
         self._exit.close()
+
+    def __repr__(self) -> str:
+        def figures(memory: DeviceMemory) -> str:
+            named = {"peak": memory.peak_bytes, "now": memory.current_bytes, "saved": memory.saved_bytes}
+            return ", ".join(f"{name} {format_bytes(size)}" for name, size in named.items() if size is not None)
+
+        devices = self.by_device.items() if self._counters else ()
+        return f"MemoryTracker({'; '.join(f'{device}: {figures(memory)}' for device, memory in devices)})"
 
     @property
     def peak_bytes(self) -> int:
@@ -303,12 +373,23 @@ class MemoryTracker:
         """Bytes of the unique storages that autograd saved for backward on this thread, less those held."""
         if self._saved is None:
             raise RuntimeError("this memory tracker was made with saved=False")
-        return sum(size for storage, size in self._saved.items() if storage not in self._held)
+        return sum(tensor.bytes for tensor in self.saved_tensors)
+
+    @property
+    def saved_tensors(self) -> list[SavedTensor]:
+        """What saved_bytes adds up, the largest first."""
+        return self._saved_on(self.device)
+
+    @property
+    def by_device(self) -> dict[str, DeviceMemory]:
+        """The figures of the CPU and of every CUDA device that this process has used, by name: "cpu", "cuda:0"."""
+        self._watch_late_devices()
+        return {str(device): self._figures(device) for device in sorted(self._counters, key=str)}
 
     @property
     def held_bytes(self) -> int:
         """Bytes of the unique storages held, on the tracked device."""
-        return sum(self._held.values())
+        return sum(self._held_bytes.values())
 
     @property
     def refusal(self) -> Refusal | None:
@@ -317,21 +398,48 @@ class MemoryTracker:
 
     def hold(self, *more: Any) -> None:
         """Counts these, e.g. the outputs, as the caller's: they are not saved for backward on its account."""
-        self._held.update(storages_of(_held_tensors(more), self.device))
+        tensors = list(_held_tensors(more))
+        self._held.update(_references(tensors))
+        self._held_bytes.update(storages_of(tensors, self.device))
 
     def reset_peak(self) -> None:
-        """Starts a new peak from what is alive now."""
-        self._counting().reset_peak()
+        """Starts a new peak from what is alive now, on every device."""
+        self._counting()
+        for counter in self._counters.values():
+            counter.reset_peak()
 
     def _counting(self) -> _Counter:
-        if self._counter is None:
+        if not self._counters:
             raise RuntimeError("this memory tracker was never opened: with memcheck.track(...) as memory: ...")
-        return self._counter
+        return self._counters[self.device]
 
-    def _close_counter(self) -> None:
-        counter = self._counting()
-        self._counter = _Final(counter)
-        counter.close()
+    def _saved_on(self, device: torch.device) -> list[SavedTensor]:
+        saved = [tensor for storage, tensor in (self._saved or {}).items() if storage not in self._held]
+        return sorted((tensor for tensor in saved if tensor.device == device), key=lambda tensor: -tensor.bytes)
+
+    def _figures(self, device: torch.device) -> DeviceMemory:
+        saved_bytes = None if self._saved is None else sum(tensor.bytes for tensor in self._saved_on(device))
+        counter = self._counters[device]
+        return DeviceMemory(counter.peak_bytes(), counter.current_bytes(), saved_bytes)
+
+    def _watch_late_devices(self) -> None:
+        """A process that first used CUDA during the block had nothing there before it."""
+        for device in _other_devices(self.device) if self._open else ():
+            if device not in self._counters:
+                self._counters[device] = _CudaCounter.since_cuda_began(device.index)
+
+    def _close_counters(self) -> None:
+        for device, counter in self._counters.items():
+            self._counters[device] = _Final(counter)
+            counter.close()
+
+
+def _other_devices(device: torch.device) -> list[torch.device]:
+    """The CPU and the CUDA devices, those of a process that uses CUDA, without the one."""
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_initialized() and torch.cuda.get_allocator_backend() == "native":
+        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [other for other in devices if other != device]
 
 
 def _held_tensors(held: tuple[Any, ...]) -> Iterator[torch.Tensor]:
@@ -351,9 +459,11 @@ def track(
             y = model(x)
             memory.hold(y)
         memory.peak_bytes, memory.current_bytes, memory.saved_bytes
+        memory.by_device["cuda:1"].peak_bytes
 
     held: tensors, modules or nested containers of them that the caller owns; saved_bytes leaves them out.
-    device: the memory to watch; the CPU, or the CUDA device of `held`, unless given.
+    device: the memory that the figures are of; the CPU, or the CUDA device of `held`, unless given. by_device has
+    those of the CPU and of every CUDA device, in a process that uses CUDA.
     limit_bytes: a budget for `held` together with everything above the level at entry; an allocation beyond it raises
     torch.OutOfMemoryError. Exact on the CPU; on CUDA it bounds the caching allocator's segments, which is coarser.
     saved: with False there is no saved_bytes, and autograd gets no hooks (torch.func.grad refuses to run under any).

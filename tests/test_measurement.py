@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 import memcheck
-from memcheck.measurement import _Run, _Subject, measure_memory, measure_time
+from memcheck.measurement import measure_memory, measure_time
+from memcheck.runs import Run, Subject
 
 BYTES = (
     "input_bytes",
@@ -166,14 +167,14 @@ def conv_relu():
     ],
 )
 def test_allocator_and_hooks_agree_on_saved_bytes(fn, inputs):
-    run = _Run(_Subject(fn, inputs(), {}, (), True, None), hooks=True)
+    run = Run(Subject(fn, inputs(), {}, (), True, None), hooks=True)
     record = run.measure()
     assert record.saved_bytes == run.saved_by_hooks
 
 
 def test_numbers_are_saved_behind_the_back_of_hooks():
     """An operand that was a Python number is a tensor of 8 bytes, which autograd keeps without asking hooks."""
-    run = _Run(_Subject(lambda q: torch.softmax(q / math.sqrt(5), -1), (leaf(7),), {}, (), True, None), hooks=True)
+    run = Run(Subject(lambda q: torch.softmax(q / math.sqrt(5), -1), (leaf(7),), {}, (), True, None), hooks=True)
     assert run.measure().saved_bytes == 8
     assert run.saved_by_hooks == 0
 

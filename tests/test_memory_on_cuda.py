@@ -4,7 +4,8 @@ import pytest
 import torch
 
 import memcheck
-from memcheck import measurement, tracking
+from memcheck import machines, measurement, tracking
+from memcheck.timeline import record_timeline
 
 
 class FakeCuda:
@@ -18,6 +19,8 @@ class FakeCuda:
         self.current = self.peak = self.workspace = 0
         self.fraction = 1.0
         self.observers = []
+        self.trace = None  # of device 0, while memory history is recorded
+        self.address = 4096
 
     def allocate(self, count):
         self.current += count
@@ -33,6 +36,31 @@ class FakeCuda:
 
     def reset_peak(self, device):
         self.peak = self.current
+
+    def allocate_traced(self, count, *functions):
+        """The address of a block that is in the trace with the C++ functions, the innermost first."""
+        self.allocate(count)
+        self.address += 512
+        self.note("alloc", self.address, count, functions)
+        return self.address
+
+    def free_traced(self, address, count):
+        self.allocate(-count)
+        self.note("free_requested", address, count)
+        self.note("free_completed", address, count)
+
+    def note(self, action, address, count, functions=()):
+        if self.trace is not None:
+            frames = [{"name": name, "filename": "Operators.cpp", "line": 1} for name in functions]
+            entry = {"action": action, "addr": address, "size": count, "stream": 0, "frames": frames}
+            self.trace.append(entry)
+
+    def record_history(self, enabled, **options):
+        self.trace = [] if enabled else None
+
+    def snapshot(self):
+        self.note("snapshot", 0, 0)  # as torch does
+        return {"segments": [], "device_traces": [list(self.trace), []]}
 
     def set_fraction(self, fraction, device):
         self.fraction = fraction
@@ -50,6 +78,9 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "memory_stats", fake.stats)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset_peak)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", fake.record_history)
+    monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
+    monkeypatch.setattr(machines, "_compute_processes", lambda uuid: [])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: fake.current)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: fake)
@@ -139,6 +170,80 @@ def test_cuda_records_separate_library_workspaces(cuda, monkeypatch):
     assert record.workspace_bytes == 200
     assert (record.forward_max_allocated_bytes, record.backward_max_allocated_bytes) == (300, 332)
     assert record.reserved_bytes == cuda.current
+
+
+def test_one_tracker_watches_every_device(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    cuda.allocate(100)
+    with memcheck.track() as memory:
+        kept = torch.zeros(10)
+        cuda.allocate(50)
+        cuda.allocate(-20)
+        with memcheck.track(device="cuda:1", saved=False) as inner:
+            cuda.allocate(5)
+            assert (
+                str(inner)
+                == "MemoryTracker(cpu: peak 0 B, now 0 B; cuda:0: peak 5 B, now 5 B; cuda:1: peak 5 B, now 5 B)"
+            )
+        memory.reset_peak()
+        assert memory.by_device["cuda:0"] == tracking.DeviceMemory(35, 35, 0)
+        cuda.allocate(7)
+    cuda.allocate(1000)
+    assert memory.by_device == {
+        "cpu": tracking.DeviceMemory(40, 40, 0),
+        "cuda:0": tracking.DeviceMemory(42, 42, 0),
+        "cuda:1": tracking.DeviceMemory(42, 42, 0),  # the stand-in has the same figures for both
+    }
+    assert kept.nbytes == memory.current_bytes == 40
+
+
+def test_a_device_first_used_during_the_block_counts_from_nothing(cuda, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with memcheck.track() as memory:
+        assert list(memory.by_device) == ["cpu"]
+        cuda.allocate(60)
+        cuda.allocate(-20)
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    assert memory.by_device["cuda:0"] == tracking.DeviceMemory(60, 40, 0)
+
+
+def test_a_gpu_in_use_by_others_is_said_in_the_row(cuda, monkeypatch):
+    monkeypatch.setattr(machines, "_compute_processes", lambda uuid: [(1, 2**30), (machines.os.getpid(), 2**20)])
+    record = memcheck.measure_memory(torch.exp, torch.ones(3), device="cuda:0")
+    assert record.doubts == ("the GPU is shared with process 1 (1 GiB)",)
+
+
+def test_cuda_timelines_come_from_torch_s_trace(cuda):
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            scores = cuda.allocate_traced(300, "empty_cuda", "at::_ops::bmm::call(at::Tensor const&)")
+            ctx.saved = cuda.allocate_traced(100, "at::_ops::_softmax::call(at::Tensor const&)")
+            cuda.free_traced(scores, 300)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            node = "torch::autograd::generated::MulBackward0::apply(std::vector<at::Tensor>&&)"
+            cuda.allocate_traced(250, "at::_ops::mul_Tensor::call(at::Tensor const&)", node)
+            cuda.free_traced(ctx.saved, 100)
+            cuda.note("free_requested", cuda.address, 250)  # another stream still reads it
+            return gradient.clone()
+
+    timeline = record_timeline(Function.apply, torch.ones(3, requires_grad=True), device="cuda:0")
+    assert [(event.bytes, event.name, event.phase) for event in timeline.events] == [
+        (300, "aten::bmm", "forward"),
+        (100, "aten::_softmax", "forward"),
+        (-300, "aten::bmm", "forward"),
+        (250, "MulBackward0", "backward"),
+        (-100, "aten::_softmax", "backward"),
+    ]
+    assert timeline.phases == [("forward", 0, 3), ("backward", 3, 5)]
+    record = timeline.record
+    assert (timeline.alive[timeline.peak["forward"]], record.forward_peak_bytes) == (400, 400)
+    assert (timeline.alive[timeline.peak["backward"]], record.backward_peak_bytes) == (350, 350)
+    assert cuda.trace is None
 
 
 def test_cuda_times_come_from_events(cuda, monkeypatch):

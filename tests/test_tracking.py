@@ -495,6 +495,28 @@ def test_devices():
         memcheck.track(device="meta")
 
 
+def test_figures_by_device():
+    x = leaf(100)
+    with memcheck.track(x) as memory:
+        y = x.exp().sin()
+        assert memory.by_device == {"cpu": tracking.DeviceMemory(peak_bytes=800, current_bytes=800, saved_bytes=400)}
+        assert repr(memory) == "MemoryTracker(cpu: peak 800 B, now 800 B, saved 400 B)"
+    assert memory.by_device["cpu"].current_bytes == 2 * y.nbytes
+    with memcheck.track(saved=False) as memory:
+        assert memory.by_device == {"cpu": tracking.DeviceMemory(0, 0, None)}
+    assert repr(memcheck.track()) == "MemoryTracker()"
+
+
+def test_saved_tensors_are_listed_the_largest_first():
+    x, y = leaf(100), leaf(10, 3)
+    with memcheck.track(x, y) as memory:
+        kept = [y.exp()[:, 1].sin(), x.exp()]
+    listed = [(tensor.bytes, tensor.shape, tensor.dtype) for tensor in memory.saved_tensors]
+    assert listed == [(400, (100,), "float32"), (120, (10, 3), "float32")]
+    memory.hold(kept)
+    assert [tensor.bytes for tensor in memory.saved_tensors] == [120]
+
+
 def test_a_tracker_is_closed_where_it_was_opened():
     memory = memcheck.track()
     errors = []

@@ -11,6 +11,9 @@
 #include <cstring>
 #include <limits>
 #include <mutex>
+#include <utility>
+
+#include "memory/allocation_timeline.h"
 
 namespace memcheck {
 namespace {
@@ -117,6 +120,22 @@ void* allocate_block(size_t bytes) {
   }
 }
 
+// Counts a block and gets it: the total that includes it, and where it lies.
+std::pair<int64_t, void*> take(size_t bytes) {
+  TimelineGuard timeline;
+  const int64_t level = reserve(bytes);
+  void* data = allocate_block(bytes);
+  timeline.note(data, bytes);
+  return {level, data};
+}
+
+// Returns the total without the block, whose memory is still to be freed.
+int64_t give_back(const void* data, int64_t bytes) {
+  TimelineGuard timeline;
+  timeline.note(data, -bytes);
+  return total.fetch_sub(bytes) - bytes;
+}
+
 void release(void* data) {
   if (data == nullptr) return;
   const Footer footer = read_footer(data);
@@ -125,7 +144,7 @@ void release(void* data) {
     c10::GetDefaultCPUAllocator()->raw_deallocate(data);
     return;
   }
-  const int64_t level = total.fetch_sub(footer.bytes) - footer.bytes;
+  const int64_t level = give_back(data, footer.bytes);
   c10::reportMemoryUsageToProfiler(data, -footer.bytes, level, 0, c10::Device(c10::DeviceType::CPU));
   write_footer(data, {0, 0});
   c10::free_cpu(data);
@@ -137,10 +156,9 @@ class TrackingAllocator final : public c10::Allocator {
     const c10::Device cpu(c10::DeviceType::CPU);
     if (bytes == 0) return {nullptr, nullptr, &release, cpu};
     TORCH_CHECK_WITH(OutOfMemoryError, bytes <= kLargestRequest, "memcheck: cannot allocate ", bytes, " bytes");
-    const int64_t level = reserve(bytes);
-    void* data = allocate_block(bytes);
+    const auto [level, data] = take(bytes);
     write_footer(data, {static_cast<int64_t>(bytes), tag_of(data)});
-    for_each_open([=](Slot& slot) { raise_to(slot.peak, level); });
+    for_each_open([peak = level](Slot& slot) { raise_to(slot.peak, peak); });
     c10::reportMemoryUsageToProfiler(data, bytes, level, 0, cpu);
     return {data, data, &release, cpu};
   }

@@ -1,0 +1,55 @@
+"""Times of repeated passes: their median and quartiles, and what makes them doubtful."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+# Where a reader should be told: the middle half of the passes spread over more than this share of the median, ...
+WIDE = 0.20
+# ... or the median of the second half of the passes this far from that of the first.
+DRIFT = 0.10
+FEW_PASSES = 5
+
+
+def summary(name: str, times: Sequence[float]) -> dict[str, Any]:
+    """The median and the quartiles, under the names that a record has for them; None where there were no passes."""
+    if not times:
+        return {name: None, f"{name}_quartiles": None}
+    low, middle, high = _quartiles(times)
+    return {name: middle, f"{name}_quartiles": (low, high)}
+
+
+def doubts(phase: str, times: Sequence[float]) -> tuple[str, ...]:
+    """Why the median of these times may be off, in sentences."""
+    if len(times) < FEW_PASSES:
+        return ()  # which is a doubt of its own, and says enough
+    low, middle, high = _quartiles(times)
+    early, late = (statistics.median(half) for half in (times[: len(times) // 2], times[(len(times) + 1) // 2 :]))
+    found = []
+    if high - low > WIDE * middle:
+        found.append(f"{phase} times scatter: the middle half of them spans {(high - low) / middle:.0%} of the median")
+    if abs(late - early) > DRIFT * early:
+        found.append(
+            f"{phase} times drift: median {early:.3g} ms in the first half of the passes, {late:.3g} ms in the second"
+        )
+    return tuple(found)
+
+
+def doubts_of_passes(passes: int, asked: int, warmed_up: bool) -> tuple[str, ...]:
+    """Whether there were enough of them."""
+    found = []
+    if not warmed_up:
+        found.append("the time limit left no pass to warm up: the times include what a first call does once")
+    if passes < FEW_PASSES:
+        cut = f" of the {asked} asked for" if passes < asked else ""
+        found.append(f"times of only {passes} pass{'es' if passes > 1 else ''}{cut}")
+    return tuple(found)
+
+
+def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:
+    if len(times) == 1:
+        return times[0], times[0], times[0]
+    low, middle, high = statistics.quantiles(times, n=4, method="inclusive")
+    return low, middle, high
