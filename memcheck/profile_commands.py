@@ -37,7 +37,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory-limit", type=size("--memory-limit"), metavar="40GiB", help="OOM above this; bytes, KiB..GB"
     )
     parser.add_argument(
-        "--passes", type=count("--passes"), metavar="N", help="timed passes; default: 10, or 1.5 s of them"
+        "--passes", type=count("--passes"), metavar="N", help="timed passes; default: 10, or 3 s of them"
     )
     parser.add_argument("--no-time", action="store_true", help="memory only")
     parser.add_argument(

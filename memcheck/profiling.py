@@ -69,7 +69,7 @@ def profile_case(
     details: who was alive at the peaks, and the tensors saved; see memcheck.measure_memory.
     max_seconds: for the case as a whole. No timed pass begins that would run over, if it takes as long as measuring the
     memory did; one that takes longer is not cut short.
-    passes: timed passes; as many as fit into 1.5 s, up to 10, where not given.
+    passes: timed passes; as many as fit into 3 s, up to 10, where not given.
     limit_bytes: what goes beyond is out of memory.
     skip_predicted: a case whose closed byte terms exceed limit_bytes is not run, and its status is "skipped". Whatever
     the limit, a case is skipped whose closed terms exceed the machine: what is available on a CPU, the whole of a GPU.

@@ -108,6 +108,8 @@ class Run:
         self.record.status, self.record.oom_phase = "oom", phase
         if self.memory.refusal is not None:
             self.record.oom_requested_bytes, self.record.oom_in_use_bytes = self.memory.refusal
+        if phase == "backward":
+            _let_go_of_failed_backward(self.subject.device)
         return False
 
     def _forward(self) -> None:
@@ -149,6 +151,12 @@ class Run:
         parts = (record.input_bytes, record.parameter_bytes, record.output_bytes, record.saved_bytes, library_bytes)
         scratch = peak_bytes - sum(part or 0 for part in parts) - more_bytes
         record.workspace_bytes = max(record.workspace_bytes or 0, scratch)
+
+
+def _let_go_of_failed_backward(device: torch.device) -> None:
+    """Autograd leaves what was still to be done in its queue, with the gradients it would have needed, until the next
+    backward comes by: whose figures they would then be part of."""
+    torch.ones((), device=device, requires_grad=True).clone().backward()
 
 
 def timed_pass(subject: Subject, dense_grad: bool) -> tuple[float, float | None]:

@@ -317,3 +317,22 @@ def test_training_is_measured_under_no_grad_too():
 def test_no_backward_under_inference_mode():
     with torch.inference_mode(), pytest.raises(ValueError, match="backward must be False under torch"):
         measure_memory(torch.exp, torch.ones(10))
+
+
+@pytest.mark.parametrize("share", [0.5, 0.8, 0.9, 0.95, 0.99])
+def test_a_backward_that_failed_leaves_nothing_to_the_next(share: float) -> None:
+    """Autograd's queue holds the gradients of the branches that were not reached."""
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(x * i).repeat(8 if i == 6 else 1, 1).exp().sum() for i in range(8)]).sum()
+
+    x = torch.randn(64, 64, requires_grad=True)
+    alone, all_of_it = measure_memory(torch.sin, x), measure_memory(branches, x)
+    assert all_of_it.backward_peak_bytes is not None
+    failed = measure_memory(branches, x, limit_bytes=int(share * all_of_it.backward_peak_bytes))
+    assert failed.status == "oom"
+    after = measure_memory(torch.sin, x)
+    assert (after.forward_peak_bytes, after.backward_peak_bytes) == (
+        alone.forward_peak_bytes,
+        alone.backward_peak_bytes,
+    )

@@ -75,7 +75,7 @@ def add_measuring_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--memory-limit", type=size("--memory-limit"), metavar="40GiB", help="OOM above this; bytes, KiB..GB"
     )
-    group.add_argument("--passes", type=count("--passes"), metavar="N", help="timed passes; default: 10, or 1.5 s")
+    group.add_argument("--passes", type=count("--passes"), metavar="N", help="timed passes; default: 10, or 3 s")
     group.add_argument("--no-time", action="store_const", const=True, help="memory only")
     group.add_argument(
         "--max-seconds-per-case",
