@@ -237,12 +237,12 @@ def test_progress_and_the_manifest(tmp_path) -> None:
 def test_settings_reach_the_job(tmp_path) -> None:
     answers = Answers()
     run_sweep(
-        [case(), case(length=9, device="cuda:0")], tmp_path, executor=answers, limit_bytes=5, passes=7, timed=False
+        [case(), case(length=9, device="cuda:0")], tmp_path, executor=answers, limit_bytes=2**30, passes=7, timed=False
     )
     run_sweep([case(length=16)], tmp_path, executor=answers, max_seconds=0)
     run_sweep([case(length=32, device="cuda:0")], tmp_path, executor=answers, max_seconds=3)
     assert [job.max_seconds for job in answers.jobs] == [60, None, None, 3]
-    assert {(job.limit_bytes, job.passes, job.timed) for job in answers.jobs[:2]} == {(5, 7, False)}
+    assert {(job.limit_bytes, job.passes, job.timed) for job in answers.jobs[:2]} == {(2**30, 7, False)}
     assert Job.from_json(answers.jobs[0].to_json()) == answers.jobs[0]
 
 
