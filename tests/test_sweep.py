@@ -396,7 +396,7 @@ def test_dask_with_a_worker_that_dies(tmp_path) -> None:
         """)
     )
     names = "kills-its-worker,naive,softplus"
-    flags = ["--plugin", str(path), "--attention-type", names, "--seq-len", "8,16", "--no-time", "--device", "cpu"]
+    flags = ["--plugin", str(path), "--attention-type", names, "--seq-len", "8", "--no-time", "--device", "cpu"]
     with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
     ) as cluster:
@@ -404,5 +404,5 @@ def test_dask_with_a_worker_that_dies(tmp_path) -> None:
         assert main(["sweep", *flags, "--dask", cluster.scheduler_address, "--output", str(folder)]) == 0
     assert (tmp_path / "died").exists()
     records = read_records(folder)
-    assert Counter(record.operator for record in records) == dict.fromkeys(names.split(","), 2)
+    assert Counter(record.operator for record in records) == dict.fromkeys(names.split(","), 1)
     assert {record.status for record in records} == {"ok"}
