@@ -286,8 +286,8 @@ MISBEHAVING = """
         raise RuntimeError(f"process {os.getpid()}")
 
     def chatter(q, k, v):
-        print("not an answer", flush=True)
-        os.write(1, b"nor this\\n")
+        print('{"final": true, "record": {}}', flush=True)
+        os.write(1, b"no answer\\n")
         return q * 2
 
     def slow(q, k, v):
