@@ -215,7 +215,7 @@ def test_times_of_neighbours_are_doubtful(tmp_path) -> None:
     (alone,) = run_sweep([case()], tmp_path / "1", executor=answers)
     (beside,) = run_sweep([case()], tmp_path / "2", executor=answers, workers=3)
     assert alone.doubts == ()
-    assert beside.doubts == ("timed while up to 2 other cases ran, maybe on the same cores",)
+    assert beside.doubts == ("timed with 3 cases at once, maybe on the same cores",)
 
 
 def test_progress_and_the_manifest(tmp_path) -> None:
