@@ -466,11 +466,11 @@ def test_a_state_is_as_if_its_tokens_had_come_one_by_one(operator: str, dtype: s
     decode = CONTENDERS[operator].decode
     assert decode is not None
     step = decode.step(case)
-    token = CONTENDERS[operator].inputs(one_token(case))
-    state = decode.state(dataclasses.replace(case, kv_len=1))
-    for _ in range(10):
-        y, state = step(*token, state)
-    assert y.shape == token[0].shape
+    q, k, v = CONTENDERS[operator].inputs(one_token(case))
+    state = (k[:, :, :0], v[:, :, :0]) if operator in ("naive", "softmax") else None
+    for _ in range(11):
+        y, state = step(q, k, v, state)
+    assert y.shape == q.shape
     made = decode.state(case)
     assert [(x.shape, x.dtype) for x in tensors_in(made)] == [(x.shape, x.dtype) for x in tensors_in(state)]
     assert [x for x in made if isinstance(x, int)] == [x for x in state if isinstance(x, int)]

@@ -243,19 +243,36 @@ def test_what_is_not_known_ends_at_the_memory_of_the_machine(profile, monkeypatc
     """The kernel would end the process, not the case."""
     facts = machine_facts("cpu")
     monkeypatch.setattr("memcheck.profiling.machine_facts", lambda device: {**facts, "device_free_bytes": 1 << 20})
-    code, (record,) = profile(*SMALL[2:], "--seq-len", "1024", "--attention-type", "softmax/math", "--dtype", "bf16")
-    assert (code, record.status, record.oom_phase) == (0, "oom", "forward")
+    flags = [*SMALL[2:], "--seq-len", "1024", "--attention-type", "softmax/math", "--dtype", "bf16"]
+    for limit in ([], ["--memory-limit", "999GiB"]):
+        code, (record,) = profile(*flags, *limit)
+        assert (code, record.status, record.oom_phase) == (0, "oom", "forward")
 
 
-def test_seconds_are_those_of_the_case(profile) -> None:
+def test_seconds_are_those_of_the_case(profile, monkeypatch) -> None:
+    given = []
+
+    def measure_time(fn, *inputs, passes, max_seconds, **kwargs):
+        given.append((passes, max_seconds))
+        return {"passes": 1, "doubts": ("too few",)}
+
+    monkeypatch.setattr("memcheck.profiling.measure_time", measure_time)
     timed = [*SMALL[:-3], *SMALL[-2:], "--attention-type", "naive"]
-    _, (record,) = profile(*timed, "--passes", "1000000", "--max-seconds-per-case", "0.5")
-    assert 1 <= record.passes < 1000000
+    _, (record,) = profile(*timed, "--passes", "100", "--max-seconds-per-case", "100000")
+    assert (record.passes, record.doubts) == (1, ("too few",))
+    profile(*timed, "--passes", "100", "--max-seconds-per-case", "0")
+    profile(*timed, "--max-seconds-per-case", "100000")
+    (passes, seconds), *others = given
+    assert passes == 100
+    assert 0 < seconds < 100000  # what measuring memory left
+    assert others == [(100, None), (10, 1.5)]
+
+
+def test_no_second_is_left_for_times(profile) -> None:
+    timed = [*SMALL[:-3], *SMALL[-2:], "--attention-type", "naive"]
     _, (record,) = profile(*timed, "--passes", "3", "--max-seconds-per-case", "0.000001")
     assert (record.status, record.passes, record.forward_ms) == ("ok", 0, None)
     assert "there are no times: measuring memory took all the seconds" in record.doubts[0]
-    _, (record,) = profile(*timed, "--passes", "3", "--max-seconds-per-case", "0")
-    assert record.passes == 3
 
 
 def test_a_cpu_has_a_minute_for_a_case() -> None:

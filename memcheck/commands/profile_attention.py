@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seq-len", type=counts("--seq-len"), metavar="N[,N]", help="S and T at once")
     parser.add_argument("--query-len", type=counts("--query-len"), metavar="S[,S]", help="default: --kv-len")
     parser.add_argument("--kv-len", type=counts("--kv-len"), metavar="T[,T]", help="default: --query-len")
-    parser.add_argument("--core-dim", type=count("--core-dim"), metavar="R", help="softplus only; default: --dim")
+    parser.add_argument(
+        "--core-dim", type=count("--core-dim"), metavar="R", help="of softplus attention; default: --dim"
+    )
     parser.add_argument(
         "--factor", type=count("--factor"), metavar="C", help="compressed only: positions to a block; default: 8"
     )
