@@ -60,7 +60,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "dtype": "float16",
     },
 }
-LONG_PRESETS = {"memcheck-pyt": "hours of arithmetic on a CPU", "cs336": "hours of arithmetic on a CPU"}
 
 
 @dataclass(frozen=True)

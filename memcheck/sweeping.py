@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 import queue
 import sys
@@ -30,7 +31,7 @@ from memcheck.catalog import BUILT_IN, DTYPES, Case
 from memcheck.errors import MemcheckError, UsageError
 from memcheck.grids import refusal
 from memcheck.plugins import load_plugin
-from memcheck.profiling import CPU_SECONDS, predicted_failure
+from memcheck.profiling import CPU_SECONDS, TIMING_SECONDS, predicted_failure
 from memcheck.records import Record
 from memcheck.store import FILE, Store, read_rows
 from memcheck.theory import closed_bytes, closed_terms
@@ -69,6 +70,12 @@ class Settings:
         if self.max_seconds is None:
             return CPU_SECONDS if case.device == "cpu" else None
         return self.max_seconds or None
+
+    def expected_seconds(self, case: Case) -> float:
+        """Roughly, for an estimate: overheads, and arithmetic as of softmax attention at 20 GFLOP/s."""
+        once = 12.0 * case.bsz * case.query_len * case.dim * (case.kv_len or case.dim) / 2e10
+        timing = (self.passes + 2) * once if self.passes else min(12 * once, TIMING_SECONDS + once)
+        return min(0.1 + once + (timing if self.timed else 0), self.seconds(case) or math.inf)
 
 
 def run_sweep(
@@ -214,7 +221,7 @@ class Sweep:
             if getattr(record, field) is None:
                 setattr(record, field, value)
         if self.workers > 1 and case.device == "cpu" and record.forward_ms is not None:
-            record.doubts += (f"timed while up to {self.workers - 1} other cases ran, maybe on the same cores",)
+            record.doubts += (f"timed with {self.workers} cases at once, maybe on the same cores",)
         if self.store is not None:
             self.store.append(self.key(case), record)
         self.known[case] = record
@@ -285,14 +292,6 @@ def size_of(case: Case) -> int:
         return max(sizes.values())
     positions = 2 * (case.query_len + (case.kv_len or 0))
     return case.bsz * positions * (case.core_dim or case.dim) * DTYPES[case.dtype].itemsize
-
-
-def expected_seconds(case: Case, passes: int | None, timed: bool) -> float:
-    """Roughly, for an estimate of the time left: arithmetic as of softmax attention at 20 GFLOP/s, and overheads."""
-    flops = 12.0 * case.bsz * case.query_len * case.dim * (case.kv_len or case.dim)
-    seconds = flops / 2e10
-    timing = ((passes + 2) * seconds if passes else min(12 * seconds, 1.5 + seconds)) if timed else 0.0
-    return min(0.1 + seconds + timing, CPU_SECONDS)
 
 
 def outcome(future: Future[Record], case: Case) -> Record:

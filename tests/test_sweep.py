@@ -111,9 +111,9 @@ def test_rows_tables_and_plots(tmp_path, capsys) -> None:
     assert "4 cases: 4 ok\n\nWrote " in printed.out
     records = read_records(folder)
     assert [record.status for record in records] == ["ok"] * 4
-    written = printed.out.partition("Wrote ")[2].strip().split(", ")
-    assert written
-    assert all(Path(path).stat().st_size for path in written)
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    assert {".svg", ".png", ".csv", ".jsonl"} <= {path.suffix for path in written}
+    assert all(path.stat().st_size for path in written)
     manifest = json.loads((folder / "sweep.json").read_text())
     assert manifest["command"] == f"memcheck sweep {' '.join(SMALL)} --output {folder}"
     assert manifest["environment"]["torch_version"] == records[0].torch_version
@@ -261,13 +261,13 @@ def test_a_folder_in_use_is_refused(tmp_path, capsys) -> None:
     assert "is in use by another sweep: wait for it, or name another folder" in capsys.readouterr().err
 
 
-def test_long_presets_say_so_first(tmp_path, capsys, monkeypatch) -> None:
+def test_long_sweeps_say_so_first(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(
         "memcheck.commands.sweep.run_sweep", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     assert main(["sweep", "--preset", "memcheck-pyt", "--device", "cpu", "--output", str(tmp_path)]) == 130
     printed = capsys.readouterr()
-    assert "memcheck-pyt: 260 cases, hours of arithmetic on a CPU" in printed.out
+    assert " hours of arithmetic on a CPU; Ctrl-C keeps what is done" in printed.out
     assert "the same command goes on: memcheck sweep --preset memcheck-pyt" in printed.err
 
 
@@ -396,7 +396,7 @@ def test_dask_with_a_worker_that_dies(tmp_path) -> None:
         """)
     )
     names = "kills-its-worker,naive,softplus"
-    flags = ["--plugin", str(path), "--attention-type", names, "--seq-len", "8,16", "--no-time", "--device", "cpu"]
+    flags = ["--plugin", str(path), "--attention-type", names, "--seq-len", "8", "--no-time", "--device", "cpu"]
     with distributed.LocalCluster(
         n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
     ) as cluster:
@@ -404,5 +404,5 @@ def test_dask_with_a_worker_that_dies(tmp_path) -> None:
         assert main(["sweep", *flags, "--dask", cluster.scheduler_address, "--output", str(folder)]) == 0
     assert (tmp_path / "died").exists()
     records = read_records(folder)
-    assert Counter(record.operator for record in records) == dict.fromkeys(names.split(","), 2)
+    assert Counter(record.operator for record in records) == dict.fromkeys(names.split(","), 1)
     assert {record.status for record in records} == {"ok"}

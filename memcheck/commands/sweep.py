@@ -15,7 +15,7 @@ from typing import Any, TextIO
 from memcheck.catalog import CONTENDERS, Case
 from memcheck.commands.profile_attention import make_lengths
 from memcheck.errors import MemcheckError, UsageError
-from memcheck.grids import BASE, LONG_PRESETS, PRESETS, Grid, multiply_out, parse_sizes, refusal
+from memcheck.grids import BASE, PRESETS, Grid, multiply_out, parse_sizes, refusal
 from memcheck.plotting import write_plots
 from memcheck.plugins import load_plugin
 from memcheck.profile_commands import count, folder, seconds, size
@@ -23,8 +23,8 @@ from memcheck.profiling import find_device
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
 from memcheck.reports import failure_note, write_tables
-from memcheck.store import StoreError, read_records
-from memcheck.sweeping import Progress, expected_seconds, find_done, run_sweep, shape
+from memcheck.store import FILE, StoreError, read_records
+from memcheck.sweeping import Progress, Settings, find_done, run_sweep, shape
 
 LENGTHS = {"seq_len", "query_len", "kv_len"}
 GRID = LENGTHS | {"attention_type", "bsz", "dim", "heads", "core_dim", "factor", "dtype", "mode", "causal", "compile"}
@@ -111,10 +111,7 @@ def run(args: argparse.Namespace) -> int:
         return list_cases(cases, options)
     out = sys.stderr if options.format == "json" else sys.stdout
     command = shlex.join(["memcheck", *args.words])
-    if options.preset in LONG_PRESETS and cases[0].device == "cpu":
-        print(
-            f"{options.preset}: {len(cases)} cases, {LONG_PRESETS[options.preset]}; Ctrl-C keeps what is done", file=out
-        )
+    announce(cases, options, out)
     try:
         records = sweep(cases, options, command, out)
     except KeyboardInterrupt:
@@ -122,10 +119,19 @@ def run(args: argparse.Namespace) -> int:
         return 130
     except StoreError as error:
         raise StoreError(f"{error}; {goes_on(options, command)}") from None
-    print(f"\n{summary(records)}\n\nWrote {', '.join(map(str, write_files(options.output)))}", file=out)
+    print(f"\n{summary(records)}", file=out, flush=True)
+    print(f"\nWrote {write_files(options)}", file=out)
     if options.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in records) + "]")
     return int(any(record.status == "error" for record in records))
+
+
+def announce(cases: list[Case], options: argparse.Namespace, out: TextIO) -> None:
+    hours = sum(map(settings_of(options).expected_seconds, cases)) / 3600
+    if cases[0].device == "cpu" and hours > 0.5:
+        print(
+            f"{len(cases)} cases, up to {hours:.1f} hours of arithmetic on a CPU; Ctrl-C keeps what is done", file=out
+        )
 
 
 def read_parts(args: argparse.Namespace) -> list[Values]:
@@ -265,7 +271,7 @@ def shown_progress(options: argparse.Namespace, out: TextIO) -> Iterator[Callabl
     with tqdm(total=1.0, file=sys.stderr, disable=not sys.stderr.isatty(), bar_format=BAR, leave=False) as bar:
 
         def show(progress: Progress) -> None:
-            left = sum(expected_seconds(case, options.passes, not options.no_time) for case in progress.left)
+            left = sum(map(settings_of(options).expected_seconds, progress.left))
             done = progress.total - len(progress.left)
             if progress.record is None:
                 bar.total = left
@@ -318,14 +324,20 @@ def goes_on(options: argparse.Namespace, command: str) -> str:
     return f"what is done is kept in {options.output}, and the same command goes on: {command}"
 
 
-def write_files(output: Path) -> list[Path]:
-    """Tables and plots of everything in the folder."""
-    records = read_records(output)
+def write_files(options: argparse.Namespace) -> str:
+    """Tables and plots of everything in the folder; what was written, in words."""
+    output, records = options.output, read_records(options.output)
     styles = {name: contender.style for name, contender in CONTENDERS.items()}
     try:
-        return [*write_tables(records, output), *write_plots(records, output, styles=styles, title="Sweep")]
+        tables = write_tables(records, output)
+        plots = write_plots(records, output, styles=styles, title=f"sweep {options.preset or ''}".strip())
     except OSError as error:
         raise MemcheckError(f"all rows are in {output}, but not their tables and plots: {error}") from None
+    return f"{output / FILE}, {first_of(tables)} and {first_of(plots)}"
+
+
+def first_of(paths: list[Path]) -> str:
+    return f"{paths[0]} ({len(paths)} files)" if len(paths) > 1 else ", ".join(map(str, paths))
 
 
 def list_cases(cases: list[Case], options: argparse.Namespace) -> int:
@@ -346,6 +358,10 @@ def measuring(options: argparse.Namespace) -> dict[str, Any]:
         "timed": not options.no_time,
         "plugins": options.plugin,
     }
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    return Settings(**measuring(options), max_seconds=options.max_seconds_per_case)
 
 
 def sizes(flag: str) -> Callable[[str], list[int]]:
