@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import memcheck
+from memcheck.reference.naive_attention import naive_attention
 from memcheck.reference.softplus_attention import softplus
 
 ROOT = Path(__file__).parent.parent
@@ -104,11 +105,23 @@ def test_combinator_equals_its_docstring():
     torch.testing.assert_close(memcheck.combinator(x, weight), names["y"])
 
 
-def test_the_python_of_the_readme_runs():
-    (source,) = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    names = {"model": torch.nn.Linear(8, 4), "x": torch.randn(3, 8, requires_grad=True)}
-    exec(source, names)
-    assert names["record"].forward_peak_bytes == 4 * (8 * 4 + 4 + 3 * 8 + 3 * 4)
+@pytest.mark.slow
+@pytest.mark.isolated()
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    sources = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
+    names = {
+        "model": torch.nn.Linear(8, 4),
+        "x": torch.randn(3, 8, requires_grad=True),
+        "naive": naive_attention,
+        "my_attention": naive_attention,
+        **{"q": q, "k": k, "v": v},
+    }
+    monkeypatch.chdir(tmp_path)
+    for source in sources:
+        exec(source, names)
+    assert {path.name for path in tmp_path.iterdir()} == {"timeline.png", "memory.pickle", "trace.json.gz", "results"}
+    assert len(names["records"]) == 4
 
 
 def test_every_file_the_readme_names_is_there():
