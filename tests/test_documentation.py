@@ -106,7 +106,7 @@ def test_combinator_equals_its_docstring():
 
 
 @pytest.mark.slow
-@pytest.mark.isolated()
+@pytest.mark.isolated
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     sources = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))

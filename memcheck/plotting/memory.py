@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def plot_memory(
-    records: Sequence[Record], path: Path, *, styles: Mapping[str, Style], title: str, subtitle: str
+    records: Sequence[Record], path: Path | str, *, styles: Mapping[str, Style], title: str, subtitle: str
 ) -> Figure:
     """Peak memory against what varies, or bars for a single shape, written to `path`."""
     view = whole_view(records)

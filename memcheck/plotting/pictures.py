@@ -59,7 +59,7 @@ class Request:
 
 def write_plots(
     records: Sequence[Record],
-    folder: Path,
+    folder: Path | str,
     *,
     styles: Mapping[str, Style],
     title: str,
@@ -72,6 +72,7 @@ def write_plots(
     published: rows of memcheck.reports.published_rows, for a picture of their own.
     """
     formats = check_formats(formats)
+    folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for picture in choose_pictures(records, styles=styles, title=title, request=request, published=published):

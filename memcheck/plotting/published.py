@@ -24,7 +24,7 @@ NOTE = (
 
 def plot_published(
     rows: Sequence[Row],
-    path: Path,
+    path: Path | str,
     *,
     styles: Mapping[str, Style],
     title: str = "Memory of the published operator / ours",

@@ -119,8 +119,9 @@ def new_figure(width: float, height: float, title: str, subtitle: str = "") -> F
 
 
 @in_house_style
-def save(figure: Figure, path: Path) -> Path:
+def save(figure: Figure, path: Path | str) -> Path:
     """The format is the suffix."""
+    path = Path(path)
     metadata = {".svg": NO_METADATA, ".pdf": {"CreationDate": None}}.get(path.suffix)
     figure.savefig(path, dpi=PNG_DPI, metadata=metadata)
     return path

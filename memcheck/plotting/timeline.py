@@ -49,7 +49,9 @@ class Layers:
         return [sum(size for size in column if size > 0) for column in columns]
 
 
-def plot_timeline(timeline: Timeline, path: Path, *, title: str = "Memory over one case", subtitle: str = "") -> Figure:
+def plot_timeline(
+    timeline: Timeline, path: Path | str, *, title: str = "Memory over one case", subtitle: str = ""
+) -> Figure:
     """Written to `path`, in the format of its suffix."""
     figure = timeline_figure(timeline, title=title, subtitle=subtitle)
     save(figure, path)

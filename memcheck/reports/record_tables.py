@@ -344,6 +344,6 @@ def standard_tables(records: Sequence[Record]) -> list[Table]:
     return tables
 
 
-def write_tables(records: Sequence[Record], folder: Path) -> list[Path]:
+def write_tables(records: Sequence[Record], folder: Path | str) -> list[Path]:
     """tables.md and tables.json in the folder, and tables/NAME.csv and .tex."""
-    return write_files(standard_tables(records), folder)
+    return write_files(standard_tables(records), Path(folder))
