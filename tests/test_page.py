@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
+from collections.abc import Callable
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -169,10 +169,7 @@ document.title = JSON.stringify([sorted, cells, wide]);
 </script></body>"""
 
 
-def in_browser(page: Path, *flags: str) -> str:
-    browser = shutil.which("chromium") or shutil.which("google-chrome")
-    if browser is None:
-        pytest.skip("no browser is installed")
+def in_browser(browser: str, page: Path, *flags: str) -> str:
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", *flags, "--dump-dom", page.as_uri()]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
@@ -186,10 +183,12 @@ def in_browser(page: Path, *flags: str) -> str:
         ("operator", 1, ["naive"] * 4 + ["softmax/cudnn"] + ["softplus"] * 3),
     ],
 )
-def test_tables_sort_in_a_browser(text: str, tmp_path: Path, heading: str, clicks: int, order: list[str]) -> None:
+def test_tables_sort_in_a_browser(
+    text: str, tmp_path: Path, heading: str, clicks: int, order: list[str], require_tool: Callable[[str], str]
+) -> None:
     script = CLICK.replace("HEADING", heading).replace("CLICKS", str(clicks))
     (tmp_path / "page.html").write_text(text.replace("</body>", script))
-    dumped = in_browser(tmp_path / "page.html", "--window-size=400,900")
+    dumped = in_browser(require_tool("chromium"), tmp_path / "page.html", "--window-size=400,900")
     found = re.search("<title>(.*?)</title>", dumped)
     assert found
     direction, cells, overflow = json.loads(found[1])
