@@ -13,9 +13,10 @@ from typing import TextIO
 from memcheck.case_reports import DECODING_LEGEND, decoding_header, decoding_row, explanation
 from memcheck.catalog import CONTENDERS, MODES, Case
 from memcheck.errors import UsageError
-from memcheck.plotting import plot_memory
+from memcheck.plotting import plot_memory, plot_timeline
+from memcheck.plotting.style import FORMATS
 from memcheck.plugins import load_plugin
-from memcheck.profiling import CPU_SECONDS, profile_case, snapshot_case, trace_case
+from memcheck.profiling import CPU_SECONDS, profile_case, snapshot_case, timeline_of_case, trace_case
 from memcheck.quantities import parse_bytes
 from memcheck.records import Record, write_csv
 from memcheck.reports import common_case, legend, table_header, table_row
@@ -74,6 +75,7 @@ def add_inspection_arguments(parser: argparse.ArgumentParser) -> None:
         help="the N largest (10) alive at the peaks and kept for backward, by what allocated them",
     )
     for flag, meaning in (
+        ("--timeline", "a picture of the memory over time, by what allocated it: .png, .svg or .pdf"),
         ("--snapshot", "the memory over time, for the viewer at pytorch.org/memory_viz"),
         ("--trace", "torch.profiler's trace, and a table of who took the time"),
     ):
@@ -132,6 +134,7 @@ class Inspection:
     """What is asked beyond the rows, and the files that came of it."""
 
     explain: int | None
+    timeline: Path | None
     snapshot: Path | None
     trace: Path | None
     single: bool  # else each case has files of its own
@@ -139,17 +142,25 @@ class Inspection:
 
     @classmethod
     def of(cls, args: argparse.Namespace, cases: int) -> Inspection:
-        for flag in ("snapshot", "trace"):
+        for flag in ("timeline", "snapshot", "trace"):
             path = getattr(args, flag)
             if path is not None and not path.parent.is_dir():
                 raise UsageError(f"--{flag} {path} cannot be written to: there is no folder {path.parent}")
-        return cls(args.explain, args.snapshot, args.trace, cases == 1, [])
+        if args.timeline is not None and args.timeline.suffix.removeprefix(".") not in FORMATS:
+            raise UsageError(f"--timeline {args.timeline} must end in one of .{', .'.join(FORMATS)}")
+        return cls(args.explain, args.timeline, args.snapshot, args.trace, cases == 1, [])
 
     def run(self, case: Case, record: Record, out: TextIO) -> None:
         if self.explain is not None:
             print(f"\n{explanation(record, self.explain)}", file=out)
         if record.status != "ok":
             return
+        if self.timeline is not None:
+            path = self.path(self.timeline, case)
+            lengths = f"S {case.query_len}" + (f", T {case.kv_len}" if case.kv_len else "")
+            title = f"{case.operator}: what is alive, by what allocated it"
+            plot_timeline(timeline_of_case(case), path, title=title, subtitle=f"{common_case([case])}, {lengths}")
+            self.written.append(path)
         if self.snapshot is not None:
             self.written.append(snapshot_case(case, self.path(self.snapshot, case)))
         if self.trace is not None:

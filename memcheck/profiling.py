@@ -23,6 +23,7 @@ from memcheck.measurement import machine_facts, measure_memory, measure_time
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
 from memcheck.theory import closed_terms, phase_beyond
+from memcheck.timeline import Timeline, record_timeline
 from memcheck.tracing import write_snapshot, write_trace
 from memcheck.tracking import storages_of, tensors_in, track
 
@@ -253,6 +254,12 @@ def note_times(
     record.doubts += tuple(times.pop("doubts", ()))
     for field, value in times.items():
         setattr(record, field, value)
+
+
+def timeline_of_case(case: Case) -> Timeline:
+    """The case's memory over time; see memcheck.timeline.record_timeline."""
+    subject = prepare(case)
+    return record_timeline(subject.operator, *subject.inputs, parameters=subject.parameters, backward=subject.backward)
 
 
 def snapshot_case(case: Case, path: Path) -> Path:

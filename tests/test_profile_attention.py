@@ -153,6 +153,7 @@ def test_time_is_measured_unless_refused(profile) -> None:
         ("--explain 0", "--explain must be at least 1, got 0"),
         ("--trace nowhere/trace.json", "--trace nowhere/trace.json cannot be written to: there is no folder nowhere"),
         ("--snapshot .", "--snapshot must name a file, got '.'"),
+        ("--timeline picture.gif", "--timeline picture.gif must end in one of .png, .svg, .pdf"),
         ("--max-seconds-per-case -1", "--max-seconds-per-case must be a number of seconds, 0 or more, got '-1'"),
         ("--max-seconds-per-case nan", "--max-seconds-per-case must be a number of seconds, 0 or more, got 'nan'"),
         ("--plugin nowhere.py", "--plugin nowhere.py: there is no such file"),
@@ -351,6 +352,15 @@ def test_traces_and_snapshots_are_files_of_their_own(tmp_path, capsys, monkeypat
     written.clear()
     main(["profile-attention", *flags, "--attention-type", "naive,softmax/math,softmax/cudnn"])
     assert written == ["s-naive-8x8.pickle", "s-softmax-math-8x8.pickle"]
+
+
+def test_timelines_are_pictures(tmp_path, capsys) -> None:
+    flags = [*SMALL, "--output", str(tmp_path), "--timeline", str(tmp_path / "t.svg"), "--no-time"]
+    assert main(["profile-attention", *flags, "--attention-type", "naive,softplus"]) == 0
+    assert f"{tmp_path}/t-naive-8x8.svg, {tmp_path}/t-softplus-8x8.svg" in capsys.readouterr().out
+    picture = (tmp_path / "t-naive-8x8.svg").read_text()
+    assert "naive: what is alive, by what allocated it" in picture
+    assert "aten::_softmax" in picture
 
 
 def test_a_plugin_brings_an_operator(profile, tmp_path) -> None:
