@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -253,9 +254,11 @@ def read_jobs() -> queue.Queue[Job]:
     jobs: queue.Queue[Job] = queue.Queue()
 
     def read() -> None:
-        for line in sys.stdin:
-            jobs.put(Job.from_json(line))
-        os._exit(0)
+        try:
+            for line in sys.stdin:
+                jobs.put(Job.from_json(line))
+        finally:
+            os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
     return jobs
@@ -268,4 +271,12 @@ def volunteer_for_oom_killer() -> None:
 
 
 if __name__ == "__main__":
-    serve()
+    try:
+        serve()
+    except BrokenPipeError:  # nobody is there to answer
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # An orderly end would wait for the thread that reads, which may wait for ever.
+        os._exit(1)

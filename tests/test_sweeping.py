@@ -378,6 +378,20 @@ def test_a_process_ends_with_the_one_that_asked() -> None:
     assert child.wait(timeout=60) == 0
 
 
+def test_a_process_that_nobody_listens_to_ends() -> None:
+    process = CaseProcess()
+    process.ask(Job(case(), facts_only=True))
+    child = process._process
+    assert child is not None
+    child.stdout.close()
+    child.stdin.write(Job(case("naive", 256)).to_json() + "\n")
+    child.stdin.flush()
+    try:
+        child.wait(timeout=30)
+    finally:
+        process.end()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["threads", "processes"])
 def test_executors_of_the_standard_library(tmp_path, plugin, kind: str) -> None:
