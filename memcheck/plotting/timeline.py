@@ -29,10 +29,14 @@ LEAST_SHARE = 0.01
 class Timeline(Protocol):
     """What is drawn: plain numbers."""
 
-    steps: Sequence[int]  # indices of the events
-    series: Mapping[str, Sequence[int]]  # name -> bytes alive after each event
-    phases: Sequence[tuple[str, int, int]]  # name, first event, last event
-    peak: Mapping[str, int]  # phase -> event of its highest sum
+    @property
+    def steps(self) -> Sequence[int]: ...  # indices of the events
+    @property
+    def series(self) -> Mapping[str, Sequence[int]]: ...  # name -> bytes alive after each event
+    @property
+    def phases(self) -> Sequence[tuple[str, int, int]]: ...  # name, first event, last event
+    @property
+    def peak(self) -> Mapping[str, int]: ...  # phase -> event of its highest sum
 
 
 @dataclass(frozen=True)
