@@ -12,11 +12,12 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    # Filling is all that is wanted of it: cuBLAS, say, may go on as it is.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling is all that is wanted of it: cuBLAS, say, may go on as it is. torch.use_deterministic_algorithms would do
+    # the same, and import the whole of torch.compile for it.
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +35,10 @@ def require_tool() -> Callable[[str], str]:
 
 
 def pytest_configure(config):
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        # There is a worker for every core. What they start follows the variable.
+        os.environ["OMP_NUM_THREADS"] = "1"
+        torch.set_num_threads(1)
     config.addinivalue_line(
         "markers",
         "isolated(VARIABLE=value, ...): runs in a fresh process of its own, with these environment variables and a "
@@ -49,7 +54,8 @@ def pytest_pyfunc_call(pyfuncitem):
     if marker is None or "MEMCHECK_ISOLATED" in os.environ:
         return None
     command = [sys.executable, "-m", "pytest", "-q", f"{pyfuncitem.path}::{pyfuncitem.name}", "-p", "no:cacheprovider"]
-    environment = {**os.environ, **marker.kwargs, "MEMCHECK_ISOLATED": "1"}
+    # Flags that pytest was given by PYTEST_ADDOPTS, such as -n, are not for a single test.
+    environment = {**os.environ, **marker.kwargs, "MEMCHECK_ISOLATED": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, timeout=120)
     if done.returncode != 0:
         pytest.fail(done.stdout.decode() + done.stderr.decode(), pytrace=False)
