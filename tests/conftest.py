@@ -1,5 +1,6 @@
 """Every test runs with NaN in uninitialised memory: torch.empty, and at::empty in C++, are filled."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -35,10 +36,11 @@ def require_tool() -> Callable[[str], str]:
 
 
 def pytest_configure(config):
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        # There is a worker for every core. What they start follows the variable.
-        os.environ["OMP_NUM_THREADS"] = "1"
-        torch.set_num_threads(1)
+    if config.getoption("numprocesses", None):
+        # For the workers of pytest-xdist, not begun yet, and what they start. Two threads share work as many do; those
+        # that wait leave their core to another worker.
+        os.environ.setdefault("OMP_NUM_THREADS", "2")
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     config.addinivalue_line(
         "markers",
         "isolated(VARIABLE=value, ...): runs in a fresh process of its own, with these environment variables and a "
@@ -46,6 +48,12 @@ def pytest_configure(config):
     )
     # Where a check that tests share fails, it shows the values it compared.
     pytest.register_assert_rewrite("ops.checks")
+
+
+def pytest_collection_finish():
+    # Measuring memory begins with gc.collect(), which need not go through the modules of torch every time.
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_pyfunc_call(pyfuncitem):

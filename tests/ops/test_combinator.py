@@ -26,6 +26,7 @@ from torch import Tensor
 
 from memcheck import combinator, measure_memory, track
 from memcheck._extension import _C
+from memcheck.records import Record
 from memcheck.reference import combinator as reference
 
 forward_op = torch.ops.memcheck.combinator.default
@@ -312,13 +313,16 @@ def library_bytes(x: Tensor) -> int:
     return 0 if x.dtype in (torch.float32, torch.float64) else MIB
 
 
-def assert_memory_is_planned(x: Tensor, weight: Tensor, low_memory: bool) -> None:
-    """Inputs, output, what is kept, the gradients, and the plan's chunks."""
+def assert_memory_is_planned(x: Tensor, weight: Tensor, low_memory: bool) -> list[Record]:
+    """Inputs, output, what is kept, the gradients, and the plan's chunks.
+
+    Returns what was measured with an expanded and with a dense gradient of y.
+    """
     leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
     plan = plan_of(x)
     kept = 0 if low_memory else plan["preactivations"]
-    for dense in (False, True):
-        record = measure_memory(combinator, *leaves, low_memory=low_memory, dense_grad=dense)
+    records = [measure_memory(combinator, *leaves, low_memory=low_memory, dense_grad=dense) for dense in (False, True)]
+    for record, dense in zip(records, (False, True), strict=True):
         held = record.input_bytes + record.output_bytes
         assert record.saved_bytes == kept
         assert record.gradient_bytes == x.nbytes + weight.nbytes
@@ -332,6 +336,7 @@ def assert_memory_is_planned(x: Tensor, weight: Tensor, low_memory: bool) -> Non
     alone = record.input_bytes + record.output_bytes + plan["chunk"]
     assert 0 <= record.forward_peak_bytes - alone <= library_bytes(x)
     assert record.saved_bytes == 0
+    return records
 
 
 @MODES
@@ -341,13 +346,10 @@ def test_memory_to_the_byte_and_within_the_targets(
     shape: tuple[int, ...], dtype: torch.dtype, low_memory: bool
 ) -> None:
     (x, weight), _ = make_inputs(shape, dtype)
-    assert_memory_is_planned(x, weight, low_memory)
-    leaves = [x.requires_grad_(), weight.requires_grad_()]
     chunk = max(x.nbytes // 16, 4 * MIB)
     sums = weight.numel() * 4 if dtype == torch.bfloat16 else 0
     forward, kept, backward = (2, 0, 3) if low_memory else (4, 2, 5)
-    for dense in (False, True):
-        record = measure_memory(combinator, *leaves, low_memory=low_memory, dense_grad=dense)
+    for dense, record in enumerate(assert_memory_is_planned(x, weight, low_memory)):
         for measured, units, more in (
             (record.forward_peak_bytes, forward, weight.nbytes + (chunk if low_memory else 0)),
             (record.saved_bytes, kept, 0),

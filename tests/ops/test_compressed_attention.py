@@ -38,6 +38,7 @@ from memcheck import (
     track,
 )
 from memcheck._extension import _C
+from memcheck.records import Record
 from memcheck.reference import compressed_attention as reference
 
 forward_op = torch.ops.memcheck.compressed_attention.default
@@ -558,14 +559,17 @@ def test_a_long_sequence_keeps_its_accuracy(mode: str) -> None:
 # ---- memory
 
 
-def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, causal: bool) -> None:
-    """To the byte: inputs, output, what is kept, the gradients, and the plan's scratch."""
+def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, causal: bool) -> list[Record]:
+    """To the byte: inputs, output, what is kept, the gradients, and the plan's scratch.
+
+    Returns what was measured with an expanded and with a dense gradient of y.
+    """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     options = {"factor": factor, "causal": causal}
     plan = plan_of(q, k, factor, causal)
     kept = plan["lse"] + plan["compressed"]
-    for dense in (False, True):
-        record = measure_memory(compressed_attention, *leaves, **options, dense_grad=dense)
+    records = [measure_memory(compressed_attention, *leaves, **options, dense_grad=dense) for dense in (False, True)]
+    for record, dense in zip(records, (False, True), strict=True):
         held = record.input_bytes + record.output_bytes
         assert record.saved_bytes == kept
         assert record.forward_peak_bytes == held + kept + plan["forward_scratch"]
@@ -577,6 +581,7 @@ def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, ca
     held = record.input_bytes + record.output_bytes
     assert record.forward_peak_bytes == held + plan["compressed"] + plan["forward_scratch"]
     assert record.saved_bytes == 0
+    return records
 
 
 def test_memory_of_pooled_keys_to_the_byte() -> None:
@@ -592,12 +597,11 @@ def test_memory_of_pooled_keys_to_the_byte() -> None:
 
 
 def assert_memory_is_within_targets(q: Tensor, k: Tensor, v: Tensor, *, factor: int, causal: bool) -> None:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    records = assert_memory_is_planned(q, k, v, factor=factor, causal=causal)
     # One number a query, in float32.
     per_query = 4 / q.itemsize / q.shape[3]
     kept = 2 / factor + per_query
-    for dense, backward in ((False, 7), (True, 8)):
-        record = measure_memory(compressed_attention, *leaves, factor=factor, causal=causal, dense_grad=dense)
+    for record, backward in zip(records, (7, 8), strict=True):
         for measured, units in (
             (record.forward_peak_bytes, 4 + kept),
             (record.saved_bytes, kept),
@@ -607,15 +611,14 @@ def assert_memory_is_within_targets(q: Tensor, k: Tensor, v: Tensor, *, factor: 
 
 
 @pytest.mark.isolated
-def test_memory_to_the_byte_and_within_the_targets() -> None:
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        for dtype in (torch.float32, torch.bfloat16):
-            for B, H, length, D in ((1, 8, 512, 64), (4, 8, 512, 64), (1, 8, 4096, 64), (1, 2, 4096, 128)):
-                (q, k, v), _ = make_inputs(B, H, H, length, length, D, dtype)
-                for factor, causal in ((8, True), (8, False), (16, True)):
-                    assert_memory_is_planned(q, k, v, factor=factor, causal=causal)
-                    assert_memory_is_within_targets(q, k, v, factor=factor, causal=causal)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_to_the_byte_and_within_the_targets(threads: int) -> None:
+    torch.set_num_threads(threads)
+    for dtype in (torch.float32, torch.bfloat16):
+        for B, H, length, D in ((1, 8, 512, 64), (4, 8, 512, 64), (1, 8, 4096, 64), (1, 2, 4096, 128)):
+            (q, k, v), _ = make_inputs(B, H, H, length, length, D, dtype)
+            for factor, causal in ((8, True), (8, False), (16, True)):
+                assert_memory_is_within_targets(q, k, v, factor=factor, causal=causal)
 
 
 # ---- what is refused

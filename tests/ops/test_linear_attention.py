@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 
 from memcheck import linear_attention, linear_attention_step, measure_memory, track
 from memcheck._extension import _C
+from memcheck.records import Record
 from memcheck.reference import linear_attention as reference
 
 forward_op = torch.ops.memcheck.linear_attention.default
@@ -454,12 +455,15 @@ def test_a_long_sequence_keeps_its_accuracy(heads: int) -> None:
 # ---- memory
 
 
-def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
-    """To the byte: inputs, output, the gradients, and the plan's scratch."""
+def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[Record]:
+    """To the byte: inputs, output, the gradients, and the plan's scratch.
+
+    Returns what was measured with an expanded and with a dense gradient of y.
+    """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     plan = plan_of(q, k, v, causal)
-    for dense in (False, True):
-        record = measure_memory(linear_attention, *leaves, causal=causal, dense_grad=dense)
+    records = [measure_memory(linear_attention, *leaves, causal=causal, dense_grad=dense) for dense in (False, True)]
+    for record, dense in zip(records, (False, True), strict=True):
         held = record.input_bytes + record.output_bytes
         assert record.saved_bytes == 0
         assert record.forward_peak_bytes == held + plan["forward_scratch"]
@@ -468,6 +472,7 @@ def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -
         assert record.backward_peak_bytes == held + grad_y_bytes + record.gradient_bytes + plan["backward_scratch"]
     record = measure_memory(linear_attention, *leaves, causal=causal, backward=False)
     assert record.forward_peak_bytes == record.input_bytes + record.output_bytes + plan["forward_scratch"]
+    return records
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -479,10 +484,7 @@ def test_memory_to_the_byte_and_within_the_targets(
     B: int, H: int, length: int, D: int, dtype: torch.dtype, causal: bool
 ) -> None:
     (q, k, v), _ = make_inputs(B, H, H, length, length, D, D, dtype)
-    assert_memory_is_planned(q, k, v, causal=causal)
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    for dense, backward in ((False, 7), (True, 8)):
-        record = measure_memory(linear_attention, *leaves, causal=causal, dense_grad=dense)
+    for record, backward in zip(assert_memory_is_planned(q, k, v, causal=causal), (7, 8), strict=True):
         assert record.forward_peak_bytes <= 1.03 * 4 * q.nbytes + 2**20
         assert record.backward_peak_bytes <= 1.03 * backward * q.nbytes + 2**20
 

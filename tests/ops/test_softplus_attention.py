@@ -27,6 +27,7 @@ from torch.autograd import forward_ad
 
 from memcheck import measure_memory, softplus_attention, softplus_attention_step, track
 from memcheck._extension import _C
+from memcheck.records import Record
 from memcheck.reference import softplus_attention as reference
 
 forward_op = torch.ops.memcheck.softplus_attention.default
@@ -444,12 +445,15 @@ def test_a_long_sequence_keeps_its_accuracy(R: int) -> None:
 # ---- memory
 
 
-def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
-    """To the byte: inputs, output, the carries, the gradients, and the plan's scratch."""
+def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[Record]:
+    """To the byte: inputs, output, the carries, the gradients, and the plan's scratch.
+
+    Returns what was measured with an expanded and with a dense gradient of y.
+    """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     plan = plan_of(q, k, causal)
-    for dense in (False, True):
-        record = measure_memory(softplus_attention, *leaves, causal=causal, dense_grad=dense)
+    records = [measure_memory(softplus_attention, *leaves, causal=causal, dense_grad=dense) for dense in (False, True)]
+    for record, dense in zip(records, (False, True), strict=True):
         held = record.input_bytes + record.output_bytes
         assert record.saved_bytes == plan["carries"]
         assert record.forward_peak_bytes == held + plan["carries"] + plan["forward_sums"]
@@ -460,6 +464,7 @@ def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -
     record = measure_memory(softplus_attention, *leaves, causal=causal, backward=False)
     assert record.forward_peak_bytes == record.input_bytes + record.output_bytes + plan["forward_scratch"]
     assert record.saved_bytes == 0
+    return records
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -469,11 +474,8 @@ def test_memory_to_the_byte_and_within_the_targets(
     B: int, length: int, R: int, dtype: torch.dtype, causal: bool
 ) -> None:
     (q, k, v), _ = make_inputs(B, length, length, R, dtype)
-    assert_memory_is_planned(q, k, v, causal=causal)
     carries = (2 if dtype == torch.float32 else 4) / 256
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    for dense, backward in ((False, 7), (True, 8)):
-        record = measure_memory(softplus_attention, *leaves, causal=causal, dense_grad=dense)
+    for record, backward in zip(assert_memory_is_planned(q, k, v, causal=causal), (7, 8), strict=True):
         for measured, units in (
             (record.forward_peak_bytes, 4 + carries),
             (record.saved_bytes, carries),
