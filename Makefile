@@ -7,13 +7,15 @@ TORCH ?= torch==2.13.0
 # Another index to take torch from: https://download.pytorch.org/whl/cpu has it without CUDA, a tenth of the size.
 TORCH_INDEX ?=
 PIP_FLAGS ?=
-# What pytest is told besides: make test PYTEST_FLAGS="-k softplus".
+# What pytest is told besides: make test PYTEST_FLAGS="-k softplus". With -n0 all tests run in one process.
 PYTEST_FLAGS ?=
 # What the profile is told: make profile ARGS="--device cpu".
 ARGS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
+# A worker for every core, but no more than eight: each loads torch anew.
+PYTEST := $(BIN)/pytest --timeout=600 --numprocesses auto --maxprocesses 8 --dist worksteal
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 # Stamps live in the environment they describe: removing it removes them.
 ENVIRONMENT := $(VENV)/.torch-installed
@@ -30,10 +32,10 @@ profile: $(BUILD)  ## Memory of attention on this machine, from a bare machine o
 	$(BIN)/python -m memcheck.profile_attention $(ARGS)
 
 test: lint $(BUILD)  ## Lint, build and every test
-	$(BIN)/pytest --timeout=600 $(PYTEST_FLAGS)
+	$(PYTEST) $(PYTEST_FLAGS)
 
 test-fast: $(BUILD) $(DEVELOPMENT)  ## The tests without the slow ones, under three minutes
-	$(BIN)/pytest --timeout=600 -m "not slow" $(PYTEST_FLAGS)
+	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
 
 lint: $(DEVELOPMENT)  ## Formats, types and the usual mistakes; changes nothing
 	$(BIN)/ruff format --check

@@ -1,5 +1,6 @@
 """Every test runs with NaN in uninitialised memory: torch.empty, and at::empty in C++, are filled."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -12,11 +13,12 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    # Filling is all that is wanted of it: cuBLAS, say, may go on as it is.
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    # Filling is all that is wanted of it: cuBLAS, say, may go on as it is. torch.use_deterministic_algorithms would do
+    # the same, and import the whole of torch.compile for it.
+    torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
-    torch.use_deterministic_algorithms(False)
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture(scope="session")
@@ -34,6 +36,11 @@ def require_tool() -> Callable[[str], str]:
 
 
 def pytest_configure(config):
+    if config.getoption("numprocesses", None):
+        # For the workers of pytest-xdist, not begun yet, and what they start. Two threads share work as many do; those
+        # that wait leave their core to another worker.
+        os.environ.setdefault("OMP_NUM_THREADS", "2")
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     config.addinivalue_line(
         "markers",
         "isolated(VARIABLE=value, ...): runs in a fresh process of its own, with these environment variables and a "
@@ -43,13 +50,20 @@ def pytest_configure(config):
     pytest.register_assert_rewrite("ops.checks")
 
 
+def pytest_collection_finish():
+    # Measuring memory begins with gc.collect(), which need not go through the modules of torch every time.
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_pyfunc_call(pyfuncitem):
     """For tests that fork, exhaust a budget or change what the whole process shares."""
     marker = pyfuncitem.get_closest_marker("isolated")
     if marker is None or "MEMCHECK_ISOLATED" in os.environ:
         return None
     command = [sys.executable, "-m", "pytest", "-q", f"{pyfuncitem.path}::{pyfuncitem.name}", "-p", "no:cacheprovider"]
-    environment = {**os.environ, **marker.kwargs, "MEMCHECK_ISOLATED": "1"}
+    # Flags that pytest was given by PYTEST_ADDOPTS, such as -n, are not for a single test.
+    environment = {**os.environ, **marker.kwargs, "MEMCHECK_ISOLATED": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, timeout=120)
     if done.returncode != 0:
         pytest.fail(done.stdout.decode() + done.stderr.decode(), pytrace=False)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import memcheck
 from memcheck import compat, nn
+from memcheck.compat.__main__ import main
 from memcheck.ops.combinator import combinator
 
 ROOT = Path(__file__).parents[1]
@@ -128,14 +129,23 @@ def test_a_traceback_points_into_the_script() -> None:
         (["-m", "no_such_package.module"], "there is no module 'no_such_package.module'"),
     ],
 )
-def test_a_usage_error_is_one_line(words: list[str], said: str) -> None:
-    done = run_compat(*words)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("memcheck: ")
-    assert said in done.stderr
-    assert "--help" in done.stderr
-    assert done.stderr.count("\n") == 1
+def test_a_usage_error_is_one_line(
+    words: list[str], said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["memcheck.compat", *words])
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("memcheck: ")
+    assert said in printed.err
+    assert "--help" in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_usage_error_is_an_exit_code() -> None:
+    done = run_compat("no/such.py")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
 def test_help() -> None:

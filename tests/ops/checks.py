@@ -113,6 +113,11 @@ def first_dimension_inside(x: Tensor) -> Tensor:
     return x.movedim(0, -1).contiguous().movedim(-1, 0)
 
 
+def heads_inside(x: Tensor) -> Tensor:
+    """(B,H,S,D) as a projection makes it, a view of (B,S,H,D); with fewer dimensions, (B,S,R) as a view of (S,B,R)."""
+    return x.transpose(-3, -2).contiguous().transpose(-3, -2) if x.dim() > 2 else x
+
+
 def every_second(x: Tensor, dim: int) -> Tensor:
     """Between the values there is NaN, for whoever takes strides for granted."""
     dim %= x.dim()
@@ -134,6 +139,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "dense": lambda x: x,
     "transposed": transposed,
     "first dimension inside": first_dimension_inside,
+    "heads inside": heads_inside,
     "every second column": lambda x: every_second(x, -1),
     "every second row": lambda x: every_second(x, -2),
     "at an offset": at_an_offset,

@@ -13,24 +13,20 @@ from ops.checks import (
     LAYOUTS,
     Bound,
     Contract,
-    NoGradient,
     assert_contract,
     assert_strides,
-    gradients_moved_by_autograd,
     is_dense,
     laid_out,
     run,
-    run_subset,
     same_bits,
     saved_for_backward,
     subsets,
 )
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd import forward_ad
 
 from memcheck import combinator, measure_memory, track
 from memcheck._extension import _C
+from memcheck.records import Record
 from memcheck.reference import combinator as reference
 
 forward_op = torch.ops.memcheck.combinator.default
@@ -116,14 +112,6 @@ def test_both_modes_give_the_same_bits(shape: tuple[int, ...], dtype: torch.dtyp
     assert same_bits(run(combinator, inputs, grad_y), run(low_memory_combinator, inputs, grad_y))
 
 
-@MODES
-def test_the_same_bits_again(low_memory: bool) -> None:
-    inputs, grad_y = make_inputs((3, 1290, 127))
-    first = run(contract(low_memory).function, inputs, grad_y)
-    for _ in range(3):
-        assert same_bits(run(contract(low_memory).function, inputs, grad_y), first)
-
-
 @pytest.mark.isolated
 def test_threads_change_no_bit() -> None:
     for shape in ((700, 63), (4000, 128), (5, 7)):
@@ -191,12 +179,6 @@ def test_chunks_of_strided_rows(low_memory: bool) -> None:
     assert_contract(contract(low_memory), [x, weight], grad_y)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_taken_over_as_they_are(layout: str) -> None:
-    inputs, grad_y = make_inputs((3, 70, 40))
-    assert gradients_moved_by_autograd(combinator, [LAYOUTS[layout](x) for x in inputs], grad_y) == []
-
-
 @MODES
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_cost_only_what_is_planned(layout: str, low_memory: bool) -> None:
@@ -231,21 +213,6 @@ def reads_in_place(x: Tensor) -> bool:
 # ---- autograd
 
 
-@MODES
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_that_are_asked_for(layout: str, low_memory: bool) -> None:
-    function = contract(low_memory).function
-    inputs, grad_y = make_inputs((3, 70, 40))
-    inputs = [LAYOUTS[layout](x) for x in inputs]
-    _, *all_gradients = run(function, inputs, grad_y)
-    for mask in subsets(2):
-        expected = [x if wanted else None for x, wanted in zip(all_gradients, mask, strict=True)]
-        gradients = run_subset(function, inputs, mask, grad_y)
-        assert same_bits(gradients, expected)
-        for one, other in zip(gradients, expected, strict=True):
-            assert one is None or one.stride() == other.stride()
-
-
 def saved_bytes_beside(inputs: list[Tensor], mask: tuple[bool, bool], low_memory: bool) -> tuple[list[bool], int]:
     """Which inputs are kept, and the bytes of what else is."""
     leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
@@ -265,120 +232,6 @@ def test_only_what_backward_reads_is_kept(dtype: torch.dtype) -> None:
     assert saved_bytes_beside(inputs, (False, True), low_memory=False) == ([True, False], twice)
     for mask in subsets(2):
         assert saved_bytes_beside(inputs, mask, low_memory=True) == ([True, True], 0)
-
-
-@MODES
-def test_nothing_is_kept_when_no_gradient_will_be_wanted(low_memory: bool) -> None:
-    inputs, _ = make_inputs((3, 70, 40))
-    assert saved_for_backward(lambda: combinator(*inputs, low_memory=low_memory)) == []
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    with torch.no_grad():
-        assert saved_for_backward(lambda: combinator(*leaves, low_memory=low_memory)) == []
-        assert not combinator(*leaves, low_memory=low_memory).requires_grad
-
-
-@MODES
-def test_an_undefined_gradient_stays_undefined(low_memory: bool) -> None:
-    leaves = [x.requires_grad_() for x in make_inputs((5, 7))[0]]
-    NoGradient.apply(combinator(*leaves, low_memory=low_memory)).sum().backward()
-    assert [leaf.grad for leaf in leaves] == [None] * 2
-
-
-@MODES
-def test_backward_twice_adds_up(low_memory: bool) -> None:
-    """What was kept is not written to."""
-    inputs, grad_y = make_inputs((3, 70, 40))
-    leaves = [x.requires_grad_() for x in inputs]
-    y = combinator(*leaves, low_memory=low_memory)
-    y.backward(grad_y, retain_graph=True)
-    once = [leaf.grad.clone() for leaf in leaves]
-    y.backward(grad_y)
-    assert same_bits([leaf.grad for leaf in leaves], [2 * x for x in once])
-    with pytest.raises(RuntimeError, match="second time"):
-        y.backward(grad_y)
-
-
-@MODES
-def test_one_tensor_in_both_roles(low_memory: bool) -> None:
-    function = contract(low_memory).function
-    x = torch.randn(2, 6, 6, dtype=torch.float64)
-    grad_y = torch.randn_like(x)
-    _, grad_x, grad_weight = run(function, [x, x], grad_y)
-    (both,) = run(lambda x: function(x, x), [x], grad_y)[1:]
-    torch.testing.assert_close(both, grad_x + grad_weight)
-
-
-@MODES
-@pytest.mark.parametrize("changed", [0, 1])
-def test_a_saved_input_changed_in_place_is_an_error(changed: int, low_memory: bool) -> None:
-    held = [x.requires_grad_() * 1 for x in make_inputs((5, 7))[0]]
-    y = combinator(*held, low_memory=low_memory)
-    with torch.no_grad():
-        held[changed].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-@MODES
-@pytest.mark.parametrize("dual", [0, 1])
-def test_forward_mode_raises(dual: int, low_memory: bool) -> None:
-    inputs = list(make_inputs((5, 7))[0])
-    with forward_ad.dual_level():
-        inputs[dual] = forward_ad.make_dual(inputs[dual], inputs[dual])
-        with pytest.raises(NotImplementedError, match="combinator: forward-mode differentiation"):
-            combinator(*inputs, low_memory=low_memory)
-
-
-@MODES
-def test_forward_mode_over_the_gradient_of_y_raises(low_memory: bool) -> None:
-    inputs, grad_y = make_inputs((5, 7))
-    leaves = [x.requires_grad_() for x in inputs]
-    y = combinator(*leaves, low_memory=low_memory)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(grad_y, torch.ones_like(grad_y))
-        with pytest.raises(NotImplementedError, match="combinator: forward-mode differentiation"):
-            torch.autograd.grad(y, leaves, dual)
-
-
-@MODES
-def test_double_backward_raises(low_memory: bool) -> None:
-    inputs, grad_y = make_inputs((5, 7))
-    leaves = [*(x.requires_grad_() for x in inputs), grad_y.requires_grad_()]
-    y = combinator(*inputs, low_memory=low_memory)
-    gradients = torch.autograd.grad(y, inputs, grad_y, create_graph=True)
-    for gradient in gradients:
-        with pytest.raises(NotImplementedError, match="combinator: double backward is not implemented"):
-            torch.autograd.grad(gradient.sum(), leaves, retain_graph=True)
-
-
-@MODES
-@pytest.mark.parametrize("mask", subsets(2))
-def test_double_backward_through_the_gradient_of_y_raises(mask: tuple[bool, bool], low_memory: bool) -> None:
-    """Also where an input is frozen, so that backward was not given all of them."""
-    inputs, grad_y = make_inputs((5, 7))
-    for x, wanted in zip(inputs, mask, strict=True):
-        x.requires_grad_(wanted)
-    leaves = [x for x in inputs if x.requires_grad]
-    y = combinator(*inputs, low_memory=low_memory)
-    gradients = torch.autograd.grad(y, leaves, grad_y.requires_grad_(), create_graph=True)
-    with pytest.raises(NotImplementedError, match="combinator: double backward is not implemented"):
-        torch.autograd.grad(sum(gradient.sum() for gradient in gradients), grad_y)
-
-
-@MODES
-@pytest.mark.parametrize("mask", subsets(2))
-def test_a_penalty_on_a_gradient_raises(mask: tuple[bool, bool], low_memory: bool) -> None:
-    """Beside a loss that has a gradient too, which would hide that the penalty has none."""
-    inputs, grad_y = make_inputs((5, 7))
-    leaves = [x.requires_grad_() for x, wanted in zip(inputs, mask, strict=True) if wanted]
-    y = combinator(*inputs, low_memory=low_memory)
-    for gradient in torch.autograd.grad(y, leaves, grad_y, create_graph=True):
-        loss = y.sum() + gradient.square().sum()
-        with pytest.raises(NotImplementedError, match="combinator: double backward is not implemented"):
-            loss.backward(retain_graph=True)
-        # Which runs only what leads to the leaves.
-        with pytest.raises(NotImplementedError, match="combinator: double backward is not implemented"):
-            torch.autograd.grad(loss, leaves, retain_graph=True)
 
 
 # ---- torch's own checks
@@ -413,64 +266,6 @@ def test_opcheck_backward(layout: str, requires_grad: bool) -> None:
     ):
         arguments = (grad_y, *given)
         torch.library.opcheck(backward_op, arguments, {"output_mask": mask}, test_utils=utilities)
-
-
-@MODES
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_compile(dynamic: bool, low_memory: bool) -> None:
-    """Traced without a break; with dynamic=True one graph serves every shape."""
-    torch._dynamo.reset()
-    backend = CompileCounterWithBackend("aot_eager")
-    eager = contract(low_memory).function
-    compiled = torch.compile(eager, fullgraph=True, dynamic=dynamic, backend=backend)
-    # Not 2 at first: dimensions of one size are one symbol, and the weight's 2 is a constant.
-    shapes, frames = [(3, 5, 7), (2, 30, 8), (4, 9, 6)], []
-    for shape in shapes:
-        inputs, grad_y = make_inputs(shape)
-        assert same_bits(run(compiled, inputs, grad_y), run(eager, inputs, grad_y))
-        frames.append(backend.frame_count)
-    assert len(set(frames)) == (1 if dynamic else len(shapes))
-
-
-@pytest.mark.slow
-@MODES
-def test_compile_with_inductor(low_memory: bool) -> None:
-    torch._dynamo.reset()
-
-    def curved(x: Tensor, weight: Tensor) -> Tensor:
-        return combinator(x.sin(), weight * 2, low_memory=low_memory).cos()
-
-    inputs, grad_y = make_inputs((2, 30, 7))
-    compiled = torch.compile(curved, fullgraph=True, dynamic=True)
-    for ours, theirs in zip(run(compiled, inputs, grad_y), run(curved, inputs, grad_y), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-@MODES
-def test_autocast(low_memory: bool) -> None:
-    function = contract(low_memory).function
-    inputs, grad_y = make_inputs((2, 70, 40))
-    leaves = [x.requires_grad_() for x in inputs]
-    with torch.autocast("cpu", torch.bfloat16):
-        y = function(*leaves)
-    assert y.dtype == torch.bfloat16
-    y.backward(grad_y.bfloat16())
-    in_bfloat16 = run(function, [x.detach().bfloat16() for x in leaves], grad_y.bfloat16())
-    results = [y.detach(), *(leaf.grad for leaf in leaves)]
-    assert same_bits(results, [in_bfloat16[0], *(x.float() for x in in_bfloat16[1:])])
-
-
-@MODES
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_meta(layout: str, dtype: torch.dtype, low_memory: bool) -> None:
-    function = contract(low_memory).function
-    inputs, grad_y = make_inputs((3, 70, 40), dtype)
-    inputs = [LAYOUTS[layout](x) for x in inputs]
-    meta = run(function, [x.to("meta") for x in inputs], grad_y.to("meta"))
-    for x, shadow in zip(run(function, inputs, grad_y), meta, strict=True):
-        assert (shadow.device.type, shadow.dtype) == ("meta", x.dtype)
-        assert (shadow.shape, shadow.stride()) == (x.shape, x.stride())
 
 
 # ---- extremes
@@ -518,13 +313,16 @@ def library_bytes(x: Tensor) -> int:
     return 0 if x.dtype in (torch.float32, torch.float64) else MIB
 
 
-def assert_memory_is_planned(x: Tensor, weight: Tensor, low_memory: bool) -> None:
-    """Inputs, output, what is kept, the gradients, and the plan's chunks."""
+def assert_memory_is_planned(x: Tensor, weight: Tensor, low_memory: bool) -> list[Record]:
+    """Inputs, output, what is kept, the gradients, and the plan's chunks.
+
+    Returns what was measured with an expanded and with a dense gradient of y.
+    """
     leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
     plan = plan_of(x)
     kept = 0 if low_memory else plan["preactivations"]
-    for dense in (False, True):
-        record = measure_memory(combinator, *leaves, low_memory=low_memory, dense_grad=dense)
+    records = [measure_memory(combinator, *leaves, low_memory=low_memory, dense_grad=dense) for dense in (False, True)]
+    for record, dense in zip(records, (False, True), strict=True):
         held = record.input_bytes + record.output_bytes
         assert record.saved_bytes == kept
         assert record.gradient_bytes == x.nbytes + weight.nbytes
@@ -538,6 +336,7 @@ def assert_memory_is_planned(x: Tensor, weight: Tensor, low_memory: bool) -> Non
     alone = record.input_bytes + record.output_bytes + plan["chunk"]
     assert 0 <= record.forward_peak_bytes - alone <= library_bytes(x)
     assert record.saved_bytes == 0
+    return records
 
 
 @MODES
@@ -547,13 +346,10 @@ def test_memory_to_the_byte_and_within_the_targets(
     shape: tuple[int, ...], dtype: torch.dtype, low_memory: bool
 ) -> None:
     (x, weight), _ = make_inputs(shape, dtype)
-    assert_memory_is_planned(x, weight, low_memory)
-    leaves = [x.requires_grad_(), weight.requires_grad_()]
     chunk = max(x.nbytes // 16, 4 * MIB)
     sums = weight.numel() * 4 if dtype == torch.bfloat16 else 0
     forward, kept, backward = (2, 0, 3) if low_memory else (4, 2, 5)
-    for dense in (False, True):
-        record = measure_memory(combinator, *leaves, low_memory=low_memory, dense_grad=dense)
+    for dense, record in enumerate(assert_memory_is_planned(x, weight, low_memory)):
         for measured, units, more in (
             (record.forward_peak_bytes, forward, weight.nbytes + (chunk if low_memory else 0)),
             (record.saved_bytes, kept, 0),

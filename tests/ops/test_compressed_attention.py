@@ -14,23 +14,18 @@ from ops.checks import (
     LAYOUTS,
     Bound,
     Contract,
-    NoGradient,
     assert_contract,
     assert_strides,
     assert_within,
     doubles,
-    gradients_moved_by_autograd,
     laid_out,
     largest_error,
     run,
-    run_subset,
     same_bits,
     saved_for_backward,
     subsets,
 )
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd import forward_ad
 from torch.nn.functional import scaled_dot_product_attention
 
 from memcheck import (
@@ -43,6 +38,7 @@ from memcheck import (
     track,
 )
 from memcheck._extension import _C
+from memcheck.records import Record
 from memcheck.reference import compressed_attention as reference
 
 forward_op = torch.ops.memcheck.compressed_attention.default
@@ -235,14 +231,6 @@ def test_bounds_are_the_formulas_without_cancellation() -> None:
     torch.testing.assert_close((y, grad_v), (of_y, of_v))
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_the_same_bits_again(mode: str) -> None:
-    inputs, grad_y = make_inputs(3, 4, 2, 300, 700, 70)
-    first = run(contract(8, mode).function, inputs, grad_y)
-    for _ in range(3):
-        assert same_bits(run(contract(8, mode).function, inputs, grad_y), first)
-
-
 @pytest.mark.isolated
 def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
     for shape in ((1, 2, 1, 300, 700, 70), (3, 4, 2, 1, 300, 33), (1, 1, 1, 700, 700, 64)):
@@ -293,18 +281,6 @@ def test_strides_of_rows_that_are_read_in_place(layout: str) -> None:
             assert_strides(assert_contract(one, inputs, grad), inputs)
 
 
-def heads_inside(x: Tensor) -> Tensor:
-    """(B,H,S,D) as a projection makes it: a view of (B,S,H,D)."""
-    return x.transpose(1, 2).contiguous().transpose(1, 2)
-
-
-@pytest.mark.parametrize("change", [*LAYOUTS.values(), heads_inside])
-@pytest.mark.parametrize("one", [contract(3), pooled_contract(300, 3)])
-def test_gradients_are_taken_over_as_they_are(one: Contract, change: Any) -> None:
-    inputs, grad_y = make_inputs(2, 4, 2, 70, 100, 40)
-    assert gradients_moved_by_autograd(one.function, [change(x) for x in inputs], grad_y) == []
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
@@ -326,18 +302,6 @@ def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
 
 
 # ---- autograd
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("change", [lambda x: x, heads_inside])
-def test_gradients_that_are_asked_for(change: Any, mode: str) -> None:
-    inputs, grad_y = make_inputs(2, 4, 2, 70, 100, 40)
-    inputs = [change(x) for x in inputs]
-    for one in (contract(3, mode), pooled_contract(300, 3, mode)):
-        _, *all_gradients = run(one.function, inputs, grad_y)
-        for mask in subsets(3):
-            expected = [x if wanted else None for x, wanted in zip(all_gradients, mask, strict=True)]
-            assert same_bits(run_subset(one.function, inputs, mask, grad_y), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -372,102 +336,14 @@ def test_only_what_backward_reads_is_kept_of_pooled_keys(mask: tuple[bool, ...],
     assert lse.shape == (2, 4, 70)
 
 
-def test_nothing_is_kept_when_no_gradient_will_be_wanted() -> None:
-    inputs, _ = make_inputs(2, 4, 2, 70, 100, 40)
-    for one in (contract(3), pooled_contract(300, 3)):
-        leaves = [x.detach() for x in inputs]
-        assert saved_for_backward(lambda leaves=leaves, one=one: one.function(*leaves)) == []
-        for x in leaves:
-            x.requires_grad_()
-        with torch.no_grad():
-            assert saved_for_backward(lambda leaves=leaves, one=one: one.function(*leaves)) == []
-            assert not one.function(*leaves).requires_grad
-
-
-def test_an_undefined_gradient_stays_undefined() -> None:
+def test_y_changed_in_place_is_an_error() -> None:
+    """In float32, in which it is kept."""
     for one in (contract(3), pooled_contract(21, 3)):
-        leaves = [x.requires_grad_() for x in make_inputs(2, 4, 2, 5, 7, 3)[0]]
-        NoGradient.apply(one.function(*leaves)).sum().backward()
-        assert [leaf.grad for leaf in leaves] == [None] * 3
-
-
-def test_backward_twice_adds_up() -> None:
-    for one in (contract(3), pooled_contract(300, 3)):
-        inputs, grad_y = make_inputs(2, 4, 2, 70, 100, 40)
-        leaves = [x.requires_grad_() for x in inputs]
-        y = one.function(*leaves)
-        y.backward(grad_y, retain_graph=True)
-        once = [leaf.grad.clone() for leaf in leaves]
-        y.backward(grad_y)
-        assert same_bits([leaf.grad for leaf in leaves], [2 * x for x in once])
-        with pytest.raises(RuntimeError, match="second time"):
-            y.backward(grad_y)
-
-
-def test_one_tensor_in_every_role() -> None:
-    x = torch.randn(2, 4, 9, 8, dtype=torch.float64)
-    grad_y = torch.randn_like(x)
-    _, *gradients = run(contract(2).function, [x, x, x], grad_y)
-    (grad_x,) = run(lambda x: compressed_attention(x, x, x, factor=2), [x], grad_y)[1:]
-    torch.testing.assert_close(grad_x, sum(gradients))
-
-
-@pytest.mark.parametrize("changed", [0, 1, 2, 3])
-def test_a_saved_tensor_changed_in_place_is_an_error(changed: int) -> None:
-    """In float32; k and v are not kept, and may change."""
-    for one, free in ((contract(3), (1, 2)), (pooled_contract(21, 3), ())):
-        held = [x.requires_grad_() * 1 for x in make_inputs(2, 4, 2, 5, 7, 3)[0]]
-        held.append(one.function(*held))
+        y = one.function(*(x.requires_grad_() for x in make_inputs(2, 4, 2, 5, 7, 3)[0]))
         with torch.no_grad():
-            held[changed].add_(1)
-        if changed in free:
-            held[3].sum().backward()
-            continue
+            y.add_(1)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            held[3].sum().backward()
-
-
-@pytest.mark.parametrize("dual", [0, 1, 2])
-def test_forward_mode_raises(dual: int) -> None:
-    for name, one in (("compressed_attention", contract(3)), ("compressed_attention_pooled", pooled_contract(21, 3))):
-        inputs = list(make_inputs(2, 4, 2, 5, 7, 3)[0])
-        with forward_ad.dual_level():
-            inputs[dual] = forward_ad.make_dual(inputs[dual], torch.ones_like(inputs[dual]))
-            with pytest.raises(NotImplementedError, match=f"{name}: forward-mode differentiation"):
-                one.function(*inputs)
-
-
-@pytest.mark.parametrize("mask", subsets(3))
-def test_double_backward_raises(mask: tuple[bool, ...]) -> None:
-    """Also where an input is frozen, so that backward was not given all of them."""
-    for name, one in (("compressed_attention", contract(3)), ("compressed_attention_pooled", pooled_contract(21, 3))):
-        inputs, grad_y = make_inputs(2, 4, 2, 5, 7, 3)
-        for x, wanted in zip(inputs, mask, strict=True):
-            x.requires_grad_(wanted)
-        leaves = [x for x in inputs if x.requires_grad]
-        grad_y.requires_grad_()
-        gradients = torch.autograd.grad(one.function(*inputs), leaves, grad_y, create_graph=True)
-        # That of the values does not depend on them.
-        for at in (grad_y, leaves[0]) if mask[0] or mask[1] else (grad_y,):
-            with pytest.raises(NotImplementedError, match=f"{name}: double backward is not implemented"):
-                torch.autograd.grad(sum(x.sum() for x in gradients), at, retain_graph=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("wanted", [0, 1])
-def test_a_penalty_on_one_gradient_raises(wanted: int, dtype: torch.dtype) -> None:
-    """Where grad_y is constant and k itself was not kept, too."""
-    for one in (contract(3), pooled_contract(21, 3)):
-        inputs, _ = make_inputs(2, 4, 2, 5, 7, 3, dtype)
-        inputs[wanted].requires_grad_()
-        y = one.function(*inputs)
-        (gradient,) = torch.autograd.grad(y.sum(), inputs[wanted], create_graph=True)
-        loss = y.sum() + gradient.square().sum()
-        with pytest.raises(NotImplementedError, match="double backward is not implemented"):
-            loss.backward(retain_graph=True)
-        # Which runs only what leads to the input.
-        with pytest.raises(NotImplementedError, match="double backward is not implemented"):
-            torch.autograd.grad(loss, inputs[wanted])
+            y.sum().backward()
 
 
 # ---- torch's own checks
@@ -476,7 +352,7 @@ def test_a_penalty_on_one_gradient_raises(wanted: int, dtype: torch.dtype) -> No
 def opcheck_inputs(requires_grad: bool) -> list[list[Tensor]]:
     dense, _ = make_inputs(2, 4, 2, 5, 7, 3)
     long, _ = make_inputs(1, 2, 1, 70, 90, 3)
-    strided = [heads_inside(x) for x in dense]
+    strided = [LAYOUTS["heads inside"](x) for x in dense]
     return [[x.detach().requires_grad_(requires_grad) for x in inputs] for inputs in (dense, long, strided)]
 
 
@@ -511,70 +387,6 @@ def test_opcheck_backward(mode: str, requires_grad: bool) -> None:
             torch.library.opcheck(pooled_backward_op, arguments, more, test_utils=utilities)
             more |= {"grad_k_stride": k.stride(), "grad_v_stride": v.stride()}
             torch.library.opcheck(backward_op, arguments, more, test_utils=utilities)
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_compile(dynamic: bool, mode: str) -> None:
-    """Traced without a break; with dynamic=True one graph serves every length."""
-    for one in (contract(3, mode), None):
-        torch._dynamo.reset()
-        backend = CompileCounterWithBackend("aot_eager")
-
-        def pooled(q: Tensor, kc: Tensor, vc: Tensor) -> Tensor:
-            return compressed_attention_pooled(q, kc, vc, factor=3, kv_len=3 * kc.shape[2], **MODES[mode])
-
-        eager = one.function if one else pooled
-        compiled = torch.compile(eager, fullgraph=True, dynamic=dynamic, backend=backend)
-        # Sizes that are equal in the first one would be taken for the same.
-        shapes, frames = [(2, 6, 3, 5, 60, 7), (3, 4, 2, 30, 91, 4), (2, 6, 2, 70, 120, 5)], []
-        for shape in shapes:
-            inputs, grad_y = make_inputs(*shape)
-            assert same_bits(run(compiled, inputs, grad_y), run(eager, inputs, grad_y))
-            frames.append(backend.frame_count)
-        assert len(set(frames)) == (1 if dynamic else len(shapes))
-
-
-@pytest.mark.slow
-def test_compile_with_inductor() -> None:
-    torch._dynamo.reset()
-
-    def gated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return compressed_attention(q.sin(), k * 2, v, factor=3).cos()
-
-    inputs, grad_y = make_inputs(2, 4, 2, 30, 90, 5)
-    compiled = torch.compile(gated, fullgraph=True, dynamic=True)
-    for ours, theirs in zip(run(compiled, inputs, grad_y), run(gated, inputs, grad_y), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_autocast() -> None:
-    """Runs in the autocast dtype, as torch's own attention; leaves get gradients of their own dtype."""
-    for one in (contract(3), pooled_contract(300, 3)):
-        inputs, grad_y = make_inputs(2, 4, 2, 70, 100, 40)
-        leaves = [x.requires_grad_() for x in inputs]
-        with torch.autocast("cpu", torch.bfloat16):
-            y = one.function(*leaves)
-        assert y.dtype == torch.bfloat16
-        y.backward(grad_y.bfloat16())
-        in_bfloat16 = run(one.function, [x.detach().bfloat16() for x in leaves], grad_y.bfloat16())
-        assert same_bits(
-            [y.detach(), *(leaf.grad for leaf in leaves)], [in_bfloat16[0], *(x.float() for x in in_bfloat16[1:])]
-        )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_meta(layout: str, dtype: torch.dtype) -> None:
-    """Shapes, dtypes and strides without memory."""
-    (q, k, v), grad_y = make_inputs(2, 4, 2, 30, 100, 5, dtype)
-    inputs = [LAYOUTS[layout](x) for x in (q, k, v)]
-    for one in (contract(3), pooled_contract(300, 3)):
-        real = run(one.function, inputs, grad_y)
-        meta = run(one.function, [x.to("meta") for x in inputs], grad_y.to("meta"))
-        for x, shadow in zip(real, meta, strict=True):
-            assert (shadow.device.type, shadow.dtype) == ("meta", x.dtype)
-            assert (shadow.shape, shadow.stride()) == (x.shape, x.stride())
 
 
 # ---- decoding
@@ -747,14 +559,17 @@ def test_a_long_sequence_keeps_its_accuracy(mode: str) -> None:
 # ---- memory
 
 
-def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, causal: bool) -> None:
-    """To the byte: inputs, output, what is kept, the gradients, and the plan's scratch."""
+def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, causal: bool) -> list[Record]:
+    """To the byte: inputs, output, what is kept, the gradients, and the plan's scratch.
+
+    Returns what was measured with an expanded and with a dense gradient of y.
+    """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     options = {"factor": factor, "causal": causal}
     plan = plan_of(q, k, factor, causal)
     kept = plan["lse"] + plan["compressed"]
-    for dense in (False, True):
-        record = measure_memory(compressed_attention, *leaves, **options, dense_grad=dense)
+    records = [measure_memory(compressed_attention, *leaves, **options, dense_grad=dense) for dense in (False, True)]
+    for record, dense in zip(records, (False, True), strict=True):
         held = record.input_bytes + record.output_bytes
         assert record.saved_bytes == kept
         assert record.forward_peak_bytes == held + kept + plan["forward_scratch"]
@@ -766,6 +581,7 @@ def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, ca
     held = record.input_bytes + record.output_bytes
     assert record.forward_peak_bytes == held + plan["compressed"] + plan["forward_scratch"]
     assert record.saved_bytes == 0
+    return records
 
 
 def test_memory_of_pooled_keys_to_the_byte() -> None:
@@ -781,12 +597,11 @@ def test_memory_of_pooled_keys_to_the_byte() -> None:
 
 
 def assert_memory_is_within_targets(q: Tensor, k: Tensor, v: Tensor, *, factor: int, causal: bool) -> None:
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    records = assert_memory_is_planned(q, k, v, factor=factor, causal=causal)
     # One number a query, in float32.
     per_query = 4 / q.itemsize / q.shape[3]
     kept = 2 / factor + per_query
-    for dense, backward in ((False, 7), (True, 8)):
-        record = measure_memory(compressed_attention, *leaves, factor=factor, causal=causal, dense_grad=dense)
+    for record, backward in zip(records, (7, 8), strict=True):
         for measured, units in (
             (record.forward_peak_bytes, 4 + kept),
             (record.saved_bytes, kept),
@@ -796,15 +611,14 @@ def assert_memory_is_within_targets(q: Tensor, k: Tensor, v: Tensor, *, factor: 
 
 
 @pytest.mark.isolated
-def test_memory_to_the_byte_and_within_the_targets() -> None:
-    for threads in (1, 2):
-        torch.set_num_threads(threads)
-        for dtype in (torch.float32, torch.bfloat16):
-            for B, H, length, D in ((1, 8, 512, 64), (4, 8, 512, 64), (1, 8, 4096, 64), (1, 2, 4096, 128)):
-                (q, k, v), _ = make_inputs(B, H, H, length, length, D, dtype)
-                for factor, causal in ((8, True), (8, False), (16, True)):
-                    assert_memory_is_planned(q, k, v, factor=factor, causal=causal)
-                    assert_memory_is_within_targets(q, k, v, factor=factor, causal=causal)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_memory_to_the_byte_and_within_the_targets(threads: int) -> None:
+    torch.set_num_threads(threads)
+    for dtype in (torch.float32, torch.bfloat16):
+        for B, H, length, D in ((1, 8, 512, 64), (4, 8, 512, 64), (1, 8, 4096, 64), (1, 2, 4096, 128)):
+            (q, k, v), _ = make_inputs(B, H, H, length, length, D, dtype)
+            for factor, causal in ((8, True), (8, False), (16, True)):
+                assert_memory_is_within_targets(q, k, v, factor=factor, causal=causal)
 
 
 # ---- what is refused

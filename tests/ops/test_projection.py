@@ -11,20 +11,14 @@ from ops.checks import (
     Bound,
     Contract,
     Function,
-    NoGradient,
     assert_contract,
     assert_strides,
-    gradients_moved_by_autograd,
     laid_out,
     run,
-    run_subset,
     same_bits,
     saved_for_backward,
-    subsets,
 )
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
-from torch.autograd import forward_ad
 
 from memcheck import linear_l, linear_r, measure_memory
 from memcheck.reference import projection as reference
@@ -108,29 +102,7 @@ def test_many_pieces_do_not_lose_grad_w(function: Function, dtype: torch.dtype) 
     assert torch.equal(grad_w, torch.full_like(grad_w, 800))
 
 
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_the_same_bits_again(function: Function) -> None:
-    inputs, grad_y = make_inputs(function, 3, 129, 65, 127)
-    first = run(function, inputs, grad_y)
-    for _ in range(3):
-        assert same_bits(run(function, inputs, grad_y), first)
-
-
 # ---- autograd
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_gradients_that_are_asked_for(function: Function, layout: str) -> None:
-    inputs, grad_y = make_inputs(function, 3, 40, 35, 50)
-    inputs = [LAYOUTS[layout](x) for x in inputs]
-    _, *all_gradients = run(function, inputs, grad_y)
-    for mask in subsets(2):
-        expected = [x if wanted else None for x, wanted in zip(all_gradients, mask, strict=True)]
-        gradients = run_subset(function, inputs, mask, grad_y)
-        assert same_bits(gradients, expected)
-        for one, other in zip(gradients, expected, strict=True):
-            assert one is None or one.stride() == other.stride()
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -141,84 +113,6 @@ def test_only_what_backward_reads_is_kept(function: Function) -> None:
         leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
         saved = saved_for_backward(lambda leaves=leaves: function(*leaves))
         assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in kept]
-    assert saved_for_backward(lambda: function(*inputs)) == []
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    with torch.no_grad():
-        assert saved_for_backward(lambda: function(*leaves)) == []
-        assert not function(*leaves).requires_grad
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_an_undefined_gradient_stays_undefined(function: Function) -> None:
-    inputs, _ = make_inputs(function, 2, 5, 7, 3)
-    leaves = [x.requires_grad_() for x in inputs]
-    NoGradient.apply(function(*leaves)).sum().backward()
-    assert [leaf.grad for leaf in leaves] == [None] * 2
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_backward_twice_adds_up(function: Function) -> None:
-    inputs, grad_y = make_inputs(function, 2, 5, 7, 3)
-    leaves = [x.requires_grad_() for x in inputs]
-    y = function(*leaves)
-    y.backward(grad_y, retain_graph=True)
-    once = [leaf.grad.clone() for leaf in leaves]
-    y.backward(grad_y)
-    assert same_bits([leaf.grad for leaf in leaves], [2 * x for x in once])
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_one_tensor_in_both_roles(function: Function) -> None:
-    x = torch.randn(1, 6, 6, dtype=torch.float64)
-    grad_y = torch.randn_like(x)
-    _, grad_x, grad_w = run(function, [x, x[0]], grad_y)
-    (both,) = run(lambda x: function(x, x[0]), [x], grad_y)[1:]
-    torch.testing.assert_close(both, grad_x + grad_w)
-
-
-@pytest.mark.parametrize("changed", [0, 1])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_a_saved_input_changed_in_place_is_an_error(function: Function, changed: int) -> None:
-    inputs, _ = make_inputs(function, 2, 5, 7, 3)
-    held = [x.requires_grad_() * 1 for x in inputs]
-    y = function(*held)
-    with torch.no_grad():
-        held[changed].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-@pytest.mark.parametrize("dual", [0, 1])
-def test_forward_mode_raises(function: Function, dual: int) -> None:
-    inputs = list(make_inputs(function, 2, 5, 7, 3)[0])
-    with forward_ad.dual_level():
-        inputs[dual] = forward_ad.make_dual(inputs[dual], inputs[dual])
-        with pytest.raises(NotImplementedError, match=f"{function.__name__}: forward-mode differentiation"):
-            function(*inputs)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_double_backward_raises(function: Function) -> None:
-    inputs, grad_y = make_inputs(function, 2, 5, 7, 3)
-    leaves = [*(x.requires_grad_() for x in inputs), grad_y.requires_grad_()]
-    gradients = torch.autograd.grad(function(*inputs), inputs, grad_y, create_graph=True)
-    for gradient in gradients:
-        with pytest.raises(NotImplementedError, match=f"{function.__name__}: double backward is not implemented"):
-            torch.autograd.grad(gradient.sum(), leaves, retain_graph=True)
-
-
-@pytest.mark.parametrize("mask", subsets(2))
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_double_backward_through_the_gradient_of_y_raises(function: Function, mask: tuple[bool, bool]) -> None:
-    """Also where an input is frozen, so that backward was not given all of them."""
-    inputs, grad_y = make_inputs(function, 2, 5, 7, 3)
-    for x, wanted in zip(inputs, mask, strict=True):
-        x.requires_grad_(wanted)
-    leaves = [x for x in inputs if x.requires_grad]
-    gradients = torch.autograd.grad(function(*inputs), leaves, grad_y.requires_grad_(), create_graph=True)
-    with pytest.raises(NotImplementedError, match=f"{function.__name__}: double backward is not implemented"):
-        torch.autograd.grad(sum(gradient.sum() for gradient in gradients), grad_y)
 
 
 # ---- torch's own checks
@@ -238,60 +132,6 @@ def test_opcheck(function: Function, layout: str, requires_grad: bool) -> None:
     for given, mask in (((x, w), [True, True]), ((x, None), [False, True]), ((None, w), [True, False])):
         arguments = (grad_y, *given)
         torch.library.opcheck(BACKWARD[function], arguments, {"output_mask": mask}, test_utils=utilities)
-
-
-@pytest.mark.parametrize("dynamic", [True, False])
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_compile(function: Function, dynamic: bool) -> None:
-    """Traced without a break; with dynamic=True one graph serves every shape."""
-    torch._dynamo.reset()
-    backend = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(function, fullgraph=True, dynamic=dynamic, backend=backend)
-    shapes, frames = [(2, 5, 7, 3), (3, 30, 8, 4), (4, 9, 6, 5)], []
-    for shape in shapes:
-        inputs, grad_y = make_inputs(function, *shape)
-        assert same_bits(run(compiled, inputs, grad_y), run(function, inputs, grad_y))
-        frames.append(backend.frame_count)
-    assert len(set(frames)) == (1 if dynamic else len(shapes))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_compile_with_inductor(function: Function) -> None:
-    torch._dynamo.reset()
-
-    def curved(x: Tensor, w: Tensor) -> Tensor:
-        return function(x.sin(), w * 2).cos()
-
-    inputs, grad_y = make_inputs(function, 2, 30, 7, 5)
-    compiled = torch.compile(curved, fullgraph=True, dynamic=True)
-    for ours, theirs in zip(run(compiled, inputs, grad_y), run(curved, inputs, grad_y), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_autocast(function: Function) -> None:
-    inputs, grad_y = make_inputs(function, 2, 70, 30, 40)
-    leaves = [x.requires_grad_() for x in inputs]
-    with torch.autocast("cpu", torch.bfloat16):
-        y = function(*leaves)
-    assert y.dtype == torch.bfloat16
-    y.backward(grad_y.bfloat16())
-    in_bfloat16 = run(function, [x.detach().bfloat16() for x in leaves], grad_y.bfloat16())
-    results = [y.detach(), *(leaf.grad for leaf in leaves)]
-    assert same_bits(results, [in_bfloat16[0], *(x.float() for x in in_bfloat16[1:])])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_meta(function: Function, layout: str, dtype: torch.dtype) -> None:
-    inputs, grad_y = make_inputs(function, 3, 40, 35, 50, dtype)
-    inputs = [LAYOUTS[layout](x) for x in inputs]
-    meta = run(function, [x.to("meta") for x in inputs], grad_y.to("meta"))
-    for x, shadow in zip(run(function, inputs, grad_y), meta, strict=True):
-        assert (shadow.device.type, shadow.dtype) == ("meta", x.dtype)
-        assert (shadow.shape, shadow.stride()) == (x.shape, x.stride())
 
 
 # ---- memory
@@ -331,13 +171,6 @@ def test_memory_to_the_byte(
     library = 0 if dtype == torch.float32 else MIB
     assert 0 <= record.forward_peak_bytes - held <= library
     assert 0 <= record.backward_peak_bytes - (held + grad_y + record.gradient_bytes + piece + sums) <= library
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("function", FUNCTIONS)
-def test_gradients_are_taken_over_as_they_are(function: Function, layout: str) -> None:
-    inputs, grad_y = make_inputs(function, 3, 40, 35, 50)
-    assert gradients_moved_by_autograd(function, [LAYOUTS[layout](x) for x in inputs], grad_y) == []
 
 
 # ---- what is refused

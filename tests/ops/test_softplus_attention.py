@@ -12,25 +12,22 @@ from ops.checks import (
     LAYOUTS,
     Bound,
     Contract,
-    NoGradient,
     assert_contract,
     assert_strides,
     assert_within,
     doubles,
-    gradients_moved_by_autograd,
     laid_out,
     run,
-    run_subset,
     same_bits,
     saved_for_backward,
     subsets,
 )
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 from memcheck import measure_memory, softplus_attention, softplus_attention_step, track
 from memcheck._extension import _C
+from memcheck.records import Record
 from memcheck.reference import softplus_attention as reference
 
 forward_op = torch.ops.memcheck.softplus_attention.default
@@ -150,14 +147,6 @@ def test_both_roads_give_the_same_bits(S: int, T: int, causal: bool, dtype: torc
         assert same_bits(alone, [x[b : b + 1] for x in whole])
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_the_same_bits_again(causal: bool) -> None:
-    inputs, grad_y = make_inputs(3, 300, 700, 70)
-    first = run(contract(causal).function, inputs, grad_y)
-    for _ in range(3):
-        assert same_bits(run(contract(causal).function, inputs, grad_y), first)
-
-
 @pytest.mark.isolated
 def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
     for shape in ((1, 300, 700, 70), (17, 300, 300, 33)):
@@ -199,13 +188,6 @@ def test_any_strides(layout: str, dtype: torch.dtype, causal: bool) -> None:
         assert same_bits(before, [*inputs, grad])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_are_taken_over_as_they_are(layout: str) -> None:
-    inputs, grad_y = make_inputs(2, 70, 300, 40)
-    inputs = [LAYOUTS[layout](x) for x in inputs]
-    assert gradients_moved_by_autograd(softplus_attention, inputs, grad_y) == []
-
-
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
@@ -228,16 +210,6 @@ def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
 # ---- autograd
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [(2, 70, 300, 40), (1, 20, 600, 5)])
-def test_gradients_that_are_asked_for(shape: tuple[int, ...], causal: bool) -> None:
-    inputs, grad_y = make_inputs(*shape)
-    _, *all_gradients = run(contract(causal).function, inputs, grad_y)
-    for mask in subsets(3):
-        expected = [x if wanted else None for x, wanted in zip(all_gradients, mask, strict=True)]
-        assert same_bits(run_subset(contract(causal).function, inputs, mask, grad_y), expected)
-
-
 @pytest.mark.parametrize("mask", subsets(3))
 def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...]) -> None:
     inputs, _ = make_inputs(2, 70, 300, 40)
@@ -247,99 +219,6 @@ def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...]) -> None:
     expected = [q, k, v] if mask[0] or mask[1] else [q, k]
     assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
     assert carries.nbytes == plan_of(q, k, causal=True)["carries"]
-
-
-def test_nothing_is_kept_when_no_gradient_will_be_wanted() -> None:
-    inputs, _ = make_inputs(2, 70, 300, 40)
-    assert saved_for_backward(lambda: softplus_attention(*inputs)) == []
-    for x in inputs:
-        x.requires_grad_()
-    with torch.no_grad():
-        assert saved_for_backward(lambda: softplus_attention(*inputs)) == []
-        assert not softplus_attention(*inputs).requires_grad
-
-
-def test_an_undefined_gradient_stays_undefined() -> None:
-    inputs, _ = make_inputs(2, 5, 7, 3)
-    leaves = [x.requires_grad_() for x in inputs]
-    NoGradient.apply(softplus_attention(*leaves)).sum().backward()
-    assert [leaf.grad for leaf in leaves] == [None] * 3
-
-
-def test_backward_twice_adds_up() -> None:
-    inputs, grad_y = make_inputs(2, 70, 300, 40)
-    leaves = [x.requires_grad_() for x in inputs]
-    y = softplus_attention(*leaves)
-    y.backward(grad_y, retain_graph=True)
-    once = [leaf.grad.clone() for leaf in leaves]
-    y.backward(grad_y)
-    assert same_bits([leaf.grad for leaf in leaves], [2 * x for x in once])
-    with pytest.raises(RuntimeError, match="second time"):
-        y.backward(grad_y)
-
-
-def test_one_tensor_in_every_role() -> None:
-    """q, k and v are views of the same memory: its gradient is the sum of the three."""
-    x = torch.randn(2, 9, 9, dtype=torch.float64)
-    grad_y = torch.randn_like(x)
-    _, grad_q, grad_k, grad_v = run(softplus_attention, [x, x.mT, x], grad_y)
-    (grad_x,) = run(lambda x: softplus_attention(x, x.mT, x), [x], grad_y)[1:]
-    torch.testing.assert_close(grad_x, grad_q + grad_k.mT + grad_v)
-
-
-@pytest.mark.parametrize("changed", [0, 1, 2])
-def test_a_saved_input_changed_in_place_is_an_error(changed: int) -> None:
-    inputs, _ = make_inputs(2, 5, 7, 3)
-    held = [x.requires_grad_() * 1 for x in inputs]
-    y = softplus_attention(*held)
-    with torch.no_grad():
-        held[changed].add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        y.sum().backward()
-
-
-@pytest.mark.parametrize("dual", [0, 1, 2])
-def test_forward_mode_raises(dual: int) -> None:
-    """Without an input that requires a gradient, nothing but the operator could say that a tangent is lost."""
-    inputs = list(make_inputs(2, 1, 7, 3)[0])
-    tangent = torch.ones_like(inputs[dual])
-    with forward_ad.dual_level():
-        inputs[dual] = forward_ad.make_dual(inputs[dual], tangent)
-        with pytest.raises(NotImplementedError, match="softplus_attention: forward-mode differentiation"):
-            softplus_attention(*inputs)
-        with pytest.raises(NotImplementedError, match="softplus_attention_step: forward-mode differentiation"):
-            softplus_attention_step(*inputs)
-
-
-def test_forward_mode_over_the_gradient_of_y_raises() -> None:
-    inputs, grad_y = make_inputs(2, 5, 7, 3)
-    leaves = [x.requires_grad_() for x in inputs]
-    y = softplus_attention(*leaves)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(grad_y, torch.ones_like(grad_y))
-        with pytest.raises(NotImplementedError, match="softplus_attention: forward-mode differentiation"):
-            torch.autograd.grad(y, leaves, dual)
-
-
-def test_double_backward_raises() -> None:
-    inputs, grad_y = make_inputs(2, 5, 7, 3)
-    leaves = [x.requires_grad_() for x in inputs]
-    gradients = torch.autograd.grad(softplus_attention(*leaves), leaves, grad_y, create_graph=True)
-    for gradient in gradients:
-        with pytest.raises(NotImplementedError, match="softplus_attention: double backward is not implemented"):
-            torch.autograd.grad(gradient.sum(), leaves, retain_graph=True)
-
-
-@pytest.mark.parametrize("mask", subsets(3))
-def test_double_backward_through_the_gradient_of_y_raises(mask: tuple[bool, ...]) -> None:
-    """Also where an input is frozen, so that backward was not given all of them."""
-    inputs, grad_y = make_inputs(2, 5, 7, 3)
-    for x, wanted in zip(inputs, mask, strict=True):
-        x.requires_grad_(wanted)
-    leaves = [x for x in inputs if x.requires_grad]
-    gradients = torch.autograd.grad(softplus_attention(*inputs), leaves, grad_y.requires_grad_(), create_graph=True)
-    with pytest.raises(NotImplementedError, match="softplus_attention: double backward is not implemented"):
-        torch.autograd.grad(sum(gradient.sum() for gradient in gradients), grad_y)
 
 
 # ---- torch's own checks
@@ -381,68 +260,12 @@ def test_opcheck_step() -> None:
     torch.library.opcheck(step_op, (q, k, v, torch.rand(2, 3), torch.rand(2, 3)))
 
 
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dynamic", [True, False])
-def test_compile(dynamic: bool, causal: bool) -> None:
-    """Traced without a break; with dynamic=True one graph serves every length that has two carries or more."""
-    torch._dynamo.reset()
-    backend = CompileCounterWithBackend("aot_eager")
-    eager = contract(causal).function
-    compiled = torch.compile(eager, fullgraph=True, dynamic=dynamic, backend=backend)
-    shapes, frames = [(2, 5, 600, 3), (3, 30, 900, 4), (2, 70, 1200, 5)], []
-    for shape in shapes:
-        inputs, grad_y = make_inputs(*shape)
-        assert same_bits(run(compiled, inputs, grad_y), run(eager, inputs, grad_y))
-        frames.append(backend.frame_count)
-    assert len(set(frames)) == (1 if dynamic else len(shapes))
-
-
-@pytest.mark.slow
-def test_compile_with_inductor() -> None:
-    torch._dynamo.reset()
-
-    def gated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return softplus_attention(q.sin(), k * 2, v).cos()
-
-    inputs, grad_y = make_inputs(2, 30, 300, 5)
-    compiled = torch.compile(gated, fullgraph=True, dynamic=True)
-    for ours, theirs in zip(run(compiled, inputs, grad_y), run(gated, inputs, grad_y), strict=True):
-        torch.testing.assert_close(ours, theirs)
-
-
-def test_autocast() -> None:
-    """Runs in the autocast dtype, as torch's own attention; leaves get gradients of their own dtype."""
-    inputs, grad_y = make_inputs(2, 70, 300, 40)
-    leaves = [x.requires_grad_() for x in inputs]
-    with torch.autocast("cpu", torch.bfloat16):
-        y = softplus_attention(*leaves)
-    assert y.dtype == torch.bfloat16
-    y.backward(grad_y.bfloat16())
-    in_bfloat16 = run(softplus_attention, [x.detach().bfloat16() for x in leaves], grad_y.bfloat16())
-    assert same_bits(
-        [y.detach(), *(leaf.grad for leaf in leaves)], [in_bfloat16[0], *(x.float() for x in in_bfloat16[1:])]
-    )
-
-
 def test_autocast_of_a_step_leaves_the_state() -> None:
     (q, k, v), _ = make_inputs(2, 1, 5, 3)
     with torch.autocast("cpu", torch.bfloat16):
         y, state = softplus_attention_step(q, k, v)
         y, state = softplus_attention_step(q, k, v, state)
     assert [x.dtype for x in (y, *state)] == [torch.bfloat16, torch.float32, torch.float32]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_meta(layout: str, dtype: torch.dtype) -> None:
-    """Shapes, dtypes and strides without memory."""
-    (q, k, v), grad_y = make_inputs(2, 30, 300, 5, dtype)
-    inputs = [LAYOUTS[layout](x) for x in (q, k, v)]
-    real = run(softplus_attention, inputs, grad_y)
-    meta = run(softplus_attention, [x.to("meta") for x in inputs], grad_y.to("meta"))
-    for x, shadow in zip(real, meta, strict=True):
-        assert (shadow.device.type, shadow.dtype) == ("meta", x.dtype)
-        assert (shadow.shape, shadow.stride()) == (x.shape, x.stride())
 
 
 # ---- decoding
@@ -517,6 +340,15 @@ def test_step_has_no_gradient_and_says_so(wanted: int) -> None:
         softplus_attention_step(q, k, v, (state[0], state[1]))
     with torch.no_grad():
         softplus_attention_step(q, k, v, (state[0], state[1]))
+
+
+@pytest.mark.parametrize("dual", [0, 1, 2])
+def test_forward_mode_through_a_step_raises(dual: int) -> None:
+    inputs = list(make_inputs(2, 1, 7, 3)[0])
+    with forward_ad.dual_level():
+        inputs[dual] = forward_ad.make_dual(inputs[dual], torch.ones_like(inputs[dual]))
+        with pytest.raises(NotImplementedError, match="softplus_attention_step: forward-mode differentiation"):
+            softplus_attention_step(*inputs)
 
 
 # ---- extremes
@@ -613,12 +445,15 @@ def test_a_long_sequence_keeps_its_accuracy(R: int) -> None:
 # ---- memory
 
 
-def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> None:
-    """To the byte: inputs, output, the carries, the gradients, and the plan's scratch."""
+def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[Record]:
+    """To the byte: inputs, output, the carries, the gradients, and the plan's scratch.
+
+    Returns what was measured with an expanded and with a dense gradient of y.
+    """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     plan = plan_of(q, k, causal)
-    for dense in (False, True):
-        record = measure_memory(softplus_attention, *leaves, causal=causal, dense_grad=dense)
+    records = [measure_memory(softplus_attention, *leaves, causal=causal, dense_grad=dense) for dense in (False, True)]
+    for record, dense in zip(records, (False, True), strict=True):
         held = record.input_bytes + record.output_bytes
         assert record.saved_bytes == plan["carries"]
         assert record.forward_peak_bytes == held + plan["carries"] + plan["forward_sums"]
@@ -629,6 +464,7 @@ def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -
     record = measure_memory(softplus_attention, *leaves, causal=causal, backward=False)
     assert record.forward_peak_bytes == record.input_bytes + record.output_bytes + plan["forward_scratch"]
     assert record.saved_bytes == 0
+    return records
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -638,11 +474,8 @@ def test_memory_to_the_byte_and_within_the_targets(
     B: int, length: int, R: int, dtype: torch.dtype, causal: bool
 ) -> None:
     (q, k, v), _ = make_inputs(B, length, length, R, dtype)
-    assert_memory_is_planned(q, k, v, causal=causal)
     carries = (2 if dtype == torch.float32 else 4) / 256
-    leaves = [x.requires_grad_() for x in (q, k, v)]
-    for dense, backward in ((False, 7), (True, 8)):
-        record = measure_memory(softplus_attention, *leaves, causal=causal, dense_grad=dense)
+    for record, backward in zip(assert_memory_is_planned(q, k, v, causal=causal), (7, 8), strict=True):
         for measured, units in (
             (record.forward_peak_bytes, 4 + carries),
             (record.saved_bytes, carries),
