@@ -111,12 +111,18 @@ def test_rows_tables_and_plots(tmp_path, capsys) -> None:
     assert "4 cases: 4 ok\n\nWrote " in printed.out
     records = read_records(folder)
     assert [record.status for record in records] == ["ok"] * 4
-    written = printed.out.partition("Wrote ")[2].strip().split(", ")
+    written = printed.out.partition("Wrote ")[2].partition(" and ")[0].strip().split(", ")
     assert written
     assert all(Path(path).stat().st_size for path in written)
     manifest = json.loads((folder / "sweep.json").read_text())
     assert manifest["command"] == f"memcheck sweep {' '.join(SMALL)} --output {folder}"
     assert manifest["environment"]["torch_version"] == records[0].torch_version
+
+
+def test_a_closed_stdout_costs_no_row(tmp_path, monkeypatch, no_files) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["sweep", *SMALL, "--output", str(tmp_path)]) == 0
+    assert len(rows(tmp_path)) == 4
 
 
 def test_json_and_the_same_again(tmp_path, capsys, no_files) -> None:

@@ -36,6 +36,7 @@ NO_OPTIONS: dict[str, Any] = {
     "format": "table",
 }
 BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+SHOWN = 20  # paths: a large grid has a hundred pictures
 Values = dict[str, Any]  # argument -> value, of those that were given
 
 
@@ -122,7 +123,7 @@ def run(args: argparse.Namespace) -> int:
         return 130
     except StoreError as error:
         raise StoreError(f"{error}; {goes_on(options, command)}") from None
-    print(f"\n{summary(records)}\n\nWrote {', '.join(map(str, write_files(options.output)))}", file=out)
+    print(f"\n{summary(records)}\n\n{written(write_files(options.output))}", file=out)
     if options.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in records) + "]")
     return int(any(record.status == "error" for record in records))
@@ -316,6 +317,11 @@ def summary(records: Sequence[Record]) -> str:
 
 def goes_on(options: argparse.Namespace, command: str) -> str:
     return f"what is done is kept in {options.output}, and the same command goes on: {command}"
+
+
+def written(paths: list[Path]) -> str:
+    more = f" and {len(paths) - SHOWN} more beside them" if len(paths) > SHOWN else ""
+    return f"Wrote {', '.join(map(str, paths[:SHOWN]))}{more}"
 
 
 def write_files(output: Path) -> list[Path]:
