@@ -69,10 +69,11 @@ def dispatch(argv: Sequence[str]) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
+    if sys.stdout is None:  # closed, as by `>&-`: what is printed goes nowhere, and all else goes on
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
-        if sys.stdout is not None:  # closed, as by `>&-`
-            sys.stdout.flush()
+        sys.stdout.flush()
         return code
     except MemcheckError as error:
         print("memcheck:", " ".join(str(error).split()), file=sys.stderr)

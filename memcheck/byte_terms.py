@@ -55,7 +55,7 @@ def naive_terms(case: Case) -> Terms | None:
         return terms or None
     terms["forward_peak_bytes"] = {**held, **kept, "scores": matrix}
     if training:
-        gradients = naive_backward_terms(kept, queries, keys, matrix)
+        gradients = naive_backward_terms(kept, queries, keys, matrix, copies_dk=case.kv_len > 1)
         terms["backward_peak_bytes"] = {**held, "grad_y, expanded": item, **gradients}
     return terms
 
@@ -67,12 +67,15 @@ def products_are_plain(case: Case) -> bool:
     return case.dtype in ("float32", "float64")
 
 
-def naive_backward_terms(kept: dict[str, int], queries: int, keys: int, matrix: int) -> dict[str, int]:
-    """The fullest of three moments: the softmax's derivative, the products for dq and dk, the copy into k's layout."""
+def naive_backward_terms(
+    kept: dict[str, int], queries: int, keys: int, matrix: int, *, copies_dk: bool
+) -> dict[str, int]:
+    """The fullest of three moments: the softmax's derivative, the products for dq and dk, the copy into k's layout,
+    which a single key has from the start."""
     moments = (
         {**kept, "gradient of probabilities": matrix, "gradient of scores": matrix, "dv": keys},
         {"gradient of scores": matrix, "dq": queries, "dk": keys, "dv": keys},
-        {"dq": queries, "dk, transposed": keys, "dk, laid out like k": keys, "dv": keys},
+        {"dq": queries, "dk, transposed": keys, "dk, laid out like k": keys if copies_dk else 0, "dv": keys},
     )
     return max(moments, key=lambda moment: sum(moment.values()))
 

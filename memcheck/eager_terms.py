@@ -83,7 +83,8 @@ def cs336_naive_backward(case: Case, memory: Ledger) -> None:
     memory.replace("d_scores", "number", "number_in_fp32", d_products=matrix, number_in_fp32=4)
     memory.take(dk=keys)
     memory.replace("d_products", dq=queries)
-    memory.take(dk_laid_out_like_k=keys)
+    if case.kv_len != 1:  # a single key has the same layout transposed
+        memory.take(dk_laid_out_like_k=keys)
 
 
 def math_terms(case: Case) -> Terms | None:

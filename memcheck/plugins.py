@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 from memcheck.errors import MemcheckError, UsageError
@@ -17,10 +18,11 @@ def load_plugin(name: str) -> str:
     UsageError: there is no such thing, or its code fails.
     """
     try:
-        if name.endswith(".py") or os.sep in name:
-            _import_file(Path(name))
-        else:
-            importlib.import_module(name)
+        with redirect_stdout(sys.stderr):  # stdout may be JSON that a program reads
+            if name.endswith(".py") or os.sep in name:
+                _import_file(Path(name))
+            else:
+                importlib.import_module(name)
     except MemcheckError as error:
         raise UsageError(f"--plugin {name}: {error}") from error
     except Exception as error:

@@ -6,6 +6,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
@@ -106,7 +107,7 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int
 def profile_all(cases: list[Case], args: argparse.Namespace, out: TextIO) -> Iterator[Record]:
     header, row = (decoding_header, decoding_row) if args.mode == "decode" else (table_header, table_row)
     for number, case in enumerate(cases):
-        with nvtx_ranges(args.nvtx):
+        with nvtx_ranges(args.nvtx), redirect_stdout(sys.stderr):  # what an operator prints is none of our output
             record = profile_case(
                 case,
                 details=args.explain is not None,

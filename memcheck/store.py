@@ -104,9 +104,18 @@ def rows(data: bytes, folder: Path) -> Iterator[tuple[str, Record]]:
     for number, line in enumerate(lines, start=1):
         try:
             values: dict[str, Any] = json.loads(line)
-            yield values.get("key") or f"line {number}", Record.from_json(line.decode())
+            yield values.get("key") or f"line {number}", checked(Record.from_json(line.decode()))
         except (ValueError, TypeError, AttributeError):
             note(folder, f"line {number} was left out: it is no record")
+
+
+def checked(record: Record) -> Record:
+    """The record, or TypeError: a name or a size is of another kind, and readers would fail on it."""
+    kinds = {"operator": str, "dtype": str, "mode": str, "status": str, "bsz": int, "query_len": int, "kv_len": int}
+    for field, kind in {**kinds, "dim": int}.items():
+        if not isinstance(getattr(record, field), (kind, type(None))):
+            raise TypeError(field)
+    return record
 
 
 def note(folder: Path, what: str) -> None:

@@ -144,6 +144,7 @@ def assert_terms_are_exact(case: Case) -> None:
         (16, 40, 384, True),
         (16, 40, 384, False),
         (1, 1, 3, True),
+        (1, 1, 384, True),
         (40, 16, 384, False),
     ],
 )
@@ -279,6 +280,11 @@ def test_eager_terms_are_exact(
         pytest.skip("a sum of one is none")
     sizes = {"bsz": bsz, "query_len": query_len, "kv_len": kv_len, "dim": dim, "heads": heads}
     assert_terms_are_exact(case_of(operator, **sizes, causal=causal, mode=mode))
+
+
+@pytest.mark.parametrize("query_len", [1, 5])
+def test_a_single_key_needs_no_other_layout(query_len: int) -> None:
+    assert_terms_are_exact(case_of("cs336/naive", query_len=query_len, kv_len=1, dim=8))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

@@ -377,6 +377,21 @@ def test_a_plugin_brings_an_operator(profile, tmp_path) -> None:
         catalog.CONTENDERS.pop("values", None)
 
 
+@pytest.mark.parametrize("command", ["profile-attention", "sweep"])
+def test_what_a_plugin_prints_is_not_in_the_json(command: str, tmp_path, capfd) -> None:
+    plugin = tmp_path / "plugin.py"
+    source = "def f(q, k, v):\n    print('called')\n    return 2 * v\nprint('imported')\nregister('chatty', f)\n"
+    plugin.write_text(f"from memcheck.catalog import register\n{source}")
+    flags = [*SMALL, "--plugin", str(plugin), "--attention-type", "chatty", "--format", "json"]
+    try:
+        assert main([command, *flags, "--output", str(tmp_path)]) == 0
+    finally:
+        catalog.CONTENDERS.pop("chatty", None)
+    printed = capfd.readouterr()
+    assert [row["operator"] for row in json.loads(printed.out)] == ["chatty"]
+    assert "imported" in printed.err
+
+
 @pytest.mark.parametrize(
     ("source", "words"),
     [

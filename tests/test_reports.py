@@ -142,6 +142,20 @@ def test_doubts_are_footnotes_said_once() -> None:
     assert cells(table, "note") == ["[1]", "[1]", None]
 
 
+def test_doubts_that_differ_in_their_numbers_are_one_in_the_summary() -> None:
+    rows = [measured(doubts=(f"load average {load} on 2 cores",)) for load in (2.3, 2.5, 2.5)]
+    said = [words for words in summary([*rows, measured("linear")]) if words.startswith("Doubtful")]
+    assert said == ["Doubtful in 3 of 4 cases: load average 2.5 on 2 cores, for one"]
+
+
+@pytest.mark.parametrize("command", ["report", "published"])
+def test_a_folder_that_cannot_be_written_to_is_named(command: str, tmp_path, capsys) -> None:
+    write_json_lines([measured()], tmp_path / "records.jsonl")
+    folders = [str(tmp_path)] if command == "report" else []
+    assert main([command, *folders, "--output", "/proc/none"]) == 2
+    assert "--output /proc/none cannot be written to: " in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("form", ["table", "markdown", "latex", "csv", "json"])
 def test_a_hostile_reason_breaks_no_format(form: str) -> None:
     rows = [measured("softplus"), record("naive", status="error", reason=HOSTILE)]

@@ -60,7 +60,7 @@ def test_half_a_line_at_the_end_is_cut_off(tmp_path, capsys, half: bytes) -> Non
 def test_a_broken_line_in_the_middle_costs_itself(tmp_path, capsys) -> None:
     fill(tmp_path, 1)
     with (tmp_path / FILE).open("ab") as file:
-        file.write(b"\0\0\0\n[1]\n\xff\n")
+        file.write(b'\0\0\0\n[1]\n\xff\n{"key": "key 9", "bsz": 1, "query_len": "x"}\n')
     with Store(tmp_path) as store:
         store.append("key 1", Record(bsz=1))
     assert sizes(tmp_path) == [0, 1]

@@ -119,6 +119,12 @@ def test_rows_tables_and_plots(tmp_path, capsys) -> None:
     assert manifest["environment"]["torch_version"] == records[0].torch_version
 
 
+def test_a_closed_stdout_costs_no_row(tmp_path, monkeypatch, no_files) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["sweep", *SMALL, "--output", str(tmp_path)]) == 0
+    assert len(rows(tmp_path)) == 4
+
+
 def test_json_and_the_same_again(tmp_path, capsys, no_files) -> None:
     flags = ["sweep", *SMALL, "--output", str(tmp_path), "--format", "json"]
     assert main(flags) == 0

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.catalog import CONTENDERS, Case, make_case, make_combinator_case
-from memcheck.commands.report import FORMATS
+from memcheck.commands.report import FORMATS, write_output
 from memcheck.errors import MemcheckError, UsageError
 from memcheck.plotting.published import plot_published
 from memcheck.records import Record
-from memcheck.reports import published_rows, published_table, published_tables, render, write_files
+from memcheck.reports import published_rows, published_table, published_tables, render
 from memcheck.store import read_records
 from memcheck.theory import closed_terms
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
             f"none of the {len(records)} rows of {', '.join(map(str, args.folders))} has a published counterpart: "
             "memcheck_pyt's are of batch 64 in fp32, cs336's of batch 8 with one head"
         )
-    written = write_files(tables, args.output, "published") if args.output else []
+    written = write_output(tables, args.output, "published") if args.output else []
     if args.plot:
         written.append(draw(records, args.plot))
     print(render(tables, args.format))

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     usual = not tables
     tables = tables or default_tables(records)
     # First, so that a reader who leaves, as `| head` does, costs no file.
-    written = write_files(standard_tables(records) if usual else tables, args.output) if args.output else []
+    written = write_output(standard_tables(records) if usual else tables, args.output) if args.output else []
     if args.html:
         written.append(write_page(records, args))
     if usual and args.format == "table":
@@ -75,6 +75,13 @@ def run(args: argparse.Namespace) -> int:
     if written:
         print(f"\nWrote {', '.join(map(str, written[:4]))}{' ...' if len(written) > 4 else ''}", file=sys.stderr)
     return 0
+
+
+def write_output(tables: Sequence[Table], folder: Path, stem: str = "tables") -> list[Path]:
+    try:
+        return write_files(tables, folder, stem)
+    except OSError as error:
+        raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
 
 
 def read_selected(folders: Sequence[Path], case: str | None) -> list[Record]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
@@ -31,6 +32,8 @@ FACTS = {
     "allocator": "allocator",
     "threads": "threads",
 }
+
+NUMBER = re.compile(r"\d[\d.,]*")
 
 
 def need(record: Record) -> int | None:
@@ -122,9 +125,14 @@ def what_is_missing(records: Sequence[Record]) -> Iterator[str]:
 
 
 def doubts(records: Sequence[Record]) -> Iterator[str]:
-    said = Counter(doubt for record in records for doubt in record.doubts)
-    for doubt, count in said.items():
-        yield f"Doubtful in {count} of {len(records)} cases: {doubt}"
+    """Each once, whatever its numbers; the commonest is quoted."""
+    kinds: dict[str, Counter[str]] = {}
+    for record in records:
+        for kind, doubt in {NUMBER.sub("", doubt): doubt for doubt in record.doubts}.items():
+            kinds.setdefault(kind, Counter())[doubt] += 1
+    for said in kinds.values():
+        (doubt, _), *others = said.most_common()
+        yield f"Doubtful in {said.total()} of {len(records)} cases: {doubt}{', for one' if others else ''}"
 
 
 def environment_facts(records: Sequence[Record]) -> dict[str, str]:
