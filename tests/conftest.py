@@ -21,6 +21,13 @@ def poisoned_memory() -> Iterator[None]:
     torch.set_deterministic_debug_mode("default")
 
 
+@pytest.fixture(autouse=True, scope="module")
+def frozen_modules() -> None:
+    """Measuring memory begins with gc.collect(), which need not go through all of torch's modules every time."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def require_tool() -> Callable[[str], str]:
     """The path of a tool. A user may do without one, and the test is skipped; under CI it fails."""
@@ -48,12 +55,6 @@ def pytest_configure(config):
     )
     # Where a check that tests share fails, it shows the values it compared.
     pytest.register_assert_rewrite("ops.checks")
-
-
-def pytest_collection_finish():
-    # Measuring memory begins with gc.collect(), which need not go through the modules of torch every time.
-    gc.collect()
-    gc.freeze()
 
 
 def pytest_pyfunc_call(pyfuncitem):

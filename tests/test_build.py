@@ -107,7 +107,11 @@ def test_without_torch_pip_says_what_to_do(tmp_path: Path) -> None:
     [
         pytest.param(["setup.py", "build_ext", "--inplace"], id="build_ext"),
         # What `pip install -e .` calls.
-        pytest.param(["-c", "from setuptools import build_meta; build_meta.build_editable('.')"], id="editable"),
+        pytest.param(
+            ["-c", "from setuptools import build_meta; build_meta.build_editable('.')"],
+            id="editable",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_only_what_changed_is_compiled_again(build: list[str], tmp_path: Path) -> None:

@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
+import pytest
 import torch
 from torch import Tensor
+
+from memcheck._extension import _C
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -18,6 +21,15 @@ RESULT_UNIT = {torch.float64: 0.0, torch.float32: 0.0, torch.float16: 2.0**-11, 
 SUM_UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-24}
 
 Function = Callable[..., Tensor]
+
+# Each in a process of its own. The highest is that of all other tests.
+CPU_LEVELS = pytest.mark.parametrize(
+    "level",
+    [
+        pytest.param(level, marks=[pytest.mark.isolated(MEMCHECK_CPU=level), *([pytest.mark.slow] if i > 0 else [])])
+        for i, level in enumerate(_C.cpu_levels())
+    ],
+)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from ops.checks import (
+    CPU_LEVELS,
     DTYPES,
     HALF_DTYPES,
     LAYOUTS,
@@ -125,9 +126,7 @@ def test_threads_change_no_bit() -> None:
                     assert same_bits(results[0], results[-1])
 
 
-@pytest.mark.parametrize(
-    "level", [pytest.param(level, marks=pytest.mark.isolated(MEMCHECK_CPU=level)) for level in _C.cpu_levels()]
-)
+@CPU_LEVELS
 def test_every_cpu_level(level: str) -> None:
     assert _C.cpu_level() == level
     for dtype in DTYPES:
@@ -339,6 +338,7 @@ def assert_memory_is_planned(x: Tensor, weight: Tensor, low_memory: bool) -> lis
     return records
 
 
+@pytest.mark.slow
 @MODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(16, 512, 512), (2, 4096, 512), (8, 512, 1024), (3, 1000, 129)], ids=str)

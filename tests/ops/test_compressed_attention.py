@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ops.checks import (
+    CPU_LEVELS,
     DTYPES,
     HALF_DTYPES,
     LAYOUTS,
@@ -244,9 +245,7 @@ def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
                 assert_memory_is_planned(*inputs, factor=8, causal=mode != "not causal")
 
 
-@pytest.mark.parametrize(
-    "level", [pytest.param(level, marks=pytest.mark.isolated(MEMCHECK_CPU=level)) for level in _C.cpu_levels()]
-)
+@CPU_LEVELS
 def test_every_cpu_level(level: str) -> None:
     assert _C.cpu_level() == level
     for mode in MODES:
@@ -540,7 +539,10 @@ def test_infinite_scores_are_no_number() -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(("T", "factor"), [(256, 1), (3000, 1), (20_000, 1000), (20_000, 20_000)])
+@pytest.mark.parametrize(
+    ("T", "factor"),
+    [(256, 1), (20_000, 20_000), *(pytest.param(*it, marks=pytest.mark.slow) for it in ((3000, 1), (20_000, 1000)))],
+)
 def test_equal_terms_add_up(T: int, factor: int, mode: str) -> None:
     """Their rounding errors all have one sign, and do not cancel as those of random terms do."""
     (q, k, v), grad_y = make_inputs(1, 2, 1, min(T, 3000), T, 2)
@@ -610,6 +612,7 @@ def assert_memory_is_within_targets(q: Tensor, k: Tensor, v: Tensor, *, factor: 
             assert measured <= 1.03 * units * q.nbytes + 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.isolated
 @pytest.mark.parametrize("threads", [1, 2])
 def test_memory_to_the_byte_and_within_the_targets(threads: int) -> None:

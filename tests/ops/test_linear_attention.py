@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from ops.checks import (
+    CPU_LEVELS,
     DTYPES,
     LAYOUTS,
     Bound,
@@ -182,9 +183,7 @@ def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
                 assert_memory_is_planned(*inputs, causal=causal)
 
 
-@pytest.mark.parametrize(
-    "level", [pytest.param(level, marks=pytest.mark.isolated(MEMCHECK_CPU=level)) for level in _C.cpu_levels()]
-)
+@CPU_LEVELS
 def test_every_cpu_level(level: str) -> None:
     assert _C.cpu_level() == level
     for causal in (True, False):
@@ -438,7 +437,9 @@ def test_nan_in_a_query_stays_in_its_position() -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize(("B", "T"), [(1, 256), (8, 256), (1, 5000), (8, 1500)])
+@pytest.mark.parametrize(
+    ("B", "T"), [(1, 256), (8, 256), *(pytest.param(*it, marks=pytest.mark.slow) for it in ((1, 5000), (8, 1500)))]
+)
 def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
     """As in padding. Their rounding errors all have one sign, and do not cancel as those of random terms do."""
     (q, k, v), grad_y = make_inputs(B, 1, 1, T, T, 3, 2)
@@ -446,6 +447,7 @@ def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
     assert_contract(contract(causal), inputs, grad_y[:, :, :1].expand_as(grad_y))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 9])
 def test_a_long_sequence_keeps_its_accuracy(heads: int) -> None:
     S, T = (5000, 8000) if heads == 1 else (700, 4000)
@@ -475,6 +477,7 @@ def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -
     return records
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(

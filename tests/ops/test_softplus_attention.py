@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from ops.checks import (
+    CPU_LEVELS,
     DTYPES,
     LAYOUTS,
     Bound,
@@ -160,9 +161,7 @@ def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
                 assert_memory_is_planned(*inputs, causal=causal)
 
 
-@pytest.mark.parametrize(
-    "level", [pytest.param(level, marks=pytest.mark.isolated(MEMCHECK_CPU=level)) for level in _C.cpu_levels()]
-)
+@CPU_LEVELS
 def test_every_cpu_level(level: str) -> None:
     assert _C.cpu_level() == level
     for causal in (True, False):
@@ -437,6 +436,7 @@ def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
     assert_contract(contract(causal), [q, k, v], grad_y)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("R", [1, 520])
 def test_a_long_sequence_keeps_its_accuracy(R: int) -> None:
     assert_contract(contract(), *make_inputs(1, 20_000 if R == 1 else 5_000, 20_000, R))
