@@ -266,7 +266,7 @@ def test_seconds_are_those_of_the_case(profile, monkeypatch) -> None:
     (passes, seconds), *others = given
     assert passes == 100
     assert 0 < seconds < 100000  # what measuring memory left
-    assert others == [(100, None), (10, 1.5)]
+    assert others == [(100, None), (10, 3.0)]
 
 
 def test_no_second_is_left_for_times(profile) -> None:

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from memcheck.__main__ import main
-from memcheck.plotting import length_label
+from memcheck.plotting import plot_memory
 from memcheck.records import Record, read_json_lines
 
 SMALL = ["--bsz", "2", "--query-len", "8", "--dim", "16", "--no-time", "--device", "cpu"]
@@ -86,8 +86,14 @@ def test_flags_reach_the_record(profile, flags: str, expected: dict[str, object]
 def test_lengths_go_from_small_to_large(profile) -> None:
     _, records = profile(*SMALL, "--query-len", "8,2,4")
     assert [record.query_len for record in records] == [2, 4, 8]
-    assert length_label(records) == "sequence length"
-    assert length_label(records[:1]) == "at sequence length 2"
+
+
+@pytest.mark.parametrize(("flags", "words"), [("--query-len 8,2", "sequence length"), ("", "at sequence length 2")])
+def test_the_plot_says_a_combinator_has_one_length(profile, tmp_path, flags: str, words: str) -> None:
+    _, records = profile(*SMALL, *(flags.split() or ("--query-len", "2")))
+    figure = plot_memory(records, tmp_path / "memory.svg", styles={}, title="", subtitle="")
+    labels = [figure.get_supxlabel(), *(ax.get_xlabel() for ax in figure.axes)]
+    assert any(label.endswith(words) for label in labels)
 
 
 def test_time_is_measured_unless_refused(profile) -> None:
