@@ -51,10 +51,10 @@ def table_header() -> str:
 
 
 def table_row(record: Record) -> str:
-    """One line, and one more for what went wrong after some bytes were already known, and for each doubt."""
+    """One line, one more for what went wrong after some bytes were already known, and one for doubts."""
     lengths = f"{record.query_len}" if record.kv_len is None else f"{record.query_len} x {record.kv_len}"
     names = NAMES.format(record.operator or "-", record.backend or "-", mask(record), lengths, record.status)
-    notes = [f"doubtful: {doubt}" for doubt in record.doubts]
+    notes = [doubts_note(record)] if record.doubts else []
     note = failure_note(record)
     if all(getattr(record, field) is None for field in BYTE_COLUMNS):
         row = f"{names}| {note}"
@@ -62,6 +62,11 @@ def table_row(record: Record) -> str:
         row = names + cells(record)
         notes = [note, *notes] if note else notes
     return "\n".join([row, *(f"{' ' * len(names)}| {note}" for note in notes)])
+
+
+def doubts_note(record: Record) -> str:
+    """What they doubt, without the figures; the record has them whole."""
+    return "doubtful: " + "; ".join(doubt.partition(":")[0] for doubt in record.doubts)
 
 
 def cells(record: Record) -> str:
