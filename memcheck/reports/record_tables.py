@@ -183,8 +183,12 @@ def case_columns(records: Sequence[Record]) -> list[tuple[Column, Reader]]:
     ]
 
 
+SIZES = ("bsz", "dim", "query_len", "kv_len")
+
+
 def records_table(records: Sequence[Record]) -> Table:
-    """All of them, a row each."""
+    """All of them, a row each, from small to large; a sweep's come in the order in which they were done."""
+    records = sorted(records, key=lambda record: [getattr(record, size) or 0 for size in SIZES])
     footnotes = Footnotes()
     readers = [*case_columns(records), *FIGURE_COLUMNS, *remark_columns(footnotes)]
     table = table_of("records", f"{count_of(records)}: {common_case(records)}", readers, records)
