@@ -10,6 +10,7 @@
 #include <atomic>
 #include <map>
 #include <memory>
+#include <thread>
 #include <unordered_map>
 #include <utility>
 
@@ -33,15 +34,14 @@ std::atomic<Recording*> open_recording{nullptr};
 std::atomic<uint64_t> generations{0};
 
 // Guards the recording. No mutex, because a child forked while a thread records has to be able to let it go.
-std::atomic_flag busy;
+std::atomic_flag busy = ATOMIC_FLAG_INIT;
 
 void lock() {
-  while (busy.test_and_set(std::memory_order_acquire)) busy.wait(true);
+  while (busy.test_and_set(std::memory_order_acquire)) std::this_thread::yield();
 }
 
 void unlock() {
   busy.clear(std::memory_order_release);
-  busy.notify_one();
 }
 
 // The recording is the parent's: it is half written, perhaps, and never looked at in the child.
