@@ -33,7 +33,10 @@ def train_terms(case: Case, memory: Ledger, kept: tuple[str, ...], backward: Cal
 
 def copied_gradient(case: Case, queries: int) -> int:
     """The expanded gradient of y as a matrix product takes it: a batch at a time on the CPU, whole on CUDA."""
-    return queries // (case.bsz * (case.heads or 1)) if case.device == "cpu" else queries
+    if case.device != "cpu":
+        return queries
+    products = case.bsz * (case.heads or 1)
+    return queries // products if products > 1 else 0
 
 
 def cs336_naive_terms(case: Case) -> Terms | None:
@@ -278,6 +281,9 @@ def memcheck_pyt_naive_backward(case: Case, memory: Ledger) -> None:
     memory.replace("d_scores", "number", "number_in_fp32", d_products=matrix, number_in_fp32=4)
     memory.take(dk_by_heads=keys)
     memory.replace("d_products", "q_by_heads", "k_by_heads", dq_by_heads=queries)
-    memory.replace("dv_by_heads", dv=keys)
-    memory.replace("dk_by_heads", dk=keys)
-    memory.replace("dq_by_heads", dq=queries)
+    # A single position lies by heads as it lies in a row.
+    for name, length, size in (("dv", case.kv_len, keys), ("dk", case.kv_len, keys), ("dq", case.query_len, queries)):
+        if length == 1:
+            memory.rename(f"{name}_by_heads", name)
+        else:
+            memory.replace(f"{name}_by_heads", **{name: size})

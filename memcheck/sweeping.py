@@ -112,7 +112,7 @@ def run_sweep(
     """
     settings = Settings(limit_bytes, max_seconds, passes, timed, load_plugins(plugins))
     at_once = number_of_workers(executor, workers, devices)
-    with Store(Path(folder)) as store, submission(executor, at_once, devices, isolate) as submit:
+    with submission(executor, at_once, devices, isolate) as submit, Store(Path(folder)) as store:
         sweep = Sweep(settings, submit, at_once, store, progress)
         sweep.look_up(cases, store.records, retry)
         manifest = write_manifest(store.folder, command, sweep.machines)

@@ -282,9 +282,12 @@ def test_eager_terms_are_exact(
     assert_terms_are_exact(case_of(operator, **sizes, causal=causal, mode=mode))
 
 
-@pytest.mark.parametrize("query_len", [1, 5])
-def test_a_single_key_needs_no_other_layout(query_len: int) -> None:
-    assert_terms_are_exact(case_of("cs336/naive", query_len=query_len, kv_len=1, dim=8))
+@pytest.mark.parametrize(("query_len", "causal"), [(1, True), (1, False), (5, False)])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("bsz", [1, 2])
+@pytest.mark.parametrize("operator", ["memcheck-pyt/naive", "cs336/naive"])
+def test_a_single_key_needs_no_other_layout(operator: str, bsz: int, heads: int, query_len: int, causal: bool) -> None:
+    assert_terms_are_exact(case_of(operator, bsz=bsz, heads=heads, query_len=query_len, kv_len=1, dim=8, causal=causal))
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])

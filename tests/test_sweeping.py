@@ -254,7 +254,7 @@ def test_what_is_done_is_found_without_writing(tmp_path) -> None:
     assert find_done([case()], tmp_path, executor=Answers(threads=3)) == {}
 
 
-def test_devices_are_those_that_this_process_sees(monkeypatch) -> None:
+def test_devices_are_those_that_this_process_sees(monkeypatch, tmp_path) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_device("1") == "1"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
@@ -263,7 +263,8 @@ def test_devices_are_those_that_this_process_sees(monkeypatch) -> None:
     assert [process.environment["CUDA_VISIBLE_DEVICES"] for process in pool.processes] == ["4", "6", "4"]
     pool.close()
     with pytest.raises(UsageError, match="--devices is for processes of this machine"):
-        run_sweep([case(device="cuda:0")], Path("unused"), executor=Answers(), devices=["0"])
+        run_sweep([case(device="cuda:0")], tmp_path / "unused", executor=Answers(), devices=["0"])
+    assert not (tmp_path / "unused").exists()
 
 
 # From here on in real processes.

@@ -97,7 +97,9 @@ def add_running_arguments(group: argparse._ArgumentGroup) -> None:
         metavar="FILE.py",
         help="a file or module that registers operators of yours (memcheck.catalog.register); repeatable",
     )
-    group.add_argument("--retry", action="store_const", const=True, help="run error, killed and timeout rows again")
+    group.add_argument(
+        "--retry", action="store_const", const=True, help="run error, killed, timeout and skipped rows again"
+    )
     group.add_argument("--dry-run", action="store_const", const=True, help="list the cases, run none")
     group.add_argument("--output", type=folder, metavar="DIR", help="where rows are kept; default: results")
     group.add_argument("--format", choices=("table", "json"), help="of stdout; default: table")
