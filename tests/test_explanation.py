@@ -5,26 +5,12 @@ import math
 
 import pytest
 import torch
+from small_attention import N, S, heads, leaf, naive_attention
 
 import memcheck
 from memcheck import explanation
 from memcheck.measurement import measure_memory
 from memcheck.records import Record
-
-N = 2 * 3 * 17 * 5 * 4  # bytes of a query, (B, H, N, D) = (2, 3, 17, 5), float32
-S = 2 * 3 * 17 * 17 * 4  # bytes of its scores, (B, H, N, N)
-
-
-def leaf(*shape):
-    return torch.randn(*shape, requires_grad=True)
-
-
-def heads():
-    return leaf(2, 3, 17, 5), leaf(2, 3, 17, 5), leaf(2, 3, 17, 5)
-
-
-def naive_attention(q, k, v):
-    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
 
 
 def test_details_add_up_to_the_record():

@@ -6,27 +6,13 @@ import threading
 
 import pytest
 import torch
+from small_attention import N, S, heads, leaf, naive_attention
 from torch.nn import functional
 
 import memcheck
 from memcheck._extension import _C
 from memcheck.allocation_events import NODE, allocated_by, stack_of
 from memcheck.timeline import OTHER, record_timeline
-
-N = 2 * 3 * 17 * 5 * 4  # bytes of a query, (B, H, N, D) = (2, 3, 17, 5), float32
-S = 2 * 3 * 17 * 17 * 4  # bytes of its scores, (B, H, N, N)
-
-
-def leaf(*shape):
-    return torch.randn(*shape, requires_grad=True)
-
-
-def heads():
-    return leaf(2, 3, 17, 5), leaf(2, 3, 17, 5), leaf(2, 3, 17, 5)
-
-
-def naive_attention(q, k, v):
-    return torch.softmax(q @ k.transpose(-1, -2), -1) @ v
 
 
 def names(timeline, phase=None):
