@@ -2,10 +2,12 @@
 
 #include <cstdint>
 
+#include "common/macros.h"
+
 namespace memcheck {
 
 // a / b rounded up, for a from 0 and b from 1.
-inline int64_t ceil_div(int64_t a, int64_t b) {
+MEMCHECK_INLINE int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "common/macros.h"
+
 namespace memcheck {
 
 // A tensor of kRank dimensions as a kernel sees it: where it begins, and its strides in elements. Null where there is
@@ -12,14 +14,14 @@ struct Strided {
   int64_t stride[kRank] = {};
 
   template <typename scalar_t, typename... Index>
-  scalar_t* at(Index... index) const {
+  MEMCHECK_INLINE scalar_t* at(Index... index) const {
     static_assert(sizeof...(index) == kRank);
-    const int64_t indices[kRank] = {index...};
+    const int64_t indices[kRank] = {static_cast<int64_t>(index)...};
     int64_t offset = 0;
     for (int i = 0; i < kRank; ++i) offset += indices[i] * stride[i];
     return static_cast<scalar_t*>(data) + offset;
   }
-  explicit operator bool() const { return data != nullptr; }
+  MEMCHECK_INLINE explicit operator bool() const { return data != nullptr; }
 };
 
 }  // namespace memcheck

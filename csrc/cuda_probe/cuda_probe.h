@@ -2,7 +2,7 @@
 
 // The contract of a kernel that does nothing: where it launches, this build's CUDA kernels run on this machine.
 
-typedef struct CUstream_st* cudaStream_t;
+#include "common/stream.h"
 
 // Launches the kernel on `stream`. Returns nullptr, or CUDA's words for why it could not run. A string of the library:
 // not the caller's to free.

@@ -1,7 +1,6 @@
 #include "softplus_attention/softplus_attention.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <array>
@@ -9,6 +8,7 @@
 
 #include "common/allocate.h"
 #include "common/checks.h"
+#include "common/device.h"
 
 namespace memcheck {
 namespace {
@@ -16,6 +16,32 @@ namespace {
 constexpr const char* kForward = "softplus_attention";
 constexpr const char* kBackward = "softplus_attention_backward";
 constexpr const char* kStep = "softplus_attention_step";
+
+struct Cpu : OnCpu {
+  using OnCpu::OnCpu;
+  auto plan(const SoftplusAttentionShape& shape, Dtype dtype) const {
+    return softplus_attention_plan_cpu(shape, dtype, threads);
+  }
+  void forward(const SoftplusAttentionForward& p, Dtype dtype) const { softplus_attention_forward_cpu(p, dtype); }
+  void backward(const SoftplusAttentionBackward& p, Dtype dtype) const { softplus_attention_backward_cpu(p, dtype); }
+  void step(const SoftplusAttentionStep& p, Dtype dtype) const { softplus_attention_step_cpu(p, dtype); }
+};
+
+#ifdef MEMCHECK_WITH_CUDA
+struct Cuda : OnCuda {
+  using OnCuda::OnCuda;
+  auto plan(const SoftplusAttentionShape& shape, Dtype dtype) const {
+    return softplus_attention_plan_cuda(shape, dtype);
+  }
+  void forward(const SoftplusAttentionForward& p, Dtype dtype) const {
+    softplus_attention_forward_cuda(p, dtype, stream);
+  }
+  void backward(const SoftplusAttentionBackward& p, Dtype dtype) const {
+    softplus_attention_backward_cuda(p, dtype, stream);
+  }
+  void step(const SoftplusAttentionStep& p, Dtype dtype) const { softplus_attention_step_cuda(p, dtype, stream); }
+};
+#endif
 
 // Sizes, symbolic while torch.compile traces.
 struct Sizes {
@@ -60,12 +86,14 @@ std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& q, const at::T
   return {empty_output(n, q), empty_carries(n, keep_carries ? n.carries() : 0, q)};
 }
 
+template <typename Device>
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                                            double eps, bool keep_carries) {
   const Sizes n = check_inputs(kForward, q, k, v, causal, eps);
   const SoftplusAttentionShape shape = n.shape();
   const at::Tensor y = empty_output(n, q);
-  const auto plan = softplus_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const Device device(q);
+  const auto plan = device.plan(shape, dtype_of(q));
   const bool uses_carries = keep_carries || plan.forward_uses_carries;
   const at::Tensor carries = empty_carries(n, uses_carries ? n.carries() : 0, q);
   const at::Tensor sums = empty_bytes(plan.forward_sums_bytes, q);
@@ -77,7 +105,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
                                    writes<3>(y),
                                    uses_carries ? carries.mutable_data_ptr() : nullptr,
                                    sums.mutable_data_ptr()};
-  softplus_attention_forward_cpu(p, dtype_of(q));
+  device.forward(p, dtype_of(q));
   return {y, keep_carries ? carries : empty_carries(n, 0, q)};
 }
 
@@ -113,6 +141,7 @@ Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at:
   return empty_gradients(q, k, v, output_mask);
 }
 
+template <typename Device>
 Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
                    const std::optional<at::Tensor>& v_or_none, const at::Tensor& carries, bool causal, double eps,
                    std::array<bool, 3> output_mask) {
@@ -121,7 +150,8 @@ Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tens
   const SoftplusAttentionShape shape = n.shape();
   const Gradients gradients = empty_gradients(q, k, v, output_mask);
   const at::Tensor dense_carries = carries.contiguous();
-  const auto plan = softplus_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const Device device(q);
+  const auto plan = device.plan(shape, dtype_of(q));
   const at::Tensor sums = empty_bytes(plan.backward_sums_bytes, q);
   const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
   const SoftplusAttentionBackward p{shape,
@@ -136,7 +166,7 @@ Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tens
                                     dense_carries.const_data_ptr(),
                                     sums.mutable_data_ptr(),
                                     scratch.mutable_data_ptr()};
-  softplus_attention_backward_cpu(p, dtype_of(q));
+  device.backward(p, dtype_of(q));
   return gradients;
 }
 
@@ -164,6 +194,7 @@ StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   return empty_step(check_step(q, k, v, z, a, eps), q, z);
 }
 
+template <typename Device>
 StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& z, const at::Tensor& a,
                 double eps) {
   const Sizes n = check_step(q, k, v, z, a, eps);
@@ -182,10 +213,18 @@ StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
                                 writes<3>(y),
                                 writes<3>(new_z.unsqueeze(1)),
                                 writes<3>(new_a.unsqueeze(1))};
-  softplus_attention_step_cpu(p, dtype_of(q));
+  Device(q).step(p, dtype_of(q));
   return result;
 }
 
+template <typename Device>
+void register_kernels(torch::Library& m) {
+  m.impl("softplus_attention", forward<Device>);
+  m.impl("softplus_attention_backward", backward<Device>);
+  m.impl("softplus_attention_step", step<Device>);
+}
+
+#ifndef MEMCHECK_HOST_CUDA
 TORCH_LIBRARY_FRAGMENT(memcheck, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def(
@@ -204,9 +243,7 @@ TORCH_LIBRARY_FRAGMENT(memcheck, m) {
 }
 
 TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-  m.impl("softplus_attention", forward);
-  m.impl("softplus_attention_backward", backward);
-  m.impl("softplus_attention_step", step);
+  register_kernels<Cpu>(m);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
@@ -214,6 +251,14 @@ TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
   m.impl("softplus_attention_backward", backward_meta);
   m.impl("softplus_attention_step", step_meta);
 }
+
+#endif
+
+#ifdef MEMCHECK_WITH_CUDA
+TORCH_LIBRARY_IMPL(memcheck, MEMCHECK_CUDA_KEY, m) {
+  register_kernels<Cuda>(m);
+}
+#endif
 
 }  // namespace
 }  // namespace memcheck

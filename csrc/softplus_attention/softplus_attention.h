@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/stream.h"
 #include "common/strided.h"
 
 // Softplus attention: what its kernels are given, and what they need beside it. No torch here.
@@ -71,7 +72,8 @@ struct SoftplusAttentionStep {
   Strided<3> new_a;  // (B,1,R)
 };
 
-// What the CPU kernels take beside inputs and outputs, for so many threads.
+// What the kernels take beside inputs and outputs: those of the CPU for so many threads, those of CUDA by shape and
+// dtype alone, whatever the GPU.
 struct SoftplusAttentionPlan {
   bool forward_uses_carries;  // even when no backward will read them
   int64_t forward_sums_bytes;
@@ -83,5 +85,10 @@ SoftplusAttentionPlan softplus_attention_plan_cpu(const SoftplusAttentionShape& 
 void softplus_attention_forward_cpu(const SoftplusAttentionForward& p, Dtype dtype);
 void softplus_attention_backward_cpu(const SoftplusAttentionBackward& p, Dtype dtype);
 void softplus_attention_step_cpu(const SoftplusAttentionStep& p, Dtype dtype);
+
+SoftplusAttentionPlan softplus_attention_plan_cuda(const SoftplusAttentionShape& shape, Dtype dtype);
+void softplus_attention_forward_cuda(const SoftplusAttentionForward& p, Dtype dtype, cudaStream_t stream);
+void softplus_attention_backward_cuda(const SoftplusAttentionBackward& p, Dtype dtype, cudaStream_t stream);
+void softplus_attention_step_cuda(const SoftplusAttentionStep& p, Dtype dtype, cudaStream_t stream);
 
 }  // namespace memcheck

@@ -1,0 +1,130 @@
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "common/dtype.h"
+#include "common/macros.h"
+
+// What every CUDA kernel is written with: how it is launched, how it comes by shared memory, and its number types. The
+// same file compiles for the host under a stand-in for the CUDA language (host_cuda/), so it says neither <<<>>> nor
+// extern __shared__, and kernels do not return before their last barrier: they predicate.
+
+namespace memcheck {
+
+struct Launch {
+  const char* kernel;  // its name in errors
+  dim3 grid;
+  dim3 block;
+  size_t shared_bytes;
+  cudaStream_t stream;
+};
+
+#if defined(MEMCHECK_HOST_CUDA)
+
+// host_cuda/host_cuda.h, included before everything, has both.
+template <typename... Params, typename... Args>
+void launch(const Launch& with, void (*kernel)(Params...), const Args&... args) {
+  host_cuda::run(with.kernel, with.grid, with.block, with.shared_bytes, [&] { kernel(args...); });
+}
+
+template <typename Shared>
+Shared& shared() {
+  return *static_cast<Shared*>(host_cuda::shared_memory(sizeof(Shared), alignof(Shared)));
+}
+
+#else
+
+inline void check_launch(const Launch& with, cudaError_t status) {
+  if (status == cudaSuccess) return;
+  throw std::runtime_error(std::string(with.kernel) +
+                           ": CUDA could not launch the kernel: " + cudaGetErrorString(status));
+}
+
+// The kernel, queued on the stream. An empty grid is no work. Throws what CUDA says against it.
+template <typename... Params, typename... Args>
+void launch(const Launch& with, void (*kernel)(Params...), const Args&... args) {
+  if (with.grid.x == 0 || with.grid.y == 0 || with.grid.z == 0) return;
+  constexpr size_t kUnasked = 48 << 10;
+  if (with.shared_bytes > kUnasked)
+    check_launch(
+        with, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                   static_cast<int>(with.shared_bytes)));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = with.grid;
+  config.blockDim = with.block;
+  config.dynamicSmemBytes = with.shared_bytes;
+  config.stream = with.stream;
+  check_launch(with, cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
+}
+
+// The block's shared memory, of which the launch asked for sizeof(Shared) bytes or more.
+template <typename Shared>
+__device__ __forceinline__ Shared& shared() {
+  extern __shared__ __align__(128) unsigned char shared_bytes_of_the_launch[];
+  return *reinterpret_cast<Shared*>(shared_bytes_of_the_launch);
+}
+
+#endif
+
+// ---- number types
+
+template <typename scalar_t>
+struct AccType {
+  using type = float;
+};
+template <>
+struct AccType<double> {
+  using type = double;
+};
+template <typename scalar_t>
+using acc_type = typename AccType<scalar_t>::type;
+
+MEMCHECK_INLINE double to_acc(double x) {
+  return x;
+}
+MEMCHECK_INLINE float to_acc(float x) {
+  return x;
+}
+MEMCHECK_INLINE float to_acc(__half x) {
+  return __half2float(x);
+}
+MEMCHECK_INLINE float to_acc(__nv_bfloat16 x) {
+  return __bfloat162float(x);
+}
+
+template <typename scalar_t>
+MEMCHECK_INLINE scalar_t from_acc(acc_type<scalar_t> x) {
+  return x;
+}
+template <>
+MEMCHECK_INLINE __half from_acc<__half>(float x) {
+  return __float2half_rn(x);
+}
+template <>
+MEMCHECK_INLINE __nv_bfloat16 from_acc<__nv_bfloat16>(float x) {
+  return __float2bfloat16_rn(x);
+}
+
+// run(scalar_t{}) for the device's type of a dtype.
+template <typename Run>
+void with_device_type(Dtype dtype, const Run& run) {
+  switch (dtype) {
+    case Dtype::Float64:
+      return run(double{});
+    case Dtype::Float16:
+      return run(__half{});
+    case Dtype::BFloat16:
+      return run(__nv_bfloat16{});
+    case Dtype::Float32:
+      break;
+  }
+  return run(float{});
+}
+
+}  // namespace memcheck

@@ -1,0 +1,133 @@
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "common/kernel.cuh"
+
+// The instructions that C++ has no words for. Each has a body for the host, for the stand-in of host_cuda/; on a GPU
+// the suite compares those with the hardware before anything else. All but cp_async are for whole warps: every lane
+// calls.
+
+namespace memcheck {
+
+#if !defined(MEMCHECK_HOST_CUDA)
+
+__device__ __forceinline__ uint32_t shared_address(const void* in_shared) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(in_shared));
+}
+
+#endif
+
+// Two 16-bit values in a register, the first in the low half.
+template <typename scalar_t>
+MEMCHECK_INLINE uint32_t pack_pair(scalar_t low, scalar_t high) {
+  uint16_t bits[2];
+  static_assert(sizeof(scalar_t) == sizeof(uint16_t));
+  __builtin_memcpy(&bits[0], &low, 2);
+  __builtin_memcpy(&bits[1], &high, 2);
+  return static_cast<uint32_t>(bits[0]) | static_cast<uint32_t>(bits[1]) << 16;
+}
+
+// d (16,8) += a (16,16) b (16,8), products of 16-bit values summed in float32. Of lane l, with g = l / 4 and c = l % 4:
+//   a[0] = A[g][2c, 2c+1]      a[1] = A[g+8][2c, 2c+1]    a[2] = A[g][2c+8, 2c+9]    a[3] = A[g+8][2c+8, 2c+9]
+//   b[0] = B[2c, 2c+1][g]      b[1] = B[2c+8, 2c+9][g]
+//   d[0], d[1] = D[g][2c, 2c+1]                           d[2], d[3] = D[g+8][2c, 2c+1]
+template <typename scalar_t>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#if defined(MEMCHECK_HOST_CUDA)
+  host_cuda::mma_m16n8k16<scalar_t>(d, a, b);
+#else
+  if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    static_assert(std::is_same_v<scalar_t, __half>);
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+#endif
+}
+
+// Four 8x8 matrices of 16-bit values out of shared memory. Lane l gives the address of row l % 8 of matrix l / 8, 16
+// bytes aligned to 16, and is handed r[i] = matrix i [l / 4][2 (l % 4), 2 (l % 4) + 1].
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+#if defined(MEMCHECK_HOST_CUDA)
+  host_cuda::ldmatrix_x4(r, row, false);
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+#endif
+}
+
+// The same of the transposed matrices: r[i] = matrix i [2 (l % 4), 2 (l % 4) + 1][l / 4].
+__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], const void* row) {
+#if defined(MEMCHECK_HOST_CUDA)
+  host_cuda::ldmatrix_x4(r, row, true);
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(shared_address(row))
+               : "memory");
+#endif
+}
+
+// 16 bytes from global to shared memory, both aligned to 16, that arrive when cp_async_wait says so; zeros where
+// `there` is false, and nothing is read. Of this thread alone: others see them after a barrier.
+__device__ __forceinline__ void cp_async_16(void* in_shared, const void* in_global, bool there = true) {
+#if defined(MEMCHECK_HOST_CUDA)
+  host_cuda::cp_async_16(in_shared, in_global, there);
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :
+               : "r"(shared_address(in_shared)), "l"(in_global), "r"(there ? 16 : 0)
+               : "memory");
+#endif
+}
+
+// Ends a group of copies.
+__device__ __forceinline__ void cp_async_commit() {
+#if defined(MEMCHECK_HOST_CUDA)
+  host_cuda::cp_async_commit();
+#else
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// Until all groups but the last kPending have arrived.
+template <int kPending>
+__device__ __forceinline__ void cp_async_wait() {
+#if defined(MEMCHECK_HOST_CUDA)
+  host_cuda::cp_async_wait(kPending);
+#else
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+// 2^x, 2 units in the last place off.
+__device__ __forceinline__ float exp2_approximate(float x) {
+#if defined(MEMCHECK_HOST_CUDA)
+  return exp2f(x);
+#else
+  float y;
+  asm("ex2.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+// 1 / x, 1 unit in the last place off.
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+#if defined(MEMCHECK_HOST_CUDA)
+  return 1.0f / x;
+#else
+  float y;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+}  // namespace memcheck
