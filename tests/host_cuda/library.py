@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
+import memcheck  # noqa: F401  (its kernels are registered first, and then replaced)
+
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 ORDERS = ("ascending", "descending", "shuffled")
