@@ -11,6 +11,7 @@ from ops.checks import (
     CPU_LEVELS,
     DEVICE,
     DTYPES,
+    KERNELS,
     LAYOUTS,
     Bound,
     Contract,
@@ -88,8 +89,8 @@ def make_inputs(
 
 def plan_of(q: Tensor, k: Tensor, causal: bool) -> dict[str, int]:
     (B, S, R), T = q.shape, k.shape[2]
-    dtype = str(q.dtype).removeprefix("torch.")
-    return _C.softplus_attention_plan(B=B, S=S, T=T, R=R, causal=causal, dtype=dtype, threads=torch.get_num_threads())
+    options = {"dtype": str(q.dtype).removeprefix("torch."), "threads": torch.get_num_threads(), "device": KERNELS}
+    return _C.softplus_attention_plan(B=B, S=S, T=T, R=R, causal=causal, **options)
 
 
 # ---- values and gradients
