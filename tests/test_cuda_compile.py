@@ -37,4 +37,4 @@ def test_what_kernels_take_is_known_for_every_architecture(require_tool: Callabl
 
 
 def written_kernels(path: Path) -> list[str]:
-    return re.findall(r"__global__ void (\w+)\(", re.sub(r"__launch_bounds__\([^)]*\) ?", "", path.read_text()))
+    return re.findall(r"__global__\s+void\s+(\w+)\(", re.sub(r"__launch_bounds__\([^)]*\)\s*", "", path.read_text()))
