@@ -21,6 +21,14 @@ def poisoned_memory() -> Iterator[None]:
     torch.set_deterministic_debug_mode("default")
 
 
+@pytest.fixture(autouse=True)
+def default_device() -> Iterator[None]:
+    device = os.environ.get("MEMCHECK_TEST_DEVICE")
+    torch.set_default_device(device)
+    yield
+    torch.set_default_device(None)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def frozen_modules() -> None:
     """Measuring memory begins with gc.collect(), which need not go through all of torch's modules every time."""
@@ -42,12 +50,30 @@ def require_tool() -> Callable[[str], str]:
     return require
 
 
+def pytest_addoption(parser):
+    parser.addoption("--device", default=None, help="where tests of operators make their tensors: cpu, or cuda")
+    parser.addoption(
+        "--host-cuda", action="store_true", help="tests of operators are of their CUDA kernels, which run on the host"
+    )
+
+
 def pytest_configure(config):
+    # In the environment, for tests that run in a process of their own.
+    if config.getoption("host_cuda"):
+        os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
+    if device := config.getoption("device"):
+        os.environ["MEMCHECK_TEST_DEVICE"] = device
+    if "MEMCHECK_TEST_HOST_CUDA" in os.environ:
+        from host_cuda import library
+
+        library.load()
     if config.getoption("numprocesses", None):
         # For the workers of pytest-xdist, not begun yet, and what they start. Two threads share work as many do; those
         # that wait leave their core to another worker.
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    config.addinivalue_line("markers", "cpu: about the kernels of the CPU alone")
+    config.addinivalue_line("markers", "host_cuda: needs --host-cuda")
     config.addinivalue_line(
         "markers",
         "isolated(VARIABLE=value, ...): runs in a fresh process of its own, with these environment variables and a "
@@ -69,3 +95,13 @@ def pytest_pyfunc_call(pyfuncitem):
     if done.returncode != 0:
         pytest.fail(done.stdout.decode() + done.stderr.decode(), pytrace=False)
     return True
+
+
+def pytest_collection_modifyitems(config, items):
+    on_host = "MEMCHECK_TEST_HOST_CUDA" in os.environ
+    on_cpu = not on_host and os.environ.get("MEMCHECK_TEST_DEVICE", "cpu") == "cpu"
+    unwanted = ({"cpu"} if not on_cpu else set()) | ({"host_cuda"} if not on_host else set())
+    left_out = [item for item in items if unwanted & {marker.name for marker in item.iter_markers()}]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
