@@ -5,6 +5,7 @@
 
 #include "common/dtype.h"
 #include "common/integer.h"
+#include "common/macros.h"
 #include "common/stream.h"
 #include "common/strided.h"
 
@@ -27,7 +28,7 @@ struct LinearAttentionShape {
   bool causal;
   FeatureMap feature_map;
 
-  int64_t group() const { return Hkv == 0 ? 0 : H / Hkv; }
+  MEMCHECK_INLINE int64_t group() const { return Hkv == 0 ? 0 : H / Hkv; }
 };
 
 struct LinearAttentionForward {
@@ -51,9 +52,9 @@ struct LinearAttentionBackward {
   Strided<4> grad_q;  // (B,H,S,D), null when not wanted, as the next two
   Strided<4> grad_k;  // (B,Hkv,T,D)
   Strided<4> grad_v;  // (B,Hkv,T,Dv)
-  void* rows;         // CPU (2,B,H,S): 1 / den, then delta = (grad_y.y) / den; CUDA (1+parts,B,H,S): 1 / den, then grad_y.y
-  void* states;       // the plan's backward_states_bytes
-  void* scratch;      // the plan's backward_scratch_bytes
+  void* rows;     // CPU (2,B,H,S): 1 / den, then delta = (grad_y.y) / den; CUDA (1+parts,B,H,S): 1 / den, then grad_y.y
+  void* states;   // the plan's backward_states_bytes
+  void* scratch;  // the plan's backward_scratch_bytes
 };
 
 // One query more, and T new keys before it: they join the state, and the query reads it.
@@ -146,7 +147,7 @@ inline LinearAttentionSegments linear_attention_pieces(const LinearAttentionShap
 constexpr int64_t kLinearAttentionDeepest = 256;
 
 // Elements of a block's state: rows with padding, and the sum of a vector.
-inline int64_t linear_attention_block_state(int64_t depth, int64_t tile) {
+MEMCHECK_INLINE int64_t linear_attention_block_state(int64_t depth, int64_t tile) {
   return ceil_div(depth, tile) * tile * (tile + 5);
 }
 

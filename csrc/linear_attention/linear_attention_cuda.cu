@@ -11,7 +11,7 @@ constexpr int kTile = sizeof(acc_t) == sizeof(double) ? 32 : 64;
 template <typename acc_t>
 constexpr int kSide = kTile<acc_t> / 4;  // threads along a tile
 template <typename acc_t>
-constexpr int kThreads = kSide<acc_t>* kSide<acc_t>;
+constexpr int kThreads = kSide<acc_t> * kSide<acc_t>;
 template <typename acc_t>
 constexpr int kStride = kTile<acc_t> + 4;  // rows of a tile begin in different banks
 
@@ -70,8 +70,7 @@ __device__ __forceinline__ Four<acc_t> four_at(const acc_t* at) {
 // The sum over the threads of one y, the same order for all of them.
 template <typename acc_t>
 __device__ __forceinline__ acc_t sum_along_x(acc_t x) {
-  for (int distance = kSide<acc_t> / 2; distance > 0; distance /= 2)
-    x += __shfl_xor_sync(0xffffffffu, x, distance);
+  for (int distance = kSide<acc_t> / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
   return x;
 }
 
@@ -88,29 +87,32 @@ __device__ __forceinline__ void load_packs(const ScanFactor& factor, const scala
                                            const Lines& lines, int64_t column, int64_t columns, Tile<acc_t>& to) {
   constexpr int kPerLine = kTile<acc_t> / kCount;
   constexpr int kLoads = kTile<acc_t> * kPerLine / kThreads<acc_t>;
+  constexpr int kAtOnce = kLoads < 4 ? kLoads : 4;
+  constexpr int kLinesApart = kThreads<acc_t> / kPerLine;
   using Pack = Pack<scalar_t, kCount>;
-  Pack packs[kLoads] = {};
+  const int at = static_cast<int>(threadIdx.x) % kPerLine * kCount;
+  const int first = static_cast<int>(threadIdx.x) / kPerLine;
+  const bool in_line = from != nullptr && column + at < columns;
+  from += lines.first * factor.x.stride[2] + (column + at) * factor.x.stride[3];
+#pragma unroll 1
+  for (int batch = 0; batch < kLoads; batch += kAtOnce) {
+    Pack packs[kAtOnce] = {};
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const int index = static_cast<int>(threadIdx.x) + i * kThreads<acc_t>;
-    const int line = index / kPerLine;
-    const int64_t at = column + index % kPerLine * kCount;
-    if (from != nullptr && lines.has(line) && at < columns)
-      packs[i] = *reinterpret_cast<const Pack*>(from + (lines.first + line) * factor.x.stride[2] +
-                                                at * factor.x.stride[3]);
-  }
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int line = first + (batch + i) * kLinesApart;
+      if (in_line && lines.has(line)) packs[i] = *reinterpret_cast<const Pack*>(from + line * factor.x.stride[2]);
+    }
 #pragma unroll
-  for (int i = 0; i < kLoads; ++i) {
-    const int index = static_cast<int>(threadIdx.x) + i * kThreads<acc_t>;
-    const int line = index / kPerLine;
-    const int at = index % kPerLine * kCount;
-    const bool there = from != nullptr && lines.has(line) && column + at < columns;
-    const acc_t weight = there && scale != nullptr ? scale[lines.first + line] : acc_t(1);
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int line = first + (batch + i) * kLinesApart;
+      const bool there = in_line && lines.has(line);
+      const acc_t weight = there && scale != nullptr ? scale[lines.first + line] : acc_t(1);
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) {
-      const acc_t x = to_acc(packs[i].v[j]);
-      const acc_t value = factor.mapped ? feature(x) : x;
-      to.row(line)[at + j] = there ? value * weight : acc_t(0);
+      for (int j = 0; j < kCount; ++j) {
+        const acc_t x = to_acc(packs[i].v[j]);
+        const acc_t value = factor.mapped ? feature(x) : x;
+        to.row(line)[at + j] = there ? value * weight : acc_t(0);
+      }
     }
   }
 }
@@ -147,8 +149,7 @@ __device__ __forceinline__ void load_bias(const Scan& scan, int64_t b, int64_t h
 
 // sum[i][j] += a_row . b_row over `depth`, of rows y + kSide i of a and x + kSide j of b.
 template <typename acc_t>
-__device__ __forceinline__ void add_scores(const Tile<acc_t>& a, const Tile<acc_t>& b, int depth,
-                                           acc_t (&sum)[4][4]) {
+__device__ __forceinline__ void add_scores(const Tile<acc_t>& a, const Tile<acc_t>& b, int depth, acc_t (&sum)[4][4]) {
   for (int k = 0; k < depth; k += 4) {
     Four<acc_t> of_a[4], of_b[4];
 #pragma unroll
@@ -278,10 +279,8 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
     load_bias(scan, work.b, column_head, chunk.columns, s.bias);
   for (int64_t k = 0; k < scan.depth; k += kSize) {
     const int depth = static_cast<int>(min(int64_t{kSize}, ceil_div(scan.depth - k, 4) * 4));
-    if (reads_state || meet)
-      load_tile<scalar_t>(scan, scan.a, work.b, work.row_head, chunk.rows, k, scan.depth, s.a);
-    if (chunk.has_columns)
-      load_tile<scalar_t>(scan, scan.b, work.b, column_head, chunk.columns, k, scan.depth, s.b);
+    if (reads_state || meet) load_tile<scalar_t>(scan, scan.a, work.b, work.row_head, chunk.rows, k, scan.depth, s.a);
+    if (chunk.has_columns) load_tile<scalar_t>(scan, scan.b, work.b, column_head, chunk.columns, k, scan.depth, s.b);
     __syncthreads();
     if (meet) add_scores(s.a, s.b, depth, scores);
     if (reads_state) {
@@ -341,13 +340,13 @@ __device__ __forceinline__ void store_four(const Scan& scan, const ScanWork& wor
     if (column + j < scan.width) to[j * scan.out.stride[3]] = from_acc<scalar_t>(x[j]);
 }
 
-// Element (row, column + j) of g, q or k; 0 where there is none.
+// Elements (row, column + j) of g, q or k; 0 where there are none.
 template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void load_last(const Scan& scan, const ScanWork& work, int64_t row, acc_t (&x)[4]) {
   const int64_t column = work.part * kTile<acc_t> + 4 * thread_x<acc_t>();
+  const scalar_t* from = scan.last.at<scalar_t>(work.b, work.row_head, row, column);
 #pragma unroll
-  for (int j = 0; j < 4; ++j)
-    x[j] = column + j < scan.width ? to_acc(*scan.last.at<scalar_t>(work.b, work.row_head, row, column + j)) : acc_t(0);
+  for (int j = 0; j < 4; ++j) x[j] = column + j < scan.width ? to_acc(from[j * scan.last.stride[3]]) : acc_t(0);
 }
 
 template <typename scalar_t, typename acc_t>
@@ -434,9 +433,8 @@ __device__ __forceinline__ acc_t* slot_of(const Scan& scan, const ScanWork& work
 
 template <typename acc_t>
 __device__ __forceinline__ void start_state(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state) {
-  const acc_t* slot = scan.phase == ScanPhase::Pieces
-                          ? slot_of<acc_t>(scan, work, scan.shape.causal ? work.piece : 0)
-                          : nullptr;
+  const acc_t* slot =
+      scan.phase == ScanPhase::Pieces ? slot_of<acc_t>(scan, work, scan.shape.causal ? work.piece : 0) : nullptr;
   const acc_t* slot_sums = slot + scan.depth * scan.width;
   for_state(
       scan, work, state,
@@ -484,66 +482,52 @@ __device__ __forceinline__ void store_new_state(const Scan& scan, const ScanWork
 
 // ---- a block
 
-// Columns of a range into the state.
-template <typename scalar_t, typename acc_t>
-__device__ __forceinline__ void sum_columns(const Scan& scan, const ScanWork& work, const Range& range,
-                                            const BlockState<acc_t>& state) {
-  constexpr int kSize = kTile<acc_t>;
-  for (int64_t time = range.begin; time < range.end; time += kSize) {
-    const Lines columns = lines_at(time, range.end, scan.column_delay(), scan.columns(), kSize);
-    if (columns.begin < columns.end) scan_chunk<scalar_t>(scan, work, {{}, columns, false, true}, state);
-  }
+// Where a block goes: through some columns alone, then through some rows, which if it is causal meet columns.
+struct Walk {
+  Range sums;
+  Range rows;
+};
+
+__device__ __forceinline__ Walk walk_of(const Scan& scan, const ScanWork& work) {
+  const bool causal = scan.shape.causal;
+  const Range nothing = {0, 0};
+  if (scan.phase == ScanPhase::Sums)
+    return {piece_of(scan.segments, work.piece, causal ? scan.shape.T : scan.columns()), nothing};
+  if (scan.phase == ScanPhase::Pieces)
+    return {nothing, piece_of(scan.pieces, work.piece, causal ? scan.shape.T : scan.rows())};
+  return {causal ? nothing : Range{0, scan.columns()}, Range{0, causal ? scan.shape.T : scan.rows()}};
 }
 
-// Rows and columns of a range of times, in the direction of the sums.
-template <typename scalar_t, typename acc_t>
-__device__ __forceinline__ void scan_range(const Scan& scan, const ScanWork& work, const Range& range,
-                                           const BlockState<acc_t>& state) {
-  constexpr int kSize = kTile<acc_t>;
-  const int64_t chunks = ceil_div(range.end - range.begin, kSize);
-  for (int64_t i = 0; i < chunks; ++i) {
-    const int64_t time = range.begin + (scan.backwards() ? chunks - 1 - i : i) * kSize;
-    const Lines rows = lines_at(time, range.end, scan.row_delay(), scan.rows(), kSize);
-    const Lines columns = lines_at(time, range.end, scan.column_delay(), scan.columns(), kSize);
-    const Chunk chunk{rows, columns, rows.begin < rows.end, columns.begin < columns.end};
-    if (chunk.has_rows || chunk.has_columns) scan_chunk<scalar_t>(scan, work, chunk, state);
-  }
-}
-
-// Rows of a range that all see what the state holds.
-template <typename scalar_t, typename acc_t>
-__device__ __forceinline__ void read_state(const Scan& scan, const ScanWork& work, const Range& range,
-                                           const BlockState<acc_t>& state) {
-  constexpr int kSize = kTile<acc_t>;
-  for (int64_t row = range.begin; row < range.end; row += kSize)
-    scan_chunk<scalar_t>(scan, work, {lines_at(row, range.end, 0, scan.rows(), kSize), {}, true, false}, state);
+__device__ __forceinline__ Chunk chunk_of(const Scan& scan, const Range& range, int64_t number, bool sums, int size) {
+  const int64_t last = ceil_div(range.end - range.begin, size) - 1;
+  const int64_t time = range.begin + (!sums && scan.backwards() ? last - number : number) * size;
+  Chunk chunk = {};
+  if (!sums) chunk.rows = lines_at(time, range.end, scan.row_delay(), scan.rows(), size);
+  if (sums || scan.shape.causal) chunk.columns = lines_at(time, range.end, scan.column_delay(), scan.columns(), size);
+  chunk.has_rows = chunk.rows.begin < chunk.rows.end;
+  chunk.has_columns = chunk.columns.begin < chunk.columns.end;
+  return chunk;
 }
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>) scan_kernel(const Scan scan, int64_t parts) {
   using acc_t = acc_type<scalar_t>;
+  constexpr int kSize = kTile<acc_t>;
   const ScanWork work = scan_work(scan, blockIdx.x, parts);
-  const int64_t state_size = linear_attention_block_state(scan.depth, kTile<acc_t>);
   acc_t* memory = scan.depth > kLinearAttentionDeepest
-                      ? static_cast<acc_t*>(scan.deep) + static_cast<int64_t>(blockIdx.x) * state_size
+                      ? static_cast<acc_t*>(scan.deep) + blockIdx.x * linear_attention_block_state(scan.depth, kSize)
                       : reinterpret_cast<acc_t*>(&shared<ScanShared<acc_t>>() + 1);
-  const BlockState<acc_t> state{memory, memory + ceil_div(scan.depth, kTile<acc_t>) * kTile<acc_t> * kStride<acc_t>};
-  const bool causal = scan.shape.causal;
+  const BlockState<acc_t> state{memory, memory + ceil_div(scan.depth, kSize) * kSize * kStride<acc_t>};
+  const Walk walk = walk_of(scan, work);
+  const int64_t sums = ceil_div(walk.sums.end - walk.sums.begin, kSize);
+  const int64_t steps = sums + ceil_div(walk.rows.end - walk.rows.begin, kSize);
   start_state(scan, work, state);
-  if (scan.phase == ScanPhase::Sums) {
-    sum_columns<scalar_t>(scan, work, piece_of(scan.segments, work.piece, causal ? scan.shape.T : scan.columns()),
-                          state);
-    store_segment(scan, work, state);
-  } else if (causal) {
-    const bool whole = scan.phase == ScanPhase::Whole;
-    scan_range<scalar_t>(scan, work, whole ? Range{0, scan.shape.T} : piece_of(scan.pieces, work.piece, scan.shape.T),
-                         state);
-  } else if (scan.phase == ScanPhase::Whole) {
-    sum_columns<scalar_t>(scan, work, {0, scan.columns()}, state);
-    if (scan.new_m && work.row_head % (scan.shape.H / scan.shape.Hkv) == 0) store_new_state(scan, work, state);
-    read_state<scalar_t>(scan, work, {0, scan.rows()}, state);
-  } else {
-    read_state<scalar_t>(scan, work, piece_of(scan.pieces, work.piece, scan.rows()), state);
+  for (int64_t i = 0; i <= steps; ++i) {
+    if (i == sums && scan.phase == ScanPhase::Sums) store_segment(scan, work, state);
+    if (i == sums && scan.new_m && work.row_head % scan.shape.group() == 0) store_new_state(scan, work, state);
+    if (i == steps) break;
+    const Chunk chunk = chunk_of(scan, i < sums ? walk.sums : walk.rows, i < sums ? i : i - sums, i < sums, kSize);
+    if (chunk.has_rows || chunk.has_columns) scan_chunk<scalar_t>(scan, work, chunk, state);
   }
 }
 

@@ -49,14 +49,14 @@ struct Scan {
   int64_t depth;  // of a and b
   int64_t width;  // of x and out
   ScanFactor a, b, x;
-  Strided<4> out;        // (B,H,S,width) or (B,Hkv,T,width); null when not wanted
-  bool out_vectors;      // four elements at a time can be written
-  Strided<4> last;       // Rows: g; GradQ: q; GradK: k
-  void* inverse;         // (B,H,S): 1 / den
-  void* products;        // (parts,B,H,S): parts of g.y
-  void* states;          // (B,Hkv,segments,slot): state (depth,width), then the sum of a vector
-  void* deep;            // states of blocks, where they are too deep for shared memory
-  Strided<4> m, z;       // where a sum does not begin with 0: (B,Hkv,depth,width), (B,Hkv,1,depth)
+  Strided<4> out;    // (B,H,S,width) or (B,Hkv,T,width); null when not wanted
+  bool out_vectors;  // four elements at a time can be written
+  Strided<4> last;   // Rows: g; GradQ: q; GradK: k
+  void* inverse;     // (B,H,S): 1 / den
+  void* products;    // (parts,B,H,S): parts of g.y
+  void* states;      // (B,Hkv,segments,slot): state (depth,width), then the sum of a vector
+  void* deep;        // states of blocks, where they are too deep for shared memory
+  Strided<4> m, z;   // where a sum does not begin with 0: (B,Hkv,depth,width), (B,Hkv,1,depth)
   Strided<4> new_m, new_z;
   LinearAttentionSegments segments, pieces;
 
@@ -95,7 +95,7 @@ MEMCHECK_INLINE ScanWork scan_work(const Scan& scan, int64_t index, int64_t part
   const LinearAttentionShape& n = scan.shape;
   const bool sums = scan.phase == ScanPhase::Sums;
   const int64_t pieces = scan.phase == ScanPhase::Whole ? 1 : sums ? scan.segments.count : scan.pieces.count;
-  const int64_t group = n.Hkv == 0 ? 0 : n.H / n.Hkv;
+  const int64_t group = n.group();
   const int64_t heads = sums || !scan.rows_are_queries() ? n.Hkv : n.H;
   const int64_t rows_a_key_head = heads == n.Hkv ? 1 : group;
   ScanWork work;
