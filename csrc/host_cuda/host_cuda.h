@@ -26,6 +26,11 @@ extern dim3 blockDim;
 extern dim3 gridDim;
 constexpr int warpSize = 32;
 
+// CUDA's header has it for nvcc alone.
+#ifndef __launch_bounds__
+#define __launch_bounds__(...)
+#endif
+
 namespace host_cuda {
 
 constexpr int kLanes = 32;
