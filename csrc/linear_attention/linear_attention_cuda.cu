@@ -93,7 +93,7 @@ __device__ __forceinline__ void load_packs(const ScanFactor& factor, const scala
   const int at = static_cast<int>(threadIdx.x) % kPerLine * kCount;
   const int first = static_cast<int>(threadIdx.x) / kPerLine;
   const bool in_line = from != nullptr && column + at < columns;
-  from += lines.first * factor.x.stride[2] + (column + at) * factor.x.stride[3];
+  if (from != nullptr) from += lines.first * factor.x.stride[2] + (column + at) * factor.x.stride[3];
 #pragma unroll 1
   for (int batch = 0; batch < kLoads; batch += kAtOnce) {
     Pack packs[kAtOnce] = {};
@@ -238,12 +238,6 @@ __device__ __forceinline__ void add_column_sums(const Tile<acc_t>& x, const acc_
 }
 
 // ---- a chunk
-
-// Rows and columns of one chunk; times are positions of both where the scan is not causal.
-struct Chunk {
-  Lines rows, columns;
-  bool has_rows, has_columns;
-};
 
 // The scores of rows that see columns, 0 elsewhere, into the place of a.
 template <typename acc_t>
@@ -482,33 +476,6 @@ __device__ __forceinline__ void store_new_state(const Scan& scan, const ScanWork
 
 // ---- a block
 
-// Where a block goes: through some columns alone, then through some rows, which if it is causal meet columns.
-struct Walk {
-  Range sums;
-  Range rows;
-};
-
-__device__ __forceinline__ Walk walk_of(const Scan& scan, const ScanWork& work) {
-  const bool causal = scan.shape.causal;
-  const Range nothing = {0, 0};
-  if (scan.phase == ScanPhase::Sums)
-    return {piece_of(scan.segments, work.piece, causal ? scan.shape.T : scan.columns()), nothing};
-  if (scan.phase == ScanPhase::Pieces)
-    return {nothing, piece_of(scan.pieces, work.piece, causal ? scan.shape.T : scan.rows())};
-  return {causal ? nothing : Range{0, scan.columns()}, Range{0, causal ? scan.shape.T : scan.rows()}};
-}
-
-__device__ __forceinline__ Chunk chunk_of(const Scan& scan, const Range& range, int64_t number, bool sums, int size) {
-  const int64_t last = ceil_div(range.end - range.begin, size) - 1;
-  const int64_t time = range.begin + (!sums && scan.backwards() ? last - number : number) * size;
-  Chunk chunk = {};
-  if (!sums) chunk.rows = lines_at(time, range.end, scan.row_delay(), scan.rows(), size);
-  if (sums || scan.shape.causal) chunk.columns = lines_at(time, range.end, scan.column_delay(), scan.columns(), size);
-  chunk.has_rows = chunk.rows.begin < chunk.rows.end;
-  chunk.has_columns = chunk.columns.begin < chunk.columns.end;
-  return chunk;
-}
-
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>) scan_kernel(const Scan scan, int64_t parts) {
   using acc_t = acc_type<scalar_t>;
@@ -575,7 +542,7 @@ void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
   launch(with, scan_kernel<scalar_t>, scan, parts);
 }
 
-bool reads_vectors(const Strided<4>& x, int64_t columns, Dtype dtype, int64_t bytes) {
+bool in_vectors(const Strided<4>& x, int64_t columns, Dtype dtype, int64_t bytes) {
   const int64_t count = bytes / element_bytes(dtype);
   bool whole = x.stride[3] == 1 && columns % count == 0 && reinterpret_cast<uintptr_t>(x.data) % bytes == 0;
   for (int i = 0; i < 3; ++i) whole = whole && x.stride[i] % count == 0;
@@ -583,11 +550,14 @@ bool reads_vectors(const Strided<4>& x, int64_t columns, Dtype dtype, int64_t by
 }
 
 void run_scan(Scan scan, Dtype dtype, cudaStream_t stream) {
-  constexpr int64_t kVectorBytes = 16;
-  for (ScanFactor* factor : {&scan.a, &scan.b})
-    factor->vectors = reads_vectors(factor->x, scan.depth, dtype, kVectorBytes);
-  scan.x.vectors = reads_vectors(scan.x.x, scan.width, dtype, kVectorBytes);
-  scan.out_vectors = reads_vectors(scan.out, scan.width, dtype, 4 * element_bytes(dtype));
+  constexpr int64_t kBytes = 16;
+  const bool on_tensor_cores = suits_tensor_cores(scan.shape, dtype) && scan.kind != ScanKind::Rows && !scan.m;
+  scan.a.vectors = in_vectors(scan.a.x, scan.depth, dtype, kBytes);
+  scan.b.vectors = in_vectors(scan.b.x, scan.depth, dtype, kBytes);
+  scan.x.vectors = in_vectors(scan.x.x, scan.width, dtype, kBytes);
+  scan.last_vectors = in_vectors(scan.last, scan.width, dtype, kBytes);
+  scan.out_vectors = in_vectors(scan.out, scan.width, dtype, on_tensor_cores ? kBytes : 4 * element_bytes(dtype));
+  if (on_tensor_cores) return scan_on_tensor_cores(scan, dtype, stream);
   run_phases(scan, dtype, stream, [&](const Scan& phase, int64_t blocks) {
     with_device_type(dtype, [&](auto scalar) { launch_scan<decltype(scalar)>(phase, blocks, stream); });
   });
@@ -652,8 +622,9 @@ void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype,
 }
 
 void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
-  run_scan(backward_scan(p, dtype, ScanKind::Rows), dtype, stream);
-  if (p.grad_q) run_scan(backward_scan(p, dtype, ScanKind::GradQ), dtype, stream);
+  const bool leaves_rows = suits_tensor_cores(p.shape, dtype);
+  if (!leaves_rows) run_scan(backward_scan(p, dtype, ScanKind::Rows), dtype, stream);
+  if (p.grad_q || leaves_rows) run_scan(backward_scan(p, dtype, ScanKind::GradQ), dtype, stream);
   if (p.grad_k) run_scan(backward_scan(p, dtype, ScanKind::GradK), dtype, stream);
   if (p.grad_v) run_scan(backward_scan(p, dtype, ScanKind::GradV), dtype, stream);
 }

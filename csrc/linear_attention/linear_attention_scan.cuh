@@ -50,13 +50,14 @@ struct Scan {
   int64_t width;  // of x and out
   ScanFactor a, b, x;
   Strided<4> out;    // (B,H,S,width) or (B,Hkv,T,width); null when not wanted
-  bool out_vectors;  // four elements at a time can be written
   Strided<4> last;   // Rows: g; GradQ: q; GradK: k
-  void* inverse;     // (B,H,S): 1 / den
-  void* products;    // (parts,B,H,S): parts of g.y
-  void* states;      // (B,Hkv,segments,slot): state (depth,width), then the sum of a vector
-  void* deep;        // states of blocks, where they are too deep for shared memory
-  Strided<4> m, z;   // where a sum does not begin with 0: (B,Hkv,depth,width), (B,Hkv,1,depth)
+  bool out_vectors;  // as many bytes at a time as a kernel likes can be written
+  bool last_vectors;
+  void* inverse;    // (B,H,S): 1 / den
+  void* products;   // (parts,B,H,S): parts of g.y
+  void* states;     // (B,Hkv,segments,slot): state (depth,width), then the sum of a vector
+  void* deep;       // states of blocks, where they are too deep for shared memory
+  Strided<4> m, z;  // where a sum does not begin with 0: (B,Hkv,depth,width), (B,Hkv,1,depth)
   Strided<4> new_m, new_z;
   LinearAttentionSegments segments, pieces;
 
@@ -125,6 +126,39 @@ MEMCHECK_INLINE Lines lines_at(int64_t time, int64_t end_time, int64_t delay, in
   return {first, static_cast<int>(begin), static_cast<int>(end > begin ? end : begin)};
 }
 
+// Rows and columns of one chunk; times are positions of both where the scan is not causal.
+struct Chunk {
+  Lines rows, columns;
+  bool has_rows, has_columns;
+};
+
+// Where a block goes: through some columns alone, then through some rows, which if it is causal meet columns.
+struct Walk {
+  Range sums;
+  Range rows;
+};
+
+MEMCHECK_INLINE Walk walk_of(const Scan& scan, const ScanWork& work) {
+  const bool causal = scan.shape.causal;
+  const Range nothing = {0, 0};
+  if (scan.phase == ScanPhase::Sums)
+    return {piece_of(scan.segments, work.piece, causal ? scan.shape.T : scan.columns()), nothing};
+  if (scan.phase == ScanPhase::Pieces)
+    return {nothing, piece_of(scan.pieces, work.piece, causal ? scan.shape.T : scan.rows())};
+  return {causal ? nothing : Range{0, scan.columns()}, Range{0, causal ? scan.shape.T : scan.rows()}};
+}
+
+MEMCHECK_INLINE Chunk chunk_of(const Scan& scan, const Range& range, int64_t number, bool sums, int size) {
+  const int64_t last = ceil_div(range.end - range.begin, size) - 1;
+  const int64_t time = range.begin + (!sums && scan.backwards() ? last - number : number) * size;
+  Chunk chunk = {};
+  if (!sums) chunk.rows = lines_at(time, range.end, scan.row_delay(), scan.rows(), size);
+  if (sums || scan.shape.causal) chunk.columns = lines_at(time, range.end, scan.column_delay(), scan.columns(), size);
+  chunk.has_rows = chunk.rows.begin < chunk.rows.end;
+  chunk.has_columns = chunk.columns.begin < chunk.columns.end;
+  return chunk;
+}
+
 template <typename acc_t>
 MEMCHECK_INLINE acc_t feature(acc_t x) {
   const acc_t e = exp_minus_abs(x);
@@ -142,8 +176,20 @@ MEMCHECK_INLINE int64_t query_row(const LinearAttentionShape& n, int64_t b, int6
   return (b * n.H + head) * n.S;
 }
 
-// Queues a 16-bit scan that tensor cores can do, and says whether it was one. GradQ leaves what Rows would.
-bool scan_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream);
+// Shapes whose 16-bit scans are for tensor cores: where a product has many terms the errors of splitting its factors in
+// two are small beside those of summing it.
+inline bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
+  constexpr int64_t kFewest = 32;
+  constexpr int64_t kMost = 128;
+  const bool half = dtype == Dtype::Float16 || dtype == Dtype::BFloat16;
+  return half && std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kMost;
+}
+
+// Queues such a scan, other than Rows: GradQ leaves what that would.
+void scan_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream);
+
+// Each segment gets the sum of those before it in the direction of the scan; not causal, the first that of all.
+void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream);
 
 // The launches of a scan: run(scan, blocks) for each phase of it, and the sums added up between.
 template <typename Run>
@@ -156,7 +202,6 @@ void run_phases(Scan scan, Dtype dtype, cudaStream_t stream, const Run& run) {
   }
   scan.phase = ScanPhase::Sums;
   run(scan, n.B * n.Hkv * scan.segments.count);
-  void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream);
   add_up_segments(scan, dtype, stream);
   scan.phase = ScanPhase::Pieces;
   run(scan, row_heads * scan.pieces.count);
