@@ -68,6 +68,10 @@ struct SharedTiles {
   float bias[kChunk];                                // their g.y
   float denominator[kChunk];
   float row_sums[kWarps][kChunk][2];
+  // What the block is at. In registers it would be in the way of the state.
+  ScanWork work;
+  Walk walk;
+  Chunk chunk;
 
   __device__ __forceinline__ Line* results() { return T::kFeatures ? staged : last; }
 };
@@ -95,7 +99,10 @@ struct Out {
 };
 
 __device__ __forceinline__ uint32_t packed(float low_half, float high_half) {
-  return pack_pair(__float2bfloat16_rn(low_half), __float2bfloat16_rn(high_half));
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low_half, high_half);
+  uint32_t bits;
+  __builtin_memcpy(&bits, &pair, sizeof(bits));
+  return bits;
 }
 
 __device__ __forceinline__ float low_half(uint32_t pair) {
@@ -158,10 +165,8 @@ struct alignas(16) Pack {
   scalar_t v[8];
 };
 
-// A thread's part of a factor's chunk, on its way.
-template <typename T>
-struct Fetched {
-  Pack<typename T::scalar> packs[T::kPacks];
+struct alignas(16) Words {
+  uint32_t v[4];
 };
 
 template <typename T>
@@ -174,27 +179,36 @@ __device__ __forceinline__ int first_column() {
   return static_cast<int>(threadIdx.x) % T::kPacksAlong * 8;
 }
 
+// A chunk of x as it is, 0 where there is nothing, into the tile: there for this thread once it has waited.
 template <typename T>
-__device__ __forceinline__ void fetch(const ScanFactor& factor, int64_t b, int64_t head, const Lines& lines,
-                                      int64_t columns, Fetched<T>& to) {
+__device__ __forceinline__ void ask_for(const Strided<4>& x, bool vectors, int64_t b, int64_t head, const Lines& lines,
+                                        int64_t columns, typename T::scalar (*tile)[T::kStride]) {
   using scalar_t = typename T::scalar;
   const int column = first_column<T>();
-  const bool there = factor.x && column < columns;
-  const int64_t stride = factor.x.stride[2];
-  const scalar_t* from = there ? factor.x.at<scalar_t>(b, head, lines.first, column) : nullptr;
-#pragma unroll
+  const scalar_t* from = x ? x.at<scalar_t>(b, head, lines.first, column) : nullptr;
+#pragma unroll 2
   for (int i = 0; i < T::kPacks; ++i) {
     const int line = first_line<T>() + i * T::kLinesApart;
-    to.packs[i] = {};
-    if (!there || !lines.has(line)) continue;
-    if (factor.vectors) {
-      to.packs[i] = *reinterpret_cast<const Pack<scalar_t>*>(from + line * stride);
+    scalar_t* to = &tile[line][column];
+    if (vectors) {
+      const bool there = x && lines.has(line) && column < columns;
+      cp_async_16(to, there ? from + line * x.stride[2] : static_cast<const scalar_t*>(x.data), there);
     } else {
 #pragma unroll
-      for (int j = 0; j < 8; ++j)
-        if (column + j < columns) to.packs[i].v[j] = from[line * stride + j * factor.x.stride[3]];
+      for (int j = 0; j < 8; ++j) {
+        const bool there = x && lines.has(line) && column + j < columns;
+        to[j] = there ? from[line * x.stride[2] + j * x.stride[3]] : from_acc<scalar_t>(0.0f);
+      }
     }
   }
+}
+
+// Into the place of its high parts.
+template <typename T, int kParts>
+__device__ __forceinline__ void ask_for(const ScanFactor& factor, int64_t b, int64_t head, const Lines& lines,
+                                        int64_t columns, SplitTile<kParts, T::kStride>& tile) {
+  ask_for<T>(factor.x, factor.vectors, b, head, lines, columns,
+             reinterpret_cast<typename T::scalar(*)[T::kStride]>(tile.part[0]));
 }
 
 __device__ __forceinline__ float fast_exp(float x) {
@@ -210,20 +224,22 @@ __device__ __forceinline__ float fast_slope(FeatureMap map, float x) {
   return map == FeatureMap::Identity || x > 0.0f ? 1.0f : fast_exp(x);
 }
 
-// phi of the factor, times its scale, split into tiles. add(line, values) sees each pack of 8.
+// What a thread asked for becomes phi of it, times its scale, in parts. add(line, values) sees each pack of 8.
 template <typename T, int kParts, typename Add>
 __device__ __forceinline__ void place(const ScanFactor& factor, const Lines& lines, int64_t columns, const float* scale,
-                                      const Fetched<T>& from, SplitTile<kParts, T::kStride>& to, const Add& add) {
+                                      SplitTile<kParts, T::kStride>& tile, const Add& add) {
+  using scalar_t = typename T::scalar;
   const int column = first_column<T>();
-#pragma unroll
+#pragma unroll 1
   for (int i = 0; i < T::kPacks; ++i) {
     const int line = first_line<T>() + i * T::kLinesApart;
+    const Pack<scalar_t> pack = *reinterpret_cast<const Pack<scalar_t>*>(&tile.part[0][line][column]);
     const float weight = factor.scaled ? scale[line] : 1.0f;
     float values[8];
-    uint4 parts[kParts];
+    Words parts[kParts];
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
-      const float x = to_acc(from.packs[i].v[j]);
+      const float x = to_acc(pack.v[j]);
       const bool there = lines.has(line) && column + j < columns && factor.x;
       values[j] = there ? (factor.mapped ? fast_feature(x) : x) * weight : 0.0f;
     }
@@ -232,10 +248,10 @@ __device__ __forceinline__ void place(const ScanFactor& factor, const Lines& lin
       uint32_t pair[kParts];
       split(values[2 * j], values[2 * j + 1], pair);
 #pragma unroll
-      for (int part = 0; part < kParts; ++part) reinterpret_cast<uint32_t*>(&parts[part])[j] = pair[part];
+      for (int part = 0; part < kParts; ++part) parts[part].v[j] = pair[part];
     }
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) *reinterpret_cast<uint4*>(&to.part[part][line][column]) = parts[part];
+    for (int part = 0; part < kParts; ++part) *reinterpret_cast<Words*>(&tile.part[part][line][column]) = parts[part];
     add(line, values);
   }
 }
@@ -253,12 +269,12 @@ __device__ __forceinline__ void tell_column_sums(float (&sums)[8], float (&to)[k
   }
 }
 
-// a, and of Output each row's product with the sum of b_j so far.
+// a, and of Output each row's product with the sum of b_j so far. One part alone is as it came.
 template <typename T>
-__device__ __forceinline__ void place_a(const Scan& scan, const Chunk& chunk, const Fetched<T>& from,
-                                        SharedTiles<T>& s) {
+__device__ __forceinline__ void place_a(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
+  if constexpr (T::kFactorParts == 1) return;
   const int column = first_column<T>();
-  place<T>(scan.a, chunk.rows, scan.depth, nullptr, from, s.a, [&](int line, const float(&values)[8]) {
+  place<T>(scan.a, chunk.rows, scan.depth, nullptr, s.a, [&](int line, const float(&values)[8]) {
     if (scan.kind != ScanKind::Output) return;
     float sum = 0.0f;
 #pragma unroll
@@ -271,10 +287,10 @@ __device__ __forceinline__ void place_a(const Scan& scan, const Chunk& chunk, co
 }
 
 template <typename T>
-__device__ __forceinline__ void place_b(const Scan& scan, const Chunk& chunk, const Fetched<T>& from,
-                                        SharedTiles<T>& s) {
+__device__ __forceinline__ void place_b(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
+  if constexpr (T::kFactorParts == 1) return;
   float sums[8] = {};
-  place<T>(scan.b, chunk.columns, scan.depth, s.scale, from, s.b, [&](int, const float(&values)[8]) {
+  place<T>(scan.b, chunk.columns, scan.depth, s.scale, s.b, [&](int, const float(&values)[8]) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) sums[j] += values[j];
   });
@@ -282,10 +298,10 @@ __device__ __forceinline__ void place_b(const Scan& scan, const Chunk& chunk, co
 }
 
 template <typename T>
-__device__ __forceinline__ void place_x(const Scan& scan, const Chunk& chunk, const Fetched<T>& from,
-                                        SharedTiles<T>& s) {
+__device__ __forceinline__ void place_x(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
+  if constexpr (T::kValueParts == 1) return;
   float sums[8] = {};
-  place<T>(scan.x, chunk.columns, scan.width, s.scale, from, s.x, [&](int line, const float(&values)[8]) {
+  place<T>(scan.x, chunk.columns, scan.width, s.scale, s.x, [&](int line, const float(&values)[8]) {
     const float weight = scan.kind == ScanKind::GradK ? s.bias[line] : 1.0f;
 #pragma unroll
     for (int j = 0; j < 8; ++j) sums[j] += values[j] * weight;
@@ -302,31 +318,6 @@ __device__ __forceinline__ void load_query_rows(const Scan& scan, int64_t b, int
   const int64_t at = query_row(scan.shape, b, head) + queries.first + line;
   s.scale[line] = queries.has(line) ? static_cast<const float*>(scan.inverse)[at] : 0.0f;
   s.bias[line] = queries.has(line) ? static_cast<const float*>(scan.products)[at] : 0.0f;
-}
-
-// Without features: q or k of the rows as they are, which arrive when they are waited for.
-template <typename T>
-__device__ __forceinline__ void ask_for_last(const Scan& scan, const ScanWork& work, const Lines& rows,
-                                             SharedTiles<T>& s) {
-  using scalar_t = typename T::scalar;
-  const int column = first_column<T>();
-  const scalar_t* from = scan.last.at<scalar_t>(work.b, work.row_head, rows.first, column);
-#pragma unroll
-  for (int i = 0; i < T::kPacks; ++i) {
-    const int line = first_line<T>() + i * T::kLinesApart;
-    const int64_t offset = line * scan.last.stride[2];
-    if (scan.last_vectors) {
-      const bool there = rows.has(line) && column < scan.width;
-      cp_async_16(&s.last[line][column], there ? from + offset : static_cast<const scalar_t*>(scan.last.data), there);
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const bool there = rows.has(line) && column + j < scan.width;
-        s.last[line][column + j] = there ? from[offset + j * scan.last.stride[3]] : from_acc<scalar_t>(0.0f);
-      }
-    }
-  }
-  cp_async_commit();
 }
 
 // ---- products
@@ -366,7 +357,7 @@ __device__ __forceinline__ void form_scores(const Scan& scan, const Chunk& chunk
   const Place at;
   const bool forwards = scan.rows_are_queries();
   float scores[kChunk / 8][4] = {};
-#pragma unroll 2
+#pragma unroll 1
   for (int k = 0; k < T::kSize / 16; ++k) {
     uint32_t a[T::kFactorParts][4];
 #pragma unroll
@@ -444,7 +435,7 @@ __device__ __forceinline__ void add_to_state(const SharedTiles<T>& s, State<T>& 
 #pragma unroll
   for (int depth = 0; depth < T::kSize / 16; ++depth) {
     float sum[T::kSlabTiles][2][4] = {};
-#pragma unroll
+#pragma unroll 1
     for (int k = 0; k < kChunk / 16; ++k) {
       uint32_t b[T::kFactorParts][4];
 #pragma unroll
@@ -574,7 +565,6 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
 template <typename T>
 __device__ __forceinline__ void finish(const Scan& scan, const ScanWork& work, const Chunk& chunk, SharedTiles<T>& s,
                                        Out<T>& out) {
-  cp_async_wait<0>();
   __syncthreads();
   if constexpr (T::kFeatures) {
     for_pairs<T>(out, [&](int row, int column, float x, float y) {
@@ -604,7 +594,7 @@ __device__ __forceinline__ void store_results(const Scan& scan, const ScanWork& 
   const int column = first_column<T>();
   if (!scan.out || column >= scan.width) return;
   scalar_t* to = scan.out.at<scalar_t>(work.b, work.row_head, rows.first, column);
-#pragma unroll
+#pragma unroll 2
   for (int i = 0; i < T::kPacks; ++i) {
     const int line = first_line<T>() + i * T::kLinesApart;
     if (!rows.has(line)) continue;
@@ -632,23 +622,30 @@ __device__ __forceinline__ void start_out(const Scan& scan, const SharedTiles<T>
 
 // Of one head of columns what rows get of the chunk; the first head brings what they get of the state.
 template <typename T>
-__device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work, const Chunk& chunk, int64_t head,
-                                          State<T>& state, Out<T>& out, SharedTiles<T>& s) {
+__device__ __forceinline__ void scan_head(const Scan& scan, int64_t head, State<T>& state, Out<T>& out,
+                                          SharedTiles<T>& s) {
+  const ScanWork& work = s.work;
+  const Chunk& chunk = s.chunk;
   const int64_t column_head = work.first_column_head + head;
   const bool reads_state = chunk.has_rows && head == 0;
-  const bool meet = chunk.has_rows && chunk.has_columns;
-  Fetched<T> fetched, next;
-  if (reads_state) fetch<T>(scan.a, work.b, work.row_head, chunk.rows, scan.depth, fetched);
-  if (chunk.has_columns) fetch<T>(scan.b, work.b, column_head, chunk.columns, scan.depth, next);
-  if (chunk.has_columns) load_query_rows(scan, work.b, column_head, chunk.columns, s);
-  __syncthreads();
-  if (reads_state) place_a(scan, chunk, fetched, s);
+  if (reads_state) ask_for<T>(scan.a, work.b, work.row_head, chunk.rows, scan.depth, s.a);
   if (chunk.has_columns) {
-    fetch<T>(scan.x, work.b, column_head, chunk.columns, scan.width, fetched);
-    place_b(scan, chunk, next, s);
-    place_x(scan, chunk, fetched, s);
+    ask_for<T>(scan.b, work.b, column_head, chunk.columns, scan.depth, s.b);
+    ask_for<T>(scan.x, work.b, column_head, chunk.columns, scan.width, s.x);
+    load_query_rows(scan, work.b, column_head, chunk.columns, s);
+  }
+  if constexpr (!T::kFeatures)
+    if (reads_state) ask_for<T>(scan.last, scan.last_vectors, work.b, work.row_head, chunk.rows, scan.width, s.last);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  if (reads_state) place_a(scan, chunk, s);
+  if (chunk.has_columns) {
+    place_b(scan, chunk, s);
+    place_x(scan, chunk, s);
   }
   __syncthreads();
+  const bool meet = chunk.has_rows && chunk.has_columns;
   if (meet) form_scores(scan, chunk, s);
   if (reads_state) {
     start_out(scan, s, out);
@@ -672,20 +669,16 @@ __device__ __forceinline__ void join_state(const Scan& scan, State<T>& state, Sh
 }
 
 template <typename T>
-__device__ __forceinline__ void scan_chunk(const Scan& scan, const ScanWork& work, const Chunk& chunk, State<T>& state,
-                                           SharedTiles<T>& s) {
+__device__ __forceinline__ void scan_chunk(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
   Out<T> out;
-  const int64_t heads = chunk.has_columns ? work.column_heads : 0;
-  if constexpr (!T::kFeatures)
-    if (chunk.has_rows) ask_for_last(scan, work, chunk.rows, s);
-  for (int64_t head = 0; head == 0 || head < heads; ++head) {
-    const bool has_columns = head < heads;
-    scan_head(scan, work, {chunk.rows, chunk.columns, chunk.has_rows, has_columns}, head, state, out, s);
-    if (head + 1 >= heads && chunk.has_rows) {
-      finish(scan, work, {chunk.rows, chunk.columns, true, has_columns}, s, out);
-      store_results(scan, work, chunk.rows, s);
+  const int heads = s.chunk.has_columns ? static_cast<int>(s.work.column_heads) : 0;
+  for (int head = 0; head == 0 || head < heads; ++head) {
+    scan_head(scan, head, state, out, s);
+    if (head + 1 >= heads && s.chunk.has_rows) {
+      finish(scan, s.work, s.chunk, s, out);
+      store_results(scan, s.work, s.chunk.rows, s);
     }
-    if (has_columns) join_state(scan, state, s);
+    if (s.chunk.has_columns) join_state(scan, state, s);
     __syncthreads();
   }
 }
@@ -747,18 +740,24 @@ template <typename scalar_t, int kSize, bool kFeatures>
 __global__ void __launch_bounds__(kThreads, kSize == 64 ? 3 : 2) tensor_scan_kernel(const Scan scan) {
   using T = Traits<scalar_t, kSize, kFeatures>;
   SharedTiles<T>& s = shared<SharedTiles<T>>();
-  const ScanWork work = scan_work(scan, blockIdx.x, 1);
-  const Walk walk = walk_of(scan, work);
-  const int64_t sums = ceil_div(walk.sums.end - walk.sums.begin, kChunk);
-  const int64_t steps = sums + ceil_div(walk.rows.end - walk.rows.begin, kChunk);
-  State<T> state;
-  start_state(scan, work, state, s);
-  __syncthreads();
-  for (int64_t i = 0; i < steps; ++i) {
-    const Chunk chunk = chunk_of(scan, i < sums ? walk.sums : walk.rows, i < sums ? i : i - sums, i < sums, kChunk);
-    if (chunk.has_rows || chunk.has_columns) scan_chunk<T>(scan, work, chunk, state, s);
+  if (threadIdx.x == 0) {
+    s.work = scan_work(scan, blockIdx.x, 1);
+    s.walk = walk_of(scan, s.work);
   }
-  if (scan.phase == ScanPhase::Sums) store_segment(scan, work, state, s);
+  __syncthreads();
+  State<T> state;
+  start_state(scan, s.work, state, s);
+  const int sums = static_cast<int>(ceil_div(s.walk.sums.end - s.walk.sums.begin, kChunk));
+  const int steps = sums + static_cast<int>(ceil_div(s.walk.rows.end - s.walk.rows.begin, kChunk));
+  for (int i = 0; i < steps; ++i) {
+    const bool summing = i < sums;
+    if (threadIdx.x == 0)
+      s.chunk = chunk_of(scan, summing ? s.walk.sums : s.walk.rows, summing ? i : i - sums, summing, kChunk);
+    __syncthreads();
+    if (s.chunk.has_rows || s.chunk.has_columns) scan_chunk<T>(scan, state, s);
+    __syncthreads();
+  }
+  if (scan.phase == ScanPhase::Sums) store_segment(scan, s.work, state, s);
 }
 
 template <typename scalar_t, int kSize, bool kFeatures>
