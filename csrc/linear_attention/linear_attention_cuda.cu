@@ -477,7 +477,8 @@ __device__ __forceinline__ void store_new_state(const Scan& scan, const ScanWork
 // ---- a block
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>) scan_kernel(const Scan scan, int64_t parts) {
+__global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, sizeof(scalar_t) == sizeof(double) ? 1 : 2)
+    scan_kernel(const Scan scan, int64_t parts) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = kTile<acc_t>;
   const ScanWork work = scan_work(scan, blockIdx.x, parts);

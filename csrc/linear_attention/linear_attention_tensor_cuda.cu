@@ -4,9 +4,10 @@
 // Scans of 16-bit types on tensor cores. A chunk is 64 positions, and a block of 4 warps has all of the width, a
 // quarter for each warp, whose part of the state stays in its registers.
 //
-// Only what is in memory may have the precision of 16 bits. Features, scores and states are split: x = high + low, both
-// bfloat16, 16 bits together; of a product of two such sums high high + high low + low high is formed. bfloat16 has the
-// range of float32, which float16 has not: values of float16 are split too, and that is exact.
+// Only what is in memory may have the precision of 16 bits. Features and states are split: x = high + low, both
+// bfloat16, 16 bits together, and of a product of two such sums high high + high low + low high is formed. Their errors
+// average out over the depth. Scores are split in three. bfloat16 has the range of float32, which float16 has not:
+// values of float16 are split too, and that is exact.
 
 namespace memcheck {
 namespace {
@@ -46,7 +47,6 @@ template <typename T>
 struct SharedTiles {
   static constexpr int kScoresStride = kChunk + 8;
   static constexpr int kRunningStride = T::kSize + 8;
-  using Scores = SplitTile<2, kScoresStride>;
   using Line = typename T::scalar[T::kStride];
 
   SplitTile<T::kFactorParts, T::kStride> b;
@@ -55,7 +55,7 @@ struct SharedTiles {
     struct {
       SplitTile<T::kFactorParts, T::kStride> a;
       union {
-        Scores scores;
+        float scores[kChunk][kScoresStride];
         Line staged[kChunk];  // with features: results before they are stored
       };
     };
@@ -113,11 +113,15 @@ __device__ __forceinline__ float high_half(uint32_t pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
-// Two numbers, each in two bfloat16: parts[0] + parts[1].
+// Two numbers, each as a sum of bfloat16, the high parts first.
 template <int kParts>
 __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts]) {
-  parts[0] = packed(x, y);
-  if constexpr (kParts == 2) parts[1] = packed(x - low_half(parts[0]), y - high_half(parts[0]));
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    parts[part] = packed(x, y);
+    x -= low_half(parts[part]);
+    y -= high_half(parts[part]);
+  }
 }
 
 // ---- fragments
@@ -144,7 +148,7 @@ __device__ __forceinline__ void load_along_columns(uint32_t (&r)[4], const bf16 
     ldmatrix_x4(r, from);
 }
 
-// d += a b of split factors, but for low low; b is half of what was loaded.
+// d += a b of split factors, but for products as small as what they lack; b is half of what was loaded.
 template <int kA, int kB>
 __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4],
                                          int half) {
@@ -152,7 +156,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[kA][
   for (int i = 0; i < kA; ++i)
 #pragma unroll
     for (int j = 0; j < kB; ++j) {
-      if (i + j > 1) continue;
+      if (i + j >= (kA > kB ? kA : kB)) continue;
       const uint32_t of_b[2] = {b[j][2 * half], b[j][2 * half + 1]};
       mma_m16n8k16<bf16>(d, a[i], of_b);
     }
@@ -380,25 +384,37 @@ __device__ __forceinline__ void form_scores(const Scan& scan, const Chunk& chunk
     float sum = 0.0f;
 #pragma unroll
     for (int tile = 0; tile < kChunk / 8; ++tile) {
-      float value[2];
+      float2 pair;
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int column = 8 * tile + at.pair + j;
         const bool sees = (forwards ? column <= row : column >= row) && chunk.columns.has(column);
         const float bias = scan.kind == ScanKind::GradK ? s.bias[column] : 0.0f;
-        value[j] = sees ? scores[tile][2 * half + j] - bias : 0.0f;
-        sum += value[j];
+        const float value = sees ? scores[tile][2 * half + j] - bias : 0.0f;
+        (j == 0 ? pair.x : pair.y) = value;
+        sum += value;
       }
-      uint32_t parts[2];
-      split(value[0], value[1], parts);
-#pragma unroll
-      for (int part = 0; part < 2; ++part)
-        *reinterpret_cast<uint32_t*>(&s.scores.part[part][row][8 * tile + at.pair]) = parts[part];
+      *reinterpret_cast<float2*>(&s.scores[row][8 * tile + at.pair]) = pair;
     }
     if (scan.kind != ScanKind::Output) continue;
     sum += __shfl_xor_sync(0xffffffffu, sum, 1);
     sum += __shfl_xor_sync(0xffffffffu, sum, 2);
     if (at.pair == 0) s.denominator[row] += sum;
+  }
+}
+
+// 16 rows and columns of scores as a of mma. One score may be all that a row has, so these keep the precision of float.
+template <typename T>
+__device__ __forceinline__ void load_scores(uint32_t (&a)[3][4], const SharedTiles<T>& s, int row, int column) {
+  const Place at;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair =
+        *reinterpret_cast<const float2*>(&s.scores[row + at.group + i % 2 * 8][column + at.pair + i / 2 * 8]);
+    uint32_t parts[3];
+    split(pair.x, pair.y, parts);
+#pragma unroll
+    for (int part = 0; part < 3; ++part) a[part][i] = parts[part];
   }
 }
 
@@ -418,10 +434,8 @@ __device__ __forceinline__ void read_chunk(const Scan& scan, const SharedTiles<T
 #pragma unroll
     for (int row = 0; row < kRowTiles; ++row) {
       if (forwards ? k > row : k < row) continue;
-      uint32_t a[2][4];
-#pragma unroll
-      for (int part = 0; part < 2; ++part)
-        load_along_rows<false>(a[part], s.scores.part[part], 16 * row, 16 * k, at.lane);
+      uint32_t a[3][4];
+      load_scores(a, s, 16 * row, 16 * k);
 #pragma unroll
       for (int tile = 0; tile < T::kOutTiles; ++tile) multiply(out.part[row][tile], a, b[tile / 2], tile % 2);
     }
