@@ -111,9 +111,12 @@ static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t
 
 static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
                                                             int64_t D, int64_t Dv, bool causal,
-                                                            const std::string& dtype, int64_t threads) {
+                                                            const std::string& dtype, int64_t threads,
+                                                            const std::string& device) {
   const memcheck::LinearAttentionShape shape{B, H, Hkv, S, T, D, Dv, causal, memcheck::FeatureMap::EluPlusOne};
-  const auto plan = memcheck::linear_attention_plan_cpu(shape, dtype_named(dtype), threads);
+  const memcheck::Dtype type = dtype_named(dtype);
+  const auto plan = is_cuda(device) ? memcheck::linear_attention_plan_cuda(shape, type)
+                                    : memcheck::linear_attention_plan_cpu(shape, type, threads);
   return {{"forward_scratch", plan.forward_states_bytes + plan.forward_scratch_bytes},
           {"backward_scratch", plan.rows_bytes + plan.backward_states_bytes + plan.backward_scratch_bytes}};
 }
@@ -152,7 +155,8 @@ static void bind_plans(py::module_& m) {
         "backward_scratch");
   m.def("linear_attention_plan", &linear_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"), py::arg("Hkv"),
         py::arg("S"), py::arg("T"), py::arg("D"), py::arg("Dv"), py::arg("causal"), py::arg("dtype"),
-        py::arg("threads"), "CPU bytes: forward_scratch, backward_scratch");
+        py::arg("threads"), py::arg("device") = "cpu",
+        "bytes: forward_scratch, backward_scratch; those of CUDA are the same for any number of threads");
   m.def(
       "compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
       py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"), py::arg("dtype"),

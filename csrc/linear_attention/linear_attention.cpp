@@ -1,7 +1,6 @@
 #include "linear_attention/linear_attention.h"
 
 #include <ATen/ops/empty.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <array>
@@ -10,6 +9,7 @@
 
 #include "common/allocate.h"
 #include "common/checks.h"
+#include "common/device.h"
 
 namespace memcheck {
 namespace {
@@ -17,6 +17,28 @@ namespace {
 constexpr const char* kForward = "linear_attention";
 constexpr const char* kBackward = "linear_attention_backward";
 constexpr const char* kStep = "linear_attention_step";
+
+struct Cpu : OnCpu {
+  using OnCpu::OnCpu;
+  auto plan(const LinearAttentionShape& shape, Dtype dtype) const {
+    return linear_attention_plan_cpu(shape, dtype, threads);
+  }
+  void forward(const LinearAttentionForward& p, Dtype dtype) const { linear_attention_forward_cpu(p, dtype); }
+  void backward(const LinearAttentionBackward& p, Dtype dtype) const { linear_attention_backward_cpu(p, dtype); }
+  void step(const LinearAttentionStep& p, Dtype dtype) const { linear_attention_step_cpu(p, dtype); }
+};
+
+#ifdef MEMCHECK_WITH_CUDA
+struct Cuda : OnCuda {
+  using OnCuda::OnCuda;
+  auto plan(const LinearAttentionShape& shape, Dtype dtype) const { return linear_attention_plan_cuda(shape, dtype); }
+  void forward(const LinearAttentionForward& p, Dtype dtype) const { linear_attention_forward_cuda(p, dtype, stream); }
+  void backward(const LinearAttentionBackward& p, Dtype dtype) const {
+    linear_attention_backward_cuda(p, dtype, stream);
+  }
+  void step(const LinearAttentionStep& p, Dtype dtype) const { linear_attention_step_cuda(p, dtype, stream); }
+};
+#endif
 
 // Sizes, symbolic while torch.compile traces.
 struct Sizes {
@@ -68,12 +90,14 @@ at::Tensor forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tens
   return empty_output(check_inputs(kForward, q, k, v, causal, feature_map, eps), q);
 }
 
+template <typename Device>
 at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                    std::string_view feature_map, double eps) {
   const Sizes n = check_inputs(kForward, q, k, v, causal, feature_map, eps);
   const LinearAttentionShape shape = n.shape();
   const at::Tensor y = empty_output(n, q);
-  const auto plan = linear_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const Device device(q);
+  const auto plan = device.plan(shape, dtype_of(q));
   const at::Tensor states = empty_bytes(plan.forward_states_bytes, q);
   const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
   const LinearAttentionForward p{shape,
@@ -84,7 +108,7 @@ at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
                                  writes<4>(y),
                                  states.mutable_data_ptr(),
                                  scratch.mutable_data_ptr()};
-  linear_attention_forward_cpu(p, dtype_of(q));
+  device.forward(p, dtype_of(q));
   return y;
 }
 
@@ -118,6 +142,7 @@ Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at:
   return empty_gradients(check_backward(grad_y, q, k, v, causal, feature_map, eps, output_mask), q, k, v, output_mask);
 }
 
+template <typename Device>
 Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
                    const std::optional<at::Tensor>& v_or_none, bool causal, std::string_view feature_map, double eps,
                    std::array<bool, 3> output_mask) {
@@ -125,7 +150,8 @@ Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tens
   const Sizes n = check_backward(grad_y, q, k, v, causal, feature_map, eps, output_mask);
   const LinearAttentionShape shape = n.shape();
   const Gradients gradients = empty_gradients(n, q, k, v, output_mask);
-  const auto plan = linear_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const Device device(q);
+  const auto plan = device.plan(shape, dtype_of(q));
   const at::Tensor rows = empty_bytes(plan.rows_bytes, q);
   const at::Tensor states = empty_bytes(plan.backward_states_bytes, q);
   const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
@@ -141,7 +167,7 @@ Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tens
                                   rows.mutable_data_ptr(),
                                   states.mutable_data_ptr(),
                                   scratch.mutable_data_ptr()};
-  linear_attention_backward_cpu(p, dtype_of(q));
+  device.backward(p, dtype_of(q));
   return gradients;
 }
 
@@ -172,13 +198,15 @@ StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   return empty_step(check_step(q, k, v, m, z, feature_map, eps), q, m);
 }
 
+template <typename Device>
 StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& m, const at::Tensor& z,
                 std::string_view feature_map, double eps) {
   const Sizes n = check_step(q, k, v, m, z, feature_map, eps);
   const LinearAttentionShape shape = n.shape();
   StepResult result = empty_step(n, q, m);
   const auto& [y, new_m, new_z] = result;
-  const auto plan = linear_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const Device device(q);
+  const auto plan = device.plan(shape, dtype_of(q));
   const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
   const LinearAttentionStep p{shape,
                               eps,
@@ -191,10 +219,18 @@ StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
                               writes<4>(new_m),
                               writes<4>(new_z.unsqueeze(2)),
                               scratch.mutable_data_ptr()};
-  linear_attention_step_cpu(p, dtype_of(q));
+  device.step(p, dtype_of(q));
   return result;
 }
 
+template <typename Device>
+void register_kernels(torch::Library& m) {
+  m.impl("linear_attention", forward<Device>);
+  m.impl("linear_attention_backward", backward<Device>);
+  m.impl("linear_attention_step", step<Device>);
+}
+
+#ifndef MEMCHECK_HOST_CUDA
 TORCH_LIBRARY_FRAGMENT(memcheck, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def(
@@ -212,9 +248,7 @@ TORCH_LIBRARY_FRAGMENT(memcheck, m) {
 }
 
 TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-  m.impl("linear_attention", forward);
-  m.impl("linear_attention_backward", backward);
-  m.impl("linear_attention_step", step);
+  register_kernels<Cpu>(m);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
@@ -222,6 +256,13 @@ TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
   m.impl("linear_attention_backward", backward_meta);
   m.impl("linear_attention_step", step_meta);
 }
+#endif
+
+#ifdef MEMCHECK_WITH_CUDA
+TORCH_LIBRARY_IMPL(memcheck, MEMCHECK_CUDA_KEY, m) {
+  register_kernels<Cuda>(m);
+}
+#endif
 
 }  // namespace
 }  // namespace memcheck

@@ -1,8 +1,12 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/integer.h"
+#include "common/macros.h"
+#include "common/stream.h"
 #include "common/strided.h"
 
 // Linear attention: what its kernels are given, and what they need beside it. No torch here.
@@ -24,7 +28,7 @@ struct LinearAttentionShape {
   bool causal;
   FeatureMap feature_map;
 
-  int64_t group() const { return Hkv == 0 ? 0 : H / Hkv; }
+  MEMCHECK_INLINE int64_t group() const { return Hkv == 0 ? 0 : H / Hkv; }
 };
 
 struct LinearAttentionForward {
@@ -48,9 +52,9 @@ struct LinearAttentionBackward {
   Strided<4> grad_q;  // (B,H,S,D), null when not wanted, as the next two
   Strided<4> grad_k;  // (B,Hkv,T,D)
   Strided<4> grad_v;  // (B,Hkv,T,Dv)
-  void* rows;         // (2,B,H,S): 1 / den, then delta = (grad_y.y) / den
-  void* states;       // the plan's backward_states_bytes
-  void* scratch;      // the plan's backward_scratch_bytes
+  void* rows;     // CPU (2,B,H,S): 1 / den, then delta = (grad_y.y) / den; CUDA (1+parts,B,H,S): 1 / den, then grad_y.y
+  void* states;   // the plan's backward_states_bytes
+  void* scratch;  // the plan's backward_scratch_bytes
 };
 
 // One query more, and T new keys before it: they join the state, and the query reads it.
@@ -68,7 +72,8 @@ struct LinearAttentionStep {
   void* scratch;     // the plan's forward_scratch_bytes
 };
 
-// What the CPU kernels take beside inputs and outputs, for so many threads.
+// What the kernels take beside inputs and outputs: those of the CPU for so many threads, those of CUDA by shape and
+// dtype alone, whatever the GPU.
 struct LinearAttentionPlan {
   int64_t forward_states_bytes;  // of segments of the sequence, where there are few heads
   int64_t forward_scratch_bytes;
@@ -81,5 +86,101 @@ LinearAttentionPlan linear_attention_plan_cpu(const LinearAttentionShape& shape,
 void linear_attention_forward_cpu(const LinearAttentionForward& p, Dtype dtype);
 void linear_attention_backward_cpu(const LinearAttentionBackward& p, Dtype dtype);
 void linear_attention_step_cpu(const LinearAttentionStep& p, Dtype dtype);
+
+// ---- CUDA
+//
+// A block goes along a sequence of rows, and of columns that they see, with a state (depth,width) of the columns it has
+// passed. Queries over keys: rows are queries. Keys over queries, backward: rows are keys.
+
+enum class LinearAttentionRows { Queries, Keys };
+
+// Positions of a chunk, and columns of a state that one block has.
+inline int64_t linear_attention_tile(Dtype dtype) {
+  return dtype == Dtype::Float64 ? 32 : 64;
+}
+
+// A sequence cut into segments, each with a state of its own in memory; one where there are blocks enough without.
+struct LinearAttentionSegments {
+  int64_t count, length;
+};
+
+// Elements of a segment's state: the sum of an outer product (D,Dv), and of a vector.
+inline int64_t linear_attention_slot(const LinearAttentionShape& n) {
+  return n.D * n.Dv + std::max(n.D, n.Dv);
+}
+
+inline int64_t linear_attention_row_heads(const LinearAttentionShape& n, LinearAttentionRows rows) {
+  return n.B * (rows == LinearAttentionRows::Queries ? n.H : n.Hkv);
+}
+
+// Of columns. Causal: rows go along with them.
+inline LinearAttentionSegments linear_attention_segments(const LinearAttentionShape& n, Dtype dtype,
+                                                         LinearAttentionRows rows) {
+  constexpr int64_t kBlocks = 264;  // two for each of 132 multiprocessors
+  constexpr int64_t kChunk = 64;
+  constexpr int64_t kShortest = 256;
+  // The states are small beside keys and values, or small.
+  constexpr int64_t kSmallBytes = 768 << 10;
+  constexpr int64_t kPartOfKeys = 16;
+  const int64_t length = n.causal || rows == LinearAttentionRows::Queries ? n.T : n.S;
+  const int64_t heads = std::max<int64_t>(1, linear_attention_row_heads(n, rows));
+  const int64_t states_bytes = std::max<int64_t>(1, n.B * n.Hkv * linear_attention_slot(n) * acc_bytes(dtype));
+  const int64_t affordable =
+      std::max(kSmallBytes, n.B * n.Hkv * n.T * n.D * element_bytes(dtype) / kPartOfKeys) / states_bytes;
+  const int64_t wanted = heads >= kBlocks / 2 ? 1 : ceil_div(kBlocks, heads);
+  const int64_t most = std::max<int64_t>(1, std::min({wanted, length / kShortest, affordable}));
+  const int64_t even = std::max<int64_t>(1, ceil_div(ceil_div(length, most), kChunk)) * kChunk;
+  return {std::max<int64_t>(1, ceil_div(length, even)), even};
+}
+
+// Not causal and cut: pieces of rows, which need no state of their own.
+inline LinearAttentionSegments linear_attention_pieces(const LinearAttentionShape& n, Dtype dtype,
+                                                       LinearAttentionRows rows) {
+  const LinearAttentionSegments columns = linear_attention_segments(n, dtype, rows);
+  if (n.causal || columns.count == 1) return columns;
+  constexpr int64_t kLength = 256;
+  const int64_t length = rows == LinearAttentionRows::Queries ? n.S : n.T;
+  return {std::max<int64_t>(1, ceil_div(length, kLength)), kLength};
+}
+
+// A state deeper than this lies in memory, not in the block.
+constexpr int64_t kLinearAttentionDeepest = 256;
+
+// Elements of a block's state: rows with padding, and the sum of a vector.
+MEMCHECK_INLINE int64_t linear_attention_block_state(int64_t depth, int64_t tile) {
+  return ceil_div(depth, tile) * tile * (tile + 5);
+}
+
+// Of all blocks' states that lie in memory, as (depth,width) pairs.
+inline int64_t linear_attention_deep_bytes(const LinearAttentionShape& n, Dtype dtype, LinearAttentionRows rows,
+                                           int64_t depth, int64_t width) {
+  if (depth <= kLinearAttentionDeepest) return 0;
+  const int64_t tile = linear_attention_tile(dtype);
+  const int64_t pieces =
+      std::max(linear_attention_segments(n, dtype, rows).count, linear_attention_pieces(n, dtype, rows).count);
+  const int64_t blocks = linear_attention_row_heads(n, rows) * pieces * std::max<int64_t>(1, ceil_div(width, tile));
+  return blocks * linear_attention_block_state(depth, tile) * acc_bytes(dtype);
+}
+
+inline LinearAttentionPlan linear_attention_plan_cuda(const LinearAttentionShape& n, Dtype dtype) {
+  const auto states_bytes = [&](LinearAttentionRows rows) {
+    const int64_t slots = linear_attention_segments(n, dtype, rows).count;
+    return slots == 1 ? 0 : n.B * n.Hkv * slots * linear_attention_slot(n) * acc_bytes(dtype);
+  };
+  const auto deep_bytes = [&](LinearAttentionRows rows) {
+    return std::max(linear_attention_deep_bytes(n, dtype, rows, n.D, n.Dv),
+                    linear_attention_deep_bytes(n, dtype, rows, n.Dv, n.D));
+  };
+  constexpr auto kQueries = LinearAttentionRows::Queries;
+  constexpr auto kKeys = LinearAttentionRows::Keys;
+  const int64_t parts = std::max<int64_t>(1, ceil_div(n.Dv, linear_attention_tile(dtype)));
+  return {states_bytes(kQueries), linear_attention_deep_bytes(n, dtype, kQueries, n.D, n.Dv),
+          (1 + parts) * n.B * n.H * n.S * acc_bytes(dtype), std::max(states_bytes(kQueries), states_bytes(kKeys)),
+          std::max(deep_bytes(kQueries), deep_bytes(kKeys))};
+}
+
+void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream);
+void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream);
+void linear_attention_step_cuda(const LinearAttentionStep& p, Dtype dtype, cudaStream_t stream);
 
 }  // namespace memcheck

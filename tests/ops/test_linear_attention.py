@@ -11,6 +11,7 @@ from ops.checks import (
     CPU_LEVELS,
     DEVICE,
     DTYPES,
+    KERNELS,
     LAYOUTS,
     Bound,
     Contract,
@@ -96,7 +97,7 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, int]:
     (B, H, S, D), (_, Hkv, T, Dv) = q.shape, v.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv}
     dtype = str(q.dtype).removeprefix("torch.")
-    return _C.linear_attention_plan(**sizes, causal=causal, dtype=dtype, threads=torch.get_num_threads())
+    return _C.linear_attention_plan(**sizes, causal=causal, dtype=dtype, threads=torch.get_num_threads(), device=KERNELS)
 
 
 # ---- values and gradients

@@ -1,0 +1,210 @@
+#pragma once
+
+#include <algorithm>
+
+#include "common/kernel.cuh"
+#include "common/softplus.h"
+#include "linear_attention/linear_attention.h"
+
+// y and all gradients of linear attention are one scan. Of a row i, over the columns j that it sees,
+//
+//     out_i = sum of (a_i.b_j - bias) x_j
+//
+//              rows     a        b              x              bias
+//     y        queries  phi(q)   phi(k)         v                        then / den: the same sum with x = 1, + eps
+//     grad q   queries  g        v              phi(k)         (g.y)_i   then phi'(q) / den
+//     grad k   keys     v        g              phi(q) / den   (g.y)_j   then phi'(k)
+//     grad v   keys     phi(k)   phi(q) / den   g
+//
+// where g is the gradient of y. A block goes along the sequence in chunks: rows and columns of the same chunk meet in
+// a matrix of scores, and columns of earlier chunks are in a state, the sum of b_j x_j^T (depth,width). Keys as rows
+// see later queries, and the scan goes backwards. Where there are few heads the sequence is cut into segments: one
+// launch sums each segment's columns, one adds them up, and one goes along all segments at once.
+
+namespace memcheck {
+
+enum class ScanKind {
+  Output,
+  Rows,  // as Output, but for 1 / den and g.y of every query
+  GradQ,
+  GradK,
+  GradV,
+};
+
+enum class ScanPhase { Whole, Sums, Pieces };
+
+// phi(x) if mapped, x (B,heads,length,columns); times 1 / den of its query if scaled. Null is all 0.
+struct ScanFactor {
+  Strided<4> x;
+  bool mapped;
+  bool scaled;
+  bool vectors;  // 16 bytes at a time can be read
+};
+
+struct Scan {
+  LinearAttentionShape shape;
+  double eps;
+  ScanKind kind;
+  ScanPhase phase;
+  int64_t depth;  // of a and b
+  int64_t width;  // of x and out
+  ScanFactor a, b, x;
+  Strided<4> out;    // (B,H,S,width) or (B,Hkv,T,width); null when not wanted
+  Strided<4> last;   // Rows: g; GradQ: q; GradK: k
+  bool out_vectors;  // as many bytes at a time as a kernel likes can be written
+  bool last_vectors;
+  void* inverse;    // (B,H,S): 1 / den
+  void* products;   // (parts,B,H,S): parts of g.y
+  void* states;     // (B,Hkv,segments,slot): state (depth,width), then the sum of a vector
+  void* deep;       // states of blocks, where they are too deep for shared memory
+  Strided<4> m, z;  // where a sum does not begin with 0: (B,Hkv,depth,width), (B,Hkv,1,depth)
+  Strided<4> new_m, new_z;
+  LinearAttentionSegments segments, pieces;
+
+  MEMCHECK_INLINE bool rows_are_queries() const { return kind != ScanKind::GradK && kind != ScanKind::GradV; }
+  MEMCHECK_INLINE bool has_denominator() const { return kind == ScanKind::Output || kind == ScanKind::Rows; }
+  MEMCHECK_INLINE bool has_bias() const { return kind == ScanKind::GradQ || kind == ScanKind::GradK; }
+  MEMCHECK_INLINE bool backwards() const { return shape.causal && !rows_are_queries(); }
+  MEMCHECK_INLINE int64_t rows() const { return rows_are_queries() ? shape.S : shape.T; }
+  MEMCHECK_INLINE int64_t columns() const { return rows_are_queries() ? shape.T : shape.S; }
+  // Causal: a key's time is its position, a query's that of the last key it sees.
+  MEMCHECK_INLINE int64_t delay_of_queries() const { return shape.causal ? shape.T - shape.S : 0; }
+  MEMCHECK_INLINE int64_t row_delay() const { return rows_are_queries() ? delay_of_queries() : 0; }
+  MEMCHECK_INLINE int64_t column_delay() const { return rows_are_queries() ? 0 : delay_of_queries(); }
+  MEMCHECK_INLINE int64_t slot() const { return depth * width + (depth > width ? depth : width); }
+};
+
+struct Range {
+  int64_t begin, end;
+};
+
+MEMCHECK_INLINE Range piece_of(const LinearAttentionSegments& cut, int64_t piece, int64_t length) {
+  const int64_t begin = piece * cut.length;
+  const int64_t end = begin + cut.length;
+  return {begin < length ? begin : length, end < length ? end : length};
+}
+
+// What of the scan a block has.
+struct ScanWork {
+  int64_t b, row_head, key_head;
+  int64_t first_column_head, column_heads;
+  int64_t part;  // of the width
+  int64_t piece;
+};
+
+MEMCHECK_INLINE ScanWork scan_work(const Scan& scan, int64_t index, int64_t parts) {
+  const LinearAttentionShape& n = scan.shape;
+  const bool sums = scan.phase == ScanPhase::Sums;
+  const int64_t pieces = scan.phase == ScanPhase::Whole ? 1 : sums ? scan.segments.count : scan.pieces.count;
+  const int64_t group = n.group();
+  const int64_t heads = sums || !scan.rows_are_queries() ? n.Hkv : n.H;
+  const int64_t rows_a_key_head = heads == n.Hkv ? 1 : group;
+  ScanWork work;
+  work.part = index % parts;
+  work.piece = index / parts % pieces;
+  work.row_head = index / parts / pieces % heads;
+  work.b = index / parts / pieces / heads;
+  work.key_head = work.row_head / rows_a_key_head;
+  work.first_column_head = scan.rows_are_queries() ? work.key_head : work.key_head * group;
+  work.column_heads = scan.rows_are_queries() ? 1 : group;
+  return work;
+}
+
+// Of a chunk's lines, those that exist: line i is at position first + i, for i in [begin, end).
+struct Lines {
+  int64_t first;
+  int begin, end;
+
+  MEMCHECK_INLINE bool has(int i) const { return i >= begin && i < end; }
+};
+
+MEMCHECK_INLINE Lines lines_at(int64_t time, int64_t end_time, int64_t delay, int64_t length, int chunk) {
+  const int64_t first = time - delay;
+  const int64_t begin = first < 0 ? (-first < chunk ? -first : chunk) : 0;
+  int64_t end = end_time - time < length - first ? end_time - time : length - first;
+  end = end < chunk ? end : chunk;
+  return {first, static_cast<int>(begin), static_cast<int>(end > begin ? end : begin)};
+}
+
+// Rows and columns of one chunk; times are positions of both where the scan is not causal.
+struct Chunk {
+  Lines rows, columns;
+  bool has_rows, has_columns;
+};
+
+// Where a block goes: through some columns alone, then through some rows, which if it is causal meet columns.
+struct Walk {
+  Range sums;
+  Range rows;
+};
+
+MEMCHECK_INLINE Walk walk_of(const Scan& scan, const ScanWork& work) {
+  const bool causal = scan.shape.causal;
+  const Range nothing = {0, 0};
+  if (scan.phase == ScanPhase::Sums)
+    return {piece_of(scan.segments, work.piece, causal ? scan.shape.T : scan.columns()), nothing};
+  if (scan.phase == ScanPhase::Pieces)
+    return {nothing, piece_of(scan.pieces, work.piece, causal ? scan.shape.T : scan.rows())};
+  return {causal ? nothing : Range{0, scan.columns()}, Range{0, causal ? scan.shape.T : scan.rows()}};
+}
+
+MEMCHECK_INLINE Chunk chunk_of(const Scan& scan, const Range& range, int64_t number, bool sums, int size) {
+  const int64_t last = ceil_div(range.end - range.begin, size) - 1;
+  const int64_t time = range.begin + (!sums && scan.backwards() ? last - number : number) * size;
+  Chunk chunk = {};
+  if (!sums) chunk.rows = lines_at(time, range.end, scan.row_delay(), scan.rows(), size);
+  if (sums || scan.shape.causal) chunk.columns = lines_at(time, range.end, scan.column_delay(), scan.columns(), size);
+  chunk.has_rows = chunk.rows.begin < chunk.rows.end;
+  chunk.has_columns = chunk.columns.begin < chunk.columns.end;
+  return chunk;
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE acc_t feature(acc_t x) {
+  const acc_t e = exp_minus_abs(x);
+  return x > acc_t(0) ? x + acc_t(1) : e;
+}
+
+// phi'(x) where phi is the feature map.
+template <typename acc_t>
+MEMCHECK_INLINE acc_t feature_slope(FeatureMap map, acc_t x) {
+  return map == FeatureMap::Identity || x > acc_t(0) ? acc_t(1) : exp_minus_abs(x);
+}
+
+// Where a query's 1 / den and g.y are: of head's first position.
+MEMCHECK_INLINE int64_t query_row(const LinearAttentionShape& n, int64_t b, int64_t head) {
+  return (b * n.H + head) * n.S;
+}
+
+// Shapes whose 16-bit scans are for tensor cores: where a product has many terms the errors of splitting its factors in
+// two are small beside those of summing it.
+inline bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
+  constexpr int64_t kFewest = 32;
+  constexpr int64_t kMost = 128;
+  const bool half = dtype == Dtype::Float16 || dtype == Dtype::BFloat16;
+  return half && std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kMost;
+}
+
+// Queues such a scan, other than Rows: GradQ leaves what that would.
+void scan_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream);
+
+// Each segment gets the sum of those before it in the direction of the scan; not causal, the first that of all.
+void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream);
+
+// The launches of a scan: run(scan, blocks) for each phase of it, and the sums added up between.
+template <typename Run>
+void run_phases(Scan scan, Dtype dtype, cudaStream_t stream, const Run& run) {
+  const LinearAttentionShape& n = scan.shape;
+  const int64_t row_heads = n.B * (scan.rows_are_queries() ? n.H : n.Hkv);
+  if (scan.segments.count == 1) {
+    scan.phase = ScanPhase::Whole;
+    return run(scan, row_heads);
+  }
+  scan.phase = ScanPhase::Sums;
+  run(scan, n.B * n.Hkv * scan.segments.count);
+  add_up_segments(scan, dtype, stream);
+  scan.phase = ScanPhase::Pieces;
+  run(scan, row_heads * scan.pieces.count);
+}
+
+}  // namespace memcheck
