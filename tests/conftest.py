@@ -42,12 +42,24 @@ def require_tool() -> Callable[[str], str]:
     return require
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--host-cuda", action="store_true", help="tests of operators are of their CUDA kernels, which run on the host"
+    )
+
+
 def pytest_configure(config):
+    if config.getoption("host_cuda"):
+        from host_cuda import library
+
+        library.load()
     if config.getoption("numprocesses", None):
         # For the workers of pytest-xdist, not begun yet, and what they start. Two threads share work as many do; those
         # that wait leave their core to another worker.
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    config.addinivalue_line("markers", "cpu: about the kernels of the CPU alone")
+    config.addinivalue_line("markers", "host_cuda: needs --host-cuda")
     config.addinivalue_line(
         "markers",
         "isolated(VARIABLE=value, ...): runs in a fresh process of its own, with these environment variables and a "
@@ -69,3 +81,11 @@ def pytest_pyfunc_call(pyfuncitem):
     if done.returncode != 0:
         pytest.fail(done.stdout.decode() + done.stderr.decode(), pytrace=False)
     return True
+
+
+def pytest_collection_modifyitems(config, items):
+    on_host = config.getoption("host_cuda")
+    left_out = [item for item in items if item.get_closest_marker("cpu" if on_host else "host_cuda")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]

@@ -27,7 +27,9 @@ struct Launch {
 
 #if defined(MEMCHECK_HOST_CUDA)
 
-// host_cuda/host_cuda.h, included before everything, has both.
+// The last parameter of a function that can fail there: the line that calls it.
+#define MEMCHECK_CALLER , [[maybe_unused]] host_cuda::Where caller = host_cuda::Where::here()
+
 template <typename... Params, typename... Args>
 void launch(const Launch& with, void (*kernel)(Params...), const Args&... args) {
   host_cuda::run(with.kernel, with.grid, with.block, with.shared_bytes, [&] { kernel(args...); });
@@ -39,6 +41,8 @@ Shared& shared() {
 }
 
 #else
+
+#define MEMCHECK_CALLER
 
 inline void check_launch(const Launch& with, cudaError_t status) {
   if (status == cudaSuccess) return;

@@ -34,9 +34,10 @@ MEMCHECK_INLINE uint32_t pack_pair(scalar_t low, scalar_t high) {
 //   b[0] = B[2c, 2c+1][g]      b[1] = B[2c+8, 2c+9][g]
 //   d[0], d[1] = D[g][2c, 2c+1]                           d[2], d[3] = D[g+8][2c, 2c+1]
 template <typename scalar_t>
-__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4],
+                                             const uint32_t (&b)[2] MEMCHECK_CALLER) {
 #if defined(MEMCHECK_HOST_CUDA)
-  host_cuda::mma_m16n8k16<scalar_t>(d, a, b);
+  host_cuda::mma_m16n8k16<scalar_t>(d, a, b, caller);
 #else
   if constexpr (std::is_same_v<scalar_t, __nv_bfloat16>) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -53,9 +54,9 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
 
 // Four 8x8 matrices of 16-bit values out of shared memory. Lane l gives the address of row l % 8 of matrix l / 8, 16
 // bytes aligned to 16, and is handed r[i] = matrix i [l / 4][2 (l % 4), 2 (l % 4) + 1].
-__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row MEMCHECK_CALLER) {
 #if defined(MEMCHECK_HOST_CUDA)
-  host_cuda::ldmatrix_x4(r, row, false);
+  host_cuda::ldmatrix_x4(r, row, false, caller);
 #else
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -65,9 +66,9 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row) {
 }
 
 // The same of the transposed matrices: r[i] = matrix i [2 (l % 4), 2 (l % 4) + 1][l / 4].
-__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], const void* row) {
+__device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], const void* row MEMCHECK_CALLER) {
 #if defined(MEMCHECK_HOST_CUDA)
-  host_cuda::ldmatrix_x4(r, row, true);
+  host_cuda::ldmatrix_x4(r, row, true, caller);
 #else
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -78,9 +79,9 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], const v
 
 // 16 bytes from global to shared memory, both aligned to 16, that arrive when cp_async_wait says so; zeros where
 // `there` is false, and nothing is read. Of this thread alone: others see them after a barrier.
-__device__ __forceinline__ void cp_async_16(void* in_shared, const void* in_global, bool there = true) {
+__device__ __forceinline__ void cp_async_16(void* in_shared, const void* in_global, bool there = true MEMCHECK_CALLER) {
 #if defined(MEMCHECK_HOST_CUDA)
-  host_cuda::cp_async_16(in_shared, in_global, there);
+  host_cuda::cp_async_16(in_shared, in_global, there, caller);
 #else
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
