@@ -88,6 +88,11 @@ static memcheck::Dtype dtype_named(const std::string& name) {
   throw py::value_error("dtype must be float64, float32, float16 or bfloat16, got '" + name + "'");
 }
 
+static bool on_cuda(const std::string& device) {
+  if (device == "cpu" || device == "cuda") return device == "cuda";
+  throw py::value_error("device must be cpu or cuda, got '" + device + "'");
+}
+
 // The bytes an operator takes beside its inputs, outputs and gradients, from the very structs that size its scratch.
 static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t S, int64_t T, int64_t R, bool causal,
                                                               const std::string& dtype, int64_t threads) {
@@ -119,11 +124,13 @@ static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, cons
 
 static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
                                                                 int64_t D, int64_t factor, bool causal,
-                                                                const std::string& dtype, int64_t threads) {
+                                                                const std::string& dtype, int64_t threads,
+                                                                const std::string& device) {
   const int64_t C = (T + factor - 1) / factor;
   const memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
   const memcheck::Dtype type = dtype_named(dtype);
-  const auto plan = memcheck::compressed_attention_plan_cpu(shape, type, threads);
+  const auto plan = on_cuda(device) ? memcheck::compressed_attention_plan_cuda(shape, type)
+                                    : memcheck::compressed_attention_plan_cpu(shape, type, threads);
   return {{"lse", B * H * S * memcheck::acc_bytes(type)},
           {"compressed", 2 * B * Hkv * C * D * memcheck::element_bytes(type)},
           {"forward_scratch", plan.forward_scratch_bytes},
@@ -145,12 +152,12 @@ static void bind_plans(py::module_& m) {
   m.def("linear_attention_plan", &linear_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"), py::arg("Hkv"),
         py::arg("S"), py::arg("T"), py::arg("D"), py::arg("Dv"), py::arg("causal"), py::arg("dtype"),
         py::arg("threads"), "CPU bytes: forward_scratch, backward_scratch");
-  m.def(
-      "compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
-      py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"), py::arg("dtype"),
-      py::arg("threads"),
-      "CPU bytes: lse and compressed (keys and values, kept for backward), forward_scratch (pooled_forward_scratch of "
-      "those that came pooled), delta and backward_scratch");
+  m.def("compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
+        py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"),
+        py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu",
+        "bytes: lse and compressed (keys and values, kept for backward), forward_scratch (pooled_forward_scratch of "
+        "those "
+        "that came pooled), delta and backward_scratch; threads count on the CPU alone");
 }
 
 PYBIND11_MODULE(_C, m) {
