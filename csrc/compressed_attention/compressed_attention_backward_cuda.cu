@@ -21,25 +21,24 @@ struct QueryGradientShared {
   SharedTile<acc_t> vc;
   SharedTile<acc_t> grad_scores;
   Totals<acc_t> grad_q;
+  int64_t limit[TileSize<acc_t>::kSize];
+  acc_t shift[TileSize<acc_t>::kSize];
   acc_t delta[TileSize<acc_t>::kSize];
 };
 
-// What a thread knows of its rows: how many blocks each sees, and the lse, as it is subtracted.
+// How many blocks each row of the tile sees, and its lse, as it is subtracted.
 template <typename acc_t>
-struct QueryRows {
-  int64_t limit[TileSize<acc_t>::kRows];
-  acc_t shift[TileSize<acc_t>::kRows];
-
-  __device__ __forceinline__ QueryRows(const CompressedAttentionBackward& p, const QueryWork& work) {
-    const int64_t rows = work.of.group * p.shape.S;
-#pragma unroll
-    for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
-      const int64_t row = work.row + row_of(i);
-      limit[i] = row < rows ? p.shape.visible(row / work.of.group) : 0;
-      shift[i] = row < rows ? shift_of(static_cast<const acc_t*>(p.lse)[query_index(p.shape, work.of, row)]) : acc_t(0);
-    }
+__device__ __forceinline__ void describe_rows(const CompressedAttentionBackward& p, const QueryWork& work,
+                                              QueryGradientShared<acc_t>& memory) {
+  if (threadIdx.x < TileSize<acc_t>::kSize) {
+    const int64_t row = work.row + threadIdx.x;
+    const bool there = row < work.of.group * p.shape.S;
+    memory.limit[threadIdx.x] = there ? p.shape.visible(row / work.of.group) : 0;
+    memory.shift[threadIdx.x] =
+        there ? shift_of(static_cast<const acc_t*>(p.lse)[query_index(p.shape, work.of, row)]) : acc_t(0);
   }
-};
+  __syncthreads();
+}
 
 template <typename scalar_t>
 struct QueryMatrices {
@@ -55,19 +54,22 @@ struct QueryMatrices {
 // The weights of a tile of blocks from `key` on, and their gradients.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p, const QueryMatrices<scalar_t>& of,
-                                           const QueryWork& work, const QueryRows<acc_t>& rows, bool queries_are_there,
-                                           int64_t key, QueryGradientShared<acc_t>& memory, ThreadTile<acc_t>& weights,
+                                           const QueryWork& work, bool queries_are_there, int64_t key,
+                                           QueryGradientShared<acc_t>& memory, ThreadTile<acc_t>& weights,
                                            ThreadTile<acc_t>& grad_weights) {
   const auto scale = static_cast<acc_t>(p.scale);
   multiply_rows(of.q, work.row, queries_are_there, of.kc, key, memory.q, memory.kc, weights);
   multiply_rows(of.grad_y, work.row, queries_are_there, of.vc, key, memory.grad_y, memory.vc, grad_weights);
 #pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kRows; ++i)
+  for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
+    const acc_t shift = memory.shift[row_of(i)];
+    const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
 #pragma unroll
     for (int j = 0; j < TileSize<acc_t>::kColumns; ++j) {
-      const acc_t weight = exp(scaled(weights[i][j], scale) - rows.shift[i]);
-      weights[i][j] = key + spread_column(j) < rows.limit[i] ? weight : acc_t(0);
+      const acc_t weight = exp(scaled(weights[i][j], scale) - shift);
+      weights[i][j] = spread_column(j) < seen ? weight : acc_t(0);
     }
+  }
 }
 
 // delta = grad_y . y, one chain of products over D, as the gradient of a weight is: where a query sees one block these
@@ -95,13 +97,13 @@ __device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& 
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void delta_from_weights(const CompressedAttentionBackward& p,
                                                    const QueryMatrices<scalar_t>& of, const QueryWork& work,
-                                                   const QueryRows<acc_t>& rows, QueryGradientShared<acc_t>& memory) {
+                                                   QueryGradientShared<acc_t>& memory) {
   constexpr int kSize = TileSize<acc_t>::kSize;
   acc_t delta[TileSize<acc_t>::kRows] = {};
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     ThreadTile<acc_t> weights, grad_weights;
     const bool queries_are_there = stays<acc_t>(p.shape.D) && tile > work.begin;
-    weigh_keys(p, of, work, rows, queries_are_there, tile * kSize, memory, weights, grad_weights);
+    weigh_keys(p, of, work, queries_are_there, tile * kSize, memory, weights, grad_weights);
 #pragma unroll
     for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
       acc_t sum = acc_t(0);
@@ -122,8 +124,7 @@ __device__ __forceinline__ void delta_from_weights(const CompressedAttentionBack
 // Of the same queries, a tile of columns of grad_q.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void query_gradient(const CompressedAttentionBackward& p, const QueryMatrices<scalar_t>& of,
-                                               const QueryWork& work, const QueryRows<acc_t>& rows,
-                                               QueryGradientShared<acc_t>& memory) {
+                                               const QueryWork& work, QueryGradientShared<acc_t>& memory) {
   using Size = TileSize<acc_t>;
   const bool all_columns = stays<acc_t>(p.shape.D);
   ThreadTile<acc_t> chunk;
@@ -132,14 +133,17 @@ __device__ __forceinline__ void query_gradient(const CompressedAttentionBackward
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     ThreadTile<acc_t> weights, grad_weights;
     const int64_t key = tile * Size::kSize;
-    weigh_keys(p, of, work, rows, all_columns && tile > work.begin, key, memory, weights, grad_weights);
+    weigh_keys(p, of, work, all_columns && tile > work.begin, key, memory, weights, grad_weights);
 #pragma unroll
-    for (int i = 0; i < Size::kRows; ++i)
+    for (int i = 0; i < Size::kRows; ++i) {
+      const acc_t delta = memory.delta[row_of(i)];
+      const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
 #pragma unroll
       for (int j = 0; j < Size::kColumns; ++j) {
-        const acc_t gradient = weights[i][j] * (grad_weights[i][j] - memory.delta[row_of(i)]);
-        weights[i][j] = key + spread_column(j) < rows.limit[i] ? gradient : acc_t(0);
+        const acc_t gradient = weights[i][j] * (grad_weights[i][j] - delta);
+        weights[i][j] = spread_column(j) < seen ? gradient : acc_t(0);
       }
+    }
     // Its readers are a barrier behind: weigh_keys has some.
     keep_tile(weights, memory.grad_scores);
     if (!all_columns) {
@@ -169,16 +173,16 @@ __global__ void __launch_bounds__(kThreads) query_gradient_kernel(CompressedAtte
   auto& memory = shared<QueryGradientShared<acc_t>>();
   const QueryWork work = query_work(p.shape, blockIdx.x, kSize, kSize, column_tiles, kSize, 1);
   const QueryMatrices<scalar_t> of(p, work.of);
-  const QueryRows<acc_t> rows(p, work);
+  describe_rows(p, work, memory);
   if (p.y) {
     delta_from_y(p, of, work, memory);
   } else {
-    delta_from_weights(p, of, work, rows, memory);
+    delta_from_weights(p, of, work, memory);
   }
   const int64_t row = work.row + threadIdx.x;
   if (p.delta != nullptr && work.column == 0 && threadIdx.x < kSize && row < work.of.group * p.shape.S)
     static_cast<acc_t*>(p.delta)[query_index(p.shape, work.of, row)] = memory.delta[threadIdx.x];
-  if (p.grad_q) query_gradient(p, of, work, rows, memory);
+  if (p.grad_q) query_gradient(p, of, work, memory);
 }
 
 template <typename scalar_t>
@@ -190,7 +194,7 @@ void query_gradients(const CompressedAttentionBackward& p, cudaStream_t stream) 
   const int64_t column_tiles = p.grad_q ? larger<int64_t>(1, ceil_div(shape.D, kSize)) : 1;
   const int64_t row_tiles = ceil_div(shape.group() * shape.S, kSize);
   const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * row_tiles * column_tiles);
-  launch({"compressed_attention backward, queries", dim3(blocks), dim3(kThreads), sizeof(QueryGradientShared<acc_t>),
+  launch({"compressed_attention_backward_queries", dim3(blocks), dim3(kThreads), sizeof(QueryGradientShared<acc_t>),
           stream},
          query_gradient_kernel<scalar_t>, p, column_tiles);
 }
@@ -205,45 +209,39 @@ struct KeyGradientShared {
   SharedTile<acc_t> grad_y;
   SharedTile<acc_t> weights;
   Totals<acc_t> gradient;
+  int64_t first_row[TileSize<acc_t>::kSize];
 };
 
 // What a thread knows of its queries, the columns of a tile.
 template <typename acc_t>
 struct QueryColumns {
-  int64_t row[TileSize<acc_t>::kColumns];
   acc_t shift[TileSize<acc_t>::kColumns];
   acc_t delta[TileSize<acc_t>::kColumns];
+  int count;  // of the tile
 
   __device__ __forceinline__ QueryColumns(const CompressedAttentionBackward& p, const KeyHead& of, int64_t first,
-                                          bool reads_delta) {
-    const int64_t rows = of.group * p.shape.S;
+                                          bool reads_delta)
+      : count(static_cast<int>(smaller<int64_t>(of.group * p.shape.S - first, TileSize<acc_t>::kSize))) {
 #pragma unroll
     for (int j = 0; j < TileSize<acc_t>::kColumns; ++j) {
-      row[j] = first + spread_column(j);
-      const bool there = row[j] < rows;
-      const int64_t index = there ? query_index(p.shape, of, row[j]) : 0;
+      const bool there = spread_column(j) < count;
+      const int64_t index = there ? query_index(p.shape, of, first + spread_column(j)) : 0;
       shift[j] = there ? shift_of(static_cast<const acc_t*>(p.lse)[index]) : acc_t(0);
       delta[j] = there && reads_delta ? static_cast<const acc_t*>(p.delta)[index] : acc_t(0);
     }
   }
 };
 
-// The first row that sees each of a thread's keys.
+// The first row that sees each key of the tile.
 template <typename acc_t>
-struct KeyRows {
-  int64_t first[TileSize<acc_t>::kRows];
-  int64_t end;
-
-  __device__ __forceinline__ KeyRows(const CompressedAttentionShape& shape, const KeyWork& work)
-      : end(work.of.group * shape.S) {
-#pragma unroll
-    for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
-      const int64_t j = work.key + row_of(i);
-      first[i] = j < shape.C ? smaller(shape.first_query(j), shape.S) * work.of.group : end;
-    }
+__device__ __forceinline__ void describe_keys(const CompressedAttentionShape& shape, const KeyWork& work,
+                                              KeyGradientShared<acc_t>& memory) {
+  if (threadIdx.x < TileSize<acc_t>::kSize) {
+    const int64_t j = work.key + threadIdx.x;
+    memory.first_row[threadIdx.x] = (j < shape.C ? smaller(shape.first_query(j), shape.S) : shape.S) * work.of.group;
   }
-  __device__ __forceinline__ bool seen_by(int i, int64_t row) const { return row >= first[i] && row < end; }
-};
+  __syncthreads();
+}
 
 // Parts of the gradients of kc and vc in the plan's scratch, (parts,2,B,Hkv,C,D).
 template <typename acc_t>
@@ -306,7 +304,7 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t index = both ? blockIdx.x / 2 : blockIdx.x;
   const KeyWork work = key_work(p.shape, index, Size::kSize, Size::kSize, column_tiles, Size::kSize, parts.count);
   const QueryMatrices<scalar_t> of(p, work.of);
-  const KeyRows<acc_t> keys(p.shape, work);
+  describe_keys(p.shape, work, memory);
   const bool all_columns = stays<acc_t>(p.shape.D);
   const auto scale = static_cast<acc_t>(p.scale);
   ThreadTile<acc_t> chunk;
@@ -319,28 +317,38 @@ __global__ void __launch_bounds__(kThreads)
     ThreadTile<acc_t> weights;
     multiply_rows(of.kc, work.key, keys_are_there, of.q, row, memory.kc, memory.q, weights);
 #pragma unroll
-    for (int i = 0; i < Size::kRows; ++i)
+    for (int i = 0; i < Size::kRows; ++i) {
+      const int unseen = of_tile_before<acc_t>(memory.first_row[row_of(i)], row);
 #pragma unroll
       for (int j = 0; j < Size::kColumns; ++j) {
         const acc_t weight = exp(scaled(weights[i][j], scale) - queries.shift[j]);
-        weights[i][j] = keys.seen_by(i, queries.row[j]) ? weight : acc_t(0);
+        const bool seen = spread_column(j) >= unseen && spread_column(j) < queries.count;
+        weights[i][j] = seen ? weight : acc_t(0);
       }
+    }
     if (!of_values) {
       ThreadTile<acc_t> grad_weights;
       multiply_rows(of.vc, work.key, keys_are_there, of.grad_y, row, memory.vc, memory.grad_y, grad_weights);
 #pragma unroll
-      for (int i = 0; i < Size::kRows; ++i)
+      for (int i = 0; i < Size::kRows; ++i) {
+        const int unseen = of_tile_before<acc_t>(memory.first_row[row_of(i)], row);
 #pragma unroll
         for (int j = 0; j < Size::kColumns; ++j) {
           const acc_t gradient = weights[i][j] * (grad_weights[i][j] - queries.delta[j]);
-          weights[i][j] = keys.seen_by(i, queries.row[j]) ? gradient : acc_t(0);
+          const bool seen = spread_column(j) >= unseen && spread_column(j) < queries.count;
+          weights[i][j] = seen ? gradient : acc_t(0);
         }
+      }
     }
     keep_tile(weights, memory.weights);
     auto& factor = of_values ? memory.grad_y : memory.q;
     if (of_values || !all_columns) {
       if (!of_values) __syncthreads();
-      load_tile(of_values ? of.grad_y : of.q, row, work.column, factor);
+      if (of_values) {
+        load_tile(of.grad_y, row, work.column, factor);
+      } else {
+        load_tile(of.q, row, work.column, factor);
+      }
     }
     __syncthreads();
     add_product_of_tile(memory.weights, factor, chunk);
@@ -384,7 +392,7 @@ void join_keys(const CompressedAttentionBackward& p, const KeyParts<acc_type<sca
   constexpr int kCount = TileSize<acc_type<scalar_t>>::kColumns;
   const int64_t gradients = p.grad_k && p.grad_v ? 2 : 1;
   const int64_t threads = gradients * p.shape.B * p.shape.Hkv * p.shape.C * ceil_div(p.shape.D, kCount);
-  launch({"compressed_attention backward, parts", dim3(static_cast<unsigned>(ceil_div(threads, kJoinThreads))),
+  launch({"compressed_attention_backward_join", dim3(static_cast<unsigned>(ceil_div(threads, kJoinThreads))),
           dim3(kJoinThreads), 0, stream},
          join_keys_kernel<scalar_t>, p, parts);
 }
@@ -399,9 +407,8 @@ void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream
   const int64_t column_tiles = ceil_div(shape.D, kSize);
   const int64_t tiles = shape.B * shape.Hkv * ceil_div(shape.C, kSize) * column_tiles * parts.count;
   const auto blocks = static_cast<unsigned>(p.grad_k && p.grad_v ? 2 * tiles : tiles);
-  launch(
-      {"compressed_attention backward, keys", dim3(blocks), dim3(kThreads), sizeof(KeyGradientShared<acc_t>), stream},
-      key_gradient_kernel<scalar_t>, p, parts, column_tiles);
+  launch({"compressed_attention_backward_keys", dim3(blocks), dim3(kThreads), sizeof(KeyGradientShared<acc_t>), stream},
+         key_gradient_kernel<scalar_t>, p, parts, column_tiles);
   if (parts.count > 1) join_keys<scalar_t>(p, parts, stream);
 }
 

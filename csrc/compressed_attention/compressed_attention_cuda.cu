@@ -121,7 +121,7 @@ void pool(const CompressedAttentionPooling& p, cudaStream_t stream) {
   constexpr int kColumns = Chunk<scalar_t>::kCount;
   const int64_t column_tiles = ceil_div(p.shape.D, int64_t{threads.chunks} * kColumns);
   const auto blocks = static_cast<unsigned>(2 * ceil_div(rows, threads.blocks()) * column_tiles);
-  launch({"compressed_attention pooling", dim3(blocks), dim3(kPoolThreads),
+  launch({"compressed_attention_pool", dim3(blocks), dim3(kPoolThreads),
           sizeof(PoolShared<kColumns, acc_type<scalar_t>>), stream},
          pool_kernel<scalar_t>, p, threads);
 }
@@ -135,6 +135,7 @@ struct ForwardShared {
   SharedTile<acc_t> vc;
   SharedTile<acc_t> weights;
   Totals<acc_t> y;
+  int64_t limit[TileSize<acc_t>::kSize];  // how many blocks each row sees
 };
 
 // The running maximum of the scores of a thread's rows, and the sums of exponentials that are relative to it. All
@@ -209,41 +210,21 @@ __device__ __forceinline__ void rescale_totals(const acc_t (&factor)[TileSize<ac
     for (int j = 0; j < TileSize<acc_t>::kColumns; ++j) to.of(i, j) *= factor[i];
 }
 
-// How many blocks each row of a thread sees.
 template <typename acc_t>
-struct Sight {
-  int64_t limit[TileSize<acc_t>::kRows];
-
-  __device__ __forceinline__ Sight(const CompressedAttentionShape& shape, const QueryWork& work) {
-    const int64_t rows = work.of.group * shape.S;
-#pragma unroll
-    for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
-      const int64_t row = work.row + row_of(i);
-      limit[i] = row < rows ? shape.visible(row / work.of.group) : 0;
-    }
+__device__ __forceinline__ void describe_rows(const CompressedAttentionShape& shape, const QueryWork& work,
+                                              ForwardShared<acc_t>& memory) {
+  if (threadIdx.x < TileSize<acc_t>::kSize) {
+    const int64_t row = work.row + threadIdx.x;
+    memory.limit[threadIdx.x] = row < work.of.group * shape.S ? shape.visible(row / work.of.group) : 0;
   }
-  // Of the tile of blocks from `key` on.
-  __device__ __forceinline__ bool sees(int i, int64_t key, int j) const { return key + spread_column(j) < limit[i]; }
-};
-
-// Where the parts of a split forward lie in the plan's scratch: y (parts,B,H,S,D), then lse (parts,B,H,S).
-template <typename acc_t>
-struct ForwardParts {
-  acc_t* y;
-  acc_t* lse;
-  int64_t count;
-
-  ForwardParts(const CompressedAttentionForward& p, int64_t parts)
-      : y(static_cast<acc_t*>(p.scratch)),
-        lse(y == nullptr ? nullptr : y + parts * p.shape.B * p.shape.H * p.shape.S * p.shape.D),
-        count(parts) {}
-};
+  __syncthreads();
+}
 
 // y = sum of weighted values / sum of weights, and 0 where nothing was seen.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void finish_queries(const CompressedAttentionForward& p, const QueryWork& work,
-                                               const ForwardParts<acc_t>& parts, const Sight<acc_t>& sight,
-                                               const Softmax<acc_t>& softmax, Totals<acc_t>& total) {
+                                               const ForwardParts<acc_t>& parts, const Softmax<acc_t>& softmax,
+                                               ForwardShared<acc_t>& memory) {
   constexpr int kColumns = TileSize<acc_t>::kColumns;
   const CompressedAttentionShape& shape = p.shape;
   const auto y = queries_of<scalar_t>(shape, p.y, work.of);
@@ -253,12 +234,12 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
     const int64_t row = work.row + row_of(i);
     if (row >= y.count) continue;
     // Nothing of a part is not nothing of all.
-    const bool sees = parts.count == 1 ? sight.limit[i] > 0 : softmax.before[i] != acc_t(0);
+    const bool sees = parts.count == 1 ? memory.limit[row_of(i)] > 0 : softmax.before[i] != acc_t(0);
     const acc_t divisor = sees ? softmax.before[i] : acc_t(1);
     const acc_t lse = sees ? softmax.max[i] + log(divisor) : minus_infinity<acc_t>();
     acc_t of_row[kColumns];
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) of_row[j] = total.of(i, j) / divisor;
+    for (int j = 0; j < kColumns; ++j) of_row[j] = memory.y.of(i, j) / divisor;
     const int64_t index = query_index(shape, work.of, row);
     const bool writes_lse = column_lane() == 0 && work.column == 0;
     if (parts.count == 1) {
@@ -284,7 +265,7 @@ __global__ void __launch_bounds__(kThreads)
   const auto q = queries_of<scalar_t>(p.shape, p.q, work.of);
   const auto kc = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of);
   const auto vc = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of);
-  const Sight<acc_t> sight(p.shape, work);
+  describe_rows(p.shape, work, memory);
   const auto scale = static_cast<acc_t>(p.scale);
   Softmax<acc_t> softmax;
   ThreadTile<acc_t> chunk;
@@ -300,10 +281,12 @@ __global__ void __launch_bounds__(kThreads)
     if (p.shape.D == 0) __syncthreads();
     load_tile(vc, key, work.column, memory.vc);
 #pragma unroll
-    for (int i = 0; i < TileSize<acc_t>::kRows; ++i)
+    for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
+      const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
 #pragma unroll
       for (int j = 0; j < TileSize<acc_t>::kColumns; ++j)
-        scores[i][j] = sight.sees(i, key, j) ? scaled(scores[i][j], scale) : minus_infinity<acc_t>();
+        scores[i][j] = spread_column(j) < seen ? scaled(scores[i][j], scale) : minus_infinity<acc_t>();
+    }
     softmax.add(scores, rescale);
     keep_tile(scores, memory.weights);
     __syncthreads();
@@ -314,7 +297,7 @@ __global__ void __launch_bounds__(kThreads)
     rescale_totals(rescale, memory.y);
     add_chunk(chunk, memory.y);
   }
-  finish_queries<scalar_t>(p, work, parts, sight, softmax, memory.y);
+  finish_queries<scalar_t>(p, work, parts, softmax, memory);
 }
 
 // y = sum over parts of y_part exp(lse_part - lse)
@@ -347,21 +330,29 @@ __global__ void __launch_bounds__(kPoolThreads)
 }
 
 template <typename scalar_t>
-void forward(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stream) {
+void forward_of_parts(const CompressedAttentionForward& p, const ForwardParts<acc_type<scalar_t>>& parts,
+                      cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;
   const CompressedAttentionShape& shape = p.shape;
-  const int64_t queries = shape.B * shape.H * shape.S;
-  if (queries == 0) return;
-  const ForwardParts<acc_t> parts(p, compressed_attention_splits_cuda(shape, dtype).forward);
   const int64_t column_tiles = larger<int64_t>(1, ceil_div(shape.D, kSize));
   const int64_t row_tiles = ceil_div(shape.group() * shape.S, kSize);
   const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * row_tiles * column_tiles * parts.count);
-  launch({"compressed_attention forward", dim3(blocks), dim3(kThreads), sizeof(ForwardShared<acc_t>), stream},
+  launch({"compressed_attention_forward", dim3(blocks), dim3(kThreads), sizeof(ForwardShared<acc_t>), stream},
          forward_kernel<scalar_t>, p, parts, column_tiles);
+}
+
+template <typename scalar_t>
+void forward(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stream) {
+  const int64_t queries = p.shape.B * p.shape.H * p.shape.S;
+  if (queries == 0) return;
+  const ForwardParts<acc_type<scalar_t>> parts(p, compressed_attention_splits_cuda(p.shape, dtype).forward);
+  bool done = false;
+  if constexpr (sizeof(scalar_t) == 2) done = forward_on_tensor_cores<scalar_t>(p, parts, stream);
+  if (!done) forward_of_parts<scalar_t>(p, parts, stream);
   if (parts.count == 1) return;
-  launch({"compressed_attention forward, parts", dim3(static_cast<unsigned>(ceil_div(queries * shape.D, kPoolThreads))),
-          dim3(kPoolThreads), 0, stream},
+  const auto blocks = static_cast<unsigned>(ceil_div(queries * p.shape.D, kPoolThreads));
+  launch({"compressed_attention_forward_join", dim3(blocks), dim3(kPoolThreads), 0, stream},
          join_parts_kernel<scalar_t>, p, parts);
 }
 

@@ -174,6 +174,26 @@ MEMCHECK_INLINE BlockPositions positions_of(const CompressedAttentionBackward& p
   return {begin, smaller(p.gradient_length - begin, p.block_length)};
 }
 
+// Where the parts of a split forward lie in the plan's scratch: y (parts,B,H,S,D), then lse (parts,B,H,S).
+template <typename acc_t>
+struct ForwardParts {
+  acc_t* y;
+  acc_t* lse;
+  int64_t count;
+
+  ForwardParts(const CompressedAttentionForward& p, int64_t parts)
+      : y(static_cast<acc_t*>(p.scratch)),
+        lse(y == nullptr ? nullptr : y + parts * p.shape.B * p.shape.H * p.shape.S * p.shape.D),
+        count(parts) {}
+};
+
+// Of 16-bit types and heads that fit. False where they do not.
+template <typename scalar_t>
+bool forward_on_tensor_cores(const CompressedAttentionForward& p, const ForwardParts<float>& parts,
+                             cudaStream_t stream);
+template <typename scalar_t>
+bool query_gradients_on_tensor_cores(const CompressedAttentionBackward& p, cudaStream_t stream);
+
 // ---- tiles in the accumulation type
 
 constexpr int kThreads = 128;
@@ -242,7 +262,7 @@ template <typename acc_t>
 __device__ __forceinline__ void add_product_with_rows(const SharedTile<acc_t>& a, const SharedTile<acc_t>& b,
                                                       ThreadTile<acc_t>& c) {
   using Size = TileSize<acc_t>;
-#pragma unroll 4
+#pragma unroll 2
   for (int d = 0; d < Size::kSize; d += Size::kVector) {
     Vector<acc_t> of_b[Size::kColumns];
 #pragma unroll
@@ -263,7 +283,7 @@ template <typename acc_t>
 __device__ __forceinline__ void add_product(const SharedTile<acc_t>& a, const SharedTile<acc_t>& b,
                                             ThreadTile<acc_t>& c) {
   using Size = TileSize<acc_t>;
-#pragma unroll 4
+#pragma unroll 2
   for (int k = 0; k < Size::kSize; k += Size::kVector) {
     Vector<acc_t> of_b[Size::kVector];
 #pragma unroll
@@ -305,26 +325,36 @@ __device__ __forceinline__ Chunk<scalar_t> chunk_at(const Rows<scalar_t>& from, 
   return chunk;
 }
 
-// Rows from `row` and columns from `column` on to a tile, with zeros where there are none. All loads are under way
+// Rows from `row` and columns from `column` on to a tile, with zeros where there are none. Four loads are under way
 // before the first is waited for.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void load_tile(const Rows<scalar_t>& from, int64_t row, int64_t column,
                                           SharedTile<acc_t>& to) {
   constexpr int kCount = Chunk<scalar_t>::kCount;
   constexpr int kPerRow = TileSize<acc_t>::kSize / kCount;
-  constexpr int kLoads = TileSize<acc_t>::kSize * kPerRow / kThreads;
-  Chunk<scalar_t> chunks[kLoads];
+  constexpr int kLoads = 4;
+  static_assert(TileSize<acc_t>::kSize * kPerRow % (kLoads * kThreads) == 0);
+#pragma unroll 1
+  for (int first = threadIdx.x; first < TileSize<acc_t>::kSize * kPerRow; first += kLoads * kThreads) {
+    Chunk<scalar_t> chunks[kLoads];
 #pragma unroll
-  for (int n = 0; n < kLoads; ++n) {
-    const int index = static_cast<int>(threadIdx.x) + n * kThreads;
-    chunks[n] = chunk_at(from, row + index / kPerRow, column + index % kPerRow * kCount);
+    for (int n = 0; n < kLoads; ++n) {
+      const int index = first + n * kThreads;
+      chunks[n] = chunk_at(from, row + index / kPerRow, column + index % kPerRow * kCount);
+    }
+#pragma unroll
+    for (int n = 0; n < kLoads; ++n) {
+      const int index = first + n * kThreads;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) to.at[index / kPerRow][index % kPerRow * kCount + i] = to_acc(chunks[n].x[i]);
+    }
   }
-#pragma unroll
-  for (int n = 0; n < kLoads; ++n) {
-    const int index = static_cast<int>(threadIdx.x) + n * kThreads;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) to.at[index / kPerRow][index % kPerRow * kCount + i] = to_acc(chunks[n].x[i]);
-  }
+}
+
+// How many of a tile that begins at `first` lie before `end`.
+template <typename acc_t>
+__device__ __forceinline__ int of_tile_before(int64_t end, int64_t first) {
+  return static_cast<int>(larger<int64_t>(0, smaller<int64_t>(end - first, TileSize<acc_t>::kSize)));
 }
 
 // A thread's part of a product with rows, for the next product to read.
