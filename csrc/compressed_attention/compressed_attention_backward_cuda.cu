@@ -191,6 +191,8 @@ void query_gradients(const CompressedAttentionBackward& p, cudaStream_t stream) 
   constexpr int kSize = TileSize<acc_t>::kSize;
   const CompressedAttentionShape& shape = p.shape;
   if (shape.B * shape.H * shape.S == 0) return;
+  if constexpr (sizeof(scalar_t) == 2)
+    if (query_gradients_on_tensor_cores<scalar_t>(p, stream)) return;
   const int64_t column_tiles = p.grad_q ? larger<int64_t>(1, ceil_div(shape.D, kSize)) : 1;
   const int64_t row_tiles = ceil_div(shape.group() * shape.S, kSize);
   const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * row_tiles * column_tiles);
@@ -242,19 +244,6 @@ __device__ __forceinline__ void describe_keys(const CompressedAttentionShape& sh
   }
   __syncthreads();
 }
-
-// Parts of the gradients of kc and vc in the plan's scratch, (parts,2,B,Hkv,C,D).
-template <typename acc_t>
-struct KeyParts {
-  acc_t* gradients;
-  int64_t count;
-
-  __device__ __forceinline__ acc_t* at(const CompressedAttentionShape& shape, int64_t part, bool of_values,
-                                       const KeyHead& of, int64_t j) const {
-    const int64_t head = (part * 2 + of_values) * shape.B * shape.Hkv + of.b * shape.Hkv + of.head;
-    return gradients + (head * shape.C + j) * shape.D;
-  }
-};
 
 // Every position of block j gets its share of the block's gradient.
 template <typename scalar_t, int kCount, typename acc_t = acc_type<scalar_t>>
@@ -398,17 +387,27 @@ void join_keys(const CompressedAttentionBackward& p, const KeyParts<acc_type<sca
 }
 
 template <typename scalar_t>
-void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
+void key_gradients_of_parts(const CompressedAttentionBackward& p, const KeyParts<acc_type<scalar_t>>& parts,
+                            cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;
   const CompressedAttentionShape& shape = p.shape;
-  if (shape.B * shape.Hkv * shape.C * shape.D == 0) return;
-  const KeyParts<acc_t> parts{static_cast<acc_t*>(p.scratch), compressed_attention_splits_cuda(shape, dtype).keys};
   const int64_t column_tiles = ceil_div(shape.D, kSize);
   const int64_t tiles = shape.B * shape.Hkv * ceil_div(shape.C, kSize) * column_tiles * parts.count;
   const auto blocks = static_cast<unsigned>(p.grad_k && p.grad_v ? 2 * tiles : tiles);
   launch({"compressed_attention_backward_keys", dim3(blocks), dim3(kThreads), sizeof(KeyGradientShared<acc_t>), stream},
          key_gradient_kernel<scalar_t>, p, parts, column_tiles);
+}
+
+template <typename scalar_t>
+void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
+  using acc_t = acc_type<scalar_t>;
+  const CompressedAttentionShape& shape = p.shape;
+  if (shape.B * shape.Hkv * shape.C * shape.D == 0) return;
+  const KeyParts<acc_t> parts{static_cast<acc_t*>(p.scratch), compressed_attention_splits_cuda(shape, dtype).keys};
+  bool done = false;
+  if constexpr (sizeof(scalar_t) == 2) done = key_gradients_on_tensor_cores<scalar_t>(p, parts, stream);
+  if (!done) key_gradients_of_parts<scalar_t>(p, parts, stream);
   if (parts.count > 1) join_keys<scalar_t>(p, parts, stream);
 }
 

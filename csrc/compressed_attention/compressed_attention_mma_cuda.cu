@@ -178,7 +178,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     float scores[kTall][kKeys / 8][4];
     multiply_rows<scalar_t, kTall, kKeys / 8>(memory.q, first, memory.kc[now], scores);
     scale_all<kTall, kKeys / 8>(scale, scores);
-    if ((tile + 1) * kKeys > seen_by_all) hide_keys<kTall, kKeys / 8>(memory.limit + first, tile * kKeys, scores);
+    if (key + kKeys > seen_by_all) hide_keys<kTall, kKeys / 8>(memory.limit + first, key, scores);
     softmax.add(scores, y);
     uint32_t weights[kTall][kKeys / 16][4];
     round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);

@@ -187,12 +187,28 @@ struct ForwardParts {
         count(parts) {}
 };
 
+// Parts of the gradients of kc and vc in the plan's scratch, (parts,2,B,Hkv,C,D).
+template <typename acc_t>
+struct KeyParts {
+  acc_t* gradients;
+  int64_t count;
+
+  __device__ __forceinline__ acc_t* at(const CompressedAttentionShape& shape, int64_t part, bool of_values,
+                                       const KeyHead& of, int64_t j) const {
+    const int64_t head = (part * 2 + of_values) * shape.B * shape.Hkv + of.b * shape.Hkv + of.head;
+    return gradients + (head * shape.C + j) * shape.D;
+  }
+};
+
 // Of 16-bit types and heads that fit. False where they do not.
 template <typename scalar_t>
 bool forward_on_tensor_cores(const CompressedAttentionForward& p, const ForwardParts<float>& parts,
                              cudaStream_t stream);
 template <typename scalar_t>
 bool query_gradients_on_tensor_cores(const CompressedAttentionBackward& p, cudaStream_t stream);
+template <typename scalar_t>
+bool key_gradients_on_tensor_cores(const CompressedAttentionBackward& p, const KeyParts<float>& parts,
+                                   cudaStream_t stream);
 
 // ---- tiles in the accumulation type
 
