@@ -41,10 +41,11 @@ __device__ __forceinline__ void describe_rows(const CompressedAttentionBackward&
 }
 
 template <typename scalar_t>
-struct QueryMatrices {
-  Rows<scalar_t> q, grad_y, kc, vc;
+struct Matrices {
+  QueryMatrix<scalar_t> q, grad_y;
+  KeyMatrix<scalar_t> kc, vc;
 
-  __device__ __forceinline__ QueryMatrices(const CompressedAttentionBackward& p, const KeyHead& of)
+  __device__ __forceinline__ Matrices(const CompressedAttentionBackward& p, const KeyHead& of)
       : q(queries_of<scalar_t>(p.shape, p.q, of)),
         grad_y(queries_of<scalar_t>(p.shape, p.grad_y, of)),
         kc(keys_of<scalar_t>(p.shape, p.kc, p.shape.C, of)),
@@ -53,7 +54,7 @@ struct QueryMatrices {
 
 // The weights of a tile of blocks from `key` on, and their gradients.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p, const QueryMatrices<scalar_t>& of,
+__device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
                                            const QueryWork& work, bool queries_are_there, int64_t key,
                                            QueryGradientShared<acc_t>& memory, ThreadTile<acc_t>& weights,
                                            ThreadTile<acc_t>& grad_weights) {
@@ -75,7 +76,7 @@ __device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p,
 // delta = grad_y . y, one chain of products over D, as the gradient of a weight is: where a query sees one block these
 // are the same numbers, and the gradient of the score is 0 as it should.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& p, const QueryMatrices<scalar_t>& of,
+__device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
                                              const QueryWork& work, QueryGradientShared<acc_t>& memory) {
   constexpr int kSize = TileSize<acc_t>::kSize;
   const auto y = queries_of<scalar_t>(p.shape, p.y, work.of);
@@ -95,9 +96,8 @@ __device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& 
 
 // delta = sum_j p_j dp_j, where y was rounded to 16 bits: its error would be that of every score's gradient at once.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void delta_from_weights(const CompressedAttentionBackward& p,
-                                                   const QueryMatrices<scalar_t>& of, const QueryWork& work,
-                                                   QueryGradientShared<acc_t>& memory) {
+__device__ __forceinline__ void delta_from_weights(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
+                                                   const QueryWork& work, QueryGradientShared<acc_t>& memory) {
   constexpr int kSize = TileSize<acc_t>::kSize;
   acc_t delta[TileSize<acc_t>::kRows] = {};
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
@@ -123,7 +123,7 @@ __device__ __forceinline__ void delta_from_weights(const CompressedAttentionBack
 
 // Of the same queries, a tile of columns of grad_q.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void query_gradient(const CompressedAttentionBackward& p, const QueryMatrices<scalar_t>& of,
+__device__ __forceinline__ void query_gradient(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
                                                const QueryWork& work, QueryGradientShared<acc_t>& memory) {
   using Size = TileSize<acc_t>;
   const bool all_columns = stays<acc_t>(p.shape.D);
@@ -172,7 +172,7 @@ __global__ void __launch_bounds__(kThreads) query_gradient_kernel(CompressedAtte
   constexpr int kSize = TileSize<acc_t>::kSize;
   auto& memory = shared<QueryGradientShared<acc_t>>();
   const QueryWork work = query_work(p.shape, blockIdx.x, kSize, kSize, column_tiles, kSize, 1);
-  const QueryMatrices<scalar_t> of(p, work.of);
+  const Matrices<scalar_t> of(p, work.of);
   describe_rows(p, work, memory);
   if (p.y) {
     delta_from_y(p, of, work, memory);
@@ -292,7 +292,7 @@ __global__ void __launch_bounds__(kThreads)
   const bool of_values = both ? blockIdx.x % 2 == 1 : static_cast<bool>(p.grad_v);
   const int64_t index = both ? blockIdx.x / 2 : blockIdx.x;
   const KeyWork work = key_work(p.shape, index, Size::kSize, Size::kSize, column_tiles, Size::kSize, parts.count);
-  const QueryMatrices<scalar_t> of(p, work.of);
+  const Matrices<scalar_t> of(p, work.of);
   describe_keys(p.shape, work, memory);
   const bool all_columns = stays<acc_t>(p.shape.D);
   const auto scale = static_cast<acc_t>(p.scale);

@@ -28,21 +28,21 @@ struct PoolShared {
 
 // x (B,Hkv,N,D) of which a row is read or written: N positions or blocks.
 template <typename scalar_t>
-MEMCHECK_INLINE Rows<scalar_t> rows_of_head(const CompressedAttentionShape& shape, const Strided<4>& x, int64_t count,
-                                            int64_t head) {
+MEMCHECK_INLINE KeyMatrix<scalar_t> rows_of_head(const CompressedAttentionShape& shape, const Strided<4>& x,
+                                                 int64_t count, int64_t head) {
   return keys_of<scalar_t>(shape, x, count, {head / shape.Hkv, head % shape.Hkv, 1});
 }
 
 // Sums of every lanes-th position from `lane` on: chains of kPoolChain, then of those.
 template <typename scalar_t, int kColumns, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void sum_positions(const Rows<scalar_t>& from, int64_t begin, int64_t end, int lanes,
+__device__ __forceinline__ void sum_positions(const KeyMatrix<scalar_t>& from, int64_t begin, int64_t end, int lanes,
                                               int64_t column, acc_t (&total)[kColumns]) {
   for (int64_t first = begin; first < end; first += int64_t{kPoolChain} * lanes) {
     acc_t chain[kColumns] = {};
 #pragma unroll 8
     for (int n = 0; n < kPoolChain; ++n) {
       const int64_t t = first + int64_t{n} * lanes;
-      const Chunk<scalar_t> chunk = chunk_at(from, t < end ? t : from.count, column);
+      const Chunk<scalar_t> chunk = chunk_at(from, from.at(t), t < end, column);
 #pragma unroll
       for (int i = 0; i < kColumns; ++i) chain[i] += to_acc(chunk.x[i]);
     }
@@ -53,7 +53,7 @@ __device__ __forceinline__ void sum_positions(const Rows<scalar_t>& from, int64_
 
 // Blocks of threads go through keys, then values; each through so many rows (b, key head, block).
 template <typename scalar_t>
-__global__ void __launch_bounds__(kPoolThreads) pool_kernel(CompressedAttentionPooling p, PoolThreads threads) {
+__global__ void __launch_bounds__(kPoolThreads, 3) pool_kernel(CompressedAttentionPooling p, PoolThreads threads) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kColumns = Chunk<scalar_t>::kCount;
   auto& memory = shared<PoolShared<kColumns, acc_t>>();

@@ -1,5 +1,6 @@
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "compressed_attention/compressed_attention_mma.cuh"
 
@@ -176,13 +177,20 @@ template bool query_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAtt
 
 // ---- key-stationary: a warp has 16 keys, with both of their gradients in registers
 
+// A key that no query gives much weight has a gradient of small weights alone, and in float16 those below 2^-14 lose
+// digits: weights are multiplied with this power of two, which leaves room for the rounding of a weight of 1.
+template <typename scalar_t>
+constexpr int kWeightBits = std::is_same_v<scalar_t, __half> ? 14 : 0;
+template <typename scalar_t>
+constexpr float kWeightUnit = 1.0f / (1 << kWeightBits<scalar_t>);
+
 template <typename scalar_t, int kD>
 struct MmaKeyShared {
   HalfTile<scalar_t, kKeys, kD> kc;  // then grad_k
   HalfTile<scalar_t, kKeys, kD> vc;  // then grad_v
   HalfTile<scalar_t, kQueries, kD> q[2];
   HalfTile<scalar_t, kQueries, kD> grad_y[2];
-  float shift[2][kQueries];  // lse, as it is subtracted, in base 2
+  float shift[2][kQueries];  // lse, as it is subtracted, in base 2, less the bits of weights
   float delta[2][kQueries];
 };
 
@@ -198,7 +206,8 @@ __device__ __forceinline__ void load_queries_later(const CompressedAttentionBack
   const int64_t mine = row + threadIdx.x;
   const bool there = mine < q.count;
   const int64_t index = there ? query_index(p.shape, of, mine) : 0;
-  memory.shift[buffer][threadIdx.x] = there ? shift_of(static_cast<const float*>(p.lse)[index]) * kLog2e : 0;
+  const float shift = there ? shift_of(static_cast<const float*>(p.lse)[index]) * kLog2e : 0;
+  memory.shift[buffer][threadIdx.x] = shift - kWeightBits<scalar_t>;
   if (p.grad_k) memory.delta[buffer][threadIdx.x] = there ? static_cast<const float*>(p.delta)[index] : 0;
 }
 
@@ -237,14 +246,15 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
   for (int half = 0; half < 2; ++half) {
     const int64_t j = work.key + first + fragment_row(0, half);
     const bool there = j < p.shape.C;
-    const float length = there && parts.count == 1 ? static_cast<float>(positions_of(p, j).length) : 1;
+    const float unit = of_values ? kWeightUnit<scalar_t> : 1;
+    const float share = there && parts.count == 1 ? unit / static_cast<float>(positions_of(p, j).length) : unit;
     float* const to = there && parts.count > 1 ? parts.at(p.shape, work.part, of_values, work.of, j) : nullptr;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         float& x = gradient[0][n][2 * half + i];
-        x /= length;
+        x *= share;
         if (to != nullptr && fragment_column(n) + i < p.shape.D) to[fragment_column(n) + i] = x;
       }
   }
@@ -305,7 +315,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int query = fragment_column(n) + i % 2;
-        const float gradient = scale * weights[0][n][i] * (grad_weights[0][n][i] - memory.delta[now][query]);
+        const float weight = scale * kWeightUnit<scalar_t> * weights[0][n][i];
+        const float gradient = weight * (grad_weights[0][n][i] - memory.delta[now][query]);
         weights[0][n][i] = seen_by(i / 2, query) ? gradient : 0;
       }
     round_factor<scalar_t, 1, kWide>(weights, factor);

@@ -21,6 +21,9 @@ struct MmaForwardShared {
   HalfTile<scalar_t, kKeys, kD> kc[2];
   HalfTile<scalar_t, kKeys, kD> vc[2];
   int64_t limit[kQueries];  // how many blocks each row sees
+  // Here, as registers are full of sums.
+  QueryWork work;
+  KeyMatrix<scalar_t> keys, values;
 };
 
 // Maxima of the scores of a thread's rows, and its own part of the sums of weights that are relative to it.
@@ -145,40 +148,44 @@ __global__ void __launch_bounds__(kThreads, 2)
   auto& memory = shared<Shared>();
   const QueryWork work = query_work(p.shape, blockIdx.x, Shared::kQueries, kKeys, 1, kD, parts.count);
   const auto q = queries_of<scalar_t>(p.shape, p.q, work.of);
-  const auto kc = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of);
-  const auto vc = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of);
-  const int64_t seen_by_all = p.shape.visible(work.row / work.of.group);
+  if (threadIdx.x == 0) {
+    memory.work = work;
+    memory.keys = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of);
+    memory.values = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of);
+  }
   if (threadIdx.x < Shared::kQueries) {
     const int64_t row = work.row + threadIdx.x;
     memory.limit[threadIdx.x] = row < q.count ? p.shape.visible(row / work.of.group) : 0;
   }
+  __syncthreads();
   const float scale = static_cast<float>(p.scale) * kLog2e;
   const int first = warp() * 16 * kTall;
+  const int tiles = static_cast<int>(work.end - work.begin);
   MmaSoftmax<kTall> softmax;
   float y[kTall][kD / 8][4];
   set_zero<kTall, kD / 8>(y);
   load_later(q, work.row, memory.q);
-  if (work.begin < work.end) {
-    load_later(kc, work.begin * kKeys, memory.kc[0]);
-    load_later(vc, work.begin * kKeys, memory.vc[0]);
+  if (tiles > 0) {
+    load_later(memory.keys, work.begin * kKeys, memory.kc[0]);
+    load_later(memory.values, work.begin * kKeys, memory.vc[0]);
   }
   cp_async_commit();
-  const int tiles = static_cast<int>(work.end - work.begin);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int now = tile % 2;
-    const int64_t key = (work.begin + tile) * kKeys;
+    const int64_t key = (memory.work.begin + tile) * kKeys;
     cp_async_wait<0>();
     __syncthreads();
     if (tile + 1 < tiles) {
-      load_later(kc, key + kKeys, memory.kc[1 - now]);
-      load_later(vc, key + kKeys, memory.vc[1 - now]);
+      load_later(memory.keys, key + kKeys, memory.kc[1 - now]);
+      load_later(memory.values, key + kKeys, memory.vc[1 - now]);
       cp_async_commit();
     }
     float scores[kTall][kKeys / 8][4];
     multiply_rows<scalar_t, kTall, kKeys / 8>(memory.q, first, memory.kc[now], scores);
     scale_all<kTall, kKeys / 8>(scale, scores);
-    if (key + kKeys > seen_by_all) hide_keys<kTall, kKeys / 8>(memory.limit + first, key, scores);
+    // The first row sees least.
+    if (key + kKeys > memory.limit[0]) hide_keys<kTall, kKeys / 8>(memory.limit + first, key, scores);
     softmax.add(scores, y);
     uint32_t weights[kTall][kKeys / 16][4];
     round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
@@ -186,7 +193,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   cp_async_wait<0>();
   __syncthreads();
-  finish_queries(p, work, parts, softmax, memory, y);
+  finish_queries(p, memory.work, parts, softmax, memory, y);
 }
 
 template <typename scalar_t, int kD>

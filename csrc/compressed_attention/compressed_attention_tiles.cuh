@@ -41,28 +41,68 @@ MEMCHECK_INLINE acc_t shift_of(acc_t max) {
 
 // ---- matrices in memory
 
-// Rows of one key head: its keys, or the queries that read it.
-template <typename scalar_t>
+// A row of the queries of a group: a position, and a head of the group.
+struct QueryRow {
+  int64_t position, head;
+};
+
+// Of two large numbers division takes a hundred instructions.
+MEMCHECK_INLINE QueryRow query_row(int64_t row, int64_t group) {
+  if (group == 1) return {row, 0};
+  constexpr int64_t kSmall = std::numeric_limits<uint32_t>::max();
+  if (row > kSmall || group > kSmall) return {row / group, row % group};
+  const uint32_t position = static_cast<uint32_t>(row) / static_cast<uint32_t>(group);
+  return {position, static_cast<uint32_t>(row) - position * static_cast<uint32_t>(group)};
+}
+
+// Rows of one key head: its keys, or, where grouped, the queries that read it.
+template <typename scalar_t, bool kGrouped>
 struct Rows {
   scalar_t* data;
   int64_t position_stride;
   int64_t head_stride;
   int64_t column_stride;
-  int64_t group;  // heads
+  int64_t group;       // heads
+  int64_t first_head;  // of row 0
   int64_t count;
   int64_t columns;
   bool chunks;  // may be read and written 16 bytes at a time
 
   MEMCHECK_INLINE scalar_t* at(int64_t row) const {
-    if (group == 1) return data + row * position_stride;
-    if (row <= std::numeric_limits<uint32_t>::max() && group <= std::numeric_limits<uint32_t>::max()) {
-      const uint32_t position = static_cast<uint32_t>(row) / static_cast<uint32_t>(group);
-      const uint32_t head = static_cast<uint32_t>(row) - position * static_cast<uint32_t>(group);
-      return data + position * position_stride + head * head_stride;
+    if (!kGrouped) return data + row * position_stride;
+    const QueryRow of = query_row(row + first_head, group);
+    return data + of.position * position_stride + of.head * head_stride;
+  }
+  // The same rows without those before `row`.
+  MEMCHECK_INLINE Rows from(int64_t row) const {
+    Rows rows = *this;
+    rows.count = count - row;
+    if (kGrouped) {
+      const QueryRow of = query_row(row + first_head, group);
+      rows.data = data + of.position * position_stride;
+      rows.first_head = of.head;
+    } else {
+      rows.data = data + row * position_stride;
     }
-    return data + row / group * position_stride + row % group * head_stride;
+    return rows;
+  }
+  // One of the first 256 rows, when the first head is one of the group.
+  MEMCHECK_INLINE scalar_t* near(int row) const {
+    if (!kGrouped || group == 1) return data + row * position_stride;
+    const int64_t head = first_head + row;
+    if (group >= 256) {
+      const bool next = head >= group;
+      return data + (next ? position_stride : 0) + (next ? head - group : head) * head_stride;
+    }
+    const uint32_t position = static_cast<uint32_t>(head) / static_cast<uint32_t>(group);
+    return data + position * position_stride + (head - position * group) * head_stride;
   }
 };
+
+template <typename scalar_t>
+using QueryMatrix = Rows<scalar_t, true>;
+template <typename scalar_t>
+using KeyMatrix = Rows<scalar_t, false>;
 
 template <typename scalar_t>
 MEMCHECK_INLINE bool in_chunks(const Strided<4>& x, int64_t columns) {
@@ -82,13 +122,14 @@ MEMCHECK_INLINE KeyHead key_head_at(const CompressedAttentionShape& shape, int64
 
 // x (B,H,S,D)
 template <typename scalar_t>
-MEMCHECK_INLINE Rows<scalar_t> queries_of(const CompressedAttentionShape& shape, const Strided<4>& x,
-                                          const KeyHead& of) {
+MEMCHECK_INLINE QueryMatrix<scalar_t> queries_of(const CompressedAttentionShape& shape, const Strided<4>& x,
+                                                 const KeyHead& of) {
   return {x.at<scalar_t>(of.b, of.head * of.group, 0, 0),
           x.stride[2],
           x.stride[1],
           x.stride[3],
           of.group,
+          0,
           of.group * shape.S,
           shape.D,
           in_chunks<scalar_t>(x, shape.D)};
@@ -96,15 +137,16 @@ MEMCHECK_INLINE Rows<scalar_t> queries_of(const CompressedAttentionShape& shape,
 
 // x (B,Hkv,count,D)
 template <typename scalar_t>
-MEMCHECK_INLINE Rows<scalar_t> keys_of(const CompressedAttentionShape& shape, const Strided<4>& x, int64_t count,
-                                       const KeyHead& of) {
-  return {x.at<scalar_t>(of.b, of.head, 0, 0), x.stride[2], 0, x.stride[3], 1, count, shape.D,
+MEMCHECK_INLINE KeyMatrix<scalar_t> keys_of(const CompressedAttentionShape& shape, const Strided<4>& x, int64_t count,
+                                            const KeyHead& of) {
+  return {x.at<scalar_t>(of.b, of.head, 0, 0), x.stride[2], 0, x.stride[3], 1, 0, count, shape.D,
           in_chunks<scalar_t>(x, shape.D)};
 }
 
 // Element of a (B,H,S) tensor.
 MEMCHECK_INLINE int64_t query_index(const CompressedAttentionShape& shape, const KeyHead& of, int64_t row) {
-  return (of.b * shape.H + of.head * of.group + row % of.group) * shape.S + row / of.group;
+  const QueryRow of_group = query_row(row, of.group);
+  return (of.b * shape.H + of.head * of.group + of_group.head) * shape.S + of_group.position;
 }
 
 // ---- work of a block of threads
@@ -322,12 +364,13 @@ struct alignas(16) Chunk {
 };
 
 // Columns [column, column + kCount) of a row; zeros where there are none.
-template <typename scalar_t>
-__device__ __forceinline__ Chunk<scalar_t> chunk_at(const Rows<scalar_t>& from, int64_t row, int64_t column) {
+template <typename scalar_t, bool kGrouped>
+__device__ __forceinline__ Chunk<scalar_t> chunk_at(const Rows<scalar_t, kGrouped>& from, const scalar_t* row,
+                                                    bool there, int64_t column) {
   uint4 bits = make_uint4(0, 0, 0, 0);
   Chunk<scalar_t> chunk;
-  if (row < from.count && column < from.columns) {
-    const scalar_t* x = from.at(row) + column * from.column_stride;
+  if (there && column < from.columns) {
+    const scalar_t* x = row + column * from.column_stride;
     if (from.chunks) {
       bits = *reinterpret_cast<const uint4*>(x);
     } else {
@@ -343,9 +386,10 @@ __device__ __forceinline__ Chunk<scalar_t> chunk_at(const Rows<scalar_t>& from, 
 
 // Rows from `row` and columns from `column` on to a tile, with zeros where there are none. Four loads are under way
 // before the first is waited for.
-template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void load_tile(const Rows<scalar_t>& from, int64_t row, int64_t column,
+template <typename scalar_t, bool kGrouped, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void load_tile(const Rows<scalar_t, kGrouped>& all, int64_t row, int64_t column,
                                           SharedTile<acc_t>& to) {
+  const auto from = all.from(row);
   constexpr int kCount = Chunk<scalar_t>::kCount;
   constexpr int kPerRow = TileSize<acc_t>::kSize / kCount;
   constexpr int kLoads = 4;
@@ -356,7 +400,8 @@ __device__ __forceinline__ void load_tile(const Rows<scalar_t>& from, int64_t ro
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
       const int index = first + n * kThreads;
-      chunks[n] = chunk_at(from, row + index / kPerRow, column + index % kPerRow * kCount);
+      const int of_tile = index / kPerRow;
+      chunks[n] = chunk_at(from, from.near(of_tile), of_tile < from.count, column + index % kPerRow * kCount);
     }
 #pragma unroll
     for (int n = 0; n < kLoads; ++n) {
@@ -389,10 +434,11 @@ MEMCHECK_INLINE bool stays(int64_t columns) {
 }
 
 // c = a tile of rows of a times a tile of rows of b, over all columns, a slab of them at a time.
-template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void multiply_rows(const Rows<scalar_t>& a, int64_t row_of_a, bool a_is_there,
-                                              const Rows<scalar_t>& b, int64_t row_of_b, SharedTile<acc_t>& tile_of_a,
-                                              SharedTile<acc_t>& tile_of_b, ThreadTile<acc_t>& c) {
+template <typename scalar_t, bool kGroupedA, bool kGroupedB, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void multiply_rows(const Rows<scalar_t, kGroupedA>& a, int64_t row_of_a, bool a_is_there,
+                                              const Rows<scalar_t, kGroupedB>& b, int64_t row_of_b,
+                                              SharedTile<acc_t>& tile_of_a, SharedTile<acc_t>& tile_of_b,
+                                              ThreadTile<acc_t>& c) {
   set_zero<acc_t>(c);
   for (int64_t column = 0; column < a.columns; column += TileSize<acc_t>::kSize) {
     __syncthreads();
@@ -454,8 +500,8 @@ __device__ __forceinline__ void add_product_of_tile(const SharedTile<acc_t>& a, 
 }
 
 // kCount columns of a row, as far as there are so many.
-template <typename scalar_t, int kCount>
-__device__ __forceinline__ void store_columns(const Rows<scalar_t>& to, int64_t row, int64_t column,
+template <typename scalar_t, int kCount, bool kGrouped>
+__device__ __forceinline__ void store_columns(const Rows<scalar_t, kGrouped>& to, int64_t row, int64_t column,
                                               const acc_type<scalar_t> (&x)[kCount]) {
   constexpr int kBytes = kCount * sizeof(scalar_t);
   using Bits = std::conditional_t<kBytes == 16, uint4, uint2>;
