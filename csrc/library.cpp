@@ -130,11 +130,13 @@ static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, cons
 
 static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
                                                                 int64_t D, int64_t factor, bool causal,
-                                                                const std::string& dtype, int64_t threads) {
+                                                                const std::string& dtype, int64_t threads,
+                                                                const std::string& device) {
   const int64_t C = (T + factor - 1) / factor;
   const memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
   const memcheck::Dtype type = dtype_named(dtype);
-  const auto plan = memcheck::compressed_attention_plan_cpu(shape, type, threads);
+  const auto plan = is_cuda(device) ? memcheck::compressed_attention_plan_cuda(shape, type)
+                                    : memcheck::compressed_attention_plan_cpu(shape, type, threads);
   return {{"lse", B * H * S * memcheck::acc_bytes(type)},
           {"compressed", 2 * B * Hkv * C * D * memcheck::element_bytes(type)},
           {"forward_scratch", plan.forward_scratch_bytes},

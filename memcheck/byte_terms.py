@@ -162,14 +162,15 @@ def combinator_terms(case: Case) -> Terms | None:
 
 
 def compressed_terms(case: Case) -> Terms | None:
-    """Exact on the CPU in every dtype, from the plan of the kernels themselves."""
-    if case.device != "cpu" or case.heads is None or case.kv_len is None or case.factor is None:
+    """In every dtype, from the plan of the kernels themselves, those of the case's device."""
+    if case.heads is None or case.kv_len is None or case.factor is None:
         return None
     from memcheck._extension import _C
 
     B, H, S, T, D = case.bsz, case.heads, case.query_len, case.kv_len, case.dim // case.heads
     sizes = {"B": B, "H": H, "Hkv": H, "S": S, "T": T, "D": D, "factor": case.factor, "causal": case.causal}
-    plan = _C.compressed_attention_plan(**sizes, dtype=case.dtype, threads=torch.get_num_threads())
+    kernels = {"dtype": case.dtype, "threads": torch.get_num_threads(), "device": case.device}
+    plan = _C.compressed_attention_plan(**sizes, **kernels)
     item = DTYPES[case.dtype].itemsize
     queries, keys = B * H * S * D * item, B * H * T * D * item
     held = {"q": queries, "k": keys, "v": keys, "y": queries}

@@ -2,7 +2,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/Parallel.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -12,6 +11,7 @@
 
 #include "common/allocate.h"
 #include "common/checks.h"
+#include "common/device.h"
 
 namespace memcheck {
 namespace {
@@ -24,6 +24,36 @@ constexpr const char* kPooledBackward = "compressed_attention_pooled_backward";
 // Of blocks, so that no product of positions overflows.
 constexpr int64_t kLongest = int64_t{1} << 31;
 constexpr int64_t kMostPositions = int64_t{1} << 62;
+
+struct Cpu : OnCpu {
+  using OnCpu::OnCpu;
+  auto plan(const CompressedAttentionShape& shape, Dtype dtype) const {
+    return compressed_attention_plan_cpu(shape, dtype, threads);
+  }
+  void pool(const CompressedAttentionPooling& p, Dtype dtype) const { compressed_attention_pool_cpu(p, dtype); }
+  void forward(const CompressedAttentionForward& p, Dtype dtype) const { compressed_attention_forward_cpu(p, dtype); }
+  void backward(const CompressedAttentionBackward& p, Dtype dtype) const {
+    compressed_attention_backward_cpu(p, dtype);
+  }
+};
+
+#ifdef MEMCHECK_WITH_CUDA
+struct Cuda : OnCuda {
+  using OnCuda::OnCuda;
+  auto plan(const CompressedAttentionShape& shape, Dtype dtype) const {
+    return compressed_attention_plan_cuda(shape, dtype);
+  }
+  void pool(const CompressedAttentionPooling& p, Dtype dtype) const {
+    compressed_attention_pool_cuda(p, dtype, stream);
+  }
+  void forward(const CompressedAttentionForward& p, Dtype dtype) const {
+    compressed_attention_forward_cuda(p, dtype, stream);
+  }
+  void backward(const CompressedAttentionBackward& p, Dtype dtype) const {
+    compressed_attention_backward_cuda(p, dtype, stream);
+  }
+};
+#endif
 
 struct Options {
   int64_t factor;
@@ -132,9 +162,10 @@ ForwardResult forward_meta(const at::Tensor& q, const at::Tensor& k, const at::T
   return {empty_output(n, q), empty_lse(n, q, keep), empty_compressed(n, q, keep), empty_compressed(n, q, keep)};
 }
 
-void run_forward(const CompressedAttentionShape& shape, const Options& options, const at::Tensor& q,
-                 const at::Tensor& kc, const at::Tensor& vc, const at::Tensor& y, const at::Tensor& lse, bool keep,
-                 const at::Tensor& scratch) {
+template <typename Device>
+void run_forward(const Device& device, const CompressedAttentionShape& shape, const Options& options,
+                 const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc, const at::Tensor& y,
+                 const at::Tensor& lse, bool keep, const at::Tensor& scratch) {
   const CompressedAttentionForward p{shape,
                                      scale_of(shape, options),
                                      reads<4>(q),
@@ -143,15 +174,17 @@ void run_forward(const CompressedAttentionShape& shape, const Options& options, 
                                      writes<4>(y),
                                      keep ? lse.mutable_data_ptr() : nullptr,
                                      scratch.mutable_data_ptr()};
-  compressed_attention_forward_cpu(p, dtype_of(q));
+  device.forward(p, dtype_of(q));
 }
 
+template <typename Device>
 ForwardResult forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t factor, bool causal,
                       bool strict, std::optional<double> scale, bool keep) {
   const Options options{factor, causal, strict, scale};
   const Sizes n = check_inputs(q, k, v, options);
   const CompressedAttentionShape shape = n.shape(options);
-  const auto plan = compressed_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const Device device(q);
+  const auto plan = device.plan(shape, dtype_of(q));
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, keep);
   const at::Tensor kc = empty_compressed(n, q);
@@ -159,8 +192,8 @@ ForwardResult forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
   const CompressedAttentionPooling pooling{shape,         reads<4>(k),   reads<4>(v),
                                            writes<4>(kc), writes<4>(vc), scratch.mutable_data_ptr()};
-  compressed_attention_pool_cpu(pooling, dtype_of(q));
-  run_forward(shape, options, q, kc, vc, y, lse, keep, scratch);
+  device.pool(pooling, dtype_of(q));
+  run_forward(device, shape, options, q, kc, vc, y, lse, keep, scratch);
   if (keep) return {y, lse, kc, vc};
   return {y, lse, empty_compressed(n, q, false), empty_compressed(n, q, false)};
 }
@@ -171,16 +204,18 @@ PooledResult pooled_meta(const at::Tensor& q, const at::Tensor& kc, const at::Te
   return {empty_output(n, q), empty_lse(n, q, keep)};
 }
 
+template <typename Device>
 PooledResult pooled(const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc, int64_t factor, c10::SymInt kv_len,
                     bool causal, bool strict, std::optional<double> scale, bool keep) {
   const Options options{factor, causal, strict, scale};
   const Sizes n = check_pooled(kPooled, q, kc, vc, kv_len, options, true);
   const CompressedAttentionShape shape = n.shape(options);
-  const auto plan = compressed_attention_plan_cpu(shape, dtype_of(q), at::get_num_threads());
+  const Device device(q);
+  const auto plan = device.plan(shape, dtype_of(q));
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, keep);
   const at::Tensor scratch = empty_bytes(plan.pooled_forward_scratch_bytes, q);
-  run_forward(shape, options, q, kc, vc, y, lse, keep, scratch);
+  run_forward(device, shape, options, q, kc, vc, y, lse, keep, scratch);
   return {y, lse};
 }
 
@@ -218,13 +253,15 @@ Sizes check_backward(const char* op, const at::Tensor& grad_y, const Kept& kept,
   return n;
 }
 
+template <typename Device>
 void run_backward(const Sizes& n, const Options& options, const at::Tensor& grad_y, const Kept& kept,
                   int64_t block_length, int64_t gradient_length, const Gradients& gradients) {
   const CompressedAttentionShape shape = n.shape(options);
   const auto& [grad_q, grad_k, grad_v] = gradients;
   const at::Tensor lse = kept.lse.contiguous();
   const bool rounds = acc_scalar_type(kept.q.scalar_type()) != kept.q.scalar_type();
-  const auto plan = compressed_attention_plan_cpu(shape, dtype_of(kept.q), at::get_num_threads());
+  const Device device(kept.q);
+  const auto plan = device.plan(shape, dtype_of(kept.q));
   const at::Tensor delta = empty_bytes(grad_k.defined() ? plan.delta_bytes : 0, kept.q);
   const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, kept.q);
   const CompressedAttentionBackward p{shape,
@@ -242,7 +279,7 @@ void run_backward(const Sizes& n, const Options& options, const at::Tensor& grad
                                       writes<4>(grad_v),
                                       grad_k.defined() ? delta.mutable_data_ptr() : nullptr,
                                       scratch.mutable_data_ptr()};
-  compressed_attention_backward_cpu(p, dtype_of(kept.q));
+  device.backward(p, dtype_of(kept.q));
 }
 
 // Only those that are wanted; the others stay undefined. Keys and values are not kept, their gradients' strides are.
@@ -265,6 +302,7 @@ Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at:
   return empty_gradients(n, q, grad_k_stride, grad_v_stride, output_mask);
 }
 
+template <typename Device>
 Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& kc,
                    const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y, const at::Tensor& lse,
                    int64_t factor, c10::SymInt kv_len, bool causal, bool strict, std::optional<double> scale,
@@ -273,7 +311,7 @@ Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tens
   const Kept kept{q, kc, vc.value_or(at::Tensor()), y.value_or(at::Tensor()), lse};
   const Sizes n = check_backward(kBackward, grad_y, kept, kv_len, options, output_mask);
   const Gradients gradients = empty_gradients(n, q, grad_k_stride, grad_v_stride, output_mask);
-  run_backward(n, options, grad_y, kept, factor, n.T.expect_int(), gradients);
+  run_backward<Device>(n, options, grad_y, kept, factor, n.T.expect_int(), gradients);
   return gradients;
 }
 
@@ -295,6 +333,7 @@ Gradients pooled_backward_meta(const at::Tensor& grad_y, const at::Tensor& q, co
   return empty_pooled_gradients(kept, output_mask);
 }
 
+template <typename Device>
 Gradients pooled_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& kc,
                           const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y,
                           const at::Tensor& lse, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
@@ -303,10 +342,19 @@ Gradients pooled_backward(const at::Tensor& grad_y, const at::Tensor& q, const a
   const Kept kept{q, kc, vc.value_or(at::Tensor()), y.value_or(at::Tensor()), lse};
   const Sizes n = check_backward(kPooledBackward, grad_y, kept, kv_len, options, output_mask);
   const Gradients gradients = empty_pooled_gradients(kept, output_mask);
-  run_backward(n, options, grad_y, kept, 1, n.C.expect_int(), gradients);
+  run_backward<Device>(n, options, grad_y, kept, 1, n.C.expect_int(), gradients);
   return gradients;
 }
 
+template <typename Device>
+void register_kernels(torch::Library& m) {
+  m.impl("compressed_attention", forward<Device>);
+  m.impl("compressed_attention_backward", backward<Device>);
+  m.impl("compressed_attention_pooled", pooled<Device>);
+  m.impl("compressed_attention_pooled_backward", pooled_backward<Device>);
+}
+
+#ifndef MEMCHECK_HOST_CUDA
 TORCH_LIBRARY_FRAGMENT(memcheck, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def(
@@ -330,10 +378,7 @@ TORCH_LIBRARY_FRAGMENT(memcheck, m) {
 }
 
 TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-  m.impl("compressed_attention", forward);
-  m.impl("compressed_attention_backward", backward);
-  m.impl("compressed_attention_pooled", pooled);
-  m.impl("compressed_attention_pooled_backward", pooled_backward);
+  register_kernels<Cpu>(m);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
@@ -342,6 +387,14 @@ TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
   m.impl("compressed_attention_pooled", pooled_meta);
   m.impl("compressed_attention_pooled_backward", pooled_backward_meta);
 }
+
+#endif
+
+#ifdef MEMCHECK_WITH_CUDA
+TORCH_LIBRARY_IMPL(memcheck, MEMCHECK_CUDA_KEY, m) {
+  register_kernels<Cuda>(m);
+}
+#endif
 
 }  // namespace
 }  // namespace memcheck

@@ -12,6 +12,7 @@ from ops.checks import (
     CPU_LEVELS,
     DTYPES,
     HALF_DTYPES,
+    KERNELS,
     LAYOUTS,
     Bound,
     Contract,
@@ -113,7 +114,8 @@ def plan_of(q: Tensor, k: Tensor, factor: int = 8, causal: bool = True) -> dict[
     (B, H, S, D), (_, Hkv, T, _) = q.shape, k.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": factor}
     dtype = str(q.dtype).removeprefix("torch.")
-    return _C.compressed_attention_plan(**sizes, causal=causal, dtype=dtype, threads=torch.get_num_threads())
+    more = {"causal": causal, "dtype": dtype, "threads": torch.get_num_threads(), "device": KERNELS}
+    return _C.compressed_attention_plan(**sizes, **more)
 
 
 # ---- values and gradients

@@ -1,0 +1,424 @@
+#include <cmath>
+#include <cstdint>
+
+#include "compressed_attention/compressed_attention_tiles.cuh"
+
+// The backward in the accumulation type. With p = softmax(scale q . kc), dp = grad_y . vc and delta = grad_y . y =
+// sum_j p_j dp_j the gradient of a score is ds = p (dp - delta), and so
+//     grad_q = scale sum_j ds_j kc_j     grad_kc = scale sum_i ds_i q_i     grad_vc = sum_i p_i grad_y_i
+// Query-stationary for delta and grad_q, key-stationary for the others, each of which has thread blocks of its own.
+
+namespace memcheck {
+namespace compressed {
+
+// ---- query-stationary
+
+template <typename acc_t>
+struct QueryGradientShared {
+  SharedTile<acc_t> q;
+  SharedTile<acc_t> grad_y;
+  SharedTile<acc_t> kc;
+  SharedTile<acc_t> vc;
+  SharedTile<acc_t> grad_scores;
+  Totals<acc_t> grad_q;
+  int64_t limit[TileSize<acc_t>::kSize];
+  acc_t shift[TileSize<acc_t>::kSize];
+  acc_t delta[TileSize<acc_t>::kSize];
+};
+
+// How many blocks each row of the tile sees, and its lse, as it is subtracted.
+template <typename acc_t>
+__device__ __forceinline__ void describe_rows(const CompressedAttentionBackward& p, const QueryWork& work,
+                                              QueryGradientShared<acc_t>& memory) {
+  if (threadIdx.x < TileSize<acc_t>::kSize) {
+    const int64_t row = work.row + threadIdx.x;
+    const bool there = row < work.of.group * p.shape.S;
+    memory.limit[threadIdx.x] = there ? p.shape.visible(row / work.of.group) : 0;
+    memory.shift[threadIdx.x] =
+        there ? shift_of(static_cast<const acc_t*>(p.lse)[query_index(p.shape, work.of, row)]) : acc_t(0);
+  }
+  __syncthreads();
+}
+
+template <typename scalar_t>
+struct Matrices {
+  QueryMatrix<scalar_t> q, grad_y;
+  KeyMatrix<scalar_t> kc, vc;
+
+  __device__ __forceinline__ Matrices(const CompressedAttentionBackward& p, const KeyHead& of)
+      : q(queries_of<scalar_t>(p.shape, p.q, of)),
+        grad_y(queries_of<scalar_t>(p.shape, p.grad_y, of)),
+        kc(keys_of<scalar_t>(p.shape, p.kc, p.shape.C, of)),
+        vc(keys_of<scalar_t>(p.shape, p.vc, p.shape.C, of)) {}
+};
+
+// The weights of a tile of blocks from `key` on, and their gradients.
+template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
+                                           const QueryWork& work, bool queries_are_there, int64_t key,
+                                           QueryGradientShared<acc_t>& memory, ThreadTile<acc_t>& weights,
+                                           ThreadTile<acc_t>& grad_weights) {
+  const auto scale = static_cast<acc_t>(p.scale);
+  multiply_rows(of.q, work.row, queries_are_there, of.kc, key, memory.q, memory.kc, weights);
+  multiply_rows(of.grad_y, work.row, queries_are_there, of.vc, key, memory.grad_y, memory.vc, grad_weights);
+#pragma unroll
+  for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
+    const acc_t shift = memory.shift[row_of(i)];
+    const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
+#pragma unroll
+    for (int j = 0; j < TileSize<acc_t>::kColumns; ++j) {
+      const acc_t weight = exp(scaled(weights[i][j], scale) - shift);
+      weights[i][j] = spread_column(j) < seen ? weight : acc_t(0);
+    }
+  }
+}
+
+// delta = grad_y . y, one chain of products over D, as the gradient of a weight is: where a query sees one block these
+// are the same numbers, and the gradient of the score is 0 as it should.
+template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
+                                             const QueryWork& work, QueryGradientShared<acc_t>& memory) {
+  constexpr int kSize = TileSize<acc_t>::kSize;
+  const auto y = queries_of<scalar_t>(p.shape, p.y, work.of);
+  const int row = threadIdx.x;
+  acc_t delta = acc_t(0);
+  for (int64_t column = 0; column < p.shape.D; column += kSize) {
+    __syncthreads();
+    load_tile(of.grad_y, work.row, column, memory.grad_y);
+    load_tile(y, work.row, column, memory.q);
+    __syncthreads();
+    if (row < kSize)
+      for (int d = 0; d < kSize; ++d) delta += memory.q.at[row][d] * memory.grad_y.at[row][d];
+  }
+  if (row < kSize) memory.delta[row] = delta;
+  __syncthreads();
+}
+
+// delta = sum_j p_j dp_j, where y was rounded to 16 bits: its error would be that of every score's gradient at once.
+template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void delta_from_weights(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
+                                                   const QueryWork& work, QueryGradientShared<acc_t>& memory) {
+  constexpr int kSize = TileSize<acc_t>::kSize;
+  acc_t delta[TileSize<acc_t>::kRows] = {};
+  for (int64_t tile = work.begin; tile < work.end; ++tile) {
+    ThreadTile<acc_t> weights, grad_weights;
+    const bool queries_are_there = stays<acc_t>(p.shape.D) && tile > work.begin;
+    weigh_keys(p, of, work, queries_are_there, tile * kSize, memory, weights, grad_weights);
+#pragma unroll
+    for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
+      acc_t sum = acc_t(0);
+#pragma unroll
+      for (int j = 0; j < TileSize<acc_t>::kColumns; ++j) sum += weights[i][j] * grad_weights[i][j];
+      delta[i] += sum;
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
+#pragma unroll
+    for (int bits = kColumnLanes / 2; bits > 0; bits /= 2) delta[i] += __shfl_xor_sync(~0u, delta[i], bits);
+    if (column_lane() == 0) memory.delta[row_of(i)] = delta[i];
+  }
+  __syncthreads();
+}
+
+// Of the same queries, a tile of columns of grad_q.
+template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void query_gradient(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
+                                               const QueryWork& work, QueryGradientShared<acc_t>& memory) {
+  using Size = TileSize<acc_t>;
+  const bool all_columns = stays<acc_t>(p.shape.D);
+  ThreadTile<acc_t> chunk;
+  set_zero<acc_t>(chunk);
+  start(memory.grad_q);
+  for (int64_t tile = work.begin; tile < work.end; ++tile) {
+    ThreadTile<acc_t> weights, grad_weights;
+    const int64_t key = tile * Size::kSize;
+    weigh_keys(p, of, work, all_columns && tile > work.begin, key, memory, weights, grad_weights);
+#pragma unroll
+    for (int i = 0; i < Size::kRows; ++i) {
+      const acc_t delta = memory.delta[row_of(i)];
+      const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
+#pragma unroll
+      for (int j = 0; j < Size::kColumns; ++j) {
+        const acc_t gradient = weights[i][j] * (grad_weights[i][j] - delta);
+        weights[i][j] = spread_column(j) < seen ? gradient : acc_t(0);
+      }
+    }
+    // Its readers are a barrier behind: weigh_keys has some.
+    keep_tile(weights, memory.grad_scores);
+    if (!all_columns) {
+      __syncthreads();
+      load_tile(of.kc, key, work.column, memory.kc);
+    }
+    __syncthreads();
+    add_product_of_tile(memory.grad_scores, memory.kc, chunk);
+    if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.grad_q);
+  }
+  const auto to = queries_of<scalar_t>(p.shape, p.grad_q, work.of);
+  const auto scale = static_cast<acc_t>(p.scale);
+#pragma unroll
+  for (int i = 0; i < Size::kRows; ++i) {
+    acc_t of_row[Size::kColumns];
+#pragma unroll
+    for (int j = 0; j < Size::kColumns; ++j) of_row[j] = scale * memory.grad_q.of(i, j);
+    if (work.row + row_of(i) < to.count)
+      store_columns<scalar_t, Size::kColumns>(to, work.row + row_of(i), work.column + joint_column<acc_t>(0), of_row);
+  }
+}
+
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads) query_gradient_kernel(CompressedAttentionBackward p, int64_t column_tiles) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kSize = TileSize<acc_t>::kSize;
+  auto& memory = shared<QueryGradientShared<acc_t>>();
+  const QueryWork work = query_work(p.shape, blockIdx.x, kSize, kSize, column_tiles, kSize, 1);
+  const Matrices<scalar_t> of(p, work.of);
+  describe_rows(p, work, memory);
+  if (p.y) {
+    delta_from_y(p, of, work, memory);
+  } else {
+    delta_from_weights(p, of, work, memory);
+  }
+  const int64_t row = work.row + threadIdx.x;
+  if (p.delta != nullptr && work.column == 0 && threadIdx.x < kSize && row < work.of.group * p.shape.S)
+    static_cast<acc_t*>(p.delta)[query_index(p.shape, work.of, row)] = memory.delta[threadIdx.x];
+  if (p.grad_q) query_gradient(p, of, work, memory);
+}
+
+template <typename scalar_t>
+void query_gradients(const CompressedAttentionBackward& p, cudaStream_t stream) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kSize = TileSize<acc_t>::kSize;
+  const CompressedAttentionShape& shape = p.shape;
+  if (shape.B * shape.H * shape.S == 0) return;
+  if constexpr (sizeof(scalar_t) == 2)
+    if (query_gradients_on_tensor_cores<scalar_t>(p, stream)) return;
+  const int64_t column_tiles = p.grad_q ? larger<int64_t>(1, ceil_div(shape.D, kSize)) : 1;
+  const int64_t row_tiles = ceil_div(shape.group() * shape.S, kSize);
+  const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * row_tiles * column_tiles);
+  launch({"compressed_attention_backward_queries", dim3(blocks), dim3(kThreads), sizeof(QueryGradientShared<acc_t>),
+          stream},
+         query_gradient_kernel<scalar_t>, p, column_tiles);
+}
+
+// ---- key-stationary
+
+template <typename acc_t>
+struct KeyGradientShared {
+  SharedTile<acc_t> kc;
+  SharedTile<acc_t> vc;
+  SharedTile<acc_t> q;
+  SharedTile<acc_t> grad_y;
+  SharedTile<acc_t> weights;
+  Totals<acc_t> gradient;
+  int64_t first_row[TileSize<acc_t>::kSize];
+};
+
+// What a thread knows of its queries, the columns of a tile.
+template <typename acc_t>
+struct QueryColumns {
+  acc_t shift[TileSize<acc_t>::kColumns];
+  acc_t delta[TileSize<acc_t>::kColumns];
+  int count;  // of the tile
+
+  __device__ __forceinline__ QueryColumns(const CompressedAttentionBackward& p, const KeyHead& of, int64_t first,
+                                          bool reads_delta)
+      : count(static_cast<int>(smaller<int64_t>(of.group * p.shape.S - first, TileSize<acc_t>::kSize))) {
+#pragma unroll
+    for (int j = 0; j < TileSize<acc_t>::kColumns; ++j) {
+      const bool there = spread_column(j) < count;
+      const int64_t index = there ? query_index(p.shape, of, first + spread_column(j)) : 0;
+      shift[j] = there ? shift_of(static_cast<const acc_t*>(p.lse)[index]) : acc_t(0);
+      delta[j] = there && reads_delta ? static_cast<const acc_t*>(p.delta)[index] : acc_t(0);
+    }
+  }
+};
+
+// The first row that sees each key of the tile.
+template <typename acc_t>
+__device__ __forceinline__ void describe_keys(const CompressedAttentionShape& shape, const KeyWork& work,
+                                              KeyGradientShared<acc_t>& memory) {
+  if (threadIdx.x < TileSize<acc_t>::kSize) {
+    const int64_t j = work.key + threadIdx.x;
+    memory.first_row[threadIdx.x] = (j < shape.C ? smaller(shape.first_query(j), shape.S) : shape.S) * work.of.group;
+  }
+  __syncthreads();
+}
+
+// Every position of block j gets its share of the block's gradient.
+template <typename scalar_t, int kCount, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void spread(const CompressedAttentionBackward& p, const Strided<4>& gradient,
+                                       const KeyHead& of, int64_t j, int64_t column, acc_t (&x)[kCount]) {
+  const auto to = keys_of<scalar_t>(p.shape, gradient, p.gradient_length, of);
+  const BlockPositions positions = positions_of(p, j);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] /= static_cast<acc_t>(positions.length);
+  for (int64_t t = 0; t < positions.length; ++t) store_columns<scalar_t, kCount>(to, positions.begin + t, column, x);
+}
+
+template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
+__device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p, const KeyWork& work,
+                                            const KeyParts<acc_t>& parts, bool of_values, Totals<acc_t>& total) {
+  using Size = TileSize<acc_t>;
+  const int64_t column = work.column + joint_column<acc_t>(0);
+  const auto scale = of_values ? acc_t(1) : static_cast<acc_t>(p.scale);
+#pragma unroll
+  for (int i = 0; i < Size::kRows; ++i) {
+    const int64_t j = work.key + row_of(i);
+    if (j >= p.shape.C) continue;
+    acc_t of_row[Size::kColumns];
+#pragma unroll
+    for (int x = 0; x < Size::kColumns; ++x) of_row[x] = scale * total.of(i, x);
+    if (parts.count == 1) {
+      spread<scalar_t, Size::kColumns>(p, of_values ? p.grad_v : p.grad_k, work.of, j, column, of_row);
+      continue;
+    }
+    acc_t* to = parts.at(p.shape, work.part, of_values, work.of, j);
+#pragma unroll
+    for (int x = 0; x < Size::kColumns; ++x)
+      if (column + x < p.shape.D) to[column + x] = of_row[x];
+  }
+}
+
+// The gradient of keys, or of values: thread blocks of the one are followed by those of the other where both are
+// wanted.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kThreads)
+    key_gradient_kernel(CompressedAttentionBackward p, KeyParts<acc_type<scalar_t>> parts, int64_t column_tiles) {
+  using acc_t = acc_type<scalar_t>;
+  using Size = TileSize<acc_t>;
+  auto& memory = shared<KeyGradientShared<acc_t>>();
+  const bool both = p.grad_k && p.grad_v;
+  const bool of_values = both ? blockIdx.x % 2 == 1 : static_cast<bool>(p.grad_v);
+  const int64_t index = both ? blockIdx.x / 2 : blockIdx.x;
+  const KeyWork work = key_work(p.shape, index, Size::kSize, Size::kSize, column_tiles, Size::kSize, parts.count);
+  const Matrices<scalar_t> of(p, work.of);
+  describe_keys(p.shape, work, memory);
+  const bool all_columns = stays<acc_t>(p.shape.D);
+  const auto scale = static_cast<acc_t>(p.scale);
+  ThreadTile<acc_t> chunk;
+  set_zero<acc_t>(chunk);
+  start(memory.gradient);
+  for (int64_t tile = work.begin; tile < work.end; ++tile) {
+    const int64_t row = work.first_row + tile * Size::kSize;
+    const bool keys_are_there = all_columns && tile > work.begin;
+    const QueryColumns<acc_t> queries(p, work.of, row, !of_values);
+    ThreadTile<acc_t> weights;
+    multiply_rows(of.kc, work.key, keys_are_there, of.q, row, memory.kc, memory.q, weights);
+#pragma unroll
+    for (int i = 0; i < Size::kRows; ++i) {
+      const int unseen = of_tile_before<acc_t>(memory.first_row[row_of(i)], row);
+#pragma unroll
+      for (int j = 0; j < Size::kColumns; ++j) {
+        const acc_t weight = exp(scaled(weights[i][j], scale) - queries.shift[j]);
+        const bool seen = spread_column(j) >= unseen && spread_column(j) < queries.count;
+        weights[i][j] = seen ? weight : acc_t(0);
+      }
+    }
+    if (!of_values) {
+      ThreadTile<acc_t> grad_weights;
+      multiply_rows(of.vc, work.key, keys_are_there, of.grad_y, row, memory.vc, memory.grad_y, grad_weights);
+#pragma unroll
+      for (int i = 0; i < Size::kRows; ++i) {
+        const int unseen = of_tile_before<acc_t>(memory.first_row[row_of(i)], row);
+#pragma unroll
+        for (int j = 0; j < Size::kColumns; ++j) {
+          const acc_t gradient = weights[i][j] * (grad_weights[i][j] - queries.delta[j]);
+          const bool seen = spread_column(j) >= unseen && spread_column(j) < queries.count;
+          weights[i][j] = seen ? gradient : acc_t(0);
+        }
+      }
+    }
+    keep_tile(weights, memory.weights);
+    auto& factor = of_values ? memory.grad_y : memory.q;
+    if (of_values || !all_columns) {
+      if (!of_values) __syncthreads();
+      if (of_values) {
+        load_tile(of.grad_y, row, work.column, factor);
+      } else {
+        load_tile(of.q, row, work.column, factor);
+      }
+    }
+    __syncthreads();
+    add_product_of_tile(memory.weights, factor, chunk);
+    if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.gradient);
+  }
+  finish_keys<scalar_t>(p, work, parts, of_values, memory.gradient);
+}
+
+constexpr int kJoinThreads = 256;
+
+// The parts of a gradient are added in their order, and spread over the positions of the block.
+template <typename scalar_t>
+__global__ void __launch_bounds__(kJoinThreads)
+    join_keys_kernel(CompressedAttentionBackward p, KeyParts<acc_type<scalar_t>> parts) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kCount = TileSize<acc_t>::kColumns;
+  const CompressedAttentionShape& shape = p.shape;
+  const int64_t chunks = ceil_div(shape.D, kCount);
+  const int64_t blocks = shape.B * shape.Hkv * shape.C;
+  const bool both = p.grad_k && p.grad_v;
+  int64_t index = int64_t{blockIdx.x} * kJoinThreads + threadIdx.x;
+  const int64_t column = index % chunks * kCount;
+  index /= chunks;
+  if (index >= blocks * (both ? 2 : 1)) return;
+  const bool of_values = both ? index >= blocks : static_cast<bool>(p.grad_v);
+  const int64_t block = index % blocks;
+  const KeyHead of = key_head_at(shape, block / shape.C);
+  const int64_t j = block % shape.C;
+  acc_t sum[kCount] = {};
+  for (int64_t part = 0; part < parts.count; ++part) {
+    const acc_t* from = parts.at(shape, part, of_values, of, j);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (column + i < shape.D) sum[i] += from[column + i];
+  }
+  spread<scalar_t, kCount>(p, of_values ? p.grad_v : p.grad_k, of, j, column, sum);
+}
+
+template <typename scalar_t>
+void join_keys(const CompressedAttentionBackward& p, const KeyParts<acc_type<scalar_t>>& parts, cudaStream_t stream) {
+  constexpr int kCount = TileSize<acc_type<scalar_t>>::kColumns;
+  const int64_t gradients = p.grad_k && p.grad_v ? 2 : 1;
+  const int64_t threads = gradients * p.shape.B * p.shape.Hkv * p.shape.C * ceil_div(p.shape.D, kCount);
+  launch({"compressed_attention_backward_join", dim3(static_cast<unsigned>(ceil_div(threads, kJoinThreads))),
+          dim3(kJoinThreads), 0, stream},
+         join_keys_kernel<scalar_t>, p, parts);
+}
+
+template <typename scalar_t>
+void key_gradients_of_parts(const CompressedAttentionBackward& p, const KeyParts<acc_type<scalar_t>>& parts,
+                            cudaStream_t stream) {
+  using acc_t = acc_type<scalar_t>;
+  constexpr int kSize = TileSize<acc_t>::kSize;
+  const CompressedAttentionShape& shape = p.shape;
+  const int64_t column_tiles = ceil_div(shape.D, kSize);
+  const int64_t tiles = shape.B * shape.Hkv * ceil_div(shape.C, kSize) * column_tiles * parts.count;
+  const auto blocks = static_cast<unsigned>(p.grad_k && p.grad_v ? 2 * tiles : tiles);
+  launch({"compressed_attention_backward_keys", dim3(blocks), dim3(kThreads), sizeof(KeyGradientShared<acc_t>), stream},
+         key_gradient_kernel<scalar_t>, p, parts, column_tiles);
+}
+
+template <typename scalar_t>
+void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
+  using acc_t = acc_type<scalar_t>;
+  const CompressedAttentionShape& shape = p.shape;
+  if (shape.B * shape.Hkv * shape.C * shape.D == 0) return;
+  const KeyParts<acc_t> parts{static_cast<acc_t*>(p.scratch), compressed_attention_splits_cuda(shape, dtype).keys};
+  bool done = false;
+  if constexpr (sizeof(scalar_t) == 2) done = key_gradients_on_tensor_cores<scalar_t>(p, parts, stream);
+  if (!done) key_gradients_of_parts<scalar_t>(p, parts, stream);
+  if (parts.count > 1) join_keys<scalar_t>(p, parts, stream);
+}
+
+}  // namespace compressed
+
+void compressed_attention_backward_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
+  with_device_type(dtype, [&](auto type) {
+    using scalar_t = decltype(type);
+    if (p.grad_q || p.grad_k) compressed::query_gradients<scalar_t>(p, stream);
+    if (p.grad_k || p.grad_v) compressed::key_gradients<scalar_t>(p, dtype, stream);
+  });
+}
+
+}  // namespace memcheck

@@ -1,0 +1,358 @@
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+
+#include "compressed_attention/compressed_attention_mma.cuh"
+
+// The backward of 16-bit types, on tensor cores; the formulas are those of compressed_attention_backward_cuda.cu.
+// Weights and the gradients of scores are rounded to 16 bits for their products with the main tensors.
+
+namespace memcheck {
+namespace compressed {
+
+constexpr int kQueries = 64;
+constexpr int kKeys = 64;
+constexpr int kWide = 8;  // tiles of 8 columns in a tile of queries or keys
+static_assert(kQueries == 16 * kWarps && kKeys == 16 * kWarps);
+
+// How many of a tile that begins at `first` lie before `end`.
+MEMCHECK_INLINE int half_tile_before(int64_t end, int64_t first) {
+  return static_cast<int>(larger<int64_t>(0, smaller<int64_t>(end - first, 8 * kWide)));
+}
+
+// ---- query-stationary: a warp has 16 queries, with grad_q in registers
+
+template <typename scalar_t, int kD>
+struct MmaQueryShared {
+  HalfTile<scalar_t, kQueries, kD> q;  // then grad_q
+  HalfTile<scalar_t, kQueries, kD> grad_y;
+  HalfTile<scalar_t, kKeys, kD> kc[2];
+  HalfTile<scalar_t, kKeys, kD> vc[2];
+};
+
+// What a thread knows of its two rows.
+struct MmaQueryRows {
+  int64_t limit[2];  // how many blocks each sees
+  float shift[2];    // its lse, as it is subtracted, in base 2
+  float delta[2] = {};
+
+  __device__ __forceinline__ MmaQueryRows(const CompressedAttentionBackward& p, const QueryWork& work) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t row = work.row + warp() * 16 + fragment_row(0, half);
+      const bool there = row < work.of.group * p.shape.S;
+      limit[half] = there ? p.shape.visible(row / work.of.group) : 0;
+      shift[half] = there ? shift_of(static_cast<const float*>(p.lse)[query_index(p.shape, work.of, row)]) * kLog2e : 0;
+    }
+  }
+};
+
+// The weights of a tile of keys from `key` on, and their gradients; both 0 where a key is not seen.
+template <typename scalar_t, int kD>
+__device__ __forceinline__ void weigh_keys(const MmaQueryShared<scalar_t, kD>& memory, int now, float scale,
+                                           const MmaQueryRows& rows, int64_t key, float (&weights)[1][kWide][4],
+                                           float (&grad_weights)[1][kWide][4]) {
+  multiply_rows<scalar_t, 1, kWide>(memory.q, warp() * 16, memory.kc[now], weights);
+  multiply_rows<scalar_t, 1, kWide>(memory.grad_y, warp() * 16, memory.vc[now], grad_weights);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int seen = half_tile_before(rows.limit[half], key);
+#pragma unroll
+    for (int n = 0; n < kWide; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& weight = weights[0][n][2 * half + i];
+        float& gradient = grad_weights[0][n][2 * half + i];
+        const bool sees = fragment_column(n) + i < seen;
+        weight = sees ? exp2_approximate(weight * scale - rows.shift[half]) : 0;
+        gradient = sees ? gradient : 0;
+      }
+  }
+}
+
+// Goes through the tiles of keys with visit(buffer, first key).
+template <typename scalar_t, int kD, typename Visit>
+__device__ __forceinline__ void through_keys(const CompressedAttentionBackward& p, const QueryWork& work,
+                                             MmaQueryShared<scalar_t, kD>& memory, const Visit& visit) {
+  const auto kc = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of);
+  const auto vc = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of);
+  const int tiles = static_cast<int>(work.end);
+  if (tiles > 0) {
+    load_later(kc, 0, memory.kc[0]);
+    load_later(vc, 0, memory.vc[0]);
+  }
+  cp_async_commit();
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int now = tile % 2;
+    const int64_t key = int64_t{tile} * kKeys;
+    cp_async_wait<0>();
+    __syncthreads();
+    if (tile + 1 < tiles) {
+      load_later(kc, key + kKeys, memory.kc[1 - now]);
+      load_later(vc, key + kKeys, memory.vc[1 - now]);
+      cp_async_commit();
+    }
+    visit(now, key);
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+}
+
+// y was rounded to 16 bits, and its error would be that of every score's gradient at once: delta = sum_j p_j dp_j takes
+// a pass of its own.
+template <typename scalar_t, int kD>
+__global__ void __launch_bounds__(kThreads) mma_query_gradient_kernel(CompressedAttentionBackward p) {
+  auto& memory = shared<MmaQueryShared<scalar_t, kD>>();
+  const QueryWork work = query_work(p.shape, blockIdx.x, kQueries, kKeys, 1, kD, 1);
+  const int64_t count = work.of.group * p.shape.S;
+  const float scale = static_cast<float>(p.scale);
+  MmaQueryRows rows(p, work);
+  load_later(queries_of<scalar_t>(p.shape, p.q, work.of), work.row, memory.q);
+  load_later(queries_of<scalar_t>(p.shape, p.grad_y, work.of), work.row, memory.grad_y);
+  through_keys(p, work, memory, [&](int now, int64_t key) {
+    float weights[1][kWide][4], grad_weights[1][kWide][4];
+    weigh_keys(memory, now, scale * kLog2e, rows, key, weights, grad_weights);
+#pragma unroll
+    for (int n = 0; n < kWide; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rows.delta[i / 2] += weights[0][n][i] * grad_weights[0][n][i];
+  });
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    rows.delta[half] = sum_of_row(rows.delta[half]);
+    const int64_t row = work.row + warp() * 16 + fragment_row(0, half);
+    if (p.delta != nullptr && lane() % 4 == 0 && row < count)
+      static_cast<float*>(p.delta)[query_index(p.shape, work.of, row)] = rows.delta[half];
+  }
+  if (!p.grad_q) return;
+  float grad_q[1][kD / 8][4];
+  set_zero<1, kD / 8>(grad_q);
+  through_keys(p, work, memory, [&](int now, int64_t key) {
+    float weights[1][kWide][4], grad_weights[1][kWide][4];
+    weigh_keys(memory, now, scale * kLog2e, rows, key, weights, grad_weights);
+#pragma unroll
+    for (int n = 0; n < kWide; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float gradient = scale * weights[0][n][i] * (grad_weights[0][n][i] - rows.delta[i / 2]);
+        const bool sees = fragment_column(n) + i % 2 < half_tile_before(rows.limit[i / 2], key);
+        weights[0][n][i] = sees ? gradient : 0;
+      }
+    uint32_t grad_scores[1][kWide / 2][4];
+    round_factor<scalar_t, 1, kWide>(weights, grad_scores);
+    add_product<scalar_t, 1, kWide, kD / 8>(grad_scores, memory.kc[now], grad_q);
+  });
+  const auto to = queries_of<scalar_t>(p.shape, p.grad_q, work.of);
+  const int first = warp() * 16;
+  keep_rows<scalar_t, 1, kD / 8>(grad_q, first, memory.q);
+  for (int index = lane(); index < 2 * kD; index += 32) {
+    const int row = first + index / (kD / 8);
+    if (work.row + row < count) store_chunk(memory.q, row, index % (kD / 8), to, work.row + row);
+  }
+}
+
+template <typename scalar_t, int kD>
+void query_gradients_of_width(const CompressedAttentionBackward& p, cudaStream_t stream) {
+  const CompressedAttentionShape& shape = p.shape;
+  const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * ceil_div(shape.group() * shape.S, kQueries));
+  launch({"compressed_attention_backward_queries_mma", dim3(blocks), dim3(kThreads),
+          sizeof(MmaQueryShared<scalar_t, kD>), stream},
+         mma_query_gradient_kernel<scalar_t, kD>, p);
+}
+
+template <typename scalar_t>
+bool query_gradients_on_tensor_cores(const CompressedAttentionBackward& p, cudaStream_t stream) {
+  if (p.shape.D > 128 || p.y) return false;
+  if (p.shape.D <= 64) {
+    query_gradients_of_width<scalar_t, 64>(p, stream);
+  } else {
+    query_gradients_of_width<scalar_t, 128>(p, stream);
+  }
+  return true;
+}
+
+template bool query_gradients_on_tensor_cores<__half>(const CompressedAttentionBackward&, cudaStream_t);
+template bool query_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionBackward&, cudaStream_t);
+
+// ---- key-stationary: a warp has 16 keys, with both of their gradients in registers
+
+// A key that no query gives much weight has a gradient of small weights alone, and in float16 those below 2^-14 lose
+// digits: weights are multiplied with this power of two, which leaves room for the rounding of a weight of 1.
+template <typename scalar_t>
+constexpr int kWeightBits = std::is_same_v<scalar_t, __half> ? 14 : 0;
+template <typename scalar_t>
+constexpr float kWeightUnit = 1.0f / (1 << kWeightBits<scalar_t>);
+
+template <typename scalar_t, int kD>
+struct MmaKeyShared {
+  HalfTile<scalar_t, kKeys, kD> kc;  // then grad_k
+  HalfTile<scalar_t, kKeys, kD> vc;  // then grad_v
+  HalfTile<scalar_t, kQueries, kD> q[2];
+  HalfTile<scalar_t, kQueries, kD> grad_y[2];
+  float shift[2][kQueries];  // lse, as it is subtracted, in base 2, less the bits of weights
+  float delta[2][kQueries];
+};
+
+// A tile of queries from `row` on, to one of two buffers.
+template <typename scalar_t, int kD>
+__device__ __forceinline__ void load_queries_later(const CompressedAttentionBackward& p, const KeyHead& of, int64_t row,
+                                                   int buffer, MmaKeyShared<scalar_t, kD>& memory) {
+  const auto q = queries_of<scalar_t>(p.shape, p.q, of);
+  load_later(q, row, memory.q[buffer]);
+  load_later(queries_of<scalar_t>(p.shape, p.grad_y, of), row, memory.grad_y[buffer]);
+  cp_async_commit();
+  if (threadIdx.x >= kQueries) return;
+  const int64_t mine = row + threadIdx.x;
+  const bool there = mine < q.count;
+  const int64_t index = there ? query_index(p.shape, of, mine) : 0;
+  const float shift = there ? shift_of(static_cast<const float*>(p.lse)[index]) * kLog2e : 0;
+  memory.shift[buffer][threadIdx.x] = shift - kWeightBits<scalar_t>;
+  if (p.grad_k) memory.delta[buffer][threadIdx.x] = there ? static_cast<const float*>(p.delta)[index] : 0;
+}
+
+// Which queries of a tile see each of a thread's two keys: [from, to).
+struct MmaSeenBy {
+  int from[2];
+  int to;
+
+  __device__ __forceinline__ MmaSeenBy(const int64_t (&first_row)[2], int64_t row, int64_t rows)
+      : from{half_tile_before(first_row[0], row), half_tile_before(first_row[1], row)},
+        to(half_tile_before(rows, row)) {}
+  __device__ __forceinline__ bool operator()(int half, int column) const { return column >= from[half] && column < to; }
+};
+
+// Every position of a block gets its share of the block's gradient, which tile holds.
+template <typename scalar_t, typename Tile>
+__device__ __forceinline__ void spread_tile(const CompressedAttentionBackward& p, const KeyWork& work,
+                                            const Strided<4>& gradient, const Tile& tile) {
+  const auto to = keys_of<scalar_t>(p.shape, gradient, p.gradient_length, work.of);
+  constexpr int kChunks = Tile::kColumns / 8;
+  for (int row = warp() * 16; row < warp() * 16 + 16; ++row) {
+    const int64_t j = work.key + row;
+    if (j >= p.shape.C) return;
+    const BlockPositions positions = positions_of(p, j);
+    for (int64_t index = lane(); index < positions.length * kChunks; index += 32)
+      store_chunk(tile, row, static_cast<int>(index % kChunks), to, positions.begin + index / kChunks);
+  }
+}
+
+template <typename scalar_t, int kColumns, typename Tile>
+__device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p, const KeyWork& work,
+                                            const KeyParts<float>& parts, bool of_values,
+                                            float (&gradient)[1][kColumns][4], Tile& tile) {
+  const int first = warp() * 16;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t j = work.key + first + fragment_row(0, half);
+    const bool there = j < p.shape.C;
+    const float unit = of_values ? kWeightUnit<scalar_t> : 1;
+    const float share = there && parts.count == 1 ? unit / static_cast<float>(positions_of(p, j).length) : unit;
+    float* const to = there && parts.count > 1 ? parts.at(p.shape, work.part, of_values, work.of, j) : nullptr;
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float& x = gradient[0][n][2 * half + i];
+        x *= share;
+        if (to != nullptr && fragment_column(n) + i < p.shape.D) to[fragment_column(n) + i] = x;
+      }
+  }
+  if (parts.count > 1) return;
+  keep_rows<scalar_t, 1, kColumns>(gradient, first, tile);
+  spread_tile<scalar_t>(p, work, of_values ? p.grad_v : p.grad_k, tile);
+}
+
+template <typename scalar_t, int kD>
+__global__ void __launch_bounds__(kThreads)
+    mma_key_gradient_kernel(CompressedAttentionBackward p, KeyParts<float> parts) {
+  auto& memory = shared<MmaKeyShared<scalar_t, kD>>();
+  const KeyWork work = key_work(p.shape, blockIdx.x, kKeys, kQueries, 1, kD, parts.count);
+  const int64_t rows = work.of.group * p.shape.S;
+  const int first = warp() * 16;
+  const float scale = static_cast<float>(p.scale);
+  int64_t first_row[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t j = work.key + first + fragment_row(0, half);
+    first_row[half] = (j < p.shape.C ? smaller(p.shape.first_query(j), p.shape.S) : p.shape.S) * work.of.group;
+  }
+  float grad_k[1][kD / 8][4], grad_v[1][kD / 8][4];
+  set_zero<1, kD / 8>(grad_k);
+  set_zero<1, kD / 8>(grad_v);
+  const int tiles = static_cast<int>(work.end - work.begin);
+  load_later(keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of), work.key, memory.kc);
+  if (p.grad_k) load_later(keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of), work.key, memory.vc);
+  if (tiles > 0) load_queries_later(p, work.of, work.first_row + work.begin * kQueries, 0, memory);
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int now = tile % 2;
+    const int64_t row = work.first_row + (work.begin + tile) * kQueries;
+    cp_async_wait<0>();
+    __syncthreads();
+    if (tile + 1 < tiles) load_queries_later(p, work.of, row + kQueries, 1 - now, memory);
+    const MmaSeenBy seen_by(first_row, row, rows);
+    float weights[1][kWide][4];
+    uint32_t factor[1][kWide / 2][4];
+    multiply_rows<scalar_t, 1, kWide>(memory.kc, first, memory.q[now], weights);
+#pragma unroll
+    for (int n = 0; n < kWide; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int query = fragment_column(n) + i % 2;
+        const float weight = exp2_approximate(weights[0][n][i] * (scale * kLog2e) - memory.shift[now][query]);
+        weights[0][n][i] = seen_by(i / 2, query) ? weight : 0;
+      }
+    if (p.grad_v) {
+      round_factor<scalar_t, 1, kWide>(weights, factor);
+      add_product<scalar_t, 1, kWide, kD / 8>(factor, memory.grad_y[now], grad_v);
+    }
+    if (!p.grad_k) continue;
+    float grad_weights[1][kWide][4];
+    multiply_rows<scalar_t, 1, kWide>(memory.vc, first, memory.grad_y[now], grad_weights);
+#pragma unroll
+    for (int n = 0; n < kWide; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int query = fragment_column(n) + i % 2;
+        const float weight = scale * kWeightUnit<scalar_t> * weights[0][n][i];
+        const float gradient = weight * (grad_weights[0][n][i] - memory.delta[now][query]);
+        weights[0][n][i] = seen_by(i / 2, query) ? gradient : 0;
+      }
+    round_factor<scalar_t, 1, kWide>(weights, factor);
+    add_product<scalar_t, 1, kWide, kD / 8>(factor, memory.q[now], grad_k);
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  if (p.grad_k) finish_keys<scalar_t, kD / 8>(p, work, parts, false, grad_k, memory.kc);
+  if (p.grad_v) finish_keys<scalar_t, kD / 8>(p, work, parts, true, grad_v, memory.vc);
+}
+
+template <typename scalar_t, int kD>
+void key_gradients_of_width(const CompressedAttentionBackward& p, const KeyParts<float>& parts, cudaStream_t stream) {
+  const CompressedAttentionShape& shape = p.shape;
+  const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * ceil_div(shape.C, kKeys) * parts.count);
+  launch({"compressed_attention_backward_keys_mma", dim3(blocks), dim3(kThreads), sizeof(MmaKeyShared<scalar_t, kD>),
+          stream},
+         mma_key_gradient_kernel<scalar_t, kD>, p, parts);
+}
+
+template <typename scalar_t>
+bool key_gradients_on_tensor_cores(const CompressedAttentionBackward& p, const KeyParts<float>& parts,
+                                   cudaStream_t stream) {
+  if (p.shape.D > 128) return false;
+  if (p.shape.D <= 64) {
+    key_gradients_of_width<scalar_t, 64>(p, parts, stream);
+  } else {
+    key_gradients_of_width<scalar_t, 128>(p, parts, stream);
+  }
+  return true;
+}
+
+template bool key_gradients_on_tensor_cores<__half>(const CompressedAttentionBackward&, const KeyParts<float>&,
+                                                    cudaStream_t);
+template bool key_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionBackward&, const KeyParts<float>&,
+                                                           cudaStream_t);
+
+}  // namespace compressed
+}  // namespace memcheck
