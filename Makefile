@@ -23,7 +23,7 @@ BUILD := $(VENV)/.memcheck-built
 DEVELOPMENT := $(VENV)/.tools-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-fast lint bench asan gpu clean
+.PHONY: help profile test test-fast lint bench asan check-cuda gpu clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -51,11 +51,18 @@ bench: $(BUILD)  ## Every operator against its opponents, into benchmarks/result
 # Both libraries are preloaded: with libasan alone the first exception that leaves torch aborts. pytest leaves the
 # process's own stderr alone, where the report of an error that ends it is written.
 ASAN := build/asan
+SANITIZED = ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
+    LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)"
 asan: $(BUILD) $(DEVELOPMENT)  ## The operators' tests under AddressSanitizer and UBSan, in a build of their own
 	MEMCHECK_ASAN=1 MEMCHECK_CUDA=0 $(BIN)/python setup.py -q build --build-lib $(ASAN)
-	ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 PYTHONSAFEPATH=1 PYTHONPATH=$(ASAN) \
-	    LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)" \
+	$(SANITIZED) PYTHONSAFEPATH=1 PYTHONPATH=$(ASAN) \
 	    $(BIN)/pytest --timeout=600 tests/ops --capture=sys -m "not slow" $(PYTEST_FLAGS)
+
+# nvcc for what kernels take of a GPU; then the kernels themselves, on the host, where no GPU is needed.
+check-cuda: $(BUILD) $(DEVELOPMENT)  ## CUDA kernels without a GPU: compiled by nvcc, run on the host, sanitized
+	$(BIN)/python tests/host_cuda/resources.py
+	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
+	$(PYTEST) --host-cuda -m "not slow" tests/ops tests/host_cuda $(PYTEST_FLAGS)
 
 gpu:  ## Everything that needs a GPU, with the torch that is there; STEP=build runs one step
 	benchmarks/gpu.sh $(STEP)

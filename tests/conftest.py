@@ -21,6 +21,14 @@ def poisoned_memory() -> Iterator[None]:
     torch.set_deterministic_debug_mode("default")
 
 
+@pytest.fixture(autouse=True)
+def default_device() -> Iterator[None]:
+    device = os.environ.get("MEMCHECK_TEST_DEVICE")
+    torch.set_default_device(device)
+    yield
+    torch.set_default_device(None)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def frozen_modules() -> None:
     """Measuring memory begins with gc.collect(), which need not go through all of torch's modules every time."""
@@ -43,13 +51,19 @@ def require_tool() -> Callable[[str], str]:
 
 
 def pytest_addoption(parser):
+    parser.addoption("--device", default=None, help="where tests of operators make their tensors: cpu, or cuda")
     parser.addoption(
         "--host-cuda", action="store_true", help="tests of operators are of their CUDA kernels, which run on the host"
     )
 
 
 def pytest_configure(config):
+    # In the environment, for tests that run in a process of their own.
     if config.getoption("host_cuda"):
+        os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
+    if device := config.getoption("device"):
+        os.environ["MEMCHECK_TEST_DEVICE"] = device
+    if "MEMCHECK_TEST_HOST_CUDA" in os.environ:
         from host_cuda import library
 
         library.load()
@@ -84,8 +98,10 @@ def pytest_pyfunc_call(pyfuncitem):
 
 
 def pytest_collection_modifyitems(config, items):
-    on_host = config.getoption("host_cuda")
-    left_out = [item for item in items if item.get_closest_marker("cpu" if on_host else "host_cuda")]
+    on_host = "MEMCHECK_TEST_HOST_CUDA" in os.environ
+    on_cpu = not on_host and os.environ.get("MEMCHECK_TEST_DEVICE", "cpu") == "cpu"
+    unwanted = ({"cpu"} if not on_cpu else set()) | ({"host_cuda"} if not on_host else set())
+    left_out = [item for item in items if unwanted & {marker.name for marker in item.iter_markers()}]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]

@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <deque>
 #include <exception>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <random>
@@ -175,6 +176,14 @@ Fiber* Fiber::starting = nullptr;
 std::vector<std::unique_ptr<Fiber>> fibers;
 Fiber* running = nullptr;
 Order thread_order = Order::Ascending;
+std::map<std::string, Launches> launched;
+
+void note_launch(const char* kernel, size_t threads, size_t shared_bytes) {
+  Launches& of = launched[kernel];
+  of.count += 1;
+  of.threads = std::max(of.threads, threads);
+  of.shared_bytes = std::max(of.shared_bytes, shared_bytes);
+}
 
 // ---- shared memory
 
@@ -433,6 +442,10 @@ void set_order(Order order) {
   thread_order = order;
 }
 
+const std::map<std::string, Launches>& launches() {
+  return launched;
+}
+
 void run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
@@ -440,6 +453,7 @@ void run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const s
   if (blocks == 0) return;
   check_geometry(kernel, grid, block, shared_bytes);
   const size_t threads = size_t{block.x} * block.y * block.z;
+  note_launch(kernel, threads, shared_bytes);
   while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
   gridDim = grid;
   blockDim = block;
@@ -599,7 +613,22 @@ void ldmatrix_x4(uint32_t (&r)[4], const void* row, bool transposed, Where where
 
 }  // namespace host_cuda
 
-// For tests, which load this as a library: 0 ascending, 1 descending, 2 shuffled.
-extern "C" __attribute__((visibility("default"))) void host_cuda_set_order(int order) {
+// For tests, which load this as a library.
+extern "C" {
+
+// 0 ascending, 1 descending, 2 shuffled.
+__attribute__((visibility("default"))) void host_cuda_set_order(int order) {
   host_cuda::set_order(static_cast<host_cuda::Order>(order));
+}
+
+// A line for every kernel launched so far: its name, how often, threads of a block and bytes of shared memory at most,
+// between tabs. Valid until the next call.
+__attribute__((visibility("default"))) const char* host_cuda_launches() {
+  static std::string text;
+  text.clear();
+  for (const auto& [kernel, of] : host_cuda::launches())
+    text += kernel + "\t" + std::to_string(of.count) + "\t" + std::to_string(of.threads) + "\t" +
+            std::to_string(of.shared_bytes) + "\n";
+  return text.c_str();
+}
 }

@@ -15,6 +15,8 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <map>
+#include <string>
 #include <type_traits>
 
 // Of the thread that runs.
@@ -37,6 +39,14 @@ struct Where {
 
 enum class Order { Ascending, Descending, Shuffled };
 void set_order(Order order);
+
+// Of one kernel so far: how often, and the most threads of a block and bytes of shared memory.
+struct Launches {
+  int64_t count = 0;
+  size_t threads = 0;
+  size_t shared_bytes = 0;
+};
+const std::map<std::string, Launches>& launches();
 
 // Runs kernel() for every thread of the grid. Throws std::runtime_error that says which rule was broken, and where.
 void run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch.utils import cpp_extension
+
+import memcheck  # noqa: F401  (its kernels are registered first, and then replaced)
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -86,6 +89,7 @@ def load() -> None:
     )
     global _library
     _library = ctypes.CDLL(str(folder / "memcheck_host_cuda.so"))
+    _library.host_cuda_launches.restype = ctypes.c_char_p
 
 
 _library: ctypes.CDLL | None = None
@@ -95,3 +99,19 @@ def set_order(order: str) -> None:
     """In which order the threads of a block take turns."""
     assert _library is not None
     _library.host_cuda_set_order(ORDERS.index(order))
+
+
+@dataclass(frozen=True)
+class Launches:
+    """Of one kernel: how often, and the most threads of a block and bytes of shared memory."""
+
+    count: int
+    threads: int
+    shared_bytes: int
+
+
+def launches() -> dict[str, Launches]:
+    """Of this process so far, by the name of the kernel."""
+    assert _library is not None
+    lines = [line.split("\t") for line in _library.host_cuda_launches().decode().splitlines()]
+    return {kernel: Launches(*map(int, numbers)) for kernel, *numbers in lines}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -12,6 +13,10 @@ import torch
 from torch import Tensor
 
 from memcheck._extension import _C
+
+# Where tests make their tensors, and whose kernels they test: those of CUDA may run on the CPU's tensors (--host-cuda).
+DEVICE = os.environ.get("MEMCHECK_TEST_DEVICE", "cpu")
+KERNELS = "cuda" if "MEMCHECK_TEST_HOST_CUDA" in os.environ else DEVICE
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -63,6 +68,7 @@ def tolerance(truth: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
 
 def assert_within(actual: Tensor, truth: Tensor, bound: Bound, name: str = "") -> None:
     assert actual.shape == truth.shape, name
+    actual = actual.cpu()
     excess = (actual.double() - truth).abs() - tolerance(truth, bound, actual.dtype)
     wrong = (~(excess <= 0)).nonzero()  # NaN is wrong too
     if len(wrong):
@@ -81,6 +87,16 @@ def run(function: Function, inputs: Sequence[Tensor], grad_y: Tensor) -> list[Te
     return [y.detach(), *torch.autograd.grad(y, leaves, grad_y)]
 
 
+def generator(seed: int = 1) -> torch.Generator:
+    return torch.Generator(DEVICE).manual_seed(seed)
+
+
+def run_truth(reference: Function, inputs: Sequence[Tensor], grad_y: Tensor) -> list[Tensor]:
+    """The same of the reference, in float64, on the CPU."""
+    with torch.device("cpu"):
+        return run(reference, [x.cpu() for x in doubles(inputs)], grad_y.double().cpu())
+
+
 def doubles(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [x.double() for x in tensors]
 
@@ -93,8 +109,9 @@ def assert_contract(
     against_plain: in 16-bit types also to twice the largest error of plain PyTorch in that dtype.
     """
     results = run(contract.function, inputs, grad_y)
-    truths = run(contract.reference, doubles(inputs), grad_y.double())
-    bounds = contract.bounds(*doubles([grad_y, *inputs]))
+    truths = run_truth(contract.reference, inputs, grad_y)
+    with torch.device("cpu"):
+        bounds = contract.bounds(*(x.cpu() for x in doubles([grad_y, *inputs])))
     names = ["y", *(f"gradient of input {i}" for i in range(len(inputs)))]
     for name, result, truth, bound in zip(names, results, truths, bounds, strict=True):
         assert result.dtype == inputs[0].dtype
@@ -108,7 +125,7 @@ def assert_contract(
 
 def largest_error(actual: Tensor, truth: Tensor) -> float:
     """NaN counts as infinitely wrong."""
-    return (actual.double() - truth).abs().nan_to_num(nan=math.inf).max().item() if actual.numel() else 0.0
+    return (actual.double().cpu() - truth).abs().nan_to_num(nan=math.inf).max().item() if actual.numel() else 0.0
 
 
 def same_bits(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:

@@ -18,6 +18,7 @@ from ops.checks import (
     Function,
     NoGradient,
     assert_strides,
+    generator,
     gradients_moved_by_autograd,
     run,
     run_subset,
@@ -50,10 +51,10 @@ class Operator:
 
     def inputs(self, sizes: Sizes, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
         """The inputs, and a gradient of y."""
-        generator = torch.Generator().manual_seed(1)
+        random = generator()
         shapes = self.shapes(*sizes)
         of_y = self.function(*(torch.empty(shape, device="meta") for shape in shapes)).shape
-        *inputs, grad_y = (torch.randn(shape, generator=generator).to(dtype) for shape in (*shapes, of_y))
+        *inputs, grad_y = (torch.randn(shape, generator=random).to(dtype) for shape in (*shapes, of_y))
         return inputs, grad_y
 
     def leaves(self, sizes: Sizes) -> tuple[list[Tensor], Tensor]:

@@ -16,6 +16,7 @@ from ops.checks import (
     Contract,
     assert_contract,
     assert_strides,
+    generator,
     is_dense,
     laid_out,
     run,
@@ -65,9 +66,9 @@ def contract(low_memory: bool = False) -> Contract:
 
 def make_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
     """[x (...,E), weight (2,E,E)] and grad_y (...,E)"""
-    generator = torch.Generator().manual_seed(1)
+    random = generator()
     E = shape[-1]
-    x, weight, grad_y = (torch.randn(size, generator=generator) for size in (shape, (2, E, E), shape))
+    x, weight, grad_y = (torch.randn(size, generator=random) for size in (shape, (2, E, E), shape))
     return [x.to(dtype), (weight / max(E, 1) ** 0.5).to(dtype)], grad_y.to(dtype)
 
 

@@ -19,6 +19,7 @@ from ops.checks import (
     assert_strides,
     assert_within,
     doubles,
+    generator,
     laid_out,
     largest_error,
     run,
@@ -102,9 +103,9 @@ def make_inputs(
     B: int, H: int, Hkv: int, S: int, T: int, D: int, dtype: torch.dtype = torch.float32, *, seed: int = 1
 ) -> tuple[list[Tensor], Tensor]:
     """[q (B,H,S,D), k (B,Hkv,T,D), v (B,Hkv,T,D)] and grad_y (B,H,S,D)"""
-    generator = torch.Generator().manual_seed(seed)
+    random = generator(seed)
     shapes = [(B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, D), (B, H, S, D)]
-    q, k, v, grad_y = (torch.randn(shape, generator=generator).to(dtype) for shape in shapes)
+    q, k, v, grad_y = (torch.randn(shape, generator=random).to(dtype) for shape in shapes)
     return [q, k, v], grad_y
 
 

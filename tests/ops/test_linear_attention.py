@@ -9,6 +9,7 @@ import pytest
 import torch
 from ops.checks import (
     CPU_LEVELS,
+    DEVICE,
     DTYPES,
     LAYOUTS,
     Bound,
@@ -17,6 +18,7 @@ from ops.checks import (
     assert_strides,
     assert_within,
     doubles,
+    generator,
     laid_out,
     run,
     same_bits,
@@ -81,12 +83,12 @@ def contract(causal: bool = True, feature_map: str = "elu+1", eps: float = 1e-6)
 
 
 def make_inputs(
-    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, dtype: torch.dtype = torch.float32, device: str = DEVICE
 ) -> tuple[list[Tensor], Tensor]:
     """[q (B,H,S,D), k (B,Hkv,T,D), v (B,Hkv,T,Dv)] and grad_y (B,H,S,Dv)"""
-    generator = torch.Generator().manual_seed(1)
+    random = generator()
     shapes = [(B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv), (B, H, S, Dv)]
-    q, k, v, grad_y = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    q, k, v, grad_y = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
     return [q, k, v], grad_y
 
 

@@ -13,6 +13,7 @@ from ops.checks import (
     Function,
     assert_contract,
     assert_strides,
+    generator,
     laid_out,
     run,
     same_bits,
@@ -63,9 +64,9 @@ def make_inputs(
     function: Function, B: int, S: int, E: int, R: int, dtype: torch.dtype = torch.float32
 ) -> tuple[list[Tensor], Tensor]:
     """[x (B,S,E), w (E,R)] and grad_y, (B,S,R) or (B,R,S)"""
-    generator = torch.Generator().manual_seed(1)
+    random = generator()
     of_y = (B, S, R) if function is linear_r else (B, R, S)
-    x, w, grad_y = (torch.randn(shape, generator=generator).to(dtype) for shape in ((B, S, E), (E, R), of_y))
+    x, w, grad_y = (torch.randn(shape, generator=random).to(dtype) for shape in ((B, S, E), (E, R), of_y))
     return [x, w], grad_y
 
 

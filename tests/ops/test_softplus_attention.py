@@ -9,6 +9,7 @@ import pytest
 import torch
 from ops.checks import (
     CPU_LEVELS,
+    DEVICE,
     DTYPES,
     LAYOUTS,
     Bound,
@@ -17,6 +18,7 @@ from ops.checks import (
     assert_strides,
     assert_within,
     doubles,
+    generator,
     laid_out,
     run,
     same_bits,
@@ -75,12 +77,12 @@ def contract(causal: bool = True, eps: float = 1e-6) -> Contract:
 
 
 def make_inputs(
-    B: int, S: int, T: int, R: int, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    B: int, S: int, T: int, R: int, dtype: torch.dtype = torch.float32, device: str = DEVICE
 ) -> tuple[list[Tensor], Tensor]:
     """[q (B,S,R), k (B,R,T), v (B,R,T)] and grad_y (B,S,R)"""
-    generator = torch.Generator().manual_seed(1)
+    random = generator()
     shapes = [(B, S, R), (B, R, T), (B, R, T), (B, S, R)]
-    q, k, v, grad_y = (torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes)
+    q, k, v, grad_y = (torch.randn(shape, generator=random).to(device, dtype) for shape in shapes)
     return [q, k, v], grad_y
 
 
