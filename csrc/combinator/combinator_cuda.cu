@@ -127,8 +127,7 @@ __global__ void __launch_bounds__(kThreads)
     // Before anything is loaded: with many leading dimensions that takes divisions.
     const scalar_t* grad_y[kRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i)
-      grad_y[i] = p.grad_y.template at<scalar_t>(tiling.row(block, i)) + column * stride;
+    for (int i = 0; i < kRows; ++i) grad_y[i] = p.grad_y.template at<scalar_t>(tiling.row(block, i)) + column * stride;
     Piece<scalar_t, kCount> a[kRows], b[kRows], g[kRows];
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
