@@ -19,7 +19,9 @@ from tabulate import tabulate
 
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 ARCHITECTURES = ["arch=compute_80,code=sm_80", "arch=compute_90,code=[sm_90,compute_90]"]
-FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", f"-I{CSRC}"]
+# As torch compiles them, which takes half types' operators away.
+WITHOUT = ["HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS"]
+FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", f"-I{CSRC}", *(f"-D__CUDA_NO_{name}__" for name in WITHOUT)]
 
 
 def compile_kernel(source: Path, folder: Path) -> str:

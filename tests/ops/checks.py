@@ -31,7 +31,10 @@ Function = Callable[..., Tensor]
 CPU_LEVELS = pytest.mark.parametrize(
     "level",
     [
-        pytest.param(level, marks=[pytest.mark.isolated(MEMCHECK_CPU=level), *([pytest.mark.slow] if i > 0 else [])])
+        pytest.param(
+            level,
+            marks=[pytest.mark.cpu, pytest.mark.isolated(MEMCHECK_CPU=level), *([pytest.mark.slow] if i > 0 else [])],
+        )
         for i, level in enumerate(_C.cpu_levels())
     ],
 )
