@@ -19,6 +19,8 @@
 #include <string>
 #include <type_traits>
 
+#define __launch_bounds__(...)
+
 // Of the thread that runs.
 extern uint3 threadIdx;
 extern uint3 blockIdx;
