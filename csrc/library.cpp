@@ -121,8 +121,10 @@ static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H
           {"backward_scratch", plan.rows_bytes + plan.backward_states_bytes + plan.backward_scratch_bytes}};
 }
 
-static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, const std::string& dtype, bool copies) {
-  const auto plan = memcheck::combinator_plan(N, E, dtype_named(dtype), copies);
+static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, const std::string& dtype, bool copies,
+                                                      const std::string& device) {
+  const auto plan = is_cuda(device) ? memcheck::combinator_plan_cuda(N, E, dtype_named(dtype), copies)
+                                    : memcheck::combinator_plan_cpu(N, E, dtype_named(dtype), copies);
   return {{"rows", plan.rows},         {"preactivations", plan.preactivations_bytes},
           {"chunk", plan.chunk_bytes}, {"copy", plan.copy_bytes},
           {"wide", plan.wide_bytes},   {"sums", plan.sums_bytes}};
@@ -147,10 +149,10 @@ static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64
 
 static void bind_plans(py::module_& m) {
   m.def("combinator_plan", &combinator_plan, py::kw_only(), py::arg("N"), py::arg("E"), py::arg("dtype"),
-        py::arg("copies"),
+        py::arg("copies"), py::arg("device") = "cpu",
         "rows of a chunk, and bytes: preactivations (kept for backward in performance mode), chunk (backward, and a "
         "forward that keeps nothing), copy (beside it, where it copies: GEMM cannot take x in place), wide and sums "
-        "(where the weight is 16-bit and wants a gradient)");
+        "(where the weight is 16-bit and wants a gradient). device: cpu or cuda");
   m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
         py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu",
         "bytes: carries (kept for backward), forward_sums (beside them), forward_scratch (when nothing is kept), "

@@ -220,6 +220,17 @@ def test_combinator_terms_are_exact(operator: str, bsz: int, query_len: int, dim
     assert_terms_are_exact(case_of(operator, bsz=bsz, query_len=query_len, dim=dim, dtype=dtype, mode=mode))
 
 
+def test_combinator_terms_on_a_gpu() -> None:
+    """The same, but for the weight's gradient in fp32, and its chunks: at most U/16."""
+    rows, dim = 32_768, 1024
+    unit, weight = rows * dim * 2, 2 * dim * dim * 2
+    case = case_of("combinator", bsz=1, query_len=rows, dim=dim, dtype="bfloat16", device="cuda:0")
+    found = closed_bytes(case)
+    assert found["saved_bytes"] == 2 * unit
+    assert found["forward_peak_bytes"] == 4 * unit + weight
+    assert found["backward_peak_bytes"] == 5 * unit + 2 * weight + 2 * weight + 2 + unit // 16
+
+
 def test_a_combinator_has_a_weight_and_no_keys() -> None:
     case = case_of("combinator")
     (weight,) = CONTENDERS["combinator"].parameters(case)

@@ -1,12 +1,15 @@
-"""Kernels compile, link and load without torch or a GPU, and a launch without one answers instead of crashing."""
+"""Kernels compile, link and load without torch or a GPU, and a launch without one answers instead of crashing. Their
+glue is compiled too, against the headers that torch has of CUDA in every build."""
 
 import ctypes
 import re
 import subprocess
+import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from host_cuda import library
 from host_cuda.resources import CSRC, compile_kernels, resources
 
 
@@ -38,3 +41,29 @@ def test_what_kernels_take_is_known_for_every_architecture(require_tool: Callabl
 
 def written_kernels(path: Path) -> list[str]:
     return re.findall(r"__global__\s+void\s+(\w+)\(", re.sub(r"__launch_bounds__\([^)]*\)\s*", "", path.read_text()))
+
+
+GLUE = sorted(
+    path for path in CSRC.rglob("*.cpp") if re.search("MEMCHECK_WITH_CUDA|MEMCHECK_CUDA_KEY", path.read_text())
+)
+
+
+def test_the_glue_of_every_operator_is_for_cuda() -> None:
+    operators = {path.stem for path in CSRC.parent.glob("memcheck/ops/[a-z]*.py")}
+    assert {path.stem for path in GLUE} >= {*operators, "library"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("standard", ["c++17", "c++20"])
+@pytest.mark.parametrize("source", GLUE, ids=lambda source: source.name)
+def test_glue_compiles_for_cuda(source: Path, standard: str, require_tool: Callable[[str], str]) -> None:
+    from torch.utils.cpp_extension import include_paths
+
+    require_tool("nvcc")
+    others = [*include_paths(), library.cuda_include(), sysconfig.get_path("include")]
+    # The headers of a CPU build lack one that is generated, with the settings of a CUDA build.
+    macros = ["-DMEMCHECK_WITH_CUDA", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
+    flags = ["-fsyntax-only", f"-std={standard}", "-Wall", "-Werror", "-fopenmp", *macros, f"-I{CSRC}"]
+    command = [require_tool("g++"), *flags, *(f"-isystem{folder}" for folder in others), source]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr[-20_000:]

@@ -1,8 +1,6 @@
 #include "combinator/combinator.h"
 
-#include <ATen/ops/addmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
 #include <torch/library.h>
 
 #include <array>
@@ -10,13 +8,46 @@
 
 #include "common/allocate.h"
 #include "common/checks.h"
+#include "common/device.h"
 #include "common/matrix.h"
+#include "common/product.h"
 
 namespace memcheck {
 namespace {
 
 constexpr const char* kForward = "combinator";
 constexpr const char* kBackward = "combinator_backward";
+
+struct Cpu : OnCpu {
+  using OnCpu::OnCpu;
+  static CombinatorPlan plan(int64_t N, int64_t E, Dtype dtype, bool copies) {
+    return combinator_plan_cpu(N, E, dtype, copies);
+  }
+  void forward(const CombinatorForward& p, Dtype dtype) const { combinator_forward_cpu(p, dtype); }
+  void backward(const CombinatorBackward& p, Dtype dtype) const { combinator_backward_cpu(p, dtype); }
+  void copy(const CombinatorCopy& p, Dtype dtype) const { combinator_copy_cpu(p, dtype); }
+  // sum (+)= a b, where sum is in the dtype of a and b: the plan widens those of 16 bits.
+  static void sum_product(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, bool adds) {
+    multiply(sum, a, b, adds);
+  }
+};
+
+#ifdef MEMCHECK_WITH_CUDA
+struct Cuda : OnCuda {
+  using OnCuda::OnCuda;
+  static CombinatorPlan plan(int64_t N, int64_t E, Dtype dtype, bool copies) {
+    return combinator_plan_cuda(N, E, dtype, copies);
+  }
+  void forward(const CombinatorForward& p, Dtype dtype) const { combinator_forward_cuda(p, dtype, stream); }
+  void backward(const CombinatorBackward& p, Dtype dtype) const { combinator_backward_cuda(p, dtype, stream); }
+  void copy(const CombinatorCopy& p, Dtype dtype) const { combinator_copy_cuda(p, dtype, stream); }
+  // The same, or in float32 of a and b in 16 bits.
+  static void sum_product(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, bool adds) {
+    const bool same = sum.scalar_type() == a.scalar_type();
+    same ? multiply(sum, a, b, adds) : multiply_into_float(sum, a, b, adds);
+  }
+};
+#endif
 
 using Gradients = std::tuple<at::Tensor, at::Tensor>;
 
@@ -97,23 +128,24 @@ at::Tensor weight_matrix(const at::Tensor& weight) {
   return matrix.defined() ? matrix : weight.contiguous().view({2 * weight.size(1), weight.size(2)});
 }
 
+template <typename Device>
 CombinatorPlan plan_for(const char* op, const at::Tensor& x) {
   const int64_t E = x.size(-1);
-  return combinator_plan(x.numel() / E, E, dtype_of(x), /*copies=*/!matrix_of(op, "x", x).defined());
+  return Device::plan(x.numel() / E, E, dtype_of(x), /*copies=*/!matrix_of(op, "x", x).defined());
 }
 
 // The rows of x (...,E), read or written a chunk (count,E) at a time: in place where GEMM can, else in `copy` (rows,E).
+template <typename Device>
 class Chunks {
  public:
-  Chunks(const char* op, at::Tensor x, at::Tensor copy)
-      : op_(op), x_(std::move(x)), matrix_(matrix_of(op, "x", x_)), copy_(std::move(copy)) {}
+  Chunks(const char* op, const Device& device, at::Tensor x, at::Tensor copy)
+      : op_(op), device_(device), x_(std::move(x)), matrix_(matrix_of(op, "x", x_)), copy_(std::move(copy)) {}
 
   at::Tensor read(int64_t first, int64_t count) const {
     const at::Tensor chunk = room(first, count);
     if (!matrix_.defined())
-      combinator_copy_cpu(
-          {count, chunk.size(1), from_row(read_rows(op_, "x", x_), first), written_rows(op_, "x", chunk)},
-          dtype_of(x_));
+      device_.copy({count, chunk.size(1), from_row(read_rows(op_, "x", x_), first), written_rows(op_, "x", chunk)},
+                   dtype_of(x_));
     return chunk;
   }
 
@@ -123,13 +155,17 @@ class Chunks {
   }
   void write(const at::Tensor& chunk, int64_t first) const {
     if (!matrix_.defined())
-      combinator_copy_cpu(
+      device_.copy(
           {chunk.size(0), chunk.size(1), read_rows(op_, "x", chunk), from_row(written_rows(op_, "x", x_), first)},
           dtype_of(x_));
   }
 
+  // All rows, where they are contiguous; else undefined.
+  at::Tensor contiguous() const { return matrix_.defined() && matrix_.is_contiguous() ? matrix_ : at::Tensor(); }
+
  private:
   const char* op_;
+  const Device& device_;
   at::Tensor x_;
   at::Tensor matrix_;
   at::Tensor copy_;
@@ -139,10 +175,39 @@ at::Tensor empty_copy(const CombinatorPlan& plan, const at::Tensor& x) {
   return plan.copy_bytes > 0 ? at::empty({plan.rows, x.size(-1)}, x.options()) : at::Tensor();
 }
 
-// run(first row, rows) for every chunk.
-template <typename Run>
-void for_chunks(int64_t N, const CombinatorPlan& plan, const Run& run) {
-  for (int64_t first = 0; first < N; first += plan.rows) run(first, std::min(plan.rows, N - first));
+// Where the pre-activations of a chunk are, and how many rows it has: in scratch, or, if they are more than that holds,
+// in the last rows of the result, which are not written yet.
+class Pairs {
+ public:
+  // lender: the result (N,E), contiguous, or undefined. lent_rows: of it at most, of one chunk.
+  Pairs(const CombinatorPlan& plan, int64_t E, at::Tensor lender, int64_t lent_rows, const at::TensorOptions& options)
+      : rows_(plan.rows),
+        lent_rows_(lender.defined() ? lent_rows : 0),
+        scratch_(at::empty({plan.rows, 2 * E}, options)),
+        lender_(std::move(lender)) {}
+
+  int64_t next_rows(int64_t left) const { return combinator_next_rows(left, rows_, lent_rows_); }
+
+  // (count,2E)
+  at::Tensor room(int64_t count) const {
+    if (count <= rows_) return scratch_.narrow(0, 0, count);
+    return lender_.narrow(0, lender_.size(0) - 2 * count, 2 * count).view({count, scratch_.size(1)});
+  }
+
+ private:
+  int64_t rows_;
+  int64_t lent_rows_;
+  at::Tensor scratch_;  // (rows,2E)
+  at::Tensor lender_;
+};
+
+// run(first row, rows) for every chunk of N rows. next_rows(left): of the next one.
+template <typename Next, typename Run>
+void for_chunks(int64_t N, const Next& next_rows, const Run& run) {
+  for (int64_t first = 0, count; first < N; first += count) {
+    count = next_rows(N - first);
+    run(first, count);
+  }
 }
 
 std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::Tensor& weight, bool low_memory,
@@ -152,24 +217,35 @@ std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::T
   return empty_outputs(x, keep_preactivations);
 }
 
+template <typename Device>
 std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& weight, bool low_memory,
                                            bool keep_preactivations) {
   const auto outputs = forward_meta(x, weight, low_memory, keep_preactivations);
   const auto& [y, preactivations] = outputs;
   if (y.numel() == 0) return outputs;
   const int64_t E = x.size(-1), N = x.numel() / E;
-  const CombinatorPlan plan = plan_for(kForward, x);
-  const Chunks tokens(kForward, x, empty_copy(plan, x));
+  const Device device(x);
+  const CombinatorPlan plan = plan_for<Device>(kForward, x);
+  const Chunks<Device> tokens(kForward, device, x, empty_copy(plan, x));
   const at::Tensor matrix = weight_matrix(weight);
-  const at::Tensor kept = keep_preactivations ? preactivations.view({N, 2 * E}) : at::Tensor();
-  const at::Tensor scratch = keep_preactivations ? at::Tensor() : at::empty({plan.rows, 2 * E}, x.options());
   const at::Tensor y_rows = y.view({N, E});
-  for_chunks(N, plan, [&](int64_t first, int64_t count) {
-    at::Tensor pair = kept.defined() ? kept.narrow(0, first, count) : scratch.narrow(0, 0, count);
+  const auto run = [&](int64_t first, at::Tensor pair) {
+    const int64_t count = pair.size(0);
     at::mm_out(pair, tokens.read(first, count), matrix.t());
     const at::Tensor y_chunk = y_rows.narrow(0, first, count);
-    combinator_forward_cpu({count, E, pair.const_data_ptr(), y_chunk.mutable_data_ptr()}, dtype_of(x));
-  });
+    device.forward({count, E, pair.const_data_ptr(), y_chunk.mutable_data_ptr()}, dtype_of(x));
+  };
+  if (keep_preactivations) {
+    const at::Tensor kept = preactivations.view({N, 2 * E});
+    for_chunks(
+        N, [&](int64_t left) { return std::min(left, plan.kept_rows); },
+        [&](int64_t first, int64_t count) { run(first, kept.narrow(0, first, count)); });
+  } else {
+    const Pairs pairs(plan, E, y_rows, plan.lent_rows, x.options());
+    for_chunks(
+        N, [&](int64_t left) { return pairs.next_rows(left); },
+        [&](int64_t first, int64_t count) { run(first, pairs.room(count)); });
+  }
   return outputs;
 }
 
@@ -202,6 +278,7 @@ Gradients check_backward(const at::Tensor& grad_y, const at::Tensor& x, const at
 }
 
 // grad_weight = the sum over chunks of grad_pair^T x. In 16-bit types it is formed in float32 and rounded once.
+template <typename Device>
 class WeightGradient {
  public:
   WeightGradient(at::Tensor grad_weight, const CombinatorPlan& plan) : grad_weight_(std::move(grad_weight)) {
@@ -209,7 +286,7 @@ class WeightGradient {
     const int64_t E = grad_weight_.size(2);
     const auto wide = grad_weight_.options().dtype(acc_scalar_type(grad_weight_.scalar_type()));
     if (plan.wide_bytes > 0) wide_ = at::empty({plan.rows * 3 * E}, wide);
-    if (!wide_.defined()) sum_ = matrix_of(kBackward, "weight", grad_weight_);
+    if (plan.sums_bytes == 0) sum_ = matrix_of(kBackward, "weight", grad_weight_);
     in_place_ = sum_.defined();
     if (!in_place_) sum_ = at::empty({2 * E, E}, wide);
   }
@@ -218,11 +295,7 @@ class WeightGradient {
   void add(const at::Tensor& grad_pair, const at::Tensor& x) {
     if (!grad_weight_.defined()) return;
     const at::Tensor left = widened(grad_pair, 0), right = widened(x, grad_pair.numel());
-    if (first_) {
-      at::mm_out(sum_, left.t(), right);
-    } else {
-      sum_.addmm_(left.t(), right);
-    }
+    Device::sum_product(sum_, left.t(), right, /*adds=*/!first_);
     first_ = false;
   }
 
@@ -250,6 +323,7 @@ Gradients backward_meta(const at::Tensor& grad_y, const std::optional<at::Tensor
                         preactivations.value_or(at::Tensor()), output_mask);
 }
 
+template <typename Device>
 Gradients backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x_or_none,
                    const std::optional<at::Tensor>& weight_or_none,
                    const std::optional<at::Tensor>& preactivations_or_none, std::array<bool, 2> output_mask) {
@@ -263,34 +337,46 @@ Gradients backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x_
   }
   const int64_t E = grad_y.size(-1), N = grad_y.numel() / E;
   const at::Tensor& tokens = x_or_none ? *x_or_none : grad_x;
-  const CombinatorPlan plan = plan_for(kBackward, tokens);
+  const Device device(tokens);
+  const CombinatorPlan plan = plan_for<Device>(kBackward, tokens);
   const at::Tensor kept = preactivations_or_none ? preactivations_or_none->contiguous().view({N, 2 * E}) : at::Tensor();
   const at::Tensor matrix = grad_x.defined() || !kept.defined() ? weight_matrix(*weight_or_none) : at::Tensor();
   const CombinatorRows grad_rows = read_rows(kBackward, "grad_y", grad_y);
-  const at::Tensor scratch = at::empty({plan.rows, 2 * E}, grad_y.options());
   // x has been read when grad_x is written.
   const at::Tensor copy = empty_copy(plan, tokens);
   const bool reads_x = grad_weight.defined() || !kept.defined();
-  const auto x_chunks = reads_x ? std::optional<Chunks>({kBackward, *x_or_none, copy}) : std::nullopt;
-  const auto grad_x_chunks = grad_x.defined() ? std::optional<Chunks>({kBackward, grad_x, copy}) : std::nullopt;
-  WeightGradient sum(grad_weight, plan);
-  for_chunks(N, plan, [&](int64_t first, int64_t count) {
+  const auto chunks_of = [&](const at::Tensor& x) { return Chunks<Device>(kBackward, device, x, copy); };
+  const auto x_chunks = reads_x ? std::optional(chunks_of(*x_or_none)) : std::nullopt;
+  const auto grad_x_chunks = grad_x.defined() ? std::optional(chunks_of(grad_x)) : std::nullopt;
+  // grad_weight is a sum over chunks that reads and writes all of it for each: the fewer, the better.
+  const Pairs pairs(plan, E, grad_x_chunks ? grad_x_chunks->contiguous() : at::Tensor(), plan.lent_rows > 0 ? N : 0,
+                    grad_y.options());
+  WeightGradient<Device> sum(grad_weight, plan);
+  const auto run = [&](int64_t first, int64_t count) {
     const at::Tensor x = reads_x ? x_chunks->read(first, count) : at::Tensor();
-    at::Tensor grad_pair = scratch.narrow(0, 0, count);
+    at::Tensor grad_pair = pairs.room(count);
     if (!kept.defined()) at::mm_out(grad_pair, x, matrix.t());
     const at::Tensor pair = kept.defined() ? kept.narrow(0, first, count) : grad_pair;
-    combinator_backward_cpu({count, E, pair.const_data_ptr(), from_row(grad_rows, first), grad_pair.mutable_data_ptr()},
-                            dtype_of(grad_y));
+    device.backward({count, E, pair.const_data_ptr(), from_row(grad_rows, first), grad_pair.mutable_data_ptr()},
+                    dtype_of(grad_y));
     sum.add(grad_pair, x);
     if (!grad_x.defined()) return;
     at::Tensor grad_x_chunk = grad_x_chunks->room(first, count);
     at::mm_out(grad_x_chunk, grad_pair, matrix);
     grad_x_chunks->write(grad_x_chunk, first);
-  });
+  };
+  for_chunks(N, [&](int64_t left) { return pairs.next_rows(left); }, run);
   sum.finish();
   return gradients;
 }
 
+template <typename Device>
+void register_kernels(torch::Library& m) {
+  m.impl("combinator", forward<Device>);
+  m.impl("combinator_backward", backward<Device>);
+}
+
+#ifndef MEMCHECK_HOST_CUDA
 TORCH_LIBRARY_FRAGMENT(memcheck, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   m.def(
@@ -304,14 +390,21 @@ TORCH_LIBRARY_FRAGMENT(memcheck, m) {
 }
 
 TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-  m.impl("combinator", forward);
-  m.impl("combinator_backward", backward);
+  register_kernels<Cpu>(m);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
   m.impl("combinator", forward_meta);
   m.impl("combinator_backward", backward_meta);
 }
+
+#endif
+
+#ifdef MEMCHECK_WITH_CUDA
+TORCH_LIBRARY_IMPL(memcheck, MEMCHECK_CUDA_KEY, m) {
+  register_kernels<Cuda>(m);
+}
+#endif
 
 }  // namespace
 }  // namespace memcheck

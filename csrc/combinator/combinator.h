@@ -3,6 +3,8 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/macros.h"
+#include "common/stream.h"
 
 // Combinator: what its kernels are given, and what it needs beside its inputs. No torch here.
 //
@@ -26,9 +28,12 @@ struct CombinatorRows {
   int64_t column_stride = 1;
 
   template <typename scalar_t>
-  scalar_t* at(int64_t row) const {
+  MEMCHECK_INLINE scalar_t* at(int64_t row) const {
     int64_t index = first + row;
     int64_t offset = 0;
+#if defined(__CUDACC__)
+#pragma unroll 1
+#endif
     for (int64_t d = dimensions - 1; d > 0; --d) {
       offset += index % size[d] * stride[d];
       index /= size[d];
@@ -60,33 +65,75 @@ void combinator_forward_cpu(const CombinatorForward& p, Dtype dtype);
 void combinator_backward_cpu(const CombinatorBackward& p, Dtype dtype);
 void combinator_copy_cpu(const CombinatorCopy& p, Dtype dtype);
 
-// How many rows go at a time, and what that takes. By shape and dtype only: both modes and every thread count do the
-// same products.
+void combinator_forward_cuda(const CombinatorForward& p, Dtype dtype, cudaStream_t stream);
+void combinator_backward_cuda(const CombinatorBackward& p, Dtype dtype, cudaStream_t stream);
+void combinator_copy_cuda(const CombinatorCopy& p, Dtype dtype, cudaStream_t stream);
+
+// How many rows go at a time, and what that takes. By shape and dtype only: whatever the threads or the GPU, the
+// products are the same.
 struct CombinatorPlan {
-  int64_t rows;
+  int64_t rows;                  // of a chunk whose pre-activations are in scratch
+  int64_t kept_rows;             // of a chunk of the forward that keeps them
+  int64_t lent_rows;             // of a chunk of the forward whose pre-activations are in memory that y lends, or 0
   int64_t preactivations_bytes;  // (N,2E), kept for the backward in performance mode
   int64_t chunk_bytes;           // (rows,2E), pre-activations that are not kept, and their gradients
   int64_t copy_bytes;            // (rows,E), where GEMM cannot read x or write grad_x in place
-  int64_t wide_bytes;            // (rows,3E) in float32: what grad_weight is formed from where the weight is 16-bit
+  int64_t wide_bytes;            // (rows,3E) in float32, of which grad_weight is formed where the weight is 16-bit and
+                                 // GEMM has no float32 product of 16-bit matrices
   int64_t sums_bytes;            // (2,E,E) in float32: where it is formed then
 };
 
 constexpr int64_t kCombinatorChunkBytes = int64_t{4} << 20;
 
 // A chunk takes at most a sixteenth of x, or 4 MiB if that is more.
-// copies: GEMM cannot read x and write its gradient where they are.
-inline CombinatorPlan combinator_plan(int64_t N, int64_t E, Dtype dtype, bool copies) {
+// copies: GEMM cannot read x and write its gradient where they are. wide_bytes: of an element, beside the chunk.
+inline CombinatorPlan combinator_chunks(int64_t N, int64_t E, Dtype dtype, bool copies, int64_t wide_bytes) {
   const int64_t item = element_bytes(dtype);
   const int64_t copied = copies ? item : 0;
-  const int64_t wide = item < 4 ? 3 * 4 : 0;
-  const int64_t row_bytes = E > 0 ? E * (2 * item + copied + wide) : 1;
+  const int64_t row_bytes = E > 0 ? E * (2 * item + copied + wide_bytes) : 1;
   const int64_t sixteenth = N * E * item / 16;
   const int64_t budget = sixteenth > kCombinatorChunkBytes ? sixteenth : kCombinatorChunkBytes;
   const int64_t fit = row_bytes > budget ? 1 : budget / row_bytes;
   const int64_t chunks = N > 0 ? (N + fit - 1) / fit : 1;
   const int64_t rows = (N + chunks - 1) / chunks;  // about as many in each
-  return {
-      rows, 2 * N * E * item, 2 * rows * E * item, rows * E * copied, rows * E * wide, item < 4 ? 2 * E * E * 4 : 0};
+  return {rows,
+          rows,
+          0,
+          2 * N * E * item,
+          2 * rows * E * item,
+          rows * E * copied,
+          rows * E * wide_bytes,
+          item < 4 ? 2 * E * E * 4 : 0};
+}
+
+inline CombinatorPlan combinator_plan_cpu(int64_t N, int64_t E, Dtype dtype, bool copies) {
+  return combinator_chunks(N, E, dtype, copies, element_bytes(dtype) < 4 ? 3 * 4 : 0);
+}
+
+// What a GEMM writes and a kernel reads next is still in the L2 cache, of 40 MB or more.
+constexpr int64_t kCombinatorCacheBytes = int64_t{32} << 20;
+
+// A GEMM of few rows leaves most of a GPU idle. So the forward that keeps all pre-activations forms them in one; and
+// where a result (N,E) is not written yet it lends its memory: while n rows of it are left, a third of them is a chunk,
+// whose pre-activations (n/3,2E) take the place of the other two.
+inline CombinatorPlan combinator_plan_cuda(int64_t N, int64_t E, Dtype dtype, bool copies) {
+  CombinatorPlan plan = combinator_chunks(N, E, dtype, copies, 0);
+  if (copies) return plan;
+  const int64_t cached = kCombinatorCacheBytes / (E > 0 ? 2 * E * element_bytes(dtype) : 1);
+  plan.kept_rows = N;
+  plan.lent_rows = cached > plan.rows ? cached : plan.rows;
+  return plan;
+}
+
+// Tiles of GEMMs are 64 to 256 rows.
+constexpr int64_t kCombinatorLentMultiple = 256;
+
+// Rows of the next chunk, of `left`, where up to `lent` of them may be in lent memory.
+inline int64_t combinator_next_rows(int64_t left, int64_t rows, int64_t lent) {
+  const int64_t third = left / 3 < lent ? left / 3 : lent;
+  const int64_t whole_tiles = third / kCombinatorLentMultiple * kCombinatorLentMultiple;
+  if (whole_tiles > rows) return whole_tiles;
+  return rows < left ? rows : left;
 }
 
 }  // namespace memcheck

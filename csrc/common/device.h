@@ -34,9 +34,11 @@ struct OnCuda {
   cudaStream_t stream = nullptr;
 };
 
-#elif defined(MEMCHECK_WITH_CUDA)
-
+#else
 #define MEMCHECK_CUDA_KEY CUDA
+#endif
+
+#if defined(MEMCHECK_WITH_CUDA) && !defined(MEMCHECK_HOST_CUDA)
 
 // The tensor's device is the current one as long as this lives; kernels are queued on its current stream.
 struct OnCuda {

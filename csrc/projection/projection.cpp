@@ -1,9 +1,8 @@
 #include "projection/projection.h"
 
-#include <ATen/ops/addmm.h>
+#include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/mm.h>
-#include <ATen/ops/zeros.h>
+#include <c10/core/DeviceGuard.h>
 #include <torch/library.h>
 
 #include <array>
@@ -11,7 +10,9 @@
 
 #include "common/allocate.h"
 #include "common/checks.h"
+#include "common/device.h"
 #include "common/matrix.h"
+#include "common/product.h"
 
 namespace memcheck {
 namespace {
@@ -36,18 +37,34 @@ at::Tensor rows_of(const at::Tensor& x) {
   return merges && x.numel() > 0 ? x.view({x.size(0) * x.size(1), x.size(2)}) : at::Tensor();
 }
 
+struct Cpu {
+  explicit Cpu(const at::Tensor&) {}
+
+  static constexpr bool kMultipliesBatches = false;
+  static constexpr bool kMultipliesIntoFloat = false;
+};
+
+// Every product is one of torch's, whether there are kernels for CUDA or not.
+struct Cuda {
+  explicit Cuda(const at::Tensor& x) : guard(x.device()) {}
+
+  static constexpr bool kMultipliesBatches = true;    // as a single call
+  static constexpr bool kMultipliesIntoFloat = true;  // matrices of 16 bits
+  c10::DeviceGuard guard;
+};
+
 // y = x w for y (B,S,R) of any strides: one product, or one a batch entry.
-void multiply(const at::Tensor& y, const at::Tensor& x, const at::Tensor& w) {
-  at::Tensor y_rows = rows_of(y);
-  const at::Tensor x_rows = rows_of(x);
-  if (y_rows.defined() && x_rows.defined()) {
-    at::mm_out(y_rows, x_rows, w);
+template <typename Device>
+void multiply_rows(const at::Tensor& y, const at::Tensor& x, const at::Tensor& w) {
+  const at::Tensor y_rows = rows_of(y), x_rows = rows_of(x);
+  if (y_rows.defined() && x_rows.defined()) return multiply(y_rows, x_rows, w, /*adds=*/false);
+  if (Device::kMultipliesBatches && y.size(0) > 0 && is_matrix(y.select(0, 0)) && is_matrix(x.select(0, 0))) {
+    const at::Tensor matrix = is_matrix(w) ? w : w.contiguous();
+    at::Tensor to = y;
+    at::bmm_out(to, x, matrix.expand({x.size(0), w.size(0), w.size(1)}));
     return;
   }
-  for (int64_t b = 0; b < y.size(0); ++b) {
-    at::Tensor y_b = y.select(0, b);
-    at::mm_out(y_b, x.select(0, b), w);
-  }
+  for (int64_t b = 0; b < y.size(0); ++b) multiply(y.select(0, b), x.select(0, b), w, /*adds=*/false);
 }
 
 at::Tensor linear_r_meta(const at::Tensor& x, const at::Tensor& w) {
@@ -55,9 +72,11 @@ at::Tensor linear_r_meta(const at::Tensor& x, const at::Tensor& w) {
   return empty_result({n.B, n.S, n.R}, x.options());
 }
 
+template <typename Device>
 at::Tensor linear_r(const at::Tensor& x, const at::Tensor& w) {
-  at::Tensor y = linear_r_meta(x, w);
-  multiply(y, x, w);
+  const at::Tensor y = linear_r_meta(x, w);
+  const Device device(x);
+  multiply_rows<Device>(y, x, w);
   return y;
 }
 
@@ -66,9 +85,11 @@ at::Tensor linear_l_meta(const at::Tensor& x, const at::Tensor& w) {
   return empty_result({n.B, n.R, n.S}, x.options());
 }
 
+template <typename Device>
 at::Tensor linear_l(const at::Tensor& x, const at::Tensor& w) {
-  at::Tensor y = linear_l_meta(x, w);
-  multiply(y.transpose(1, 2), x, w);
+  const at::Tensor y = linear_l_meta(x, w);
+  const Device device(x);
+  multiply_rows<Device>(y.transpose(1, 2), x, w);
   return y;
 }
 
@@ -101,28 +122,28 @@ Gradients check_backward(const char* op, const at::Tensor& grad, const at::Tenso
 }
 
 // grad_w as a sum of products. In 16-bit types it is formed in float32 and rounded once.
+template <typename Device>
 class WeightGradient {
  public:
   WeightGradient(at::Tensor grad_w, int64_t terms) : grad_w_(std::move(grad_w)) {
-    if (!grad_w_.defined() || terms == 1) return;
-    if (grad_w_.scalar_type() != acc_scalar_type(grad_w_.scalar_type())) {
-      sum_ = at::zeros(grad_w_.sizes(), grad_w_.options().dtype(at::kFloat));
-      term_ = at::empty(grad_w_.sizes(), grad_w_.options());
-    } else {
-      grad_w_.zero_();
-    }
-    adds_ = true;
+    if (!grad_w_.defined()) return;
+    if (terms == 0) grad_w_.zero_();
+    const auto wide = acc_scalar_type(grad_w_.scalar_type());
+    if (terms < 2 || wide == grad_w_.scalar_type()) return;
+    sum_ = at::empty(grad_w_.sizes(), grad_w_.options().dtype(wide));
+    if (!Device::kMultipliesIntoFloat) term_ = at::empty(grad_w_.sizes(), grad_w_.options());
   }
   void add(const at::Tensor& x, const at::Tensor& grad) {
     if (!grad_w_.defined()) return;
-    if (!adds_) {
-      at::mm_out(grad_w_, x.t(), grad);
-    } else if (sum_.defined()) {
-      at::mm_out(term_, x.t(), grad);
-      sum_.add_(term_);
+    if (!sum_.defined()) {
+      multiply(grad_w_, x.t(), grad, adds_);
+    } else if (term_.defined()) {
+      multiply(term_, x.t(), grad, /*adds=*/false);
+      adds_ ? sum_.add_(term_) : sum_.copy_(term_);
     } else {
-      grad_w_.addmm_(x.t(), grad);
+      multiply_into_float(sum_, x.t(), grad, adds_);
     }
+    adds_ = true;
   }
   void finish() {
     if (sum_.defined()) grad_w_.copy_(sum_);
@@ -136,59 +157,64 @@ class WeightGradient {
 };
 
 // One product over all rows, where the strides allow it.
+template <typename Device>
 bool backward_whole(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const Gradients& gradients) {
   const auto& [grad_x, grad_w] = gradients;
   const at::Tensor grad_rows = rows_of(grad);
   const at::Tensor x_rows = x.defined() ? rows_of(x) : at::Tensor();
-  at::Tensor grad_x_rows = grad_x.defined() ? rows_of(grad_x) : at::Tensor();
+  const at::Tensor grad_x_rows = grad_x.defined() ? rows_of(grad_x) : at::Tensor();
   const bool possible = grad_rows.defined() && is_matrix(grad_rows) && (!grad_w.defined() || x_rows.defined()) &&
                         (!grad_x.defined() || grad_x_rows.defined());
   if (!possible) return false;
-  if (grad_x.defined()) at::mm_out(grad_x_rows, grad_rows, w.t());
-  WeightGradient(grad_w, 1).add(x_rows, grad_rows);
+  if (grad_x.defined()) multiply(grad_x_rows, grad_rows, w.t(), /*adds=*/false);
+  WeightGradient<Device>(grad_w, 1).add(x_rows, grad_rows);
   return true;
 }
 
+template <typename Device>
 void backward_in_pieces(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const Gradients& gradients) {
   const auto& [grad_x, grad_w] = gradients;
   const int64_t B = grad.size(0), S = grad.size(1), R = grad.size(2);
   const bool copies = B > 0 && !is_matrix(grad.select(0, 0));
   const int64_t rows = copies ? projection_piece_rows(B, S, R, grad.element_size()) : std::max<int64_t>(S, 1);
   const at::Tensor piece = copies ? at::empty({rows, R}, grad.options()) : at::Tensor();
-  WeightGradient weight(grad_w, S == 0 ? 0 : B * ((S + rows - 1) / rows));
+  const bool all_at_once = Device::kMultipliesBatches && !copies;
+  if (all_at_once && grad_x.defined()) multiply_rows<Device>(grad_x, grad, w.t());
+  WeightGradient<Device> weight(grad_w, S == 0 ? 0 : B * ((S + rows - 1) / rows));
   for (int64_t b = 0; b < B; ++b) {
     for (int64_t s = 0; s < S; s += rows) {
       const int64_t count = std::min(rows, S - s);
       const auto part = [&](const at::Tensor& whole) { return whole.select(0, b).narrow(0, s, count); };
       const at::Tensor grad_part = copies ? piece.narrow(0, 0, count).copy_(part(grad)) : part(grad);
-      if (grad_x.defined()) {
-        at::Tensor grad_x_part = part(grad_x);
-        at::mm_out(grad_x_part, grad_part, w.t());
-      }
+      if (grad_x.defined() && !all_at_once) multiply(part(grad_x), grad_part, w.t(), /*adds=*/false);
       if (grad_w.defined()) weight.add(part(x), grad_part);
     }
   }
   weight.finish();
 }
 
+template <typename Device>
 Gradients backward(const char* op, const at::Tensor& grad, const std::optional<at::Tensor>& x_or_none,
                    const std::optional<at::Tensor>& w_or_none, const std::array<bool, 2>& wanted) {
   const at::Tensor x = x_or_none.value_or(at::Tensor());
   const at::Tensor w = w_or_none.value_or(at::Tensor());
   const Gradients gradients = check_backward(op, grad, x, w, wanted);
-  if (!backward_whole(grad, x, w, gradients)) backward_in_pieces(grad, x, w, gradients);
+  const Device device(grad);
+  if (!backward_whole<Device>(grad, x, w, gradients)) backward_in_pieces<Device>(grad, x, w, gradients);
   return gradients;
 }
 
+template <typename Device>
 Gradients linear_r_backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
                             const std::optional<at::Tensor>& w, std::array<bool, 2> output_mask) {
-  return backward("linear_r_backward", grad_y, x, w, output_mask);
+  return backward<Device>("linear_r_backward", grad_y, x, w, output_mask);
 }
 
+template <typename Device>
 Gradients linear_l_backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
                             const std::optional<at::Tensor>& w, std::array<bool, 2> output_mask) {
   check_rank("linear_l_backward", "grad_y", grad_y, 3, "(B,R,S)");
-  return backward("linear_l_backward", grad_y.transpose(1, 2), x, w, output_mask);
+  return backward<Device>("linear_l_backward", grad_y.transpose(1, 2), x, w, output_mask);
 }
 
 Gradients linear_r_backward_meta(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
@@ -203,6 +229,15 @@ Gradients linear_l_backward_meta(const at::Tensor& grad_y, const std::optional<a
                         output_mask);
 }
 
+template <typename Device>
+void register_kernels(torch::Library& m) {
+  m.impl("linear_r", linear_r<Device>);
+  m.impl("linear_l", linear_l<Device>);
+  m.impl("linear_r_backward", linear_r_backward<Device>);
+  m.impl("linear_l_backward", linear_l_backward<Device>);
+}
+
+#ifndef MEMCHECK_HOST_CUDA
 TORCH_LIBRARY_FRAGMENT(memcheck, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
   for (const char* schema : {"linear_r(Tensor x, Tensor w) -> Tensor", "linear_l(Tensor x, Tensor w) -> Tensor"})
@@ -214,19 +249,8 @@ TORCH_LIBRARY_FRAGMENT(memcheck, m) {
     m.def(schema, tags);
 }
 
-void implement(torch::Library& m) {
-  m.impl("linear_r", linear_r);
-  m.impl("linear_l", linear_l);
-  m.impl("linear_r_backward", linear_r_backward);
-  m.impl("linear_l_backward", linear_l_backward);
-}
-
 TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-  implement(m);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, CUDA, m) {
-  implement(m);
+  register_kernels<Cpu>(m);
 }
 
 TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
@@ -234,6 +258,12 @@ TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
   m.impl("linear_l", linear_l_meta);
   m.impl("linear_r_backward", linear_r_backward_meta);
   m.impl("linear_l_backward", linear_l_backward_meta);
+}
+
+#endif
+
+TORCH_LIBRARY_IMPL(memcheck, MEMCHECK_CUDA_KEY, m) {
+  register_kernels<Cuda>(m);
 }
 
 }  // namespace

@@ -15,7 +15,8 @@ def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor
         x: (...,E) tokens, any number of leading dimensions.
         weight: (2,E,E), the gate's weight W0 and the other's, W1.
         low_memory: keep nothing for backward but x and weight, and form the pre-activations again, a chunk of rows
-            at a time. The results are the same.
+            at a time. The results are the same; on CUDA up to rounding, since a GEMM of fewer rows may sum in
+            another order.
 
     float64, float32, float16, bfloat16. The products are the library's GEMM in that dtype, but the gradient of a
     16-bit weight, which is summed over the rows in float32 and rounded once.

@@ -64,8 +64,8 @@ def kernel_sources(folder: Path) -> list[Path]:
 
 
 def glue_sources() -> list[Path]:
-    """Of every operator that has kernels."""
-    folders = {kernel.parent for kernel in CSRC.rglob("*_cuda.cu")} - {CSRC / "cuda_probe"}
+    """Of every operator that has kernels, and of the projections, which need none."""
+    folders = {kernel.parent for kernel in CSRC.rglob("*_cuda.cu")} - {CSRC / "cuda_probe"} | {CSRC / "projection"}
     return [folder / f"{folder.name}.cpp" for folder in sorted(folders)]
 
 

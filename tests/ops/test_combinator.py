@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
 from ops.checks import (
     CPU_LEVELS,
+    DEVICE,
     DTYPES,
     HALF_DTYPES,
+    KERNELS,
     LAYOUTS,
     Bound,
     Contract,
@@ -25,6 +28,7 @@ from ops.checks import (
     subsets,
 )
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from memcheck import combinator, measure_memory, track
 from memcheck._extension import _C
@@ -74,9 +78,8 @@ def make_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> t
 
 def plan_of(x: Tensor) -> dict[str, int]:
     E = x.shape[-1]
-    return _C.combinator_plan(
-        N=x.numel() // E, E=E, dtype=str(x.dtype).removeprefix("torch."), copies=not reads_in_place(x)
-    )
+    dtype = str(x.dtype).removeprefix("torch.")
+    return _C.combinator_plan(N=x.numel() // E, E=E, dtype=dtype, copies=not reads_in_place(x), device=KERNELS)
 
 
 # ---- values and gradients
@@ -86,7 +89,7 @@ def plan_of(x: Tensor) -> dict[str, int]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [*SHAPES, *EMPTY_SHAPES], ids=str)
 def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, low_memory: bool) -> None:
-    if dtype == torch.float16 and math.prod(shape) > 200_000:
+    if DEVICE == "cpu" and dtype == torch.float16 and math.prod(shape) > 200_000:
         pytest.skip("torch's float16 product takes seconds")
     assert_contract(contract(low_memory), *make_inputs(shape, dtype), against_plain=True)
 
@@ -105,6 +108,39 @@ def test_bounds_are_the_formulas_without_cancellation() -> None:
     torch.testing.assert_close(reference.combinator_bounds(grad_y, x, weight), expected)
 
 
+@MODES
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_so_many_rows_that_a_result_lends_its_memory(dtype: torch.dtype, low_memory: bool) -> None:
+    """On CUDA, where more rows are left than a third of which fits the chunk."""
+    inputs, grad_y = make_inputs((80_000, 60), dtype)
+    assert KERNELS == "cpu" or plan_of(inputs[0])["rows"] + 256 < 80_000 // 3
+    assert_contract(contract(low_memory), inputs, grad_y)
+    assert_contract(contract(low_memory), inputs, grad_y[:1].expand_as(grad_y))
+
+
+@pytest.mark.skipif(KERNELS == "cpu", reason="on the CPU chunks stay in the cache")
+def test_products_on_cuda_are_of_many_rows() -> None:
+    """All at once where the pre-activations are kept, else and in the backward a third of what is left at a time."""
+    (x, weight), grad_y = make_inputs((80_000, 60))
+    leaves = [x.requires_grad_(), weight.requires_grad_()]
+    rows, left, chunks = plan_of(x)["rows"], 80_000, 0
+    while left > 0:
+        left -= max(min(left, rows), left // 3 // 256 * 256)
+        chunks += 1
+    assert chunks < 80_000 // rows
+    y = combinator(*leaves)
+    assert products(lambda: combinator(*leaves)) == 1
+    assert products(lambda: combinator(x.detach(), weight.detach())) == chunks
+    assert products(lambda: y.backward(grad_y)) == 2 * chunks
+
+
+def products(run: Callable[[], object]) -> int:
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        run()
+    return sum(event.name in ("aten::mm", "aten::addmm_", "aten::addmm") for event in profiled.events())
+
+
+@pytest.mark.cpu
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(3000, 65), (1024, 32), (2, 40, 256), (30_000, 60)], ids=str)
 def test_both_modes_give_the_same_bits(shape: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -114,6 +150,7 @@ def test_both_modes_give_the_same_bits(shape: tuple[int, ...], dtype: torch.dtyp
     assert same_bits(run(combinator, inputs, grad_y), run(low_memory_combinator, inputs, grad_y))
 
 
+@pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit() -> None:
     for shape in ((700, 63), (4000, 128), (5, 7)):
@@ -127,6 +164,7 @@ def test_threads_change_no_bit() -> None:
                     assert same_bits(results[0], results[-1])
 
 
+@pytest.mark.cpu
 @CPU_LEVELS
 def test_every_cpu_level(level: str) -> None:
     assert _C.cpu_level() == level
@@ -139,7 +177,7 @@ def test_every_cpu_level(level: str) -> None:
 def test_many_chunks_do_not_lose_grad_weight(dtype: torch.dtype) -> None:
     """A 16-bit sum of equal terms would stop growing at 256 of the first: it is formed in float32 over all rows."""
     x, weight = torch.ones(20_000, 30, dtype=dtype), torch.zeros(2, 30, 30, dtype=dtype)
-    assert plan_of(x)["rows"] < 20_000
+    assert KERNELS == "cuda" or plan_of(x)["rows"] < 20_000
     grad_y = torch.full((), 2.0**-6, dtype=dtype).expand(x.shape)
     *_, grad_weight = run(combinator, [x, weight], grad_y)
     of_b = torch.tensor(math.log(2) * 2.0**-6).to(dtype).double() * 20_000
@@ -186,6 +224,8 @@ def test_strides_cost_only_what_is_planned(layout: str, low_memory: bool) -> Non
     (x, weight), grad_y = make_inputs((3, 7000, 40))
     for x_, weight_, grad in laid_out([x, weight, grad_y], layout):
         plan = plan_of(x_)
+        if DEVICE == "cuda":
+            run(contract(low_memory).function, [x_, weight_], grad)  # cuBLAS takes its workspaces
         weight_copy = 0 if reads_in_place(weight_) else weight.nbytes
         sums = 0 if reads_in_place(weight_) or not is_dense(weight_) else weight.nbytes
         leaves = [x_.detach().requires_grad_(), weight_.detach().requires_grad_()]
@@ -294,22 +334,32 @@ def test_nan_stays_in_its_row() -> None:
 # ---- memory
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("copies", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "E"), [(1, 1), (100, 127), (8192, 512), (262_144, 64), (512, 4096), (3, 600_000)])
-def test_chunks_keep_to_their_share(N: int, E: int, dtype: torch.dtype, copies: bool) -> None:
+def test_chunks_keep_to_their_share(N: int, E: int, dtype: torch.dtype, copies: bool, device: str) -> None:
     """A sixteenth of x, or 4 MiB if that is more, for everything of a chunk together, unless a single row is more."""
-    plan = _C.combinator_plan(N=N, E=E, dtype=str(dtype).removeprefix("torch."), copies=copies)
+    plan = _C.combinator_plan(N=N, E=E, dtype=str(dtype).removeprefix("torch."), copies=copies, device=device)
     assert bool(plan["copy"]) == copies
     assert 1 <= plan["rows"] <= N
     chunk = plan["chunk"] + plan["copy"] + plan["wide"]
     assert plan["rows"] == 1 or chunk <= max(N * E * dtype.itemsize // 16, 4 * MIB)
     assert plan["preactivations"] == 2 * N * E * dtype.itemsize
     assert plan["sums"] == (2 * E * E * 4 if dtype in HALF_DTYPES else 0)
+    # GEMM on CUDA has float32 products of 16-bit matrices.
+    assert (plan["wide"] > 0) == (dtype in HALF_DTYPES and device == "cpu")
 
 
-def library_bytes(x: Tensor) -> int:
-    """oneDNN takes scratch from torch's allocator for its 16-bit products, and we do not know how much."""
+def test_a_plan_is_of_a_device() -> None:
+    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
+        _C.combinator_plan(N=1, E=1, dtype="float32", copies=False, device="tpu")
+
+
+def library_bytes(x: Tensor, record: Record) -> int:
+    """oneDNN takes scratch from torch's allocator for its 16-bit products, and we do not know how much; cuBLAS says."""
+    if DEVICE == "cuda":
+        return record.library_workspace_bytes
     return 0 if x.dtype in (torch.float32, torch.float64) else MIB
 
 
@@ -327,14 +377,14 @@ def assert_memory_is_planned(x: Tensor, weight: Tensor, low_memory: bool) -> lis
         assert record.saved_bytes == kept
         assert record.gradient_bytes == x.nbytes + weight.nbytes
         forward_peak = held + (kept or plan["chunk"])
-        assert 0 <= record.forward_peak_bytes - forward_peak <= library_bytes(x)
+        assert 0 <= record.forward_peak_bytes - forward_peak <= library_bytes(x, record)
         grad_y = record.output_bytes if dense else x.itemsize
         scratch = plan["chunk"] + plan["wide"] + plan["sums"]
         backward_peak = held + kept + grad_y + record.gradient_bytes + scratch
-        assert 0 <= record.backward_peak_bytes - backward_peak <= library_bytes(x)
+        assert 0 <= record.backward_peak_bytes - backward_peak <= library_bytes(x, record)
     record = measure_memory(combinator, *leaves, low_memory=low_memory, backward=False)
     alone = record.input_bytes + record.output_bytes + plan["chunk"]
-    assert 0 <= record.forward_peak_bytes - alone <= library_bytes(x)
+    assert 0 <= record.forward_peak_bytes - alone <= library_bytes(x, record)
     assert record.saved_bytes == 0
     return records
 
