@@ -88,7 +88,7 @@ static memcheck::Dtype dtype_named(const std::string& name) {
   throw py::value_error("dtype must be float64, float32, float16 or bfloat16, got '" + name + "'");
 }
 
-// Whose kernels a plan is of.
+// Whose kernels a plan is of. CUDA's needs neither a GPU nor a build with its kernels.
 static bool is_cuda(const std::string& device) {
   if (device != "cpu" && device != "cuda") throw py::value_error("device must be cpu or cuda, got '" + device + "'");
   return device == "cuda";
@@ -161,12 +161,11 @@ static void bind_plans(py::module_& m) {
         py::arg("S"), py::arg("T"), py::arg("D"), py::arg("Dv"), py::arg("causal"), py::arg("dtype"),
         py::arg("threads"), py::arg("device") = "cpu",
         "bytes: forward_scratch, backward_scratch; those of CUDA are the same for any number of threads");
-  m.def(
-      "compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
-      py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"), py::arg("dtype"),
-      py::arg("threads"),
-      "CPU bytes: lse and compressed (keys and values, kept for backward), forward_scratch (pooled_forward_scratch of "
-      "those that came pooled), delta and backward_scratch");
+  m.def("compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
+        py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"),
+        py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu",
+        "bytes: lse and compressed (keys and values, kept for backward), forward_scratch (pooled_forward_scratch of "
+        "those that came pooled), delta and backward_scratch; threads count on the CPU alone");
 }
 
 PYBIND11_MODULE(_C, m) {
