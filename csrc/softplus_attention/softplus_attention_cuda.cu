@@ -56,14 +56,15 @@ struct Work {
   __device__ __forceinline__ bool has(Thread me) const { return me.lane < channels; }
 };
 
+// The numbers of blocks that a grid is the product of fit 32 bits, in which dividing is quick.
 __device__ __forceinline__ Work work_of(const SoftplusAttentionShape& shape, const Segments& segments) {
-  const int64_t blocks = (shape.R + kLanes - 1) / kLanes;
-  const int64_t index = blockIdx.x;
-  const int64_t r = index % blocks * kLanes;
-  const int64_t segment = index / blocks % segments.count;
-  const int64_t first = segment * segments.length;
+  const auto blocks = static_cast<unsigned>((shape.R + kLanes - 1) / kLanes);
+  const auto count = static_cast<unsigned>(segments.count);
+  const unsigned others = blockIdx.x / blocks;
+  const int64_t r = int64_t{blockIdx.x % blocks} * kLanes;
+  const int64_t first = others % count * segments.length;
   const int64_t end = first + segments.length;
-  return {index / blocks / segments.count, r, static_cast<int>(shape.R - r < kLanes ? shape.R - r : kLanes), first,
+  return {others / count, r, static_cast<int>(shape.R - r < kLanes ? shape.R - r : kLanes), first,
           end < segments.chunks ? end : segments.chunks};
 }
 
