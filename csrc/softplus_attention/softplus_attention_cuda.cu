@@ -955,8 +955,10 @@ Walk walk_through(const Strided<3>& x, int64_t T) {
 }
 
 template <typename scalar_t>
-void forward_causal(const SoftplusAttentionForward& p, const Walks& walks, cudaStream_t stream) {
+void forward_causal(SoftplusAttentionForward p, const Walks& walks, cudaStream_t stream) {
   const SoftplusAttentionShape& shape = p.shape;
+  // Addresses are made of queries that are not there, and not used: of other memory than none.
+  if (shape.S == 0) p.q = p.y = p.k;
   const auto carries = slots_in<scalar_t>(p.carries, shape, shape.carries());
   const int64_t chunks = shape.key_chunks();
   const bool splits = softplus_attention_splits_on_cuda(shape, chunks);
@@ -990,8 +992,9 @@ void forward_not_causal(const SoftplusAttentionForward& p, const Walks& walks, c
 }
 
 template <typename scalar_t>
-void backward_causal(const SoftplusAttentionBackward& p, const Walks& walks, cudaStream_t stream) {
+void backward_causal(SoftplusAttentionBackward p, const Walks& walks, cudaStream_t stream) {
   const SoftplusAttentionShape& shape = p.shape;
+  if (shape.S == 0) p.q = p.grad_y = p.grad_q = p.k;  // as in the forward
   const auto carries = slots_in<scalar_t>(p.carries, shape, shape.carries());
   const int64_t chunks = shape.key_chunks();
   const bool splits = softplus_attention_splits_on_cuda(shape, chunks);
