@@ -31,7 +31,7 @@ struct Thread {
 };
 
 __device__ __forceinline__ Thread this_thread() {
-  return {static_cast<int>(threadIdx.x) / kLanes, static_cast<int>(threadIdx.x) % kLanes};
+  return {static_cast<int>(threadIdx.x / kLanes), static_cast<int>(threadIdx.x % kLanes)};
 }
 
 // ---- who does what
@@ -56,19 +56,20 @@ struct Work {
   __device__ __forceinline__ bool has(Thread me) const { return me.lane < channels; }
 };
 
+// The numbers of blocks that a grid is the product of fit 32 bits, in which dividing is quick.
 __device__ __forceinline__ Work work_of(const SoftplusAttentionShape& shape, const Segments& segments) {
-  const int64_t blocks = (shape.R + kLanes - 1) / kLanes;
-  const int64_t index = blockIdx.x;
-  const int64_t r = index % blocks * kLanes;
-  const int64_t segment = index / blocks % segments.count;
-  const int64_t first = segment * segments.length;
+  const auto blocks = static_cast<unsigned>((shape.R + kLanes - 1) / kLanes);
+  const auto count = static_cast<unsigned>(segments.count);
+  const unsigned others = blockIdx.x / blocks;
+  const int64_t r = int64_t{blockIdx.x % blocks} * kLanes;
+  const int64_t first = others % count * segments.length;
   const int64_t end = first + segments.length;
-  return {index / blocks / segments.count, r, static_cast<int>(shape.R - r < kLanes ? shape.R - r : kLanes), first,
+  return {others / count, r, static_cast<int>(shape.R - r < kLanes ? shape.R - r : kLanes), first,
           end < segments.chunks ? end : segments.chunks};
 }
 
-__device__ __forceinline__ int clamp_rows(int64_t rows, int most) {
-  return rows < 0 ? 0 : rows < most ? static_cast<int>(rows) : most;
+__device__ __forceinline__ int clamp_rows(int64_t rows) {
+  return rows < 0 ? 0 : rows < kRows ? static_cast<int>(rows) : kRows;
 }
 
 // Of a warp's rows those from `first` on and before `end` are there.
@@ -79,9 +80,11 @@ struct Rows {
   __device__ __forceinline__ bool has(int row) const { return row >= first && row < end; }
 };
 
-// Row 0 of a warp's rows is position `start` of `length`.
-__device__ __forceinline__ Rows rows_of(int64_t start, int64_t length) {
-  return {clamp_rows(-start, kRows), clamp_rows(length - start, kRows)};
+// A warp's rows of a chunk that begins at position `start` of `length`.
+__device__ __forceinline__ Rows rows_of(Thread me, int64_t start, int64_t length) {
+  if (start >= 0 && start + kCarrySpacing <= length) return {0, kRows};
+  start += me.warp * kRows;
+  return {clamp_rows(-start), clamp_rows(length - start)};
 }
 
 // ---- sums
@@ -118,18 +121,23 @@ Slots<acc_type<scalar_t>> slots_in(const void* data, const SoftplusAttentionShap
   return {static_cast<acc_type<scalar_t>*>(const_cast<void*>(data)), shape.B, count, shape.R};
 }
 
-// Each row becomes the sum of the rows up to it; reversed: from it on. Returns the sums of all.
+// Each row becomes the sum of the rows up to it; reversed: from it on. Returns the sum of all.
 template <bool reversed, typename acc_t>
-__device__ __forceinline__ Pair<acc_t> scan_rows(acc_t (&first)[kRows], acc_t (&second)[kRows]) {
-  constexpr int kLast = reversed ? 0 : kRows - 1;
+__device__ __forceinline__ acc_t scan_rows(acc_t (&rows)[kRows]) {
 #pragma unroll
   for (int step = 1; step < kRows; ++step) {
-    const int row = reversed ? kLast + kRows - 1 - step : step;
-    const int before = reversed ? row + 1 : row - 1;
-    first[row] += first[before];
-    second[row] += second[before];
+    const int row = reversed ? kRows - 1 - step : step;
+    rows[row] += rows[reversed ? row + 1 : row - 1];
   }
-  return {first[kLast], second[kLast]};
+  return rows[reversed ? 0 : kRows - 1];
+}
+
+template <typename acc_t>
+__device__ __forceinline__ acc_t sum_of_rows(const acc_t (&rows)[kRows]) {
+  acc_t sum = rows[0];
+#pragma unroll
+  for (int row = 1; row < kRows; ++row) sum += rows[row];
+  return sum;
 }
 
 template <typename acc_t>
@@ -192,16 +200,29 @@ struct Tile {
   alignas(16) scalar_t channels[kLanes][kCarrySpacing + Pack<scalar_t>::kSize];
 };
 
-// kCount values, whole packs, of a row of a tile.
-template <int kCount, typename scalar_t, typename acc_t>
-__device__ __forceinline__ void read_row(const scalar_t* from, acc_t (&values)[kCount]) {
-  constexpr int kSize = Pack<scalar_t>::kSize;
+template <typename scalar_t>
+__device__ __forceinline__ void unpack(const Pack<scalar_t>& pack, acc_type<scalar_t>* values) {
 #pragma unroll
-  for (int i = 0; i < kCount; i += kSize) {
-    const Pack<scalar_t> pack = *reinterpret_cast<const Pack<scalar_t>*>(from + i);
+  for (int i = 0; i < pack.kSize; ++i) values[i] = to_acc(pack.values[i]);
+}
+
+// A bfloat16 is the upper half of a float: an instruction each, where compilers take one apart first.
+__device__ __forceinline__ void unpack(const Pack<__nv_bfloat16>& pack, float* values) {
+  uint32_t words[pack.kSize / 2];
+  __builtin_memcpy(words, pack.values, sizeof(words));
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) values[i + j] = to_acc(pack.values[j]);
+  for (int i = 0; i < pack.kSize / 2; ++i) {
+    values[2 * i] = __uint_as_float(words[i] << 16);
+    values[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
   }
+}
+
+// kCount values, whole packs, of a row of a tile.
+template <int kCount, typename scalar_t>
+__device__ __forceinline__ void read_row(const scalar_t* from, acc_type<scalar_t> (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += Pack<scalar_t>::kSize)
+    unpack(*reinterpret_cast<const Pack<scalar_t>*>(from + i), values + i);
 }
 
 template <int kCount, typename scalar_t, typename acc_t>
@@ -216,85 +237,147 @@ __device__ __forceinline__ void write_row(scalar_t* to, const acc_t (&values)[kC
   }
 }
 
-// A chunk in memory.
-template <typename scalar_t>
-struct Place {
-  static constexpr int kBatch = 8;  // elements that a thread asks for at once
-  static constexpr int kBatches = kRows / kBatch;
+// How the threads of a block walk through a chunk of a tensor (B,R,T).
+enum class Walk {
+  Packs,      // along positions: those of every channel begin at a multiple of 16 bytes and are whole packs
+  Positions,  // the same by elements
+  Channels,   // by elements, neighbours at neighbouring channels
+};
 
-  scalar_t* first;
-  int64_t channel_stride, position_stride;
-  int channels, positions;  // that are there
-  bool packed;  // positions are contiguous, and every channel's begin at a multiple of 16 bytes, in whole packs
+struct Walks {
+  Walk k, v, grad_k, grad_v;
+};
 
-  // each(i, channel, position, &element, there) for batch i of this thread's elements; neighbours walk the axis with
-  // the smaller stride.
-  template <typename Each>
-  __device__ __forceinline__ void elements(int batch, const Each& each) const {
-    const bool along_channels = channel_stride < position_stride;
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int index = (batch * kBatch + i) * kThreads + static_cast<int>(threadIdx.x);
-      const int channel = along_channels ? index % kLanes : index / static_cast<int>(kCarrySpacing);
-      const int position = along_channels ? index / kLanes : index % static_cast<int>(kCarrySpacing);
-      each(i, channel, position, first + channel * channel_stride + position * position_stride,
-           channel < channels && position < positions);
-    }
-  }
-  // The same for packs, where there are such.
-  template <typename Each>
-  __device__ __forceinline__ void packs(const Each& each) const {
-    constexpr int kSize = Pack<scalar_t>::kSize;
-    constexpr int kPacks = static_cast<int>(kCarrySpacing) / kSize;  // of a channel
-    constexpr int kStep = kThreads / kPacks;
-    const int position = static_cast<int>(threadIdx.x) % kPacks * kSize;
-    const int first_channel = static_cast<int>(threadIdx.x) / kPacks;
-    scalar_t* at = first + first_channel * channel_stride + position;
-#pragma unroll
-    for (int i = 0; i < kLanes / kStep; ++i) {
-      const int channel = first_channel + i * kStep;
-      each(channel, position, at, channel < channels && position < positions);
-      at += kStep * channel_stride;
-    }
+// A thread's elements of a chunk.
+struct Elements {
+  int channel, position;            // of the first
+  int channel_step, position_step;  // from one to the next
+
+  __device__ __forceinline__ explicit Elements(Walk walk) {
+    constexpr int kPositions = static_cast<int>(kCarrySpacing);
+    const bool along_channels = walk == Walk::Channels;
+    channel = static_cast<int>(along_channels ? threadIdx.x % kLanes : threadIdx.x / kPositions);
+    position = static_cast<int>(along_channels ? threadIdx.x / kLanes : threadIdx.x % kPositions);
+    channel_step = along_channels ? 0 : kThreads / kPositions;
+    position_step = along_channels ? kThreads / kLanes : 0;
   }
 };
 
-// Zeros where nothing is. Packs arrive when cp_async_wait says so.
+// A thread's packs of a chunk: one in every kStep channels.
 template <typename scalar_t>
-__device__ __forceinline__ void request(const Place<scalar_t>& from, Tile<scalar_t>& tile) {
-  if (from.packed) {
-    from.packs([&](int channel, int position, const scalar_t* at, bool there) {
-      cp_async_16(&tile.channels[channel][position], at, there);
-    });
-    return;
-  }
-#pragma unroll 1
-  for (int batch = 0; batch < Place<scalar_t>::kBatches; ++batch) {
-    scalar_t values[Place<scalar_t>::kBatch];
-    from.elements(batch, [&](int i, int, int, const scalar_t* at, bool there) {
-      values[i] = there ? *at : from_acc<scalar_t>(acc_type<scalar_t>(0));
-    });
-    from.elements(batch, [&](int i, int channel, int position, const scalar_t*, bool) {
-      tile.channels[channel][position] = values[i];
-    });
-  }
-}
+struct Packs {
+  static constexpr int kSize = Pack<scalar_t>::kSize;
+  static constexpr int kOfChannel = static_cast<int>(kCarrySpacing) / kSize;
+  static constexpr int kStep = kThreads / kOfChannel;
+  static constexpr int kCount = kLanes / kStep;
 
+  int channel = static_cast<int>(threadIdx.x / kOfChannel);  // of the first
+  int position = static_cast<int>(threadIdx.x % kOfChannel) * kSize;
+};
+
+// A tensor (B,R,T), a chunk of a block of channels at a time.
 template <typename scalar_t>
-__device__ __forceinline__ void store(const Tile<scalar_t>& tile, const Place<scalar_t>& to) {
-  if (to.packed) {
-    to.packs([&](int channel, int position, scalar_t* at, bool there) {
-      const auto* from = reinterpret_cast<const Pack<scalar_t>*>(&tile.channels[channel][position]);
-      if (there) *reinterpret_cast<Pack<scalar_t>*>(at) = *from;
-    });
-    return;
+class KeyChunks {
+ public:
+  __device__ __forceinline__ KeyChunks(const Strided<3>& x, Walk walk, const Work& work, int64_t chunk)
+      : channel_stride_(x.stride[1]), position_stride_(x.stride[2]), walk_(walk), channels_(work.channels) {
+    const Elements elements(walk);
+    const Packs<scalar_t> packs;
+    const bool packed = walk == Walk::Packs;
+    at_ = x.at<scalar_t>(work.b, work.r + (packed ? packs.channel : elements.channel),
+                         chunk * kCarrySpacing + (packed ? packs.position : elements.position));
   }
-#pragma unroll 1
-  for (int batch = 0; batch < Place<scalar_t>::kBatches; ++batch)
-    to.elements(batch, [&](int, int channel, int position, scalar_t* at, bool there) {
-      if (there) *at = tile.channels[channel][position];
-    });
-}
+
+  // So many positions are there, or more: zeros beyond. Packs arrive when cp_async_wait says so.
+  __device__ __forceinline__ void request(int64_t positions, Tile<scalar_t>& tile) const {
+    if (walk_ == Walk::Packs) {
+      const Packs<scalar_t> packs;
+      const bool inside = packs.position < positions;
+#pragma unroll
+      for (int i = 0; i < packs.kCount; ++i) {
+        const int channel = packs.channel + i * packs.kStep;
+        cp_async_16(&tile.channels[channel][packs.position], at_ + i * packs.kStep * channel_stride_,
+                    inside && channel < channels_);
+      }
+    } else {
+      each_element(positions, [&](scalar_t* at, bool there, int channel, int position) {
+        tile.channels[channel][position] = there ? *at : from_acc<scalar_t>(acc_type<scalar_t>(0));
+      });
+    }
+  }
+
+  __device__ __forceinline__ void store(int64_t positions, const Tile<scalar_t>& tile) const {
+    if (walk_ == Walk::Packs) {
+      const Packs<scalar_t> packs;
+      const bool inside = packs.position < positions;
+#pragma unroll
+      for (int i = 0; i < packs.kCount; ++i) {
+        const int channel = packs.channel + i * packs.kStep;
+        const auto* from = reinterpret_cast<const Pack<scalar_t>*>(&tile.channels[channel][packs.position]);
+        if (inside && channel < channels_)
+          *reinterpret_cast<Pack<scalar_t>*>(at_ + i * packs.kStep * channel_stride_) = *from;
+      }
+    } else {
+      each_element(positions, [&](scalar_t* at, bool there, int channel, int position) {
+        if (there) *at = tile.channels[channel][position];
+      });
+    }
+  }
+
+ private:
+  template <typename Each>
+  __device__ __forceinline__ void each_element(int64_t positions, const Each& each) const {
+    const Elements elements(walk_);
+    const int64_t step = elements.channel_step * channel_stride_ + elements.position_step * position_stride_;
+#pragma unroll 8
+    for (int i = 0; i < kRows; ++i) {
+      const int channel = elements.channel + i * elements.channel_step;
+      const int position = elements.position + i * elements.position_step;
+      each(at_ + i * step, channel < channels_ && position < positions, channel, position);
+    }
+  }
+
+  int64_t channel_stride_, position_stride_;
+  Walk walk_;
+  int channels_;  // that are there
+  scalar_t* at_;  // this thread's first item
+};
+
+// A tensor (B,S,R), a warp's rows of a chunk at a time, a lane for each channel.
+template <typename scalar_t>
+class QueryRows {
+ public:
+  // Row 0 is at s, which may be before the first.
+  __device__ __forceinline__ QueryRows(const Strided<3>& x, const Work& work, Thread me, int64_t s)
+      : stride_(x.stride[1]), at_(x.at<scalar_t>(work.b, s, work.channel(me))) {}
+
+  __device__ __forceinline__ void move(int chunks) { at_ += chunks * kCarrySpacing * stride_; }
+  // Zeros where nothing is.
+  __device__ __forceinline__ void load(Rows rows, scalar_t (&values)[kRows]) const {
+    if (rows.all()) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) values[row] = at_[row * stride_];
+    } else {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row)
+        values[row] = rows.has(row) ? at_[row * stride_] : from_acc<scalar_t>(acc_type<scalar_t>(0));
+    }
+  }
+  __device__ __forceinline__ void store(Rows rows, const scalar_t (&values)[kRows]) const {
+    if (rows.all()) {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row) at_[row * stride_] = values[row];
+    } else {
+#pragma unroll
+      for (int row = 0; row < kRows; ++row)
+        if (rows.has(row)) at_[row * stride_] = values[row];
+    }
+  }
+
+ private:
+  int64_t stride_;
+  scalar_t* at_;
+};
 
 template <typename scalar_t>
 struct KeyTiles {
@@ -306,30 +389,13 @@ struct KeyTiles {
 template <typename scalar_t>
 constexpr int kStages = sizeof(scalar_t) > 4 ? 1 : 2;
 
-// Which tensors come and go in packs.
-struct Packed {
-  bool k, v, grad_k, grad_v;
-};
-
-// Of x (B,R,T).
+// Asks for a chunk of k and v, which may be null.
 template <typename scalar_t>
-__device__ __forceinline__ Place<scalar_t> key_place(const Strided<3>& x, int64_t T, const Work& work, int64_t chunk,
-                                                     bool packed) {
-  const int64_t t = chunk * kCarrySpacing;
-  return {x.at<scalar_t>(work.b, work.r, t),
-          x.stride[1],
-          x.stride[2],
-          work.channels,
-          clamp_rows(T - t, static_cast<int>(kCarrySpacing)),
-          packed};
-}
-
-// Without v there are its zeros.
-template <typename scalar_t>
-__device__ __forceinline__ void request_keys(const Strided<3>& k, const Strided<3>& v, int64_t T, const Work& work,
-                                             int64_t chunk, const Packed& packed, KeyTiles<scalar_t>& tiles) {
-  request(key_place<scalar_t>(k, T, work, chunk, packed.k), tiles.k);
-  if (v) request(key_place<scalar_t>(v, T, work, chunk, packed.v), tiles.v);
+__device__ __forceinline__ void request_keys(const Strided<3>& k, const Strided<3>& v, const Walks& walks,
+                                             const Work& work, int64_t T, int64_t chunk, KeyTiles<scalar_t>& tiles) {
+  const int64_t positions = T - chunk * kCarrySpacing;
+  KeyChunks<scalar_t>(k, walks.k, work, chunk).request(positions, tiles.k);
+  if (v) KeyChunks<scalar_t>(v, walks.v, work, chunk).request(positions, tiles.v);
   cp_async_commit();
 }
 
@@ -337,39 +403,6 @@ __device__ __forceinline__ void request_keys(const Strided<3>& k, const Strided<
 __device__ __forceinline__ void await_keys() {
   cp_async_wait<0>();
   __syncthreads();
-}
-
-// ---- queries and outputs
-
-// A warp's rows of x (B,S,R) from position s on.
-template <typename scalar_t>
-__device__ __forceinline__ scalar_t* query_rows(const Strided<3>& x, const Work& work, Thread me, int64_t s) {
-  return x.at<scalar_t>(work.b, s, work.channel(me));
-}
-
-// Zeros where nothing is.
-template <typename scalar_t>
-__device__ __forceinline__ void load_rows(const scalar_t* from, int64_t stride, Rows rows, scalar_t (&values)[kRows]) {
-  if (rows.all()) {
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) values[row] = from[row * stride];
-  } else {
-#pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      values[row] = rows.has(row) ? from[row * stride] : from_acc<scalar_t>(acc_type<scalar_t>(0));
-  }
-}
-
-template <typename scalar_t>
-__device__ __forceinline__ void store_rows(scalar_t* to, int64_t stride, Rows rows, const scalar_t (&values)[kRows]) {
-  if (rows.all()) {
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) to[row * stride] = values[row];
-  } else {
-#pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      if (rows.has(row)) to[row * stride] = values[row];
-  }
 }
 
 // ---- the mean of the values seen, m = A / (Z + eps)
@@ -401,31 +434,42 @@ struct Means {
 
 // ---- forward
 
-// softplus(k) and softplus(k) v of a warp's rows, of which those that are not there weigh nothing.
-template <typename scalar_t, typename acc_t, typename Weight>
+// Rows of keys that are computed together, and so loaded: a pack of 16-bit ones.
+constexpr int kGroup = 8;
+
+// softplus(k) and softplus(k) v of a warp's rows of a chunk that has so many positions: those beyond weigh nothing.
+// weigh_group(row, k) makes weights of the keys from a row on.
+template <typename scalar_t, typename acc_t, typename WeighGroup>
 __device__ __forceinline__ void weigh(const KeyTiles<scalar_t>& tiles, bool has_v, Thread me, int64_t positions,
-                                      const Weight& weight, acc_t (&weights)[kRows], acc_t (&weighted)[kRows]) {
-  read_row(&tiles.k.channels[me.lane][me.warp * kRows], weights);
+                                      const WeighGroup& weigh_group, acc_t (&weights)[kRows],
+                                      acc_t (&weighted)[kRows]) {
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) weights[row] = weight(weights[row], row);
-  if (positions < kRows) {
+  for (int start = 0; start < kRows; start += kGroup) {
+    const int position = me.warp * kRows + start;
+    acc_t k[kGroup];
+    acc_t v[kGroup] = {};
+    read_row(&tiles.k.channels[me.lane][position], k);
+    if (has_v) read_row(&tiles.v.channels[me.lane][position], v);
+    weigh_group(start, k);
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) {
+      weights[start + i] = k[i];
+      weighted[start + i] = k[i] * v[i];
+    }
+  }
+  if (positions < kCarrySpacing) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
-      if (row >= positions) weights[row] = acc_t(0);
-  }
-  if (has_v) {
-    read_row(&tiles.v.channels[me.lane][me.warp * kRows], weighted);
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) weighted[row] *= weights[row];
-  } else {
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) weighted[row] = acc_t(0);
+      if (me.warp * kRows + row >= positions) weights[row] = weighted[row] = acc_t(0);
   }
 }
 
-template <typename acc_t>
-struct SoftplusOfKey {
-  __device__ __forceinline__ acc_t operator()(acc_t k, int) const { return softplus_on_device(k); }
+template <typename scalar_t>
+struct SoftplusOfKeys {
+  __device__ __forceinline__ void operator()(int, acc_type<scalar_t> (&k)[kGroup]) const {
+#pragma unroll
+    for (int i = 0; i < kGroup; ++i) k[i] = softplus_on_device<scalar_t>(k[i]);
+  }
 };
 
 template <typename scalar_t>
@@ -437,9 +481,8 @@ struct ForwardShared {
 
 // Keys alone: each chunk's sums into its slot, or all of them into slot 0.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
-    key_sums_kernel(SoftplusAttentionForward p, Segments segments, Packed packed, bool of_each,
-                    Slots<acc_type<scalar_t>> slots) {
+__global__ void __launch_bounds__(kThreads) key_sums_kernel(SoftplusAttentionForward p, Segments segments, Walks walks,
+                                                            bool of_each, Slots<acc_type<scalar_t>> slots) {
   using acc_t = acc_type<scalar_t>;
   auto& memory = shared<ForwardShared<scalar_t>>();
   const Thread me = this_thread();
@@ -447,20 +490,19 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t T = p.shape.T;
   const bool writes = me.warp == kWarps - 1 && work.has(me);
   Pair<acc_t> all{acc_t(0), acc_t(0)};
-  if (work.first_chunk < work.end_chunk) request_keys(p.k, p.v, T, work, work.first_chunk, packed, memory.stages[0]);
+  if (work.first_chunk < work.end_chunk) request_keys(p.k, p.v, walks, work, T, work.first_chunk, memory.stages[0]);
   for (int64_t chunk = work.first_chunk; chunk < work.end_chunk; ++chunk) {
     const int turn = static_cast<int>(chunk - work.first_chunk) % 2;
     const int stage = turn % kStages<scalar_t>;
     const bool more = chunk + 1 < work.end_chunk;
     await_keys();
-    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, T, work, chunk + 1, packed, memory.stages[1 - stage]);
+    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, chunk + 1, memory.stages[1 - stage]);
     acc_t z[kRows], a[kRows];
-    const int64_t t = chunk * kCarrySpacing + me.warp * kRows;
-    weigh(memory.stages[stage], true, me, T - t, SoftplusOfKey<acc_t>(), z, a);
-    const Pair<acc_t> own = scan_rows<false>(z, a);
+    weigh(memory.stages[stage], true, me, T - chunk * kCarrySpacing, SoftplusOfKeys<scalar_t>(), z, a);
+    const Pair<acc_t> own{scan_rows<false>(z), scan_rows<false>(a)};
     memory.warps[me.warp][me.lane] = own;
     __syncthreads();
-    if (kStages<scalar_t> == 1 && more) request_keys(p.k, p.v, T, work, chunk + 1, packed, memory.stages[0]);
+    if (kStages<scalar_t> == 1 && more) request_keys(p.k, p.v, walks, work, T, chunk + 1, memory.stages[0]);
     if (!writes) continue;
     const Pair<acc_t> sums = sum_of_warps<false, acc_t>(memory.warps, me) + own;
     all = all + sums;
@@ -476,46 +518,43 @@ __device__ __forceinline__ void attend(const Means<acc_t>& means, const acc_t (&
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
     const acc_t m = means.mean(a[row], means.inverse(z[row]));
-    q[row] = from_acc<scalar_t>(softplus_on_device(to_acc(q[row])) * m);
+    q[row] = from_acc<scalar_t>(softplus_on_device<scalar_t>(to_acc(q[row])) * m);
   }
 }
 
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads) forward_causal_kernel(SoftplusAttentionForward p, Segments segments,
-                                                                  Packed packed, Slots<acc_type<scalar_t>> carries) {
+                                                                  Walks walks, Slots<acc_type<scalar_t>> carries) {
   using acc_t = acc_type<scalar_t>;
   auto& memory = shared<ForwardShared<scalar_t>>();
   const Thread me = this_thread();
   const Work work = work_of(p.shape, segments);
   const int64_t T = p.shape.T;
-  const int64_t first_query = T - p.shape.S;  // at this position
-  const bool split = segments.count > 1;      // then the carries are there
-  const int64_t row_t = me.warp * kRows;
+  const int64_t S = p.shape.S;
+  const bool split = segments.count > 1;                   // then the carries are there
+  int64_t s = work.first_chunk * kCarrySpacing - (T - S);  // the query whose last key is the chunk's first
+  QueryRows<scalar_t> q_rows(p.q, work, me, s + me.warp * kRows);
+  QueryRows<scalar_t> y_rows(p.y, work, me, s + me.warp * kRows);
+  request_keys(p.k, p.v, walks, work, T, work.first_chunk, memory.stages[0]);
   scalar_t q[kRows];
-  const auto load_queries = [&](int64_t chunk) {
-    const int64_t s = chunk * kCarrySpacing + row_t - first_query;
-    load_rows(query_rows<scalar_t>(p.q, work, me, s), p.q.stride[1], rows_of(s, p.shape.S), q);
-  };
-  request_keys(p.k, p.v, T, work, work.first_chunk, packed, memory.stages[0]);
-  load_queries(work.first_chunk);
+  q_rows.load(rows_of(me, s, S), q);
   if (me.warp == kWarps - 1) {
     const bool carried = split && work.first_chunk > 0;
     memory.before[0][me.lane] =
         carried ? carries.load(work.b, work.first_chunk - 1, work.channel(me)) : Pair<acc_t>{acc_t(0), acc_t(0)};
   }
-  for (int64_t chunk = work.first_chunk; chunk < work.end_chunk; ++chunk) {
+  for (int64_t chunk = work.first_chunk; chunk < work.end_chunk; ++chunk, s += kCarrySpacing) {
     const int turn = static_cast<int>(chunk - work.first_chunk) % 2;
     const int stage = turn % kStages<scalar_t>;
     const bool more = chunk + 1 < work.end_chunk;
     await_keys();
-    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, T, work, chunk + 1, packed, memory.stages[1 - stage]);
+    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, chunk + 1, memory.stages[1 - stage]);
     acc_t z[kRows], a[kRows];
-    const int64_t t = chunk * kCarrySpacing + row_t;
-    weigh(memory.stages[stage], true, me, T - t, SoftplusOfKey<acc_t>(), z, a);
-    const Pair<acc_t> own = scan_rows<false>(z, a);
+    weigh(memory.stages[stage], true, me, T - chunk * kCarrySpacing, SoftplusOfKeys<scalar_t>(), z, a);
+    const Pair<acc_t> own{scan_rows<false>(z), scan_rows<false>(a)};
     memory.warps[me.warp][me.lane] = own;
     __syncthreads();
-    if (kStages<scalar_t> == 1 && more) request_keys(p.k, p.v, T, work, chunk + 1, packed, memory.stages[0]);
+    if (kStages<scalar_t> == 1 && more) request_keys(p.k, p.v, walks, work, T, chunk + 1, memory.stages[0]);
     const Pair<acc_t> before = memory.before[turn][me.lane];
     const Pair<acc_t> warps = sum_of_warps<false, acc_t>(memory.warps, me);
     if (me.warp == kWarps - 1) {
@@ -524,10 +563,11 @@ __global__ void __launch_bounds__(kThreads) forward_causal_kernel(SoftplusAttent
       if (!split && carries.data != nullptr && chunk < carries.count && work.has(me))
         carries.store(work.b, chunk, work.channel(me), after);
     }
-    const int64_t s = t - first_query;
     attend(Means<acc_t>(before + warps, p.eps), z, a, q);
-    if (work.has(me)) store_rows(query_rows<scalar_t>(p.y, work, me, s), p.y.stride[1], rows_of(s, p.shape.S), q);
-    if (more) load_queries(chunk + 1);
+    if (work.has(me)) y_rows.store(rows_of(me, s, S), q);
+    y_rows.move(1);
+    q_rows.move(1);
+    if (more) q_rows.load(rows_of(me, s + kCarrySpacing, S), q);
   }
 }
 
@@ -540,38 +580,39 @@ __global__ void __launch_bounds__(kThreads)
   const Work work = work_of(p.shape, segments);
   const Means<acc_t> means(totals.load(work.b, 0, work.channel(me)), p.eps);
   const acc_t m = means.mean(acc_t(0), means.inverse(acc_t(0)));
-  const int64_t s = work.first_chunk * kCarrySpacing + me.warp * kRows;
-  const Rows rows = rows_of(s, p.shape.S);
+  const int64_t s = work.first_chunk * kCarrySpacing;
+  const Rows rows = rows_of(me, s, p.shape.S);
   scalar_t q[kRows];
-  load_rows(query_rows<scalar_t>(p.q, work, me, s), p.q.stride[1], rows, q);
+  QueryRows<scalar_t>(p.q, work, me, s + me.warp * kRows).load(rows, q);
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) q[row] = from_acc<scalar_t>(softplus_on_device(to_acc(q[row])) * m);
-  if (work.has(me)) store_rows(query_rows<scalar_t>(p.y, work, me, s), p.y.stride[1], rows, q);
+  for (int row = 0; row < kRows; ++row) q[row] = from_acc<scalar_t>(softplus_on_device<scalar_t>(to_acc(q[row])) * m);
+  if (work.has(me)) QueryRows<scalar_t>(p.y, work, me, s + me.warp * kRows).store(rows, q);
 }
 
 // ---- backward
 
-// y = softplus(q) m: grad_q = g m sigmoid(q), and what comes back to the sums is w = g softplus(q) / (Z + eps) and w m.
-// They replace q, Z and A. w is over the scale of the means.
-template <typename scalar_t, typename acc_t>
-__device__ __forceinline__ void differentiate_queries(const Means<acc_t>& means, Rows rows, const scalar_t (&g)[kRows],
-                                                      scalar_t (&q)[kRows], acc_t (&z_to_w)[kRows],
-                                                      acc_t (&a_to_wm)[kRows]) {
-#pragma unroll
-  for (int row = 0; row < kRows; ++row) {
-    const acc_t inverse = means.inverse(z_to_w[row]);
-    const acc_t m = means.mean(a_to_wm[row], inverse);
-    const SoftplusSigmoid<acc_t> of_q = softplus_and_sigmoid_on_device(to_acc(q[row]));
-    const acc_t grad = to_acc(g[row]);
-    q[row] = from_acc<scalar_t>(grad * m * of_q.sigmoid);
-    z_to_w[row] = grad * of_q.softplus * inverse;
-    a_to_wm[row] = z_to_w[row] * m;
+// y = softplus(q) m, m = A / (Z + eps): grad_q = g m sigmoid(q), and what comes back to the sums is w = g softplus(q) /
+// (Z + eps) and w m. w is over the scale of the means.
+template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
+struct QueryGradients {
+  acc_t of_q, w, wm;
+
+  __device__ __forceinline__ QueryGradients(const Means<acc_t>& means, acc_t z, acc_t a, acc_t q, acc_t g) {
+    const acc_t inverse = means.inverse(z);
+    const acc_t m = means.mean(a, inverse);
+    const SoftplusSigmoid<acc_t> both = softplus_and_sigmoid_on_device<scalar_t>(q);
+    of_q = g * m * both.sigmoid;
+    w = g * both.softplus * inverse;
+    wm = w * m;
   }
-  if (!rows.all()) {
+};
+
+template <typename acc_t>
+__device__ __forceinline__ void keep_only(Rows rows, acc_t (&values)[kRows]) {
+  if (rows.all()) return;
 #pragma unroll
-    for (int row = 0; row < kRows; ++row)
-      if (!rows.has(row)) z_to_w[row] = a_to_wm[row] = acc_t(0);
-  }
+  for (int row = 0; row < kRows; ++row)
+    if (!rows.has(row)) values[row] = acc_t(0);
 }
 
 // A += softplus(k) v and Z += softplus(k), so with W and X the sums of w and w m over the queries that see a key:
@@ -644,78 +685,80 @@ __device__ __forceinline__ void differentiate_keys(const LaterSums<acc_t>& later
   }
 }
 
-template <typename scalar_t>
-__device__ __forceinline__ void store_key_gradients(const SoftplusAttentionBackward& p, const Work& work, int64_t chunk,
-                                                    const Packed& packed, const KeyTiles<scalar_t>& tiles) {
-  if (p.grad_k) store(tiles.k, key_place<scalar_t>(p.grad_k, p.shape.T, work, chunk, packed.grad_k));
-  if (p.grad_v) store(tiles.v, key_place<scalar_t>(p.grad_v, p.shape.T, work, chunk, packed.grad_v));
-}
-
 // Chunks from the last to the first: in each along the sums for w and grad_q, then back for grad_k and grad_v. With
 // sums_only slot i is given the sums of w and w m of chunk i + 1; else, where chunks are split, it holds those of all
 // chunks after chunk i.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
-    backward_causal_kernel(SoftplusAttentionBackward p, Segments segments, Packed packed, bool sums_only,
+    backward_causal_kernel(SoftplusAttentionBackward p, Segments segments, Walks walks, bool sums_only,
                            Slots<acc_type<scalar_t>> carries, Slots<acc_type<scalar_t>> slots) {
   using acc_t = acc_type<scalar_t>;
   auto& memory = shared<BackwardShared<scalar_t>>();
   const Thread me = this_thread();
   const Work work = work_of(p.shape, segments);
   const int64_t T = p.shape.T;
-  const int64_t first_query = T - p.shape.S;  // at this position
-  const int64_t row_t = me.warp * kRows;
+  const int64_t S = p.shape.S;
   const int64_t first_chunk = work.first_chunk + (sums_only ? 1 : 0);
   const int64_t last_chunk = work.end_chunk - (sums_only ? 0 : 1);
   const bool wants_keys = sums_only || p.grad_k || p.grad_v;
   const Pair<acc_t> zero{acc_t(0), acc_t(0)};
+  int64_t s = last_chunk * kCarrySpacing - (T - S);  // the query whose last key is the chunk's first
+  request_keys(p.k, p.v, walks, work, T, last_chunk, memory.stages[0]);
   scalar_t q[kRows], g[kRows];
-  const auto load_queries = [&](int64_t chunk) {
-    const int64_t s = chunk * kCarrySpacing + row_t - first_query;
-    const Rows rows = rows_of(s, p.shape.S);
-    load_rows(query_rows<scalar_t>(p.q, work, me, s), p.q.stride[1], rows, q);
-    load_rows(query_rows<scalar_t>(p.grad_y, work, me, s), p.grad_y.stride[1], rows, g);
+  const auto load_queries = [&](int64_t s) {
+    const Rows rows = rows_of(me, s, S);
+    QueryRows<scalar_t>(p.q, work, me, s + me.warp * kRows).load(rows, q);
+    QueryRows<scalar_t>(p.grad_y, work, me, s + me.warp * kRows).load(rows, g);
   };
-  request_keys(p.k, p.v, T, work, last_chunk, packed, memory.stages[0]);
-  load_queries(last_chunk);
+  load_queries(s);
   if (me.warp == 0) {
     const bool sums_follow = segments.count > 1 && !sums_only && last_chunk < slots.count;
     memory.later[0][me.lane] = sums_follow ? slots.load(work.b, last_chunk, work.channel(me)) : zero;
   }
-  for (int64_t chunk = last_chunk; chunk >= first_chunk; --chunk) {
+  for (int64_t chunk = last_chunk; chunk >= first_chunk; --chunk, s -= kCarrySpacing) {
     const int turn = static_cast<int>(last_chunk - chunk) % 2;
     const int stage = turn % kStages<scalar_t>;
     const bool more = chunk > first_chunk;
     KeyTiles<scalar_t>& tiles = memory.stages[stage];
     Tile<acc_t>& slopes = memory.slopes.of(tiles);
     await_keys();
-    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, T, work, chunk - 1, packed, memory.stages[1 - stage]);
+    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, chunk - 1, memory.stages[1 - stage]);
     const Pair<acc_t> carry = chunk > 0 ? carries.load(work.b, chunk - 1, work.channel(me)) : zero;
-    const int64_t t = chunk * kCarrySpacing + row_t;
-    const int64_t s = t - first_query;
-    const Rows rows = rows_of(s, p.shape.S);
+    const int64_t positions = T - chunk * kCarrySpacing;
+    const Rows rows = rows_of(me, s, S);
 
-    acc_t weights[kRows], sigmoids[kRows], z[kRows], a[kRows];
-    const auto weight = [&](acc_t k, int row) {
-      const SoftplusSigmoid<acc_t> of_k = softplus_and_sigmoid_on_device(k);
-      sigmoids[row] = of_k.sigmoid;
-      return of_k.softplus;
-    };
-    weigh(tiles, static_cast<bool>(p.v), me, T - t, weight, weights, a);
-    if (wants_keys) write_row(&slopes.channels[me.lane][me.warp * kRows], sigmoids);
+    acc_t weights[kRows], w[kRows], wm[kRows];
+    const auto weigh_group = [&](int row, acc_t(&k)[kGroup]) {
+      acc_t sigmoids[kGroup];
 #pragma unroll
-    for (int row = 0; row < kRows; ++row) z[row] = weights[row];
-    memory.warps[me.warp][me.lane] = scan_rows<false>(z, a);
+      for (int i = 0; i < kGroup; ++i) {
+        const SoftplusSigmoid<acc_t> both = softplus_and_sigmoid_on_device<scalar_t>(k[i]);
+        k[i] = both.softplus;
+        sigmoids[i] = both.sigmoid;
+      }
+      if (wants_keys) write_row(&slopes.channels[me.lane][me.warp * kRows + row], sigmoids);
+    };
+    acc_t(&a)[kRows] = wm;
+    weigh(tiles, static_cast<bool>(p.v), me, positions, weigh_group, weights, a);
+    memory.warps[me.warp][me.lane] = {sum_of_rows(weights), scan_rows<false>(a)};
     __syncthreads();
 
     const Means<acc_t> means(carry + sum_of_warps<false, acc_t>(memory.warps, me), p.eps);
-    differentiate_queries(means, rows, g, q, z, a);
+    acc_t z = acc_t(0);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+      z += weights[row];
+      const QueryGradients<scalar_t> gradients(means, z, a[row], to_acc(q[row]), to_acc(g[row]));
+      q[row] = from_acc<scalar_t>(gradients.of_q);
+      w[row] = gradients.w;
+      wm[row] = gradients.wm;
+    }
+    keep_only(rows, w);
+    keep_only(rows, wm);
     if (p.grad_q && !sums_only && work.has(me))
-      store_rows(query_rows<scalar_t>(p.grad_q, work, me, s), p.grad_q.stride[1], rows, q);
-    if (more) load_queries(chunk - 1);
+      QueryRows<scalar_t>(p.grad_q, work, me, s + me.warp * kRows).store(rows, q);
     if (wants_keys) {
-      Pair<acc_t> own = scan_rows<true>(z, a);
-      own = {own.first * means.scale, own.second * means.scale};
+      const Pair<acc_t> own{scan_rows<true>(w) * means.scale, scan_rows<true>(wm) * means.scale};
       memory.later_warps[me.warp][me.lane] = own;
       __syncthreads();
       const Pair<acc_t> later = memory.later[turn][me.lane];
@@ -724,16 +767,19 @@ __global__ void __launch_bounds__(kThreads)
         memory.later[1 - turn][me.lane] = later + (warps + own);
         if (sums_only && work.has(me)) slots.store(work.b, chunk - 1, work.channel(me), warps + own);
       }
-      if (!sums_only) {
-        differentiate_keys(LaterSums<acc_t>{means.scale, later + warps, z, a}, weights, slopes, static_cast<bool>(p.v),
+      if (!sums_only)
+        differentiate_keys(LaterSums<acc_t>{means.scale, later + warps, w, wm}, weights, slopes, static_cast<bool>(p.v),
                            me, tiles);
-        __syncthreads();
-        store_key_gradients(p, work, chunk, packed, tiles);
-      }
+    }
+    if (more) load_queries(s - kCarrySpacing);
+    if (wants_keys && !sums_only) {
+      __syncthreads();
+      if (p.grad_k) KeyChunks<scalar_t>(p.grad_k, walks.grad_k, work, chunk).store(positions, tiles.k);
+      if (p.grad_v) KeyChunks<scalar_t>(p.grad_v, walks.grad_v, work, chunk).store(positions, tiles.v);
     }
     if (kStages<scalar_t> == 1 && more) {
       __syncthreads();
-      request_keys(p.k, p.v, T, work, chunk - 1, packed, tiles);
+      request_keys(p.k, p.v, walks, work, T, chunk - 1, tiles);
     }
   }
 }
@@ -753,27 +799,34 @@ __global__ void __launch_bounds__(kThreads)
   const Work work = work_of(p.shape, segments);
   const Means<acc_t> means(totals.load(work.b, 0, work.channel(me)), p.eps);
   const bool writes = me.warp == 0 && work.has(me);
+  int64_t s = work.first_chunk * kCarrySpacing;
+  QueryRows<scalar_t> q_rows(p.q, work, me, s + me.warp * kRows);
+  QueryRows<scalar_t> g_rows(p.grad_y, work, me, s + me.warp * kRows);
+  QueryRows<scalar_t> grad_q_rows(p.grad_q ? p.grad_q : p.q, work, me, s + me.warp * kRows);
   scalar_t q[kRows], g[kRows];
-  const auto load_queries = [&](int64_t chunk) {
-    const int64_t s = chunk * kCarrySpacing + me.warp * kRows;
-    load_rows(query_rows<scalar_t>(p.q, work, me, s), p.q.stride[1], rows_of(s, p.shape.S), q);
-    load_rows(query_rows<scalar_t>(p.grad_y, work, me, s), p.grad_y.stride[1], rows_of(s, p.shape.S), g);
-  };
-  if (work.first_chunk < work.end_chunk) load_queries(work.first_chunk);
+  q_rows.load(rows_of(me, s, p.shape.S), q);
+  g_rows.load(rows_of(me, s, p.shape.S), g);
   acc_t all = acc_t(0);
-  for (int64_t chunk = work.first_chunk; chunk < work.end_chunk; ++chunk) {
+  for (int64_t chunk = work.first_chunk; chunk < work.end_chunk; ++chunk, s += kCarrySpacing) {
     auto& sums = warps[(chunk - work.first_chunk) % 2];
-    const int64_t s = chunk * kCarrySpacing + me.warp * kRows;
-    const Rows rows = rows_of(s, p.shape.S);
-    acc_t w[kRows] = {};
-    acc_t wm[kRows] = {};
-    differentiate_queries(means, rows, g, q, w, wm);
-    if (p.grad_q && work.has(me)) store_rows(query_rows<scalar_t>(p.grad_q, work, me, s), p.grad_q.stride[1], rows, q);
-    if (chunk + 1 < work.end_chunk) load_queries(chunk + 1);
-    acc_t own = w[0];
+    const Rows rows = rows_of(me, s, p.shape.S);
+    acc_t w[kRows];
 #pragma unroll
-    for (int row = 1; row < kRows; ++row) own += w[row];
-    sums[me.warp][me.lane] = own * means.scale;
+    for (int row = 0; row < kRows; ++row) {
+      const QueryGradients<scalar_t> gradients(means, acc_t(0), acc_t(0), to_acc(q[row]), to_acc(g[row]));
+      q[row] = from_acc<scalar_t>(gradients.of_q);
+      w[row] = gradients.w;
+    }
+    keep_only(rows, w);
+    if (p.grad_q && work.has(me)) grad_q_rows.store(rows, q);
+    grad_q_rows.move(1);
+    q_rows.move(1);
+    g_rows.move(1);
+    if (chunk + 1 < work.end_chunk) {
+      q_rows.load(rows_of(me, s + kCarrySpacing, p.shape.S), q);
+      g_rows.load(rows_of(me, s + kCarrySpacing, p.shape.S), g);
+    }
+    sums[me.warp][me.lane] = sum_of_rows(w) * means.scale;
     __syncthreads();
     if (!writes) continue;
     acc_t sum = acc_t(0);
@@ -787,14 +840,14 @@ __global__ void __launch_bounds__(kThreads)
 // Not causal: a chunk of keys, which all queries see: every key has the same W, and X = W m.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
-    backward_keys_kernel(SoftplusAttentionBackward p, Segments segments, Packed packed,
-                         Slots<acc_type<scalar_t>> totals, Slots<acc_type<scalar_t>> slots) {
+    backward_keys_kernel(SoftplusAttentionBackward p, Segments segments, Walks walks, Slots<acc_type<scalar_t>> totals,
+                         Slots<acc_type<scalar_t>> slots) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = Pack<scalar_t>::kSize;
   auto& tiles = shared<KeyTiles<scalar_t>>();
   const Thread me = this_thread();
   const Work work = work_of(p.shape, segments);
-  request_keys(p.k, p.v, p.shape.T, work, work.first_chunk, packed, tiles);
+  request_keys(p.k, p.v, walks, work, p.shape.T, work.first_chunk, tiles);
   const Means<acc_t> means(totals.load(work.b, 0, work.channel(me)), p.eps);
   const acc_t w = *slots.at(0, work.b, slots.count - 1, work.channel(me));
   const acc_t wm = w * means.mean(acc_t(0), means.inverse(acc_t(0)));
@@ -808,7 +861,7 @@ __global__ void __launch_bounds__(kThreads)
     if (p.v) read_row(&tiles.v.channels[me.lane][position], v);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      const KeyGradients<acc_t> gradients(softplus_and_sigmoid_on_device(k[i]), v[i], w, wm);
+      const KeyGradients<acc_t> gradients(softplus_and_sigmoid_on_device<scalar_t>(k[i]), v[i], w, wm);
       k[i] = gradients.of_k;
       v[i] = gradients.of_v;
     }
@@ -816,7 +869,9 @@ __global__ void __launch_bounds__(kThreads)
     write_row(&tiles.v.channels[me.lane][position], v);
   }
   __syncthreads();
-  store_key_gradients(p, work, work.first_chunk, packed, tiles);
+  const int64_t positions = p.shape.T - work.first_chunk * kCarrySpacing;
+  if (p.grad_k) KeyChunks<scalar_t>(p.grad_k, walks.grad_k, work, work.first_chunk).store(positions, tiles.k);
+  if (p.grad_v) KeyChunks<scalar_t>(p.grad_v, walks.grad_v, work, work.first_chunk).store(positions, tiles.v);
 }
 
 // ---- decoding
@@ -839,7 +894,7 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(SoftplusAttentionSte
       const int64_t end = start + kRows < chunk_end ? start + kRows : chunk_end;
       Pair<acc_t> of_rows{acc_t(0), acc_t(0)};
       for (int64_t t = start; t < end; ++t) {
-        const acc_t weight = softplus_on_device(to_acc(*p.k.at<scalar_t>(b, r, t)));
+        const acc_t weight = softplus_on_device<scalar_t>(to_acc(*p.k.at<scalar_t>(b, r, t)));
         of_rows = of_rows + Pair<acc_t>{weight, weight * to_acc(*p.v.at<scalar_t>(b, r, t))};
       }
       of_chunk = of_chunk + of_rows;
@@ -848,7 +903,7 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(SoftplusAttentionSte
   }
   const Means<acc_t> means(state, p.eps);
   const acc_t m = means.mean(acc_t(0), means.inverse(acc_t(0)));
-  *p.y.at<scalar_t>(b, 0, r) = from_acc<scalar_t>(softplus_on_device(to_acc(*p.q.at<scalar_t>(b, 0, r))) * m);
+  *p.y.at<scalar_t>(b, 0, r) = from_acc<scalar_t>(softplus_on_device<scalar_t>(to_acc(*p.q.at<scalar_t>(b, 0, r))) * m);
   *p.new_z.at<acc_t>(b, 0, r) = state.first;
   *p.new_a.at<acc_t>(b, 0, r) = state.second;
 }
@@ -857,7 +912,7 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(SoftplusAttentionSte
 
 // All chunks for one block.
 Segments undivided(int64_t chunks) {
-  return {chunks, chunks, 1};
+  return {chunks, chunks, std::min<int64_t>(chunks, 1)};
 }
 
 // A block for each chunk.
@@ -892,15 +947,18 @@ void launch_scan(const char* name, const Slots<acc_t>& slots, int64_t planes, bo
 }
 
 template <typename scalar_t>
-bool comes_in_packs(const Strided<3>& x, int64_t T) {
+Walk walk_through(const Strided<3>& x, int64_t T) {
   constexpr int64_t kSize = Pack<scalar_t>::kSize;
-  return reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride[2] == 1 && x.stride[1] % kSize == 0 &&
-         x.stride[0] % kSize == 0 && T % kSize == 0;
+  const bool packs = reinterpret_cast<uintptr_t>(x.data) % 16 == 0 && x.stride[2] == 1 && x.stride[1] % kSize == 0 &&
+                     x.stride[0] % kSize == 0 && T % kSize == 0;
+  return packs ? Walk::Packs : x.stride[1] < x.stride[2] ? Walk::Channels : Walk::Positions;
 }
 
 template <typename scalar_t>
-void forward_causal(const SoftplusAttentionForward& p, const Packed& packed, cudaStream_t stream) {
+void forward_causal(SoftplusAttentionForward p, const Walks& walks, cudaStream_t stream) {
   const SoftplusAttentionShape& shape = p.shape;
+  // Addresses are made of queries that are not there, and not used: of other memory than none.
+  if (shape.S == 0) p.q = p.y = p.k;
   const auto carries = slots_in<scalar_t>(p.carries, shape, shape.carries());
   const int64_t chunks = shape.key_chunks();
   const bool splits = softplus_attention_splits_on_cuda(shape, chunks);
@@ -908,33 +966,35 @@ void forward_causal(const SoftplusAttentionForward& p, const Packed& packed, cud
   if (chunks == 0) return;
   if (splits) {
     launch_work("softplus_attention_forward, sums of keys", shape, divided(shape, carries.count), kBytes, stream,
-                key_sums_kernel<scalar_t>, p, divided(shape, carries.count), packed, true, carries);
+                key_sums_kernel<scalar_t>, p, divided(shape, carries.count), walks, true, carries);
     launch_scan<acc_type<scalar_t>>("softplus_attention_forward, scan", carries, 2, false, nullptr, stream);
   }
   const Segments segments = splits ? divided(shape, chunks) : undivided(chunks);
   launch_work("softplus_attention_forward", shape, segments, kBytes, stream, forward_causal_kernel<scalar_t>, p,
-              segments, packed, carries);
+              segments, walks, carries);
 }
 
 template <typename scalar_t>
-void forward_not_causal(const SoftplusAttentionForward& p, const Packed& packed, cudaStream_t stream) {
+void forward_not_causal(const SoftplusAttentionForward& p, const Walks& walks, cudaStream_t stream) {
   const SoftplusAttentionShape& shape = p.shape;
   const auto totals = slots_in<scalar_t>(p.carries, shape, 1);
   const int64_t chunks = shape.key_chunks();
   const bool splits = softplus_attention_splits_on_cuda(shape, chunks);
-  const auto slots = splits ? slots_in<scalar_t>(p.sums, shape, chunks) : totals;
+  const auto slots = splits || chunks == 0 ? slots_in<scalar_t>(p.sums, shape, chunks) : totals;
   const Segments keys = splits ? divided(shape, chunks) : undivided(chunks);
   launch_work("softplus_attention_forward, sums of keys", shape, keys, sizeof(ForwardShared<scalar_t>), stream,
-              key_sums_kernel<scalar_t>, p, keys, packed, splits, slots);
-  if (splits) launch_scan("softplus_attention_forward, scan", slots, 2, false, totals.data, stream);
+              key_sums_kernel<scalar_t>, p, keys, walks, splits, slots);
+  // Of no keys it makes zeros.
+  if (splits || chunks == 0) launch_scan("softplus_attention_forward, scan", slots, 2, false, totals.data, stream);
   const Segments queries = one_by_one(shape.query_chunks());
   launch_work("softplus_attention_forward, queries", shape, queries, 0, stream, forward_queries_kernel<scalar_t>, p,
               queries, totals);
 }
 
 template <typename scalar_t>
-void backward_causal(const SoftplusAttentionBackward& p, const Packed& packed, cudaStream_t stream) {
+void backward_causal(SoftplusAttentionBackward p, const Walks& walks, cudaStream_t stream) {
   const SoftplusAttentionShape& shape = p.shape;
+  if (shape.S == 0) p.q = p.grad_y = p.grad_q = p.k;  // as in the forward
   const auto carries = slots_in<scalar_t>(p.carries, shape, shape.carries());
   const int64_t chunks = shape.key_chunks();
   const bool splits = softplus_attention_splits_on_cuda(shape, chunks);
@@ -943,16 +1003,16 @@ void backward_causal(const SoftplusAttentionBackward& p, const Packed& packed, c
   if (chunks == 0) return;
   if (splits && (p.grad_k || p.grad_v)) {
     launch_work("softplus_attention_backward, sums", shape, divided(shape, slots.count), kBytes, stream,
-                backward_causal_kernel<scalar_t>, p, divided(shape, slots.count), packed, true, carries, slots);
+                backward_causal_kernel<scalar_t>, p, divided(shape, slots.count), walks, true, carries, slots);
     launch_scan<acc_type<scalar_t>>("softplus_attention_backward, scan", slots, 2, true, nullptr, stream);
   }
   const Segments segments = splits ? divided(shape, chunks) : undivided(chunks);
   launch_work("softplus_attention_backward", shape, segments, kBytes, stream, backward_causal_kernel<scalar_t>, p,
-              segments, packed, false, carries, slots);
+              segments, walks, false, carries, slots);
 }
 
 template <typename scalar_t>
-void backward_not_causal(const SoftplusAttentionBackward& p, const Packed& packed, cudaStream_t stream) {
+void backward_not_causal(const SoftplusAttentionBackward& p, const Walks& walks, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   const SoftplusAttentionShape& shape = p.shape;
   const auto totals = slots_in<scalar_t>(p.carries, shape, 1);
@@ -964,9 +1024,12 @@ void backward_not_causal(const SoftplusAttentionBackward& p, const Packed& packe
               backward_queries_kernel<scalar_t>, p, queries, splits, totals, slots);
   if (!p.grad_k && !p.grad_v) return;
   if (splits) launch_scan<acc_t>("softplus_attention_backward, scan", slots, 1, false, nullptr, stream);
+  // Of no queries it makes zeros.
+  const auto none = slots_in<scalar_t>(p.sums, shape, 0);
+  if (chunks == 0) launch_scan<acc_t>("softplus_attention_backward, scan", none, 1, false, slots.data, stream);
   const Segments keys = one_by_one(shape.key_chunks());
   launch_work("softplus_attention_backward, keys", shape, keys, sizeof(KeyTiles<scalar_t>), stream,
-              backward_keys_kernel<scalar_t>, p, keys, packed, totals, slots);
+              backward_keys_kernel<scalar_t>, p, keys, walks, totals, slots);
 }
 
 }  // namespace
@@ -975,8 +1038,8 @@ void softplus_attention_forward_cuda(const SoftplusAttentionForward& p, Dtype dt
   with_device_type(dtype, [&](auto scalar) {
     using scalar_t = decltype(scalar);
     const int64_t T = p.shape.T;
-    const Packed packed{comes_in_packs<scalar_t>(p.k, T), comes_in_packs<scalar_t>(p.v, T), false, false};
-    p.shape.causal ? forward_causal<scalar_t>(p, packed, stream) : forward_not_causal<scalar_t>(p, packed, stream);
+    const Walks walks{walk_through<scalar_t>(p.k, T), walk_through<scalar_t>(p.v, T), {}, {}};
+    p.shape.causal ? forward_causal<scalar_t>(p, walks, stream) : forward_not_causal<scalar_t>(p, walks, stream);
   });
 }
 
@@ -984,9 +1047,9 @@ void softplus_attention_backward_cuda(const SoftplusAttentionBackward& p, Dtype 
   with_device_type(dtype, [&](auto scalar) {
     using scalar_t = decltype(scalar);
     const int64_t T = p.shape.T;
-    const Packed packed{comes_in_packs<scalar_t>(p.k, T), comes_in_packs<scalar_t>(p.v, T),
-                        comes_in_packs<scalar_t>(p.grad_k, T), comes_in_packs<scalar_t>(p.grad_v, T)};
-    p.shape.causal ? backward_causal<scalar_t>(p, packed, stream) : backward_not_causal<scalar_t>(p, packed, stream);
+    const Walks walks{walk_through<scalar_t>(p.k, T), walk_through<scalar_t>(p.v, T),
+                      walk_through<scalar_t>(p.grad_k, T), walk_through<scalar_t>(p.grad_v, T)};
+    p.shape.causal ? backward_causal<scalar_t>(p, walks, stream) : backward_not_causal<scalar_t>(p, walks, stream);
   });
 }
 
