@@ -14,6 +14,10 @@ template <typename acc_t>
 constexpr int kThreads = kSide<acc_t> * kSide<acc_t>;
 template <typename acc_t>
 constexpr int kStride = kTile<acc_t> + 4;  // rows of a tile begin in different banks
+template <typename acc_t>
+constexpr int kBlocksAtOnce = sizeof(acc_t) == sizeof(double) ? 1 : 2;  // of a multiprocessor
+// Sums have levels, so that rounding errors do not grow with their length: so many terms, a tile, all.
+constexpr int kLevel = 16;
 
 template <typename acc_t>
 struct alignas(16) Four {
@@ -31,10 +35,12 @@ struct Tile {
 };
 
 template <typename acc_t>
-struct ScanShared {
+struct alignas(16) ScanShared {
   Tile<acc_t> a, b, x;         // scores come into the place of a
   acc_t vector[kTile<acc_t>];  // with a bias: the sum of x_j, or of bias_j x_j
   acc_t bias[kTile<acc_t>];    // of rows or columns of the chunk
+  ScanWork work;
+  Walk walk;
 };
 
 // The state of a block: rows of kStride, and behind them the sum of b_j.
@@ -147,55 +153,80 @@ __device__ __forceinline__ void load_bias(const Scan& scan, int64_t b, int64_t h
 
 // ---- products
 
+template <typename acc_t>
+__device__ __forceinline__ void add(const acc_t (&from)[4][4], acc_t (&to)[4][4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j) to[i][j] += from[i][j];
+}
+
 // sum[i][j] += a_row . b_row over `depth`, of rows y + kSide i of a and x + kSide j of b.
 template <typename acc_t>
 __device__ __forceinline__ void add_scores(const Tile<acc_t>& a, const Tile<acc_t>& b, int depth, acc_t (&sum)[4][4]) {
-  for (int k = 0; k < depth; k += 4) {
-    Four<acc_t> of_a[4], of_b[4];
+#pragma unroll 1
+  for (int level = 0; level < depth; level += kLevel) {
+    acc_t part[4][4] = {};
+#pragma unroll 1
+    for (int k = level; k < min(level + kLevel, depth); k += 4) {
+      Four<acc_t> of_a[4], of_b[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      of_a[i] = four_at(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k);
-      of_b[i] = four_at(b.row(thread_x<acc_t>() + kSide<acc_t> * i) + k);
+      for (int i = 0; i < 4; ++i) {
+        of_a[i] = four_at(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k);
+        of_b[i] = four_at(b.row(thread_x<acc_t>() + kSide<acc_t> * i) + k);
+      }
+#pragma unroll
+      for (int kk = 0; kk < 4; ++kk)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) part[i][j] += of_a[i].v[kk] * of_b[j].v[kk];
     }
-#pragma unroll
-    for (int kk = 0; kk < 4; ++kk)
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int j = 0; j < 4; ++j) sum[i][j] += of_a[i].v[kk] * of_b[j].v[kk];
+    add(part, sum);
   }
 }
 
 // out += a x, where x begins at `rows`, in rows of kStride.
 template <typename acc_t>
 __device__ __forceinline__ void add_product(const Tile<acc_t>& a, const acc_t* rows, int depth, acc_t (&out)[4][4]) {
-  for (int k = 0; k < depth; k += 4) {
-    Four<acc_t> of_a[4];
+#pragma unroll 1
+  for (int level = 0; level < depth; level += kLevel) {
+    acc_t part[4][4] = {};
+#pragma unroll 1
+    for (int k = level; k < min(level + kLevel, depth); k += 4) {
+      Four<acc_t> of_a[4];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) of_a[i] = four_at(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k);
+      for (int i = 0; i < 4; ++i) of_a[i] = four_at(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k);
 #pragma unroll
-    for (int kk = 0; kk < 4; ++kk) {
-      const Four<acc_t> of_x = four_at(rows + (k + kk) * kStride<acc_t> + 4 * thread_x<acc_t>());
+      for (int kk = 0; kk < 4; ++kk) {
+        const Four<acc_t> of_x = four_at(rows + (k + kk) * kStride<acc_t> + 4 * thread_x<acc_t>());
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < 4; ++i)
 #pragma unroll
-        for (int j = 0; j < 4; ++j) out[i][j] += of_a[i].v[kk] * of_x.v[j];
+          for (int j = 0; j < 4; ++j) part[i][j] += of_a[i].v[kk] * of_x.v[j];
+      }
     }
+    add(part, out);
   }
 }
 
-// state += b^T x, the sum over the chunk formed first: rounding errors then do not grow with all positions.
+// state += b^T x over the lines of a chunk.
 template <typename acc_t>
 __device__ __forceinline__ void add_outer(const Tile<acc_t>& b, const Tile<acc_t>& x, int lines, acc_t* state) {
   acc_t sum[4][4] = {};
+#pragma unroll 1
+  for (int level = 0; level < lines; level += kLevel) {
+    acc_t part[4][4] = {};
 #pragma unroll 4
-  for (int line = 0; line < lines; ++line) {
-    const Four<acc_t> of_b = four_at(b.row(line) + 4 * thread_y<acc_t>());
-    const Four<acc_t> of_x = four_at(x.row(line) + 4 * thread_x<acc_t>());
+    for (int line = level; line < min(level + kLevel, lines); ++line) {
+      const Four<acc_t> of_b = four_at(b.row(line) + 4 * thread_y<acc_t>());
+      const Four<acc_t> of_x = four_at(x.row(line) + 4 * thread_x<acc_t>());
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < 4; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) sum[i][j] += of_b.v[i] * of_x.v[j];
+        for (int j = 0; j < 4; ++j) part[i][j] += of_b.v[i] * of_x.v[j];
+    }
+    add(part, sum);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -477,20 +508,26 @@ __device__ __forceinline__ void store_new_state(const Scan& scan, const ScanWork
 // ---- a block
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, sizeof(scalar_t) == sizeof(double) ? 1 : 2)
+__global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<acc_type<scalar_t>>)
     scan_kernel(const Scan scan, int64_t parts) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = kTile<acc_t>;
-  const ScanWork work = scan_work(scan, blockIdx.x, parts);
+  ScanShared<acc_t>& s = shared<ScanShared<acc_t>>();
+  if (threadIdx.x == 0) {
+    s.work = scan_work(scan, blockIdx.x, parts);
+    s.walk = walk_of(scan, s.work);
+  }
+  __syncthreads();
+  const ScanWork& work = s.work;
+  const Walk& walk = s.walk;
   acc_t* memory = scan.depth > kLinearAttentionDeepest
                       ? static_cast<acc_t*>(scan.deep) + blockIdx.x * linear_attention_block_state(scan.depth, kSize)
-                      : reinterpret_cast<acc_t*>(&shared<ScanShared<acc_t>>() + 1);
+                      : reinterpret_cast<acc_t*>(&s + 1);
   const BlockState<acc_t> state{memory, memory + ceil_div(scan.depth, kSize) * kSize * kStride<acc_t>};
-  const Walk walk = walk_of(scan, work);
-  const int64_t sums = ceil_div(walk.sums.end - walk.sums.begin, kSize);
-  const int64_t steps = sums + ceil_div(walk.rows.end - walk.rows.begin, kSize);
+  const int sums = static_cast<int>(ceil_div(walk.sums.end - walk.sums.begin, kSize));
+  const int steps = sums + static_cast<int>(ceil_div(walk.rows.end - walk.rows.begin, kSize));
   start_state(scan, work, state);
-  for (int64_t i = 0; i <= steps; ++i) {
+  for (int i = 0; i <= steps; ++i) {
     if (i == sums && scan.phase == ScanPhase::Sums) store_segment(scan, work, state);
     if (i == sums && scan.new_m && work.row_head % scan.shape.group() == 0) store_new_state(scan, work, state);
     if (i == steps) break;
@@ -538,7 +575,7 @@ void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
   const int64_t parts = std::max<int64_t>(1, ceil_div(scan.width, kTile<acc_t>));
   const int64_t in_block =
       scan.depth > kLinearAttentionDeepest ? 0 : linear_attention_block_state(scan.depth, kTile<acc_t>);
-  const Launch with{"linear_attention_scan", dim3(static_cast<unsigned>(blocks * parts)), dim3(kThreads<acc_t>),
+  const Launch with{name_of(scan.kind, false), dim3(static_cast<unsigned>(blocks * parts)), dim3(kThreads<acc_t>),
                     sizeof(ScanShared<acc_t>) + in_block * sizeof(acc_t), stream};
   launch(with, scan_kernel<scalar_t>, scan, parts);
 }

@@ -31,6 +31,23 @@ enum class ScanKind {
   GradV,
 };
 
+// In errors.
+inline const char* name_of(ScanKind kind, bool on_tensor_cores) {
+  switch (kind) {
+    case ScanKind::Output:
+      return on_tensor_cores ? "linear_attention_forward_tensor" : "linear_attention_forward";
+    case ScanKind::Rows:
+      return "linear_attention_backward_rows";
+    case ScanKind::GradQ:
+      return on_tensor_cores ? "linear_attention_backward_q_tensor" : "linear_attention_backward_q";
+    case ScanKind::GradK:
+      return on_tensor_cores ? "linear_attention_backward_k_tensor" : "linear_attention_backward_k";
+    case ScanKind::GradV:
+      break;
+  }
+  return on_tensor_cores ? "linear_attention_backward_v_tensor" : "linear_attention_backward_v";
+}
+
 enum class ScanPhase { Whole, Sums, Pieces };
 
 // phi(x) if mapped, x (B,heads,length,columns); times 1 / den of its query if scaled. Null is all 0.

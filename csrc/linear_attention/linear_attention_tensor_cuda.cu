@@ -476,18 +476,21 @@ __device__ __forceinline__ void add_to_state(const SharedTiles<T>& s, State<T>& 
 
 // ---- what becomes of the sums
 
-// change(row, column, x, y) of the pairs of results that this thread has.
-template <typename T, typename Change>
-__device__ __forceinline__ void for_pairs(Out<T>& out, const Change& change) {
+// change(of_row, row, column, x, y) of the pairs of results that this thread has, where of_row = start(row).
+template <typename T, typename Start, typename Change>
+__device__ __forceinline__ void for_pairs(Out<T>& out, const Start& start, const Change& change) {
   const Place at;
 #pragma unroll
-  for (int row = 0; row < kRowTiles; ++row)
+  for (int tile_row = 0; tile_row < kRowTiles; ++tile_row)
 #pragma unroll
-    for (int half = 0; half < 2; ++half)
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * tile_row + at.group + 8 * half;
+      const float of_row = start(row);
 #pragma unroll
       for (int tile = 0; tile < T::kOutTiles; ++tile)
-        change(16 * row + at.group + 8 * half, T::kSlab * at.warp + 8 * tile + at.pair, out.part[row][tile][2 * half],
-               out.part[row][tile][2 * half + 1]);
+        change(of_row, row, T::kSlab * at.warp + 8 * tile + at.pair, out.part[tile_row][tile][2 * half],
+               out.part[tile_row][tile][2 * half + 1]);
+    }
 }
 
 template <typename scalar_t>
@@ -579,11 +582,11 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
 template <typename T>
 __device__ __forceinline__ void finish(const Scan& scan, const ScanWork& work, const Chunk& chunk, SharedTiles<T>& s,
                                        Out<T>& out) {
-  __syncthreads();
+  const auto scale = [&](int row) {
+    return scan.kind == ScanKind::Output ? 1.0f / (s.denominator[row] + static_cast<float>(scan.eps)) : 1.0f;
+  };
   if constexpr (T::kFeatures) {
-    for_pairs<T>(out, [&](int row, int column, float x, float y) {
-      const float scale =
-          scan.kind == ScanKind::Output ? 1.0f / (s.denominator[row] + static_cast<float>(scan.eps)) : 1.0f;
+    for_pairs<T>(out, scale, [&](float scale, int row, int column, float x, float y) {
       store_pair(&s.results()[row][column], x * scale, y * scale);
     });
   } else if (scan.kind == ScanKind::GradQ) {
@@ -591,7 +594,7 @@ __device__ __forceinline__ void finish(const Scan& scan, const ScanWork& work, c
     __syncthreads();
     finish_queries(scan, work, chunk, s, out);
   } else {
-    for_pairs<T>(out, [&](int row, int column, float x, float y) {
+    for_pairs<T>(out, scale, [&](float, int row, int column, float x, float y) {
       auto* to = &s.last[row][column];
       const FeatureMap map = scan.shape.feature_map;
       store_pair(to, x * fast_slope(map, to_acc(to[0])), y * fast_slope(map, to_acc(to[1])));
@@ -628,45 +631,51 @@ __device__ __forceinline__ void store_results(const Scan& scan, const ScanWork& 
 // GradK: the sum of bias_j x_j, which is the same for all rows.
 template <typename T>
 __device__ __forceinline__ void start_out(const Scan& scan, const SharedTiles<T>& s, Out<T>& out) {
-  for_pairs<T>(out, [&](int, int column, float& x, float& y) {
-    x = scan.kind == ScanKind::GradK ? -s.vector[column] : 0.0f;
-    y = scan.kind == ScanKind::GradK ? -s.vector[column + 1] : 0.0f;
+  const bool biased = scan.kind == ScanKind::GradK;
+  const auto nothing = [](int) { return 0.0f; };
+  for_pairs<T>(out, nothing, [&](float, int, int column, float& x, float& y) {
+    x = biased ? -s.vector[column] : 0.0f;
+    y = biased ? -s.vector[column + 1] : 0.0f;
   });
 }
 
-// Of one head of columns what rows get of the chunk; the first head brings what they get of the state.
+// The tiles of a head of columns; with the first head those of rows, if they are asked for.
 template <typename T>
-__device__ __forceinline__ void scan_head(const Scan& scan, int64_t head, State<T>& state, Out<T>& out,
-                                          SharedTiles<T>& s) {
+__device__ __forceinline__ void load_head(const Scan& scan, int head, bool with_rows, SharedTiles<T>& s) {
   const ScanWork& work = s.work;
   const Chunk& chunk = s.chunk;
   const int64_t column_head = work.first_column_head + head;
-  const bool reads_state = chunk.has_rows && head == 0;
-  if (reads_state) ask_for<T>(scan.a, work.b, work.row_head, chunk.rows, scan.depth, s.a);
+  if (with_rows) ask_for<T>(scan.a, work.b, work.row_head, chunk.rows, scan.depth, s.a);
   if (chunk.has_columns) {
     ask_for<T>(scan.b, work.b, column_head, chunk.columns, scan.depth, s.b);
     ask_for<T>(scan.x, work.b, column_head, chunk.columns, scan.width, s.x);
     load_query_rows(scan, work.b, column_head, chunk.columns, s);
   }
   if constexpr (!T::kFeatures)
-    if (reads_state) ask_for<T>(scan.last, scan.last_vectors, work.b, work.row_head, chunk.rows, scan.width, s.last);
+    if (with_rows) ask_for<T>(scan.last, scan.last_vectors, work.b, work.row_head, chunk.rows, scan.width, s.last);
   cp_async_commit();
   cp_async_wait<0>();
   __syncthreads();
-  if (reads_state) place_a(scan, chunk, s);
+  if (with_rows) place_a(scan, chunk, s);
   if (chunk.has_columns) {
     place_b(scan, chunk, s);
     place_x(scan, chunk, s);
   }
   __syncthreads();
-  const bool meet = chunk.has_rows && chunk.has_columns;
-  if (meet) form_scores(scan, chunk, s);
-  if (reads_state) {
+}
+
+// Of the columns of one head what rows get of the chunk; the first head brings what they get of the state.
+template <typename T>
+__device__ __forceinline__ void attend(const Scan& scan, bool first, const State<T>& state, Out<T>& out,
+                                       SharedTiles<T>& s) {
+  if (s.chunk.has_columns) form_scores(scan, s.chunk, s);
+  if (first) {
     start_out(scan, s, out);
     read_state(s, state, out);
   }
   __syncthreads();
-  if (meet) read_chunk(scan, s, out);
+  if (s.chunk.has_columns) read_chunk(scan, s, out);
+  __syncthreads();
 }
 
 // The columns of a head that has been read join the state.
@@ -682,17 +691,23 @@ __device__ __forceinline__ void join_state(const Scan& scan, State<T>& state, Sh
   }
 }
 
+// What rows get of all heads comes first: results and what joins the state need not both be in registers.
 template <typename T>
 __device__ __forceinline__ void scan_chunk(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
-  Out<T> out;
   const int heads = s.chunk.has_columns ? static_cast<int>(s.work.column_heads) : 0;
-  for (int head = 0; head == 0 || head < heads; ++head) {
-    scan_head(scan, head, state, out, s);
-    if (head + 1 >= heads && s.chunk.has_rows) {
-      finish(scan, s.work, s.chunk, s, out);
-      store_results(scan, s.work, s.chunk.rows, s);
+  if (s.chunk.has_rows) {
+    Out<T> out;
+    for (int head = 0; head == 0 || head < heads; ++head) {
+      load_head(scan, head, head == 0, s);
+      attend(scan, head == 0, state, out, s);
     }
-    if (s.chunk.has_columns) join_state(scan, state, s);
+    finish(scan, s.work, s.chunk, s, out);
+    store_results(scan, s.work, s.chunk.rows, s);
+  }
+  // The last head's columns are still there.
+  for (int head = heads - 1; head >= 0; --head) {
+    if (head < heads - 1 || !s.chunk.has_rows) load_head(scan, head, false, s);
+    join_state(scan, state, s);
     __syncthreads();
   }
 }
@@ -777,7 +792,7 @@ __global__ void __launch_bounds__(kThreads, kSize == 64 ? 3 : 2) tensor_scan_ker
 template <typename scalar_t, int kSize, bool kFeatures>
 void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
   using T = Traits<scalar_t, kSize, kFeatures>;
-  const Launch with{"linear_attention_tensor_scan", dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
+  const Launch with{name_of(scan.kind, true), dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
                     sizeof(SharedTiles<T>), stream};
   launch(with, tensor_scan_kernel<scalar_t, kSize, kFeatures>, scan);
 }

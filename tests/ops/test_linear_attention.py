@@ -50,6 +50,11 @@ SHAPES = [
     (1, 2, 2, 257, 513, 63, 9),  # few heads and many positions: segments are tasks of their own
     (1, 6, 3, 513, 513, 17, 5),
     (1, 5, 1, 300, 1100, 9, 15),
+    (1, 4, 2, 129, 201, 64, 40),  # in 16 bits on tensor cores, as the next three
+    (2, 3, 1, 65, 70, 128, 72),
+    (3, 2, 2, 3, 3, 33, 47),
+    (1, 2, 1, 600, 700, 40, 64),
+    (1, 2, 1, 70, 130, 260, 9),  # states of CUDA's blocks that shared memory does not hold
 ]
 NOT_CAUSAL_SHAPES = [(2, 4, 2, 129, 63, 127, 31), (1, 1, 1, 513, 1, 63, 5), (1, 4, 2, 1030, 300, 33, 9)]
 EMPTY_SHAPES = [
@@ -165,6 +170,7 @@ def test_the_ways_to_write_it_agree() -> None:
             torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.cpu
 def test_few_heads_are_split() -> None:
     """Into three segments of at least 512 positions, each with a state (20,9) and a sum (20), in padded rows."""
     (q, k, v), _ = make_inputs(*SPLIT)
@@ -173,6 +179,20 @@ def test_few_heads_are_split() -> None:
     assert plan_of(q, k, v, causal=True)["forward_scratch"] == min(3, torch.get_num_threads()) * worker + states
 
 
+def test_few_heads_are_split_on_cuda() -> None:
+    """Into five segments of at least 256 positions, each with a state (20,9) and a sum (20); many heads are not."""
+    plan = functools.partial(_C.linear_attention_plan, S=700, T=1300, D=20, Dv=9, causal=True, dtype="float32")
+    assert plan(B=1, H=2, Hkv=1, threads=1, device="cuda")["forward_scratch"] == 5 * (20 * 9 + 20) * 4
+    assert plan(B=66, H=2, Hkv=1, threads=1, device="cuda")["forward_scratch"] == 0
+
+
+def test_a_device_that_is_none() -> None:
+    sizes = dict.fromkeys(("B", "H", "Hkv", "S", "T", "D", "Dv", "threads"), 1)
+    with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
+        _C.linear_attention_plan(**sizes, causal=True, dtype="float32", device="tpu")
+
+
+@pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
     for shape in (SPLIT, (5, 4, 2, 300, 300, 33, 20)):
@@ -395,9 +415,9 @@ def test_the_reference_is_right_where_the_features_bend(dtype: torch.dtype) -> N
 
 
 def test_features_are_accurate() -> None:
-    """One key and one dimension: z of a step is phi(k) itself, far below where elu(k) + 1 has cancelled."""
-    k = torch.linspace(-87, 88, 350_001).view(-1, 1, 1, 1)
-    _, (_, z) = linear_attention_step(torch.ones_like(k), k, torch.ones_like(k))
+    """One key: z of a step is phi(k) itself, far below where elu(k) + 1 has cancelled."""
+    k = torch.linspace(-87, 88, 350_001, device=DEVICE).view(1, 1, 1, -1)
+    _, (_, z) = linear_attention_step(torch.ones_like(k), k, torch.ones_like(k[..., :1]))
     truth = reference.features(k.double()).view_as(z)
     assert ((z.double() - truth).abs() / truth).max() <= 4 * 2.0**-24
 
@@ -420,11 +440,11 @@ def test_nan_stays_in_its_head_and_the_future(poisoned: int, causal: bool) -> No
     inputs[poisoned][1, 1, 500] = math.nan
     y, *gradients = run(contract(causal).function, inputs, grad_y)
     spoilt = torch.zeros_like(y, dtype=torch.bool)
-    # A chunk of 32 positions meets in one product, in which 0 x NaN is NaN: up to 31 earlier queries may be spoilt.
+    # A chunk of 32 or 64 positions meets in one product, in which 0 x NaN is NaN: earlier queries of it may be spoilt.
     spoilt[1, 2:, 500 - (T - S) if causal else 0 :] = True
     assert y[spoilt].isnan().all()
     reached = spoilt.clone()
-    reached[1, 2:, 480 - (T - S) : 500 - (T - S)] |= causal
+    reached[1, 2:, 448 - (T - S) : 500 - (T - S)] |= causal
     assert torch.equal(y[~reached], clean[0][~reached])
     for gradient, other in zip(gradients, clean[1:], strict=True):
         assert torch.equal(gradient[0], other[0])
@@ -478,6 +498,13 @@ def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -
     record = measure_memory(linear_attention, *leaves, causal=causal, backward=False)
     assert record.forward_peak_bytes == record.input_bytes + record.output_bytes + plan["forward_scratch"]
     return records
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [SMALL, SPLIT, (1, 2, 1, 70, 600, 260, 40), (1, 2, 1, 600, 600, 40, 40)])
+def test_memory_to_the_byte(shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
+    assert_memory_is_planned(*make_inputs(*shape, dtype)[0], causal=causal)
 
 
 @pytest.mark.slow
