@@ -233,7 +233,7 @@ __device__ __forceinline__ void store_chunk(const Tile& from, int row_of_tile, i
     *reinterpret_cast<uint4*>(at) = bits;
   } else {
     scalar_t x[8];
-    __builtin_memcpy(x, &bits, sizeof(bits));
+    __builtin_memcpy(static_cast<void*>(x), &bits, sizeof(bits));
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       if (column + i < to.columns) at[i * to.column_stride] = x[i];
