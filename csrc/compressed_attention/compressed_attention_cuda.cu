@@ -12,6 +12,7 @@ namespace compressed {
 
 constexpr int kPoolThreads = 256;
 constexpr int kPoolChain = 32;  // positions that are summed one after the other, before such sums are
+constexpr int kPoolLoads = 8;   // under way at once
 
 // How the threads of a block share pooling: `lanes` sum the positions of a block in turn, `chunks` the columns.
 struct PoolThreads {
@@ -39,12 +40,15 @@ __device__ __forceinline__ void sum_positions(const KeyMatrix<scalar_t>& from, i
                                               int64_t column, acc_t (&total)[kColumns]) {
   for (int64_t first = begin; first < end; first += int64_t{kPoolChain} * lanes) {
     acc_t chain[kColumns] = {};
-#pragma unroll 8
-    for (int n = 0; n < kPoolChain; ++n) {
-      const int64_t t = first + int64_t{n} * lanes;
-      const Chunk<scalar_t> chunk = chunk_at(from, from.at(t), t < end, column);
+    for (int64_t t = first; t < end && t < first + int64_t{kPoolChain} * lanes; t += int64_t{kPoolLoads} * lanes) {
+      Chunk<scalar_t> chunks[kPoolLoads];
 #pragma unroll
-      for (int i = 0; i < kColumns; ++i) chain[i] += to_acc(chunk.x[i]);
+      for (int n = 0; n < kPoolLoads; ++n)
+        chunks[n] = chunk_at(from, from.at(t + n * lanes), t + n * lanes < end, column);
+#pragma unroll
+      for (int n = 0; n < kPoolLoads; ++n)
+#pragma unroll
+        for (int i = 0; i < kColumns; ++i) chain[i] += to_acc(chunks[n].x[i]);
     }
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) total[i] += chain[i];
@@ -53,7 +57,7 @@ __device__ __forceinline__ void sum_positions(const KeyMatrix<scalar_t>& from, i
 
 // Blocks of threads go through keys, then values; each through so many rows (b, key head, block).
 template <typename scalar_t>
-__global__ void __launch_bounds__(kPoolThreads, 3) pool_kernel(CompressedAttentionPooling p, PoolThreads threads) {
+__global__ void __launch_bounds__(kPoolThreads, 2) pool_kernel(CompressedAttentionPooling p, PoolThreads threads) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kColumns = Chunk<scalar_t>::kCount;
   auto& memory = shared<PoolShared<kColumns, acc_t>>();

@@ -44,19 +44,31 @@ template <typename scalar_t, bool kGrouped, int kRows, int kColumns>
 __device__ __forceinline__ void load_later(const Rows<scalar_t, kGrouped>& all, int64_t row,
                                            HalfTile<scalar_t, kRows, kColumns>& to) {
   constexpr int kPerRow = kColumns / 8;
-  static_assert(kRows * kPerRow % kThreads == 0);
+  constexpr int kStep = kThreads / kPerRow;
+  static_assert(kRows % kStep == 0);
   const auto from = all.from(row);
+  const int first = static_cast<int>(threadIdx.x) / kPerRow;
+  const int index = static_cast<int>(threadIdx.x) % kPerRow;
+  const bool column_there = index * 8 < from.columns;
+  const int count = static_cast<int>(smaller<int64_t>(from.count, kRows));
+  if (from.chunks && (!kGrouped || from.group == 1)) {
+    const scalar_t* source = from.data + first * from.position_stride + index * 8;
+    const int64_t step = kStep * from.position_stride;
+#pragma unroll
+    for (int n = 0; n < kRows; n += kStep) {
+      cp_async_16(to.chunk(first + n, index), source, column_there && first + n < count);
+      source += step;
+    }
+    return;
+  }
 #pragma unroll 1  // addresses that are kept from tile to tile take registers that sums need
-  for (int index = threadIdx.x; index < kRows * kPerRow; index += kThreads) {
-    const int of_tile = index / kPerRow;
-    const int column = index % kPerRow * 8;
-    scalar_t* const place = to.chunk(of_tile, index % kPerRow);
+  for (int of_tile = first; of_tile < kRows; of_tile += kStep) {
+    scalar_t* const place = to.chunk(of_tile, index);
     const scalar_t* const source = from.near(of_tile);
     if (from.chunks) {
-      const bool there = of_tile < from.count && column < from.columns;
-      cp_async_16(place, there ? source + column : from.data, there);
+      cp_async_16(place, source + index * 8, column_there && of_tile < count);
     } else {
-      const Chunk<scalar_t> chunk = chunk_at(from, source, of_tile < from.count, column);
+      const Chunk<scalar_t> chunk = chunk_at(from, source, of_tile < count, index * 8);
       uint4 bits;
       __builtin_memcpy(&bits, chunk.x, sizeof(bits));
       *reinterpret_cast<uint4*>(place) = bits;
@@ -221,7 +233,7 @@ __device__ __forceinline__ void store_chunk(const Tile& from, int row_of_tile, i
     *reinterpret_cast<uint4*>(at) = bits;
   } else {
     scalar_t x[8];
-    __builtin_memcpy(x, &bits, sizeof(bits));
+    __builtin_memcpy(static_cast<void*>(x), &bits, sizeof(bits));
 #pragma unroll
     for (int i = 0; i < 8; ++i)
       if (column + i < to.columns) at[i * to.column_stride] = x[i];

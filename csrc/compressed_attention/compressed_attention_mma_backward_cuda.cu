@@ -28,6 +28,9 @@ struct MmaQueryShared {
   HalfTile<scalar_t, kQueries, kD> grad_y;
   HalfTile<scalar_t, kKeys, kD> kc[2];
   HalfTile<scalar_t, kKeys, kD> vc[2];
+  // Here, as registers are full of sums.
+  QueryWork work;
+  KeyMatrix<scalar_t> keys, values;
 };
 
 // What a thread knows of its two rows.
@@ -72,14 +75,11 @@ __device__ __forceinline__ void weigh_keys(const MmaQueryShared<scalar_t, kD>& m
 
 // Goes through the tiles of keys with visit(buffer, first key).
 template <typename scalar_t, int kD, typename Visit>
-__device__ __forceinline__ void through_keys(const CompressedAttentionBackward& p, const QueryWork& work,
-                                             MmaQueryShared<scalar_t, kD>& memory, const Visit& visit) {
-  const auto kc = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of);
-  const auto vc = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of);
-  const int tiles = static_cast<int>(work.end);
+__device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD>& memory, const Visit& visit) {
+  const int tiles = static_cast<int>(memory.work.end);
   if (tiles > 0) {
-    load_later(kc, 0, memory.kc[0]);
-    load_later(vc, 0, memory.vc[0]);
+    load_later(memory.keys, 0, memory.kc[0]);
+    load_later(memory.values, 0, memory.vc[0]);
   }
   cp_async_commit();
 #pragma unroll 1
@@ -89,8 +89,8 @@ __device__ __forceinline__ void through_keys(const CompressedAttentionBackward& 
     cp_async_wait<0>();
     __syncthreads();
     if (tile + 1 < tiles) {
-      load_later(kc, key + kKeys, memory.kc[1 - now]);
-      load_later(vc, key + kKeys, memory.vc[1 - now]);
+      load_later(memory.keys, key + kKeys, memory.kc[1 - now]);
+      load_later(memory.values, key + kKeys, memory.vc[1 - now]);
       cp_async_commit();
     }
     visit(now, key);
@@ -107,10 +107,16 @@ __global__ void __launch_bounds__(kThreads) mma_query_gradient_kernel(Compressed
   const QueryWork work = query_work(p.shape, blockIdx.x, kQueries, kKeys, 1, kD, 1);
   const int64_t count = work.of.group * p.shape.S;
   const float scale = static_cast<float>(p.scale);
+  if (threadIdx.x == 0) {
+    memory.work = work;
+    memory.keys = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of);
+    memory.values = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of);
+  }
+  __syncthreads();
   MmaQueryRows rows(p, work);
   load_later(queries_of<scalar_t>(p.shape, p.q, work.of), work.row, memory.q);
   load_later(queries_of<scalar_t>(p.shape, p.grad_y, work.of), work.row, memory.grad_y);
-  through_keys(p, work, memory, [&](int now, int64_t key) {
+  through_keys(memory, [&](int now, int64_t key) {
     float weights[1][kWide][4], grad_weights[1][kWide][4];
     weigh_keys(memory, now, scale * kLog2e, rows, key, weights, grad_weights);
 #pragma unroll
@@ -121,14 +127,14 @@ __global__ void __launch_bounds__(kThreads) mma_query_gradient_kernel(Compressed
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     rows.delta[half] = sum_of_row(rows.delta[half]);
-    const int64_t row = work.row + warp() * 16 + fragment_row(0, half);
+    const int64_t row = memory.work.row + warp() * 16 + fragment_row(0, half);
     if (p.delta != nullptr && lane() % 4 == 0 && row < count)
-      static_cast<float*>(p.delta)[query_index(p.shape, work.of, row)] = rows.delta[half];
+      static_cast<float*>(p.delta)[query_index(p.shape, memory.work.of, row)] = rows.delta[half];
   }
   if (!p.grad_q) return;
   float grad_q[1][kD / 8][4];
   set_zero<1, kD / 8>(grad_q);
-  through_keys(p, work, memory, [&](int now, int64_t key) {
+  through_keys(memory, [&](int now, int64_t key) {
     float weights[1][kWide][4], grad_weights[1][kWide][4];
     weigh_keys(memory, now, scale * kLog2e, rows, key, weights, grad_weights);
 #pragma unroll
@@ -143,12 +149,12 @@ __global__ void __launch_bounds__(kThreads) mma_query_gradient_kernel(Compressed
     round_factor<scalar_t, 1, kWide>(weights, grad_scores);
     add_product<scalar_t, 1, kWide, kD / 8>(grad_scores, memory.kc[now], grad_q);
   });
-  const auto to = queries_of<scalar_t>(p.shape, p.grad_q, work.of);
+  const auto to = queries_of<scalar_t>(p.shape, p.grad_q, memory.work.of);
   const int first = warp() * 16;
   keep_rows<scalar_t, 1, kD / 8>(grad_q, first, memory.q);
   for (int index = lane(); index < 2 * kD; index += 32) {
     const int row = first + index / (kD / 8);
-    if (work.row + row < count) store_chunk(memory.q, row, index % (kD / 8), to, work.row + row);
+    if (memory.work.row + row < count) store_chunk(memory.q, row, index % (kD / 8), to, memory.work.row + row);
   }
 }
 
@@ -192,20 +198,23 @@ struct MmaKeyShared {
   HalfTile<scalar_t, kQueries, kD> grad_y[2];
   float shift[2][kQueries];  // lse, as it is subtracted, in base 2, less the bits of weights
   float delta[2][kQueries];
+  // Here, as registers are full of sums.
+  int64_t first_row[kKeys];  // that sees each key
+  KeyWork work;
+  QueryMatrix<scalar_t> queries, gradients;
 };
 
 // A tile of queries from `row` on, to one of two buffers.
 template <typename scalar_t, int kD>
-__device__ __forceinline__ void load_queries_later(const CompressedAttentionBackward& p, const KeyHead& of, int64_t row,
-                                                   int buffer, MmaKeyShared<scalar_t, kD>& memory) {
-  const auto q = queries_of<scalar_t>(p.shape, p.q, of);
-  load_later(q, row, memory.q[buffer]);
-  load_later(queries_of<scalar_t>(p.shape, p.grad_y, of), row, memory.grad_y[buffer]);
+__device__ __forceinline__ void load_queries_later(const CompressedAttentionBackward& p, int64_t row, int buffer,
+                                                   MmaKeyShared<scalar_t, kD>& memory) {
+  load_later(memory.queries, row, memory.q[buffer]);
+  load_later(memory.gradients, row, memory.grad_y[buffer]);
   cp_async_commit();
   if (threadIdx.x >= kQueries) return;
   const int64_t mine = row + threadIdx.x;
-  const bool there = mine < q.count;
-  const int64_t index = there ? query_index(p.shape, of, mine) : 0;
+  const bool there = mine < memory.queries.count;
+  const int64_t index = there ? query_index(p.shape, memory.work.of, mine) : 0;
   const float shift = there ? shift_of(static_cast<const float*>(p.lse)[index]) * kLog2e : 0;
   memory.shift[buffer][threadIdx.x] = shift - kWeightBits<scalar_t>;
   if (p.grad_k) memory.delta[buffer][threadIdx.x] = there ? static_cast<const float*>(p.delta)[index] : 0;
@@ -216,8 +225,10 @@ struct MmaSeenBy {
   int from[2];
   int to;
 
-  __device__ __forceinline__ MmaSeenBy(const int64_t (&first_row)[2], int64_t row, int64_t rows)
-      : from{half_tile_before(first_row[0], row), half_tile_before(first_row[1], row)},
+  // first_row is that of the warp's first key.
+  __device__ __forceinline__ MmaSeenBy(const int64_t* first_row, int64_t row, int64_t rows)
+      : from{half_tile_before(first_row[fragment_row(0, 0)], row),
+             half_tile_before(first_row[fragment_row(0, 1)], row)},
         to(half_tile_before(rows, row)) {}
   __device__ __forceinline__ bool operator()(int half, int column) const { return column >= from[half] && column < to; }
 };
@@ -268,30 +279,34 @@ __global__ void __launch_bounds__(kThreads)
     mma_key_gradient_kernel(CompressedAttentionBackward p, KeyParts<float> parts) {
   auto& memory = shared<MmaKeyShared<scalar_t, kD>>();
   const KeyWork work = key_work(p.shape, blockIdx.x, kKeys, kQueries, 1, kD, parts.count);
-  const int64_t rows = work.of.group * p.shape.S;
   const int first = warp() * 16;
   const float scale = static_cast<float>(p.scale);
-  int64_t first_row[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int64_t j = work.key + first + fragment_row(0, half);
-    first_row[half] = (j < p.shape.C ? smaller(p.shape.first_query(j), p.shape.S) : p.shape.S) * work.of.group;
+  if (threadIdx.x == 0) {
+    memory.work = work;
+    memory.queries = queries_of<scalar_t>(p.shape, p.q, work.of);
+    memory.gradients = queries_of<scalar_t>(p.shape, p.grad_y, work.of);
   }
+  if (threadIdx.x < kKeys) {
+    const int64_t j = work.key + threadIdx.x;
+    memory.first_row[threadIdx.x] =
+        (j < p.shape.C ? smaller(p.shape.first_query(j), p.shape.S) : p.shape.S) * work.of.group;
+  }
+  __syncthreads();
   float grad_k[1][kD / 8][4], grad_v[1][kD / 8][4];
   set_zero<1, kD / 8>(grad_k);
   set_zero<1, kD / 8>(grad_v);
   const int tiles = static_cast<int>(work.end - work.begin);
   load_later(keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of), work.key, memory.kc);
   if (p.grad_k) load_later(keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of), work.key, memory.vc);
-  if (tiles > 0) load_queries_later(p, work.of, work.first_row + work.begin * kQueries, 0, memory);
+  if (tiles > 0) load_queries_later(p, work.first_row + work.begin * kQueries, 0, memory);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int now = tile % 2;
-    const int64_t row = work.first_row + (work.begin + tile) * kQueries;
+    const int64_t row = memory.work.first_row + (memory.work.begin + tile) * kQueries;
     cp_async_wait<0>();
     __syncthreads();
-    if (tile + 1 < tiles) load_queries_later(p, work.of, row + kQueries, 1 - now, memory);
-    const MmaSeenBy seen_by(first_row, row, rows);
+    if (tile + 1 < tiles) load_queries_later(p, row + kQueries, 1 - now, memory);
+    const MmaSeenBy seen_by(memory.first_row + first, row, memory.queries.count);
     float weights[1][kWide][4];
     uint32_t factor[1][kWide / 2][4];
     multiply_rows<scalar_t, 1, kWide>(memory.kc, first, memory.q[now], weights);
@@ -324,8 +339,8 @@ __global__ void __launch_bounds__(kThreads)
   }
   cp_async_wait<0>();
   __syncthreads();
-  if (p.grad_k) finish_keys<scalar_t, kD / 8>(p, work, parts, false, grad_k, memory.kc);
-  if (p.grad_v) finish_keys<scalar_t, kD / 8>(p, work, parts, true, grad_v, memory.vc);
+  if (p.grad_k) finish_keys<scalar_t, kD / 8>(p, memory.work, parts, false, grad_k, memory.kc);
+  if (p.grad_v) finish_keys<scalar_t, kD / 8>(p, memory.work, parts, true, grad_v, memory.vc);
 }
 
 template <typename scalar_t, int kD>

@@ -42,36 +42,44 @@ struct MmaSoftmax {
       }
   }
 
-  // Scores become weights; y and the sums become relative to the new maximum.
+  // Products become weights, of scores that are scale, above 0, times them; y and the sums become relative to the new
+  // maximum.
   template <int kWide, int kColumns>
-  __device__ __forceinline__ void add(WarpTile<kTall, kWide>& scores, WarpTile<kTall, kColumns>& y) {
+  __device__ __forceinline__ void add(float scale, WarpTile<kTall, kWide>& scores, WarpTile<kTall, kColumns>& y) {
+    float rescale[kTall][2];
+    bool rises = false;
 #pragma unroll
     for (int m = 0; m < kTall; ++m)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float highest = max[m][half];
+        float highest = scores[m][0][2 * half];
 #pragma unroll
         for (int n = 0; n < kWide; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) highest = fmaxf(highest, scores[m][n][i]);
-        highest = largest_of_row(highest);
+        highest = fmaxf(max[m][half], scale * largest_of_row(highest));
         const float shift = shift_of(highest);
-        const float rescale = exp2_approximate(max[m][half] - shift);
+        rescale[m][half] = exp2_approximate(max[m][half] - shift);
+        rises = rises || !(rescale[m][half] == 1);
         max[m][half] = highest;
         float total = 0;
 #pragma unroll
         for (int n = 0; n < kWide; ++n)
 #pragma unroll
           for (int i = 2 * half; i < 2 * half + 2; ++i) {
-            scores[m][n][i] = exp2_approximate(scores[m][n][i] - shift);
+            scores[m][n][i] = exp2_approximate(scores[m][n][i] * scale - shift);
             total += scores[m][n][i];
           }
-        sum[m][half] = sum[m][half] * rescale + total;
-#pragma unroll
-        for (int n = 0; n < kColumns; ++n)
-#pragma unroll
-          for (int i = 2 * half; i < 2 * half + 2; ++i) y[m][n][i] *= rescale;
+        sum[m][half] = sum[m][half] * rescale[m][half] + total;
       }
+    // Seldom after the first tiles.
+    if (!__any_sync(~0u, rises)) return;
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[m][n][i] *= rescale[m][i / 2];
   }
 };
 
@@ -159,6 +167,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();
   const float scale = static_cast<float>(p.scale) * kLog2e;
+  const bool rises = scale > 0;  // then the largest product has the largest score
   const int first = warp() * 16 * kTall;
   const int tiles = static_cast<int>(work.end - work.begin);
   MmaSoftmax<kTall> softmax;
@@ -183,10 +192,10 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
     float scores[kTall][kKeys / 8][4];
     multiply_rows<scalar_t, kTall, kKeys / 8>(memory.q, first, memory.kc[now], scores);
-    scale_all<kTall, kKeys / 8>(scale, scores);
+    if (!rises) scale_all<kTall, kKeys / 8>(scale, scores);
     // The first row sees least.
     if (key + kKeys > memory.limit[0]) hide_keys<kTall, kKeys / 8>(memory.limit + first, key, scores);
-    softmax.add(scores, y);
+    softmax.add(rises ? scale : 1, scores, y);
     uint32_t weights[kTall][kKeys / 16][4];
     round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
     add_product<scalar_t, kTall, kKeys / 8, kD / 8>(weights, memory.vc[now], y);

@@ -374,13 +374,18 @@ __device__ __forceinline__ Chunk<scalar_t> chunk_at(const Rows<scalar_t, kGroupe
     if (from.chunks) {
       bits = *reinterpret_cast<const uint4*>(x);
     } else {
+      // The gradient of a sum is one number, with strides of 0.
+      const bool all_equal = from.column_stride == 0;
+      const scalar_t first = x[0];
 #pragma unroll
-      for (int i = 0; i < Chunk<scalar_t>::kCount; ++i)
-        chunk.x[i] = column + i < from.columns ? x[i * from.column_stride] : from_acc<scalar_t>(0);
+      for (int i = 0; i < Chunk<scalar_t>::kCount; ++i) {
+        chunk.x[i] = from_acc<scalar_t>(0);
+        if (column + i < from.columns) chunk.x[i] = all_equal || i == 0 ? first : x[i * from.column_stride];
+      }
       __builtin_memcpy(&bits, chunk.x, sizeof(bits));
     }
   }
-  __builtin_memcpy(chunk.x, &bits, sizeof(bits));
+  __builtin_memcpy(static_cast<void*>(chunk.x), &bits, sizeof(bits));
   return chunk;
 }
 

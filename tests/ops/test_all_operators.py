@@ -91,7 +91,7 @@ COMPRESSED = Operator(
     lambda B, H, Hkv, S, T, D: ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, D)),
     small=(2, 4, 2, 5, 7, 3),
     middle=(2, 4, 2, 70, 100, 40),
-    large=(3, 4, 2, 300, 700, 70),
+    large=(3, 4, 2, 150, 350, 70),
     traced=((2, 6, 3, 5, 60, 7), (3, 4, 2, 30, 91, 4), (2, 6, 2, 70, 120, 5)),
     roles=lambda x: (x[None],) * 3,
     linear_in=(2,),

@@ -138,6 +138,13 @@ def test_values_and_gradients_of_pooled_keys(shape: tuple[int, ...], mode: str, 
             assert_contract(pooled_contract(T, factor, mode), inputs, grad_y)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", [(1, 2, 1, 70, 150, 200), (1, 1, 1, 9, 70, 300), (1, 300, 1, 2, 20, 8)])
+def test_wide_heads_and_many_heads_of_a_key_head(shape: tuple[int, ...], mode: str, dtype: torch.dtype) -> None:
+    assert_contract(contract(2, mode), *make_inputs(*shape, dtype))
+
+
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("factor", [1, 2, 8, 64])
