@@ -88,18 +88,20 @@ static memcheck::Dtype dtype_named(const std::string& name) {
   throw py::value_error("dtype must be float64, float32, float16 or bfloat16, got '" + name + "'");
 }
 
-// Whose plan is asked for. That of CUDA needs no GPU, nor a build that has one's kernels.
-static bool on_cuda(const std::string& device) {
+// Whose kernels a plan is of. That of CUDA needs no GPU, nor a build that has its kernels.
+static bool is_cuda(const std::string& device) {
   if (device != "cpu" && device != "cuda") throw py::value_error("device must be cpu or cuda, got '" + device + "'");
   return device == "cuda";
 }
 
 // The bytes an operator takes beside its inputs, outputs and gradients, from the very structs that size its scratch.
 static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t S, int64_t T, int64_t R, bool causal,
-                                                              const std::string& dtype, int64_t threads) {
+                                                              const std::string& dtype, int64_t threads,
+                                                              const std::string& device) {
   const memcheck::SoftplusAttentionShape shape{B, S, T, R, causal};
   const memcheck::Dtype type = dtype_named(dtype);
-  const auto plan = memcheck::softplus_attention_plan_cpu(shape, type, threads);
+  const auto plan = is_cuda(device) ? memcheck::softplus_attention_plan_cuda(shape, type)
+                                    : memcheck::softplus_attention_plan_cpu(shape, type, threads);
   const int64_t carries = 2 * B * shape.carries() * R * memcheck::acc_bytes(type);
   return {{"carries", carries},
           {"forward_scratch", plan.forward_sums_bytes + (plan.forward_uses_carries ? carries : 0)},
@@ -118,7 +120,7 @@ static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H
 
 static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, const std::string& dtype, bool copies,
                                                       const std::string& device) {
-  const auto plan = on_cuda(device) ? memcheck::combinator_plan_cuda(N, E, dtype_named(dtype), copies)
+  const auto plan = is_cuda(device) ? memcheck::combinator_plan_cuda(N, E, dtype_named(dtype), copies)
                                     : memcheck::combinator_plan_cpu(N, E, dtype_named(dtype), copies);
   return {{"rows", plan.rows},         {"preactivations", plan.preactivations_bytes},
           {"chunk", plan.chunk_bytes}, {"copy", plan.copy_bytes},
@@ -147,8 +149,8 @@ static void bind_plans(py::module_& m) {
         "forward that keeps nothing), copy (beside it, where it copies: GEMM cannot take x in place), wide and sums "
         "(where the weight is 16-bit and wants a gradient). device: cpu or cuda");
   m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
-        py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"),
-        "CPU bytes: carries (kept for backward), forward_sums (beside them), forward_scratch (when nothing is kept), "
+        py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu",
+        "bytes: carries (kept for backward), forward_sums (beside them), forward_scratch (when nothing is kept), "
         "backward_scratch");
   m.def("linear_attention_plan", &linear_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"), py::arg("Hkv"),
         py::arg("S"), py::arg("T"), py::arg("D"), py::arg("Dv"), py::arg("causal"), py::arg("dtype"),

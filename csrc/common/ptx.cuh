@@ -109,6 +109,14 @@ __device__ __forceinline__ void cp_async_wait() {
 #endif
 }
 
+#if defined(MEMCHECK_HOST_CUDA)
+
+inline float flushed(float x) {
+  return std::fabs(x) < 0x1p-126f ? std::copysign(0.0f, x) : x;
+}
+
+#endif
+
 // 2^x, 2 units in the last place off.
 __device__ __forceinline__ float exp2_approximate(float x) {
 #if defined(MEMCHECK_HOST_CUDA)
@@ -127,6 +135,27 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
 #else
   float y;
   asm("rcp.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+// The same two as the hardware has them, an instruction each: numbers below 2^-126 are 0, given or returned.
+__device__ __forceinline__ float exp2_flushed(float x) {
+#if defined(MEMCHECK_HOST_CUDA)
+  return flushed(exp2f(flushed(x)));
+#else
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+#endif
+}
+
+__device__ __forceinline__ float reciprocal_flushed(float x) {
+#if defined(MEMCHECK_HOST_CUDA)
+  return flushed(1.0f / flushed(x));
+#else
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 #endif
 }

@@ -8,7 +8,7 @@
 
 // softplus(x) = log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), whose derivative is sigmoid(x). Both come from one
 // exponential. The float functions are straight-line arithmetic, so that a loop over them vectorises; NaN goes through,
-// and no argument overflows.
+// and no argument overflows. CUDA has its own exponential and division (softplus.cuh), and everything else from here.
 
 namespace memcheck {
 
@@ -63,18 +63,27 @@ MEMCHECK_INLINE double log1p_of_unit(double e) {
   return std::log1p(e);
 }
 
+// softplus(x) where e = exp(-|x|), through which NaN comes.
+template <typename acc_t>
+MEMCHECK_INLINE acc_t softplus_from(acc_t x, acc_t e) {
+  return (x > acc_t(0) ? x : acc_t(0)) + log1p_of_unit(e);
+}
+
+// sigmoid(x) times 1 + e.
+template <typename acc_t>
+MEMCHECK_INLINE acc_t sigmoid_numerator(acc_t x, acc_t e) {
+  return x < acc_t(0) ? e : acc_t(1);
+}
+
 template <typename acc_t>
 MEMCHECK_INLINE acc_t softplus(acc_t x) {
-  const acc_t positive = x < acc_t(0) ? acc_t(0) : x;  // NaN stays NaN
-  return positive + log1p_of_unit(exp_minus_abs(x));
+  return softplus_from(x, exp_minus_abs(x));
 }
 
 template <typename acc_t>
 MEMCHECK_INLINE SoftplusSigmoid<acc_t> softplus_and_sigmoid(acc_t x) {
   const acc_t e = exp_minus_abs(x);
-  const acc_t positive = x < acc_t(0) ? acc_t(0) : x;
-  const acc_t numerator = x < acc_t(0) ? e : acc_t(1);
-  return {positive + log1p_of_unit(e), numerator / (acc_t(1) + e)};
+  return {softplus_from(x, e), sigmoid_numerator(x, e) / (acc_t(1) + e)};
 }
 
 }  // namespace memcheck

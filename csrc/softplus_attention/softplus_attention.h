@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/integer.h"
 #include "common/stream.h"
 #include "common/strided.h"
 
@@ -86,7 +87,23 @@ void softplus_attention_forward_cpu(const SoftplusAttentionForward& p, Dtype dty
 void softplus_attention_backward_cpu(const SoftplusAttentionBackward& p, Dtype dtype);
 void softplus_attention_step_cpu(const SoftplusAttentionStep& p, Dtype dtype);
 
-SoftplusAttentionPlan softplus_attention_plan_cuda(const SoftplusAttentionShape& shape, Dtype dtype);
+// CUDA: a block of threads takes so many channels of one batch entry and goes through all their positions, unless such
+// blocks are too few to keep a GPU busy: then every few chunks have a block of their own, for which everything that is
+// summed over positions is read once more. Half of a large GPU's multiprocessors take in about as much as that leaves.
+constexpr int64_t kSoftplusCudaChannels = 32;
+constexpr int64_t kSoftplusFewCudaBlocks = 64;
+
+inline bool softplus_attention_splits_on_cuda(const SoftplusAttentionShape& shape, int64_t chunks) {
+  return chunks > 1 && shape.B * ceil_div(shape.R, kSoftplusCudaChannels) < kSoftplusFewCudaBlocks;
+}
+
+inline SoftplusAttentionPlan softplus_attention_plan_cuda(const SoftplusAttentionShape& shape, Dtype dtype) {
+  const int64_t slot = shape.B * shape.R * acc_bytes(dtype);
+  const int64_t keys = softplus_attention_splits_on_cuda(shape, shape.key_chunks()) ? shape.key_chunks() : 0;
+  const int64_t queries = softplus_attention_splits_on_cuda(shape, shape.query_chunks()) ? shape.query_chunks() : 1;
+  if (shape.causal) return {keys > 0, 0, keys > 0 ? 2 * (keys - 1) * slot : 0, 0};
+  return {true, 2 * keys * slot, queries * slot, 0};
+}
 void softplus_attention_forward_cuda(const SoftplusAttentionForward& p, Dtype dtype, cudaStream_t stream);
 void softplus_attention_backward_cuda(const SoftplusAttentionBackward& p, Dtype dtype, cudaStream_t stream);
 void softplus_attention_step_cuda(const SoftplusAttentionStep& p, Dtype dtype, cudaStream_t stream);

@@ -12,6 +12,7 @@ from ops.checks import (
     DEVICE,
     DTYPES,
     HERE,
+    KERNELS,
     LAYOUTS,
     Bound,
     Contract,
@@ -89,8 +90,8 @@ def make_inputs(
 
 def plan_of(q: Tensor, k: Tensor, causal: bool) -> dict[str, int]:
     (B, S, R), T = q.shape, k.shape[2]
-    dtype = str(q.dtype).removeprefix("torch.")
-    return _C.softplus_attention_plan(B=B, S=S, T=T, R=R, causal=causal, dtype=dtype, threads=torch.get_num_threads())
+    options = {"dtype": str(q.dtype).removeprefix("torch."), "threads": torch.get_num_threads(), "device": KERNELS}
+    return _C.softplus_attention_plan(B=B, S=S, T=T, R=R, causal=causal, **options)
 
 
 # ---- values and gradients
@@ -139,18 +140,20 @@ def test_the_reference_is_right_where_softplus_bends(dtype: torch.dtype) -> None
 )
 def test_both_roads_give_the_same_bits(S: int, T: int, causal: bool, dtype: torch.dtype) -> None:
     """Few channels are split over chunks of positions; the same channels among many are not."""
-    inputs, grad_y = make_inputs(20, S, T, 33, dtype)
+    B = 32
+    inputs, grad_y = make_inputs(B, S, T, 33, dtype)
     # A forward that keeps nothing takes scratch only where it is split.
     q, k, _ = inputs
     scratch = "forward_scratch" if causal else "forward_sums"
     assert plan_of(q, k, causal)[scratch] == 0
     assert plan_of(q[:1], k[:1], causal)[scratch] > 0
     whole = run(contract(causal).function, inputs, grad_y)
-    for b in range(20):
+    for b in range(B):
         alone = run(contract(causal).function, [x[b : b + 1] for x in inputs], grad_y[b : b + 1])
         assert same_bits(alone, [x[b : b + 1] for x in whole])
 
 
+@pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
     for shape in ((1, 300, 700, 70), (17, 300, 300, 33)):
