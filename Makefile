@@ -64,7 +64,7 @@ check-cuda: $(BUILD) $(DEVELOPMENT)  ## CUDA kernels without a GPU: compiled by 
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
 	$(PYTEST) --host-cuda -m "not slow" tests/ops tests/host_cuda $(PYTEST_FLAGS)
 
-gpu:  ## Everything that needs a GPU, with the torch that is there; STEP=build runs one step
+gpu:  ## Everything that needs a GPU, with the torch that is there; STEP="build values" runs these steps
 	benchmarks/gpu.sh $(STEP)
 
 clean:  ## Removes what was built, not $(VENV)

@@ -1,26 +1,80 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go: nothing is downloaded or installed, and the python3 and torch that are there are
-# used. A step that fails does not stop the others; the table at the end, and the exit code, say which did.
-# benchmarks/gpu.sh [STEP] runs one of: build info cpu-tests gradcheck track profile.
+# used. A step that fails does not stop the others; the table at the end, and the exit code, say which did. Each takes at
+# most ten minutes on an H200.
+# benchmarks/gpu.sh [STEP ...] runs some of them:
+#   build      the extension, its kernels by nvcc
+#   info       what was built, and what is there
+#   ptx        the instructions that C++ has no words for, against their host bodies
+#   values     tests/ops with tensors on the GPU: values, gradients, layouts, bytes, opcheck, torch.compile
+#   operators  tests/gpu: streams, CUDA graphs, peaks, large tensors; timelines and statistics of CUDA memory
+#   gradcheck  gradients against central differences in float64
+#   sanitizer  compute-sanitizer on every operator: memcheck and racecheck
+#   bench      every operator against what one would take instead: bench.md, bench.json
+#   profile    the attention profile
+# Logs and results go to MEMCHECK_RESULTS, benchmarks/results/gpu unless it is set.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
-results=benchmarks/results/gpu
+export MEMCHECK_RESULTS=${MEMCHECK_RESULTS:-benchmarks/results/gpu}
+results=$MEMCHECK_RESULTS
+# Scripts of other folders import memcheck from here, where it need not be installed.
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+# Else torch warns at every product that its bits may change from run to run: tests ask it to.
+export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8}
+
+run_pytest() {
+    local workers=()
+    if "$python" -c 'import xdist' 2>/dev/null; then workers=(--numprocesses 8 --dist worksteal); fi
+    "$python" -m pytest -q "${workers[@]}" "$@"
+}
 
 step_build() { MEMCHECK_CUDA=1 "$python" setup.py build_ext --inplace; }
 step_info() { "$python" -m memcheck info; }
-step_cpu-tests() { "$python" -m pytest tests/ops; }
-step_gradcheck() { "$python" -m memcheck.gradcheck; }
-step_track() { "$python" -m pytest tests/gpu; }
+step_ptx() { "$python" -m pytest -q tests/gpu/test_ptx_cuda.py; }
+step_values() { run_pytest tests/ops --device cuda -m "not cpu"; }
+# In one process: large tensors take most of the memory.
+step_operators() { "$python" -m pytest -q tests/gpu --ignore tests/gpu/test_ptx_cuda.py; }
+step_gradcheck() { "$python" -m memcheck.gradcheck --device cuda; }
+step_bench() { "$python" benchmarks/gpu.py; }
 step_profile() { "$python" -m memcheck.profile_attention --device cuda --output "$results/profile"; }
 
-steps=(build info cpu-tests gradcheck track profile)
-if [ $# -gt 0 ]; then
-    if [[ " ${steps[*]} " != *" $1 "* ]]; then
-        echo "there is no step '$1', only ${steps[*]}" >&2
-        exit 2
+step_sanitizer() {
+    local sanitizer said status=0
+    if ! sanitizer=$(command -v compute-sanitizer); then
+        echo "skipped: compute-sanitizer is not on PATH"
+        return 0
     fi
-    steps=("$1")
+    # The caching allocator hands out parts of its blocks: beside one tensor would be inside the next.
+    export PYTORCH_NO_CUDA_MEMORY_CACHING=1
+    said=$("$sanitizer" --error-exitcode 9 "$python" -c 'import torch; torch.zeros(1, device="cuda").item()' 2>&1)
+    if [ $? -ne 0 ]; then
+        echo "skipped: compute-sanitizer does not run here: $(tail -n 3 <<<"$said" | tr '\n' ' ')"
+        return 0
+    fi
+    for tool in memcheck racecheck; do
+        echo "-- $tool"
+        "$sanitizer" --tool $tool --kernel-regex kns=memcheck --error-exitcode 9 \
+            "$python" tests/gpu/small_operators.py || status=1
+    done
+    return $status
+}
+
+# In a process of its own, which can be stopped.
+if [ "${1-}" = --alone ]; then
+    "step_$2"
+    exit
+fi
+
+steps=(build info ptx values operators gradcheck sanitizer bench profile)
+if [ $# -gt 0 ]; then
+    for step in "$@"; do
+        if [[ " ${steps[*]} " != *" $step "* ]]; then
+            echo "there is no step '$step', only ${steps[*]}" >&2
+            exit 2
+        fi
+    done
+    steps=("$@")
 fi
 if ! machine=$(nvidia-smi --query-gpu=name,driver_version,memory.total --format=csv,noheader 2>/dev/null); then
     echo "no GPU here: nvidia-smi names none" >&2
@@ -39,7 +93,7 @@ table=""
 for step in "${steps[@]}"; do
     echo "== $step"
     started=$SECONDS
-    if "step_$step" 2>&1 | tee "$results/$step.log"; then
+    if timeout --kill-after=5 595 bash benchmarks/gpu.sh --alone "$step" 2>&1 | tee "$results/$step.log"; then
         outcome=passed
     else
         outcome=FAILED

@@ -73,6 +73,7 @@ def pytest_configure(config):
         os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
     if device := config.getoption("device"):
         os.environ["MEMCHECK_TEST_DEVICE"] = device
+    torch.set_default_device(os.environ.get("MEMCHECK_TEST_DEVICE"))  # for what is made as tests are collected
     if "MEMCHECK_TEST_HOST_CUDA" in os.environ:
         load_host_cuda()
     if config.getoption("numprocesses", None):

@@ -4,7 +4,7 @@
 #include "combinator/combinator.h"
 #include "common/integer.h"
 #include "common/kernel.cuh"
-#include "common/softplus.h"
+#include "common/softplus.cuh"
 
 // A block takes some rows, of which its threads take pieces: 16 bytes wherever all addresses allow it, else single
 // elements, by the same code. These kernels read what a GEMM wrote, and wait for memory alone.
@@ -78,7 +78,8 @@ __device__ __forceinline__ Piece<scalar_t, kCount> forward_piece(const Piece<sca
                                                                  const Piece<scalar_t, kCount>& b) {
   Piece<scalar_t, kCount> y;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) y.value[i] = from_acc<scalar_t>(softplus(to_acc(a.value[i])) * to_acc(b.value[i]));
+  for (int i = 0; i < kCount; ++i)
+    y.value[i] = from_acc<scalar_t>(softplus_on_device(to_acc(a.value[i])) * to_acc(b.value[i]));
   return y;
 }
 
@@ -89,7 +90,7 @@ __device__ __forceinline__ void backward_piece(const Piece<scalar_t, kCount>& g,
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const auto grad = to_acc(g.value[i]);
-    const auto both = softplus_and_sigmoid(to_acc(a.value[i]));
+    const auto both = softplus_and_sigmoid_on_device(to_acc(a.value[i]));
     a.value[i] = from_acc<scalar_t>(grad * to_acc(b.value[i]) * both.sigmoid);
     b.value[i] = from_acc<scalar_t>(grad * both.softplus);
   }

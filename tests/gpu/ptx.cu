@@ -200,6 +200,14 @@ struct ReciprocalApproximate {
   __device__ float operator()(float x) const { return reciprocal_approximate(x); }
 };
 
+struct Exp2Flushed {
+  __device__ float operator()(float x) const { return exp2_flushed(x); }
+};
+
+struct ReciprocalFlushed {
+  __device__ float operator()(float x) const { return reciprocal_flushed(x); }
+};
+
 // kernel(to, from, args...) for `count` words of results, and prints them after what it was given.
 template <typename... Params, typename... Args>
 void run(const std::string& name, size_t shared_bytes, void (*kernel)(Params...), const std::vector<uint32_t>& given,
@@ -243,7 +251,9 @@ void run_all() {
       random_words(kAll);  // the first half are random bits, NaN and infinities among them
   for (size_t i = kAll / 2; i < kAll; ++i) exponents[i] = bits_of(random_float(-150, 130));
   run_each<OnBits<Exp2Approximate>>("exp2_approximate", exponents);
+  run_each<OnBits<Exp2Flushed>>("exp2_flushed", exponents);
   run_each<OnBits<ReciprocalApproximate>>("reciprocal_approximate", random_words(kAll));
+  run_each<OnBits<ReciprocalFlushed>>("reciprocal_flushed", random_words(kAll));
 }
 
 }  // namespace

@@ -17,6 +17,7 @@ from memcheck._extension import _C
 # Where tests make their tensors, and whose kernels they test: those of CUDA may run on the CPU's tensors (--host-cuda).
 DEVICE = os.environ.get("MEMCHECK_TEST_DEVICE", "cpu")
 KERNELS = "cuda" if "MEMCHECK_TEST_HOST_CUDA" in os.environ else DEVICE
+HERE = "cuda:0" if DEVICE == "cuda" else DEVICE  # as a tensor there says it
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
@@ -61,9 +62,10 @@ class Contract:
 def tolerance(truth: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
     """u |truth| + (32 + sqrt(terms)) 2^-24 bound, and u bound where an intermediate is stored in the dtype."""
     unit = RESULT_UNIT[dtype]
-    allowed = unit * truth.abs() + (32 + math.sqrt(bound.terms)) * SUM_UNIT[dtype] * bound.values
+    values = bound.values.to(truth.device)
+    allowed = unit * truth.abs() + (32 + math.sqrt(bound.terms)) * SUM_UNIT[dtype] * values
     if bound.stored:
-        allowed = allowed + unit * bound.values
+        allowed = allowed + unit * values
     # Below its smallest normal number a dtype's spacing is constant.
     info = torch.finfo(dtype)
     return allowed + info.smallest_normal * info.eps / 2
@@ -71,7 +73,7 @@ def tolerance(truth: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
 
 def assert_within(actual: Tensor, truth: Tensor, bound: Bound, name: str = "") -> None:
     assert actual.shape == truth.shape, name
-    actual = actual.cpu()
+    actual, truth = actual.cpu(), truth.cpu()
     excess = (actual.double() - truth).abs() - tolerance(truth, bound, actual.dtype)
     wrong = (~(excess <= 0)).nonzero()  # NaN is wrong too
     if len(wrong):

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from ops.checks import (
+    DEVICE,
     DTYPES,
     LAYOUTS,
     Function,
@@ -352,7 +353,7 @@ def test_compile_with_inductor(it: Operator) -> None:
 def test_autocast(it: Operator) -> None:
     """Runs in the autocast dtype, as torch's own operators; leaves get gradients of their own dtype."""
     leaves, grad_y = it.leaves(it.middle)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         y = it.function(*leaves)
     assert y.dtype == torch.bfloat16
     y.backward(grad_y.bfloat16())

@@ -13,6 +13,7 @@ from ops.checks import (
     DEVICE,
     DTYPES,
     HALF_DTYPES,
+    HERE,
     KERNELS,
     LAYOUTS,
     Bound,
@@ -164,7 +165,6 @@ def test_threads_change_no_bit() -> None:
                     assert same_bits(results[0], results[-1])
 
 
-@pytest.mark.cpu
 @CPU_LEVELS
 def test_every_cpu_level(level: str) -> None:
     assert _C.cpu_level() == level
@@ -229,7 +229,7 @@ def test_strides_cost_only_what_is_planned(layout: str, low_memory: bool) -> Non
         weight_copy = 0 if reads_in_place(weight_) else weight.nbytes
         sums = 0 if reads_in_place(weight_) or not is_dense(weight_) else weight.nbytes
         leaves = [x_.detach().requires_grad_(), weight_.detach().requires_grad_()]
-        with track() as memory:
+        with track(device=DEVICE) as memory:
             y = combinator(*leaves, low_memory=low_memory)
             kept = 0 if low_memory else plan["preactivations"]
             assert memory.peak_bytes == y.nbytes + (kept or plan["chunk"]) + plan["copy"] + weight_copy
@@ -439,9 +439,9 @@ RAISES = {
     "weight elsewhere": (
         {"weight": torch.ones(2, 7, 7, device="meta")},
         ValueError,
-        "weight must be on cpu as x is, got meta",
+        f"weight must be on {HERE} as x is, got meta",
     ),
-    "x elsewhere": ({"x": torch.ones(5, 7, device="meta")}, ValueError, "weight must be on meta as x is, got cpu"),
+    "x elsewhere": ({"x": torch.ones(5, 7, device="meta")}, ValueError, f"weight must be on meta as x is, got {HERE}"),
     "no x": ({"x": None}, TypeError, "x must be a tensor, got None"),
     "no weight": ({"weight": None}, TypeError, "weight must be a tensor, got None"),
     "too many leading dimensions": (
@@ -451,7 +451,7 @@ RAISES = {
     ),
     # These two never reach the operator: the words are the dispatcher's.
     "a list": ({"x": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'x'"),
-    "sparse": ({"weight": torch.ones(2, 7, 7).to_sparse()}, NotImplementedError, "'SparseCPU' backend"),
+    "sparse": ({"weight": torch.ones(2, 7, 7).to_sparse()}, NotImplementedError, "'Sparse(CPU|CUDA)' backend"),
 }
 
 
@@ -498,7 +498,7 @@ BACKWARD_RAISES = {
     "preactivations elsewhere": (
         {"preactivations": torch.ones(2, 5, 14, device="meta")},
         ValueError,
-        "preactivations must be on cpu as grad_y is, got meta",
+        f"preactivations must be on {HERE} as grad_y is, got meta",
     ),
     "integer grad_y": ({"grad_y": torch.ones(2, 5, 7).int()}, TypeError, "grad_y must be float64, .* got int32"),
     "no grad_y": ({"grad_y": None}, TypeError, "grad_y must be a tensor, got None"),

@@ -10,9 +10,14 @@ import pytest
 import torch
 from ops.checks import (
     CPU_LEVELS,
+    DEVICE,
     DTYPES,
     HALF_DTYPES,
+<<<<<<< HEAD
     KERNELS,
+=======
+    HERE,
+>>>>>>> cuda-combinator
     LAYOUTS,
     Bound,
     Contract,
@@ -299,7 +304,7 @@ def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
         leaves = [x.detach().requires_grad_() for x in inputs]
         plan = plan_of(q, k, 8, causal)
         kept = plan["lse"] + plan["compressed"]
-        with track() as memory:
+        with track(device=DEVICE) as memory:
             y = compressed_attention(*leaves, factor=8, causal=causal)
             assert memory.peak_bytes == y.nbytes + kept + plan["forward_scratch"]
             memory.reset_peak()
@@ -455,7 +460,7 @@ def test_step_leaves_the_old_state_alone() -> None:
 def test_autocast_of_steps() -> None:
     """Blocks are kept in the autocast dtype, and not converted anew in every step."""
     (q, k, v), _ = make_inputs(2, 4, 2, 1, 9, 5)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         state = compressed_attention_state(k[:, :, 1:], v[:, :, 1:], factor=4)
         y, state = compressed_attention_step(q, k[:, :, :1], v[:, :, :1], state, factor=4)
     assert [x.dtype for x in (y, *state[:4])] == [torch.bfloat16] * 3 + [torch.float32] * 2
@@ -669,8 +674,8 @@ RAISES = {
     "bfloat16 v": ({"v": torch.ones(2, 2, 7, 3).bfloat16()}, TypeError, "v must be float32 to match q, got bfloat16"),
     "integers": ({"q": torch.ones(2, 4, 5, 3).int()}, TypeError, "q must be float64, .* or bfloat16, got int32"),
     "complex": ({"q": torch.ones(2, 4, 5, 3).cfloat()}, TypeError, "q must be float64, .* or bfloat16, got complex64"),
-    "k elsewhere": ({"k": torch.ones(2, 2, 7, 3, device="meta")}, ValueError, "k must be on cpu as q is, got meta"),
-    "v elsewhere": ({"v": torch.ones(2, 2, 7, 3, device="meta")}, ValueError, "v must be on cpu as q is, got meta"),
+    "k elsewhere": ({"k": torch.ones(2, 2, 7, 3, device="meta")}, ValueError, f"k must be on {HERE} as q is, got meta"),
+    "v elsewhere": ({"v": torch.ones(2, 2, 7, 3, device="meta")}, ValueError, f"v must be on {HERE} as q is, got meta"),
     "more queries than keys": (
         {"q": torch.ones(2, 4, 8, 3)},
         ValueError,
@@ -769,7 +774,7 @@ STEP_RAISES = {
     "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
     "q of rank 3": ({"q": torch.ones(2, 1, 3)}, ValueError, r"q must be \(B,H,S,D\), of 4 dimensions, got \[2, 1, 3\]"),
     "float64 q": ({"q": torch.ones(2, 4, 1, 3).double()}, TypeError, "q must be float32 to match k, got float64"),
-    "q elsewhere": ({"q": torch.ones(2, 4, 1, 3, device="meta")}, ValueError, "q must be on cpu as k is, got meta"),
+    "q elsewhere": ({"q": torch.ones(2, 4, 1, 3, device="meta")}, ValueError, f"q must be on {HERE} as k is, got meta"),
     "another D": ({"q": torch.ones(2, 4, 1, 5)}, ValueError, r"q must be .* = \[2, 4, 1, 3\] to match k"),
     "heads that do not divide": ({"q": torch.ones(2, 3, 1, 3)}, ValueError, "H, .* got H = 3 and Hkv = 2"),
     "more queries than keys": (

@@ -11,7 +11,11 @@ from ops.checks import (
     CPU_LEVELS,
     DEVICE,
     DTYPES,
+<<<<<<< HEAD
     KERNELS,
+=======
+    HERE,
+>>>>>>> cuda-combinator
     LAYOUTS,
     Bound,
     Contract,
@@ -239,7 +243,7 @@ def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
     for *inputs, grad in laid_out([q, k, v, grad_y], layout):
         leaves = [x.detach().requires_grad_() for x in inputs]
         plan = plan_of(q, k, v, causal)
-        with track() as memory:
+        with track(device=DEVICE) as memory:
             y = linear_attention(*leaves, causal=causal)
             assert memory.peak_bytes == y.nbytes + plan["forward_scratch"]
             memory.reset_peak()
@@ -302,7 +306,7 @@ def test_opcheck_step() -> None:
 
 def test_autocast_of_a_step_leaves_the_state() -> None:
     (q, k, v), _ = make_inputs(2, 4, 2, 1, 5, 3, 2)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         y, state = linear_attention_step(q, k, v)
         y, state = linear_attention_step(q, k, v, state)
     assert [x.dtype for x in (y, *state)] == [torch.bfloat16, torch.float32, torch.float32]
@@ -568,8 +572,8 @@ RAISES = {
     "bfloat16 v": ({"v": torch.ones(2, 2, 7, 2).bfloat16()}, TypeError, "v must be float32 to match q, got bfloat16"),
     "integers": ({"q": torch.ones(2, 4, 5, 3).int()}, TypeError, "q must be float64, .* or bfloat16, got int32"),
     "complex": ({"q": torch.ones(2, 4, 5, 3).cfloat()}, TypeError, "q must be float64, .* or bfloat16, got complex64"),
-    "k elsewhere": ({"k": torch.ones(2, 2, 7, 3, device="meta")}, ValueError, "k must be on cpu as q is, got meta"),
-    "v elsewhere": ({"v": torch.ones(2, 2, 7, 2, device="meta")}, ValueError, "v must be on cpu as q is, got meta"),
+    "k elsewhere": ({"k": torch.ones(2, 2, 7, 3, device="meta")}, ValueError, f"k must be on {HERE} as q is, got meta"),
+    "v elsewhere": ({"v": torch.ones(2, 2, 7, 2, device="meta")}, ValueError, f"v must be on {HERE} as q is, got meta"),
     "more queries than keys": (
         {"q": torch.ones(2, 4, 8, 3)},
         ValueError,
@@ -588,7 +592,7 @@ RAISES = {
     # These never reach the operator: the words are the dispatcher's.
     "a list": ({"q": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'q'"),
     "a number for the map": ({"feature_map": 1}, RuntimeError, "Expected a value of type 'str' for argument"),
-    "sparse": ({"q": torch.ones(2, 4, 5, 3).to_sparse()}, NotImplementedError, "'SparseCPU' backend"),
+    "sparse": ({"q": torch.ones(2, 4, 5, 3).to_sparse()}, NotImplementedError, "'Sparse(CPU|CUDA)' backend"),
 }
 
 
@@ -625,7 +629,11 @@ STEP_RAISES = {
         TypeError,
         "z must be float32 to match the accumulation type of q, got float64",
     ),
-    "state elsewhere": ({"m": torch.ones(2, 2, 3, 2, device="meta")}, ValueError, "m must be on cpu as q is, got meta"),
+    "state elsewhere": (
+        {"m": torch.ones(2, 2, 3, 2, device="meta")},
+        ValueError,
+        f"m must be on {HERE} as q is, got meta",
+    ),
     "no state": ({"z": None}, TypeError, "z must be a tensor, got None"),
     "another T": ({"v": torch.ones(2, 2, 6, 2)}, ValueError, "v must be .* to match k"),
     "eps of 0": ({"eps": 0.0}, ValueError, "eps must be a positive number, got 0"),

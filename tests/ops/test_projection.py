@@ -8,6 +8,7 @@ from ops.checks import (
     DEVICE,
     DTYPES,
     HALF_DTYPES,
+    HERE,
     KERNELS,
     LAYOUTS,
     Bound,
@@ -188,13 +189,13 @@ RAISES = {
     "integers": ({"x": torch.ones(2, 5, 7).int()}, TypeError, "x must be float64, .* or bfloat16, got int32"),
     "booleans": ({"x": torch.ones(2, 5, 7).bool()}, TypeError, "x must be float64, .* or bfloat16, got bool"),
     "complex": ({"x": torch.ones(2, 5, 7).cfloat()}, TypeError, "x must be float64, .* or bfloat16, got complex64"),
-    "w elsewhere": ({"w": torch.ones(7, 3, device="meta")}, ValueError, "w must be on cpu as x is, got meta"),
-    "x elsewhere": ({"x": torch.ones(2, 5, 7, device="meta")}, ValueError, "w must be on meta as x is, got cpu"),
+    "w elsewhere": ({"w": torch.ones(7, 3, device="meta")}, ValueError, f"w must be on {HERE} as x is, got meta"),
+    "x elsewhere": ({"x": torch.ones(2, 5, 7, device="meta")}, ValueError, f"w must be on meta as x is, got {HERE}"),
     "no x": ({"x": None}, TypeError, "x must be a tensor, got None"),
     "no w": ({"w": None}, TypeError, "w must be a tensor, got None"),
     # These two never reach the operator: the words are the dispatcher's.
     "a list": ({"x": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'x'"),
-    "sparse": ({"w": torch.ones(7, 3).to_sparse()}, NotImplementedError, "'SparseCPU' backend"),
+    "sparse": ({"w": torch.ones(7, 3).to_sparse()}, NotImplementedError, "'Sparse(CPU|CUDA)' backend"),
 }
 
 
@@ -220,7 +221,7 @@ BACKWARD_RAISES = {
     "grad_y elsewhere": (
         {"grad_y": torch.ones(2, 5, 5, device="meta")},
         ValueError,
-        "x must be on meta as grad_y is, got cpu",
+        f"x must be on meta as grad_y is, got {HERE}",
     ),
     "integer grad_y": ({"grad_y": torch.ones(2, 5, 5).int()}, TypeError, "grad_y must be float64, .* got int32"),
     "no grad_y": ({"grad_y": None}, TypeError, "grad_y must be a tensor, got None"),

@@ -11,6 +11,7 @@ from ops.checks import (
     CPU_LEVELS,
     DEVICE,
     DTYPES,
+    HERE,
     KERNELS,
     LAYOUTS,
     Bound,
@@ -200,7 +201,7 @@ def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
     for *inputs, grad in laid_out([q, k, v, grad_y], layout):
         leaves = [x.detach().requires_grad_() for x in inputs]
         plan = plan_of(q, k, causal)
-        with track() as memory:
+        with track(device=DEVICE) as memory:
             y = softplus_attention(*leaves, causal=causal)
             assert memory.peak_bytes == y.nbytes + plan["carries"] + plan["forward_sums"]
             memory.reset_peak()
@@ -266,7 +267,7 @@ def test_opcheck_step() -> None:
 
 def test_autocast_of_a_step_leaves_the_state() -> None:
     (q, k, v), _ = make_inputs(2, 1, 5, 3)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(DEVICE, torch.bfloat16):
         y, state = softplus_attention_step(q, k, v)
         y, state = softplus_attention_step(q, k, v, state)
     assert [x.dtype for x in (y, *state)] == [torch.bfloat16, torch.float32, torch.float32]
@@ -524,9 +525,9 @@ RAISES = {
         TypeError,
         "q must be float64, .* or bfloat16, got float8_e4m3fn",
     ),
-    "k elsewhere": ({"k": torch.ones(2, 3, 7, device="meta")}, ValueError, "k must be on cpu as q is, got meta"),
-    "v elsewhere": ({"v": torch.ones(2, 3, 7, device="meta")}, ValueError, "v must be on cpu as q is, got meta"),
-    "q elsewhere": ({"q": torch.ones(2, 5, 3, device="meta")}, ValueError, "k must be on meta as q is, got cpu"),
+    "k elsewhere": ({"k": torch.ones(2, 3, 7, device="meta")}, ValueError, f"k must be on {HERE} as q is, got meta"),
+    "v elsewhere": ({"v": torch.ones(2, 3, 7, device="meta")}, ValueError, f"v must be on {HERE} as q is, got meta"),
+    "q elsewhere": ({"q": torch.ones(2, 5, 3, device="meta")}, ValueError, f"k must be on meta as q is, got {HERE}"),
     "more queries than keys": (
         {"q": torch.ones(2, 8, 3)},
         ValueError,
@@ -547,7 +548,7 @@ RAISES = {
     # These three never reach the operator: the words are the dispatcher's.
     "a list": ({"q": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'q'"),
     "a word for eps": ({"eps": "small"}, RuntimeError, "Expected a value of type 'float' for argument 'eps'"),
-    "sparse": ({"q": torch.ones(2, 5, 3).to_sparse()}, NotImplementedError, "'SparseCPU' backend"),
+    "sparse": ({"q": torch.ones(2, 5, 3).to_sparse()}, NotImplementedError, "'Sparse(CPU|CUDA)' backend"),
 }
 
 
@@ -580,7 +581,7 @@ STEP_RAISES = {
         TypeError,
         "z must be float32 to match the accumulation type of q, got float64",
     ),
-    "state elsewhere": ({"a": torch.ones(2, 3, device="meta")}, ValueError, "a must be on cpu as q is, got meta"),
+    "state elsewhere": ({"a": torch.ones(2, 3, device="meta")}, ValueError, f"a must be on {HERE} as q is, got meta"),
     "no state": ({"z": None}, TypeError, "z must be a tensor, got None"),
     "another T": ({"v": torch.ones(2, 3, 6)}, ValueError, "v must be .* to match k"),
     "eps of 0": ({"eps": 0.0}, ValueError, "eps must be a positive number, got 0"),
@@ -611,7 +612,7 @@ BACKWARD_RAISES = {
     "carries elsewhere": (
         {"carries": torch.ones(2, 2, 0, 3, device="meta")},
         ValueError,
-        "carries must be on cpu as q is, got meta",
+        f"carries must be on {HERE} as q is, got meta",
     ),
     "no carries": ({"carries": None}, TypeError, "carries must be a tensor, got None"),
     "another shape of grad_y": (
@@ -628,7 +629,7 @@ BACKWARD_RAISES = {
     "grad_y elsewhere": (
         {"grad_y": torch.ones(2, 5, 3, device="meta")},
         ValueError,
-        "grad_y must be on cpu as q is, got meta",
+        f"grad_y must be on {HERE} as q is, got meta",
     ),
     "no grad_y": ({"grad_y": None}, TypeError, "grad_y must be a tensor, got None"),
     "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
