@@ -13,11 +13,8 @@ from ops.checks import (
     DEVICE,
     DTYPES,
     HALF_DTYPES,
-<<<<<<< HEAD
-    KERNELS,
-=======
     HERE,
->>>>>>> cuda-combinator
+    KERNELS,
     LAYOUTS,
     Bound,
     Contract,

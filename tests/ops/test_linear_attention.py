@@ -11,11 +11,8 @@ from ops.checks import (
     CPU_LEVELS,
     DEVICE,
     DTYPES,
-<<<<<<< HEAD
-    KERNELS,
-=======
     HERE,
->>>>>>> cuda-combinator
+    KERNELS,
     LAYOUTS,
     Bound,
     Contract,
@@ -106,7 +103,9 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, int]:
     (B, H, S, D), (_, Hkv, T, Dv) = q.shape, v.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv}
     dtype = str(q.dtype).removeprefix("torch.")
-    return _C.linear_attention_plan(**sizes, causal=causal, dtype=dtype, threads=torch.get_num_threads(), device=KERNELS)
+    return _C.linear_attention_plan(
+        **sizes, causal=causal, dtype=dtype, threads=torch.get_num_threads(), device=KERNELS
+    )
 
 
 # ---- values and gradients
