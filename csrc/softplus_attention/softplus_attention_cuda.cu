@@ -7,12 +7,13 @@
 #include "softplus_attention/softplus_attention.h"
 
 // A block of threads takes kLanes channels of one batch entry, a lane of each warp for a channel, and goes through its
-// positions a chunk at a time: of a chunk each warp takes kRows consecutive ones. Sums are formed in levels, each from
-// zero: the rows of a warp, the warps of a chunk, the chunks. So rounding errors of equal terms, which all have one
-// sign, grow with the longest level instead of the sequence; and a chunk's sums do not depend on who forms them, so
-// blocks that take a few chunks each, after a first pass has summed every chunk, give the bits of one that takes all.
+// positions a tile at a time, of which each warp takes kRows consecutive ones. Sums are formed in levels, each from
+// zero: the rows of a warp, the warps of a tile, the tiles of a chunk, the chunks. So rounding errors of equal terms,
+// which all have one sign, grow with the longest level instead of the sequence; and a chunk's sums do not depend on who
+// forms them, so blocks that take a few chunks each, after a first pass has summed every chunk, give the bits of one
+// that takes all.
 //
-// Keys and values are contiguous along positions as a rule. Chunks of them come to shared memory as they are, one ahead
+// Keys and values are contiguous along positions as a rule. Tiles of them come to shared memory as they are, one ahead
 // of the one that is computed on, and each lane reads its own channel there. Queries and outputs are contiguous along
 // channels: lanes read and write them where they are.
 
@@ -21,9 +22,16 @@ namespace {
 
 constexpr int kLanes = kSoftplusCudaChannels;
 constexpr int kRows = 16;
-constexpr int kWarps = static_cast<int>(kCarrySpacing) / kRows;
-constexpr int kThreads = kLanes * kWarps;
+constexpr int kChunk = static_cast<int>(kCarrySpacing);
 static_assert(kLanes == 32, "channels are the lanes of a warp");
+
+// Blocks whose tile is a chunk, which the backward needs, and has a multiprocessor for itself. And half as much for the
+// forward, so that while one block waits another computes.
+constexpr int kWarps = kChunk / kRows;
+constexpr int kThreads = kWarps * kLanes;
+constexpr int kForwardWarps = kWarps / 2;
+constexpr int kForwardThreads = kForwardWarps * kLanes;
+constexpr int kForwardTile = kForwardWarps * kRows;
 
 struct Thread {
   int warp;
@@ -80,9 +88,10 @@ struct Rows {
   __device__ __forceinline__ bool has(int row) const { return row >= first && row < end; }
 };
 
-// A warp's rows of a chunk that begins at position `start` of `length`.
+// A warp's rows of a tile of so many positions that begins at `start` of `length`.
+template <int kTile = kChunk>
 __device__ __forceinline__ Rows rows_of(Thread me, int64_t start, int64_t length) {
-  if (start >= 0 && start + kCarrySpacing <= length) return {0, kRows};
+  if (start >= 0 && start + kTile <= length) return {0, kRows};
   start += me.warp * kRows;
   return {clamp_rows(-start), clamp_rows(length - start)};
 }
@@ -140,12 +149,12 @@ __device__ __forceinline__ acc_t sum_of_rows(const acc_t (&rows)[kRows]) {
   return sum;
 }
 
-template <typename acc_t>
+template <typename acc_t, int kWarps>
 using WarpSums = Pair<acc_t>[kWarps][kLanes];
 
 // The sums of the warps before this one; reversed: after it.
-template <bool reversed, typename acc_t>
-__device__ __forceinline__ Pair<acc_t> sum_of_warps(const WarpSums<acc_t>& sums, Thread me) {
+template <bool reversed, typename acc_t, int kWarps>
+__device__ __forceinline__ Pair<acc_t> sum_of_warps(const Pair<acc_t> (&sums)[kWarps][kLanes], Thread me) {
   Pair<acc_t> sum{acc_t(0), acc_t(0)};
   if (reversed) {
 #pragma unroll 5
@@ -193,11 +202,11 @@ struct alignas(16) Pack {
   scalar_t values[kSize];
 };
 
-// A chunk, a row for each channel. Rows are 16 bytes longer than that: lanes that read 16 bytes each of their own rows
-// meet no bank of shared memory twice.
-template <typename scalar_t>
+// So many positions, a row for each channel. Rows are 16 bytes longer than that: lanes that read 16 bytes each of their
+// own rows meet no bank of shared memory twice.
+template <typename scalar_t, int kPositions = kChunk>
 struct Tile {
-  alignas(16) scalar_t channels[kLanes][kCarrySpacing + Pack<scalar_t>::kSize];
+  alignas(16) scalar_t channels[kLanes][kPositions + Pack<scalar_t>::kSize];
 };
 
 template <typename scalar_t>
@@ -237,7 +246,7 @@ __device__ __forceinline__ void write_row(scalar_t* to, const acc_t (&values)[kC
   }
 }
 
-// How the threads of a block walk through a chunk of a tensor (B,R,T).
+// How the threads of a block walk through a tile of a tensor (B,R,T). There are two for each position of it.
 enum class Walk {
   Packs,      // along positions: those of every channel begin at a multiple of 16 bytes and are whole packs
   Positions,  // the same by elements
@@ -248,50 +257,50 @@ struct Walks {
   Walk k, v, grad_k, grad_v;
 };
 
-// A thread's elements of a chunk.
+// A thread's elements of a tile, kRows of them.
+template <int kPositions>
 struct Elements {
   int channel, position;            // of the first
   int channel_step, position_step;  // from one to the next
 
   __device__ __forceinline__ explicit Elements(Walk walk) {
-    constexpr int kPositions = static_cast<int>(kCarrySpacing);
     const bool along_channels = walk == Walk::Channels;
     channel = static_cast<int>(along_channels ? threadIdx.x % kLanes : threadIdx.x / kPositions);
     position = static_cast<int>(along_channels ? threadIdx.x / kLanes : threadIdx.x % kPositions);
-    channel_step = along_channels ? 0 : kThreads / kPositions;
-    position_step = along_channels ? kThreads / kLanes : 0;
+    channel_step = along_channels ? 0 : kLanes / kRows;
+    position_step = along_channels ? kPositions / kRows : 0;
   }
 };
 
-// A thread's packs of a chunk: one in every kStep channels.
-template <typename scalar_t>
+// A thread's packs of a tile: one in every kStep channels.
+template <typename scalar_t, int kPositions>
 struct Packs {
   static constexpr int kSize = Pack<scalar_t>::kSize;
-  static constexpr int kOfChannel = static_cast<int>(kCarrySpacing) / kSize;
-  static constexpr int kStep = kThreads / kOfChannel;
-  static constexpr int kCount = kLanes / kStep;
+  static constexpr int kOfChannel = kPositions / kSize;
+  static constexpr int kCount = kRows / kSize;
+  static constexpr int kStep = kLanes / kCount;
 
   int channel = static_cast<int>(threadIdx.x / kOfChannel);  // of the first
   int position = static_cast<int>(threadIdx.x % kOfChannel) * kSize;
 };
 
-// A tensor (B,R,T), a chunk of a block of channels at a time.
-template <typename scalar_t>
-class KeyChunks {
+// Where a tile of a tensor (B,R,T) is in memory.
+template <typename scalar_t, int kPositions = kChunk>
+class TilePlace {
  public:
-  __device__ __forceinline__ KeyChunks(const Strided<3>& x, Walk walk, const Work& work, int64_t chunk)
+  __device__ __forceinline__ TilePlace(const Strided<3>& x, Walk walk, const Work& work, int64_t t)
       : channel_stride_(x.stride[1]), position_stride_(x.stride[2]), walk_(walk), channels_(work.channels) {
-    const Elements elements(walk);
-    const Packs<scalar_t> packs;
+    const Elements<kPositions> elements(walk);
+    const Packs<scalar_t, kPositions> packs;
     const bool packed = walk == Walk::Packs;
     at_ = x.at<scalar_t>(work.b, work.r + (packed ? packs.channel : elements.channel),
-                         chunk * kCarrySpacing + (packed ? packs.position : elements.position));
+                         t + (packed ? packs.position : elements.position));
   }
 
   // So many positions are there, or more: zeros beyond. Packs arrive when cp_async_wait says so.
-  __device__ __forceinline__ void request(int64_t positions, Tile<scalar_t>& tile) const {
+  __device__ __forceinline__ void request(int64_t positions, Tile<scalar_t, kPositions>& tile) const {
     if (walk_ == Walk::Packs) {
-      const Packs<scalar_t> packs;
+      const Packs<scalar_t, kPositions> packs;
       const bool inside = packs.position < positions;
 #pragma unroll
       for (int i = 0; i < packs.kCount; ++i) {
@@ -306,9 +315,9 @@ class KeyChunks {
     }
   }
 
-  __device__ __forceinline__ void store(int64_t positions, const Tile<scalar_t>& tile) const {
+  __device__ __forceinline__ void store(int64_t positions, const Tile<scalar_t, kPositions>& tile) const {
     if (walk_ == Walk::Packs) {
-      const Packs<scalar_t> packs;
+      const Packs<scalar_t, kPositions> packs;
       const bool inside = packs.position < positions;
 #pragma unroll
       for (int i = 0; i < packs.kCount; ++i) {
@@ -327,7 +336,7 @@ class KeyChunks {
  private:
   template <typename Each>
   __device__ __forceinline__ void each_element(int64_t positions, const Each& each) const {
-    const Elements elements(walk_);
+    const Elements<kPositions> elements(walk_);
     const int64_t step = elements.channel_step * channel_stride_ + elements.position_step * position_stride_;
 #pragma unroll 8
     for (int i = 0; i < kRows; ++i) {
@@ -343,7 +352,7 @@ class KeyChunks {
   scalar_t* at_;  // this thread's first item
 };
 
-// A tensor (B,S,R), a warp's rows of a chunk at a time, a lane for each channel.
+// A tensor (B,S,R), a warp's rows at a time, a lane for each channel.
 template <typename scalar_t>
 class QueryRows {
  public:
@@ -351,7 +360,7 @@ class QueryRows {
   __device__ __forceinline__ QueryRows(const Strided<3>& x, const Work& work, Thread me, int64_t s)
       : stride_(x.stride[1]), at_(x.at<scalar_t>(work.b, s, work.channel(me))) {}
 
-  __device__ __forceinline__ void move(int chunks) { at_ += chunks * kCarrySpacing * stride_; }
+  __device__ __forceinline__ void move(int positions) { at_ += positions * stride_; }
   // Zeros where nothing is.
   __device__ __forceinline__ void load(Rows rows, scalar_t (&values)[kRows]) const {
     if (rows.all()) {
@@ -379,27 +388,27 @@ class QueryRows {
   scalar_t* at_;
 };
 
-template <typename scalar_t>
+template <typename scalar_t, int kPositions = kChunk>
 struct KeyTiles {
-  Tile<scalar_t> k;
-  Tile<scalar_t> v;
+  Tile<scalar_t, kPositions> k;
+  Tile<scalar_t, kPositions> v;
 };
 
 // A chunk of float64 takes so much that there is room for one.
 template <typename scalar_t>
 constexpr int kStages = sizeof(scalar_t) > 4 ? 1 : 2;
 
-// Asks for a chunk of k and v, which may be null.
-template <typename scalar_t>
+// Asks for the keys, and values if there are such, from position t on.
+template <typename scalar_t, int kPositions>
 __device__ __forceinline__ void request_keys(const Strided<3>& k, const Strided<3>& v, const Walks& walks,
-                                             const Work& work, int64_t T, int64_t chunk, KeyTiles<scalar_t>& tiles) {
-  const int64_t positions = T - chunk * kCarrySpacing;
-  KeyChunks<scalar_t>(k, walks.k, work, chunk).request(positions, tiles.k);
-  if (v) KeyChunks<scalar_t>(v, walks.v, work, chunk).request(positions, tiles.v);
+                                             const Work& work, int64_t T, int64_t t,
+                                             KeyTiles<scalar_t, kPositions>& tiles) {
+  TilePlace<scalar_t, kPositions>(k, walks.k, work, t).request(T - t, tiles.k);
+  if (v) TilePlace<scalar_t, kPositions>(v, walks.v, work, t).request(T - t, tiles.v);
   cp_async_commit();
 }
 
-// Until the chunk that was requested last is there for all threads, which are done with all before it.
+// Until the tile that was requested last is there for all threads, which are done with all before it.
 __device__ __forceinline__ void await_keys() {
   cp_async_wait<0>();
   __syncthreads();
@@ -437,11 +446,11 @@ struct Means {
 // Rows of keys that are computed together, and so loaded: a pack of 16-bit ones.
 constexpr int kGroup = 8;
 
-// softplus(k) and softplus(k) v of a warp's rows of a chunk that has so many positions: those beyond weigh nothing.
+// softplus(k) and softplus(k) v of a warp's rows of a tile; positions beyond those that are there weigh nothing.
 // weigh_group(row, k) makes weights of the keys from a row on.
-template <typename scalar_t, typename acc_t, typename WeighGroup>
-__device__ __forceinline__ void weigh(const KeyTiles<scalar_t>& tiles, bool has_v, Thread me, int64_t positions,
-                                      const WeighGroup& weigh_group, acc_t (&weights)[kRows],
+template <typename scalar_t, int kPositions, typename acc_t, typename WeighGroup>
+__device__ __forceinline__ void weigh(const KeyTiles<scalar_t, kPositions>& tiles, bool has_v, Thread me,
+                                      int64_t positions, const WeighGroup& weigh_group, acc_t (&weights)[kRows],
                                       acc_t (&weighted)[kRows]) {
 #pragma unroll
   for (int start = 0; start < kRows; start += kGroup) {
@@ -457,7 +466,7 @@ __device__ __forceinline__ void weigh(const KeyTiles<scalar_t>& tiles, bool has_
       weighted[start + i] = k[i] * v[i];
     }
   }
-  if (positions < kCarrySpacing) {
+  if (positions < kPositions) {
 #pragma unroll
     for (int row = 0; row < kRows; ++row)
       if (me.warp * kRows + row >= positions) weights[row] = weighted[row] = acc_t(0);
@@ -474,41 +483,48 @@ struct SoftplusOfKeys {
 
 template <typename scalar_t>
 struct ForwardShared {
-  KeyTiles<scalar_t> stages[kStages<scalar_t>];
-  WarpSums<acc_type<scalar_t>> warps;
-  Pair<acc_type<scalar_t>> before[2][kLanes];  // the sums over all chunks before this one, and before the next
+  KeyTiles<scalar_t, kForwardTile> stages[kStages<scalar_t>];
+  WarpSums<acc_type<scalar_t>, kForwardWarps> warps;
+  Pair<acc_type<scalar_t>> before[2][kLanes];  // the sums over all tiles before this one, and before the next
 };
 
 // Keys alone: each chunk's sums into its slot, or all of them into slot 0.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads) key_sums_kernel(SoftplusAttentionForward p, Segments segments, Walks walks,
-                                                            bool of_each, Slots<acc_type<scalar_t>> slots) {
+__global__ void __launch_bounds__(kForwardThreads, 2)
+    key_sums_kernel(SoftplusAttentionForward p, Segments segments, Walks walks, bool of_each,
+                    Slots<acc_type<scalar_t>> slots) {
   using acc_t = acc_type<scalar_t>;
   auto& memory = shared<ForwardShared<scalar_t>>();
   const Thread me = this_thread();
   const Work work = work_of(p.shape, segments);
   const int64_t T = p.shape.T;
-  const bool writes = me.warp == kWarps - 1 && work.has(me);
-  Pair<acc_t> all{acc_t(0), acc_t(0)};
-  if (work.first_chunk < work.end_chunk) request_keys(p.k, p.v, walks, work, T, work.first_chunk, memory.stages[0]);
-  for (int64_t chunk = work.first_chunk; chunk < work.end_chunk; ++chunk) {
-    const int turn = static_cast<int>(chunk - work.first_chunk) % 2;
-    const int stage = turn % kStages<scalar_t>;
-    const bool more = chunk + 1 < work.end_chunk;
+  const int64_t end = work.end_chunk * kChunk < T ? work.end_chunk * kChunk : T;
+  const bool writes = me.warp == kForwardWarps - 1 && work.has(me);
+  const Pair<acc_t> zero{acc_t(0), acc_t(0)};
+  Pair<acc_t> of_chunk = zero;
+  Pair<acc_t> of_all = zero;
+  int stage = 0;
+  request_keys(p.k, p.v, walks, work, T, work.first_chunk * kChunk, memory.stages[0]);
+  for (int64_t t = work.first_chunk * kChunk; t < end; t += kForwardTile) {
+    const bool more = t + kForwardTile < end;
     await_keys();
-    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, chunk + 1, memory.stages[1 - stage]);
+    auto& tiles = memory.stages[stage];
+    stage = (stage + 1) % kStages<scalar_t>;
+    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, t + kForwardTile, memory.stages[stage]);
     acc_t z[kRows], a[kRows];
-    weigh(memory.stages[stage], true, me, T - chunk * kCarrySpacing, SoftplusOfKeys<scalar_t>(), z, a);
-    const Pair<acc_t> own{scan_rows<false>(z), scan_rows<false>(a)};
+    weigh(tiles, true, me, T - t, SoftplusOfKeys<scalar_t>(), z, a);
+    const Pair<acc_t> own{sum_of_rows(z), sum_of_rows(a)};
     memory.warps[me.warp][me.lane] = own;
     __syncthreads();
-    if (kStages<scalar_t> == 1 && more) request_keys(p.k, p.v, walks, work, T, chunk + 1, memory.stages[0]);
+    if (kStages<scalar_t> == 1 && more) request_keys(p.k, p.v, walks, work, T, t + kForwardTile, tiles);
     if (!writes) continue;
-    const Pair<acc_t> sums = sum_of_warps<false, acc_t>(memory.warps, me) + own;
-    all = all + sums;
-    if (of_each) slots.store(work.b, chunk, work.channel(me), sums);
+    of_chunk = of_chunk + (sum_of_warps<false>(memory.warps, me) + own);
+    if ((t + kForwardTile) % kChunk != 0 && more) continue;
+    if (of_each) slots.store(work.b, t / kChunk, work.channel(me), of_chunk);
+    of_all = of_all + of_chunk;
+    of_chunk = zero;
   }
-  if (writes && !of_each) slots.store(work.b, 0, work.channel(me), all);
+  if (writes && !of_each) slots.store(work.b, 0, work.channel(me), of_all);
 }
 
 // y = softplus(q) m. q becomes y.
@@ -523,64 +539,77 @@ __device__ __forceinline__ void attend(const Means<acc_t>& means, const acc_t (&
 }
 
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads) forward_causal_kernel(SoftplusAttentionForward p, Segments segments,
-                                                                  Walks walks, Slots<acc_type<scalar_t>> carries) {
+__global__ void __launch_bounds__(kForwardThreads, 2)
+    forward_causal_kernel(SoftplusAttentionForward p, Segments segments, Walks walks,
+                          Slots<acc_type<scalar_t>> carries) {
   using acc_t = acc_type<scalar_t>;
   auto& memory = shared<ForwardShared<scalar_t>>();
   const Thread me = this_thread();
   const Work work = work_of(p.shape, segments);
   const int64_t T = p.shape.T;
   const int64_t S = p.shape.S;
-  const bool split = segments.count > 1;                   // then the carries are there
-  int64_t s = work.first_chunk * kCarrySpacing - (T - S);  // the query whose last key is the chunk's first
+  const int64_t end = work.end_chunk * kChunk < T ? work.end_chunk * kChunk : T;
+  const bool split = segments.count > 1;            // then the carries are there
+  int64_t s = work.first_chunk * kChunk - (T - S);  // the query whose last key is the tile's first
   QueryRows<scalar_t> q_rows(p.q, work, me, s + me.warp * kRows);
   QueryRows<scalar_t> y_rows(p.y, work, me, s + me.warp * kRows);
-  request_keys(p.k, p.v, walks, work, T, work.first_chunk, memory.stages[0]);
+  request_keys(p.k, p.v, walks, work, T, work.first_chunk * kChunk, memory.stages[0]);
   scalar_t q[kRows];
-  q_rows.load(rows_of(me, s, S), q);
-  if (me.warp == kWarps - 1) {
-    const bool carried = split && work.first_chunk > 0;
-    memory.before[0][me.lane] =
-        carried ? carries.load(work.b, work.first_chunk - 1, work.channel(me)) : Pair<acc_t>{acc_t(0), acc_t(0)};
-  }
-  for (int64_t chunk = work.first_chunk; chunk < work.end_chunk; ++chunk, s += kCarrySpacing) {
-    const int turn = static_cast<int>(chunk - work.first_chunk) % 2;
-    const int stage = turn % kStages<scalar_t>;
-    const bool more = chunk + 1 < work.end_chunk;
+  q_rows.load(rows_of<kForwardTile>(me, s, S), q);
+  // The last warp knows what is before the tile: chunks, and tiles of this one.
+  const bool is_last_warp = me.warp == kForwardWarps - 1;
+  const Pair<acc_t> zero{acc_t(0), acc_t(0)};
+  Pair<acc_t> of_chunk = zero;
+  Pair<acc_t> of_chunks = zero;
+  if (is_last_warp && split && work.first_chunk > 0)
+    of_chunks = carries.load(work.b, work.first_chunk - 1, work.channel(me));
+  if (is_last_warp) memory.before[0][me.lane] = of_chunks;
+  int turn = 0;
+  for (int64_t t = work.first_chunk * kChunk; t < end; t += kForwardTile) {
+    const bool more = t + kForwardTile < end;
     await_keys();
-    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, chunk + 1, memory.stages[1 - stage]);
+    auto& tiles = memory.stages[turn % kStages<scalar_t>];
+    if (kStages<scalar_t> > 1 && more)
+      request_keys(p.k, p.v, walks, work, T, t + kForwardTile, memory.stages[(turn + 1) % kStages<scalar_t>]);
     acc_t z[kRows], a[kRows];
-    weigh(memory.stages[stage], true, me, T - chunk * kCarrySpacing, SoftplusOfKeys<scalar_t>(), z, a);
+    weigh(tiles, true, me, T - t, SoftplusOfKeys<scalar_t>(), z, a);
     const Pair<acc_t> own{scan_rows<false>(z), scan_rows<false>(a)};
     memory.warps[me.warp][me.lane] = own;
     __syncthreads();
-    if (kStages<scalar_t> == 1 && more) request_keys(p.k, p.v, walks, work, T, chunk + 1, memory.stages[0]);
-    const Pair<acc_t> before = memory.before[turn][me.lane];
-    const Pair<acc_t> warps = sum_of_warps<false, acc_t>(memory.warps, me);
-    if (me.warp == kWarps - 1) {
-      const Pair<acc_t> after = before + (warps + own);
-      memory.before[1 - turn][me.lane] = after;
-      if (!split && carries.data != nullptr && chunk < carries.count && work.has(me))
-        carries.store(work.b, chunk, work.channel(me), after);
+    if (kStages<scalar_t> == 1 && more) request_keys(p.k, p.v, walks, work, T, t + kForwardTile, tiles);
+    const Pair<acc_t> warps = sum_of_warps<false>(memory.warps, me);
+    const Means<acc_t> means(memory.before[turn][me.lane] + warps, p.eps);
+    turn = 1 - turn;
+    if (is_last_warp) {
+      of_chunk = of_chunk + (warps + own);
+      if ((t + kForwardTile) % kChunk == 0) {
+        of_chunks = of_chunks + of_chunk;
+        of_chunk = zero;
+        const int64_t chunk = t / kChunk;
+        if (!split && carries.data != nullptr && chunk < carries.count && work.has(me))
+          carries.store(work.b, chunk, work.channel(me), of_chunks);
+      }
+      memory.before[turn][me.lane] = of_chunks + of_chunk;
     }
-    attend(Means<acc_t>(before + warps, p.eps), z, a, q);
-    if (work.has(me)) y_rows.store(rows_of(me, s, S), q);
-    y_rows.move(1);
-    q_rows.move(1);
-    if (more) q_rows.load(rows_of(me, s + kCarrySpacing, S), q);
+    attend(means, z, a, q);
+    if (work.has(me)) y_rows.store(rows_of<kForwardTile>(me, s, S), q);
+    s += kForwardTile;
+    y_rows.move(kForwardTile);
+    q_rows.move(kForwardTile);
+    if (more) q_rows.load(rows_of<kForwardTile>(me, s, S), q);
   }
 }
 
 // Not causal: a chunk of queries, which all see the same keys.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     forward_queries_kernel(SoftplusAttentionForward p, Segments segments, Slots<acc_type<scalar_t>> totals) {
   using acc_t = acc_type<scalar_t>;
   const Thread me = this_thread();
   const Work work = work_of(p.shape, segments);
   const Means<acc_t> means(totals.load(work.b, 0, work.channel(me)), p.eps);
   const acc_t m = means.mean(acc_t(0), means.inverse(acc_t(0)));
-  const int64_t s = work.first_chunk * kCarrySpacing;
+  const int64_t s = work.first_chunk * kChunk;
   const Rows rows = rows_of(me, s, p.shape.S);
   scalar_t q[kRows];
   QueryRows<scalar_t>(p.q, work, me, s + me.warp * kRows).load(rows, q);
@@ -644,8 +673,8 @@ struct BackwardShared {
 
   KeyTiles<scalar_t> stages[kStages<scalar_t>];
   Slopes<scalar_t> slopes;
-  WarpSums<acc_t> warps;
-  WarpSums<acc_t> later_warps;
+  WarpSums<acc_t, kWarps> warps;
+  WarpSums<acc_t, kWarps> later_warps;
   Pair<acc_t> later[2][kLanes];  // the sums over all chunks after this one, and after the next
 };
 
@@ -689,7 +718,7 @@ __device__ __forceinline__ void differentiate_keys(const LaterSums<acc_t>& later
 // sums_only slot i is given the sums of w and w m of chunk i + 1; else, where chunks are split, it holds those of all
 // chunks after chunk i.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     backward_causal_kernel(SoftplusAttentionBackward p, Segments segments, Walks walks, bool sums_only,
                            Slots<acc_type<scalar_t>> carries, Slots<acc_type<scalar_t>> slots) {
   using acc_t = acc_type<scalar_t>;
@@ -702,8 +731,8 @@ __global__ void __launch_bounds__(kThreads)
   const int64_t last_chunk = work.end_chunk - (sums_only ? 0 : 1);
   const bool wants_keys = sums_only || p.grad_k || p.grad_v;
   const Pair<acc_t> zero{acc_t(0), acc_t(0)};
-  int64_t s = last_chunk * kCarrySpacing - (T - S);  // the query whose last key is the chunk's first
-  request_keys(p.k, p.v, walks, work, T, last_chunk, memory.stages[0]);
+  int64_t s = last_chunk * kChunk - (T - S);  // the query whose last key is the chunk's first
+  request_keys(p.k, p.v, walks, work, T, last_chunk * kChunk, memory.stages[0]);
   scalar_t q[kRows], g[kRows];
   const auto load_queries = [&](int64_t s) {
     const Rows rows = rows_of(me, s, S);
@@ -715,16 +744,16 @@ __global__ void __launch_bounds__(kThreads)
     const bool sums_follow = segments.count > 1 && !sums_only && last_chunk < slots.count;
     memory.later[0][me.lane] = sums_follow ? slots.load(work.b, last_chunk, work.channel(me)) : zero;
   }
-  for (int64_t chunk = last_chunk; chunk >= first_chunk; --chunk, s -= kCarrySpacing) {
+  for (int64_t chunk = last_chunk; chunk >= first_chunk; --chunk, s -= kChunk) {
     const int turn = static_cast<int>(last_chunk - chunk) % 2;
     const int stage = turn % kStages<scalar_t>;
     const bool more = chunk > first_chunk;
     KeyTiles<scalar_t>& tiles = memory.stages[stage];
     Tile<acc_t>& slopes = memory.slopes.of(tiles);
     await_keys();
-    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, chunk - 1, memory.stages[1 - stage]);
+    const int64_t t = chunk * kChunk;
+    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, t - kChunk, memory.stages[1 - stage]);
     const Pair<acc_t> carry = chunk > 0 ? carries.load(work.b, chunk - 1, work.channel(me)) : zero;
-    const int64_t positions = T - chunk * kCarrySpacing;
     const Rows rows = rows_of(me, s, S);
 
     acc_t weights[kRows], w[kRows], wm[kRows];
@@ -739,11 +768,11 @@ __global__ void __launch_bounds__(kThreads)
       if (wants_keys) write_row(&slopes.channels[me.lane][me.warp * kRows + row], sigmoids);
     };
     acc_t(&a)[kRows] = wm;
-    weigh(tiles, static_cast<bool>(p.v), me, positions, weigh_group, weights, a);
+    weigh(tiles, static_cast<bool>(p.v), me, T - t, weigh_group, weights, a);
     memory.warps[me.warp][me.lane] = {sum_of_rows(weights), scan_rows<false>(a)};
     __syncthreads();
 
-    const Means<acc_t> means(carry + sum_of_warps<false, acc_t>(memory.warps, me), p.eps);
+    const Means<acc_t> means(carry + sum_of_warps<false>(memory.warps, me), p.eps);
     acc_t z = acc_t(0);
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
@@ -762,7 +791,7 @@ __global__ void __launch_bounds__(kThreads)
       memory.later_warps[me.warp][me.lane] = own;
       __syncthreads();
       const Pair<acc_t> later = memory.later[turn][me.lane];
-      const Pair<acc_t> warps = sum_of_warps<true, acc_t>(memory.later_warps, me);
+      const Pair<acc_t> warps = sum_of_warps<true>(memory.later_warps, me);
       if (me.warp == 0) {
         memory.later[1 - turn][me.lane] = later + (warps + own);
         if (sums_only && work.has(me)) slots.store(work.b, chunk - 1, work.channel(me), warps + own);
@@ -771,15 +800,15 @@ __global__ void __launch_bounds__(kThreads)
         differentiate_keys(LaterSums<acc_t>{means.scale, later + warps, w, wm}, weights, slopes, static_cast<bool>(p.v),
                            me, tiles);
     }
-    if (more) load_queries(s - kCarrySpacing);
+    if (more) load_queries(s - kChunk);
     if (wants_keys && !sums_only) {
       __syncthreads();
-      if (p.grad_k) KeyChunks<scalar_t>(p.grad_k, walks.grad_k, work, chunk).store(positions, tiles.k);
-      if (p.grad_v) KeyChunks<scalar_t>(p.grad_v, walks.grad_v, work, chunk).store(positions, tiles.v);
+      if (p.grad_k) TilePlace<scalar_t>(p.grad_k, walks.grad_k, work, t).store(T - t, tiles.k);
+      if (p.grad_v) TilePlace<scalar_t>(p.grad_v, walks.grad_v, work, t).store(T - t, tiles.v);
     }
     if (kStages<scalar_t> == 1 && more) {
       __syncthreads();
-      request_keys(p.k, p.v, walks, work, T, chunk - 1, tiles);
+      request_keys(p.k, p.v, walks, work, T, t - kChunk, tiles);
     }
   }
 }
@@ -790,7 +819,7 @@ using QueryShared = acc_t[2][kWarps][kLanes];
 // Not causal: chunks of queries, which all see the same keys: grad_q, and the sums of w of each chunk into its slot, or
 // of all into slot 0.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 1)
     backward_queries_kernel(SoftplusAttentionBackward p, Segments segments, bool of_each,
                             Slots<acc_type<scalar_t>> totals, Slots<acc_type<scalar_t>> slots) {
   using acc_t = acc_type<scalar_t>;
@@ -799,7 +828,7 @@ __global__ void __launch_bounds__(kThreads)
   const Work work = work_of(p.shape, segments);
   const Means<acc_t> means(totals.load(work.b, 0, work.channel(me)), p.eps);
   const bool writes = me.warp == 0 && work.has(me);
-  int64_t s = work.first_chunk * kCarrySpacing;
+  int64_t s = work.first_chunk * kChunk;
   QueryRows<scalar_t> q_rows(p.q, work, me, s + me.warp * kRows);
   QueryRows<scalar_t> g_rows(p.grad_y, work, me, s + me.warp * kRows);
   QueryRows<scalar_t> grad_q_rows(p.grad_q ? p.grad_q : p.q, work, me, s + me.warp * kRows);
@@ -807,7 +836,7 @@ __global__ void __launch_bounds__(kThreads)
   q_rows.load(rows_of(me, s, p.shape.S), q);
   g_rows.load(rows_of(me, s, p.shape.S), g);
   acc_t all = acc_t(0);
-  for (int64_t chunk = work.first_chunk; chunk < work.end_chunk; ++chunk, s += kCarrySpacing) {
+  for (int64_t chunk = work.first_chunk; chunk < work.end_chunk; ++chunk, s += kChunk) {
     auto& sums = warps[(chunk - work.first_chunk) % 2];
     const Rows rows = rows_of(me, s, p.shape.S);
     acc_t w[kRows];
@@ -819,12 +848,12 @@ __global__ void __launch_bounds__(kThreads)
     }
     keep_only(rows, w);
     if (p.grad_q && work.has(me)) grad_q_rows.store(rows, q);
-    grad_q_rows.move(1);
-    q_rows.move(1);
-    g_rows.move(1);
+    grad_q_rows.move(kChunk);
+    q_rows.move(kChunk);
+    g_rows.move(kChunk);
     if (chunk + 1 < work.end_chunk) {
-      q_rows.load(rows_of(me, s + kCarrySpacing, p.shape.S), q);
-      g_rows.load(rows_of(me, s + kCarrySpacing, p.shape.S), g);
+      q_rows.load(rows_of(me, s + kChunk, p.shape.S), q);
+      g_rows.load(rows_of(me, s + kChunk, p.shape.S), g);
     }
     sums[me.warp][me.lane] = sum_of_rows(w) * means.scale;
     __syncthreads();
@@ -839,7 +868,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Not causal: a chunk of keys, which all queries see: every key has the same W, and X = W m.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     backward_keys_kernel(SoftplusAttentionBackward p, Segments segments, Walks walks, Slots<acc_type<scalar_t>> totals,
                          Slots<acc_type<scalar_t>> slots) {
   using acc_t = acc_type<scalar_t>;
@@ -847,7 +876,9 @@ __global__ void __launch_bounds__(kThreads)
   auto& tiles = shared<KeyTiles<scalar_t>>();
   const Thread me = this_thread();
   const Work work = work_of(p.shape, segments);
-  request_keys(p.k, p.v, walks, work, p.shape.T, work.first_chunk, tiles);
+  const int64_t T = p.shape.T;
+  const int64_t t = work.first_chunk * kChunk;
+  request_keys(p.k, p.v, walks, work, T, t, tiles);
   const Means<acc_t> means(totals.load(work.b, 0, work.channel(me)), p.eps);
   const acc_t w = *slots.at(0, work.b, slots.count - 1, work.channel(me));
   const acc_t wm = w * means.mean(acc_t(0), means.inverse(acc_t(0)));
@@ -869,9 +900,8 @@ __global__ void __launch_bounds__(kThreads)
     write_row(&tiles.v.channels[me.lane][position], v);
   }
   __syncthreads();
-  const int64_t positions = p.shape.T - work.first_chunk * kCarrySpacing;
-  if (p.grad_k) KeyChunks<scalar_t>(p.grad_k, walks.grad_k, work, work.first_chunk).store(positions, tiles.k);
-  if (p.grad_v) KeyChunks<scalar_t>(p.grad_v, walks.grad_v, work, work.first_chunk).store(positions, tiles.v);
+  if (p.grad_k) TilePlace<scalar_t>(p.grad_k, walks.grad_k, work, t).store(T - t, tiles.k);
+  if (p.grad_v) TilePlace<scalar_t>(p.grad_v, walks.grad_v, work, t).store(T - t, tiles.v);
 }
 
 // ---- decoding
@@ -887,8 +917,8 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(SoftplusAttentionSte
   const int64_t b = index / p.R;
   const int64_t r = index % p.R;
   Pair<acc_t> state{*p.z.at<acc_t>(b, 0, r), *p.a.at<acc_t>(b, 0, r)};
-  for (int64_t chunk = 0; chunk < p.T; chunk += kCarrySpacing) {
-    const int64_t chunk_end = chunk + kCarrySpacing < p.T ? chunk + kCarrySpacing : p.T;
+  for (int64_t chunk = 0; chunk < p.T; chunk += kChunk) {
+    const int64_t chunk_end = chunk + kChunk < p.T ? chunk + kChunk : p.T;
     Pair<acc_t> of_chunk{acc_t(0), acc_t(0)};
     for (int64_t start = chunk; start < chunk_end; start += kRows) {
       const int64_t end = start + kRows < chunk_end ? start + kRows : chunk_end;
@@ -929,11 +959,11 @@ Segments divided(const SoftplusAttentionShape& shape, int64_t chunks) {
 }
 
 template <typename... Params, typename... Args>
-void launch_work(const char* name, const SoftplusAttentionShape& shape, const Segments& segments, size_t shared_bytes,
-                 cudaStream_t stream, void (*kernel)(Params...), const Args&... args) {
+void launch_work(const char* name, const SoftplusAttentionShape& shape, const Segments& segments, int threads,
+                 size_t shared_bytes, cudaStream_t stream, void (*kernel)(Params...), const Args&... args) {
   const int64_t blocks = shape.B * ceil_div(shape.R, kLanes) * segments.count;
   if (blocks > 0)
-    launch({name, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), shared_bytes, stream}, kernel, args...);
+    launch({name, dim3(static_cast<unsigned>(blocks)), dim3(threads), shared_bytes, stream}, kernel, args...);
 }
 
 template <typename acc_t>
@@ -965,13 +995,13 @@ void forward_causal(SoftplusAttentionForward p, const Walks& walks, cudaStream_t
   constexpr size_t kBytes = sizeof(ForwardShared<scalar_t>);
   if (chunks == 0) return;
   if (splits) {
-    launch_work("softplus_attention_forward, sums of keys", shape, divided(shape, carries.count), kBytes, stream,
-                key_sums_kernel<scalar_t>, p, divided(shape, carries.count), walks, true, carries);
+    launch_work("softplus_attention_forward, sums of keys", shape, divided(shape, carries.count), kForwardThreads,
+                kBytes, stream, key_sums_kernel<scalar_t>, p, divided(shape, carries.count), walks, true, carries);
     launch_scan<acc_type<scalar_t>>("softplus_attention_forward, scan", carries, 2, false, nullptr, stream);
   }
   const Segments segments = splits ? divided(shape, chunks) : undivided(chunks);
-  launch_work("softplus_attention_forward", shape, segments, kBytes, stream, forward_causal_kernel<scalar_t>, p,
-              segments, walks, carries);
+  launch_work("softplus_attention_forward", shape, segments, kForwardThreads, kBytes, stream,
+              forward_causal_kernel<scalar_t>, p, segments, walks, carries);
 }
 
 template <typename scalar_t>
@@ -982,13 +1012,13 @@ void forward_not_causal(const SoftplusAttentionForward& p, const Walks& walks, c
   const bool splits = softplus_attention_splits_on_cuda(shape, chunks);
   const auto slots = splits || chunks == 0 ? slots_in<scalar_t>(p.sums, shape, chunks) : totals;
   const Segments keys = splits ? divided(shape, chunks) : undivided(chunks);
-  launch_work("softplus_attention_forward, sums of keys", shape, keys, sizeof(ForwardShared<scalar_t>), stream,
-              key_sums_kernel<scalar_t>, p, keys, walks, splits, slots);
+  launch_work("softplus_attention_forward, sums of keys", shape, keys, kForwardThreads, sizeof(ForwardShared<scalar_t>),
+              stream, key_sums_kernel<scalar_t>, p, keys, walks, splits, slots);
   // Of no keys it makes zeros.
   if (splits || chunks == 0) launch_scan("softplus_attention_forward, scan", slots, 2, false, totals.data, stream);
   const Segments queries = one_by_one(shape.query_chunks());
-  launch_work("softplus_attention_forward, queries", shape, queries, 0, stream, forward_queries_kernel<scalar_t>, p,
-              queries, totals);
+  launch_work("softplus_attention_forward, queries", shape, queries, kThreads, 0, stream,
+              forward_queries_kernel<scalar_t>, p, queries, totals);
 }
 
 template <typename scalar_t>
@@ -1002,13 +1032,13 @@ void backward_causal(SoftplusAttentionBackward p, const Walks& walks, cudaStream
   constexpr size_t kBytes = sizeof(BackwardShared<scalar_t>);
   if (chunks == 0) return;
   if (splits && (p.grad_k || p.grad_v)) {
-    launch_work("softplus_attention_backward, sums", shape, divided(shape, slots.count), kBytes, stream,
+    launch_work("softplus_attention_backward, sums", shape, divided(shape, slots.count), kThreads, kBytes, stream,
                 backward_causal_kernel<scalar_t>, p, divided(shape, slots.count), walks, true, carries, slots);
     launch_scan<acc_type<scalar_t>>("softplus_attention_backward, scan", slots, 2, true, nullptr, stream);
   }
   const Segments segments = splits ? divided(shape, chunks) : undivided(chunks);
-  launch_work("softplus_attention_backward", shape, segments, kBytes, stream, backward_causal_kernel<scalar_t>, p,
-              segments, walks, false, carries, slots);
+  launch_work("softplus_attention_backward", shape, segments, kThreads, kBytes, stream,
+              backward_causal_kernel<scalar_t>, p, segments, walks, false, carries, slots);
 }
 
 template <typename scalar_t>
@@ -1020,7 +1050,7 @@ void backward_not_causal(const SoftplusAttentionBackward& p, const Walks& walks,
   const bool splits = softplus_attention_splits_on_cuda(shape, chunks);
   const auto slots = slots_in<scalar_t>(p.sums, shape, splits ? chunks : 1);
   const Segments queries = splits ? divided(shape, chunks) : undivided(chunks);
-  launch_work("softplus_attention_backward, queries", shape, queries, sizeof(QueryShared<acc_t>), stream,
+  launch_work("softplus_attention_backward, queries", shape, queries, kThreads, sizeof(QueryShared<acc_t>), stream,
               backward_queries_kernel<scalar_t>, p, queries, splits, totals, slots);
   if (!p.grad_k && !p.grad_v) return;
   if (splits) launch_scan<acc_t>("softplus_attention_backward, scan", slots, 1, false, nullptr, stream);
@@ -1028,7 +1058,7 @@ void backward_not_causal(const SoftplusAttentionBackward& p, const Walks& walks,
   const auto none = slots_in<scalar_t>(p.sums, shape, 0);
   if (chunks == 0) launch_scan<acc_t>("softplus_attention_backward, scan", none, 1, false, slots.data, stream);
   const Segments keys = one_by_one(shape.key_chunks());
-  launch_work("softplus_attention_backward, keys", shape, keys, sizeof(KeyTiles<scalar_t>), stream,
+  launch_work("softplus_attention_backward, keys", shape, keys, kThreads, sizeof(KeyTiles<scalar_t>), stream,
               backward_keys_kernel<scalar_t>, p, keys, walks, totals, slots);
 }
 
