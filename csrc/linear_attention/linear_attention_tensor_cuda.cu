@@ -5,9 +5,10 @@
 // quarter for each warp, whose part of the state stays in its registers.
 //
 // Only what is in memory may have the precision of 16 bits. Features and states are split: x = high + low, both
-// bfloat16, 16 bits together, and of a product of two such sums high high + high low + low high is formed. Their errors
-// average out over the depth. Scores are split in three. bfloat16 has the range of float32, which float16 has not:
-// values of float16 are split too, and that is exact.
+// bfloat16, 16 bits together, and of a product of two such sums high high + high low + low high is formed. The errors
+// average out over the depth. Where little may average out, scores, or be left, states of GradQ and GradK, they are
+// split in three. bfloat16 has the range of float32, which float16 has not: values of float16 are split too, and that
+// is exact.
 
 namespace memcheck {
 namespace {
@@ -28,8 +29,10 @@ struct Traits {
   static constexpr int kPlainParts = std::is_same_v<scalar_t, bf16> ? 1 : 2;
   static constexpr int kFactorParts = kFeatures ? 2 : kPlainParts;  // of a and b
   static constexpr int kValueParts = kFeatures ? kPlainParts : 2;   // of x
-  static constexpr int kStride = kSize + 8;                         // rows of a tile begin in different banks
-  static constexpr int kSlab = kSize / kWarps;                      // a warp's columns
+  // Of the state. Gradients of queries and keys are differences, of which little may be left.
+  static constexpr int kStateParts = kFeatures ? 2 : 3;
+  static constexpr int kStride = kSize + 8;     // rows of a tile begin in different banks
+  static constexpr int kSlab = kSize / kWarps;  // a warp's columns
   static constexpr int kOutTiles = kSlab / 8;
   static constexpr int kSlabTiles = kSlab / 16;
   static constexpr int kDepthTiles = kSize / 8;
@@ -253,6 +256,10 @@ __device__ __forceinline__ void place(const ScanFactor& factor, const Lines& lin
       split(values[2 * j], values[2 * j + 1], pair);
 #pragma unroll
       for (int part = 0; part < kParts; ++part) parts[part].v[j] = pair[part];
+      // Sums are of what tensor cores see, so that what cancels in the end does so.
+      static_assert(kParts == 2, "one part is as it came");
+      values[2 * j] = low_half(pair[0]) + low_half(pair[1]);
+      values[2 * j + 1] = high_half(pair[0]) + high_half(pair[1]);
     }
 #pragma unroll
     for (int part = 0; part < kParts; ++part) *reinterpret_cast<Words*>(&tile.part[part][line][column]) = parts[part];
@@ -276,41 +283,44 @@ __device__ __forceinline__ void tell_column_sums(float (&sums)[8], float (&to)[k
 // a, and of Output each row's product with the sum of b_j so far. One part alone is as it came.
 template <typename T>
 __device__ __forceinline__ void place_a(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
-  if constexpr (T::kFactorParts == 1) return;
-  const int column = first_column<T>();
-  place<T>(scan.a, chunk.rows, scan.depth, nullptr, s.a, [&](int line, const float(&values)[8]) {
-    if (scan.kind != ScanKind::Output) return;
-    float sum = 0.0f;
+  if constexpr (T::kFactorParts == 2) {
+    const int column = first_column<T>();
+    place<T>(scan.a, chunk.rows, scan.depth, nullptr, s.a, [&](int line, const float(&values)[8]) {
+      if (scan.kind != ScanKind::Output) return;
+      float sum = 0.0f;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) sum += values[j] * s.vector[column + j];
+      for (int j = 0; j < 8; ++j) sum += values[j] * s.vector[column + j];
 #pragma unroll
-    for (int distance = T::kPacksAlong / 2; distance > 0; distance /= 2)
-      sum += __shfl_xor_sync(0xffffffffu, sum, distance);
-    if (column == 0) s.denominator[line] = sum;
-  });
+      for (int distance = T::kPacksAlong / 2; distance > 0; distance /= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+      if (column == 0) s.denominator[line] = sum;
+    });
+  }
 }
 
 template <typename T>
 __device__ __forceinline__ void place_b(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
-  if constexpr (T::kFactorParts == 1) return;
-  float sums[8] = {};
-  place<T>(scan.b, chunk.columns, scan.depth, s.scale, s.b, [&](int, const float(&values)[8]) {
+  if constexpr (T::kFactorParts == 2) {
+    float sums[8] = {};
+    place<T>(scan.b, chunk.columns, scan.depth, s.scale, s.b, [&](int, const float(&values)[8]) {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) sums[j] += values[j];
-  });
-  if (scan.kind == ScanKind::Output) tell_column_sums<T>(sums, s.sums);
+      for (int j = 0; j < 8; ++j) sums[j] += values[j];
+    });
+    if (scan.kind == ScanKind::Output) tell_column_sums<T>(sums, s.sums);
+  }
 }
 
 template <typename T>
 __device__ __forceinline__ void place_x(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
-  if constexpr (T::kValueParts == 1) return;
-  float sums[8] = {};
-  place<T>(scan.x, chunk.columns, scan.width, s.scale, s.x, [&](int line, const float(&values)[8]) {
-    const float weight = scan.kind == ScanKind::GradK ? s.bias[line] : 1.0f;
+  if constexpr (T::kValueParts == 2) {
+    float sums[8] = {};
+    place<T>(scan.x, chunk.columns, scan.width, s.scale, s.x, [&](int line, const float(&values)[8]) {
+      const float weight = scan.kind == ScanKind::GradK ? s.bias[line] : 1.0f;
 #pragma unroll
-    for (int j = 0; j < 8; ++j) sums[j] += values[j] * weight;
-  });
-  if (scan.has_bias()) tell_column_sums<T>(sums, s.sums);
+      for (int j = 0; j < 8; ++j) sums[j] += values[j] * weight;
+    });
+    if (scan.has_bias()) tell_column_sums<T>(sums, s.sums);
+  }
 }
 
 // 1 / den and g.y of the queries that are columns, 0 where there is none.
@@ -332,16 +342,16 @@ __device__ __forceinline__ void read_state(const SharedTiles<T>& s, const State<
   const Place at;
 #pragma unroll
   for (int k = 0; k < T::kSize / 16; ++k) {
-    uint32_t b[T::kSlabTiles][2][4];  // [column tile of 16][part][two b]
+    uint32_t b[T::kSlabTiles][T::kStateParts][4];  // [column tile of 16][part][two b]
 #pragma unroll
     for (int tile = 0; tile < T::kSlabTiles; ++tile)
 #pragma unroll
       for (int r = 0; r < 4; ++r) {
         const float(&from)[4] = state.part[tile][2 * k + r % 2];
-        uint32_t pair[2];
-        split(from[r / 2 * 2], from[r / 2 * 2 + 1], pair);
-        b[tile][0][r] = pair[0];
-        b[tile][1][r] = pair[1];
+        uint32_t parts[T::kStateParts];
+        split(from[r / 2 * 2], from[r / 2 * 2 + 1], parts);
+#pragma unroll
+        for (int part = 0; part < T::kStateParts; ++part) b[tile][part][r] = parts[part];
       }
 #pragma unroll
     for (int row = 0; row < kRowTiles; ++row) {

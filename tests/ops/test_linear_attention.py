@@ -12,6 +12,7 @@ from ops.checks import (
     DEVICE,
     DTYPES,
     HERE,
+    HALF_DTYPES,
     KERNELS,
     LAYOUTS,
     Bound,
@@ -23,6 +24,7 @@ from ops.checks import (
     generator,
     laid_out,
     run,
+    run_subset,
     same_bits,
     saved_for_backward,
     subsets,
@@ -74,6 +76,7 @@ CASES = [
     pytest.param(2, 4, 2, 5, 0, 3, 2, False, id="(2, 4, 2, 5, 0, 3, 2) causal=False"),
 ]
 SMALL, MIDDLE, SPLIT = (2, 4, 2, 5, 7, 3, 2), (2, 8, 4, 70, 300, 40, 24), (1, 2, 1, 700, 1300, 20, 9)
+TENSOR = (1, 4, 2, 70, 130, 40, 33)  # in 16 bits on tensor cores
 
 
 def contract(causal: bool = True, feature_map: str = "elu+1", eps: float = 1e-6) -> Contract:
@@ -223,10 +226,12 @@ def test_every_cpu_level(level: str) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [(MIDDLE, torch.float32), (MIDDLE, torch.bfloat16), (TENSOR, torch.bfloat16)]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_strides(layout: str, dtype: torch.dtype, causal: bool) -> None:
-    (q, k, v), grad_y = make_inputs(*MIDDLE, dtype)
+def test_any_strides(layout: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
+    (q, k, v), grad_y = make_inputs(*shape, dtype)
     for *inputs, grad in laid_out([q, k, v, grad_y], layout):
         before = [x.clone() for x in (*inputs, grad)]
         results = assert_contract(contract(causal), inputs, grad)
@@ -264,6 +269,38 @@ def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...]) -> None:
     # grad_v is N^T phi(k): v itself is not in it.
     expected = [q, k, v] if mask[0] or mask[1] else [q, k]
     assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [SMALL, TENSOR])
+def test_what_is_not_asked_for_changes_no_bit(shape: tuple[int, ...], causal: bool) -> None:
+    inputs, grad_y = make_inputs(*shape, torch.bfloat16)
+    function = contract(causal).function
+    all_gradients = run(function, inputs, grad_y)[1:]
+    for mask in subsets(3):
+        gradients = run_subset(function, inputs, mask, grad_y)
+        expected = [gradient if wanted else None for gradient, wanted in zip(all_gradients, mask, strict=True)]
+        assert same_bits(gradients, expected)
+
+
+@pytest.mark.host_cuda
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("shape", [TENSOR, (1, 1, 1, 100, 520, 128, 72)])
+def test_tensor_cores_in_any_order_of_threads(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
+    from host_cuda import library
+
+    inputs, grad_y = make_inputs(*shape, dtype)
+    results = []
+    try:
+        for order in library.ORDERS:
+            library.set_order(order)
+            results.append(run(contract(causal).function, inputs, grad_y))
+    finally:
+        library.set_order("ascending")
+    assert all(same_bits(result, results[0]) for result in results)
+    names = {f"linear_attention_{name}_tensor" for name in ("forward", "backward_q", "backward_k", "backward_v")}
+    assert names <= set(library.launches())
 
 
 # ---- torch's own checks
