@@ -88,9 +88,10 @@ static memcheck::Dtype dtype_named(const std::string& name) {
   throw py::value_error("dtype must be float64, float32, float16 or bfloat16, got '" + name + "'");
 }
 
-static bool on_cuda(const std::string& device) {
-  if (device == "cpu" || device == "cuda") return device == "cuda";
-  throw py::value_error("device must be cpu or cuda, got '" + device + "'");
+// Whose kernels a plan is of.
+static bool is_cuda(const std::string& device) {
+  if (device != "cpu" && device != "cuda") throw py::value_error("device must be cpu or cuda, got '" + device + "'");
+  return device == "cuda";
 }
 
 // The bytes an operator takes beside its inputs, outputs and gradients, from the very structs that size its scratch.
@@ -129,7 +130,7 @@ static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64
   const int64_t C = (T + factor - 1) / factor;
   const memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
   const memcheck::Dtype type = dtype_named(dtype);
-  const auto plan = on_cuda(device) ? memcheck::compressed_attention_plan_cuda(shape, type)
+  const auto plan = is_cuda(device) ? memcheck::compressed_attention_plan_cuda(shape, type)
                                     : memcheck::compressed_attention_plan_cpu(shape, type, threads);
   return {{"lse", B * H * S * memcheck::acc_bytes(type)},
           {"compressed", 2 * B * Hkv * C * D * memcheck::element_bytes(type)},
