@@ -8,7 +8,7 @@
 
 // softplus(x) = log(1 + exp(x)) = max(x, 0) + log1p(exp(-|x|)), whose derivative is sigmoid(x). Both come from one
 // exponential. The float functions are straight-line arithmetic, so that a loop over them vectorises; NaN goes through,
-// and no argument overflows. CUDA has its own exponential and division (softplus.cuh), and everything else from here.
+// and no argument overflows. CUDA has its own exponential and division (softplus.cuh), and the rest from here.
 
 namespace memcheck {
 
@@ -63,13 +63,12 @@ MEMCHECK_INLINE double log1p_of_unit(double e) {
   return std::log1p(e);
 }
 
-// softplus(x) where e = exp(-|x|), through which NaN comes.
+// What softplus and sigmoid are made of. NaN comes through e.
 template <typename acc_t>
-MEMCHECK_INLINE acc_t softplus_from(acc_t x, acc_t e) {
-  return (x > acc_t(0) ? x : acc_t(0)) + log1p_of_unit(e);
+MEMCHECK_INLINE acc_t positive_part(acc_t x) {
+  return x > acc_t(0) ? x : acc_t(0);
 }
 
-// sigmoid(x) times 1 + e.
 template <typename acc_t>
 MEMCHECK_INLINE acc_t sigmoid_numerator(acc_t x, acc_t e) {
   return x < acc_t(0) ? e : acc_t(1);
@@ -77,13 +76,13 @@ MEMCHECK_INLINE acc_t sigmoid_numerator(acc_t x, acc_t e) {
 
 template <typename acc_t>
 MEMCHECK_INLINE acc_t softplus(acc_t x) {
-  return softplus_from(x, exp_minus_abs(x));
+  return positive_part(x) + log1p_of_unit(exp_minus_abs(x));
 }
 
 template <typename acc_t>
 MEMCHECK_INLINE SoftplusSigmoid<acc_t> softplus_and_sigmoid(acc_t x) {
   const acc_t e = exp_minus_abs(x);
-  return {softplus_from(x, e), sigmoid_numerator(x, e) / (acc_t(1) + e)};
+  return {positive_part(x) + log1p_of_unit(e), sigmoid_numerator(x, e) / (acc_t(1) + e)};
 }
 
 }  // namespace memcheck

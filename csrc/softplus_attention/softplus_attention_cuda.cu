@@ -200,16 +200,29 @@ struct Tile {
   alignas(16) scalar_t channels[kLanes][kCarrySpacing + Pack<scalar_t>::kSize];
 };
 
-// kCount values, whole packs, of a row of a tile.
-template <int kCount, typename scalar_t, typename acc_t>
-__device__ __forceinline__ void read_row(const scalar_t* from, acc_t (&values)[kCount]) {
-  constexpr int kSize = Pack<scalar_t>::kSize;
+template <typename scalar_t>
+__device__ __forceinline__ void unpack(const Pack<scalar_t>& pack, acc_type<scalar_t>* values) {
 #pragma unroll
-  for (int i = 0; i < kCount; i += kSize) {
-    const Pack<scalar_t> pack = *reinterpret_cast<const Pack<scalar_t>*>(from + i);
+  for (int i = 0; i < pack.kSize; ++i) values[i] = to_acc(pack.values[i]);
+}
+
+// A bfloat16 is the upper half of a float: an instruction each, where compilers take one apart first.
+__device__ __forceinline__ void unpack(const Pack<__nv_bfloat16>& pack, float* values) {
+  uint32_t words[pack.kSize / 2];
+  __builtin_memcpy(words, pack.values, sizeof(words));
 #pragma unroll
-    for (int j = 0; j < kSize; ++j) values[i + j] = to_acc(pack.values[j]);
+  for (int i = 0; i < pack.kSize / 2; ++i) {
+    values[2 * i] = __uint_as_float(words[i] << 16);
+    values[2 * i + 1] = __uint_as_float(words[i] & 0xFFFF0000u);
   }
+}
+
+// kCount values, whole packs, of a row of a tile.
+template <int kCount, typename scalar_t>
+__device__ __forceinline__ void read_row(const scalar_t* from, acc_type<scalar_t> (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += Pack<scalar_t>::kSize)
+    unpack(*reinterpret_cast<const Pack<scalar_t>*>(from + i), values + i);
 }
 
 template <int kCount, typename scalar_t, typename acc_t>
@@ -451,11 +464,11 @@ __device__ __forceinline__ void weigh(const KeyTiles<scalar_t>& tiles, bool has_
   }
 }
 
-template <typename acc_t>
+template <typename scalar_t>
 struct SoftplusOfKeys {
-  __device__ __forceinline__ void operator()(int, acc_t (&k)[kGroup]) const {
+  __device__ __forceinline__ void operator()(int, acc_type<scalar_t> (&k)[kGroup]) const {
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) k[i] = softplus_on_device(k[i]);
+    for (int i = 0; i < kGroup; ++i) k[i] = softplus_on_device<scalar_t>(k[i]);
   }
 };
 
@@ -485,7 +498,7 @@ __global__ void __launch_bounds__(kThreads) key_sums_kernel(SoftplusAttentionFor
     await_keys();
     if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, chunk + 1, memory.stages[1 - stage]);
     acc_t z[kRows], a[kRows];
-    weigh(memory.stages[stage], true, me, T - chunk * kCarrySpacing, SoftplusOfKeys<acc_t>(), z, a);
+    weigh(memory.stages[stage], true, me, T - chunk * kCarrySpacing, SoftplusOfKeys<scalar_t>(), z, a);
     const Pair<acc_t> own{scan_rows<false>(z), scan_rows<false>(a)};
     memory.warps[me.warp][me.lane] = own;
     __syncthreads();
@@ -505,7 +518,7 @@ __device__ __forceinline__ void attend(const Means<acc_t>& means, const acc_t (&
 #pragma unroll
   for (int row = 0; row < kRows; ++row) {
     const acc_t m = means.mean(a[row], means.inverse(z[row]));
-    q[row] = from_acc<scalar_t>(softplus_on_device(to_acc(q[row])) * m);
+    q[row] = from_acc<scalar_t>(softplus_on_device<scalar_t>(to_acc(q[row])) * m);
   }
 }
 
@@ -537,7 +550,7 @@ __global__ void __launch_bounds__(kThreads) forward_causal_kernel(SoftplusAttent
     await_keys();
     if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, chunk + 1, memory.stages[1 - stage]);
     acc_t z[kRows], a[kRows];
-    weigh(memory.stages[stage], true, me, T - chunk * kCarrySpacing, SoftplusOfKeys<acc_t>(), z, a);
+    weigh(memory.stages[stage], true, me, T - chunk * kCarrySpacing, SoftplusOfKeys<scalar_t>(), z, a);
     const Pair<acc_t> own{scan_rows<false>(z), scan_rows<false>(a)};
     memory.warps[me.warp][me.lane] = own;
     __syncthreads();
@@ -572,7 +585,7 @@ __global__ void __launch_bounds__(kThreads)
   scalar_t q[kRows];
   QueryRows<scalar_t>(p.q, work, me, s + me.warp * kRows).load(rows, q);
 #pragma unroll
-  for (int row = 0; row < kRows; ++row) q[row] = from_acc<scalar_t>(softplus_on_device(to_acc(q[row])) * m);
+  for (int row = 0; row < kRows; ++row) q[row] = from_acc<scalar_t>(softplus_on_device<scalar_t>(to_acc(q[row])) * m);
   if (work.has(me)) QueryRows<scalar_t>(p.y, work, me, s + me.warp * kRows).store(rows, q);
 }
 
@@ -580,14 +593,14 @@ __global__ void __launch_bounds__(kThreads)
 
 // y = softplus(q) m, m = A / (Z + eps): grad_q = g m sigmoid(q), and what comes back to the sums is w = g softplus(q) /
 // (Z + eps) and w m. w is over the scale of the means.
-template <typename acc_t>
+template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 struct QueryGradients {
   acc_t of_q, w, wm;
 
   __device__ __forceinline__ QueryGradients(const Means<acc_t>& means, acc_t z, acc_t a, acc_t q, acc_t g) {
     const acc_t inverse = means.inverse(z);
     const acc_t m = means.mean(a, inverse);
-    const SoftplusSigmoid<acc_t> both = softplus_and_sigmoid_on_device(q);
+    const SoftplusSigmoid<acc_t> both = softplus_and_sigmoid_on_device<scalar_t>(q);
     of_q = g * m * both.sigmoid;
     w = g * both.softplus * inverse;
     wm = w * m;
@@ -719,7 +732,7 @@ __global__ void __launch_bounds__(kThreads)
       acc_t sigmoids[kGroup];
 #pragma unroll
       for (int i = 0; i < kGroup; ++i) {
-        const SoftplusSigmoid<acc_t> both = softplus_and_sigmoid_on_device(k[i]);
+        const SoftplusSigmoid<acc_t> both = softplus_and_sigmoid_on_device<scalar_t>(k[i]);
         k[i] = both.softplus;
         sigmoids[i] = both.sigmoid;
       }
@@ -735,7 +748,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
       z += weights[row];
-      const QueryGradients<acc_t> gradients(means, z, a[row], to_acc(q[row]), to_acc(g[row]));
+      const QueryGradients<scalar_t> gradients(means, z, a[row], to_acc(q[row]), to_acc(g[row]));
       q[row] = from_acc<scalar_t>(gradients.of_q);
       w[row] = gradients.w;
       wm[row] = gradients.wm;
@@ -800,7 +813,7 @@ __global__ void __launch_bounds__(kThreads)
     acc_t w[kRows];
 #pragma unroll
     for (int row = 0; row < kRows; ++row) {
-      const QueryGradients<acc_t> gradients(means, acc_t(0), acc_t(0), to_acc(q[row]), to_acc(g[row]));
+      const QueryGradients<scalar_t> gradients(means, acc_t(0), acc_t(0), to_acc(q[row]), to_acc(g[row]));
       q[row] = from_acc<scalar_t>(gradients.of_q);
       w[row] = gradients.w;
     }
@@ -848,7 +861,7 @@ __global__ void __launch_bounds__(kThreads)
     if (p.v) read_row(&tiles.v.channels[me.lane][position], v);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      const KeyGradients<acc_t> gradients(softplus_and_sigmoid_on_device(k[i]), v[i], w, wm);
+      const KeyGradients<acc_t> gradients(softplus_and_sigmoid_on_device<scalar_t>(k[i]), v[i], w, wm);
       k[i] = gradients.of_k;
       v[i] = gradients.of_v;
     }
@@ -881,7 +894,7 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(SoftplusAttentionSte
       const int64_t end = start + kRows < chunk_end ? start + kRows : chunk_end;
       Pair<acc_t> of_rows{acc_t(0), acc_t(0)};
       for (int64_t t = start; t < end; ++t) {
-        const acc_t weight = softplus_on_device(to_acc(*p.k.at<scalar_t>(b, r, t)));
+        const acc_t weight = softplus_on_device<scalar_t>(to_acc(*p.k.at<scalar_t>(b, r, t)));
         of_rows = of_rows + Pair<acc_t>{weight, weight * to_acc(*p.v.at<scalar_t>(b, r, t))};
       }
       of_chunk = of_chunk + of_rows;
@@ -890,7 +903,7 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(SoftplusAttentionSte
   }
   const Means<acc_t> means(state, p.eps);
   const acc_t m = means.mean(acc_t(0), means.inverse(acc_t(0)));
-  *p.y.at<scalar_t>(b, 0, r) = from_acc<scalar_t>(softplus_on_device(to_acc(*p.q.at<scalar_t>(b, 0, r))) * m);
+  *p.y.at<scalar_t>(b, 0, r) = from_acc<scalar_t>(softplus_on_device<scalar_t>(to_acc(*p.q.at<scalar_t>(b, 0, r))) * m);
   *p.new_z.at<acc_t>(b, 0, r) = state.first;
   *p.new_a.at<acc_t>(b, 0, r) = state.second;
 }
@@ -942,8 +955,10 @@ Walk walk_through(const Strided<3>& x, int64_t T) {
 }
 
 template <typename scalar_t>
-void forward_causal(const SoftplusAttentionForward& p, const Walks& walks, cudaStream_t stream) {
+void forward_causal(SoftplusAttentionForward p, const Walks& walks, cudaStream_t stream) {
   const SoftplusAttentionShape& shape = p.shape;
+  // Addresses are made of queries that are not there, and not used: of other memory than none.
+  if (shape.S == 0) p.q = p.y = p.k;
   const auto carries = slots_in<scalar_t>(p.carries, shape, shape.carries());
   const int64_t chunks = shape.key_chunks();
   const bool splits = softplus_attention_splits_on_cuda(shape, chunks);
@@ -977,8 +992,9 @@ void forward_not_causal(const SoftplusAttentionForward& p, const Walks& walks, c
 }
 
 template <typename scalar_t>
-void backward_causal(const SoftplusAttentionBackward& p, const Walks& walks, cudaStream_t stream) {
+void backward_causal(SoftplusAttentionBackward p, const Walks& walks, cudaStream_t stream) {
   const SoftplusAttentionShape& shape = p.shape;
+  if (shape.S == 0) p.q = p.grad_y = p.grad_q = p.k;  // as in the forward
   const auto carries = slots_in<scalar_t>(p.carries, shape, shape.carries());
   const int64_t chunks = shape.key_chunks();
   const bool splits = softplus_attention_splits_on_cuda(shape, chunks);
