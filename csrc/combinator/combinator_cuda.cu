@@ -79,7 +79,7 @@ __device__ __forceinline__ Piece<scalar_t, kCount> forward_piece(const Piece<sca
   Piece<scalar_t, kCount> y;
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
-    y.value[i] = from_acc<scalar_t>(softplus_on_device(to_acc(a.value[i])) * to_acc(b.value[i]));
+    y.value[i] = from_acc<scalar_t>(softplus_on_device<scalar_t>(to_acc(a.value[i])) * to_acc(b.value[i]));
   return y;
 }
 
@@ -90,7 +90,7 @@ __device__ __forceinline__ void backward_piece(const Piece<scalar_t, kCount>& g,
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     const auto grad = to_acc(g.value[i]);
-    const auto both = softplus_and_sigmoid_on_device(to_acc(a.value[i]));
+    const auto both = softplus_and_sigmoid_on_device<scalar_t>(to_acc(a.value[i]));
     a.value[i] = from_acc<scalar_t>(grad * to_acc(b.value[i]) * both.sigmoid);
     b.value[i] = from_acc<scalar_t>(grad * both.softplus);
   }

@@ -80,8 +80,9 @@ def test_work_goes_to_the_current_stream(it: Operator) -> None:
 @EVERY
 def test_a_graph_is_captured_and_replayed(it: Operator, with_backward: bool) -> None:
     given = inputs_of(it, it.middle)
-    static = [x.clone().requires_grad_(with_backward) for x in given]
-    *leaves, grad_y = static
+    *leaves, grad_y = static = [x.clone() for x in given]
+    for leaf in leaves:
+        leaf.requires_grad_(with_backward)
 
     def step() -> list[Tensor]:
         y = it.function(*leaves)
