@@ -46,13 +46,17 @@ def compile_kernel(source: Path, folder: Path) -> tuple[Path, str]:
     return made, log.read_text()
 
 
-def compile_kernels() -> tuple[list[Path], str]:
-    """The objects of all files, and what ptxas says."""
+def compile_kernels() -> tuple[list[Path], dict[str, str]]:
+    """The objects of all files, and what ptxas says, by folder."""
     folder = folder_of_this_source()
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        results = list(pool.map(lambda source: compile_kernel(source, folder), sorted(CSRC.rglob("*.cu"))))
-    return [made for made, _ in results], "".join(log for _, log in results)
+        sources = sorted(CSRC.rglob("*.cu"))
+        results = list(pool.map(lambda source: compile_kernel(source, folder), sources))
+    logs: dict[str, str] = {}
+    for source, (_, log) in zip(sources, results, strict=True):
+        logs[source.parent.name] = logs.get(source.parent.name, "") + log
+    return [made for made, _ in results], logs
 
 
 def demangled(names: list[str]) -> list[str]:
@@ -75,8 +79,12 @@ def without_parameters(name: str) -> str:
     return name
 
 
-def resources(log: str) -> list[dict[str, object]]:
+def resources(logs: dict[str, str]) -> list[dict[str, object]]:
     """A row per kernel and architecture."""
+    return [{"operator": operator, **row} for operator, log in logs.items() for row in resources_of(log)]
+
+
+def resources_of(log: str) -> list[dict[str, object]]:
     pattern = (
         r"Compiling entry function '(?P<kernel>\S+)' for '(?P<architecture>\w+)'.*?"
         r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
@@ -98,12 +106,13 @@ def resources(log: str) -> list[dict[str, object]]:
 
 def side_by_side(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     """A row per kernel, its architectures beside each other."""
-    table: dict[object, dict[str, object]] = {}
+    table: dict[tuple[object, object], dict[str, object]] = {}
     for row in rows:
-        line = table.setdefault(row["kernel"], {"kernel": row["kernel"]})
+        name = {column: row[column] for column in ("operator", "kernel")}
+        line = table.setdefault((row["operator"], row["kernel"]), name)
         for column in ("registers", "stack", "spilled"):
             line[f"{column} {row['architecture']}"] = row[column]
-    return [table[kernel] for kernel in sorted(table, key=str)]
+    return [table[name] for name in sorted(table, key=str)]
 
 
 def main() -> int:
@@ -111,11 +120,11 @@ def main() -> int:
         print("resources of kernels: skipped, nvcc is not on PATH")
         return 1 if os.environ.get("CI") else 0
     try:
-        _, log = compile_kernels()
+        _, logs = compile_kernels()
     except RuntimeError as error:
         sys.exit(str(error))
     print("Registers of a thread, and bytes of its stack and spilled:")
-    print(tabulate(side_by_side(resources(log)), headers="keys"))
+    print(tabulate(side_by_side(resources(logs)), headers="keys"))
     return 0
 
 
