@@ -87,11 +87,11 @@ def device_named(text: str) -> Device:
         return this_cpu()
     if found := re.fullmatch(r"cuda(?::(\d+))?", text.strip().lower()):
         return this_gpu(int(found[1] or 0))
+    if size := size_of(text):
+        return Device(text.strip(), "cuda", None, size, size, "as given: all of it is for torch's allocator")
     matches = [known] if (known := catalog_name(text.strip())) else matching(name)
     if len(matches) == 1:
         return DEVICES[matches[0]]
-    if not matches and (size := size_of(text)):
-        return Device(text.strip(), "cuda", None, size, size, "as given: all of it is for torch's allocator")
     raise UsageError(f"--device {text} is {said_of(matches)}")
 
 

@@ -95,6 +95,8 @@ def find_frontier(
     predict = predict or (lambda case: predict_memory(case, device, limit_bytes=limit_bytes))
     search = Search(lambda size: predict(check_case(resized(case, axis, size))), step, most)
     largest = search.largest(start or FIRST)
+    if largest > step:
+        search.fits(largest - step)  # what fits by a hair may leave a gap behind
     at, beyond = search.found.get(largest), search.found.get(largest + step)
     gaps = tuple(size for size in sorted(search.found) if size < largest and not search.fits(size))
     shown = resized(case, axis, largest or step)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memcheck.plotting.scales import ROW, axes_points, format_value, set_x, set_y
 from memcheck.plotting.series import Line, Quantity, View, refuse_mixed, undrawn_note
-from memcheck.plotting.style import GREY, Style, in_house_style, look_of, new_figure
+from memcheck.plotting.style import GREY, Style, in_house_style, look_of, new_figure, shade_of
 from memcheck.records import Record
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 NAME_GAP = 13
 KEY_POINTS = 14
 NAME_POINTS = 22
-# Over a solid line, so that both show where they are one.
-PREDICTED_LOOK = {"color": "black", "lw": 1.0, "ls": (0, (4, 3))}
 # Filled: it was tried. Hollow: it was not.
 MISSING_MARKS = {"oom": "X", "skipped": "X", "timeout": "$T$", "killed": "$K$"}
 MISSING_WORDS = {"oom": "OOM", "skipped": "not run", "timeout": "timeout", "killed": "killed"}
@@ -109,18 +107,20 @@ def draw_lines(ax: Axes, lines: Sequence[Line], quantity: Quantity, limit: float
         points = [(x, value) for x, value in measured(line, quantity) if value > 0 or not log]
         if points:
             draw_quartiles(ax, line, quantity)
-            ax.plot(*zip(*points, strict=True), label=line.name, **line_look(line))
+            ax.plot(*zip(*points, strict=True), label=line.name, **line_look(line, quantity))
         if beside := [(x, value) for x, value in expected(line, quantity) if 0 < value <= limit]:
-            ax.plot(*zip(*beside, strict=True), label="_expected", **PREDICTED_LOOK)
+            # Over the solid line, so that both show where they are one.
+            colour = shade_of(line.style.colour)
+            ax.plot(*zip(*beside, strict=True), color=colour, lw=1.1, ls=(0, (4, 3)), label="_expected")
         if guesses := predicted(line, quantity, limit):
             bridge = [*points[-1:], *guesses] if points and points[-1][0] < guesses[0][0] else guesses
             ax.plot(*zip(*bridge, strict=True), color=line.style.colour, lw=0.8, ls=(0, (1, 3)), label="_bridge")
             ax.plot(*zip(*guesses, strict=True), label="_predicted", **look_of(line.style, mfc="white", mew=1.3))
 
 
-def line_look(line: Line) -> dict[str, Any]:
+def line_look(line: Line, quantity: Quantity) -> dict[str, Any]:
     """Solid where it was measured and a prediction is drawn beside it, hollow where it was only predicted."""
-    look = look_of(line.style, ls="-" if line.predictions else line.style.dash)
+    look = look_of(line.style, ls="-" if expected(line, quantity) else line.style.dash)
     return {**look, "mfc": "white", "mew": 1.3} if line.predicted else look
 
 
@@ -163,8 +163,8 @@ def mark_missing(ax: Axes, lines: Sequence[Line], quantity: Quantity, rows: Sequ
 
 
 def draw_marks(ax: Axes, places: Sequence[int], y: float, how: str, style: Style, *, hollow: bool) -> None:
-    look = {"transform": ax.get_xaxis_transform(), "clip_on": False, "label": f"_{how}"}
-    ax.plot(places, [y] * len(places), **look, **mark_look(how, style, hollow=hollow))
+    top, look = ax.get_xaxis_transform(), mark_look(how, style, hollow=hollow)
+    ax.plot(places, [y] * len(places), transform=top, clip_on=False, label=f"_{how}", **look)
 
 
 def mark_look(how: str, style: Style, *, hollow: bool = False) -> dict[str, Any]:

@@ -108,8 +108,8 @@ def draw_bars(ax: Axes, lines: Sequence[Line], quantity: Quantity) -> None:
         how, size = quantity.missing(record), quantity.value(record)
         width = 0 if how or size is None else size
         face, edge = ("white", line.style.colour) if line.predicted else (line.style.colour, "white")
-        look = {"color": face, "edgecolor": edge, "hatch": HATCHES[place % len(HATCHES)]}
-        ax.barh(place, width, height=0.65, label=line.name, **look)
+        hatch = HATCHES[place % len(HATCHES)]
+        ax.barh(place, width, height=0.65, color=face, edgecolor=edge, hatch=hatch, label=line.name)
         text = MISSING_WORDS[how] if how else "-" if size is None else format_value(size, quantity.unit)
         text += beside_words(line, quantity) if width else ""
         ax.annotate(text, (max(width, draw_expected(ax, place, line, quantity)), place), (4, 0), **BESIDE)

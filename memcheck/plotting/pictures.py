@@ -161,6 +161,7 @@ class Subject:
         standard = standard_among({record.operator or "?" for record in self.records})
         words = f"how many times less than {standard}"
         savings = functools.partial(self.typical_pictures, "savings", words, savings_bars, is_comparable)
+        kinds: dict[str, Callable[[], Iterator[Picture]]]
         kinds = {"memory": self.memory_pictures, "prediction": prediction, "theory": theory}
         return {**kinds, "savings": savings, "time": time}
 
