@@ -35,7 +35,7 @@ def frontier_table(frontiers: Sequence[Frontier], limit_bytes: int | None = None
     columns = [
         Column("operator", "operator"),
         *(Column(field, SIZES[field]) for field in sizes),
-        Column("largest", f"largest {FOUND[axis]}"),
+        Column("largest", f"largest {FOUND[axis]}", format=","),
         *(Column(field.replace("_bytes", "_mib"), title, "MiB", ",.2f") for field, title in BYTES.items()),
         Column("runs_out_in", "next runs out in"),
         Column("requested_mib", "next asks for", "MiB", ",.2f"),
@@ -109,5 +109,5 @@ def remarks(frontier: Frontier) -> list[str]:
         said.append(f"not everything below fits: {gaps}{' ...' if len(frontier.gaps) > 5 else ''}")
     known = frontier.at or frontier.beyond
     if known is not None and not known.exact:
-        said.append(f"not known of {frontier.case.operator}: {'; '.join(known.unknown)}")
+        said += [f"not known: {words}" for words in known.unknown]
     return said
