@@ -196,7 +196,7 @@ def frontier_object(frontier: Frontier) -> dict[str, object]:
         "largest": None if frontier.unpredicted else frontier.largest,
         "step": frontier.step,
         "next": frontier.next_size if beyond else None,
-        "runs_out_in": beyond.record.oom_phase if beyond else None,
+        "runs_out_in": beyond.record.oom_phase if beyond else None,  # None with a reason: the inputs alone do not fit
         "reason": beyond.record.reason if beyond else None,
         "gaps": list(frontier.gaps),
         "tried": frontier.tried,

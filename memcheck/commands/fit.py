@@ -20,8 +20,8 @@ from memcheck.plotting.frontier import Edge, plot_frontier
 from memcheck.plotting.style import FORMATS
 from memcheck.plugins import load_plugin
 from memcheck.profile_commands import count, file, size, sizes
-from memcheck.reports import common_case, render
-from memcheck.reports.frontier import FOUND, frontier_table, room_words, without_axis
+from memcheck.reports import render
+from memcheck.reports.frontier import FOUND, frontier_table, room_words, shared_words
 
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}
 DEFAULT_TYPES = "naive,softmax,softplus,linear-causal,compressed"
@@ -139,7 +139,7 @@ def draw(frontiers: list[Frontier], args: argparse.Namespace, how: dict[str, int
             found=axis,
             along=along,
             title=f"The largest {FOUND[axis]} that fits {device.name} ({room_words(frontiers[0], args.memory_limit)})",
-            subtitle=f"predicted: {words_of(frontiers, along)}",
+            subtitle=f"predicted: {shared_words(frontiers, axis, along)}",
             note=f"not predicted: {', '.join(left_out)}" if left_out else "",
         )
     except OSError as error:
@@ -165,18 +165,6 @@ def first_of_each(frontiers: list[Frontier]) -> list[Case]:
 
 def edges_of(curve: list[tuple[int, Frontier]]) -> list[Edge]:
     return [Edge(x, frontier.largest, open=frontier.beyond is None) for x, frontier in curve]
-
-
-def words_of(frontiers: list[Frontier], along: str) -> str:
-    """What the cases share besides both axes."""
-    cases = [without_axis(frontier) for frontier in frontiers]
-    for case in cases:
-        for name in {"bsz": ("bsz",), "dim": ("dim", "core_dim"), "seq_len": ()}[along]:
-            vars(case).pop(name, None)
-    words = common_case(cases)
-    lengths = {case.kv_len or case.query_len for case in (frontier.case for frontier in frontiers)}
-    fixed_length = "seq_len" not in (along, frontiers[0].axis) and len(lengths) == 1
-    return f"{words}, sequence length {lengths.pop()}" if fixed_length else words
 
 
 def picture(text: str) -> Path:
