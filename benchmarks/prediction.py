@@ -93,6 +93,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args(arguments)
+    if args.rounds < 2:
+        parser.error("--rounds must be at least 2: quartiles need as many")
     cells = len(cases()) * len(GPUS)
     seconds = time_sweeps(args.rounds)
     sweep = {"what": f"a sweep of {cells} cells", "cells": cells, "threads": torch.get_num_threads()}
