@@ -40,7 +40,7 @@ def find_device(name: str | None) -> str:
     except RuntimeError:
         raise UsageError(
             f"--device {name} is no device of this machine, and running needs one; "
-            "a GPU that is not here is a question for memcheck predict, which this release does not have yet"
+            "a GPU that is not here is a question for memcheck predict, fit and sweep --predict-only"
         ) from None
     if device.type == "cpu":
         return "cpu"
