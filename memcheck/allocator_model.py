@@ -16,11 +16,12 @@ SMALL_SEGMENT = 2 * MIB
 LARGE_SEGMENT = 20 * MIB  # for requests below 10 MiB
 LEAST_WITH_A_SEGMENT_OF_ITS_OWN = 10 * MIB
 SEGMENT = 2 * MIB  # of which larger segments are multiples
+PAGES = {True: "pages of 2 MiB, small pool", False: "pages of 20 MiB"}  # of expandable segments
 ADDRESSES = 2**80  # of an expandable segment: more than is ever asked for
 
 
 class OutOfMemory(Exception):  # noqa: N818
-    """No segment could be had, after everything cached had been given back."""
+    """There is no room, on CUDA for a segment of so many bytes, even after all that was cached has been given back."""
 
     def __init__(self, requested_bytes: int, in_use_bytes: int) -> None:
         super().__init__(f"{requested_bytes} bytes requested, {in_use_bytes} in use")
@@ -76,6 +77,12 @@ def segment_size(size: int) -> int:
     return rounded_up(size, SEGMENT)
 
 
+def kind_of(segment: int, small: bool) -> str:
+    if small:
+        return "segments of 2 MiB, small pool"
+    return "segments of 20 MiB" if segment == LARGE_SEGMENT else "larger segments"
+
+
 class Pool:
     """Blocks that are free, the smallest first, and among equals the one at the lowest address."""
 
@@ -99,6 +106,34 @@ class Pool:
         return self._blocks[self._keys[index][1]] if index < len(self._keys) else None
 
 
+class PlainAllocator:
+    """Requested bytes and a budget for them, as memcheck's tracking allocator counts on the CPU."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.requested = self.allocated = Count()
+
+    def malloc(self, requested: int) -> Block | None:
+        if self.limit_bytes is not None and self.requested.current + requested > self.limit_bytes:
+            raise OutOfMemory(requested, self.requested.current)
+        self.requested.add(requested)
+        return Block(requested, 0, False, requested, in_use=True)
+
+    def free(self, block: Block | None) -> None:
+        if block is not None:
+            self.requested.add(-block.requested)
+
+    def empty_cache(self) -> None:
+        pass
+
+    def room_for(self, limit_bytes: int, held_bytes: int) -> int:
+        """What limit_bytes may be to leave that much for requests, of which held_bytes are there."""
+        return limit_bytes
+
+    def segments(self) -> dict[str, int] | None:
+        return None
+
+
 class CachingAllocator:
     """malloc and free as the native CUDA allocator does them, and three of its counters.
 
@@ -111,6 +146,7 @@ class CachingAllocator:
         self.requested, self.allocated, self.reserved = Count(), Count(), Count()
         self._free = {True: Pool(), False: Pool()}  # the small pool and the large one
         self._growing = GrowingSegments(self) if expandable else None
+        self._segments: dict[str, int] = {}
         self._next_address = 0
 
     def malloc(self, requested: int) -> Block | None:
@@ -123,7 +159,7 @@ class CachingAllocator:
         if block is not None:
             self._free[small].remove(block)
         else:
-            block = self._from_driver(size, small, requested)
+            block = self._from_driver(size, small)
         if self._worth_splitting(block, size):
             self._free[small].add(split(block, size))
         block.in_use, block.requested = True, requested
@@ -148,7 +184,19 @@ class CachingAllocator:
                     self._growing.unmap(block)
                 elif block.before is None and block.after is None:
                     pool.remove(block)
-                    self.reserved.add(-block.bytes)
+                    self.reserve(-block.bytes, kind_of(block.bytes, block.small))
+
+    def room_for(self, limit_bytes: int, held_bytes: int) -> int:
+        """The limit of segments that leaves limit_bytes for requests, held_bytes of which are there already."""
+        return self.reserved.current + limit_bytes - held_bytes
+
+    def segments(self) -> dict[str, int]:
+        """Reserved bytes by the kind of segment."""
+        return {kind: size for kind, size in self._segments.items() if size}
+
+    def reserve(self, size: int, kind: str) -> None:
+        self.reserved.add(size)
+        self._segments[kind] = self._segments.get(kind, 0) + size
 
     def add_free(self, block: Block) -> Block:
         """Into its pool, as one with its free neighbours."""
@@ -166,13 +214,13 @@ class CachingAllocator:
     def has_room(self, size: int) -> bool:
         return self.limit_bytes is None or self.reserved.current + size <= self.limit_bytes
 
-    def _from_driver(self, size: int, small: bool, requested: int) -> Block:
+    def _from_driver(self, size: int, small: bool) -> Block:
         block = self._new_block(size, small)
         if block is None:
             self.empty_cache()
             block = self._new_block(size, small)
         if block is None:
-            raise OutOfMemory(requested, self.requested.current)
+            raise OutOfMemory(segment_size(size), self.requested.current)
         return block
 
     def _new_block(self, size: int, small: bool) -> Block | None:
@@ -181,7 +229,7 @@ class CachingAllocator:
         size = segment_size(size)
         if not self.has_room(size):
             return None
-        self.reserved.add(size)
+        self.reserve(size, kind_of(size, small))
         address, self._next_address = self._next_address, self._next_address + size
         return Block(size, address, small)
 
@@ -229,7 +277,7 @@ class GrowingSegments:
         for part in (block, rest):
             if part is not None and part is not whole:
                 self._allocator.add_free(part)
-        self._allocator.reserved.add(-whole.bytes)
+        self._allocator.reserve(-whole.bytes, PAGES[whole.small])
         self._keep_unmapped(whole)
 
     def _with_room(self, gap: Block, size: int) -> Block | None:
@@ -252,7 +300,7 @@ class GrowingSegments:
         if size < gap.bytes:
             self._unmapped[gap.small].append(split(gap, size))
         self._sort(gap.small)
-        self._allocator.reserved.add(size)
+        self._allocator.reserve(size, PAGES[gap.small])
         gap.mapped = True
         return self._allocator.add_free(gap)
 

@@ -6,6 +6,7 @@ sdp_utils_cpp.cpp in torch 2.13.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,26 +54,28 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """What torch's function does on the target, in the operators that it would run there."""
-    lower_right = False
+    mask, bias = attn_mask, None
     if isinstance(attn_mask, CausalBias):
-        square = attn_mask.seq_len_q == attn_mask.seq_len_kv
-        if square or attn_mask.variant == CausalVariant.UPPER_LEFT:
-            attn_mask, is_causal = None, True
-        else:
-            lower_right = True
-    bias = attn_mask if lower_right else None
-    call = Attention(query, key, value, None if lower_right else attn_mask, is_causal, dropout_p, scale, lower_right)
-    backend = chosen(call, target)
-    if lower_right and backend not in ("flash", "efficient"):
-        assert isinstance(bias, CausalBias)
-        mask = bias._materialize(query.device)
-        call = Attention(query, key, value, mask, False, dropout_p, scale)
+        square = attn_mask.seq_len_q == attn_mask.seq_len_kv or attn_mask.variant == CausalVariant.UPPER_LEFT
+        mask, bias, is_causal = None, None if square else attn_mask, square
+    call = Attention(query, key, value, mask, is_causal, dropout_p, scale, lower_right=bias is not None)
+    backend = fused_lower_right(call, target) if bias is not None else chosen(call, target)
+    if backend is None:
+        assert bias is not None
+        call = dataclasses.replace(call, mask=bias._materialize(query.device), lower_right=False)
         backend = chosen(call, target)
     if backend == "math":
         more = {"dropout_p": dropout_p, "is_causal": call.causal, "scale": scale, "enable_gqa": enable_gqa}
         return scaled_dot_product_attention(query, key, value, call.mask, **more)
     y: Tensor = BACKENDS[backend](call)
     return y
+
+
+def fused_lower_right(call: Attention, target: Target) -> str | None:
+    """Of those that align the last query to the last key without a mask, the first that takes the call."""
+    if target.kind == "cpu":
+        return None
+    return next((name for name in ("flash", "efficient") if SWITCHES[name]() and TAKES[name](call, target)), None)
 
 
 def chosen(call: Attention, target: Target) -> str:
@@ -109,7 +112,7 @@ def is_dense(call: Attention) -> bool:
 
 
 def cpu_flash_takes(call: Attention, target: Target) -> bool:
-    return is_dense(call) and len({x.shape[-1] for x in (call.q, call.k, call.v)}) == 1 and not call.lower_right
+    return is_dense(call) and len({x.shape[-1] for x in (call.q, call.k, call.v)}) == 1
 
 
 def flash_takes(call: Attention, target: Target) -> bool:
@@ -138,7 +141,7 @@ def efficient_takes(call: Attention, target: Target) -> bool:
 def cudnn_takes(call: Attention, target: Target) -> bool:
     architecture = target.architecture or (8, 0)
     fits = call.head_dim <= 128 and call.head_dim % 8 == 0 and call.k.shape[-2] != 1
-    return is_dense(call) and is_half(call, target) and architecture >= (8, 0) and fits and not call.lower_right
+    return is_dense(call) and is_half(call, target) and architecture >= (8, 0) and fits
 
 
 def is_half(call: Attention, target: Target) -> bool:

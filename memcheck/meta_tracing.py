@@ -7,7 +7,7 @@ kernels take besides comes from memcheck.operator_scratch.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,6 +75,7 @@ class Trace:
 
     phases: name -> (first event, last event) of "inputs", "forward" and "backward". The last event of one is the
     first of the next: what is alive there is what it begins with.
+    operators: all that ran, each once.
     unknown: phase -> what is taken there that is not known, in words.
     beyond: the phase that ended with a tensor beyond 64 bits.
     """
@@ -88,6 +89,7 @@ class Trace:
     saved: list[Piece] = field(default_factory=list)
     incoming: list[Piece] = field(default_factory=list)
     gradients: list[Piece] = field(default_factory=list)
+    operators: tuple[str, ...] = ()
     unknown: dict[str, tuple[str, ...]] = field(default_factory=dict)
     beyond: str | None = None
 
@@ -106,6 +108,7 @@ class Tracer(TorchDispatchMode):
         self.target = target
         self.phase = "inputs"
         self.unknown: dict[str, dict[str, None]] = {}
+        self.operators: dict[str, None] = {}
         self._pieces: dict[int, Piece] = {}  # of storages
         self._workspace: Piece | None = None
         self._hosts_number = False
@@ -113,8 +116,9 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         call = call_of(func, args, kwargs or {}, output, self.target)
+        self.operators[call.name] = None
         for tensor in call.outputs:
-            self._note(tensor, call.name)
+            self.note(tensor, call.name)
         taken = []
         for part in scratch_of(call):
             if isinstance(part, Unknown):
@@ -147,7 +151,7 @@ class Tracer(TorchDispatchMode):
         finally:
             self._hosts_number = False
 
-    def _note(self, tensor: Tensor, name: str) -> None:
+    def note(self, tensor: Tensor, name: str) -> None:
         if not tensor.is_meta:
             return
         storage = tensor.untyped_storage()
@@ -210,10 +214,10 @@ class Run:
         self.drops_workspaces = drops_workspaces
         self.result = Trace(self.tracer.tape)
 
-    def trace(self, prepare: Callable[[], Subject]) -> Trace:
+    def trace(self, subject: Subject) -> Trace:
         with self.tracer, NumbersAndAttention(self.tracer):
             try:
-                self._run(prepare)
+                self._run(subject)
             except RuntimeError as error:
                 if "overflow" not in str(error):
                     raise
@@ -222,12 +226,14 @@ class Run:
                 self._end(self.tracer.phase)
             finally:
                 self.result.tape.closed = True
+        self.result.operators = tuple(self.tracer.operators)
         self.result.unknown = {phase: tuple(words) for phase, words in self.tracer.unknown.items()}
         return self.result
 
-    def _run(self, prepare: Callable[[], Subject]) -> None:
-        subject = prepare()
+    def _run(self, subject: Subject) -> None:
         given, owned = list(subject.named_inputs()), list(subject.named_parameters())
+        for name, tensor in (*owned, *given):
+            self.tracer.note(tensor, name)
         self.result.inputs, self.result.parameters = self._named(given), self._named(owned)
         self.result.state = self._pieces(tensors_in(subject.state))
         self._end("inputs", next_phase="forward")

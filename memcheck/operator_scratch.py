@@ -113,21 +113,25 @@ def rows_of_nothing(call: Call) -> Iterator[Scratch]:
     yield Scratch("zero", y.element_size())
 
 
-@rule("cpu", "add", "sub", "mul", "div", "gt", "lt", "ge", "le", "eq", "ne", "rsub")
-def numbers(call: Call) -> Iterator[Scratch]:
-    """The CPU's elementwise kernels convert a number: from C++ it comes as a scalar, which is a tensor of 8 bytes."""
+ELEMENTWISE = ("add", "sub", "mul", "div", "rsub", "gt", "lt", "ge", "le", "eq", "ne", "add_", "sub_", "mul_", "div_")
+
+
+@rule("cpu", *ELEMENTWISE)
+def conversions(call: Call) -> Iterator[Scratch]:
+    """The CPU's elementwise kernels take operands of one type, and copies of those that have another; so, too, for an
+    output that is there already. A number from C++ comes as a scalar, and becomes a tensor of 8 bytes."""
     operands = [call.values[name] for name in ("self", "other")]
-    whole = next((operand for operand in operands if isinstance(operand, Tensor) and operand.dim()), None)
-    if whole is None:
-        return
+    common = torch.result_type(*operands)
+    if call.name.endswith("_") and call.self.dtype != common:
+        yield Scratch("result in the common type", call.self.numel() * common.itemsize)
     for operand in operands:
         if isinstance(operand, Tensor):
-            if not operand.dim() and operand.dtype != whole.dtype:
-                yield Scratch("number in the operand's type", whole.element_size())
+            if operand.dtype != common:
+                yield Scratch("operand in the common type", operand.numel() * common.itemsize)
         else:
             yield Scratch("number", 8)
-            if whole.dtype != (torch.float64 if isinstance(operand, float) else torch.int64):
-                yield Scratch("number in the operand's type", whole.element_size())
+            if common != (torch.float64 if isinstance(operand, float) else torch.int64):
+                yield Scratch("operand in the common type", common.itemsize)
 
 
 @rule("cuda", "_softmax_backward_data")
