@@ -31,7 +31,7 @@ help:  ## This list
 profile: $(BUILD)  ## Memory of attention on this machine, from a bare machine on
 	$(BIN)/python -m memcheck.profile_attention $(ARGS)
 
-test: lint $(BUILD)  ## Lint, build and every test
+test: lint $(BUILD) check-cuda  ## Lint, build, CUDA kernels on the host, and every test
 	$(PYTEST) $(PYTEST_FLAGS)
 
 test-fast: $(BUILD) $(DEVELOPMENT)  ## The tests without the slow ones, under three minutes

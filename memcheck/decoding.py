@@ -47,7 +47,7 @@ def head_sizes(case: Case) -> tuple[int, int, int, int]:
 def sums(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Positive, as sums of weights are, and in the type that sums are kept in."""
     dtype = accumulation_dtype(case)
-    return tuple(torch.rand(shape, dtype=dtype, device=case.device) + 1 for shape in shapes)
+    return tuple(torch.rand(shape, dtype=dtype, device=case.device).add_(1) for shape in shapes)
 
 
 def cache(case: Case) -> Cache:

@@ -28,10 +28,11 @@ from memcheck.compiling import with_generated_code
 from memcheck.decoding import one_token
 from memcheck.errors import UsageError
 from memcheck.measurement import measure_memory
-from memcheck.profiling import bind, profile_case
+from memcheck.profiling import profile_case
 from memcheck.reference import memcheck_pyt
 from memcheck.reference.cs336_attention import cs336_attention
 from memcheck.reference.naive_attention import naive_attention
+from memcheck.subjects import bind
 from memcheck.theory import closed_bytes
 from memcheck.tracking import tensors_in, track
 

@@ -1,37 +1,58 @@
-"""What kernels take of a GPU: registers and spilled bytes of every instance, by ptxas; threads and shared memory, as
-launched.
+"""Kernels as nvcc compiles them, and what they take of a GPU: registers and spilled bytes of every instance, by ptxas.
 
-    python tests/host_cuda/resources.py
+python tests/host_cuda/resources.py
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tabulate import tabulate
 
-CSRC = Path(__file__).resolve().parents[2] / "csrc"
+ROOT = Path(__file__).resolve().parents[2]
+CSRC = ROOT / "csrc"
 ARCHITECTURES = ["arch=compute_80,code=sm_80", "arch=compute_90,code=[sm_90,compute_90]"]
 # As torch compiles them, which takes half types' operators away.
 WITHOUT = ["HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS"]
-FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xptxas=-v", f"-I{CSRC}", *(f"-D__CUDA_NO_{name}__" for name in WITHOUT)]
+FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC", "-Xptxas=-v", f"-I{CSRC}"]
+FLAGS += [f"-D__CUDA_NO_{name}__" for name in WITHOUT]
+FLAGS += [f"-gencode={architecture}" for architecture in ARCHITECTURES]
 
 
-def compile_kernel(source: Path, folder: Path) -> str:
-    """What ptxas says of the kernels of one file."""
-    architectures = [f"-gencode={architecture}" for architecture in ARCHITECTURES]
-    command = ["nvcc", "-c", *FLAGS, *architectures, source, "-o", folder / f"{source.stem}.o"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode != 0:
-        sys.exit(done.stdout + done.stderr)
-    return done.stdout + done.stderr
+def folder_of_this_source() -> Path:
+    """A folder for what is compiled from the files as they are, so that nothing is compiled twice."""
+    kernels = [path for path in sorted(CSRC.rglob("*")) if path.suffix in (".cu", ".cuh", ".h")]
+    of_all = hashlib.sha256(" ".join(FLAGS).encode())
+    for path in kernels:
+        of_all.update(path.read_bytes())
+    return ROOT / "build" / "nvcc" / of_all.hexdigest()[:16]
+
+
+def compile_kernel(source: Path, folder: Path) -> tuple[Path, str]:
+    """The object of one file, and what ptxas says of its kernels. RuntimeError with the compiler's words."""
+    made, log = folder / f"{source.stem}.o", folder / f"{source.stem}.log"
+    if not log.is_file():
+        done = subprocess.run(["nvcc", "-c", *FLAGS, source, "-o", made], capture_output=True, text=True)
+        if done.returncode != 0:
+            raise RuntimeError(done.stdout + done.stderr)
+        log.write_text(done.stdout + done.stderr)
+    return made, log.read_text()
+
+
+def compile_kernels() -> tuple[list[Path], str]:
+    """The objects of all files, and what ptxas says."""
+    folder = folder_of_this_source()
+    folder.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        results = list(pool.map(lambda source: compile_kernel(source, folder), sorted(CSRC.rglob("*.cu"))))
+    return [made for made, _ in results], "".join(log for _, log in results)
 
 
 def demangled(names: list[str]) -> list[str]:
@@ -40,8 +61,18 @@ def demangled(names: list[str]) -> list[str]:
     if tool is None or not names:
         return names
     text = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
-    words = [re.sub(r"^void |memcheck::|\(anonymous namespace\)::|<unnamed>::", "", line) for line in text.splitlines()]
-    return [word.partition("(")[0] if ">(" not in word else word.partition(">(")[0] + ">" for word in words]
+    noise = r"^void |memcheck::|\(anonymous namespace\)::|<unnamed>::|_NV_ANON_NAMESPACE::|\((?:bool|int|long)\)"
+    return [without_parameters(re.sub(noise, "", line)) for line in text.splitlines()]
+
+
+def without_parameters(name: str) -> str:
+    """Up to the parenthesis that is inside of no angle brackets."""
+    depth = 0
+    for i, letter in enumerate(name):
+        depth += {"<": 1, ">": -1}.get(letter, 0)
+        if letter == "(" and depth == 0:
+            return name[:i]
+    return name
 
 
 def resources(log: str) -> list[dict[str, object]]:
@@ -58,8 +89,8 @@ def resources(log: str) -> list[dict[str, object]]:
             "kernel": name,
             "architecture": row["architecture"],
             "registers": int(row["registers"]),
-            "stack bytes": int(row["stack"]),
-            "spilled bytes": int(row["stores"]) + int(row["loads"]),
+            "stack": int(row["stack"]),
+            "spilled": int(row["stores"]) + int(row["loads"]),
         }
         for name, row in zip(names, found, strict=True)
     ]
@@ -70,7 +101,7 @@ def side_by_side(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     table: dict[object, dict[str, object]] = {}
     for row in rows:
         line = table.setdefault(row["kernel"], {"kernel": row["kernel"]})
-        for column in ("registers", "stack bytes", "spilled bytes"):
+        for column in ("registers", "stack", "spilled"):
             line[f"{column} {row['architecture']}"] = row[column]
     return [table[kernel] for kernel in sorted(table, key=str)]
 
@@ -79,10 +110,12 @@ def main() -> int:
     if shutil.which("nvcc") is None:
         print("resources of kernels: skipped, nvcc is not on PATH")
         return 1 if os.environ.get("CI") else 0
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        logs = pool.map(lambda source: compile_kernel(source, Path(folder)), sorted(CSRC.rglob("*.cu")))
-        rows = [row for log in logs for row in resources(log)]
-    print(tabulate(side_by_side(rows), headers="keys"))
+    try:
+        _, log = compile_kernels()
+    except RuntimeError as error:
+        sys.exit(str(error))
+    print("Registers of a thread, and bytes of its stack and spilled:")
+    print(tabulate(side_by_side(resources(log)), headers="keys"))
     return 0
 
 
