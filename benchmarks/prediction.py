@@ -3,8 +3,8 @@
     python benchmarks/prediction.py [--rounds 3] [--output FILE]
 
 The cells are of ten operators, five lengths, five dimensions, two dtypes and two batch sizes. A sweep is predict_sweep
-into a new folder, rows on the disk included; the promise is 60 s on two cores. Beside the seconds of the clock are those
-of the processor, which tell how busy the machine was with other things.
+into a new folder, rows on the disk included; the promise is 60 s on two cores. Seconds of the processor are there, too:
+they tell how busy the machine was with other things.
 """
 
 from __future__ import annotations

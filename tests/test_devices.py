@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -174,3 +176,16 @@ def test_flags(monkeypatch: pytest.MonkeyPatch) -> None:
         flagged("--device T4 --device-from-this-gpu")
     with pytest.raises(UsageError, match="--device-from-this-gpu must be the number of a GPU, got 'one'"):
         flagged("--device-from-this-gpu one")
+
+
+def readme_lines() -> Iterator[str]:
+    for row in ROWS:
+        device = DEVICES[row["name"]]
+        major, minor = device.architecture or (0, 0)
+        total = f"{device.total_bytes // MIB:,}" if row["total_mib"] else f"nominal {row['nominal_gb']} GB"
+        yield f"| {device.name} | {major}.{minor} | {total} | {(device.usable_bytes or 0) // MIB:,} |"
+
+
+def test_the_table_of_the_readme_is_the_catalog() -> None:
+    text = (Path(__file__).parents[1] / "README.md").read_text()
+    assert [line for line in readme_lines() if line not in text] == []

@@ -199,3 +199,22 @@ def test_the_table_of_the_readme_holds_the_committed_records():
     records = list(read_json_lines(ROOT / "benchmarks/results/quick/records.jsonl"))
     assert len(records) == 25
     assert [row for row in map(table_row, records) if row not in text] == []
+
+
+def test_the_frontier_of_the_readme_is_what_fit_says(capsys):
+    """Of what is exact; the others hold until their kernels tell more."""
+    from memcheck.__main__ import main
+
+    (command,) = re.findall(r"^\$ memcheck (fit .*--dim 512 --heads 8)$", README.read_text(), re.MULTILINE)
+    assert main([*command.split(), "--attention-type", "naive,softmax"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    rows = [line.split() for line in printed if line.startswith(("naive ", "softmax "))]
+    shown = [line.split() for line in README.read_text().splitlines()]
+    assert len(rows) == 2
+    assert [row for row in rows if row not in shown and [*row, "-"] not in shown] == []
+
+
+def test_the_cost_of_a_predicted_sweep_is_that_of_the_results():
+    whole, *_ = rows_of("prediction")
+    assert whole["cells"] == 1000
+    assert f"1,000 predictions takes {whole['cpu_seconds']:.1f} s of processor time" in README.read_text()
