@@ -201,7 +201,6 @@ def in_rows_or_columns(operand: Tensor) -> bool:
     return (column == 1 and (rows == 1 or row >= columns)) or (row == 1 and (columns == 1 or column >= rows))
 
 
-
 @rule("cpu", "_scaled_dot_product_flash_attention_for_cpu")
 def flash_tiles(call: Call) -> Iterator[Scratch | Unknown]:
     """Each thread's scores, maxima and sums, and a part of y; in 16 bits the scores once more."""
@@ -273,9 +272,7 @@ def softplus_backward(call: Call) -> Iterator[Scratch | Unknown]:
 
 def softplus_plan(call: Call) -> dict[str, int]:
     (B, S, R), T = call.q.shape, call.k.shape[2]
-    return plan_of(
-        call, "softplus_attention", B=B, S=S, T=T, R=R, causal=call.causal, dtype=dtype_name(call.q)
-    )
+    return plan_of(call, "softplus_attention", B=B, S=S, T=T, R=R, causal=call.causal, dtype=dtype_name(call.q))
 
 
 @rule("any", "memcheck::softplus_attention_step")
@@ -298,9 +295,7 @@ def linear_backward(call: Call) -> Iterator[Scratch | Unknown]:
 def linear_plan(call: Call, Dv: int) -> dict[str, int]:
     (B, H, S, D), (_, Hkv, T, _) = call.q.shape, call.k.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv}
-    return plan_of(
-        call, "linear_attention", **sizes, causal=call.values.get("causal", False), dtype=dtype_name(call.q)
-    )
+    return plan_of(call, "linear_attention", **sizes, causal=call.values.get("causal", False), dtype=dtype_name(call.q))
 
 
 @rule("any", "memcheck::compressed_attention")

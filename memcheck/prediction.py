@@ -19,7 +19,7 @@ from memcheck.building import UnsupportedError
 from memcheck.cases import Case, Terms
 from memcheck.catalog import CONTENDERS, Contender
 from memcheck.devices import Device, device_named
-from memcheck.meta_tracing import Piece, Run, Trace
+from memcheck.meta_tracing import WORKSPACE, Piece, Run, Trace
 from memcheck.operator_scratch import Target
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
@@ -31,7 +31,6 @@ FIELDS_OF = {
     "forward": ("forward_peak_bytes", "workspace_bytes", "forward_max_allocated_bytes", "backward_max_allocated_bytes"),
     "backward": ("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes"),
 }
-AT_LEAST = "; figures that it is part of are at least what stands there"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,10 @@ def predict_memory(
     """
     device = device_named(device) if isinstance(device, str) else device
     target = Target(
-        device.kind, threads or torch.get_num_threads(), device.architecture, torch_version or version_of(torch.__version__)
+        device.kind,
+        threads or torch.get_num_threads(),
+        device.architecture,
+        torch_version or version_of(torch.__version__),
     )
     record = blank(case, device, target)
     contender = CONTENDERS[case.operator]
@@ -98,6 +100,34 @@ def predict_memory(
         return unpredicted(case, device, record, f"it does not run on meta tensors: {first_line(error)}")
     record.backend = backend_of(trace, contender, case, device)
     return Replay(trace, case, device, record, limit_bytes, expandable_segments).prediction()
+
+
+# What a record's theory is of.
+THEORY = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "state_bytes")
+
+
+def terms_of(case: Case) -> Terms | None:
+    """Of those fields that are known to the byte, what they are the sum of, on the device that the case names; None
+    where nothing is known. Nothing is ever out of memory; of a GPU that is not here, cuBLAS's workspaces come on top."""
+    kind = case.device.partition(":")[0]
+    device = (
+        device_named(case.device)
+        if kind == "cpu" or torch.cuda.is_available()
+        else Device(kind, kind, None, 0, None, "")
+    )
+    prediction = predict_memory(case, dataclasses.replace(device, usable_bytes=None))
+    if device.architecture is None and kind != "cpu":
+        prediction = without_workspaces(prediction)
+    return {name: terms for name, terms in prediction.known_terms.items() if name in THEORY} or None
+
+
+def without_workspaces(prediction: Prediction) -> Prediction:
+    terms = {
+        name: {part: size for part, size in parts.items() if not part.startswith(WORKSPACE)}
+        for name, parts in prediction.terms.items()
+    }
+    bounds = prediction.bounds if len(prediction.unknown) > 1 else frozenset[str]()
+    return dataclasses.replace(prediction, terms=terms, bounds=bounds)
 
 
 def version_of(text: str) -> tuple[int, int]:
