@@ -147,7 +147,7 @@ def blank(case: Case, device: Device, target: Target) -> Record:
         **fields,
         source="predicted",
         device=device.kind,
-        device_name=device.name,
+        device_name=None if device.kind == "cpu" else device.name,
         device_total_bytes=device.total_bytes,
         torch_version=str(torch.__version__),
         memcheck_version=__version__,
@@ -197,6 +197,7 @@ class Replay:
     expandable_segments: bool
     blocks: dict[Piece, Block | None] = field(default_factory=dict)
     sizes: dict[Piece, int] = field(default_factory=dict)  # of blocks, as they were given
+    event: int = 0
     terms: Terms = field(default_factory=dict)
     requested: dict[str, Moment] = field(default_factory=dict)
     allocated: dict[str, Moment] = field(default_factory=dict)
@@ -228,6 +229,7 @@ class Replay:
         requested.note(first, allocator.requested.current)
         allocated.note(first, allocator.allocated.current)
         for event, (piece, taken) in enumerate(self.trace.tape.events[first:last], first + 1):
+            self.event = event
             if taken:
                 block = self.blocks[piece] = allocator.malloc(piece.bytes)
                 self.sizes[piece] = block.bytes if block is not None else 0
@@ -304,8 +306,8 @@ class Replay:
         if phase == "inputs":
             record.reason = f"the inputs alone do not fit: {asked} requested with {used} in use"
             return
-        record.oom_phase = phase
-        record.oom_requested_bytes, record.oom_in_use_bytes = error.requested_bytes, error.in_use_bytes
+        record.oom_phase, record.oom_requested_bytes = phase, error.requested_bytes
+        self._note_sum("oom_in_use_bytes", self.trace.tape.alive(self.event - 1))
         room = format_bytes(self.allocator.limit_bytes or 0)
         record.reason = f"predicted: {asked} requested with {used} in use, of {room}"
 
