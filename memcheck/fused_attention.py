@@ -84,7 +84,11 @@ def chosen(call: Attention, target: Target) -> str:
     for backend in order:
         if SWITCHES[backend]() and (backend == "math" or TAKES[backend](call, target)):
             return backend
-    said = "No viable backend for scaled_dot_product_attention was found" if target.kind == "cpu" else "No available kernel"
+    said = (
+        "No viable backend for scaled_dot_product_attention was found"
+        if target.kind == "cpu"
+        else "No available kernel"
+    )
     raise RuntimeError(f"{said}: of {', '.join(order)}, those that are switched on do not take it")
 
 

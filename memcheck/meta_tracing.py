@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memcheck.fused_attention import attention
-from memcheck.operator_scratch import Target, Unknown, call_of, scratch_of, uses_cublas
+from memcheck.operator_scratch import OF_THE_HOST, Target, Unknown, call_of, scratch_of, uses_cublas
 from memcheck.runs import gradients_for
 from memcheck.subjects import Subject
 from memcheck.tracking import named_tensors_in, tensors_in
@@ -117,8 +117,10 @@ class Tracer(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         call = call_of(func, args, kwargs or {}, output, self.target)
         self.operators[call.name] = None
-        for tensor in call.outputs:
-            self.note(tensor, call.name)
+        elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()
+        for position, tensor in enumerate(call.outputs):
+            if position not in elsewhere:
+                self.note(tensor, call.name)
         taken = []
         for part in scratch_of(call):
             if isinstance(part, Unknown):

@@ -100,6 +100,10 @@ def uses_cublas(call: Call) -> bool:
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "memcheck::combinator", "memcheck::combinator_backward"}
 
 
+def rounded_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
 def bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
@@ -201,7 +205,6 @@ def in_rows_or_columns(operand: Tensor) -> bool:
     return (column == 1 and (rows == 1 or row >= columns)) or (row == 1 and (columns == 1 or column >= rows))
 
 
-
 @rule("cpu", "_scaled_dot_product_flash_attention_for_cpu")
 def flash_tiles(call: Call) -> Iterator[Scratch | Unknown]:
     """Each thread's scores, maxima and sums, and a part of y; in 16 bits the scores once more."""
@@ -231,6 +234,68 @@ def flash_tiles_backward(call: Call) -> Iterator[Scratch | Unknown]:
     yield Scratch("sums of rows", threads * rows * wide)
     if threads > 1:
         yield Unknown(f"how many of {threads} threads have their sums of rows at once")
+
+
+@rule("cuda", "_scaled_dot_product_flash_attention")
+def flash_splits(call: Call) -> Iterator[Unknown]:
+    """With few queries the keys are divided among blocks of threads, by the number of the GPU's multiprocessors; with
+    256 tiles of queries and more, on none that there is."""
+    q, S, T, D = sizes_of(call)
+    keys = 256 if D <= 64 else 128 if D <= 128 else 64
+    if q.shape[0] * q.shape[1] * -(-S // 64) < 256 and keys < T:
+        yield Unknown("among how many blocks of threads flash attention divides the keys")
+
+
+@rule("cuda", "_scaled_dot_product_flash_attention_backward")
+def flash_backward(call: Call) -> Iterator[Scratch]:
+    """The gradient of y and y itself, where they do not lie as (B,S,H,D), and dq as it is summed, in float32."""
+    q, S, _, D = sizes_of(call)
+    for name, tensor in (("gradient of y, laid out", call.grad_out), ("y, laid out", call.out)):
+        if not tensor.transpose(1, 2).is_contiguous():
+            yield Scratch(name, bytes_of(tensor))
+    rows = q.shape[0] * q.shape[1] * rounded_up(S, 128)
+    yield Scratch("sums of rows", rows * 4)
+    yield Scratch("dq in float32", rows * (rounded_up(D, 32) if D <= 192 else 256) * 4)
+
+
+@rule("cuda", "_scaled_dot_product_efficient_attention", "_efficient_attention_forward")
+def efficient(call: Call) -> Iterator[Scratch]:
+    """y as it is summed, in float32, where a head does not fit into registers."""
+    y = call.outputs[0]
+    if y.element_size() < 4 and y.shape[-1] > 128:
+        yield Scratch("y in float32", y.numel() * 4)
+
+
+@rule("cuda", "_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
+def efficient_backward(call: Call) -> Iterator[Scratch | Unknown]:
+    grad = call.values.get("grad_out_", call.values.get("grad_out"))
+    if not (grad if call.name.startswith("aten::_efficient") else grad.transpose(1, 2)).is_contiguous():
+        yield Scratch("gradient of y, laid out", bytes_of(grad))
+    if grad.element_size() == 4:
+        yield Scratch("gradient of y times y", bytes_of(grad))
+    yield Scratch("sums of rows", grad.numel() // grad.shape[-1] * 4)
+    yield Unknown("the workspace of efficient attention's backward")
+
+
+@rule("cuda", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
+def cudnn(call: Call) -> Iterator[Unknown]:
+    yield Unknown("the workspace of cuDNN's plan")
+
+
+# Outputs that are tensors of the CPU's on CUDA, by position: the seeds of a dropout that is none.
+OF_THE_HOST = {
+    "aten::_scaled_dot_product_efficient_attention": (2, 3),
+    "aten::_efficient_attention_forward": (2, 3),
+}
+# Of so many elements into so few sums: then CUDA's reductions may go in two steps, with a buffer between.
+LONG_REDUCTION, FEW_SUMS = 4096, 8192
+
+
+@rule("cuda", "sum", "max", "amax", "mean", "all")
+def reductions(call: Call) -> Iterator[Unknown]:
+    sums = max(call.outputs[0].numel(), 1)
+    if sums < FEW_SUMS and call.self.numel() // sums >= LONG_REDUCTION:
+        yield Unknown(f"the buffer of {call.name} over {call.self.numel() // sums} elements")
 
 
 KEYS_OF_A_TILE = 512
@@ -273,9 +338,7 @@ def softplus_backward(call: Call) -> Iterator[Scratch | Unknown]:
 
 def softplus_plan(call: Call) -> dict[str, int]:
     (B, S, R), T = call.q.shape, call.k.shape[2]
-    return plan_of(
-        call, "softplus_attention", B=B, S=S, T=T, R=R, causal=call.causal, dtype=dtype_name(call.q)
-    )
+    return plan_of(call, "softplus_attention", B=B, S=S, T=T, R=R, causal=call.causal, dtype=dtype_name(call.q))
 
 
 @rule("any", "memcheck::softplus_attention_step")
@@ -298,9 +361,7 @@ def linear_backward(call: Call) -> Iterator[Scratch | Unknown]:
 def linear_plan(call: Call, Dv: int) -> dict[str, int]:
     (B, H, S, D), (_, Hkv, T, _) = call.q.shape, call.k.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv}
-    return plan_of(
-        call, "linear_attention", **sizes, causal=call.values.get("causal", False), dtype=dtype_name(call.q)
-    )
+    return plan_of(call, "linear_attention", **sizes, causal=call.values.get("causal", False), dtype=dtype_name(call.q))
 
 
 @rule("any", "memcheck::compressed_attention")

@@ -19,7 +19,7 @@ from memcheck.building import UnsupportedError
 from memcheck.cases import Case, Terms
 from memcheck.catalog import CONTENDERS, Contender
 from memcheck.devices import Device, device_named
-from memcheck.meta_tracing import Piece, Run, Trace
+from memcheck.meta_tracing import WORKSPACE, Piece, Run, Trace
 from memcheck.operator_scratch import Target
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
@@ -31,7 +31,6 @@ FIELDS_OF = {
     "forward": ("forward_peak_bytes", "workspace_bytes", "forward_max_allocated_bytes", "backward_max_allocated_bytes"),
     "backward": ("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes"),
 }
-AT_LEAST = "; figures that it is part of are at least what stands there"
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,10 @@ def predict_memory(
     """
     device = device_named(device) if isinstance(device, str) else device
     target = Target(
-        device.kind, threads or torch.get_num_threads(), device.architecture, torch_version or version_of(torch.__version__)
+        device.kind,
+        threads or torch.get_num_threads(),
+        device.architecture,
+        torch_version or version_of(torch.__version__),
     )
     record = blank(case, device, target)
     contender = CONTENDERS[case.operator]
@@ -98,6 +100,34 @@ def predict_memory(
         return unpredicted(case, device, record, f"it does not run on meta tensors: {first_line(error)}")
     record.backend = backend_of(trace, contender, case, device)
     return Replay(trace, case, device, record, limit_bytes, expandable_segments).prediction()
+
+
+# What a record's theory is of.
+THEORY = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "state_bytes")
+
+
+def terms_of(case: Case) -> Terms | None:
+    """Of those fields that are known to the byte, what they are the sum of, on the device that the case names; None
+    where nothing is known. Nothing is ever out of memory; of a GPU that is not here, cuBLAS's workspaces come on top."""
+    kind = case.device.partition(":")[0]
+    device = (
+        device_named(case.device)
+        if kind == "cpu" or torch.cuda.is_available()
+        else Device(kind, kind, None, 0, None, "")
+    )
+    prediction = predict_memory(case, dataclasses.replace(device, usable_bytes=None))
+    if device.architecture is None and kind != "cpu":
+        prediction = without_workspaces(prediction)
+    return {name: terms for name, terms in prediction.known_terms.items() if name in THEORY} or None
+
+
+def without_workspaces(prediction: Prediction) -> Prediction:
+    terms = {
+        name: {part: size for part, size in parts.items() if not part.startswith(WORKSPACE)}
+        for name, parts in prediction.terms.items()
+    }
+    bounds = prediction.bounds if len(prediction.unknown) > 1 else frozenset[str]()
+    return dataclasses.replace(prediction, terms=terms, bounds=bounds)
 
 
 def version_of(text: str) -> tuple[int, int]:
@@ -117,7 +147,7 @@ def blank(case: Case, device: Device, target: Target) -> Record:
         **fields,
         source="predicted",
         device=device.kind,
-        device_name=device.name,
+        device_name=None if device.kind == "cpu" else device.name,
         device_total_bytes=device.total_bytes,
         torch_version=str(torch.__version__),
         memcheck_version=__version__,
@@ -167,6 +197,7 @@ class Replay:
     expandable_segments: bool
     blocks: dict[Piece, Block | None] = field(default_factory=dict)
     sizes: dict[Piece, int] = field(default_factory=dict)  # of blocks, as they were given
+    event: int = 0
     terms: Terms = field(default_factory=dict)
     requested: dict[str, Moment] = field(default_factory=dict)
     allocated: dict[str, Moment] = field(default_factory=dict)
@@ -198,6 +229,7 @@ class Replay:
         requested.note(first, allocator.requested.current)
         allocated.note(first, allocator.allocated.current)
         for event, (piece, taken) in enumerate(self.trace.tape.events[first:last], first + 1):
+            self.event = event
             if taken:
                 block = self.blocks[piece] = allocator.malloc(piece.bytes)
                 self.sizes[piece] = block.bytes if block is not None else 0
@@ -274,8 +306,8 @@ class Replay:
         if phase == "inputs":
             record.reason = f"the inputs alone do not fit: {asked} requested with {used} in use"
             return
-        record.oom_phase = phase
-        record.oom_requested_bytes, record.oom_in_use_bytes = error.requested_bytes, error.in_use_bytes
+        record.oom_phase, record.oom_requested_bytes = phase, error.requested_bytes
+        self._note_sum("oom_in_use_bytes", self.trace.tape.alive(self.event - 1))
         room = format_bytes(self.allocator.limit_bytes or 0)
         record.reason = f"predicted: {asked} requested with {used} in use, of {room}"
 

@@ -22,14 +22,23 @@ def module_trace(case: Case, target: Target) -> Trace:
     U = 4 * case.bsz * case.query_len * case.dim
     if case.operator.endswith("softplus"):
         keys = 4 * case.bsz * (case.kv_len or 0) * case.dim
-        rows = {"4 bytes for each position": 4 * case.bsz * case.query_len, "8 for each channel": 8 * case.bsz * case.dim}
+        rows = {
+            "4 bytes for each position": 4 * case.bsz * case.query_len,
+            "8 for each channel": 8 * case.bsz * case.dim,
+        }
         forward = {"y": U, f"{OWN}, U": U, f"{OWN}, U again": U, **rows}
         backward = {**LOSS, "dq": U, "dk": keys, "dv": keys, f"{OWN}, 2 U": 2 * U, f"{OWN}, U / 4": U // 4}
         return tape_of({"q": U, "k": keys, "v": keys}, forward, backward)
     weight = 2 * 4 * case.dim**2
     workspace = {WORKSPACE: target.cublas_workspace_bytes}
     forward = {"y": U, f"{OWN}, U": U, f"{OWN}, U again": U}
-    backward = {**LOSS, "dx": U, "dweight": weight, f"{OWN}, U, in the backward": U, f"{OWN}, U, in the backward again": U}
+    backward = {
+        **LOSS,
+        "dx": U,
+        "dweight": weight,
+        f"{OWN}, U, in the backward": U,
+        f"{OWN}, U, in the backward again": U,
+    }
     return tape_of({"weight": weight, "x": U}, {**forward, **workspace}, {**backward, **workspace})
 
 

@@ -75,7 +75,9 @@ def bind(operator: Operator, parameters: tuple[Tensor, ...]) -> Operator:
 
 def argument_names(operator: Operator) -> tuple[str, ...]:
     try:
-        parameters = inspect.signature(operator.forward if isinstance(operator, torch.nn.Module) else operator).parameters
+        parameters = inspect.signature(
+            operator.forward if isinstance(operator, torch.nn.Module) else operator
+        ).parameters
     except (TypeError, ValueError):  # C functions have no signature
         return ()
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
