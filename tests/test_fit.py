@@ -260,6 +260,14 @@ def test_what_is_looked_for(fit, find: str, step: int) -> None:
     assert (row["record"][field], row["next_record"][field]) == (row["largest"], row["largest"] + step)
 
 
+def test_a_core_dimension_that_is_given_stays(fit) -> None:
+    flags = ["--find", "dim", "--attention-type", "softplus", "--device", "256MiB", "--heads", "4"]
+    (row,) = fit(*flags, "--core-dim", "4", "--up-to", "64")["frontiers"]
+    assert (row["record"]["dim"], row["record"]["core_dim"]) == (64, 4)
+    (row,) = fit(*flags, "--up-to", "64")["frontiers"]
+    assert (row["record"]["dim"], row["record"]["core_dim"]) == (64, 64)
+
+
 def test_modes_and_dtypes(fit) -> None:
     def largest(*flags: str) -> int:
         (row,) = fit(*SIZES, "--attention-type", "naive", *flags)["frontiers"]
@@ -335,7 +343,9 @@ def test_what_a_picture_is_drawn_against(drawn, tmp_path: Path, flags: str, alon
 def test_one_picture_is_drawn_against_one_size(drawn, tmp_path: Path, capsys) -> None:
     picture = ["--plot", str(tmp_path / "frontier.png"), "--device", "256MiB"]
     assert main(["fit", "--attention-type", "naive", "--bsz", "1,2", "--dim", "32,64", *picture]) == 2
-    assert "--plot draws against one size: give a single value to one of --bsz and --dim" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "--plot draws against one size: give a single value to one of --bsz and --dim" in printed.err
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
 
 
 def test_the_frontier_as_a_picture(tmp_path: Path) -> None:
