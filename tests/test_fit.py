@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from plotted import labelled, points, texts
 
+from memcheck import catalog
 from memcheck.__main__ import main
 from memcheck.catalog import Case, check_case, make_case, make_combinator_case
 from memcheck.devices import Device, device_named
@@ -308,6 +309,26 @@ def test_wrong_flags_end_in_one_line(capsys, flags: str, words: str) -> None:
     assert printed.out == ""
     assert printed.err.count("\n") == 1
     assert words in printed.err
+
+
+def test_an_operator_that_fails_is_named(tmp_path: Path, capsys) -> None:
+    plugin = tmp_path / "clumsy.py"
+    plugin.write_text(
+        "from memcheck.catalog import register\n"
+        "register('clumsy', lambda q, k, v: q[5:] @ k)\n"
+        "register('plain', lambda q, k, v: q + v)\n"
+    )
+    try:
+        flags = ["fit", "--plugin", str(plugin), "--device", "256MiB"]
+        assert main([*flags, "--attention-type", "plain"]) == 0
+        assert "\nplain " in capsys.readouterr().out
+        assert main([*flags, "--attention-type", "clumsy"]) == 1
+        printed = capsys.readouterr()
+        assert "memcheck: clumsy cannot be predicted: " in printed.err
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+    finally:
+        for name in ("clumsy", "plain"):
+            catalog.CONTENDERS.pop(name, None)
 
 
 # The picture.

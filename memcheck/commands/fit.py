@@ -14,7 +14,7 @@ from typing import Any
 from memcheck.catalog import CONTENDERS, DTYPES, MODES, SHORT_DTYPES, Case
 from memcheck.device_flags import add_device_arguments, predicted_device
 from memcheck.devices import Device
-from memcheck.errors import UsageError
+from memcheck.errors import MemcheckError, UsageError
 from memcheck.frontier import FLAGS, MOST, Frontier, find_frontier, frontier_curve, frontier_object, known_axes
 from memcheck.grids import any_case, check_names, refusal
 from memcheck.plotting.frontier import Edge, plot_frontier
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     cases = list(make_cases(args, axis))
     along = drawn_against(args, axis) if args.plot else None
     how: dict[str, Any] = {"limit_bytes": args.memory_limit, "step": args.step, "most": args.up_to}
-    frontiers = [find_frontier(case, axis, device, **how) for case in cases]
+    frontiers = [look(case, axis, device, how) for case in cases]
     if args.format == "json":
         print(json.dumps(result(args, device, frontiers), indent=1))
     else:
@@ -78,6 +78,15 @@ def run(args: argparse.Namespace) -> int:
         draw(frontiers, along, args, how)
         print(f"\nWrote {args.plot}", file=sys.stderr if args.format == "json" else sys.stdout)
     return 0
+
+
+def look(case: Case, axis: str, device: Device, how: dict[str, Any]) -> Frontier:
+    try:
+        return find_frontier(case, axis, device, **how)
+    except MemcheckError:
+        raise
+    except Exception as error:  # of an operator's own code, which runs on meta tensors
+        raise MemcheckError(f"{case.operator} cannot be predicted: {type(error).__name__}: {error}") from error
 
 
 def result(args: argparse.Namespace, device: Device, frontiers: list[Frontier]) -> dict[str, object]:
