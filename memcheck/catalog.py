@@ -358,7 +358,8 @@ def register(
     fn: called as fn(q, k, v), with causal=... where it takes a keyword of that name. A module's parameters count.
     inputs: the tensors of a case; as default q (B,H,S,D), k and v (B,H,T,D), or (B,S,E), (B,T,E) without heads.
     causal: what fn is where it takes no such keyword; None: not known.
-    terms: the closed byte terms of a case, by record field, where the predictor's are not to be used. decode: a memcheck.catalog.Decoder.
+    terms: what a case takes, record field -> name -> bytes, where the predictor is not to say it.
+    decode: a memcheck.catalog.Decoder.
     style: of its lines in plots; as default one that is not in use. more: further fields of Contender.
 
     UsageError: the name is taken, or no name; or fn is not callable.
