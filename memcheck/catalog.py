@@ -346,7 +346,7 @@ def register(
     inputs: Callable[[Case], tuple[Tensor, ...]] | None = None,
     causal: bool | None = None,
     has_heads: bool = True,
-    terms: Callable[[Case], Terms | None] = predicted_terms,
+    terms: Callable[[Case], Terms | None] = lambda case: None,
     decode: Decoder | None = None,
     style: Style | None = None,
     **more: Any,
@@ -358,7 +358,8 @@ def register(
     fn: called as fn(q, k, v), with causal=... where it takes a keyword of that name. A module's parameters count.
     inputs: the tensors of a case; as default q (B,H,S,D), k and v (B,H,T,D), or (B,S,E), (B,T,E) without heads.
     causal: what fn is where it takes no such keyword; None: not known.
-    terms: what a case takes, record field -> name -> bytes, where the predictor is not to say it.
+    terms: the closed byte terms of a case, by record field. There are none by default: the predictor would run fn, on
+    meta tensors, and what may crash or never end is run in no process but its own unless that is asked for.
     decode: a memcheck.catalog.Decoder.
     style: of its lines in plots; as default one that is not in use. more: further fields of Contender.
 

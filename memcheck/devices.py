@@ -55,7 +55,7 @@ def sizes_of(row: dict[str, str]) -> tuple[int, int, str]:
             f"nominal {row['nominal_gb']} GB only; usable, by rule: "
             f"{100 * NOMINAL_SHARE:.0f} % of as many GiB, less {format_bytes(CONTEXT_BYTES)} for the CUDA context"
         )
-        return nominal_bytes, int(NOMINAL_SHARE * nominal_bytes) - CONTEXT_BYTES, source
+        return nominal_bytes, int(NOMINAL_SHARE * nominal_bytes / MIB) * MIB - CONTEXT_BYTES, source
     total_bytes = int(row["total_mib"]) * MIB
     if row["usable_mib"]:
         return total_bytes, int(row["usable_mib"]) * MIB, row["source"]

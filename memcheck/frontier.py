@@ -12,6 +12,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from memcheck.catalog import Case, check_case
 from memcheck.devices import Device
@@ -176,14 +177,26 @@ class Search:
 
 
 def frontier_curve(
-    case: Case, axis: str, along: str, sizes: Sequence[int], device: Device, **how: int | Predict | None
+    case: Case,
+    axis: str,
+    along: str,
+    sizes: Sequence[int],
+    device: Device,
+    *,
+    limit_bytes: int | None = None,
+    step: int = 1,
+    most: int = MOST,
+    predict: Predict | None = None,
 ) -> list[tuple[int, Frontier]]:
     """(size, frontier) for each size along another axis; each search begins where the last one ended."""
     curve: list[tuple[int, Frontier]] = []
+    start = None
     for size in sorted(sizes):
-        before = curve[-1][1].largest if curve else None
-        found = find_frontier(resized(case, along, size), axis, device, start=before, **how)  # type: ignore[arg-type]
+        other = resized(case, along, size)
+        limits: dict[str, Any] = {"limit_bytes": limit_bytes, "step": step, "most": most, "predict": predict}
+        found = find_frontier(other, axis, device, start=start, **limits)
         curve.append((size, found))
+        start = found.largest
     return curve
 
 
@@ -196,7 +209,7 @@ def frontier_object(frontier: Frontier) -> dict[str, object]:
         "largest": None if frontier.unpredicted else frontier.largest,
         "step": frontier.step,
         "next": frontier.next_size if beyond else None,
-        "runs_out_in": beyond.record.oom_phase if beyond else None,
+        "runs_out_in": beyond.record.oom_phase if beyond else None,  # None with a reason: the inputs alone do not fit
         "reason": beyond.record.reason if beyond else None,
         "gaps": list(frontier.gaps),
         "tried": frontier.tried,

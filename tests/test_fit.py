@@ -21,7 +21,7 @@ from memcheck.reports.frontier import frontier_table
 from memcheck.reports.tables import data_rows, to_text
 
 GPU = Device("box", "cuda", (8, 0), 2**30, 2**30, "made up")
-SMALL = Device("small", "cuda", (8, 0), 2**24, 2**24, "made up")
+SMALL = Device("small", "cuda", (8, 0), 2**30, 2**30, "made up")
 
 
 def attention(name: str = "naive", **fields) -> Case:
@@ -138,7 +138,7 @@ def test_predictions_agree_with_the_answer(name: str, axis: str) -> None:
     assert found.largest > 0
     for size, status in ((found.largest, "ok"), (found.next_size, "oom")):
         assert predict_memory(resized(found.case, axis, size), SMALL).record.status == status
-    limited = find_frontier(attention(name), axis, SMALL, limit_bytes=2**22)
+    limited = find_frontier(attention(name), axis, SMALL, limit_bytes=2**28)
     assert 0 < limited.largest < found.largest
 
 
@@ -219,12 +219,12 @@ def fit(capsys) -> Callable[..., dict]:
     return run
 
 
-SIZES = ["--bsz", "2", "--dim", "64", "--heads", "4", "--device", "64MiB"]
+SIZES = ["--bsz", "2", "--dim", "64", "--heads", "4", "--device", "512MiB"]
 
 
 def test_json_is_one_object_with_both_sides_of_the_edge(fit) -> None:
     said = fit(*SIZES, "--attention-type", "naive,softplus,flex")
-    assert said["device"]["usable_bytes"] == 64 * 2**20
+    assert said["device"]["usable_bytes"] == 512 * 2**20
     naive, softplus, flex = said["frontiers"]
     assert 0 < naive["largest"] < softplus["largest"]
     for row in (naive, softplus):
@@ -238,12 +238,12 @@ def test_json_is_one_object_with_both_sides_of_the_edge(fit) -> None:
 
 
 def test_a_table_for_several_sizes(capsys) -> None:
-    flags = ["--attention-type", "naive,combinator", "--bsz", "1,2", "--device", "16MiB", "--dim", "64"]
+    flags = ["--attention-type", "naive,combinator", "--bsz", "1,2", "--device", "256MiB", "--dim", "64"]
     assert main(["fit", *flags]) == 0
     out = capsys.readouterr().out
-    assert "The largest sequence length that fits 16MiB (16 MiB usable): float32, dim 64, " in out
+    assert "The largest sequence length that fits 256MiB (256 MiB usable): float32, dim 64, " in out
     assert out.count("\nnaive") == out.count("\ncombinator") == 2
-    for words in ("next runs out in", "16MiB: as given", "Everything is predicted, nothing was run."):
+    for words in ("next runs out in", "256MiB: as given", "Everything is predicted, nothing was run."):
         assert words in out
 
 
@@ -252,12 +252,20 @@ def test_what_is_looked_for(fit, find: str, step: int) -> None:
     given = [*{"--bsz": "2", "--dim": "64", "--seq-len": "32"}.items()]
     sizes = [word for flag, value in given if flag != f"--{find}" for word in (flag, value)]
     steps = [] if find == "dim" else ["--step", str(step)]
-    said = fit(*sizes, "--find", find, *steps, "--device", "16MiB", "--attention-type", "naive")
+    said = fit(*sizes, "--find", find, *steps, "--device", "256MiB", "--attention-type", "naive")
     (row,) = said["frontiers"]
     assert row["step"] == step
     assert row["largest"] % step == 0
     field = {"seq-len": "query_len"}.get(find, find)
     assert (row["record"][field], row["next_record"][field]) == (row["largest"], row["largest"] + step)
+
+
+def test_a_core_dimension_that_is_given_stays(fit) -> None:
+    flags = ["--find", "dim", "--attention-type", "softplus", "--device", "256MiB", "--heads", "4"]
+    (row,) = fit(*flags, "--core-dim", "4", "--up-to", "64")["frontiers"]
+    assert (row["record"]["dim"], row["record"]["core_dim"]) == (64, 4)
+    (row,) = fit(*flags, "--up-to", "64")["frontiers"]
+    assert (row["record"]["dim"], row["record"]["core_dim"]) == (64, 64)
 
 
 def test_modes_and_dtypes(fit) -> None:
@@ -268,7 +276,7 @@ def test_modes_and_dtypes(fit) -> None:
     assert largest("--mode", "inference") > largest("--mode", "train")
     assert largest("--mode", "decode") > 10 * largest("--mode", "inference")
     assert largest("--dtype", "fp64") < largest("--dtype", "fp32")
-    assert largest("--memory-limit", "32MiB") < largest()
+    assert largest("--memory-limit", "256MiB") < largest()
     assert largest("--up-to", "100") == 100
 
 
@@ -323,7 +331,7 @@ def drawn(monkeypatch) -> list:
     ],
 )
 def test_what_a_picture_is_drawn_against(drawn, tmp_path: Path, flags: str, along: str, places: list[int]) -> None:
-    picture = ["--plot", str(tmp_path / "frontier.png"), "--device", "16MiB"]
+    picture = ["--plot", str(tmp_path / "frontier.png"), "--device", "256MiB"]
     assert main(["fit", "--attention-type", "naive,flex", *flags.split(), *picture]) == 0
     ((edges, how),) = drawn
     assert how["along"] == along
@@ -333,9 +341,11 @@ def test_what_a_picture_is_drawn_against(drawn, tmp_path: Path, flags: str, alon
 
 
 def test_one_picture_is_drawn_against_one_size(drawn, tmp_path: Path, capsys) -> None:
-    picture = ["--plot", str(tmp_path / "frontier.png"), "--device", "16MiB"]
+    picture = ["--plot", str(tmp_path / "frontier.png"), "--device", "256MiB"]
     assert main(["fit", "--attention-type", "naive", "--bsz", "1,2", "--dim", "32,64", *picture]) == 2
-    assert "--plot draws against one size: give a single value to one of --bsz and --dim" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "--plot draws against one size: give a single value to one of --bsz and --dim" in printed.err
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
 
 
 def test_the_frontier_as_a_picture(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from memcheck.catalog import CONTENDERS, DTYPES, MODES, SHORT_DTYPES, Case
 from memcheck.device_flags import add_device_arguments, predicted_device
@@ -20,8 +21,8 @@ from memcheck.plotting.frontier import Edge, plot_frontier
 from memcheck.plotting.style import FORMATS
 from memcheck.plugins import load_plugin
 from memcheck.profile_commands import count, file, size, sizes
-from memcheck.reports import common_case, render
-from memcheck.reports.frontier import FOUND, frontier_table, room_words, without_axis
+from memcheck.reports import render
+from memcheck.reports.frontier import FOUND, frontier_table, room_words, shared_words
 
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}
 DEFAULT_TYPES = "naive,softmax,softplus,linear-causal,compressed"
@@ -66,14 +67,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     axis, device = args.find.replace("-", "_"), predicted_device(args)
     cases = list(make_cases(args, axis))
-    how = {"limit_bytes": args.memory_limit, "step": args.step, "most": args.up_to}
+    along = drawn_against(args, axis) if args.plot else None
+    how: dict[str, Any] = {"limit_bytes": args.memory_limit, "step": args.step, "most": args.up_to}
     frontiers = [find_frontier(case, axis, device, **how) for case in cases]
     if args.format == "json":
         print(json.dumps(result(args, device, frontiers), indent=1))
     else:
         print(render([frontier_table(frontiers, args.memory_limit)], "table"))
-    if args.plot:
-        draw(frontiers, args, how)
+    if along:
+        draw(frontiers, along, args, how)
         print(f"\nWrote {args.plot}", file=sys.stderr if args.format == "json" else sys.stdout)
     return 0
 
@@ -95,7 +97,8 @@ def make_cases(args: argparse.Namespace, axis: str) -> Iterator[Case]:
     check_names("--attention-type", names, list(CONTENDERS))
     check_names("--dtype", [args.dtype], [*SHORT_DTYPES, *DTYPES])
     given = {name: getattr(args, name) or DEFAULTS[name] for name in DEFAULTS}
-    given[axis] = [args.heads]  # which divides itself
+    # Heads divide it; and it is not taken for a core dimension that follows it.
+    given[axis] = [2 * args.heads if args.core_dim == args.heads else args.heads]
     for bsz, dim, length, name in itertools.product(given["bsz"], given["dim"], given["seq_len"], dict.fromkeys(names)):
         yield make_one(args, name, bsz=bsz, dim=dim, length=length)
 
@@ -121,10 +124,8 @@ def make_one(args: argparse.Namespace, name: str, *, bsz: int, dim: int, length:
     return case
 
 
-def draw(frontiers: list[Frontier], args: argparse.Namespace, how: dict[str, int]) -> None:
-    """Against the size that has several values; where none has, against one that gets some."""
+def draw(frontiers: list[Frontier], along: str, args: argparse.Namespace, how: dict[str, Any]) -> None:
     axis, device = frontiers[0].axis, frontiers[0].device
-    along = drawn_against(args, axis)
     curves = {
         case.operator: frontier_curve(case, axis, along, drawn_sizes(args, along, case), device, **how)
         for case in first_of_each(frontiers)
@@ -139,7 +140,7 @@ def draw(frontiers: list[Frontier], args: argparse.Namespace, how: dict[str, int
             found=axis,
             along=along,
             title=f"The largest {FOUND[axis]} that fits {device.name} ({room_words(frontiers[0], args.memory_limit)})",
-            subtitle=f"predicted: {words_of(frontiers, along)}",
+            subtitle=f"predicted: {shared_words(frontiers, axis, along)}",
             note=f"not predicted: {', '.join(left_out)}" if left_out else "",
         )
     except OSError as error:
@@ -147,6 +148,7 @@ def draw(frontiers: list[Frontier], args: argparse.Namespace, how: dict[str, int
 
 
 def drawn_against(args: argparse.Namespace, axis: str) -> str:
+    """The size that has several values; where none has, one that gets some."""
     several = [name for name in DEFAULTS if name != axis and len(getattr(args, name) or ()) > 1]
     if len(several) > 1:
         flags = " and ".join(FLAGS[name] for name in several)
@@ -165,18 +167,6 @@ def first_of_each(frontiers: list[Frontier]) -> list[Case]:
 
 def edges_of(curve: list[tuple[int, Frontier]]) -> list[Edge]:
     return [Edge(x, frontier.largest, open=frontier.beyond is None) for x, frontier in curve]
-
-
-def words_of(frontiers: list[Frontier], along: str) -> str:
-    """What the cases share besides both axes."""
-    cases = [without_axis(frontier) for frontier in frontiers]
-    for case in cases:
-        for name in {"bsz": ("bsz",), "dim": ("dim", "core_dim"), "seq_len": ()}[along]:
-            vars(case).pop(name, None)
-    words = common_case(cases)
-    lengths = {case.kv_len or case.query_len for case in (frontier.case for frontier in frontiers)}
-    fixed_length = "seq_len" not in (along, frontiers[0].axis) and len(lengths) == 1
-    return f"{words}, sequence length {lengths.pop()}" if fixed_length else words
 
 
 def picture(text: str) -> Path:

@@ -135,8 +135,10 @@ def run(args: argparse.Namespace) -> int:
     if not options.predict_only:
         announce(cases, options, out)
     try:
+        # First, as it takes no time, and sweep.json is about what ran last.
+        predictions = predict(cases, device, options, command, out) if device else []
         records = [] if options.predict_only else sweep(cases, options, command, out)
-        records += predict(cases, device, options, command, out) if device else []
+        records += predictions
     except KeyboardInterrupt:
         print(f"\nstopped; {goes_on(options, command)}", file=sys.stderr)
         return 130

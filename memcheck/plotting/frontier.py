@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memcheck.plotting.lines import Name, name_lines
 from memcheck.plotting.scales import ROW, axes_points, set_x
@@ -62,8 +62,9 @@ def frontier_figure(
     return figure
 
 
-def plot_frontier(curves: Mapping[str, Sequence[Edge]], path: Path | str, **how: object) -> Figure:
-    figure: Figure = frontier_figure(curves, **how)  # type: ignore[arg-type]
+def plot_frontier(curves: Mapping[str, Sequence[Edge]], path: Path | str, **how: Any) -> Figure:
+    """The figure of frontier_figure, called with the same, written to `path`."""
+    figure: Figure = frontier_figure(curves, **how)
     save(figure, path)
     return figure
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from memcheck.quantities import format_bytes
+from memcheck.records import Record
 from memcheck.reports.lines import common_case
 from memcheck.reports.record_tables import MIB, Footnotes
 from memcheck.reports.tables import Cell, Column, Table
@@ -14,6 +16,7 @@ if TYPE_CHECKING:
     from memcheck.frontier import Frontier
 
 FOUND = {"seq_len": "sequence length", "bsz": "batch size", "dim": "dimension"}
+FOLLOWERS = {"dim": ("core_dim",)}
 SIZES = {"bsz": "B", "query_len": "N", "dim": "dim"}
 BYTES = {
     "forward_peak_bytes": "forward peak",
@@ -35,7 +38,7 @@ def frontier_table(frontiers: Sequence[Frontier], limit_bytes: int | None = None
     columns = [
         Column("operator", "operator"),
         *(Column(field, SIZES[field]) for field in sizes),
-        Column("largest", f"largest {FOUND[axis]}"),
+        Column("largest", f"largest {FOUND[axis]}", format=","),
         *(Column(field.replace("_bytes", "_mib"), title, "MiB", ",.2f") for field, title in BYTES.items()),
         Column("runs_out_in", "next runs out in"),
         Column("requested_mib", "next asks for", "MiB", ",.2f"),
@@ -45,8 +48,7 @@ def frontier_table(frontiers: Sequence[Frontier], limit_bytes: int | None = None
     ]
     rows = [row_of(frontier, sizes, footnotes) for frontier in frontiers]
     room = room_words(frontiers[0], limit_bytes)
-    words = common_case([without_axis(frontier) for frontier in frontiers])
-    title = f"The largest {FOUND[axis]} that fits {device.name} ({room}): {words}"
+    title = f"The largest {FOUND[axis]} that fits {device.name} ({room}): {shared_words(frontiers, axis)}"
     return Table("frontier", title, columns, rows, [NOTE, f"{device.name}: {device.source}.", *footnotes.lines()])
 
 
@@ -56,13 +58,13 @@ def room_words(frontier: Frontier, limit_bytes: int | None) -> str:
     return ", ".join(parts + ([f"limit {format_bytes(limit_bytes)}"] if limit_bytes else []))
 
 
-def without_axis(frontier: Frontier) -> object:
-    """What the title may say of the case: not the size that was found."""
-    from types import SimpleNamespace
-
-    fields = {**vars(frontier.case), "device": None}
-    followers = {"dim": ("dim", "core_dim"), "bsz": ("bsz",), "seq_len": ()}[frontier.axis]
-    return SimpleNamespace(**{name: value for name, value in fields.items() if name not in followers})
+def shared_words(frontiers: Sequence[Frontier], *axes: str) -> str:
+    """What the cases share besides sizes of some axes: "float32, batch 8, 8 heads, causal, train"."""
+    hidden = {"device", *(name for axis in axes for name in (axis, *FOLLOWERS.get(axis, ())))}
+    shown = [{**vars(frontier.case), **dict.fromkeys(hidden)} for frontier in frontiers]
+    words = common_case([SimpleNamespace(**fields) for fields in shown])
+    lengths = {frontier.case.kv_len or frontier.case.query_len for frontier in frontiers}
+    return words if "seq_len" in axes or len(lengths) > 1 else f"{words}, sequence length {lengths.pop()}"
 
 
 def varying_sizes(frontiers: Sequence[Frontier]) -> list[str]:
@@ -82,12 +84,17 @@ def row_of(frontier: Frontier, sizes: Sequence[str], footnotes: Footnotes) -> li
         *(getattr(case, name) for name in sizes),
         largest,
         *figures,
-        failure.oom_phase or failure.status if failure and not frontier.unpredicted else None,
+        phase_of(failure) if failure and not frontier.unpredicted else None,
         in_mib(failure.oom_requested_bytes) if failure else None,
         in_mib(failure.oom_in_use_bytes) if failure else None,
         frontier.next_size if beyond else None,
         footnotes.marks(remarks(frontier)),
     ]
+
+
+def phase_of(failure: Record) -> str:
+    """Where the next size ends: a phase, the inputs before it, or what else became of it."""
+    return failure.oom_phase or ("inputs" if failure.status == "oom" else failure.status)
 
 
 def in_mib(size: int | None) -> float | None:
@@ -109,5 +116,5 @@ def remarks(frontier: Frontier) -> list[str]:
         said.append(f"not everything below fits: {gaps}{' ...' if len(frontier.gaps) > 5 else ''}")
     known = frontier.at or frontier.beyond
     if known is not None and not known.exact:
-        said.append(f"not known of {frontier.case.operator}: {'; '.join(known.unknown)}")
+        said += [f"not known: {words}" for words in known.unknown]
     return said
