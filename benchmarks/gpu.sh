@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go: nothing is downloaded or installed, and the python3 and torch that are there are
 # used. A step that fails does not stop the others; the table at the end, and the exit code, say which did.
-# benchmarks/gpu.sh [STEP] runs one of: build info cpu-tests gradcheck track profile.
+# benchmarks/gpu.sh [STEP] runs one of: build info cpu-tests gradcheck track prediction profile.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
@@ -11,10 +11,11 @@ step_build() { MEMCHECK_CUDA=1 "$python" setup.py build_ext --inplace; }
 step_info() { "$python" -m memcheck info; }
 step_cpu-tests() { "$python" -m pytest tests/ops; }
 step_gradcheck() { "$python" -m memcheck.gradcheck; }
-step_track() { "$python" -m pytest tests/gpu; }
+step_track() { "$python" -m pytest tests/gpu --ignore tests/gpu/test_prediction_cuda.py; }
+step_prediction() { "$python" -m pytest tests/gpu/test_prediction_cuda.py; }
 step_profile() { "$python" -m memcheck.profile_attention --device cuda --output "$results/profile"; }
 
-steps=(build info cpu-tests gradcheck track profile)
+steps=(build info cpu-tests gradcheck track prediction profile)
 if [ $# -gt 0 ]; then
     if [[ " ${steps[*]} " != *" $1 "* ]]; then
         echo "there is no step '$1', only ${steps[*]}" >&2

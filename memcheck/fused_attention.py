@@ -65,7 +65,12 @@ def attention(
         call = dataclasses.replace(call, mask=bias._materialize(query.device), lower_right=False)
         backend = chosen(call, target)
     if backend == "math":
-        more = {"dropout_p": dropout_p, "is_causal": call.causal, "scale": scale, "enable_gqa": enable_gqa}
+        more: dict[str, Any] = {
+            "dropout_p": dropout_p,
+            "is_causal": call.causal,
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+        }
         return scaled_dot_product_attention(query, key, value, call.mask, **more)
     y: Tensor = BACKENDS[backend](call)
     return y

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memcheck.fused_attention import attention
-from memcheck.operator_scratch import OF_THE_HOST, Target, Unknown, call_of, scratch_of, uses_cublas
+from memcheck.operator_scratch import OF_THE_HOST, Scratch, Target, Unknown, call_of, scratch_of, uses_cublas
 from memcheck.runs import gradients_for
 from memcheck.subjects import Subject
 from memcheck.tracking import named_tensors_in, tensors_in
@@ -112,25 +112,33 @@ class Tracer(TorchDispatchMode):
         self._pieces: dict[int, Piece] = {}  # of storages
         self._workspace: Piece | None = None
         self._hosts_number = False
+        # Torch's math attention adds a mask in place, but not where a mode such as this one is looking on.
+        self.adds_in_place = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         call = call_of(func, args, kwargs or {}, output, self.target)
         self.operators[call.name] = None
+        scratch = list(self._known(scratch_of(call)))
+        taken = [self.tape.take(part.name, part.bytes) for part in scratch if part.first]
         elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()
+        if self.adds_in_place and call.name == "aten::add":
+            self._hand_over(call.self, call.outputs[0])
         for position, tensor in enumerate(call.outputs):
             if position not in elsewhere:
                 self.note(tensor, call.name)
-        taken = []
-        for part in scratch_of(call):
-            if isinstance(part, Unknown):
-                self.unknown.setdefault(self.phase, {})[str(part)] = None
-            else:
-                taken.append(self.tape.take(part.name, part.bytes))
+        taken += [self.tape.take(part.name, part.bytes) for part in scratch if not part.first]
         self._use_library(uses_cublas(call))
         for piece in reversed(taken):
             self.tape.give_back(piece)
         return output
+
+    def _known(self, parts: Iterable[Scratch | Unknown]) -> Iterator[Scratch]:
+        for part in parts:
+            if isinstance(part, Unknown):
+                self.unknown.setdefault(self.phase, {})[str(part)] = None
+            else:
+                yield part
 
     def piece_of(self, tensor: Tensor) -> Piece | None:
         return self._pieces.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
@@ -164,11 +172,21 @@ class Tracer(TorchDispatchMode):
             if self.target.kind != "cpu":
                 return
             name = NUMBER
-        self._pieces[storage._cdata] = self.tape.take(self._named(name), size)
-        weakref.finalize(storage, self._let_go, storage._cdata)
+        self._keep(storage, self.tape.take(self._named(name), size))
 
     def _let_go(self, key: int) -> None:
-        self.tape.give_back(self._pieces.pop(key))
+        if (piece := self._pieces.pop(key, None)) is not None:
+            self.tape.give_back(piece)
+
+    def _hand_over(self, before: Tensor, after: Tensor) -> None:
+        """What the first tensor had is the second's."""
+        piece = self._pieces.pop(before.untyped_storage()._cdata, None)
+        if piece is not None:
+            self._keep(after.untyped_storage(), piece)
+
+    def _keep(self, storage: torch.UntypedStorage, piece: Piece) -> None:
+        self._pieces[storage._cdata] = piece
+        weakref.finalize(storage, self._let_go, storage._cdata)
 
     def _named(self, name: str) -> str:
         node = torch._C._current_autograd_node() if self.phase == "backward" else None
@@ -193,7 +211,11 @@ class NumbersAndAttention(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            return attention(self.tracer.target, *args, **kwargs)
+            self.tracer.adds_in_place = True
+            try:
+                return attention(self.tracer.target, *args, **kwargs)
+            finally:
+                self.tracer.adds_in_place = False
         if len(args) == 2 and isinstance(args[1], int | float) and getattr(func, "__name__", "") in WITH_NUMBERS:
             with self.tracer.number_of_the_host():
                 args = (args[0], torch.scalar_tensor(args[1], dtype=dtype_of(args[1]), device="meta"))

@@ -53,6 +53,7 @@ class Call:
 class Scratch:
     name: str
     bytes: int
+    first: bool = False  # taken before the outputs are
 
 
 class Unknown(str):
@@ -131,11 +132,11 @@ def conversions(call: Call) -> Iterator[Scratch]:
     for operand in operands:
         if isinstance(operand, Tensor):
             if operand.dtype != common:
-                yield Scratch("operand in the common type", operand.numel() * common.itemsize)
+                yield Scratch("operand in the common type", operand.numel() * common.itemsize, first=True)
         else:
-            yield Scratch("number", 8)
+            yield Scratch("number", 8, first=True)
             if common != (torch.float64 if isinstance(operand, float) else torch.int64):
-                yield Scratch("operand in the common type", common.itemsize)
+                yield Scratch("operand in the common type", common.itemsize, first=True)
 
 
 @rule("cuda", "_softmax_backward_data")
@@ -268,8 +269,9 @@ def efficient(call: Call) -> Iterator[Scratch]:
 
 @rule("cuda", "_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
 def efficient_backward(call: Call) -> Iterator[Scratch | Unknown]:
-    grad = call.values.get("grad_out_", call.values.get("grad_out"))
-    if not (grad if call.name.startswith("aten::_efficient") else grad.transpose(1, 2)).is_contiguous():
+    is_inner = call.name == "aten::_efficient_attention_backward"
+    grad: Tensor = call.values["grad_out" if "grad_out" in call.values else "grad_out_"]
+    if not (grad if is_inner else grad.transpose(1, 2)).is_contiguous():
         yield Scratch("gradient of y, laid out", bytes_of(grad))
     if grad.element_size() == 4:
         yield Scratch("gradient of y times y", bytes_of(grad))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -108,7 +108,7 @@ THEORY = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "state_byt
 
 def terms_of(case: Case) -> Terms | None:
     """Of those fields that are known to the byte, what they are the sum of, on the device that the case names; None
-    where nothing is known. Nothing is ever out of memory; of a GPU that is not here, cuBLAS's workspaces come on top."""
+    where nothing is known. No memory is too small; of a GPU that is not here, cuBLAS's workspaces come on top."""
     kind = case.device.partition(":")[0]
     device = (
         device_named(case.device)
@@ -193,8 +193,8 @@ class Replay:
     case: Case
     device: Device
     record: Record
-    limit_bytes: int | None
-    expandable_segments: bool
+    limit_bytes: int | None = None
+    expandable_segments: bool = False
     blocks: dict[Piece, Block | None] = field(default_factory=dict)
     sizes: dict[Piece, int] = field(default_factory=dict)  # of blocks, as they were given
     event: int = 0

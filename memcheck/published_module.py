@@ -1,20 +1,46 @@
 """The closed bluewalm module of memcheck_pyt's table, as far as its published figures tell what it takes.
 
-Their formulas fit every row to the MiB: softplus attention 6 U and 11.25 U, each with 4 B S + 8 B R bytes; the combinator
-4 U and 7 U, with its weight, then the gradient of that, and a cuBLAS workspace in each phase. U is the bytes of one
-(B,S,E) tensor. What is inside is the module's own affair; these are not predictions of memcheck's operators.
+These formulas fit every row to the MiB: softplus attention 6 U and 11.25 U, each with 4 B S + 8 B R bytes; the
+combinator 4 U and 7 U, with its weight, then the gradient of that, and a cuBLAS workspace in each phase. U is the bytes
+of one (B,S,E) tensor. What is inside is the module's own affair; these are no predictions of memcheck's operators.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from memcheck.cases import Case
+from memcheck.catalog import make_case, make_combinator_case
+from memcheck.devices import Device, device_named
 from memcheck.meta_tracing import WORKSPACE, Piece, Tape, Trace
 from memcheck.operator_scratch import Target
+from memcheck.prediction import Prediction, Replay, blank, predict_memory
 
+# Where, and with which torch, the table was made.
+DEVICE, TORCH = "A100-40GB", (2, 7)
+HEADS = 8
 OWN = "the module's own"
 LOSS = {"sum of y": 4, "its gradient": 4}
+
+
+def predict_published(row: Mapping[str, Any], device: Device | None = None) -> Prediction:
+    """What that program says of a row of its table: naive and softmax as memcheck-pyt/* in our catalog run, which do
+    what it did; softplus and combinator by what is known of the module."""
+    device = device or device_named(DEVICE)
+    case = published_case(row)
+    if row["operator"] in ("naive", "softmax"):
+        return predict_memory(case, device, torch_version=TORCH, drops_workspaces=False)
+    target = Target(device.kind, 1, device.architecture, TORCH)
+    return Replay(module_trace(case, target), case, device, blank(case, device, target)).prediction()
+
+
+def published_case(row: Mapping[str, Any]) -> Case:
+    name = f"memcheck-pyt/{row['operator']}"
+    sizes = {"bsz": row["batch"], "query_len": row["query_len"], "dim": row["dim"]}
+    if row["operator"] == "combinator":
+        return make_combinator_case(name, **sizes)
+    return make_case(name, heads=HEADS, core_dim=None, factor=None, kv_len=row["kv_len"], **sizes)
 
 
 def module_trace(case: Case, target: Target) -> Trace:
