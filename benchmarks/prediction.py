@@ -61,7 +61,7 @@ def make_one(name: str, dtype: str, bsz: int, length: int, dim: int) -> Case:
 
 @dataclass
 class Watch:
-    """Seconds of the clock and of the processor."""
+    """Seconds of the clock and of the processor, of each time that it ran."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -73,25 +73,24 @@ class Watch:
         self.seconds.append(time.perf_counter() - clock)
         self.cpu_seconds.append(time.process_time() - processor)
 
-    def row(self, what: str) -> dict[str, Any]:
-        sweep = {"what": what, "cells": len(cases()), "device": GPU.name, "threads": torch.get_num_threads()}
-        return {**sweep, **figures("seconds", self.seconds), **figures("cpu_seconds", self.cpu_seconds)}
-
 
 def time_sweeps(rounds: int) -> list[dict[str, Any]]:
-    """A row for the sweep, and one for what the command writes at its end."""
+    """A row for the sweep, and one for the tables and pictures of it, made once."""
     sweeps, files = Watch(), Watch()
-    styles = {name: contender.style for name, contender in CONTENDERS.items()}
     for _ in range(rounds):
         traced.cache_clear()
-        with tempfile.TemporaryDirectory() as folder:
-            with sweeps.running():
-                records = predict_sweep(cases(), folder, GPU)
-            with files.running():
-                write_tables(records, folder)
-                write_plots(records, folder, styles=styles, title="sweep")
-    promised = {"promised_seconds": PROMISED_SECONDS}
-    return [{**sweeps.row("a sweep, rows on the disk"), **promised}, files.row("its tables and pictures")]
+        with tempfile.TemporaryDirectory() as folder, sweeps.running():
+            records = predict_sweep(cases(), folder, GPU)
+    styles = {name: contender.style for name, contender in CONTENDERS.items()}
+    with tempfile.TemporaryDirectory() as folder, files.running():
+        write_tables(records, folder)
+        write_plots(records, folder, styles=styles, title="sweep")
+    what = {"cells": len(records), "device": GPU.name, "threads": torch.get_num_threads()}
+    whole = {**figures("seconds", sweeps.seconds), **figures("cpu_seconds", sweeps.cpu_seconds)}
+    return [
+        {"what": "a sweep, rows on the disk", **what, **whole, "promised_seconds": PROMISED_SECONDS},
+        {"what": "its tables and pictures", **what, "seconds": files.seconds[0], "cpu_seconds": files.cpu_seconds[0]},
+    ]
 
 
 def time_cells(device: Device) -> list[dict[str, Any]]:
