@@ -245,7 +245,7 @@ def test_what_is_not_known_ends_at_the_memory_of_the_machine(profile, monkeypatc
     """The kernel would end the process, not the case."""
     facts = machine_facts("cpu")
     monkeypatch.setattr("memcheck.profiling.machine_facts", lambda device: {**facts, "device_free_bytes": 1 << 20})
-    flags = [*SMALL[2:], "--seq-len", "1024", "--attention-type", "softmax/math", "--dtype", "bf16"]
+    flags = [*SMALL[2:], "--seq-len", "1024", "--attention-type", "naive", "--dtype", "bf16"]
     for limit in ([], ["--memory-limit", "999GiB"]):
         code, (record,) = profile(*flags, *limit)
         assert (code, record.status, record.oom_phase) == (0, "oom", "forward")
