@@ -425,7 +425,7 @@ def test_a_preset_is_filled_without_running_anything(tmp_path, capsys, no_files,
     flags = ["sweep", "--preset", "memcheck-pyt", "--predict-only", "--device", "a100-40gb", "--output", str(tmp_path)]
     assert main(flags) == 0
     out = capsys.readouterr().out
-    assert "[1/260] memcheck-pyt/naive      B64 S512 T512 E32 H8 float32: predicted ok, peak" in out
+    assert "[  1/260] memcheck-pyt/naive      B64 S512 T512 E32 H8 float32: predicted ok, peak" in out
     assert "predicted: 260 cases: " in out
     records = read_records(tmp_path)
     assert len(records) == 260
