@@ -8,6 +8,7 @@
 #   ptx        the instructions that C++ has no words for, against their host bodies
 #   values     tests/ops with tensors on the GPU: values, gradients, layouts, bytes, opcheck, torch.compile
 #   operators  tests/gpu: streams, CUDA graphs, peaks, large tensors; timelines and statistics of CUDA memory
+#   prediction predicted bytes against those of the caching allocator
 #   gradcheck  gradients against central differences in float64
 #   sanitizer  compute-sanitizer on every operator: memcheck and racecheck
 #   bench      every operator against what one would take instead: bench.md, bench.json
@@ -34,7 +35,10 @@ step_info() { "$python" -m memcheck info; }
 step_ptx() { "$python" -m pytest -q tests/gpu/test_ptx_cuda.py; }
 step_values() { run_pytest tests/ops --device cuda -m "not cpu"; }
 # In one process: large tensors take most of the memory.
-step_operators() { "$python" -m pytest -q tests/gpu --ignore tests/gpu/test_ptx_cuda.py; }
+step_operators() {
+    "$python" -m pytest -q tests/gpu --ignore tests/gpu/test_ptx_cuda.py --ignore tests/gpu/test_prediction_cuda.py
+}
+step_prediction() { "$python" -m pytest -q tests/gpu/test_prediction_cuda.py; }
 step_gradcheck() { "$python" -m memcheck.gradcheck --device cuda; }
 step_bench() { "$python" benchmarks/gpu.py; }
 step_profile() { "$python" -m memcheck.profile_attention --device cuda --output "$results/profile"; }
@@ -66,7 +70,7 @@ if [ "${1-}" = --alone ]; then
     exit
 fi
 
-steps=(build info ptx values operators gradcheck sanitizer bench profile)
+steps=(build info ptx values operators prediction gradcheck sanitizer bench profile)
 if [ $# -gt 0 ]; then
     for step in "$@"; do
         if [[ " ${steps[*]} " != *" $step "* ]]; then

@@ -15,6 +15,7 @@ from memcheck.ops.compressed_attention import (
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
+from memcheck.prediction import predict_memory
 from memcheck.tracking import MemoryTracker, track
 
 __version__ = "0.1.0"
@@ -33,6 +34,7 @@ __all__ = [
     "linear_r",
     "measure_memory",
     "nn",
+    "predict_memory",
     "softplus_attention",
     "softplus_attention_step",
     "track",

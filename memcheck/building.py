@@ -28,17 +28,11 @@ class UnsupportedError(NotImplementedError):
 
 
 def random_leaves(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    options: Any = {"dtype": DTYPES[case.dtype], "device": case.device, "requires_grad": case.mode == "train"}
+    if case.device == "meta":
+        return tuple(torch.empty(shape, **options) for shape in shapes)
     generator = torch.Generator(case.device).manual_seed(0)
-    return tuple(
-        torch.randn(
-            shape,
-            generator=generator,
-            dtype=DTYPES[case.dtype],
-            device=case.device,
-            requires_grad=case.mode == "train",
-        )
-        for shape in shapes
-    )
+    return tuple(torch.randn(shape, generator=generator, **options) for shape in shapes)
 
 
 def head_inputs(case: Case) -> tuple[Tensor, ...]:

@@ -7,9 +7,8 @@ from typing import Any
 
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
-from memcheck.reports import NAMES, failure_note, number
+from memcheck.reports import DECODING, NAMES, failure_note, number
 
-DECODING = "|{:>13} {:>12} {:>9} |{:>13} |{:>9}"
 DECODING_COLUMNS = ("state, MiB", "KiB/sequence", "B/token", "peak, MiB", "ms")
 DECODING_LEGEND = (
     "state: what T tokens leave behind for the next one, a sequence and a token of it; peak: of one step from T tokens "

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from memcheck import building, byte_terms, decoding, eager_terms
+from memcheck import building, decoding
 from memcheck.building import Operator, UnsupportedError
 from memcheck.cases import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Terms
-from memcheck.decoding import Decoder
+from memcheck.decoding import Decoder, predicted_terms
 from memcheck.errors import UsageError
 from memcheck.plotting import Style
 
@@ -54,7 +54,7 @@ class Contender:
     backend: Callable[[Case], str] | None = None
     # What to call it where the run shows no fused attention.
     unfused: str = "math"
-    terms: Callable[[Case], Terms | None] = lambda case: None
+    terms: Callable[[Case], Terms | None] = predicted_terms
     # Where the operator itself is one or the other, whatever was asked.
     causal: bool | None = None
     # Without: whether it is causal is nobody's question, or not known.
@@ -151,22 +151,13 @@ def combinator_contender(name: str, title: str, build: Callable[[Case], Operator
         building.token_inputs,
         style,
         backend=building.memcheck_backend,
-        terms=byte_terms.combinator_terms,
         parameters=building.combinator_weight,
         kind="combinator",
     )
 
 
-def softmax_contender(
-    name: str,
-    title: str,
-    backend: SDPBackend,
-    style: Style,
-    terms: Callable[[Case], Terms | None] = lambda case: None,
-) -> Contender:
-    return Contender(
-        name, title, building.build_forced(backend), building.head_inputs, style, terms=terms, has_heads=True
-    )
+def softmax_contender(name: str, title: str, backend: SDPBackend, style: Style) -> Contender:
+    return Contender(name, title, building.build_forced(backend), building.head_inputs, style, has_heads=True)
 
 
 # Colours are Okabe and Ito's, told apart by the colour-blind; markers and dashes serve in greyscale.
@@ -180,9 +171,8 @@ CONTENDERS: dict[str, Contender] = {
             building.head_inputs,
             Style("#D55E00", "s", "--"),
             backend=lambda case: "eager",
-            terms=byte_terms.naive_terms,
             has_heads=True,
-            decode=Decoder(decoding.naive_step, decoding.cache, byte_terms.naive_step_terms),
+            decode=Decoder(decoding.naive_step, decoding.cache),
         ),
         Contender(
             "naive-compiled",
@@ -201,22 +191,19 @@ CONTENDERS: dict[str, Contender] = {
             building.head_inputs,
             Style("#0072B2", "^", "-."),
             has_heads=True,
-            decode=Decoder(decoding.softmax_step, decoding.cache, byte_terms.cache_terms),
-            terms=byte_terms.flash_terms,
+            decode=Decoder(decoding.softmax_step, decoding.cache),
         ),
         softmax_contender(
             "softmax/math",
             "SDPA, math backend forced",
             SDPBackend.MATH,
             Style("#E69F00", "v", (0, (1, 1))),
-            eager_terms.math_terms,
         ),
         softmax_contender(
             "softmax/flash",
             "SDPA, flash backend forced",
             SDPBackend.FLASH_ATTENTION,
             Style("#56B4E9", "<", (0, (5, 1))),
-            byte_terms.flash_terms,
         ),
         softmax_contender(
             "softmax/efficient",
@@ -247,9 +234,8 @@ CONTENDERS: dict[str, Contender] = {
             building.channel_major_inputs,
             Style("#009E73", "o", "-"),
             backend=building.memcheck_backend,
-            terms=byte_terms.softplus_terms,
             has_core_dim=True,
-            decode=Decoder(decoding.softplus_step, decoding.softplus_state, byte_terms.softplus_state_terms),
+            decode=Decoder(decoding.softplus_step, decoding.softplus_state),
         ),
         Contender(
             "linear",
@@ -258,10 +244,9 @@ CONTENDERS: dict[str, Contender] = {
             building.head_inputs,
             Style("#332288", "P", (0, (7, 2))),
             backend=building.memcheck_backend,
-            terms=byte_terms.linear_terms,
             causal=False,
             has_heads=True,
-            decode=Decoder(decoding.linear_step, decoding.linear_state, byte_terms.linear_state_terms),
+            decode=Decoder(decoding.linear_step, decoding.linear_state),
         ),
         Contender(
             "linear-causal",
@@ -270,10 +255,9 @@ CONTENDERS: dict[str, Contender] = {
             building.head_inputs,
             Style("#882255", "X", (0, (7, 2, 1, 2))),
             backend=building.memcheck_backend,
-            terms=byte_terms.linear_terms,
             causal=True,
             has_heads=True,
-            decode=Decoder(decoding.linear_step, decoding.linear_state, byte_terms.linear_state_terms),
+            decode=Decoder(decoding.linear_step, decoding.linear_state),
         ),
         Contender(
             "linear-cumsum",
@@ -284,7 +268,6 @@ CONTENDERS: dict[str, Contender] = {
             backend=lambda case: "eager",
             causal=True,
             has_heads=True,
-            terms=eager_terms.linear_cumsum_terms,
         ),
         combinator_contender(
             "combinator",
@@ -305,10 +288,9 @@ CONTENDERS: dict[str, Contender] = {
             building.head_inputs,
             Style("#A6761D", "h", (0, (6, 1, 1, 1, 1, 1))),
             backend=building.memcheck_backend,
-            terms=byte_terms.compressed_terms,
             has_heads=True,
             has_factor=True,
-            decode=Decoder(decoding.compressed_step, decoding.compressed_state, byte_terms.compressed_state_terms),
+            decode=Decoder(decoding.compressed_step, decoding.compressed_state),
         ),
         Contender(
             "memcheck-pyt/naive",
@@ -317,7 +299,6 @@ CONTENDERS: dict[str, Contender] = {
             building.headless_inputs,
             Style("#FF9966", "$N$", (0, (9, 1))),
             backend=lambda case: "eager",
-            terms=eager_terms.memcheck_pyt_naive_terms,
             has_heads=True,
         ),
         Contender(
@@ -326,7 +307,6 @@ CONTENDERS: dict[str, Contender] = {
             building.build_memcheck_pyt_softmax,
             building.headless_inputs,
             Style("#6699CC", "$S$", (0, (9, 3))),
-            terms=eager_terms.math_terms,
         ),
         Contender(
             "memcheck-pyt/softplus",
@@ -335,7 +315,6 @@ CONTENDERS: dict[str, Contender] = {
             building.channel_major_inputs,
             Style("#117733", "$P$", (0, (3, 3))),
             backend=building.memcheck_backend,
-            terms=byte_terms.softplus_terms,
             has_core_dim=True,
         ),
         combinator_contender(
@@ -351,7 +330,6 @@ CONTENDERS: dict[str, Contender] = {
             building.headless_inputs,
             Style("#DDAA33", "$3$", (0, (4, 4))),
             backend=lambda case: "eager",
-            terms=eager_terms.cs336_naive_terms,
             causal=False,
         ),
     )
@@ -380,7 +358,9 @@ def register(
     fn: called as fn(q, k, v), with causal=... where it takes a keyword of that name. A module's parameters count.
     inputs: the tensors of a case; as default q (B,H,S,D), k and v (B,H,T,D), or (B,S,E), (B,T,E) without heads.
     causal: what fn is where it takes no such keyword; None: not known.
-    terms: the closed byte terms of a case, as in memcheck.byte_terms. decode: a memcheck.catalog.Decoder.
+    terms: the closed byte terms of a case, by record field. There are none by default: the predictor would run fn, on
+    meta tensors, and what may crash or never end is run in no process but its own unless that is asked for.
+    decode: a memcheck.catalog.Decoder.
     style: of its lines in plots; as default one that is not in use. more: further fields of Contender.
 
     UsageError: the name is taken, or no name; or fn is not callable.

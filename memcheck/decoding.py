@@ -21,11 +21,18 @@ from memcheck.reference.naive_attention import naive_attention
 Cache = tuple[Tensor, Tensor]  # k and v (B,H,T,D)
 
 
+def predicted_terms(case: Case) -> Terms | None:
+    """By the predictor; see memcheck.theory."""
+    from memcheck.prediction import terms_of  # which asks the catalog in turn
+
+    return terms_of(case)
+
+
 @dataclass(frozen=True)
 class Decoder:
     step: Callable[[Case], Operator]  # of q, k, v of one position, and the state
     state: Callable[[Case], Any]
-    terms: Callable[[Case], Terms | None] = lambda case: None
+    terms: Callable[[Case], Terms | None] = predicted_terms
 
 
 def one_token(case: Case) -> Case:
@@ -47,7 +54,7 @@ def head_sizes(case: Case) -> tuple[int, int, int, int]:
 def sums(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Positive, as sums of weights are, and in the type that sums are kept in."""
     dtype = accumulation_dtype(case)
-    return tuple(torch.rand(shape, dtype=dtype, device=case.device) + 1 for shape in shapes)
+    return tuple(torch.rand(shape, dtype=dtype, device=case.device).add_(1) for shape in shapes)
 
 
 def cache(case: Case) -> Cache:

@@ -13,14 +13,18 @@ from typing import TextIO
 
 from memcheck.case_reports import DECODING_LEGEND, decoding_header, decoding_row, explanation
 from memcheck.catalog import CONTENDERS, MODES, Case
+from memcheck.devices import Device, device_named
 from memcheck.errors import UsageError
+from memcheck.grids import parse_sizes
 from memcheck.plotting import plot_memory, plot_timeline
 from memcheck.plotting.style import FORMATS
 from memcheck.plugins import load_plugin
+from memcheck.predicted_sweep import predicted_record
 from memcheck.profiling import CPU_SECONDS, profile_case, snapshot_case, timeline_of_case, trace_case
 from memcheck.quantities import parse_bytes
 from memcheck.records import Record, write_csv
-from memcheck.reports import common_case, legend, table_header, table_row
+from memcheck.reports import common_case, legend, prediction_row, table_header, table_row, unknown_words
+from memcheck.reports.predictions import LEGEND as PREDICTION_LEGEND
 from memcheck.tracing import format_shares, nvtx_ranges
 
 
@@ -47,6 +51,9 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         type=seconds("--max-seconds-per-case"),
         metavar="S",
         help="of a case: no timed pass begins after; 0: no end; default: 60 on a CPU, else 0",
+    )
+    parser.add_argument(
+        "--predict", action="store_true", help="a row beside each: what shapes alone say, and measured / predicted"
     )
     parser.add_argument(
         "--output",
@@ -90,22 +97,31 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int
     inspection = Inspection.of(args, len(cases))
     files = ResultFiles.open(args.output)
     note_unused_flags(args, cases)
-    records = []
-    for record in profile_all(cases, args, out):
-        files.append(record)
+    records: list[Record] = []
+    predictions: list[Record] = []
+    for record, prediction in profile_all(cases, args, out):
         records.append(record)
-    files.finish(records, title)
+        predictions += [prediction] if prediction else []
+        for row in (record, prediction):
+            files.append(row)
+    files.finish(records, predictions, title)
     print(f"\n{DECODING_LEGEND if args.mode == 'decode' else legend(records)}", file=out)
+    if predictions:
+        print("\n".join([PREDICTION_LEGEND, *unknown_words(predictions)]), file=out)
     for case, record in zip(cases, records, strict=True):
         inspection.run(case, record, out)
     print(f"\nWrote {', '.join(map(str, (*files.paths(), *inspection.written)))}", file=out)
     if args.format == "json":
-        print("[" + ",\n ".join(record.to_json() for record in records) + "]")
+        print("[" + ",\n ".join(record.to_json() for record in [*records, *predictions]) + "]")
     return exit_code(records)
 
 
-def profile_all(cases: list[Case], args: argparse.Namespace, out: TextIO) -> Iterator[Record]:
+def profile_all(cases: list[Case], args: argparse.Namespace, out: TextIO) -> Iterator[tuple[Record, Record | None]]:
+    """What was measured, and what was predicted of it where that was asked for."""
     header, row = (decoding_header, decoding_row) if args.mode == "decode" else (table_header, table_row)
+    devices: dict[str, Device] = {}
+    if args.predict:  # before anything runs: of a GPU, what is free then counts
+        devices = {name: device_named(name) for name in {case.device for case in cases}}
     for number, case in enumerate(cases):
         with nvtx_ranges(args.nvtx), redirect_stdout(sys.stderr):  # what an operator prints is none of our output
             record = profile_case(
@@ -119,7 +135,10 @@ def profile_all(cases: list[Case], args: argparse.Namespace, out: TextIO) -> Ite
         if number == 0:
             print(f"{common_case(cases)}\n\n{header()}", file=out)
         print(row(record), file=out, flush=True)
-        yield record
+        prediction = predicted_record(case, devices[case.device], args.memory_limit) if args.predict else None
+        if prediction is not None:
+            print(prediction_row(record, prediction), file=out, flush=True)
+        yield record, prediction
 
 
 def seconds_per_case(args: argparse.Namespace, device: str) -> float | None:
@@ -214,15 +233,17 @@ class ResultFiles:
     def paths(self) -> tuple[Path, Path, Path]:
         return self.folder / "records.jsonl", self.folder / "records.csv", self.folder / "memory.png"
 
-    def append(self, record: Record) -> None:
+    def append(self, record: Record | None) -> None:
+        if record is None:
+            return
         with self.paths()[0].open("a") as lines:
             lines.write(record.to_json() + "\n")
 
-    def finish(self, records: list[Record], title: str) -> None:
+    def finish(self, records: list[Record], predictions: list[Record], title: str) -> None:
         _, table, picture = self.paths()
-        write_csv(records, table)
+        write_csv([*records, *predictions], table)
         styles = {name: contender.style for name, contender in CONTENDERS.items()}
-        plot_memory(records, picture, styles=styles, title=title, subtitle=common_case(records))
+        plot_memory([*records, *predictions], picture, styles=styles, title=title, subtitle=common_case(records))
 
 
 def count(flag: str) -> Callable[[str], int]:
@@ -268,6 +289,18 @@ def seconds(flag: str) -> Callable[[str], float]:
         if not 0 <= number < math.inf:
             raise UsageError(f"{flag} must be a number of seconds, 0 or more, got {text!r}")
         return number
+
+    return parse
+
+
+def sizes(flag: str) -> Callable[[str], list[int]]:
+    """Lists and ranges: "8", "16,32", "256:16384:x2"."""
+
+    def parse(text: str) -> list[int]:
+        try:
+            return parse_sizes(text)
+        except ValueError as error:
+            raise UsageError(f"{flag} {error}") from None
 
     return parse
 

@@ -7,21 +7,19 @@ import functools
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from memcheck.backends import BackendWitness, fused_refusals
-from memcheck.catalog import CONTENDERS, Case, Operator, Terms, UnsupportedError
-from memcheck.compiling import backend_in_code, compiled, with_generated_code
-from memcheck.decoding import one_token
+from memcheck.catalog import CONTENDERS, Case, Terms
+from memcheck.compiling import backend_in_code, with_generated_code
 from memcheck.errors import UsageError
 from memcheck.measurement import machine_facts, measure_memory, measure_time
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
+from memcheck.subjects import Subject, prepare
 from memcheck.theory import closed_terms, phase_beyond
 from memcheck.timeline import Timeline, record_timeline
 from memcheck.tracing import write_snapshot, write_trace
@@ -42,7 +40,7 @@ def find_device(name: str | None) -> str:
     except RuntimeError:
         raise UsageError(
             f"--device {name} is no device of this machine, and running needs one; "
-            "a GPU that is not here is a question for memcheck predict, which this release does not have yet"
+            "a GPU that is not here is a question for memcheck predict, fit and sweep --predict-only"
         ) from None
     if device.type == "cpu":
         return "cpu"
@@ -156,45 +154,6 @@ def run_case(
         # Where it compiled, that says nothing of a pass.
         note_times(record, subject, deadline, passes, 0 if case.compiled else time.perf_counter() - start)
     return record
-
-
-@dataclass
-class Subject:
-    """What a case runs: an operator, what it is called with, and the parameters that it owns."""
-
-    case: Case
-    operator: Operator
-    inputs: tuple[Any, ...]
-    parameters: Any
-    state: Any = None  # in decode mode; the last of the inputs
-
-    @property
-    def backward(self) -> bool:
-        return self.case.mode == "train"
-
-
-def prepare(case: Case) -> Subject:
-    contender = CONTENDERS[case.operator]
-    if case.mode == "decode":
-        if contender.decode is None:
-            raise UnsupportedError(f"{case.operator} has no decoding step")
-        state = contender.decode.state(case)
-        return finish(case, contender.decode.step(case), (*contender.inputs(one_token(case)), state), (), state)
-    parameters = contender.parameters(case)
-    return finish(case, contender.build(case), contender.inputs(case), parameters)
-
-
-def finish(
-    case: Case, operator: Operator, inputs: tuple[Any, ...], parameters: tuple[Tensor, ...], state: Any = None
-) -> Subject:
-    call = bind(operator, parameters)
-    # A module's own parameters count, too, whatever is wrapped around it.
-    return Subject(case, compiled(call) if case.compiled else call, inputs, (parameters, operator), state)
-
-
-def bind(operator: Operator, parameters: tuple[Tensor, ...]) -> Operator:
-    """The operator as a function of its inputs alone, as a module is that owns its parameters."""
-    return (lambda *inputs: operator(*inputs, *parameters)) if parameters else operator
 
 
 def run_memory(subject: Subject, details: bool, limit_bytes: int | None) -> Record:

@@ -21,6 +21,7 @@ class Record:
 
     # The case.
     schema: int = SCHEMA
+    source: str = "measured"  # or "predicted"; rows of the two kinds stand beside each other, and never for each other
     operator: str | None = None  # the contender's name in the catalog
     bsz: int | None = None
     query_len: int | None = None
@@ -84,6 +85,7 @@ class Record:
 
     # In detail.
     doubts: tuple[str, ...] = ()  # why a figure may be off, in words
+    exact: bool | None = None  # of a prediction: to the byte, or but for what doubts name
     saved_tensors: list[dict[str, Any]] | None = None  # kept for backward: shape, dtype, bytes
     alive_at_peak: list[dict[str, Any]] | None = None  # largest first: phase, name (of what allocated it), bytes
     theory: dict[str, dict[str, int]] | None = None  # field above -> what is alive then: name -> bytes

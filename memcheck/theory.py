@@ -1,4 +1,4 @@
-"""What a case needs by the closed byte terms of the catalog, without running it."""
+"""What a case needs, without running it: by the predictor, or by terms that came with a registered operator."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ PEAKS = {"forward": "forward_peak_bytes", "backward": "backward_peak_bytes"}
 
 
 def closed_terms(case: Case) -> Terms | None:
-    """Record field -> what is alive at that moment: name -> bytes. None where no formula is known."""
+    """Record field -> what is alive at that moment: name -> bytes. None where nothing is known to the byte."""
     contender = CONTENDERS[case.operator]
     if case.compiled:
         return None  # the compiler decides
@@ -18,7 +18,7 @@ def closed_terms(case: Case) -> Terms | None:
 
 
 def closed_bytes(case: Case) -> dict[str, int]:
-    """Record field -> bytes by the closed terms; empty where no formula is known."""
+    """Record field -> bytes by the closed terms; empty where nothing is known."""
     return {field: sum(terms.values()) for field, terms in (closed_terms(case) or {}).items()}
 
 

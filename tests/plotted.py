@@ -16,6 +16,11 @@ def record(operator: str, length: int, forward: int | None, backward: int | None
     return Record(operator=operator, forward_peak_bytes=forward, backward_peak_bytes=backward, **values)
 
 
+def prediction(operator: str, length: int, forward: int | None, backward: int | None, **fields: Any) -> Record:
+    """On a device that a catalog names, and a driver otherwise."""
+    return record(operator, length, forward, backward, source="predicted", **fields)
+
+
 def grid(operators: dict[str, int], lengths: list[int], dims: list[int], **fields: Any) -> list[Record]:
     """Each operator's peak is so many bytes a token and channel, and twice that with the backward."""
     return [

@@ -165,3 +165,37 @@ def test_nothing_in_common_is_said(run) -> None:
     code, out, err = run([BASE], [changed(dim=7)])
     assert (code, out) == (2, "")
     assert "have no case in common" in err
+
+
+def predicted(**fields: object) -> Record:
+    timeless = dict.fromkeys(("forward_ms", "forward_ms_quartiles", "backward_ms", "backward_ms_quartiles"))
+    return changed(source="predicted", device_name="cpu", **{**timeless, **fields})
+
+
+def test_predictions_are_compared_with_predictions() -> None:
+    before, after = [BASE, predicted()], [changed(saved_bytes=2048), predicted(saved_bytes=512)]
+    comparison = compare(before, after)
+    assert [(old.source, new.source) for old, new in comparison.pairs] == [("measured",) * 2, ("predicted",) * 2]
+    measured_row, predicted_row = data_rows(comparison_table(comparison))
+    assert measured_row["saved_change"] == "+1,024 B (+1e+02 %)"
+    assert measured_row["measured_by_predicted"] == "same -> 4 x"
+    assert predicted_row["case"].endswith("predicted")
+    assert predicted_row["measured_by_predicted"] is None
+
+
+def test_a_folder_of_predictions_beside_one_of_measurements() -> None:
+    before, after = [predicted(forward_peak_bytes=2048)], [BASE]
+    (row,) = data_rows(comparison_table(compare(before, after)))
+    assert row["measured_by_predicted"] == "2 x"
+    assert row["forward_peak_change"] == "+2,048 B (+1e+02 %)"
+    assert not row["case"].endswith("predicted")
+    assert "source: predicted -> measured" in environment_changes(before, after)
+    # The other way round it is still measured / predicted.
+    (row,) = data_rows(comparison_table(compare(after, before)))
+    assert row["measured_by_predicted"] == "2 x"
+
+
+def test_without_predictions_there_is_no_column_of_them(capsys, tmp_path: Path) -> None:
+    write_json_lines([BASE], tmp_path / "records.jsonl")
+    assert main(["compare", str(tmp_path), str(tmp_path)]) == 0
+    assert "predicted" not in capsys.readouterr().out

@@ -199,3 +199,24 @@ def test_the_table_of_the_readme_holds_the_committed_records():
     records = list(read_json_lines(ROOT / "benchmarks/results/quick/records.jsonl"))
     assert len(records) == 25
     assert [row for row in map(table_row, records) if row not in text] == []
+
+
+def test_the_frontier_of_the_readme_is_what_fit_says(capsys):
+    """Of what is exact; the others hold until more is known of them."""
+    from memcheck.__main__ import main
+
+    text = README.read_text()
+    (command,) = re.findall(r"^\$ memcheck (fit .*--dim 512 --heads 8)$", text, re.MULTILINE)
+    assert main([*command.split(), "--attention-type", "naive,softmax", "--format", "json"]) == 0
+    exact = [row for row in json.loads(capsys.readouterr().out)["frontiers"] if row["exact"]]
+    assert exact
+    for row in exact:
+        assert re.search(rf"^{row['operator']} +{row['largest']:,} ", text, re.MULTILINE)
+
+
+def test_the_cost_of_a_predicted_sweep_is_that_of_the_results():
+    whole, files, *_ = rows_of("prediction")
+    assert whole["cells"] == 1000
+    sweep = f"takes {whole['seconds']:.0f} s on two busy cores, {whole['cpu_seconds']:.1f} s of it computing"
+    assert f"1,000 predictions {sweep}" in README.read_text()
+    assert f"(its tables and pictures: {files['cpu_seconds']:.0f} s of computing;" in README.read_text()

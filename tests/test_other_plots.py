@@ -5,13 +5,13 @@ from __future__ import annotations
 import types
 
 import pytest
-from plotted import MIB, STYLES, grid, labelled, marks, points, record, texts
+from plotted import MIB, STYLES, grid, labelled, marks, points, prediction, record, texts
 
 from memcheck.errors import UsageError
 from memcheck.plotting import plot_published, plot_timeline
 from memcheck.plotting.savings import savings_bars
 from memcheck.plotting.series import views_along
-from memcheck.plotting.theory import theory_lines
+from memcheck.plotting.theory import prediction_lines, theory_lines
 from memcheck.plotting.timeline import MOST_LAYERS, MOST_STEPS, layers_of
 from memcheck.plotting.timing import time_lines
 from memcheck.records import Record
@@ -46,6 +46,23 @@ def test_theory_that_is_met_to_the_byte_is_exact() -> None:
     records = [with_theory(record("naive", length, MIB, 2 * MIB), MIB, 2 * MIB) for length in (256, 512)]
     _, difference = theory_lines(view(records), STYLES, title="", subtitle="").axes
     assert texts(difference) == {"naive exact"}
+
+
+def test_a_prediction_beside_measurement_has_its_ratio() -> None:
+    records = [
+        *(record("naive", n, MIB, size * MIB) for n, size in ((256, 4), (512, 6))),
+        *(prediction("naive", n, MIB, 4 * MIB) for n in (256, 512, 1024)),
+        *(record("softplus", n, MIB, MIB) for n in (256, 512)),
+        *(prediction("softplus", n, MIB, MIB) for n in (256, 512)),
+    ]
+    both, ratio = prediction_lines(view(records), STYLES, title="", subtitle="").axes
+    assert labelled(both, "_theory naive") == [[(n, 4 * MIB) for n in (256, 512, 1024)]]
+    assert points(both)["naive"] == [(256, 4 * MIB), (512, 6 * MIB)]
+    assert labelled(both, "_predicted") == [[(1024, 4 * MIB)]]
+    assert points(ratio)["naive"] == [(256, 0), (512, 0.5)]
+    assert ratio.yaxis.get_major_formatter()(0.5) == "1.5 x"
+    assert ratio.get_title() == "measured / predicted"
+    assert texts(ratio) == {"naive 1.5 x at most", "softplus exact"}
 
 
 def test_savings_are_labelled_with_the_factor() -> None:

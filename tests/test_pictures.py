@@ -10,7 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
-from plotted import MIB, STYLES, grid, marks, points, record
+from plotted import MIB, STYLES, grid, marks, points, prediction, record
 
 from memcheck.errors import UsageError
 from memcheck.plotting import Request, choose_pictures, svg_plots, write_plots
@@ -214,3 +214,19 @@ def test_decoding_at_one_length_is_bars() -> None:
     assert state.get_xlabel() == "memory\nat query length 1, key length 256"
     failed = [record("naive", 256, None, None, status="oom", **sizes)]
     assert choose_pictures(failed, styles=STYLES, title="") == []
+
+
+def test_predictions_have_a_picture_where_something_was_measured() -> None:
+    sizes = [(256, MIB), (512, 2 * MIB)]
+    predicted = [prediction("naive", n, size, size) for n, size in sizes]
+    assert "prediction" not in {picture.name for picture in choose_pictures(predicted, styles=STYLES, title="")}
+    measured = [record("naive", n, size, size) for n, size in sizes]
+    both = {picture.name: picture for picture in choose_pictures([*measured, *predicted], styles=STYLES, title="")}
+    assert both["prediction"].caption.startswith("Prediction beside measurement")
+    assert both["memory"].caption.endswith("train.")
+
+
+def test_a_picture_of_predictions_says_so() -> None:
+    rows = [prediction("naive", n, MIB, MIB, device="cuda", device_name="H200") for n in (256, 512)]
+    (memory, *_) = choose_pictures(rows, styles=STYLES, title="")
+    assert memory.caption.endswith("cuda, H200, float32, dim 64, train, predicted.")

@@ -51,7 +51,7 @@ def test_what_was_asked_for(results: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--kind", "pie"], "--kind pie is unknown; known: memory, theory, savings, time, decode"),
+        (["--kind", "pie"], "--kind pie is unknown; known: memory, prediction, theory, savings, time, decode"),
         (["--x", "batch"], "--x batch is unknown; known: seq-len, query-len, kv-len, dim"),
         (["--y", "saved"], "--y saved is unknown; known: device_total_bytes"),
         (["--y", "saved_bytes", "--kind", "memory"], "leave one of them out"),

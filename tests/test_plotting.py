@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from plotted import MIB, STYLES, grid, labelled, marks, points, record, texts
+from plotted import MIB, STYLES, grid, labelled, marks, points, prediction, record, texts
 
 from memcheck.errors import UsageError
 from memcheck.plotting import named_lines, plot_memory, x_ticks
@@ -250,3 +250,60 @@ def test_plotting_knows_records_only() -> None:
         "assert not {'torch', 'matplotlib', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def both_kinds() -> list[Record]:
+    """naive measured and predicted, one size further; softplus predicted only."""
+    return [
+        *(record("naive", n, n * MIB, 2 * n * MIB, device="cpu", device_name="a CPU") for n in (256, 512)),
+        *(prediction("naive", n, n * MIB, n * MIB, device="cpu", device_name="cpu") for n in (256, 512, 1024)),
+        *(prediction("softplus", n, MIB, 2 * MIB, device="cpu", device_name="cpu") for n in (256, 512)),
+    ]
+
+
+def test_predictions_are_dashed_beside_what_was_measured(plot) -> None:
+    figure = plot(both_kinds())
+    forward, both = figure.axes
+    assert points(forward)["naive"] == [(256, 256 * MIB), (512, 512 * MIB)]
+    assert labelled(forward, "_expected") == [[(n, n * MIB) for n in (256, 512, 1024)]]
+    (dashed,) = [line for line in forward.get_lines() if line.get_label() == "_expected"]
+    naive, softplus = named_lines(forward)
+    assert (naive.get_linestyle(), dashed.is_dashed()) == ("-", True)
+    # Nothing of softplus was run: its own dash, and hollow.
+    assert points(forward)["softplus"] == [(256, MIB), (512, MIB)]
+    assert (softplus.get_markerfacecolor(), naive.get_markerfacecolor()) == ("white", "#D55E00")
+    assert {"naive 512 MiB (=)", "softplus 1 MiB"} <= texts(forward)
+    assert "naive 1 GiB (2x)" in texts(both)
+    (note,) = [text.get_text() for text in figure.texts if "dashed" in text.get_text()]
+    assert note == "dashed: predicted; in brackets measured / predicted, = to the byte; hollow: predicted, not run"
+
+
+def test_predictions_of_another_device_are_in_no_picture_of_this_one(plot) -> None:
+    gpu = {"device": "cuda", "device_name": "NVIDIA A100-SXM4-40GB"}
+    measured = [record("naive", n, n * MIB, n * MIB, **gpu) for n in (256, 512)]
+
+    def of(name: str) -> list[Record]:
+        return [prediction("naive", n, MIB, MIB, device="cuda", device_name=name) for n in (256, 512)]
+
+    forward, _ = plot([*measured, *of("A100-40GB")]).axes
+    assert labelled(forward, "_expected")
+    with pytest.raises(UsageError, match="one plot needs one device, got H100-80GB, NVIDIA A100-SXM4-40GB"):
+        plot([*measured, *of("H100-80GB")])
+
+
+def test_a_predicted_end_is_hollow(plot) -> None:
+    failed = {"status": "oom", "oom_phase": "forward"}
+    ax, _ = plot([prediction("naive", 256, MIB, MIB), prediction("naive", 512, None, None, **failed)]).axes
+    (cross,) = [line for line in ax.get_lines() if line.get_label() == "_oom"]
+    assert (list(cross.get_xdata()), cross.get_markerfacecolor()) == ([512], "white")
+
+
+def test_bars_have_a_dashed_frame_where_the_prediction_ends(plot) -> None:
+    records = [record("naive", 256, 4 * MIB, 9 * MIB), prediction("naive", 256, 4 * MIB, 6 * MIB)]
+    for ax, (size, predicted, words) in zip(
+        plot(records).axes, [(4, 4, "4 MiB (=)"), (9, 6, "9 MiB (1.5x)")], strict=True
+    ):
+        bar, frame = ax.patches
+        assert (bar.get_width(), frame.get_width()) == (size * MIB, predicted * MIB)
+        assert not frame.get_fill()
+        assert texts(ax) == {words}

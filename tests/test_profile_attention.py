@@ -19,9 +19,10 @@ from memcheck.measurement import machine_facts
 from memcheck.profile_commands import seconds_per_case
 from memcheck.quantities import format_bytes, parse_bytes
 from memcheck.records import Record, read_json_lines
-from memcheck.reports import table_row, unit_bytes
+from memcheck.reports import pair, prediction_row, table_row, unit_bytes
 from memcheck.tracking import track
 
+MIB = 2**20
 SMALL = ["--seq-len", "8", "--dim", "16", "--heads", "2", "--no-time", "--device", "cpu"]
 
 
@@ -244,7 +245,7 @@ def test_what_is_not_known_ends_at_the_memory_of_the_machine(profile, monkeypatc
     """The kernel would end the process, not the case."""
     facts = machine_facts("cpu")
     monkeypatch.setattr("memcheck.profiling.machine_facts", lambda device: {**facts, "device_free_bytes": 1 << 20})
-    flags = [*SMALL[2:], "--seq-len", "1024", "--attention-type", "softmax/math", "--dtype", "bf16"]
+    flags = [*SMALL[2:], "--seq-len", "1024", "--attention-type", "naive", "--dtype", "bf16"]
     for limit in ([], ["--memory-limit", "999GiB"]):
         code, (record,) = profile(*flags, *limit)
         assert (code, record.status, record.oom_phase) == (0, "oom", "forward")
@@ -494,3 +495,63 @@ def test_parse_bytes_refuses(text: str) -> None:
 )
 def test_format_bytes(size: int, text: str) -> None:
     assert format_bytes(size) == text
+
+
+def test_predictions_stand_under_what_was_measured(tmp_path, capsys) -> None:
+    flags = [*SMALL, "--attention-type", "naive", "--mode", "inference", "--predict"]
+    assert main(["profile-attention", *flags, "--output", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    naive, below = out[out.index("\nnaive") :].splitlines()[1:3]
+    assert below.split()[:2] == ["predicted", "exact"]
+    assert "same" in below
+    assert below.index("|") == naive.index("|")
+    assert "same: to the byte, else measured / predicted" in out
+    assert (tmp_path / "memory.png").stat().st_size
+
+
+@pytest.mark.parametrize("mode", ["train", "inference", "decode"])
+def test_predictions_are_rows_of_their_own_kind(profile, tmp_path, mode: str) -> None:
+    code, records = profile(*SMALL, "--attention-type", "naive,softplus", "--mode", mode, "--predict")
+    assert code == 0
+    assert [(row.operator, row.source) for row in records] == [
+        ("naive", "measured"),
+        ("softplus", "measured"),
+        ("naive", "predicted"),
+        ("softplus", "predicted"),
+    ]
+    assert sorted(map(Record.to_json, read_json_lines(tmp_path / "records.jsonl"))) == sorted(
+        map(Record.to_json, records)
+    )
+    both = pair(records).both
+    assert len(both) == 2
+    for measured, predicted in both:
+        assert predicted.exact
+        for name in ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "state_bytes"):
+            assert getattr(predicted, name) == getattr(measured, name)
+
+
+def test_what_the_limit_does_to_both(profile) -> None:
+    _, (measured, predicted) = profile(*SMALL, "--attention-type", "naive", "--memory-limit", "2KiB", "--predict")
+    assert (measured.status, predicted.status) == ("oom", "oom")
+    assert (predicted.source, predicted.oom_phase) == ("predicted", "forward")
+
+
+def test_a_predictor_that_fails_costs_its_row_alone(profile, monkeypatch) -> None:
+    def fail(*args: object, **kwargs: object) -> None:
+        raise ZeroDivisionError("no such luck")
+
+    monkeypatch.setattr("memcheck.predicted_sweep.predict_memory", fail)
+    code, (measured, predicted) = profile(*SMALL, "--attention-type", "naive", "--predict")
+    assert (code, measured.status, predicted.status) == (0, "ok", "error")
+    assert predicted.reason == "ZeroDivisionError: no such luck"
+
+
+def test_a_row_of_a_prediction_names_its_ratio() -> None:
+    measured = Record(mode="train", forward_peak_bytes=3 * MIB, saved_bytes=MIB, backward_peak_bytes=4 * MIB)
+    fields = {"source": "predicted", "mode": "train", "saved_bytes": MIB}
+    row = prediction_row(measured, Record(**fields, forward_peak_bytes=2 * MIB))
+    assert row.split() == ["predicted", "|", "2.00", "1.5", "x", "|", "1.00", "same", "|", "-", "-"]
+    failed = Record(**fields, forward_peak_bytes=2 * MIB, status="oom", oom_phase="backward")
+    assert prediction_row(measured, failed).endswith("| OOM in backward")
+    unknown = Record(source="predicted", status="skipped", reason="not predicted: it is compiled")
+    assert prediction_row(measured, unknown).endswith("skipped    | not predicted: it is compiled")

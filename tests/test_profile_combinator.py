@@ -128,3 +128,11 @@ def test_wrong_flags_end_in_one_line(tmp_path, capsys, flags: str, words: str) -
     assert printed.err.count("\n") == 1
     assert words in printed.err
     assert not (tmp_path / "results").exists()
+
+
+def test_predictions_stand_beside(profile) -> None:
+    code, (measured, predicted) = profile(*SMALL, "--predict")
+    assert code == 0
+    assert (predicted.source, predicted.operator, predicted.exact) == ("predicted", "combinator", True)
+    assert predicted.forward_peak_bytes == measured.forward_peak_bytes
+    assert predicted.backward_peak_bytes == measured.backward_peak_bytes

@@ -20,8 +20,10 @@ from memcheck.reports import (
     accounting_table,
     cs336_tables,
     decode_table,
+    pair,
     parse_wanted,
     pivot_tables,
+    prediction_table,
     records_table,
     render,
     scaling_table,
@@ -532,3 +534,100 @@ def test_reports_know_records_only() -> None:
         "assert not {'torch', 'matplotlib', 'memcheck.catalog'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# Predictions beside what was measured.
+
+
+def foreseen(operator: str = "naive", length: int = 256, **fields: object) -> Record:
+    values = {"forward_peak_bytes": 3 * MIB, "saved_bytes": MIB, "backward_peak_bytes": 4 * MIB, "exact": True}
+    return record(operator, length, **{"source": "predicted", "device_name": "cpu", **values, **fields})
+
+
+def found(operator: str = "naive", length: int = 256, **fields: object) -> Record:
+    values = {"forward_peak_bytes": 3 * MIB, "saved_bytes": MIB, "backward_peak_bytes": 6 * MIB, "device_name": "EPYC"}
+    return record(operator, length, **{**values, **fields})
+
+
+def test_a_prediction_stands_beside_the_measurement_of_its_case() -> None:
+    table = prediction_table([found(), foreseen(), found(length=512), foreseen("softplus")])
+    (row,) = data_rows(table)
+    assert (row["case"], row["status"], row["predicted_status"]) == ("naive, S = T = 256", "ok", "ok")
+    assert (row["forward_peak_measured_mib"], row["forward_peak_predicted_mib"], row["forward_peak_ratio"]) == (3, 3, 1)
+    assert (row["backward_peak_measured_mib"], row["backward_peak_predicted_mib"]) == (6, 4)
+    assert (row["backward_peak_ratio"], row["exact"]) == (1.5, True)
+    text = render([table], "table")
+    assert "1.5 x" in text
+    assert "2 of 3 figures are as predicted, to the byte; 1 of 1 verdicts are." in text.replace("\n", " ")
+    assert "Furthest off: backward peak of naive" in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("measured_on", "predicted_for", "together"),
+    [
+        ({"device": "cpu", "device_name": "EPYC", "threads": 2}, {"device": "cpu", "threads": 2}, True),
+        ({"device": "cpu", "device_name": "EPYC", "threads": 2}, {"device": "cpu", "threads": 4}, False),
+        ({"device": "cpu"}, {"device": "cuda", "device_name": "H200"}, False),
+        ({"device": "cuda", "device_name": "NVIDIA H200"}, {"device": "cuda", "device_name": "H200"}, True),
+        ({"device": "cuda", "device_name": "NVIDIA H200"}, {"device": "cuda", "device_name": "NVIDIA H200"}, True),
+        ({"device": "cuda", "device_name": "NVIDIA H100 PCIe"}, {"device": "cuda", "device_name": "H100-80GB"}, True),
+        (
+            {"device": "cuda", "device_name": "NVIDIA H100 PCIe"},
+            {"device": "cuda", "device_name": "H100-80GB-SXM"},
+            False,
+        ),
+        ({"device": "cuda", "device_name": "NVIDIA L4"}, {"device": "cuda", "device_name": "24GiB"}, False),
+    ],
+)
+def test_only_predictions_for_the_same_device_stand_beside_it(measured_on, predicted_for, together: bool) -> None:
+    pairing = pair([found(**measured_on), foreseen(**predicted_for)])
+    assert bool(pairing.both) is together
+    assert bool(pairing.lonely) is not together
+
+
+def test_the_last_of_several_predictions_counts() -> None:
+    ((_, prediction),) = pair([foreseen(saved_bytes=1), found(), foreseen(saved_bytes=2)]).both
+    assert prediction.saved_bytes == 2
+
+
+def test_a_verdict_that_was_not_foreseen_shows() -> None:
+    out = {"status": "oom", "oom_phase": "backward", "backward_peak_bytes": None}
+    table = prediction_table([found(), foreseen(**out), found(length=512, **out), foreseen(length=512, **out)])
+    first, second = data_rows(table)
+    assert (first["status"], first["predicted_status"], first["backward_peak_ratio"]) == ("ok", "oom in backward", None)
+    assert first["backward_peak_measured_mib"] == 6
+    assert second["status"] == second["predicted_status"] == "oom in backward"
+    assert "1 of 2 verdicts are." in render([table], "table").replace("\n", " ")
+
+
+def test_predicted_rows_are_never_taken_for_measured_ones() -> None:
+    rows = [row for n in (256, 512) for row in (found(length=n), foreseen(length=n, backward_peak_bytes=n * MIB))]
+    assert [row["source"] for row in data_rows(records_table(rows))] == ["measured", "predicted"] * 2
+    assert "source" in render([records_table(rows)], "table")
+    assert "source" not in render([records_table(rows[::2])], "table")
+    titles = [table.title for table in pivot_tables(rows, "backward_peak_bytes")]
+    assert len(titles) == 2
+    assert [title.endswith("predicted") for title in titles] == [False, True]
+    words = [row["case"] for row in data_rows(scaling_table(rows)) if row["quantity"] == "backward peak"]
+    assert words == ["naive", "naive, predicted"]
+    assert "prediction" in {table.name for table in standard_tables(rows)}
+    assert "prediction" not in {table.name for table in standard_tables(rows[::2])}
+
+
+def test_the_summary_tells_both_apart() -> None:
+    rows = [found(), found("softplus"), foreseen(), foreseen("softplus", status="skipped", reason="not predicted")]
+    first, *_, predictions, agreed = summary(rows)
+    assert first.startswith("2 cases of naive and softplus")
+    assert predictions.startswith("2 cases predicted for cpu: 1 fit, 0 run out of memory, of 1 nothing is known;")
+    assert "figures are as predicted, to the byte" in agreed
+    only, *_ = summary(rows[2:])
+    assert only == predictions
+
+
+def test_the_report_shows_them(tmp_path: Path, capsys) -> None:
+    write_json_lines([found(), foreseen()], tmp_path / "records.jsonl")
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "Prediction beside measurement, 1 case" in capsys.readouterr().out
+    assert "Prediction beside measurement, 1 case" in (tmp_path / "page.html").read_text()
+    assert main(["report", str(tmp_path), "--case", "source=predicted", "--format", "csv"]) == 0
+    assert capsys.readouterr().out.count("\nnaive,") == 1

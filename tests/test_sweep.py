@@ -19,6 +19,7 @@ import pytest
 from memcheck import catalog
 from memcheck.__main__ import main
 from memcheck.records import Record
+from memcheck.reports import pair
 from memcheck.store import FILE, Store, read_records
 
 SMALL = ["--attention-type", "naive,softplus", "--seq-len", "8:16:x2", "--dim", "16", "--heads", "2"]
@@ -412,3 +413,95 @@ def test_dask_with_a_worker_that_dies(tmp_path) -> None:
     records = read_records(folder)
     assert Counter(record.operator for record in records) == dict.fromkeys(names.split(","), 1)
     assert {record.status for record in records} == {"ok"}
+
+
+# Sweeps that run nothing.
+
+PREDICTED = [*SMALL[:-3], "--predict-only"]
+
+
+def test_a_preset_is_filled_without_running_anything(tmp_path, capsys, no_files, monkeypatch) -> None:
+    monkeypatch.setattr("memcheck.case_process.CaseProcess.ask", None)
+    flags = ["sweep", "--preset", "memcheck-pyt", "--predict-only", "--device", "a100-40gb", "--output", str(tmp_path)]
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    assert "[  1/260] memcheck-pyt/naive      B64 S512 T512 E32 H8 float32: predicted ok, peak" in out
+    assert "predicted: 260 cases: " in out
+    records = read_records(tmp_path)
+    assert len(records) == 260
+    assert {(row.source, row.device, row.device_name) for row in records} == {("predicted", "cuda", "A100-40GB")}
+    assert {row.status for row in records} >= {"ok", "oom"}
+    manifest = json.loads((tmp_path / "sweep.json").read_text())
+    assert manifest["environment"]["device_name"] == "A100-40GB"
+    assert manifest["command"].startswith("memcheck sweep --preset memcheck-pyt --predict-only")
+    assert sum(manifest["statuses"].values()) == 260
+
+
+def test_predictions_go_on_where_they_stopped(tmp_path, capsys, no_files) -> None:
+    flags = ["sweep", *PREDICTED, "--output", str(tmp_path), "--format", "json"]
+    assert main([*flags, "--device", "T4", "--seq-len", "8"]) == 0
+    assert main([*flags, "--device", "T4"]) == 0
+    printed = capsys.readouterr()
+    assert "2 of 4 cases were done before" in printed.err
+    assert len(rows(tmp_path)) == 4
+    # Another device, another limit: other predictions.
+    assert main([*flags, "--device", "24GiB"]) == 0
+    assert main([*flags, "--device", "T4", "--memory-limit", "1KiB"]) == 0
+    assert len(rows(tmp_path)) == 12
+    assert Counter(row.status for row in read_records(tmp_path)) == {"ok": 8, "oom": 4}
+
+
+def test_measured_and_predicted_rows_share_a_folder(tmp_path, capsys, no_files) -> None:
+    flags = ["sweep", *SMALL, "--output", str(tmp_path), "--format", "json"]
+    assert main([*flags, "--predict"]) == 0
+    printed = capsys.readouterr()
+    records = read_records(tmp_path)
+    assert Counter(row.source for row in records) == {"measured": 4, "predicted": 4}
+    assert [row["source"] for row in json.loads(printed.out)] == ["measured"] * 4 + ["predicted"] * 4
+    assert json.loads((tmp_path / "sweep.json").read_text())["environment"]["device_name"] != "cpu"
+    assert "4 cases: 4 ok; predicted: 4 cases: 4 ok" in printed.err
+    both = pair(records).both
+    assert len(both) == 4
+    assert all(measured.forward_peak_bytes == predicted.forward_peak_bytes for measured, predicted in both)
+    # They are known again.
+    assert main(["sweep", *PREDICTED, "--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert len(rows(tmp_path)) == 8
+
+
+def test_a_dry_run_says_what_is_to_be_predicted(plan, tmp_path, no_files, capsys) -> None:
+    flags = [*PREDICTED, "--output", str(tmp_path), "--device", "L40S"]
+    assert "naive B1 S8 T8 E16 H2 float32: to predict" in plan(*flags)
+    assert main(["sweep", *flags]) == 0
+    capsys.readouterr()
+    assert "naive B1 S8 T8 E16 H2 float32: ok" in plan(*flags)
+
+
+def test_a_combination_that_fits_no_operator_is_a_predicted_row_too(tmp_path, no_files) -> None:
+    flags = ["--attention-type", "naive", "--dim", "16", "--heads", "2,3", "--seq-len", "8", "--predict-only"]
+    assert main(["sweep", *flags, "--device", "T4", "--output", str(tmp_path)]) == 0
+    assert [(row.heads, row.source, row.status) for row in read_records(tmp_path)] == [
+        (2, "predicted", "ok"),
+        (3, "predicted", "skipped"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--predict-only --passes 3", "--predict-only runs nothing: leave out --passes"),
+        ("--predict-only --no-time", "--predict-only runs nothing: leave out --no-time"),
+        ("--predict-only --workers 2", "--predict-only runs nothing: leave out --workers"),
+        ("--predict-only --predict", "--predict-only runs nothing: leave out --predict"),
+        ("--predict-only --device toaster", "--device toaster is unknown; known: cpu, a size such as 40GiB"),
+        ("--predict-only --device T4 --device-from-this-gpu", "exclude each other"),
+        ("--device-from-this-gpu", "--device-from-this-gpu is for --predict-only"),
+        ("--device A100-40GB", "running needs one; a GPU that is not here is a question for memcheck predict, fit and"),
+    ],
+)
+def test_flags_that_do_not_go_with_predicting(tmp_path, capsys, flags: str, words: str) -> None:
+    assert main(["sweep", *flags.split(), "--output", str(tmp_path / "new")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+    assert not (tmp_path / "new").exists()

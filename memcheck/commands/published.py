@@ -31,10 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER", help="write the tables there, too: Markdown, LaTeX, JSON and CSV"
     )
+    parser.add_argument(
+        "--predict", action="store_true", help="every published row predicted for the GPU that it was measured on"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios as .png, .svg or .pdf")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.predict:
+        return show_predictions(args)
     records = (
         [record for folder in args.folders for record in read_records(folder)] if args.folders else list(by_formula())
     )
@@ -47,6 +52,19 @@ def run(args: argparse.Namespace) -> int:
     written = write_output(tables, args.output, "published") if args.output else []
     if args.plot:
         written.append(draw(records, args.plot))
+    print(render(tables, args.format))
+    if written:
+        print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)
+    return 0
+
+
+def show_predictions(args: argparse.Namespace) -> int:
+    from memcheck.reports.published_predictions import cs336_predictions, memcheck_pyt_predictions
+
+    if args.folders or args.plot:
+        raise UsageError("--predict takes no folders and draws no --plot: it is about the published rows alone")
+    tables = [memcheck_pyt_predictions(), cs336_predictions()]
+    written = write_output(tables, args.output, "published") if args.output else []
     print(render(tables, args.format))
     if written:
         print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)

@@ -22,6 +22,7 @@ from memcheck.reports import (
     is_cs336,
     parse_wanted,
     pivot_tables,
+    prediction_table,
     published_rows,
     records_table,
     render,
@@ -109,6 +110,7 @@ def default_tables(records: Sequence[Record]) -> list[Table]:
     runs = [record for record in records if record.mode != "decode"]
     tables = [records_table(runs)] if runs else []
     tables += [decode_table(records)] if len(runs) < len(records) else []
+    tables += [beside] if (beside := prediction_table(records)).rows else []
     return tables + cs336_tables([record for record in runs if is_cs336(record)])
 
 

@@ -14,15 +14,18 @@ from typing import Any, TextIO
 
 from memcheck.catalog import CONTENDERS, Case
 from memcheck.commands.profile_attention import make_lengths
+from memcheck.device_flags import add_gpu_argument, predicted_device
+from memcheck.devices import Device, device_named
 from memcheck.errors import MemcheckError, UsageError
-from memcheck.grids import BASE, PRESETS, Grid, multiply_out, parse_sizes, refusal
+from memcheck.grids import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.plotting import write_plots
 from memcheck.plugins import load_plugin
-from memcheck.profile_commands import count, folder, seconds, size
+from memcheck.predicted_sweep import find_predicted, predict_sweep
+from memcheck.profile_commands import count, folder, seconds, size, sizes
 from memcheck.profiling import find_device
 from memcheck.quantities import format_bytes
 from memcheck.records import Record
-from memcheck.reports import failure_note, write_tables
+from memcheck.reports import failure_note, is_predicted, write_tables
 from memcheck.store import FILE, StoreError, read_records
 from memcheck.sweeping import Progress, Settings, find_done, run_sweep, shape
 
@@ -31,10 +34,13 @@ GRID = LENGTHS | {"attention_type", "bsz", "dim", "heads", "core_dim", "factor",
 NO_OPTIONS: dict[str, Any] = {
     **dict.fromkeys(("device", "memory_limit", "passes", "no_time", "max_seconds_per_case", "isolate", "workers")),
     **dict.fromkeys(("devices", "dask", "retry", "dry_run", "preset")),
+    **dict.fromkeys(("predict", "predict_only", "device_from_this_gpu")),
     "plugin": [],
     "output": Path("results"),
     "format": "table",
 }
+# What only running needs.
+RUNNING = ("passes", "no_time", "max_seconds_per_case", "isolate", "workers", "devices", "dask", "predict")
 BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
 Values = dict[str, Any]  # argument -> value, of those that were given
 
@@ -46,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_grid_arguments(parser.add_argument_group("grid", "every combination is a case; N: 8 or 16,32 or 256:16384:x2"))
     add_measuring_arguments(parser.add_argument_group("measuring"))
     add_running_arguments(parser.add_argument_group("running"))
+    add_predicting_arguments(parser.add_argument_group("predicting"))
 
 
 def add_grid_arguments(group: argparse._ArgumentGroup) -> None:
@@ -71,7 +78,9 @@ def add_grid_arguments(group: argparse._ArgumentGroup) -> None:
 
 
 def add_measuring_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda where there is one")
+    group.add_argument(
+        "--device", help="cpu, cuda or cuda:1, with --predict-only a GPU by name or size; default: cuda, else cpu"
+    )
     group.add_argument(
         "--memory-limit", type=size("--memory-limit"), metavar="40GiB", help="OOM above this; bytes, KiB..GB"
     )
@@ -105,17 +114,31 @@ def add_running_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--format", choices=("table", "json"), help="of stdout; default: table")
 
 
+def add_predicting_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--predict-only", action="store_const", const=True, help="run nothing: a predicted row for every case"
+    )
+    group.add_argument("--predict", action="store_const", const=True, help="a predicted row beside every measured one")
+    add_gpu_argument(group)
+
+
 def run(args: argparse.Namespace) -> int:
     parts = read_parts(args)
     options = argparse.Namespace(**{**NO_OPTIONS, **parts[0]})
-    cases = multiply_out([read_grid(part) for part in parts], device_of(options))
+    device = device_to_predict(args, options)
+    grids = [read_grid(part) for part in parts]
+    cases = multiply_out(grids, device.kind if device and options.predict_only else device_of(options))
     if options.dry_run:
-        return list_cases(cases, options)
+        return list_cases(cases, options, device)
     out = sys.stderr if options.format == "json" else sys.stdout
     command = shlex.join(["memcheck", *args.words])
-    announce(cases, options, out)
+    if not options.predict_only:
+        announce(cases, options, out)
     try:
-        records = sweep(cases, options, command, out)
+        # First, as it takes no time, and sweep.json is about what ran last.
+        predictions = predict(cases, device, options, command, out) if device else []
+        records = [] if options.predict_only else sweep(cases, options, command, out)
+        records += predictions
     except KeyboardInterrupt:
         print(f"\nstopped; {goes_on(options, command)}", file=sys.stderr)
         return 130
@@ -126,6 +149,18 @@ def run(args: argparse.Namespace) -> int:
     if options.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in records) + "]")
     return int(any(record.status == "error" for record in records))
+
+
+def device_to_predict(args: argparse.Namespace, options: argparse.Namespace) -> Device | None:
+    """None where nothing is to be predicted."""
+    if options.predict_only:
+        for name in RUNNING:
+            if getattr(args, name) is not None:
+                raise UsageError(f"--predict-only runs nothing: leave out --{name.replace('_', '-')}")
+        return predicted_device(options)
+    if options.device_from_this_gpu is not None:
+        raise UsageError("--device-from-this-gpu is for --predict-only; to run here, say --device cuda")
+    return device_named(device_of(options)) if options.predict else None
 
 
 def announce(cases: list[Case], options: argparse.Namespace, out: TextIO) -> None:
@@ -244,6 +279,11 @@ def sweep(cases: list[Case], options: argparse.Namespace, command: str, out: Tex
         )
 
 
+def predict(cases: list[Case], device: Device, options: argparse.Namespace, command: str, out: TextIO) -> list[Record]:
+    with shown_progress(options, out) as progress:
+        return predict_sweep(cases, options.output, device, **predicting(options), progress=progress, command=command)
+
+
 @contextmanager
 def dask_executor(address: str | None) -> Iterator[tuple[Executor | None, int | None]]:
     """An executor on the workers of a dask scheduler, and how many cases they take at once."""
@@ -273,7 +313,7 @@ def shown_progress(options: argparse.Namespace, out: TextIO) -> Iterator[Callabl
     with tqdm(total=1.0, file=sys.stderr, disable=not sys.stderr.isatty(), bar_format=BAR, leave=False) as bar:
 
         def show(progress: Progress) -> None:
-            left = sum(map(settings_of(options).expected_seconds, progress.left))
+            left = expected_seconds(progress.left, options)
             done = progress.total - len(progress.left)
             if progress.record is None:
                 bar.total = left
@@ -286,6 +326,11 @@ def shown_progress(options: argparse.Namespace, out: TextIO) -> Iterator[Callabl
             bar.update((bar.total or 0) - left - bar.n)
 
         yield show
+
+
+def expected_seconds(cases: Sequence[Case], options: argparse.Namespace) -> float:
+    """Of cases to be run; a prediction takes as long as any other."""
+    return len(cases) if options.predict_only else sum(map(settings_of(options).expected_seconds, cases))
 
 
 def title(case: Case | Record) -> str:
@@ -303,7 +348,7 @@ def title(case: Case | Record) -> str:
 
 
 def line(record: Record) -> str:
-    return f"{title(record)}: {record.status}{figures(record)}"
+    return f"{title(record)}: {'predicted ' if is_predicted(record) else ''}{record.status}{figures(record)}"
 
 
 def figures(record: Record) -> str:
@@ -316,6 +361,13 @@ def figures(record: Record) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
+    measured = [record for record in records if not is_predicted(record)]
+    predicted = [record for record in records if is_predicted(record)]
+    parts = [counted(measured)] if measured or not predicted else []
+    return "; ".join([*parts, *([f"predicted: {counted(predicted)}"] if predicted else [])])
+
+
+def counted(records: Sequence[Record]) -> str:
     counts = Counter(record.status for record in records)
     said = f"{len(records)} cases: {', '.join(f'{number} {status}' for status, number in counts.most_common())}"
     again = counts["error"] + counts["killed"] + counts["timeout"]
@@ -342,12 +394,16 @@ def first_of(paths: list[Path]) -> str:
     return f"{paths[0]} ({len(paths)} files)" if len(paths) > 1 else ", ".join(map(str, paths))
 
 
-def list_cases(cases: list[Case], options: argparse.Namespace) -> int:
+def list_cases(cases: list[Case], options: argparse.Namespace, device: Device | None) -> int:
     """What the sweep would do, and nothing done."""
-    with dask_executor(options.dask) as (executor, _):
-        done = find_done(cases, options.output, executor=executor, retry=bool(options.retry), **measuring(options))
+    if options.predict_only and device:
+        done = find_predicted(cases, options.output, device, **predicting(options))
+    else:
+        with dask_executor(options.dask) as (executor, _):
+            done = find_done(cases, options.output, executor=executor, retry=bool(options.retry), **measuring(options))
+    to_do = "to predict" if options.predict_only else "to run"
     for case in cases:
-        status = done[case].status if case in done else refusal(case) or "to run"
+        status = done[case].status if case in done else refusal(case) or to_do
         print(f"{title(case)}: {status}")
     print(f"\n{len(cases)} cases, {len(done)} of them done in {options.output}")
     return 0
@@ -362,18 +418,12 @@ def measuring(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def predicting(options: argparse.Namespace) -> dict[str, Any]:
+    return {"limit_bytes": options.memory_limit, "plugins": options.plugin, "retry": bool(options.retry)}
+
+
 def settings_of(options: argparse.Namespace) -> Settings:
     return Settings(**measuring(options), max_seconds=options.max_seconds_per_case)
-
-
-def sizes(flag: str) -> Callable[[str], list[int]]:
-    def parse(text: str) -> list[int]:
-        try:
-            return parse_sizes(text)
-        except ValueError as error:
-            raise UsageError(f"{flag} {error}") from None
-
-    return parse
 
 
 def words(text: str) -> list[str]:

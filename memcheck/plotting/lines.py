@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from memcheck.plotting.scales import ROW, axes_points, format_value, set_x, set_y
 from memcheck.plotting.series import Line, Quantity, View, refuse_mixed, undrawn_note
-from memcheck.plotting.style import GREY, Style, in_house_style, look_of, new_figure
+from memcheck.plotting.style import GREY, Style, in_house_style, look_of, new_figure, shade_of
 from memcheck.records import Record
 
 if TYPE_CHECKING:
@@ -85,6 +85,11 @@ def measured(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
     return [(x, value) for x, record in line.points if (value := quantity.value(record)) is not None]
 
 
+def expected(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
+    """The predictions beside what was measured."""
+    return [(x, value) for x, record in line.predictions if (value := quantity.value(record)) is not None]
+
+
 def predicted(line: Line, quantity: Quantity, limit: float) -> list[tuple[int, float]]:
     """Cases that were not run, and what the terms say of them, up to a limit."""
     skipped = [(x, quantity.theory(record)) for x, record in line.points if quantity.missing(record) == "skipped"]
@@ -102,11 +107,21 @@ def draw_lines(ax: Axes, lines: Sequence[Line], quantity: Quantity, limit: float
         points = [(x, value) for x, value in measured(line, quantity) if value > 0 or not log]
         if points:
             draw_quartiles(ax, line, quantity)
-            ax.plot(*zip(*points, strict=True), label=line.name, **look_of(line.style, ls=line.style.dash))
+            ax.plot(*zip(*points, strict=True), label=line.name, **line_look(line, quantity))
+        if beside := [(x, value) for x, value in expected(line, quantity) if 0 < value <= limit]:
+            # Over the solid line, so that both show where they are one.
+            colour = shade_of(line.style.colour)
+            ax.plot(*zip(*beside, strict=True), color=colour, lw=1.1, ls=(0, (4, 3)), label="_expected")
         if guesses := predicted(line, quantity, limit):
             bridge = [*points[-1:], *guesses] if points and points[-1][0] < guesses[0][0] else guesses
             ax.plot(*zip(*bridge, strict=True), color=line.style.colour, lw=0.8, ls=(0, (1, 3)), label="_bridge")
             ax.plot(*zip(*guesses, strict=True), label="_predicted", **look_of(line.style, mfc="white", mew=1.3))
+
+
+def line_look(line: Line, quantity: Quantity) -> dict[str, Any]:
+    """Solid where it was measured and a prediction is drawn beside it, hollow where it was only predicted."""
+    look = look_of(line.style, ls="-" if expected(line, quantity) else line.style.dash)
+    return {**look, "mfc": "white", "mew": 1.3} if line.predicted else look
 
 
 def draw_quartiles(ax: Axes, line: Line, quantity: Quantity) -> None:
@@ -141,18 +156,19 @@ def mark_missing(ax: Axes, lines: Sequence[Line], quantity: Quantity, rows: Sequ
         ax.axhline(y_of(ax, y), color=line.style.colour, lw=0.6, alpha=0.4, ls=":", label="_row")
         for how in dict.fromkeys(endings.values()):
             places = [x for x, ending in endings.items() if ending == how]
-            draw_marks(ax, places, y, how, line.style)
+            draw_marks(ax, places, y, how, line.style, hollow=line.predicted)
         words = ", ".join(MISSING_WORDS[how] for how in dict.fromkeys(endings.values()))
-        name_in_margin(ax, y, f"{line.name} {words}", mark_look(next(iter(endings.values())), line.style))
+        look = mark_look(next(iter(endings.values())), line.style, hollow=line.predicted)
+        name_in_margin(ax, y, f"{line.name} {words}", look)
 
 
-def draw_marks(ax: Axes, places: Sequence[int], y: float, how: str, style: Style) -> None:
-    top = ax.get_xaxis_transform()
-    ax.plot(places, [y] * len(places), transform=top, clip_on=False, label=f"_{how}", **mark_look(how, style))
+def draw_marks(ax: Axes, places: Sequence[int], y: float, how: str, style: Style, *, hollow: bool) -> None:
+    top, look = ax.get_xaxis_transform(), mark_look(how, style, hollow=hollow)
+    ax.plot(places, [y] * len(places), transform=top, clip_on=False, label=f"_{how}", **look)
 
 
-def mark_look(how: str, style: Style) -> dict[str, Any]:
-    face = "white" if how == "skipped" else style.colour
+def mark_look(how: str, style: Style, *, hollow: bool = False) -> dict[str, Any]:
+    face = "white" if hollow or how == "skipped" else style.colour
     return look_of(style, marker=MISSING_MARKS[how], mfc=face, ms=8)
 
 
@@ -172,9 +188,18 @@ def end_names(lines: Sequence[Line], quantity: Quantity, limit: float) -> list[N
         points, guesses = measured(line, quantity), predicted(line, quantity, limit)
         hollow = bool(guesses) and (not points or guesses[-1][0] > points[-1][0])
         if last := (guesses if hollow else points)[-1:]:
-            said = format_value(last[0][1], quantity.unit)
-            names.append(Name(f"{line.name} {said}{' predicted' if hollow else ''}", last[0][1], line.style, hollow))
+            said = format_value(last[0][1], quantity.unit) + (" predicted" if hollow else beside_words(line, quantity))
+            names.append(Name(f"{line.name} {said}", last[0][1], line.style, hollow or line.predicted))
     return names
+
+
+def beside_words(line: Line, quantity: Quantity) -> str:
+    """How the last known figure is to its prediction: " (=)" to the byte, or " (1.02x)"."""
+    value, prediction = measured(line, quantity)[-1], dict(expected(line, quantity))
+    if not prediction.get(value[0]):
+        return ""
+    share = value[1] / prediction[value[0]]
+    return " (=)" if share == 1 else f" ({share:.4g}x)"
 
 
 def name_lines(ax: Axes, names: Sequence[Name], rows: int) -> None:
@@ -236,6 +261,9 @@ def notes(records: Sequence[Record], lines: Sequence[Line], quantities: Sequence
         how for line in lines for quantity in quantities for _, row in line.points if (how := quantity.missing(row))
     }
     parts = [MISSING_HELP[how] for how in MISSING_HELP if how in endings and how != "oom"]
+    beside = any(expected(line, quantity) for line in lines for quantity in quantities)
+    parts += ["dashed: predicted; in brackets measured / predicted, = to the byte"] if beside else []
+    parts += ["hollow: predicted, not run"] if any(line.predicted for line in lines) else []
     nothing = [
         line.name
         for line in lines

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memcheck.errors import UsageError
-from memcheck.plotting.lines import MISSING_WORDS, common_label, line_figure
+from memcheck.plotting.lines import MISSING_WORDS, beside_words, common_label, expected, line_figure
 from memcheck.plotting.scales import format_value, set_linear_ticks
 from memcheck.plotting.series import (
     AXES,
@@ -24,10 +24,13 @@ from memcheck.plotting.series import (
 )
 from memcheck.plotting.style import GREY, HATCHES, Style, in_house_style, new_figure, save
 from memcheck.records import Record
+from memcheck.reports.pairing import on_measured_devices
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
 
 
 def plot_memory(
@@ -45,6 +48,7 @@ def plot_memory(
 
 def whole_view(records: Sequence[Record]) -> View:
     """All records in one view; a UsageError where more than one axis varies."""
+    records = on_measured_devices(records)
     refuse_mixed(records)
     views = views_along(records, natural_axis(records)) or [View("length", {})]
     if len(views) > 1:
@@ -84,11 +88,18 @@ def bar_figure(
     panels[0].set_ylim(max(len(bars), 1) - 0.4, -0.6)  # the first at the top
     highest = max([bar.get_width() for ax in panels for bar in ax.patches], default=0) or 2.0**20
     # Room for the figure at the end of the longest.
-    panels[0].set_xlim(0, 1.3 * highest)
+    panels[0].set_xlim(0, (1.45 if any(line.predictions for line in bars) else 1.3) * highest)
     set_linear_ticks(panels[0].xaxis, highest, quantities[0].unit)
-    if note := undrawn_note(view.records):
+    note = "; ".join(filter(None, [bar_note(bars, quantities), undrawn_note(view.records)]))
+    if note:
         figure.supxlabel(note, fontsize=9, color=GREY)
     return figure
+
+
+def bar_note(lines: Sequence[Line], quantities: Sequence[Quantity]) -> str:
+    beside = any(expected(line, quantity) for line in lines for quantity in quantities)
+    parts = ["dashed: predicted; in brackets measured / predicted, = to the byte"] if beside else []
+    return "; ".join(parts + (["hollow: predicted, not run"] if any(line.predicted for line in lines) else []))
 
 
 def draw_bars(ax: Axes, lines: Sequence[Line], quantity: Quantity) -> None:
@@ -96,10 +107,20 @@ def draw_bars(ax: Axes, lines: Sequence[Line], quantity: Quantity) -> None:
         ((_, record),) = line.points
         how, size = quantity.missing(record), quantity.value(record)
         width = 0 if how or size is None else size
+        face, edge = ("white", line.style.colour) if line.predicted else (line.style.colour, "white")
         hatch = HATCHES[place % len(HATCHES)]
-        ax.barh(place, width, height=0.65, color=line.style.colour, edgecolor="white", hatch=hatch, label=line.name)
+        ax.barh(place, width, height=0.65, color=face, edgecolor=edge, hatch=hatch, label=line.name)
         text = MISSING_WORDS[how] if how else "-" if size is None else format_value(size, quantity.unit)
-        ax.annotate(text, (width, place), (4, 0), textcoords="offset points", va="center")
+        text += beside_words(line, quantity) if width else ""
+        ax.annotate(text, (max(width, draw_expected(ax, place, line, quantity)), place), (4, 0), **BESIDE)
+
+
+def draw_expected(ax: Axes, place: int, line: Line, quantity: Quantity) -> float:
+    """A dashed frame where the prediction ends; its width."""
+    width = max((size for _, size in expected(line, quantity)), default=0.0)
+    if width:
+        ax.barh(place, width, height=0.78, fill=False, edgecolor="black", ls=(0, (4, 3)), lw=1, label="_expected")
+    return width
 
 
 def shown(record: Record, quantity: Quantity) -> bool:

@@ -72,7 +72,7 @@ def mark_unfinished(ax: Axes, line: Line, quantity: Quantity, row: int) -> None:
     place = ax.get_xaxis_transform()
     for x, how in missing_points(line, quantity, math.inf):
         y = 1 - SMALL_ROW * (row + 0.6) / axes_points(ax)
-        face, cross = ("white", "black") if how == "skipped" else (line.style.colour, "white")
+        face, cross = ("white", "black") if line.predicted or how == "skipped" else (line.style.colour, "white")
         ax.plot([x], [y], transform=place, label=f"_{how}", **look_of(line.style, mfc=face, ms=MARKER + 3))
         ax.plot([x], [y], transform=place, label="_cross", color=cross, marker="x", ms=MARKER - 0.5, mew=1)
 

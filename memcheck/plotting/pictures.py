@@ -25,7 +25,7 @@ from memcheck.plotting.series import (
     views_along,
 )
 from memcheck.plotting.style import Style, check_formats, inline_svg, save
-from memcheck.plotting.theory import has_theory, theory_lines
+from memcheck.plotting.theory import has_prediction, has_theory, prediction_lines, theory_lines
 from memcheck.plotting.timing import time_lines, time_quantities
 from memcheck.plotting.words import fixed_slug, heading, setting_words, slug, subtitle_of
 from memcheck.records import Record
@@ -33,7 +33,7 @@ from memcheck.records import Record
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = ("memory", "theory", "savings", "time", "decode")
+KINDS = ("memory", "prediction", "theory", "savings", "time", "decode")
 
 
 @dataclass(frozen=True)
@@ -155,11 +155,15 @@ class Subject:
         time = functools.partial(self.typical_pictures, "time", "time, median and quartiles", time_lines, is_timed)
         if self.records[0].mode == "decode":
             return {"decode": self.decode_pictures, "time": time}
+        beside = "prediction beside measurement"
+        prediction = functools.partial(self.typical_pictures, "prediction", beside, prediction_lines, is_foreseen)
         theory = functools.partial(self.typical_pictures, "theory", "theory beside measurement", theory_lines, is_known)
         standard = standard_among({record.operator or "?" for record in self.records})
         words = f"how many times less than {standard}"
         savings = functools.partial(self.typical_pictures, "savings", words, savings_bars, is_comparable)
-        return {"memory": self.memory_pictures, "theory": theory, "savings": savings, "time": time}
+        kinds: dict[str, Callable[[], Iterator[Picture]]]
+        kinds = {"memory": self.memory_pictures, "prediction": prediction, "theory": theory}
+        return {**kinds, "savings": savings, "time": time}
 
     def axes(self) -> list[str]:
         """The axis that was asked for, or all along which something varies."""
@@ -269,6 +273,10 @@ def typical(views: Sequence[View]) -> View | None:
 
 def is_timed(view: View) -> bool:
     return bool(time_quantities(view.records))
+
+
+def is_foreseen(view: View) -> bool:
+    return has_prediction(view.records)
 
 
 def is_known(view: View) -> bool:

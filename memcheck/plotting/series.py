@@ -9,6 +9,7 @@ from typing import Any
 from memcheck.errors import UsageError
 from memcheck.plotting.style import Style, distinct_styles
 from memcheck.records import Record
+from memcheck.reports.pairing import is_predicted, on_measured_devices
 
 # Records that differ in one of these are never in one picture.
 SETTING = {"device": "device", "device_name": "device", "dtype": "dtype", "mode": "mode", "bsz": "batch size"}
@@ -95,13 +96,25 @@ def quantity_of(name: str) -> Quantity:
     )
 
 
+Points = tuple[tuple[int, Record], ...]
+
+
 @dataclass(frozen=True)
 class Line:
-    """One operator's records along x, nothing twice."""
+    """One operator's records along x, nothing twice.
+
+    predictions: of the same operator, to be drawn beside what was measured. Where nothing was, they are the points.
+    """
 
     name: str
     style: Style
-    points: tuple[tuple[int, Record], ...]
+    points: Points
+    predictions: Points = ()
+
+    @property
+    def predicted(self) -> bool:
+        """Whether nothing of it was measured."""
+        return all(is_predicted(record) for _, record in self.points)
 
 
 @dataclass(frozen=True)
@@ -129,12 +142,23 @@ class View:
         return ", ".join(f"{AXES[name]} {size}" for name, size in self.fixed.items() if not fields or name in fields)
 
     def lines(self, styles: Mapping[str, Style]) -> list[Line]:
+        measured = self.points_by_name([record for record in self.records if not is_predicted(record)])
+        predicted = self.points_by_name([record for record in self.records if is_predicted(record)])
+        names = dict.fromkeys([*measured, *predicted])
+        drawn = distinct_styles(names, styles)
+        return [
+            Line(name, drawn[name], measured[name], predicted.get(name, ()))
+            if name in measured
+            else Line(name, drawn[name], predicted[name])
+            for name in names
+        ]
+
+    def points_by_name(self, records: Sequence[Record]) -> dict[str, Points]:
         groups: dict[str, dict[int, Record]] = {}
-        for name, record in zip(line_names(self.records, self.x), self.records, strict=True):
+        for name, record in zip(line_names(records, self.x), records, strict=True):
             # The newest of what is alike in all respects.
             groups.setdefault(name, {})[position(record, self.x)] = record
-        drawn = distinct_styles(groups, styles)
-        return [Line(name, drawn[name], tuple(sorted(points.items()))) for name, points in groups.items()]
+        return {name: tuple(sorted(points.items())) for name, points in groups.items()}
 
 
 def position(record: Record, axis: str) -> int:
@@ -146,6 +170,7 @@ def position(record: Record, axis: str) -> int:
 
 def split_settings(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[Record]]]:
     """Groups that may share a picture, each with the values in which it differs from the other groups."""
+    records = on_measured_devices(records)
     kinds = [(*shared(records, name),) for name in SETTING]
     kinds.append(tuple("token operators" if record.kv_len is None else "attention" for record in records))
     names = [*SETTING, "kind"]

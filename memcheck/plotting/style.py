@@ -51,6 +51,16 @@ def look_of(style: Style, **more: Any) -> dict[str, Any]:
     return {"color": style.colour, "marker": style.marker, "ls": "none", **more}
 
 
+def shade_of(colour: str) -> tuple[float, float, float]:
+    """The colour again, so much darker, or lighter where it is dark, that it shows on itself."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(colour)
+    if 0.3 * red + 0.6 * green + 0.1 * blue < 0.2:
+        return (red + 3) / 4, (green + 3) / 4, (blue + 3) / 4
+    return red / 2.5, green / 2.5, blue / 2.5
+
+
 UNKNOWN_STYLE = Style(GREY, "x", ":")
 # For names that come without a style. Tol's and Okabe and Ito's colours, told apart by the colour-blind; markers,
 # dashes and hatches are what tells lines apart in greyscale.

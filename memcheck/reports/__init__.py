@@ -4,6 +4,7 @@ from memcheck.reports.accounting import accounting_table
 from memcheck.reports.cases import parse_wanted, select
 from memcheck.reports.comparison import Comparison, compare, comparison_table, comparison_words, environment_changes
 from memcheck.reports.lines import (
+    DECODING,
     NAMES,
     common_case,
     failure_note,
@@ -15,6 +16,8 @@ from memcheck.reports.lines import (
     unit_bytes,
 )
 from memcheck.reports.page import html_page
+from memcheck.reports.pairing import is_predicted, pair
+from memcheck.reports.predictions import prediction_row, prediction_table, unknown_words
 from memcheck.reports.published import published_rows, published_table, published_tables
 from memcheck.reports.record_tables import (
     check_pivot,
@@ -31,6 +34,7 @@ from memcheck.reports.summary import summary
 from memcheck.reports.tables import Table, render, write_files
 
 __all__ = [
+    "DECODING",
     "NAMES",
     "Comparison",
     "Table",
@@ -46,11 +50,15 @@ __all__ = [
     "failure_note",
     "html_page",
     "is_cs336",
+    "is_predicted",
     "legend",
     "mask",
     "number",
+    "pair",
     "parse_wanted",
     "pivot_tables",
+    "prediction_row",
+    "prediction_table",
     "published_rows",
     "published_table",
     "published_tables",
@@ -63,6 +71,7 @@ __all__ = [
     "table_header",
     "table_row",
     "unit_bytes",
+    "unknown_words",
     "write_files",
     "write_tables",
 ]

@@ -69,6 +69,8 @@ def describe(record: Record, fields: Sequence[str]) -> str:
             words.append(YES_AND_NO[field][0 if value else 1])
         else:
             words.append(WORDS.get(field, "{}").format(value))
+    if record.source == "predicted":
+        words.append("predicted")
     return ", ".join(words)
 
 
@@ -77,7 +79,7 @@ def settings_of(record: Record, besides: Sequence[str]) -> tuple[Any, ...]:
     fields = [field for field in CASE_FIELDS if field not in besides]
     follows = "dim" in besides and record.core_dim == record.dim
     values = (None if field == "core_dim" and follows else getattr(record, field) for field in fields)
-    return (*values, place_of(record), record.device_name)
+    return (*values, place_of(record), record.device_name, record.source)
 
 
 def groups_besides(records: Sequence[Record], besides: Sequence[str]) -> list[list[Record]]:
@@ -111,7 +113,7 @@ def reads_as(record: Record, field: str, text: str) -> bool:
 
 def parse_wanted(text: str) -> dict[str, str]:
     """ "operator=softplus,seq-len=512" as fields and the words they should read."""
-    known = (*CASE_FIELDS, "seq_len", "device", "status", "backend")
+    known = (*CASE_FIELDS, "seq_len", "device", "status", "backend", "source")
     wanted = {}
     for word in text.split(","):
         name, equals, value = word.partition("=")

@@ -10,6 +10,7 @@ from memcheck.quantities import format_bytes
 from memcheck.records import Record
 from memcheck.reports.cases import CASE_FIELDS, case_of, describe, place_of, values_of, varying
 from memcheck.reports.lines import count_of
+from memcheck.reports.pairing import pair, ratio, ratio_words
 from memcheck.reports.tables import Cell, Column, Table
 
 # Requested bytes, and so the same on every run. Blocks and segments of a caching allocator depend on what ran before.
@@ -27,6 +28,7 @@ EXACT_BYTES = (
 )
 SHOWN_BYTES = EXACT_BYTES[:3]
 ENVIRONMENT = (
+    "source",
     "device",
     "device_name",
     "device_total_bytes",
@@ -49,6 +51,7 @@ class Comparison:
     pairs: list[tuple[Record, Record]] = field(default_factory=list)
     only_before: list[Record] = field(default_factory=list)
     only_after: list[Record] = field(default_factory=list)
+    beside: dict[int, str] = field(default_factory=dict)  # of measured records, by id: measured / predicted
 
     def grown(self, beyond: int = 0) -> list[tuple[Record, Record]]:
         """Where a memory figure is more than `beyond` bytes higher, or a case that fitted does no longer."""
@@ -56,18 +59,43 @@ class Comparison:
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> Comparison:
-    """Matched by case; by device, too, where a folder holds a case on several."""
-    several = any(len({*map(case_of, records)}) < len(records) for records in (before, after))
+    """Matched by case; by device, too, where a folder holds a case on several.
+
+    What was measured is compared with what was measured, and predictions with predictions; with each other only where
+    one folder holds nothing but the ones, and the other nothing but the others.
+    """
+    sources = [{record.source for record in records} for records in (before, after)]
+    across = all(len(names) == 1 for names in sources) and sources[0] != sources[1]
+
+    def case(record: Record) -> Key:
+        return case_of(record) if across else (*case_of(record), record.source)
+
+    several = any(len({*map(case, records)}) < len(records) for records in (before, after))
 
     def key(record: Record) -> Key:
-        return (*case_of(record), place_of(record), record.device_name) if several else case_of(record)
+        return (*case(record), place_of(record), record.device_name) if several else case(record)
 
     old, new = {key(record): record for record in before}, {key(record): record for record in after}
     return Comparison(
         [(record, new[name]) for name, record in old.items() if name in new],
         [record for name, record in old.items() if name not in new],
         [record for name, record in new.items() if name not in old],
+        beside(before, after),
     )
+
+
+def beside(*folders: Sequence[Record]) -> dict[int, str]:
+    """Measured record, by its id -> by how much its highest peak differs from its prediction."""
+    pairs = [both for records in folders for both in pair(records).both]
+    words = {id(measured): peak_ratio(measured, predicted) for measured, predicted in pairs}
+    return {name: said for name, said in words.items() if said}
+
+
+def peak_ratio(measured: Record, predicted: Record) -> str | None:
+    """Of the fields that both know, the one that is furthest from what was predicted: "same", or "1.02 x"."""
+    known = [name for name in SHOWN_BYTES if ratio(measured, predicted, name) is not None]
+    furthest = max(known, key=lambda name: abs((ratio(measured, predicted, name) or 1) - 1), default=None)
+    return ratio_words(measured, predicted, furthest) if furthest else None
 
 
 def byte_differences(before: Record, after: Record) -> dict[str, int]:
@@ -129,11 +157,12 @@ def comparison_table(comparison: Comparison) -> Table:
     fields = [name for name in CASE_FIELDS if name in {"operator", "query_len", "kv_len", *varying(both)}]
     rows: list[list[Cell]] = [
         [
-            describe(before, fields),
+            describe(after, fields),
             verdict_change(before, after),
             *(byte_change(before, after, name) for name in SHOWN_BYTES),
             *(time_change(before, after, phase) for phase in ("forward", "backward")),
             other_changes(before, after),
+            prediction_change(comparison, before, after),
         ]
         for before, after in comparison.pairs
     ]
@@ -146,12 +175,24 @@ def comparison_table(comparison: Comparison) -> Table:
         Column("forward_time_change", "forward time"),
         Column("backward_time_change", "backward time"),
         Column("other_changes", "other changes"),
+        Column("measured_by_predicted", "measured / predicted"),
     ]
     notes = [
         "same: not a byte of difference. within noise: the quartiles of the two times overlap, "
         "or the medians are within 2 %; else the ratio of the medians."
     ]
     return Table("comparison", f"{count_of(rows)} in both", columns, rows, notes)
+
+
+def prediction_change(comparison: Comparison, before: Record, after: Record) -> str | None:
+    """ "same -> 1.02 x", where a folder holds predictions of the case, too."""
+    if before.source != after.source:
+        measured, predicted = (before, after) if after.source == "predicted" else (after, before)
+        return peak_ratio(measured, predicted)
+    words = [comparison.beside.get(id(record)) for record in (before, after)]
+    if words == [None, None]:
+        return None
+    return words[0] if words[0] == words[1] else " -> ".join(said or "-" for said in words)
 
 
 def environment_changes(before: Sequence[Record], after: Sequence[Record]) -> list[str]:

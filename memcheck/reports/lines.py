@@ -18,6 +18,7 @@ BYTE_COLUMNS = {
 NAMES = "{:<21} {:<12} {:<6} {:>11}  {:<11}"
 BYTES = "|{:>9} {:>6} {:>5} "
 TIMES = "|{:>8} {:>8}"
+DECODING = "|{:>13} {:>12} {:>9} |{:>13} |{:>9}"
 LEGEND_OF_UNITS = {
     "attention": "U: the bytes of one main tensor, (B,H,S,D) or (B,S,R); inputs and output alone are 4 U when S = T. "
     "B/ST: bytes per query and key,\nflat where memory grows with S*T, halving per doubling where it is linear. "
@@ -133,4 +134,6 @@ def common_case(records: Sequence[Any]) -> str:
     causal = {record.causal for record in records} - {None}
     if len(causal) == 1:
         parts.insert(-1, "causal" if causal.pop() else "not causal")
+    if {getattr(record, "source", None) for record in records} == {"predicted"}:
+        parts.append("predicted")
     return ", ".join(parts)

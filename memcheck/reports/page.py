@@ -8,6 +8,7 @@ from typing import Any
 
 from memcheck.records import Record
 from memcheck.reports.accounting import accounting_table
+from memcheck.reports.predictions import prediction_table
 from memcheck.reports.published import published_tables
 from memcheck.reports.record_tables import (
     STANDARD_PIVOTS,
@@ -59,6 +60,7 @@ def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
     runs = [record for record in records if record.mode != "decode"]
     first = [records_table(runs)] if runs else []
     first += [decode_table(records)] if len(runs) < len(records) else []
+    first += [beside] if (beside := prediction_table(records)).rows else []
     first += cs336_tables([record for record in runs if is_cs336(record)])
     scaling = scaling_table(runs)
     known = [field for field in STANDARD_PIVOTS if any(getattr(record, field) is not None for record in runs)]

@@ -88,11 +88,13 @@ class Figures:
 
 
 def figures_of(record: Record) -> Figures:
+    predicted = f"predicted for {record.device_name}" if record.source == "predicted" else None
     if record.forward_max_allocated_bytes is not None:
         bytes_so_far = record.forward_max_allocated_bytes, record.backward_max_allocated_bytes
-        return Figures(*bytes_so_far, "CUDA max_allocated", record.library_workspace_bytes or 0)
+        return Figures(*bytes_so_far, predicted or "CUDA max_allocated", record.library_workspace_bytes or 0)
     if record.forward_peak_bytes is not None:
-        return Figures(*highest(record.forward_peak_bytes, record.backward_peak_bytes), f"measured on {record.device}")
+        sizes = highest(record.forward_peak_bytes, record.backward_peak_bytes)
+        return Figures(*sizes, predicted or f"measured on {record.device}")
     theory = {field: sum(terms.values()) for field, terms in (record.theory or {}).items()}
     return Figures(*highest(theory.get("forward_peak_bytes"), theory.get("backward_peak_bytes")), "by formula")
 

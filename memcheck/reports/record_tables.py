@@ -102,6 +102,7 @@ CASE_COLUMNS: list[tuple[Column, Reader]] = [
     (Column("mode", "mode"), lambda record: record.mode),
     (Column("compiled", "compiled"), lambda record: record.compiled),
     (Column("device", "device"), place_of),
+    (Column("source", "source"), lambda record: record.source),
     (Column("bsz", "B"), lambda record: record.bsz),
     (Column("query_len", "S"), lambda record: record.query_len),
     (Column("kv_len", "T"), lambda record: record.kv_len),
@@ -175,6 +176,7 @@ def table_of(name: str, title: str, readers: Sequence[tuple[Column, Reader]], re
 def case_columns(records: Sequence[Record]) -> list[tuple[Column, Reader]]:
     """What all share stands in the title, for people; programs get every column."""
     changing = {*ALWAYS_SHOWN, *varying(records)} | ({"device"} if len({*map(place_of, records)}) > 1 else set())
+    changing |= {"source"} if len({record.source for record in records}) > 1 else set()
     if all(record.core_dim in (None, record.dim) for record in records):
         changing.discard("core_dim")
     return [
@@ -335,11 +337,13 @@ def quantity(field: str) -> tuple[str, str]:
 
 def standard_tables(records: Sequence[Record]) -> list[Table]:
     """Every table that these records make sense of."""
+    from memcheck.reports.predictions import prediction_table
     from memcheck.reports.scaling import scaling_table
 
     runs = [record for record in records if record.mode != "decode"]
     tables = [records_table(runs)] if runs else []
     tables += [decode_table(records)] if len(runs) < len(records) else []
+    tables += [beside] if (beside := prediction_table(records)).rows else []
     tables += cs336_tables([record for record in runs if is_cs336(record)])
     if (scaling := scaling_table(runs)).rows:
         tables.append(scaling)

@@ -12,6 +12,8 @@ from memcheck.quantities import format_bytes
 from memcheck.records import Record
 from memcheck.reports.cases import CASE_FIELDS, describe, groups_besides, values_in_order, values_of
 from memcheck.reports.lines import common_case, count_of, failure_note
+from memcheck.reports.pairing import pair
+from memcheck.reports.predictions import agreement
 
 # Sizes that belong to operators: cases that differ in nothing else answer the same question.
 OPERATORS_OWN = ("operator", "heads", "core_dim", "factor", "causal", "compiled")
@@ -46,8 +48,12 @@ def need(record: Record) -> int | None:
 
 def summary(records: Sequence[Record]) -> list[str]:
     """Paragraphs: what was measured where, who needs least and most, who ran out, what is missing or doubtful."""
+    predictions = [record for record in records if record.source == "predicted"]
+    if predictions and len(predictions) < len(records):
+        measured = [record for record in records if record.source != "predicted"]
+        return [*summary(measured), what_was_predicted(predictions), agreement(pair(records).both)]
     paragraphs = [
-        what_was_measured(records),
+        what_was_predicted(records) if predictions else what_was_measured(records),
         *most_and_least(records),
         *who_ran_out(records),
         *what_is_missing(records),
@@ -65,6 +71,17 @@ def what_was_measured(records: Sequence[Record]) -> str:
     along = f", over {' and '.join(spans)}" if spans else ""
     done = {0: "none", len(records): "all"}.get(measured, str(measured))
     return f"{cases}{along}; {done} ran to the end."
+
+
+def what_was_predicted(records: Sequence[Record]) -> str:
+    """How many cases for which device, and how many would run."""
+    counts = Counter(record.status for record in records)
+    exact = sum(bool(record.exact) for record in records)
+    told = [f"{counts['ok']} fit", f"{counts['oom']} run out of memory"]
+    rest = len(records) - counts["ok"] - counts["oom"]
+    told += [f"of {rest} nothing is known"] if rest else []
+    devices = listed(values_in_order(records, "device_name"))
+    return f"{count_of(records)} predicted for {devices}: {', '.join(told)}; {exact} are said to be exact."
 
 
 def span_of(values: set[Any], word: str) -> str | None:

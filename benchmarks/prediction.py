@@ -1,0 +1,135 @@
+"""What a prediction costs: a sweep of 1,000 cells that runs nothing, its tables and pictures, and single cells.
+
+    python benchmarks/prediction.py [--rounds 3] [--output FILE]
+
+The cells are of ten operators, five lengths, five dimensions, two dtypes and two batch sizes. A sweep is predict_sweep
+into a new folder, rows on the disk included; the promise is 60 s on two cores. Seconds of the processor are there, too:
+they tell how busy the machine was with other things.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import figures, write_result
+
+from memcheck.catalog import CONTENDERS, Case, make_case, make_combinator_case
+from memcheck.devices import DEVICES, Device
+from memcheck.plotting import write_plots
+from memcheck.predicted_sweep import predict_sweep
+from memcheck.prediction import predict_memory, traced
+from memcheck.reports import write_tables
+
+OPERATORS = (
+    *("naive", "softmax", "softmax/math", "softplus", "linear-causal", "linear-cumsum", "compressed"),
+    *("combinator", "memcheck-pyt/naive", "cs336/naive"),
+)
+LENGTHS = (512, 1024, 2048, 4096, 8192)
+DIMS = (128, 256, 512, 1024, 2048)
+DTYPES = ("float32", "bfloat16")
+BATCHES = (8, 16)
+GPU = DEVICES["A100-40GB"]
+PROMISED_SECONDS = 60.0
+
+
+def cases() -> list[Case]:
+    return [
+        make_one(name, dtype, bsz, length, dim)
+        for dtype in DTYPES
+        for bsz in BATCHES
+        for length in LENGTHS
+        for dim in DIMS
+        for name in OPERATORS
+    ]
+
+
+def make_one(name: str, dtype: str, bsz: int, length: int, dim: int) -> Case:
+    fields: dict[str, Any] = {"bsz": bsz, "query_len": length, "dim": dim, "dtype": dtype, "device": "cuda"}
+    if CONTENDERS[name].kind == "combinator":
+        return make_combinator_case(name, **fields)
+    return make_case(name, kv_len=length, heads=8, core_dim=None, factor=None, **fields)
+
+
+@dataclass
+class Watch:
+    """Seconds of the clock and of the processor, of each time that it ran."""
+
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        clock, processor = time.perf_counter(), time.process_time()
+        yield
+        self.seconds.append(time.perf_counter() - clock)
+        self.cpu_seconds.append(time.process_time() - processor)
+
+
+def time_sweeps(rounds: int) -> list[dict[str, Any]]:
+    """A row for the sweep, and one for the tables and pictures of it, made once."""
+    sweeps, files = Watch(), Watch()
+    for _ in range(rounds):
+        traced.cache_clear()
+        with tempfile.TemporaryDirectory() as folder, sweeps.running():
+            records = predict_sweep(cases(), folder, GPU)
+    styles = {name: contender.style for name, contender in CONTENDERS.items()}
+    with tempfile.TemporaryDirectory() as folder, files.running():
+        write_tables(records, folder)
+        write_plots(records, folder, styles=styles, title="sweep")
+    what = {"cells": len(records), "device": GPU.name, "threads": torch.get_num_threads()}
+    whole = {**figures("seconds", sweeps.seconds), **figures("cpu_seconds", sweeps.cpu_seconds)}
+    return [
+        {"what": "a sweep, rows on the disk", **what, **whole, "promised_seconds": PROMISED_SECONDS},
+        {"what": "its tables and pictures", **what, "seconds": files.seconds[0], "cpu_seconds": files.cpu_seconds[0]},
+    ]
+
+
+def time_cells(device: Device) -> list[dict[str, Any]]:
+    """A row for each operator: milliseconds of one prediction, and how the predictions ended."""
+    rows = []
+    traced.cache_clear()
+    for name in OPERATORS:
+        mine = [case for case in cases() if case.operator == name]
+        milliseconds, records = [], []
+        for case in mine:
+            start = time.perf_counter()
+            records.append(predict_memory(case, device).record)
+            milliseconds.append((time.perf_counter() - start) * 1e3)
+        counts = {status: sum(record.status == status for record in records) for status in ("ok", "oom", "skipped")}
+        rows.append(
+            {
+                "what": "a cell",
+                "operator": name,
+                "device": device.name,
+                "cells": len(mine),
+                **{"median_ms": statistics.median(milliseconds), "most_ms": max(milliseconds)},
+                **counts,
+            }
+        )
+    return rows
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args(arguments)
+    if args.rounds < 2:
+        parser.error("--rounds must be at least 2: quartiles need as many")
+    rows = [*time_sweeps(args.rounds), *time_cells(GPU)]
+    for row in rows:
+        print(", ".join(f"{name} {value}" for name, value in row.items()))
+    print(write_result("prediction", rows, args.output))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""PyTorch's CUDA caching allocator in integers: what its counters say after the same requests in the same order.
+
+Read in c10/cuda/CUDACachingAllocator.cpp, with the defaults of its settings, on one stream.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+MIB = 2**20
+BLOCK = 512  # every block is a multiple of it
+SMALL_REQUEST = MIB  # the largest request of the small pool
+SMALL_SEGMENT = 2 * MIB
+LARGE_SEGMENT = 20 * MIB  # for requests below 10 MiB
+LEAST_WITH_A_SEGMENT_OF_ITS_OWN = 10 * MIB
+SEGMENT = 2 * MIB  # of which larger segments are multiples
+PAGES = {True: "pages of 2 MiB, small pool", False: "pages of 20 MiB"}  # of expandable segments
+ADDRESSES = 2**80  # of an expandable segment: more than is ever asked for
+
+
+class OutOfMemory(Exception):  # noqa: N818
+    """There is no room, on CUDA for a segment of so many bytes, even after all that was cached has been given back."""
+
+    def __init__(self, requested_bytes: int, in_use_bytes: int) -> None:
+        super().__init__(f"{requested_bytes} bytes requested, {in_use_bytes} in use")
+        self.requested_bytes, self.in_use_bytes = requested_bytes, in_use_bytes
+
+
+@dataclass
+class Count:
+    """A figure of torch.cuda.memory_stats: bytes now, and the most since its peak was reset."""
+
+    current: int = 0
+    peak: int = 0
+
+    def add(self, size: int) -> None:
+        self.current += size
+        self.peak = max(self.peak, self.current)
+
+    def reset_peak(self) -> None:
+        self.peak = self.current
+
+
+@dataclass(eq=False)
+class Block:
+    """A stretch of a segment and its neighbours there."""
+
+    bytes: int
+    address: int
+    small: bool
+    requested: int = 0
+    in_use: bool = False
+    mapped: bool = True  # of an expandable segment: whether there is memory behind the addresses
+    before: Block | None = None
+    after: Block | None = None
+
+    def joins(self, other: Block | None) -> bool:
+        return other is not None and not other.in_use and other.mapped == self.mapped
+
+
+def round_size(requested: int) -> int:
+    return max(BLOCK, rounded_up(requested, BLOCK))
+
+
+def rounded_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def segment_size(size: int) -> int:
+    """Of the segment that is asked for where no block has room for `size`."""
+    if size <= SMALL_REQUEST:
+        return SMALL_SEGMENT
+    if size < LEAST_WITH_A_SEGMENT_OF_ITS_OWN:
+        return LARGE_SEGMENT
+    return rounded_up(size, SEGMENT)
+
+
+def kind_of(segment: int, small: bool) -> str:
+    if small:
+        return "segments of 2 MiB, small pool"
+    return "segments of 20 MiB" if segment == LARGE_SEGMENT else "larger segments"
+
+
+class Pool:
+    """Blocks that are free, the smallest first, and among equals the one at the lowest address."""
+
+    def __init__(self) -> None:
+        self._keys: list[tuple[int, int]] = []
+        self._blocks: dict[int, Block] = {}  # by address
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter([self._blocks[address] for _, address in self._keys])
+
+    def add(self, block: Block) -> None:
+        bisect.insort(self._keys, (block.bytes, block.address))
+        self._blocks[block.address] = block
+
+    def remove(self, block: Block) -> None:
+        self._keys.remove((block.bytes, block.address))
+        del self._blocks[block.address]
+
+    def best_fit(self, size: int) -> Block | None:
+        index = bisect.bisect_left(self._keys, (size, 0))
+        return self._blocks[self._keys[index][1]] if index < len(self._keys) else None
+
+
+class PlainAllocator:
+    """Requested bytes and a budget for them, as memcheck's tracking allocator counts on the CPU."""
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self.limit_bytes = limit_bytes
+        self.requested = self.allocated = Count()
+
+    def malloc(self, requested: int) -> Block | None:
+        if self.limit_bytes is not None and self.requested.current + requested > self.limit_bytes:
+            raise OutOfMemory(requested, self.requested.current)
+        self.requested.add(requested)
+        return Block(requested, 0, False, requested, in_use=True)
+
+    def free(self, block: Block | None) -> None:
+        if block is not None:
+            self.requested.add(-block.requested)
+
+    def empty_cache(self) -> None:
+        pass
+
+    def room_for(self, limit_bytes: int, held_bytes: int) -> int:
+        """What limit_bytes may be to leave that much for requests, of which held_bytes are there."""
+        return limit_bytes
+
+    def segments(self) -> dict[str, int] | None:
+        return None
+
+
+class CachingAllocator:
+    """malloc and free as the native CUDA allocator does them, and three of its counters.
+
+    limit_bytes: what segments may have together, be it the GPU's room or that of a per-process fraction.
+    expandable: as expandable_segments:True in PYTORCH_ALLOC_CONF: a segment for each pool, which grows by pages.
+    """
+
+    def __init__(self, limit_bytes: int | None = None, *, expandable: bool = False) -> None:
+        self.limit_bytes = limit_bytes
+        self.requested, self.allocated, self.reserved = Count(), Count(), Count()
+        self._free = {True: Pool(), False: Pool()}  # the small pool and the large one
+        self._growing = GrowingSegments(self) if expandable else None
+        self._segments: dict[str, int] = {}
+        self._next_address = 0
+
+    def malloc(self, requested: int) -> Block | None:
+        """A block of at least so many bytes, or None for none at all; raises OutOfMemory."""
+        if requested == 0:
+            return None
+        size = round_size(requested)
+        small = size <= SMALL_REQUEST
+        block = self._free[small].best_fit(size)
+        if block is not None:
+            self._free[small].remove(block)
+        else:
+            block = self._from_driver(size, small)
+        if self._worth_splitting(block, size):
+            self._free[small].add(split(block, size))
+        block.in_use, block.requested = True, requested
+        self.requested.add(requested)
+        self.allocated.add(block.bytes)
+        return block
+
+    def free(self, block: Block | None) -> None:
+        if block is None:
+            return
+        self.requested.add(-block.requested)
+        self.allocated.add(-block.bytes)
+        block.in_use = False
+        self.add_free(block)
+
+    def empty_cache(self) -> None:
+        """Segments, or pages of them, that nothing is in go back to the driver."""
+        for pool in self._free.values():
+            for block in pool:
+                if self._growing is not None:
+                    pool.remove(block)
+                    self._growing.unmap(block)
+                elif block.before is None and block.after is None:
+                    pool.remove(block)
+                    self.reserve(-block.bytes, kind_of(block.bytes, block.small))
+
+    def room_for(self, limit_bytes: int, held_bytes: int) -> int:
+        """The limit of segments that leaves limit_bytes for requests, held_bytes of which are there already."""
+        return self.reserved.current + limit_bytes - held_bytes
+
+    def segments(self) -> dict[str, int]:
+        """Reserved bytes by the kind of segment."""
+        return {kind: size for kind, size in self._segments.items() if size}
+
+    def reserve(self, size: int, kind: str) -> None:
+        self.reserved.add(size)
+        self._segments[kind] = self._segments.get(kind, 0) + size
+
+    def add_free(self, block: Block) -> Block:
+        """Into its pool, as one with its free neighbours."""
+        pool = self._free[block.small]
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and block.joins(neighbour):
+                pool.remove(neighbour)
+                block = joined(block, neighbour)
+        pool.add(block)
+        return block
+
+    def take_free(self, block: Block) -> None:
+        self._free[block.small].remove(block)
+
+    def has_room(self, size: int) -> bool:
+        return self.limit_bytes is None or self.reserved.current + size <= self.limit_bytes
+
+    def _from_driver(self, size: int, small: bool) -> Block:
+        block = self._new_block(size, small)
+        if block is None:
+            self.empty_cache()
+            block = self._new_block(size, small)
+        if block is None:
+            raise OutOfMemory(segment_size(size), self.requested.current)
+        return block
+
+    def _new_block(self, size: int, small: bool) -> Block | None:
+        if self._growing is not None:
+            return self._growing.block(size, small)
+        size = segment_size(size)
+        if not self.has_room(size):
+            return None
+        self.reserve(size, kind_of(size, small))
+        address, self._next_address = self._next_address, self._next_address + size
+        return Block(size, address, small)
+
+    def _worth_splitting(self, block: Block, size: int) -> bool:
+        left = block.bytes - size
+        return left >= BLOCK if block.small or self._growing is not None else left > SMALL_REQUEST
+
+
+class GrowingSegments:
+    """Expandable segments, one for each pool: addresses without end, and pages of memory behind some of them."""
+
+    def __init__(self, allocator: CachingAllocator) -> None:
+        self._allocator = allocator
+        self._page = {True: SMALL_SEGMENT, False: LARGE_SEGMENT}
+        self._unmapped = {
+            True: [Block(ADDRESSES, 0, True, mapped=False)],
+            False: [Block(ADDRESSES, ADDRESSES * LARGE_SEGMENT, False, mapped=False)],
+        }
+
+    def block(self, size: int, small: bool) -> Block | None:
+        """A mapped block at the lowest addresses where there is room for it, out of the pool; None: out of memory."""
+        candidate = next(filter(None, (self._with_room(block, size) for block in self._unmapped[small])))
+        while not candidate.mapped or candidate.bytes < size:
+            gap = candidate if not candidate.mapped else candidate.after
+            if gap is None or gap.mapped:
+                return None
+            missing = size if gap is candidate else size - candidate.bytes
+            mapped = self._map(gap, min(missing, gap.bytes))
+            if mapped is None:
+                return None
+            candidate = mapped
+        self._allocator.take_free(candidate)
+        return candidate
+
+    def unmap(self, block: Block) -> None:
+        """Gives back the whole pages in a free block, which is in no pool."""
+        page = self._page[block.small]
+        begin, end = rounded_up(block.address, page), (block.address + block.bytes) // page * page
+        if begin >= end:
+            self._allocator.add_free(block)
+            return
+        whole = split(block, begin - block.address) if begin > block.address else block
+        rest = split(whole, end - begin) if end < whole.address + whole.bytes else None
+        whole.mapped = False
+        for part in (block, rest):
+            if part is not None and part is not whole:
+                self._allocator.add_free(part)
+        self._allocator.reserve(-whole.bytes, PAGES[whole.small])
+        self._keep_unmapped(whole)
+
+    def _with_room(self, gap: Block, size: int) -> Block | None:
+        """The first block of a row of free ones, mapped or not, that has so many bytes."""
+        first = gap.before if gap.before is not None and not gap.before.in_use else gap
+        room, block = 0, first
+        while room < size:
+            room += block.bytes
+            if room < size and (block.after is None or block.after.in_use):
+                return None
+            block = block.after or block
+        return first
+
+    def _map(self, gap: Block, size: int) -> Block | None:
+        """Puts pages behind the first bytes of the gap; the free block, in its pool, that they are part of then."""
+        size = rounded_up(size, self._page[gap.small])
+        if not self._allocator.has_room(size):
+            return None
+        self._unmapped[gap.small].remove(gap)
+        if size < gap.bytes:
+            self._unmapped[gap.small].append(split(gap, size))
+        self._sort(gap.small)
+        self._allocator.reserve(size, PAGES[gap.small])
+        gap.mapped = True
+        return self._allocator.add_free(gap)
+
+    def _keep_unmapped(self, block: Block) -> None:
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and block.joins(neighbour):
+                self._unmapped[block.small].remove(neighbour)
+                block = joined(block, neighbour)
+        self._unmapped[block.small].append(block)
+        self._sort(block.small)
+
+    def _sort(self, small: bool) -> None:
+        self._unmapped[small].sort(key=lambda block: block.address)
+
+
+def split(block: Block, size: int) -> Block:
+    """Cuts the block down to `size` and returns the rest."""
+    rest = Block(block.bytes - size, block.address + size, block.small, mapped=block.mapped)
+    rest.before, rest.after = block, block.after
+    if block.after is not None:
+        block.after.before = rest
+    block.after, block.bytes = rest, size
+    return rest
+
+
+def joined(block: Block, neighbour: Block) -> Block:
+    """One block of two that lie side by side: the first of them."""
+    first, second = sorted((block, neighbour), key=lambda block: block.address)
+    first.bytes += second.bytes
+    first.after = second.after
+    if second.after is not None:
+        second.after.before = first
+    return first

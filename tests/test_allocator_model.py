@@ -1,0 +1,208 @@
+"""The model of the CUDA caching allocator, by what the allocator is known to do."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from memcheck.allocator_model import MIB, Block, CachingAllocator, OutOfMemory, PlainAllocator
+
+SMALL, LARGE = "segments of 2 MiB, small pool", "segments of 20 MiB"
+
+
+def figures(allocator: CachingAllocator) -> tuple[int, int, int]:
+    return allocator.requested.current, allocator.allocated.current, allocator.reserved.current
+
+
+@pytest.mark.parametrize(
+    ("requested", "allocated", "reserved"),
+    [
+        (1, 512, 2 * MIB),
+        (512, 512, 2 * MIB),
+        (513, 1024, 2 * MIB),
+        (MIB, MIB, 2 * MIB),
+        (MIB + 1, MIB + 512, 20 * MIB),
+        (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
+        # From 10 MiB on a segment of its own, which is split only for a rest of more than a MiB.
+        (10 * MIB, 10 * MIB, 10 * MIB),
+        (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
+        (11 * MIB, 12 * MIB, 12 * MIB),
+        (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
+        # cuBLAS's workspaces.
+        (8_519_680, 8_519_680, 20 * MIB),
+        (32 * MIB, 32 * MIB, 32 * MIB),
+    ],
+)
+def test_a_request_in_an_empty_cache(requested: int, allocated: int, reserved: int) -> None:
+    allocator = CachingAllocator()
+    allocator.malloc(requested)
+    assert figures(allocator) == (requested, allocated, reserved)
+
+
+def test_nothing_is_no_block() -> None:
+    allocator = CachingAllocator()
+    block = allocator.malloc(0)
+    allocator.free(block)
+    assert (block, figures(allocator)) == (None, (0, 0, 0))
+
+
+def test_small_requests_share_segments() -> None:
+    allocator = CachingAllocator()
+    for _ in range(5):
+        allocator.malloc(MIB // 2)
+    assert allocator.segments() == {SMALL: 4 * MIB}
+    allocator.malloc(5 * MIB)
+    allocator.malloc(5 * MIB)
+    assert allocator.segments() == {SMALL: 4 * MIB, LARGE: 20 * MIB}
+
+
+def test_a_large_block_is_split_only_for_more_than_a_mib() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(20 * MIB))
+    snug = allocator.malloc(19 * MIB)
+    assert snug is not None
+    assert (snug.bytes, figures(allocator)) == (20 * MIB, (19 * MIB, 20 * MIB, 20 * MIB))
+    allocator.free(snug)
+    loose = allocator.malloc(19 * MIB - 512)
+    assert loose is not None
+    assert loose.bytes == 19 * MIB - 512
+
+
+def test_the_smallest_block_that_fits_is_taken() -> None:
+    allocator = CachingAllocator()
+    large, middle, small = (allocator.malloc(size * MIB) for size in (40, 30, 20))
+    for block in (large, middle, small):
+        allocator.free(block)
+    taken = allocator.malloc(25 * MIB)
+    assert taken is not None
+    assert taken.address == 40 * MIB
+    assert allocator.reserved.current == 90 * MIB
+
+
+def test_neighbours_become_one_block_again() -> None:
+    allocator = CachingAllocator()
+    allocator.free(allocator.malloc(40 * MIB))
+    parts = [allocator.malloc(10 * MIB) for _ in range(4)]
+    assert allocator.reserved.current == 40 * MIB
+    for index in (1, 3, 2, 0):  # between two that are free, at the end, at the beginning
+        allocator.free(parts[index])
+    whole = allocator.malloc(40 * MIB)
+    assert whole is not None
+    assert (whole.bytes, whole.address, allocator.reserved.current) == (40 * MIB, 0, 40 * MIB)
+
+
+def test_what_is_cached_goes_back_before_there_is_no_room() -> None:
+    allocator = CachingAllocator(limit_bytes=100 * MIB)
+    allocator.free(allocator.malloc(60 * MIB))
+    allocator.malloc(70 * MIB)
+    assert (allocator.reserved.current, allocator.reserved.peak) == (70 * MIB, 70 * MIB)
+    with pytest.raises(OutOfMemory) as refused:
+        allocator.malloc(31 * MIB)
+    assert (refused.value.requested_bytes, refused.value.in_use_bytes) == (32 * MIB, 70 * MIB)
+    allocator.malloc(30 * MIB)
+
+
+def test_a_segment_in_part_in_use_stays() -> None:
+    allocator = CachingAllocator(limit_bytes=64 * MIB)
+    whole = allocator.malloc(40 * MIB)
+    allocator.free(whole)
+    kept = allocator.malloc(4 * MIB)  # of those 40
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(50 * MIB)
+    assert allocator.reserved.current == 40 * MIB
+    allocator.free(kept)
+    allocator.malloc(50 * MIB)
+    assert allocator.reserved.current == 50 * MIB
+
+
+def test_a_small_request_may_be_out_of_memory_beside_a_large_free_block() -> None:
+    allocator = CachingAllocator(limit_bytes=41 * MIB)
+    allocator.free(allocator.malloc(40 * MIB))
+    allocator.malloc(2 * MIB)  # a part of the 40
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(512)
+
+
+def test_empty_cache_keeps_what_is_in_use() -> None:
+    allocator = CachingAllocator()
+    kept, freed = allocator.malloc(30 * MIB), allocator.malloc(50 * MIB)
+    allocator.free(freed)
+    allocator.empty_cache()
+    assert allocator.reserved.current == 30 * MIB
+    allocator.free(kept)
+    allocator.empty_cache()
+    assert (figures(allocator), allocator.segments()) == ((0, 0, 0), {})
+
+
+def test_an_expandable_segment_grows_by_pages() -> None:
+    allocator = CachingAllocator(expandable=True)
+    first = allocator.malloc(30 * MIB)
+    assert first is not None
+    assert (first.bytes, allocator.reserved.current) == (30 * MIB, 40 * MIB)
+    allocator.malloc(25 * MIB)  # 10 of them are there
+    assert allocator.reserved.current == 60 * MIB
+    allocator.malloc(512)
+    assert allocator.segments() == {"pages of 20 MiB": 60 * MIB, "pages of 2 MiB, small pool": 2 * MIB}
+    allocator.free(first)
+    allocator.malloc(26 * MIB)  # splits, as it would not where segments have their own size
+    assert figures(allocator)[1:] == (51 * MIB + 512, 62 * MIB)
+
+
+def test_expandable_segments_give_back_whole_pages_and_fill_the_gap() -> None:
+    allocator = CachingAllocator(limit_bytes=120 * MIB, expandable=True)
+    first, second = allocator.malloc(50 * MIB), allocator.malloc(50 * MIB)
+    assert first is not None
+    assert second is not None
+    allocator.free(first)
+    allocator.empty_cache()
+    assert allocator.reserved.current == 60 * MIB  # 10 of the first's lie on the second's page
+    again = allocator.malloc(45 * MIB)
+    assert again is not None
+    assert (again.address, allocator.reserved.current) == (first.address, 100 * MIB)
+    with pytest.raises(OutOfMemory):
+        allocator.malloc(60 * MIB)
+
+
+@pytest.mark.parametrize("expandable", [False, True])
+@pytest.mark.parametrize("limit_bytes", [None, 200 * MIB])
+def test_the_counters_agree_after_any_requests(expandable: bool, limit_bytes: int | None) -> None:
+    chance = random.Random(0)
+    allocator = CachingAllocator(limit_bytes, expandable=expandable)
+    alive: list[Block] = []
+    refused = 0
+    for _ in range(3000):
+        if chance.random() < 0.55 or not alive:
+            try:
+                block = allocator.malloc(int(2 ** chance.uniform(0, 26)))
+            except OutOfMemory:
+                refused += 1
+                allocator.free(alive.pop(0))
+            else:
+                assert block is not None
+                alive.append(block)
+        else:
+            allocator.free(alive.pop(chance.randrange(len(alive))))
+        spans = sorted((block.address, block.address + block.bytes) for block in alive)
+        assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
+        assert allocator.requested.current == sum(block.requested for block in alive)
+        assert allocator.allocated.current == sum(block.bytes for block in alive)
+        assert allocator.allocated.current <= allocator.reserved.current == sum(allocator.segments().values())
+        assert limit_bytes is None or allocator.reserved.current <= limit_bytes
+    assert (refused > 0) is (limit_bytes is not None)
+    for block in alive:
+        allocator.free(block)
+    allocator.empty_cache()
+    assert figures(allocator) == (0, 0, 0)
+
+
+def test_the_cpus_allocator_counts_requests() -> None:
+    allocator = PlainAllocator(limit_bytes=100)
+    first = allocator.malloc(60)
+    with pytest.raises(OutOfMemory) as refused:
+        allocator.malloc(41)
+    assert (refused.value.requested_bytes, refused.value.in_use_bytes) == (41, 60)
+    allocator.free(first)
+    allocator.malloc(100)
+    assert (allocator.requested.current, allocator.requested.peak, allocator.segments()) == (100, 100, None)

@@ -1,0 +1,127 @@
+"""`memcheck predict`: one case, one answer, and one line where the flags are wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from memcheck.__main__ import main
+from memcheck.records import Record
+
+ISSUE = ["--attention-type", "naive", "--bsz", "64", "--query-len", "4096", "--kv-len", "4096", "--dim", "512"]
+ISSUE += ["--heads", "8", "--device", "A100-40GB"]
+SMALL = ["--seq-len", "32", "--dim", "16", "--heads", "2"]
+
+
+def predicted(capsys: pytest.CaptureFixture[str], *flags: str) -> dict:
+    assert main(["predict", *flags, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_a_case_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    found = predicted(capsys, *ISSUE)
+    assert (found["status"], found["oom_phase"], found["device_name"]) == ("oom", "forward", "A100-40GB")
+    assert found["oom_requested_bytes"] == 32 * 2**30
+    assert found["oom_in_use_bytes"] == sum(found["terms"]["oom_in_use_bytes"].values())
+    assert found["exact"] is True
+    assert found["source"] == "predicted"
+    assert {field.name for field in dataclasses.fields(Record)} <= found.keys()
+
+
+def test_every_figure_is_the_sum_of_its_terms(capsys: pytest.CaptureFixture[str]) -> None:
+    found = predicted(capsys, *SMALL, "--device", "H200", "--attention-type", "memcheck-pyt/naive")
+    assert {"forward_max_allocated_bytes", "backward_max_allocated_bytes", "reserved_bytes"} <= found["terms"].keys()
+    for field, terms in found["terms"].items():
+        assert sum(terms.values()) == found[field], field
+
+
+def test_the_table_shows_terms_and_their_sum(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", *SMALL, "--device", "cpu"]) == 0
+    said = capsys.readouterr().out
+    assert "naive: cpu, float32, batch 1, dim 16, 2 heads, causal, train, predicted, S 32, T 32, eager" in said
+    assert "verdict: ok, it fits" in said
+    assert "exact: every figure is what a measurement says, to the byte" in said
+    (peak,) = [line for line in said.splitlines() if line.startswith("forward peak")]
+    block = said.partition("\n\n")[2].partition("\nforward peak")[0].rpartition("\n\n")[2]
+    sizes = [int(line.split()[-1].replace(",", "")) for line in block.splitlines()]
+    assert sum(sizes) == int(peak.split()[-1].replace(",", ""))
+
+
+def test_what_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", *SMALL, "--attention-type", "flex", "--device", "T4"]) == 0
+    said = capsys.readouterr().out
+    assert "verdict: skipped, not predicted: the compiler decides what is allocated" in said
+    assert main(["predict", *SMALL, "--attention-type", "softmax", "--dtype", "fp16", "--device", "H200"]) == 0
+    said = capsys.readouterr().out
+    assert "not known: the workspace of cuDNN's plan" in said
+    assert "forward peak, not known to the byte" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "field", "value"),
+    [
+        (["--mode", "decode", "--kv-len", "64"], "state_bytes", 2 * 64 * 256 * 4),
+        (["--attention-type", "combinator", "--dim", "32"], "parameter_bytes", 2 * 32 * 32 * 4),
+        (["--query-len", "8", "--kv-len", "16"], "kv_len", 16),
+        (["--query-len", "8"], "kv_len", 8),
+        (["--memory_limit", "1MiB"], "oom_phase", None),
+        (["--memory-limit", "9MiB", "--seq-len", "512"], "oom_phase", "forward"),
+        (["--inference"], None, None),
+    ],
+)
+def test_flags(capsys: pytest.CaptureFixture[str], flags: list[str], field: str | None, value: object) -> None:
+    if field is None:
+        assert main(["predict", *flags, "--device", "cpu"]) == 2
+    else:
+        assert predicted(capsys, *flags, "--device", "cpu")[field] == value
+
+
+def test_threads_and_dense_gradients(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (*SMALL, "--attention-type", "linear-causal", "--device", "cpu", "--threads")
+    one, two = predicted(capsys, *flags, "1"), predicted(capsys, *flags, "2", "--dense-grad")
+    assert (one["threads"], two["threads"]) == (1, 2)
+    assert "grad y, expanded" in one["terms"]["backward_peak_bytes"]
+    assert "grad y" in two["terms"]["backward_peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--device", "A3"], "--device A3 is unknown; known: cpu"),
+        (["--device", "A100"], "--device A100 is one of several: A100-40GB, A100-80GB"),
+        (["--attention-type", "hard"], "--attention-type hard is unknown; known: naive"),
+        (["--attention-type", "naive,softmax"], "predict takes one; memcheck sweep --predict-only takes several"),
+        (["--dim", "13"], "--dim must be divisible by --heads for naive"),
+        (["--bsz", "0"], "--bsz must be at least 1, got 0"),
+        (["--seq-len", "8", "--kv-len", "8"], "--seq-len sets both lengths"),
+        (["--query-len", "16", "--kv-len", "8"], "--query-len must not exceed --kv-len when causal"),
+        (["--mode", "decode", "--query-len", "2"], "--query-len must be 1 in --mode decode, got 2"),
+        (["--memory-limit", "much"], "--memory-limit must look like 40GiB"),
+        (["--dtype", "int8"], "--dtype int8 is unknown"),
+        (["--format", "yaml"], "invalid choice"),
+    ],
+)
+def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:
+    assert main(["predict", *flags, *([] if "--device" in flags else ["--device", "cpu"])]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert words in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_published_rows_are_shown_beside_predictions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["published", "--predict"]) == 0
+    said = capsys.readouterr().out
+    assert "memcheck_pyt's table, predicted: 155 of 155 rows to the MiB, with their verdicts" in said
+    assert "cs336's table, predicted: 40 rows" in said
+    compiled = [line for line in said.splitlines() if " compiled " in line]
+    assert compiled
+    assert all(line.count("not predicted") == 4 for line in compiled)
+
+
+def test_predictions_of_published_rows_take_no_folders(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["published", "--predict", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
