@@ -316,34 +316,20 @@ def plan_of(call: Call, operator: str, **sizes: Any) -> dict[str, int]:
     """Bytes by the struct that the operator's own glue allocates by."""
     from memcheck._extension import _C
 
-    where = {"device": "cuda"} if call.target.kind == "cuda" and plans_for_cuda(operator) else {}
-    plan: dict[str, int] = getattr(_C, f"{operator}_plan")(**sizes, threads=call.target.threads, **where)
+    target = call.target
+    plan: dict[str, int] = getattr(_C, f"{operator}_plan")(**sizes, threads=target.threads, device=target.kind)
     return plan
 
 
-def plans_for_cuda(operator: str) -> bool:
-    """Whether the build's plans are of CUDA's kernels, too."""
-    from memcheck._extension import _C
-
-    return "device" in (getattr(_C, f"{operator}_plan").__doc__ or "")
-
-
-def unplanned(call: Call, operator: str) -> Iterator[Unknown]:
-    if call.target.kind == "cuda" and not plans_for_cuda(operator):
-        yield Unknown("the scratch of memcheck's CUDA kernels: the CPU's stands in for it")
-
-
 @rule("any", "memcheck::softplus_attention")
-def softplus(call: Call) -> Iterator[Scratch | Unknown]:
+def softplus(call: Call) -> Iterator[Scratch]:
     plan = softplus_plan(call)
     yield Scratch("sums", plan["forward_sums" if call.keep_carries else "forward_scratch"])
-    yield from unplanned(call, "softplus_attention")
 
 
 @rule("any", "memcheck::softplus_attention_backward")
-def softplus_backward(call: Call) -> Iterator[Scratch | Unknown]:
+def softplus_backward(call: Call) -> Iterator[Scratch]:
     yield Scratch("scratch", softplus_plan(call)["backward_scratch"])
-    yield from unplanned(call, "softplus_attention")
 
 
 def softplus_plan(call: Call) -> dict[str, int]:
@@ -357,15 +343,13 @@ def nothing(call: Call) -> Iterator[Scratch]:
 
 
 @rule("any", "memcheck::linear_attention", "memcheck::linear_attention_step")
-def linear(call: Call) -> Iterator[Scratch | Unknown]:
+def linear(call: Call) -> Iterator[Scratch]:
     yield Scratch("states and tiles", linear_plan(call, call.v.shape[3])["forward_scratch"])
-    yield from unplanned(call, "linear_attention")
 
 
 @rule("any", "memcheck::linear_attention_backward")
-def linear_backward(call: Call) -> Iterator[Scratch | Unknown]:
+def linear_backward(call: Call) -> Iterator[Scratch]:
     yield Scratch("states and tiles", linear_plan(call, call.grad_y.shape[3])["backward_scratch"])
-    yield from unplanned(call, "linear_attention")
 
 
 def linear_plan(call: Call, Dv: int) -> dict[str, int]:
@@ -375,26 +359,23 @@ def linear_plan(call: Call, Dv: int) -> dict[str, int]:
 
 
 @rule("any", "memcheck::compressed_attention")
-def compressed(call: Call) -> Iterator[Scratch | Unknown]:
+def compressed(call: Call) -> Iterator[Scratch]:
     plan = compressed_plan(call, call.k.shape[1], call.k.shape[2])
     yield Scratch("compressed k and v", 0 if call.keep else plan["compressed"])
     yield Scratch("scratch", plan["forward_scratch"])
-    yield from unplanned(call, "compressed_attention")
 
 
 @rule("any", "memcheck::compressed_attention_pooled")
-def compressed_pooled(call: Call) -> Iterator[Scratch | Unknown]:
+def compressed_pooled(call: Call) -> Iterator[Scratch]:
     plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
     yield Scratch("scratch", plan["pooled_forward_scratch"])
-    yield from unplanned(call, "compressed_attention")
 
 
 @rule("any", "memcheck::compressed_attention_backward", "memcheck::compressed_attention_pooled_backward")
-def compressed_backward(call: Call) -> Iterator[Scratch | Unknown]:
+def compressed_backward(call: Call) -> Iterator[Scratch]:
     plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
     yield Scratch("delta", plan["delta"] if call.output_mask[0] or call.output_mask[1] else 0)
     yield Scratch("scratch", plan["backward_scratch"])
-    yield from unplanned(call, "compressed_attention")
 
 
 def compressed_plan(call: Call, Hkv: int, T: int) -> dict[str, int]:
@@ -405,7 +386,7 @@ def compressed_plan(call: Call, Hkv: int, T: int) -> dict[str, int]:
 
 @rule("any", "memcheck::combinator")
 def combinator(call: Call) -> Iterator[Scratch | Unknown]:
-    plan = combinator_plan(call.x)
+    plan = combinator_plan(call, call.x)
     yield Scratch("pre-activations of a chunk", 0 if call.keep_preactivations else plan["chunk"])
     yield Scratch("rows laid out for BLAS", plan["copy"])
     yield from unplanned_products(call, call.x)
@@ -413,7 +394,7 @@ def combinator(call: Call) -> Iterator[Scratch | Unknown]:
 
 @rule("any", "memcheck::combinator_backward")
 def combinator_backward(call: Call) -> Iterator[Scratch | Unknown]:
-    plan = combinator_plan(call.grad_y if call.x is None else call.x)
+    plan = combinator_plan(call, call.grad_y if call.x is None else call.x)
     yield Scratch("pre-activations of a chunk", plan["chunk"])
     yield Scratch("rows laid out for BLAS", plan["copy"])
     if call.output_mask[1]:
@@ -422,12 +403,13 @@ def combinator_backward(call: Call) -> Iterator[Scratch | Unknown]:
     yield from unplanned_products(call, call.grad_y)
 
 
-def combinator_plan(x: Tensor) -> dict[str, int]:
+def combinator_plan(call: Call, x: Tensor) -> dict[str, int]:
     from memcheck._extension import _C
 
     E = x.shape[-1]
     copies = not x.is_contiguous()
-    plan: dict[str, int] = _C.combinator_plan(N=x.numel() // E, E=E, dtype=dtype_name(x), copies=copies)
+    sizes = {"N": x.numel() // E, "E": E}
+    plan: dict[str, int] = _C.combinator_plan(**sizes, dtype=dtype_name(x), copies=copies, device=call.target.kind)
     return plan
 
 
