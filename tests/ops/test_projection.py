@@ -173,8 +173,8 @@ def test_memory_to_the_byte(
     piece = (rows or 0) * R * x.itemsize
     is_sum = dtype == torch.bfloat16 and products_of(function, B, S, rows) > 1
     sums = E * R * (4 + (2 if KERNELS == "cpu" else 0)) if is_sum else 0
-    # oneDNN takes scratch from torch's allocator for its 16-bit products, and we do not know how much; cuBLAS says. CUDA
-    # on the host widens a part of both factors for a product in float32.
+    # oneDNN takes scratch from torch's allocator for its 16-bit products, and we do not know how much; cuBLAS says.
+    # CUDA on the host widens a part of both factors for a product in float32.
     widened = 2**18 if is_sum and KERNELS != DEVICE else 0
     library = record.library_workspace_bytes if DEVICE == "cuda" else 0 if dtype == torch.float32 else MIB + widened
     assert 0 <= record.forward_peak_bytes - held <= library
