@@ -17,6 +17,8 @@ from memcheck._extension import _C
 # Where tests make their tensors, and whose kernels they test: those of CUDA may run on the CPU's tensors (--host-cuda).
 DEVICE = os.environ.get("MEMCHECK_TEST_DEVICE", "cpu")
 KERNELS = "cuda" if "MEMCHECK_TEST_HOST_CUDA" in os.environ else DEVICE
+# There they take their time.
+ON_HOST = KERNELS != DEVICE
 HERE = "cuda:0" if DEVICE == "cuda" else DEVICE  # as a tensor there says it
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

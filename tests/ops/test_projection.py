@@ -11,6 +11,7 @@ from ops.checks import (
     HERE,
     KERNELS,
     LAYOUTS,
+    ON_HOST,
     Bound,
     Contract,
     Function,
@@ -175,7 +176,7 @@ def test_memory_to_the_byte(
     sums = E * R * (4 + (2 if KERNELS == "cpu" else 0)) if is_sum else 0
     # oneDNN takes scratch from torch's allocator for its 16-bit products, and we do not know how much; cuBLAS says.
     # CUDA on the host widens a part of both factors for a product in float32.
-    widened = 2**18 if is_sum and KERNELS != DEVICE else 0
+    widened = 2**18 if is_sum and ON_HOST else 0
     library = record.library_workspace_bytes if DEVICE == "cuda" else 0 if dtype == torch.float32 else MIB + widened
     assert 0 <= record.forward_peak_bytes - held <= library
     assert 0 <= record.backward_peak_bytes - (held + grad_y + record.gradient_bytes + piece + sums) <= library
