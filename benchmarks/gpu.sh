@@ -8,7 +8,7 @@
 #   ptx        the instructions that C++ has no words for, against their host bodies
 #   values     tests/ops with tensors on the GPU: values, gradients, layouts, bytes, opcheck, torch.compile
 #   operators  tests/gpu: streams, CUDA graphs, peaks, large tensors; timelines and statistics of CUDA memory
-#   prediction predicted bytes against those of the caching allocator
+#   prediction  predicted bytes against those of the caching allocator
 #   gradcheck  gradients against central differences in float64
 #   sanitizer  compute-sanitizer on every operator: memcheck and racecheck
 #   bench      every operator against what one would take instead: bench.md, bench.json

@@ -17,7 +17,7 @@ from torch import Tensor
 import memcheck
 from memcheck.catalog import CONTENDERS, make_case, make_combinator_case
 from memcheck.measurement import measure_memory
-from memcheck.profiling import bind
+from memcheck.subjects import bind
 from memcheck.theory import closed_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -244,6 +244,7 @@ def test_bounds_are_the_formulas_without_cancellation() -> None:
     torch.testing.assert_close((y, grad_v), (of_y, of_v))
 
 
+@pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
     for shape in ((1, 2, 1, 300, 700, 70), (3, 4, 2, 1, 300, 33), (1, 1, 1, 700, 700, 64)):
