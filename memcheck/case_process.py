@@ -107,6 +107,8 @@ class CaseProcess:
                 text=True,
                 start_new_session=True,  # Ctrl-C is for the sweep, which ends its processes itself
             )
+            if self._closed:  # by another thread, which saw no process to end
+                self.end()
             assert self._process.stdout is not None
             self._process.stdout.readline()  # "ready": importing torch is not on the case's account
         return self._process
