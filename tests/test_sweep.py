@@ -73,8 +73,16 @@ def command(folder: Path, *flags: str) -> list[str]:
 
 
 def begin(folder: Path, *flags: str) -> subprocess.Popen[str]:
+    """Where tests run in the background they ignore Ctrl-C, and so would what they start."""
     pipe = subprocess.PIPE
-    return subprocess.Popen(command(folder, *flags), stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    return subprocess.Popen(
+        command(folder, *flags),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
