@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ def measure_memory(
     device: torch.device | str | None = None,
     limit_bytes: int | None = None,
     parameters: Any = (),
+    optimizer_step: Callable[[], Any] | None = None,
     details: bool = False,
     **kwargs: Any,
 ) -> Record:
@@ -35,6 +37,8 @@ def measure_memory(
     device: where to measure; the CPU, or the CUDA device of the tensors given, unless given.
     limit_bytes: a budget for inputs, parameters and everything allocated; see memcheck.track.
     parameters: tensors, modules or containers that fn uses without being given them (a closure's weights).
+    optimizer_step: called after the backward, as optimizer.step is; what is alive meanwhile at most is
+    optimizer_peak_bytes. The state that an optimizer has before counts where `parameters` names it.
     details: two more passes fill saved_tensors and alive_at_peak, and check saved_bytes by another road; what they
     find amiss is in doubts.
 
@@ -44,7 +48,7 @@ def measure_memory(
     fn returns, and caches that fn fills, count as saved. So does, with 8 bytes on the CPU, a Python number that
     autograd keeps as an operand. A keyword of fn that has the name of one here is bound with functools.partial.
     """
-    subject = Subject(fn, inputs, kwargs, parameters, backward, device)
+    subject = Subject(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
     record = Run(subject, limit_bytes).measure(dense_grad)
     record.doubts = subject.machine.sharing()
     # A machine that ran out of memory is not asked to do it again; a budget is.
@@ -60,32 +64,61 @@ def measure_time(
     dense_grad: bool = False,
     device: torch.device | str | None = None,
     parameters: Any = (),
+    optimizer_step: Callable[[], Any] | None = None,
     warmup: int = 2,
     passes: int = 10,
     max_seconds: float | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Median and quartiles, in milliseconds, of fn's forward and backward, under the names that a record has for them.
+    """Median and quartiles, in milliseconds, of fn's forward, backward and optimizer_step, under the names that a record has for them.
 
     Arguments are those of measure_memory. No pass begins that would not end within max_seconds, going by the one
     before it, but one is always run and counted; "passes" says how many were. "doubts" says in sentences why the times
     may be off: too few, scattered, drifting, or taken beside others. Nothing is tracked.
     """
+    times = time_passes(
+        Subject(fn, inputs, kwargs, parameters, backward, device, optimizer_step),
+        dense_grad=dense_grad,
+        warmup=warmup,
+        passes=passes,
+        max_seconds=max_seconds,
+    )
+    summaries = (timing.summary(f"{phase}_ms", times.of(phase)) for phase in PHASES)
+    return {
+        **{name: value for summary in summaries for name, value in summary.items()},
+        "passes": len(times.passes),
+        "doubts": times.doubts,
+    }
+
+
+PHASES = ("forward", "backward", "optimizer")
+
+
+@dataclass(frozen=True)
+class Times:
+    """Milliseconds of the phases of each pass that counts, and in sentences why they may be off."""
+
+    passes: list[dict[str, float]]
+    doubts: tuple[str, ...]
+
+    def of(self, phase: str) -> list[float]:
+        """Of every pass; empty where the phase did not run."""
+        return [times[phase] for times in self.passes if phase in times]
+
+
+def time_passes(
+    subject: Subject, *, dense_grad: bool = False, warmup: int, passes: int, max_seconds: float | None
+) -> Times:
+    """As measure_time has it."""
     _check_passes(warmup, passes, max_seconds)
-    subject = Subject(fn, inputs, kwargs, parameters, backward, device)
     disturbed = (*load(), *subject.machine.sharing())
     results = _timed_passes(subject, dense_grad, warmup + passes, max_seconds)
     # Where time was short the passes that count go first, and one of them at least.
     warm = min(warmup, len(results) - 1)
-    times = dict(zip(("forward", "backward"), zip(*results[warm:], strict=True), strict=True))
-    known = {phase: [ms for ms in column if ms is not None] for phase, column in times.items()}
-    few = timing.doubts_of_passes(len(results) - warm, passes, warmed_up=warm > 0 or warmup == 0)
-    return {
-        **timing.summary("forward_ms", known["forward"]),
-        **timing.summary("backward_ms", known["backward"]),
-        "passes": len(results) - warm,
-        "doubts": (*disturbed, *few, *(doubt for phase in known for doubt in timing.doubts(phase, known[phase]))),
-    }
+    times = Times(results[warm:], ())
+    few = timing.doubts_of_passes(len(times.passes), passes, warmed_up=warm > 0 or warmup == 0)
+    scattered = (doubt for phase in PHASES for doubt in timing.doubts(phase, times.of(phase)))
+    return replace(times, doubts=(*disturbed, *few, *scattered))
 
 
 def machine_facts(device: torch.device | str) -> dict[str, Any]:
@@ -95,7 +128,7 @@ def machine_facts(device: torch.device | str) -> dict[str, Any]:
 
 def _timed_passes(
     subject: Subject, dense_grad: bool, count: int, max_seconds: float | None
-) -> list[tuple[float, float | None]]:
+) -> list[dict[str, float]]:
     """Up to that many passes, of which the first to warm up, cut where the next one would end too late."""
     begin = previous = time.perf_counter()
     deadline = begin + (float("inf") if max_seconds is None else max_seconds)

@@ -18,6 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memcheck.fused_attention import attention
+from memcheck.fused_norm import fused_rms_norm, is_fused
+from memcheck import own_operator_scratch as own_operator_scratch  # whose rules are registered so
 from memcheck.operator_scratch import OF_THE_HOST, Scratch, Target, Unknown, call_of, scratch_of, uses_cublas
 from memcheck.runs import gradients_for
 from memcheck.subjects import Subject
@@ -29,6 +31,7 @@ NUMBER = "number"
 WORKSPACE = "cuBLAS workspace"
 # Whose number, as an operand, is a tensor that autograd may keep.
 WITH_NUMBERS = {"add", "sub", "mul", "div", "true_divide", "multiply", "divide", "gt", "lt", "ge", "le", "eq", "ne"}
+KEEPERS = {"MulBackward0", "DivBackward0"}
 
 
 @dataclass(eq=False)
@@ -43,6 +46,10 @@ class Piece:
 
     def alive_after(self, event: int) -> bool:
         return self.born <= event and (self.died is None or self.died > event)
+
+
+class Held:
+    """Something to hold on to."""
 
 
 @dataclass
@@ -73,7 +80,7 @@ class Tape:
 class Trace:
     """The tape of a run, and what its pieces were.
 
-    phases: name -> (first event, last event) of "inputs", "forward" and "backward". The last event of one is the
+    phases: name -> (first event, last event) of "inputs", "forward", "backward" and "optimizer". The last event of one is the
     first of the next: what is alive there is what it begins with.
     operators: all that ran, each once.
     unknown: phase -> what is taken there that is not known, in words.
@@ -112,6 +119,7 @@ class Tracer(TorchDispatchMode):
         self._pieces: dict[int, Piece] = {}  # of storages
         self._workspace: Piece | None = None
         self._hosts_number = False
+        self._counts_number = True  # that the next operator has for an operand
         # Torch's math attention adds a mask in place, but not where a mode such as this one is looking on.
         self.adds_in_place = False
 
@@ -119,7 +127,8 @@ class Tracer(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         call = call_of(func, args, kwargs or {}, output, self.target)
         self.operators[call.name] = None
-        scratch = list(self._known(scratch_of(call)))
+        scratch = [part for part in self._known(scratch_of(call)) if self._counts_number or part.name != NUMBER]
+        self._counts_number = True
         taken = [self.tape.take(part.name, part.bytes) for part in scratch if part.first]
         elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()
         if self.adds_in_place and call.name == "aten::add":
@@ -136,12 +145,15 @@ class Tracer(TorchDispatchMode):
     def _known(self, parts: Iterable[Scratch | Unknown]) -> Iterator[Scratch]:
         for part in parts:
             if isinstance(part, Unknown):
-                self.unknown.setdefault(self.phase, {})[str(part)] = None
+                self.note_unknown(str(part), self.phase)
             else:
                 yield part
 
+    def note_unknown(self, words: str, phase: str) -> None:
+        self.unknown.setdefault(phase, {})[words] = None
+
     def piece_of(self, tensor: Tensor) -> Piece | None:
-        return self._pieces.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+        return self._pieces.get(tensor.untyped_storage()._cdata)
 
     def drop_library_workspaces(self) -> None:
         if self._workspace is not None:
@@ -151,6 +163,14 @@ class Tracer(TorchDispatchMode):
     def begin_thread(self) -> None:
         """Autograd's thread, which has a cuBLAS handle, and so a workspace, of its own."""
         self._workspace = None
+
+    def take_number(self) -> object:
+        """A number that an operand is, from now until what is returned is let go."""
+        self._counts_number = False
+        held = Held()
+        if self.target.kind == "cpu":
+            weakref.finalize(held, self.tape.give_back, self.tape.take(NUMBER, 8))
+        return held
 
     @contextmanager
     def number_of_the_host(self) -> Iterator[None]:
@@ -162,7 +182,8 @@ class Tracer(TorchDispatchMode):
             self._hosts_number = False
 
     def note(self, tensor: Tensor, name: str) -> None:
-        if not tensor.is_meta:
+        # Numbers that an optimizer keeps are the CPU's, and real.
+        if not (tensor.is_meta or (tensor.is_cpu and self.phase == "inputs" and self.target.kind == "cpu")):
             return
         storage = tensor.untyped_storage()
         size = storage.nbytes()
@@ -201,7 +222,7 @@ class Tracer(TorchDispatchMode):
             self.drop_library_workspaces()
 
 
-class NumbersAndAttention(TorchFunctionMode):
+class OnTarget(TorchFunctionMode):
     """Turns what would be decided, or allocated, by the device that tensors are on into what the target has of it."""
 
     def __init__(self, tracer: Tracer) -> None:
@@ -216,10 +237,31 @@ class NumbersAndAttention(TorchFunctionMode):
                 return attention(self.tracer.target, *args, **kwargs)
             finally:
                 self.tracer.adds_in_place = False
+        if func is torch.nn.functional.rms_norm and self.tracer.target.kind == "cuda" and is_fused(*args, **kwargs):
+            y = fused_rms_norm(*args, **kwargs)
+            if y.requires_grad:
+                self.tracer.note_unknown("the partial sums of rms_norm's backward", "backward")
+            return y
         if len(args) == 2 and isinstance(args[1], int | float) and getattr(func, "__name__", "") in WITH_NUMBERS:
+            if saved_tensors_hooks_are_open():
+                return self._beyond_hooks(func, args, kwargs)
             with self.tracer.number_of_the_host():
                 args = (args[0], torch.scalar_tensor(args[1], dtype=dtype_of(args[1]), device="meta"))
         return func(*args, **kwargs)
+
+    def _beyond_hooks(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A node that keeps a number keeps it whatever hooks, those of a checkpoint say, make of what is saved."""
+        number = self.tracer.take_number()
+        output = func(*args, **kwargs)
+        node = getattr(output, "grad_fn", None)
+        if node is not None and node.name() in KEEPERS:
+            kept = [number]
+            node.register_prehook(lambda *_: kept.clear())  # which goes with the node, too
+        return output
+
+
+def saved_tensors_hooks_are_open() -> bool:
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def dtype_of(number: float) -> torch.dtype:
@@ -239,7 +281,7 @@ class Run:
         self.result = Trace(self.tracer.tape)
 
     def trace(self, subject: Subject) -> Trace:
-        with self.tracer, NumbersAndAttention(self.tracer):
+        with self.tracer, OnTarget(self.tracer):
             try:
                 self._run(subject)
             except RuntimeError as error:
@@ -268,8 +310,13 @@ class Run:
         roots = list({id(output): output for _, output in outputs if output.requires_grad}.values())
         if roots:
             self.tracer.begin_thread()
-            self._backward(roots, [(name, leaf) for name, leaf in (*given, *owned) if leaf.requires_grad])
-            self._end("backward")
+            incoming = gradients_for(roots, self.dense_grad)
+            leaves = [(name, leaf) for name, leaf in (*given, *owned) if leaf.requires_grad]
+            self._backward(roots, incoming, leaves)
+            self._end("backward", next_phase="optimizer")
+            if subject.optimizer_step is not None:
+                subject.optimizer_step()
+                self._end("optimizer")
 
     def _note_outputs(self, outputs: list[tuple[str, Tensor]]) -> None:
         held = self.result.held
@@ -281,11 +328,14 @@ class Run:
         alive = self.result.tape.alive()
         self.result.saved = [piece for piece in alive if piece not in known and not piece.is_library]
 
-    def _backward(self, roots: list[Tensor], leaves: list[tuple[str, Tensor]]) -> None:
-        incoming = gradients_for(roots, self.dense_grad)
+    def _backward(self, roots: list[Tensor], incoming: list[Tensor], leaves: list[tuple[str, Tensor]]) -> None:
         name = "grad y" if self.dense_grad else "grad y, expanded"
         self.result.incoming = self._named([(name, gradient) for gradient in incoming])
-        torch.autograd.backward(roots, incoming)
+        # What torch.autograd.backward calls; that one would be a call under the mode, which rests meanwhile, and what a
+        # checkpoint runs again would be without it.
+        engine: Any = torch.autograd.Variable._execution_engine
+        how = {"allow_unreachable": True, "accumulate_grad": True}
+        engine.run_backward(tuple(roots), tuple(incoming), False, False, (), **how)
         gradients = [(f"d{name}", leaf.grad) for name, leaf in leaves if leaf.grad is not None]
         self.result.gradients = self._named(gradients)
 

@@ -1,6 +1,6 @@
 """What operators take beside their outputs, which no dispatcher sees: by formulas, for the CPU's kernels and CUDA's.
 
-Read in torch 2.13's kernels; those of our own operators ask the plans that their glue allocates by.
+Read in torch 2.13's kernels. Our own operators are in memcheck.own_operator_scratch.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def uses_cublas(call: Call) -> bool:
     return call.name.removeprefix("aten::") in PRODUCTS or call.name in PRODUCTS
 
 
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm", "memcheck::combinator", "memcheck::combinator_backward"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm"}
 
 
 def rounded_up(size: int, unit: int) -> int:
@@ -312,107 +312,11 @@ def sizes_of(call: Call) -> tuple[Tensor, int, int, int]:
     return call.query, call.query.shape[2], call.key.shape[2], call.query.shape[3]
 
 
-def plan_of(call: Call, operator: str, **sizes: Any) -> dict[str, int]:
-    """Bytes by the struct that the operator's own glue allocates by."""
-    from memcheck._extension import _C
-
-    target = call.target
-    plan: dict[str, int] = getattr(_C, f"{operator}_plan")(**sizes, threads=target.threads, device=target.kind)
-    return plan
+# Of so many indices at most CUDA adds the rows up without sorting them first.
+FEW_INDICES = 3072
 
 
-@rule("any", "memcheck::softplus_attention")
-def softplus(call: Call) -> Iterator[Scratch]:
-    plan = softplus_plan(call)
-    yield Scratch("sums", plan["forward_sums" if call.keep_carries else "forward_scratch"])
-
-
-@rule("any", "memcheck::softplus_attention_backward")
-def softplus_backward(call: Call) -> Iterator[Scratch]:
-    yield Scratch("scratch", softplus_plan(call)["backward_scratch"])
-
-
-def softplus_plan(call: Call) -> dict[str, int]:
-    (B, S, R), T = call.q.shape, call.k.shape[2]
-    return plan_of(call, "softplus_attention", B=B, S=S, T=T, R=R, causal=call.causal, dtype=dtype_name(call.q))
-
-
-@rule("any", "memcheck::softplus_attention_step")
-def nothing(call: Call) -> Iterator[Scratch]:
-    yield from ()
-
-
-@rule("any", "memcheck::linear_attention", "memcheck::linear_attention_step")
-def linear(call: Call) -> Iterator[Scratch]:
-    yield Scratch("states and tiles", linear_plan(call, call.v.shape[3])["forward_scratch"])
-
-
-@rule("any", "memcheck::linear_attention_backward")
-def linear_backward(call: Call) -> Iterator[Scratch]:
-    yield Scratch("states and tiles", linear_plan(call, call.grad_y.shape[3])["backward_scratch"])
-
-
-def linear_plan(call: Call, Dv: int) -> dict[str, int]:
-    (B, H, S, D), (_, Hkv, T, _) = call.q.shape, call.k.shape
-    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv}
-    return plan_of(call, "linear_attention", **sizes, causal=call.values.get("causal", False), dtype=dtype_name(call.q))
-
-
-@rule("any", "memcheck::compressed_attention")
-def compressed(call: Call) -> Iterator[Scratch]:
-    plan = compressed_plan(call, call.k.shape[1], call.k.shape[2])
-    yield Scratch("compressed k and v", 0 if call.keep else plan["compressed"])
-    yield Scratch("scratch", plan["forward_scratch"])
-
-
-@rule("any", "memcheck::compressed_attention_pooled")
-def compressed_pooled(call: Call) -> Iterator[Scratch]:
-    plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
-    yield Scratch("scratch", plan["pooled_forward_scratch"])
-
-
-@rule("any", "memcheck::compressed_attention_backward", "memcheck::compressed_attention_pooled_backward")
-def compressed_backward(call: Call) -> Iterator[Scratch]:
-    plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
-    yield Scratch("delta", plan["delta"] if call.output_mask[0] or call.output_mask[1] else 0)
-    yield Scratch("scratch", plan["backward_scratch"])
-
-
-def compressed_plan(call: Call, Hkv: int, T: int) -> dict[str, int]:
-    B, H, S, D = call.q.shape
-    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": call.factor}
-    return plan_of(call, "compressed_attention", **sizes, causal=call.causal, dtype=dtype_name(call.q))
-
-
-@rule("any", "memcheck::combinator")
-def combinator(call: Call) -> Iterator[Scratch | Unknown]:
-    plan = combinator_plan(call, call.x)
-    yield Scratch("pre-activations of a chunk", 0 if call.keep_preactivations else plan["chunk"])
-    yield Scratch("rows laid out for BLAS", plan["copy"])
-    yield from unplanned_products(call, call.x)
-
-
-@rule("any", "memcheck::combinator_backward")
-def combinator_backward(call: Call) -> Iterator[Scratch | Unknown]:
-    plan = combinator_plan(call, call.grad_y if call.x is None else call.x)
-    yield Scratch("pre-activations of a chunk", plan["chunk"])
-    yield Scratch("rows laid out for BLAS", plan["copy"])
-    if call.output_mask[1]:
-        yield Scratch("rows in float32", plan["wide"])
-        yield Scratch("gradient of the weight in float32", plan["sums"])
-    yield from unplanned_products(call, call.grad_y)
-
-
-def combinator_plan(call: Call, x: Tensor) -> dict[str, int]:
-    from memcheck._extension import _C
-
-    E = x.shape[-1]
-    copies = not x.is_contiguous()
-    sizes = {"N": x.numel() // E, "E": E}
-    plan: dict[str, int] = _C.combinator_plan(**sizes, dtype=dtype_name(x), copies=copies, device=call.target.kind)
-    return plan
-
-
-def unplanned_products(call: Call, x: Tensor) -> Iterator[Unknown]:
-    if call.target.kind == "cpu" and not products_are_plain(dtype_name(x)):
-        yield Unknown("what oneDNN takes in products of 16-bit matrices")
+@rule("cuda", "embedding_dense_backward")
+def embedding_backward(call: Call) -> Iterator[Unknown]:
+    if call.indices.numel() > FEW_INDICES:
+        yield Unknown("what sorting the tokens takes in the embedding's backward")

@@ -51,7 +51,7 @@ class Record:
 
     # How it ended.
     status: str = "ok"  # ok, oom, unsupported, error, timeout, killed, skipped
-    oom_phase: str | None = None  # "forward" or "backward"
+    oom_phase: str | None = None  # "forward", "backward" or "optimizer"
     oom_requested_bytes: int | None = None
     oom_in_use_bytes: int | None = None
     reason: str | None = None
@@ -64,6 +64,7 @@ class Record:
     forward_peak_bytes: int | None = None  # highest sum alive during the forward, with inputs and library workspaces
     saved_bytes: int | None = None  # alive after the forward, less inputs, parameters and outputs
     backward_peak_bytes: int | None = None  # highest sum alive during the backward alone
+    optimizer_peak_bytes: int | None = None  # highest sum alive during an optimizer's step after the backward
     gradient_bytes: int | None = None  # the gradients that came out
     workspace_bytes: int | None = None  # the operator's own scratch
     library_workspace_bytes: int | None = None  # cuBLAS and the like
@@ -76,6 +77,8 @@ class Record:
     forward_ms_quartiles: tuple[float, float] | None = None
     backward_ms: float | None = None
     backward_ms_quartiles: tuple[float, float] | None = None
+    optimizer_ms: float | None = None
+    optimizer_ms_quartiles: tuple[float, float] | None = None
     passes: int | None = None
 
     # Decoding: what a sequence of kv_len tokens leaves behind for the next one. The peaks are those of one step.
@@ -98,7 +101,7 @@ class Record:
         """The record of one JSON line; fields this version does not know are dropped."""
         known = {field.name for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {name: value for name, value in json.loads(line).items() if name in known}
-        for name in ("forward_ms_quartiles", "backward_ms_quartiles", "doubts"):
+        for name in ("forward_ms_quartiles", "backward_ms_quartiles", "optimizer_ms_quartiles", "doubts"):
             if values.get(name) is not None:
                 values[name] = tuple(values[name])
         return cls(**values)

@@ -1,4 +1,5 @@
-"""One forward and one backward of a callable, and the bytes they took: what every measurement is made of."""
+"""One forward and one backward of a callable, perhaps an optimizer's step, and the bytes they took: what every
+measurement is made of."""
 
 from __future__ import annotations
 
@@ -34,7 +35,10 @@ class Subject:
         parameters: Any,
         backward: bool,
         device: torch.device | str | None,
+        optimizer_step: Callable[[], Any] | None = None,
     ) -> None:
+        if optimizer_step is not None and not backward:
+            raise ValueError("optimizer_step needs the gradients of a backward, got backward=False")
         if not callable(fn):
             raise ValueError(f"fn must be callable, got {fn!r}")
         if backward and torch.is_inference_mode_enabled():
@@ -45,6 +49,7 @@ class Subject:
         self.given = [tensor for _, tensor in self.named_given]
         self.owned = [tensor for _, tensor in self.named_owned]
         self.backward = backward
+        self.optimizer_step = optimizer_step
         self.named_leaves = _leaves(self.named_given, self.named_owned, backward)
         self.leaves = [tensor for _, tensor in self.named_leaves]
         self.device = resolve_device(device, [*self.given, *self.owned])
@@ -56,7 +61,7 @@ class Subject:
 
 
 class Run:
-    """One forward, one backward, and the record that they fill.
+    """One forward, one backward, perhaps a step of an optimizer, and the record that they fill.
 
     hooks: whether autograd's hooks tell what is saved. They change what is alive, if rarely, and torch.func.grad
     refuses to run under any: so bytes come from runs without them.
@@ -92,7 +97,9 @@ class Run:
         self.machine.drop_library_workspaces()
         with _collector_at_rest(), gradients_aside(self.subject.leaves), self.memory:
             if self._attempt("forward", self._forward) and any(output.requires_grad for output in self.outputs):
-                self._attempt("backward", functools.partial(self._backward, dense_grad))
+                done = self._attempt("backward", functools.partial(self._backward, dense_grad))
+                if done and self.subject.optimizer_step is not None:
+                    self._attempt("optimizer", self._optimizer)
         self.record.reserved_bytes = self.machine.reserved_bytes()
         return self.record
 
@@ -134,8 +141,7 @@ class Run:
         self.output_gradients = gradients_for(roots, dense_grad)
         incoming = storages_of(self.output_gradients, self.subject.device)
         torch.autograd.backward(roots, self.output_gradients)
-        held_bytes = (record.input_bytes or 0) + (record.parameter_bytes or 0)
-        record.backward_peak_bytes = held_bytes + memory.peak_bytes
+        record.backward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.backward_max_allocated_bytes = self.machine.max_allocated_bytes(record.forward_max_allocated_bytes)
         library_bytes = self.machine.drop_library_workspaces()
         leaf_gradients = (leaf.grad for leaf in self.subject.leaves if leaf.grad is not None)
@@ -145,6 +151,16 @@ class Run:
         self._note_workspace(record.backward_peak_bytes, library_bytes, sum((appeared | incoming).values()))
         if library_bytes is not None:
             record.library_workspace_bytes = max(library_bytes, record.library_workspace_bytes or 0)
+
+    def _optimizer(self) -> None:
+        assert self.subject.optimizer_step is not None
+        self.memory.reset_peak()
+        self.subject.optimizer_step()
+        self.record.optimizer_peak_bytes = self._held_bytes + self.memory.peak_bytes
+
+    @property
+    def _held_bytes(self) -> int:
+        return (self.record.input_bytes or 0) + (self.record.parameter_bytes or 0)
 
     def _note_workspace(self, peak_bytes: int, library_bytes: int | None, more_bytes: int = 0) -> None:
         record = self.record
@@ -159,19 +175,24 @@ def _let_go_of_failed_backward(device: torch.device) -> None:
     torch.ones((), device=device, requires_grad=True).clone().backward()
 
 
-def timed_pass(subject: Subject, dense_grad: bool) -> tuple[float, float | None]:
-    """The milliseconds of a forward, and of a backward where there is one."""
+def timed_pass(subject: Subject, dense_grad: bool) -> dict[str, float]:
+    """The milliseconds of the forward, and of the backward and the optimizer's step where there are any."""
     outputs: list[Any] = []
-    phase = range_around.get()
-    with phase("pass"), gradients_aside(subject.leaves):
-        with phase("forward"):
-            forward_ms = subject.machine.milliseconds(lambda: outputs.append(subject.forward()))
+    times: dict[str, float] = {}
+
+    def timed(name: str, run: Callable[[], Any]) -> None:
+        with range_around.get()(name):
+            times[name] = subject.machine.milliseconds(run)
+
+    with range_around.get()("pass"), gradients_aside(subject.leaves):
+        timed("forward", lambda: outputs.append(subject.forward()))
         roots = roots_of(tensors_in(outputs))
-        if not roots:
-            return forward_ms, None
-        gradients = gradients_for(roots, dense_grad)
-        with phase("backward"):
-            return forward_ms, subject.machine.milliseconds(lambda: torch.autograd.backward(roots, gradients))
+        if roots:
+            gradients = gradients_for(roots, dense_grad)
+            timed("backward", lambda: torch.autograd.backward(roots, gradients))
+            if subject.optimizer_step is not None:
+                timed("optimizer", subject.optimizer_step)
+    return times
 
 
 def roots_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:

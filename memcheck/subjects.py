@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +28,11 @@ class Subject:
     parameters: Any
     names: tuple[str, ...]  # of the operator's arguments, as far as they have any
     state: Any = None  # in decode mode; the last of the inputs
+    optimizer_step: Callable[[], Any] | None = None  # after the backward
 
     @property
     def backward(self) -> bool:
-        return self.case.mode == "train"
+        return self.case.mode in ("train", "backward")
 
     def named_inputs(self) -> Iterator[tuple[str, Tensor]]:
         """ "q", and "state.0" where an argument holds several."""

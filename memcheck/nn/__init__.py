@@ -1,7 +1,8 @@
-"""Modules: self-attention with its projections inside, the combinator, and the projections alone."""
+"""Modules: self-attention with its projections inside, the combinator, the projections alone, and a decoder of them."""
 
 from memcheck.nn.combinator import Combinator
 from memcheck.nn.compressed_attention import CompressedSelfAttention
+from memcheck.nn.decoder import Decoder
 from memcheck.nn.linear_attention import LinearSelfAttention
 from memcheck.nn.projection import KeyProjection, OutProjection, QueryProjection, ValueProjection
 from memcheck.nn.softplus_attention import SoftplusSelfAttention, heuristic_core_dim
@@ -9,6 +10,7 @@ from memcheck.nn.softplus_attention import SoftplusSelfAttention, heuristic_core
 __all__ = [
     "Combinator",
     "CompressedSelfAttention",
+    "Decoder",
     "KeyProjection",
     "LinearSelfAttention",
     "OutProjection",

@@ -1,0 +1,60 @@
+"""torch.autocast for meta tensors, on which torch's own does nothing: as it is on the CPU or on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+# By the names of functions: what runs in the lower precision, ...
+LOWER = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention"}
+OURS = {"softplus_attention", "linear_attention", "compressed_attention", "combinator", "linear_r", "linear_l"}
+# ... and what runs in float32.
+FLOAT32 = {"cpu": {"cross_entropy"}, "cuda": {"cross_entropy", "softmax", "log_softmax", "pow", "rsqrt", "sum"}}
+
+
+class AutocastOnMeta(TorchFunctionMode):
+    """Of the functions that a decoder calls; casts of parameters are made once and kept to the end, as autocast does.
+
+    kind: "cpu" or "cuda", whose lists differ.
+    """
+
+    def __init__(self, kind: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.kind, self.dtype = kind, dtype
+        self._kept: dict[int, Tensor] = {}
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._kept.clear()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        dtype = self._dtype_of(name_of(func))
+        args, kwargs = tree_map(lambda part: self._cast(part, dtype), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def _dtype_of(self, name: str) -> torch.dtype | None:
+        if name in LOWER or name in OURS:
+            return self.dtype
+        return torch.float32 if name in FLOAT32[self.kind] else None
+
+    def _cast(self, part: Any, dtype: torch.dtype | None) -> Any:
+        """float64 stays as it is."""
+        if dtype is None or not isinstance(part, Tensor) or not part.is_floating_point() or part.dtype == torch.float64:
+            return part
+        if part.dtype == dtype:
+            return part
+        if not (part.is_leaf and part.requires_grad and dtype == self.dtype):
+            return part.to(dtype)
+        if id(part) not in self._kept:
+            self._kept[id(part)] = part.to(dtype)
+        return self._kept[id(part)]
+
+
+def name_of(func: Any) -> str:
+    """ "softplus_attention" of torch.ops.memcheck.softplus_attention, too"""
+    name: str = getattr(func, "__name__", "")
+    return name.partition(".")[0]

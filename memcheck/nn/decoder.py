@@ -1,0 +1,254 @@
+"""A decoder-only language model whose attention and feed-forward layer are exchanged by name."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.utils.checkpoint import checkpoint
+
+from memcheck.nn.checks import check_positive
+from memcheck.nn.combinator import Combinator
+from memcheck.nn.heads import HeadedSelfAttention
+from memcheck.nn.projection import KeyProjection, OutProjection, QueryProjection, ValueProjection
+from memcheck.nn.weighted import Device
+from memcheck.ops.compressed_attention import compressed_attention
+from memcheck.ops.linear_attention import linear_attention
+from memcheck.ops.softplus_attention import softplus_attention
+from memcheck.reference.naive_attention import naive_attention
+
+ATTENTIONS: dict[str, Callable[..., Any]] = {
+    "naive": naive_attention,
+    "softmax": functools.partial(scaled_dot_product_attention, is_causal=True),
+    "linear": functools.partial(linear_attention, causal=True),
+    "compressed": compressed_attention,
+    "softplus": softplus_attention,
+}
+FEED_FORWARDS = ("swiglu", "combinator", "combinator-low-memory")
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+class Rotary(torch.nn.Module):
+    """Rotary position embedding: channels i and i + D/2 turn together, by position * base^(-2i/D) (Su et al. 2021).
+
+    Args:
+        dim: D, even. context: the longest sequence, for which angles are kept as buffers cos and sin (context, D/2).
+
+    In the forward x is (..,S,D), or with channel_major (..,D,S).
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self, dim: int, context: int, base: float = 1e4, *, device: Device = None, dtype: torch.dtype | None = None
+    ) -> None:
+        super().__init__()
+        if dim % 2:
+            raise ValueError(f"Rotary: dim must be even, got {dim}")
+        frequencies = base ** -(torch.arange(0, dim, 2, device=device, dtype=torch.float32) / dim)
+        angles = torch.arange(context, device=device, dtype=torch.float32)[:, None] * frequencies
+        dtype = dtype or torch.get_default_dtype()
+        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
+
+    def forward(self, x: Tensor, channel_major: bool = False) -> Tensor:
+        along, S = (-2, x.shape[-1]) if channel_major else (-1, x.shape[-2])
+        cos, sin = (
+            (table[:S].mT if channel_major else table[:S]).to(x.dtype)  # under autocast they differ
+            for table in (self.cos, self.sin)
+        )
+        a, b = x.chunk(2, along)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], along)
+
+
+class Attend(torch.nn.Module):
+    """An attention function, as a module."""
+
+    def __init__(self, function: Callable[..., Any], **arguments: Any) -> None:
+        super().__init__()
+        self.function, self.arguments = function, arguments
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y: Tensor = self.function(q, k, v, **self.arguments)
+        return y
+
+
+class RotarySelfAttention(HeadedSelfAttention):
+    """Causal self-attention with heads and rotary positions: x (B,S,E) -> y (B,S,E)."""
+
+    def __init__(self, dim: int, heads: int, rotary: Rotary, attend: Attend, **place: Any) -> None:
+        super().__init__(dim, heads, None, bias=False, **place)
+        self.rotary, self.attend = rotary, attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x)
+        return self.leave(self.attend(self.rotary(q), self.rotary(k), v))
+
+
+class RotarySoftplusSelfAttention(torch.nn.Module):
+    """Softplus attention with rotary positions, all channels one head: x (B,S,E) -> y (B,S,E)."""
+
+    def __init__(self, dim: int, rotary: Rotary, attend: Attend, **place: Any) -> None:
+        super().__init__()
+        self.q_proj = QueryProjection(dim, dim, **place)
+        self.k_proj = KeyProjection(dim, dim, **place)
+        self.v_proj = ValueProjection(dim, dim, **place)
+        self.out_proj = OutProjection(dim, dim, **place)
+        self.rotary, self.attend = rotary, attend
+
+    def forward(self, x: Tensor) -> Tensor:
+        k = self.rotary(self.k_proj(x), channel_major=True)
+        y: Tensor = self.out_proj(self.attend(self.rotary(self.q_proj(x)), k, self.v_proj(x)))
+        return y
+
+
+class SwiGLU(torch.nn.Module):
+    """W2 (silu(W1 x) * W3 x), of three linear layers without bias (Shazeer 2020): x (..,E) -> y (..,E)."""
+
+    def __init__(self, dim: int, hidden_dim: int, **place: Any) -> None:
+        super().__init__()
+        self.gate_proj = torch.nn.Linear(dim, hidden_dim, bias=False, **place)
+        self.up_proj = torch.nn.Linear(dim, hidden_dim, bias=False, **place)
+        self.down_proj = torch.nn.Linear(hidden_dim, dim, bias=False, **place)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
+        return y
+
+
+class DecoderLayer(torch.nn.Module):
+    """x + attention(norm(x)), and of that h: h + feed_forward(norm(h)), with x (B,S,E)."""
+
+    def __init__(self, attention: torch.nn.Module, feed_forward: torch.nn.Module, dim: int, **place: Any) -> None:
+        super().__init__()
+        self.attention_norm = torch.nn.RMSNorm(dim, eps=1e-5, **place)
+        self.attention = attention
+        self.feed_forward_norm = torch.nn.RMSNorm(dim, eps=1e-5, **place)
+        self.feed_forward = feed_forward
+        self.checkpointing = False
+        # Of the forward and of its repetition in the backward, under checkpointing; see torch.utils.checkpoint.
+        self.checkpoint_contexts: Callable[[], Contexts] = lambda: (nullcontext(), nullcontext())
+
+    def extra_repr(self) -> str:
+        return f"checkpointing={self.checkpointing}"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.checkpointing and torch.is_grad_enabled()):
+            return self.run(x)
+        # Nothing in a layer is random.
+        contexts: Any = {"context_fn": self.checkpoint_contexts}
+        y: Tensor = checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=False, **contexts)
+        return y
+
+    def run(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x))
+        y: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
+        return y
+
+
+class Decoder(torch.nn.Module):
+    """A pre-norm decoder: tokens (B,S) of int64 -> logits (B,S,V).
+
+    RMSNorm, rotary positions, no biases, and a head of its own, not tied to the embedding.
+
+    Args:
+        vocabulary: V. dim: E. feed_forward_dim: F, of SwiGLU. layers. heads: which divide dim.
+        context: the longest S.
+        attention: "naive" (the whole score matrix), "softmax" (F.scaled_dot_product_attention), "linear", "compressed"
+            or "softplus" (no heads, R = E); all causal.
+        factor: of compressed attention.
+        feed_forward: "swiglu", or in its place a "combinator" or "combinator-low-memory".
+        checkpointing: keeps each layer's input alone for backward, and runs the layer again then.
+        device, dtype: of the weights, as in torch.nn.Linear.
+
+    Raises:
+        ValueError: an unknown name, a size that is not positive or does not divide, an odd head, S beyond the context.
+    """
+
+    def __init__(
+        self,
+        vocabulary: int,
+        dim: int,
+        feed_forward_dim: int,
+        layers: int,
+        heads: int,
+        *,
+        context: int,
+        attention: str = "softmax",
+        factor: int = 8,
+        feed_forward: str = "swiglu",
+        checkpointing: bool = False,
+        device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = {"vocabulary": vocabulary, "feed_forward_dim": feed_forward_dim, "layers": layers, "context": context}
+        check_positive("Decoder", **sizes, heads=heads, factor=factor)
+        check_known("attention", attention, tuple(ATTENTIONS))
+        check_known("feed_forward", feed_forward, FEED_FORWARDS)
+        place: Any = {"device": device, "dtype": dtype}
+        self.context = context
+        self.embedding = torch.nn.Embedding(vocabulary, dim, **place)
+        rotary = Rotary(dim if attention == "softplus" else dim // heads, context, **place)
+        self.layers = torch.nn.ModuleList(
+            DecoderLayer(
+                make_attention(attention, dim, heads, factor, rotary, **place),
+                make_feed_forward(feed_forward, dim, feed_forward_dim, **place),
+                dim,
+                **place,
+            )
+            for _ in range(layers)
+        )
+        self.norm = torch.nn.RMSNorm(dim, eps=1e-5, **place)
+        self.head = torch.nn.Linear(dim, vocabulary, bias=False, **place)
+        self.reset_parameters()
+        self.set_checkpointing(checkpointing)
+
+    def reset_parameters(self) -> None:
+        """Embeddings normal with deviation 0.02, as everything but norms starts; layers that write to the residual
+        stream less, by sqrt(2 layers), so that it grows with no depth (Radford et al. 2019)."""
+        for name, weight in self.named_parameters():
+            if weight.dim() > 1:
+                last = name.endswith(("out_proj.weight", "down_proj.weight"))
+                torch.nn.init.normal_(weight, std=0.02 / ((2 * len(self.layers)) ** 0.5 if last else 1))
+
+    def set_checkpointing(self, on: bool, contexts: Callable[[], Contexts] | None = None) -> None:
+        """For every layer; contexts as torch.utils.checkpoint's context_fn."""
+        for layer in self.layers:
+            layer.checkpointing = on
+            if contexts is not None:
+                layer.checkpoint_contexts = contexts
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if tokens.dim() != 2 or tokens.shape[1] > self.context:
+            raise ValueError(f"Decoder: tokens must be (B,S) with S <= {self.context}, got {tuple(tokens.shape)}")
+        x = self.embedding(tokens)
+        for layer in self.layers:
+            x = layer(x)
+        logits: Tensor = self.head(self.norm(x))
+        return logits
+
+
+def check_known(argument: str, name: str, known: tuple[str, ...]) -> None:
+    if name not in known:
+        raise ValueError(f"Decoder: {argument} must be one of {', '.join(known)}, got {name!r}")
+
+
+def make_attention(name: str, dim: int, heads: int, factor: int, rotary: Rotary, **place: Any) -> torch.nn.Module:
+    attend = Attend(ATTENTIONS[name], **({"factor": factor} if name == "compressed" else {}))
+    if name == "softplus":
+        return RotarySoftplusSelfAttention(dim, rotary, attend, **place)
+    return RotarySelfAttention(dim, heads, rotary, attend, **place)
+
+
+def make_feed_forward(name: str, dim: int, hidden_dim: int, **place: Any) -> torch.nn.Module:
+    if name == "swiglu":
+        return SwiGLU(dim, hidden_dim, **place)
+    return Combinator(dim, low_memory=name == "combinator-low-memory", **place)
