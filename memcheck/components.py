@@ -39,6 +39,29 @@ def kept_by_component(model: torch.nn.Module, run: Callable[[], Any], *held: Any
 
 
 @contextmanager
+def ranges_around_modules(model: torch.nn.Module, kind: Callable[[str], Any]) -> Iterator[None]:
+    """While a module of the model runs forward, a range of its label is open: NVTX's, or torch.profiler's."""
+    ranges: list[Any] = []
+
+    def begin(name: str) -> None:
+        ranges.append(kind(name))
+        ranges[-1].__enter__()
+
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name:
+                title = label(model, name)
+                for handle in (
+                    module.register_forward_pre_hook(lambda *_, title=title: begin(title)),
+                    module.register_forward_hook(
+                        lambda *_: ranges.pop().__exit__(None, None, None), always_call=True
+                    ),
+                ):
+                    stack.callback(handle.remove)
+        yield
+
+
+@contextmanager
 def inside(model: torch.nn.Module, where: list[str]) -> Iterator[None]:
     """While a module of the model runs, `where` is the way to it."""
     with ExitStack() as stack:

@@ -99,11 +99,9 @@ def check_known(flag: str, name: str, known: Any) -> None:
         raise UsageError(f"{flag} {name} is unknown; known: {', '.join(known)}")
 
 
-def parameter_count(case: ModelCase) -> int:
-    """Of the case's model, by the sizes alone: embedding and head, norms, four projections and the feed-forward."""
-    E, F, layers, _, V = (getattr(case.sizes, name) for name in ("dim", "feed_forward_dim", "layers", "heads", "vocabulary"))
-    feed_forward = 3 * E * F if case.feed_forward == "swiglu" else 2 * E * E
-    return 2 * V * E + E + layers * (4 * E * E + feed_forward + 2 * E)
+def parameter_tensors(case: ModelCase) -> int:
+    """How many: embedding, head and norm, and in a layer two norms, four projections and the feed-forward's."""
+    return 3 + case.sizes.layers * (6 + (3 if case.feed_forward == "swiglu" else 1))
 
 
 def build_decoder(case: ModelCase) -> Decoder:

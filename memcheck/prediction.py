@@ -10,6 +10,7 @@ import functools
 import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch
 
@@ -30,6 +31,7 @@ FIELDS_OF = {
     "inputs": ("reserved_bytes",),
     "forward": ("forward_peak_bytes", "workspace_bytes", "forward_max_allocated_bytes", "backward_max_allocated_bytes"),
     "backward": ("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes"),
+    "optimizer": ("optimizer_peak_bytes",),
 }
 
 
@@ -42,7 +44,7 @@ class Prediction:
     `bounds` which fields that leaves at least, or for threads at most, what they say.
     """
 
-    case: Case
+    case: Any  # a Case, or of memcheck.predict_model a ModelCase
     device: Device
     record: Record
     terms: Terms
@@ -81,13 +83,9 @@ def predict_memory(
     doubts. On CUDA the process has just begun: its allocator has cached nothing.
     """
     device = device_named(device) if isinstance(device, str) else device
-    target = Target(
-        device.kind,
-        threads or torch.get_num_threads(),
-        device.architecture,
-        torch_version or version_of(torch.__version__),
-    )
-    record = blank(case, device, target)
+    target = target_for(device, threads, torch_version)
+    fields = {name: value for name, value in dataclasses.asdict(case).items() if name != "device"}
+    record = dataclasses.replace(blank(Record, device, target), **fields)
     contender = CONTENDERS[case.operator]
     if case.compiled:
         return unpredicted(case, device, record, "the compiler decides what is allocated")
@@ -139,12 +137,21 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def blank(case: Case, device: Device, target: Target) -> Record:
+def target_for(
+    device: Device, threads: int | None = None, torch_version: tuple[int, int] | None = None
+) -> Target:
+    version = torch_version or version_of(torch.__version__)
+    return Target(device.kind, threads or torch.get_num_threads(), device.architecture, version)
+
+
+R = TypeVar("R", bound=Record)
+
+
+def blank(kind: type[R], device: Device, target: Target) -> R:
+    """A record that says where, and not yet of what."""
     from memcheck import __version__  # which is set after this module is imported
 
-    fields = {name: value for name, value in dataclasses.asdict(case).items() if name != "device"}
-    return Record(
-        **fields,
+    return kind(
         source="predicted",
         device=device.kind,
         device_name=None if device.kind == "cpu" else device.name,
@@ -190,7 +197,7 @@ class Replay:
     """A trace in an allocator, as it fills and empties through the phases, and the record that it fills."""
 
     trace: Trace
-    case: Case
+    case: Any  # a Case, or a ModelCase
     device: Device
     record: Record
     limit_bytes: int | None = None
@@ -251,9 +258,11 @@ class Replay:
             self._note_sum("output_bytes", self.trace.outputs)
             self._note_sum("saved_bytes", self.trace.saved)
             self._note_peaks(phase)
-        else:
+        elif phase == "backward":
             self._note_sum("gradient_bytes", self.trace.gradients)
             self._note_peaks(phase, {*self.trace.gradients, *self.trace.incoming})
+        else:
+            self._note_sum("optimizer_peak_bytes", self.trace.tape.alive(self.requested[phase].event))
 
     def _note_state(self) -> None:
         if self.case.mode != "decode":

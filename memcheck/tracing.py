@@ -25,6 +25,7 @@ def write_snapshot(
     dense_grad: bool = False,
     device: torch.device | str | None = None,
     parameters: Any = (),
+    optimizer_step: Callable[[], Any] | None = None,
     **kwargs: Any,
 ) -> Path:
     """Writes the memory of fn's forward and backward over time, for the viewer at pytorch.org/memory_viz.
@@ -33,7 +34,7 @@ def write_snapshot(
     same format: device 0 is the CPU, a "segment" a stretch of addresses that was in use at some time, and the frames
     are operators and autograd nodes. Arguments are those of memcheck.measure_memory.
     """
-    subject = Subject(fn, inputs, kwargs, parameters, backward, device)
+    subject = Subject(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
     path = Path(path)
     if subject.device.type == "cuda":
         with cuda_memory_history():
@@ -110,6 +111,7 @@ def write_trace(
     dense_grad: bool = False,
     device: torch.device | str | None = None,
     parameters: Any = (),
+    optimizer_step: Callable[[], Any] | None = None,
     **kwargs: Any,
 ) -> Rows:
     """Writes torch.profiler's trace of one forward and backward, and returns who took the time, the longest first.
@@ -120,7 +122,7 @@ def write_trace(
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    subject = Subject(fn, inputs, kwargs, parameters, backward, device)
+    subject = Subject(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
     on_cuda = subject.device.type == "cuda"
     timed_pass(subject, dense_grad)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
@@ -132,7 +134,7 @@ def write_trace(
 
 # The ranges around a pass, whose own time is that between its operators.
 BETWEEN = {"pass": "between forward and backward", "forward": "forward, between operators"}
-BETWEEN["backward"] = "backward, between nodes"
+BETWEEN |= {"backward": "backward, between nodes", "optimizer": "optimizer, between operators"}
 
 
 def _shares(averages: Any, on_cuda: bool) -> Rows:

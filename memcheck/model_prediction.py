@@ -1,0 +1,108 @@
+"""What a whole model would take, from its sizes alone: nothing is run or allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memcheck.components import kept_by_component
+from memcheck.devices import Device, device_named
+from memcheck.meta_tracing import OnTarget, Run, Tape, Trace, Tracer
+from memcheck.model_records import FIGURES, Activations, ModelRecord, by_layer, describe
+from memcheck.models import ModelCase, prepare_model
+from memcheck.operator_scratch import Target
+from memcheck.prediction import Prediction, Replay, blank, target_for
+from memcheck.subjects import Subject
+
+
+@dataclass(frozen=True)
+class ModelTrace:
+    trace: Trace
+    activations: Activations | None
+    held: dict[str, int]  # record field -> bytes
+
+
+def predict_model(
+    case: ModelCase,
+    device: Device | str = "cpu",
+    *,
+    limit_bytes: int | None = None,
+    threads: int | None = None,
+) -> Prediction:
+    """The record that measuring the case on the device would give; arguments as of memcheck.predict_memory.
+
+    The state of AdamW is there from the start, as in any step but the first. Compiled models are "skipped" as not
+    predicted, beside what their parameters, gradients and optimizer hold.
+    """
+    device = device_named(device) if isinstance(device, str) else device
+    target = target_for(device, threads)
+    record = describe(blank(ModelRecord, device, target), case)
+    model = traced_model(dataclasses.replace(case, device="meta", compiled=False), target)
+    prediction = Replay(model.trace, case, device, record, limit_bytes).prediction()
+    for name, size in model.held.items():
+        setattr(record, name, size)
+    record.activations = model.activations
+    record.note_peak()
+    return compiled_prediction(prediction) if case.compiled else prediction
+
+
+@functools.lru_cache(maxsize=32)
+def traced_model(case: ModelCase, target: Target) -> ModelTrace:
+    subject = prepare_model(case, target.kind)
+    held = held_bytes(subject, target)
+    activations = None if case.mode == "forward" else traced_activations(subject, target, case.sizes.layers)
+    # Last: it leaves gradients behind.
+    return ModelTrace(Run(target).trace(subject), activations, held)
+
+
+def traced_activations(subject: Subject, target: Target, layers: int) -> Activations:
+    with Tracer(Tape(), target) as tracer, OnTarget(tracer):
+        return by_layer(kept_of(subject), layers)
+
+
+def kept_of(subject: Subject) -> dict[str, int]:
+    """Component -> bytes kept for backward, of one more forward."""
+    decoder = subject.parameters[1]["model"]
+    return kept_by_component(decoder, lambda: subject.operator(*subject.inputs), subject.inputs)
+
+
+def held_bytes(subject: Subject, target: Target | None = None) -> dict[str, int]:
+    """What a model and its optimizer hold; the steps of AdamW are the CPU's, and count where that is the target."""
+    owned = subject.parameters[1]
+    sizes = {
+        "parameter_bytes": sum(map(size_of, owned["model"].parameters())),
+        "buffer_bytes": sum(map(size_of, owned["model"].buffers())),
+    }
+    if "AdamW" in owned:
+        on_cpu = target is not None and target.kind == "cpu"
+        states = [tensor for tensors in owned["AdamW"].values() for tensor in tensors]
+        place = owned["model"].embedding.weight.device
+        sizes["optimizer_bytes"] = sum(size_of(state) for state in states if on_cpu or state.device == place)
+    return sizes
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def compiled_prediction(prediction: Prediction) -> Prediction:
+    """Without what the compiler decides."""
+    why = "the compiler decides what is allocated"
+    record: Any = prediction.record
+    for name in (*FIGURES, "workspace_bytes", "output_bytes", "reserved_bytes", "library_workspace_bytes"):
+        if name not in ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_bytes"):
+            setattr(record, name, None)
+    record.status, record.reason, record.exact, record.activations = "skipped", f"not predicted: {why}", False, None
+    return dataclasses.replace(prediction, terms={}, exact=False, unknown=(why,), bounds=frozenset())
+
+
+def predicted_figures(prediction: Prediction) -> dict[str, Any]:
+    """What a measured record has beside it."""
+    record: Any = prediction.record
+    names = ("status", "reason", "oom_phase", *FIGURES, "activations", "exact")
+    unknown = {"unknown": prediction.unknown, "bounds": sorted(prediction.bounds)}
+    return {**{name: getattr(record, name) for name in names}, **unknown}

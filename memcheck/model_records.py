@@ -1,0 +1,100 @@
+"""What a measurement or a prediction of a whole model says: the record of an operator, and the model's own figures."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from memcheck.model_formulas import Formula, held_formulas, kept_formulas
+from memcheck.models import ModelCase
+from memcheck.records import Record
+
+# Path of the module -> bytes: of the model by its part, and in "layers" of each layer.
+Activations = dict[str, Any]
+PHASES = ("forward", "backward", "optimizer")
+# What is predicted of a model, and measured.
+FIGURES = (
+    "parameter_bytes",
+    "buffer_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "saved_bytes",
+    "forward_peak_bytes",
+    "backward_peak_bytes",
+    "optimizer_peak_bytes",
+    "peak_bytes",
+)
+
+
+@dataclass
+class ModelRecord(Record):
+    """operator is the attention, query_len the context. The peaks are of all that is alive, the model included."""
+
+    size: str | None = None
+    feed_forward: str | None = None
+    feed_forward_dim: int | None = None
+    layers: int | None = None
+    vocabulary: int | None = None
+    autocast: str | None = None  # dtype, or None
+    checkpointing: bool | None = None
+
+    parameters: int | None = None  # a count; parameter_bytes is their size, and leaves out buffers and the optimizer's
+    buffer_bytes: int | None = None  # the tables of rotary positions
+    optimizer_bytes: int | None = None  # AdamW's two moments, and on the CPU a step of 4 bytes for each tensor
+    peak_bytes: int | None = None  # the highest of the phases'
+    # Kept for backward, by the module that first asked for it: {"layers": [{"attention_norm": ..}, ..], "norm": ..}.
+    activations: Activations | None = None
+    # Milliseconds: phase -> mean, deviation, median; and "total".
+    times: dict[str, dict[str, float]] = field(default_factory=dict)
+    formulas: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> formula and value
+    predicted: dict[str, Any] | None = None  # beside what was measured: the same figures, exact, unknown
+
+    def note_peak(self) -> None:
+        peaks = [getattr(self, f"{phase}_peak_bytes") for phase in PHASES]
+        known = [peak for peak in peaks if peak is not None]
+        self.peak_bytes = max(known) if known and self.status == "ok" else None
+
+
+def describe(record: ModelRecord, case: ModelCase) -> ModelRecord:
+    """The record, with what it is of and the closed formulas of that."""
+    sizes = case.sizes
+    kind = record.device or case.kind
+    fields = {"operator": case.attention_type, "query_len": case.context, "kv_len": case.context, "causal": True}
+    fields |= {name: getattr(case, name) for name in CASE_FIELDS}
+    fields |= {"dim": sizes.dim, "heads": None if case.attention_type == "softplus" else sizes.heads}
+    fields |= {name: getattr(sizes, name) for name in ("feed_forward_dim", "layers", "vocabulary")}
+    held = held_formulas(case, kind)
+    formulas = {**held, **kept_formulas(case, kind)}
+    return dataclasses.replace(
+        record,
+        **fields,
+        parameters=held["parameters"].value,
+        formulas={name: {"formula": found.text, "value": found.value} for name, found in formulas.items()},
+    )
+
+
+CASE_FIELDS = ("size", "feed_forward", "bsz", "factor", "mode", "dtype", "autocast", "checkpointing", "compiled")
+
+
+def by_layer(kept: dict[str, int], layers: int) -> Activations:
+    """Path -> bytes, as kept_by_component says it, sorted by layer; what is kept outside of any module is the loss's."""
+    activations: Activations = {"layers": [{} for _ in range(layers)]}
+    for path, size in kept.items():
+        if path.startswith("layers."):
+            _, index, component = (*path.split(".", 2), "input")[:3]
+            activations["layers"][int(index)][component] = size
+        else:
+            activations[path or "loss"] = size
+    return activations
+
+
+def components_of(activations: Activations) -> dict[str, int]:
+    """Those of the first layer as "layer.attention_norm", and of the rest of the model, in one list."""
+    layer = {f"layer.{name}": size for name, size in activations["layers"][0].items()}
+    return {**layer, **{name: size for name, size in activations.items() if name != "layers"}}
+
+
+def total(activations: Activations) -> int:
+    layers = sum(sum(layer.values()) for layer in activations["layers"])
+    return layers + sum(size for name, size in activations.items() if name != "layers")
