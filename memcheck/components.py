@@ -53,9 +53,7 @@ def ranges_around_modules(model: torch.nn.Module, kind: Callable[[str], Any]) ->
                 title = label(model, name)
                 for handle in (
                     module.register_forward_pre_hook(lambda *_, title=title: begin(title)),
-                    module.register_forward_hook(
-                        lambda *_: ranges.pop().__exit__(None, None, None), always_call=True
-                    ),
+                    module.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True),
                 ):
                     stack.callback(handle.remove)
         yield

@@ -70,7 +70,7 @@ def measure_time(
     max_seconds: float | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Median and quartiles, in milliseconds, of fn's forward, backward and optimizer_step, under the names that a record has for them.
+    """Median and quartiles, in milliseconds, of fn's forward, backward and optimizer_step, by the names of a record.
 
     Arguments are those of measure_memory. No pass begins that would not end within max_seconds, going by the one
     before it, but one is always run and counted; "passes" says how many were. "doubts" says in sentences why the times
@@ -126,9 +126,7 @@ def machine_facts(device: torch.device | str) -> dict[str, Any]:
     return machine_of(resolve_device(device, ())).facts()
 
 
-def _timed_passes(
-    subject: Subject, dense_grad: bool, count: int, max_seconds: float | None
-) -> list[dict[str, float]]:
+def _timed_passes(subject: Subject, dense_grad: bool, count: int, max_seconds: float | None) -> list[dict[str, float]]:
     """Up to that many passes, of which the first to warm up, cut where the next one would end too late."""
     begin = previous = time.perf_counter()
     deadline = begin + (float("inf") if max_seconds is None else max_seconds)

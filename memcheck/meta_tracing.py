@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memcheck import own_operator_scratch as own_operator_scratch  # whose rules are registered so
 from memcheck.fused_attention import attention
 from memcheck.fused_norm import fused_rms_norm, is_fused
-from memcheck import own_operator_scratch as own_operator_scratch  # whose rules are registered so
 from memcheck.operator_scratch import OF_THE_HOST, Scratch, Target, Unknown, call_of, scratch_of, uses_cublas
 from memcheck.runs import gradients_for
 from memcheck.subjects import Subject
@@ -80,8 +80,8 @@ class Tape:
 class Trace:
     """The tape of a run, and what its pieces were.
 
-    phases: name -> (first event, last event) of "inputs", "forward", "backward" and "optimizer". The last event of one is the
-    first of the next: what is alive there is what it begins with.
+    phases: name -> (first event, last event) of "inputs", "forward", "backward" and "optimizer". The last event of one
+    is the first of the next: what is alive there is what it begins with.
     operators: all that ran, each once.
     unknown: phase -> what is taken there that is not known, in words.
     beyond: the phase that ended with a tensor beyond 64 bits.

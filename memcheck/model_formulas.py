@@ -1,4 +1,7 @@
-"""Closed formulas for the memory of the decoder: what is kept for backward, part by part, and what training holds."""
+"""Closed formulas for the memory of the decoder: what is kept for backward, part by part, and what training holds.
+
+The letters are those of memcheck.reports.models.LETTERS.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,6 @@ from dataclasses import dataclass
 
 from memcheck.cases import DTYPES
 from memcheck.models import ModelCase, parameter_tensors
-
-LEGEND = (
-    "B: batch, S: context, E: dimension, D: of a head, H: heads, F: of the feed-forward, L: layers, V: vocabulary, "
-    "P: parameters, N: parameter tensors, C: S/factor rounded up, K: S/256 rounded down. Bytes of a number: w of a parameter, "
-    "a of an activation in a product, n of one that is summed up."
-)
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,11 @@ def kept_formulas(case: ModelCase, kind: str) -> dict[str, Formula]:
     if case.mode == "forward":
         return {}
     texts = {f"layer.{name}": text for name, text in layer(case, kind) if not is_of_backend(name, case, kind)}
-    texts |= {"norm": norm(kind), "head": reading("V E", case), "loss": "B S V n + n" if case.autocast else "B S V w + w"}
+    texts |= {
+        "norm": norm(kind),
+        "head": reading("V E", case),
+        "loss": "B S V n + n" if case.autocast else "B S V w + w",
+    }
     return {name: formula(text, case) for name, text in texts.items()}
 
 

@@ -12,7 +12,8 @@ import torch
 from memcheck.components import kept_by_component
 from memcheck.devices import Device, device_named
 from memcheck.meta_tracing import OnTarget, Run, Tape, Trace, Tracer
-from memcheck.model_records import FIGURES, Activations, ModelRecord, by_layer, describe
+from memcheck.model_formulas import held_formulas, kept_formulas
+from memcheck.model_records import FIGURES, Activations, ModelRecord, by_layer
 from memcheck.models import ModelCase, prepare_model
 from memcheck.operator_scratch import Target
 from memcheck.prediction import Prediction, Replay, blank, target_for
@@ -45,9 +46,35 @@ def predict_model(
     prediction = Replay(model.trace, case, device, record, limit_bytes).prediction()
     for name, size in model.held.items():
         setattr(record, name, size)
-    record.activations = model.activations
+    record.activations, record.bounds = model.activations, tuple(sorted(prediction.bounds))
     record.note_peak()
     return compiled_prediction(prediction) if case.compiled else prediction
+
+
+def describe(record: ModelRecord, case: ModelCase) -> ModelRecord:
+    """The record, with what it is of and the closed formulas of that."""
+    sizes = case.sizes
+    kind = record.device or case.kind
+    fields: dict[str, Any] = {
+        "operator": case.attention_type,
+        "query_len": case.context,
+        "kv_len": case.context,
+        "causal": True,
+    }
+    fields |= {name: getattr(case, name) for name in CASE_FIELDS}
+    fields |= {"dim": sizes.dim, "heads": None if case.attention_type == "softplus" else sizes.heads}
+    fields |= {name: getattr(sizes, name) for name in ("feed_forward_dim", "layers", "vocabulary")}
+    held = held_formulas(case, kind)
+    formulas = {**held, **kept_formulas(case, kind)}
+    return dataclasses.replace(
+        record,
+        **fields,
+        parameters=held["parameters"].value,
+        formulas={name: {"formula": found.text, "value": found.value} for name, found in formulas.items()},
+    )
+
+
+CASE_FIELDS = ("size", "feed_forward", "bsz", "factor", "mode", "dtype", "autocast", "checkpointing", "compiled")
 
 
 @functools.lru_cache(maxsize=32)
@@ -96,7 +123,8 @@ def compiled_prediction(prediction: Prediction) -> Prediction:
     for name in (*FIGURES, "workspace_bytes", "output_bytes", "reserved_bytes", "library_workspace_bytes"):
         if name not in ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_bytes"):
             setattr(record, name, None)
-    record.status, record.reason, record.exact, record.activations = "skipped", f"not predicted: {why}", False, None
+    record.status, record.reason, record.exact = "skipped", f"not predicted: {why}", False
+    record.activations, record.bounds, record.doubts = None, (), (why,)
     return dataclasses.replace(prediction, terms={}, exact=False, unknown=(why,), bounds=frozenset())
 
 
@@ -104,5 +132,5 @@ def predicted_figures(prediction: Prediction) -> dict[str, Any]:
     """What a measured record has beside it."""
     record: Any = prediction.record
     names = ("status", "reason", "oom_phase", *FIGURES, "activations", "exact")
-    unknown = {"unknown": prediction.unknown, "bounds": sorted(prediction.bounds)}
+    unknown = {"unknown": prediction.unknown, "bounds": list(record.bounds)}
     return {**{name: getattr(record, name) for name in names}, **unknown}

@@ -6,19 +6,20 @@ import dataclasses
 import statistics
 import sys
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from memcheck import timing
-from memcheck.components import ranges_around_modules
 from memcheck.compiling import with_generated_code
+from memcheck.components import ranges_around_modules
 from memcheck.devices import Device, device_named
 from memcheck.errors import UsageError
 from memcheck.measurement import PHASES, Times, machine_facts, measure_memory, time_passes
-from memcheck.model_prediction import held_bytes, kept_of, predict_model, predicted_figures
-from memcheck.model_records import ModelRecord, by_layer, describe
+from memcheck.model_prediction import describe, held_bytes, kept_of, predict_model, predicted_figures
+from memcheck.model_records import ModelRecord, by_layer
 from memcheck.models import ModelCase, prepare_model
 from memcheck.prediction import Prediction
 from memcheck.quantities import format_bytes
@@ -39,11 +40,13 @@ def profile_model_case(
     timed: bool = True,
     passes: int | None = None,
     limit_bytes: int | None = None,
+    nvtx: bool = False,
 ) -> ModelRecord:
     """Memory first, then what each component keeps, then time, in passes of their own.
 
     A case that by its prediction does not fit into what the machine has left is not run: "skipped", with the figures
-    that were predicted. One that runs out of limit_bytes is "oom", and any error is a row.
+    that were predicted. One that runs out of limit_bytes is "oom", and any error is a row. nvtx: a range around
+    every module, where memcheck.tracing.nvtx_ranges is open, too.
     """
     record = describe(ModelRecord(**machine_facts(case.device)), case)
     prediction = predict_model(case, here(case.device), limit_bytes=limit_bytes)
@@ -52,7 +55,7 @@ def profile_model_case(
         refusal = beyond_this_machine(prediction, record)
         if refusal is not None:
             return dataclasses.replace(record, status="skipped", reason=refusal)
-        return measured(case, record, timed, passes, limit_bytes)
+        return measured(case, record, timed, passes, limit_bytes, nvtx)
     except torch.OutOfMemoryError as error:
         reason = f"the model alone does not fit: {str(error).partition(chr(10))[0]}"
         return dataclasses.replace(record, status="oom", reason=reason)
@@ -79,20 +82,21 @@ def beyond_this_machine(prediction: Prediction, record: ModelRecord) -> str | No
 
 
 def measured(
-    case: ModelCase, record: ModelRecord, timed: bool, passes: int | None, limit_bytes: int | None
+    case: ModelCase, record: ModelRecord, timed: bool, passes: int | None, limit_bytes: int | None, nvtx: bool
 ) -> ModelRecord:
     room = min(limit_bytes or sys.maxsize, record.device_free_bytes or sys.maxsize) if record.device == "cpu" else None
     room = limit_bytes if room is None else room
     with track(saved=False, limit_bytes=room):
         subject = prepare_model(case)
     found = measured_memory(subject, room)
-    taken = {name: getattr(found, name) for name in TAKEN_OVER}
-    record = dataclasses.replace(record, **taken, **held_bytes(subject))
+    taken: dict[str, Any] = {name: getattr(found, name) for name in TAKEN_OVER}
+    record = dataclasses.replace(record, **{**taken, **held_bytes(subject)})
     record.note_peak()
     if record.status == "ok" and case.mode != "forward" and not case.compiled:
         record.activations = by_layer(kept_of(subject), case.sizes.layers)
     if timed and record.status == "ok":
-        note_times(record, subject, passes)
+        with module_ranges(subject) if nvtx and torch.cuda.is_available() else nullcontext():
+            note_times(record, subject, passes)
     return record
 
 
@@ -184,8 +188,12 @@ def snapshot_model(case: ModelCase, path: Path) -> Path:
 def trace_model(case: ModelCase, path: Path) -> list[dict[str, Any]]:
     """Writes torch.profiler's trace of a pass, with a range for every module, and returns who took the time."""
     subject = prepare_model(case)
-    with ranges_around_modules(subject.parameters[1]["model"], torch.profiler.record_function):
+    with module_ranges(subject, torch.profiler.record_function):
         return write_trace(subject.operator, *subject.inputs, path=path, **arguments_of(subject))
+
+
+def module_ranges(subject: Subject, kind: Any = torch.cuda.nvtx.range) -> AbstractContextManager[None]:
+    return ranges_around_modules(subject.parameters[1]["model"], kind)
 
 
 def arguments_of(subject: Subject) -> dict[str, Any]:

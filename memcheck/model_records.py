@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from memcheck.model_formulas import Formula, held_formulas, kept_formulas
-from memcheck.models import ModelCase
 from memcheck.records import Record
 
 # Path of the module -> bytes: of the model by its part, and in "layers" of each layer.
@@ -48,7 +45,8 @@ class ModelRecord(Record):
     # Milliseconds: phase -> mean, deviation, median; and "total".
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     formulas: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> formula and value
-    predicted: dict[str, Any] | None = None  # beside what was measured: the same figures, exact, unknown
+    predicted: dict[str, Any] | None = None  # beside what was measured: the same figures, exact, unknown, bounds
+    bounds: tuple[str, ...] = ()  # of a prediction: fields that are at least what they say
 
     def note_peak(self) -> None:
         peaks = [getattr(self, f"{phase}_peak_bytes") for phase in PHASES]
@@ -56,29 +54,8 @@ class ModelRecord(Record):
         self.peak_bytes = max(known) if known and self.status == "ok" else None
 
 
-def describe(record: ModelRecord, case: ModelCase) -> ModelRecord:
-    """The record, with what it is of and the closed formulas of that."""
-    sizes = case.sizes
-    kind = record.device or case.kind
-    fields = {"operator": case.attention_type, "query_len": case.context, "kv_len": case.context, "causal": True}
-    fields |= {name: getattr(case, name) for name in CASE_FIELDS}
-    fields |= {"dim": sizes.dim, "heads": None if case.attention_type == "softplus" else sizes.heads}
-    fields |= {name: getattr(sizes, name) for name in ("feed_forward_dim", "layers", "vocabulary")}
-    held = held_formulas(case, kind)
-    formulas = {**held, **kept_formulas(case, kind)}
-    return dataclasses.replace(
-        record,
-        **fields,
-        parameters=held["parameters"].value,
-        formulas={name: {"formula": found.text, "value": found.value} for name, found in formulas.items()},
-    )
-
-
-CASE_FIELDS = ("size", "feed_forward", "bsz", "factor", "mode", "dtype", "autocast", "checkpointing", "compiled")
-
-
 def by_layer(kept: dict[str, int], layers: int) -> Activations:
-    """Path -> bytes, as kept_by_component says it, sorted by layer; what is kept outside of any module is the loss's."""
+    """Path -> bytes, as kept_by_component says it, by layer; what is kept outside of any module is the loss's."""
     activations: Activations = {"layers": [{} for _ in range(layers)]}
     for path, size in kept.items():
         if path.startswith("layers."):

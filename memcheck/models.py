@@ -74,7 +74,9 @@ class ModelCase:
         return self.device.partition(":")[0]
 
 
-def make_model_case(size: str, *, attention_type: str = "softmax", factor: int | None = None, **fields: Any) -> ModelCase:
+def make_model_case(
+    size: str, *, attention_type: str = "softmax", factor: int | None = None, **fields: Any
+) -> ModelCase:
     """A checked case, or a UsageError that names the flag, the rule and the value."""
     if attention_type == "compressed":
         factor = DEFAULT_FACTOR if factor is None else factor

@@ -84,8 +84,7 @@ def predict_memory(
     """
     device = device_named(device) if isinstance(device, str) else device
     target = target_for(device, threads, torch_version)
-    fields = {name: value for name, value in dataclasses.asdict(case).items() if name != "device"}
-    record = dataclasses.replace(blank(Record, device, target), **fields)
+    record = blank_of(case, device, target)
     contender = CONTENDERS[case.operator]
     if case.compiled:
         return unpredicted(case, device, record, "the compiler decides what is allocated")
@@ -137,9 +136,7 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def target_for(
-    device: Device, threads: int | None = None, torch_version: tuple[int, int] | None = None
-) -> Target:
+def target_for(device: Device, threads: int | None = None, torch_version: tuple[int, int] | None = None) -> Target:
     version = torch_version or version_of(torch.__version__)
     return Target(device.kind, threads or torch.get_num_threads(), device.architecture, version)
 
@@ -161,6 +158,11 @@ def blank(kind: type[R], device: Device, target: Target) -> R:
         allocator="memcheck tracking allocator" if device.kind == "cpu" else "default",
         threads=target.threads,
     )
+
+
+def blank_of(case: Case, device: Device, target: Target) -> Record:
+    fields = {name: value for name, value in dataclasses.asdict(case).items() if name != "device"}
+    return dataclasses.replace(blank(Record, device, target), **fields)
 
 
 def unpredicted(case: Case, device: Device, record: Record, why: str) -> Prediction:

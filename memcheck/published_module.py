@@ -15,7 +15,7 @@ from memcheck.catalog import make_case, make_combinator_case
 from memcheck.devices import Device, device_named
 from memcheck.meta_tracing import WORKSPACE, Piece, Tape, Trace
 from memcheck.operator_scratch import Target
-from memcheck.prediction import Prediction, Replay, blank, predict_memory
+from memcheck.prediction import Prediction, Replay, blank_of, predict_memory
 
 # Where, and with which torch, the table was made.
 DEVICE, TORCH = "A100-40GB", (2, 7)
@@ -32,7 +32,7 @@ def predict_published(row: Mapping[str, Any], device: Device | None = None) -> P
     if row["operator"] in ("naive", "softmax"):
         return predict_memory(case, device, torch_version=TORCH, drops_workspaces=False)
     target = Target(device.kind, 1, device.architecture, TORCH)
-    return Replay(module_trace(case, target), case, device, blank(case, device, target)).prediction()
+    return Replay(module_trace(case, target), case, device, blank_of(case, device, target)).prediction()
 
 
 def published_case(row: Mapping[str, Any]) -> Case:

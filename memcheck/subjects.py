@@ -22,7 +22,7 @@ from memcheck.tracking import named_tensors_in
 class Subject:
     """An operator, what it is called with, and the parameters that it owns."""
 
-    case: Case
+    case: Any  # a Case, or a ModelCase
     operator: Operator
     inputs: tuple[Any, ...]
     parameters: Any

@@ -222,6 +222,7 @@ class Decoder(torch.nn.Module):
     def set_checkpointing(self, on: bool, contexts: Callable[[], Contexts] | None = None) -> None:
         """For every layer; contexts as torch.utils.checkpoint's context_fn."""
         for layer in self.layers:
+            assert isinstance(layer, DecoderLayer)
             layer.checkpointing = on
             if contexts is not None:
                 layer.checkpoint_contexts = contexts
