@@ -207,13 +207,9 @@ def run_stages(dtype: torch.dtype, *, autocast: bool, device: torch.device | str
 
 def make_network(device: torch.device | str) -> tuple[Network, Tensor, Tensor]:
     """The network, x (B,S,E) and targets (B,S); the same numbers every time, and torch's own generator untouched."""
-    generator = torch.Generator().manual_seed(0)
-    network = Network()
-    with torch.no_grad():
-        for parameter in network.parameters():
-            parameter.copy_(torch.randn(parameter.shape, generator=generator, device="cpu") / R**0.5)
-    x = torch.randn(B, S, E, generator=generator, device="cpu")
-    targets = torch.randint(CLASSES, (B, S), generator=generator, device="cpu")
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        network, x, targets = Network(), torch.randn(B, S, E), torch.randint(CLASSES, (B, S))
     return network.to(device), x.to(device), targets.to(device)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm, linear
 
 from memcheck.ops.linear_attention import linear_attention_step
 from memcheck.tracking import dtype_name
@@ -169,11 +170,28 @@ def memcheck_state(x: Tensor) -> Tensor:
     return z[0, 0, 0]
 
 
+def layer_norm_bias(x: Tensor) -> Tensor:
+    """The gradient of a layer norm's bias, in float32: the sum over rows of the output's gradients, here x (T,).
+
+    On one thread, since torch's CPU kernel has a sum for each thread and adds these up.
+    """
+    weight, bias = (torch.full((1,), value, device=x.device, requires_grad=True) for value in (1.0, 0.0))
+    y = layer_norm(torch.zeros_like(x)[:, None], (1,), weight, bias)  # (T,1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        (gradient,) = torch.autograd.grad(y, bias, x[:, None])
+    finally:
+        torch.set_num_threads(threads)
+    return gradient[0]
+
+
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.sum(x)": torch_sum,
     "x @ ones": torch_matmul,
     "torch.cumsum(x)[-1]": torch_cumsum,
-    "memcheck.linear_attention_step, its state": memcheck_state,
+    "the gradient of LayerNorm's bias, one thread": layer_norm_bias,
+    "the state of memcheck.linear_attention_step": memcheck_state,
 }
 
 
@@ -220,7 +238,7 @@ def underflow(dtype: torch.dtype, *, scaled: bool = False, device: Device = "cpu
     w = torch.nn.Parameter(torch.ones(1, 1, device=device))
     scaler = torch.amp.GradScaler(kind, enabled=scaled)
     with torch.autocast(kind, dtype, enabled=dtype != torch.float32):
-        y = torch.nn.functional.linear(torch.ones(1, 1, device=device), w)
+        y = linear(torch.ones(1, 1, device=device), w)
         y.retain_grad()
         loss = SMALL_GRADIENT * y.float().sum()
     scaler.scale(loss).backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from memcheck.cases import SHORT_DTYPES
@@ -98,7 +98,7 @@ def library_table(sums: Sequence[LibrarySum], accumulations: Sequence[Accumulati
         *(Column(f"{name}: {dtype}", name, f"{short(dtype)} x", ".6f") for name, dtype in groups),
     ]
     title = "16-bit x by one call instead of a loop"
-    return Table("one_call", title, columns, rows, list(library_words(sums)))
+    return Table("one_call", title, columns, rows, list(library_words(sums, loop)))
 
 
 def result_words(sums: Sequence[LibrarySum]) -> str:
@@ -107,15 +107,27 @@ def result_words(sums: Sequence[LibrarySum]) -> str:
     return ", ".join(dict.fromkeys(str(short(it.result_dtype)) for it in sums))
 
 
-def library_words(sums: Sequence[LibrarySum]) -> Iterator[str]:
-    inexact = list(dict.fromkeys(it.way for it in sums if not it.rounded_once))
-    if len(inexact) < len({it.way for it in sums}):
-        those = "Every one" if not inexact else f"Every one but {', '.join(inexact)}"
+def library_words(sums: Sequence[LibrarySum], loop: Mapping[tuple[str, str], float]) -> Iterator[str]:
+    """loop: what the loop gives, by sum_name and the dtype of x."""
+    ways = list(dict.fromkeys(it.way for it in sums))
+    inexact = {it.way for it in sums if not it.rounded_once}
+    exact = [way for way in ways if way not in inexact]
+    if exact:
         yield (
-            f"{those} is the exact sum of what x is, rounded once, to the dtype of the result. "
-            "A loop rounds at every step: so does a state of 16 bits that goes from token to token. "
-            "memcheck's states are in fp32."
+            f"The exact sum of what x is, rounded once, to the dtype of the result: {', '.join(exact)}. "
+            "A state that goes from token to token in 16 bits is a loop; memcheck's states are in fp32."
         )
+    for way in ways:
+        found = [it for it in sums if it.way == way]
+        if way in inexact and all(it.sum == loop.get((sum_name(it), it.addend_dtype)) for it in found):
+            yield f"The sums of the loop, from torch itself: {way}. It adds in the dtype of x{result_excuse(found)}."
+        elif way in inexact:
+            yield f"Neither: {way}."
+
+
+def result_excuse(sums: Sequence[LibrarySum]) -> str:
+    result = result_words(sums)
+    return "" if result == "as x" else f", though the parameter and its gradient are in {result}"
 
 
 def stages_table(plain: StagesRun, cast: StagesRun) -> Table:
@@ -123,13 +135,13 @@ def stages_table(plain: StagesRun, cast: StagesRun) -> Table:
     columns = [Column("stage", "stage"), Column("parameter_dtype", "parameters")]
     for key, title in (*DTYPE_COLUMNS.items(), ("kept_bytes", "kept, B")):
         form = "," if key == "kept_bytes" else ""
-        columns += [Column(f"{key}_{run}", title, run, form) for run in ("without", "autocast")]
-    columns.append(Column("kept_dtypes_autocast", "kept, B", "of dtype"))
+        columns += [Column(f"{key}_{autocast}", title, autocast, form) for autocast in ("off", "on")]
+    columns.append(Column("kept_dtypes_on", "kept, B", "on: dtypes"))
     rows = [stage_row(*pair) for pair in zip(plain.stages, cast.stages, strict=True)]
     nothing = [None] * (len(columns) - 4)
     rows.append(["all", *nothing, plain.saved_bytes, cast.saved_bytes, None])
     dtype = str(short(cast.autocast_dtype))
-    title = f"The stages of a small network, on {cast.device}: without autocast, and under autocast to {dtype}"
+    title = f"The stages of a small network, on {cast.device}, with autocast off and on (to {dtype})"
     return Table("stages", title, columns, rows, [NETWORK, *observations(plain, cast)])
 
 
@@ -167,13 +179,13 @@ def loss_words(loss: Stage) -> str:
 
 
 def gradient_words(stages: Sequence[Stage], dtype: str) -> Iterator[str]:
-    rounded = ", ".join(stage.name for stage in stages if stage.rounded_gradient)
-    others = ", ".join(stage.name for stage in stages if stage.rounded_gradient is False)
+    """Of the stages that computed with copies of their parameters."""
+    copied = [stage for stage in stages if any(cast.of_parameter for cast in stage.casts) and stage.rounded_gradient]
     kinds = ", ".join(dict.fromkeys(str(short(it.parameter_gradient_dtype)) for it in stages if it.parameter_dtype))
-    if rounded:
+    if copied:
         yield (
-            f"Gradients of parameters are {kinds}, but every number in those of {rounded} fits {dtype}: they "
-            f"were computed in {dtype} and copied." + (f" Those of {others} are not." if others else "")
+            f"Gradients of parameters are {kinds}, but every number in those of "
+            f"{', '.join(stage.name for stage in copied)} fits {dtype}: they were computed in {dtype} and copied."
         )
 
 
@@ -214,7 +226,7 @@ def kept_table(run: StagesRun) -> Table:
         for kept in stage.kept
         if kept.bytes
     ]
-    title = f"What is kept for backward under autocast to {short(run.autocast_dtype)}"
+    title = f"What is kept for backward with autocast on (to {short(run.autocast_dtype)})"
     return Table("kept", title, columns, rows, list(sharing_words(run)))
 
 
