@@ -13,17 +13,25 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memcheck.tracking import tensors_in
 
 
-def kept_by_component(model: torch.nn.Module, run: Callable[[], Any], *held: Any) -> dict[str, int]:
+def kept_by_component(
+    model: torch.nn.Module,
+    run: Callable[[], Any],
+    *held: Any,
+    counts: Callable[[Tensor], bool] = lambda tensor: True,
+) -> dict[str, int]:
     """Bytes that a forward keeps for backward, by the path of the module: "layers.0.attention.q_proj".
 
     run: runs the forward with gradients; what it returns is the caller's, as are the tensors in `held`. What is kept
     outside of any module is "". A module that several share counts for the one that calls it, under its own name.
+    counts: of a tensor that counts, one on the device in question, say.
     Python numbers that are operands, 8 bytes each on the CPU, are not heard of.
     """
     kept: dict[StorageWeakRef, tuple[str, int]] = {}
     where: list[str] = []
 
     def pack(tensor: Tensor) -> Tensor:
+        if not counts(tensor):
+            return tensor.detach()
         storage = tensor.untyped_storage()
         kept.setdefault(StorageWeakRef(storage), (".".join(where), storage.nbytes()))
         return tensor.detach()

@@ -228,6 +228,7 @@ class OnTarget(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
+        self._hooks_around = open_hooks()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -243,7 +244,7 @@ class OnTarget(TorchFunctionMode):
                 self.tracer.note_unknown("the partial sums of rms_norm's backward", "backward")
             return y
         if len(args) == 2 and isinstance(args[1], int | float) and getattr(func, "__name__", "") in WITH_NUMBERS:
-            if saved_tensors_hooks_are_open():
+            if open_hooks() != self._hooks_around:
                 return self._beyond_hooks(func, args, kwargs)
             with self.tracer.number_of_the_host():
                 args = (args[0], torch.scalar_tensor(args[1], dtype=dtype_of(args[1]), device="meta"))
@@ -260,8 +261,9 @@ class OnTarget(TorchFunctionMode):
         return output
 
 
-def saved_tensors_hooks_are_open() -> bool:
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+def open_hooks() -> Any:
+    """Those that hear of what is saved: a tracker's, or a checkpoint's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def dtype_of(number: float) -> torch.dtype:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from memcheck.components import kept_by_component
 from memcheck.devices import Device, device_named
 from memcheck.meta_tracing import OnTarget, Run, Tape, Trace, Tracer
 from memcheck.model_formulas import held_formulas, kept_formulas
-from memcheck.model_records import FIGURES, Activations, ModelRecord, by_layer
+from memcheck.model_records import FIGURES, PHASES, Activations, ModelRecord, by_layer
 from memcheck.models import ModelCase, prepare_model
 from memcheck.operator_scratch import Target
 from memcheck.prediction import Prediction, Replay, blank, target_for
@@ -46,8 +47,8 @@ def predict_model(
     prediction = Replay(model.trace, case, device, record, limit_bytes).prediction()
     for name, size in model.held.items():
         setattr(record, name, size)
-    record.activations, record.bounds = model.activations, tuple(sorted(prediction.bounds))
     record.note_peak()
+    record.activations, record.bounds = model.activations, bounds_of(prediction)
     return compiled_prediction(prediction) if case.compiled else prediction
 
 
@@ -77,6 +78,12 @@ def describe(record: ModelRecord, case: ModelCase) -> ModelRecord:
 CASE_FIELDS = ("size", "feed_forward", "bsz", "factor", "mode", "dtype", "autocast", "checkpointing", "compiled")
 
 
+def bounds_of(prediction: Prediction) -> tuple[str, ...]:
+    """The highest peak is not known where that of a phase is not."""
+    peaks = {"peak_bytes"} if any(f"{phase}_peak_bytes" in prediction.bounds for phase in PHASES) else set()
+    return tuple(sorted(prediction.bounds | peaks))
+
+
 @functools.lru_cache(maxsize=32)
 def traced_model(case: ModelCase, target: Target) -> ModelTrace:
     subject = prepare_model(case, target.kind)
@@ -88,13 +95,15 @@ def traced_model(case: ModelCase, target: Target) -> ModelTrace:
 
 def traced_activations(subject: Subject, target: Target, layers: int) -> Activations:
     with Tracer(Tape(), target) as tracer, OnTarget(tracer):
-        return by_layer(kept_of(subject), layers)
+        return by_layer(kept_of(subject, lambda tensor: tracer.piece_of(tensor) is not None), layers)
 
 
-def kept_of(subject: Subject) -> dict[str, int]:
-    """Component -> bytes kept for backward, of one more forward."""
+def kept_of(subject: Subject, counts: Callable[[torch.Tensor], bool] | None = None) -> dict[str, int]:
+    """Component -> bytes kept for backward, of one more forward; of all that is where the model is, unless said."""
     decoder = subject.parameters[1]["model"]
-    return kept_by_component(decoder, lambda: subject.operator(*subject.inputs), subject.inputs)
+    place = decoder.embedding.weight.device
+    counts = counts or (lambda tensor: tensor.device == place)
+    return kept_by_component(decoder, lambda: subject.operator(*subject.inputs), subject.inputs, counts=counts)
 
 
 def held_bytes(subject: Subject, target: Target | None = None) -> dict[str, int]:

@@ -122,35 +122,44 @@ def unplanned_products(call: Call, x: Tensor) -> Iterator[Unknown]:
 
 @rule("any", "memcheck::linear_r", "memcheck::linear_l")
 def projection(call: Call) -> Iterator[Scratch | Unknown]:
-    """Rows that GEMM cannot read in place are copied, those of a batch entry at a time where they do not merge."""
-    x, w = call.x, call.w
-    if x.numel() and not fits_blas(x):
-        yield Scratch("rows laid out for BLAS", bytes_of(x) // (1 if merges(x) else len(x)))
-    if not fits_blas(w):
-        yield Scratch("weight laid out for BLAS", bytes_of(w))
-    yield from unplanned_products(call, x)
+    """One product over all rows where those of x and y merge, else one for each batch entry; what GEMM cannot read in
+    place is copied for it."""
+    (y,) = call.outputs
+    whole = merges(call.x) and merges(y.mT if call.name.endswith("linear_l") else y)
+    yield Scratch("operands laid out for BLAS", laid_out(call.x, 1 if whole else len(call.x)) + laid_out(call.w))
+    yield from unplanned_products(call, call.x)
 
 
 @rule("any", "memcheck::linear_r_backward", "memcheck::linear_l_backward")
 def projection_backward(call: Call) -> Iterator[Scratch | Unknown]:
-    """One product over all rows where they merge; else one for each batch entry, or piece of it where the gradient has
-    to be laid out, and with 16 bits their sum is kept in float32."""
+    """The same, over all rows or in pieces of them where the gradient has to be laid out; in pieces the gradient of a
+    weight of 16 bits is summed up in float32."""
     grad: Tensor = call.grad_y.mT if "linear_l" in call.name else call.grad_y  # (B,S,R)
     yield from unplanned_products(call, grad)
-    grad_x = call.outputs[0] if call.output_mask[0] else None
-    wants_w = call.output_mask[1]
-    whole = merges(grad) and fits_blas(grad) and (not wants_w or merges(call.x))
-    if grad.numel() == 0 or (whole and (grad_x is None or merges(grad_x))):
-        return
+    wants_x, wants_w = call.output_mask[:2]
+    whole = (
+        merges(grad)
+        and fits_blas(grad)
+        and (not wants_w or merges(call.x))
+        and (not wants_x or merges(call.outputs[0]))
+    )
     (B, S, R), copies = grad.shape, not fits_blas(grad)
-    rows = piece_rows(B, S, R, grad.element_size()) if copies else S
-    if copies:
-        yield Scratch("rows laid out for BLAS", rows * R * grad.element_size())
-    if wants_w and grad.element_size() < 4 and B * -(-S // rows) > 1:
+    rows = S if whole or not copies else piece_rows(B, S, R, grad.element_size())
+    pieces = 1 if whole else B * -(-S // rows)
+    if copies and not whole:
+        yield Scratch("rows of the gradient laid out for BLAS", rows * R * grad.element_size())
+    x = laid_out(call.x) * (B * S if whole else rows) // (B * S) if wants_w else 0
+    yield Scratch("operand laid out for BLAS", max(x, laid_out(call.w) if wants_x else 0))
+    if wants_w and grad.element_size() < 4 and pieces > 1:
         weight = call.outputs[-1].numel()
         yield Scratch("gradient of the weight in float32", weight * 4)
         if call.target.kind == "cpu":
             yield Scratch("a term of it, as it is and in float32", weight * (2 + 4))
+
+
+def laid_out(operand: Tensor, parts: int = 1) -> int:
+    """The bytes of a copy of it, or of one of its parts, that GEMM needs."""
+    return 0 if operand.numel() == 0 or fits_blas(operand) else bytes_of(operand) // parts
 
 
 def merges(x: Tensor) -> bool:

@@ -1,0 +1,140 @@
+"""The decoder: the same mathematics under every name for it, causal, and as large as it says."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor
+
+from memcheck.nn import Decoder
+from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, Rotary
+
+V, E, F, LAYERS, H, S = 17, 12, 20, 2, 3, 10
+
+
+def decoder(attention: str = "softmax", **more: object) -> Decoder:
+    torch.manual_seed(0)
+    options = {"context": S, "attention": attention, "factor": 3, "dtype": torch.float64, **more}
+    model = Decoder(V, E, F, LAYERS, H, **options)
+    with torch.no_grad():  # as large as the residual stream, so that an error in any part shows
+        for weight in model.parameters():
+            weight.copy_(torch.randn_like(weight) / 2)
+    return model
+
+
+def tokens(length: int = S, batch: int = 2) -> Tensor:
+    return torch.randint(V, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def test_naive_and_softmax_are_the_same_model() -> None:
+    naive, softmax = decoder("naive"), decoder("softmax")
+    softmax.load_state_dict(naive.state_dict())
+    y, z = naive(tokens()), softmax(tokens())
+    torch.testing.assert_close(y, z, rtol=1e-12, atol=1e-12)
+    for model, logits in ((naive, y), (softmax, z)):
+        logits.square().mean().backward()
+        assert all(weight.grad is not None for weight in model.parameters())
+    for one, other in zip(naive.parameters(), softmax.parameters(), strict=True):
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_compressed_by_one_is_softmax() -> None:
+    compressed, softmax = decoder("compressed", factor=1), decoder("softmax")
+    softmax.load_state_dict(compressed.state_dict())
+    torch.testing.assert_close(compressed(tokens()), softmax(tokens()), rtol=1e-12, atol=1e-12)
+
+
+def in_plain_pytorch(model: Decoder, ids: Tensor) -> Tensor:
+    """Softmax attention and SwiGLU, written out once more."""
+
+    def norm(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    def rotated(x: Tensor) -> Tensor:
+        """(B,S,H,D), pairs of channels as complex numbers"""
+        half = x.shape[-1] // 2
+        angles = torch.arange(x.shape[1])[:, None] * 1e4 ** (-torch.arange(half) / half)
+        turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
+        return torch.cat([turned.real, turned.imag], -1)
+
+    w = dict(model.named_parameters())
+    x = w["embedding.weight"][ids]
+    for number in range(LAYERS):
+        layer = {name.partition(f"layers.{number}.")[2]: weight for name, weight in w.items()}
+        h = norm(x, layer["attention_norm.weight"])
+        q, k, v = ((h @ layer[f"attention.{name}_proj.weight"].T).unflatten(2, (H, E // H)) for name in ("q", "k", "v"))
+        scores = torch.einsum("bshd,bthd->bhst", rotated(q), rotated(k)) / (E // H) ** 0.5
+        hidden = torch.ones(ids.shape[1], ids.shape[1]).triu(1).bool()
+        y = torch.einsum("bhst,bthd->bshd", scores.masked_fill(hidden, -torch.inf).softmax(-1), v).flatten(2)
+        x = x + y @ layer["attention.out_proj.weight"].T
+        h = norm(x, layer["feed_forward_norm.weight"])
+        gate, up = (h @ layer[f"feed_forward.{name}_proj.weight"].T for name in ("gate", "up"))
+        x = x + (gate * gate.sigmoid() * up) @ layer["feed_forward.down_proj.weight"].T
+    return norm(x, w["norm.weight"]) @ w["head.weight"].T
+
+
+def test_the_decoder_is_what_it_says() -> None:
+    model = decoder("softmax")
+    # Angles are float32 numbers, in the decoder, and here float64's.
+    torch.testing.assert_close(model(tokens()), in_plain_pytorch(model, tokens()), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("feed_forward", FEED_FORWARDS)
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_no_position_sees_a_later_one(attention: str, feed_forward: str) -> None:
+    model = decoder(attention, feed_forward=feed_forward)
+    first = tokens()
+    second = first.clone()
+    second[:, 6:] = (second[:, 6:] + 1) % V
+    y, z = model(first), model(second)
+    torch.testing.assert_close(y[:, :6], z[:, :6], rtol=0, atol=1e-12)
+    assert not torch.allclose(y[:, 6:], z[:, 6:])
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_checkpointing_changes_no_gradient(attention: str) -> None:
+    plain = decoder(attention)
+    again = copy.deepcopy(plain)
+    again.set_checkpointing(True)
+    for model in (plain, again):
+        model(tokens()).square().mean().backward()
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        assert torch.equal(one.grad, other.grad)
+
+
+def test_positions_turn_what_they_are_given() -> None:
+    rotary = Rotary(6, 8, dtype=torch.float64)
+    q, k = torch.randn(2, 8, 6, dtype=torch.float64).unbind()
+    turned = rotary(q)
+    torch.testing.assert_close(turned[0], q[0])
+    torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1))
+    assert torch.equal(rotary(q.T, channel_major=True), turned.T)
+    # A product depends on the distance alone.
+    same_q, same_k = q[:1].expand(8, 6), k[:1].expand(8, 6)
+    products = rotary(same_q) @ rotary(same_k).T
+    torch.testing.assert_close(products.diagonal(2), products[0, 2].expand(6), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"attention": "flash"}, "Decoder: attention must be one of naive, softmax, linear, compressed, softplus, got"),
+        ({"feed_forward": "gelu"}, "Decoder: feed_forward must be one of swiglu, combinator, combinator-low-memory"),
+        ({"context": 0}, "Decoder: context must be positive, got 0"),
+        ({"factor": 0}, "Decoder: factor must be positive, got 0"),
+    ],
+)
+def test_what_is_wrong_is_named(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decoder(**options)
+
+
+def test_sizes_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ValueError, match="heads must divide dim = 12, got 5"):
+        Decoder(V, E, F, LAYERS, 5, context=S)
+    with pytest.raises(ValueError, match="Rotary: dim must be even, got 3"):
+        Decoder(V, E, F, LAYERS, 4, context=S)
+    with pytest.raises(ValueError, match=r"tokens must be \(B,S\) with S <= 10, got \(2, 11\)"):
+        decoder()(tokens(S + 1))
