@@ -140,6 +140,6 @@ def compiled_prediction(prediction: Prediction) -> Prediction:
 def predicted_figures(prediction: Prediction) -> dict[str, Any]:
     """What a measured record has beside it."""
     record: Any = prediction.record
-    names = ("status", "reason", "oom_phase", *FIGURES, "activations", "exact")
+    names = ("status", "reason", "oom_phase", "parameters", *FIGURES, "activations", "exact")
     unknown = {"unknown": prediction.unknown, "bounds": list(record.bounds)}
     return {**{name: getattr(record, name) for name in names}, **unknown}

@@ -20,17 +20,18 @@ PARTS = {
     "optimizer_bytes": ("AdamW", "#44AA99", "xx"),
     "saved_bytes": ("kept for backward", "#DDCC77", "\\\\\\"),
 }
+OOM = "#AA0000"
 REST = ("the rest of the peak", "#CC6677", "---")
 
 
 def plot_models(records: Sequence[ModelRecord], path: Path, *, title: str, subtitle: str) -> Path:
-    """A bar for each record that has a peak; a diamond is the peak where parts need not be alive together."""
+    """A bar for each record, but for those of which nothing is known; OOM where it ran out of memory."""
     return save(model_bars(records, title=title, subtitle=subtitle), path)
 
 
 @in_house_style
 def model_bars(records: Sequence[ModelRecord], *, title: str, subtitle: str) -> Figure:
-    shown = [record for record in records if record.peak_bytes]
+    shown = [record for record in records if record.peak_bytes or record.status == "oom"]
     figure = new_figure(7.6, 1.7 + 0.34 * max(len(shown), 2), title, subtitle)
     ax = figure.subplots()
     unit, name = (GIB, "GiB") if max((record.peak_bytes or 0 for record in shown), default=0) >= GIB else (MIB, "MiB")
@@ -52,6 +53,9 @@ def draw_bar(ax: Axes, place: int, record: ModelRecord, unit: int) -> None:
         width = (getattr(record, field) or 0) / unit
         ax.barh(place, width, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
         left += width
+    if record.status == "oom":
+        ax.text(left, place, f"  OOM in {record.oom_phase or 'the model itself'}", va="center", color=OOM)
+        return
     peak = (record.peak_bytes or 0) / unit
     if peak > left:
         ax.barh(place, peak - left, left=left, color=REST[1], hatch=REST[2], edgecolor="white", linewidth=0)
@@ -66,7 +70,7 @@ def handles() -> list[Any]:
         Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=name)
         for name, colour, hatch in (*PARTS.values(), REST)
     ]
-    return [*bars, Line2D([], [], marker="D", color="black", ls="none", markersize=5, label="peak")]
+    return [*bars, Line2D([], [], marker="D", color="black", ls="none", markersize=5, label="peak, not all at once")]
 
 
 def labels_of(records: Sequence[ModelRecord]) -> list[str]:
