@@ -12,7 +12,7 @@
 #   gradcheck  gradients against central differences in float64
 #   sanitizer  compute-sanitizer on every operator: memcheck and racecheck
 #   bench      every operator against what one would take instead: bench.md, bench.json
-#   profile    the attention profile
+#   profile    the attention profile, and that of a whole model
 # Logs and results go to MEMCHECK_RESULTS, benchmarks/results/gpu unless it is set.
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -36,12 +36,17 @@ step_ptx() { "$python" -m pytest -q tests/gpu/test_ptx_cuda.py; }
 step_values() { run_pytest tests/ops --device cuda -m "not cpu"; }
 # In one process: large tensors take most of the memory.
 step_operators() {
-    "$python" -m pytest -q tests/gpu --ignore tests/gpu/test_ptx_cuda.py --ignore tests/gpu/test_prediction_cuda.py
+    "$python" -m pytest -q tests/gpu --ignore tests/gpu/test_ptx_cuda.py --ignore tests/gpu/test_prediction_cuda.py \
+        --ignore tests/gpu/test_models_cuda.py
 }
-step_prediction() { "$python" -m pytest -q tests/gpu/test_prediction_cuda.py; }
+step_prediction() { "$python" -m pytest -q tests/gpu/test_prediction_cuda.py tests/gpu/test_models_cuda.py; }
 step_gradcheck() { "$python" -m memcheck.gradcheck --device cuda; }
 step_bench() { "$python" benchmarks/gpu.py; }
-step_profile() { "$python" -m memcheck.profile_attention --device cuda --output "$results/profile"; }
+step_profile() {
+    "$python" -m memcheck.profile_attention --device cuda --output "$results/profile" || return
+    "$python" -m memcheck.profile_model --device cuda --size small --context 512 --bsz 8 --dtype fp32,bf16 \
+        --attention-type naive,softmax,linear,compressed,softplus --output "$results/model"
+}
 
 step_sanitizer() {
     local sanitizer said status=0

@@ -86,7 +86,7 @@ def measured(
 ) -> ModelRecord:
     room = min(limit_bytes or sys.maxsize, record.device_free_bytes or sys.maxsize) if record.device == "cpu" else None
     room = limit_bytes if room is None else room
-    with track(saved=False, limit_bytes=room):
+    with track(device=case.device, saved=False, limit_bytes=room):
         subject = prepare_model(case)
     found = measured_memory(subject, room)
     taken: dict[str, Any] = {name: getattr(found, name) for name in TAKEN_OVER}
