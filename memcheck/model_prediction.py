@@ -66,7 +66,8 @@ def describe(record: ModelRecord, case: ModelCase) -> ModelRecord:
     fields |= {"dim": sizes.dim, "heads": None if case.attention_type == "softplus" else sizes.heads}
     fields |= {name: getattr(sizes, name) for name in ("feed_forward_dim", "layers", "vocabulary")}
     held = held_formulas(case, kind)
-    formulas = {**held, **kept_formulas(case, kind)}
+    # The compiler decides anew what is kept.
+    formulas = held if case.compiled else {**held, **kept_formulas(case, kind)}
     return dataclasses.replace(
         record,
         **fields,

@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     for flag, meaning in (
         ("--snapshot", "memory over time, for pytorch.org/memory_viz"),
-        ("--trace", "torch.profiler's"),
+        ("--trace", "torch.profiler's trace, and who took the time"),
     ):
         parser.add_argument(flag, type=file(flag), metavar="FILE", help=f"{meaning}; of a single case")
     parser.add_argument("--nvtx", action="store_true", help="NVTX ranges around passes and modules, for Nsight Systems")
