@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memcheck.tracking import tensors_in
+from memcheck.tracking import storages_on, tensors_in
 
 
 def kept_by_component(
@@ -30,16 +31,18 @@ def kept_by_component(
     where: list[str] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        if not counts(tensor):
-            return tensor.detach()
-        storage = tensor.untyped_storage()
-        kept.setdefault(StorageWeakRef(storage), (".".join(where), storage.nbytes()))
+        for storage in storages_on(tensor, tensor.device) if counts(tensor) else ():
+            kept.setdefault(StorageWeakRef(storage), (".".join(where), storage.nbytes()))
         return tensor.detach()
 
-    with inside(model, where), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    with (
+        around_modules(model, where.append, where.pop),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
         outputs = run()
     for tensor in tensors_in([*held, model, outputs]):
-        kept.pop(StorageWeakRef(tensor.untyped_storage()), None)
+        for storage in storages_on(tensor, tensor.device):
+            kept.pop(StorageWeakRef(storage), None)
     found: dict[str, int] = {}
     for path, size in kept.values():
         found[path] = found.get(path, 0) + size
@@ -55,33 +58,29 @@ def ranges_around_modules(model: torch.nn.Module, kind: Callable[[str], Any]) ->
         ranges.append(kind(name))
         ranges[-1].__enter__()
 
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if name:
-                title = label(model, name)
-                for handle in (
-                    module.register_forward_pre_hook(lambda *_, title=title: begin(title)),
-                    module.register_forward_hook(lambda *_: ranges.pop().__exit__(None, None, None), always_call=True),
-                ):
-                    stack.callback(handle.remove)
+    with around_modules(model, begin, lambda: ranges.pop().__exit__(None, None, None)):
         yield
 
 
 @contextmanager
-def inside(model: torch.nn.Module, where: list[str]) -> Iterator[None]:
-    """While a module of the model runs, `where` is the way to it."""
+def around_modules(model: torch.nn.Module, begin: Callable[[str], Any], end: Callable[[], Any]) -> Iterator[None]:
+    """Calls begin with the label of each module of the model before its forward, and end after, also where it fails."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
-                for handle in watched(module, label(model, name), where):
-                    stack.callback(handle.remove)
+                before, after = hook(functools.partial(begin, label(model, name))), hook(end)
+                stack.callback(module.register_forward_pre_hook(before).remove)
+                stack.callback(module.register_forward_hook(after, always_call=True).remove)
         yield
 
 
-def watched(module: torch.nn.Module, name: str, where: list[str]) -> Iterator[Any]:
-    yield module.register_forward_pre_hook(lambda *_: where.append(name))
-    # Also where the module fails.
-    yield module.register_forward_hook(lambda *_: where.pop() and None, always_call=True)
+def hook(call: Callable[[], Any]) -> Callable[..., None]:
+    """It returns nothing: that would replace the module's inputs or outputs."""
+
+    def run(*_: Any) -> None:
+        call()
+
+    return run
 
 
 def label(model: torch.nn.Module, name: str) -> str:
