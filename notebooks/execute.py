@@ -83,6 +83,7 @@ def execute(notebook: NotebookNode, folder: Path, seconds: int) -> None:
             kernel_name=KERNEL["name"],
             kernel_manager_class=KernelOfThisPython,
             record_timing=False,
+            extra_arguments=["--log-level=40"],
             coalesce_streams=True,
         )
         client.execute(cwd=str(folder), env={**os.environ, **more})
