@@ -21,19 +21,10 @@ from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
 from nbformat import NotebookNode
-from traitlets import default
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 KERNEL = {"display_name": "Python 3", "language": "python", "name": "python3"}
-
-
-class KernelOfThisPython(AsyncKernelManager):
-    """python3 is the interpreter that runs this file, whatever kernels the machine has by that name."""
-
-    @default("kernel_spec_manager")
-    def _without_search(self) -> KernelSpecManager:
-        return KernelSpecManager(kernel_dirs=[])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -78,15 +69,22 @@ def execute(notebook: NotebookNode, folder: Path, seconds: int) -> None:
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         more = {"PYTHONPATH": os.pathsep.join(paths), "IPYTHONDIR": home, "OMP_NUM_THREADS": "2"}
         client = NotebookClient(
-            notebook,
-            timeout=seconds,
-            kernel_name=KERNEL["name"],
-            kernel_manager_class=KernelOfThisPython,
-            record_timing=False,
-            extra_arguments=["--log-level=40"],
-            coalesce_streams=True,
+            notebook, km=kernel_manager(home), timeout=seconds, record_timing=False, coalesce_streams=True
         )
-        client.execute(cwd=str(folder), env={**os.environ, **more})
+        client.execute(cwd=str(folder), env={**os.environ, **more}, cleanup_kc=True)
+
+
+def kernel_manager(home: str) -> AsyncKernelManager:
+    """python3 is the interpreter that runs this file, whatever kernels the machine has by that name.
+
+    It is spoken to by files, not ports: several notebooks may run at once, and none takes another's.
+    """
+    return AsyncKernelManager(
+        kernel_name=KERNEL["name"],
+        kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
+        transport="ipc",
+        connection_file=str(Path(home) / "kernel.json"),
+    )
 
 
 def strip(notebook: NotebookNode) -> None:

@@ -83,6 +83,7 @@ def test_no_output_depends_on_when_and_where_it_ran(name):
     assert {key for cell in notebook["cells"] for key in cell["metadata"]} <= {"tags"}
     outputs = [output for cell in code_cells(FOLDER / f"{name}.ipynb") for output in cell["outputs"]]
     assert not any(output.get("metadata") for output in outputs)
+    assert " at 0x" not in json.dumps(outputs)
 
 
 @every_notebook
