@@ -80,7 +80,7 @@ def attention(
 
 
 def causal_bias(mask: Tensor | None) -> CausalBias | None:
-    """The mask where it is one of torch's own. Their module loads torch.compile, so only who makes one has loaded it."""
+    """The mask where it is one of torch's own. Who made one has loaded their module, and with it torch.compile."""
     module = sys.modules.get("torch.nn.attention.bias")
     return mask if module is not None and isinstance(mask, module.CausalBias) else None
 
