@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 
 from memcheck.cases import DTYPES, Case
@@ -74,6 +73,9 @@ def build_naive(case: Case) -> Operator:
 def build_softmax(case: Case) -> Operator:
     """SDPA's is_causal is aligned top-left; with fewer queries than keys ours is bottom-right, which takes a bias."""
     if case.causal and case.kv_len is not None and case.query_len != case.kv_len:
+        # Which loads the whole of torch.compile: as much again as torch itself.
+        from torch.nn.attention.bias import causal_lower_right
+
         bias = causal_lower_right(case.query_len, case.kv_len)
         return lambda q, k, v: scaled_dot_product_attention(q, k, v, attn_mask=bias)
     return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=bool(case.causal))

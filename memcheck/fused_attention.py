@@ -7,15 +7,18 @@ sdp_utils_cpp.cpp in torch 2.13.
 from __future__ import annotations
 
 import dataclasses
+import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.bias import CausalBias, CausalVariant
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from memcheck.operator_scratch import Target
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
 
 aten = torch.ops.aten
 
@@ -54,10 +57,10 @@ def attention(
     enable_gqa: bool = False,
 ) -> Tensor:
     """What torch's function does on the target, in the operators that it would run there."""
-    mask, bias = attn_mask, None
-    if isinstance(attn_mask, CausalBias):
-        square = attn_mask.seq_len_q == attn_mask.seq_len_kv or attn_mask.variant == CausalVariant.UPPER_LEFT
-        mask, bias, is_causal = None, None if square else attn_mask, square
+    mask, bias = attn_mask, causal_bias(attn_mask)
+    if bias is not None:
+        square = bias.seq_len_q == bias.seq_len_kv or bias.variant.name == "UPPER_LEFT"
+        mask, bias, is_causal = None, None if square else bias, square
     call = Attention(query, key, value, mask, is_causal, dropout_p, scale, lower_right=bias is not None)
     backend = fused_lower_right(call, target) if bias is not None else chosen(call, target)
     if backend is None:
@@ -74,6 +77,12 @@ def attention(
         return scaled_dot_product_attention(query, key, value, call.mask, **more)
     y: Tensor = BACKENDS[backend](call)
     return y
+
+
+def causal_bias(mask: Tensor | None) -> CausalBias | None:
+    """The mask where it is one of torch's own. Who made one has loaded their module, and with it torch.compile."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return mask if module is not None and isinstance(mask, module.CausalBias) else None
 
 
 def fused_lower_right(call: Attention, target: Target) -> str | None:

@@ -49,6 +49,15 @@ def test_a_source_tree_without_its_extension_says_so(tmp_path: Path) -> None:
     assert f"pip install --no-build-isolation -e {tmp_path}" in said
 
 
+def test_importing_memcheck_leaves_torch_compile_alone() -> None:
+    """It takes as long as torch does."""
+    code = "import sys, torch; before = 'torch._dynamo' in sys.modules; import memcheck.__main__; "
+    assert run_python("-c", code + "print(before, 'torch._dynamo' in sys.modules)").stdout in (
+        "False False\n",
+        "True True\n",
+    )
+
+
 def test_cpu_levels() -> None:
     assert _C.cpu_levels()[0] == "default"
     assert set(_C.cpu_levels()) <= {"default", "avx2", "avx512"}

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from host_cuda import library
 from host_cuda.resources import CSRC, compile_kernels, resources
+from one_unit import one_unit
 
 
 @pytest.mark.slow
@@ -55,15 +56,20 @@ def test_the_glue_of_every_operator_is_for_cuda() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("standard", ["c++17", "c++20"])
-@pytest.mark.parametrize("source", GLUE, ids=lambda source: source.name)
-def test_glue_compiles_for_cuda(source: Path, standard: str, require_tool: Callable[[str], str]) -> None:
+@pytest.mark.parametrize("library_alone", [True, False], ids=["library.cpp", "operators"])
+def test_glue_compiles_for_cuda(
+    library_alone: bool, standard: str, require_tool: Callable[[str], str], tmp_path: Path
+) -> None:
+    """Every file alone is compiled for the host's CUDA."""
     from torch.utils.cpp_extension import include_paths
 
     require_tool("nvcc")
+    sources = [source for source in GLUE if (source.stem == "library") == library_alone]
     others = [*include_paths(), library.cuda_include(), sysconfig.get_path("include")]
     # The headers of a CPU build lack one that is generated, with the settings of a CUDA build.
     macros = ["-DMEMCHECK_WITH_CUDA", "-DC10_CUDA_NO_CMAKE_CONFIGURE_FILE"]
     flags = ["-fsyntax-only", f"-std={standard}", "-Wall", "-Werror", "-fopenmp", *macros, f"-I{CSRC}"]
+    source = sources[0] if library_alone else one_unit(sources, tmp_path / "operators.cpp")
     command = [require_tool("g++"), *flags, *(f"-isystem{folder}" for folder in others), source]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr[-20_000:]

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch._dynamo  # which predictions load: once here, to be frozen with all other modules
 
 import memcheck
 from memcheck.allocator_model import MIB

@@ -43,7 +43,7 @@ def flags() -> list[str]:
     with_warnings = ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-fno-math-errno", "-fvisibility=hidden"]
     speed = ["-O2"]
     if sanitizes():
-        speed = ["-O1", "-g", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+        speed = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
         speed += ["-fno-sanitize=vptr"]
     # longjmp between stacks is no overrun.
     return [*with_warnings, *speed, "-U_FORTIFY_SOURCE", "-DMEMCHECK_HOST_CUDA", "-DMEMCHECK_WITH_CUDA"]

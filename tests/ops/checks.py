@@ -187,9 +187,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def laid_out(tensors: Sequence[Tensor], layout: str) -> Iterator[list[Tensor]]:
-    """The layout for each tensor alone, then for all."""
+    """The layout for each tensor alone, then for all; all as they are just once."""
     change = LAYOUTS[layout]
-    for i in range(len(tensors)):
+    for i in range(len(tensors) if layout != "dense" else 0):
         yield [change(x) if i == j else x for j, x in enumerate(tensors)]
     yield [change(x) for x in tensors]
 
