@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._dynamo  # which predicting loads: before modules are frozen, see conftest.py
 
 import memcheck
 from memcheck.__main__ import main
