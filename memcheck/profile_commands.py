@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,6 +210,17 @@ def note_unused_flags(args: argparse.Namespace, cases: list[Case]) -> None:
             print(f"note: --{field.replace('_', '-')} is not used by {', '.join(without)}", file=sys.stderr)
 
 
+def begin_files(folder: Path, paths: Sequence[Path]) -> None:
+    """Empties the first of the files in the folder and removes the others; UsageError where that cannot be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in paths:
+            path.unlink(missing_ok=True)
+        paths[0].touch()
+    except OSError as error:
+        raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
+
+
 @dataclass
 class ResultFiles:
     """records.jsonl grows a line per case, so that a crash loses none; what is drawn from it is written at the end."""
@@ -221,13 +232,7 @@ class ResultFiles:
         files = cls(folder)
         if (folder / "sweep.json").exists():
             raise UsageError(f"--output {folder} holds a sweep, whose rows would be replaced: name another folder")
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            for path in files.paths():
-                path.unlink(missing_ok=True)
-            files.paths()[0].touch()
-        except OSError as error:
-            raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
+        begin_files(folder, files.paths())
         return files
 
     def paths(self) -> tuple[Path, Path, Path]:

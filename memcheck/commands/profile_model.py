@@ -23,7 +23,7 @@ from memcheck.model_records import ModelRecord
 from memcheck.models import MODES, SIZES, ModelCase, make_model_case
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
 from memcheck.plotting.models import plot_models
-from memcheck.profile_commands import count, counts, exit_code, file, folder, size
+from memcheck.profile_commands import begin_files, count, counts, exit_code, file, folder, size
 from memcheck.profiling import find_device
 from memcheck.reports.models import LEGEND, LETTERS, model_header, model_row, model_title, parts_table
 from memcheck.tracing import format_shares, nvtx_ranges
@@ -208,13 +208,7 @@ class ModelFiles:
     @classmethod
     def open(cls, place: Path) -> ModelFiles:
         files = cls(place)
-        try:
-            place.mkdir(parents=True, exist_ok=True)
-            for path in files.paths():
-                path.unlink(missing_ok=True)
-            files.paths()[0].touch()
-        except OSError as error:
-            raise UsageError(f"--output {place} cannot be written to: {error.strerror}") from None
+        begin_files(place, files.paths())
         return files
 
     def paths(self) -> tuple[Path, Path]:
