@@ -201,6 +201,18 @@ def test_the_table_of_the_readme_holds_the_committed_records():
     assert [row for row in map(table_row, records) if row not in text] == []
 
 
+def test_the_table_of_models_holds_the_committed_records():
+    from memcheck.model_records import ModelRecord
+    from memcheck.reports.models import model_row, parts_table
+
+    text = README.read_text()
+    lines = (ROOT / "benchmarks/results/model/models.jsonl").read_text().splitlines()
+    records = [ModelRecord.from_json(line) for line in lines]
+    assert [record.operator for record in records] == ["naive", "softmax", "linear", "compressed", "softplus"]
+    assert [row for row in map(model_row, records) if row not in text] == []
+    assert parts_table(records[1]) in text
+
+
 def test_the_frontier_of_the_readme_is_what_fit_says(capsys):
     """Of what is exact; the others hold until more is known of them."""
     from memcheck.__main__ import main
