@@ -11,6 +11,8 @@ PIP_FLAGS ?=
 PYTEST_FLAGS ?=
 # What the profile is told: make profile ARGS="--device cpu".
 ARGS ?=
+# Which notebooks are executed: make notebooks NOTEBOOKS=1_tour. All of them without.
+NOTEBOOKS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
@@ -23,7 +25,7 @@ BUILD := $(VENV)/.memcheck-built
 DEVELOPMENT := $(VENV)/.tools-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-fast lint bench asan check-cuda gpu clean
+.PHONY: help profile test test-fast lint bench notebooks asan check-cuda gpu clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -47,6 +49,9 @@ bench: $(BUILD)  ## Every operator against its opponents, into benchmarks/result
 	@for operator in $(notdir $(wildcard memcheck/ops/[a-z]*.py)); do \
 	    if [ -f benchmarks/$$operator ]; then $(BIN)/python benchmarks/$$operator || exit 1; fi; \
 	done
+
+notebooks: $(BUILD) $(DEVELOPMENT)  ## The notebooks, executed in place, and their pictures; NOTEBOOKS=1_tour: that one
+	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)
 
 # Both libraries are preloaded: with libasan alone the first exception that leaves torch aborts. pytest leaves the
 # process's own stderr alone, where the report of an error that ends it is written.
