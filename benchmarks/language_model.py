@@ -41,6 +41,7 @@ LEARNING_RATE, LAST_RATE, WARMUP, CLIP = 3e-3, 1.5e-4, 50, 1.0
 WIDER = 4  # than the decoder's own first weights, which are meant for 768 channels and more
 EARLY = 10  # steps over which naive and softmax are compared
 WRITTEN = 200  # characters of a sample
+OPENING = 100  # stories that the result quotes
 MEMORY = (
     "parameter_bytes",
     "gradient_bytes",
@@ -86,7 +87,7 @@ class Text:
             "stories": len(self.stories.starts),
             "symbols": len(ALPHABET),
             "held_out_characters": self.stories.length - self.split,
-            "first_story": self.stories.text[: self.stories.starts[1]],
+            "opening": self.stories.text[: self.stories.starts[OPENING]],
         }
 
 
@@ -220,8 +221,11 @@ def row_of(learner: Learner, text: Text, args: argparse.Namespace) -> dict[str, 
 
 def prompt_of(text: Text) -> str:
     """The first sentence of the first story that is held out."""
-    begin = int(text.held_out[0])
-    return text.stories.text[begin : text.stories.text.index(".", begin) + 1]
+    return told_at(text, int(text.held_out[0]), ".")
+
+
+def told_at(text: Text, begin: int, end: str) -> str:
+    return text.stories.text[begin : text.stories.text.index(end, begin) + 1]
 
 
 def same_mathematics(learners: list[Learner]) -> dict[str, Any]:
@@ -233,6 +237,7 @@ def same_mathematics(learners: list[Learner]) -> dict[str, Any]:
         "first_steps": min(EARLY, len(apart)),
         "apart_in_the_first_steps": max(apart[:EARLY]),
         "apart_at_most": max(apart),
+        "steps_within_a_thousandth": next((step for step, far in enumerate(apart) if far > 1e-3), len(apart)),
     }
 
 
@@ -267,7 +272,7 @@ def main() -> None:
     settings |= {"size_is": vars(learners[0].case.sizes), "steps_done": done}
     facts = {
         "settings": {name: value for name, value in settings.items() if value is not None},
-        "text": {**text.facts(), "prompt": prompt_of(text)},
+        "text": {**text.facts(), "prompt": prompt_of(text), "story": told_at(text, int(text.held_out[0]), "\n")},
         "unknowable_nats": text.unknowable_nats(text.held_out[: args.last_windows]),
         "guessing": {kind: 1 / len(words) for kind, words in ASKED.items()},
         "same_mathematics": same_mathematics(learners),

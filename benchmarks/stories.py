@@ -102,9 +102,9 @@ class Stories:
         self.say(".\n")
 
     def describe(self) -> None:
-        self.say(" The ")
-        for index, options in enumerate((ADJECTIVES, ANIMALS, VERBS, PREPOSITIONS)):
-            self.say(" " if index else "")
+        self.say(" The")
+        for options in (ADJECTIVES, ANIMALS, VERBS, PREPOSITIONS):
+            self.say(" ")
             self.choose(options)
         self.say(" the ")
         self.choose(SPOTS)
