@@ -31,7 +31,7 @@ from torch.nn.functional import cross_entropy
 
 import memcheck
 from memcheck.model_prediction import held_bytes, predict_model
-from memcheck.models import ModelCase, ModelRun, autocast_of, build_decoder, make_model_case, optimizer_state
+from memcheck.models import SIZES, ModelCase, ModelRun, autocast_of, build_decoder, make_model_case, optimizer_state
 from memcheck.nn.decoder import ATTENTIONS
 from memcheck.subjects import Subject
 
@@ -149,7 +149,7 @@ def train(learners: list[Learner], text: Text, args: argparse.Namespace, deadlin
     for number, (tokens, targets) in enumerate(text.batches(args.bsz, args.steps, args.seed)):
         if number % args.every == 0:
             note_losses(learners, text, seen, number)
-            if time.perf_counter() > deadline:
+            if number and time.perf_counter() > deadline:
                 return number
         turn = number % len(learners)
         for learner in learners[turn:] + learners[:turn]:
@@ -246,7 +246,7 @@ def parse() -> argparse.Namespace:
     sizes = (("steps", 1200), ("every", 50), ("bsz", 8), ("context", 256), ("seed", 0), ("threads", 1))
     for name, default in (*sizes, ("windows", 32), ("last-windows", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--size", default="mini", help="of memcheck.models")
+    parser.add_argument("--size", default="mini", choices=SIZES, help="of memcheck.models")
     parser.add_argument("--minutes", type=float, default=18, help="when training ends, whatever step it is at")
     parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model, which say nothing")
     parser.add_argument("--output", type=Path)

@@ -99,6 +99,15 @@ def test_the_committed_training():
     assert all(row["nats"] > result["unknowable_nats"] for row in result["rows"])
 
 
+@pytest.mark.slow
+def test_training_ends_in_time(tmp_path):
+    done = run(BENCHMARKS / "language_model.py", "--quick", "--minutes", "0", "--output", tmp_path / "result.json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["settings"]["steps"] == 12
+    check_training(result, steps=4)
+
+
 def check_training(result, steps):
     rows = {row["attention"]: row for row in result["rows"]}
     assert set(rows) == set(ATTENTIONS)
@@ -108,7 +117,7 @@ def check_training(result, steps):
         losses = [point["held_out_nats"] for point in row["curve"]]
         assert [point["step"] for point in row["curve"]] == sorted({point["step"] for point in row["curve"]})
         assert row["curve"][-1]["step"] == steps
-        assert losses[-1] < losses[len(losses) // 2] < losses[0]
+        assert losses[-1] < losses[0]
         assert row["memory"]["measured"] == row["memory"]["predicted"]
         assert set(row["recall"]) == set(result["guessing"])
         assert all(0 <= asked["right"] <= asked["asked"] > 0 for asked in row["recall"].values())
