@@ -73,8 +73,8 @@ def figures(name: str, values: list[float]) -> dict[str, Any]:
     }
 
 
-def write_result(name: str, rows: Any, output: Path | None = None) -> Path:
-    """benchmarks/results/NAME.json, unless told otherwise."""
+def write_result(name: str, rows: Any, output: Path | None = None, **facts: Any) -> Path:
+    """benchmarks/results/NAME.json, unless told otherwise; facts are those of all rows."""
     machine = {
         **{name: fact for name, fact in machine_facts("cpu").items() if name != "allocator"},
         "platform": f"{platform.system()} {platform.machine()}",
@@ -82,7 +82,7 @@ def write_result(name: str, rows: Any, output: Path | None = None) -> Path:
         "command": " ".join(["python", *sys.argv]),
     }
     path = output or RESULTS / f"{name}.json"
-    path.write_text(json.dumps({"machine": machine, "rows": rows}, indent=2) + "\n")
+    path.write_text(json.dumps({"machine": machine, **facts, "rows": rows}, indent=2) + "\n")
     return path
 
 

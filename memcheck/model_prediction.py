@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +47,7 @@ def predict_model(
     prediction = Replay(model.trace, case, device, record, limit_bytes).prediction()
     for name, size in model.held.items():
         setattr(record, name, size)
+    record.theory = {field: by_kind(terms) for field, terms in prediction.terms.items()}
     record.note_peak()
     record.activations, record.bounds = model.activations, bounds_of(prediction)
     return compiled_prediction(prediction) if case.compiled else prediction
@@ -126,6 +127,18 @@ def size_of(tensor: torch.Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def by_kind(terms: Mapping[str, int]) -> dict[str, int]:
+    """The terms of all layers together: those of every tensor would be most of what is written of a record."""
+    found: dict[str, int] = {}
+    for name, size in terms.items():
+        kind = KINDS.get(name.partition(".")[0]) or name.rstrip("0123456789 ")
+        found[kind] = found.get(kind, 0) + size
+    return found
+
+
+KINDS = {"model": "model", "dmodel": "gradients", "AdamW": "AdamW"}
+
+
 def compiled_prediction(prediction: Prediction) -> Prediction:
     """Without what the compiler decides."""
     why = "the compiler decides what is allocated"
@@ -134,7 +147,7 @@ def compiled_prediction(prediction: Prediction) -> Prediction:
         if name not in ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_bytes"):
             setattr(record, name, None)
     record.status, record.reason, record.exact = "skipped", f"not predicted: {why}", False
-    record.activations, record.bounds, record.doubts = None, (), (why,)
+    record.activations, record.theory, record.bounds, record.doubts = None, None, (), (why,)
     return dataclasses.replace(prediction, terms={}, exact=False, unknown=(why,), bounds=frozenset())
 
 

@@ -33,9 +33,10 @@ class ModelSize:
     vocabulary: int = 10_000
 
 
-# Those of the CS336 course, and one for tests.
+# Those of the CS336 course, one for tests, and the one that benchmarks/language_model.py trains.
 SIZES = {
     "tiny": ModelSize(64, 256, 2, 2, vocabulary=512),
+    "mini": ModelSize(96, 256, 3, 3, vocabulary=56),
     "small": ModelSize(768, 3072, 12, 12),
     "medium": ModelSize(1024, 4096, 24, 16),
     "large": ModelSize(1280, 5120, 36, 20),

@@ -318,7 +318,7 @@ def test_predict_runs_nothing(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("--size", "huge"), "--size huge is unknown; known: tiny, small, medium, large, xl, 2.7B"),
+        (("--size", "huge"), "--size huge is unknown; known: tiny, mini, small, medium, large, xl, 2.7B"),
         (("--attention-type", "flash"), "--attention-type flash is unknown; known: naive, softmax, linear"),
         (("--mode", "infer"), "--mode infer is unknown; known: forward, backward, train"),
         (("--dtype", "int8"), "--dtype int8 is unknown"),

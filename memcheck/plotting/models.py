@@ -21,6 +21,7 @@ PARTS = {
     "saved_bytes": ("kept for backward", "#DDCC77", "\\\\\\"),
 }
 OOM = "#AA0000"
+ABSENT = {"autocast": "no autocast", "checkpointing": "no checkpoints", "compiled": "eager"}
 REST = ("the rest of the peak", "#CC6677", "---")
 
 
@@ -77,10 +78,12 @@ def labels_of(records: Sequence[ModelRecord]) -> list[str]:
     """What differs between the records."""
     fields = ("size", "operator", "query_len", "mode", "dtype", "autocast", "checkpointing", "compiled", "source")
     varying = [name for name in fields if len({getattr(record, name) for record in records}) > 1] or ["operator"]
-    return [
-        ", ".join(word(name, getattr(record, name)) for name in varying if word(name, getattr(record, name)))
-        for record in records
-    ]
+    return [label_of(record, varying) for record in records]
+
+
+def label_of(record: ModelRecord, fields: Sequence[str]) -> str:
+    words = [word(name, getattr(record, name)) for name in fields]
+    return ", ".join(filter(None, words)) or ", ".join(ABSENT[name] for name in fields)
 
 
 def word(field: str, value: Any) -> str:

@@ -1,0 +1,75 @@
+"""What a step of training would take, for the sizes of memcheck.models on GPUs that are not here: predicted, not run.
+
+    python benchmarks/models.py [--bsz 4] [--quick] [--output FILE]
+
+By size, at one context, on each GPU; by context, for one size; and what autocast and checkpoints of activations save.
+A few minutes: every layer of every model is gone through, on meta tensors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from harness import write_result
+
+from memcheck.devices import device_named
+from memcheck.model_prediction import predict_model
+from memcheck.model_records import FIGURES
+from memcheck.models import ModelCase, make_model_case
+from memcheck.nn.decoder import ATTENTIONS
+from memcheck.quantities import format_bytes
+
+DEVICES = ("A100-80GB", "H200")
+SIZES = ("small", "medium", "large", "xl", "2.7B")
+CONTEXTS = (256, 512, 1024, 2048, 4096, 8192)
+FIELDS = ("operator", "device_name", "size", "bsz", "query_len", "mode", "dtype", "autocast", "checkpointing")
+
+
+def cases(bsz: int, sizes: tuple[str, ...], contexts: tuple[int, ...]) -> Iterator[tuple[str, str, ModelCase]]:
+    """What it is for, a device, and the case."""
+    for device, size, attention in itertools.product(DEVICES, sizes, ATTENTIONS):
+        yield "sizes", device, make_model_case(size, attention_type=attention, bsz=bsz, context=1024)
+    for attention, context in itertools.product(ATTENTIONS, contexts):
+        yield "contexts", DEVICES[0], make_model_case(sizes[0], attention_type=attention, bsz=bsz, context=context)
+    for autocast, checkpointing in itertools.product((None, "bfloat16"), (False, True)):
+        means: dict[str, Any] = {"autocast": autocast, "checkpointing": checkpointing}
+        yield "means", DEVICES[0], make_model_case(sizes[min(2, len(sizes) - 1)], bsz=bsz, context=1024, **means)
+
+
+def row_of(about: str, device: str, case: ModelCase) -> dict[str, Any]:
+    """Whether it fits, and what it takes, or would on a device that has no end."""
+    record = whole = predict_model(case, device).record
+    if record.status == "oom":
+        whole = predict_model(case, dataclasses.replace(device_named(device), usable_bytes=None)).record
+    figures = {name: getattr(whole, name) for name in (*FIELDS, *FIGURES, "bounds", "doubts")}
+    return {"about": about, **figures, "status": record.status, "oom_phase": record.oom_phase}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--bsz", type=int, default=4)
+    parser.add_argument("--quick", action="store_true", help="the tiny model alone, at two contexts")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    sizes, contexts = (("tiny",), CONTEXTS[:2]) if args.quick else (SIZES, CONTEXTS)
+    rows = []
+    for about, device, case in cases(args.bsz, sizes, contexts):
+        rows.append(row_of(about, device, case))
+        print(words(rows[-1]), flush=True)
+    print(write_result("models", rows, args.output))
+
+
+def words(row: dict[str, Any]) -> str:
+    means = [row["autocast"] or "", "checkpoints" if row["checkpointing"] else ""]
+    names = (row["device_name"], row["size"], row["operator"], f"S {row['query_len']}", *filter(None, means))
+    fits = "" if row["status"] == "ok" else f", does not fit, in the {row['oom_phase']}"
+    return f"{', '.join(names)}: {'>=' if row['bounds'] else ''}{format_bytes(row['peak_bytes'])}{fits}"
+
+
+if __name__ == "__main__":
+    main()
