@@ -1,6 +1,6 @@
 """Trains a small language model with each attention on the same text, and measures the memory of a step.
 
-    python benchmarks/language_model.py [--steps 1200] [--minutes 18] [--quick] [--output FILE]
+    python benchmarks/language_model.py [--steps 1200] [--minutes 18] [--seed 0] [--quick] [--output FILE]
 
 The text is generated (stories.py), over 1 MB, and its last tenth is held out. Every window of 256 characters begins at
 the start of a story, so that what a story asks for is in the window. One decoder of memcheck.nn for each attention, of

@@ -88,14 +88,16 @@ def test_a_quick_training(tmp_path):
     check_training(json.loads((tmp_path / "result.json").read_text()), steps=12)
 
 
-def test_the_committed_training():
-    path = BENCHMARKS / "results/language_model.json"
+@pytest.mark.parametrize(("name", "seed"), [("language_model", 0), ("language_model_1", 1)])
+def test_the_committed_trainings(name, seed):
+    path = BENCHMARKS / f"results/{name}.json"
     assert path.stat().st_size < 300_000
     result = json.loads(path.read_text())
     check_training(result, steps=result["settings"]["steps"])
     assert result["seconds"] <= 20 * 60
     assert result["text"]["characters"] >= 1_000_000
     assert not result["settings"]["quick"]
+    assert result["settings"]["seed"] == seed
     assert all(row["nats"] > result["unknowable_nats"] for row in result["rows"])
 
 
