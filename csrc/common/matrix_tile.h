@@ -40,7 +40,7 @@ struct NextRows {
 
 // The rows that come so many after those of a place.
 MEMCHECK_INLINE NextRows rows_after(Dtype dtype, const MatrixPlace& place, int64_t further, int64_t columns) {
-  if (place.column_stride != 1) return {};
+  if (place.column_stride != 1 || columns == 0) return {};
   const int64_t stride = place.row_stride * element_bytes(dtype);
   return {static_cast<const char*>(place.data) + further * stride, stride, columns * element_bytes(dtype)};
 }
