@@ -12,7 +12,7 @@ import torch
 from memcheck import timing
 from memcheck.explanation import explain
 from memcheck.machines import load, machine_of
-from memcheck.records import Record
+from memcheck.records import PHASES, Record
 from memcheck.runs import Run, Subject, timed_pass
 from memcheck.tracking import resolve_device
 
@@ -89,9 +89,6 @@ def measure_time(
         "passes": len(times.passes),
         "doubts": times.doubts,
     }
-
-
-PHASES = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)

@@ -31,6 +31,7 @@ NUMBER = "number"
 WORKSPACE = "cuBLAS workspace"
 # Whose number, as an operand, is a tensor that autograd may keep.
 WITH_NUMBERS = {"add", "sub", "mul", "div", "true_divide", "multiply", "divide", "gt", "lt", "ge", "le", "eq", "ne"}
+# The nodes that keep it.
 KEEPERS = {"MulBackward0", "DivBackward0"}
 
 

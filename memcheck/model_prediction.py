@@ -14,10 +14,11 @@ from memcheck.components import kept_by_component
 from memcheck.devices import Device, device_named
 from memcheck.meta_tracing import OnTarget, Run, Tape, Trace, Tracer
 from memcheck.model_formulas import held_formulas, kept_formulas
-from memcheck.model_records import FIGURES, PHASES, Activations, ModelRecord, by_layer
+from memcheck.model_records import FIGURES, Activations, ModelRecord, by_layer
 from memcheck.models import ModelCase, prepare_model
 from memcheck.operator_scratch import Target
 from memcheck.prediction import Prediction, Replay, blank, target_for
+from memcheck.records import PHASES
 from memcheck.subjects import Subject
 
 

@@ -17,13 +17,13 @@ from memcheck.compiling import with_generated_code
 from memcheck.components import ranges_around_modules
 from memcheck.devices import Device, device_named
 from memcheck.errors import UsageError
-from memcheck.measurement import PHASES, Times, machine_facts, measure_memory, time_passes
+from memcheck.measurement import Times, machine_facts, measure_memory, time_passes
 from memcheck.model_prediction import describe, held_bytes, kept_of, predict_model, predicted_figures
 from memcheck.model_records import ModelRecord, by_layer
 from memcheck.models import ModelCase, prepare_model
 from memcheck.prediction import Prediction
 from memcheck.quantities import format_bytes
-from memcheck.records import Record
+from memcheck.records import PHASES, Record
 from memcheck.runs import Subject as MeasuredSubject
 from memcheck.subjects import Subject
 from memcheck.tracing import write_snapshot, write_trace
@@ -49,9 +49,9 @@ def profile_model_case(
     every module, where memcheck.tracing.nvtx_ranges is open, too.
     """
     record = describe(ModelRecord(**machine_facts(case.device)), case)
-    prediction = predict_model(case, here(case.device), limit_bytes=limit_bytes)
-    record.predicted = predicted_figures(prediction)
     try:
+        prediction = predict_model(case, here(case.device), limit_bytes=limit_bytes)
+        record.predicted = predicted_figures(prediction)
         refusal = beyond_this_machine(prediction, record)
         if refusal is not None:
             return dataclasses.replace(record, status="skipped", reason=refusal)

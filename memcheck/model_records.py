@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from memcheck.records import Record
+from memcheck.records import PHASES, Record
 
 # Path of the module -> bytes: of the model by its part, and in "layers" of each layer.
 Activations = dict[str, Any]
-PHASES = ("forward", "backward", "optimizer")
 # What is predicted of a model, and measured.
 FIGURES = (
     "parameter_bytes",

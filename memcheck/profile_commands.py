@@ -221,6 +221,11 @@ def begin_files(folder: Path, paths: Sequence[Path]) -> None:
         raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
 
 
+def append_record(path: Path, record: Record) -> None:
+    with path.open("a") as lines:
+        lines.write(record.to_json() + "\n")
+
+
 @dataclass
 class ResultFiles:
     """records.jsonl grows a line per case, so that a crash loses none; what is drawn from it is written at the end."""
@@ -241,8 +246,7 @@ class ResultFiles:
     def append(self, record: Record | None) -> None:
         if record is None:
             return
-        with self.paths()[0].open("a") as lines:
-            lines.write(record.to_json() + "\n")
+        append_record(self.paths()[0], record)
 
     def finish(self, records: list[Record], predictions: list[Record], title: str) -> None:
         _, table, picture = self.paths()

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+PHASES = ("forward", "backward", "optimizer")  # of a run, those that it has
 
 
 @dataclass

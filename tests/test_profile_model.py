@@ -195,6 +195,18 @@ def test_running_out_of_memory_is_a_row_and_was_predicted(attention: str) -> Non
         assert (record.oom_phase, "oom") == (record.predicted["oom_phase"], record.predicted["status"])
 
 
+def test_an_error_is_a_row_also_where_it_is_the_prediction_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("it failed")
+
+    for name in ("predict_model", "measured"):
+        with monkeypatch.context() as patch:
+            patch.setattr(f"memcheck.model_profiling.{name}", fails)
+            record = profile_model_case(case())
+        assert (record.status, record.reason) == ("error", "RuntimeError: it failed")
+        assert record.parameters == 196_928
+
+
 def test_an_optimizer_step_is_measured_and_timed() -> None:
     weight = torch.ones(1000, requires_grad=True)
     calls = []

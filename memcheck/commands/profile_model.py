@@ -23,7 +23,7 @@ from memcheck.model_records import ModelRecord
 from memcheck.models import MODES, SIZES, ModelCase, make_model_case
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
 from memcheck.plotting.models import plot_models
-from memcheck.profile_commands import begin_files, count, counts, exit_code, file, folder, size
+from memcheck.profile_commands import append_record, begin_files, count, counts, exit_code, file, folder, size
 from memcheck.profiling import find_device
 from memcheck.reports.models import LEGEND, LETTERS, model_header, model_row, model_title, parts_table
 from memcheck.tracing import format_shares, nvtx_ranges
@@ -215,8 +215,7 @@ class ModelFiles:
         return self.folder / "models.jsonl", self.folder / "models.png"
 
     def append(self, record: ModelRecord) -> None:
-        with self.paths()[0].open("a") as lines:
-            lines.write(record.to_json() + "\n")
+        append_record(self.paths()[0], record)
 
     def finish(self, records: list[ModelRecord]) -> list[Path]:
         lines, picture = self.paths()
