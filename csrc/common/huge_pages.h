@@ -2,25 +2,29 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstddef>
 #include <cstdint>
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace memcheck {
 
 // Memory that is fresh from the system is first touched page by page, which costs more than computing what is written
 // there; in pages of 2 MiB instead of 4 KiB a tenth of that. Where the system does not offer them nothing changes, and
-// the bytes that are asked for are the same.
+// the bytes that are asked for are the same. All pages that the tensor touches are meant, since the system looks at
+// what it has mapped there, which ends with a page: of 2 MiB with a header of malloc's the last would else be small.
 inline at::Tensor in_huge_pages(at::Tensor x) {
 #if defined(MADV_HUGEPAGE)
-  constexpr uintptr_t kHugePage = uintptr_t{2} << 20;
-  if (!x.device().is_cpu() || x.nbytes() < 2 * kHugePage) return x;
+  constexpr std::size_t kFewBytes = std::size_t{4} << 20;
+  if (!x.device().is_cpu() || x.nbytes() < kFewBytes) return x;
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
   const auto begin = reinterpret_cast<uintptr_t>(x.mutable_data_ptr());
-  const uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage;
-  const uintptr_t last = (begin + x.nbytes()) / kHugePage * kHugePage;
-  if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
+  const uintptr_t first = begin / page * page;
+  const uintptr_t last = (begin + x.nbytes() + page - 1) / page * page;
+  madvise(reinterpret_cast<void*>(first), last - first, MADV_HUGEPAGE);
 #endif
   return x;
 }

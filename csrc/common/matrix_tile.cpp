@@ -77,6 +77,10 @@ template <typename acc_t>
 MEMCHECK_INLINE void transpose_rows_body(const acc_t* from, int64_t from_stride, int64_t rows, int64_t columns,
                                          acc_t* to, int64_t to_stride) {
   for (int64_t column = 0; column < columns; column += kTileColumns) {
+    if (rows == kTileRows && to_stride == kTileRows) {
+      transpose_tile(from + column, to + column * to_stride, from_stride);
+      continue;
+    }
     alignas(64) acc_t lines[kTile];
     for (int64_t row = 0; row < rows; ++row)
       convert_line(from + row * from_stride + column, kTileLanes, lines + row * kTileLanes);

@@ -24,8 +24,9 @@ MEMCHECK_INLINE float exp_minus_abs(float x) {
   constexpr float kLog2e = 1.44269504088896341f;
   constexpr float kLn2High = 0.693145751953125f;  // 16 bits: n * kLn2High is exact
   constexpr float kLn2Low = 1.42860682030941723212e-6f;
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which sits in the low bits
-  constexpr float kLowest = -104.0f;     // exp(-104) is less than half the smallest float
+  // 1.5 * 2^23: adding it rounds to an integer, which sits in the low bits; there with what makes it an exponent.
+  constexpr float kRound = 12582912.0f + (127 + 64);
+  constexpr float kLowest = -104.0f;  // exp(-104) is less than half the smallest float
   const float negative = -std::fabs(x);
   const float clamped = negative < kLowest ? kLowest : negative;
   const float shifted = clamped * kLog2e + kRound;
@@ -37,7 +38,7 @@ MEMCHECK_INLINE float exp_minus_abs(float x) {
   const float p = 1.0f + (r + r2 * (low + r2 * high));
   uint32_t bits;
   std::memcpy(&bits, &shifted, sizeof(bits));
-  bits = (bits + 127 + 64) << 23;  // the exponent of 2^(n + 64); what kRound had in the upper bits is shifted out
+  bits <<= 23;  // the exponent of 2^(n + 64); what kRound had in the upper bits is shifted out
   float power;
   std::memcpy(&power, &bits, sizeof(power));
   return p * power * 0x1p-64f;

@@ -20,21 +20,23 @@ template <typename scalar_t>
 using acc_type = std::conditional_t<std::is_same_v<scalar_t, double>, double, float>;
 
 // Deals kWays packs of elements into one, a card of each in turn. That turns the bits of an element's index by
-// log2(kWays), and compilers make vector shuffles of it.
+// log2(kWays), and compilers make vector shuffles of it. A pack is some rows, so far apart.
 template <int kWays, typename acc_t>
-MEMCHECK_INLINE void deal(const acc_t* __restrict from, acc_t* __restrict to) {
-  constexpr int kPack = kTile / kWays;
-  for (int64_t i = 0; i < kPack; ++i)
-    for (int64_t way = 0; way < kWays; ++way) to[kWays * i + way] = from[kPack * way + i];
+MEMCHECK_INLINE void deal(const acc_t* __restrict from, int64_t row_stride, acc_t* __restrict to) {
+  constexpr int kPackRows = kTileRows / kWays;
+  for (int64_t row = 0; row < kPackRows; ++row)
+    for (int64_t i = 0; i < kTileLanes; ++i)
+      for (int64_t way = 0; way < kWays; ++way)
+        to[(row * kTileLanes + i) * kWays + way] = from[(way * kPackRows + row) * row_stride + i];
 }
 
 // to[j][i] = from[i][j]: the index of an element has 5 bits for its row and 5 for its lane, and is turned by 5.
 template <typename acc_t>
-MEMCHECK_INLINE void transpose_tile(const acc_t* from, acc_t* to) {
+MEMCHECK_INLINE void transpose_tile(const acc_t* from, acc_t* to, int64_t from_stride = kTileLanes) {
   static_assert(kTileRows == 32 && kTileLanes == 32);
   alignas(64) acc_t half[kTile];
-  deal<8>(from, half);
-  deal<4>(half, to);
+  deal<8>(from, from_stride, half);
+  deal<4>(half, kTileLanes, to);
 }
 
 // Of a full line the compiler knows the length: it becomes a few vectors, and not a call or a string instruction.

@@ -17,13 +17,15 @@ namespace {
 
 template <typename acc_t>
 struct Product {
-  bool add;
-  int64_t M, N, K;
-  TileFactor<acc_t> a;
-  const acc_t* b;
-  int64_t b_stride;
+  int64_t M, N;
+  TileTerm<acc_t> term;
   acc_t* to;
   int64_t to_stride;
+  // What becomes of it: it is added, with a rest or without; or it has a second term, and a factor for each row.
+  bool add;
+  acc_t* rest;
+  TileTerm<acc_t> growing;
+  const acc_t* factors;
 };
 
 template <typename acc_t, int kBytes>
@@ -31,25 +33,18 @@ struct VectorOf {
   typedef acc_t type __attribute__((vector_size(kBytes)));
 };
 
-// kRows x kVectors registers of sums; every step of k is a row of b times a column of a.
-template <int kBytes, int kRows, int kVectors, typename acc_t>
-MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n) {
-  using Vector = typename VectorOf<acc_t, kBytes>::type;
-  constexpr int kLanes = kBytes / sizeof(acc_t);
-  const int64_t K = p.K, a_row = p.a.row_stride, a_column = p.a.column_stride, b_row = p.b_stride, to_row = p.to_stride;
-  const acc_t* a = p.a.data + m * a_row;
-  const acc_t* b = p.b + n;
-  acc_t* to = p.to + m * to_row + n;
-  Vector sums[kRows][kVectors];
-  MEMCHECK_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    MEMCHECK_UNROLL
-    for (int j = 0; j < kVectors; ++j) sums[i][j] = Vector{};
-  }
+// sums += rows of a from m on times columns of b from n on; every step of k is a row of b times a column of a.
+template <int kRows, int kVectors, typename acc_t, typename Vector>
+MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t K, int64_t m, int64_t n,
+                                    Vector (&sums)[kRows][kVectors]) {
+  constexpr int kLanes = sizeof(Vector) / sizeof(acc_t);
+  const int64_t a_row = term.a.row_stride, a_column = term.a.column_stride, b_row = term.b_stride;
+  const acc_t* a = term.a.data + m * a_row;
+  const acc_t* b = term.b + n;
   for (int64_t k = 0; k < K; ++k) {
     Vector row[kVectors];
     MEMCHECK_UNROLL
-    for (int j = 0; j < kVectors; ++j) std::memcpy(&row[j], b + k * b_row + j * kLanes, kBytes);
+    for (int j = 0; j < kVectors; ++j) std::memcpy(&row[j], b + k * b_row + j * kLanes, sizeof(Vector));
     MEMCHECK_UNROLL
     for (int i = 0; i < kRows; ++i) {
       const acc_t x = a[i * a_row + k * a_column];
@@ -57,15 +52,41 @@ MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n
       for (int j = 0; j < kVectors; ++j) sums[i][j] += x * row[j];
     }
   }
+}
+
+// kRows x kVectors registers of sums.
+template <int kBytes, int kRows, int kVectors, typename acc_t>
+MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n) {
+  using Vector = typename VectorOf<acc_t, kBytes>::type;
+  constexpr int kLanes = kBytes / sizeof(acc_t);
+  Vector sums[kRows][kVectors];
+  MEMCHECK_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    MEMCHECK_UNROLL
+    for (int j = 0; j < kVectors; ++j) sums[i][j] = Vector{};
+  }
+  multiply_block(p.term, p.term.K, m, n, sums);
+  if (p.growing.b != nullptr) multiply_block(p.growing, p.growing.K + m + kRows, m, n, sums);
   MEMCHECK_UNROLL
   for (int i = 0; i < kRows; ++i) {
     MEMCHECK_UNROLL
     for (int j = 0; j < kVectors; ++j) {
-      acc_t* place = to + i * to_row + j * kLanes;
-      Vector old = {};
-      if (p.add) std::memcpy(&old, place, kBytes);
-      old += sums[i][j];
-      std::memcpy(place, &old, kBytes);
+      const int64_t place = (m + i) * p.to_stride + n + j * kLanes;
+      Vector result = sums[i][j];
+      if (p.add) {
+        std::memcpy(&result, p.to + place, kBytes);
+        if (p.rest != nullptr) {
+          Vector rest;
+          std::memcpy(&rest, p.rest + place, kBytes);
+          add_to_sum(sums[i][j], result, rest);
+          std::memcpy(p.rest + place, &rest, kBytes);
+        } else {
+          result += sums[i][j];
+        }
+      } else if (p.factors != nullptr) {
+        result *= p.factors[m + i];
+      }
+      std::memcpy(p.to + place, &result, kBytes);
     }
   }
 }
@@ -86,7 +107,7 @@ MEMCHECK_INLINE int64_t product_columns(const Product<acc_t>& p, int64_t n) {
 #if MEMCHECK_CPU_HAS_LEVELS
 template <typename acc_t>
 MEMCHECK_TARGET_AVX512 void product_avx512(const Product<acc_t>& p) {
-  product_columns<64, 8, 2>(p, product_columns<64, 4, 4>(p, 0));
+  product_columns<64, 8, 1>(p, product_columns<64, 8, 2>(p, product_columns<64, 4, 4>(p, 0)));
 }
 
 template <typename acc_t>
@@ -100,12 +121,8 @@ void product_default(const Product<acc_t>& p) {
   product_columns<16, 4, 2>(p, 0);
 }
 
-}  // namespace
-
 template <typename acc_t>
-void tile_product(TileProduct how, int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, const acc_t* b,
-                  int64_t b_stride, acc_t* to, int64_t to_stride) {
-  const Product<acc_t> p{how == TileProduct::Add, M, N, K, a, b, b_stride, to, to_stride};
+void multiply(const Product<acc_t>& p) {
 #if MEMCHECK_CPU_HAS_LEVELS
   if (cpu_level() == CpuLevel::Avx512) return product_avx512(p);
   if (cpu_level() == CpuLevel::Avx2) return product_avx2(p);
@@ -113,9 +130,27 @@ void tile_product(TileProduct how, int64_t M, int64_t N, int64_t K, const TileFa
   product_default(p);
 }
 
+}  // namespace
+
+template <typename acc_t>
+void tile_product(TileProduct how, int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, const acc_t* b,
+                  int64_t b_stride, acc_t* to, int64_t to_stride, acc_t* rest) {
+  multiply<acc_t>({M, N, {K, a, b, b_stride}, to, to_stride, how == TileProduct::Add, rest, {}, nullptr});
+}
+
+template <typename acc_t>
+void tile_rows(int64_t M, int64_t N, const TileTerm<acc_t>& full, const TileTerm<acc_t>& growing, const acc_t* factors,
+               acc_t* to, int64_t to_stride) {
+  multiply<acc_t>({M, N, full, to, to_stride, false, nullptr, growing, factors});
+}
+
 template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<float>&, const float*, int64_t,
-                           float*, int64_t);
+                           float*, int64_t, float*);
 template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<double>&, const double*, int64_t,
-                           double*, int64_t);
+                           double*, int64_t, double*);
+template void tile_rows(int64_t, int64_t, const TileTerm<float>&, const TileTerm<float>&, const float*, float*,
+                        int64_t);
+template void tile_rows(int64_t, int64_t, const TileTerm<double>&, const TileTerm<double>&, const double*, double*,
+                        int64_t);
 
 }  // namespace memcheck

@@ -2,12 +2,17 @@
 
 #include <cstdint>
 
+#include "common/macros.h"
+
 namespace memcheck {
 
 // Products of matrices that lie in scratch, in the accumulation type (float or double): the arithmetic of attention.
 
 // Scratch matrices have a multiple of this many columns; what pads them is 0 wherever it is read as a number.
 constexpr int64_t kTileColumns = 32;
+
+// Products have a multiple of this many.
+constexpr int64_t kProductColumns = 16;
 
 inline int64_t padded_columns(int64_t columns) {
   return (columns + kTileColumns - 1) / kTileColumns * kTileColumns;
@@ -23,18 +28,49 @@ struct TileFactor {
   TileFactor transposed() const { return {data, column_stride, row_stride}; }
 };
 
+// sum += x, where rest is what rounding has left out of the sum so far (Kahan): however many x there are, the error is
+// that of a few. A sum that is not finite becomes NaN. Numbers, or vectors of them.
+template <typename T>
+MEMCHECK_INLINE void add_to_sum(const T& x, T& sum, T& rest) {
+  const T with_rest = x + rest;
+  const T next = sum + with_rest;
+  rest = with_rest - (next - sum);
+  sum = next;
+}
+
 enum class TileProduct { Set, Add };
 
 // to (M,N) = a (M,K) b (K,N), or to += that. b and to have contiguous rows so many elements apart, and N is a multiple
-// of kTileColumns. Every element is one chain of multiplications and additions over K, whatever M and N are, which
-// joins what is there when it is complete: adding products up is a level of summation of its own.
+// of kProductColumns. Every element is one chain of multiplications and additions over K, whatever M and N are, which
+// joins what is there when it is complete: adding products up is a level of summation of its own. Where a rest is
+// given, of the shape and stride of `to`, it is kept.
 template <typename acc_t>
 void tile_product(TileProduct how, int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, const acc_t* b,
-                  int64_t b_stride, acc_t* to, int64_t to_stride);
+                  int64_t b_stride, acc_t* to, int64_t to_stride, acc_t* rest = nullptr);
+
+// The factors of a product (M,K) (K,N), as above.
+template <typename acc_t>
+struct TileTerm {
+  int64_t K;
+  TileFactor<acc_t> a;
+  const acc_t* b = nullptr;
+  int64_t b_stride = 0;
+};
+
+// to (M,N) = the product of one term, plus that of another, which may be absent and grows along a diagonal: row i has
+// the first K + i + 1 columns of a (those right of them, as far as K + M, must be 0). All of row i times factors[i], if
+// there are factors.
+template <typename acc_t>
+void tile_rows(int64_t M, int64_t N, const TileTerm<acc_t>& full, const TileTerm<acc_t>& growing, const acc_t* factors,
+               acc_t* to, int64_t to_stride);
 
 extern template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<float>&, const float*,
-                                  int64_t, float*, int64_t);
+                                  int64_t, float*, int64_t, float*);
 extern template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<double>&, const double*,
-                                  int64_t, double*, int64_t);
+                                  int64_t, double*, int64_t, double*);
+extern template void tile_rows(int64_t, int64_t, const TileTerm<float>&, const TileTerm<float>&, const float*, float*,
+                               int64_t);
+extern template void tile_rows(int64_t, int64_t, const TileTerm<double>&, const TileTerm<double>&, const double*,
+                               double*, int64_t);
 
 }  // namespace memcheck

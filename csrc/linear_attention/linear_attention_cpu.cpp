@@ -17,13 +17,11 @@ namespace memcheck {
 namespace {
 
 constexpr int64_t kChunk = kTileRows;
-// Sums have levels, so that rounding errors do not grow with the number of positions: a chunk, 16 chunks, all.
-constexpr int64_t kChunksPerLevel = 16;
-constexpr int64_t kLevel = kChunksPerLevel * kChunk;
 constexpr int64_t kFewTasks = 8;
 constexpr int64_t kMostSegments = 16;  // of all heads together, about
-// A segment has a state in memory: this many times as many positions as a value has elements, so that the states are
-// small beside keys and values.
+// A segment is a multiple of so many positions. It has a state in memory: this many times as many positions as a value
+// has elements, so that the states are small beside keys and values.
+constexpr int64_t kSegmentStep = 16 * kChunk;
 constexpr int64_t kPositionsPerValueElement = 32;
 
 // Positions of one segment of a sequence; all of them where there are enough tasks without.
@@ -31,7 +29,8 @@ int64_t segment_length(const LinearAttentionShape& shape, int64_t length) {
   const int64_t heads = std::max<int64_t>(1, shape.B * shape.Hkv);
   if (heads >= kFewTasks) return std::max<int64_t>(length, 1);
   const int64_t even = ceil_div(length, ceil_div(kMostSegments, heads));
-  return std::max<int64_t>(1, ceil_div(std::max(even, kPositionsPerValueElement * shape.Dv), kLevel)) * kLevel;
+  return std::max<int64_t>(1, ceil_div(std::max(even, kPositionsPerValueElement * shape.Dv), kSegmentStep)) *
+         kSegmentStep;
 }
 
 int64_t segments(const LinearAttentionShape& shape, int64_t length) {
@@ -76,12 +75,11 @@ struct StateShape {
 template <typename acc_t>
 struct State {
   StateShape shape;
-  Matrix<acc_t> total;   // of all chunks when it was last asked for
-  Matrix<acc_t> before;  // of full levels
-  Matrix<acc_t> level;   // of the chunks since
+  Matrix<acc_t> total;
+  Matrix<acc_t> rest;  // what rounding has left out of it, so that errors do not grow with the number of positions
 
   State(const StateShape& of, Arena<acc_t>& arena) : shape(of) {
-    for (Matrix<acc_t>* part : {&total, &before, &level}) {
+    for (Matrix<acc_t>* part : {&total, &rest}) {
       *part = arena.matrix(shape.rows, shape.columns);
       arena.matrix(1, shape.keys);
     }
@@ -89,22 +87,21 @@ struct State {
   MEMCHECK_INLINE acc_t* vector_of(const Matrix<acc_t>& part) const { return part.data + shape.matrix_size(); }
 
   MEMCHECK_INLINE void clear() {
-    chunks_ = 0;
-    for (int64_t i = 0; i < shape.size(); ++i) before.data[i] = level.data[i] = acc_t(0);
+    for (int64_t i = 0; i < shape.size(); ++i) total.data[i] = rest.data[i] = acc_t(0);
   }
   // The sum of what other segments hold, of this shape one after another.
   MEMCHECK_INLINE void start_from(const acc_t* others, int64_t first, int64_t last) {
     clear();
     for (int64_t other = first; other < last; ++other) {
       const acc_t* from = others + other * shape.size();
-      for (int64_t i = 0; i < shape.size(); ++i) before.data[i] += from[i];
+      for (int64_t i = 0; i < shape.size(); ++i) add_to_sum(from[i], total.data[i], rest.data[i]);
     }
   }
   // The sum over the rows of a chunk of a b^T, and of weights (null: 1) times x.
   MEMCHECK_INLINE void add_chunk(int64_t rows, const TileFactor<acc_t>& a, const acc_t* b, int64_t b_stride,
                                  const acc_t* weights, const acc_t* x) {
-    tile_product(TileProduct::Add, shape.rows, level.stride, rows, a.transposed(), b, b_stride, level.data,
-                 level.stride);
+    tile_product(TileProduct::Add, shape.rows, total.stride, rows, a.transposed(), b, b_stride, total.data,
+                 total.stride, rest.data);
     const int64_t stride = padded_columns(shape.keys);
     for (int64_t i = 0; i < stride; i += kTileLanes) {
       alignas(64) acc_t sum[kTileLanes] = {};
@@ -112,28 +109,12 @@ struct State {
         const acc_t weight = weights == nullptr ? acc_t(1) : weights[row];
         for (int64_t lane = 0; lane < kTileLanes; ++lane) sum[lane] += weight * x[row * stride + i + lane];
       }
-      for (int64_t lane = 0; lane < kTileLanes; ++lane) vector_of(level)[i + lane] += sum[lane];
+      for (int64_t lane = 0; lane < kTileLanes; ++lane)
+        add_to_sum(sum[lane], vector_of(total)[i + lane], vector_of(rest)[i + lane]);
     }
-    if (++chunks_ == kChunksPerLevel) end_level();
-  }
-  // Makes the total that of all chunks so far.
-  MEMCHECK_INLINE void settle() {
-    for (int64_t i = 0; i < shape.size(); ++i) total.data[i] = before.data[i] + level.data[i];
   }
   MEMCHECK_INLINE void store(acc_t* to) {
-    settle();
     for (int64_t i = 0; i < shape.size(); ++i) to[i] = total.data[i];
-  }
-
- private:
-  int64_t chunks_ = 0;
-
-  MEMCHECK_INLINE void end_level() {
-    chunks_ = 0;
-    for (int64_t i = 0; i < shape.size(); ++i) {
-      before.data[i] += level.data[i];
-      level.data[i] = acc_t(0);
-    }
   }
 };
 
@@ -229,15 +210,25 @@ MEMCHECK_INLINE Matrix<acc_t> in_memory(const MatrixPlace& x) {
   return {static_cast<acc_t*>(x.data), x.row_stride};
 }
 
+template <typename acc_t>
+MEMCHECK_INLINE void map_lanes(const acc_t* __restrict from, acc_t* __restrict to) {
+  for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+    const acc_t x = from[lane];
+    const acc_t e = exp_minus_abs(x);
+    to[lane] = x > acc_t(0) ? x + acc_t(1) : e;
+  }
+}
+
 // phi of a line, from where it lies or in place; where columns are missing to a full tile it is 0.
 template <typename acc_t>
 MEMCHECK_INLINE void map_line(const acc_t* from, int64_t columns, int64_t padded, acc_t* to) {
   for (int64_t column = 0; column < padded; column += kTileLanes) {
-    alignas(64) acc_t x[kTileLanes];
-    for (int64_t lane = 0; lane < kTileLanes; ++lane) x[lane] = from[column + lane];
-    for (int64_t lane = 0; lane < kTileLanes; ++lane) {
-      const acc_t e = exp_minus_abs(x[lane]);
-      to[column + lane] = x[lane] > acc_t(0) ? x[lane] + acc_t(1) : e;
+    if (from == to) {
+      alignas(64) acc_t x[kTileLanes];
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) x[lane] = from[column + lane];
+      map_lanes(x, to + column);
+    } else {
+      map_lanes(from + column, to + column);
     }
   }
   for (int64_t i = columns; i < padded; ++i) to[i] = acc_t(0);
@@ -286,15 +277,15 @@ MEMCHECK_INLINE void mask_later_keys(const Matrix<acc_t>& scores, Range rows) {
   }
 }
 
-// to += weights x, of the rows of x that each row sees. `to` begins with the first of the rows.
+// to = a b in the columns of keys that a row of its block sees; where none does it is undefined.
 template <typename acc_t>
-MEMCHECK_INLINE void add_visible(const Matrix<acc_t>& weights, Range rows, const Matrix<acc_t>& x, int64_t columns,
-                                 const Matrix<acc_t>& to) {
-  constexpr int64_t kRowsAtOnce = 8;
-  for (int64_t row = rows.begin; row < rows.end; row += kRowsAtOnce) {
-    const int64_t count = std::min(kRowsAtOnce, rows.end - row);
-    tile_product(TileProduct::Add, count, columns, row + count, weights.from_row(row), x.data, x.stride,
-                 to.row(row - rows.begin), to.stride);
+MEMCHECK_INLINE void multiply_visible(const Matrix<acc_t>& a, Range rows, int64_t depth, const Matrix<acc_t>& b,
+                                      const Matrix<acc_t>& to) {
+  for (int64_t row = rows.begin, end; row < rows.end; row = end) {
+    const int64_t columns = (row / kProductColumns + 1) * kProductColumns;
+    end = std::min(rows.end, columns);
+    tile_product(TileProduct::Set, end - row, columns, depth, a.from_row(row), b.data, b.stride, to.row(row),
+                 to.stride);
   }
 }
 
@@ -318,17 +309,39 @@ MEMCHECK_INLINE void add_partial_dots(const Matrix<acc_t>& a, const acc_t* b, in
   }
 }
 
+template <int64_t kCount, typename acc_t>
+MEMCHECK_INLINE void sum_pairs(const acc_t* __restrict from, acc_t* __restrict to) {
+  for (int64_t i = 0; i < kCount; ++i) to[i] = from[2 * i] + from[2 * i + 1];
+}
+
 // One number a row.
 template <typename acc_t>
 MEMCHECK_INLINE void sum_lanes(const Matrix<acc_t>& partial, acc_t* __restrict to) {
-  alignas(64) acc_t turned[kTile];
-  transpose_tile(partial.data, turned);
-  for (int64_t row = 0; row < kChunk; ++row) to[row] = acc_t(0);
-  for (int64_t lane = 0; lane < kTileLanes; ++lane)
-    for (int64_t row = 0; row < kChunk; ++row) to[row] += turned[lane * kTileRows + row];
+  static_assert(kTileLanes == 32);
+  alignas(64) acc_t half[16 * kChunk], quarter[8 * kChunk], eighth[4 * kChunk], sixteenth[2 * kChunk];
+  sum_pairs<16 * kChunk>(partial.data, half);
+  sum_pairs<8 * kChunk>(half, quarter);
+  sum_pairs<4 * kChunk>(quarter, eighth);
+  sum_pairs<2 * kChunk>(eighth, sixteenth);
+  sum_pairs<kChunk>(sixteenth, to);
 }
 
 // ---- forward
+
+// What the rows give to all keys together: those before by the state, and those at hand.
+template <typename acc_t>
+MEMCHECK_INLINE void sum_weights(const ForwardScratch<acc_t>& x, Range rows, bool keys_at_hand, acc_t* to) {
+  const acc_t* z = x.state.vector_of(x.state.total);
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    alignas(64) acc_t sums[kTileLanes] = {};
+    if (keys_at_hand)
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) sums[lane] = x.scores.row(row)[lane];
+    for (int64_t i = 0; i < x.q.stride; i += kTileLanes)
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) sums[lane] += x.q.row(row)[i + lane] * z[i + lane];
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) x.partial.row(row)[lane] = sums[lane];
+  }
+  sum_lanes(x.partial, to);
+}
 
 // y of rows [rows.begin, rows.end) of one chunk of one query head: of what the state holds, and of the keys at hand.
 template <typename acc_t>
@@ -341,27 +354,18 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
   const MatrixPlace result = rows_at(dtype, p.y, b, head, position + first);
   const bool direct = serves_as_scratch<acc_t>(dtype, result, n.Dv);
   const Matrix<acc_t> y = direct ? in_memory<acc_t>(result) : x.y;
-  // The lines of y will be written, and for that they are read.
-  load_features(n, dtype, queries, count, rows_after(dtype, queries, kChunk, n.D), rows_after(dtype, result, 0, n.Dv),
-                x.q.rows_from(first));
-  clear_rows(x.partial, rows);
-  tile_product(TileProduct::Set, count, x.y.stride, n.D, x.q.from_row(first), x.state.total.data, x.state.total.stride,
-               y.data, y.stride);
+  load_features(n, dtype, queries, count, rows_after(dtype, queries, kChunk, n.D), {}, x.q.rows_from(first));
+  TileTerm<acc_t> seen{};
   if (keys > 0) {
-    tile_product(TileProduct::Set, count, kChunk, n.D, x.q.from_row(first), x.k_transposed.data, kChunk,
-                 x.scores.row(first), kChunk);
+    multiply_visible(x.q, rows, n.D, x.k_transposed, x.scores);
     mask_later_keys(x.scores, rows);
-    add_visible(x.scores, rows, x.values, x.y.stride, y);
-    for (int64_t i = first * kChunk; i < rows.end * kChunk; ++i) x.partial.data[i] = x.scores.data[i];
+    seen = {first, x.scores.from_row(first), x.values.data, x.values.stride};
   }
-  add_partial_dots(x.q, x.state.vector_of(x.state.total), 0, rows, x.partial);
-  alignas(64) acc_t denominator[kChunk];
-  sum_lanes(x.partial, denominator);
-  for (int64_t row = first; row < rows.end; ++row) {
-    const acc_t inverse = acc_t(1) / (denominator[row] + static_cast<acc_t>(p.eps));
-    acc_t* line = y.row(row - first);
-    for (int64_t i = 0; i < x.y.stride; ++i) line[i] *= inverse;
-  }
+  alignas(64) acc_t inverse[kChunk];
+  sum_weights(x, rows, keys > 0, inverse);
+  for (int64_t row = first; row < rows.end; ++row) inverse[row] = acc_t(1) / (inverse[row] + static_cast<acc_t>(p.eps));
+  tile_rows<acc_t>(count, x.y.stride, {n.D, x.q.from_row(first), x.state.total.data, x.state.total.stride}, seen,
+                   inverse + first, y.data, y.stride);
   if (!direct) store_rows(dtype, result, count, n.Dv, y.data, y.stride);
 }
 
@@ -413,7 +417,6 @@ MEMCHECK_INLINE void attend_along(const LinearAttentionForward& p, Dtype dtype, 
     const int64_t s = t - (n.T - n.S);
     load_keys(p, dtype, task, t, count, x);
     if (s + count > 0) {
-      x.state.settle();
       transpose_rows(x.k.data, x.k.stride, count, x.k.stride, x.k_transposed.data, kChunk);
       for (int64_t head = task.key_head * n.group(); head < (task.key_head + 1) * n.group(); ++head)
         attend(p, dtype, task.b, head, s, {std::max<int64_t>(-s, 0), count}, count, x);
@@ -427,7 +430,6 @@ template <typename acc_t>
 MEMCHECK_INLINE void attend_to_all(const LinearAttentionForward& p, Dtype dtype, const Task& task, Range queries,
                                    ForwardScratch<acc_t>& x) {
   const LinearAttentionShape& n = p.shape;
-  x.state.settle();
   for (int64_t head = task.key_head * n.group(); head < (task.key_head + 1) * n.group(); ++head)
     for (int64_t s = queries.begin; s < queries.end; s += kChunk)
       attend(p, dtype, task.b, head, s, {0, std::min(kChunk, queries.end - s)}, 0, x);
@@ -548,14 +550,14 @@ MEMCHECK_INLINE void differentiate_queries(const LinearAttentionBackward& p, Dty
   const int64_t count = rows.end - first;
   load_pair(n, dtype, rows_at(dtype, p.q, b, head, position + first),
             rows_at(dtype, p.grad_y, b, head, position + first), rows, kChunk, x.q, x.g);
-  tile_product(TileProduct::Set, count, x.grad_q.stride, n.Dv, x.g.from_row(first), x.keys.total.data,
-               x.keys.total.stride, x.grad_q.row(first), x.grad_q.stride);
+  TileTerm<acc_t> seen{};
   if (keys > 0) {
-    tile_product(TileProduct::Set, count, kChunk, n.Dv, x.g.from_row(first), x.v_transposed.data, kChunk,
-                 x.products.row(first), kChunk);
+    multiply_visible(x.g, rows, n.Dv, x.v_transposed, x.products);
     mask_later_keys(x.products, rows);
-    add_visible(x.products, rows, x.k, x.grad_q.stride, x.grad_q.rows_from(first));
+    seen = {first, x.products.from_row(first), x.k.data, x.k.stride};
   }
+  tile_rows<acc_t>(count, x.grad_q.stride, {n.Dv, x.g.from_row(first), x.keys.total.data, x.keys.total.stride}, seen,
+                   nullptr, x.grad_q.row(first), x.grad_q.stride);
   // grad_q holds M g so far.
   alignas(64) acc_t denominator[kChunk];
   alignas(64) acc_t dots[kChunk];
@@ -616,10 +618,9 @@ MEMCHECK_INLINE void add_queries(const LinearAttentionBackward& p, int64_t b, in
                       rows_of<acc_t>(p, b, head).delta + position + first, x.q.row(first));
 }
 
-// N^T and n of all chunks so far, and N from N^T.
+// N from N^T.
 template <typename acc_t>
 MEMCHECK_INLINE void turn_query_state(const LinearAttentionShape& n, BackwardScratch<acc_t>& x) {
-  x.queries.settle();
   const Matrix<acc_t>& total = x.queries.total;
   for (int64_t row = 0; row < n.Dv; row += kTileRows)
     transpose_rows(total.row(row), total.stride, std::min<int64_t>(kTileRows, n.Dv - row), total.stride, x.n.data + row,
@@ -644,15 +645,13 @@ MEMCHECK_INLINE void key_gradients_of_chunk(const LinearAttentionBackward& p, co
                                             int64_t keys, BackwardScratch<acc_t>& x) {
   const int64_t first = rows.begin;
   const int64_t count = rows.end - first;
-  tile_product(TileProduct::Set, count, kChunk, p.shape.Dv, x.g.from_row(first), x.v_transposed.data, kChunk,
-               x.products.row(first), kChunk);
+  multiply_visible(x.g, rows, p.shape.Dv, x.v_transposed, x.products);
   for (int64_t row = first; row < rows.end; ++row)
     for (int64_t i = 0; i < kChunk; ++i) x.products.row(row)[i] -= delta[row];
   mask_later_keys(x.products, rows);
   tile_product(TileProduct::Add, keys, x.grad_k.stride, count, x.products.from_row(first).transposed(), x.q.row(first),
                x.q.stride, x.grad_k.data, x.grad_k.stride);
-  tile_product(TileProduct::Set, count, kChunk, p.shape.D, x.q.from_row(first), x.k_transposed.data, kChunk,
-               x.scores.row(first), kChunk);
+  multiply_visible(x.q, rows, p.shape.D, x.k_transposed, x.scores);
   mask_later_keys(x.scores, rows);
   tile_product(TileProduct::Add, keys, x.grad_v.stride, count, x.scores.from_row(first).transposed(), x.g.row(first),
                x.g.stride, x.grad_v.data, x.grad_v.stride);
@@ -679,7 +678,6 @@ MEMCHECK_INLINE void differentiate_along(const LinearAttentionBackward& p, Dtype
     const int64_t s = t - (n.T - n.S);
     load_keys(p, dtype, task, t, count, kChunk, x.k, x.v);
     if (s + count > 0) {
-      x.keys.settle();
       transpose_rows(x.v.data, x.v.stride, count, x.v.stride, x.v_transposed.data, kChunk);
       running_key_sums(x.keys.vector_of(x.keys.total), count, count, x);
       for (int64_t head = task.key_head * n.group(); head < (task.key_head + 1) * n.group(); ++head)
@@ -720,7 +718,6 @@ template <typename acc_t>
 MEMCHECK_INLINE void differentiate_all_queries(const LinearAttentionBackward& p, Dtype dtype, const Task& task,
                                                Range queries, BackwardScratch<acc_t>& x) {
   const LinearAttentionShape& n = p.shape;
-  x.keys.settle();
   running_key_sums(x.keys.vector_of(x.keys.total), kChunk, 0, x);
   for (int64_t head = task.key_head * n.group(); head < (task.key_head + 1) * n.group(); ++head) {
     for (int64_t s = queries.begin; s < queries.end; s += kChunk) {
@@ -863,8 +860,8 @@ MEMCHECK_INLINE void step_task(const LinearAttentionStep& p, Dtype dtype, const 
   State<acc_t>& state = x.state;
   const auto place = [&](const Strided<4>& whole) { return rows_at(acc, whole, task.b, task.key_head, 0); };
   state.clear();
-  load_rows(acc, place(p.m), n.D, n.Dv, state.before.data, state.before.stride);
-  load_rows(acc, place(p.z), 1, n.D, state.vector_of(state.before), padded_columns(n.D));
+  load_rows(acc, place(p.m), n.D, n.Dv, state.total.data, state.total.stride);
+  load_rows(acc, place(p.z), 1, n.D, state.vector_of(state.total), padded_columns(n.D));
   sum_keys(forward, dtype, task, {0, n.T}, x);
   attend_to_all(forward, dtype, task, {0, 1}, x);
   store_rows(acc, place(p.new_m), n.D, n.Dv, state.total.data, state.total.stride);
