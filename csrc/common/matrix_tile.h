@@ -34,7 +34,11 @@ struct NextRows {
   int64_t bytes = 0;
 
   MEMCHECK_INLINE void expect(int64_t row) const {
-    for (int64_t byte = 0; byte < bytes; byte += 64) __builtin_prefetch(first + row * stride + byte);
+    const char* line = first + row * stride;
+    for (int64_t byte = 0; byte < bytes; byte += 128) {
+      __builtin_prefetch(line + byte);
+      __builtin_prefetch(line + byte + 64);
+    }
   }
 };
 

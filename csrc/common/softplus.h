@@ -35,13 +35,13 @@ MEMCHECK_INLINE float exp_minus_abs(float x) {
   const float r2 = r * r;
   const float high = 0.041668348014354706f + r * 0.00836850330233574f + r2 * 0.001381568843498826f;
   const float low = 0.4999999403953552f + r * 0.1666652262210846f;
-  const float p = 1.0f + (r + r2 * (low + r2 * high));
+  const float less_one = r + r2 * (low + r2 * high);  // exp(r) - 1
   uint32_t bits;
   std::memcpy(&bits, &shifted, sizeof(bits));
   bits <<= 23;  // the exponent of 2^(n + 64); what kRound had in the upper bits is shifted out
   float power;
   std::memcpy(&power, &bits, sizeof(power));
-  return p * power * 0x1p-64f;
+  return (less_one * power + power) * 0x1p-64f;
 }
 
 MEMCHECK_INLINE double exp_minus_abs(double x) {
