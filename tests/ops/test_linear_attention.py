@@ -481,7 +481,7 @@ def test_poison_stays_in_its_head_and_the_future(poisoned: int, poison: float, c
     inputs[poisoned][1, 1, 500] = poison
     y, *gradients = run(contract(causal).function, inputs, grad_y)
     spoilt = torch.zeros_like(y, dtype=torch.bool)
-    # A chunk of 32 or 64 positions meets in one product, in which 0 times it is NaN: earlier queries of it may be spoilt.
+    # A chunk of 32 or 64 positions meets in one product, in which 0 x poison is NaN: its earlier queries may be spoilt.
     spoilt[1, 2:, 500 - (T - S) if causal else 0 :] = True
     assert not y[spoilt].isfinite().any()
     reached = spoilt.clone()
