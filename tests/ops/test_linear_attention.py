@@ -511,6 +511,15 @@ def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
     assert_contract(contract(causal), inputs, grad_y[:, :, :1].expand_as(grad_y))
 
 
+@pytest.mark.slow  # on the host, as CUDA's kernel
+@pytest.mark.parametrize("causal", [True, False])
+def test_equal_terms_add_up_however_many(causal: bool) -> None:
+    """Eight heads are not split; a state has 1,875 chunks, and an error of each would show."""
+    (q, k, v), grad_y = make_inputs(8, 1, 1, 4, 60_000, 3, 2)
+    k, v = (x[:, :, :1].expand_as(x) for x in (k, v))
+    assert_contract(contract(causal), [q, k, v], grad_y)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", [1, 9])
 def test_a_long_sequence_keeps_its_accuracy(heads: int) -> None:
