@@ -26,22 +26,6 @@ MEMCHECK_INLINE MatrixPlace rows_at(Dtype dtype, const Strided<4>& x, int64_t i,
   return {static_cast<char*>(x.data) + first * element_bytes(dtype), x.stride[2], x.stride[3]};
 }
 
-// The cache lines of rows that will be read next. Asked for row by row between arithmetic they do not wait for each
-// other. Any address may be asked for.
-struct NextRows {
-  const char* first = nullptr;
-  int64_t stride = 0;
-  int64_t bytes = 0;
-
-  MEMCHECK_INLINE void expect(int64_t row) const {
-    const char* line = first + row * stride;
-    for (int64_t byte = 0; byte < bytes; byte += 128) {
-      __builtin_prefetch(line + byte);
-      __builtin_prefetch(line + byte + 64);
-    }
-  }
-};
-
 // The rows that come so many after those of a place.
 MEMCHECK_INLINE NextRows rows_after(Dtype dtype, const MatrixPlace& place, int64_t further, int64_t columns) {
   if (place.column_stride != 1 || columns == 0) return {};

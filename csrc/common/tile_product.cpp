@@ -26,6 +26,7 @@ struct Product {
   acc_t* rest;
   TileTerm<acc_t> growing;
   const acc_t* factors;
+  NextPair* next;
 };
 
 template <typename acc_t, int kBytes>
@@ -97,7 +98,10 @@ MEMCHECK_INLINE int64_t product_columns(const Product<acc_t>& p, int64_t n) {
   constexpr int64_t kStep = kVectors * kBytes / sizeof(acc_t);
   for (; n + kStep <= p.N; n += kStep) {
     int64_t m = 0;
-    for (; m + kRows <= p.M; m += kRows) product_block<kBytes, kRows, kVectors>(p, m, n);
+    for (; m + kRows <= p.M; m += kRows) {
+      product_block<kBytes, kRows, kVectors>(p, m, n);
+      if (p.next != nullptr) p.next->expect(p.next->rows_each);
+    }
     for (; m < p.M; ++m) product_block<kBytes, 1, kVectors>(p, m, n);
   }
   return n;
@@ -122,7 +126,7 @@ void product_default(const Product<acc_t>& p) {
 }
 
 template <typename acc_t>
-void multiply(const Product<acc_t>& p) {
+void multiply_at_level(const Product<acc_t>& p) {
 #if MEMCHECK_CPU_HAS_LEVELS
   if (cpu_level() == CpuLevel::Avx512) return product_avx512(p);
   if (cpu_level() == CpuLevel::Avx2) return product_avx2(p);
@@ -130,27 +134,33 @@ void multiply(const Product<acc_t>& p) {
   product_default(p);
 }
 
+template <typename acc_t>
+void multiply(const Product<acc_t>& p) {
+  multiply_at_level(p);
+  if (p.next != nullptr) p.next->expect(p.next->rows);
+}
+
 }  // namespace
 
 template <typename acc_t>
 void tile_product(TileProduct how, int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, const acc_t* b,
-                  int64_t b_stride, acc_t* to, int64_t to_stride, acc_t* rest) {
-  multiply<acc_t>({M, N, {K, a, b, b_stride}, to, to_stride, how == TileProduct::Add, rest, {}, nullptr});
+                  int64_t b_stride, acc_t* to, int64_t to_stride, acc_t* rest, NextPair* next) {
+  multiply<acc_t>({M, N, {K, a, b, b_stride}, to, to_stride, how == TileProduct::Add, rest, {}, nullptr, next});
 }
 
 template <typename acc_t>
 void tile_rows(int64_t M, int64_t N, const TileTerm<acc_t>& full, const TileTerm<acc_t>& growing, const acc_t* factors,
-               acc_t* to, int64_t to_stride) {
-  multiply<acc_t>({M, N, full, to, to_stride, false, nullptr, growing, factors});
+               acc_t* to, int64_t to_stride, NextPair* next) {
+  multiply<acc_t>({M, N, full, to, to_stride, false, nullptr, growing, factors, next});
 }
 
 template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<float>&, const float*, int64_t,
-                           float*, int64_t, float*);
+                           float*, int64_t, float*, NextPair*);
 template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<double>&, const double*, int64_t,
-                           double*, int64_t, double*);
-template void tile_rows(int64_t, int64_t, const TileTerm<float>&, const TileTerm<float>&, const float*, float*,
-                        int64_t);
+                           double*, int64_t, double*, NextPair*);
+template void tile_rows(int64_t, int64_t, const TileTerm<float>&, const TileTerm<float>&, const float*, float*, int64_t,
+                        NextPair*);
 template void tile_rows(int64_t, int64_t, const TileTerm<double>&, const TileTerm<double>&, const double*, double*,
-                        int64_t);
+                        int64_t, NextPair*);
 
 }  // namespace memcheck

@@ -38,15 +38,47 @@ MEMCHECK_INLINE void add_to_sum(const T& x, T& sum, T& rest) {
   sum = next;
 }
 
+// The cache lines of rows that will be read next. Asked for row by row between arithmetic they do not wait for each
+// other. Any address may be asked for.
+struct NextRows {
+  const char* first = nullptr;
+  int64_t stride = 0;
+  int64_t bytes = 0;
+
+  MEMCHECK_INLINE void expect(int64_t row) const {
+    const char* line = first + row * stride;
+    for (int64_t byte = 0; byte < bytes; byte += 128) {
+      __builtin_prefetch(line + byte);
+      __builtin_prefetch(line + byte + 64);
+    }
+  }
+};
+
+// The rows of two matrices that will be read next, to be asked for between the blocks of a product, some after each:
+// all at once are more than a core can wait for.
+struct NextPair {
+  NextRows one, other;
+  int64_t rows = 0;
+  int64_t rows_each = 0;
+  int64_t row = 0;
+
+  MEMCHECK_INLINE void expect(int64_t count) {
+    for (const int64_t end = count < rows - row ? row + count : rows; row < end; ++row) {
+      one.expect(row);
+      other.expect(row);
+    }
+  }
+};
+
 enum class TileProduct { Set, Add };
 
 // to (M,N) = a (M,K) b (K,N), or to += that. b and to have contiguous rows so many elements apart, and N is a multiple
 // of kProductColumns. Every element is one chain of multiplications and additions over K, whatever M and N are, which
 // joins what is there when it is complete: adding products up is a level of summation of its own. Where a rest is
-// given, of the shape and stride of `to`, it is kept.
+// given, of the shape and stride of `to`, it is kept. Meanwhile the next rows are asked for.
 template <typename acc_t>
 void tile_product(TileProduct how, int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, const acc_t* b,
-                  int64_t b_stride, acc_t* to, int64_t to_stride, acc_t* rest = nullptr);
+                  int64_t b_stride, acc_t* to, int64_t to_stride, acc_t* rest = nullptr, NextPair* next = nullptr);
 
 // The factors of a product (M,K) (K,N), as above.
 template <typename acc_t>
@@ -62,15 +94,15 @@ struct TileTerm {
 // there are factors.
 template <typename acc_t>
 void tile_rows(int64_t M, int64_t N, const TileTerm<acc_t>& full, const TileTerm<acc_t>& growing, const acc_t* factors,
-               acc_t* to, int64_t to_stride);
+               acc_t* to, int64_t to_stride, NextPair* next = nullptr);
 
 extern template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<float>&, const float*,
-                                  int64_t, float*, int64_t, float*);
+                                  int64_t, float*, int64_t, float*, NextPair*);
 extern template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<double>&, const double*,
-                                  int64_t, double*, int64_t, double*);
+                                  int64_t, double*, int64_t, double*, NextPair*);
 extern template void tile_rows(int64_t, int64_t, const TileTerm<float>&, const TileTerm<float>&, const float*, float*,
-                               int64_t);
+                               int64_t, NextPair*);
 extern template void tile_rows(int64_t, int64_t, const TileTerm<double>&, const TileTerm<double>&, const double*,
-                               double*, int64_t);
+                               double*, int64_t, NextPair*);
 
 }  // namespace memcheck

@@ -99,9 +99,9 @@ struct State {
   }
   // The sum over the rows of a chunk of a b^T, and of weights (null: 1) times x.
   MEMCHECK_INLINE void add_chunk(int64_t rows, const TileFactor<acc_t>& a, const acc_t* b, int64_t b_stride,
-                                 const acc_t* weights, const acc_t* x) {
+                                 const acc_t* weights, const acc_t* x, NextPair* next = nullptr) {
     tile_product(TileProduct::Add, shape.rows, total.stride, rows, a.transposed(), b, b_stride, total.data,
-                 total.stride, rest.data);
+                 total.stride, rest.data, next);
     const int64_t stride = padded_columns(shape.keys);
     for (int64_t i = 0; i < stride; i += kTileLanes) {
       alignas(64) acc_t sum[kTileLanes] = {};
@@ -135,6 +135,7 @@ struct ForwardScratch {
   Matrix<acc_t> v, y;          // (kChunk,Dv), unless memory serves
   Matrix<acc_t> values;        // v, where it is (kChunk,Dv)
   Matrix<acc_t> scores;        // phi(q) phi(k)^T (kChunk,kChunk)
+  NextPair next;               // the lines of k and v that come after
   Matrix<acc_t> partial;       // sums along rows before their lanes are added (kChunk,kTileLanes)
 
   ForwardScratch(const LinearAttentionShape& n, Arena<acc_t>& arena)
@@ -354,7 +355,8 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
   const MatrixPlace result = rows_at(dtype, p.y, b, head, position + first);
   const bool direct = serves_as_scratch<acc_t>(dtype, result, n.Dv);
   const Matrix<acc_t> y = direct ? in_memory<acc_t>(result) : x.y;
-  load_features(n, dtype, queries, count, rows_after(dtype, queries, kChunk, n.D), {}, x.q.rows_from(first));
+  load_features(n, dtype, queries, count, {}, {}, x.q.rows_from(first));
+  NextPair next{rows_after(dtype, queries, kChunk, n.D), {}, count, 4};
   TileTerm<acc_t> seen{};
   if (keys > 0) {
     multiply_visible(x.q, rows, n.D, x.k_transposed, x.scores);
@@ -365,7 +367,7 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
   sum_weights(x, rows, keys > 0, inverse);
   for (int64_t row = first; row < rows.end; ++row) inverse[row] = acc_t(1) / (inverse[row] + static_cast<acc_t>(p.eps));
   tile_rows<acc_t>(count, x.y.stride, {n.D, x.q.from_row(first), x.state.total.data, x.state.total.stride}, seen,
-                   inverse + first, y.data, y.stride);
+                   inverse + first, y.data, y.stride, &next);
   if (!direct) store_rows(dtype, result, count, n.Dv, y.data, y.stride);
 }
 
@@ -387,14 +389,14 @@ MEMCHECK_INLINE void load_keys(const LinearAttentionForward& p, Dtype dtype, con
   const bool direct = serves_as_scratch<acc_t>(dtype, values, n.Dv);
   x.values = direct ? in_memory<acc_t>(values) : x.v;
   if (!direct) load_rows(dtype, values, count, n.Dv, x.v.data, x.v.stride);
-  load_features(n, dtype, keys, count, rows_after(dtype, keys, kChunk, n.D), rows_after(dtype, values, kChunk, n.Dv),
-                x.k);
+  load_features(n, dtype, keys, count, {}, {}, x.k);
+  x.next = {rows_after(dtype, keys, kChunk, n.D), rows_after(dtype, values, kChunk, n.Dv), count, 2};
 }
 
 // M += phi(k)^T v and z += phi(k).
 template <typename acc_t>
 MEMCHECK_INLINE void add_keys(int64_t count, ForwardScratch<acc_t>& x) {
-  x.state.add_chunk(count, x.k.from_row(0), x.values.data, x.values.stride, nullptr, x.k.data);
+  x.state.add_chunk(count, x.k.from_row(0), x.values.data, x.values.stride, nullptr, x.k.data, &x.next);
 }
 
 template <typename acc_t>
