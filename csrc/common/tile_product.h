@@ -59,8 +59,8 @@ struct NextRows {
 struct NextPair {
   NextRows one, other;
   int64_t rows = 0;
-  int64_t rows_each = 0;
-  int64_t row = 0;
+  int64_t rows_each = 0;  // after each block
+  int64_t row = 0;        // asked for so far
 
   MEMCHECK_INLINE void expect(int64_t count) {
     for (const int64_t end = count < rows - row ? row + count : rows; row < end; ++row) {
