@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,10 +24,15 @@ from memcheck.measurement import machine_facts
 RESULTS = Path(__file__).parent / "results"
 
 
-Runs = Mapping[str, Callable[[], Any]]
+Run = Callable[[], Any]
+Runs = Mapping[str, Run]
+
+# Of contenders in processes of their own: a turn's calls go on for so long; and between turns there is time for the
+# threads of the last one, which look for more work for some milliseconds, to fall asleep.
+TURN, PAUSE = 0.5, 0.05  # seconds
 
 
-def forward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callable[[], Any]:
+def forward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Run:
     def run() -> None:
         with torch.no_grad():
             function(*inputs)
@@ -30,7 +40,7 @@ def forward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Callab
     return run
 
 
-def forward_backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor) -> Callable[[], Any]:
+def forward_backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor) -> Run:
     """Begins with .grad None, so that gradients are allocated afresh."""
 
     def run() -> None:
@@ -43,16 +53,68 @@ def forward_backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], 
 
 def time_rounds(contenders: Runs, rounds: int, warmup: int = 3) -> dict[str, list[float]]:
     """Milliseconds of every contender in every round; their order turns, so that none gains by it."""
-    names = list(contenders)
+    return take_turns({name: lambda run=run: milliseconds(run) for name, run in contenders.items()}, rounds, warmup)
+
+
+def time_apart(
+    setups: Mapping[str, Callable[[], Run]],
+    rounds: int,
+    warmup: int = 5,
+    environment: Mapping[str, str] | None = None,
+) -> dict[str, list[float]]:
+    """As time_rounds, each contender in a process of its own, so that none inherits what another left in the heap.
+
+    A setup, which must pickle, makes the run, in that process; all begin with the same seed, this process's number of
+    threads, and these environment variables besides. A turn is some calls, and its time their median without the first.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, environment or {}))
+        spawn = multiprocessing.get_context("spawn")
+        workers: dict[str, Executor] = {
+            name: stack.enter_context(ProcessPoolExecutor(1, mp_context=spawn)) for name in setups
+        }
+        started = [workers[name].submit(_set_up, setup, torch.get_num_threads()) for name, setup in setups.items()]
+        for each in started:
+            each.result()
+        turns = {name: lambda worker=worker: worker.submit(_turn).result() for name, worker in workers.items()}
+        return take_turns(turns, rounds, warmup)
+
+
+_run: Run  # of the contender whose process this is
+
+
+def _set_up(setup: Callable[[], Run], threads: int) -> None:
+    global _run
+    torch.set_num_threads(threads)
+    torch.manual_seed(0)
+    _run = setup()
+
+
+def _turn() -> float:
+    time.sleep(PAUSE)
+    end = time.perf_counter() + TURN
+    _run()
+    times = [milliseconds(_run)]
+    while time.perf_counter() < end:
+        times.append(milliseconds(_run))
+    return statistics.median(times)
+
+
+def milliseconds(run: Run) -> float:
+    start = time.perf_counter()
+    run()
+    return (time.perf_counter() - start) * 1e3
+
+
+def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int, warmup: int) -> dict[str, list[float]]:
+    names = list(turns)
     times: dict[str, list[float]] = {name: [] for name in names}
     for number in range(-warmup, rounds):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            start = time.perf_counter()
-            contenders[name]()
-            milliseconds = (time.perf_counter() - start) * 1e3
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            time_of_turn = turns[name]()
             if number >= 0:
-                times[name].append(milliseconds)
+                times[name].append(time_of_turn)
     return times
 
 

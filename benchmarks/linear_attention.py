@@ -6,8 +6,15 @@ Causal: the chunked lines that a careful user would write (memcheck.reference.li
 cumsum over states would hold 2 GiB for each tensor of states here. Bidirectional: the same lines without a mask, and
 their two matmuls alone, given phi(q) and phi(k) and without the division.
 
-One run, two threads, B4 H8 N4096 D64 unless told otherwise. Forward runs under no_grad; forward + backward begins with
-.grad None and a dense gradient. All sides allocate their results afresh, as torch does by default.
+One run, two threads, B4 H8 N4096 D64 unless told otherwise; each contender in a process of its own. Forward runs under
+no_grad; forward + backward begins with .grad None and a dense gradient.
+
+Much of a forward pass can be the first touch of its result, so it is timed with three ways to get memory, the same for
+all contenders:
+
+    fresh       torch's default: a large result is new to the process, in pages of 4 KiB; memcheck asks for huge ones
+    huge pages  THP_MEM_ALLOC_ENABLE=1: torch asks for huge pages, too
+    kept        malloc keeps what is freed (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_): no page is new
 """
 
 from __future__ import annotations
@@ -19,14 +26,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import compare, forward, forward_backward, print_rows, time_rounds, write_result
+from harness import Run, compare, forward, forward_backward, print_rows, time_apart, write_result
 from torch import Tensor
 
 import memcheck
 from memcheck.reference.linear_attention import features, linear_attention_chunked
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+ALL_KEPT = str(1 << 33)  # bytes
+MEMORY = {
+    "fresh": {},
+    "huge pages": {"THP_MEM_ALLOC_ENABLE": "1"},
+    "kept": {"MALLOC_MMAP_THRESHOLD_": ALL_KEPT, "MALLOC_TRIM_THRESHOLD_": ALL_KEPT},
+}
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -34,34 +46,43 @@ def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (phi_q @ (phi_k.mT @ v)) / (phi_q @ phi_k.sum(2)[..., None] + 1e-6)
 
 
-def matmuls(inputs: list[Tensor]) -> Callable[[], Any]:
-    q, k, v = (x.detach() for x in inputs)
+ATTENTIONS: dict[str, dict[str, Callable[..., Tensor]]] = {
+    "causal": {
+        "memcheck": functools.partial(memcheck.linear_attention, causal=True),
+        "chunked": linear_attention_chunked,
+    },
+    "none": {"memcheck": memcheck.linear_attention, "plain": plain},
+}
+
+
+def prepare(mask: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Run:
+    inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
+    attention = ATTENTIONS[mask][name]
+    if what == "forward":
+        return forward(attention, inputs)
+    return forward_backward(attention, inputs, torch.randn(shape, dtype=dtype))
+
+
+def two_matmuls(shape: tuple[int, ...], dtype: torch.dtype) -> Run:
+    q, k, v = (torch.randn(shape, dtype=dtype) for _ in range(3))
     phi_q, phi_k = features(q), features(k)
     return lambda: phi_q @ (phi_k.mT @ v)
 
 
 def measure(B: int, H: int, N: int, D: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
-    inputs = [torch.randn(B, H, N, D, dtype=DTYPES[dtype], requires_grad=True) for _ in range(3)]
-    gradient = torch.randn(B, H, N, D, dtype=DTYPES[dtype])
+    of_type = DTYPES[dtype]
     rows = []
-    for mask, attentions in (
-        (
-            "causal",
-            {
-                "memcheck": functools.partial(memcheck.linear_attention, causal=True),
-                "chunked": linear_attention_chunked,
-            },
-        ),
-        ("none", {"memcheck": memcheck.linear_attention, "plain": plain}),
-    ):
-        facts = {"B": B, "H": H, "N": N, "D": D, "dtype": dtype, "mask": mask}
-        runs = {name: forward(attention, inputs) for name, attention in attentions.items()}
-        if mask == "none":
-            runs["two matmuls"] = matmuls(inputs)
-        # In a virtual machine the first rounds also wait for memory that it has to get from its host.
-        rows += compare(time_rounds(runs, rounds, warmup=12), "memcheck", **facts, what="forward")
-        both = {name: forward_backward(attention, inputs, gradient) for name, attention in attentions.items()}
-        rows += compare(time_rounds(both, rounds, warmup=2), "memcheck", **facts, what="forward + backward")
+    for mask, attentions in ATTENTIONS.items():
+        for what, memories in (("forward", list(MEMORY)), ("forward + backward", ["fresh"])):
+            setups: dict[str, Callable[[], Run]] = {
+                name: functools.partial(prepare, mask, name, (B, H, N, D), of_type, what) for name in attentions
+            }
+            if (mask, what) == ("none", "forward"):
+                setups["two matmuls"] = functools.partial(two_matmuls, (B, H, N, D), of_type)
+            for memory in memories:
+                facts = {"B": B, "H": H, "N": N, "D": D, "dtype": dtype, "mask": mask, "what": what, "memory": memory}
+                times = time_apart(setups, rounds, environment=MEMORY[memory])
+                rows += compare(times, "memcheck", **facts)
     return rows
 
 
@@ -78,7 +99,7 @@ def main() -> None:
         rows += measure(args.bsz, args.heads, args.seq_len, args.head_dim, dtype, args.rounds)
     for row in rows:
         row["us_per_token"] = row["ms"] * 1e3 / (args.bsz * args.heads * args.seq_len)
-    print_rows(rows, "dtype", "mask", "what")
+    print_rows(rows, "dtype", "mask", "what", "memory")
     print(write_result("linear_attention", rows, args.output))
 
 

@@ -36,13 +36,13 @@ struct VectorOf {
 
 // sums += rows of a from m on times columns of b from n on; every step of k is a row of b times a column of a.
 template <int kRows, int kVectors, typename acc_t, typename Vector>
-MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t K, int64_t m, int64_t n,
+MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t begin, int64_t end, int64_t m, int64_t n,
                                     Vector (&sums)[kRows][kVectors]) {
   constexpr int kLanes = sizeof(Vector) / sizeof(acc_t);
   const int64_t a_row = term.a.row_stride, a_column = term.a.column_stride, b_row = term.b_stride;
   const acc_t* a = term.a.data + m * a_row;
   const acc_t* b = term.b + n;
-  for (int64_t k = 0; k < K; ++k) {
+  for (int64_t k = begin; k < end; ++k) {
     Vector row[kVectors];
     MEMCHECK_UNROLL
     for (int j = 0; j < kVectors; ++j) std::memcpy(&row[j], b + k * b_row + j * kLanes, sizeof(Vector));
@@ -55,40 +55,59 @@ MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t K, int6
   }
 }
 
+enum class Ending { Set, Scale, Add, AddWithRest };
+
+// What becomes of sums that are complete. How is decided once a block: sixteen times would show.
+template <Ending kEnding, int kRows, int kVectors, typename acc_t, typename Vector>
+MEMCHECK_INLINE void end_block(const Product<acc_t>& p, int64_t m, int64_t n, const Vector (&sums)[kRows][kVectors]) {
+  constexpr int kLanes = sizeof(Vector) / sizeof(acc_t);
+  const int64_t stride = p.to_stride;
+  MEMCHECK_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    MEMCHECK_UNROLL
+    for (int j = 0; j < kVectors; ++j) {
+      const int64_t place = (m + i) * stride + n + j * kLanes;
+      Vector result = sums[i][j];
+      if constexpr (kEnding == Ending::Scale) result *= p.factors[m + i];
+      if constexpr (kEnding == Ending::Add) {
+        std::memcpy(&result, p.to + place, sizeof(Vector));
+        result += sums[i][j];
+      }
+      if constexpr (kEnding == Ending::AddWithRest) {
+        Vector rest;
+        std::memcpy(&result, p.to + place, sizeof(Vector));
+        std::memcpy(&rest, p.rest + place, sizeof(Vector));
+        add_to_sum(sums[i][j], result, rest);
+        std::memcpy(p.rest + place, &rest, sizeof(Vector));
+      }
+      std::memcpy(p.to + place, &result, sizeof(Vector));
+    }
+  }
+}
+
 // kRows x kVectors registers of sums.
 template <int kBytes, int kRows, int kVectors, typename acc_t>
 MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n) {
   using Vector = typename VectorOf<acc_t, kBytes>::type;
-  constexpr int kLanes = kBytes / sizeof(acc_t);
   Vector sums[kRows][kVectors];
   MEMCHECK_UNROLL
   for (int i = 0; i < kRows; ++i) {
     MEMCHECK_UNROLL
     for (int j = 0; j < kVectors; ++j) sums[i][j] = Vector{};
   }
-  multiply_block(p.term, p.term.K, m, n, sums);
-  if (p.growing.b != nullptr) multiply_block(p.growing, p.growing.K + m + kRows, m, n, sums);
-  MEMCHECK_UNROLL
-  for (int i = 0; i < kRows; ++i) {
-    MEMCHECK_UNROLL
-    for (int j = 0; j < kVectors; ++j) {
-      const int64_t place = (m + i) * p.to_stride + n + j * kLanes;
-      Vector result = sums[i][j];
-      if (p.add) {
-        std::memcpy(&result, p.to + place, kBytes);
-        if (p.rest != nullptr) {
-          Vector rest;
-          std::memcpy(&rest, p.rest + place, kBytes);
-          add_to_sum(sums[i][j], result, rest);
-          std::memcpy(p.rest + place, &rest, kBytes);
-        } else {
-          result += sums[i][j];
-        }
-      } else if (p.factors != nullptr) {
-        result *= p.factors[m + i];
-      }
-      std::memcpy(p.to + place, &result, kBytes);
-    }
+  const int64_t half = p.term.K / 2;
+  multiply_block(p.term, 0, half, m, n, sums);
+  if (p.next != nullptr) p.next->expect(p.next->rows_each);
+  multiply_block(p.term, half, p.term.K, m, n, sums);
+  if (p.growing.b != nullptr) multiply_block(p.growing, 0, p.growing.K + m + kRows, m, n, sums);
+  if (p.rest != nullptr) {
+    end_block<Ending::AddWithRest>(p, m, n, sums);
+  } else if (p.add) {
+    end_block<Ending::Add>(p, m, n, sums);
+  } else if (p.factors != nullptr) {
+    end_block<Ending::Scale>(p, m, n, sums);
+  } else {
+    end_block<Ending::Set>(p, m, n, sums);
   }
 }
 

@@ -17,6 +17,7 @@ namespace memcheck {
 namespace {
 
 constexpr int64_t kChunk = kTileRows;
+constexpr int64_t kLongChunk = 2 * kChunk;  // where positions are summed and nothing else
 constexpr int64_t kFewTasks = 8;
 constexpr int64_t kMostSegments = 16;  // of all heads together, about
 // A segment is a multiple of so many positions. It has a state in memory: this many times as many positions as a value
@@ -130,9 +131,9 @@ StateShape backward_state(const LinearAttentionShape& n) {
 template <typename acc_t>
 struct ForwardScratch {
   State<acc_t> state;          // M, z
-  Matrix<acc_t> q, k;          // phi(q), phi(k) (kChunk,D)
+  Matrix<acc_t> q, k;          // phi(q), phi(k) (kChunk,D); a long chunk's k goes on over k_transposed
   Matrix<acc_t> k_transposed;  // (D,kChunk)
-  Matrix<acc_t> v, y;          // (kChunk,Dv), unless memory serves
+  Matrix<acc_t> v, y;          // (kChunk,Dv), unless memory serves; a long chunk's v goes on over y
   Matrix<acc_t> values;        // v, where it is (kChunk,Dv)
   Matrix<acc_t> scores;        // phi(q) phi(k)^T (kChunk,kChunk)
   NextPair next;               // the lines of k and v that come after
@@ -320,7 +321,9 @@ template <typename acc_t>
 MEMCHECK_INLINE void sum_lanes(const Matrix<acc_t>& partial, acc_t* __restrict to) {
   static_assert(kTileLanes == 32);
   alignas(64) acc_t half[16 * kChunk], quarter[8 * kChunk], eighth[4 * kChunk], sixteenth[2 * kChunk];
-  sum_pairs<16 * kChunk>(partial.data, half);
+  for (int64_t row = 0; row < kChunk; ++row)
+    for (int64_t lane = 0; lane < 16; ++lane)
+      half[row * 16 + lane] = partial.row(row)[lane] + partial.row(row)[lane + 16];
   sum_pairs<8 * kChunk>(half, quarter);
   sum_pairs<4 * kChunk>(quarter, eighth);
   sum_pairs<2 * kChunk>(eighth, sixteenth);
@@ -356,7 +359,7 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
   const bool direct = serves_as_scratch<acc_t>(dtype, result, n.Dv);
   const Matrix<acc_t> y = direct ? in_memory<acc_t>(result) : x.y;
   load_features(n, dtype, queries, count, {}, {}, x.q.rows_from(first));
-  NextPair next{rows_after(dtype, queries, kChunk, n.D), {}, count, 4};
+  NextPair next{rows_after(dtype, queries, kChunk, n.D), {}, count, 2};
   TileTerm<acc_t> seen{};
   if (keys > 0) {
     multiply_visible(x.q, rows, n.D, x.k_transposed, x.scores);
@@ -379,7 +382,7 @@ MEMCHECK_INLINE void load_keys(const Params& p, Dtype dtype, const Task& task, i
   if (!p.v) clear_rows(v, {0, count});
 }
 
-// phi(k) and v of a chunk of keys.
+// phi(k) and v of a chunk of keys, or of a long one.
 template <typename acc_t>
 MEMCHECK_INLINE void load_keys(const LinearAttentionForward& p, Dtype dtype, const Task& task, int64_t t, int64_t count,
                                ForwardScratch<acc_t>& x) {
@@ -390,7 +393,7 @@ MEMCHECK_INLINE void load_keys(const LinearAttentionForward& p, Dtype dtype, con
   x.values = direct ? in_memory<acc_t>(values) : x.v;
   if (!direct) load_rows(dtype, values, count, n.Dv, x.v.data, x.v.stride);
   load_features(n, dtype, keys, count, {}, {}, x.k);
-  x.next = {rows_after(dtype, keys, kChunk, n.D), rows_after(dtype, values, kChunk, n.Dv), count, 2};
+  x.next = {rows_after(dtype, keys, count, n.D), rows_after(dtype, values, count, n.Dv), count, count / 32};
 }
 
 // M += phi(k)^T v and z += phi(k).
@@ -402,8 +405,8 @@ MEMCHECK_INLINE void add_keys(int64_t count, ForwardScratch<acc_t>& x) {
 template <typename acc_t>
 MEMCHECK_INLINE void sum_keys(const LinearAttentionForward& p, Dtype dtype, const Task& task, Range keys,
                               ForwardScratch<acc_t>& x) {
-  for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
-    const int64_t count = std::min(kChunk, keys.end - t);
+  for (int64_t t = keys.begin; t < keys.end; t += kLongChunk) {
+    const int64_t count = std::min(kLongChunk, keys.end - t);
     load_keys(p, dtype, task, t, count, x);
     add_keys(count, x);
   }
