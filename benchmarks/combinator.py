@@ -1,10 +1,10 @@
 """The combinator, in both modes, against the same maths in three lines of plain PyTorch.
 
-    python benchmarks/combinator.py [--rounds 31] [--output FILE]
+    python benchmarks/combinator.py [--rounds 15] [--output FILE]
 
-One run, two threads, B8 S2048 E512 unless told otherwise. Forward runs under no_grad, where both modes are one;
-forward + backward begins with .grad None and a dense gradient. All sides allocate their results afresh, as torch does
-by default.
+One run, two threads, B8 S2048 E512 unless told otherwise; each contender in a process of its own, with memory as torch
+gets it by default. Forward runs under no_grad, where both modes are one; forward + backward begins with .grad None and
+a dense gradient.
 """
 
 from __future__ import annotations
@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import compare, forward, forward_backward, print_rows, time_rounds, write_result
+from harness import Run, compare, forward, forward_backward, print_rows, time_apart, write_result
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from memcheck import combinator
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Function = Callable[[Tensor, Tensor], Tensor]
 
 
 def plain(x: Tensor, weight: Tensor) -> Tensor:
@@ -33,30 +32,32 @@ def plain(x: Tensor, weight: Tensor) -> Tensor:
     return softplus(a) * b
 
 
+FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "eager": plain,
+    "memcheck": combinator,
+    "memcheck, low memory": functools.partial(combinator, low_memory=True),
+}
+
+
+def prepare(name: str, B: int, S: int, E: int, dtype: torch.dtype, what: str) -> Run:
+    x = torch.randn(B, S, E, dtype=dtype).requires_grad_()
+    weight = (torch.randn(2, E, E) / E**0.5).to(dtype).requires_grad_()
+    if what == "forward":
+        return forward(FUNCTIONS[name], [x, weight])
+    return forward_backward(FUNCTIONS[name], [x, weight], torch.randn(B, S, E, dtype=dtype))
+
+
 def measure(B: int, S: int, E: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
-    functions: dict[str, Function] = {
-        "eager": plain,
-        "memcheck": combinator,
-        "memcheck, low memory": functools.partial(combinator, low_memory=True),
-    }
-    x = torch.randn(B, S, E, dtype=DTYPES[dtype]).requires_grad_()
-    weight = (torch.randn(2, E, E) / E**0.5).to(DTYPES[dtype]).requires_grad_()
-    gradient = torch.randn(B, S, E, dtype=DTYPES[dtype])
     rows = []
-    for what, runs in (
-        ("forward", {name: forward(function, [x, weight]) for name, function in functions.items()}),
-        (
-            "forward + backward",
-            {name: forward_backward(function, [x, weight], gradient) for name, function in functions.items()},
-        ),
-    ):
-        rows += compare(time_rounds(runs, rounds), "eager", B=B, S=S, E=E, dtype=dtype, what=what)
+    for what in ("forward", "forward + backward"):
+        setups = {name: functools.partial(prepare, name, B, S, E, DTYPES[dtype], what) for name in FUNCTIONS}
+        rows += compare(time_apart(setups, rounds), "eager", B=B, S=S, E=E, dtype=dtype, what=what)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("bsz", 8), ("seq-len", 2048), ("dim", 512), ("threads", 2), ("rounds", 31)):
+    for name, default in (("bsz", 8), ("seq-len", 2048), ("dim", 512), ("threads", 2), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

@@ -27,6 +27,16 @@ RESULTS = Path(__file__).parent / "results"
 Run = Callable[[], Any]
 Runs = Mapping[str, Run]
 
+# Ways to get memory, as environment variables of a process. fresh is torch's default: a large result is new to the
+# process, in pages of 4 KiB (memcheck asks for huge ones). With huge pages torch asks for those, too. Where malloc
+# keeps what is freed, no page is new.
+ALL_KEPT = str(1 << 33)  # bytes
+MEMORY: dict[str, dict[str, str]] = {
+    "fresh": {},
+    "huge pages": {"THP_MEM_ALLOC_ENABLE": "1"},
+    "kept": {"MALLOC_MMAP_THRESHOLD_": ALL_KEPT, "MALLOC_TRIM_THRESHOLD_": ALL_KEPT},
+}
+
 # Of contenders in processes of their own: a turn's calls go on for so long; and between turns there is time for the
 # threads of the last one, which look for more work for some milliseconds, to fall asleep.
 TURN, PAUSE = 0.5, 0.05  # seconds

@@ -10,11 +10,7 @@ One run, two threads, B4 H8 N4096 D64 unless told otherwise; each contender in a
 no_grad; forward + backward begins with .grad None and a dense gradient.
 
 Much of a forward pass can be the first touch of its result, so it is timed with three ways to get memory, the same for
-all contenders:
-
-    fresh       torch's default: a large result is new to the process, in pages of 4 KiB; memcheck asks for huge ones
-    huge pages  THP_MEM_ALLOC_ENABLE=1: torch asks for huge pages, too
-    kept        malloc keeps what is freed (MALLOC_MMAP_THRESHOLD_, MALLOC_TRIM_THRESHOLD_): no page is new
+all contenders (harness.MEMORY).
 """
 
 from __future__ import annotations
@@ -26,19 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Run, compare, forward, forward_backward, print_rows, time_apart, write_result
+from harness import MEMORY, Run, compare, forward, forward_backward, print_rows, time_apart, write_result
 from torch import Tensor
 
 import memcheck
 from memcheck.reference.linear_attention import features, linear_attention_chunked
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-ALL_KEPT = str(1 << 33)  # bytes
-MEMORY = {
-    "fresh": {},
-    "huge pages": {"THP_MEM_ALLOC_ENABLE": "1"},
-    "kept": {"MALLOC_MMAP_THRESHOLD_": ALL_KEPT, "MALLOC_TRIM_THRESHOLD_": ALL_KEPT},
-}
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -1,42 +1,43 @@
 """The projections against what they stand in for: x @ w, and x @ w with its transpose made contiguous.
 
-    python benchmarks/projection.py [--rounds 31] [--output FILE]
+    python benchmarks/projection.py [--rounds 15] [--output FILE]
 
-One run, two threads, fp32, B8 S2048, E = R = 512, forward + backward with a dense gradient.
+One run, two threads, fp32, B8 S2048, E = R = 512, forward + backward with a dense gradient; each contender in a process
+of its own.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import compare, print_rows, time_rounds, write_result
+from harness import Run, compare, forward_backward, print_rows, time_apart, write_result
 
 from memcheck.ops import projection
 from memcheck.reference import projection as reference
 
+MODULES = {"memcheck": projection, "eager": reference}
 
-def measure(name: str, B: int, S: int, E: int, R: int, rounds: int) -> list[dict[str, Any]]:
+
+def prepare(module: str, name: str, B: int, S: int, E: int, R: int) -> Run:
     x = torch.randn(B, S, E, requires_grad=True)
     w = torch.randn(E, R, requires_grad=True)
     gradient = torch.randn_like(getattr(reference, name)(x, w))
+    return forward_backward(getattr(MODULES[module], name), [x, w], gradient)
 
-    def runner(module: Any) -> Any:
-        def run() -> None:
-            x.grad = w.grad = None
-            getattr(module, name)(x, w).backward(gradient)
 
-        return run
-
-    times = time_rounds({"memcheck": runner(projection), "eager": runner(reference)}, rounds)
-    return compare(times, "memcheck", operator=name, B=B, S=S, E=E, R=R, what="forward + backward")
+def measure(name: str, B: int, S: int, E: int, R: int, rounds: int) -> list[dict[str, Any]]:
+    setups = {module: functools.partial(prepare, module, name, B, S, E, R) for module in MODULES}
+    facts = {"operator": name, "B": B, "S": S, "E": E, "R": R, "what": "forward + backward"}
+    return compare(time_apart(setups, rounds), "memcheck", **facts)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("bsz", 8), ("seq-len", 2048), ("dim", 512), ("threads", 2), ("rounds", 31)):
+    for name, default in (("bsz", 8), ("seq-len", 2048), ("dim", 512), ("threads", 2), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()

@@ -1,20 +1,22 @@
 """Softplus attention against the same maths in plain PyTorch, eager and compiled, and against the exact reference.
 
-    python benchmarks/softplus_attention.py [--rounds 31] [--output FILE]
+    python benchmarks/softplus_attention.py [--rounds 15] [--output FILE]
 
-One run, two threads, B8 S2048 R256 unless told otherwise. Forward runs under no_grad; forward + backward begins with
-.grad None and a dense gradient. All sides allocate their results afresh, as torch does by default.
+One run, two threads, B8 S2048 R256 unless told otherwise; each contender in a process of its own, with memory as torch
+gets it by default, and with memory that malloc keeps (harness.MEMORY). Forward runs under no_grad; forward + backward
+begins with .grad None and a dense gradient.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from harness import compare, forward, forward_backward, print_rows, time_rounds, write_result
+from harness import MEMORY, Run, compare, forward, forward_backward, print_rows, time_apart, write_result
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -22,7 +24,6 @@ import memcheck
 from memcheck.reference.softplus_attention import softplus_attention as reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -37,30 +38,34 @@ def leaves(B: int, S: int, R: int, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(shape, dtype=dtype, requires_grad=True) for shape in ((B, S, R), (B, R, S), (B, R, S))]
 
 
+ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "memcheck": memcheck.softplus_attention,
+    "eager": plain,
+    "compiled": torch.compile(plain),
+    "reference": reference,
+}
+
+
+def prepare(name: str, B: int, S: int, R: int, dtype: torch.dtype, what: str) -> Run:
+    inputs = leaves(B, S, R, dtype)
+    if what == "forward":
+        return forward(ATTENTIONS[name], inputs)
+    return forward_backward(ATTENTIONS[name], inputs, torch.randn(B, S, R, dtype=dtype))
+
+
 def measure(B: int, S: int, R: int, dtype: str, rounds: int) -> list[dict[str, Any]]:
-    attentions = {
-        "memcheck": memcheck.softplus_attention,
-        "eager": plain,
-        "compiled": torch.compile(plain),
-        "reference": reference,
-    }
-    inputs = leaves(B, S, R, DTYPES[dtype])
-    gradient = torch.randn(B, S, R, dtype=DTYPES[dtype])
     rows = []
-    for what, runs in (
-        ("forward", {name: forward(attention, inputs) for name, attention in attentions.items()}),
-        (
-            "forward + backward",
-            {name: forward_backward(attention, inputs, gradient) for name, attention in attentions.items()},
-        ),
-    ):
-        rows += compare(time_rounds(runs, rounds), "memcheck", B=B, S=S, R=R, dtype=dtype, what=what)
+    for what in ("forward", "forward + backward"):
+        setups = {name: functools.partial(prepare, name, B, S, R, DTYPES[dtype], what) for name in ATTENTIONS}
+        for memory in ("fresh", "kept"):
+            times = time_apart(setups, rounds, environment=MEMORY[memory])
+            rows += compare(times, "memcheck", B=B, S=S, R=R, dtype=dtype, what=what, memory=memory)
     return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("bsz", 8), ("seq-len", 2048), ("core-dim", 256), ("threads", 2), ("rounds", 31)):
+    for name, default in (("bsz", 8), ("seq-len", 2048), ("core-dim", 256), ("threads", 2), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
@@ -70,7 +75,7 @@ def main() -> None:
         rows += measure(args.bsz, args.seq_len, args.core_dim, dtype, args.rounds)
     for row in rows:
         row["ns_per_position"] = row["ms"] * 1e6 / (args.bsz * args.seq_len * args.core_dim)
-    print_rows(rows, "dtype", "what")
+    print_rows(rows, "dtype", "what", "memory")
     print(write_result("softplus_attention", rows, args.output))
 
 
