@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Run, compare, forward, forward_backward, print_rows, time_apart, write_result
+from harness import Run, compare, passes, print_rows, time_apart, write_result
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -42,9 +42,7 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 def prepare(name: str, B: int, S: int, E: int, dtype: torch.dtype, what: str) -> Run:
     x = torch.randn(B, S, E, dtype=dtype).requires_grad_()
     weight = (torch.randn(2, E, E) / E**0.5).to(dtype).requires_grad_()
-    if what == "forward":
-        return forward(FUNCTIONS[name], [x, weight])
-    return forward_backward(FUNCTIONS[name], [x, weight], torch.randn(B, S, E, dtype=dtype))
+    return passes(what, FUNCTIONS[name], [x, weight], (B, S, E))
 
 
 def measure(B: int, S: int, E: int, dtype: str, rounds: int) -> list[dict[str, Any]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Run, compare, forward, forward_backward, print_rows, time_apart, write_result
+from harness import Run, compare, passes, print_rows, time_apart, write_result
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -37,10 +37,7 @@ def prepare(name: str, shape: tuple[int, ...], factor: int, dtype: torch.dtype, 
     inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
     if what == "decoding":
         return decoding(name, inputs, factor)
-    attention = functools.partial(ATTENTIONS[name], factor=factor)
-    if what == "forward":
-        return forward(attention, inputs)
-    return forward_backward(attention, inputs, torch.randn(shape, dtype=dtype))
+    return passes(what, functools.partial(ATTENTIONS[name], factor=factor), inputs, shape)
 
 
 def decoding(name: str, inputs: list[Tensor], factor: int) -> Run:

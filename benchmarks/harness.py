@@ -25,7 +25,6 @@ RESULTS = Path(__file__).parent / "results"
 
 
 Run = Callable[[], Any]
-Runs = Mapping[str, Run]
 
 # Ways to get memory, as environment variables of a process. fresh is torch's default: a large result is new to the
 # process, in pages of 4 KiB (memcheck asks for huge ones). With huge pages torch asks for those, too. Where malloc
@@ -61,7 +60,14 @@ def forward_backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], 
     return run
 
 
-def time_rounds(contenders: Runs, rounds: int, warmup: int = 3) -> dict[str, list[float]]:
+def passes(what: str, function: Callable[..., Tensor], inputs: Sequence[Tensor], shape: Sequence[int]) -> Run:
+    """Forward, or forward + backward with a dense gradient of the result, which has this shape."""
+    if what == "forward":
+        return forward(function, inputs)
+    return forward_backward(function, inputs, torch.randn(shape, dtype=inputs[0].dtype))
+
+
+def time_rounds(contenders: Mapping[str, Run], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
     """Milliseconds of every contender in every round; their order turns, so that none gains by it."""
     return take_turns({name: lambda run=run: milliseconds(run) for name, run in contenders.items()}, rounds, warmup)
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import MEMORY, Run, compare, forward, forward_backward, print_rows, time_apart, write_result
+from harness import MEMORY, Run, compare, passes, print_rows, time_apart, write_result
 from torch import Tensor
 
 import memcheck
@@ -47,10 +47,7 @@ ATTENTIONS: dict[str, dict[str, Callable[..., Tensor]]] = {
 
 def prepare(mask: str, name: str, shape: tuple[int, ...], dtype: torch.dtype, what: str) -> Run:
     inputs = [torch.randn(shape, dtype=dtype, requires_grad=True) for _ in range(3)]
-    attention = ATTENTIONS[mask][name]
-    if what == "forward":
-        return forward(attention, inputs)
-    return forward_backward(attention, inputs, torch.randn(shape, dtype=dtype))
+    return passes(what, ATTENTIONS[mask][name], inputs, shape)
 
 
 def two_matmuls(shape: tuple[int, ...], dtype: torch.dtype) -> Run:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import MEMORY, Run, compare, forward, forward_backward, print_rows, time_apart, write_result
+from harness import MEMORY, Run, compare, passes, print_rows, time_apart, write_result
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -47,10 +47,7 @@ ATTENTIONS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def prepare(name: str, B: int, S: int, R: int, dtype: torch.dtype, what: str) -> Run:
-    inputs = leaves(B, S, R, dtype)
-    if what == "forward":
-        return forward(ATTENTIONS[name], inputs)
-    return forward_backward(ATTENTIONS[name], inputs, torch.randn(B, S, R, dtype=dtype))
+    return passes(what, ATTENTIONS[name], leaves(B, S, R, dtype), (B, S, R))
 
 
 def measure(B: int, S: int, R: int, dtype: str, rounds: int) -> list[dict[str, Any]]:

@@ -1,11 +1,14 @@
 """Every test runs with NaN in uninitialised memory: torch.empty, and at::empty in C++, are filled."""
 
 import gc
+import importlib
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -48,6 +51,18 @@ def require_tool() -> Callable[[str], str]:
         return path
 
     return require
+
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
+    """Imports a module of the folder benchmarks, whose name is its own there."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module
+    for path in BENCHMARKS.glob("*.py"):
+        sys.modules.pop(path.stem, None)
 
 
 def pytest_addoption(parser):

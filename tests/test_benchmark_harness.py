@@ -1,34 +1,20 @@
 """How the CPU benchmarks time their contenders, and that each benchmark runs."""
 
 import functools
-import importlib
 import os
 import pickle
 import statistics
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SMALL = {  # the arguments of measure, but dtype and rounds
     "softplus_attention": (1, 5, 3),
     "linear_attention": (1, 2, 33, 3),
     "compressed_attention": ((1, 2, 16, 3), 4),
     "combinator": (1, 5, 4),
 }
-
 KINDS = {"softplus_attention": 8, "linear_attention": 16, "compressed_attention": 6, "combinator": 4, "projection": 2}
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    """A module of that folder, whose name is its own there."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module
-    for name in ("harness", *KINDS):
-        sys.modules.pop(name, None)
 
 
 @pytest.fixture
@@ -72,10 +58,10 @@ def test_a_contender_that_fails_says_why(harness):
 def test_every_benchmark_runs_all_its_contenders(benchmark, monkeypatch, name):
     def once(setups, rounds, environment=None):
         runs = {contender: pickle.loads(pickle.dumps(setup))() for contender, setup in setups.items()}
-        return {contender: [module.milliseconds(run)] * rounds for contender, run in runs.items()}
+        return {contender: [milliseconds(run)] * rounds for contender, run in runs.items()}
 
+    milliseconds = benchmark("harness").milliseconds
     module = benchmark(name)
-    monkeypatch.setattr(module, "milliseconds", benchmark("harness").milliseconds, raising=False)
     monkeypatch.setattr(module, "time_apart", once)
     if name == "softplus_attention":
         monkeypatch.setitem(module.ATTENTIONS, "compiled", module.plain)

@@ -1,6 +1,5 @@
 """What the training of a small language model is made of: its text, and what the benchmarks write."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -17,15 +16,6 @@ from memcheck.plotting.models import labels_of
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
-
-
-@pytest.fixture
-def benchmark(monkeypatch):
-    """A module of that folder, whose name is its own there."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module
-    for name in ("harness", "stories", "language_model"):
-        sys.modules.pop(name, None)
 
 
 def run(*words):

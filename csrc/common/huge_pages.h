@@ -13,9 +13,9 @@
 namespace memcheck {
 
 // Memory that is fresh from the system is first touched page by page, which costs more than computing what is written
-// there; in pages of 2 MiB instead of 4 KiB a tenth of that. Where the system does not offer them nothing changes, and
-// the bytes that are asked for are the same. Advised are all pages that the tensor
-// touches, also in part: malloc's header shifts a tensor by some bytes, and its last 2 MiB would else be small pages.
+// there; in pages of 2 MiB instead of 4 KiB a fifth of that. Where the system does not offer them nothing changes, and
+// the bytes that are asked for are the same. Advised are all pages that the tensor touches, also in part: malloc's
+// header shifts a tensor by some bytes, and its last 2 MiB would else be small pages.
 inline at::Tensor in_huge_pages(at::Tensor x) {
 #if defined(MADV_HUGEPAGE)
   constexpr std::size_t kFewBytes = std::size_t{4} << 20;

@@ -1,8 +1,10 @@
 #include "common/tile_product.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "common/cpu_level.h"
+#include "common/integer.h"
 #include "common/macros.h"
 
 // Loops over registers must be gone before the compiler decides what lives in memory.
@@ -57,7 +59,7 @@ MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t begin, 
 
 enum class Ending { Set, Scale, Add, AddWithRest };
 
-// What becomes of sums that are complete. How is decided once a block: sixteen times would show.
+// What becomes of sums that are complete, decided once a block and not for each of its vectors.
 template <Ending kEnding, int kRows, int kVectors, typename acc_t, typename Vector>
 MEMCHECK_INLINE void end_block(const Product<acc_t>& p, int64_t m, int64_t n, const Vector (&sums)[kRows][kVectors]) {
   constexpr int kLanes = sizeof(Vector) / sizeof(acc_t);
@@ -87,7 +89,7 @@ MEMCHECK_INLINE void end_block(const Product<acc_t>& p, int64_t m, int64_t n, co
 
 // kRows x kVectors registers of sums.
 template <int kBytes, int kRows, int kVectors, typename acc_t>
-MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n) {
+MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n, int64_t next_rows) {
   using Vector = typename VectorOf<acc_t, kBytes>::type;
   Vector sums[kRows][kVectors];
   MEMCHECK_UNROLL
@@ -97,7 +99,7 @@ MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n
   }
   const int64_t half = p.term.K / 2;
   multiply_block(p.term, 0, half, m, n, sums);
-  if (p.next != nullptr) p.next->expect(p.next->rows_each);
+  if (p.next != nullptr) p.next->expect(next_rows);
   multiply_block(p.term, half, p.term.K, m, n, sums);
   if (p.growing.b != nullptr) multiply_block(p.growing, 0, p.growing.K + m + kRows, m, n, sums);
   if (p.rest != nullptr) {
@@ -115,13 +117,15 @@ MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n
 template <int kBytes, int kRows, int kVectors, typename acc_t>
 MEMCHECK_INLINE int64_t product_columns(const Product<acc_t>& p, int64_t n) {
   constexpr int64_t kStep = kVectors * kBytes / sizeof(acc_t);
+  const int64_t halves = std::max<int64_t>(1, 2 * ceil_div(p.M, kRows) * ceil_div(p.N, kStep));
+  const int64_t next_rows = p.next == nullptr ? 0 : ceil_div(p.next->rows, halves);
   for (; n + kStep <= p.N; n += kStep) {
     int64_t m = 0;
     for (; m + kRows <= p.M; m += kRows) {
-      product_block<kBytes, kRows, kVectors>(p, m, n);
-      if (p.next != nullptr) p.next->expect(p.next->rows_each);
+      product_block<kBytes, kRows, kVectors>(p, m, n, next_rows);
+      if (p.next != nullptr) p.next->expect(next_rows);
     }
-    for (; m < p.M; ++m) product_block<kBytes, 1, kVectors>(p, m, n);
+    for (; m < p.M; ++m) product_block<kBytes, 1, kVectors>(p, m, n, next_rows);
   }
   return n;
 }

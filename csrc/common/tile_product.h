@@ -54,13 +54,12 @@ struct NextRows {
   }
 };
 
-// The rows of two matrices that will be read next, to be asked for within a product, some after each half of a block:
-// all at once are more than a core can wait for.
+// The rows of two matrices that will be read next. A product asks for them evenly, twice a block: all at once are more
+// than a core can wait for.
 struct NextPair {
   NextRows one, other;
   int64_t rows = 0;
-  int64_t rows_each = 0;  // after each half
-  int64_t row = 0;        // asked for so far
+  int64_t row = 0;  // asked for so far
 
   MEMCHECK_INLINE void expect(int64_t count) {
     for (const int64_t end = count < rows - row ? row + count : rows; row < end; ++row) {

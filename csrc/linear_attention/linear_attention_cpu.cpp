@@ -359,7 +359,7 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, int64_
   const bool direct = serves_as_scratch<acc_t>(dtype, result, n.Dv);
   const Matrix<acc_t> y = direct ? in_memory<acc_t>(result) : x.y;
   load_features(n, dtype, queries, count, {}, {}, x.q.rows_from(first));
-  NextPair next{rows_after(dtype, queries, kChunk, n.D), {}, count, 2};
+  NextPair next{rows_after(dtype, queries, kChunk, n.D), {}, count};
   TileTerm<acc_t> seen{};
   if (keys > 0) {
     multiply_visible(x.q, rows, n.D, x.k_transposed, x.scores);
@@ -393,7 +393,7 @@ MEMCHECK_INLINE void load_keys(const LinearAttentionForward& p, Dtype dtype, con
   x.values = direct ? in_memory<acc_t>(values) : x.v;
   if (!direct) load_rows(dtype, values, count, n.Dv, x.v.data, x.v.stride);
   load_features(n, dtype, keys, count, {}, {}, x.k);
-  x.next = {rows_after(dtype, keys, count, n.D), rows_after(dtype, values, count, n.Dv), count, count / 32};
+  x.next = {rows_after(dtype, keys, count, n.D), rows_after(dtype, values, count, n.Dv), count};
 }
 
 // M += phi(k)^T v and z += phi(k).
