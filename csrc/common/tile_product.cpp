@@ -57,38 +57,40 @@ MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t begin, 
   }
 }
 
+// What becomes of sums that are complete.
 enum class Ending { Set, Scale, Add, AddWithRest };
 
-// What becomes of sums that are complete, decided once a block and not for each of its vectors.
 template <Ending kEnding, int kRows, int kVectors, typename acc_t, typename Vector>
 MEMCHECK_INLINE void end_block(const Product<acc_t>& p, int64_t m, int64_t n, const Vector (&sums)[kRows][kVectors]) {
   constexpr int kLanes = sizeof(Vector) / sizeof(acc_t);
-  const int64_t stride = p.to_stride;
+  acc_t* to = p.to + m * p.to_stride + n;
+  [[maybe_unused]] acc_t* rests = p.rest + m * p.to_stride + n;
   MEMCHECK_UNROLL
   for (int i = 0; i < kRows; ++i) {
     MEMCHECK_UNROLL
     for (int j = 0; j < kVectors; ++j) {
-      const int64_t place = (m + i) * stride + n + j * kLanes;
       Vector result = sums[i][j];
       if constexpr (kEnding == Ending::Scale) result *= p.factors[m + i];
       if constexpr (kEnding == Ending::Add) {
-        std::memcpy(&result, p.to + place, sizeof(Vector));
+        std::memcpy(&result, to + j * kLanes, sizeof(Vector));
         result += sums[i][j];
       }
       if constexpr (kEnding == Ending::AddWithRest) {
         Vector rest;
-        std::memcpy(&result, p.to + place, sizeof(Vector));
-        std::memcpy(&rest, p.rest + place, sizeof(Vector));
+        std::memcpy(&result, to + j * kLanes, sizeof(Vector));
+        std::memcpy(&rest, rests + j * kLanes, sizeof(Vector));
         add_to_sum(sums[i][j], result, rest);
-        std::memcpy(p.rest + place, &rest, sizeof(Vector));
+        std::memcpy(rests + j * kLanes, &rest, sizeof(Vector));
       }
-      std::memcpy(p.to + place, &result, sizeof(Vector));
+      std::memcpy(to + j * kLanes, &result, sizeof(Vector));
     }
+    to += p.to_stride;
+    rests += p.to_stride;
   }
 }
 
 // kRows x kVectors registers of sums.
-template <int kBytes, int kRows, int kVectors, typename acc_t>
+template <Ending kEnding, int kBytes, int kRows, int kVectors, typename acc_t>
 MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n, int64_t next_rows) {
   using Vector = typename VectorOf<acc_t, kBytes>::type;
   Vector sums[kRows][kVectors];
@@ -97,69 +99,67 @@ MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n
     MEMCHECK_UNROLL
     for (int j = 0; j < kVectors; ++j) sums[i][j] = Vector{};
   }
-  const int64_t half = p.term.K / 2;
-  multiply_block(p.term, 0, half, m, n, sums);
+  multiply_block(p.term, 0, p.term.K, m, n, sums);
   if (p.next != nullptr) p.next->expect(next_rows);
-  multiply_block(p.term, half, p.term.K, m, n, sums);
   if (p.growing.b != nullptr) multiply_block(p.growing, 0, p.growing.K + m + kRows, m, n, sums);
-  if (p.rest != nullptr) {
-    end_block<Ending::AddWithRest>(p, m, n, sums);
-  } else if (p.add) {
-    end_block<Ending::Add>(p, m, n, sums);
-  } else if (p.factors != nullptr) {
-    end_block<Ending::Scale>(p, m, n, sums);
-  } else {
-    end_block<Ending::Set>(p, m, n, sums);
-  }
+  end_block<kEnding>(p, m, n, sums);
 }
 
 // Columns from n on in steps of kVectors vectors, as far as they go; returns where they end.
-template <int kBytes, int kRows, int kVectors, typename acc_t>
+template <Ending kEnding, int kBytes, int kRows, int kVectors, typename acc_t>
 MEMCHECK_INLINE int64_t product_columns(const Product<acc_t>& p, int64_t n) {
   constexpr int64_t kStep = kVectors * kBytes / sizeof(acc_t);
-  const int64_t halves = std::max<int64_t>(1, 2 * ceil_div(p.M, kRows) * ceil_div(p.N, kStep));
+  const int64_t halves = std::max<int64_t>(1, ceil_div(p.M, kRows) * ceil_div(p.N, kStep));
   const int64_t next_rows = p.next == nullptr ? 0 : ceil_div(p.next->rows, halves);
   for (; n + kStep <= p.N; n += kStep) {
     int64_t m = 0;
     for (; m + kRows <= p.M; m += kRows) {
-      product_block<kBytes, kRows, kVectors>(p, m, n, next_rows);
-      if (p.next != nullptr) p.next->expect(next_rows);
+      product_block<kEnding, kBytes, kRows, kVectors>(p, m, n, next_rows);
     }
-    for (; m < p.M; ++m) product_block<kBytes, 1, kVectors>(p, m, n, next_rows);
+    for (; m < p.M; ++m) product_block<kEnding, kBytes, 1, kVectors>(p, m, n, next_rows);
   }
   return n;
 }
 
 // AVX-512 has 32 registers. Of 16 sums, 8 are in flight at a time; what is left holds a row of b.
 #if MEMCHECK_CPU_HAS_LEVELS
-template <typename acc_t>
+template <Ending kEnding, typename acc_t>
 MEMCHECK_TARGET_AVX512 void product_avx512(const Product<acc_t>& p) {
-  product_columns<64, 8, 1>(p, product_columns<64, 8, 2>(p, product_columns<64, 4, 4>(p, 0)));
+  const int64_t n = product_columns<kEnding, 64, 8, 2>(p, product_columns<kEnding, 64, 4, 4>(p, 0));
+  product_columns<kEnding, 64, 8, 1>(p, n);
 }
 
-template <typename acc_t>
+template <Ending kEnding, typename acc_t>
 MEMCHECK_TARGET_AVX2 void product_avx2(const Product<acc_t>& p) {
-  product_columns<32, 4, 2>(p, 0);
+  product_columns<kEnding, 32, 4, 2>(p, 0);
 }
 #endif
 
-template <typename acc_t>
+template <Ending kEnding, typename acc_t>
 void product_default(const Product<acc_t>& p) {
-  product_columns<16, 4, 2>(p, 0);
+  product_columns<kEnding, 16, 4, 2>(p, 0);
 }
 
-template <typename acc_t>
+template <Ending kEnding, typename acc_t>
 void multiply_at_level(const Product<acc_t>& p) {
 #if MEMCHECK_CPU_HAS_LEVELS
-  if (cpu_level() == CpuLevel::Avx512) return product_avx512(p);
-  if (cpu_level() == CpuLevel::Avx2) return product_avx2(p);
+  if (cpu_level() == CpuLevel::Avx512) return product_avx512<kEnding>(p);
+  if (cpu_level() == CpuLevel::Avx2) return product_avx2<kEnding>(p);
 #endif
-  product_default(p);
+  product_default<kEnding>(p);
 }
 
 template <typename acc_t>
 void multiply(const Product<acc_t>& p) {
-  multiply_at_level(p);
+  if (p.rest != nullptr) {
+    multiply_at_level<Ending::AddWithRest>(p);
+  } else if (p.add) {
+    multiply_at_level<Ending::Add>(p);
+  } else if (p.factors != nullptr) {
+    multiply_at_level<Ending::Scale>(p);
+  } else {
+    multiply_at_level<Ending::Set>(p);
+  }
   if (p.next != nullptr) p.next->expect(p.next->rows);
 }
 
