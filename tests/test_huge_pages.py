@@ -1,5 +1,8 @@
 """Large results ask for huge pages: what the kernel noted about their memory says so."""
 
+import mmap
+import platform
+import subprocess
 import sys
 from pathlib import Path
 
@@ -35,3 +38,21 @@ def test_large_results_and_gradients_ask_for_huge_pages() -> None:
         assert x.nbytes == 64 * 2**20
         for byte in (0, x.nbytes // 2, x.nbytes - 1):
             assert "hg" in flags_of_memory_at(x.data_ptr() + byte)
+
+
+# Results that live at the same time, and how many of them begin one page below a border of 2 MiB.
+RESULTS_ON_A_BORDER = """
+import torch, memcheck
+
+x = torch.randn(1, 1, 4096, 64)
+inputs = [[x.expand(size, 8, 4096, 64)] * 3 for size in (4, 5, 4, 6, 4, 7, 4, 4)]
+results = [memcheck.linear_attention(*qkv) for qkv in inputs]
+print(sum((y.data_ptr() // 4096 + 1) % 512 == 0 for y in results))
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or mmap.PAGESIZE != 4096, reason="another malloc or page")
+def test_results_that_are_mappings_begin_on_a_border() -> None:
+    done = subprocess.run([sys.executable, "-c", RESULTS_ON_A_BORDER], capture_output=True, text=True, check=True)
+    # One in 512 would by chance. A hole between other mappings may be long enough for a result and not for a border.
+    assert int(done.stdout) >= 6

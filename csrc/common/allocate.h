@@ -11,14 +11,15 @@ namespace memcheck {
 // Room for the gradient of x. AccumulateGrad takes it over without a copy when its strides are those of x, if x is
 // dense and does not overlap itself, else when it is contiguous.
 inline at::Tensor empty_gradient(const at::Tensor& x) {
-  if (x.is_non_overlapping_and_dense())
-    return in_huge_pages(at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options()));
-  return in_huge_pages(at::empty_symint(x.sym_sizes(), x.options()));
+  return in_huge_pages(x.sym_numel(), x.options(), [&] {
+    if (x.is_non_overlapping_and_dense()) return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
+    return at::empty_symint(x.sym_sizes(), x.options());
+  });
 }
 
 // Room for a result.
 inline at::Tensor empty_result(c10::SymIntArrayRef sizes, const at::TensorOptions& options) {
-  return in_huge_pages(at::empty_symint(sizes, options));
+  return in_huge_pages(c10::multiply_integers(sizes), options, [&] { return at::empty_symint(sizes, options); });
 }
 
 // Scratch of so many bytes beside x.
