@@ -17,17 +17,19 @@
 namespace memcheck {
 namespace {
 
+// What becomes of a product: it takes the place of what is there, times a factor for each row or not, or joins it, with
+// what rounding leaves out or not.
+enum class Ending { Set, Scale, Add, AddWithRest };
+
 template <typename acc_t>
 struct Product {
   int64_t M, N;
   TileTerm<acc_t> term;
+  TileTerm<acc_t> growing;
   acc_t* to;
   int64_t to_stride;
-  // What becomes of it: it is added, with a rest or without; or it has a second term, and a factor for each row.
-  bool add;
-  acc_t* rest;
-  TileTerm<acc_t> growing;
   const acc_t* factors;
+  acc_t* rest;
   NextPair* next;
 };
 
@@ -38,13 +40,13 @@ struct VectorOf {
 
 // sums += rows of a from m on times columns of b from n on; every step of k is a row of b times a column of a.
 template <int kRows, int kVectors, typename acc_t, typename Vector>
-MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t begin, int64_t end, int64_t m, int64_t n,
+MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t K, int64_t m, int64_t n,
                                     Vector (&sums)[kRows][kVectors]) {
   constexpr int kLanes = sizeof(Vector) / sizeof(acc_t);
   const int64_t a_row = term.a.row_stride, a_column = term.a.column_stride, b_row = term.b_stride;
   const acc_t* a = term.a.data + m * a_row;
   const acc_t* b = term.b + n;
-  for (int64_t k = begin; k < end; ++k) {
+  for (int64_t k = 0; k < K; ++k) {
     Vector row[kVectors];
     MEMCHECK_UNROLL
     for (int j = 0; j < kVectors; ++j) std::memcpy(&row[j], b + k * b_row + j * kLanes, sizeof(Vector));
@@ -57,14 +59,11 @@ MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t begin, 
   }
 }
 
-// What becomes of sums that are complete.
-enum class Ending { Set, Scale, Add, AddWithRest };
-
 template <Ending kEnding, int kRows, int kVectors, typename acc_t, typename Vector>
 MEMCHECK_INLINE void end_block(const Product<acc_t>& p, int64_t m, int64_t n, const Vector (&sums)[kRows][kVectors]) {
   constexpr int kLanes = sizeof(Vector) / sizeof(acc_t);
   acc_t* to = p.to + m * p.to_stride + n;
-  [[maybe_unused]] acc_t* rests = p.rest + m * p.to_stride + n;
+  acc_t* rests = kEnding == Ending::AddWithRest ? p.rest + m * p.to_stride + n : nullptr;
   MEMCHECK_UNROLL
   for (int i = 0; i < kRows; ++i) {
     MEMCHECK_UNROLL
@@ -85,7 +84,7 @@ MEMCHECK_INLINE void end_block(const Product<acc_t>& p, int64_t m, int64_t n, co
       std::memcpy(to + j * kLanes, &result, sizeof(Vector));
     }
     to += p.to_stride;
-    rests += p.to_stride;
+    if constexpr (kEnding == Ending::AddWithRest) rests += p.to_stride;
   }
 }
 
@@ -99,9 +98,9 @@ MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n
     MEMCHECK_UNROLL
     for (int j = 0; j < kVectors; ++j) sums[i][j] = Vector{};
   }
-  multiply_block(p.term, 0, p.term.K, m, n, sums);
+  multiply_block(p.term, p.term.K, m, n, sums);
   if (p.next != nullptr) p.next->expect(next_rows);
-  if (p.growing.b != nullptr) multiply_block(p.growing, 0, p.growing.K + m + kRows, m, n, sums);
+  if (p.growing.b != nullptr) multiply_block(p.growing, p.growing.K + m + kRows, m, n, sums);
   end_block<kEnding>(p, m, n, sums);
 }
 
@@ -109,13 +108,11 @@ MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n
 template <Ending kEnding, int kBytes, int kRows, int kVectors, typename acc_t>
 MEMCHECK_INLINE int64_t product_columns(const Product<acc_t>& p, int64_t n) {
   constexpr int64_t kStep = kVectors * kBytes / sizeof(acc_t);
-  const int64_t halves = std::max<int64_t>(1, ceil_div(p.M, kRows) * ceil_div(p.N, kStep));
-  const int64_t next_rows = p.next == nullptr ? 0 : ceil_div(p.next->rows, halves);
+  const int64_t blocks = std::max<int64_t>(1, ceil_div(p.M, kRows) * ceil_div(p.N, kStep));
+  const int64_t next_rows = p.next == nullptr ? 0 : ceil_div(p.next->rows, blocks);
   for (; n + kStep <= p.N; n += kStep) {
     int64_t m = 0;
-    for (; m + kRows <= p.M; m += kRows) {
-      product_block<kEnding, kBytes, kRows, kVectors>(p, m, n, next_rows);
-    }
+    for (; m + kRows <= p.M; m += kRows) product_block<kEnding, kBytes, kRows, kVectors>(p, m, n, next_rows);
     for (; m < p.M; ++m) product_block<kEnding, kBytes, 1, kVectors>(p, m, n, next_rows);
   }
   return n;
@@ -150,15 +147,20 @@ void multiply_at_level(const Product<acc_t>& p) {
 }
 
 template <typename acc_t>
-void multiply(const Product<acc_t>& p) {
-  if (p.rest != nullptr) {
-    multiply_at_level<Ending::AddWithRest>(p);
-  } else if (p.add) {
-    multiply_at_level<Ending::Add>(p);
-  } else if (p.factors != nullptr) {
-    multiply_at_level<Ending::Scale>(p);
-  } else {
-    multiply_at_level<Ending::Set>(p);
+void multiply(Ending ending, const Product<acc_t>& p) {
+  switch (ending) {
+    case Ending::Set:
+      multiply_at_level<Ending::Set>(p);
+      break;
+    case Ending::Scale:
+      multiply_at_level<Ending::Scale>(p);
+      break;
+    case Ending::Add:
+      multiply_at_level<Ending::Add>(p);
+      break;
+    case Ending::AddWithRest:
+      multiply_at_level<Ending::AddWithRest>(p);
+      break;
   }
   if (p.next != nullptr) p.next->expect(p.next->rows);
 }
@@ -168,13 +170,16 @@ void multiply(const Product<acc_t>& p) {
 template <typename acc_t>
 void tile_product(TileProduct how, int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, const acc_t* b,
                   int64_t b_stride, acc_t* to, int64_t to_stride, acc_t* rest, NextPair* next) {
-  multiply<acc_t>({M, N, {K, a, b, b_stride}, to, to_stride, how == TileProduct::Add, rest, {}, nullptr, next});
+  const Ending added = rest == nullptr ? Ending::Add : Ending::AddWithRest;
+  multiply<acc_t>(how == TileProduct::Add ? added : Ending::Set,
+                  {M, N, {K, a, b, b_stride}, {}, to, to_stride, nullptr, rest, next});
 }
 
 template <typename acc_t>
 void tile_rows(int64_t M, int64_t N, const TileTerm<acc_t>& full, const TileTerm<acc_t>& growing, const acc_t* factors,
                acc_t* to, int64_t to_stride, NextPair* next) {
-  multiply<acc_t>({M, N, full, to, to_stride, false, nullptr, growing, factors, next});
+  multiply<acc_t>(factors == nullptr ? Ending::Set : Ending::Scale,
+                  {M, N, full, growing, to, to_stride, factors, nullptr, next});
 }
 
 template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<float>&, const float*, int64_t,

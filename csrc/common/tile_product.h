@@ -54,7 +54,7 @@ struct NextRows {
   }
 };
 
-// The rows of two matrices that will be read next. A product asks for them evenly, twice a block: all at once are more
+// The rows of two matrices that will be read next. A product asks for them evenly, at every block: all at once are more
 // than a core can wait for.
 struct NextPair {
   NextRows one, other;
