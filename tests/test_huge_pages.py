@@ -54,5 +54,5 @@ print(sum((y.data_ptr() // 4096 + 1) % 512 == 0 for y in results))
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or mmap.PAGESIZE != 4096, reason="another malloc or page")
 def test_results_that_are_mappings_begin_on_a_border() -> None:
     done = subprocess.run([sys.executable, "-c", RESULTS_ON_A_BORDER], capture_output=True, text=True, check=True)
-    # One in 512 would by chance. A hole between other mappings may be long enough for a result and not for a border.
+    # One in 512 would by chance. There may be more holes that end before a border than are tried.
     assert int(done.stdout) >= 6

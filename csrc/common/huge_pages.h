@@ -25,7 +25,7 @@ inline std::size_t page_bytes() {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
 constexpr std::size_t kFewBytes = 2 * kHugePage;
-constexpr std::size_t kMappedBytes = 16 * kHugePage;  // from here on glibc always maps a tensor anew
+constexpr std::size_t kMappedBytes = 16 * kHugePage;  // from here on glibc maps a tensor anew unless told otherwise
 
 // A mapping begins below its neighbours, wherever that is. What it has of a huge page at either end is in small pages,
 // in all as many as one huge page has, and they cost as much as several. While this lives, the room above a 2 MiB

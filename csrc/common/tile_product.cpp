@@ -146,22 +146,9 @@ void multiply_at_level(const Product<acc_t>& p) {
   product_default<kEnding>(p);
 }
 
-template <typename acc_t>
-void multiply(Ending ending, const Product<acc_t>& p) {
-  switch (ending) {
-    case Ending::Set:
-      multiply_at_level<Ending::Set>(p);
-      break;
-    case Ending::Scale:
-      multiply_at_level<Ending::Scale>(p);
-      break;
-    case Ending::Add:
-      multiply_at_level<Ending::Add>(p);
-      break;
-    case Ending::AddWithRest:
-      multiply_at_level<Ending::AddWithRest>(p);
-      break;
-  }
+template <Ending kEnding, typename acc_t>
+void multiply(const Product<acc_t>& p) {
+  multiply_at_level<kEnding>(p);
   if (p.next != nullptr) p.next->expect(p.next->rows);
 }
 
@@ -170,16 +157,18 @@ void multiply(Ending ending, const Product<acc_t>& p) {
 template <typename acc_t>
 void tile_product(TileProduct how, int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, const acc_t* b,
                   int64_t b_stride, acc_t* to, int64_t to_stride, acc_t* rest, NextPair* next) {
-  const Ending added = rest == nullptr ? Ending::Add : Ending::AddWithRest;
-  multiply<acc_t>(how == TileProduct::Add ? added : Ending::Set,
-                  {M, N, {K, a, b, b_stride}, {}, to, to_stride, nullptr, rest, next});
+  const Product<acc_t> p{M, N, {K, a, b, b_stride}, {}, to, to_stride, nullptr, rest, next};
+  if (how == TileProduct::Set) return multiply<Ending::Set>(p);
+  if (rest == nullptr) return multiply<Ending::Add>(p);
+  multiply<Ending::AddWithRest>(p);
 }
 
 template <typename acc_t>
 void tile_rows(int64_t M, int64_t N, const TileTerm<acc_t>& full, const TileTerm<acc_t>& growing, const acc_t* factors,
                acc_t* to, int64_t to_stride, NextPair* next) {
-  multiply<acc_t>(factors == nullptr ? Ending::Set : Ending::Scale,
-                  {M, N, full, growing, to, to_stride, factors, nullptr, next});
+  const Product<acc_t> p{M, N, full, growing, to, to_stride, factors, nullptr, next};
+  if (factors == nullptr) return multiply<Ending::Set>(p);
+  multiply<Ending::Scale>(p);
 }
 
 template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<float>&, const float*, int64_t,
