@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 import memcheck
-from memcheck.reference.compressed_attention import compressed_attention as reference
+from memcheck.ops.reference.compressed_attention import compressed_attention as reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

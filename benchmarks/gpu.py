@@ -39,11 +39,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import memcheck
-from memcheck.measurement import machine_facts
-from memcheck.reference import compressed_attention as compressed_reference
-from memcheck.reference import linear_attention as linear_reference
-from memcheck.reference import projection as projection_reference
-from memcheck.reference import softplus_attention as softplus_reference
+from memcheck.measure.measurement import machine_facts
+from memcheck.ops.reference import compressed_attention as compressed_reference
+from memcheck.ops.reference import linear_attention as linear_reference
+from memcheck.ops.reference import projection as projection_reference
+from memcheck.ops.reference import softplus_attention as softplus_reference
 
 DTYPES = (torch.bfloat16, torch.float32)
 BACKENDS = {

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.measurement import measure_memory
+from memcheck.measure.measurement import measure_memory
 
 Function = Callable[..., Tensor]
 Run = Callable[[], Any]

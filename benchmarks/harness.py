@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from memcheck.measurement import machine_facts
+from memcheck.measure.measurement import machine_facts
 
 RESULTS = Path(__file__).parent / "results"
 

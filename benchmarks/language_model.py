@@ -4,7 +4,7 @@
 
 The text is generated (stories.py), over 1 MB, and its last tenth is held out. Every window of 256 characters begins at
 the start of a story, so that what a story asks for is in the window. One decoder of memcheck.nn for each attention, of
-the size "mini" of memcheck.models: the same first weights, the same batches, AdamW with warm-up and cosine, gradients
+the size "mini" of memcheck.bench.models.case: the same first weights, the same batches, AdamW with warm-up and cosine, gradients
 clipped. Every step is done by all models before the next, in turning order, so that whatever else the machine does
 costs all the same. --minutes ends the training early, and the result says so. One thread: several of a model this
 small wait for each other, the more the more others are at work.
@@ -30,10 +30,10 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import memcheck
-from memcheck.model_prediction import held_bytes, predict_model
-from memcheck.models import SIZES, ModelCase, ModelRun, autocast_of, build_decoder, make_model_case, optimizer_state
+from memcheck.bench.models.predict import held_bytes, predict_model
+from memcheck.bench.models.case import SIZES, ModelCase, ModelRun, autocast_of, build_decoder, make_model_case, optimizer_state
 from memcheck.nn.decoder import ATTENTIONS
-from memcheck.subjects import Subject
+from memcheck.bench.workloads import Subject
 
 CHARACTERS = 1_100_000
 HELD_OUT = 0.1
@@ -246,7 +246,7 @@ def parse() -> argparse.Namespace:
     sizes = (("steps", 1200), ("every", 50), ("bsz", 8), ("context", 256), ("seed", 0), ("threads", 1))
     for name, default in (*sizes, ("windows", 32), ("last-windows", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--size", default="mini", choices=SIZES, help="of memcheck.models")
+    parser.add_argument("--size", default="mini", choices=SIZES, help="of memcheck.bench.models.case")
     parser.add_argument("--minutes", type=float, default=18, help="when training ends, whatever step it is at")
     parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model, which say nothing")
     parser.add_argument("--output", type=Path)

@@ -2,7 +2,7 @@
 
     python benchmarks/linear_attention.py [--rounds 15] [--output FILE]
 
-Causal: the chunked lines that a careful user would write (memcheck.reference.linear_attention_chunked); the usual
+Causal: the chunked lines that a careful user would write (memcheck.ops.reference.linear_attention_chunked); the usual
 cumsum over states would hold 2 GiB for each tensor of states here. Bidirectional: the same lines without a mask, and
 their two matmuls alone, given phi(q) and phi(k) and without the division.
 
@@ -26,7 +26,7 @@ from harness import MEMORY, Run, compare, passes, print_rows, time_apart, write_
 from torch import Tensor
 
 import memcheck
-from memcheck.reference.linear_attention import features, linear_attention_chunked
+from memcheck.ops.reference.linear_attention import features, linear_attention_chunked
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -1,4 +1,4 @@
-"""What a step of training would take, for the sizes of memcheck.models on GPUs that are not here: predicted, not run.
+"""What a step of training would take, for the sizes of memcheck.bench.models.case on GPUs that are not here: predicted, not run.
 
     python benchmarks/models.py [--bsz 4] [--quick] [--output FILE]
 
@@ -17,12 +17,12 @@ from typing import Any
 
 from harness import write_result
 
-from memcheck.devices import device_named
-from memcheck.model_prediction import predict_model
-from memcheck.model_records import FIGURES
-from memcheck.models import ModelCase, make_model_case
+from memcheck.core.devices import device_named
+from memcheck.bench.models.predict import predict_model
+from memcheck.core.model_record import FIGURES
+from memcheck.bench.models.case import ModelCase, make_model_case
 from memcheck.nn.decoder import ATTENTIONS
-from memcheck.quantities import format_bytes
+from memcheck.core.units import format_bytes
 
 DEVICES = ("A100-80GB", "H200")
 SIZES = ("small", "medium", "large", "xl", "2.7B")

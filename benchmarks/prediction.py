@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from harness import figures, write_result
 
-from memcheck.catalog import CONTENDERS, Case, make_case, make_combinator_case
-from memcheck.devices import DEVICES, Device
-from memcheck.plotting import write_plots
-from memcheck.predicted_sweep import predict_sweep
-from memcheck.prediction import predict_memory, traced
-from memcheck.reports import write_tables
+from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_case
+from memcheck.core.devices import DEVICES, Device
+from memcheck.report.plots import write_plots
+from memcheck.bench.sweep.predict import predict_sweep
+from memcheck.predict.replay import predict_memory, traced
+from memcheck.report import write_tables
 
 OPERATORS = (
     *("naive", "softmax", "softmax/math", "softplus", "linear-causal", "linear-cumsum", "compressed"),

@@ -17,7 +17,7 @@ import torch
 from harness import Run, compare, forward_backward, print_rows, time_apart, write_result
 
 from memcheck.ops import projection
-from memcheck.reference import projection as reference
+from memcheck.ops.reference import projection as reference
 
 MODULES = {"memcheck": projection, "eager": reference}
 

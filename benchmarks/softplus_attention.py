@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 import memcheck
-from memcheck.reference.softplus_attention import softplus_attention as reference
+from memcheck.ops.reference.softplus_attention import softplus_attention as reference
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

@@ -3,7 +3,7 @@
 # First, so that a missing or mismatched extension is the one error there is.
 from memcheck import _extension as _extension
 from memcheck import nn
-from memcheck.measurement import measure_memory
+from memcheck.measure.measurement import measure_memory
 from memcheck.ops.combinator import combinator
 from memcheck.ops.compressed_attention import (
     CompressedAttentionState,
@@ -15,8 +15,8 @@ from memcheck.ops.compressed_attention import (
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
-from memcheck.prediction import predict_memory
-from memcheck.tracking import MemoryTracker, track
+from memcheck.predict.replay import predict_memory
+from memcheck.measure.tracker import MemoryTracker, track
 
 __version__ = "0.1.0"
 

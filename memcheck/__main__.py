@@ -10,8 +10,10 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memcheck import __version__, commands
-from memcheck.errors import MemcheckError, UsageError
+from memcheck import __version__
+
+from memcheck.cli import commands
+from memcheck.core.errors import MemcheckError, UsageError
 
 
 class Parser(argparse.ArgumentParser):
@@ -41,7 +43,7 @@ def command_help() -> str:
     width = max(map(len, names)) + 2
     lines = []
     for name in names:
-        module = importlib.import_module(f"memcheck.commands.{name.replace('-', '_')}")
+        module = importlib.import_module(f"memcheck.cli.commands.{name.replace('-', '_')}")
         lines.append(f"  {name:{width}}{(module.__doc__ or '').strip()}")
     return "\n".join(lines)
 
@@ -61,7 +63,7 @@ def dispatch(argv: Sequence[str]) -> int:
         return 0
     if command not in command_names():
         raise UsageError(f"there is no command '{command}', only {', '.join(command_names())} (see memcheck --help)")
-    module = importlib.import_module(f"memcheck.commands.{command.replace('-', '_')}")
+    module = importlib.import_module(f"memcheck.cli.commands.{command.replace('-', '_')}")
     parser = Parser(prog=f"memcheck {command}", description=module.__doc__, allow_abbrev=False)
     module.add_arguments(parser)
     return int(module.run(parser.parse_args(rest, argparse.Namespace(words=[command, *rest]))))

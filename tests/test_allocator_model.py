@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from memcheck.allocator_model import MIB, Block, CachingAllocator, OutOfMemory, PlainAllocator
+from memcheck.predict.allocator import MIB, Block, CachingAllocator, OutOfMemory, PlainAllocator
 
 SMALL, LARGE = "segments of 2 MiB, small pool", "segments of 20 MiB"
 

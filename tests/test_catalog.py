@@ -11,8 +11,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from memcheck.backends import BackendWitness, fused_backend
-from memcheck.catalog import (
+from memcheck.measure.sdpa_backend import BackendWitness, fused_backend
+from memcheck.bench.catalog import (
     CONTENDERS,
     DTYPES,
     Case,
@@ -24,17 +24,17 @@ from memcheck.catalog import (
     make_combinator_case,
     register,
 )
-from memcheck.compiling import with_generated_code
-from memcheck.decoding import one_token
-from memcheck.errors import UsageError
-from memcheck.measurement import measure_memory
-from memcheck.profiling import profile_case
-from memcheck.reference import memcheck_pyt
-from memcheck.reference.cs336_attention import cs336_attention
-from memcheck.reference.naive_attention import naive_attention
-from memcheck.subjects import bind
-from memcheck.theory import closed_bytes
-from memcheck.tracking import tensors_in, track
+from memcheck.measure.compile import with_generated_code
+from memcheck.bench.decode import one_token
+from memcheck.core.errors import UsageError
+from memcheck.measure.measurement import measure_memory
+from memcheck.bench.profile import profile_case
+from memcheck.ops.reference import memcheck_pyt
+from memcheck.ops.reference.cs336_attention import cs336_attention
+from memcheck.ops.reference.naive_attention import naive_attention
+from memcheck.bench.workloads import bind
+from memcheck.bench.predict import closed_bytes
+from memcheck.measure.tracker import tensors_in, track
 
 SHAPE = {"bsz": 2, "query_len": 9, "kv_len": 9, "dim": 12, "heads": 3, "core_dim": None, "factor": None}
 

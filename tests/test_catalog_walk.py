@@ -13,8 +13,9 @@ from types import ModuleType
 import pytest
 
 import memcheck
-from memcheck import gradchecking, ops
-from memcheck.catalog import CONTENDERS, make_case, make_combinator_case
+from memcheck import ops
+from memcheck.ops import gradcheck as gradchecking
+from memcheck.bench.catalog import CONTENDERS, make_case, make_combinator_case
 
 ROOT = Path(__file__).parents[1]
 STEMS = [module.name for module in pkgutil.iter_modules(ops.__path__)]
@@ -23,7 +24,7 @@ PATHS = (
     "csrc/{0}/{0}.cpp",
     "csrc/{0}/{0}_autograd.cpp",
     "memcheck/ops/{0}.py",
-    "memcheck/reference/{0}.py",
+    "memcheck/ops/reference/{0}.py",
     "tests/ops/test_{0}.py",
     "benchmarks/{0}.py",
 )
@@ -53,9 +54,9 @@ def missing(stem: str, root: Path = ROOT) -> Iterator[str]:
             yield f"README.md: {name}"
     for name in differentiable(stem):
         if name not in gradchecking.operators():
-            yield f"memcheck/gradchecking.py: a configuration of {name}"
-        if not hasattr(importlib.import_module(f"memcheck.reference.{stem}"), name):
-            yield f"memcheck/reference/{stem}.py: {name}"
+            yield f"memcheck/ops/gradcheck.py: a configuration of {name}"
+        if not hasattr(importlib.import_module(f"memcheck.ops.reference.{stem}"), name):
+            yield f"memcheck/ops/reference/{stem}.py: {name}"
     yield from missing_terms(stem)
 
 
@@ -65,13 +66,13 @@ def missing_terms(stem: str) -> Iterator[str]:
     if name == stem and name != "combinator":
         return
     if name not in CONTENDERS:
-        yield f"memcheck/catalog.py: {name}"
+        yield f"memcheck/bench/catalog.py: {name}"
         return
     sizes = {"bsz": 2, "query_len": 8, "dim": 8}
     more = {"kv_len": 8, "heads": 2, "core_dim": 8, "factor": 2}
     case = make_combinator_case(name, **sizes) if name == stem else make_case(name, **sizes, **more)
     if CONTENDERS[name].terms(case) is None:
-        yield f"memcheck/catalog.py: byte terms of {name}"
+        yield f"memcheck/bench/catalog.py: byte terms of {name}"
 
 
 def read(path: Path) -> str:

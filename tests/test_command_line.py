@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from memcheck.__main__ import command_names, main, normalise
-from memcheck.commands import info
-from memcheck.errors import MemcheckError
+from memcheck.cli.commands import info
+from memcheck.core.errors import MemcheckError
 
 
 def run_memcheck(*words: str) -> subprocess.CompletedProcess[str]:

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from memcheck.__main__ import main
-from memcheck.records import Record, write_json_lines
-from memcheck.reports import compare, comparison_table, comparison_words, environment_changes
-from memcheck.reports.comparison import byte_change, time_change
-from memcheck.reports.tables import data_rows
+from memcheck.core.record import Record, write_json_lines
+from memcheck.report import compare, comparison_table, comparison_words, environment_changes
+from memcheck.report.comparison import byte_change, time_change
+from memcheck.report.tables import data_rows
 
 BASE = Record(
     operator="naive",

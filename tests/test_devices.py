@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from memcheck.device_flags import add_device_arguments, predicted_device
-from memcheck.devices import (
+from memcheck.cli.options import add_device_arguments, predicted_device
+from memcheck.core.devices import (
     CONTEXT_BYTES,
     DEVICES,
     NOMINAL_SHARE,
@@ -20,7 +20,7 @@ from memcheck.devices import (
     device_named,
     this_gpu,
 )
-from memcheck.errors import UsageError
+from memcheck.core.errors import UsageError
 
 MIB = 2**20
 WANTED = """T4 V100-16GB V100-32GB A100-40GB A100-80GB A10 A40 RTX-A6000 RTX-3090 RTX-4090 L4 L40S H100-80GB

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import memcheck
-from memcheck.reference.naive_attention import naive_attention
-from memcheck.reference.softplus_attention import softplus
+from memcheck.ops.reference.naive_attention import naive_attention
+from memcheck.ops.reference.softplus_attention import softplus
 
 ROOT = Path(__file__).parent.parent
 README = ROOT / "README.md"
@@ -134,7 +134,7 @@ def test_every_file_the_readme_names_is_there():
 
 
 def test_the_readme_names_every_contender_and_public_name():
-    from memcheck.catalog import CONTENDERS
+    from memcheck.bench.catalog import CONTENDERS
 
     text = README.read_text()
     assert [name for name in [*CONTENDERS, *memcheck.__all__] if name not in text] == []
@@ -206,8 +206,8 @@ def test_the_cost_of_tracking_is_that_of_the_results():
 
 
 def test_the_table_of_the_readme_holds_the_committed_records():
-    from memcheck.records import read_json_lines
-    from memcheck.reports import table_row
+    from memcheck.core.record import read_json_lines
+    from memcheck.report import table_row
 
     text = README.read_text()
     records = list(read_json_lines(ROOT / "benchmarks/results/quick/records.jsonl"))
@@ -216,8 +216,8 @@ def test_the_table_of_the_readme_holds_the_committed_records():
 
 
 def test_the_table_of_models_holds_the_committed_records():
-    from memcheck.model_records import ModelRecord
-    from memcheck.reports.models import model_row, parts_table
+    from memcheck.core.model_record import ModelRecord
+    from memcheck.report.models import model_row, parts_table
 
     text = README.read_text()
     lines = (ROOT / "benchmarks/results/model/models.jsonl").read_text().splitlines()

@@ -8,9 +8,9 @@ import torch
 from small_attention import N, S, heads, leaf, naive_attention
 
 import memcheck
-from memcheck import explanation
-from memcheck.measurement import measure_memory
-from memcheck.records import Record
+from memcheck.measure import explain as explanation
+from memcheck.measure.measurement import measure_memory
+from memcheck.core.record import Record
 
 
 def test_details_add_up_to_the_record():

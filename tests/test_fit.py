@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 from plotted import labelled, points, texts
 
-from memcheck import catalog
+from memcheck.bench import catalog
 from memcheck.__main__ import main
-from memcheck.catalog import Case, check_case, make_case, make_combinator_case
-from memcheck.devices import Device, device_named
-from memcheck.errors import UsageError
-from memcheck.frontier import Frontier, Search, find_frontier, frontier_curve, resized
-from memcheck.plotting.frontier import Edge, frontier_figure, plot_frontier
-from memcheck.prediction import Prediction, predict_memory
-from memcheck.records import Record
-from memcheck.reports.frontier import frontier_table
-from memcheck.reports.tables import data_rows, to_text
+from memcheck.bench.catalog import Case, check_case, make_case, make_combinator_case
+from memcheck.core.devices import Device, device_named
+from memcheck.core.errors import UsageError
+from memcheck.bench.capacity import Frontier, Search, find_frontier, frontier_curve, resized
+from memcheck.report.plots.capacity import Edge, frontier_figure, plot_frontier
+from memcheck.predict.replay import Prediction, predict_memory
+from memcheck.core.record import Record
+from memcheck.report.capacity import frontier_table
+from memcheck.report.tables import data_rows, to_text
 
 GPU = Device("box", "cuda", (8, 0), 2**30, 2**30, "made up")
 SMALL = Device("small", "cuda", (8, 0), 2**30, 2**30, "made up")
@@ -314,7 +314,7 @@ def test_wrong_flags_end_in_one_line(capsys, flags: str, words: str) -> None:
 def test_an_operator_that_fails_is_named(tmp_path: Path, capsys) -> None:
     plugin = tmp_path / "clumsy.py"
     plugin.write_text(
-        "from memcheck.catalog import register\n"
+        "from memcheck.bench.catalog import register\n"
         "register('clumsy', lambda q, k, v: q[5:] @ k)\n"
         "register('plain', lambda q, k, v: q + v)\n"
     )
@@ -338,7 +338,7 @@ def test_an_operator_that_fails_is_named(tmp_path: Path, capsys) -> None:
 def drawn(monkeypatch) -> list:
     """What the command draws, and how, but not drawn."""
     calls: list = []
-    monkeypatch.setattr("memcheck.commands.fit.plot_frontier", lambda edges, path, **how: calls.append((edges, how)))
+    monkeypatch.setattr("memcheck.cli.commands.fit.plot_frontier", lambda edges, path, **how: calls.append((edges, how)))
     return calls
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from memcheck import gradchecking
+from memcheck.ops import gradcheck as gradchecking
 from memcheck.__main__ import main
-from memcheck.gradchecking import CONFIGURATIONS, Configuration, check
+from memcheck.ops.gradcheck import CONFIGURATIONS, Configuration, check
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda it: f"{it.operator}: {it.text}")

@@ -6,9 +6,9 @@ from collections import Counter
 
 import pytest
 
-from memcheck.catalog import CONTENDERS, Case
-from memcheck.errors import UsageError
-from memcheck.grids import Grid, multiply_out, parse_sizes, refusal
+from memcheck.bench.catalog import CONTENDERS, Case
+from memcheck.core.errors import UsageError
+from memcheck.bench.sweep.grid import Grid, multiply_out, parse_sizes, refusal
 
 
 def grid(operators: str, **axes: object) -> Grid:
@@ -111,7 +111,7 @@ def test_names_are_known(axes: dict[str, object], message: str) -> None:
 
 
 def test_the_catalog_has_what_presets_name() -> None:
-    from memcheck.grids import PRESETS
+    from memcheck.bench.sweep.grid import PRESETS
 
     for preset in PRESETS.values():
         for name in preset.get("attention-type", "naive").split(","):

@@ -8,8 +8,8 @@ import torch
 from torch.nn import functional
 
 import memcheck
-from memcheck.measurement import measure_memory, measure_time
-from memcheck.runs import Run, Subject
+from memcheck.measure.measurement import measure_memory, measure_time
+from memcheck.measure.run import Run, Subject
 
 BYTES = (
     "input_bytes",

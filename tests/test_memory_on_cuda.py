@@ -4,8 +4,10 @@ import pytest
 import torch
 
 import memcheck
-from memcheck import machines, measurement, tracking
-from memcheck.timeline import record_timeline
+from memcheck.measure import machine as machines
+from memcheck.measure import measurement
+from memcheck.measure import tracker as tracking
+from memcheck.measure.timeline import record_timeline
 
 
 class FakeCuda:

@@ -18,8 +18,8 @@ from torch import Tensor
 
 import memcheck
 from memcheck.__main__ import main
-from memcheck.autocast_stages import Cast, Kept, Stage, StagesRun, make_network, run_stages
-from memcheck.mixed_precision import (
+from memcheck.studies.autocast_stages import Cast, Kept, Stage, StagesRun, make_network, run_stages
+from memcheck.studies.accumulation import (
     COMBINATIONS,
     SUMS,
     WAYS,
@@ -32,8 +32,8 @@ from memcheck.mixed_precision import (
     underflow,
     underflows,
 )
-from memcheck.reports.mixed_precision import accumulation_table, library_words, norm_words, observations
-from memcheck.reports.tables import to_text
+from memcheck.studies.mixed_precision_report import accumulation_table, library_words, norm_words, observations
+from memcheck.report.tables import to_text
 
 README = Path(__file__).parent.parent / "README.md"
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -407,7 +407,7 @@ def test_what_there_is_not(words: list[str], said: str, capsys: pytest.CaptureFi
 
 
 def test_the_door() -> None:
-    command = [sys.executable, "-m", "memcheck.mixed_precision", "--dtype", "fp8"]
+    command = [sys.executable, "-m", "memcheck.studies.accumulation", "--dtype", "fp8"]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     assert ended.stderr == "memcheck: --dtype fp8 is unknown; known: bf16, fp16, bfloat16, float16\n"

@@ -7,14 +7,14 @@ import types
 import pytest
 from plotted import MIB, STYLES, grid, labelled, marks, points, prediction, record, texts
 
-from memcheck.errors import UsageError
-from memcheck.plotting import plot_published, plot_timeline
-from memcheck.plotting.savings import savings_bars
-from memcheck.plotting.series import views_along
-from memcheck.plotting.theory import prediction_lines, theory_lines
-from memcheck.plotting.timeline import MOST_LAYERS, MOST_STEPS, layers_of
-from memcheck.plotting.timing import time_lines
-from memcheck.records import Record
+from memcheck.core.errors import UsageError
+from memcheck.report.plots import plot_published, plot_timeline
+from memcheck.report.plots.savings import savings_bars
+from memcheck.report.plots.series import views_along
+from memcheck.report.plots.theory import prediction_lines, theory_lines
+from memcheck.report.plots.timeline import MOST_LAYERS, MOST_STEPS, layers_of
+from memcheck.report.plots.timing import time_lines
+from memcheck.core.record import Record
 
 
 def view(records: list[Record]):

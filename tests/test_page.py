@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from memcheck.__main__ import main
-from memcheck.records import Record, write_json_lines
-from memcheck.reports import html_page
+from memcheck.core.record import Record, write_json_lines
+from memcheck.report import html_page
 
 HOSTILE = '</td></table><script>alert("x")</script><img src=x onerror=alert(1)> & "quoted"'
 VOID = {"meta", "br", "img", "link", "input", "hr"}
@@ -143,7 +143,7 @@ def test_a_page_without_plots_or_sweeps(tmp_path: Path) -> None:
 
 
 def test_the_command_writes_it(tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setattr("memcheck.plotting.svg_plots", lambda records, **more: [("A picture.", SVG)])
+    monkeypatch.setattr("memcheck.report.plots.svg_plots", lambda records, **more: [("A picture.", SVG)])
     write_json_lines(RECORDS, tmp_path / "records.jsonl")
     (tmp_path / "sweep.json").write_text(json.dumps(SWEEP))
     assert main(["report", str(tmp_path), "--html", str(tmp_path / "new" / "page.html")]) == 0

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 from plotted import MIB, STYLES, grid, marks, points, prediction, record
 
-from memcheck.errors import UsageError
-from memcheck.plotting import Request, choose_pictures, svg_plots, write_plots
-from memcheck.plotting.series import quantity_of
-from memcheck.records import Record
+from memcheck.core.errors import UsageError
+from memcheck.report.plots import Request, choose_pictures, svg_plots, write_plots
+from memcheck.report.plots.series import quantity_of
+from memcheck.core.record import Record
 
 OPERATORS = {"naive": 40, "softplus": 4}
 
@@ -177,7 +177,7 @@ import sys, tempfile, matplotlib
 from pathlib import Path
 matplotlib.rcParams["lines.linewidth"] = 7.0
 before = matplotlib.rcParams.copy()
-from memcheck.plotting import svg_plots, write_plots
+from memcheck.report.plots import svg_plots, write_plots
 from plotted import STYLES, grid
 records = grid({"naive": 40, "softplus": 4}, [256, 512], [64])
 write_plots(records, Path(tempfile.mkdtemp()), styles=STYLES, title="")

@@ -8,7 +8,7 @@ import pytest
 from plotted import MIB, grid, record
 
 from memcheck.__main__ import main
-from memcheck.records import write_json_lines
+from memcheck.core.record import write_json_lines
 
 
 @pytest.fixture

@@ -8,13 +8,13 @@ import sys
 import pytest
 from plotted import MIB, STYLES, grid, labelled, marks, points, prediction, record, texts
 
-from memcheck.errors import UsageError
-from memcheck.plotting import named_lines, plot_memory, x_ticks
-from memcheck.plotting.lines import spread
-from memcheck.plotting.memory import memory_lines
-from memcheck.plotting.series import views_along
-from memcheck.plotting.style import distinct_styles
-from memcheck.records import Record
+from memcheck.core.errors import UsageError
+from memcheck.report.plots import named_lines, plot_memory, x_ticks
+from memcheck.report.plots.lines import spread
+from memcheck.report.plots.memory import memory_lines
+from memcheck.report.plots.series import views_along
+from memcheck.report.plots.style import distinct_styles
+from memcheck.core.record import Record
 
 
 @pytest.fixture
@@ -220,15 +220,15 @@ def test_names_without_a_style_are_told_apart() -> None:
 
 
 def test_contenders_are_told_apart_without_colour() -> None:
-    from memcheck.catalog import CONTENDERS
+    from memcheck.bench.catalog import CONTENDERS
 
     styles = [(contender.style.marker, str(contender.style.dash)) for contender in CONTENDERS.values()]
     assert [style for style in styles if styles.count(style) > 1] == []
 
 
 def test_zero_has_no_place_on_a_logarithmic_axis_and_is_said() -> None:
-    from memcheck.plotting.lines import line_figure
-    from memcheck.plotting.series import quantity_of
+    from memcheck.report.plots.lines import line_figure
+    from memcheck.report.plots.series import quantity_of
 
     rows = [record("linear", length, MIB, MIB, saved_bytes=0) for length in (256, 512)]
     (view,) = views_along(rows, "length")
@@ -246,7 +246,7 @@ def test_plotting_knows_records_only() -> None:
     """A stand-in for the package keeps its __init__, which loads torch, out of the question."""
     code = (
         "import sys, types; package = types.ModuleType('memcheck'); package.__path__ = ['memcheck'];"
-        "sys.modules['memcheck'] = package; import memcheck.plotting;"
+        "sys.modules['memcheck'] = package; import memcheck.report.plots;"
         "assert not {'torch', 'matplotlib', 'pandas'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

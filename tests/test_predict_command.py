@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from memcheck.__main__ import main
-from memcheck.records import Record
+from memcheck.core.record import Record
 
 ISSUE = ["--attention-type", "naive", "--bsz", "64", "--query-len", "4096", "--kv-len", "4096", "--dim", "512"]
 ISSUE += ["--heads", "8", "--device", "A100-40GB"]

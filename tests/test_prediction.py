@@ -13,18 +13,18 @@ import torch
 import torch._dynamo  # which predictions load: once here, to be frozen with all other modules
 
 import memcheck
-from memcheck.allocator_model import MIB
-from memcheck.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
-from memcheck.devices import Device, device_named
-from memcheck.errors import UsageError
-from memcheck.measurement import measure_memory
-from memcheck.prediction import Prediction, predict_memory, traced
-from memcheck.published_module import predict_published
-from memcheck.records import Record
-from memcheck.reports.published import CS336, published_table, read_published
-from memcheck.subjects import prepare
-from memcheck.theory import closed_bytes
-from memcheck.tracking import track
+from memcheck.predict.allocator import MIB
+from memcheck.bench.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
+from memcheck.core.devices import Device, device_named
+from memcheck.core.errors import UsageError
+from memcheck.measure.measurement import measure_memory
+from memcheck.predict.replay import Prediction, predict_memory, traced
+from memcheck.studies.bluewalm_module import predict_published
+from memcheck.core.record import Record
+from memcheck.studies.published import CS336, published_table, read_published
+from memcheck.bench.workloads import prepare
+from memcheck.bench.predict import closed_bytes
+from memcheck.measure.tracker import track
 
 pytestmark = pytest.mark.cpu
 

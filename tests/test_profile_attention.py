@@ -12,15 +12,15 @@ import sys
 import pytest
 import torch
 
-from memcheck import catalog
+from memcheck.bench import catalog
 from memcheck.__main__ import main
-from memcheck.case_reports import decoding_row
-from memcheck.measurement import machine_facts
-from memcheck.profile_commands import seconds_per_case
-from memcheck.quantities import format_bytes, parse_bytes
-from memcheck.records import Record, read_json_lines
-from memcheck.reports import pair, prediction_row, table_row, unit_bytes
-from memcheck.tracking import track
+from memcheck.report.case_rows import decoding_row
+from memcheck.measure.measurement import machine_facts
+from memcheck.cli.cases import seconds_per_case
+from memcheck.core.units import format_bytes, parse_bytes
+from memcheck.core.record import Record, read_json_lines
+from memcheck.report import pair, prediction_row, table_row, unit_bytes
+from memcheck.measure.tracker import track
 
 MIB = 2**20
 SMALL = ["--seq-len", "8", "--dim", "16", "--heads", "2", "--no-time", "--device", "cpu"]
@@ -29,7 +29,7 @@ SMALL = ["--seq-len", "8", "--dim", "16", "--heads", "2", "--no-time", "--device
 @pytest.fixture
 def profile(tmp_path, capsys, monkeypatch):
     """Runs the command with JSON on stdout: exit code and records. No picture: it takes most of the time."""
-    monkeypatch.setattr("memcheck.profile_commands.plot_memory", lambda *args, **kwargs: None)
+    monkeypatch.setattr("memcheck.cli.cases.plot_memory", lambda *args, **kwargs: None)
 
     def run(*flags: str) -> tuple[int, list[Record]]:
         code = main(["profile-attention", "--output", str(tmp_path), "--format", "json", *flags])
@@ -244,7 +244,7 @@ def test_inputs_beyond_the_machine_are_out_of_memory(profile) -> None:
 def test_what_is_not_known_ends_at_the_memory_of_the_machine(profile, monkeypatch) -> None:
     """The kernel would end the process, not the case."""
     facts = machine_facts("cpu")
-    monkeypatch.setattr("memcheck.profiling.machine_facts", lambda device: {**facts, "device_free_bytes": 1 << 20})
+    monkeypatch.setattr("memcheck.bench.profile.machine_facts", lambda device: {**facts, "device_free_bytes": 1 << 20})
     flags = [*SMALL[2:], "--seq-len", "1024", "--attention-type", "naive", "--dtype", "bf16"]
     for limit in ([], ["--memory-limit", "999GiB"]):
         code, (record,) = profile(*flags, *limit)
@@ -258,7 +258,7 @@ def test_seconds_are_those_of_the_case(profile, monkeypatch) -> None:
         given.append((passes, max_seconds))
         return {"passes": 1, "doubts": ("too few",)}
 
-    monkeypatch.setattr("memcheck.profiling.measure_time", measure_time)
+    monkeypatch.setattr("memcheck.bench.profile.measure_time", measure_time)
     timed = [*SMALL[:-3], *SMALL[-2:], "--attention-type", "naive"]
     _, (record,) = profile(*timed, "--passes", "100", "--max-seconds-per-case", "100000")
     assert (record.passes, record.doubts) == (1, ("too few",))
@@ -311,7 +311,7 @@ def test_explanations_follow_the_table(tmp_path, capsys, monkeypatch) -> None:
         assert details
         return Record(forward_peak_bytes=4096, saved_bytes=24, alive_at_peak=alive, saved_tensors=saved)
 
-    monkeypatch.setattr("memcheck.profiling.measure_memory", measure)
+    monkeypatch.setattr("memcheck.bench.profile.measure_memory", measure)
     flags = [*SMALL, "--attention-type", "naive", "--explain", "2", "--output", str(tmp_path)]
     assert main(["profile-attention", *flags]) == 0
     assert (
@@ -341,8 +341,8 @@ def test_traces_and_snapshots_are_files_of_their_own(tmp_path, capsys, monkeypat
         write(*args, **kwargs)
         return [{"name": "aten::bmm", "calls": 2, "self_ms": 1.5, "share": 1.0}]
 
-    monkeypatch.setattr("memcheck.profiling.write_snapshot", write)
-    monkeypatch.setattr("memcheck.profiling.write_trace", trace)
+    monkeypatch.setattr("memcheck.bench.profile.write_snapshot", write)
+    monkeypatch.setattr("memcheck.bench.profile.write_trace", trace)
     flags = [*SMALL, "--output", str(tmp_path), "--snapshot", str(tmp_path / "s.pickle")]
     assert main(["profile-attention", *flags, "--attention-type", "naive", "--trace", str(tmp_path / "t.json.gz")]) == 0
     assert written == ["s.pickle", "t.json.gz"]
@@ -366,7 +366,7 @@ def test_timelines_are_pictures(tmp_path, capsys) -> None:
 
 def test_a_plugin_brings_an_operator(profile, tmp_path) -> None:
     plugin = tmp_path / "plugin.py"
-    plugin.write_text("from memcheck.catalog import register\nregister('values', lambda q, k, v: 2 * v)\n")
+    plugin.write_text("from memcheck.bench.catalog import register\nregister('values', lambda q, k, v: 2 * v)\n")
     flags = [*SMALL, "--plugin", str(plugin), "--attention-type", "values,naive"]
     try:
         for _ in range(2):  # a file is imported once
@@ -382,7 +382,7 @@ def test_a_plugin_brings_an_operator(profile, tmp_path) -> None:
 def test_what_a_plugin_prints_is_not_in_the_json(command: str, tmp_path, capfd) -> None:
     plugin = tmp_path / "plugin.py"
     source = "def f(q, k, v):\n    print('called')\n    return 2 * v\nprint('imported')\nregister('chatty', f)\n"
-    plugin.write_text(f"from memcheck.catalog import register\n{source}")
+    plugin.write_text(f"from memcheck.bench.catalog import register\n{source}")
     flags = [*SMALL, "--plugin", str(plugin), "--attention-type", "chatty", "--format", "json"]
     try:
         assert main([command, *flags, "--output", str(tmp_path)]) == 0
@@ -404,7 +404,7 @@ def test_what_a_plugin_prints_is_not_in_the_json(command: str, tmp_path, capfd) 
 )
 def test_a_plugin_that_fails_ends_in_one_line(tmp_path, capsys, source: str, words: str) -> None:
     plugin = tmp_path / "plugin.py"
-    plugin.write_text(f"from memcheck.catalog import register\n{source}\n")
+    plugin.write_text(f"from memcheck.bench.catalog import register\n{source}\n")
     assert main(["profile-attention", *SMALL, "--plugin", str(plugin), "--output", str(tmp_path)]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -540,7 +540,7 @@ def test_a_predictor_that_fails_costs_its_row_alone(profile, monkeypatch) -> Non
     def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("no such luck")
 
-    monkeypatch.setattr("memcheck.predicted_sweep.predict_memory", fail)
+    monkeypatch.setattr("memcheck.bench.sweep.predict.predict_memory", fail)
     code, (measured, predicted) = profile(*SMALL, "--attention-type", "naive", "--predict")
     assert (code, measured.status, predicted.status) == (0, "ok", "error")
     assert predicted.reason == "ZeroDivisionError: no such luck"

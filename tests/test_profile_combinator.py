@@ -9,8 +9,8 @@ import sys
 import pytest
 
 from memcheck.__main__ import main
-from memcheck.plotting import plot_memory
-from memcheck.records import Record, read_json_lines
+from memcheck.report.plots import plot_memory
+from memcheck.core.record import Record, read_json_lines
 
 SMALL = ["--bsz", "2", "--query-len", "8", "--dim", "16", "--no-time", "--device", "cpu"]
 
@@ -18,7 +18,7 @@ SMALL = ["--bsz", "2", "--query-len", "8", "--dim", "16", "--no-time", "--device
 @pytest.fixture
 def profile(tmp_path, capsys, monkeypatch):
     """Runs the command with JSON on stdout: exit code and records. No picture: it takes most of the time."""
-    monkeypatch.setattr("memcheck.profile_commands.plot_memory", lambda *args, **kwargs: None)
+    monkeypatch.setattr("memcheck.cli.cases.plot_memory", lambda *args, **kwargs: None)
 
     def run(*flags: str) -> tuple[int, list[Record]]:
         code = main(["profile-combinator", "--output", str(tmp_path), "--format", "json", *flags])

@@ -14,18 +14,18 @@ import torch._dynamo  # which predicting loads: before modules are frozen, see c
 
 import memcheck
 from memcheck.__main__ import main
-from memcheck.components import kept_by_component
-from memcheck.devices import device_named
-from memcheck.errors import UsageError
-from memcheck.measurement import measure_memory, measure_time
-from memcheck.meta_autocast import AutocastOnMeta
-from memcheck.model_formulas import evaluate, held_formulas, is_of_backend, kept_formulas
-from memcheck.model_prediction import predict_model, traced_model
-from memcheck.model_profiling import profile_model_case
-from memcheck.model_records import FIGURES, components_of, total
-from memcheck.models import MODES, SIZES, ModelCase, build_decoder, make_model_case
+from memcheck.measure.modules import kept_by_component
+from memcheck.core.devices import device_named
+from memcheck.core.errors import UsageError
+from memcheck.measure.measurement import measure_memory, measure_time
+from memcheck.predict.autocast import AutocastOnMeta
+from memcheck.bench.models.formulas import evaluate, held_formulas, is_of_backend, kept_formulas
+from memcheck.bench.models.predict import predict_model, traced_model
+from memcheck.bench.models.profile import profile_model_case
+from memcheck.core.model_record import FIGURES, components_of, total
+from memcheck.bench.models.case import MODES, SIZES, ModelCase, build_decoder, make_model_case
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
-from memcheck.tracking import track
+from memcheck.measure.tracker import track
 
 pytestmark = pytest.mark.cpu
 
@@ -65,7 +65,7 @@ def test_training_the_largest_holds_what_it_should() -> None:
     assert record.parameter_bytes + record.gradient_bytes + record.optimizer_bytes - steps == 54_508_953_600
 
 
-def measured_and_predicted(of: ModelCase) -> tuple[memcheck.measurement.Record, dict[str, object]]:
+def measured_and_predicted(of: ModelCase) -> tuple[memcheck.measure.measurement.Record, dict[str, object]]:
     record = profile_model_case(of, timed=False)
     assert record.status == "ok", record.reason
     assert record.predicted is not None
@@ -129,7 +129,7 @@ def test_every_part_keeps_what_its_formula_says(
         of = case(**fields, autocast=autocast, checkpointing=checkpointing, dtype=dtype, context=context)
         on_meta = dataclasses.replace(of, device="meta")
         device = device_named("A100-80GB" if kind == "cuda" else "cpu")
-        target = memcheck.prediction.target_for(device)
+        target = memcheck.predict.replay.target_for(device)
         kept = components_of(traced_model(on_meta, target).activations)
         formulas = {name: formula.value for name, formula in kept_formulas(of, kind).items()}
         of_backend = {name for name in kept if is_of_backend(name.removeprefix("layer."), of, kind)}
@@ -177,7 +177,7 @@ def test_a_model_beyond_the_machine_is_skipped_with_its_prediction(monkeypatch: 
     def facts(device: str) -> dict[str, object]:
         return {"device": "cpu", "device_free_bytes": 2**20}
 
-    monkeypatch.setattr("memcheck.model_profiling.machine_facts", facts)
+    monkeypatch.setattr("memcheck.bench.models.profile.machine_facts", facts)
     record = profile_model_case(case())
     assert record.status == "skipped"
     assert "above the 1 MiB that this machine has left" in record.reason
@@ -201,7 +201,7 @@ def test_an_error_is_a_row_also_where_it_is_the_prediction_s(monkeypatch: pytest
 
     for name in ("predict_model", "measured"):
         with monkeypatch.context() as patch:
-            patch.setattr(f"memcheck.model_profiling.{name}", fails)
+            patch.setattr(f"memcheck.bench.models.profile.{name}", fails)
             record = profile_model_case(case())
         assert (record.status, record.reason) == ("error", "RuntimeError: it failed")
         assert record.parameters == 196_928
@@ -317,7 +317,7 @@ def test_json_is_a_list_of_records(capsys: pytest.CaptureFixture[str], tmp_path:
 def test_predict_runs_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("memcheck.commands.profile_model.profile_model_case", None)
+    monkeypatch.setattr("memcheck.cli.commands.profile_model.profile_model_case", None)
     words = ("--size", "small,2.7B", "--predict", "--device", "A100-40GB", "--format", "json")
     code, out, _ = run(capsys, *words, "--output", str(tmp_path))
     assert code == 0
@@ -399,9 +399,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", ["linear_r", "linear_l"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_projections_take_what_is_predicted(name: str, layout: str, dense_grad: bool, dtype: torch.dtype) -> None:
-    from memcheck.meta_tracing import Run
-    from memcheck.operator_scratch import Target
-    from memcheck.subjects import Subject
+    from memcheck.predict.trace import Run
+    from memcheck.predict.scratch import Target
+    from memcheck.bench.workloads import Subject
 
     operator = getattr(memcheck, name)
     shape, strides = (3, 700, 24), LAYOUTS[layout]

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from memcheck.__main__ import main
-from memcheck.records import Record, write_json_lines
-from memcheck.reports import published_rows, published_table, published_tables
-from memcheck.reports.published import CS336, CUBLAS_WORKSPACE_BYTES, DATA, MEMCHECK_PYT, read_published
-from memcheck.reports.tables import data_rows
+from memcheck.core.record import Record, write_json_lines
+from memcheck.report import published_rows, published_table, published_tables
+from memcheck.studies.published import CS336, CUBLAS_WORKSPACE_BYTES, DATA, MEMCHECK_PYT, read_published
+from memcheck.report.tables import data_rows
 
 MIB = 2**20
 

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from memcheck.__main__ import main
-from memcheck.catalog import make_case
-from memcheck.profiling import profile_case
-from memcheck.records import Record, write_json_lines
-from memcheck.reports import (
+from memcheck.bench.catalog import make_case
+from memcheck.bench.profile import profile_case
+from memcheck.core.record import Record, write_json_lines
+from memcheck.report import (
     accounting_table,
     cs336_tables,
     decode_table,
@@ -33,10 +33,10 @@ from memcheck.reports import (
     table_row,
     write_tables,
 )
-from memcheck.reports.record_tables import stacked_pivot
-from memcheck.reports.scaling import factors_per_doubling, fit_exponent
-from memcheck.reports.tables import Table, data_rows, three_digits
-from memcheck.store import read_records
+from memcheck.report.records import stacked_pivot
+from memcheck.report.scaling import factors_per_doubling, fit_exponent
+from memcheck.report.tables import Table, data_rows, three_digits
+from memcheck.bench.sweep.store import read_records
 
 MIB = 2**20
 HOSTILE = 'a|b\n<script>alert("x")</script> & 100 % _of_ {it} \\ `code`'
@@ -399,9 +399,9 @@ def test_accounting_of_a_peak_before_the_output_is_there() -> None:
 
 def test_accounting_agrees_with_a_measurement() -> None:
     """Of naive attention, the theory's parts are the record's, each to the byte."""
-    from memcheck.catalog import make_case
-    from memcheck.profiling import profile_case
-    from memcheck.theory import closed_terms
+    from memcheck.bench.catalog import make_case
+    from memcheck.bench.profile import profile_case
+    from memcheck.bench.predict import closed_terms
 
     case = make_case("naive", heads=2, core_dim=None, factor=None, bsz=2, query_len=32, kv_len=48, dim=16)
     row = profile_case(case, timed=False)
@@ -528,10 +528,10 @@ def test_reports_know_records_only() -> None:
     """A stand-in for the package keeps its __init__, which loads torch, out of the question."""
     code = (
         "import sys, types; package = types.ModuleType('memcheck'); package.__path__ = ['memcheck'];"
-        "sys.modules['memcheck'] = package; import memcheck.reports as reports; from memcheck.records import Record;"
+        "sys.modules['memcheck'] = package; import memcheck.report as reports; from memcheck.core.record import Record;"
         "assert not {'pandas', 'scipy', 'jinja2', 'tabulate'} & set(sys.modules);"
         "reports.render(reports.standard_tables([Record(operator='x', status='oom')]), 'markdown');"
-        "assert not {'torch', 'matplotlib', 'memcheck.catalog'} & set(sys.modules)"
+        "assert not {'torch', 'matplotlib', 'memcheck.bench.catalog'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from memcheck.errors import UsageError
-from memcheck.records import Record
-from memcheck.store import FILE, Store, StoreError, read_records
+from memcheck.core.errors import UsageError
+from memcheck.core.record import Record
+from memcheck.bench.sweep.store import FILE, Store, StoreError, read_records
 
 
 def fill(folder: Path, count: int) -> None:

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from memcheck.__main__ import main
-from memcheck.catalog import CONTENDERS, attention_types
-from memcheck.store import read_records
+from memcheck.bench.catalog import CONTENDERS, attention_types
+from memcheck.bench.sweep.store import read_records
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "benchmarks/results/comparison"

@@ -16,17 +16,17 @@ from pathlib import Path
 
 import pytest
 
-from memcheck import catalog
+from memcheck.bench import catalog
 from memcheck.__main__ import main
-from memcheck.records import Record
-from memcheck.reports import pair
-from memcheck.store import FILE, Store, read_records
+from memcheck.core.record import Record
+from memcheck.report import pair
+from memcheck.bench.sweep.store import FILE, Store, read_records
 
 SMALL = ["--attention-type", "naive,softplus", "--seq-len", "8:16:x2", "--dim", "16", "--heads", "2"]
 SMALL += ["--no-time", "--device", "cpu"]
 SLEEPERS = """
     import time
-    from memcheck.catalog import register
+    from memcheck.bench.catalog import register
 
     def doze(q, k, v):
         time.sleep(0.2)
@@ -64,8 +64,8 @@ def sleepers(tmp_path) -> Path:
 @pytest.fixture
 def no_files(monkeypatch) -> None:
     """Tables and pictures take most of the time."""
-    monkeypatch.setattr("memcheck.commands.sweep.write_plots", lambda *args, **kwargs: [])
-    monkeypatch.setattr("memcheck.commands.sweep.write_tables", lambda *args, **kwargs: [])
+    monkeypatch.setattr("memcheck.cli.commands.sweep.write_plots", lambda *args, **kwargs: [])
+    monkeypatch.setattr("memcheck.cli.commands.sweep.write_tables", lambda *args, **kwargs: [])
 
 
 def command(folder: Path, *flags: str) -> list[str]:
@@ -278,7 +278,7 @@ def test_a_folder_in_use_is_refused(tmp_path, capsys) -> None:
 
 def test_long_sweeps_say_so_first(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(
-        "memcheck.commands.sweep.run_sweep", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
+        "memcheck.cli.commands.sweep.run_sweep", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
     )
     assert main(["sweep", "--preset", "memcheck-pyt", "--device", "cpu", "--output", str(tmp_path)]) == 130
     printed = capsys.readouterr()
@@ -287,7 +287,7 @@ def test_long_sweeps_say_so_first(tmp_path, capsys, monkeypatch) -> None:
 
 
 def test_errors_are_seen_in_the_exit_code(tmp_path, no_files, monkeypatch, sleepers) -> None:
-    sleepers.write_text("from memcheck.catalog import register\nregister('wrong', lambda q, k, v: q @ v)\n")
+    sleepers.write_text("from memcheck.bench.catalog import register\nregister('wrong', lambda q, k, v: q @ v)\n")
     for name in ("wrong",):
         monkeypatch.setitem(catalog.CONTENDERS, name, None)
         del catalog.CONTENDERS[name]
@@ -397,7 +397,7 @@ def test_dask_with_a_worker_that_dies(tmp_path) -> None:
     path.write_text(
         textwrap.dedent(f"""
             import os, pathlib, signal, time
-            from memcheck.catalog import register
+            from memcheck.bench.catalog import register
 
             def kills_its_worker(q, k, v):
                 flag = pathlib.Path({str(tmp_path / "died")!r})
@@ -429,7 +429,7 @@ PREDICTED = [*SMALL[:-3], "--predict-only"]
 
 
 def test_a_preset_is_filled_without_running_anything(tmp_path, capsys, no_files, monkeypatch) -> None:
-    monkeypatch.setattr("memcheck.case_process.CaseProcess.ask", None)
+    monkeypatch.setattr("memcheck.bench.sweep.worker.CaseProcess.ask", None)
     flags = ["sweep", "--preset", "memcheck-pyt", "--predict-only", "--device", "a100-40gb", "--output", str(tmp_path)]
     assert main(flags) == 0
     out = capsys.readouterr().out

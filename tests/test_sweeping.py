@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 
-from memcheck import catalog
-from memcheck.case_process import CaseProcess, Job, blank, work
-from memcheck.catalog import Case, make_case, make_combinator_case
-from memcheck.errors import MemcheckError, UsageError
-from memcheck.plugins import load_plugin
-from memcheck.records import Record
-from memcheck.store import FILE, read_records
-from memcheck.sweeping import LocalProcesses, Progress, find_done, is_above, run_sweep, visible_device
+from memcheck.bench import catalog
+from memcheck.bench.sweep.worker import CaseProcess, Job, blank, work
+from memcheck.bench.catalog import Case, make_case, make_combinator_case
+from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.bench.plugins import load_plugin
+from memcheck.core.record import Record
+from memcheck.bench.sweep.store import FILE, read_records
+from memcheck.bench.sweep.run import LocalProcesses, Progress, find_done, is_above, run_sweep, visible_device
 
 
 def case(operator: str = "softmax", length: int = 8, **fields: Any) -> Case:
@@ -271,7 +271,7 @@ def test_devices_are_those_that_this_process_sees(monkeypatch, tmp_path) -> None
 
 MISBEHAVING = """
     import os, signal, time
-    from memcheck.catalog import register
+    from memcheck.bench.catalog import register
 
     def kill(q, k, v):
         os.kill(os.getpid(), signal.SIGKILL)

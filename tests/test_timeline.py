@@ -11,8 +11,8 @@ from torch.nn import functional
 
 import memcheck
 from memcheck._extension import _C
-from memcheck.allocation_events import NODE, allocated_by, stack_of
-from memcheck.timeline import OTHER, record_timeline
+from memcheck.measure.allocation_events import NODE, allocated_by, stack_of
+from memcheck.measure.timeline import OTHER, record_timeline
 
 
 def names(timeline, phase=None):

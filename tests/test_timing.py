@@ -5,8 +5,12 @@ import os
 import pytest
 import torch
 
-from memcheck import machines, measurement, timing
-from memcheck.measurement import measure_time
+from memcheck.measure import machine as machines
+
+from memcheck.measure import measurement
+
+from memcheck.measure import timing
+from memcheck.measure.measurement import measure_time
 
 STEADY = [1.0, 1.01, 0.99, 1.0, 1.02, 0.98, 1.0, 1.0]
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.cuda import _memory_viz
 
-from memcheck import tracing
-from memcheck.measurement import measure_memory, measure_time
+from memcheck.measure import export as tracing
+from memcheck.measure.measurement import measure_memory, measure_time
 
 
 def leaf(*shape):

@@ -10,7 +10,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import memcheck
-from memcheck import tracking
+from memcheck.measure import tracker as tracking
 from memcheck._extension import _C
 
 KIB = 1024

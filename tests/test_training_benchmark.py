@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from memcheck.model_records import ModelRecord
-from memcheck.models import SIZES
+from memcheck.core.model_record import ModelRecord
+from memcheck.bench.models.case import SIZES
 from memcheck.nn.decoder import ATTENTIONS
-from memcheck.plotting.models import labels_of
+from memcheck.report.plots.models import labels_of
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from memcheck.compat import install
-from memcheck.errors import MemcheckError, UsageError
+from memcheck.core.errors import MemcheckError, UsageError
 
 USAGE = """usage: python -m memcheck.compat SCRIPT [ARGS]
        python -m memcheck.compat -m MODULE [ARGS]

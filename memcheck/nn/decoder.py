@@ -20,7 +20,7 @@ from memcheck.nn.weighted import Device
 from memcheck.ops.compressed_attention import compressed_attention
 from memcheck.ops.linear_attention import linear_attention
 from memcheck.ops.softplus_attention import softplus_attention
-from memcheck.reference.naive_attention import naive_attention
+from memcheck.ops.reference.naive_attention import naive_attention
 
 ATTENTIONS: dict[str, Callable[..., Any]] = {
     "naive": naive_attention,

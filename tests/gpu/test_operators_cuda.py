@@ -15,10 +15,10 @@ from ops.test_all_operators import OPERATORS, Operator
 from torch import Tensor
 
 import memcheck
-from memcheck.catalog import CONTENDERS, make_case, make_combinator_case
-from memcheck.measurement import measure_memory
-from memcheck.subjects import bind
-from memcheck.theory import closed_bytes
+from memcheck.bench.catalog import CONTENDERS, make_case, make_combinator_case
+from memcheck.measure.measurement import measure_memory
+from memcheck.bench.workloads import bind
+from memcheck.bench.predict import closed_bytes
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

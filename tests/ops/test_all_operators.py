@@ -32,7 +32,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import memcheck
-from memcheck import gradchecking
+from memcheck.ops import gradcheck as gradchecking
 
 Sizes = tuple[int, ...]
 

@@ -33,8 +33,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from memcheck import combinator, measure_memory, track
 from memcheck._extension import _C
-from memcheck.records import Record
-from memcheck.reference import combinator as reference
+from memcheck.core.record import Record
+from memcheck.ops.reference import combinator as reference
 
 forward_op = torch.ops.memcheck.combinator.default
 backward_op = torch.ops.memcheck.combinator_backward.default

@@ -43,8 +43,8 @@ from memcheck import (
     track,
 )
 from memcheck._extension import _C
-from memcheck.records import Record
-from memcheck.reference import compressed_attention as reference
+from memcheck.core.record import Record
+from memcheck.ops.reference import compressed_attention as reference
 
 forward_op = torch.ops.memcheck.compressed_attention.default
 backward_op = torch.ops.memcheck.compressed_attention_backward.default

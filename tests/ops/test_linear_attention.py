@@ -34,8 +34,8 @@ from torch.autograd import forward_ad
 
 from memcheck import linear_attention, linear_attention_step, measure_memory, track
 from memcheck._extension import _C
-from memcheck.records import Record
-from memcheck.reference import linear_attention as reference
+from memcheck.core.record import Record
+from memcheck.ops.reference import linear_attention as reference
 
 forward_op = torch.ops.memcheck.linear_attention.default
 backward_op = torch.ops.memcheck.linear_attention_backward.default

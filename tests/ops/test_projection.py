@@ -26,7 +26,7 @@ from ops.checks import (
 from torch import Tensor
 
 from memcheck import linear_l, linear_r, measure_memory
-from memcheck.reference import projection as reference
+from memcheck.ops.reference import projection as reference
 
 FUNCTIONS = [linear_r, linear_l]
 BACKWARD = {

@@ -32,8 +32,8 @@ from torch.autograd import forward_ad
 
 from memcheck import measure_memory, softplus_attention, softplus_attention_step, track
 from memcheck._extension import _C
-from memcheck.records import Record
-from memcheck.reference import softplus_attention as reference
+from memcheck.core.record import Record
+from memcheck.ops.reference import softplus_attention as reference
 
 forward_op = torch.ops.memcheck.softplus_attention.default
 backward_op = torch.ops.memcheck.softplus_attention_backward.default

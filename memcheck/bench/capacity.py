@@ -1,0 +1,224 @@
+"""Where memory runs out: the largest length, batch or dimension that fits, by prediction alone.
+
+Doubling finds a size that does not fit, bisection the last one before it that does. More memory is no certain
+consequence of a larger size: allocators round, products copy operands of odd lengths, backends change. So the answer is
+one that was looked at, as was the next size, which does not fit; sizes further up are tried, too, round ones above all,
+and the search goes on from any that fits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memcheck.bench.catalog import Case, check_case
+from memcheck.core.devices import Device
+from memcheck.core.errors import UsageError
+from memcheck.predict.replay import Prediction, predict_memory
+
+AXES = ("seq_len", "bsz", "dim")
+FLAGS = {"seq_len": "--seq-len", "bsz": "--bsz", "dim": "--dim"}
+# Where a search ends that finds no limit.
+MOST = 2**30
+FIRST = 256
+# Shares of the answer by which sizes beyond it are tried.
+FURTHER = (1.02, 1.1, 1.25, 1.5, 2)
+
+Predict = Callable[[Case], Prediction]
+
+
+@dataclass(frozen=True)
+class Frontier:
+    """The largest size of one axis at which a case fits, and why the next one does not.
+
+    case: at that size; at the smallest where not even that fits.
+    largest: 0 where nothing fits.
+    at, beyond: the predictions for that size and for the next; without `at` nothing fits, without `beyond` the search
+    came to its end and found no limit.
+    gaps: smaller sizes that were tried and do not fit.
+    tried: how many sizes were predicted.
+    """
+
+    axis: str
+    case: Case
+    device: Device
+    largest: int
+    step: int
+    at: Prediction | None
+    beyond: Prediction | None
+    gaps: tuple[int, ...] = ()
+    tried: int = 0
+
+    @property
+    def next_size(self) -> int:
+        return self.largest + self.step
+
+    @property
+    def unpredicted(self) -> str | None:
+        """Why nothing can be said of the case, where that is so."""
+        if self.at is None and self.beyond is not None and self.beyond.record.status != "oom":
+            return self.beyond.record.reason or self.beyond.record.status
+        return None
+
+
+def find_frontier(
+    case: Case,
+    axis: str,
+    device: Device,
+    *,
+    limit_bytes: int | None = None,
+    step: int = 1,
+    most: int = MOST,
+    start: int | None = None,
+    predict: Predict | None = None,
+) -> Frontier:
+    """The largest size of the axis at which the case fits the device, all its other sizes as they are.
+
+    axis: "seq_len" (S and T at once; in decode mode the tokens of the state), "bsz" or "dim".
+    limit_bytes: less than the device has.
+    step: sizes are its multiples; of dim, those of the heads, too.
+    most: no size above it is looked at.
+    start: the size to begin with, near the answer if that can be guessed.
+    predict: instead of predict_memory on that device.
+
+    UsageError: the axis is none of these, or nothing limits the device.
+    """
+    if axis not in AXES:
+        raise UsageError(f"--find {axis.replace('_', '-')} is unknown; known: {', '.join(known_axes())}")
+    if device.usable_bytes is None and limit_bytes is None:
+        raise UsageError(f"--device {device.name} has no limit to find: give it one, as --memory-limit 16GiB")
+    step = step_of(case, axis, step)
+    if most < step:
+        raise UsageError(f"--up-to must be at least the step of {step}, got {most}")
+    predict = predict or (lambda case: predict_memory(case, device, limit_bytes=limit_bytes))
+    search = Search(lambda size: predict(check_case(resized(case, axis, size))), step, most)
+    largest = search.largest(start or FIRST)
+    if largest > step:
+        search.fits(largest - step)  # what fits by a hair may leave a gap behind
+    at, beyond = search.found.get(largest), search.found.get(largest + step)
+    gaps = tuple(size for size in sorted(search.found) if size < largest and not search.fits(size))
+    shown = resized(case, axis, largest or step)
+    return Frontier(axis, shown, device, largest, step, at, beyond, gaps, len(search.found))
+
+
+def known_axes() -> list[str]:
+    return [axis.replace("_", "-") for axis in AXES]
+
+
+def step_of(case: Case, axis: str, step: int) -> int:
+    """Heads divide the dimension."""
+    return math.lcm(step, case.heads or 1) if axis == "dim" else step
+
+
+def resized(case: Case, axis: str, size: int) -> Case:
+    """The case with that size; a core dimension that was the dimension remains it."""
+    if axis == "bsz":
+        return dataclasses.replace(case, bsz=size)
+    if axis == "dim":
+        return dataclasses.replace(case, dim=size, core_dim=size if case.core_dim == case.dim else case.core_dim)
+    keys = None if case.kv_len is None else size
+    return dataclasses.replace(case, query_len=1 if case.mode == "decode" else size, kv_len=keys)
+
+
+class Search:
+    """For the largest multiple of a step that fits; no size is predicted twice."""
+
+    def __init__(self, predict: Callable[[int], Prediction], step: int, most: int) -> None:
+        self.predict = predict
+        self.step = step
+        self.top = most // step
+        self.found: dict[int, Prediction] = {}
+
+    def fits(self, size: int) -> bool:
+        if size not in self.found:
+            self.found[size] = self.predict(size)
+        return self.found[size].record.status == "ok"
+
+    def largest(self, start: int) -> int:
+        """0 where nothing fits."""
+        low, high = self.bracket(min(max(start // self.step, 1), self.top))
+        while True:
+            low = self.bisect(low, high)
+            again = next((count for count in self.further(low) if self.fits(count * self.step)), None)
+            if again is None:
+                return low * self.step
+            low, high = self.bracket(again)
+
+    def bracket(self, count: int) -> tuple[int, int]:
+        """Counts of steps: one that fits, or 0, and a larger one that does not, or one too many."""
+        if self.fits(count * self.step):
+            while count < self.top and self.fits(min(2 * count, self.top) * self.step):
+                count = min(2 * count, self.top)
+            return count, min(2 * count, self.top + 1)
+        while count > 1 and not self.fits(count // 2 * self.step):
+            count //= 2
+        return count // 2, count
+
+    def bisect(self, low: int, high: int) -> int:
+        """The last count before one that does not fit."""
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if self.fits(middle * self.step) else (low, middle)
+        return low
+
+    def further(self, low: int) -> Iterator[int]:
+        """Counts above the answer that may fit all the same: the round ones next to it, and some far off."""
+        if low == 0 and not self.out_of_memory():
+            return  # it is not memory that is missing
+        round_ones = ((low // unit + 1) * unit for unit in (2**power for power in range(1, 13)))
+        counts = {low + 2, *round_ones, *(math.ceil(share * low) for share in FURTHER)}
+        yield from (count for count in sorted(counts) if low + 1 < count <= self.top)
+
+    def out_of_memory(self) -> bool:
+        return any(prediction.record.status == "oom" for prediction in self.found.values())
+
+
+def frontier_curve(
+    case: Case,
+    axis: str,
+    along: str,
+    sizes: Sequence[int],
+    device: Device,
+    *,
+    limit_bytes: int | None = None,
+    step: int = 1,
+    most: int = MOST,
+    predict: Predict | None = None,
+) -> list[tuple[int, Frontier]]:
+    """(size, frontier) for each size along another axis; each search begins where the last one ended."""
+    curve: list[tuple[int, Frontier]] = []
+    start = None
+    for size in sorted(sizes):
+        other = resized(case, along, size)
+        limits: dict[str, Any] = {"limit_bytes": limit_bytes, "step": step, "most": most, "predict": predict}
+        found = find_frontier(other, axis, device, start=start, **limits)
+        curve.append((size, found))
+        start = found.largest
+    return curve
+
+
+def frontier_object(frontier: Frontier) -> dict[str, object]:
+    """As JSON has it: the case, the sizes and verdicts on both sides, and each one's record."""
+    beyond, at = frontier.beyond, frontier.at
+    return {
+        "operator": frontier.case.operator,
+        "find": frontier.axis.replace("_", "-"),
+        "largest": None if frontier.unpredicted else frontier.largest,
+        "step": frontier.step,
+        "next": frontier.next_size if beyond else None,
+        "runs_out_in": beyond.record.oom_phase if beyond else None,  # None with a reason: the inputs alone do not fit
+        "reason": beyond.record.reason if beyond else None,
+        "gaps": list(frontier.gaps),
+        "tried": frontier.tried,
+        "exact": at.exact if at else None,
+        "unknown": list(at.unknown if at else beyond.unknown if beyond else ()),
+        "record": record_object(at),
+        "next_record": record_object(beyond),
+    }
+
+
+def record_object(prediction: Prediction | None) -> Mapping[str, object] | None:
+    return dataclasses.asdict(prediction.record) if prediction else None

@@ -1,0 +1,414 @@
+"""The contenders: name -> operator, inputs, bytes that follow from the shapes, and how a plot draws it. Data only."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import re
+import string
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+from memcheck.bench import operators as building
+
+from memcheck.bench import decode as decoding
+from memcheck.bench.operators import Operator, UnsupportedError
+from memcheck.core.case import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Terms
+from memcheck.bench.decode import Decoder, predicted_terms
+from memcheck.core.errors import UsageError
+from memcheck.report.plots import Style
+
+__all__ = [
+    "CONTENDERS",
+    "DEFAULT_FACTOR",
+    "DTYPES",
+    "MODES",
+    "SHORT_DTYPES",
+    "Case",
+    "Contender",
+    "Decoder",
+    "Operator",
+    "Terms",
+    "UnsupportedError",
+    "attention_types",
+    "check_case",
+    "combinator_types",
+    "make_case",
+    "make_combinator_case",
+    "register",
+]
+
+
+@dataclass(frozen=True)
+class Contender:
+    name: str
+    title: str
+    build: Callable[[Case], Operator]
+    inputs: Callable[[Case], tuple[Tensor, ...]]
+    style: Style
+    # The backend's name where it is known beforehand; None where only the run can tell.
+    backend: Callable[[Case], str] | None = None
+    # What to call it where the run shows no fused attention.
+    unfused: str = "math"
+    terms: Callable[[Case], Terms | None] = predicted_terms
+    # Where the operator itself is one or the other, whatever was asked.
+    causal: bool | None = None
+    # Without: whether it is causal is nobody's question, or not known.
+    has_mask: bool = True
+    has_heads: bool = False
+    has_core_dim: bool = False
+    has_factor: bool = False
+    # Handed to the operator after the inputs, and counted by themselves; those of a module need not be named here.
+    parameters: Callable[[Case], tuple[Tensor, ...]] = lambda case: ()
+    compiled: bool = False  # always under torch.compile
+    decode: Decoder | None = None
+    # Or "combinator": no attention, and so a question of profile-combinator.
+    kind: str = "attention"
+
+
+def check_case(case: Case) -> Case:
+    """The same case, or a UsageError that names the flag, the rule and the value."""
+    for name in ("bsz", "query_len", "kv_len", "dim", "heads", "core_dim", "factor"):
+        size = getattr(case, name)
+        if size is not None and size < 1:
+            raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
+    if case.operator not in CONTENDERS:
+        raise unknown_operator(case.operator)
+    if case.dtype not in DTYPES:
+        raise UsageError(f"--dtype {case.dtype} is unknown; known: {', '.join((*SHORT_DTYPES, *DTYPES))}")
+    if case.mode not in MODES:
+        raise UsageError(f"--mode must be one of {', '.join(MODES)}, got {case.mode}")
+    if case.mode == "decode" and case.query_len != 1:
+        raise UsageError(f"--query-len must be 1 in --mode decode, a step takes one token, got {case.query_len}")
+    if case.heads is not None and case.dim % case.heads:
+        raise UsageError(
+            f"--dim must be divisible by --heads for {case.operator}, got --dim {case.dim} --heads {case.heads}"
+        )
+    if case.causal and case.kv_len is not None and case.query_len > case.kv_len:
+        raise UsageError(
+            f"--query-len must not exceed --kv-len when causal, got {case.query_len} and {case.kv_len}; "
+            "use --no-causal or more keys"
+        )
+    return case
+
+
+def attention_types() -> list[str]:
+    return [name for name, contender in CONTENDERS.items() if contender.kind == "attention"]
+
+
+def combinator_types() -> list[str]:
+    return [name for name, contender in CONTENDERS.items() if contender.kind == "combinator"]
+
+
+def unknown_operator(name: str) -> UsageError:
+    return UsageError(f"--attention-type {name} is unknown; known: {', '.join(attention_types())}")
+
+
+def make_case(
+    operator: str,
+    *,
+    heads: int,
+    core_dim: int | None,
+    factor: int | None,
+    causal: bool = True,
+    compiled: bool = False,
+    **fields: Any,
+) -> Case:
+    """A checked case of an attention that holds only the sizes its operator has. A step takes one query."""
+    if operator not in attention_types():
+        raise unknown_operator(operator)
+    contender = CONTENDERS[operator]
+    if fields.get("mode") == "decode":
+        fields["query_len"] = 1
+    case = Case(
+        operator,
+        heads=heads if contender.has_heads else None,
+        core_dim=(fields["dim"] if core_dim is None else core_dim) if contender.has_core_dim else None,
+        factor=(DEFAULT_FACTOR if factor is None else factor) if contender.has_factor else None,
+        causal=(causal if contender.causal is None else contender.causal) if contender.has_mask else None,
+        compiled=compiled or contender.compiled,
+        **fields,
+    )
+    return check_case(case)
+
+
+def make_combinator_case(operator: str, **fields: Any) -> Case:
+    """A checked case of a combinator, whose tokens look at no other."""
+    if operator not in combinator_types():
+        raise UsageError(f"--combinator-type {operator} is unknown; known: {', '.join(combinator_types())}")
+    return check_case(Case(operator, kv_len=None, causal=None, **fields))
+
+
+def combinator_contender(name: str, title: str, build: Callable[[Case], Operator], style: Style) -> Contender:
+    return Contender(
+        name,
+        title,
+        build,
+        building.token_inputs,
+        style,
+        backend=building.memcheck_backend,
+        parameters=building.combinator_weight,
+        kind="combinator",
+    )
+
+
+def softmax_contender(name: str, title: str, backend: SDPBackend, style: Style) -> Contender:
+    return Contender(name, title, building.build_forced(backend), building.head_inputs, style, has_heads=True)
+
+
+# Colours are Okabe and Ito's, told apart by the colour-blind; markers and dashes serve in greyscale.
+CONTENDERS: dict[str, Contender] = {
+    contender.name: contender
+    for contender in (
+        Contender(
+            "naive",
+            "softmax attention, whole score matrix",
+            building.build_naive,
+            building.head_inputs,
+            Style("#D55E00", "s", "--"),
+            backend=lambda case: "eager",
+            has_heads=True,
+            decode=Decoder(decoding.naive_step, decoding.cache),
+        ),
+        Contender(
+            "naive-compiled",
+            "naive, compiled by torch.compile",
+            building.build_naive,
+            building.head_inputs,
+            Style("#8C3B00", "*", (0, (1, 1, 4, 1))),
+            backend=lambda case: "eager",
+            has_heads=True,
+            compiled=True,
+        ),
+        Contender(
+            "softmax",
+            "F.scaled_dot_product_attention, torch's choice of backend",
+            building.build_softmax,
+            building.head_inputs,
+            Style("#0072B2", "^", "-."),
+            has_heads=True,
+            decode=Decoder(decoding.softmax_step, decoding.cache),
+        ),
+        softmax_contender(
+            "softmax/math",
+            "SDPA, math backend forced",
+            SDPBackend.MATH,
+            Style("#E69F00", "v", (0, (1, 1))),
+        ),
+        softmax_contender(
+            "softmax/flash",
+            "SDPA, flash backend forced",
+            SDPBackend.FLASH_ATTENTION,
+            Style("#56B4E9", "<", (0, (5, 1))),
+        ),
+        softmax_contender(
+            "softmax/efficient",
+            "SDPA, memory-efficient backend forced",
+            SDPBackend.EFFICIENT_ATTENTION,
+            Style("#CC79A7", ">", (0, (3, 1, 1, 1))),
+        ),
+        softmax_contender(
+            "softmax/cudnn",
+            "SDPA, cuDNN backend forced",
+            SDPBackend.CUDNN_ATTENTION,
+            Style("#000000", "D", (0, (3, 1, 1, 1, 1, 1))),
+        ),
+        Contender(
+            "flex",
+            "torch's flex_attention, compiled",
+            building.FlexAttention,
+            building.head_inputs,
+            Style("#5D3A9B", "8", (0, (1, 3))),
+            backend=lambda case: "eager",
+            has_heads=True,
+            compiled=True,
+        ),
+        Contender(
+            "softplus",
+            "softplus attention, memcheck's operator",
+            building.build_softplus,
+            building.channel_major_inputs,
+            Style("#009E73", "o", "-"),
+            backend=building.memcheck_backend,
+            has_core_dim=True,
+            decode=Decoder(decoding.softplus_step, decoding.softplus_state),
+        ),
+        Contender(
+            "linear",
+            "linear attention, memcheck's operator, every query sees every key",
+            building.build_linear,
+            building.head_inputs,
+            Style("#332288", "P", (0, (7, 2))),
+            backend=building.memcheck_backend,
+            causal=False,
+            has_heads=True,
+            decode=Decoder(decoding.linear_step, decoding.linear_state),
+        ),
+        Contender(
+            "linear-causal",
+            "linear attention, memcheck's operator, causal",
+            building.build_linear,
+            building.head_inputs,
+            Style("#882255", "X", (0, (7, 2, 1, 2))),
+            backend=building.memcheck_backend,
+            causal=True,
+            has_heads=True,
+            decode=Decoder(decoding.linear_step, decoding.linear_state),
+        ),
+        Contender(
+            "linear-cumsum",
+            "linear attention, causal, a state for every position in plain PyTorch",
+            building.build_linear_cumsum,
+            building.head_inputs,
+            Style("#999933", "d", (0, (2, 2))),
+            backend=lambda case: "eager",
+            causal=True,
+            has_heads=True,
+        ),
+        combinator_contender(
+            "combinator",
+            "combinator, memcheck's operator, pre-activations kept",
+            building.build_combinator,
+            Style("#AA4499", "p", (0, (8, 2))),
+        ),
+        combinator_contender(
+            "combinator-low-memory",
+            "combinator, memcheck's operator, pre-activations formed again",
+            building.build_low_memory_combinator,
+            Style("#44AA99", "H", (0, (4, 1, 1, 1))),
+        ),
+        Contender(
+            "compressed",
+            "compressed attention, memcheck's operator",
+            building.build_compressed,
+            building.head_inputs,
+            Style("#A6761D", "h", (0, (6, 1, 1, 1, 1, 1))),
+            backend=building.memcheck_backend,
+            has_heads=True,
+            has_factor=True,
+            decode=Decoder(decoding.compressed_step, decoding.compressed_state),
+        ),
+        Contender(
+            "memcheck-pyt/naive",
+            "softmax attention as memcheck_pyt ran it, with a projection",
+            building.build_memcheck_pyt_naive,
+            building.headless_inputs,
+            Style("#FF9966", "$N$", (0, (9, 1))),
+            backend=lambda case: "eager",
+            has_heads=True,
+        ),
+        Contender(
+            "memcheck-pyt/softmax",
+            "F.scaled_dot_product_attention as memcheck_pyt ran it, on three dimensions",
+            building.build_memcheck_pyt_softmax,
+            building.headless_inputs,
+            Style("#6699CC", "$S$", (0, (9, 3))),
+        ),
+        Contender(
+            "memcheck-pyt/softplus",
+            "softplus attention, memcheck's operator, on memcheck_pyt's shapes",
+            building.build_softplus,
+            building.channel_major_inputs,
+            Style("#117733", "$P$", (0, (3, 3))),
+            backend=building.memcheck_backend,
+            has_core_dim=True,
+        ),
+        combinator_contender(
+            "memcheck-pyt/combinator",
+            "combinator, memcheck's operator, on memcheck_pyt's shapes",
+            building.build_combinator,
+            Style("#CC6677", "$C$", (0, (1, 5))),
+        ),
+        Contender(
+            "cs336/naive",
+            "softmax attention with a softmax written by hand, no heads and no mask",
+            building.build_cs336_naive,
+            building.headless_inputs,
+            Style("#DDAA33", "$3$", (0, (4, 4))),
+            backend=lambda case: "eager",
+            causal=False,
+        ),
+    )
+}
+
+BUILT_IN = frozenset(CONTENDERS)
+
+
+def register(
+    name: str,
+    fn: Operator,
+    *,
+    title: str = "registered",
+    inputs: Callable[[Case], tuple[Tensor, ...]] | None = None,
+    causal: bool | None = None,
+    has_heads: bool = True,
+    terms: Callable[[Case], Terms | None] = lambda case: None,
+    decode: Decoder | None = None,
+    style: Style | None = None,
+    **more: Any,
+) -> Contender:
+    """Adds a callable to the contenders: from then on its name is an --attention-type like any other.
+
+        memcheck.bench.catalog.register("mine", my_attention)
+
+    fn: called as fn(q, k, v), with causal=... where it takes a keyword of that name. A module's parameters count.
+    inputs: the tensors of a case; as default q (B,H,S,D), k and v (B,H,T,D), or (B,S,E), (B,T,E) without heads.
+    causal: what fn is where it takes no such keyword; None: not known.
+    terms: the closed byte terms of a case, by record field. There are none by default: the predictor would run fn, on
+    meta tensors, and what may crash or never end is run in no process but its own unless that is asked for.
+    decode: a memcheck.bench.catalog.Decoder.
+    style: of its lines in plots; as default one that is not in use. more: further fields of Contender.
+
+    UsageError: the name is taken, or no name; or fn is not callable.
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[\w./+-]+", name):
+        raise UsageError(f"register: name must be of letters, digits and -_./+, got {name!r}")
+    if name in CONTENDERS:
+        raise UsageError(f"register: the name {name} is taken by {CONTENDERS[name].title!r}")
+    if not callable(fn):
+        raise UsageError(f"register: {name} must be callable, got {fn!r}")
+    asks = takes_keyword(fn, "causal")
+    contender = Contender(
+        name,
+        title,
+        (lambda case: functools.partial(fn, causal=bool(case.causal))) if asks else (lambda case: fn),
+        inputs or (building.head_inputs if has_heads else building.headless_inputs),
+        style or unused_style(name),
+        unfused="custom",
+        terms=terms,
+        causal=causal,
+        has_mask=asks or causal is not None,
+        has_heads=has_heads,
+        decode=decode,
+        **more,
+    )
+    CONTENDERS[name] = contender
+    return contender
+
+
+def takes_keyword(fn: Operator, keyword: str) -> bool:
+    try:
+        return keyword in inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
+    except ValueError:  # a builtin that does not say
+        return False
+
+
+SPARE_COLOURS = ("#EE3377", "#33BBEE", "#BBCC33", "#661100", "#7733CC", "#225555", "#B38867", "#777777")
+
+
+def unused_style(name: str) -> Style:
+    """The first spare colour, a letter of the name for a marker, and a dash of its own."""
+    styles = [contender.style for contender in CONTENDERS.values()]
+    colours, markers, dashes = ({getattr(style, field) for style in styles} for field in ("colour", "marker", "dash"))
+    letters = [f"${letter}$" for letter in [*name.upper(), *string.ascii_uppercase] if letter.isalnum()]
+    return Style(
+        next((colour for colour in SPARE_COLOURS if colour not in colours), "#777777"),
+        next((letter for letter in letters if letter not in markers), "x"),
+        next(dash for length in itertools.count(10) if (dash := (0, (length, 3))) not in dashes),
+    )

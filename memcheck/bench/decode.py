@@ -1,0 +1,127 @@
+"""Decoding: the state or cache that T tokens leave behind, and the step that takes the next one.
+
+A step is a function of q, k, v of one new token and of the state; it returns y and the state of T + 1 tokens. A state
+is made at its full size at once, of random numbers: what it costs does not depend on them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memcheck.bench.operators import Operator, random_leaves
+from memcheck.core.case import DTYPES, Case, Terms
+from memcheck.ops.reference.naive_attention import naive_attention
+
+Cache = tuple[Tensor, Tensor]  # k and v (B,H,T,D)
+
+
+def predicted_terms(case: Case) -> Terms | None:
+    """By the predictor; see memcheck.bench.predict."""
+    from memcheck.predict.replay import terms_of  # which asks the catalog in turn
+
+    return terms_of(case)
+
+
+@dataclass(frozen=True)
+class Decoder:
+    step: Callable[[Case], Operator]  # of q, k, v of one position, and the state
+    state: Callable[[Case], Any]
+    terms: Callable[[Case], Terms | None] = predicted_terms
+
+
+def one_token(case: Case) -> Case:
+    """The case whose inputs are those of a step."""
+    return dataclasses.replace(case, query_len=1, kv_len=1)
+
+
+def accumulation_dtype(case: Case) -> torch.dtype:
+    return torch.promote_types(DTYPES[case.dtype], torch.float32)
+
+
+def head_sizes(case: Case) -> tuple[int, int, int, int]:
+    """B, H, T, D"""
+    assert case.heads is not None
+    assert case.kv_len is not None
+    return case.bsz, case.heads, case.kv_len, case.dim // case.heads
+
+
+def sums(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Positive, as sums of weights are, and in the type that sums are kept in."""
+    dtype = accumulation_dtype(case)
+    return tuple(torch.rand(shape, dtype=dtype, device=case.device).add_(1) for shape in shapes)
+
+
+def cache(case: Case) -> Cache:
+    B, H, T, D = head_sizes(case)
+    k, v = random_leaves(case, (B, H, T, D), (B, H, T, D))
+    return k, v
+
+
+def extended(cache: Cache, k: Tensor, v: Tensor) -> Cache:
+    """A new cache, one token longer, as caches grow that concatenate: both are alive for a moment."""
+    return torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
+
+
+def naive_step(case: Case) -> Operator:
+    def step(q: Tensor, k: Tensor, v: Tensor, state: Cache) -> tuple[Tensor, Cache]:
+        keys, values = extended(state, k, v)
+        return naive_attention(q, keys, values, causal=False), (keys, values)  # the newest query sees all
+
+    return step
+
+
+def softmax_step(case: Case) -> Operator:
+    def step(q: Tensor, k: Tensor, v: Tensor, state: Cache) -> tuple[Tensor, Cache]:
+        keys, values = extended(state, k, v)
+        return torch.nn.functional.scaled_dot_product_attention(q, keys, values), (keys, values)
+
+    return step
+
+
+def softplus_step(case: Case) -> Operator:
+    from memcheck.ops.softplus_attention import softplus_attention_step
+
+    return softplus_attention_step
+
+
+def softplus_state(case: Case) -> tuple[Tensor, ...]:
+    """Z and A (B,R)"""
+    assert case.core_dim is not None
+    return sums(case, *[(case.bsz, case.core_dim)] * 2)
+
+
+def linear_step(case: Case) -> Operator:
+    from memcheck.ops.linear_attention import linear_attention_step
+
+    return linear_attention_step
+
+
+def linear_state(case: Case) -> tuple[Tensor, ...]:
+    """M (B,H,D,D)   z (B,H,D)"""
+    B, H, _, D = head_sizes(case)
+    return sums(case, (B, H, D, D), (B, H, D))
+
+
+def compressed_step(case: Case) -> Operator:
+    from memcheck.ops.compressed_attention import compressed_attention_step
+
+    assert case.factor is not None
+    factor = case.factor
+    return lambda q, k, v, state: compressed_attention_step(q, k, v, state, factor=factor)
+
+
+def compressed_state(case: Case) -> Any:
+    """The means of T // factor blocks (B,H,C,D), and sums (B,H,D) of the T % factor positions of the open one."""
+    from memcheck.ops.compressed_attention import CompressedAttentionState
+
+    assert case.factor is not None
+    B, H, T, D = head_sizes(case)
+    kc, vc = random_leaves(case, *[(B, H, T // case.factor, D)] * 2)
+    k_sum, v_sum = sums(case, *[(B, H, D)] * 2)
+    return CompressedAttentionState(kc, vc, k_sum, v_sum, T % case.factor)

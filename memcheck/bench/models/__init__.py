@@ -1,0 +1,1 @@
+"""Whole models: their cases, closed formulas, predictions and profiles."""

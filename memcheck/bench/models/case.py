@@ -1,0 +1,202 @@
+"""Whole models as cases: their sizes, the loss that is measured, and the optimizer's step after it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from memcheck.core.case import DEFAULT_FACTOR, DTYPES, SHORT_DTYPES
+from memcheck.measure.compile import compiled
+from memcheck.core.errors import UsageError
+from memcheck.predict.autocast import AutocastOnMeta
+from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, Decoder
+from memcheck.bench.workloads import Subject
+
+MODES = ("forward", "backward", "train")
+AUTOCAST_DTYPES = ("bfloat16", "float16")
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """E, F, the number of layers, H and V."""
+
+    dim: int
+    feed_forward_dim: int
+    layers: int
+    heads: int
+    vocabulary: int = 10_000
+
+
+# Those of the CS336 course, one for tests, and the one that benchmarks/language_model.py trains.
+SIZES = {
+    "tiny": ModelSize(64, 256, 2, 2, vocabulary=512),
+    "mini": ModelSize(96, 256, 3, 3, vocabulary=56),
+    "small": ModelSize(768, 3072, 12, 12),
+    "medium": ModelSize(1024, 4096, 24, 16),
+    "large": ModelSize(1280, 5120, 36, 20),
+    "xl": ModelSize(1600, 6400, 48, 25),
+    "2.7B": ModelSize(2560, 10240, 32, 32),
+}
+
+
+@dataclass(frozen=True)
+class ModelCase:
+    """One size of the decoder with one attention, at one context length.
+
+    mode: "forward" is inference, under no_grad; "backward" a forward and a backward; "train" these and AdamW's step.
+    dtype: of the parameters. autocast: the dtype of torch.autocast, or None.
+    """
+
+    size: str
+    attention_type: str = "softmax"
+    feed_forward: str = "swiglu"
+    bsz: int = 1
+    context: int = 128
+    factor: int | None = None
+    mode: str = "train"
+    dtype: str = "float32"
+    autocast: str | None = None
+    checkpointing: bool = False
+    compiled: bool = False
+    device: str = "cpu"
+
+    @property
+    def sizes(self) -> ModelSize:
+        return SIZES[self.size]
+
+    @property
+    def kind(self) -> str:
+        return self.device.partition(":")[0]
+
+
+def make_model_case(
+    size: str, *, attention_type: str = "softmax", factor: int | None = None, **fields: Any
+) -> ModelCase:
+    """A checked case, or a UsageError that names the flag, the rule and the value."""
+    if attention_type == "compressed":
+        factor = DEFAULT_FACTOR if factor is None else factor
+    case = ModelCase(size, attention_type, factor=factor if attention_type == "compressed" else None, **fields)
+    check_known("--size", size, SIZES)
+    check_known("--attention-type", attention_type, ATTENTIONS)
+    check_known("--feed-forward", case.feed_forward, FEED_FORWARDS)
+    check_known("--mode", case.mode, MODES)
+    if case.dtype not in DTYPES:
+        raise UsageError(f"--dtype {case.dtype} is unknown; known: {', '.join((*SHORT_DTYPES, *DTYPES))}")
+    for name in ("bsz", "context", "factor"):
+        given = getattr(case, name)
+        if given is not None and given < 1:
+            raise UsageError(f"--{name} must be at least 1, got {given}")
+    if case.autocast is not None and case.dtype != "float32":
+        raise UsageError(f"--autocast needs parameters in float32, got --dtype {case.dtype}")
+    return case
+
+
+def check_known(flag: str, name: str, known: Any) -> None:
+    if name not in known:
+        raise UsageError(f"{flag} {name} is unknown; known: {', '.join(known)}")
+
+
+def parameter_tensors(case: ModelCase) -> int:
+    """How many: embedding, head and norm, and in a layer two norms, four projections and the feed-forward's."""
+    return 3 + case.sizes.layers * (6 + (3 if case.feed_forward == "swiglu" else 1))
+
+
+def build_decoder(case: ModelCase) -> Decoder:
+    sizes = case.sizes
+    return Decoder(
+        sizes.vocabulary,
+        sizes.dim,
+        sizes.feed_forward_dim,
+        sizes.layers,
+        sizes.heads,
+        context=case.context,
+        attention=case.attention_type,
+        factor=case.factor or DEFAULT_FACTOR,
+        feed_forward=case.feed_forward,
+        checkpointing=case.checkpointing,
+        device=case.device,
+        dtype=DTYPES[case.dtype],
+    )
+
+
+def prepare_model(case: ModelCase, kind: str | None = None) -> Subject:
+    """The case's model, what is run of it, and the tensors that this is given.
+
+    kind: what the case is of, "cpu" or "cuda", where its device is "meta".
+    """
+    decoder = build_decoder(case).requires_grad_()
+    autocast = autocast_of(case, kind or case.kind)
+    if case.kind == "meta":
+        decoder.set_checkpointing(case.checkpointing, lambda: (nullcontext(), autocast()))
+    run = ModelRun(decoder, autocast, case.compiled)
+    tokens = token_ids(case, 2 if run.has_loss(case.mode) else 1)
+    optimizer = make_optimizer(decoder, kind or case.kind) if case.mode == "train" else None
+    owned = {"model": decoder} if optimizer is None else {"model": decoder, "AdamW": optimizer_state(optimizer)}
+    operator = run.loss if run.has_loss(case.mode) else run.logits
+    step = None if optimizer is None else optimizer.step
+    return Subject(case, operator, tokens, ((), owned), ("tokens", "targets"), optimizer_step=step)
+
+
+class ModelRun:
+    """What is run of a decoder."""
+
+    def __init__(self, decoder: Decoder, autocast: Callable[[], AbstractContextManager[Any]], compile_: bool) -> None:
+        self.decoder = decoder
+        self.call = compiled(decoder) if compile_ else decoder
+        self.autocast = autocast
+
+    @staticmethod
+    def has_loss(mode: str) -> bool:
+        return mode != "forward"
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """tokens (B,S) -> (B,S,V)"""
+        with self.autocast():
+            logits: Tensor = self.call(tokens)
+        return logits
+
+    def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """tokens, targets (B,S) -> the mean negative log-likelihood of the targets"""
+        with self.autocast():
+            return cross_entropy(self.call(tokens).flatten(0, 1), targets.flatten())
+
+
+def autocast_of(case: ModelCase, kind: str) -> Callable[[], AbstractContextManager[Any]]:
+    if case.autocast is None:
+        return nullcontext
+    dtype = DTYPES[case.autocast]
+    if case.kind == "meta":
+        return lambda: AutocastOnMeta(kind, dtype)
+    return lambda: torch.autocast(case.kind, dtype)
+
+
+def token_ids(case: ModelCase, count: int) -> tuple[Tensor, ...]:
+    """(B,S) of int64, each"""
+    shape = case.bsz, case.context
+    if case.device == "meta":
+        return tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(count))
+    generator = torch.Generator(case.device).manual_seed(0)
+    options: Any = {"generator": generator, "device": case.device}
+    return tuple(torch.randint(case.sizes.vocabulary, shape, **options) for _ in range(count))
+
+
+def make_optimizer(decoder: Decoder, kind: str) -> torch.optim.AdamW:
+    """AdamW as torch chooses it for the device, after a step on zero gradients: so that its state is there."""
+    optimizer = torch.optim.AdamW(decoder.parameters(), foreach=kind == "cuda")
+    for parameter in decoder.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+    """By name: the moments, as large as the parameters, and for each parameter a step, a number on the CPU."""
+    states = list(optimizer.state.values())
+    return {name: [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")}

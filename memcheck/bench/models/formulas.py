@@ -1,0 +1,140 @@
+"""Closed formulas for the memory of the decoder: what is kept for backward, part by part, and what training holds.
+
+The letters are those of memcheck.report.models.LETTERS.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from memcheck.core.case import DTYPES
+from memcheck.bench.models.case import ModelCase, parameter_tensors
+
+
+@dataclass(frozen=True)
+class Formula:
+    """A sum of products of letters, "2 B S E w + 4 B S", and what it comes to."""
+
+    text: str
+    value: int
+
+
+def evaluate(text: str, letters: dict[str, int]) -> int:
+    return sum(
+        math.prod(int(word) if word.isdigit() else letters[word] for word in term.split())
+        for term in text.split(" + ")
+        if term != "0"
+    )
+
+
+def letters_of(case: ModelCase) -> dict[str, int]:
+    sizes = case.sizes
+    w = DTYPES[case.dtype].itemsize
+    letters = {"B": case.bsz, "S": case.context, "E": sizes.dim, "F": sizes.feed_forward_dim, "H": sizes.heads}
+    letters |= {"D": sizes.dim // sizes.heads, "L": sizes.layers, "V": sizes.vocabulary, "N": parameter_tensors(case)}
+    letters |= {"C": -(-case.context // (case.factor or 1)), "K": case.context // 256}
+    letters |= {"w": w, "a": 2 if case.autocast else w, "n": max(w, 4)}
+    return {**letters, "P": evaluate(parameters(case), letters)}
+
+
+def formula(text: str, case: ModelCase) -> Formula:
+    return Formula(text, evaluate(text, letters_of(case)))
+
+
+def parameters(case: ModelCase) -> str:
+    """Embedding and head, norms, four projections, and the feed-forward's three matrices or the combinator's two."""
+    feed_forward = "3 L E F" if case.feed_forward == "swiglu" else "2 L E E"
+    return f"2 V E + E + 4 L E E + {feed_forward} + 2 L E"
+
+
+def held_formulas(case: ModelCase, kind: str) -> dict[str, Formula]:
+    """Record field -> what training holds whatever the activations; `parameters` is a count."""
+    texts = {
+        "parameters": parameters(case),
+        "parameter_bytes": "w P",
+        "buffer_bytes": "S E w" if case.attention_type == "softplus" else "S D w",
+    }
+    if case.mode != "forward":
+        texts["gradient_bytes"] = "w P"
+    if case.mode == "train":
+        texts["optimizer_bytes"] = "2 w P + 4 N" if kind == "cpu" else "2 w P"
+    return {name: formula(text, case) for name, text in texts.items()}
+
+
+def kept_formulas(case: ModelCase, kind: str) -> dict[str, Formula]:
+    """Component -> what it keeps for backward; those of a layer begin with "layer.". CUDA's fused softmax attention is
+    left out, with the projection after it: what it keeps is its backend's."""
+    if case.mode == "forward":
+        return {}
+    texts = {f"layer.{name}": text for name, text in layer(case, kind) if not is_of_backend(name, case, kind)}
+    texts |= {
+        "norm": norm(kind),
+        "head": reading("V E", case),
+        "loss": "B S V n + n" if case.autocast else "B S V w + w",
+    }
+    return {name: formula(text, case) for name, text in texts.items()}
+
+
+def is_of_backend(name: str, case: ModelCase, kind: str) -> bool:
+    softmax = kind == "cuda" and case.attention_type == "softmax" and not case.checkpointing
+    return softmax and name in ("attention.attend", "attention.out_proj")
+
+
+def layer(case: ModelCase, kind: str) -> Iterator[tuple[str, str]]:
+    if case.checkpointing:
+        yield "input", "B S E w"
+        return
+    yield "attention_norm", norm(kind)
+    yield from projections(case)
+    yield "attention.attend", attention(case, kind)
+    yield "attention.out_proj", reading("E E", case)
+    yield "feed_forward_norm", norm(kind)
+    yield from feed_forward(case)
+
+
+def norm(kind: str) -> str:
+    """Of RMSNorm: its input and a number for each row; on the CPU its output before the weight, too."""
+    return "B S E w + B S n" if kind == "cuda" else "2 B S E n + B S n"
+
+
+def reading(weight: str, case: ModelCase) -> str:
+    """Of a linear layer: its input; under autocast as it was cast, and so the weight."""
+    return f"B S E a + {weight} a" if case.autocast else "B S E a"
+
+
+def projections(case: ModelCase) -> Iterator[tuple[str, str]]:
+    """They read the same; the first to do so is the one that keeps it, unless each has a copy of its own."""
+    first = "k_proj" if case.attention_type == "softplus" else "q_proj"
+    for name in ("q_proj", "k_proj", "v_proj"):
+        if case.autocast or name == first:
+            yield f"attention.{name}", reading("E E", case)
+    if case.autocast:
+        yield "attention.rotary", "2 S E a" if case.attention_type == "softplus" else "2 S D a"
+
+
+def attention(case: ModelCase, kind: str) -> str:
+    """q, k, v; of naive the probabilities and the mask, of softmax y and a number for each row; see the operators."""
+    if case.attention_type == "naive":
+        # CUDA's autocast has the softmax in float32.
+        scores = "B H S S n + B H S S a" if kind == "cuda" and case.autocast else "B H S S a"
+        return f"3 B S E a + {scores} + S S"
+    if case.attention_type == "compressed":
+        queries = "B S E a" if letters_of(case)["a"] == 2 else "2 B S E a"  # y, too, where it is not rounded
+        return f"{queries} + 2 B C E a + B H S n"
+    return {"softmax": "4 B S E a + B H S n", "linear": "3 B S E a", "softplus": "3 B S E a + 2 B K E n"}[
+        case.attention_type
+    ]
+
+
+def feed_forward(case: ModelCase) -> Iterator[tuple[str, str]]:
+    if case.feed_forward != "swiglu":
+        x = "B S E a" if case.feed_forward == "combinator-low-memory" else "3 B S E a"
+        yield "feed_forward", f"{x} + 2 E E a" if case.autocast else x
+        return
+    yield "feed_forward.gate_proj", reading("E F", case)
+    if case.autocast:
+        yield "feed_forward.up_proj", reading("E F", case)
+    yield "feed_forward", "3 B S F a"
+    yield "feed_forward.down_proj", "B S F a + E F a" if case.autocast else "B S F a"

@@ -1,0 +1,160 @@
+"""What a whole model would take, from its sizes alone: nothing is run or allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from memcheck.measure.modules import kept_by_component
+from memcheck.core.devices import Device, device_named
+from memcheck.predict.trace import OnTarget, Run, Tape, Trace, Tracer
+from memcheck.bench.models.formulas import held_formulas, kept_formulas
+from memcheck.core.model_record import FIGURES, Activations, ModelRecord, by_layer
+from memcheck.bench.models.case import ModelCase, prepare_model
+from memcheck.predict.scratch import Target
+from memcheck.predict.replay import Prediction, Replay, blank, target_for
+from memcheck.core.record import PHASES
+from memcheck.bench.workloads import Subject
+
+
+@dataclass(frozen=True)
+class ModelTrace:
+    trace: Trace
+    activations: Activations | None
+    held: dict[str, int]  # record field -> bytes
+
+
+def predict_model(
+    case: ModelCase,
+    device: Device | str = "cpu",
+    *,
+    limit_bytes: int | None = None,
+    threads: int | None = None,
+) -> Prediction:
+    """The record that measuring the case on the device would give; arguments as of memcheck.predict_memory.
+
+    The state of AdamW is there from the start, as in any step but the first. Compiled models are "skipped" as not
+    predicted, beside what their parameters, gradients and optimizer hold.
+    """
+    device = device_named(device) if isinstance(device, str) else device
+    target = target_for(device, threads)
+    record = describe(blank(ModelRecord, device, target), case)
+    model = traced_model(dataclasses.replace(case, device="meta", compiled=False), target)
+    prediction = Replay(model.trace, case, device, record, limit_bytes).prediction()
+    for name, size in model.held.items():
+        setattr(record, name, size)
+    record.theory = {field: by_kind(terms) for field, terms in prediction.terms.items()}
+    record.note_peak()
+    record.activations, record.bounds = model.activations, bounds_of(prediction)
+    return compiled_prediction(prediction) if case.compiled else prediction
+
+
+def describe(record: ModelRecord, case: ModelCase) -> ModelRecord:
+    """The record, with what it is of and the closed formulas of that."""
+    sizes = case.sizes
+    kind = record.device or case.kind
+    fields: dict[str, Any] = {
+        "operator": case.attention_type,
+        "query_len": case.context,
+        "kv_len": case.context,
+        "causal": True,
+    }
+    fields |= {name: getattr(case, name) for name in CASE_FIELDS}
+    fields |= {"dim": sizes.dim, "heads": None if case.attention_type == "softplus" else sizes.heads}
+    fields |= {name: getattr(sizes, name) for name in ("feed_forward_dim", "layers", "vocabulary")}
+    held = held_formulas(case, kind)
+    # The compiler decides anew what is kept.
+    formulas = held if case.compiled else {**held, **kept_formulas(case, kind)}
+    return dataclasses.replace(
+        record,
+        **fields,
+        parameters=held["parameters"].value,
+        formulas={name: {"formula": found.text, "value": found.value} for name, found in formulas.items()},
+    )
+
+
+CASE_FIELDS = ("size", "feed_forward", "bsz", "factor", "mode", "dtype", "autocast", "checkpointing", "compiled")
+
+
+def bounds_of(prediction: Prediction) -> tuple[str, ...]:
+    """The highest peak is not known where that of a phase is not."""
+    peaks = {"peak_bytes"} if any(f"{phase}_peak_bytes" in prediction.bounds for phase in PHASES) else set()
+    return tuple(sorted(prediction.bounds | peaks))
+
+
+@functools.lru_cache(maxsize=32)
+def traced_model(case: ModelCase, target: Target) -> ModelTrace:
+    subject = prepare_model(case, target.kind)
+    held = held_bytes(subject, target)
+    activations = None if case.mode == "forward" else traced_activations(subject, target, case.sizes.layers)
+    # Last: it leaves gradients behind.
+    return ModelTrace(Run(target).trace(subject), activations, held)
+
+
+def traced_activations(subject: Subject, target: Target, layers: int) -> Activations:
+    with Tracer(Tape(), target) as tracer, OnTarget(tracer):
+        return by_layer(kept_of(subject, lambda tensor: tracer.piece_of(tensor) is not None), layers)
+
+
+def kept_of(subject: Subject, counts: Callable[[torch.Tensor], bool] | None = None) -> dict[str, int]:
+    """Component -> bytes kept for backward, of one more forward; of all that is where the model is, unless said."""
+    decoder = subject.parameters[1]["model"]
+    place = decoder.embedding.weight.device
+    counts = counts or (lambda tensor: tensor.device == place)
+    return kept_by_component(decoder, lambda: subject.operator(*subject.inputs), subject.inputs, counts=counts)
+
+
+def held_bytes(subject: Subject, target: Target | None = None) -> dict[str, int]:
+    """What a model and its optimizer hold; the steps of AdamW are the CPU's, and count where that is the target."""
+    owned = subject.parameters[1]
+    sizes = {
+        "parameter_bytes": sum(map(size_of, owned["model"].parameters())),
+        "buffer_bytes": sum(map(size_of, owned["model"].buffers())),
+    }
+    if "AdamW" in owned:
+        on_cpu = target is not None and target.kind == "cpu"
+        states = [tensor for tensors in owned["AdamW"].values() for tensor in tensors]
+        place = owned["model"].embedding.weight.device
+        sizes["optimizer_bytes"] = sum(size_of(state) for state in states if on_cpu or state.device == place)
+    return sizes
+
+
+def size_of(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def by_kind(terms: Mapping[str, int]) -> dict[str, int]:
+    """The terms of all layers together: those of every tensor would be most of what is written of a record."""
+    found: dict[str, int] = {}
+    for name, size in terms.items():
+        kind = KINDS.get(name.partition(".")[0]) or name.rstrip("0123456789 ")
+        found[kind] = found.get(kind, 0) + size
+    return found
+
+
+KINDS = {"model": "model", "dmodel": "gradients", "AdamW": "AdamW"}
+
+
+def compiled_prediction(prediction: Prediction) -> Prediction:
+    """Without what the compiler decides."""
+    why = "the compiler decides what is allocated"
+    record: Any = prediction.record
+    for name in (*FIGURES, "workspace_bytes", "output_bytes", "reserved_bytes", "library_workspace_bytes"):
+        if name not in ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_bytes"):
+            setattr(record, name, None)
+    record.status, record.reason, record.exact = "skipped", f"not predicted: {why}", False
+    record.activations, record.theory, record.bounds, record.doubts = None, None, (), (why,)
+    return dataclasses.replace(prediction, terms={}, exact=False, unknown=(why,), bounds=frozenset())
+
+
+def predicted_figures(prediction: Prediction) -> dict[str, Any]:
+    """What a measured record has beside it."""
+    record: Any = prediction.record
+    names = ("status", "reason", "oom_phase", "parameters", *FIGURES, "activations", "exact")
+    unknown = {"unknown": prediction.unknown, "bounds": list(record.bounds)}
+    return {**{name: getattr(record, name) for name in names}, **unknown}

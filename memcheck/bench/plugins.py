@@ -1,0 +1,51 @@
+"""Files and modules of the user's that register contenders of their own."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from contextlib import redirect_stdout
+from pathlib import Path
+
+from memcheck.core.errors import MemcheckError, UsageError
+
+
+def load_plugin(name: str) -> str:
+    """Imports a file NAME.py or a module, once a process, and returns the name; what it registers is in the catalog.
+
+    UsageError: there is no such thing, or its code fails.
+    """
+    try:
+        with redirect_stdout(sys.stderr):  # stdout may be JSON that a program reads
+            if name.endswith(".py") or os.sep in name:
+                _import_file(Path(name))
+            else:
+                importlib.import_module(name)
+    except MemcheckError as error:
+        raise UsageError(f"--plugin {name}: {error}") from error
+    except Exception as error:
+        raise UsageError(f"--plugin {name} cannot be imported: {type(error).__name__}: {error}") from error
+    return name
+
+
+def _import_file(path: Path) -> None:
+    if not path.is_file():
+        raise UsageError("there is no such file")
+    if path.suffix != ".py":
+        raise UsageError("a file must end in .py")
+    # Under its path, so that two files of one name are two modules, and one file is one however it is written.
+    name = f"memcheck plugin {path.resolve()}"
+    if name in sys.modules:
+        return
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise

@@ -1,0 +1,237 @@
+"""One case, run and measured: always a record, whatever happens to the operator."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memcheck.measure.sdpa_backend import BackendWitness, fused_refusals
+from memcheck.bench.catalog import CONTENDERS, Case, Terms
+from memcheck.measure.compile import backend_in_code, with_generated_code
+from memcheck.core.errors import UsageError
+from memcheck.measure.measurement import machine_facts, measure_memory, measure_time
+from memcheck.core.units import format_bytes
+from memcheck.core.record import Record
+from memcheck.bench.workloads import Subject, prepare
+from memcheck.bench.predict import closed_terms, phase_beyond
+from memcheck.measure.timeline import Timeline, record_timeline
+from memcheck.measure.export import write_snapshot, write_trace
+from memcheck.measure.tracker import storages_of, tensors_in, track
+
+# The time pass stops here unless the number of passes was asked for.
+TIMING_SECONDS = 3.0
+DEFAULT_PASSES = 10
+CPU_SECONDS = 60.0  # that a case may take there, unless asked otherwise
+
+
+def find_device(name: str | None) -> str:
+    """A device of this machine, "cpu" or "cuda:0"; CUDA where there is one when no name is given."""
+    if name is None:
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(
+            f"--device {name} is no device of this machine, and running needs one; "
+            "a GPU that is not here is a question for memcheck predict, fit and sweep --predict-only"
+        ) from None
+    if device.type == "cpu":
+        return "cpu"
+    if device.type != "cuda":
+        raise UsageError(f"--device must be cpu or cuda, got {name}")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= count:
+        raise UsageError(f"--device {name} is absent: torch {torch.__version__} sees {count} CUDA devices here")
+    return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+
+
+def profile_case(
+    case: Case,
+    *,
+    details: bool = False,
+    max_seconds: float | None = None,
+    passes: int | None = None,
+    timed: bool = True,
+    limit_bytes: int | None = None,
+    skip_predicted: bool = False,
+    on_memory: Callable[[Record], None] | None = None,
+) -> Record:
+    """Memory first, then time, each in passes of its own. An error of the operator is a row, not the end.
+
+    details: who was alive at the peaks, and the tensors saved; see memcheck.measure_memory.
+    max_seconds: for the case as a whole. No timed pass begins that would run over, if it takes as long as measuring the
+    memory did; one that takes longer is not cut short.
+    passes: timed passes; as many as fit into 3 s, up to 10, where not given.
+    limit_bytes: what goes beyond is out of memory.
+    skip_predicted: a case whose closed byte terms exceed limit_bytes is not run, and its status is "skipped". Whatever
+    the limit, a case is skipped whose closed terms exceed the machine: what is available on a CPU, the whole of a GPU.
+    on_memory: told the record when all but its times is known; the timing may be cut short from outside.
+
+    In decode mode the peak and the time are those of one step; the state before it is among input_bytes.
+    """
+    deadline = None if max_seconds is None else time.perf_counter() + max_seconds
+    record = unmeasured(case)
+    try:
+        record.theory = closed_terms(case)
+        foreseen = predicted_failure(case, record, limit_bytes if skip_predicted else None)
+        if foreseen is not None:
+            record = dataclasses.replace(record, **foreseen)
+        else:
+            theory = record.theory
+
+            def tell(record: Record) -> None:
+                if on_memory is not None:
+                    on_memory(describe(record, case, theory))
+
+            record = run_case(case, record, details, deadline, passes, timed, limit_bytes, tell)
+            record.theory = theory
+    except NotImplementedError as error:
+        record.status, record.reason = "unsupported", str(error)
+    except Exception as error:
+        record.status, record.reason = "error", f"{type(error).__name__}: {error}"
+    return describe(record, case, record.theory)
+
+
+def describe(record: Record, case: Case, theory: Terms | None) -> Record:
+    """The record, with what was known of its case beforehand."""
+    record.theory = theory
+    for field, value in dataclasses.asdict(case).items():
+        if field != "device":
+            setattr(record, field, value)
+    return record
+
+
+def unmeasured(case: Case) -> Record:
+    return Record(**machine_facts(case.device))
+
+
+def predicted_failure(case: Case, machine: Record, limit_bytes: int | None) -> dict[str, Any] | None:
+    """What a record says of a case that needs more than the limit or the machine, as far as theory knows."""
+    rooms = {} if limit_bytes is None else {f"the limit of {format_bytes(limit_bytes)}": limit_bytes}
+    if machine.device == "cpu" and machine.device_free_bytes:
+        rooms[f"the {format_bytes(machine.device_free_bytes)} that this machine has left"] = machine.device_free_bytes
+    elif machine.device_total_bytes:
+        rooms[f"the {format_bytes(machine.device_total_bytes)} of this GPU"] = machine.device_total_bytes
+    for words, room in rooms.items():
+        found = phase_beyond(case, room)
+        if found is not None:
+            phase, peak = found
+            reason = f"predicted: {phase} peak {format_bytes(peak)}, above {words}"
+            return {"status": "skipped", "oom_phase": phase, "reason": reason}
+    return None
+
+
+def run_case(
+    case: Case,
+    machine: Record,
+    details: bool,
+    deadline: float | None,
+    passes: int | None,
+    timed: bool,
+    limit_bytes: int | None,
+    on_memory: Callable[[Record], None],
+) -> Record:
+    if machine.device == "cpu":
+        # Beyond this the kernel would end the process, and its rows with it.
+        limit_bytes = min(limit_bytes or sys.maxsize, machine.device_free_bytes or sys.maxsize)
+    try:
+        # Under a tracker the CPU, too, says OutOfMemoryError when there is no room, and keeps to the limit.
+        with track(saved=False, limit_bytes=limit_bytes):
+            subject = prepare(case)
+    except torch.OutOfMemoryError as error:
+        return dataclasses.replace(machine, status="oom", reason=f"the inputs alone do not fit: {error}")
+    start = time.perf_counter()
+    record = run_memory(subject, details, limit_bytes)
+    if timed and record.status == "ok":
+        on_memory(record)
+        # Where it compiled, that says nothing of a pass.
+        note_times(record, subject, deadline, passes, 0 if case.compiled else time.perf_counter() - start)
+    return record
+
+
+def run_memory(subject: Subject, details: bool, limit_bytes: int | None) -> Record:
+    case, contender = subject.case, CONTENDERS[subject.case.operator]
+    measure = functools.partial(
+        measure_memory,
+        parameters=subject.parameters,
+        backward=subject.backward,
+        limit_bytes=limit_bytes,
+        details=details,
+    )
+    if case.compiled:
+        # Once before, which compiles; in the same way, as torch.compile looks at the hooks that are open.
+        _, sources = with_generated_code(lambda: measure(subject.operator, *subject.inputs))
+        record = measure(subject.operator, *subject.inputs)
+        record.backend, record.backend_reason = backend_in_code(sources, case.device.partition(":")[0])
+    elif contender.backend is not None:
+        record = measure(subject.operator, *subject.inputs)
+        record.backend = contender.backend(case)
+    else:
+        witness = BackendWitness(subject.operator)
+        record = measure(witness, *subject.inputs)
+        record.backend = contender.unfused if witness.backend == "math" else witness.backend
+        if record.backend == "math" and case.operator == "softmax" and case.mode != "decode":
+            record.backend_reason = fused_refusals(*subject.inputs, causal=bool(case.causal))
+    if case.mode == "decode":
+        note_state(record, subject)
+    return record
+
+
+def note_state(record: Record, subject: Subject) -> None:
+    case = subject.case
+    record.state_bytes = sum(storages_of(tensors_in(subject.state), torch.device(case.device)).values())
+    record.state_bytes_per_sequence = record.state_bytes / case.bsz
+    if case.kv_len:
+        record.state_bytes_per_token = record.state_bytes_per_sequence / case.kv_len
+
+
+def note_times(
+    record: Record, subject: Subject, deadline: float | None, passes: int | None, pass_seconds: float
+) -> None:
+    """pass_seconds: what a pass is expected to take. The last one must end in time, and a warm-up goes before it."""
+    left = None if deadline is None else deadline - time.perf_counter() - pass_seconds
+    if left is not None and left <= pass_seconds:
+        record.passes = 0
+        record.doubts += ("there are no times: measuring memory took too many of the seconds that the case had",)
+        return
+    limits = [seconds for seconds in (left, None if passes else TIMING_SECONDS) if seconds is not None]
+    times = measure_time(
+        subject.operator,
+        *subject.inputs,
+        parameters=subject.parameters,
+        backward=subject.backward,
+        passes=passes or DEFAULT_PASSES,
+        max_seconds=min(limits, default=None),
+    )
+    record.doubts += tuple(times.pop("doubts", ()))
+    for field, value in times.items():
+        setattr(record, field, value)
+
+
+def timeline_of_case(case: Case) -> Timeline:
+    """The case's memory over time; see memcheck.measure.timeline.record_timeline."""
+    subject = prepare(case)
+    return record_timeline(subject.operator, *subject.inputs, parameters=subject.parameters, backward=subject.backward)
+
+
+def snapshot_case(case: Case, path: Path) -> Path:
+    """Writes the case's memory over time; see memcheck.measure.export.write_snapshot."""
+    subject = prepare(case)
+    return write_snapshot(
+        subject.operator, *subject.inputs, path=path, parameters=subject.parameters, backward=subject.backward
+    )
+
+
+def trace_case(case: Case, path: Path) -> list[dict[str, Any]]:
+    """Writes torch.profiler's trace of the case, and returns who took the time; see memcheck.measure.export.write_trace."""
+    subject = prepare(case)
+    return write_trace(
+        subject.operator, *subject.inputs, path=path, parameters=subject.parameters, backward=subject.backward
+    )

@@ -1,0 +1,165 @@
+"""Grids of cases: lists and ranges of sizes multiplied out, and the presets."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memcheck.bench.catalog import CONTENDERS, DTYPES, MODES, SHORT_DTYPES, Case, check_case, make_case, make_combinator_case
+from memcheck.core.errors import UsageError
+
+RANGE = re.compile(r"(\d+):(\d+):([x+])(\d+)")
+LONGEST_LIST = 10_000
+
+# What a grid says of itself is the value of every flag; `grid` lists parts that each say more.
+# TOML files have the same form.
+BASE: dict[str, Any] = {
+    "attention-type": "naive,softmax,softplus,linear-causal,compressed",
+    "bsz": 1,
+    "seq-len": "256:4096:x2",
+    "dim": 256,
+    "heads": 4,
+    "dtype": "float32",
+    "mode": "train",
+    "causal": True,
+}
+PRESETS: dict[str, dict[str, Any]] = {
+    # Memory against length, and against dimension.
+    "quick": {
+        "grid": [
+            {"seq-len": "256:2048:x2", "dim": 256},
+            {"seq-len": 1024, "dim": "64:512:x2"},
+        ],
+    },
+    "memcheck-pyt": {
+        "attention-type": "memcheck-pyt/naive,memcheck-pyt/softmax,memcheck-pyt/softplus,memcheck-pyt/combinator",
+        "bsz": 64,
+        "heads": 8,
+        "grid": [
+            {"seq-len": "512:8192:x2", "dim": "32:8192:x2"},
+            {"seq-len": "32:8192:x2", "dim": "128:2048:x2"},
+        ],
+    },
+    "cs336": {
+        "attention-type": "cs336/naive",
+        "bsz": 8,
+        "seq-len": "256,1024,4096,8192,16384",
+        "dim": "16:128:x2",
+        "passes": 100,
+        "grid": [{"compile": False}, {"compile": True}],
+    },
+    "ato": {
+        "attention-type": "naive,linear,linear-causal",
+        "bsz": 4,
+        "heads": 8,
+        "dim": 512,
+        "seq-len": "512:8192:x2",
+        "dtype": "float16",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Every combination is a case; S and T go in pairs."""
+
+    operators: list[str]
+    lengths: list[tuple[int, int]]
+    bsz: list[int]
+    dim: list[int]
+    heads: list[int]
+    dtype: list[str]
+    mode: list[str]
+    causal: bool = True
+    compile: bool = False
+    core_dim: Sequence[int | None] = (None,)
+    factor: Sequence[int | None] = (None,)
+
+    def cases(self, device: str) -> Iterator[Case]:
+        """A combination that no operator takes is among them: check_case says what is wrong with it."""
+        check_names("--attention-type", self.operators, list(CONTENDERS))
+        check_names("--dtype", self.dtype, [*SHORT_DTYPES, *DTYPES])
+        check_names("--mode", self.mode, list(MODES))
+        for mode, dtype, bsz, heads, core_dim, factor in itertools.product(
+            self.mode, self.dtype, self.bsz, self.heads, self.core_dim, self.factor
+        ):
+            fields = {
+                "mode": mode,
+                "dtype": SHORT_DTYPES.get(dtype, dtype),
+                "bsz": bsz,
+                "compiled": self.compile,
+                "device": device,
+            }
+            sizes = {"heads": heads, "core_dim": core_dim, "factor": factor, "causal": self.causal}
+            for dim, (query_len, kv_len), operator in itertools.product(self.dim, self.lengths, self.operators):
+                yield any_case(operator, {**fields, "dim": dim, "query_len": query_len}, {"kv_len": kv_len, **sizes})
+
+
+def any_case(operator: str, fields: dict[str, Any], attention_fields: dict[str, Any]) -> Case:
+    try:
+        if CONTENDERS[operator].kind == "combinator":
+            return make_combinator_case(operator, **fields)
+        return make_case(operator, **fields, **attention_fields)
+    except UsageError:
+        return Case(operator, **fields, **attention_fields)
+
+
+def multiply_out(grids: list[Grid], device: str) -> list[Case]:
+    """The cases of all grids, each once.
+
+    That a few combinations fit no operator lies in the nature of a grid, and they will be rows that say so. An operator
+    without any that fits is a mistake.
+    """
+    cases = list(dict.fromkeys(case for grid in grids for case in grid.cases(device)))
+    can_run = {case.operator for case in cases if refusal(case) is None}
+    for case in cases:
+        if case.operator not in can_run:
+            raise UsageError(refusal(case) or "")
+    return cases
+
+
+def refusal(case: Case) -> str | None:
+    """Why the case cannot be run at all."""
+    try:
+        check_case(case)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def check_names(flag: str, names: list[str], known: list[str]) -> None:
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{flag} {name} is unknown; known: {', '.join(known)}")
+
+
+def parse_sizes(text: str) -> list[int]:
+    """ "8", "16,32", "256:16384:x2" (doubling), "100:500:+100", or several with commas; ValueError when it is none."""
+    sizes = [size for word in text.split(",") for size in parse_range(word.strip())]
+    if len(sizes) > LONGEST_LIST:
+        raise ValueError(f"must list at most {LONGEST_LIST} sizes, got {len(sizes)}")
+    return list(dict.fromkeys(sizes))
+
+
+def parse_range(word: str) -> list[int]:
+    found = RANGE.fullmatch(word)
+    if found is None:
+        if not re.fullmatch(r"-?\d+", word):
+            raise ValueError(f"must look like 8, 16,32, 256:16384:x2 or 100:500:+100, got {word!r}")
+        return [at_least_one(int(word), word)]
+    start, stop, step = (at_least_one(int(found[group]), word) for group in (1, 2, 4))
+    if stop < start or (found[3], step) == ("x", 1):
+        raise ValueError(f"must go up from its start to its stop, got {word!r}")
+    sizes = [start]
+    while len(sizes) <= LONGEST_LIST and (size := sizes[-1] * step if found[3] == "x" else sizes[-1] + step) <= stop:
+        sizes.append(size)
+    return sizes
+
+
+def at_least_one(size: int, word: str) -> int:
+    if not 1 <= size < 2**63:
+        raise ValueError(f"must be at least 1 and below 2^63, got {word!r}")
+    return size

@@ -1,0 +1,390 @@
+"""Sweeps: many cases, from small to large, each in a process that may die, and a row for every one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import queue
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import (
+    FIRST_COMPLETED,
+    BrokenExecutor,
+    CancelledError,
+    Executor,
+    Future,
+    ThreadPoolExecutor,
+    wait,
+)
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process, blank
+from memcheck.bench.catalog import BUILT_IN, DTYPES, Case
+from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.bench.sweep.grid import refusal
+from memcheck.bench.plugins import load_plugin
+from memcheck.bench.profile import CPU_SECONDS, TIMING_SECONDS, predicted_failure
+from memcheck.core.record import Record
+from memcheck.bench.sweep.store import FILE, Store, read_rows
+from memcheck.bench.predict import closed_bytes, closed_terms
+
+TRIED_AGAIN = ("error", "killed", "timeout", "skipped")
+MANIFEST = "sweep.json"
+# Of the machine, what changes a figure.
+ENVIRONMENT = ("device", "device_name", "torch_version", "memcheck_version", "threads", "allocator")
+# A case that has none of these smaller, and all else the same, needs no less memory and time.
+SIZES = ("bsz", "query_len", "kv_len", "dim", "core_dim")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a sweep is: once at its start, and after each case that it came to."""
+
+    record: Record | None  # of that case
+    left: tuple[Case, ...]
+    total: int
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How every case of a sweep is measured."""
+
+    limit_bytes: int | None = None
+    max_seconds: float | None = None
+    passes: int | None = None
+    timed: bool = True
+    plugins: tuple[str, ...] = ()
+
+    def job(self, case: Case) -> Job:
+        return Job(case, self.passes, self.timed, self.limit_bytes, self.seconds(case), self.plugins)
+
+    def seconds(self, case: Case) -> float | None:
+        if self.max_seconds is None:
+            return CPU_SECONDS if case.device == "cpu" else None
+        return self.max_seconds or None
+
+    def expected_seconds(self, case: Case) -> float:
+        """Roughly, for an estimate: overheads, and arithmetic as of softmax attention at 20 GFLOP/s."""
+        once = 12.0 * case.bsz * case.query_len * case.dim * (case.kv_len or case.dim) / 2e10
+        timing = (self.passes + 2) * once if self.passes else min(12 * once, TIMING_SECONDS + once)
+        return min(0.1 + once + (timing if self.timed else 0), self.seconds(case) or math.inf)
+
+
+def run_sweep(
+    cases: Sequence[Case],
+    folder: Path | str,
+    *,
+    executor: Executor | None = None,
+    workers: int | None = None,
+    devices: Sequence[str] | None = None,
+    isolate: bool = False,
+    limit_bytes: int | None = None,
+    max_seconds: float | None = None,
+    passes: int | None = None,
+    timed: bool = True,
+    plugins: Sequence[str | Path] = (),
+    retry: bool = False,
+    progress: Callable[[Progress], None] | None = None,
+    command: str | None = None,
+) -> list[Record]:
+    """A record of each case, in the order given; those that are in the folder already are not run again.
+
+    executor: any of concurrent.futures, e.g. dask's client.get_executor(pure=False); it stays the caller's. Each case
+    gets a new process there. Without one, cases run in processes of this machine, which are replaced when they die.
+    workers: cases running at once; 1, the number of devices, or the executor's own number, unless given.
+    devices: CUDA devices, one for each worker; the cases name theirs "cuda:0".
+    isolate: a new process for each case.
+    limit_bytes: out of memory beyond it. Without one, a CPU's free memory is the limit.
+    max_seconds: for a case; 60 on a CPU and none on CUDA unless given, 0 for none. It cuts timing, then the case.
+    passes, timed: see memcheck.bench.profile.profile_case.
+    plugins: Python files, or modules, that register contenders.
+    retry: runs again what ended as "error", "killed", "timeout" or "skipped".
+    progress: told how far the sweep is, with each new record.
+    command: how the sweep was asked for, kept in sweep.json.
+    """
+    settings = Settings(limit_bytes, max_seconds, passes, timed, load_plugins(plugins))
+    at_once = number_of_workers(executor, workers, devices)
+    with submission(executor, at_once, devices, isolate) as submit, Store(Path(folder)) as store:
+        sweep = Sweep(settings, submit, at_once, store, progress)
+        sweep.look_up(cases, store.records, retry)
+        manifest = write_manifest(store.folder, command, sweep.machines)
+        sweep.run([case for case in dict.fromkeys(cases) if case not in sweep.known], total=len(set(cases)))
+        records = [sweep.known[case] for case in cases]
+        write_manifest(store.folder, command, sweep.machines, manifest["started"], records)
+        return records
+
+
+def find_done(
+    cases: Sequence[Case],
+    folder: Path | str,
+    *,
+    executor: Executor | None = None,
+    limit_bytes: int | None = None,
+    passes: int | None = None,
+    timed: bool = True,
+    plugins: Sequence[str | Path] = (),
+    retry: bool = False,
+) -> dict[Case, Record]:
+    """The cases that run_sweep, called with the same, would not run, and their records; nothing is written."""
+    if not (Path(folder) / FILE).exists():
+        return {}
+    settings = Settings(limit_bytes, None, passes, timed, load_plugins(plugins))
+    with submission(executor, 1, None, isolate=False) as submit:
+        sweep = Sweep(settings, submit, 1)
+        sweep.look_up(cases, read_rows(Path(folder)), retry)
+    return sweep.known
+
+
+def number_of_workers(executor: Executor | None, workers: int | None, devices: Sequence[str] | None) -> int:
+    if workers is not None:
+        return workers
+    return len(devices) if devices else getattr(executor, "_max_workers", 1)
+
+
+def load_plugins(plugins: Sequence[str | Path]) -> tuple[str, ...]:
+    """Loads them here, and names them so that other processes find them."""
+    names = tuple(str(Path(name).resolve()) if str(name).endswith(".py") else str(name) for name in plugins)
+    for name in names:
+        load_plugin(name)
+    return names
+
+
+def source_of(plugin: str) -> str:
+    """A digest of a loaded plugin: a contender whose code has changed is another one."""
+    path = plugin if plugin.endswith(".py") else sys.modules[plugin].__file__
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else plugin
+
+
+class Sweep:
+    def __init__(
+        self,
+        settings: Settings,
+        submit: Callable[[Job], Future[Record]],
+        workers: int,
+        store: Store | None = None,
+        progress: Callable[[Progress], None] | None = None,
+    ) -> None:
+        self.settings = settings
+        self.submit = submit
+        self.workers = workers
+        self.store = store
+        self.progress = progress or (lambda progress: None)
+        self.machines: dict[str, Record] = {}  # device -> a record that knows the machine only
+        self.known: dict[Case, Record] = {}
+        self.left: dict[Case, None] = {}
+        self.total = 0
+
+    def look_up(self, cases: Sequence[Case], rows: dict[str, Record], retry: bool) -> None:
+        """Finds the cases that are done already, where they would run."""
+        for case in {case.device: case for case in cases}.values():
+            self.machines[case.device] = self.machine(case)
+        for case in cases:
+            record = rows.get(self.key(case))
+            if record is not None and not (retry and record.status in TRIED_AGAIN):
+                self.known[case] = record
+
+    def run(self, cases: list[Case], total: int) -> None:
+        """A row for each case, of a total of which some are done: first what is foreseen, then from small to large."""
+        self.left, self.total = dict.fromkeys(sorted(cases, key=size_of)), total
+        self.progress(Progress(None, tuple(self.left), total))
+        for case in list(self.left):
+            if (verdict := self.foreseen(case)) is not None:
+                self.keep(case, verdict)
+        waiting = list(self.left)[::-1]
+        running: dict[Future[Record], Case] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < self.workers:
+                    case = waiting.pop()
+                    if (verdict := self.learned(case)) is not None:
+                        self.keep(case, verdict)
+                    else:
+                        running[self.submit(self.settings.job(case))] = case
+                for future in wait(running, return_when=FIRST_COMPLETED).done if running else ():
+                    case = running.pop(future)
+                    self.keep(case, outcome(future, case))
+        finally:
+            for future in running:
+                future.cancel()
+
+    def keep(self, case: Case, record: Record) -> None:
+        """Appends the record, with what is known of the machine where the case had no chance to say it."""
+        for field, value in dataclasses.asdict(self.machines[case.device]).items():
+            if getattr(record, field) is None:
+                setattr(record, field, value)
+        if self.workers > 1 and case.device == "cpu" and record.forward_ms is not None:
+            record.doubts += (f"timed with {self.workers} cases at once, maybe on the same cores",)
+        if self.store is not None:
+            self.store.append(self.key(case), record)
+        self.known[case] = record
+        del self.left[case]
+        self.progress(Progress(record, tuple(self.left), self.total))
+
+    def foreseen(self, case: Case) -> Record | None:
+        """The record of a case that cannot run, or that theory puts above the limit or the machine."""
+        if (reason := refusal(case)) is not None:
+            return dataclasses.replace(blank(case), status="skipped", reason=reason)
+        failure = predicted_failure(case, self.machines[case.device], self.settings.limit_bytes)
+        return dataclasses.replace(blank(case), **failure, theory=closed_terms(case)) if failure else None
+
+    def learned(self, case: Case) -> Record | None:
+        """The record of a case that is larger than one that did not fit, or took too long."""
+        for smaller, record in self.known.items():
+            late = record.status == "timeout"
+            if (late or out_of_memory(record)) and is_above(case, smaller):
+                status, what = ("timeout", "took too long") if late else ("skipped", "was out of memory")
+                reason = f"not run: a smaller case, {shape(smaller)}, {what}"
+                return dataclasses.replace(blank(case), status=status, reason=reason, theory=closed_terms(case))
+        return None
+
+    def machine(self, case: Case) -> Record:
+        """What is known of the machine where such cases run, asked there."""
+        job = dataclasses.replace(self.settings.job(case), facts_only=True, max_seconds=None)
+        record = outcome(self.submit(job), case)
+        if record.status != "ok":
+            raise MemcheckError(f"no case can be run: {record.reason}")
+        return record
+
+    def key(self, case: Case) -> str:
+        """What two runs must share to say the same."""
+        settings, machine = self.settings, self.machines[case.device]
+        environment = {field: getattr(machine, field) for field in ENVIRONMENT}
+        asked = {"limit_bytes": settings.limit_bytes, "passes": settings.passes, "timed": settings.timed}
+        code = None if case.operator in BUILT_IN else [source_of(plugin) for plugin in settings.plugins]
+        said = [{**dataclasses.asdict(case), "device": None}, environment, asked, code]
+        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def out_of_memory(record: Record) -> bool:
+    """Or skipped, as the machine, not the limit, was too small."""
+    return record.status == "oom" or record.oom_requested_bytes is not None
+
+
+def is_above(case: Case, smaller: Case) -> bool:
+    """At least as large in every size, and the same in all else."""
+    ours, theirs = dataclasses.asdict(case), dataclasses.asdict(smaller)
+    return ours != theirs and all(
+        value >= theirs[name] if name in SIZES and None not in (value, theirs[name]) else value == theirs[name]
+        for name, value in ours.items()
+    )
+
+
+def shape(case: Case | Record) -> str:
+    """ "B64 S512 T512 E128 H8": the sizes that a case has."""
+    letters = {"bsz": "B", "query_len": "S", "kv_len": "T", "dim": "E", "heads": "H", "core_dim": "R", "factor": "C"}
+    sizes = ((letter, getattr(case, field)) for field, letter in letters.items())
+    return " ".join(f"{letter}{size}" for letter, size in sizes if size is not None)
+
+
+def size_of(case: Case) -> int:
+    """Bytes by the closed terms, else those of inputs and output: small cases go first."""
+    if refusal(case) is not None:
+        return 0
+    if sizes := closed_bytes(case):
+        return max(sizes.values())
+    positions = 2 * (case.query_len + (case.kv_len or 0))
+    return case.bsz * positions * (case.core_dim or case.dim) * DTYPES[case.dtype].itemsize
+
+
+def outcome(future: Future[Record], case: Case) -> Record:
+    """The record that a worker came back with; where it did not come back, what became of it."""
+    try:
+        return future.result()
+    except (BrokenExecutor, CancelledError) as error:
+        raise MemcheckError(f"the executor takes no more cases: {type(error).__name__} {error}") from None
+    except Exception as error:
+        # dask gives up on a task when some workers in a row have died of it.
+        status = "killed" if type(error).__name__ == "KilledWorker" else "error"
+        return dataclasses.replace(blank(case), status=status, reason=f"{type(error).__name__}: {error}")
+
+
+@contextmanager
+def submission(
+    executor: Executor | None, workers: int, devices: Sequence[str] | None, isolate: bool
+) -> Iterator[Callable[[Job], Future[Record]]]:
+    """How a job gets to a process."""
+    if executor is not None:
+        if devices:
+            raise UsageError("--devices is for processes of this machine: an executor gives its workers theirs")
+        yield lambda job: executor.submit(ask_new_process, job)
+        return
+    pool = LocalProcesses(workers, devices, isolate)
+    try:
+        yield pool.submit
+    finally:
+        pool.close()
+
+
+class LocalProcesses:
+    """Some processes of this machine, each with a thread that waits for it."""
+
+    def __init__(self, workers: int, devices: Sequence[str] | None, isolate: bool) -> None:
+        names = [devices[number % len(devices)] for number in range(workers)] if devices else []
+        self.processes = [CaseProcess({"CUDA_VISIBLE_DEVICES": visible_device(name)}) for name in names]
+        self.processes = self.processes or [CaseProcess() for _ in range(workers)]
+        self.device_indices = dict(zip(self.processes, map(int, names), strict=False))
+        self.idle: queue.SimpleQueue[CaseProcess] = queue.SimpleQueue()
+        for process in self.processes:
+            self.idle.put(process)
+        self.threads = ThreadPoolExecutor(workers)
+        self.isolate = isolate
+
+    def submit(self, job: Job) -> Future[Record]:
+        return self.threads.submit(self.ask, job)
+
+    def ask(self, job: Job) -> Record:
+        process = self.idle.get()
+        try:
+            record = process.ask(job)
+            record.device_index = self.device_indices.get(process, record.device_index)
+            return record
+        finally:
+            if self.isolate:
+                process.end()
+            self.idle.put(process)
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.close()
+        self.threads.shutdown(wait=False, cancel_futures=True)
+
+
+def visible_device(name: str) -> str:
+    """The CUDA device as the driver calls it, where this process sees some of them only."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[int(name)] if visible else name
+
+
+def write_manifest(
+    folder: Path,
+    command: str | None,
+    machines: dict[str, Record],
+    started: str | None = None,
+    records: Sequence[Record] | None = None,
+) -> dict[str, Any]:
+    """sweep.json: the command, where it ran, and when; once it has ended also how."""
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    facts = {device: dataclasses.asdict(record) for device, record in machines.items()}
+    known = {device: {name: value for name, value in fact.items() if value} for device, fact in facts.items()}
+    manifest: dict[str, Any] = {
+        "command": command,
+        "environment": next(iter(known.values()), {}),
+        "started": started or now,
+    }
+    if records is not None:
+        manifest |= {"ended": now, "statuses": dict(Counter(record.status for record in records))}
+    path = folder / MANIFEST
+    try:
+        path.with_suffix(".tmp").write_text(json.dumps(manifest, indent=1) + "\n")
+        path.with_suffix(".tmp").replace(path)
+    except OSError as error:
+        raise MemcheckError(f"{path} cannot be written: {error.strerror}") from None
+    return manifest

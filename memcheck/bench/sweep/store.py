@@ -1,0 +1,122 @@
+"""Records that outlive their process: DIR/records.jsonl, a line for each case as soon as it is done."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.record import Record
+
+FILE = "records.jsonl"
+
+
+class StoreError(MemcheckError):
+    """A row could not be written; those before it are intact."""
+
+
+def read_records(folder: Path | str) -> list[Record]:
+    """The newest record of each key, in the order in which the keys came; without a key a line stands for itself."""
+    return list(read_rows(Path(folder)).values())
+
+
+def read_rows(folder: Path) -> dict[str, Record]:
+    """The same by key. What a sweep is writing at the moment may be read, too."""
+    try:
+        data = (folder / FILE).read_bytes()
+    except OSError as error:
+        raise UsageError(f"{folder} holds no {FILE} that can be read: {error.strerror}") from None
+    if data and not data.endswith(b"\n"):
+        note(folder, "its last line was left out: it was never finished")
+    return dict(rows(data, folder))
+
+
+class Store:
+    """The rows of a folder, held by one sweep at a time: a line is written whole and on the disk, or not at all."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
+        except OSError as error:
+            raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
+        try:
+            self._lock()
+            self.records = self._load()
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def append(self, key: str, record: Record) -> None:
+        line = json.dumps({"key": key, **json.loads(record.to_json())}).encode() + b"\n"
+        end = os.fstat(self._file).st_size
+        try:
+            while line:
+                line = line[os.write(self._file, line) :]
+            os.fsync(self._file)
+        except OSError as error:
+            os.ftruncate(self._file, end)  # half a line helps nobody, and taking it back needs no room
+            raise StoreError(f"{self.folder / FILE} takes no more rows: {error.strerror}") from None
+        self.records[key] = record
+
+    def _lock(self) -> None:
+        # The system lets go of it when the process ends, however it ends.
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UsageError(
+                f"--output {self.folder} is in use by another sweep: wait for it, or name another folder"
+            ) from None
+
+    def _load(self) -> dict[str, Record]:
+        data = (self.folder / FILE).read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.ftruncate(self._file, whole)
+            note(self.folder, "its last line was cut off: it was never finished, and its case runs again")
+        found = dict(rows(data[:whole], self.folder))
+        if any(key.startswith("line ") for key in found):
+            raise UsageError(f"--output {self.folder} holds records that no sweep wrote: name another folder")
+        return found
+
+
+def rows(data: bytes, folder: Path) -> Iterator[tuple[str, Record]]:
+    """(key, record) of each whole line; "line N" is the key of one that has none."""
+    *lines, _ = data.split(b"\n")
+    for number, line in enumerate(lines, start=1):
+        try:
+            values: dict[str, Any] = json.loads(line)
+            yield values.get("key") or f"line {number}", checked(Record.from_json(line.decode()))
+        except (ValueError, TypeError, AttributeError):
+            note(folder, f"line {number} was left out: it is no record")
+
+
+def checked(record: Record) -> Record:
+    """The record, or TypeError: a name or a size is of another kind, and readers would fail on it."""
+    kinds = {"operator": str, "dtype": str, "mode": str, "status": str, "bsz": int, "query_len": int, "kv_len": int}
+    for field, kind in {**kinds, "dim": int}.items():
+        if not isinstance(getattr(record, field), (kind, type(None))):
+            raise TypeError(field)
+    return record
+
+
+def note(folder: Path, what: str) -> None:
+    print(f"note: {folder / FILE}: {what}", file=sys.stderr)

@@ -1,0 +1,284 @@
+"""A case in a process of its own, which may crash, hang or be killed: what comes back is a record in any event.
+
+`python -m memcheck.bench.sweep.worker` reads jobs from stdin, a JSON object a line, and answers each on stdout: with the
+record as soon as its memory is known, and with the final one. `CaseProcess` is the other end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from memcheck.bench.catalog import CONTENDERS, Case
+from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.bench.plugins import load_plugin
+from memcheck.bench.profile import profile_case, unmeasured
+from memcheck.core.units import format_bytes
+from memcheck.core.record import Record
+
+
+@dataclass(frozen=True)
+class Job:
+    """A case, and how to measure it."""
+
+    case: Case
+    passes: int | None = None
+    timed: bool = True
+    limit_bytes: int | None = None
+    max_seconds: float | None = None
+    plugins: tuple[str, ...] = ()  # files or modules that register contenders
+    facts_only: bool = False  # what the machine is, and no more
+
+    def to_json(self) -> str:
+        return json.dumps(dataclasses.asdict(self))
+
+    @classmethod
+    def from_json(cls, line: str) -> Job:
+        values = json.loads(line)
+        return cls(**{**values, "case": Case(**values["case"]), "plugins": tuple(values["plugins"])})
+
+
+def ask_new_process(job: Job) -> Record:
+    """The job in a process for it alone; a function of a module, so that any executor can send it to its workers."""
+    process = CaseProcess()
+    try:
+        return process.ask(job)
+    finally:
+        process.close()
+
+
+class CaseProcess:
+    """A process that takes one job after the other. It is started for the first, and again when one has ended it."""
+
+    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+        self.environment = environment or {}
+        self._process: subprocess.Popen[str] | None = None
+        self._said: IO[bytes] | None = None  # what it says on stderr
+        self._closed = False
+
+    def ask(self, job: Job) -> Record:
+        process = self._running()
+        record, final = blank(job.case), False
+        with deadline(process, job.max_seconds) as overrun:
+            for answer in exchange(process, job):
+                record, final = Record.from_json(json.dumps(answer["record"])), answer["final"]
+                if final:
+                    return record
+            self._explain(record, job, process.wait(), overrun.is_set())
+        return record
+
+    def end(self) -> None:
+        """Ends the process, whatever it is doing; the next job gets a new one."""
+        if self._process is not None:
+            kill_group(self._process)
+            self._process.wait()
+
+    def close(self) -> None:
+        self._closed = True
+        self.end()
+
+    def _running(self) -> subprocess.Popen[str]:
+        if self._closed:
+            raise RuntimeError("no job is taken any more")
+        if self._process is None or self._process.poll() is not None:
+            self._said = tempfile.TemporaryFile()  # noqa: SIM115
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._said,
+                env={**os.environ, **import_path(), **self.environment},
+                text=True,
+                start_new_session=True,  # Ctrl-C is for the sweep, which ends its processes itself
+            )
+            if self._closed:  # by another thread, which saw no process to end
+                self.end()
+            assert self._process.stdout is not None
+            self._process.stdout.readline()  # "ready": importing torch is not on the case's account
+        return self._process
+
+    def _explain(self, record: Record, job: Job, code: int, overrun: bool) -> None:
+        """What became of a case whose process ended before its last word; `record` may hold the memory already."""
+        if overrun and record.forward_peak_bytes is not None:
+            record.doubts += (f"the timing was cut off: {job.max_seconds:g} s were allowed for the case",)
+        elif overrun:
+            record.status, record.reason = "timeout", f"stopped after {job.max_seconds:g} s (--max-seconds-per-case)"
+        elif code < 0:
+            record.status, record.reason = "killed", f"its process was killed by {signal_name(-code)}"
+        elif code == 128 + signal.SIGKILL:
+            record.status, record.reason = "killed", f"its process ended with {code}, as after SIGKILL"
+        else:
+            record.status, record.reason = "error", f"its process ended with exit code {code}{self._last_words()}"
+
+    def _last_words(self) -> str:
+        if self._said is None:
+            return ""
+        self._said.seek(0)
+        lines = self._said.read().decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f": {last}" if last else ""
+
+
+def blank(case: Case) -> Record:
+    """The case's own fields, and nothing else known."""
+    return Record(**{name: value for name, value in dataclasses.asdict(case).items() if name != "device"})
+
+
+def exchange(process: subprocess.Popen[str], job: Job) -> Iterator[dict[str, Any]]:
+    """The answers to a job, as they come; they end early when the process does."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    with suppress(BrokenPipeError):
+        process.stdin.write(job.to_json() + "\n")
+        process.stdin.flush()
+    for line in process.stdout:
+        with suppress(ValueError):  # half a line, from a process killed while it wrote
+            yield json.loads(line)
+
+
+@contextmanager
+def deadline(process: subprocess.Popen[str], seconds: float | None) -> Iterator[threading.Event]:
+    """Kills the process when the block takes longer, which the event then tells."""
+    overrun = threading.Event()
+
+    def end() -> None:
+        overrun.set()
+        kill_group(process)
+
+    timer = threading.Timer(seconds or 0, end)
+    if seconds is not None:
+        timer.start()
+    try:
+        yield overrun
+    finally:
+        timer.cancel()
+
+
+def kill_group(process: subprocess.Popen[str]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
+def import_path() -> dict[str, str]:
+    """The process imports what this one would, and not a folder named memcheck that happens to be the current one."""
+    return {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def serve() -> None:
+    """The process's own end: jobs in, answers out, until nobody is there to ask."""
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # what a contender prints is no answer
+        volunteer_for_oom_killer()
+        jobs = read_jobs()
+        print("ready", file=answers, flush=True)
+
+        def answer(record: Record, *, final: bool) -> None:
+            print(f'{{"final": {json.dumps(final)}, "record": {record.to_json()}}}', file=answers, flush=True)
+
+        while True:
+            job = jobs.get()
+            answer(work(job, functools.partial(answer, final=False)), final=True)
+
+
+def work(job: Job, on_memory: Callable[[Record], None]) -> Record:
+    """Never raises: what is wrong with a plugin or a case is said in its row."""
+    try:
+        for plugin in job.plugins:
+            load_plugin(plugin)
+        if job.case.operator not in CONTENDERS:
+            raise UsageError(
+                f"{job.case.operator} is not known there: register it in a file, and name that as a plugin"
+            )
+        forget_the_last_case()
+        if job.facts_only:
+            return unmeasured(job.case)
+        record = profile_case(
+            job.case,
+            passes=job.passes,
+            timed=job.timed,
+            limit_bytes=job.limit_bytes,
+            max_seconds=job.max_seconds,
+            skip_predicted=True,
+            on_memory=on_memory,
+        )
+        return undecided(record, job)
+    except MemcheckError as error:
+        return dataclasses.replace(blank(job.case), status="error", reason=str(error))
+    except Exception as error:
+        return dataclasses.replace(blank(job.case), status="error", reason=f"{type(error).__name__}: {error}")
+
+
+def undecided(record: Record, job: Job) -> Record:
+    """An OOM of a CPU with less room than the limit decides nothing about the limit."""
+    room = record.device_free_bytes
+    if record.status == "oom" and record.device == "cpu" and room and job.limit_bytes and room < job.limit_bytes:
+        record.status = "skipped"
+        record.reason = (
+            f"this machine had {format_bytes(room)} free, which is not enough, "
+            f"and less than the limit of {format_bytes(job.limit_bytes)}: {record.reason}"
+        )
+    return record
+
+
+def forget_the_last_case() -> None:
+    """A case finds what it would find in a new process: nothing compiled, nothing cached."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+def read_jobs() -> queue.Queue[Job]:
+    """Jobs as they come in. The end of stdin means that the sweep is gone, by kill -9, too: then so is the process."""
+    jobs: queue.Queue[Job] = queue.Queue()
+
+    def read() -> None:
+        try:
+            for line in sys.stdin:
+                jobs.put(Job.from_json(line))
+        finally:
+            os._exit(0)
+
+    threading.Thread(target=read, daemon=True).start()
+    return jobs
+
+
+def volunteer_for_oom_killer() -> None:
+    """Where the machine runs out of memory, it is the case that goes, not the sweep or the desktop."""
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+
+
+if __name__ == "__main__":
+    try:
+        serve()
+    except BrokenPipeError:  # nobody is there to answer
+        pass
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        # An orderly end would wait for the thread that reads, which may wait for ever.
+        os._exit(1)

@@ -1,0 +1,50 @@
+"""Gradients of the operators against central differences, in float64."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+import textwrap
+
+from memcheck.ops.gradcheck import Outcome, check, configurations_of, operators
+from memcheck.bench.profile import find_device
+
+LINE = "{:<22} {:<76} {:>13} {:>9}  {}"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    known = ", ".join(operators())
+    parser.add_argument(
+        "--operator", action="append", default=[], metavar="NAME", help=f"repeatable; {known}; default: all"
+    )
+    parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda where there is one")
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="of stdout; default: table")
+
+
+def run(args: argparse.Namespace) -> int:
+    out = sys.stderr if args.format == "json" else sys.stdout
+    configurations, device = configurations_of(args.operator), find_device(args.device)
+    print(LINE.format("operator", "configuration", "largest error", "allowed", f"on {device}"), file=out)
+    outcomes = []
+    for configuration in configurations:
+        outcomes.append(check(configuration, device))
+        print(line(outcomes[-1]), file=out, flush=True)
+    print(f"\n{summary(outcomes)}", file=out)
+    if args.format == "json":
+        print(json.dumps([dataclasses.asdict(outcome) for outcome in outcomes], indent=1))
+    return int(not all(outcome.ok for outcome in outcomes))
+
+
+def line(outcome: Outcome) -> str:
+    figures = (f"{x:.2g}" if x is not None else "-" for x in (outcome.largest_error, outcome.allowed))
+    verdict = "ok" if outcome.ok else "FAILED"
+    row = LINE.format(outcome.operator, outcome.configuration, *figures, verdict)
+    return f"{row}\n    {textwrap.shorten(outcome.reason, 300)}" if outcome.reason else row
+
+
+def summary(outcomes: list[Outcome]) -> str:
+    failed = sum(not outcome.ok for outcome in outcomes)
+    said = f"{failed} of {len(outcomes)} FAILED" if failed else f"all {len(outcomes)} ok"
+    return f"{said} (torch.autograd.gradcheck: |analytic - numeric| <= 1e-5 + 1e-3 |numeric|, float64)"

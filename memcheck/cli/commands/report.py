@@ -1,0 +1,138 @@
+"""Tables, scaling, accounting and a page for a browser, from folders of results."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from memcheck.bench.catalog import CONTENDERS
+from memcheck.core.errors import UsageError
+from memcheck.core.record import Record
+from memcheck.report import (
+    Table,
+    accounting_table,
+    check_pivot,
+    cs336_tables,
+    decode_table,
+    html_page,
+    is_cs336,
+    parse_wanted,
+    pivot_tables,
+    prediction_table,
+    published_rows,
+    records_table,
+    render,
+    scaling_table,
+    select,
+    standard_tables,
+    summary,
+    write_files,
+)
+from memcheck.bench.sweep.store import read_records
+
+FORMATS = ("table", "markdown", "csv", "latex", "json")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders with a records.jsonl")
+    parser.add_argument(
+        "--case", metavar="NAME=VALUE[,..]", help="only these rows: operator=softplus,seq-len=512,dim=64"
+    )
+    parser.add_argument(
+        "--pivot",
+        action="append",
+        default=[],
+        metavar="FIELD[,..]",
+        help="length by dimension: forward_ms, saved_bytes",
+    )
+    parser.add_argument("--scaling", action="store_true", help="factors per doubling and fitted exponents")
+    parser.add_argument(
+        "--accounting", action="store_true", help="what each case's memory went to, theory beside measured"
+    )
+    parser.add_argument("--cs336", action="store_true", help="every row under the columns of cs336's published table")
+    parser.add_argument("--format", choices=FORMATS, default="table", help="of stdout; default: table")
+    parser.add_argument(
+        "--output", type=Path, metavar="FOLDER", help="write the tables there, too: Markdown, LaTeX, JSON and CSV"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
+
+
+def run(args: argparse.Namespace) -> int:
+    records = read_selected(args.folders, args.case)
+    tables = asked_tables(records, args)
+    usual = not tables
+    tables = tables or default_tables(records)
+    # First, so that a reader who leaves, as `| head` does, costs no file.
+    written = write_output(standard_tables(records) if usual else tables, args.output) if args.output else []
+    if args.html:
+        written.append(write_page(records, args))
+    if usual and args.format == "table":
+        print("\n".join(summary(records)), end="\n\n")
+    print(render(tables, args.format))
+    if written:
+        print(f"\nWrote {', '.join(map(str, written[:4]))}{' ...' if len(written) > 4 else ''}", file=sys.stderr)
+    return 0
+
+
+def write_output(tables: Sequence[Table], folder: Path, stem: str = "tables") -> list[Path]:
+    try:
+        return write_files(tables, folder, stem)
+    except OSError as error:
+        raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
+
+
+def read_selected(folders: Sequence[Path], case: str | None) -> list[Record]:
+    wanted = parse_wanted(case) if case else {}
+    records = [record for folder in folders for record in read_records(folder)]
+    selected = select(records, wanted)
+    if not selected:
+        where = ", ".join(map(str, folders))
+        raise UsageError(
+            f"--case {case} fits none of the {len(records)} rows of {where}" if records else f"{where} holds no rows"
+        )
+    return selected
+
+
+def asked_tables(records: Sequence[Record], args: argparse.Namespace) -> list[Table]:
+    fields = [check_pivot(word.strip()) for words in args.pivot for word in words.split(",")]
+    tables = [table for field in fields for table in pivot_tables(records, field)]
+    tables += [scaling_table(records)] if args.scaling else []
+    tables += [accounting_table(record) for record in records] if args.accounting else []
+    return tables + (cs336_tables(records) if args.cs336 else [])
+
+
+def default_tables(records: Sequence[Record]) -> list[Table]:
+    """All rows; what those that decode or repeat cs336 say besides."""
+    runs = [record for record in records if record.mode != "decode"]
+    tables = [records_table(runs)] if runs else []
+    tables += [decode_table(records)] if len(runs) < len(records) else []
+    tables += [beside] if (beside := prediction_table(records)).rows else []
+    return tables + cs336_tables([record for record in runs if is_cs336(record)])
+
+
+def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
+    from memcheck.report.plots import svg_plots
+
+    styles = {name: contender.style for name, contender in CONTENDERS.items()}
+    sweeps = [sweep for folder in args.folders if (sweep := read_sweep(folder))]
+    plots = svg_plots(records, styles=styles, published=published_rows(records))
+    page = html_page(records, title="What attention costs", plots=plots, sweeps=sweeps)
+    try:
+        args.html.parent.mkdir(parents=True, exist_ok=True)
+        args.html.write_text(page)
+    except OSError as error:
+        raise UsageError(f"--html {args.html} cannot be written: {error.strerror}") from None
+    return Path(args.html)
+
+
+def read_sweep(folder: Path) -> dict[str, Any] | None:
+    """What a sweep says of itself: its command, environment and start. None where no sweep wrote the folder."""
+    try:
+        said = json.loads((folder / "sweep.json").read_text())
+    except (OSError, ValueError):
+        return None
+    return said if isinstance(said, dict) else None

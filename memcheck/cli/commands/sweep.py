@@ -1,0 +1,430 @@
+"""A grid of cases, with tables and plots; the same command again goes on where the last one stopped."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from memcheck.bench.catalog import CONTENDERS, Case
+from memcheck.cli.commands.profile_attention import make_lengths
+from memcheck.cli.options import add_gpu_argument, predicted_device
+from memcheck.core.devices import Device, device_named
+from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
+from memcheck.report.plots import write_plots
+from memcheck.bench.plugins import load_plugin
+from memcheck.bench.sweep.predict import find_predicted, predict_sweep
+from memcheck.cli.cases import count, folder, seconds, size, sizes
+from memcheck.bench.profile import find_device
+from memcheck.core.units import format_bytes
+from memcheck.core.record import Record
+from memcheck.report import failure_note, is_predicted, write_tables
+from memcheck.bench.sweep.store import FILE, StoreError, read_records
+from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
+
+LENGTHS = {"seq_len", "query_len", "kv_len"}
+GRID = LENGTHS | {"attention_type", "bsz", "dim", "heads", "core_dim", "factor", "dtype", "mode", "causal", "compile"}
+NO_OPTIONS: dict[str, Any] = {
+    **dict.fromkeys(("device", "memory_limit", "passes", "no_time", "max_seconds_per_case", "isolate", "workers")),
+    **dict.fromkeys(("devices", "dask", "retry", "dry_run", "preset")),
+    **dict.fromkeys(("predict", "predict_only", "device_from_this_gpu")),
+    "plugin": [],
+    "output": Path("results"),
+    "format": "table",
+}
+# What only running needs.
+RUNNING = ("passes", "no_time", "max_seconds_per_case", "isolate", "workers", "devices", "dask", "predict")
+BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
+Values = dict[str, Any]  # argument -> value, of those that were given
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(parser=parser)  # which reads presets and TOML files, too
+    parser.add_argument("--preset", choices=PRESETS, help="default: quick, where no other flag says what to run")
+    parser.add_argument("--config", metavar="FILE.toml", help="flags as TOML keys; [[grid]] tables are added up")
+    add_grid_arguments(parser.add_argument_group("grid", "every combination is a case; N: 8 or 16,32 or 256:16384:x2"))
+    add_measuring_arguments(parser.add_argument_group("measuring"))
+    add_running_arguments(parser.add_argument_group("running"))
+    add_predicting_arguments(parser.add_argument_group("predicting"))
+
+
+def add_grid_arguments(group: argparse._ArgumentGroup) -> None:
+    known = ", ".join(CONTENDERS)
+    group.add_argument(
+        "--attention-type", action="append", metavar="NAME[,NAME]", help=f"repeatable; {known}; combinators join in"
+    )
+    for flag, meaning in (
+        ("bsz", "batch sizes B"),
+        ("seq-len", "S and T at once"),
+        ("query-len", "S; default: --kv-len"),
+        ("kv-len", "T; default: --query-len"),
+        ("dim", "token dimensions E"),
+        ("heads", "H, where there are heads"),
+        ("core-dim", "R, softplus only; default: --dim"),
+        ("factor", "compressed only: positions to a block; default: 8"),
+    ):
+        group.add_argument(f"--{flag}", type=sizes(f"--{flag}"), metavar="N", help=meaning)
+    group.add_argument("--dtype", type=words, metavar="NAME[,NAME]", help="fp32, bf16, fp16, fp64")
+    group.add_argument("--mode", type=words, metavar="NAME[,NAME]", help="train, inference, decode")
+    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="under torch.compile")
+    group.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: --causal")
+
+
+def add_measuring_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--device", help="cpu, cuda or cuda:1, with --predict-only a GPU by name or size; default: cuda, else cpu"
+    )
+    group.add_argument(
+        "--memory-limit", type=size("--memory-limit"), metavar="40GiB", help="OOM above this; bytes, KiB..GB"
+    )
+    group.add_argument("--passes", type=count("--passes"), metavar="N", help="timed passes; default: 10, or 3 s")
+    group.add_argument("--no-time", action="store_const", const=True, help="memory only")
+    group.add_argument(
+        "--max-seconds-per-case",
+        type=seconds("--max-seconds-per-case"),
+        metavar="S",
+        help="cuts timed passes, then the case; default: 60 on a CPU, 0 (none) on CUDA",
+    )
+
+
+def add_running_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--isolate", action="store_const", const=True, help="a new process for each case")
+    group.add_argument("--workers", type=count("--workers"), metavar="N", help="cases at once; default: 1")
+    group.add_argument("--devices", type=words, metavar="0,1", help="CUDA devices, a worker on each")
+    group.add_argument("--dask", metavar="ADDRESS", help="a dask scheduler whose workers run the cases")
+    group.add_argument(
+        "--plugin",
+        type=load_plugin,
+        action="append",
+        metavar="FILE.py",
+        help="a file or module that registers operators of yours (memcheck.bench.catalog.register); repeatable",
+    )
+    group.add_argument(
+        "--retry", action="store_const", const=True, help="run error, killed, timeout and skipped rows again"
+    )
+    group.add_argument("--dry-run", action="store_const", const=True, help="list the cases, run none")
+    group.add_argument("--output", type=folder, metavar="DIR", help="where rows are kept; default: results")
+    group.add_argument("--format", choices=("table", "json"), help="of stdout; default: table")
+
+
+def add_predicting_arguments(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--predict-only", action="store_const", const=True, help="run nothing: a predicted row for every case"
+    )
+    group.add_argument("--predict", action="store_const", const=True, help="a predicted row beside every measured one")
+    add_gpu_argument(group)
+
+
+def run(args: argparse.Namespace) -> int:
+    parts = read_parts(args)
+    options = argparse.Namespace(**{**NO_OPTIONS, **parts[0]})
+    device = device_to_predict(args, options)
+    grids = [read_grid(part) for part in parts]
+    cases = multiply_out(grids, device.kind if device and options.predict_only else device_of(options))
+    if options.dry_run:
+        return list_cases(cases, options, device)
+    out = sys.stderr if options.format == "json" else sys.stdout
+    command = shlex.join(["memcheck", *args.words])
+    if not options.predict_only:
+        announce(cases, options, out)
+    try:
+        # First, as it takes no time, and sweep.json is about what ran last.
+        predictions = predict(cases, device, options, command, out) if device else []
+        records = [] if options.predict_only else sweep(cases, options, command, out)
+        records += predictions
+    except KeyboardInterrupt:
+        print(f"\nstopped; {goes_on(options, command)}", file=sys.stderr)
+        return 130
+    except StoreError as error:
+        raise StoreError(f"{error}; {goes_on(options, command)}") from None
+    print(f"\n{summary(records)}", file=out, flush=True)
+    print(f"\nWrote {write_files(options)}", file=out)
+    if options.format == "json":
+        print("[" + ",\n ".join(record.to_json() for record in records) + "]")
+    return int(any(record.status == "error" for record in records))
+
+
+def device_to_predict(args: argparse.Namespace, options: argparse.Namespace) -> Device | None:
+    """None where nothing is to be predicted."""
+    if options.predict_only:
+        for name in RUNNING:
+            if getattr(args, name) is not None:
+                raise UsageError(f"--predict-only runs nothing: leave out --{name.replace('_', '-')}")
+        return predicted_device(options)
+    if options.device_from_this_gpu is not None:
+        raise UsageError("--device-from-this-gpu is for --predict-only; to run here, say --device cuda")
+    return device_named(device_of(options)) if options.predict else None
+
+
+def announce(cases: list[Case], options: argparse.Namespace, out: TextIO) -> None:
+    hours = sum(map(settings_of(options).expected_seconds, cases)) / 3600
+    if cases[0].device == "cpu" and hours > 0.5:
+        print(
+            f"{len(cases)} cases, up to {hours:.1f} hours of arithmetic on a CPU; Ctrl-C keeps what is done", file=out
+        )
+
+
+def read_parts(args: argparse.Namespace) -> list[Values]:
+    """The arguments of each part of the grid: the preset's, over them the file's, over them the command line's."""
+    given = values_of(args)
+    file = read_toml(args.config) if args.config else {}
+    preset = given.get("preset", file.get("preset"))
+    lower = parts_of(args.parser, file, f"--config {args.config}")
+    if preset is None and not GRID & (set(given) | set().union(*lower)):
+        preset = "quick"
+    base = parse(args.parser, BASE, "")
+    presets = parts_of(args.parser, PRESETS[preset] if preset else {}, "")
+    return [over(base, upper, part, given, {"preset": preset}) for upper in presets for part in lower]
+
+
+def read_toml(path: str) -> dict[str, Any]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+
+    try:
+        settings = tomllib.loads(Path(path).read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--config {path} cannot be read: {error}") from None
+    if "config" in settings:
+        raise UsageError(f"--config {path}: config cannot name another file")
+    return settings
+
+
+def parts_of(parser: argparse.ArgumentParser, settings: dict[str, Any], source: str) -> list[Values]:
+    """One for each [[grid]], with what stands above all of them."""
+    shared = parse(parser, {name: value for name, value in settings.items() if name != "grid"}, source)
+    grids = settings.get("grid", [{}])
+    if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids) or not grids:
+        raise UsageError(f"{source}: grid must be a table, [[grid]]")
+    parts = [parse(parser, grid, source) for grid in grids]
+    for name in set().union(*parts) - GRID:
+        raise UsageError(
+            f"{source}: {name.replace('_', '-')} is for the whole sweep, and goes above the first [[grid]]"
+        )
+    return [over(shared, part) for part in parts]
+
+
+def parse(parser: argparse.ArgumentParser, settings: dict[str, Any], source: str) -> Values:
+    """Names and values as if they had been flags."""
+    words = []
+    for name, value in settings.items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, bool):
+            words += [flag] if value else [f"--no-{flag[2:]}"] if flag in ("--causal", "--compile") else []
+        else:
+            words.append(f"{flag}={','.join(map(str, value)) if isinstance(value, list) else value}")
+    try:
+        return values_of(parser.parse_args(words))
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None
+
+
+def values_of(args: argparse.Namespace) -> Values:
+    return {name: value for name, value in vars(args).items() if value is not None and name not in ("parser", "words")}
+
+
+def over(*layers: Values) -> Values:
+    """Later layers win; a length given in one replaces all lengths below it."""
+    result: Values = {}
+    for layer in layers:
+        if LENGTHS & set(layer):
+            result = {name: value for name, value in result.items() if name not in LENGTHS}
+        result |= layer
+    return result
+
+
+def read_grid(values: Values) -> Grid:
+    names = [name.strip() for given in values["attention_type"] for name in given.split(",")]
+    lengths = make_lengths(argparse.Namespace(**{**dict.fromkeys(LENGTHS), **values, "mode": None}), [])
+    others = {name: values[name] for name in GRID - LENGTHS - {"attention_type"} if name in values}
+    return Grid(list(dict.fromkeys(names)), lengths, **others)
+
+
+def device_of(options: argparse.Namespace) -> str:
+    """Of the cases; each worker sees one GPU alone where there are several, and calls it the first."""
+    if options.devices is None:
+        return find_device(options.device)
+    if options.device is not None:
+        raise UsageError(f"--devices {','.join(options.devices)} and --device {options.device} exclude each other")
+    for name in options.devices:
+        if not name.isdecimal():
+            raise UsageError(f"--devices must be numbers of CUDA devices, got {name!r}")
+        find_device(f"cuda:{name}")
+    return "cuda:0"
+
+
+def sweep(cases: list[Case], options: argparse.Namespace, command: str, out: TextIO) -> list[Record]:
+    with shown_progress(options, out) as progress, dask_executor(options.dask) as (executor, workers):
+        return run_sweep(
+            cases,
+            options.output,
+            executor=executor,
+            workers=options.workers or workers,
+            devices=options.devices,
+            isolate=bool(options.isolate),
+            max_seconds=options.max_seconds_per_case,
+            **measuring(options),
+            retry=bool(options.retry),
+            progress=progress,
+            command=command,
+        )
+
+
+def predict(cases: list[Case], device: Device, options: argparse.Namespace, command: str, out: TextIO) -> list[Record]:
+    with shown_progress(options, out) as progress:
+        return predict_sweep(cases, options.output, device, **predicting(options), progress=progress, command=command)
+
+
+@contextmanager
+def dask_executor(address: str | None) -> Iterator[tuple[Executor | None, int | None]]:
+    """An executor on the workers of a dask scheduler, and how many cases they take at once."""
+    if address is None:
+        yield None, None
+        return
+    try:
+        from distributed import Client
+    except ImportError:
+        raise UsageError("--dask needs dask: pip install 'memcheck[dask]'") from None
+    try:
+        client = Client(address, timeout=10)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--dask {address} cannot be reached: {error}") from None
+    with client:
+        workers = sum(client.nthreads().values())
+        if not workers:
+            raise UsageError(f"--dask {address} has no workers yet: start some, with memcheck installed where they run")
+        yield client.get_executor(pure=False), workers
+
+
+@contextmanager
+def shown_progress(options: argparse.Namespace, out: TextIO) -> Iterator[Callable[[Progress], None]]:
+    """A line for each case; on a terminal also a bar, with an estimate of the time that is left."""
+    from tqdm import tqdm
+
+    with tqdm(total=1.0, file=sys.stderr, disable=not sys.stderr.isatty(), bar_format=BAR, leave=False) as bar:
+
+        def show(progress: Progress) -> None:
+            left = expected_seconds(progress.left, options)
+            done = progress.total - len(progress.left)
+            if progress.record is None:
+                bar.total = left
+                if done:
+                    tqdm.write(f"{done} of {progress.total} cases were done before", file=out)
+            else:
+                tqdm.write(f"[{done:>{len(str(progress.total))}}/{progress.total}] {line(progress.record)}", file=out)
+            out.flush()
+            bar.set_description_str(f"{done} of {progress.total} cases", refresh=False)
+            bar.update((bar.total or 0) - left - bar.n)
+
+        yield show
+
+
+def expected_seconds(cases: Sequence[Case], options: argparse.Namespace) -> float:
+    """Of cases to be run; a prediction takes as long as any other."""
+    return len(cases) if options.predict_only else sum(map(settings_of(options).expected_seconds, cases))
+
+
+def title(case: Case | Record) -> str:
+    """ "naive  B1 S256 T256 E256 H4 float32 inference" """
+    more = [case.mode] if case.mode != "train" else []
+    return " ".join(
+        [
+            f"{case.operator:<23}",
+            shape(case),
+            str(case.dtype),
+            *(["compiled"] if case.compiled else []),
+            *map(str, more),
+        ]
+    )
+
+
+def line(record: Record) -> str:
+    return f"{title(record)}: {'predicted ' if is_predicted(record) else ''}{record.status}{figures(record)}"
+
+
+def figures(record: Record) -> str:
+    if record.status != "ok":
+        return f", {note}" if (note := failure_note(record)) and note != record.status else ""
+    sizes = {"peak": record.forward_peak_bytes, "kept": record.saved_bytes, "backward": record.backward_peak_bytes}
+    parts = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
+    times = [f"{time:.1f}" for time in (record.forward_ms, record.backward_ms) if time is not None]
+    return ", " + ", ".join(parts + ([f"{' + '.join(times)} ms"] if times else []))
+
+
+def summary(records: Sequence[Record]) -> str:
+    measured = [record for record in records if not is_predicted(record)]
+    predicted = [record for record in records if is_predicted(record)]
+    parts = [counted(measured)] if measured or not predicted else []
+    return "; ".join([*parts, *([f"predicted: {counted(predicted)}"] if predicted else [])])
+
+
+def counted(records: Sequence[Record]) -> str:
+    counts = Counter(record.status for record in records)
+    said = f"{len(records)} cases: {', '.join(f'{number} {status}' for status, number in counts.most_common())}"
+    again = counts["error"] + counts["killed"] + counts["timeout"]
+    return said + ("; --retry runs error, killed and timeout again" if again else "")
+
+
+def goes_on(options: argparse.Namespace, command: str) -> str:
+    return f"what is done is kept in {options.output}, and the same command goes on: {command}"
+
+
+def write_files(options: argparse.Namespace) -> str:
+    """Tables and plots of everything in the folder; what was written, in words."""
+    output, records = options.output, read_records(options.output)
+    styles = {name: contender.style for name, contender in CONTENDERS.items()}
+    try:
+        tables = write_tables(records, output)
+        plots = write_plots(records, output, styles=styles, title=f"sweep {options.preset or ''}".strip())
+    except OSError as error:
+        raise MemcheckError(f"all rows are in {output}, but not their tables and plots: {error}") from None
+    return f"{output / FILE}, {first_of(tables)} and {first_of(plots)}"
+
+
+def first_of(paths: list[Path]) -> str:
+    return f"{paths[0]} ({len(paths)} files)" if len(paths) > 1 else ", ".join(map(str, paths))
+
+
+def list_cases(cases: list[Case], options: argparse.Namespace, device: Device | None) -> int:
+    """What the sweep would do, and nothing done."""
+    if options.predict_only and device:
+        done = find_predicted(cases, options.output, device, **predicting(options))
+    else:
+        with dask_executor(options.dask) as (executor, _):
+            done = find_done(cases, options.output, executor=executor, retry=bool(options.retry), **measuring(options))
+    to_do = "to predict" if options.predict_only else "to run"
+    for case in cases:
+        status = done[case].status if case in done else refusal(case) or to_do
+        print(f"{title(case)}: {status}")
+    print(f"\n{len(cases)} cases, {len(done)} of them done in {options.output}")
+    return 0
+
+
+def measuring(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "limit_bytes": options.memory_limit,
+        "passes": options.passes,
+        "timed": not options.no_time,
+        "plugins": options.plugin,
+    }
+
+
+def predicting(options: argparse.Namespace) -> dict[str, Any]:
+    return {"limit_bytes": options.memory_limit, "plugins": options.plugin, "retry": bool(options.retry)}
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    return Settings(**measuring(options), max_seconds=options.max_seconds_per_case)
+
+
+def words(text: str) -> list[str]:
+    return [word.strip() for word in text.split(",")]

@@ -1,0 +1,1 @@
+"""What everything else is written with: records, cases, devices, units, errors, tensors."""

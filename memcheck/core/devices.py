@@ -1,0 +1,162 @@
+"""GPUs by name: what each has to give, and how that is known. Predictions are made for one of them.
+
+A driver reports less than is printed on the box, and a process gets less than that: its CUDA context, with the kernels
+that it loads, comes first. `usable_bytes` is what is left for torch's allocator; `source` says where the numbers are
+from. What is only known by its nominal size gets a rule that is below every GPU of which more is known.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from memcheck.core.errors import UsageError
+from memcheck.core.units import format_bytes, parse_bytes
+
+TABLE = Path(__file__).parent / "data" / "devices.csv"
+MIB = 2**20
+# More than "memory in use" exceeds what torch has reserved in any out-of-memory message that we know: 0.25 GiB on an
+# A10, 0.5 GiB on an A100, 0.66 GiB on an H200.
+CONTEXT_BYTES = 768 * MIB
+# Of a nominal GB taken as a GiB: less than any driver in the table reports. ECC takes most, of a T4, an A10 and an L4.
+NOMINAL_SHARE = 0.9
+
+
+@dataclass(frozen=True)
+class Device:
+    """Where a case would run. usable_bytes is None where nothing but a limit given by hand ends it: on a CPU.
+
+    architecture: CUDA's compute capability, (8, 0); None on a CPU and where it is not known.
+    total_bytes: as the driver reports it, where that is known.
+    """
+
+    name: str
+    kind: str  # "cuda" or "cpu"
+    architecture: tuple[int, int] | None
+    total_bytes: int
+    usable_bytes: int | None
+    source: str
+
+
+def read_device(row: dict[str, str]) -> Device:
+    major, _, minor = row["architecture"].partition(".")
+    total_bytes, usable_bytes, source = sizes_of(row)
+    return Device(row["name"], "cuda", (int(major), int(minor)), total_bytes, usable_bytes, source)
+
+
+def sizes_of(row: dict[str, str]) -> tuple[int, int, str]:
+    """Bytes in all, those for torch's allocator, and the source of both."""
+    nominal_bytes = int(row["nominal_gb"]) * 2**30
+    if not row["total_mib"]:
+        source = (
+            f"nominal {row['nominal_gb']} GB only; usable, by rule: "
+            f"{100 * NOMINAL_SHARE:.0f} % of as many GiB, less {format_bytes(CONTEXT_BYTES)} for the CUDA context"
+        )
+        return nominal_bytes, int(NOMINAL_SHARE * nominal_bytes / MIB) * MIB - CONTEXT_BYTES, source
+    total_bytes = int(row["total_mib"]) * MIB
+    if row["usable_mib"]:
+        return total_bytes, int(row["usable_mib"]) * MIB, row["source"]
+    source = f"total: {row['source']}; usable, by rule: less {format_bytes(CONTEXT_BYTES)} for the CUDA context"
+    return total_bytes, total_bytes - CONTEXT_BYTES, source
+
+
+def read_table() -> list[dict[str, str]]:
+    with TABLE.open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+ROWS = read_table()
+DEVICES: dict[str, Device] = {row["name"]: read_device(row) for row in ROWS}
+# What drivers call them.
+KNOWN_AS = {row["name"]: re.compile(row["known_as"]) for row in ROWS}
+
+
+def device_named(text: str) -> Device:
+    """A GPU of the catalog, "cpu", "cuda" or "cuda:1" of this machine, or a size: "40GiB", of a GPU that is not known.
+
+    Upper and lower case are one, and so are hyphens, blanks and nothing: "rtx 4090", "RTX4090". The beginning or the
+    end of a name will do where no other has it: "4090".
+
+    UsageError: it is none of these, or several; or there is no such GPU here.
+    """
+    name = plain(text)
+    if name == "cpu":
+        return this_cpu()
+    if found := re.fullmatch(r"cuda(?::(\d+))?", text.strip().lower()):
+        return this_gpu(int(found[1] or 0))
+    if size := size_of(text):
+        return Device(text.strip(), "cuda", None, size, size, "as given: all of it is for torch's allocator")
+    matches = [known] if (known := catalog_name(text.strip())) else matching(name)
+    if len(matches) == 1:
+        return DEVICES[matches[0]]
+    raise UsageError(f"--device {text} is {said_of(matches)}")
+
+
+def said_of(matches: list[str]) -> str:
+    if matches:
+        return f"one of several: {', '.join(matches)}"
+    return f"unknown; known: cpu, a size such as 40GiB, and {', '.join(DEVICES)}"
+
+
+def matching(name: str) -> list[str]:
+    """Names of the catalog that it stands for: one that is just that, or those that begin or end so."""
+    plains = {plain(known): known for known in DEVICES}
+    if name in plains:
+        return [plains[name]]
+    if len(name) < 2:
+        return []
+    return [known for key, known in plains.items() if key.startswith(name) or key.endswith(name)]
+
+
+def plain(text: str) -> str:
+    """ "NVIDIA GeForce RTX 4090" is "rtx4090"."""
+    words = re.sub(r"\b(nvidia|geforce|tesla)\b", "", text.lower())
+    return re.sub(r"[^a-z0-9]", "", words)
+
+
+def size_of(text: str) -> int | None:
+    """The bytes of "40GiB"; fewer than a MiB are none, as of "4080", which is no size that anybody means."""
+    try:
+        size = parse_bytes(text)
+    except ValueError:
+        return None
+    return size if size >= MIB else None
+
+
+def this_cpu() -> Device:
+    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return Device("cpu", "cpu", None, total_bytes, None, "this machine; requested bytes, and no limit but one given")
+
+
+def this_gpu(index: int = 0) -> Device:
+    """The GPU of that number here: what is free on it now, and what this process holds already, is usable.
+
+    UsageError: there is no such GPU.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if index >= count:
+        raise UsageError(f"GPU {index} of this machine is absent: torch {torch.__version__} sees {count} CUDA devices")
+    properties = torch.cuda.get_device_properties(index)
+    free_bytes, total_bytes = torch.cuda.mem_get_info(index)
+    return Device(
+        properties.name,
+        "cuda",
+        (properties.major, properties.minor),
+        total_bytes,
+        free_bytes + torch.cuda.memory_reserved(index),
+        "torch.cuda.mem_get_info of this machine, now: total, and free with what this process has reserved",
+    )
+
+
+def catalog_name(driver_name: str | None) -> str | None:
+    """The catalog's name of a GPU that a driver, or the catalog, calls so; None where it has none."""
+    if driver_name is None:
+        return None
+    if driver_name in DEVICES:
+        return driver_name
+    return next((name for name, pattern in KNOWN_AS.items() if pattern.fullmatch(driver_name)), None)

@@ -1,0 +1,76 @@
+"""What a measurement or a prediction of a whole model says: the record of an operator, and the model's own figures."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from memcheck.core.record import PHASES, Record
+
+# Path of the module -> bytes: of the model by its part, and in "layers" of each layer.
+Activations = dict[str, Any]
+# What is predicted of a model, and measured.
+FIGURES = (
+    "parameter_bytes",
+    "buffer_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "saved_bytes",
+    "forward_peak_bytes",
+    "backward_peak_bytes",
+    "optimizer_peak_bytes",
+    "peak_bytes",
+)
+
+
+@dataclass
+class ModelRecord(Record):
+    """operator is the attention, query_len the context. The peaks are of all that is alive, the model included."""
+
+    size: str | None = None
+    feed_forward: str | None = None
+    feed_forward_dim: int | None = None
+    layers: int | None = None
+    vocabulary: int | None = None
+    autocast: str | None = None  # dtype, or None
+    checkpointing: bool | None = None
+
+    parameters: int | None = None  # a count; parameter_bytes is their size, and leaves out buffers and the optimizer's
+    buffer_bytes: int | None = None  # the tables of rotary positions
+    optimizer_bytes: int | None = None  # AdamW's two moments, and on the CPU a step of 4 bytes for each tensor
+    peak_bytes: int | None = None  # the highest of the phases'
+    # Kept for backward, by the module that first asked for it: {"layers": [{"attention_norm": ..}, ..], "norm": ..}.
+    activations: Activations | None = None
+    # Milliseconds: phase -> mean, deviation, median; and "total".
+    times: dict[str, dict[str, float]] = field(default_factory=dict)
+    formulas: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> formula and value
+    predicted: dict[str, Any] | None = None  # beside what was measured: the same figures, exact, unknown, bounds
+    bounds: tuple[str, ...] = ()  # of a prediction: fields that are at least what they say
+
+    def note_peak(self) -> None:
+        peaks = [getattr(self, f"{phase}_peak_bytes") for phase in PHASES]
+        known = [peak for peak in peaks if peak is not None]
+        self.peak_bytes = max(known) if known and self.status == "ok" else None
+
+
+def by_layer(kept: dict[str, int], layers: int) -> Activations:
+    """Path -> bytes, as kept_by_component says it, by layer; what is kept outside of any module is the loss's."""
+    activations: Activations = {"layers": [{} for _ in range(layers)]}
+    for path, size in kept.items():
+        if path.startswith("layers."):
+            _, index, component = (*path.split(".", 2), "input")[:3]
+            activations["layers"][int(index)][component] = size
+        else:
+            activations[path or "loss"] = size
+    return activations
+
+
+def components_of(activations: Activations) -> dict[str, int]:
+    """Those of the first layer as "layer.attention_norm", and of the rest of the model, in one list."""
+    layer = {f"layer.{name}": size for name, size in activations["layers"][0].items()}
+    return {**layer, **{name: size for name, size in activations.items() if name != "layers"}}
+
+
+def total(activations: Activations) -> int:
+    layers = sum(sum(layer.values()) for layer in activations["layers"])
+    return layers + sum(size for name, size in activations.items() if name != "layers")

@@ -1,0 +1,1 @@
+"""Measuring: the tracker, a measured run, its time, its timeline."""

@@ -1,0 +1,49 @@
+"""torch.compile around an operator, and what it made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+
+from memcheck.measure.sdpa_backend import fused_backend
+from memcheck.bench.operators import Operator, UnsupportedError
+
+T = TypeVar("T")
+
+
+def compiled(operator: Operator) -> Operator:
+    """Compiled at its first call, for the shapes of that call alone."""
+    compiled: Operator = torch.compile(operator, dynamic=False)
+    return compiled
+
+
+def with_generated_code(run: Callable[[], T]) -> tuple[T, list[str]]:
+    """What `run` returns, and the source of what is compiled meanwhile; earlier compilations are forgotten first.
+
+    UnsupportedError, in torch's words: there is no compiler here that torch.compile could use.
+    """
+    from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
+    from torch._inductor.utils import run_and_get_code
+
+    try:
+        # It resets torch._dynamo before, so that a case never meets the compiled shapes of another.
+        return run_and_get_code(run)
+    except (InductorError, CppCompileError, InvalidCxxCompiler) as error:
+        raise UnsupportedError(f"torch.compile: {str(error).strip().partition(chr(10))[0]}") from None
+
+
+def backend_in_code(sources: list[str], device: str) -> tuple[str, str | None]:
+    """Which implementation a compiled operator runs, and why it is not what one would expect.
+
+    Inductor knows the lines of softmax attention when it sees them, and may put a fused attention in their place.
+    """
+    code = "\n".join(sources)
+    if not code:
+        return "eager", "torch.compile generated no code for it"
+    if fused := fused_backend(code):
+        return fused, "torch.compile put F.scaled_dot_product_attention's fused attention in place of its lines"
+    if "torch.ops.memcheck." in code:
+        return f"memcheck {device}", None
+    return "inductor", None

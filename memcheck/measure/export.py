@@ -1,0 +1,188 @@
+"""Files that other tools show, of one forward and backward: memory snapshots, profiler traces and NVTX ranges."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from memcheck.measure.allocation_events import cuda_memory_history
+from memcheck.measure.run import Run, Subject, range_around, timed_pass
+from memcheck.measure.timeline import Block, Timeline, recorded
+
+Rows = list[dict[str, Any]]
+
+
+def write_snapshot(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    path: Path | str,
+    backward: bool = True,
+    dense_grad: bool = False,
+    device: torch.device | str | None = None,
+    parameters: Any = (),
+    optimizer_step: Callable[[], Any] | None = None,
+    **kwargs: Any,
+) -> Path:
+    """Writes the memory of fn's forward and backward over time, for the viewer at pytorch.org/memory_viz.
+
+    On CUDA it is what torch.cuda.memory._dump_snapshot writes, with tracebacks. On the CPU it is our timeline in the
+    same format: device 0 is the CPU, a "segment" a stretch of addresses that was in use at some time, and the frames
+    are operators and autograd nodes. Arguments are those of memcheck.measure_memory.
+    """
+    subject = Subject(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
+    path = Path(path)
+    if subject.device.type == "cuda":
+        with cuda_memory_history():
+            Run(subject).measure(dense_grad)
+            torch.cuda.memory._dump_snapshot(str(path))
+    else:
+        # The viewer reads protocols up to 4.
+        path.write_bytes(pickle.dumps(snapshot_of(recorded(subject, dense_grad=dense_grad)[0]), protocol=4))
+    return path
+
+
+def snapshot_of(timeline: Timeline) -> dict[str, Any]:
+    """The timeline as torch.cuda.memory._snapshot() would say it; what the caller held is there from the start."""
+    births = [(block.born, _entry("alloc", block)) for block in timeline.blocks if block.born and block.bytes > 0]
+    ends = [(block.died, block) for block in timeline.blocks if block.died is not None]
+    ends += [(block.born, block) for block in timeline.blocks if block.bytes < 0]
+    frees = [(step, _entry(action, block)) for step, block in ends for action in ("free_requested", "free_completed")]
+    trace = [entry for _, entry in sorted(births + frees, key=lambda pair: pair[0])]
+    return {"segments": _segments(timeline), "device_traces": [trace]}
+
+
+def _entry(action: str, block: Block) -> dict[str, Any]:
+    return {"action": action, "addr": block.address, "size": abs(block.bytes), "stream": 0, "frames": _frames(block)}
+
+
+def _frames(block: Block) -> Rows:
+    """The innermost first, as in a traceback; what the block is stands before them."""
+    shape = f" {block.dtype} {list(block.shape)}" if block.shape is not None else ""
+    names = [f"{block.name}{shape}", *reversed(block.stack)]
+    return [{"filename": block.phase or "before", "line": 0, "name": name} for name in names]
+
+
+def _segments(timeline: Timeline) -> Rows:
+    """Addresses that were ever in use, joined where they overlap, and in them the blocks alive at the end."""
+    stretches: list[tuple[int, int]] = []
+    for begin, end in sorted((block.address, block.address + abs(block.bytes)) for block in timeline.blocks):
+        if stretches and begin <= stretches[-1][1]:
+            stretches[-1] = (stretches[-1][0], max(end, stretches[-1][1]))
+        else:
+            stretches.append((begin, end))
+    left = sorted(timeline.alive_after(timeline.steps[-1]), key=lambda block: block.address)
+    return [
+        _segment(begin, end, [block for block in left if begin <= block.address < end and block.bytes > 0])
+        for begin, end in stretches
+    ]
+
+
+def _segment(begin: int, end: int, alive: list[Block]) -> dict[str, Any]:
+    blocks: Rows = []
+    at = begin
+    for block in alive:
+        if block.address > at:
+            blocks.append(_free_space(at, block.address))
+        state = {"address": block.address, "size": block.bytes, "requested_size": block.bytes}
+        blocks.append({**state, "state": "active_allocated", "frames": _frames(block)})
+        at = block.address + block.bytes
+    if at < end:
+        blocks.append(_free_space(at, end))
+    used = sum(block.bytes for block in alive)
+    sizes = {"total_size": end - begin, "allocated_size": used, "active_size": used, "requested_size": used}
+    pool = {"stream": 0, "segment_type": "large", "segment_pool_id": (0, 0)}
+    return {"device": 0, "address": begin, **sizes, **pool, "blocks": blocks}
+
+
+def _free_space(begin: int, end: int) -> dict[str, Any]:
+    return {"address": begin, "size": end - begin, "requested_size": 0, "state": "inactive", "frames": []}
+
+
+def write_trace(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    path: Path | str,
+    backward: bool = True,
+    dense_grad: bool = False,
+    device: torch.device | str | None = None,
+    parameters: Any = (),
+    optimizer_step: Callable[[], Any] | None = None,
+    **kwargs: Any,
+) -> Rows:
+    """Writes torch.profiler's trace of one forward and backward, and returns who took the time, the longest first.
+
+    The file is Chrome's trace format, for chrome://tracing and ui.perfetto.dev; a path that ends in .gz is compressed.
+    Each row is a name, its calls, self_ms (without what it called) and share of the sum: of kernels on CUDA, of
+    operators on the CPU. One pass before warms up. Arguments are those of memcheck.measure_memory.
+    """
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    subject = Subject(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
+    on_cuda = subject.device.type == "cuda"
+    timed_pass(subject, dense_grad)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
+    with profile(activities=activities, record_shapes=True) as profiler, _ranges(record_function):
+        timed_pass(subject, dense_grad)
+    profiler.export_chrome_trace(str(path))
+    return _shares(profiler.key_averages(), on_cuda)
+
+
+# The ranges around a pass, whose own time is that between its operators.
+BETWEEN = {"pass": "between forward and backward", "forward": "forward, between operators"}
+BETWEEN |= {"backward": "backward, between nodes", "optimizer": "optimizer, between operators"}
+
+
+def _shares(averages: Any, on_cuda: bool) -> Rows:
+    kind = torch.autograd.DeviceType.CUDA if on_cuda else torch.autograd.DeviceType.CPU
+    events = [event for event in averages if event.device_type == kind and not (on_cuda and event.key in BETWEEN)]
+    times = [event.self_device_time_total if on_cuda else event.self_cpu_time_total for event in events]
+    total = sum(times)
+    rows = [
+        {
+            "name": BETWEEN.get(event.key, event.key),
+            "calls": event.count,
+            "self_ms": time / 1e3,
+            "share": time / total if total else 0.0,
+        }
+        for event, time in zip(events, times, strict=True)
+        if time > 0
+    ]
+    return sorted(rows, key=lambda row: -row["self_ms"])
+
+
+def format_shares(rows: Rows, top: int = 15) -> str:
+    """The table as text, the smallest summed up in the last line."""
+    shown = rows if len(rows) <= top else rows[: top - 1]
+    rest = rows[len(shown) :]
+    if rest:
+        sums = {field: sum(row[field] for row in rest) for field in ("calls", "self_ms", "share")}
+        shown = [*shown, {"name": f"{len(rest)} others", **sums}]
+    lines = [f"{row['self_ms']:10.3f} {row['share']:6.1%} {row['calls']:6}  {row['name']}" for row in shown]
+    return "\n".join([f"{'self, ms':>10} {'share':>6} {'calls':>6}  name", *lines])
+
+
+@contextmanager
+def nvtx_ranges(enabled: bool = True) -> Iterator[None]:
+    """Whatever memcheck measures inside has NVTX ranges around passes, forwards and backwards, for Nsight Systems.
+
+    Nothing happens where they are not enabled, or where torch has no CUDA.
+    """
+    if not (enabled and torch.cuda.is_available()):
+        yield
+        return
+    with _ranges(torch.cuda.nvtx.range):
+        yield
+
+
+@contextmanager
+def _ranges(kind: Callable[[str], Any]) -> Iterator[None]:
+    token = range_around.set(kind)
+    try:
+        yield
+    finally:
+        range_around.reset(token)

@@ -1,0 +1,166 @@
+"""What differs between devices, but for the counting of bytes: facts, clocks, and who else is at work there."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from memcheck.core.units import format_bytes
+
+
+class Machine(Protocol):
+    def facts(self) -> dict[str, Any]: ...
+    def drop_library_workspaces(self) -> int | None: ...
+    def max_allocated_bytes(self, *earlier: int | None) -> int | None: ...
+    def reserved_bytes(self) -> int | None: ...
+    def milliseconds(self, run: Callable[[], Any]) -> float: ...
+    def sharing(self) -> tuple[str, ...]: ...
+
+
+def machine_of(device: torch.device) -> Machine:
+    return CudaMachine(device.index) if device.type == "cuda" else CpuMachine()
+
+
+class CpuMachine:
+    def facts(self) -> dict[str, Any]:
+        page = os.sysconf("SC_PAGE_SIZE")
+        return {
+            **_software(),
+            "device": "cpu",
+            "device_name": _processor_name(),
+            "device_total_bytes": page * os.sysconf("SC_PHYS_PAGES"),
+            "device_free_bytes": _proc_bytes("/proc/meminfo", "MemAvailable") or page * os.sysconf("SC_AVPHYS_PAGES"),
+            "allocator": "memcheck tracking allocator",
+        }
+
+    def drop_library_workspaces(self) -> None:
+        """oneDNN's and MKL's scratch is outside of torch's allocator: unknown."""
+        return None
+
+    def max_allocated_bytes(self, *earlier: int | None) -> None:
+        return None
+
+    def reserved_bytes(self) -> None:
+        return None
+
+    def milliseconds(self, run: Callable[[], Any]) -> float:
+        start = time.perf_counter()
+        run()
+        return (time.perf_counter() - start) * 1e3
+
+    def sharing(self) -> tuple[str, ...]:
+        """Other processes share a CPU always; that they keep it busy is for load() to say."""
+        return ()
+
+
+class CudaMachine:
+    def __init__(self, index: int) -> None:
+        torch.cuda.init()
+        self.index = index
+
+    def facts(self) -> dict[str, Any]:
+        properties = torch.cuda.get_device_properties(self.index)
+        free, total = torch.cuda.mem_get_info(self.index)
+        return {
+            **_software(),
+            "device": "cuda",
+            "device_index": self.index,
+            "device_name": properties.name,
+            "device_uuid": str(properties.uuid),
+            "device_total_bytes": total,
+            "device_free_bytes": free,
+            "allocator": os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or "default",
+        }
+
+    def drop_library_workspaces(self) -> int:
+        """Frees cuBLAS's workspaces, so that each phase holds its own and no other column does; returns their bytes."""
+        before = self._stat("requested_bytes.all.current")
+        torch._C._cuda_clearCublasWorkspaces()
+        return before - self._stat("requested_bytes.all.current")
+
+    def max_allocated_bytes(self, *earlier: int | None) -> int:
+        """The peak of torch.cuda.max_memory_allocated, as if it had not been reset after the earlier ones."""
+        return max(self._stat("allocated_bytes.all.peak"), *(peak or 0 for peak in earlier), 0)
+
+    def reserved_bytes(self) -> int:
+        return self._stat("reserved_bytes.all.current")
+
+    def milliseconds(self, run: Callable[[], Any]) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        stream = torch.cuda.current_stream(self.index)
+        torch.cuda.synchronize(self.index)
+        start.record(stream)
+        run()
+        end.record(stream)
+        torch.cuda.synchronize(self.index)
+        return start.elapsed_time(end)
+
+    def sharing(self) -> tuple[str, ...]:
+        """Whether other processes are on this GPU, in a sentence; nothing where nvidia-smi cannot tell."""
+        listed = _compute_processes(str(torch.cuda.get_device_properties(self.index).uuid))
+        others = [f"{pid} ({format_bytes(size)})" for pid, size in listed if pid != os.getpid()]
+        if len(others) < len(listed):
+            return (f"the GPU is shared with process {', '.join(others)}",) if others else ()
+        # In a container the process numbers are the host's: one of them is us, and we do not know which.
+        return (f"the GPU is shared with {len(others) - 1} other process(es)",) if len(others) > 1 else ()
+
+    def _stat(self, name: str) -> int:
+        return torch.cuda.memory_stats(self.index)[name]
+
+
+def _software() -> dict[str, Any]:
+    from memcheck import __version__  # which is set after this module is imported
+
+    return {
+        "torch_version": str(torch.__version__),
+        "memcheck_version": __version__,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def _proc_field(path: str, name: str) -> str | None:
+    """The value of a `name : value` line of a file in /proc, where there is one."""
+    if not Path(path).exists():
+        return None
+    lines = (line.partition(":") for line in Path(path).read_text().splitlines())
+    return next((value.strip() for key, _, value in lines if key.strip() == name), None)
+
+
+def _proc_bytes(path: str, name: str) -> int | None:
+    value = _proc_field(path, name)
+    return int(value.split()[0]) * 1024 if value else None
+
+
+def _processor_name() -> str:
+    return _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
+
+
+def load() -> tuple[str, ...]:
+    """Whether more threads want to run than there are cores, in a sentence."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    waiting = os.getloadavg()[0]
+    if waiting <= cores:
+        return ()
+    return (f"the machine was busy before the timing began: load average {waiting:.1f} on {cores} cores",)
+
+
+def _compute_processes(uuid: str) -> list[tuple[int, int]]:
+    """(process, bytes) of those that compute on the GPU, as nvidia-smi lists them."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
+    try:
+        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.count(",") == 2]
+    # torch leaves out the "GPU-" in front; a driver that may not tell memory writes "[N/A]".
+    return [(int(pid), int(mib) * 2**20 if mib.isdigit() else 0) for listed, pid, mib in rows if listed.endswith(uuid)]

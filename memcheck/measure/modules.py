@@ -1,0 +1,92 @@
+"""Which part of a model keeps what for backward: every storage at the module that first asked autograd to keep it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memcheck.measure.tracker import storages_on, tensors_in
+
+
+def kept_by_component(
+    model: torch.nn.Module,
+    run: Callable[[], Any],
+    *held: Any,
+    counts: Callable[[Tensor], bool] = lambda tensor: True,
+) -> dict[str, int]:
+    """Bytes that a forward keeps for backward, by the path of the module: "layers.0.attention.q_proj".
+
+    run: runs the forward with gradients; what it returns is the caller's, as are the tensors in `held`. What is kept
+    outside of any module is "". A module that several share counts for the one that calls it, under its own name.
+    counts: of a tensor that counts, one on the device in question, say.
+    Python numbers that are operands, 8 bytes each on the CPU, are not heard of.
+    """
+    kept: dict[StorageWeakRef, tuple[str, int]] = {}
+    where: list[str] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        for storage in storages_on(tensor, tensor.device) if counts(tensor) else ():
+            kept.setdefault(StorageWeakRef(storage), (".".join(where), storage.nbytes()))
+        return tensor.detach()
+
+    with (
+        around_modules(model, where.append, where.pop),
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+    ):
+        outputs = run()
+    for tensor in tensors_in([*held, model, outputs]):
+        for storage in storages_on(tensor, tensor.device):
+            kept.pop(StorageWeakRef(storage), None)
+    found: dict[str, int] = {}
+    for path, size in kept.values():
+        found[path] = found.get(path, 0) + size
+    return found
+
+
+@contextmanager
+def ranges_around_modules(model: torch.nn.Module, kind: Callable[[str], Any]) -> Iterator[None]:
+    """While a module of the model runs forward, a range of its label is open: NVTX's, or torch.profiler's."""
+    ranges: list[Any] = []
+
+    def begin(name: str) -> None:
+        ranges.append(kind(name))
+        ranges[-1].__enter__()
+
+    with around_modules(model, begin, lambda: ranges.pop().__exit__(None, None, None)):
+        yield
+
+
+@contextmanager
+def around_modules(model: torch.nn.Module, begin: Callable[[str], Any], end: Callable[[], Any]) -> Iterator[None]:
+    """Calls begin with the label of each module of the model before its forward, and end after, also where it fails."""
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name:
+                before, after = hook(functools.partial(begin, label(model, name))), hook(end)
+                stack.callback(module.register_forward_pre_hook(before).remove)
+                stack.callback(module.register_forward_hook(after, always_call=True).remove)
+        yield
+
+
+def hook(call: Callable[[], Any]) -> Callable[..., None]:
+    """It returns nothing: that would replace the module's inputs or outputs."""
+
+    def run(*_: Any) -> None:
+        call()
+
+    return run
+
+
+def label(model: torch.nn.Module, name: str) -> str:
+    """The end of the path, with that of the lists around it, which are never called: "layers.0"."""
+    parts = name.split(".")
+    begin = len(parts) - 1
+    while begin and isinstance(model.get_submodule(".".join(parts[:begin])), torch.nn.ModuleList):
+        begin -= 1
+    return ".".join(parts[begin:])

@@ -1,0 +1,266 @@
+"""One forward and one backward of a callable, perhaps an optimizer's step, and the bytes they took: what every
+measurement is made of."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+
+from memcheck.measure.machine import machine_of
+from memcheck.core.record import Record
+from memcheck.measure.tracker import MemoryTracker, SavedTensor, named_tensors_in, resolve_device, storages_of, tensors_in
+
+NamedTensors = list[tuple[str, torch.Tensor]]
+Phase = Callable[[str], AbstractContextManager[Any]]
+
+# Entered around each forward, backward and pass, with its name: NVTX's ranges, for one.
+range_around: ContextVar[Phase] = ContextVar("range_around", default=nullcontext)
+
+
+class Subject:
+    """What is measured: a call, the tensors that it is given and that it owns, and the machine it runs on."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        parameters: Any,
+        backward: bool,
+        device: torch.device | str | None,
+        optimizer_step: Callable[[], Any] | None = None,
+    ) -> None:
+        if optimizer_step is not None and not backward:
+            raise ValueError("optimizer_step needs the gradients of a backward, got backward=False")
+        if not callable(fn):
+            raise ValueError(f"fn must be callable, got {fn!r}")
+        if backward and torch.is_inference_mode_enabled():
+            raise ValueError("backward must be False under torch.inference_mode(), got True")
+        self.call = functools.partial(fn, *inputs, **kwargs)
+        self.named_given = _titled("input", named_tensors_in(_arguments(fn, inputs, kwargs)))
+        self.named_owned = _titled("parameter", _named_parameters(fn, parameters))
+        self.given = [tensor for _, tensor in self.named_given]
+        self.owned = [tensor for _, tensor in self.named_owned]
+        self.backward = backward
+        self.optimizer_step = optimizer_step
+        self.named_leaves = _leaves(self.named_given, self.named_owned, backward)
+        self.leaves = [tensor for _, tensor in self.named_leaves]
+        self.device = resolve_device(device, [*self.given, *self.owned])
+        self.machine = machine_of(self.device)
+
+    def forward(self) -> Any:
+        with torch.set_grad_enabled(self.backward):
+            return self.call()
+
+
+class Run:
+    """One forward, one backward, perhaps a step of an optimizer, and the record that they fill.
+
+    hooks: whether autograd's hooks tell what is saved. They change what is alive, if rarely, and torch.func.grad
+    refuses to run under any: so bytes come from runs without them.
+    phase: entered around the forward and the backward.
+    """
+
+    def __init__(
+        self, subject: Subject, limit_bytes: int | None = None, hooks: bool = False, phase: Phase | None = None
+    ) -> None:
+        self.subject = subject
+        self.machine = subject.machine
+        held = (subject.given, subject.owned)
+        self.memory = MemoryTracker(*held, device=subject.device, limit_bytes=limit_bytes, saved=hooks)
+        self.hooks = hooks
+        self.phase = phase or range_around.get()
+        self.named_outputs: NamedTensors = []
+        self.output_gradients: list[torch.Tensor] = []
+        self.saved_by_hooks: int | None = None  # saved_bytes by the other road, to check them
+        self.saved_tensors: list[SavedTensor] = []
+        input_bytes = sum(storages_of(subject.given, subject.device).values())
+        self.record = Record(
+            mode="train" if subject.backward else "inference",
+            input_bytes=input_bytes,
+            parameter_bytes=self.memory.held_bytes - input_bytes,
+            **self.machine.facts(),
+        )
+
+    @property
+    def outputs(self) -> list[torch.Tensor]:
+        return [tensor for _, tensor in self.named_outputs]
+
+    def measure(self, dense_grad: bool = False) -> Record:
+        self.machine.drop_library_workspaces()
+        with _collector_at_rest(), gradients_aside(self.subject.leaves), self.memory:
+            if self._attempt("forward", self._forward) and any(output.requires_grad for output in self.outputs):
+                done = self._attempt("backward", functools.partial(self._backward, dense_grad))
+                if done and self.subject.optimizer_step is not None:
+                    self._attempt("optimizer", self._optimizer)
+        self.record.reserved_bytes = self.machine.reserved_bytes()
+        return self.record
+
+    def _attempt(self, phase: str, run: Callable[[], None]) -> bool:
+        try:
+            with self.phase(phase):
+                run()
+        except torch.OutOfMemoryError as error:
+            self.record.reason = str(error).partition("\n")[0]
+        else:
+            return True
+        # Outside of the except block: the traceback holds the tensors of the frames that it passed.
+        self.record.status, self.record.oom_phase = "oom", phase
+        if self.memory.refusal is not None:
+            self.record.oom_requested_bytes, self.record.oom_in_use_bytes = self.memory.refusal
+        if phase == "backward":
+            _let_go_of_failed_backward(self.subject.device)
+        return False
+
+    def _forward(self) -> None:
+        record, memory = self.record, self.memory
+        held_bytes = memory.held_bytes
+        self.named_outputs = _titled("output", named_tensors_in(self.subject.forward()))
+        record.forward_peak_bytes = held_bytes + memory.peak_bytes
+        record.forward_max_allocated_bytes = self.machine.max_allocated_bytes()
+        alive = memory.current_bytes
+        record.library_workspace_bytes = self.machine.drop_library_workspaces()
+        memory.hold(self.outputs)
+        record.output_bytes = memory.held_bytes - held_bytes
+        record.saved_bytes = alive - (record.library_workspace_bytes or 0) - record.output_bytes
+        if self.hooks:
+            self.saved_by_hooks, self.saved_tensors = memory.saved_bytes, memory.saved_tensors
+        self._note_workspace(record.forward_peak_bytes, record.library_workspace_bytes)
+
+    def _backward(self, dense_grad: bool) -> None:
+        record, memory = self.record, self.memory
+        memory.reset_peak()
+        roots = roots_of(self.outputs)
+        self.output_gradients = gradients_for(roots, dense_grad)
+        incoming = storages_of(self.output_gradients, self.subject.device)
+        torch.autograd.backward(roots, self.output_gradients)
+        record.backward_peak_bytes = self._held_bytes + memory.peak_bytes
+        record.backward_max_allocated_bytes = self.machine.max_allocated_bytes(record.forward_max_allocated_bytes)
+        library_bytes = self.machine.drop_library_workspaces()
+        leaf_gradients = (leaf.grad for leaf in self.subject.leaves if leaf.grad is not None)
+        appeared = storages_of(leaf_gradients, self.subject.device)
+        record.gradient_bytes = sum(appeared.values())
+        # United, because a gradient may be the very tensor that came in as an output's.
+        self._note_workspace(record.backward_peak_bytes, library_bytes, sum((appeared | incoming).values()))
+        if library_bytes is not None:
+            record.library_workspace_bytes = max(library_bytes, record.library_workspace_bytes or 0)
+
+    def _optimizer(self) -> None:
+        assert self.subject.optimizer_step is not None
+        self.memory.reset_peak()
+        self.subject.optimizer_step()
+        self.record.optimizer_peak_bytes = self._held_bytes + self.memory.peak_bytes
+
+    @property
+    def _held_bytes(self) -> int:
+        return (self.record.input_bytes or 0) + (self.record.parameter_bytes or 0)
+
+    def _note_workspace(self, peak_bytes: int, library_bytes: int | None, more_bytes: int = 0) -> None:
+        record = self.record
+        parts = (record.input_bytes, record.parameter_bytes, record.output_bytes, record.saved_bytes, library_bytes)
+        scratch = peak_bytes - sum(part or 0 for part in parts) - more_bytes
+        record.workspace_bytes = max(record.workspace_bytes or 0, scratch)
+
+
+def _let_go_of_failed_backward(device: torch.device) -> None:
+    """Autograd leaves what was still to be done in its queue, with the gradients it would have needed, until the next
+    backward comes by: whose figures they would then be part of."""
+    torch.ones((), device=device, requires_grad=True).clone().backward()
+
+
+def timed_pass(subject: Subject, dense_grad: bool) -> dict[str, float]:
+    """The milliseconds of the forward, and of the backward and the optimizer's step where there are any."""
+    outputs: list[Any] = []
+    times: dict[str, float] = {}
+
+    def timed(name: str, run: Callable[[], Any]) -> None:
+        with range_around.get()(name):
+            times[name] = subject.machine.milliseconds(run)
+
+    with range_around.get()("pass"), gradients_aside(subject.leaves):
+        timed("forward", lambda: outputs.append(subject.forward()))
+        roots = roots_of(tensors_in(outputs))
+        if roots:
+            gradients = gradients_for(roots, dense_grad)
+            timed("backward", lambda: torch.autograd.backward(roots, gradients))
+            if subject.optimizer_step is not None:
+                timed("optimizer", subject.optimizer_step)
+    return times
+
+
+def roots_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs that a backward starts from, each once."""
+    return list({id(output): output for output in outputs if output.requires_grad}.values())
+
+
+def gradients_for(roots: list[torch.Tensor], dense: bool) -> list[torch.Tensor]:
+    if dense:
+        return [torch.ones_like(root) for root in roots]
+    return [torch.ones((), dtype=root.dtype, device=root.device).expand(root.shape) for root in roots]
+
+
+@contextmanager
+def gradients_aside(leaves: list[torch.Tensor]) -> Iterator[None]:
+    """The leaves have no .grad inside, and their own again after."""
+    gradients = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        yield
+    finally:
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
+
+
+def _arguments(fn: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by name, those of a module by its forward's; by number, from 0, where there is no name."""
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+        kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
+        bound = signature.bind(*inputs, **kwargs).arguments
+    except (TypeError, ValueError):  # C functions have no signature; that a call does not fit is for the call to say
+        return {**{str(index): thing for index, thing in enumerate(inputs)}, **kwargs}
+    named: dict[str, Any] = {}
+    for name, thing in bound.items():
+        if kinds[name] == inspect.Parameter.VAR_POSITIONAL:
+            named |= {str(index): part for index, part in enumerate(thing, len(named))}
+        else:
+            named |= thing if kinds[name] == inspect.Parameter.VAR_KEYWORD else {name: thing}
+    return named
+
+
+def _titled(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> NamedTensors:
+    return [(f"{kind} {name}".rstrip(), tensor) for name, tensor in named]
+
+
+def _named_parameters(fn: Callable[..., Any], parameters: Any) -> NamedTensors:
+    """Those of fn if it is a module or a module's method, and those that the caller names."""
+    more = list(parameters) if isinstance(parameters, Iterator) else parameters
+    return [pair for thing in (fn, getattr(fn, "__self__", None), more) for pair in named_tensors_in(thing)]
+
+
+def _leaves(given: NamedTensors, owned: NamedTensors, backward: bool) -> NamedTensors:
+    """The tensors whose .grad a backward fills."""
+    for _, tensor in given:
+        if backward and tensor.requires_grad and not tensor.is_leaf:
+            raise ValueError(f"inputs must be leaves, or backward runs on through their history: got {tensor.grad_fn}")
+    return [(name, tensor) for name, tensor in [*given, *owned] if tensor.requires_grad and tensor.is_leaf]
+
+
+@contextmanager
+def _collector_at_rest() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,88 @@
+"""Which attention implementation really ran, by evidence rather than by prediction.
+
+F.scaled_dot_product_attention falls back in silence, and torch._fused_sdp_choice only predicts.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memcheck.measure.tracker import tensors_in
+
+# ScaledDotProductFlashAttentionForCpuBackward0, EfficientAttentionBackward0, aten._scaled_dot_product_cudnn_attention
+FUSED = re.compile(r"(flash|efficient|cudnn|overrideable)_?attention(?:_?(?:forward))?(_?for_?cpu)?", re.IGNORECASE)
+
+
+def fused_backend(name: str) -> str | None:
+    """ "flash (cpu)" for a node or operator of that name, None when it is no fused attention."""
+    found = FUSED.search(name)
+    if found is None:
+        return None
+    return found[1].lower() + (" (cpu)" if found[2] else "")
+
+
+def backend_in_graph(output: Tensor) -> str:
+    """The fused attention whose backward node made `output`, else "math"."""
+    nodes, seen = [output.grad_fn], set()
+    while nodes:
+        node = nodes.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if backend := fused_backend(node.name()):
+            return backend
+        nodes.extend(parent for parent, _ in node.next_functions)
+    return "math"
+
+
+class FusedOperatorWatch(TorchDispatchMode):
+    """Keeps the name of the fused attention operator dispatched under it: in inference there is no graph to ask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backend = "math"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.backend = fused_backend(str(func)) or self.backend
+        return func(*args, **(kwargs or {}))
+
+
+class BackendWitness:
+    """Calls `operator` and remembers which backend answered: only a string, so that measured memory stays as it was."""
+
+    def __init__(self, operator: Callable[..., Any]) -> None:
+        self.operator = operator
+        self.backend: str | None = None
+
+    def __call__(self, *inputs: Any) -> Any:
+        if torch.is_grad_enabled() and any(x.requires_grad for x in tensors_in(inputs)):
+            output = self.operator(*inputs)
+            self.backend = next(map(backend_in_graph, tensors_in(output)), "math")
+            return output
+        with FusedOperatorWatch() as watch:
+            output = self.operator(*inputs)
+        self.backend = watch.backend
+        return output
+
+
+def fused_refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
+    """Why CUDA's fused attentions refuse these inputs, in the words of torch's warnings; it gives none on the CPU."""
+    params = SDPAParams(q, k, v, None, 0.0, causal, False)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for can_use in (can_use_flash_attention, can_use_efficient_attention, can_use_cudnn_attention):
+            can_use(params, True)
+    return " ".join(str(warning.message) for warning in said) or None

@@ -1,0 +1,305 @@
+"""One case over time: every allocation and free of a forward and a backward, named by what allocated it."""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memcheck.measure.allocation_events import AllocationEvent, AllocationRecorder, allocated_by, open_recorder
+from memcheck.core.record import Record
+from memcheck.measure.run import NamedTensors, Run, Subject, range_around
+from memcheck.measure.tracker import dtype_name, storages_on
+
+OTHER = "other"
+FREED = "freed, from before"
+# What is smaller than this share of the highest sum is shown together with the rest.
+SMALL = 0.01
+
+
+@dataclass(frozen=True)
+class Block:
+    """A piece of memory, from the event that allocated it to the one that freed it."""
+
+    bytes: int  # negative: freed, but from before the run, and not held by the caller
+    allocator: str  # the operator or autograd node that allocated it; "" where it was there before
+    born: int  # event; 0 for what was there before
+    died: int | None = None
+    phase: str | None = None  # that it was allocated in
+    role: str | None = None  # "input q", "parameter weight", "output", "gradient of input q"
+    shape: tuple[int, ...] | None = None
+    dtype: str | None = None
+    stack: tuple[str, ...] = ()  # operators and nodes around the allocation, the outermost first
+    address: int = 0
+
+    @property
+    def name(self) -> str:
+        if self.role is None or not self.allocator:
+            return self.role or self.allocator
+        return f"{self.role} ({self.allocator})"
+
+    @property
+    def group(self) -> str:
+        """The name that it shares with its like: "inputs", "gradients", or that of what allocated it."""
+        kind = (self.role or "").partition(" ")[0]
+        return f"{kind}s" if kind in ("input", "parameter", "output", "gradient") else self.name
+
+    def alive_after(self, event: int) -> bool:
+        return self.born <= event and (self.died is None or self.died > event)
+
+
+@dataclass(frozen=True, order=True)
+class Event:
+    index: int
+    bytes: int  # negative for a free
+    name: str  # of the block
+    phase: str
+
+
+class Timeline:
+    """What was alive when. Events are numbered from 1; step 0 is what the caller held before any.
+
+    blocks: every block, in the order they were allocated; the inputs and parameters first.
+    phases: (name, first step, last step). The last step of the forward is the first of the backward: what is alive
+    there is what the backward begins with, and its peak is no lower.
+    record: what the run measured, the same bytes by counting.
+    """
+
+    def __init__(self, blocks: list[Block], phases: list[tuple[str, int, int]], record: Record) -> None:
+        self.blocks = blocks
+        self.phases = phases
+        self.record = record
+
+    @property
+    def steps(self) -> list[int]:
+        return list(range(self.phases[-1][2] + 1 if self.phases else 1))
+
+    @cached_property
+    def events(self) -> list[Event]:
+        births = [(block.born, block.bytes, block) for block in self.blocks if block.born]
+        deaths = [(block.died, -block.bytes, block) for block in self.blocks if block.died is not None]
+        return sorted(Event(index, size, block.name, self.phase_of(index)) for index, size, block in births + deaths)
+
+    @cached_property
+    def alive(self) -> list[int]:
+        """Bytes alive after each step."""
+        return self._sums(self.blocks)
+
+    @cached_property
+    def peak(self) -> dict[str, int]:
+        """The step of each phase where most is alive, the first of them."""
+        return {name: max(range(first, last + 1), key=self.alive.__getitem__) for name, first, last in self.phases}
+
+    @property
+    def series(self) -> dict[str, list[int]]:
+        """Bytes alive after each step, by name; see stacked()."""
+        return self.stacked()
+
+    def stacked(self, by: str = "name", top: int = 11) -> dict[str, list[int]]:
+        """Bytes alive after each step, which add up to `alive`, in the order of allocation; the small ones are "other".
+
+        by: "name" puts together what one operator allocated, the inputs, the outputs, ...; "tensor" keeps each block
+        apart, as "aten::bmm", "aten::bmm 2", ...
+        """
+        groups = self._grouped("group") if by == "name" else self._by_tensor()
+        sums = {name: self._sums(blocks) for name, blocks in groups.items()}
+        highest = {name: max(map(abs, levels)) for name, levels in sums.items()}
+        large = sorted(highest, key=lambda name: -highest[name])[:top]
+        shown = {name for name in large if highest[name] >= SMALL * max(self.alive)}
+        rest = [block for name, blocks in groups.items() if name not in shown for block in blocks]
+        series = {name: levels for name, levels in sums.items() if name in shown}
+        return {**series, OTHER: self._sums(rest)} if rest or not series else series
+
+    def alive_at_peak(self, phase: str, top: int = 10) -> list[dict[str, Any]]:
+        """What is alive at the phase's peak, the largest first, then the rest together: they add up to that peak."""
+        alive = self.alive_after(self.peak[phase])
+        shown, rest = alive[:top], alive[top:]
+        rows = [
+            {"phase": phase, "name": block.name, "bytes": block.bytes, "shape": block.shape, "dtype": block.dtype}
+            for block in shown
+        ]
+        if rest:
+            size = sum(block.bytes for block in rest)
+            rows.append({"phase": phase, "name": OTHER, "bytes": size, "shape": None, "dtype": None})
+        return rows
+
+    def alive_after(self, step: int) -> list[Block]:
+        """The blocks alive then, the largest first."""
+        return sorted((block for block in self.blocks if block.alive_after(step)), key=lambda block: -block.bytes)
+
+    def kept(self) -> list[Block]:
+        """What the forward left behind beside its outputs: kept for backward, or by a library."""
+        return [block for block in self.alive_after(self.phases[0][2]) if block.role is None]
+
+    def phase_of(self, event: int) -> str:
+        return next(name for name, _, last in self.phases if event <= last)
+
+    def _grouped(self, attribute: str) -> dict[str, list[Block]]:
+        groups: dict[str, list[Block]] = defaultdict(list)
+        for block in self.blocks:
+            groups[getattr(block, attribute)].append(block)
+        return groups
+
+    def _by_tensor(self) -> dict[str, list[Block]]:
+        return {
+            f"{name} {index}" if index > 1 else name: [block]
+            for name, blocks in self._grouped("name").items()
+            for index, block in enumerate(blocks, 1)
+        }
+
+    def _sums(self, blocks: list[Block]) -> list[int]:
+        changes = [0] * len(self.steps)
+        for block in blocks:
+            changes[block.born] += block.bytes
+            if block.died is not None:
+                changes[block.died] -= block.bytes
+        return list(itertools.accumulate(changes))
+
+
+def record_timeline(
+    fn: Callable[..., Any],
+    *inputs: Any,
+    backward: bool = True,
+    dense_grad: bool = False,
+    device: torch.device | str | None = None,
+    limit_bytes: int | None = None,
+    parameters: Any = (),
+    **kwargs: Any,
+) -> Timeline:
+    """Runs fn(*inputs, **kwargs) once, and its backward, and keeps every allocation and free, to the byte.
+
+    Arguments are those of memcheck.measure_memory, and so are the bytes. Blocks have the name of the operator that
+    allocated them, "aten::bmm", or of the autograd node in backward, "BmmBackward0"; inputs, parameters, outputs and
+    gradients have their own, too. Where memory runs out, the timeline ends there. On CUDA, torch's memory history is
+    recorded, anew, and operators are read off the tracebacks. One timeline is recorded at a time.
+    """
+    return recorded(Subject(fn, inputs, kwargs, parameters, backward, device), limit_bytes, dense_grad)[0]
+
+
+def recorded(
+    subject: Subject, limit_bytes: int | None = None, dense_grad: bool = False, hooks: bool = False
+) -> tuple[Timeline, Run]:
+    """The timeline of a run, and the run."""
+    watch = _Watch(subject)
+    run = watch.run = Run(subject, limit_bytes, hooks, watch.phase)
+    try:
+        record = run.measure(dense_grad)
+    finally:
+        events = watch.close()
+    return Timeline(watch.blocks_of(events), watch.phases, record), run
+
+
+class _Watch:
+    """Notes where phases begin and end among the events, and which blocks came of them."""
+
+    run: Run
+
+    def __init__(self, subject: Subject) -> None:
+        self.subject = subject
+        self.phases: list[tuple[str, int, int]] = []
+        self._recorder: AllocationRecorder | None = None
+        self._roles: list[_Role] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        # Not earlier: the allocator it listens to is there once the run's tracker is open.
+        if self._recorder is None:
+            self._recorder = open_recorder(self.subject.device)
+        first = self.phases[-1][2] if self.phases else 0
+        try:
+            with range_around.get()(name):
+                yield
+        finally:
+            self.phases.append((name, first, self._recorder.count()))
+            self._note_results(name)
+
+    def close(self) -> list[AllocationEvent]:
+        return [] if self._recorder is None else self._recorder.close()
+
+    def blocks_of(self, events: list[AllocationEvent]) -> list[Block]:
+        last = self.phases[-1][2] if self.phases else 0  # later ones are the run clearing up after itself
+        return _with_roles(self._held_blocks() + _blocks_of(events[:last], self.phases), self._roles)
+
+    def _held_blocks(self) -> list[Block]:
+        held: dict[StorageWeakRef, _Role] = {}
+        for role in _roles_of([*self.subject.named_given, *self.subject.named_owned], 0, self.subject.device):
+            if role.storage_bytes:
+                held.setdefault(role.storage, role)
+        return [
+            Block(role.storage_bytes, "", 0, None, None, role.name, role.shape, role.dtype, (), role.address)
+            for role in held.values()
+        ]
+
+    def _note_results(self, phase: str) -> None:
+        named = self.run.named_outputs
+        if phase == "backward":
+            named = [("gradient of the output", tensor) for tensor in self.run.output_gradients]
+            leaves = [(name, leaf.grad) for name, leaf in self.subject.named_leaves if leaf.grad is not None]
+            named += [(f"gradient of {name}", gradient) for name, gradient in leaves]
+        self._roles += _roles_of(named, self.phases[-1][2], self.subject.device)
+
+
+class _Role(NamedTuple):
+    """What the storage at an address was, after a step."""
+
+    step: int
+    name: str
+    storage: StorageWeakRef
+    storage_bytes: int
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+
+
+def _roles_of(named: NamedTensors, step: int, device: torch.device) -> list[_Role]:
+    return [
+        _Role(
+            step,
+            name,
+            StorageWeakRef(storage),
+            storage.nbytes(),
+            storage.data_ptr(),
+            tuple(tensor.shape),
+            dtype_name(tensor),
+        )
+        for name, tensor in named
+        for storage in storages_on(tensor, device)
+    ]
+
+
+def _blocks_of(events: list[AllocationEvent], phases: list[tuple[str, int, int]]) -> list[Block]:
+    blocks: list[Block] = []
+    alive: dict[int, int] = {}  # address -> where its block is in the list
+    for index, event in enumerate(events, 1):
+        address, size = event.address, event.bytes
+        phase = next(name for name, _, last in phases if index <= last)
+        if size > 0:
+            alive[address] = len(blocks)
+            name = allocated_by(event.stack)
+            blocks.append(Block(size, name, index, None, phase, None, event.shape, event.dtype, event.stack, address))
+        elif address in alive:
+            freed = alive.pop(address)
+            blocks[freed] = replace(blocks[freed], died=index)
+        else:
+            blocks.append(Block(size, "", index, None, phase, FREED, address=address))
+    return blocks
+
+
+def _with_roles(blocks: list[Block], roles: list[_Role]) -> list[Block]:
+    by_address: dict[int, list[int]] = defaultdict(list)
+    for index, block in enumerate(blocks):
+        by_address[block.address].append(index)
+    for role in roles:
+        for index in by_address[role.address]:
+            block = blocks[index]
+            if block.role is None and block.alive_after(role.step):
+                shape, dtype = (block.shape, block.dtype) if block.shape is not None else (role.shape, role.dtype)
+                blocks[index] = replace(block, role=role.name, shape=shape, dtype=dtype)
+    return blocks

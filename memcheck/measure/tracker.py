@@ -1,0 +1,476 @@
+"""The memory that tensors take while a block of code runs: `with memcheck.track(model, x) as memory: ...`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from memcheck._extension import _C
+from memcheck.core.units import format_bytes
+
+# Storages by identity, and their bytes. A weak reference lets the data go but keeps the identity from being used again.
+Storages = dict[StorageWeakRef, int]
+Refusal = tuple[int, int]  # bytes requested, bytes in use
+
+_COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
+_SPARSE_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+
+
+def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
+    """The tensors in a tensor, a module (parameters and buffers) or nested containers; anything else has none."""
+    return (tensor for _, tensor in named_tensors_in(thing))
+
+
+def named_tensors_in(thing: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """tensors_in, and the way to each: "layers.0.weight", or "" where the thing is a tensor."""
+    if isinstance(thing, torch.Tensor):
+        yield name, thing
+    elif isinstance(thing, torch.nn.Module):
+        for part, tensor in itertools.chain(thing.named_parameters(), thing.named_buffers()):
+            yield f"{name}.{part}" if name else part, tensor
+    else:
+        for part, inner in _parts(thing):
+            yield from named_tensors_in(inner, f"{name}.{part}" if name else str(part))
+
+
+def _parts(thing: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(thing, Mapping):
+        return list(thing.items())
+    if isinstance(thing, list | tuple | set | frozenset):
+        return enumerate(thing)
+    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
+        return vars(thing).items()
+    return ()
+
+
+def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
+    """The unique storages of the tensors that lie on the device."""
+    storages = (storage for tensor in tensors for storage in storages_on(tensor, device))
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
+
+
+def storages_on(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.UntypedStorage]:
+    """Where the tensor's data lies on the device: one storage, or those of its parts."""
+    return (storage for storage in _storages(tensor) if _lies_on(storage, device))
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from _storages(getattr(tensor, name))
+    elif tensor.layout == torch.strided:
+        yield tensor.untyped_storage()
+    else:
+        for name in _SPARSE_PARTS.get(tensor.layout, ()):
+            yield getattr(tensor, name)().untyped_storage()
+
+
+def _references(tensors: Iterable[torch.Tensor]) -> Iterator[StorageWeakRef]:
+    return (StorageWeakRef(storage) for tensor in tensors for storage in _storages(tensor))
+
+
+def _lies_on(storage: torch.UntypedStorage, device: torch.device) -> bool:
+    return storage.device.type == device.type and (device.type == "cpu" or storage.device.index == device.index)
+
+
+def resolve_device(device: torch.device | str | None, tensors: Iterable[torch.Tensor]) -> torch.device:
+    """The device asked for, else the first CUDA device among the tensors, else the CPU."""
+    if device is None:
+        return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
+    chosen = torch.device(device)
+    if chosen.type not in ("cpu", "cuda"):
+        raise ValueError(f"device must be cpu or cuda, got {str(device)!r}")
+    if chosen.type == "cpu":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
+
+
+class _Counter(Protocol):
+    """Counts bytes from its construction to close(); the CPU's is _C.AllocationTracker."""
+
+    def current_bytes(self) -> int: ...
+    def peak_bytes(self) -> int: ...
+    def reset_peak(self) -> None: ...
+    def refusal(self) -> Refusal | None: ...
+    def close(self) -> None: ...
+
+
+class _CudaCounter:
+    """The bytes requested of CUDA's caching allocator, free of its rounding."""
+
+    _open: ClassVar[list[_CudaCounter]] = []
+
+    def __init__(self, device: int, held_bytes: int = 0, limit_bytes: int | None = None) -> None:
+        torch.cuda.init()
+        if torch.cuda.get_allocator_backend() != "native":
+            raise RuntimeError("memcheck needs torch's native CUDA allocator: cudaMallocAsync keeps no requested bytes")
+        _watch_cuda_refusals()
+        self._device = device
+        self._held_bytes = held_bytes
+        self._fraction_before: float | None = None
+        self._refusal: Refusal | None = None
+        if limit_bytes is not None:
+            self._limit(limit_bytes - held_bytes)
+        self._keep_peaks()
+        self._baseline = self._highest = self._requested("current")
+        self._open.append(self)
+
+    @classmethod
+    def since_cuda_began(cls, device: int) -> _CudaCounter:
+        """As if it had been opened before the process first used CUDA."""
+        peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
+        counter = cls(device)
+        counter._baseline, counter._highest = 0, peak
+        return counter
+
+    def current_bytes(self) -> int:
+        return self._requested("current") - self._baseline
+
+    def peak_bytes(self) -> int:
+        return max(self._highest, self._requested("peak")) - self._baseline
+
+    def reset_peak(self) -> None:
+        self._keep_peaks()
+        self._highest = self._requested("current")
+
+    def refusal(self) -> Refusal | None:
+        return self._refusal
+
+    def close(self) -> None:
+        self._open.remove(self)
+        if self._fraction_before is not None:
+            torch.cuda.set_per_process_memory_fraction(self._fraction_before, self._device)
+
+    def _requested(self, figure: str) -> int:
+        return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{figure}"]
+
+    def _keep_peaks(self) -> None:
+        """Resets the device's one peak, after every open counter has taken note of it."""
+        peak = self._requested("peak")
+        for counter in self._open:
+            if counter._device == self._device:
+                counter._highest = max(counter._highest, peak)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def _limit(self, room_bytes: int) -> None:
+        # The fraction bounds segments, so free ones go back first and count for nothing.
+        torch.cuda.empty_cache()
+        allowed = torch.cuda.memory_reserved(self._device) + room_bytes
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        before = self._fraction_before = torch.cuda.get_per_process_memory_fraction(self._device)
+        torch.cuda.set_per_process_memory_fraction(min(before, max(0.0, allowed / total)), self._device)
+
+    @classmethod
+    def _note_refusal(cls, device: int, requested: int, _allowed: int, _free: int) -> None:
+        for counter in cls._open:
+            if counter._device == device:
+                counter._refusal = (requested, counter.current_bytes() + counter._held_bytes)
+
+
+@functools.cache
+def _watch_cuda_refusals() -> None:
+    # Torch has no way to detach an observer, so there is one for the process.
+    attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
+    attach(_CudaCounter._note_refusal)
+
+
+class _Final:
+    """What a counter said when it was closed."""
+
+    def __init__(self, counter: _Counter) -> None:
+        self._current, self._peak, self._refusal = counter.current_bytes(), counter.peak_bytes(), counter.refusal()
+
+    def current_bytes(self) -> int:
+        return self._current
+
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def reset_peak(self) -> None:
+        raise RuntimeError("the peak cannot be reset: this memory tracker is closed")
+
+    def refusal(self) -> Refusal | None:
+        return self._refusal
+
+    def close(self) -> None:
+        pass
+
+
+def _open_counter(device: torch.device, held_bytes: int, limit_bytes: int | None) -> _Counter:
+    if device.type == "cuda":
+        return _CudaCounter(device.index, held_bytes, limit_bytes)
+    return _C.AllocationTracker(held_bytes, None if limit_bytes is None else min(limit_bytes, 2**62))
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedTensor:
+    """A storage that autograd keeps for backward, and the first tensor in it that was."""
+
+    device: torch.device
+    bytes: int
+    shape: tuple[int, ...]
+    dtype: str
+    address: int
+
+
+Saved = dict[StorageWeakRef, SavedTensor]
+
+
+def _note_saved(saved: Saved, tensor: torch.Tensor) -> None:
+    for storage in _storages(tensor):
+        if storage.device.type in ("cpu", "cuda"):
+            shape, dtype = tuple(tensor.shape), dtype_name(tensor)
+            kept = SavedTensor(storage.device, storage.nbytes(), shape, dtype, storage.data_ptr())
+            saved.setdefault(StorageWeakRef(storage), kept)
+
+
+class _Listeners(threading.local):
+    """What the trackers open on this thread have heard: hooks are per thread, and only the innermost pair is called."""
+
+    def __init__(self) -> None:
+        self.open: list[Saved] = []
+
+
+_listeners = _Listeners()
+
+
+def _pack(tensor: torch.Tensor) -> Any:
+    # Not the tensor itself: an output saved by its own node would be a reference cycle and outlive the graph.
+    return tensor.detach(), tensor._version
+
+
+def _unpack(packed: Any) -> torch.Tensor:
+    """Torch leaves out its check of in-place changes for tensors that went through hooks; here it is again."""
+    tensor, version = packed
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {tensor._version}; expected version {version}"
+        )
+    return tensor
+
+
+@contextmanager
+def _listening(saved: Saved) -> Iterator[None]:
+    """Hooks that tell every tracker of the thread, and then do what would have been done without them."""
+    outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack, unpack = outer or (_pack, _unpack)
+
+    def pack_and_tell(tensor: torch.Tensor) -> Any:
+        for heard in _listeners.open:
+            _note_saved(heard, tensor)
+        return pack(tensor)
+
+    _listeners.open.append(saved)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(pack_and_tell, unpack):
+            yield
+    finally:
+        # By identity: two trackers may have heard the same.
+        _listeners.open[:] = [heard for heard in _listeners.open if heard is not saved]
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceMemory:
+    """What a tracker says of one device; saved_bytes is None where it has no hooks."""
+
+    peak_bytes: int
+    current_bytes: int
+    saved_bytes: int | None
+
+
+class MemoryTracker:
+    """Exact memory figures of a block of code, open between `with` and its end; see track()."""
+
+    def __init__(
+        self,
+        *held: Any,
+        device: torch.device | str | None = None,
+        limit_bytes: int | None = None,
+        saved: bool = True,
+    ) -> None:
+        if limit_bytes is not None and (type(limit_bytes) is not int or limit_bytes <= 0):
+            raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
+        tensors = list(_held_tensors(held))
+        self.device = resolve_device(device, tensors)
+        self._held = set(_references(tensors))
+        self._held_bytes = storages_of(tensors, self.device)
+        self._saved: Saved | None = {} if saved else None
+        self._limit_bytes = limit_bytes
+        self._counters: dict[torch.device, _Counter] = {}
+        self._exit = ExitStack()
+        self._open = False
+        self._thread = 0
+
+    def __enter__(self) -> MemoryTracker:
+        if self._open:
+            raise RuntimeError("this memory tracker is already open")
+        self._counters = {}
+        with ExitStack() as stack:
+            if self._saved is not None:
+                self._saved.clear()
+                stack.enter_context(_listening(self._saved))
+            stack.callback(self._close_counters)
+            self._counters[self.device] = _open_counter(self.device, self.held_bytes, self._limit_bytes)
+            for other in _other_devices(self.device):
+                self._counters[other] = _open_counter(other, 0, None)
+            self._exit = stack.pop_all()
+        self._open = True
+        self._thread = threading.get_ident()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError("this memory tracker was opened on another thread, and its hooks are there")
+        self._watch_late_devices()
+        self._open = False
+        self._exit.close()
+
+    def __repr__(self) -> str:
+        def figures(memory: DeviceMemory) -> str:
+            named = {"peak": memory.peak_bytes, "now": memory.current_bytes, "saved": memory.saved_bytes}
+            return ", ".join(f"{name} {format_bytes(size)}" for name, size in named.items() if size is not None)
+
+        devices = self.by_device.items() if self._counters else ()
+        return f"MemoryTracker({'; '.join(f'{device}: {figures(memory)}' for device, memory in devices)})"
+
+    @property
+    def peak_bytes(self) -> int:
+        """Highest number of bytes alive at once, above the level at entry, since entry or reset_peak()."""
+        return self._counting().peak_bytes()
+
+    @property
+    def current_bytes(self) -> int:
+        """Bytes allocated since entry less bytes freed since entry."""
+        return self._counting().current_bytes()
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of the unique storages that autograd saved for backward on this thread, less those held."""
+        if self._saved is None:
+            raise RuntimeError("this memory tracker was made with saved=False")
+        return sum(tensor.bytes for tensor in self.saved_tensors)
+
+    @property
+    def saved_tensors(self) -> list[SavedTensor]:
+        """What saved_bytes adds up, the largest first."""
+        return self._saved_on(self.device)
+
+    @property
+    def by_device(self) -> dict[str, DeviceMemory]:
+        """The figures of the CPU and of every CUDA device that this process has used, by name: "cpu", "cuda:0"."""
+        self._watch_late_devices()
+        return {str(device): self._figures(device) for device in sorted(self._counters, key=str)}
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the unique storages held, on the tracked device."""
+        return sum(self._held_bytes.values())
+
+    @property
+    def refusal(self) -> Refusal | None:
+        """(bytes requested, bytes in use, held ones included) of the last allocation refused during the block."""
+        return self._counting().refusal()
+
+    def hold(self, *more: Any) -> None:
+        """Counts these, e.g. the outputs, as the caller's: they are not saved for backward on its account."""
+        tensors = list(_held_tensors(more))
+        self._held.update(_references(tensors))
+        self._held_bytes.update(storages_of(tensors, self.device))
+
+    def reset_peak(self) -> None:
+        """Starts a new peak from what is alive now, on every device."""
+        self._counting()
+        for counter in self._counters.values():
+            counter.reset_peak()
+
+    def _counting(self) -> _Counter:
+        if not self._counters:
+            raise RuntimeError("this memory tracker was never opened: with memcheck.track(...) as memory: ...")
+        return self._counters[self.device]
+
+    def _saved_on(self, device: torch.device) -> list[SavedTensor]:
+        saved = [tensor for storage, tensor in (self._saved or {}).items() if storage not in self._held]
+        return sorted((tensor for tensor in saved if tensor.device == device), key=lambda tensor: -tensor.bytes)
+
+    def _figures(self, device: torch.device) -> DeviceMemory:
+        saved_bytes = None if self._saved is None else sum(tensor.bytes for tensor in self._saved_on(device))
+        counter = self._counters[device]
+        return DeviceMemory(counter.peak_bytes(), counter.current_bytes(), saved_bytes)
+
+    def _watch_late_devices(self) -> None:
+        """A process that first used CUDA during the block had nothing there before it."""
+        for device in _other_devices(self.device) if self._open else ():
+            if device not in self._counters:
+                self._counters[device] = _CudaCounter.since_cuda_began(device.index)
+
+    def _close_counters(self) -> None:
+        for device, counter in self._counters.items():
+            self._counters[device] = _Final(counter)
+            counter.close()
+
+
+def _other_devices(device: torch.device) -> list[torch.device]:
+    """The CPU and the CUDA devices, those of a process that uses CUDA, without the one."""
+    devices = [torch.device("cpu")]
+    if torch.cuda.is_initialized() and torch.cuda.get_allocator_backend() == "native":
+        devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
+    return [other for other in devices if other != device]
+
+
+def _held_tensors(held: tuple[Any, ...]) -> Iterator[torch.Tensor]:
+    for thing in held:
+        if isinstance(thing, Iterator):
+            yield from tensors_in(list(thing))  # model.parameters()
+        else:
+            yield from tensors_in(thing)
+
+
+def track(
+    *held: Any, device: torch.device | str | None = None, limit_bytes: int | None = None, saved: bool = True
+) -> MemoryTracker:
+    """Tracks the memory of tensors while a block runs.
+
+        with memcheck.track(model, x) as memory:
+            y = model(x)
+            memory.hold(y)
+        memory.peak_bytes, memory.current_bytes, memory.saved_bytes
+        memory.by_device["cuda:1"].peak_bytes
+
+    held: tensors, modules or nested containers of them that the caller owns; saved_bytes leaves them out.
+    device: the memory that the figures are of; the CPU, or the CUDA device of `held`, unless given. by_device has
+    those of the CPU and of every CUDA device, in a process that uses CUDA.
+    limit_bytes: a budget for `held` together with everything above the level at entry; an allocation beyond it raises
+    torch.OutOfMemoryError. Exact on the CPU; on CUDA it bounds the caching allocator's segments, which is coarser.
+    saved: with False there is no saved_bytes, and autograd gets no hooks (torch.func.grad refuses to run under any).
+
+    Bytes are those requested. Trackers nest, all threads count (saved_bytes: only the thread that opened the tracker),
+    and the figures stay readable after the block. On the CPU only blocks allocated while some tracker is open count:
+    freeing or resizing a tensor from before changes nothing, nor do shared, pinned or NumPy memory.
+    On CUDA torch.cuda's own peak statistics are reset.
+    """
+    return MemoryTracker(*held, device=device, limit_bytes=limit_bytes, saved=saved)

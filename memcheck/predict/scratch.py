@@ -1,0 +1,322 @@
+"""What operators take beside their outputs, which no dispatcher sees: by formulas, for the CPU's kernels and CUDA's.
+
+Read in torch 2.13's kernels. Our own operators are in memcheck.predict.scratch_memcheck.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memcheck.measure.tracker import dtype_name
+
+
+@dataclass(frozen=True)
+class Target:
+    """What kernels are asked for."""
+
+    kind: str  # "cpu" or "cuda"
+    threads: int = 1
+    architecture: tuple[int, int] | None = None  # of a GPU: (8, 0)
+    torch_version: tuple[int, int] = (2, 13)
+
+    @property
+    def cublas_workspace_bytes(self) -> int:
+        """CUBLAS_WORKSPACE_CONFIG's default: :4096:2:16:8, or from Hopper on :4096:8."""
+        major = self.architecture[0] if self.architecture else 0
+        large = major >= 9 if self.torch_version >= (2, 8) else major == 9
+        return 32 * 2**20 if large else (2 * 4096 + 8 * 16) * 2**10
+
+
+@dataclass(frozen=True)
+class Call:
+    """An operator as it was called on meta tensors, and what it returned."""
+
+    name: str  # "aten::bmm"
+    values: dict[str, Any]  # its arguments by name
+    outputs: tuple[Tensor, ...]
+    target: Target
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.values[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@dataclass(frozen=True)
+class Scratch:
+    name: str
+    bytes: int
+    first: bool = False  # taken before the outputs are
+
+
+class Unknown(str):
+    """In words, what an operator takes that cannot be known from shapes."""
+
+
+Rule = Callable[[Call], Iterator[Scratch | Unknown]]
+
+
+def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, target: Target) -> Call:
+    schema = func._schema
+    names = [argument.name for argument in schema.arguments]
+    defaults = {argument.name: argument.default_value for argument in schema.arguments}
+    outputs = output if isinstance(output, tuple | list) else (output,)
+    tensors = tuple(tensor for tensor in outputs if isinstance(tensor, Tensor))
+    return Call(schema.name, {**defaults, **dict(zip(names, args, strict=False)), **kwargs}, tensors, target)
+
+
+def scratch_of(call: Call) -> list[Scratch | Unknown]:
+    """What is alive beside inputs and outputs at the call's fullest moment."""
+    kind = call.target.kind
+    rule = RULES.get((call.name, kind)) or RULES.get((call.name, "any"))
+    if rule is not None:
+        return [part for part in rule(call) if isinstance(part, Unknown) or part.bytes]
+    if not call.name.startswith("aten::") and call.outputs:
+        return [Unknown(f"what {call.name} takes beside its outputs")]
+    return []
+
+
+RULES: dict[tuple[str, str], Rule] = {}
+
+
+def rule(kind: str, *names: str) -> Callable[[Rule], Rule]:
+    def register(function: Rule) -> Rule:
+        RULES.update({(name if "::" in name else f"aten::{name}", kind): function for name in names})
+        return function
+
+    return register
+
+
+def uses_cublas(call: Call) -> bool:
+    return call.name.removeprefix("aten::") in PRODUCTS or call.name in PRODUCTS
+
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm"}
+
+
+def rounded_up(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+@rule("any", "_safe_softmax")
+def rows_of_nothing(call: Call) -> Iterator[Scratch]:
+    """A row of scores that are all -inf becomes zeros: which those are, a byte for each score and each row."""
+    (y,) = call.outputs
+    yield Scratch("scores that are -inf, a byte each", y.numel())
+    yield Scratch("rows of them alone, a byte each", y.numel() // max(y.shape[call.dim], 1))
+    yield Scratch("zero", y.element_size())
+
+
+ELEMENTWISE = ("add", "sub", "mul", "div", "rsub", "gt", "lt", "ge", "le", "eq", "ne", "add_", "sub_", "mul_", "div_")
+
+
+@rule("cpu", *ELEMENTWISE)
+def conversions(call: Call) -> Iterator[Scratch]:
+    """The CPU's elementwise kernels take operands of one type, and copies of those that have another; so, too, for an
+    output that is there already. A number from C++ comes as a scalar, and becomes a tensor of 8 bytes."""
+    operands = [call.values[name] for name in ("self", "other")]
+    common = torch.result_type(*operands)
+    if call.name.endswith("_") and call.self.dtype != common:
+        yield Scratch("result in the common type", call.self.numel() * common.itemsize)
+    for operand in operands:
+        if isinstance(operand, Tensor):
+            if operand.dtype != common:
+                yield Scratch("operand in the common type", operand.numel() * common.itemsize, first=True)
+        else:
+            yield Scratch("number", 8, first=True)
+            if common != (torch.float64 if isinstance(operand, float) else torch.int64):
+                yield Scratch("operand in the common type", common.itemsize, first=True)
+
+
+@rule("cuda", "_softmax_backward_data")
+def softmax_backward(call: Call) -> Iterator[Scratch]:
+    yield Scratch("gradient times probabilities", bytes_of(call.grad_output))
+
+
+def fits_blas(tensor: Tensor) -> bool:
+    """Its last two dimensions are a matrix that BLAS reads in place, in rows or in columns."""
+    (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
+    return (row == 1 and column >= max(1, rows)) or (column == 1 and row >= max(1, columns))
+
+
+def operands_of(call: Call) -> list[Tensor]:
+    if "batch1" in call.values:
+        return [call.batch1, call.batch2]
+    return [call.mat1, call.mat2] if "mat1" in call.values else [call.self, call.mat2]
+
+
+@rule("cuda", "mm", "addmm", "bmm", "baddbmm")
+def copies_for_cublas(call: Call) -> Iterator[Scratch]:
+    """An operand that cuBLAS cannot take as it lies, such as an expanded gradient, is copied as a whole."""
+    for operand in operands_of(call):
+        if not fits_blas(operand) and not (operand.dim() == 3 and operand.is_contiguous()):
+            yield Scratch("operand laid out for cuBLAS", bytes_of(operand))
+
+
+@rule("cpu", "mm", "addmm", "bmm", "baddbmm")
+def copies_for_blas(call: Call) -> Iterator[Scratch | Unknown]:
+    """On the CPU batches of matrices that MKL cannot take are multiplied, and so copied, one by one."""
+    left, right = operands_of(call)
+    if left.numel() == 0 or right.numel() == 0:
+        return
+    if not products_are_plain(dtype_name(left)):
+        yield Unknown("what oneDNN takes in products of 16-bit matrices")
+        return
+    if left.dim() == 3 and taken_in_place(left, right):
+        return
+    for operand in (left, right):
+        if not fits_blas(operand):
+            matrices = len(operand) if operand.dim() == 3 else 1
+            yield Scratch("matrix laid out for BLAS", bytes_of(operand) // matrices)
+
+
+def products_are_plain(dtype: str) -> bool:
+    """Not so in 16 bits where oneDNN has instructions for them, and takes scratch of its own."""
+    if dtype == "bfloat16" and torch.backends.mkldnn.is_available():
+        return False
+    if dtype == "float16" and platform.machine() == "x86_64" and torch.backends.mkldnn.is_available():
+        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return True
+
+
+SMALL_PRODUCT = 400  # multiplications in a matrix product below which there is a loop, and no BLAS
+
+
+def taken_in_place(left: Tensor, right: Tensor) -> bool:
+    """A batch that goes to a plain loop, or whole to MKL."""
+    if left.shape[2] * left.shape[1] * right.shape[2] < SMALL_PRODUCT:
+        return True
+    wide = left.dtype in (torch.float32, torch.float64)
+    return wide and torch.backends.mkl.is_available() and all(in_rows_or_columns(operand) for operand in (left, right))
+
+
+def in_rows_or_columns(operand: Tensor) -> bool:
+    (_, rows, columns), (_, row, column) = operand.shape, operand.stride()
+    return (column == 1 and (rows == 1 or row >= columns)) or (row == 1 and (columns == 1 or column >= rows))
+
+
+@rule("cpu", "_scaled_dot_product_flash_attention_for_cpu")
+def flash_tiles(call: Call) -> Iterator[Scratch | Unknown]:
+    """Each thread's scores, maxima and sums, and a part of y; in 16 bits the scores once more."""
+    q, S, T, D = sizes_of(call)
+    rows, columns = rows_of_a_tile(S), min(T, KEYS_OF_A_TILE)
+    wide = torch.promote_types(q.dtype, torch.float32).itemsize
+    yield Scratch("tiles", call.target.threads * rows * (columns + 2 + D) * wide)
+    if q.element_size() < 4:
+        yield Scratch("tiles in 16 bits", call.target.threads * rows * columns * q.element_size())
+        if torch.cpu._is_amx_tile_supported():
+            yield Unknown("whether flash attention packs keys and values for AMX")
+
+
+@rule("cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
+def flash_tiles_backward(call: Call) -> Iterator[Scratch | Unknown]:
+    """Beside tiles, a copy of a gradient that is not laid out as y is, and in each thread sums that it allocates and
+    frees as it goes."""
+    q, S, T, _ = sizes_of(call)
+    threads, rows, columns = call.target.threads, rows_of_a_tile(S), min(T, KEYS_OF_A_TILE)
+    wide = torch.promote_types(q.dtype, torch.float32).itemsize
+    if not call.grad_out.transpose(1, 2).is_contiguous():
+        yield Scratch("gradient of y, laid out", bytes_of(call.grad_out))
+    yield Scratch("tiles", threads * 2 * rows * columns * wide)
+    if q.element_size() < 4:
+        yield Scratch("tiles in 16 bits", threads * 2 * rows * columns * q.element_size())
+        yield Unknown("what oneDNN takes in products of 16-bit matrices")
+    yield Scratch("sums of rows", threads * rows * wide)
+    if threads > 1:
+        yield Unknown(f"how many of {threads} threads have their sums of rows at once")
+
+
+@rule("cuda", "_scaled_dot_product_flash_attention")
+def flash_splits(call: Call) -> Iterator[Unknown]:
+    """With few queries the keys are divided among blocks of threads, by the number of the GPU's multiprocessors; with
+    256 tiles of queries and more, on none that there is."""
+    q, S, T, D = sizes_of(call)
+    keys = 256 if D <= 64 else 128 if D <= 128 else 64
+    if q.shape[0] * q.shape[1] * -(-S // 64) < 256 and keys < T:
+        yield Unknown("among how many blocks of threads flash attention divides the keys")
+
+
+@rule("cuda", "_scaled_dot_product_flash_attention_backward")
+def flash_backward(call: Call) -> Iterator[Scratch]:
+    """The gradient of y and y itself, where they do not lie as (B,S,H,D), and dq as it is summed, in float32."""
+    q, S, _, D = sizes_of(call)
+    for name, tensor in (("gradient of y, laid out", call.grad_out), ("y, laid out", call.out)):
+        if not tensor.transpose(1, 2).is_contiguous():
+            yield Scratch(name, bytes_of(tensor))
+    rows = q.shape[0] * q.shape[1] * rounded_up(S, 128)
+    yield Scratch("sums of rows", rows * 4)
+    yield Scratch("dq in float32", rows * (rounded_up(D, 32) if D <= 192 else 256) * 4)
+
+
+@rule("cuda", "_scaled_dot_product_efficient_attention", "_efficient_attention_forward")
+def efficient(call: Call) -> Iterator[Scratch]:
+    """y as it is summed, in float32, where a head does not fit into registers."""
+    y = call.outputs[0]
+    if y.element_size() < 4 and y.shape[-1] > 128:
+        yield Scratch("y in float32", y.numel() * 4)
+
+
+@rule("cuda", "_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
+def efficient_backward(call: Call) -> Iterator[Scratch | Unknown]:
+    is_inner = call.name == "aten::_efficient_attention_backward"
+    grad: Tensor = call.values["grad_out" if "grad_out" in call.values else "grad_out_"]
+    if not (grad if is_inner else grad.transpose(1, 2)).is_contiguous():
+        yield Scratch("gradient of y, laid out", bytes_of(grad))
+    if grad.element_size() == 4:
+        yield Scratch("gradient of y times y", bytes_of(grad))
+    yield Scratch("sums of rows", grad.numel() // grad.shape[-1] * 4)
+    yield Unknown("the workspace of efficient attention's backward")
+
+
+@rule("cuda", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
+def cudnn(call: Call) -> Iterator[Unknown]:
+    yield Unknown("the workspace of cuDNN's plan")
+
+
+# Outputs that are tensors of the CPU's on CUDA, by position: the seeds of a dropout that is none.
+OF_THE_HOST = {
+    "aten::_scaled_dot_product_efficient_attention": (2, 3),
+    "aten::_efficient_attention_forward": (2, 3),
+}
+# Of so many elements into so few sums: then CUDA's reductions may go in two steps, with a buffer between.
+LONG_REDUCTION, FEW_SUMS = 4096, 8192
+
+
+@rule("cuda", "sum", "max", "amax", "mean", "all")
+def reductions(call: Call) -> Iterator[Unknown]:
+    sums = max(call.outputs[0].numel(), 1)
+    if sums < FEW_SUMS and call.self.numel() // sums >= LONG_REDUCTION:
+        yield Unknown(f"the buffer of {call.name} over {call.self.numel() // sums} elements")
+
+
+KEYS_OF_A_TILE = 512
+
+
+def rows_of_a_tile(queries: int) -> int:
+    return min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
+
+
+def sizes_of(call: Call) -> tuple[Tensor, int, int, int]:
+    """q, S, T, D"""
+    return call.query, call.query.shape[2], call.key.shape[2], call.query.shape[3]
+
+
+# Of so many indices at most CUDA adds the rows up without sorting them first.
+FEW_INDICES = 3072
+
+
+@rule("cuda", "embedding_dense_backward")
+def embedding_backward(call: Call) -> Iterator[Unknown]:
+    if call.indices.numel() > FEW_INDICES:
+        yield Unknown("what sorting the tokens takes in the embedding's backward")

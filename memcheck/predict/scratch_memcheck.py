@@ -1,0 +1,173 @@
+"""What our own operators take beside their outputs: by the plans that their glue allocates by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+
+from memcheck.predict.scratch import PRODUCTS, Call, Scratch, Unknown, bytes_of, fits_blas, products_are_plain, rule
+from memcheck.measure.tracker import dtype_name
+
+PRODUCTS |= {"memcheck::combinator", "memcheck::combinator_backward"}
+PRODUCTS |= {f"memcheck::linear_{side}{phase}" for side in "lr" for phase in ("", "_backward")}
+
+
+def plan_of(call: Call, operator: str, **sizes: Any) -> dict[str, int]:
+    """Bytes by the struct that the operator's own glue allocates by."""
+    from memcheck._extension import _C
+
+    target = call.target
+    plan: dict[str, int] = getattr(_C, f"{operator}_plan")(**sizes, threads=target.threads, device=target.kind)
+    return plan
+
+
+@rule("any", "memcheck::softplus_attention")
+def softplus(call: Call) -> Iterator[Scratch]:
+    plan = softplus_plan(call)
+    yield Scratch("sums", plan["forward_sums" if call.keep_carries else "forward_scratch"])
+
+
+@rule("any", "memcheck::softplus_attention_backward")
+def softplus_backward(call: Call) -> Iterator[Scratch]:
+    yield Scratch("scratch", softplus_plan(call)["backward_scratch"])
+
+
+def softplus_plan(call: Call) -> dict[str, int]:
+    (B, S, R), T = call.q.shape, call.k.shape[2]
+    return plan_of(call, "softplus_attention", B=B, S=S, T=T, R=R, causal=call.causal, dtype=dtype_name(call.q))
+
+
+@rule("any", "memcheck::softplus_attention_step")
+def nothing(call: Call) -> Iterator[Scratch]:
+    yield from ()
+
+
+@rule("any", "memcheck::linear_attention", "memcheck::linear_attention_step")
+def linear(call: Call) -> Iterator[Scratch]:
+    yield Scratch("states and tiles", linear_plan(call, call.v.shape[3])["forward_scratch"])
+
+
+@rule("any", "memcheck::linear_attention_backward")
+def linear_backward(call: Call) -> Iterator[Scratch]:
+    yield Scratch("states and tiles", linear_plan(call, call.grad_y.shape[3])["backward_scratch"])
+
+
+def linear_plan(call: Call, Dv: int) -> dict[str, int]:
+    (B, H, S, D), (_, Hkv, T, _) = call.q.shape, call.k.shape
+    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv}
+    return plan_of(call, "linear_attention", **sizes, causal=call.values.get("causal", False), dtype=dtype_name(call.q))
+
+
+@rule("any", "memcheck::compressed_attention")
+def compressed(call: Call) -> Iterator[Scratch]:
+    plan = compressed_plan(call, call.k.shape[1], call.k.shape[2])
+    yield Scratch("compressed k and v", 0 if call.keep else plan["compressed"])
+    yield Scratch("scratch", plan["forward_scratch"])
+
+
+@rule("any", "memcheck::compressed_attention_pooled")
+def compressed_pooled(call: Call) -> Iterator[Scratch]:
+    plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
+    yield Scratch("scratch", plan["pooled_forward_scratch"])
+
+
+@rule("any", "memcheck::compressed_attention_backward", "memcheck::compressed_attention_pooled_backward")
+def compressed_backward(call: Call) -> Iterator[Scratch]:
+    plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
+    yield Scratch("delta", plan["delta"] if call.output_mask[0] or call.output_mask[1] else 0)
+    yield Scratch("scratch", plan["backward_scratch"])
+
+
+def compressed_plan(call: Call, Hkv: int, T: int) -> dict[str, int]:
+    B, H, S, D = call.q.shape
+    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": call.factor}
+    return plan_of(call, "compressed_attention", **sizes, causal=call.causal, dtype=dtype_name(call.q))
+
+
+@rule("any", "memcheck::combinator")
+def combinator(call: Call) -> Iterator[Scratch | Unknown]:
+    plan = combinator_plan(call, call.x)
+    yield Scratch("pre-activations of a chunk", 0 if call.keep_preactivations else plan["chunk"])
+    yield Scratch("rows laid out for BLAS", plan["copy"])
+    yield from unplanned_products(call, call.x)
+
+
+@rule("any", "memcheck::combinator_backward")
+def combinator_backward(call: Call) -> Iterator[Scratch | Unknown]:
+    plan = combinator_plan(call, call.grad_y if call.x is None else call.x)
+    yield Scratch("pre-activations of a chunk", plan["chunk"])
+    yield Scratch("rows laid out for BLAS", plan["copy"])
+    if call.output_mask[1]:
+        yield Scratch("rows in float32", plan["wide"])
+        yield Scratch("gradient of the weight in float32", plan["sums"])
+    yield from unplanned_products(call, call.grad_y)
+
+
+def combinator_plan(call: Call, x: Tensor) -> dict[str, int]:
+    from memcheck._extension import _C
+
+    E = x.shape[-1]
+    copies = not x.is_contiguous()
+    sizes = {"N": x.numel() // E, "E": E}
+    plan: dict[str, int] = _C.combinator_plan(**sizes, dtype=dtype_name(x), copies=copies, device=call.target.kind)
+    return plan
+
+
+def unplanned_products(call: Call, x: Tensor) -> Iterator[Unknown]:
+    if call.target.kind == "cpu" and not products_are_plain(dtype_name(x)):
+        yield Unknown("what oneDNN takes in products of 16-bit matrices")
+
+
+@rule("any", "memcheck::linear_r", "memcheck::linear_l")
+def projection(call: Call) -> Iterator[Scratch | Unknown]:
+    """One product over all rows where those of x and y merge, else one for each batch entry; what GEMM cannot read in
+    place is copied for it."""
+    (y,) = call.outputs
+    whole = merges(call.x) and merges(y.mT if call.name.endswith("linear_l") else y)
+    yield Scratch("operands laid out for BLAS", laid_out(call.x, 1 if whole else len(call.x)) + laid_out(call.w))
+    yield from unplanned_products(call, call.x)
+
+
+@rule("any", "memcheck::linear_r_backward", "memcheck::linear_l_backward")
+def projection_backward(call: Call) -> Iterator[Scratch | Unknown]:
+    """The same, over all rows or in pieces of them where the gradient has to be laid out; in pieces the gradient of a
+    weight of 16 bits is summed up in float32."""
+    grad: Tensor = call.grad_y.mT if "linear_l" in call.name else call.grad_y  # (B,S,R)
+    yield from unplanned_products(call, grad)
+    wants_x, wants_w = call.output_mask[:2]
+    whole = (
+        merges(grad)
+        and fits_blas(grad)
+        and (not wants_w or merges(call.x))
+        and (not wants_x or merges(call.outputs[0]))
+    )
+    (B, S, R), copies = grad.shape, not fits_blas(grad)
+    rows = S if whole or not copies else piece_rows(B, S, R, grad.element_size())
+    pieces = 1 if whole else B * -(-S // rows)
+    if copies and not whole:
+        yield Scratch("rows of the gradient laid out for BLAS", rows * R * grad.element_size())
+    x = laid_out(call.x) * (B * S if whole else rows) // (B * S) if wants_w else 0
+    yield Scratch("operand laid out for BLAS", max(x, laid_out(call.w) if wants_x else 0))
+    if wants_w and grad.element_size() < 4 and pieces > 1:
+        weight = call.outputs[-1].numel()
+        yield Scratch("gradient of the weight in float32", weight * 4)
+        if call.target.kind == "cpu":
+            yield Scratch("a term of it, as it is and in float32", weight * (2 + 4))
+
+
+def laid_out(operand: Tensor, parts: int = 1) -> int:
+    """The bytes of a copy of it, or of one of its parts, that GEMM needs."""
+    return 0 if operand.numel() == 0 or fits_blas(operand) else bytes_of(operand) // parts
+
+
+def merges(x: Tensor) -> bool:
+    """(B,S,R) is (B S,R) without a copy."""
+    return x.numel() > 0 and (1 in x.shape[:2] or x.stride(0) == x.shape[1] * x.stride(1))
+
+
+def piece_rows(B: int, S: int, R: int, element_bytes: int) -> int:
+    """As csrc/projection/projection.h has it."""
+    size = max(B * S * R * element_bytes // 16, 2**20)
+    return min(max(size // (R * element_bytes), 1), S)

@@ -1,0 +1,226 @@
+"""F.scaled_dot_product_attention as a target would run it: which backend it takes, and that backend's operators.
+
+On meta tensors torch itself knows of the math backend only. The conditions are those of sdp_utils.cpp and
+sdp_utils_cpp.cpp in torch 2.13.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from memcheck.predict.scratch import Target
+
+if TYPE_CHECKING:
+    from torch.nn.attention.bias import CausalBias
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Attention:
+    """One call, on meta tensors: q (B,H,S,D), k and v (B,H,T,D), or of other ranks."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Tensor | None
+    causal: bool
+    dropout: float
+    scale: float | None
+    lower_right: bool = False  # causal as CausalBias has it, the last query aligned to the last key
+
+    @property
+    def trains(self) -> bool:
+        return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
+
+    @property
+    def head_dim(self) -> int:
+        return self.q.shape[-1]
+
+
+def attention(
+    target: Target,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | CausalBias | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What torch's function does on the target, in the operators that it would run there."""
+    mask, bias = attn_mask, causal_bias(attn_mask)
+    if bias is not None:
+        square = bias.seq_len_q == bias.seq_len_kv or bias.variant.name == "UPPER_LEFT"
+        mask, bias, is_causal = None, None if square else bias, square
+    call = Attention(query, key, value, mask, is_causal, dropout_p, scale, lower_right=bias is not None)
+    backend = fused_lower_right(call, target) if bias is not None else chosen(call, target)
+    if backend is None:
+        assert bias is not None
+        call = dataclasses.replace(call, mask=bias._materialize(query.device), lower_right=False)
+        backend = chosen(call, target)
+    if backend == "math":
+        more: dict[str, Any] = {
+            "dropout_p": dropout_p,
+            "is_causal": call.causal,
+            "scale": scale,
+            "enable_gqa": enable_gqa,
+        }
+        return scaled_dot_product_attention(query, key, value, call.mask, **more)
+    y: Tensor = BACKENDS[backend](call)
+    return y
+
+
+def causal_bias(mask: Tensor | None) -> CausalBias | None:
+    """The mask where it is one of torch's own. Who made one has loaded their module, and with it torch.compile."""
+    module = sys.modules.get("torch.nn.attention.bias")
+    return mask if module is not None and isinstance(mask, module.CausalBias) else None
+
+
+def fused_lower_right(call: Attention, target: Target) -> str | None:
+    """Of those that align the last query to the last key without a mask, the first that takes the call."""
+    if target.kind == "cpu":
+        return None
+    return next((name for name in ("flash", "efficient") if SWITCHES[name]() and TAKES[name](call, target)), None)
+
+
+def chosen(call: Attention, target: Target) -> str:
+    """The first backend of the target that takes the call and is not switched off."""
+    order = ("flash (cpu)", "math") if target.kind == "cpu" else cuda_order(target)
+    for backend in order:
+        if SWITCHES[backend]() and (backend == "math" or TAKES[backend](call, target)):
+            return backend
+    said = (
+        "No viable backend for scaled_dot_product_attention was found"
+        if target.kind == "cpu"
+        else "No available kernel"
+    )
+    raise RuntimeError(f"{said}: of {', '.join(order)}, those that are switched on do not take it")
+
+
+def cuda_order(target: Target) -> tuple[str, ...]:
+    """Since torch 2.9 Hopper and Blackwell prefer cuDNN."""
+    fused = ("flash", "efficient")
+    major = target.architecture[0] if target.architecture else 0
+    prefers_cudnn = major in (9, 10) and target.torch_version >= (2, 9)
+    return ("cudnn", *fused, "math") if prefers_cudnn else (*fused, "math", "cudnn")
+
+
+SWITCHES = {
+    "flash (cpu)": torch.backends.cuda.flash_sdp_enabled,
+    "flash": torch.backends.cuda.flash_sdp_enabled,
+    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
+    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
+    "math": torch.backends.cuda.math_sdp_enabled,
+}
+
+
+def is_dense(call: Attention) -> bool:
+    """Four dimensions, no empty ones, and heads alike."""
+    tensors = (call.q, call.k, call.v)
+    return all(x.dim() == 4 and x.numel() and x.stride(-1) in (1, x.shape[-1]) for x in tensors)
+
+
+def cpu_flash_takes(call: Attention, target: Target) -> bool:
+    return is_dense(call) and len({x.shape[-1] for x in (call.q, call.k, call.v)}) == 1
+
+
+def flash_takes(call: Attention, target: Target) -> bool:
+    architecture = target.architecture or (8, 0)
+    wide_in_training = architecture in ((8, 6), (8, 9), (12, 0), (12, 1)) and call.trains and 192 < call.head_dim <= 224
+    square = call.q.shape[-2] == call.k.shape[-2] or not call.causal
+    return (
+        is_dense(call)
+        and call.mask is None
+        and is_half(call, target)
+        and architecture >= (8, 0)
+        and call.head_dim <= 256
+        and not wide_in_training
+        and square
+    )
+
+
+def efficient_takes(call: Attention, target: Target) -> bool:
+    architecture = target.architecture or (8, 0)
+    half = call.q.dtype in (torch.float16, torch.bfloat16)
+    alignment = 8 if half and architecture >= (7, 0) else 4 if architecture >= (8, 0) else 1
+    wanted = is_half(call, target) or call.q.dtype == torch.float32
+    return is_dense(call) and wanted and call.head_dim % alignment == 0
+
+
+def cudnn_takes(call: Attention, target: Target) -> bool:
+    architecture = target.architecture or (8, 0)
+    fits = call.head_dim <= 128 and call.head_dim % 8 == 0 and call.k.shape[-2] != 1
+    return is_dense(call) and is_half(call, target) and architecture >= (8, 0) and fits
+
+
+def is_half(call: Attention, target: Target) -> bool:
+    ampere = (target.architecture or (8, 0)) >= (8, 0)
+    return call.q.dtype == torch.float16 or (ampere and call.q.dtype == torch.bfloat16)
+
+
+TAKES = {
+    "flash (cpu)": cpu_flash_takes,
+    "flash": flash_takes,
+    "efficient": efficient_takes,
+    "cudnn": cudnn_takes,
+}
+
+
+def additive(call: Attention) -> Tensor | None:
+    """A mask of booleans becomes one that is added; its numbers are the CPU's."""
+    if call.mask is None or call.mask.dtype != torch.bool:
+        return call.mask
+    hidden = torch.scalar_tensor(-torch.inf, dtype=call.q.dtype, device=call.q.device)
+    return torch.where(call.mask, 0.0, hidden)
+
+
+def cpu_flash(call: Attention) -> Any:
+    operator = aten._scaled_dot_product_flash_attention_for_cpu
+    return operator(call.q, call.k, call.v, call.dropout, call.causal, attn_mask=additive(call), scale=call.scale)[0]
+
+
+def flash(call: Attention) -> Any:
+    """Heads are padded to multiples of 8."""
+    missing = -call.head_dim % 8
+    q, k, v = (pad(x, (0, missing)) if missing else x for x in (call.q, call.k, call.v))
+    causal = call.causal or call.lower_right
+    y = aten._scaled_dot_product_flash_attention(q, k, v, call.dropout, causal, False, scale=call.scale)[0]
+    return y[..., : call.head_dim] if missing else y
+
+
+def efficient(call: Attention) -> Any:
+    if call.lower_right:
+        q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
+        more = {"custom_mask_type": 2, "compute_log_sumexp": call.trains, "scale": call.scale}
+        found = aten._efficient_attention_forward(q, k, v, None, None, None, None, None, call.dropout, **more)
+        return found[0].transpose(1, 2)
+    operator = aten._scaled_dot_product_efficient_attention
+    more = {"is_causal": call.causal, "scale": call.scale}
+    return operator(call.q, call.k, call.v, padded(additive(call), call), call.trains, call.dropout, **more)[0]
+
+
+def padded(mask: Tensor | None, call: Attention) -> Tensor | None:
+    """Rows of a mask begin at multiples of 16 elements."""
+    if mask is None:
+        return None
+    missing = -mask.shape[-1] % 16
+    wide = pad(mask, (0, missing))[..., : mask.shape[-1]] if missing else mask
+    return wide.expand(*call.q.shape[:3], call.k.shape[2])
+
+
+def cudnn(call: Attention) -> Any:
+    operator = aten._scaled_dot_product_cudnn_attention
+    more = {"scale": call.scale}
+    return operator(call.q, call.k, call.v, additive(call), call.trains, call.dropout, call.causal, False, **more)[0]
+
+
+BACKENDS = {"flash (cpu)": cpu_flash, "flash": flash, "efficient": efficient, "cudnn": cudnn}

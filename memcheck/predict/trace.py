@@ -1,0 +1,364 @@
+"""A forward and a backward on meta tensors: what they would take and give back, in order, and nothing is allocated.
+
+Every new storage is taken, and given back when autograd or Python lets go of it, as it would be on a device; what
+kernels take besides comes from memcheck.predict.scratch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memcheck.predict import scratch_memcheck as own_operator_scratch  # whose rules are registered so
+from memcheck.predict.sdpa import attention
+from memcheck.predict.rms_norm import fused_rms_norm, is_fused
+from memcheck.predict.scratch import OF_THE_HOST, Scratch, Target, Unknown, call_of, scratch_of, uses_cublas
+from memcheck.measure.run import gradients_for
+from memcheck.bench.workloads import Subject
+from memcheck.measure.tracker import named_tensors_in, tensors_in
+
+# A storage that 64 bits cannot count counts as this, and the run ends there.
+BEYOND = 2**63
+NUMBER = "number"
+WORKSPACE = "cuBLAS workspace"
+# Whose number, as an operand, is a tensor that autograd may keep.
+WITH_NUMBERS = {"add", "sub", "mul", "div", "true_divide", "multiply", "divide", "gt", "lt", "ge", "le", "eq", "ne"}
+# The nodes that keep it.
+KEEPERS = {"MulBackward0", "DivBackward0"}
+
+
+@dataclass(eq=False)
+class Piece:
+    """Memory, from the event that takes it to the one that gives it back."""
+
+    name: str
+    bytes: int
+    born: int
+    died: int | None = None
+    is_library: bool = False
+
+    def alive_after(self, event: int) -> bool:
+        return self.born <= event and (self.died is None or self.died > event)
+
+
+class Held:
+    """Something to hold on to."""
+
+
+@dataclass
+class Tape:
+    """What is taken and given back. Events are numbered from 1."""
+
+    pieces: list[Piece] = field(default_factory=list)
+    events: list[tuple[Piece, bool]] = field(default_factory=list)  # the piece, and whether it was taken
+    closed: bool = False
+
+    def take(self, name: str, size: int, *, is_library: bool = False) -> Piece:
+        piece = Piece(name, size, len(self.events) + 1, is_library=is_library)
+        self.pieces.append(piece)
+        self.events.append((piece, True))
+        return piece
+
+    def give_back(self, piece: Piece) -> None:
+        if not self.closed and piece.died is None:
+            self.events.append((piece, False))
+            piece.died = len(self.events)
+
+    def alive(self, event: int | None = None) -> list[Piece]:
+        now = len(self.events) if event is None else event
+        return [piece for piece in self.pieces if piece.alive_after(now)]
+
+
+@dataclass
+class Trace:
+    """The tape of a run, and what its pieces were.
+
+    phases: name -> (first event, last event) of "inputs", "forward", "backward" and "optimizer". The last event of one
+    is the first of the next: what is alive there is what it begins with.
+    operators: all that ran, each once.
+    unknown: phase -> what is taken there that is not known, in words.
+    beyond: the phase that ended with a tensor beyond 64 bits.
+    """
+
+    tape: Tape
+    phases: dict[str, tuple[int, int]] = field(default_factory=dict)
+    inputs: list[Piece] = field(default_factory=list)
+    parameters: list[Piece] = field(default_factory=list)
+    state: list[Piece] = field(default_factory=list)
+    outputs: list[Piece] = field(default_factory=list)
+    saved: list[Piece] = field(default_factory=list)
+    incoming: list[Piece] = field(default_factory=list)
+    gradients: list[Piece] = field(default_factory=list)
+    operators: tuple[str, ...] = ()
+    unknown: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    beyond: str | None = None
+
+    @property
+    def held(self) -> list[Piece]:
+        """What the caller has."""
+        return [*self.inputs, *self.parameters]
+
+
+class Tracer(TorchDispatchMode):
+    """Keeps the tape of what runs under it."""
+
+    def __init__(self, tape: Tape, target: Target) -> None:
+        super().__init__()
+        self.tape = tape
+        self.target = target
+        self.phase = "inputs"
+        self.unknown: dict[str, dict[str, None]] = {}
+        self.operators: dict[str, None] = {}
+        self._pieces: dict[int, Piece] = {}  # of storages
+        self._workspace: Piece | None = None
+        self._hosts_number = False
+        self._counts_number = True  # that the next operator has for an operand
+        # Torch's math attention adds a mask in place, but not where a mode such as this one is looking on.
+        self.adds_in_place = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        call = call_of(func, args, kwargs or {}, output, self.target)
+        self.operators[call.name] = None
+        scratch = [part for part in self._known(scratch_of(call)) if self._counts_number or part.name != NUMBER]
+        self._counts_number = True
+        taken = [self.tape.take(part.name, part.bytes) for part in scratch if part.first]
+        elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()
+        if self.adds_in_place and call.name == "aten::add":
+            self._hand_over(call.self, call.outputs[0])
+        for position, tensor in enumerate(call.outputs):
+            if position not in elsewhere:
+                self.note(tensor, call.name)
+        taken += [self.tape.take(part.name, part.bytes) for part in scratch if not part.first]
+        self._use_library(uses_cublas(call))
+        for piece in reversed(taken):
+            self.tape.give_back(piece)
+        return output
+
+    def _known(self, parts: Iterable[Scratch | Unknown]) -> Iterator[Scratch]:
+        for part in parts:
+            if isinstance(part, Unknown):
+                self.note_unknown(str(part), self.phase)
+            else:
+                yield part
+
+    def note_unknown(self, words: str, phase: str) -> None:
+        self.unknown.setdefault(phase, {})[words] = None
+
+    def piece_of(self, tensor: Tensor) -> Piece | None:
+        return self._pieces.get(tensor.untyped_storage()._cdata)
+
+    def drop_library_workspaces(self) -> None:
+        if self._workspace is not None:
+            self.tape.give_back(self._workspace)
+            self._workspace = None
+
+    def begin_thread(self) -> None:
+        """Autograd's thread, which has a cuBLAS handle, and so a workspace, of its own."""
+        self._workspace = None
+
+    def take_number(self) -> object:
+        """A number that an operand is, from now until what is returned is let go."""
+        self._counts_number = False
+        held = Held()
+        if self.target.kind == "cpu":
+            weakref.finalize(held, self.tape.give_back, self.tape.take(NUMBER, 8))
+        return held
+
+    @contextmanager
+    def number_of_the_host(self) -> Iterator[None]:
+        """A number is a tensor of the CPU's, whatever the device."""
+        self._hosts_number = True
+        try:
+            yield
+        finally:
+            self._hosts_number = False
+
+    def note(self, tensor: Tensor, name: str) -> None:
+        # Numbers that an optimizer keeps are the CPU's, and real.
+        if not (tensor.is_meta or (tensor.is_cpu and self.phase == "inputs" and self.target.kind == "cpu")):
+            return
+        storage = tensor.untyped_storage()
+        size = storage.nbytes()
+        if size == 0 or storage._cdata in self._pieces:
+            return
+        if self._hosts_number:
+            if self.target.kind != "cpu":
+                return
+            name = NUMBER
+        self._keep(storage, self.tape.take(self._named(name), size))
+
+    def _let_go(self, key: int) -> None:
+        if (piece := self._pieces.pop(key, None)) is not None:
+            self.tape.give_back(piece)
+
+    def _hand_over(self, before: Tensor, after: Tensor) -> None:
+        """What the first tensor had is the second's."""
+        piece = self._pieces.pop(before.untyped_storage()._cdata, None)
+        if piece is not None:
+            self._keep(after.untyped_storage(), piece)
+
+    def _keep(self, storage: torch.UntypedStorage, piece: Piece) -> None:
+        self._pieces[storage._cdata] = piece
+        weakref.finalize(storage, self._let_go, storage._cdata)
+
+    def _named(self, name: str) -> str:
+        node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        return node.name() if node is not None else name
+
+    def _use_library(self, used: bool) -> None:
+        """Once for the thread and stream, and then it stays; a call from torch 2.15 on has its own."""
+        if not used or self.target.kind != "cuda" or self._workspace is not None:
+            return
+        self._workspace = self.tape.take(WORKSPACE, self.target.cublas_workspace_bytes, is_library=True)
+        if self.target.torch_version >= (2, 15):
+            self.drop_library_workspaces()
+
+
+class OnTarget(TorchFunctionMode):
+    """Turns what would be decided, or allocated, by the device that tensors are on into what the target has of it."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        super().__init__()
+        self.tracer = tracer
+        self._hooks_around = open_hooks()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.scaled_dot_product_attention:
+            self.tracer.adds_in_place = True
+            try:
+                return attention(self.tracer.target, *args, **kwargs)
+            finally:
+                self.tracer.adds_in_place = False
+        if func is torch.nn.functional.rms_norm and self.tracer.target.kind == "cuda" and is_fused(*args, **kwargs):
+            y = fused_rms_norm(*args, **kwargs)
+            if y.requires_grad:
+                self.tracer.note_unknown("the partial sums of rms_norm's backward", "backward")
+            return y
+        if len(args) == 2 and isinstance(args[1], int | float) and getattr(func, "__name__", "") in WITH_NUMBERS:
+            if open_hooks() != self._hooks_around:
+                return self._beyond_hooks(func, args, kwargs)
+            with self.tracer.number_of_the_host():
+                args = (args[0], torch.scalar_tensor(args[1], dtype=dtype_of(args[1]), device="meta"))
+        return func(*args, **kwargs)
+
+    def _beyond_hooks(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A node that keeps a number keeps it whatever hooks, those of a checkpoint say, make of what is saved."""
+        number = self.tracer.take_number()
+        output = func(*args, **kwargs)
+        node = getattr(output, "grad_fn", None)
+        if node is not None and node.name() in KEEPERS:
+            kept = [number]
+            node.register_prehook(lambda *_: kept.clear())  # which goes with the node, too
+        return output
+
+
+def open_hooks() -> Any:
+    """Those that hear of what is saved: a tracker's, or a checkpoint's."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+
+
+def dtype_of(number: float) -> torch.dtype:
+    return torch.float64 if isinstance(number, float) else torch.int64
+
+
+class Run:
+    """The steps of a measurement, on meta tensors and in the same order.
+
+    drops_workspaces: after each phase, as a measurement does, so that each has its own in its peak.
+    """
+
+    def __init__(self, target: Target, *, dense_grad: bool = False, drops_workspaces: bool = True) -> None:
+        self.tracer = Tracer(Tape(), target)
+        self.dense_grad = dense_grad
+        self.drops_workspaces = drops_workspaces
+        self.result = Trace(self.tracer.tape)
+
+    def trace(self, subject: Subject) -> Trace:
+        with self.tracer, OnTarget(self.tracer):
+            try:
+                self._run(subject)
+            except RuntimeError as error:
+                if "overflow" not in str(error):
+                    raise
+                self.result.beyond = self.tracer.phase
+                self.result.tape.take("a tensor beyond 64 bits", BEYOND)
+                self._end(self.tracer.phase)
+            finally:
+                self.result.tape.closed = True
+        self.result.operators = tuple(self.tracer.operators)
+        self.result.unknown = {phase: tuple(words) for phase, words in self.tracer.unknown.items()}
+        return self.result
+
+    def _run(self, subject: Subject) -> None:
+        given, owned = list(subject.named_inputs()), list(subject.named_parameters())
+        for name, tensor in (*owned, *given):
+            self.tracer.note(tensor, name)
+        self.result.inputs, self.result.parameters = self._named(given), self._named(owned)
+        self.result.state = self._pieces(tensors_in(subject.state))
+        self._end("inputs", next_phase="forward")
+        with torch.set_grad_enabled(subject.backward):
+            outputs = list(named_tensors_in(subject.operator(*subject.inputs)))
+        self._note_outputs(outputs)
+        self._end("forward", next_phase="backward")
+        roots = list({id(output): output for _, output in outputs if output.requires_grad}.values())
+        if roots:
+            self.tracer.begin_thread()
+            incoming = gradients_for(roots, self.dense_grad)
+            leaves = [(name, leaf) for name, leaf in (*given, *owned) if leaf.requires_grad]
+            self._backward(roots, incoming, leaves)
+            self._end("backward", next_phase="optimizer")
+            if subject.optimizer_step is not None:
+                subject.optimizer_step()
+                self._end("optimizer")
+
+    def _note_outputs(self, outputs: list[tuple[str, Tensor]]) -> None:
+        held = self.result.held
+        names = ["y", *(f"output {name}" for name, _ in outputs[1:])]
+        titled = [(name, output) for name, (_, output) in zip(names, outputs, strict=False)]
+        new = [(name, output) for name, output in titled if self.tracer.piece_of(output) not in held]
+        self.result.outputs = self._named(new)
+        known = [*held, *self.result.outputs]
+        alive = self.result.tape.alive()
+        self.result.saved = [piece for piece in alive if piece not in known and not piece.is_library]
+
+    def _backward(self, roots: list[Tensor], incoming: list[Tensor], leaves: list[tuple[str, Tensor]]) -> None:
+        name = "grad y" if self.dense_grad else "grad y, expanded"
+        self.result.incoming = self._named([(name, gradient) for gradient in incoming])
+        # What torch.autograd.backward calls; that one would be a call under the mode, which rests meanwhile, and what a
+        # checkpoint runs again would be without it.
+        engine: Any = torch.autograd.Variable._execution_engine
+        how = {"allow_unreachable": True, "accumulate_grad": True}
+        engine.run_backward(tuple(roots), tuple(incoming), False, False, (), **how)
+        gradients = [(f"d{name}", leaf.grad) for name, leaf in leaves if leaf.grad is not None]
+        self.result.gradients = self._named(gradients)
+
+    def _end(self, phase: str, next_phase: str | None = None) -> None:
+        if self.drops_workspaces:
+            self.tracer.drop_library_workspaces()
+        first = max((last for _, last in self.result.phases.values()), default=0)
+        self.result.phases[phase] = first, len(self.result.tape.events)
+        self.tracer.phase = next_phase or phase
+
+    def _named(self, named: Iterable[tuple[str, Tensor]]) -> list[Piece]:
+        """The pieces of the tensors, which get their names; of two in one storage, the first."""
+        pieces: list[Piece] = []
+        for name, tensor in named:
+            for piece in self._pieces([tensor]):
+                if piece not in pieces:
+                    piece.name = name
+                    pieces.append(piece)
+        return pieces
+
+    def _pieces(self, tensors: Iterable[Tensor]) -> list[Piece]:
+        found = (self.tracer.piece_of(tensor) for tensor in tensors)
+        return list({id(piece): piece for piece in found if piece is not None}.values())

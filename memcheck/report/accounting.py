@@ -1,0 +1,151 @@
+"""What the memory of one case went to: by theory, and as measured."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from memcheck.core.record import Record
+from memcheck.report.cases import CASE_FIELDS, describe
+from memcheck.report.rows import failure_note, unit_bytes
+from memcheck.report.tables import Cell, Column, Table
+
+MOMENTS = {
+    "forward_peak_bytes": ("forward peak", "forward"),
+    "saved_bytes": ("kept for backward", None),
+    "backward_peak_bytes": ("backward peak", "backward"),
+    "state_bytes": ("state", "decoding"),
+}
+# The parts of a record in words.
+PARTS = {
+    "input_bytes": "inputs",
+    "output_bytes": "output",
+    "parameter_bytes": "parameters",
+    "gradient_bytes": "gradients",
+    "workspace_bytes": "workspace",
+    "library_workspace_bytes": "library workspace",
+}
+# The theory's names of what belongs to them.
+INPUTS, PARAMETERS, OUTPUT = ("q", "k", "v", "x"), ("weight",), "y"
+
+
+@dataclass(frozen=True)
+class Component:
+    moment: str
+    name: str
+    theory: int | None
+    measured: int | None
+    what: str | None = None  # what was measured, in its own words
+
+
+def components_of(record: Record) -> Iterator[Component]:
+    """What the caller holds and gets, then moment by moment what is alive."""
+    theory = parts_by_theory(record)
+    for field, name in PARTS.items():
+        if (measured := getattr(record, field)) is not None or field in theory:
+            yield Component("in all", name, theory.get(field), measured)
+    for field, (moment, phase) in MOMENTS.items():
+        yield from components_at(record, field, moment, phase)
+
+
+def parts_by_theory(record: Record) -> dict[str, int]:
+    """The terms of the moments, put together as the parts of a record are; the output may come after the peak.
+
+    Of decoding nothing: its inputs are the state.
+    """
+    theory = record.theory or {}
+    forward, backward = theory.get("forward_peak_bytes", {}), theory.get("backward_peak_bytes", {})
+    inputs, parameters = sum_of(forward, INPUTS), sum_of(forward, PARAMETERS)
+    output = forward.get(OUTPUT, backward.get(OUTPUT))
+    if not forward or output is None or record.mode == "decode":
+        return {}
+    parts = {"input_bytes": inputs, "output_bytes": output, "parameter_bytes": parameters}
+    held = inputs + parameters + output + sum(theory.get("saved_bytes", {}).values())
+    scratch = [sum(forward.values()) - held]
+    if backward:
+        # A gradient is as large as what it is the gradient of; those that come in are named for y.
+        parts["gradient_bytes"] = inputs + parameters
+        incoming = sum(size for name, size in backward.items() if name.replace("_", " ").startswith("grad y"))
+        scratch.append(sum(backward.values()) - held - parts["gradient_bytes"] - incoming)
+    return {**parts, "workspace_bytes": max(0, *scratch)}
+
+
+def sum_of(terms: Mapping[str, int], names: Sequence[str]) -> int:
+    return sum(size for name, size in terms.items() if name in names)
+
+
+def components_at(record: Record, field: str, moment: str, phase: str | None) -> Iterator[Component]:
+    """The theory's terms, each beside a measured tensor of its size; what is left over; and the sums."""
+    terms, measured = (record.theory or {}).get(field), getattr(record, field)
+    alive = alive_tensors(record, phase)
+    left = list(alive)
+    for name, size in (terms or {}).items():
+        match = next((tensor for tensor in left if tensor[1] == size), None)
+        if match:
+            left.remove(match)
+        yield Component(moment, name, size, size if match else None, names_of(alive, size) if match else None)
+    for name, size in left:
+        yield Component(moment, "not in the theory" if terms else name, None, size, name if terms else None)
+    if terms is not None or measured is not None:
+        yield Component(moment, "sum", None if terms is None else sum(terms.values()), measured)
+
+
+def names_of(alive: Sequence[tuple[str, int]], size: int) -> str:
+    """Size alone does not tell tensors of one size apart."""
+    return " or ".join(dict.fromkeys(name for name, bytes_alive in alive if bytes_alive == size))
+
+
+def alive_tensors(record: Record, phase: str | None) -> list[tuple[str, int]]:
+    """(name, bytes) of what was alive at the peak of the phase, or without one of what was kept for the backward."""
+    if phase is None:
+        kept = record.saved_tensors or []
+        return [(shape_of(tensor), int(tensor["bytes"])) for tensor in kept]
+    alive = record.alive_at_peak or []
+    return [(str(tensor["name"]), int(tensor["bytes"])) for tensor in alive if tensor.get("phase") == phase]
+
+
+def shape_of(tensor: Mapping[str, Any]) -> str:
+    return f"{tuple(tensor['shape'])} {str(tensor['dtype']).removeprefix('torch.')}"
+
+
+def difference(component: Component) -> int | None:
+    if component.theory is None or component.measured is None:
+        return None
+    return component.measured - component.theory
+
+
+def accounting_table(record: Record) -> Table:
+    unit = unit_bytes(record)
+
+    def in_units(size: int | None) -> float | None:
+        return size / unit if size is not None and unit else None
+
+    rows: list[list[Cell]] = []
+    for component in components_of(record):
+        size = component.theory if component.measured is None else component.measured
+        figures = [component.theory, component.measured, difference(component)]
+        mib = None if size is None else size / 2**20
+        rows.append([component.moment, component.name, *figures, mib, in_units(size), component.what])
+    columns = [
+        Column("moment", "moment"),
+        Column("component", "what"),
+        Column("theory_bytes", "by theory", "B", ","),
+        Column("measured_bytes", "measured", "B", ","),
+        Column("difference_bytes", "measured - theory", "B", "+,"),
+        Column("mib", "size", "MiB", ",.2f"),
+        Column("u", "size", "U", ",.2f"),
+        Column("measured_as", "measured as"),
+    ]
+    words = describe(record, CASE_FIELDS)
+    return Table(f"accounting {words}", f"Where the memory goes: {words}", columns, rows, notes_of(record))
+
+
+def notes_of(record: Record) -> list[str]:
+    notes = [f"U = {size:,} B, one main tensor."] if (size := unit_bytes(record)) else []
+    if record.theory is None:
+        notes.append("No formula is known for this case, so nothing stands under theory.")
+    if record.alive_at_peak is None and record.mode != "decode":
+        notes.append("What was alive at the peaks was not recorded, so single components are the theory's alone.")
+    note = failure_note(record)
+    return [*notes, *([note] if note else []), *record.doubts]

@@ -1,0 +1,120 @@
+"""Where memory runs out, operators side by side: the largest size that fits, its bytes, and why no more do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import TYPE_CHECKING
+
+from memcheck.core.units import format_bytes
+from memcheck.core.record import Record
+from memcheck.report.rows import common_case
+from memcheck.report.records import MIB, Footnotes
+from memcheck.report.tables import Cell, Column, Table
+
+if TYPE_CHECKING:
+    from memcheck.bench.capacity import Frontier
+
+FOUND = {"seq_len": "sequence length", "bsz": "batch size", "dim": "dimension"}
+FOLLOWERS = {"dim": ("core_dim",)}
+SIZES = {"bsz": "B", "query_len": "N", "dim": "dim"}
+BYTES = {
+    "forward_peak_bytes": "forward peak",
+    "saved_bytes": "kept",
+    "backward_peak_bytes": "backward peak",
+    "reserved_bytes": "reserved",
+}
+NOTE = (
+    "Everything is predicted, nothing was run. The largest size was looked at and fits, the next one was looked at and "
+    "does not: 'next' is what it asked for in vain, and what was in use then. -: not known."
+)
+
+
+def frontier_table(frontiers: Sequence[Frontier], limit_bytes: int | None = None) -> Table:
+    """A row for each search; all are of one axis and device."""
+    axis, device = frontiers[0].axis, frontiers[0].device
+    footnotes = Footnotes()
+    sizes = varying_sizes(frontiers)
+    columns = [
+        Column("operator", "operator"),
+        *(Column(field, SIZES[field]) for field in sizes),
+        Column("largest", f"largest {FOUND[axis]}", format=","),
+        *(Column(field.replace("_bytes", "_mib"), title, "MiB", ",.2f") for field, title in BYTES.items()),
+        Column("runs_out_in", "next runs out in"),
+        Column("requested_mib", "next asks for", "MiB", ",.2f"),
+        Column("in_use_mib", "next in use", "MiB", ",.2f"),
+        Column("next", "next", audience="programs"),
+        Column("note", "note", audience="people"),
+    ]
+    rows = [row_of(frontier, sizes, footnotes) for frontier in frontiers]
+    room = room_words(frontiers[0], limit_bytes)
+    title = f"The largest {FOUND[axis]} that fits {device.name} ({room}): {shared_words(frontiers, axis)}"
+    return Table("frontier", title, columns, rows, [NOTE, f"{device.name}: {device.source}.", *footnotes.lines()])
+
+
+def room_words(frontier: Frontier, limit_bytes: int | None) -> str:
+    usable = frontier.device.usable_bytes
+    parts = [] if usable is None else [f"{usable / MIB:,.0f} MiB usable"]
+    return ", ".join(parts + ([f"limit {format_bytes(limit_bytes)}"] if limit_bytes else []))
+
+
+def shared_words(frontiers: Sequence[Frontier], *axes: str) -> str:
+    """What the cases share besides sizes of some axes: "float32, batch 8, 8 heads, causal, train"."""
+    hidden = {"device", *(name for axis in axes for name in (axis, *FOLLOWERS.get(axis, ())))}
+    shown = [{**vars(frontier.case), **dict.fromkeys(hidden)} for frontier in frontiers]
+    words = common_case([SimpleNamespace(**fields) for fields in shown])
+    lengths = {frontier.case.kv_len or frontier.case.query_len for frontier in frontiers}
+    return words if "seq_len" in axes or len(lengths) > 1 else f"{words}, sequence length {lengths.pop()}"
+
+
+def varying_sizes(frontiers: Sequence[Frontier]) -> list[str]:
+    """Of the sizes that were given, those with several values."""
+    found = {"seq_len": "query_len"}.get(frontiers[0].axis, frontiers[0].axis)
+    cases = [frontier.case for frontier in frontiers]
+    return [name for name in SIZES if name != found and len({getattr(case, name) for case in cases}) > 1]
+
+
+def row_of(frontier: Frontier, sizes: Sequence[str], footnotes: Footnotes) -> list[Cell]:
+    case, at, beyond = frontier.case, frontier.at, frontier.beyond
+    largest = None if frontier.unpredicted else frontier.largest
+    figures = [in_mib(getattr(at.record, field)) if at else None for field in BYTES]
+    failure = beyond.record if beyond else None
+    return [
+        case.operator,
+        *(getattr(case, name) for name in sizes),
+        largest,
+        *figures,
+        phase_of(failure) if failure and not frontier.unpredicted else None,
+        in_mib(failure.oom_requested_bytes) if failure else None,
+        in_mib(failure.oom_in_use_bytes) if failure else None,
+        frontier.next_size if beyond else None,
+        footnotes.marks(remarks(frontier)),
+    ]
+
+
+def phase_of(failure: Record) -> str:
+    """Where the next size ends: a phase, the inputs before it, or what else became of it."""
+    return failure.oom_phase or ("inputs" if failure.status == "oom" else failure.status)
+
+
+def in_mib(size: int | None) -> float | None:
+    return None if size is None else size / MIB
+
+
+def remarks(frontier: Frontier) -> list[str]:
+    if reason := frontier.unpredicted:
+        return [f"{frontier.case.operator}: {reason}"]
+    said = []
+    if frontier.beyond is None:
+        said.append(f"the search ended at {frontier.largest:,}: more may fit (--up-to)")
+    elif frontier.at is None:
+        said.append(f"not even {frontier.next_size:,} fits")
+    elif frontier.beyond.record.status != "oom":
+        said.append(f"{frontier.next_size:,}: {frontier.beyond.record.reason or frontier.beyond.record.status}")
+    if frontier.gaps:
+        gaps = ", ".join(f"{size:,}" for size in frontier.gaps[:5])
+        said.append(f"not everything below fits: {gaps}{' ...' if len(frontier.gaps) > 5 else ''}")
+    known = frontier.at or frontier.beyond
+    if known is not None and not known.exact:
+        said += [f"not known: {words}" for words in known.unknown]
+    return said

@@ -1,0 +1,243 @@
+"""Two folders of results, case by case: bytes to the byte, times by their quartiles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from memcheck.core.units import format_bytes
+from memcheck.core.record import Record
+from memcheck.report.cases import CASE_FIELDS, case_of, describe, place_of, values_of, varying
+from memcheck.report.rows import count_of
+from memcheck.report.pairing import pair, ratio, ratio_words
+from memcheck.report.tables import Cell, Column, Table
+
+# Requested bytes, and so the same on every run. Blocks and segments of a caching allocator depend on what ran before.
+EXACT_BYTES = (
+    "forward_peak_bytes",
+    "saved_bytes",
+    "backward_peak_bytes",
+    "input_bytes",
+    "output_bytes",
+    "parameter_bytes",
+    "gradient_bytes",
+    "workspace_bytes",
+    "library_workspace_bytes",
+    "state_bytes",
+)
+SHOWN_BYTES = EXACT_BYTES[:3]
+ENVIRONMENT = (
+    "source",
+    "device",
+    "device_name",
+    "device_total_bytes",
+    "torch_version",
+    "memcheck_version",
+    "allocator",
+    "threads",
+)
+Key = tuple[Any, ...]
+# Fewer passes have no quartiles to speak of.
+MANY_PASSES = 5
+# What a machine does from one day to the next, however steady it is within one.
+DRIFT = 1.02
+# Of a list in a sentence.
+SHOWN = 5
+
+
+@dataclass
+class Comparison:
+    pairs: list[tuple[Record, Record]] = field(default_factory=list)
+    only_before: list[Record] = field(default_factory=list)
+    only_after: list[Record] = field(default_factory=list)
+    beside: dict[int, str] = field(default_factory=dict)  # of measured records, by id: measured / predicted
+
+    def grown(self, beyond: int = 0) -> list[tuple[Record, Record]]:
+        """Where a memory figure is more than `beyond` bytes higher, or a case that fitted does no longer."""
+        return [pair for pair in self.pairs if grew(*pair, beyond)]
+
+
+def compare(before: Sequence[Record], after: Sequence[Record]) -> Comparison:
+    """Matched by case; by device, too, where a folder holds a case on several.
+
+    What was measured is compared with what was measured, and predictions with predictions; with each other only where
+    one folder holds nothing but the ones, and the other nothing but the others.
+    """
+    sources = [{record.source for record in records} for records in (before, after)]
+    across = all(len(names) == 1 for names in sources) and sources[0] != sources[1]
+
+    def case(record: Record) -> Key:
+        return case_of(record) if across else (*case_of(record), record.source)
+
+    several = any(len({*map(case, records)}) < len(records) for records in (before, after))
+
+    def key(record: Record) -> Key:
+        return (*case(record), place_of(record), record.device_name) if several else case(record)
+
+    old, new = {key(record): record for record in before}, {key(record): record for record in after}
+    return Comparison(
+        [(record, new[name]) for name, record in old.items() if name in new],
+        [record for name, record in old.items() if name not in new],
+        [record for name, record in new.items() if name not in old],
+        beside(before, after),
+    )
+
+
+def beside(*folders: Sequence[Record]) -> dict[int, str]:
+    """Measured record, by its id -> by how much its highest peak differs from its prediction."""
+    pairs = [both for records in folders for both in pair(records).both]
+    words = {id(measured): peak_ratio(measured, predicted) for measured, predicted in pairs}
+    return {name: said for name, said in words.items() if said}
+
+
+def peak_ratio(measured: Record, predicted: Record) -> str | None:
+    """Of the fields that both know, the one that is furthest from what was predicted: "same", or "1.02 x"."""
+    known = [name for name in SHOWN_BYTES if ratio(measured, predicted, name) is not None]
+    furthest = max(known, key=lambda name: abs((ratio(measured, predicted, name) or 1) - 1), default=None)
+    return ratio_words(measured, predicted, furthest) if furthest else None
+
+
+def byte_differences(before: Record, after: Record) -> dict[str, int]:
+    """Figures that both know and that differ."""
+    pairs = {name: (getattr(before, name), getattr(after, name)) for name in EXACT_BYTES}
+    return {name: new - old for name, (old, new) in pairs.items() if None not in (old, new) and new != old}
+
+
+def grew(before: Record, after: Record, beyond: int = 0) -> bool:
+    fits_no_longer = before.status == "ok" and after.status in ("oom", "killed", "skipped")
+    return fits_no_longer or any(change > beyond for change in byte_differences(before, after).values())
+
+
+def byte_change(before: Record, after: Record, name: str) -> str | None:
+    """ "same", or "+4,096 B (+0.13 %)"."""
+    old, new = getattr(before, name), getattr(after, name)
+    if old is None or new is None:
+        return None if old == new else "known only before" if new is None else "known only now"
+    if old == new:
+        return "same"
+    share = f" ({100 * (new - old) / old:+.2g} %)" if old else ""
+    return f"{new - old:+,} B{share}"
+
+
+def time_change(before: Record, after: Record, phase: str) -> str | None:
+    """Beyond noise where the quartiles of the one lie wholly outside those of the other."""
+    old, new = getattr(before, f"{phase}_ms"), getattr(after, f"{phase}_ms")
+    if not old or not new:
+        return None
+    ratio = max(old, new) / min(old, new)
+    words = f"{'faster' if new < old else 'slower'} {ratio:.{1 if ratio >= 1.095 else 2}f}x"
+    ranges = getattr(before, f"{phase}_ms_quartiles"), getattr(after, f"{phase}_ms_quartiles")
+    if None in ranges or any((record.passes or MANY_PASSES) < MANY_PASSES for record in (before, after)):
+        return f"{words}, noise unknown"
+    (old_low, old_high), (new_low, new_high) = ranges
+    overlap = new_low <= old_high and old_low <= new_high
+    return "within noise" if overlap or ratio < DRIFT else words
+
+
+def verdict_change(before: Record, after: Record) -> str:
+    return after.status if before.status == after.status else f"{before.status} -> {after.status}"
+
+
+def other_changes(before: Record, after: Record) -> str | None:
+    changes = [
+        f"{name.removesuffix('_bytes').replace('_', ' ')} {size:+,} B"
+        for name, size in byte_differences(before, after).items()
+        if name not in SHOWN_BYTES
+    ]
+    if before.backend != after.backend:
+        changes.append(f"backend {before.backend} -> {after.backend}")
+    if before.oom_phase != after.oom_phase and "oom" in (before.status, after.status):
+        changes.append(f"out of memory in {before.oom_phase} -> {after.oom_phase}")
+    return "; ".join(changes) or None
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    both = [record for pair in comparison.pairs for record in pair]
+    fields = [name for name in CASE_FIELDS if name in {"operator", "query_len", "kv_len", *varying(both)}]
+    rows: list[list[Cell]] = [
+        [
+            describe(after, fields),
+            verdict_change(before, after),
+            *(byte_change(before, after, name) for name in SHOWN_BYTES),
+            *(time_change(before, after, phase) for phase in ("forward", "backward")),
+            other_changes(before, after),
+            prediction_change(comparison, before, after),
+        ]
+        for before, after in comparison.pairs
+    ]
+    columns = [
+        Column("case", "case"),
+        Column("status", "verdict"),
+        Column("forward_peak_change", "forward peak"),
+        Column("saved_change", "kept for backward"),
+        Column("backward_peak_change", "backward peak"),
+        Column("forward_time_change", "forward time"),
+        Column("backward_time_change", "backward time"),
+        Column("other_changes", "other changes"),
+        Column("measured_by_predicted", "measured / predicted"),
+    ]
+    notes = [
+        "same: not a byte of difference. within noise: the quartiles of the two times overlap, "
+        "or the medians are within 2 %; else the ratio of the medians."
+    ]
+    return Table("comparison", f"{count_of(rows)} in both", columns, rows, notes)
+
+
+def prediction_change(comparison: Comparison, before: Record, after: Record) -> str | None:
+    """ "same -> 1.02 x", where a folder holds predictions of the case, too."""
+    if before.source != after.source:
+        measured, predicted = (before, after) if after.source == "predicted" else (after, before)
+        return peak_ratio(measured, predicted)
+    words = [comparison.beside.get(id(record)) for record in (before, after)]
+    if words == [None, None]:
+        return None
+    return words[0] if words[0] == words[1] else " -> ".join(said or "-" for said in words)
+
+
+def environment_changes(before: Sequence[Record], after: Sequence[Record]) -> list[str]:
+    """ "torch_version: 2.11.0 -> 2.13.0", where what all records of the one say differs from the other."""
+    lines = []
+    for name in ENVIRONMENT:
+        old, new = (sorted(map(str, values_of(records, name))) for records in (before, after))
+        if old != new:
+            lines.append(f"{name}: {', '.join(old) or 'unknown'} -> {', '.join(new) or 'unknown'}")
+    return lines
+
+
+def comparison_words(comparison: Comparison) -> list[str]:
+    """What changed, counted, and the cases that are in one folder only."""
+    pairs = comparison.pairs
+    lines = []
+    unchanged = sum(not byte_differences(*pair) and pair[0].status == pair[1].status for pair in pairs)
+    lines.append(f"{unchanged} of {len(pairs)} cases took the same memory to the byte, {len(comparison.grown())} more.")
+    changed = [
+        f"{describe(old, CASE_FIELDS)}: {verdict_change(old, new)}" for old, new in pairs if old.status != new.status
+    ]
+    if changed:
+        lines.append(f"Verdicts changed: {some(changed)}.")
+    if grown := largest_growth(comparison):
+        lines.append(grown)
+    for records, which in ((comparison.only_before, "before"), (comparison.only_after, "now")):
+        if records:
+            lines.append(f"Only {which}: {some([describe(record, CASE_FIELDS) for record in records])}.")
+    return lines
+
+
+def some(words: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f"; and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
+    return "; ".join(words[:SHOWN]) + more
+
+
+def largest_growth(comparison: Comparison) -> str | None:
+    growths = [
+        (change, name, new)
+        for old, new in comparison.pairs
+        for name, change in byte_differences(old, new).items()
+        if change > 0
+    ]
+    if not growths:
+        return None
+    change, name, record = max(growths, key=lambda growth: growth[0])
+    return f"Most grew {name} of {describe(record, CASE_FIELDS)}: by {format_bytes(change)}."

@@ -1,0 +1,99 @@
+"""One self-contained page: summary, plots, tables that sort, the environment and the command. No network needed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from memcheck.core.record import Record
+from memcheck.report.accounting import accounting_table
+from memcheck.report.predictions import prediction_table
+from memcheck.studies.published import published_tables
+from memcheck.report.records import (
+    STANDARD_PIVOTS,
+    cs336_tables,
+    decode_table,
+    is_cs336,
+    records_table,
+    stacked_pivot,
+)
+from memcheck.report.scaling import scaling_table
+from memcheck.report.summary import environment_facts, size_of, summary, when
+from memcheck.report.tables import Cell, Column, Table, is_number, shown
+
+TEMPLATE = "page.html"
+
+
+def html_page(
+    records: Sequence[Record],
+    *,
+    title: str,
+    plots: Sequence[tuple[str, str]] = (),
+    sweeps: Sequence[Mapping[str, Any]] = (),
+    tables: Sequence[Table] | None = None,
+) -> str:
+    """plots: (caption, inline SVG); sweeps: what each DIR/sweep.json says; tables: instead of the usual ones."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    first, more = page_tables(records) if tables is None else (list(tables), [])
+    return environment.get_template(TEMPLATE).render(
+        title=title,
+        paragraphs=summary(records),
+        plots=plots,
+        tables=[table_object(table) for table in first],
+        folded=[table_object(table) for table in more],
+        facts=environment_facts(records),
+        sweeps=[sweep_object(sweep) for sweep in sweeps],
+    )
+
+
+def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
+    """What everyone reads, and what is folded away."""
+    runs = [record for record in records if record.mode != "decode"]
+    first = [records_table(runs)] if runs else []
+    first += [decode_table(records)] if len(runs) < len(records) else []
+    first += [beside] if (beside := prediction_table(records)).rows else []
+    first += cs336_tables([record for record in runs if is_cs336(record)])
+    scaling = scaling_table(runs)
+    known = [field for field in STANDARD_PIVOTS if any(getattr(record, field) is not None for record in runs)]
+    pivots = [stacked_pivot(runs, field) for field in known]
+    accounts = [accounting_table(record) for record in largest_of_each(runs)]
+    return first + ([scaling] if scaling.rows else []), [*pivots, *accounts, *published_tables(runs)]
+
+
+def largest_of_each(records: Sequence[Record]) -> list[Record]:
+    """Of each operator, the largest case that ran and of which theory or tensors are known."""
+    known = [record for record in records if record.status == "ok" and (record.theory or record.alive_at_peak)]
+    largest: dict[str | None, Record] = {}
+    for record in sorted(known, key=size_of):
+        largest[record.operator] = record
+    return list(largest.values())
+
+
+def table_object(table: Table) -> dict[str, Any]:
+    """As the template wants it: headings, and cells with what they show and what they sort by."""
+    table = table.to_people()
+    numeric = [any(is_number(row[position]) for row in table.rows) for position in range(len(table.columns))]
+    columns = [
+        {"heading": column.heading, "numeric": number} for column, number in zip(table.columns, numeric, strict=True)
+    ]
+    rows = [[cell_object(cell, column) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows]
+    return {"title": table.title, "columns": columns, "rows": rows, "notes": table.notes}
+
+
+def cell_object(cell: Cell, column: Column) -> dict[str, Any]:
+    return {"text": shown(cell, column), "number": cell if is_number(cell) else None}
+
+
+def sweep_object(sweep: Mapping[str, Any]) -> dict[str, Any]:
+    environment = sweep.get("environment") or {}
+    facts = {str(name): str(value) for name, value in environment.items() if value is not None}
+    return {"command": sweep.get("command"), "started": when(sweep.get("started")), "facts": facts}

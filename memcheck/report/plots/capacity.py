@@ -1,0 +1,117 @@
+"""Where memory runs out: the largest size that fits against another size, a line for each operator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memcheck.report.plots.lines import Name, name_lines
+from memcheck.report.plots.scales import ROW, axes_points, set_x
+from memcheck.report.plots.style import GREY, Style, distinct_styles, in_house_style, look_of, new_figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+WORDS = {"seq_len": "sequence length", "bsz": "batch size", "dim": "token dimension"}
+HEIGHT = 4.6
+
+
+@dataclass(frozen=True)
+class Edge:
+    """The largest size that fits at x; 0 where none does. open: the search found no end there."""
+
+    x: int
+    largest: int
+    open: bool = False
+
+
+@in_house_style
+def frontier_figure(
+    curves: Mapping[str, Sequence[Edge]],
+    styles: Mapping[str, Style],
+    *,
+    found: str,
+    along: str,
+    title: str,
+    subtitle: str = "",
+    note: str = "",
+) -> Figure:
+    """curves: operator -> edges; found, along: what is looked for and what it is drawn against, "seq_len" and "bsz"."""
+    figure = new_figure(7.6, HEIGHT, title, subtitle)
+    ax = figure.subplots()
+    drawn = distinct_styles(curves, styles)
+    nothing = {name: [edge.x for edge in edges if not edge.largest] for name, edges in curves.items()}
+    rows = [name for name, places in nothing.items() if places]
+    for name, edges in curves.items():
+        draw_edges(ax, name, [edge for edge in edges if edge.largest], drawn[name])
+    ax.grid()
+    ax.set_xlabel(WORDS[along])
+    ax.set_ylabel(f"largest {WORDS[found]} that fits")
+    set_x(ax, {edge.x for edges in curves.values() for edge in edges}, log=True)
+    if notes := "; ".join(filter(None, [explained(curves), note])):
+        figure.supxlabel(notes, fontsize=9, color=GREY)
+    figure.draw_without_rendering()  # settles the layout, for distances in points to hold
+    set_sizes(ax, [edge.largest for edges in curves.values() for edge in edges if edge.largest], len(rows))
+    for number, name in enumerate(rows):
+        mark_nothing(ax, nothing[name], number, drawn[name])
+    name_lines(ax, [last_name(name, edges, drawn[name]) for name, edges in curves.items() if last(edges)], 0)
+    return figure
+
+
+def plot_frontier(curves: Mapping[str, Sequence[Edge]], path: Path | str, **how: Any) -> Figure:
+    """The figure of frontier_figure, called with the same, written to `path`."""
+    figure: Figure = frontier_figure(curves, **how)
+    save(figure, path)
+    return figure
+
+
+def draw_edges(ax: Axes, name: str, edges: Sequence[Edge], style: Style) -> None:
+    if not edges:
+        return
+    ax.plot([edge.x for edge in edges], [edge.largest for edge in edges], label=name, **look_of(style, ls=style.dash))
+    if unended := [edge for edge in edges if edge.open]:
+        places = [edge.x for edge in unended], [edge.largest for edge in unended]
+        ax.plot(*places, label="_open", **look_of(style, mfc="white", mew=1.3))
+
+
+def set_sizes(ax: Axes, sizes: Sequence[int], rows: int) -> None:
+    """A logarithmic axis of sizes, and below them room for rows of marks."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = math.log2(min(sizes, default=1)), math.log2(max(sizes, default=2))
+    margin = 0.06 * max(high - low, 1)
+    share = min(ROW * rows / axes_points(ax), 0.7)
+    room = (high - low + 2 * margin) * share / (1 - share)
+    ax.set_yscale("log", base=2)
+    ax.set_ylim(2.0 ** (low - margin - room), 2.0 ** (high + margin))
+    powers = range(math.ceil(low - margin), math.floor(high + margin) + 1)
+    ax.yaxis.set_major_locator(FixedLocator([2.0**power for power in powers[:: math.ceil(len(powers) / 9) or 1]]))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
+    ax.yaxis.set_minor_locator(NullLocator())
+
+
+def mark_nothing(ax: Axes, places: Sequence[int], row: int, style: Style) -> None:
+    """Crosses at the lower edge: not even the smallest size fits."""
+    y = ROW * (row + 0.5) / axes_points(ax)
+    look = look_of(style, marker="X", ms=8)
+    ax.plot(places, [y] * len(places), transform=ax.get_xaxis_transform(), label="_nothing", **look)
+
+
+def last(edges: Sequence[Edge]) -> Edge | None:
+    return next((edge for edge in reversed(edges) if edge.largest), None)
+
+
+def last_name(name: str, edges: Sequence[Edge], style: Style) -> Name:
+    edge = last(edges)
+    assert edge is not None
+    return Name(f"{name} {edge.largest:,}{' or more' if edge.open else ''}", float(edge.largest), style, edge.open)
+
+
+def explained(curves: Mapping[str, Sequence[Edge]]) -> str:
+    edges = [edge for edges in curves.values() for edge in edges]
+    parts = ["hollow: the search ended there, more may fit"] if any(edge.open for edge in edges) else []
+    return "; ".join(parts + (["\u2716 nothing fits"] if any(not edge.largest for edge in edges) else []))

@@ -1,0 +1,29 @@
+"""Decoding: what a sequence leaves behind for its next token, and what one step takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from memcheck.report.plots.lines import line_figure
+from memcheck.report.plots.memory import bar_figure
+from memcheck.report.plots.series import STATE, STEP, Quantity, View
+from memcheck.report.plots.style import Style
+from memcheck.core.record import Record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def decode_quantities(records: Sequence[Record]) -> list[Quantity]:
+    return [quantity for quantity in (STATE, STEP) if any(quantity.value(record) is not None for record in records)]
+
+
+def decode_bars(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
+    """The same at a single length."""
+    return bar_figure(view, decode_quantities(view.records), styles, title=title, subtitle=subtitle)
+
+
+def decode_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool = True) -> Figure:
+    """State bytes, and the peak of a step, of each operator."""
+    return line_figure(view, decode_quantities(view.records), styles, title=title, subtitle=subtitle, log=log)

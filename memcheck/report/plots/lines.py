@@ -1,0 +1,278 @@
+"""A line per operator, named at its end; what did not finish is marked where it happened."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from memcheck.report.plots.scales import ROW, axes_points, format_value, set_x, set_y
+from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed, undrawn_note
+from memcheck.report.plots.style import GREY, Style, in_house_style, look_of, new_figure, shade_of
+from memcheck.core.record import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+    from matplotlib.transforms import Transform
+
+# Points between the names of lines, and from the axes to the mark before a name, and to the name.
+NAME_GAP = 13
+KEY_POINTS = 14
+NAME_POINTS = 22
+# Filled: it was tried. Hollow: it was not.
+MISSING_MARKS = {"oom": "X", "skipped": "X", "timeout": "$T$", "killed": "$K$"}
+MISSING_WORDS = {"oom": "OOM", "skipped": "not run", "timeout": "timeout", "killed": "killed"}
+MISSING_HELP = {
+    "oom": "\u2716 out of memory",
+    "skipped": "hollow: not run, at the height that theory says, or in a row of its own",
+    "timeout": "T time-out",
+    "killed": "K killed",
+}
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name in the margin, at the height of a value."""
+
+    text: str
+    value: float
+    style: Style
+    hollow: bool = False
+
+
+@in_house_style
+def line_figure(
+    view: View, quantities: Sequence[Quantity], styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool
+) -> Figure:
+    """A panel for each quantity, all on one scale."""
+    refuse_mixed(view.records)
+    lines = view.lines(styles)
+    rows = missing_rows(lines, quantities)
+    # Every row of marks gets height of its own, and every name room beside the panel.
+    height = 4.4 + ROW * len(rows) / 72 + max(0, len(lines) - 12) * NAME_GAP / 72
+    figure = new_figure(9.6 if len(quantities) > 1 else 6.8, height, title, subtitle)
+    panels = figure.subplots(1, len(quantities), sharey=True, squeeze=False)[0]
+    for ax, quantity in zip(panels, quantities, strict=True):
+        draw_lines(ax, lines, quantity, predicted_limit(lines, quantities, log=log), log=log)
+        dress(ax, view, quantity, log=log)
+    panels[0].set_ylabel(common_label(quantities))
+    if note := notes(view.records, lines, quantities):
+        figure.supxlabel(note, fontsize=9, color=GREY)
+    figure.draw_without_rendering()  # settles the layout, for distances in points to hold
+    set_y(panels[0], drawn_values(panels), quantities[0].unit, log=log, rows=len(rows))
+    for ax, quantity in zip(panels, quantities, strict=True):
+        mark_missing(ax, lines, quantity, rows, predicted_limit(lines, quantities, log=log))
+        name_lines(ax, end_names(lines, quantity, predicted_limit(lines, quantities, log=log)), len(rows))
+    return figure
+
+
+def common_label(quantities: Sequence[Quantity]) -> str:
+    labels = {quantity.label for quantity in quantities}
+    return labels.pop() if len(labels) == 1 else "memory, inputs and output included"
+
+
+def dress(ax: Axes, view: View, quantity: Quantity, *, log: bool) -> None:
+    ax.set_title(quantity.title)
+    ax.set_xlabel(view.label)
+    ax.grid()
+    set_x(ax, view.positions, log=log)
+
+
+def measured(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
+    return [(x, value) for x, record in line.points if (value := quantity.value(record)) is not None]
+
+
+def expected(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
+    """The predictions beside what was measured."""
+    return [(x, value) for x, record in line.predictions if (value := quantity.value(record)) is not None]
+
+
+def predicted(line: Line, quantity: Quantity, limit: float) -> list[tuple[int, float]]:
+    """Cases that were not run, and what the terms say of them, up to a limit."""
+    skipped = [(x, quantity.theory(record)) for x, record in line.points if quantity.missing(record) == "skipped"]
+    return [(x, float(size)) for x, size in skipped if size and size <= limit]
+
+
+def predicted_limit(lines: Sequence[Line], quantities: Sequence[Quantity], *, log: bool) -> float:
+    """On linear axes one enormous prediction would flatten all that was measured."""
+    sizes = [value for line in lines for quantity in quantities for _, value in measured(line, quantity)]
+    return float("inf") if log or not sizes else 1.25 * max(sizes)
+
+
+def draw_lines(ax: Axes, lines: Sequence[Line], quantity: Quantity, limit: float, *, log: bool) -> None:
+    for line in lines:
+        points = [(x, value) for x, value in measured(line, quantity) if value > 0 or not log]
+        if points:
+            draw_quartiles(ax, line, quantity)
+            ax.plot(*zip(*points, strict=True), label=line.name, **line_look(line, quantity))
+        if beside := [(x, value) for x, value in expected(line, quantity) if 0 < value <= limit]:
+            # Over the solid line, so that both show where they are one.
+            colour = shade_of(line.style.colour)
+            ax.plot(*zip(*beside, strict=True), color=colour, lw=1.1, ls=(0, (4, 3)), label="_expected")
+        if guesses := predicted(line, quantity, limit):
+            bridge = [*points[-1:], *guesses] if points and points[-1][0] < guesses[0][0] else guesses
+            ax.plot(*zip(*bridge, strict=True), color=line.style.colour, lw=0.8, ls=(0, (1, 3)), label="_bridge")
+            ax.plot(*zip(*guesses, strict=True), label="_predicted", **look_of(line.style, mfc="white", mew=1.3))
+
+
+def line_look(line: Line, quantity: Quantity) -> dict[str, Any]:
+    """Solid where it was measured and a prediction is drawn beside it, hollow where it was only predicted."""
+    look = look_of(line.style, ls="-" if expected(line, quantity) else line.style.dash)
+    return {**look, "mfc": "white", "mew": 1.3} if line.predicted else look
+
+
+def draw_quartiles(ax: Axes, line: Line, quantity: Quantity) -> None:
+    spans = [(x, getattr(record, f"{quantity.fields[0]}_quartiles", None)) for x, record in line.points]
+    known = [(x, *span) for x, span in spans if span is not None and span[0] > 0]
+    if known:
+        ax.vlines(*zip(*known, strict=True), color=line.style.colour, lw=3, alpha=0.45, label="_quartiles")
+
+
+def missing_rows(lines: Sequence[Line], quantities: Sequence[Quantity]) -> list[str]:
+    """The lines with something that did not finish: each gets a row at the top edge."""
+    return [
+        line.name for line in lines if any(quantity.missing(row) for _, row in line.points for quantity in quantities)
+    ]
+
+
+def missing_points(line: Line, quantity: Quantity, limit: float) -> Iterator[tuple[int, str]]:
+    """Where and how cases ended whose figure is not known, nor predicted within the axes."""
+    shown = {x for x, _ in predicted(line, quantity, limit)}
+    for x, record in line.points:
+        if x not in shown and (how := quantity.missing(record)):
+            yield x, how
+
+
+def mark_missing(ax: Axes, lines: Sequence[Line], quantity: Quantity, rows: Sequence[str], limit: float) -> None:
+    """Marks in a row of their own: the figure that would stand there is not known."""
+    for line in lines:
+        endings = dict(missing_points(line, quantity, limit))
+        if not endings:
+            continue
+        y = row_height(ax, rows.index(line.name))
+        ax.axhline(y_of(ax, y), color=line.style.colour, lw=0.6, alpha=0.4, ls=":", label="_row")
+        for how in dict.fromkeys(endings.values()):
+            places = [x for x, ending in endings.items() if ending == how]
+            draw_marks(ax, places, y, how, line.style, hollow=line.predicted)
+        words = ", ".join(MISSING_WORDS[how] for how in dict.fromkeys(endings.values()))
+        look = mark_look(next(iter(endings.values())), line.style, hollow=line.predicted)
+        name_in_margin(ax, y, f"{line.name} {words}", look)
+
+
+def draw_marks(ax: Axes, places: Sequence[int], y: float, how: str, style: Style, *, hollow: bool) -> None:
+    top, look = ax.get_xaxis_transform(), mark_look(how, style, hollow=hollow)
+    ax.plot(places, [y] * len(places), transform=top, clip_on=False, label=f"_{how}", **look)
+
+
+def mark_look(how: str, style: Style, *, hollow: bool = False) -> dict[str, Any]:
+    face = "white" if hollow or how == "skipped" else style.colour
+    return look_of(style, marker=MISSING_MARKS[how], mfc=face, ms=8)
+
+
+def row_height(ax: Axes, row: int) -> float:
+    """The middle of a row from the top edge down, as a share of the axes."""
+    return 1 - ROW * (row + 0.5) / axes_points(ax)
+
+
+def y_of(ax: Axes, share: float) -> float:
+    return float(ax.transData.inverted().transform(ax.transAxes.transform((0, share)))[1])
+
+
+def end_names(lines: Sequence[Line], quantity: Quantity, limit: float) -> list[Name]:
+    """The last known figure of each line, in words."""
+    names = []
+    for line in lines:
+        points, guesses = measured(line, quantity), predicted(line, quantity, limit)
+        hollow = bool(guesses) and (not points or guesses[-1][0] > points[-1][0])
+        if last := (guesses if hollow else points)[-1:]:
+            said = format_value(last[0][1], quantity.unit) + (" predicted" if hollow else beside_words(line, quantity))
+            names.append(Name(f"{line.name} {said}", last[0][1], line.style, hollow or line.predicted))
+    return names
+
+
+def beside_words(line: Line, quantity: Quantity) -> str:
+    """How the last known figure is to its prediction: " (=)" to the byte, or " (1.02x)"."""
+    value, prediction = measured(line, quantity)[-1], dict(expected(line, quantity))
+    if not prediction.get(value[0]):
+        return ""
+    share = value[1] / prediction[value[0]]
+    return " (=)" if share == 1 else f" ({share:.4g}x)"
+
+
+def name_lines(ax: Axes, names: Sequence[Name], rows: int) -> None:
+    """Names in the margin, at the height of the last point or as near as there is room, in the order of the heights."""
+    names = sorted(names, key=lambda name: name.value)
+    height = axes_points(ax)
+    shares = [float(ax.transAxes.inverted().transform(ax.transData.transform((1, name.value)))[1]) for name in names]
+    wanted = [max(share, 0.0) * height for share in shares]
+    for name, share, at in zip(names, wanted, spread(wanted, NAME_GAP, height - ROW * rows - 4), strict=True):
+        lead(ax, share / height, at / height, name.style)
+        face = "white" if name.hollow else name.style.colour
+        name_in_margin(ax, at / height, name.text, look_of(name.style, mfc=face))
+
+
+def lead(ax: Axes, share: float, at: float, style: Style) -> None:
+    """A thin line from the edge of the axes to where the name found room."""
+    shift = (KEY_POINTS - 5, (at - share) * axes_points(ax))
+    thin = {"arrowstyle": "-", "color": style.colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 0}
+    ax.annotate("", (1, share), shift, xycoords="axes fraction", textcoords="offset points", arrowprops=thin)
+
+
+def name_in_margin(ax: Axes, share: float, text: str, look: dict[str, Any]) -> None:
+    """A mark and a name at a height of the axes."""
+    ax.plot([1], [share], transform=margin(ax, KEY_POINTS), clip_on=False, label="_key", **look)
+    ax.text(1, share, text, transform=margin(ax, NAME_POINTS), va="center")
+
+
+def margin(ax: Axes, points: float) -> Transform:
+    """Shares of the axes, so many points further right."""
+    from matplotlib.transforms import ScaledTranslation
+
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return ax.transAxes + ScaledTranslation(points / 72, 0, figure.dpi_scale_trans)
+
+
+def spread(wanted: Sequence[float], gap: float, highest: float) -> list[float]:
+    """Ascending heights from 0 to the highest, at least a gap apart, and as near to the wanted ones as that allows."""
+    # With the gaps taken out, heights need only not descend: neighbours that would are pooled at their mean.
+    pools: list[tuple[float, int]] = []
+    for number, want in enumerate(wanted):
+        pools.append((want - number * gap, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (low, few), (high, many) = pools[-2:]
+            pools[-2:] = [((low * few + high * many) / (few + many), few + many)]
+    flat = [height for height, count in pools for _ in range(count)]
+    top = highest - (len(flat) - 1) * gap
+    return [max(min(height, top), 0.0) + number * gap for number, height in enumerate(flat)]
+
+
+def drawn_values(panels: Collection[Axes]) -> list[float]:
+    """The lowest and highest y of each panel's lines and whiskers."""
+    return [y for ax in panels for y in (ax.dataLim.y0, ax.dataLim.y1) if math.isfinite(y)]
+
+
+def notes(records: Sequence[Record], lines: Sequence[Line], quantities: Sequence[Quantity]) -> str:
+    """What the marks mean, and what is not there."""
+    endings = {
+        how for line in lines for quantity in quantities for _, row in line.points if (how := quantity.missing(row))
+    }
+    parts = [MISSING_HELP[how] for how in MISSING_HELP if how in endings and how != "oom"]
+    beside = any(expected(line, quantity) for line in lines for quantity in quantities)
+    parts += ["dashed: predicted; in brackets measured / predicted, = to the byte"] if beside else []
+    parts += ["hollow: predicted, not run"] if any(line.predicted for line in lines) else []
+    nothing = [
+        line.name
+        for line in lines
+        if all(value == 0 for _, value in measured(line, quantities[0])) and measured(line, quantities[0])
+    ]
+    if nothing:
+        parts.append(f"0 throughout: {', '.join(nothing)}")
+    return "; ".join([*parts, *filter(None, [undrawn_note(records)])])
+
+
+def named_lines(ax: Axes) -> list[Line2D]:
+    return [line for line in ax.get_lines() if not str(line.get_label()).startswith("_")]

@@ -1,0 +1,94 @@
+"""What training a model holds at its fullest, in stacked bars: parameters, gradients, AdamW, what is kept, the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memcheck.core.model_record import ModelRecord
+from memcheck.report.plots.style import GREY, in_house_style, new_figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GIB, MIB = 2**30, 2**20
+PARTS = {
+    "parameter_bytes": ("parameters", "#332288", ""),
+    "gradient_bytes": ("gradients", "#88CCEE", "///"),
+    "optimizer_bytes": ("AdamW", "#44AA99", "xx"),
+    "saved_bytes": ("kept for backward", "#DDCC77", "\\\\\\"),
+}
+OOM = "#AA0000"
+ABSENT = {"autocast": "no autocast", "checkpointing": "no checkpoints", "compiled": "eager"}
+REST = ("the rest of the peak", "#CC6677", "---")
+
+
+def plot_models(records: Sequence[ModelRecord], path: Path, *, title: str, subtitle: str) -> Path:
+    """A bar for each record, but for those of which nothing is known; OOM where it ran out of memory."""
+    return save(model_bars(records, title=title, subtitle=subtitle), path)
+
+
+@in_house_style
+def model_bars(records: Sequence[ModelRecord], *, title: str, subtitle: str) -> Figure:
+    shown = [record for record in records if record.peak_bytes or record.status == "oom"]
+    figure = new_figure(7.6, 1.7 + 0.34 * max(len(shown), 2), title, subtitle)
+    ax = figure.subplots()
+    unit, name = (GIB, "GiB") if max((record.peak_bytes or 0 for record in shown), default=0) >= GIB else (MIB, "MiB")
+    for place, record in enumerate(shown):
+        draw_bar(ax, place, record, unit)
+    ax.set_yticks(range(len(shown)), labels_of(shown))
+    ax.invert_yaxis()
+    ax.set_xlabel(f"bytes, {name}")
+    ax.grid(axis="x")
+    figure.legend(handles=handles(), loc="outside lower center", ncols=3, frameon=False)
+    if not shown:
+        ax.text(0.5, 0.5, "no case has a peak", ha="center", color=GREY, transform=ax.transAxes)
+    return figure
+
+
+def draw_bar(ax: Axes, place: int, record: ModelRecord, unit: int) -> None:
+    left = 0.0
+    for field, (_, colour, hatch) in PARTS.items():
+        width = (getattr(record, field) or 0) / unit
+        ax.barh(place, width, left=left, color=colour, hatch=hatch, edgecolor="white", linewidth=0)
+        left += width
+    if record.status == "oom":
+        ax.text(left, place, f"  OOM in {record.oom_phase or 'the model itself'}", va="center", color=OOM)
+        return
+    peak = (record.peak_bytes or 0) / unit
+    if peak > left:
+        ax.barh(place, peak - left, left=left, color=REST[1], hatch=REST[2], edgecolor="white", linewidth=0)
+    ax.plot([peak], [place], marker="D", color="black", markersize=5, ls="none")
+
+
+def handles() -> list[Any]:
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    bars = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=name)
+        for name, colour, hatch in (*PARTS.values(), REST)
+    ]
+    return [*bars, Line2D([], [], marker="D", color="black", ls="none", markersize=5, label="peak, not all at once")]
+
+
+def labels_of(records: Sequence[ModelRecord]) -> list[str]:
+    """What differs between the records."""
+    fields = ("size", "operator", "query_len", "mode", "dtype", "autocast", "checkpointing", "compiled", "source")
+    varying = [name for name in fields if len({getattr(record, name) for record in records}) > 1] or ["operator"]
+    return [label_of(record, varying) for record in records]
+
+
+def label_of(record: ModelRecord, fields: Sequence[str]) -> str:
+    words = [word(name, getattr(record, name)) for name in fields]
+    return ", ".join(filter(None, words)) or ", ".join(ABSENT[name] for name in fields)
+
+
+def word(field: str, value: Any) -> str:
+    if field in ("checkpointing", "compiled"):
+        return {"checkpointing": "checkpoints", "compiled": "compiled"}[field] if value else ""
+    if field == "autocast":
+        return f"autocast {value}" if value else ""
+    return f"S {value}" if field == "query_len" else str(value)

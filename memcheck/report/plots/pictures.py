@@ -1,0 +1,291 @@
+"""Which pictures a set of records makes sense of, and the files and inline images of them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from memcheck.report.plots.decode import decode_bars, decode_lines, decode_quantities
+from memcheck.report.plots.lines import line_figure
+from memcheck.report.plots.memory import memory_bars, memory_lines
+from memcheck.report.plots.overview import memory_overview
+from memcheck.studies.published_plot import Row, published_figure
+from memcheck.report.plots.savings import savings_bars, standard_among
+from memcheck.report.plots.series import (
+    AXES,
+    Quantity,
+    View,
+    axes_of,
+    axis_among,
+    natural_axis,
+    split_settings,
+    views_along,
+)
+from memcheck.report.plots.style import Style, check_formats, inline_svg, save
+from memcheck.report.plots.theory import has_prediction, has_theory, prediction_lines, theory_lines
+from memcheck.report.plots.timing import time_lines, time_quantities
+from memcheck.report.plots.words import fixed_slug, heading, setting_words, slug, subtitle_of
+from memcheck.core.record import Record
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+KINDS = ("memory", "prediction", "theory", "savings", "time", "decode")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure that is drawn when it is asked for."""
+
+    name: str  # of the file, without a suffix
+    caption: str
+    draw: Callable[[], Figure]
+    # Among the few that stand for all.
+    main: bool = True
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to draw of the records; None: whatever makes sense."""
+
+    kinds: Sequence[str] | None = None
+    x: str | None = None
+    quantity: Quantity | None = None
+    log: bool | None = None
+
+
+def write_plots(
+    records: Sequence[Record],
+    folder: Path | str,
+    *,
+    styles: Mapping[str, Style],
+    title: str,
+    formats: Sequence[str] = ("png", "svg"),
+    request: Request | None = None,
+    published: Sequence[Row] = (),
+) -> list[Path]:
+    """Every picture that these records make sense of, as files in the folder; those of the same name are replaced.
+
+    published: rows of memcheck.report.published_rows, for a picture of their own.
+    """
+    formats = check_formats(formats)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = []
+    for picture in choose_pictures(records, styles=styles, title=title, request=request, published=published):
+        figure = picture.draw()
+        paths += [save(figure, folder / f"{picture.name}.{suffix}") for suffix in formats]
+    return paths
+
+
+def svg_plots(
+    records: Sequence[Record],
+    *,
+    styles: Mapping[str, Style],
+    title: str = "",
+    published: Sequence[Row] = (),
+) -> list[tuple[str, str]]:
+    """(caption, inline SVG) of the main pictures, for one HTML page."""
+    pictures = choose_pictures(records, styles=styles, title=title, published=published)
+    return [
+        (picture.caption, inline_svg(picture.draw(), f"plot-{picture.name}", picture.caption))
+        for picture in pictures
+        if picture.main
+    ]
+
+
+def choose_pictures(
+    records: Sequence[Record],
+    *,
+    styles: Mapping[str, Style],
+    title: str,
+    request: Request | None = None,
+    published: Sequence[Row] = (),
+) -> list[Picture]:
+    """Records of different dtypes, modes, devices or batch sizes go into pictures of their own."""
+    pictures: list[Picture] = []
+    for setting, group in split_settings(records):
+        words = setting_words(setting)
+        topic = ", ".join(filter(None, (title, words)))
+        subject = Subject(group, styles, topic, slug(words), request or Request())
+        pictures += subject.pictures()
+    if published:
+        pictures.append(published_picture(published, styles))
+    return pictures
+
+
+def published_picture(rows: Sequence[Row], styles: Mapping[str, Style]) -> Picture:
+    title = "Memory of the published operators, by ours"
+    subtitle = f"{len(rows)} rows of memcheck_pyt's table, A100 40 GB; ours {sources(rows)}"
+    caption = f"{title}; {subtitle}."
+    return Picture("published", caption, lambda: published_figure(rows, styles, title=title, subtitle=subtitle))
+
+
+def sources(rows: Sequence[Row]) -> str:
+    """Where our figures come from: "measured on cpu, by formula"."""
+    return ", ".join(dict.fromkeys(str(row["ours_source"]) for row in rows if row.get("ours_source")))
+
+
+Draw = Callable[..., "Figure"]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """Records that may share a picture, and what is asked of them."""
+
+    records: list[Record]
+    styles: Mapping[str, Style]
+    title: str
+    suffix: str
+    request: Request
+
+    def pictures(self) -> Iterator[Picture]:
+        if self.request.quantity is not None:
+            yield from self.quantity_pictures(self.request.quantity)
+            return
+        for kind, pictures in self.kinds().items():
+            if self.request.kinds is None or kind in self.request.kinds:
+                yield from pictures()
+
+    def kinds(self) -> dict[str, Callable[[], Iterator[Picture]]]:
+        """What these records can show: a step of decoding is compared with nothing but other steps."""
+        time = functools.partial(self.typical_pictures, "time", "time, median and quartiles", time_lines, is_timed)
+        if self.records[0].mode == "decode":
+            return {"decode": self.decode_pictures, "time": time}
+        beside = "prediction beside measurement"
+        prediction = functools.partial(self.typical_pictures, "prediction", beside, prediction_lines, is_foreseen)
+        theory = functools.partial(self.typical_pictures, "theory", "theory beside measurement", theory_lines, is_known)
+        standard = standard_among({record.operator or "?" for record in self.records})
+        words = f"how many times less than {standard}"
+        savings = functools.partial(self.typical_pictures, "savings", words, savings_bars, is_comparable)
+        kinds: dict[str, Callable[[], Iterator[Picture]]]
+        kinds = {"memory": self.memory_pictures, "prediction": prediction, "theory": theory}
+        return {**kinds, "savings": savings, "time": time}
+
+    def axes(self) -> list[str]:
+        """The axis that was asked for, or all along which something varies."""
+        if self.request.x:
+            x = axis_among(self.records, self.request.x)
+            return [x] if self.views(x) else []
+        return [axis for axis in axes_of(self.records) if self.views(axis)]
+
+    def views(self, x: str) -> list[View]:
+        """Those that make a line."""
+        return [view for view in views_along(self.records, x) if len(view.positions) > 1]
+
+    def memory_pictures(self) -> Iterator[Picture]:
+        axes = self.axes()
+        for x in axes:
+            views, stem = self.views(x), f"memory-{slug(x)}" if len(axes) > 1 else "memory"
+            words = f"peak memory against {AXES[x]}"
+            if len(views) > 1:
+                yield from self.several_views(views, stem, words)
+            elif views:
+                for log in self.scales():
+                    name = stem if log else f"{stem}-linear"
+                    yield self.line_picture(views[0], name, words, memory_lines, main=log, log=log)
+        if not axes and self.request.x is None:
+            yield from self.bar_pictures("memory", "peak memory", memory_bars)
+
+    def scales(self) -> tuple[bool, ...]:
+        """Logarithmic axes show how memory grows, linear ones how much it is."""
+        return (True, False) if self.request.log is None else (self.request.log,)
+
+    def several_views(self, views: list[View], stem: str, words: str) -> Iterator[Picture]:
+        """All at a glance, and each by itself on linear axes."""
+        if self.request.log is not False:
+            yield self.overview_picture(views, stem, words)
+        for view in views:
+            log = bool(self.request.log)
+            yield self.line_picture(view, f"{stem}-{fixed_slug(view)}", words, memory_lines, main=False, log=log)
+
+    def overview_picture(self, views: list[View], stem: str, words: str) -> Picture:
+        records = [record for view in views for record in view.records]
+        title, subtitle = heading(self.title, words), subtitle_of(records)
+        return Picture(
+            self.name(stem),
+            f"{title}, logarithmic axes; {subtitle}.",
+            lambda: memory_overview(views, self.styles, title=title, subtitle=subtitle),
+        )
+
+    def bar_pictures(
+        self, stem: str, words: str, draw: Draw, shows: Callable[[View], bool] = lambda view: True
+    ) -> Iterator[Picture]:
+        """Single shapes."""
+        views = [view for view in views_along(self.records, natural_axis(self.records)) if shows(view)]
+        for number, view in enumerate(views):
+            name = f"{stem}-{fixed_slug(view)}" if len(views) > 1 else stem
+            yield self.line_picture(view, name, words, draw, main=number == len(views) - 1)
+
+    def decode_pictures(self) -> Iterator[Picture]:
+        words = "what decoding keeps, and takes for a step"
+        yield from self.typical_pictures("decode", words, decode_lines, is_decoded)
+        if not self.axes() and self.request.x is None:
+            yield from self.bar_pictures("decode", words, decode_bars, is_decoded)
+
+    def typical_pictures(self, stem: str, words: str, draw: Draw, shows: Callable[[View], bool]) -> Iterator[Picture]:
+        """Of the view that shows the most, or of every one where the kind was asked for by name."""
+        axes = self.axes()
+        # Against the dimension only where nothing else varies, or where that is asked for.
+        x = next((axis for axis in axes if axis != "dim"), "dim" if axes else None)
+        views = [view for view in self.views(x) if shows(view)] if x else []
+        chosen, every = typical(views), self.request.kinds is not None
+        for view in views:
+            if view is chosen or every:
+                name = f"{stem}-{fixed_slug(view)}" if every and len(views) > 1 else stem
+                scale = {} if draw is savings_bars else {"log": self.request.log is not False}
+                yield self.line_picture(view, name, words, draw, main=view is chosen, **scale)
+
+    def quantity_pictures(self, quantity: Quantity) -> Iterator[Picture]:
+        if not any(quantity.value(record) is not None for record in self.records):
+            return
+        for x in self.axes():
+            views = self.views(x)
+            for view in views:
+                name = slug(f"{quantity.fields[0]} {x} {fixed_slug(view) if len(views) > 1 else ''}")
+                draw = functools.partial(line_figure, quantities=[quantity])
+                yield self.line_picture(view, name, quantity.title, draw, log=self.request.log is not False)
+
+    def line_picture(self, view: View, stem: str, words: str, draw: Draw, *, main: bool = True, **how: bool) -> Picture:
+        title, subtitle = heading(self.title, words), subtitle_of(view.records)
+        shape = view.fixed_words()
+        caption = f"{title}{f', at {shape}' if shape else ''}; {subtitle}."
+        return Picture(
+            self.name(stem),
+            caption,
+            lambda: draw(view, styles=self.styles, title=title, subtitle=subtitle, **how),
+            main,
+        )
+
+    def name(self, stem: str) -> str:
+        return f"{stem}-{self.suffix}" if self.suffix else stem
+
+
+def typical(views: Sequence[View]) -> View | None:
+    """The one in the middle of those that hold the most cases."""
+    most = max((len(view.records) for view in views), default=0)
+    fullest = [view for view in views if len(view.records) == most]
+    return fullest[(len(fullest) - 1) // 2] if fullest else None
+
+
+def is_timed(view: View) -> bool:
+    return bool(time_quantities(view.records))
+
+
+def is_foreseen(view: View) -> bool:
+    return has_prediction(view.records)
+
+
+def is_known(view: View) -> bool:
+    return has_theory(view.records)
+
+
+def is_comparable(view: View) -> bool:
+    return standard_among(line.name for line in view.lines({})) is not None
+
+
+def is_decoded(view: View) -> bool:
+    return bool(decode_quantities(view.records))

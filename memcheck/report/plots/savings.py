@@ -1,0 +1,139 @@
+"""How many times as much memory the standard takes as each other operator: bars, labelled with the factor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from memcheck.core.errors import UsageError
+from memcheck.report.plots.lines import MISSING_WORDS
+from memcheck.report.plots.memory import memory_quantities
+from memcheck.report.plots.scales import x_ticks
+from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed
+from memcheck.report.plots.style import GREY, HATCHES, Style, in_house_style, new_figure
+from memcheck.core.record import Record
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# What people mean by "standard attention", where it is among the records.
+STANDARDS = ("naive", "memcheck-pyt/naive", "cs336/naive", "softmax/math", "memcheck-pyt/softmax", "softmax")
+COLUMNS = 3
+MOST_BARS = 9
+
+
+def standard_among(names: Iterable[str]) -> str | None:
+    """The standard, or a variant of it, among names of lines; None where there is none, or nothing beside it."""
+    names = list(names)
+    found = [name for standard in STANDARDS for name in names if name.split(",")[0] == standard]
+    return found[0] if found and len(names) > 1 else None
+
+
+@in_house_style
+def savings_bars(
+    view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, standard: str | None = None
+) -> Figure:
+    """A panel for each operator, a bar for each x: the standard's peak memory by the operator's."""
+    refuse_mixed(view.records)
+    lines = view.lines(styles)
+    standard = standard or standard_among(line.name for line in lines)
+    if standard not in [line.name for line in lines]:
+        raise UsageError(f"the savings need a standard to compare with, got none of {', '.join(STANDARDS)}")
+    quantity = memory_quantities(view.records)[-1]
+    base = {x: record for line in lines if line.name == standard for x, record in line.points}
+    others = [line for line in lines if line.name != standard and ratios(line, base, quantity)]
+    columns = min(COLUMNS, max(len(others), 1))
+    rows = max(math.ceil(len(others) / columns), 1)
+    figure = new_figure(9.6 if columns > 1 else 6.8, 1.0 + 2.1 * rows, title, subtitle)
+    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
+    places = sorted(x_ticks(view.positions))[-MOST_BARS:]
+    for number, ax in enumerate(panels):
+        if number < len(others):
+            draw_ratios(ax, others[number], base, quantity, places, HATCHES[number % len(HATCHES)])
+            ax.set_xlabel(view.label if number + columns >= len(others) else "")
+        else:
+            ax.set_visible(False)
+    set_ratio_axis(figure.axes, others, base, quantity)
+    figure.supylabel(f"{standard} / operator", fontsize=10)
+    figure.supxlabel(
+        f"peak memory, {quantity.title.lower()}; dotted: as much as {standard}; hollow: {standard} predicted, not run",
+        fontsize=9,
+        color=GREY,
+    )
+    return figure
+
+
+def standard_bytes(record: Record, quantity: Quantity) -> tuple[float, bool] | None:
+    """Bytes, and whether they are a prediction."""
+    if (size := quantity.value(record)) is not None:
+        return size, False
+    predicted = quantity.theory(record)
+    return (predicted, True) if predicted is not None else None
+
+
+def ratios(line: Line, base: Mapping[int, Record], quantity: Quantity) -> dict[int, tuple[float, bool]]:
+    """x -> the standard by this, and whether the standard's share in it is a prediction."""
+    found = {}
+    for x, record in line.points:
+        size = quantity.value(record)
+        whole = standard_bytes(base[x], quantity) if x in base else None
+        if size and whole:
+            found[x] = whole[0] / size, whole[1]
+    return found
+
+
+def draw_ratios(
+    ax: Axes, line: Line, base: Mapping[int, Record], quantity: Quantity, places: Sequence[int], hatch: str
+) -> None:
+    known = ratios(line, base, quantity)
+    rows = dict(line.points)
+    for place, x in enumerate(places):
+        ratio, predicted = known.get(x, (None, False))
+        if ratio is not None:
+            face, edge = ("white", line.style.colour) if predicted else (line.style.colour, "white")
+            # From 1 up or down: on a logarithmic axis a bar has no other foot.
+            ax.bar(place, ratio - 1, bottom=1, width=0.75, color=face, edgecolor=edge, hatch=hatch, label=line.name)
+            above = ratio >= 1
+            label(ax, format_factor(ratio), place, ratio, above=above, fontsize=9)
+        elif words := absence(rows.get(x), base.get(x), quantity):
+            label(ax, words, place, 1, above=True, rotation=90, fontsize=8, color=GREY)
+    ax.axhline(1, color="black", lw=0.8, ls=":", label="_one")
+    ax.set_xticks(range(len(places)), [str(x) for x in places], fontsize=9 if len(places) < 7 else 8)
+    ax.set_xlim(-0.6, len(places) - 0.4)
+    ax.set_title(line.name)
+
+
+def label(ax: Axes, text: str, place: int, y: float, *, above: bool, **look: Any) -> None:
+    shift, edge = (2, "bottom") if above else (-2, "top")
+    ax.annotate(text, (place, y), (0, shift), textcoords="offset points", ha="center", va=edge, **look)
+
+
+def absence(record: Record | None, base: Record | None, quantity: Quantity) -> str:
+    """Why there is no factor where a case was asked for."""
+    if record is None or base is None:
+        return ""
+    if quantity.value(record) is None:
+        return MISSING_WORDS.get(record.status, record.status)
+    return f"standard: {MISSING_WORDS.get(base.status, base.status)}"
+
+
+def format_factor(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio >= 20 else f"{ratio:.1f}x" if ratio >= 1.95 else f"{ratio:.2f}x"
+
+
+def set_ratio_axis(
+    panels: Sequence[Axes], others: Sequence[Line], base: Mapping[int, Record], quantity: Quantity
+) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    values = [ratio for line in others for ratio, _ in ratios(line, base, quantity).values()] or [1.0]
+    low, high = math.floor(math.log2(min(*values, 1.0))), math.ceil(math.log2(max(*values, 1.5)))
+    span = high - low
+    for ax in panels[:1]:
+        ax.set_yscale("log", base=2)
+        ax.set_ylim(2.0 ** (low - (0.04 if low == 0 else 0.14) * span), 2.0 ** (high + 0.12 * span))
+        ax.yaxis.set_major_locator(FixedLocator([2.0**power for power in range(low, high + 1, math.ceil(span / 5))]))
+        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}x"))
+        ax.yaxis.set_minor_locator(NullLocator())

@@ -1,0 +1,260 @@
+"""Records sorted out for drawing: what may share a picture, what varies in it, and what is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from memcheck.core.errors import UsageError
+from memcheck.report.plots.style import Style, distinct_styles
+from memcheck.core.record import Record
+from memcheck.report.pairing import is_predicted, on_measured_devices
+
+# Records that differ in one of these are never in one picture.
+SETTING = {"device": "device", "device_name": "device", "dtype": "dtype", "mode": "mode", "bsz": "batch size"}
+# What else may tell two records of one operator and shape apart: they become two lines.
+VARIANT = {
+    "heads": "{} heads",
+    "core_dim": "core dim {}",
+    "factor": "factor {}",
+    "causal": "{}",
+    "compiled": "{}",
+    "backend": "{}",
+    "threads": "{} threads",
+    "device_index": "device {}",
+    "device_uuid": "{}",
+    "torch_version": "torch {}",
+    "memcheck_version": "memcheck {}",
+    "allocator": "{}",
+}
+SAID = {
+    ("causal", True): "causal",
+    ("causal", False): "no mask",
+    ("compiled", True): "compiled",
+    ("compiled", False): "eager",
+}
+AXES = {
+    "length": "sequence length",
+    "query_len": "query length",
+    "kv_len": "key length",
+    "dim": "token dimension",
+}
+# A row that ended so has no figure, and is marked where it would stand.
+MARKED = ("oom", "skipped", "timeout", "killed")
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What a panel shows: the maximum of some fields of a record."""
+
+    title: str
+    fields: tuple[str, ...]
+    unit: str = "bytes"  # or "ms"
+    label: str = ""
+
+    @property
+    def needs_backward(self) -> bool:
+        return any(name.startswith(("backward", "gradient")) for name in self.fields)
+
+    def value(self, record: Record) -> float | None:
+        sizes = [getattr(record, name) for name in self.fields]
+        return None if any(size is None for size in sizes) else max(sizes)
+
+    def theory(self, record: Record) -> int | None:
+        """The same by the record's terms."""
+        terms = [(record.theory or {}).get(name) for name in self.fields]
+        return (
+            max(sum((named or {}).values()) for named in terms) if all(named is not None for named in terms) else None
+        )
+
+    def missing(self, record: Record) -> str | None:
+        """How the record ended, where that is why it has no such figure."""
+        if record.status == "oom":
+            return "oom" if self.needs_backward or record.oom_phase != "backward" else None
+        return record.status if record.status in MARKED and self.value(record) is None else None
+
+
+FORWARD = Quantity("Forward", ("forward_peak_bytes",), label="memory, inputs and output included")
+BACKWARD = Quantity(
+    "Forward + backward",
+    ("forward_peak_bytes", "backward_peak_bytes"),
+    label="memory, inputs, output and gradients included",
+)
+FORWARD_TIME = Quantity("Forward", ("forward_ms",), "ms", "time, median and quartiles")
+BACKWARD_TIME = Quantity("Backward", ("backward_ms",), "ms", "time, median and quartiles")
+STATE = Quantity("State", ("state_bytes",), label="memory")
+STEP = Quantity("Peak of one step", ("forward_peak_bytes",), label="memory")
+
+
+def quantity_of(name: str) -> Quantity:
+    """The quantity of one field of the records."""
+    unit = "ms" if name.endswith("_ms") else "bytes"
+    words = name.removesuffix("_ms").removesuffix("_bytes").replace("_", " ")
+    return Quantity(
+        words, (name,), unit, f"{words} {'time' if unit == 'ms' else 'memory'}".replace("peak memory", "peak")
+    )
+
+
+Points = tuple[tuple[int, Record], ...]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One operator's records along x, nothing twice.
+
+    predictions: of the same operator, to be drawn beside what was measured. Where nothing was, they are the points.
+    """
+
+    name: str
+    style: Style
+    points: Points
+    predictions: Points = ()
+
+    @property
+    def predicted(self) -> bool:
+        """Whether nothing of it was measured."""
+        return all(is_predicted(record) for _, record in self.points)
+
+
+@dataclass(frozen=True)
+class View:
+    """Records alike in everything but x and the operator."""
+
+    x: str
+    fixed: Mapping[str, int]
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def positions(self) -> list[int]:
+        return sorted({position(record, self.x) for record in self.records})
+
+    @property
+    def label(self) -> str:
+        """Of the x axis."""
+        if self.x == "length" and any(record.kv_len not in (record.query_len, None) for record in self.records):
+            return "key length, the query length in step"
+        lengths = [f"{AXES[axis]} {size}" for axis, size in self.fixed.items() if axis != "dim"]
+        return ", at ".join([AXES[self.x], ", ".join(lengths)]) if lengths else AXES[self.x]
+
+    def fixed_words(self, *fields: str) -> str:
+        """ "sequence length 512, token dimension 64", of these or all fixed axes."""
+        return ", ".join(f"{AXES[name]} {size}" for name, size in self.fixed.items() if not fields or name in fields)
+
+    def lines(self, styles: Mapping[str, Style]) -> list[Line]:
+        measured = self.points_by_name([record for record in self.records if not is_predicted(record)])
+        predicted = self.points_by_name([record for record in self.records if is_predicted(record)])
+        names = dict.fromkeys([*measured, *predicted])
+        drawn = distinct_styles(names, styles)
+        return [
+            Line(name, drawn[name], measured[name], predicted.get(name, ()))
+            if name in measured
+            else Line(name, drawn[name], predicted[name])
+            for name in names
+        ]
+
+    def points_by_name(self, records: Sequence[Record]) -> dict[str, Points]:
+        groups: dict[str, dict[int, Record]] = {}
+        for name, record in zip(line_names(records, self.x), records, strict=True):
+            # The newest of what is alike in all respects.
+            groups.setdefault(name, {})[position(record, self.x)] = record
+        return {name: tuple(sorted(points.items())) for name, points in groups.items()}
+
+
+def position(record: Record, axis: str) -> int:
+    """Where a record stands on an axis; 0 where it has no such size."""
+    if axis in ("length", "kv_len"):
+        return int(record.kv_len or record.query_len or 0)
+    return int(getattr(record, axis) or 0)
+
+
+def split_settings(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[Record]]]:
+    """Groups that may share a picture, each with the values in which it differs from the other groups."""
+    records = on_measured_devices(records)
+    kinds = [(*shared(records, name),) for name in SETTING]
+    kinds.append(tuple("token operators" if record.kv_len is None else "attention" for record in records))
+    names = [*SETTING, "kind"]
+    groups: dict[tuple[Any, ...], list[Record]] = {}
+    for key, record in zip(zip(*kinds, strict=True), records, strict=True):
+        groups.setdefault(key, []).append(record)
+    differing = [number for number in range(len(names)) if len({key[number] for key in groups}) > 1]
+    return [({names[number]: key[number] for number in differing}, rows) for key, rows in groups.items()]
+
+
+def shared(records: Sequence[Record], name: str) -> list[Any]:
+    """The values of a field. Where it is unknown, as of a killed process, and all others agree, it is theirs."""
+    known = {getattr(record, name) for record in records} - {None}
+    stand_in = next(iter(known)) if len(known) == 1 else None
+    return [stand_in if getattr(record, name) is None else getattr(record, name) for record in records]
+
+
+def refuse_mixed(records: Sequence[Record]) -> None:
+    """One picture compares what ran under the same conditions; anything else is a UsageError."""
+    for name, words in SETTING.items():
+        values = sorted({str(value) for value in shared(records, name)})
+        if len(values) > 1:
+            raise UsageError(f"one plot needs one {words}, got {', '.join(values)}")
+    if len({record.kv_len is None for record in records}) > 1:
+        raise UsageError("one plot needs operators of one kind, got attention and operators without keys")
+
+
+def axes_of(records: Sequence[Record]) -> tuple[str, ...]:
+    """The axes of the shapes: one length where S and T go in step, else both."""
+    pairs = {(position(record, "query_len"), position(record, "kv_len")) for record in records}
+    queries, keys = ({pair[side] for pair in pairs} for side in (0, 1))
+    return ("length", "dim") if len(queries) == len(keys) == len(pairs) else ("query_len", "kv_len", "dim")
+
+
+def views_along(records: Sequence[Record], x: str) -> list[View]:
+    """One view for each value of the other axes, from small to large. What has no place on x is in none."""
+    axes, x = axes_of(records), axis_among(records, x)
+    groups: dict[tuple[int, ...], View] = {}
+    others = [axis for axis in axes if axis != x]
+    for record in records:
+        if not position(record, x):
+            continue
+        key = tuple(position(record, axis) for axis in others)
+        view = groups.setdefault(key, View(x, dict(zip(others, key, strict=True))))
+        view.records.append(record)
+    return [groups[key] for key in sorted(groups)]
+
+
+def axis_among(records: Sequence[Record], x: str) -> str:
+    """Of lengths that go in step there is one; of those that do not, the keys' is what people mean by it."""
+    axes = axes_of(records)
+    return x if x in axes else "length" if "length" in axes else "kv_len"
+
+
+def natural_axis(records: Sequence[Record]) -> str:
+    """What varies: a length before the dimension."""
+    order = {"length": 0, "kv_len": 1, "query_len": 2, "dim": 3}
+    axes = sorted(axes_of(records), key=lambda axis: order[axis])
+    varying = [axis for axis in axes if len({position(record, axis) for record in records}) > 1]
+    return (varying or axes)[0]
+
+
+def line_names(records: Sequence[Record], x: str) -> list[str]:
+    """The operator's name, and what tells its records apart where several stand at one x."""
+    stacks: dict[tuple[str, int], list[Record]] = {}
+    for record in records:
+        stacks.setdefault((record.operator or "?", position(record, x)), []).append(record)
+    telling: dict[str, dict[str, None]] = {}
+    for (operator, _), stack in stacks.items():
+        differing = [name for name in VARIANT if len({getattr(record, name) for record in stack} - {None}) > 1]
+        telling.setdefault(operator, {}).update(dict.fromkeys(differing))
+    return [variant_name(record, telling[record.operator or "?"]) for record in records]
+
+
+def variant_name(record: Record, fields: Iterable[str]) -> str:
+    values = {name: getattr(record, name) for name in fields}
+    words = [
+        VARIANT[name].format(SAID.get((name, value), value)) for name, value in values.items() if value is not None
+    ]
+    return ", ".join([record.operator or "?", *words])
+
+
+def undrawn_note(records: Sequence[Record]) -> str:
+    """What ended in a way that has no place in a plot: refused, or broken."""
+    rest = {(record.operator, record.status) for record in records if record.status not in ("ok", *MARKED)}
+    missing = sorted(f"{operator} ({status})" for operator, status in rest)
+    return f"not drawn: {', '.join(missing)}" if missing else ""

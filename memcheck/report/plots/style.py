@@ -1,0 +1,163 @@
+"""How pictures look, and the files they become. The user's own matplotlib stays as it was: no backend, no rcParams."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from memcheck.core.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+GREY = "#666666"
+GRID = "#dddddd"
+FORMATS = ("png", "svg", "pdf")
+# Text stays text, and ids are the same in every run.
+RC = {
+    "figure.dpi": 100,
+    "font.size": 10,
+    "font.sans-serif": ["DejaVu Sans", "Verdana", "sans-serif"],
+    "axes.titlesize": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "lines.markersize": 6.5,
+    "hatch.linewidth": 0.8,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "memcheck",
+}
+NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
+PNG_DPI = 150
+
+
+@dataclass(frozen=True)
+class Style:
+    colour: str
+    marker: str
+    dash: Any = "-"
+
+
+def look_of(style: Style, **more: Any) -> dict[str, Any]:
+    """Keywords of Axes.plot: the style's colour and marker, no line, and more."""
+    return {"color": style.colour, "marker": style.marker, "ls": "none", **more}
+
+
+def shade_of(colour: str) -> tuple[float, float, float]:
+    """The colour again, so much darker, or lighter where it is dark, that it shows on itself."""
+    from matplotlib.colors import to_rgb
+
+    red, green, blue = to_rgb(colour)
+    if 0.3 * red + 0.6 * green + 0.1 * blue < 0.2:
+        return (red + 3) / 4, (green + 3) / 4, (blue + 3) / 4
+    return red / 2.5, green / 2.5, blue / 2.5
+
+
+UNKNOWN_STYLE = Style(GREY, "x", ":")
+# For names that come without a style. Tol's and Okabe and Ito's colours, told apart by the colour-blind; markers,
+# dashes and hatches are what tells lines apart in greyscale.
+COLOURS = (
+    *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288", "#999933"),
+    *("#882255", "#44AA99", "#000000", "#E69F00", "#56B4E9", "#A6761D"),
+)
+MARKERS = ("*", "8", "p", "d", "H", "P", "X", "v", "^", "<", ">", "D", "s", "o", "h")
+DASHES = ((0, (9, 2, 2, 2)), (0, (1, 2)), (0, (4, 4)), (0, (6, 1, 2, 1)), "-", "--", "-.", ":")
+# Of straight strokes: in an SVG every dot of a dotted hatch is a path of its own.
+HATCHES = ("", "///", "xx", "---", "\\\\\\", "++", "|||", "//", "xxxx", "--", "\\\\", "||", "+++")
+
+
+def distinct_styles(names: Iterable[str], styles: Mapping[str, Style]) -> dict[str, Style]:
+    """The style of each name; those that have none get one whose colour, marker and dash no other has, if it can be."""
+    names = list(names)
+    taken = [styles[name] for name in names if name in styles]
+    chosen: dict[str, Style] = {}
+    for name in names:
+        if name not in styles:
+            taken.append(free_style(taken))
+        chosen[name] = styles[name] if name in styles else taken[-1]
+    return chosen
+
+
+def free_style(taken: Sequence[Style]) -> Style:
+    def first_free(candidates: Sequence[Any], used: list[Any]) -> Any:
+        return min(candidates, key=used.count)
+
+    return Style(
+        first_free(COLOURS, [style.colour for style in taken]),
+        first_free(MARKERS, [style.marker for style in taken]),
+        first_free(DASHES, [style.dash for style in taken]),
+    )
+
+
+@contextmanager
+def house_style() -> Iterator[None]:
+    """Matplotlib's defaults and ours, whatever the user's style is, until the block ends."""
+    from matplotlib import style
+
+    with style.context(["default", RC]):
+        yield
+
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def in_house_style(draw: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(draw)
+    def styled(*args: P.args, **kwargs: P.kwargs) -> T:
+        with house_style():
+            return draw(*args, **kwargs)
+
+    return styled
+
+
+def new_figure(width: float, height: float, title: str, subtitle: str = "") -> Figure:
+    """A figure of its own, not pyplot's. 9 inches wide shows text of 10 points at 12 pixels in a README."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.suptitle(f"{title}\n{subtitle}" if subtitle else title, fontsize=11)
+    return figure
+
+
+@in_house_style
+def save(figure: Figure, path: Path | str) -> Path:
+    """The format is the suffix."""
+    path = Path(path)
+    metadata = {".svg": NO_METADATA, ".pdf": {"CreationDate": None}}.get(path.suffix)
+    figure.savefig(path, dpi=PNG_DPI, metadata=metadata)
+    return path
+
+
+def check_formats(formats: Iterable[str]) -> tuple[str, ...]:
+    formats = tuple(dict.fromkeys(formats))
+    for name in formats:
+        if name not in FORMATS:
+            raise UsageError(f"--format {name} is unknown; known: {', '.join(FORMATS)}")
+    return formats
+
+
+@in_house_style
+def inline_svg(figure: Figure, prefix: str, caption: str) -> str:
+    """An <svg> element for a page: no prologue, every id and rule its own, as wide as there is room."""
+    from xml.sax.saxutils import escape
+
+    buffer = io.StringIO()
+    figure.savefig(buffer, format="svg", metadata=NO_METADATA)
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :].strip()
+    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
+    svg = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", svg)
+    # The rule for all elements would reach those of the page.
+    svg = svg.replace("*{stroke-linejoin", f"#{prefix} *{{stroke-linejoin")
+    head = f'<svg id="{prefix}" role="img" style="max-width:100%;height:auto"'
+    title = f"<title>{escape(caption)}</title>"
+    return re.sub(r"<svg\b([^>]*)>", lambda found: f"{head}{found[1]}>\n {title}", svg, count=1)

@@ -1,0 +1,150 @@
+"""Theory or prediction beside measurement: what was expected as lines, measured bytes as marks on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from memcheck.report.plots.lines import Name, dress, expected, measured, name_lines
+from memcheck.report.plots.memory import memory_quantities
+from memcheck.report.plots.scales import format_value, set_x, set_y
+from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed
+from memcheck.report.plots.style import GREY, Style, in_house_style, look_of, new_figure
+from memcheck.core.record import Record
+from memcheck.report.pairing import is_predicted, pair
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Values = list[tuple[int, float]]
+
+
+def theory(line: Line, quantity: Quantity) -> Values:
+    if line.predicted:
+        return []
+    return [(x, float(size)) for x, record in line.points if (size := quantity.theory(record))]
+
+
+@dataclass(frozen=True)
+class Expectation:
+    """What a measurement is set beside, and how the picture says so."""
+
+    of: Callable[[Line, Quantity], Values]
+    lines: str
+    difference: str
+    ratio: bool  # else a share more or less
+
+
+THEORY = Expectation(theory, "theory, from the shapes alone", "measured less theory", ratio=False)
+PREDICTION = Expectation(expected, "predicted", "measured / predicted", ratio=True)
+
+
+def has_theory(records: Sequence[Record]) -> bool:
+    quantity = memory_quantities(records)[-1]
+    measured = [record for record in records if not is_predicted(record)]
+    return any(quantity.theory(record) is not None and quantity.value(record) is not None for record in measured)
+
+
+def has_prediction(records: Sequence[Record]) -> bool:
+    quantity = memory_quantities(records)[-1]
+    return any(None not in map(quantity.value, both) for both in pair(records).both)
+
+
+def theory_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool = True) -> Figure:
+    return expectation_figure(view, styles, THEORY, title=title, subtitle=subtitle, log=log)
+
+
+def prediction_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool = True) -> Figure:
+    return expectation_figure(view, styles, PREDICTION, title=title, subtitle=subtitle, log=log)
+
+
+@in_house_style
+def expectation_figure(
+    view: View, styles: Mapping[str, Style], expectation: Expectation, *, title: str, subtitle: str, log: bool
+) -> Figure:
+    """Left, both on one scale; right, by how much the measurement differs."""
+    refuse_mixed(view.records)
+    quantity = memory_quantities(view.records)[-1]
+    lines = [line for line in view.lines(styles) if expectation.of(line, quantity)]
+    figure = new_figure(9.6, 4.5, title, subtitle)
+    both, difference = figure.subplots(1, 2)
+    for line in lines:
+        draw_both(both, line, quantity, expectation)
+        draw_difference(difference, line, quantity, expectation)
+    dress(both, view, quantity, log=log)
+    both.set_title(f"{quantity.title}: bytes")
+    both.set_ylabel("memory, inputs and output included")
+    difference.set_title(expectation.difference)
+    difference.set_xlabel(view.label)
+    difference.grid()
+    set_x(difference, view.positions, log=log)
+    set_difference_axis(difference, [differences(line, quantity, expectation) for line in lines], expectation)
+    figure.supxlabel(f"lines: {expectation.lines}; marks: measured; hollow: not run", fontsize=9, color=GREY)
+    figure.draw_without_rendering()
+    set_y(both, [value for line in lines for _, value in expectation.of(line, quantity)], quantity.unit, log=log)
+    name_lines(both, [expected_name(line, quantity, expectation) for line in lines], 0)
+    apart = [line for line in lines if differences(line, quantity, expectation)]
+    name_lines(difference, [difference_name(line, quantity, expectation) for line in apart], 0)
+    return figure
+
+
+def differences(line: Line, quantity: Quantity, expectation: Expectation) -> Values:
+    """x -> measured / expected - 1."""
+    wanted = dict(expectation.of(line, quantity))
+    return [(x, value / wanted[x] - 1) for x, value in measured(line, quantity) if wanted.get(x)]
+
+
+def draw_both(ax: Axes, line: Line, quantity: Quantity, expectation: Expectation) -> None:
+    wanted, found = expectation.of(line, quantity), measured(line, quantity)
+    ax.plot(
+        *zip(*wanted, strict=True), color=line.style.colour, ls=line.style.dash, lw=1.2, label=f"_theory {line.name}"
+    )
+    found = [(x, value) for x, value in found if value > 0]
+    if found:
+        ax.plot(*zip(*found, strict=True), label=line.name, **look_of(line.style))
+    if not_run := [point for point in wanted if point[0] not in dict(found)]:
+        ax.plot(*zip(*not_run, strict=True), label="_predicted", **look_of(line.style, mfc="white", mew=1.3))
+
+
+def draw_difference(ax: Axes, line: Line, quantity: Quantity, expectation: Expectation) -> None:
+    if points := differences(line, quantity, expectation):
+        ax.plot(*zip(*points, strict=True), label=line.name, **look_of(line.style, ls=line.style.dash))
+
+
+def set_difference_axis(ax: Axes, found: Sequence[Values], expectation: Expectation) -> None:
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    shares = [share for values in found for _, share in values]
+    # A percent at least: noise in the last digits should not look like a mountain.
+    low, high = min([*shares, -0.01]), max([*shares, 0.01])
+    margin = 0.08 * (high - low)
+    ax.set_ylim(low - margin, high + margin)
+    ax.axhline(0, color="black", lw=0.8, ls=":", label="_zero")
+    ax.yaxis.set_major_locator(MaxNLocator(6))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: difference_words(y, expectation)))
+
+
+def difference_words(share: float, expectation: Expectation) -> str:
+    """ "+1.2 %", or as a ratio "1.012 x"."""
+    if expectation.ratio:
+        return f"{1 + share:.4g} x"
+    return "0" if abs(share) < 1e-9 else f"{100 * share:+.3g} %"
+
+
+def expected_name(line: Line, quantity: Quantity, expectation: Expectation) -> Name:
+    value = expectation.of(line, quantity)[-1][1]
+    return Name(f"{line.name} {format_value(value, quantity.unit)}", value, line.style)
+
+
+def difference_name(line: Line, quantity: Quantity, expectation: Expectation) -> Name:
+    found = [share for _, share in differences(line, quantity, expectation)]
+    furthest = max(found, key=abs)
+    if furthest == 0:
+        words = "exact"
+    elif expectation.ratio:
+        words = f"{1 + furthest:.4g} x at most" if furthest > 0 else f"{1 + furthest:.4g} x at least"
+    else:
+        words = f"{100 * furthest:+.2g} % at most"
+    return Name(f"{line.name} {words}", found[-1], line.style)

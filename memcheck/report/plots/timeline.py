@@ -1,0 +1,169 @@
+"""One case over time: what is alive, stacked by name, with its phases and its peaks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from memcheck.report.plots.scales import set_linear_ticks
+from memcheck.report.plots.style import COLOURS, HATCHES, in_house_style, new_figure, save
+from memcheck.core.units import format_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Layers with a name of their own; the rest is one.
+MOST_LAYERS = 11
+OTHERS = ("other", "others")
+OTHERS_COLOUR = "#BBBBBB"
+# Columns of the picture, about: of more steps than these, each column shows its fullest.
+MOST_STEPS = 1500
+MOST_LETTERS = 36
+# What holds less than this share of the highest sum at a peak is no part of the story.
+LEAST_SHARE = 0.01
+
+
+class Timeline(Protocol):
+    """What is drawn: plain numbers."""
+
+    @property
+    def steps(self) -> Sequence[int]: ...  # indices of the events
+    @property
+    def series(self) -> Mapping[str, Sequence[int]]: ...  # name -> bytes alive after each event
+    @property
+    def phases(self) -> Sequence[tuple[str, int, int]]: ...  # name, first event, last event
+    @property
+    def peak(self) -> Mapping[str, int]: ...  # phase -> event of its highest sum
+
+
+@dataclass(frozen=True)
+class Layers:
+    """The series that are drawn, what lives longest at the bottom, over the steps that are drawn."""
+
+    steps: list[int]
+    layers: dict[str, list[int]]
+
+    @property
+    def tops(self) -> list[int]:
+        """How high the stack reaches; what is below 0, freed but never seen allocated, hangs under the axis."""
+        columns = zip(*self.layers.values(), strict=True)
+        return [sum(size for size in column if size > 0) for column in columns]
+
+
+def plot_timeline(
+    timeline: Timeline, path: Path | str, *, title: str = "Memory over one case", subtitle: str = ""
+) -> Figure:
+    """Written to `path`, in the format of its suffix."""
+    figure = timeline_figure(timeline, title=title, subtitle=subtitle)
+    save(figure, path)
+    return figure
+
+
+@in_house_style
+def timeline_figure(timeline: Timeline, *, title: str, subtitle: str) -> Figure:
+    figure = new_figure(9.6, 4.8, title, subtitle)
+    ax = figure.subplots()
+    stack = layers_of(timeline)
+    draw_layers(ax, stack)
+    figure.draw_without_rendering()
+    highest = max(stack.tops, default=0) or 1
+    lowest = min((size for sizes in stack.layers.values() for size in sizes), default=0)
+    ax.set_ylim(1.1 * min(lowest, 0), 1.2 * highest)
+    set_linear_ticks(ax.yaxis, highest, "bytes")
+    ax.set_xlabel("allocations and frees, in order")
+    ax.set_ylabel("alive")
+    mark_phases(ax, timeline)
+    mark_peaks(ax, timeline)
+    return figure
+
+
+def layers_of(timeline: Timeline) -> Layers:
+    """The names that hold the most at a peak, then anywhere, each a layer; all others together are one."""
+    places = peak_places(timeline)
+    highest = {name: max(map(abs, sizes), default=0) for name, sizes in timeline.series.items()}
+    at_peak = {name: max([sizes[place] for place in places], default=0) for name, sizes in timeline.series.items()}
+    least = LEAST_SHARE * sum(at_peak.values())
+    names = [name for name in timeline.series if highest[name]]
+    names.sort(key=lambda name: (-at_peak[name] if at_peak[name] >= least else 0, -highest[name]))
+    kept = names if len(names) <= MOST_LAYERS + 1 else names[:MOST_LAYERS]
+    # What lives longest lies at the bottom, and moves least.
+    kept = sorted(kept, key=lambda name: (name in OTHERS, -lifetime(timeline, name)))
+    layers = {name: list(timeline.series[name]) for name in kept}
+    if rest := [timeline.series[name] for name in names[len(kept) :]]:
+        layers[f"{len(rest)} others"] = [sum(sizes) for sizes in zip(*rest, strict=True)]
+    return thinned(Layers(list(timeline.steps), layers), places)
+
+
+def lifetime(timeline: Timeline, name: str) -> int:
+    return sum(size > 0 for size in timeline.series[name])
+
+
+def peak_places(timeline: Timeline) -> list[int]:
+    """Where in the lists the peaks stand."""
+    where = {step: place for place, step in enumerate(timeline.steps)}
+    return [where[step] for step in timeline.peak.values() if step in where]
+
+
+def thinned(stack: Layers, keep: Sequence[int]) -> Layers:
+    """Of too many steps the fullest of each few, so that no peak is lost."""
+    if len(stack.steps) <= MOST_STEPS:
+        return stack
+    tops, few = stack.tops, -(-len(stack.steps) // MOST_STEPS)
+    fullest = {
+        max(range(first, min(first + few, len(tops))), key=tops.__getitem__) for first in range(0, len(tops), few)
+    }
+    places = sorted(fullest | set(keep) | {0, len(tops) - 1})
+    layers = {name: [sizes[place] for place in places] for name, sizes in stack.layers.items()}
+    return Layers([stack.steps[place] for place in places], layers)
+
+
+def draw_layers(ax: Axes, stack: Layers) -> None:
+    # What is alive after the last event is as wide as after any other.
+    steps = [*stack.steps, *[step + 1 for step in stack.steps[-1:]]]
+    below, handles = [0] * len(steps), []
+    for number, (name, sizes) in enumerate(stack.layers.items()):
+        levels = [*sizes, *sizes[-1:]]
+        above = [low + size if size > 0 else low for low, size in zip(below, levels, strict=True)]
+        look: dict[str, Any] = {"edgecolor": "white", "hatch": HATCHES[number % len(HATCHES)], "lw": 0.5}
+        colour = OTHERS_COLOUR if name.rpartition(" ")[2] in OTHERS else COLOURS[number % len(COLOURS)]
+        layer = ax.fill_between(steps, below, above, step="post", facecolor=colour, label=name, **look)
+        handles.append(layer)
+        if min(levels) < 0:
+            under = [min(size, 0) for size in levels]
+            ax.fill_between(steps, under, 0, step="post", facecolor=colour, label="_under", **look)
+        below = above
+    # Matplotlib leaves out what begins with an underscore, as _softmax_backward_data does.
+    names = [f" {short(name)}" if name.startswith("_") else short(name) for name in stack.layers]
+    # In the order of the layers, the topmost first.
+    ax.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+
+
+def short(name: str) -> str:
+    return name if len(name) <= MOST_LETTERS else f"{name[: MOST_LETTERS - 3]}..."
+
+
+def mark_phases(ax: Axes, timeline: Timeline) -> None:
+    place = ax.get_xaxis_transform()
+    for number, (name, first, last) in enumerate(timeline.phases):
+        if number:
+            ax.axvline(first, color="black", lw=0.8, ls="--", label="_phase")
+        middle = (first + last + 1) / 2
+        ax.text(middle, 0.985, name, transform=place, ha="center", va="top", fontsize=11, weight="bold")
+    if timeline.steps:
+        ax.set_xlim(timeline.steps[0], timeline.steps[-1] + 1)
+
+
+def mark_peaks(ax: Axes, timeline: Timeline) -> None:
+    columns = dict(zip(timeline.steps, zip(*timeline.series.values(), strict=True), strict=False))
+    first, last = ax.get_xlim()
+    for phase, step in timeline.peak.items():
+        if step in columns:
+            # Over the middle of the step's width.
+            x, top = step + 0.5, sum(size for size in columns[step] if size > 0)
+            ax.plot([x], [top], marker="v", color="black", ms=7, clip_on=False, label="_peak")
+            side, shift = ("left", -4) if (step - first) / (last - first) < 0.7 else ("right", 4)
+            text = f"{phase} peak {format_bytes(sum(columns[step]))}"
+            ax.annotate(text, (x, top), (shift, 7), textcoords="offset points", ha=side, va="bottom")

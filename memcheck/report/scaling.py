@@ -1,0 +1,166 @@
+"""How memory and time grow: the factor per doubling, and the exponent a of memory ~ N^a with its confidence."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from memcheck.core.record import Record
+from memcheck.report.cases import CASE_FIELDS, describe, groups_besides, varying
+from memcheck.report.rows import common_case
+from memcheck.report.tables import Cell, Column, Table
+
+CONFIDENCE = 0.95
+QUANTITIES = {
+    "forward_peak_bytes": "forward peak",
+    "saved_bytes": "kept for backward",
+    "backward_peak_bytes": "backward peak",
+    "forward_ms": "forward time",
+    "backward_ms": "backward time",
+}
+# Inputs and output grow with N whatever the operator does, and hide how it grows itself.
+LESS_HELD = ("forward_peak_bytes", "backward_peak_bytes")
+HELD = ("input_bytes", "output_bytes", "parameter_bytes")
+# What grows, and the fields that grow with it.
+AXES = {"N": ("query_len", "kv_len"), "T": ("kv_len",), "S": ("query_len",), "dim": ("dim",)}
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Exponent:
+    """y ~ x^value by least squares of the logarithms; low and high are None for two points, which fit exactly."""
+
+    value: float
+    low: float | None
+    high: float | None
+
+    def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.2f} (two points)"
+        return f"{self.value:.2f} ± {self.high - self.value:.2f}"
+
+
+def fit_exponent(points: Sequence[Point]) -> Exponent | None:
+    """None where there are fewer than two x, or nothing that has a logarithm."""
+    points = [(x, y) for x, y in points if x > 0 and y > 0]
+    if len({x for x, _ in points}) < 2:
+        return None
+    from scipy import stats
+
+    fit = stats.linregress([math.log(x) for x, _ in points], [math.log(y) for _, y in points])
+    if len(points) == 2:
+        return Exponent(float(fit.slope), None, None)
+    # scipy says NaN of a flat line, which fits exactly.
+    error = 0.0 if math.isnan(fit.stderr) else fit.stderr
+    margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(points) - 2) * error)
+    return Exponent(float(fit.slope), float(fit.slope) - margin, float(fit.slope) + margin)
+
+
+def factors_per_doubling(points: Sequence[Point]) -> list[float | None]:
+    """From each x to the next, as if x had doubled; None where there was nothing to grow."""
+    pairs = itertools.pairwise(points)
+    return [(y2 / y1) ** (1 / math.log2(x2 / x1)) if y1 > 0 and y2 > 0 else None for (x1, y1), (x2, y2) in pairs]
+
+
+def less_held(record: Record, field: str) -> float | None:
+    value, held = getattr(record, field), [getattr(record, name) for name in HELD]
+    return None if value is None or held[0] is None or held[1] is None else value - sum(size or 0 for size in held)
+
+
+def points_of(records: Sequence[Record], axis: str, read: Callable[[Record], float | None]) -> list[Point]:
+    """Of the cases that got so far; a failed case's last figures are no measure of what it needs."""
+    values = {getattr(record, AXES[axis][0]): read(record) for record in records if record.status == "ok"}
+    return sorted((x, y) for x, y in values.items() if x is not None and y is not None)
+
+
+def axis_of(records: Sequence[Record]) -> str | None:
+    """What varies among records that differ in lengths alone."""
+    changing = varying(records, ("query_len", "kv_len"))
+    if changing == ["query_len", "kv_len"]:
+        return "N" if all(record.query_len == record.kv_len for record in records) else None
+    if changing == ["query_len"]:
+        return "S" if records[0].kv_len is not None else "N"
+    return "T" if changing else None
+
+
+def series_of(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
+    """(what varies, records that differ in nothing else)."""
+    square = [record for record in records if record.kv_len in (record.query_len, None)]
+    for group in groups_besides(square, ("query_len", "kv_len")):
+        if (axis := axis_of(group)) is not None:
+            yield axis, group
+    oblong = [record for record in records if record.kv_len not in (record.query_len, None)]
+    for besides in ("query_len", "kv_len"):
+        for group in groups_besides(oblong, (besides,)):
+            if varying(group, (besides,)):
+                yield ("S" if besides == "query_len" else "T"), group
+    for group in groups_besides(records, ("dim",)):
+        if varying(group, ("dim",)):
+            yield "dim", group
+
+
+def scaling_rows(records: Sequence[Record]) -> Iterator[list[Cell]]:
+    changing = {"operator", *varying(records)}
+    for axis, group in series_of(records):
+        rows = [scaling_row(group, axis, field) for field in QUANTITIES]
+        words = describe(group[0], [field for field in CASE_FIELDS if field in changing and field not in AXES[axis]])
+        yield from ([words, axis, *row] for row in rows if row is not None)
+
+
+def scaling_row(records: Sequence[Record], axis: str, field: str) -> list[Cell] | None:
+    points = points_of(records, axis, lambda record: getattr(record, field))
+    if not points:
+        return None
+    # What has a logarithm is what is fitted and counted.
+    points = [(x, y) for x, y in points if y > 0] or points
+    factors = " ".join("-" if factor is None else f"{factor:.2f}" for factor in factors_per_doubling(points))
+    fit = fit_exponent(points)
+    row: list[Cell] = [QUANTITIES[field], span(points), len(points), factors or None, said(fit, points)]
+    beyond_points = points_of(records, axis, lambda record: less_held(record, field)) if field in LESS_HELD else []
+    beyond = fit_exponent(beyond_points)
+    row.append(said(beyond, beyond_points) if field in LESS_HELD else None)
+    return [*row, *bounds(fit), *bounds(beyond)]
+
+
+def span(points: Sequence[Point]) -> str:
+    return f"{points[0][0]:g}" if len(points) == 1 else f"{points[0][0]:g} .. {points[-1][0]:g}"
+
+
+def said(fit: Exponent | None, points: Sequence[Point]) -> str:
+    if fit is not None:
+        return str(fit)
+    if not points:
+        return "unknown"
+    return "nothing there" if all(y <= 0 for _, y in points) else "one length"
+
+
+def bounds(fit: Exponent | None) -> list[Cell]:
+    return [fit.value, fit.low, fit.high] if fit else [None, None, None]
+
+
+def scaling_table(records: Sequence[Record]) -> Table:
+    """A row for each line that a log-log plot would show."""
+    columns = [
+        Column("case", "case"),
+        Column("axis", "x"),
+        Column("quantity", "y"),
+        Column("span", "x from .. to"),
+        Column("points", "points"),
+        Column("factors_per_doubling", "y per doubling of x"),
+        Column("exponent_said", "y ~ x^a", audience="people"),
+        Column("exponent_beyond_held_said", "beyond what is held", audience="people"),
+        *(
+            Column(f"exponent{of}{name}", f"exponent{of}{name}", audience="programs")
+            for of in ("", "_beyond_held")
+            for name in ("", "_low", "_high")
+        ),
+    ]
+    notes = [
+        "y ~ x^a: least squares of the logarithms, ± half the 95 % confidence interval of a. beyond what is held: the "
+        "same less inputs, output and parameters, which grow with N whatever the operator does. "
+        "A case that failed, or took nothing, is no point.",
+    ]
+    return Table("scaling", f"Scaling: {common_case(records)}", columns, list(scaling_rows(records)), notes)

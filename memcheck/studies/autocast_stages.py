@@ -1,0 +1,292 @@
+"""The dtype of every stage of a small network under autocast, forward and backward, and what each stage keeps."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from memcheck.ops.linear_attention import linear_attention
+from memcheck.measure.tracker import dtype_name, tensors_in, track
+
+# Batch, tokens, features of a token, features inside, classes.
+B, S, E, R, CLASSES = 2, 8, 16, 32, 10
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor that autograd keeps for backward.
+
+    what: whose it is: "x", "fc1.weight", "copy of fc1.weight", "output of relu", "made by ln". bytes: of its storage;
+    0 where the caller or an earlier row holds it.
+    """
+
+    what: str
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Cast:
+    """A copy in another dtype that was made on the way into a stage."""
+
+    what: str
+    dtype: str
+    to_dtype: str
+    bytes: int
+    of_parameter: bool
+
+    @property
+    def name(self) -> str:
+        """As Kept.what has it."""
+        return f"copy of {self.what}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What went through a stage. Dtypes of parameters are None where it has none.
+
+    rounded_gradient: every number in the gradients of its parameters is one that autocast's dtype has.
+    """
+
+    name: str
+    parameter_dtype: str | None
+    input_dtype: str
+    output_dtype: str
+    kept: tuple[Kept, ...]
+    casts: tuple[Cast, ...]
+    output_gradient_dtype: str
+    parameter_gradient_dtype: str | None
+    rounded_gradient: bool | None
+
+    @property
+    def kept_bytes(self) -> int:
+        return sum(kept.bytes for kept in self.kept)
+
+    @property
+    def kept_dtypes(self) -> list[str]:
+        """Of what has bytes."""
+        return list(dict.fromkeys(kept.dtype for kept in self.kept if kept.bytes))
+
+
+@dataclass(frozen=True)
+class StagesRun:
+    """A forward and backward of the network.
+
+    saved_bytes: kept for backward, as memcheck.track counts it, in a pass of its own. freed_bytes: what went as the
+    autocast region ended: copies that only its cache held.
+    """
+
+    device: str
+    autocast: bool
+    autocast_dtype: str
+    parameter_bytes: int
+    stages: tuple[Stage, ...]
+    saved_bytes: int
+    freed_bytes: int
+
+    @property
+    def parameter_copies(self) -> list[Cast]:
+        return [cast for stage in self.stages for cast in stage.casts if cast.of_parameter]
+
+
+class OneHead(nn.Module):
+    """Causal attention of one head on queries, keys and values side by side, (B,S,3R) -> (B,S,R)."""
+
+    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, qkv: Tensor) -> Tensor:
+        q, k, v = qkv[:, None].chunk(3, -1)
+        return self.function(q, k, v)[:, 0]
+
+
+class Add(nn.Module):
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return x + y
+
+
+class CrossEntropy(nn.Module):
+    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
+        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Network(nn.Module):
+    """Tokens (B,S,E) and targets (B,S) -> the loss; its children are the stages, in their order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(E, R)
+        self.relu = nn.ReLU()
+        self.ln = nn.LayerNorm(R)
+        self.qkv = nn.Linear(R, 3 * R)
+        self.sdpa = OneHead(functools.partial(scaled_dot_product_attention, is_causal=True))
+        self.linear_attention = OneHead(functools.partial(linear_attention, causal=True))
+        self.add = Add()
+        self.fc2 = nn.Linear(R, CLASSES)
+        self.loss = CrossEntropy()
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        qkv = self.qkv(self.ln(self.relu(self.fc1(x))))
+        logits = self.fc2(self.add(self.sdpa(qkv), self.linear_attention(qkv)))
+        loss: Tensor = self.loss(logits, targets)
+        return loss
+
+
+@dataclass
+class Notes:
+    """What was seen of a stage: what it kept, and (original, copy) of every cast."""
+
+    input: Tensor
+    output: Tensor
+    saved: list[Tensor]
+    casts: list[tuple[Tensor, Tensor]]
+    output_gradient: Tensor | None = None
+
+
+class Recorder(TorchDispatchMode):
+    """Takes notes of a network's children. All tensors it saw stay alive, so that no address is used twice."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.notes: dict[str, Notes] = {}
+        for name, stage in network.named_children():
+            stage.register_forward_pre_hook(self._begin)
+            stage.register_forward_hook(functools.partial(self._end, name))
+        self._saved: list[Tensor] = []
+        self._casts: list[tuple[Tensor, Tensor]] = []
+
+    def _begin(self, stage: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self._saved, self._casts = [], []
+
+    def _end(self, name: str, stage: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        notes = self.notes[name] = Notes(inputs[0], output, self._saved, self._casts)
+        output.register_hook(functools.partial(setattr, notes, "output_gradient"))
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        if function is torch.ops.aten._to_copy.default:
+            self._casts.append((args[0], output))
+        return output
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        self._saved.append(tensor)
+        return tensor
+
+
+def run_stages(dtype: torch.dtype, *, autocast: bool, device: torch.device | str = "cpu") -> StagesRun:
+    """Runs the network forward and backward, under torch.autocast(device, dtype) or without.
+
+    Parameters and x are float32. dtype: bfloat16 or float16; without autocast it only says what rounded_gradient is of.
+    """
+    network, x, targets = make_network(device)
+    region = functools.partial(torch.autocast, torch.device(device).type, dtype, enabled=autocast)
+    saved_bytes, freed_bytes = track_forward(network, x, targets, region)
+    recorder = Recorder(network)
+    with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), region():
+        loss = network(x, targets)
+    loss.backward()
+    return StagesRun(
+        device=str(device),
+        autocast=autocast,
+        autocast_dtype=str(dtype).removeprefix("torch."),
+        parameter_bytes=sum(parameter.nbytes for parameter in network.parameters()),
+        stages=tuple(stages_of(network, recorder.notes, whose(network, x, targets, recorder.notes), dtype)),
+        saved_bytes=saved_bytes,
+        freed_bytes=freed_bytes,
+    )
+
+
+def make_network(device: torch.device | str) -> tuple[Network, Tensor, Tensor]:
+    """The network, x (B,S,E) and targets (B,S); the same numbers every time, and torch's own generator untouched."""
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)
+        network, x, targets = Network(), torch.randn(B, S, E), torch.randint(CLASSES, (B, S))
+    return network.to(device), x.to(device), targets.to(device)
+
+
+def track_forward(network: Network, x: Tensor, targets: Tensor, region: Callable[[], Any]) -> tuple[int, int]:
+    """Bytes kept for backward, and those that went as the region ended."""
+    with region():
+        network(x, targets)  # so that what libraries allocate once is there before
+    with track(network, x, targets) as memory:
+        with region():
+            loss = network(x, targets)
+            inside = memory.current_bytes
+        freed = inside - memory.current_bytes
+        memory.hold(loss)
+        return memory.saved_bytes, freed
+
+
+def address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def whose(network: Network, x: Tensor, targets: Tensor, notes: dict[str, Notes]) -> dict[int, str]:
+    """What lies at an address: the caller's tensors, outputs of stages, and copies of all these."""
+    names = {address(x): "x", address(targets): "targets"}
+    names |= {address(parameter): name for name, parameter in network.named_parameters()}
+    for name, note in notes.items():
+        names.setdefault(address(note.output), f"output of {name}")
+    for note in notes.values():
+        for source, copy in note.casts:
+            names.setdefault(address(copy), f"copy of {names.get(address(source), 'a view')}")
+    return names
+
+
+def stages_of(network: Network, notes: dict[str, Notes], names: dict[int, str], dtype: torch.dtype) -> Iterator[Stage]:
+    held = {address(tensor) for tensor in tensors_in(network)}
+    held |= {place for place, name in names.items() if name in ("x", "targets")}
+    for name, note in notes.items():
+        parameters = list(network.get_submodule(name).parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        yield Stage(
+            name=name,
+            parameter_dtype=dtypes(parameters),
+            input_dtype=dtype_name(note.input),
+            output_dtype=dtype_name(note.output),
+            kept=tuple(kept_of(name, note, names, held)),
+            casts=tuple(casts_of(note, names, network)),
+            output_gradient_dtype=dtypes([note.output_gradient]) or "none",
+            parameter_gradient_dtype=dtypes(gradients),
+            rounded_gradient=all(map(functools.partial(has_only, dtype), gradients)) if gradients else None,
+        )
+
+
+def dtypes(tensors: Any) -> str | None:
+    return ", ".join(dict.fromkeys(dtype_name(tensor) for tensor in tensors if tensor is not None)) or None
+
+
+def has_only(dtype: torch.dtype, tensor: Tensor) -> bool:
+    """Every number in it is one that the dtype has."""
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+
+
+def kept_of(name: str, note: Notes, names: dict[int, str], held: set[int]) -> Iterator[Kept]:
+    """What the stage keeps; whatever has bytes here is held from now on."""
+    for tensor in note.saved:
+        place = address(tensor)
+        size = 0 if place in held else tensor.untyped_storage().nbytes()
+        held.add(place)
+        yield Kept(names.get(place, f"made by {name}"), dtype_name(tensor), tuple(tensor.shape), size)
+
+
+def casts_of(note: Notes, names: dict[int, str], network: Network) -> Iterator[Cast]:
+    parameters = {address(parameter) for parameter in network.parameters()}
+    for source, copy in note.casts:
+        place = address(source)
+        yield Cast(
+            names.get(place, "a view"),
+            dtype_name(source),
+            dtype_name(copy),
+            copy.nbytes,
+            of_parameter=place in parameters,
+        )

@@ -1,0 +1,305 @@
+"""Our records beside tables that others have published."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from memcheck.core.units import format_bytes
+from memcheck.core.record import Record
+from memcheck.report.tables import Cell, Column, Table, Verdict
+
+DATA = Path(__file__).parents[1] / "data"
+MEMCHECK_PYT = "memcheck_pyt_a100_40gb.csv"
+CS336 = "cs336_attention_eager_vs_compiled.csv"
+CS336_BATCH = 8
+MIB = 2**20
+# Whose published rows a contender is set beside; softmax in any backend stands beside the one they had.
+PUBLISHED_AS = {
+    "naive": "naive",
+    "softplus": "softplus",
+    "combinator": "combinator",
+    "combinator-low-memory": "combinator",
+}
+NAIVE_HEADS = 8
+# Inside the published figures of operators with matrix products: one after the forward, and the backward's beside it.
+CUBLAS_WORKSPACE_BYTES = 8_519_680
+WITHOUT_PRODUCTS = ("softplus",)
+PUBLISHED_PREFIX = "memcheck-pyt/"
+
+Row = dict[str, Any]
+
+
+def read_published(name: str) -> list[dict[str, str]]:
+    with (DATA / name).open(newline="") as lines:
+        return list(csv.DictReader(lines))
+
+
+def published_table() -> list[Row]:
+    """memcheck_pyt's rows: operator, batch, query_len, kv_len, dim, forward_bytes, backward_bytes and status."""
+    return [
+        {
+            "operator": row["operator"],
+            **{name: int(row[name]) for name in ("batch", "query_len", "kv_len", "dim")},
+            "forward_bytes": bytes_of(row["forward_mib"]),
+            "backward_bytes": bytes_of(row["backward_mib"]),
+            "status": row["status"],
+        }
+        for row in read_published(MEMCHECK_PYT)
+    ]
+
+
+def bytes_of(mib: str) -> int | None:
+    return round(float(mib) * MIB) if mib else None
+
+
+def published_operator(record: Record) -> str | None:
+    """The published operator that computes what the record's does."""
+    name = record.operator or ""
+    if name.startswith(PUBLISHED_PREFIX):
+        return name.removeprefix(PUBLISHED_PREFIX)
+    return "softmax" if name.split("/")[0] == "softmax" else PUBLISHED_AS.get(name)
+
+
+def is_comparable(record: Record) -> bool:
+    """Of the same numbers: float32, trained, causal, and a core dimension or heads as they had."""
+    return (
+        record.dtype == "float32"
+        and record.mode == "train"
+        and record.causal is not False
+        and not record.compiled
+        and record.core_dim in (None, record.dim)
+        and (published_operator(record) != "naive" or record.heads in (None, NAIVE_HEADS))
+    )
+
+
+@dataclass(frozen=True)
+class Figures:
+    """The highest bytes after the forward and after both passes, as max_memory_allocated without a reset says."""
+
+    forward: int | None
+    both: int | None
+    source: str  # "CUDA max_allocated", "measured on cpu", "by formula"
+    workspace: int = 0  # of libraries, inside the figures
+
+
+def figures_of(record: Record) -> Figures:
+    predicted = f"predicted for {record.device_name}" if record.source == "predicted" else None
+    if record.forward_max_allocated_bytes is not None:
+        bytes_so_far = record.forward_max_allocated_bytes, record.backward_max_allocated_bytes
+        return Figures(*bytes_so_far, predicted or "CUDA max_allocated", record.library_workspace_bytes or 0)
+    if record.forward_peak_bytes is not None:
+        sizes = highest(record.forward_peak_bytes, record.backward_peak_bytes)
+        return Figures(*sizes, predicted or f"measured on {record.device}")
+    theory = {field: sum(terms.values()) for field, terms in (record.theory or {}).items()}
+    return Figures(*highest(theory.get("forward_peak_bytes"), theory.get("backward_peak_bytes")), "by formula")
+
+
+def highest(forward: int | None, backward: int | None) -> tuple[int | None, int | None]:
+    return forward, None if forward is None or backward is None else max(forward, backward)
+
+
+def published_rows(records: Sequence[Record]) -> list[Row]:
+    """A row for each record that memcheck_pyt published a figure for. Bytes; ratios are published / ours."""
+    table = {
+        (row["operator"], row["batch"], row["query_len"], row["kv_len"], row["dim"]): row for row in published_table()
+    }
+    rows = []
+    for record in records:
+        shape = (record.bsz, record.query_len, record.kv_len or record.query_len, record.dim)
+        published = table.get((published_operator(record), *shape))
+        if published is not None and is_comparable(record):
+            rows.append(beside(published, record))
+    return rows
+
+
+def beside(published: Row, record: Record) -> Row:
+    ours = figures_of(record)
+    forward, both = published["forward_bytes"], published["backward_bytes"]
+    workspace = 0 if published["operator"] in WITHOUT_PRODUCTS else CUBLAS_WORKSPACE_BYTES
+    return {
+        **{name: published[name] for name in ("operator", "batch", "query_len", "kv_len", "dim")},
+        "published_forward_bytes": forward,
+        "published_backward_bytes": both,
+        "published_status": published["status"],
+        "ours": record.operator,
+        "ours_forward_bytes": ours.forward,
+        "ours_backward_bytes": ours.both,
+        "ours_status": record.status,
+        "ours_source": ours.source,
+        "forward_ratio": ratio(forward, ours.forward),
+        "backward_ratio": ratio(both, ours.both),
+        "forward_ratio_less_workspaces": ratio(less(forward, workspace), less(ours.forward, ours.workspace)),
+        "backward_ratio_less_workspaces": ratio(less(both, 2 * workspace), less(ours.both, ours.workspace)),
+    }
+
+
+def less(size: int | None, workspace: int) -> int | None:
+    return None if size is None else size - workspace
+
+
+def ratio(published: float | None, ours: float | None) -> float | None:
+    return published / ours if published is not None and ours else None
+
+
+def in_mib(size: float | None, verdict: str) -> Cell:
+    """Where nothing is known, why: "OOM" for "oom_backward"."""
+    if size is not None:
+        return size / MIB
+    return None if verdict == "ok" else Verdict("OOM" if verdict.startswith("oom") else verdict)
+
+
+PUBLISHED_NOTES = [
+    "Published: torch.cuda.max_memory_allocated on an A100 with 40 GB, not reset between the passes, rounded up to "
+    "whole MiB, so a small figure says little. Ours: the same sums of what is alive, the higher of both passes for "
+    "the second figure; as the last column says, requested bytes counted on the CPU, max_memory_allocated on a GPU, "
+    "or a formula (of this CPU's kernels and threads) without a run.",
+    "What is comparable: tensors and the operator's own scratch, inputs and output included, to within a MiB. What is "
+    "not: time, and workspaces of libraries. Where matrix products ran, the published figures hold cuBLAS "
+    "workspaces, 8,519,680 B in each pass; less workspaces: the ratio without them. The published naive holds four "
+    "projections and an fp32 mask, which ours has not.",
+    "published / ours: how many times as much the published one needs.",
+]
+SHAPE = (Column("batch", "B"), Column("query_len", "S"), Column("kv_len", "T"), Column("dim", "dim"))
+
+
+def published_comparison(rows: Sequence[Row]) -> Table:
+    columns = [Column("operator", "published"), Column("ours", "ours"), *SHAPE]
+    for phase, title in (("forward", "forward, published"), ("backward", "with backward, published")):
+        columns += [
+            Column(f"published_{phase}_mib", title, "MiB", ".0f"),
+            Column(f"ours_{phase}_mib", "ours", "MiB", ".2f"),
+            Column(f"{phase}_ratio", "published / ours", format=".2f"),
+            Column(f"{phase}_ratio_less_workspaces", "less workspaces", format=".2f"),
+        ]
+    columns.append(Column("ours_source", "ours is"))
+    cells = [
+        [*(row[name] for name in ("operator", "ours")), *comparison_cells(row), row["ours_source"]] for row in rows
+    ]
+    title = f"Beside memcheck_pyt's published table: {len(rows)} rows"
+    return Table("published", title, columns, cells, PUBLISHED_NOTES)
+
+
+def comparison_cells(row: Row) -> list[Cell]:
+    cells: list[Cell] = [row[column.key] for column in SHAPE]
+    for phase in ("forward", "backward"):
+        cells.append(in_mib(row[f"published_{phase}_bytes"], row["published_status"]))
+        cells.append(in_mib(row[f"ours_{phase}_bytes"], row["ours_status"]))
+        cells += [row[f"{phase}_ratio"], row[f"{phase}_ratio_less_workspaces"]]
+    return cells
+
+
+def published_summary(rows: Sequence[Row]) -> Table:
+    """Least, median and most of published / ours, by contender and pass."""
+    columns = [
+        Column("ours", "ours"),
+        Column("operator", "published"),
+        Column("figure", "figure"),
+        Column("rows", "rows"),
+        *(Column(f"ratio_{name}", name, format=".2f") for name in ("least", "median", "most")),
+        *(
+            Column(f"less_workspaces_{name}", f"less workspaces, {name}", format=".2f")
+            for name in ("least", "median", "most")
+        ),
+    ]
+    cells: list[list[Cell]] = []
+    for ours in dict.fromkeys(row["ours"] for row in rows):
+        mine = [row for row in rows if row["ours"] == ours]
+        for phase, title in (("forward", "forward"), ("backward", "with backward")):
+            ratios = [row[f"{phase}_ratio"] for row in mine]
+            fair = spread([row[f"{phase}_ratio_less_workspaces"] for row in mine])
+            known = sum(ratio is not None for ratio in ratios)
+            cells.append([ours, mine[0]["operator"], title, known, *spread(ratios), *fair])
+    notes = [
+        f"{ours}: {words}." for ours in dict.fromkeys(row["ours"] for row in rows) if (words := rescued(rows, ours))
+    ]
+    return Table(
+        "published summary", "Published / ours: how many times as much the published one needs", columns, cells, notes
+    )
+
+
+def spread(ratios: Sequence[float | None]) -> list[Cell]:
+    known = [ratio for ratio in ratios if ratio is not None]
+    return [min(known), statistics.median(known), max(known)] if known else [None, None, None]
+
+
+def rescued(rows: Sequence[Row], ours: str) -> str | None:
+    """What ours needs where theirs found no room."""
+    sizes = [
+        f"{format_bytes(row['ours_backward_bytes'])} at S {row['query_len']} dim {row['dim']}"
+        for row in rows
+        if row["ours"] == ours and row["published_status"] != "ok" and row["ours_backward_bytes"] is not None
+    ]
+    return f"where the published one ran out of 40 GB, ours needs {', '.join(sizes)}" if sizes else None
+
+
+# cs336: figure -> what a record says of it.
+CS336_FIGURES: dict[str, Callable[[Record], float | None]] = {
+    "saved_activations_mib": lambda record: record.saved_bytes,
+    "forward_peak_mib": lambda record: figures_of(record).forward,
+    "backward_peak_mib": lambda record: record.backward_peak_bytes,
+}
+
+
+def cs336_pairs(records: Sequence[Record]) -> Iterator[tuple[dict[str, str], Record]]:
+    """Published rows, eager and compiled, and the records of that shape: batch 8, one head, float32."""
+    rows = read_published(CS336)
+    for record in records:
+        alike = record.dtype == "float32" and record.mode == "train" and record.bsz == CS336_BATCH
+        if not alike or record.heads not in (None, 1) or record.core_dim not in (None, record.dim):
+            continue
+        for row in rows:
+            own = not (record.operator or "").startswith("cs336/") or (row["compiled"] == "True") == bool(
+                record.compiled
+            )
+            if own and (int(row["d_model"]), int(row["seq_len"])) == (record.dim, record.query_len) == (
+                record.dim,
+                record.kv_len,
+            ):
+                yield row, record
+
+
+def cs336_comparison(records: Sequence[Record]) -> Table:
+    columns = [
+        Column("d_model", "d_model"),
+        Column("seq_len", "seq_len"),
+        Column("compiled", "published"),
+        Column("ours", "ours"),
+    ]
+    for name in CS336_FIGURES:
+        words = name.removesuffix("_mib").replace("_", " ")
+        columns += [
+            Column(f"published_{name}", f"{words}, published", "MiB", ".6g"),
+            Column(f"ours_{name}", "ours", "MiB", ".2f"),
+        ]
+        columns.append(Column(f"ratio_{name}", "published / ours", "", ".2f"))
+    rows: list[list[Cell]] = []
+    for row, record in cs336_pairs(records):
+        cells: list[Cell] = [
+            record.dim,
+            record.query_len,
+            "compiled" if row["compiled"] == "True" else "eager",
+            record.operator,
+        ]
+        for name, read in CS336_FIGURES.items():
+            published, ours = bytes_of(row[name]), read(record)
+            cells += [float(row[name]), in_mib(ours, record.status), ratio(published, ours)]
+        rows.append(cells)
+    notes = [
+        "Published: a GPU that is not named, float32, batch 8, one head, no causal mask; 16.25 MiB of cuBLAS "
+        "workspaces are in its peaks. Its operator is softmax written by hand; ours is the one named."
+    ]
+    return Table("published cs336", f"Beside cs336's published table: {len(rows)} rows", columns, rows, notes)
+
+
+def published_tables(records: Sequence[Record]) -> list[Table]:
+    tables = []
+    if rows := published_rows(records):
+        tables += [published_summary(rows), published_comparison(rows)]
+    if (cs336 := cs336_comparison(records)).rows:
+        tables.append(cs336)
+    return tables

@@ -1,0 +1,128 @@
+"""Our rows beside published ones: how many times as much the published operator needs, a dot for each shape."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from memcheck.report.plots.style import GREY, Style, distinct_styles, in_house_style, look_of, new_figure, save
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+Row = Mapping[str, Any]
+PHASES = {"forward": "Forward", "backward": "Forward + backward"}
+NOTE = (
+    "a mark for each shape, longer sequences higher; right of the dotted line ours needs less\n"
+    "hollow, at the right edge: the published operator ran out of memory, and ours needs no more than what fitted there"
+)
+
+
+def plot_published(
+    rows: Sequence[Row],
+    path: Path | str,
+    *,
+    styles: Mapping[str, Style],
+    title: str = "Memory of the published operator / ours",
+    subtitle: str = "",
+) -> Figure:
+    """Of the rows of memcheck.report.published_rows, written to `path`, in the format of its suffix."""
+    figure = published_figure(rows, styles, title=title, subtitle=subtitle)
+    save(figure, path)
+    return figure
+
+
+@in_house_style
+def published_figure(rows: Sequence[Row], styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
+    """A strip for each of our operators, in it a dot for each row that both have figures for."""
+    names = list(dict.fromkeys(row["ours"] for row in rows))[::-1]
+    drawn = distinct_styles(names, styles)
+    figure = new_figure(9.6, 1.9 + 0.8 * max(len(names), 1), title, subtitle)
+    panels = figure.subplots(1, len(PHASES), sharey=True, sharex=True)
+    edge = set_ratio_axis(panels[0], [ratio for row in rows for phase in PHASES if (ratio := ratio_of(row, phase))])
+    for ax, phase in zip(panels, PHASES, strict=True):
+        for place, name in enumerate(names):
+            draw_strip(
+                ax, [row for row in rows if row["ours"] == name], phase, place, drawn[name], edge, known_capacity(rows)
+            )
+        ax.set_title(PHASES[phase])
+        ax.set_xlabel("published / ours, library workspaces set aside")
+        ax.axvline(1, color="black", lw=0.8, ls=":", label="_one")
+        ax.grid(axis="x")
+    panels[0].set_yticks(range(len(names)), [strip_name(rows, name) for name in names])
+    panels[0].set_ylim(-0.6, max(len(names), 1) - 0.4)
+    figure.supxlabel(NOTE, fontsize=9, color=GREY)
+    return figure
+
+
+def ratio_of(row: Row, phase: str) -> float | None:
+    """Without the workspaces of libraries where that is known: they are on one side only."""
+    fair = row.get(f"{phase}_ratio_less_workspaces")
+    return row.get(f"{phase}_ratio") if fair is None else fair
+
+
+def strip_name(rows: Sequence[Row], name: str) -> str:
+    published = next(row["operator"] for row in rows if row["ours"] == name)
+    return name if published == name.split("/")[-1] else f"{name}\n(published: {published})"
+
+
+def draw_strip(
+    ax: Axes, rows: Sequence[Row], phase: str, place: int, style: Style, edge: float, capacity: float
+) -> None:
+    """Within a strip the longer sequences stand higher."""
+    lengths = [row["query_len"] for row in rows]
+    known = [(row, ratio) for row in rows if (ratio := ratio_of(row, phase))]
+    heights = [place + rise(row["query_len"], lengths) for row, _ in known]
+    ratios = [ratio for _, ratio in known]
+    look = look_of(style, ms=5)
+    if known:
+        ax.plot(ratios, heights, alpha=0.75, mec="white", mew=0.4, label=rows[0]["ours"], **look)
+        middle = statistics.median(ratios)
+        ax.plot([middle, middle], [place - 0.38, place + 0.38], color="black", lw=1.4, label="_median")
+        ax.text(middle, place + 0.39, f"median {middle:.2f}x", ha="center", va="bottom", fontsize=9)
+    if saved := [place + rise(row["query_len"], lengths) for row in rows if is_rescued(row, phase, capacity)]:
+        ax.plot([edge] * len(saved), saved, mfc="none", mew=1.2, label="_oom", **look)
+
+
+def rise(length: int, lengths: Sequence[int]) -> float:
+    """From -0.3 for the shortest to 0.3 for the longest."""
+    span = math.log2(max(lengths) / min(lengths))
+    return 0.6 * math.log2(length / min(lengths)) / span - 0.3 if span else 0.0
+
+
+def is_rescued(row: Row, phase: str, capacity: float) -> bool:
+    """Theirs ran out of memory, and ours needs no more than what is known to have fitted."""
+    ours = row.get(f"ours_{phase}_bytes")
+    failed = row[f"published_{phase}_bytes"] is None and str(row["published_status"]).startswith("oom")
+    return failed and ours is not None and ours <= capacity
+
+
+def known_capacity(rows: Sequence[Row]) -> float:
+    """The most that any published row took and got."""
+    return max((row[f"published_{phase}_bytes"] or 0 for row in rows for phase in PHASES), default=0)
+
+
+def set_ratio_axis(ax: Axes, ratios: Sequence[float]) -> float:
+    """Returns where at the right edge the marks of what ran out of memory stand."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+    low, high = math.log2(min([*ratios, 1.0])), math.log2(max([*ratios, 2.0]))
+    edge = high + 0.12 * (high - low)
+    ax.set_xscale("log", base=2)
+    ax.set_xlim(2.0 ** (low - 0.06 * (high - low)), 2.0 ** (edge + 0.05 * (high - low)))
+    ax.xaxis.set_major_locator(FixedLocator(ratio_ticks(2.0**low, 2.0**high)))
+    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}x"))
+    ax.xaxis.set_minor_locator(NullLocator())
+    return float(2.0**edge)
+
+
+def ratio_ticks(low: float, high: float) -> list[float]:
+    """Round ratios between the two; only powers of two where that would be many."""
+    powers = [2.0**power for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
+    rounder = sorted({power * part for power in powers for part in (1, 1.25, 1.5)})
+    ticks = [tick for tick in (rounder if len(powers) < 4 else powers) if low <= tick <= high]
+    return ticks[:: math.ceil(len(ticks) / 8)]
