@@ -30,10 +30,18 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import memcheck
+from memcheck.bench.models.case import (
+    SIZES,
+    ModelCase,
+    ModelRun,
+    autocast_of,
+    build_decoder,
+    make_model_case,
+    optimizer_state,
+)
 from memcheck.bench.models.predict import held_bytes, predict_model
-from memcheck.bench.models.case import SIZES, ModelCase, ModelRun, autocast_of, build_decoder, make_model_case, optimizer_state
-from memcheck.nn.decoder import ATTENTIONS
 from memcheck.bench.workloads import Subject
+from memcheck.nn.decoder import ATTENTIONS
 
 CHARACTERS = 1_100_000
 HELD_OUT = 0.1

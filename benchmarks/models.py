@@ -17,12 +17,12 @@ from typing import Any
 
 from harness import write_result
 
-from memcheck.core.devices import device_named
-from memcheck.bench.models.predict import predict_model
-from memcheck.core.model_record import FIGURES
 from memcheck.bench.models.case import ModelCase, make_model_case
-from memcheck.nn.decoder import ATTENTIONS
+from memcheck.bench.models.predict import predict_model
+from memcheck.core.devices import device_named
+from memcheck.core.model_record import FIGURES
 from memcheck.core.units import format_bytes
+from memcheck.nn.decoder import ATTENTIONS
 
 DEVICES = ("A100-80GB", "H200")
 SIZES = ("small", "medium", "large", "xl", "2.7B")

@@ -23,11 +23,11 @@ import torch
 from harness import figures, write_result
 
 from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_case
-from memcheck.core.devices import DEVICES, Device
-from memcheck.report.plots import write_plots
 from memcheck.bench.sweep.predict import predict_sweep
+from memcheck.core.devices import DEVICES, Device
 from memcheck.predict.replay import predict_memory, traced
 from memcheck.report import write_tables
+from memcheck.report.plots import write_plots
 
 OPERATORS = (
     *("naive", "softmax", "softmax/math", "softplus", "linear-causal", "linear-cumsum", "compressed"),

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memcheck import __version__
-
 from memcheck.cli import commands
 from memcheck.core.errors import MemcheckError, UsageError
 

@@ -15,14 +15,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from memcheck.bench import operators as building
-
 from memcheck.bench import decode as decoding
-from memcheck.bench.operators import Operator, UnsupportedError
-from memcheck.core.case import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Terms
+from memcheck.bench import operators as building
 from memcheck.bench.decode import Decoder, predicted_terms
-from memcheck.core.errors import UsageError
-from memcheck.report.plots import Style
+from memcheck.core.case import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Operator, Terms
+from memcheck.core.errors import UnsupportedError, UsageError
+from memcheck.core.style import Style
 
 __all__ = [
     "CONTENDERS",

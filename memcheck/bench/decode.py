@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.bench.operators import Operator, random_leaves
-from memcheck.core.case import DTYPES, Case, Terms
+from memcheck.bench.operators import random_leaves
+from memcheck.core.case import DTYPES, Case, Operator, Terms
 from memcheck.ops.reference.naive_attention import naive_attention
 
 Cache = tuple[Tensor, Tensor]  # k and v (B,H,T,D)

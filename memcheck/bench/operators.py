@@ -13,17 +13,12 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from memcheck.core.case import DTYPES, Case
+from memcheck.core.case import DTYPES, Case, Operator
+from memcheck.core.errors import UnsupportedError
 from memcheck.ops.reference import memcheck_pyt
 from memcheck.ops.reference.cs336_attention import cs336_attention
 from memcheck.ops.reference.linear_attention import linear_attention_cumsum
 from memcheck.ops.reference.naive_attention import naive_attention
-
-Operator = Callable[..., Any]
-
-
-class UnsupportedError(NotImplementedError):
-    """Torch refuses the case; the message is torch's own."""
 
 
 def random_leaves(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:

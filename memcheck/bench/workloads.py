@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.bench.operators import Operator, UnsupportedError
-from memcheck.core.case import Case
 from memcheck.bench.catalog import CONTENDERS
-from memcheck.measure.compile import compiled
 from memcheck.bench.decode import one_token
+from memcheck.core.case import Case, Operator
+from memcheck.core.errors import UnsupportedError
+from memcheck.measure.compile import compiled
 from memcheck.measure.tracker import named_tensors_in
 
 

@@ -11,21 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
-from memcheck.report.case_rows import DECODING_LEGEND, decoding_header, decoding_row, explanation
 from memcheck.bench.catalog import CONTENDERS, MODES, Case
+from memcheck.bench.plugins import load_plugin
+from memcheck.bench.profile import CPU_SECONDS, profile_case, snapshot_case, timeline_of_case, trace_case
+from memcheck.bench.sweep.grid import parse_sizes
+from memcheck.bench.sweep.predict import predicted_record
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
-from memcheck.bench.sweep.grid import parse_sizes
+from memcheck.core.record import Record, write_csv
+from memcheck.core.units import parse_bytes
+from memcheck.measure.export import format_shares, nvtx_ranges
+from memcheck.report import common_case, legend, prediction_row, table_header, table_row, unknown_words
+from memcheck.report.case_rows import DECODING_LEGEND, decoding_header, decoding_row, explanation
 from memcheck.report.plots import plot_memory, plot_timeline
 from memcheck.report.plots.style import FORMATS
-from memcheck.bench.plugins import load_plugin
-from memcheck.bench.sweep.predict import predicted_record
-from memcheck.bench.profile import CPU_SECONDS, profile_case, snapshot_case, timeline_of_case, trace_case
-from memcheck.core.units import parse_bytes
-from memcheck.core.record import Record, write_csv
-from memcheck.report import common_case, legend, prediction_row, table_header, table_row, unknown_words
 from memcheck.report.predictions import LEGEND as PREDICTION_LEGEND
-from memcheck.measure.export import format_shares, nvtx_ranges
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -17,6 +19,7 @@ MODES = ("train", "inference", "decode")
 
 DEFAULT_FACTOR = 8  # positions to a block
 
+Operator = Callable[..., Any]  # of a case's inputs
 # Record field -> what is alive at that moment: name -> bytes.
 Terms = dict[str, dict[str, int]]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from memcheck.core.errors import UsageError
 from memcheck.core.units import format_bytes, parse_bytes
 
-TABLE = Path(__file__).parent / "data" / "devices.csv"
+TABLE = Path(__file__).parents[1] / "data" / "devices.csv"
 MIB = 2**20
 # More than "memory in use" exceeds what torch has reserved in any out-of-memory message that we know: 0.25 GiB on an
 # A10, 0.5 GiB on an A100, 0.66 GiB on an H200.

@@ -9,3 +9,7 @@ class UsageError(MemcheckError):
     """The command line asks for something that does not exist or does not fit together."""
 
     exit_code = 2
+
+
+class UnsupportedError(NotImplementedError):
+    """PyTorch refuses the case; the message is PyTorch's own."""

@@ -7,8 +7,9 @@ from typing import TypeVar
 
 import torch
 
+from memcheck.core.case import Operator
+from memcheck.core.errors import UnsupportedError
 from memcheck.measure.sdpa_backend import fused_backend
-from memcheck.bench.operators import Operator, UnsupportedError
 
 T = TypeVar("T")
 

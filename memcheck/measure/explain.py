@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from memcheck.measure.allocation_events import NOWHERE
-from memcheck.core.units import format_bytes
 from memcheck.core.record import Record
+from memcheck.core.units import format_bytes
+from memcheck.measure.allocation_events import NOWHERE
 from memcheck.measure.run import Run, Subject
 from memcheck.measure.timeline import Block, Timeline, recorded
 

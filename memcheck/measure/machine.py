@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from memcheck.core.units import format_bytes
+from memcheck.core.version import __version__
 
 
 class Machine(Protocol):
@@ -117,8 +118,6 @@ class CudaMachine:
 
 
 def _software() -> dict[str, Any]:
-    from memcheck import __version__  # which is set after this module is imported
-
     return {
         "torch_version": str(torch.__version__),
         "memcheck_version": __version__,

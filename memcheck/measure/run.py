@@ -13,9 +13,16 @@ from typing import Any
 
 import torch
 
-from memcheck.measure.machine import machine_of
 from memcheck.core.record import Record
-from memcheck.measure.tracker import MemoryTracker, SavedTensor, named_tensors_in, resolve_device, storages_of, tensors_in
+from memcheck.measure.machine import machine_of
+from memcheck.measure.tracker import (
+    MemoryTracker,
+    SavedTensor,
+    named_tensors_in,
+    resolve_device,
+    storages_of,
+    tensors_in,
+)
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 Phase = Callable[[str], AbstractContextManager[Any]]

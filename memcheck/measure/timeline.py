@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memcheck.measure.allocation_events import AllocationEvent, AllocationRecorder, allocated_by, open_recorder
 from memcheck.core.record import Record
+from memcheck.measure.allocation_events import AllocationEvent, AllocationRecorder, allocated_by, open_recorder
 from memcheck.measure.run import NamedTensors, Run, Subject, range_around
 from memcheck.measure.tracker import dtype_name, storages_on
 

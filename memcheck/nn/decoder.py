@@ -19,8 +19,8 @@ from memcheck.nn.projection import KeyProjection, OutProjection, QueryProjection
 from memcheck.nn.weighted import Device
 from memcheck.ops.compressed_attention import compressed_attention
 from memcheck.ops.linear_attention import linear_attention
-from memcheck.ops.softplus_attention import softplus_attention
 from memcheck.ops.reference.naive_attention import naive_attention
+from memcheck.ops.softplus_attention import softplus_attention
 
 ATTENTIONS: dict[str, Callable[..., Any]] = {
     "naive": naive_attention,

@@ -14,17 +14,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, PlainAllocator
-from memcheck.measure.sdpa_backend import fused_backend
-from memcheck.bench.operators import UnsupportedError
-from memcheck.core.case import Case, Terms
 from memcheck.bench.catalog import CONTENDERS, Contender
-from memcheck.core.devices import Device, device_named
-from memcheck.predict.trace import WORKSPACE, Piece, Run, Trace
-from memcheck.predict.scratch import Target
-from memcheck.core.units import format_bytes
-from memcheck.core.record import Record
 from memcheck.bench.workloads import prepare
+from memcheck.core.case import Case, Terms
+from memcheck.core.devices import Device, device_named
+from memcheck.core.errors import UnsupportedError
+from memcheck.core.record import Record
+from memcheck.core.units import format_bytes
+from memcheck.core.version import __version__
+from memcheck.measure.sdpa_backend import fused_backend
+from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, PlainAllocator
+from memcheck.predict.scratch import Target
+from memcheck.predict.trace import WORKSPACE, Piece, Run, Trace
 
 # What of a record is not known where it is not known what a phase takes.
 FIELDS_OF = {
@@ -146,8 +147,6 @@ R = TypeVar("R", bound=Record)
 
 def blank(kind: type[R], device: Device, target: Target) -> R:
     """A record that says where, and not yet of what."""
-    from memcheck import __version__  # which is set after this module is imported
-
     return kind(
         source="predicted",
         device=device.kind,

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from memcheck.predict.scratch import PRODUCTS, Call, Scratch, Unknown, bytes_of, fits_blas, products_are_plain, rule
 from memcheck.measure.tracker import dtype_name
+from memcheck.predict.scratch import PRODUCTS, Call, Scratch, Unknown, bytes_of, fits_blas, products_are_plain, rule
 
 PRODUCTS |= {"memcheck::combinator", "memcheck::combinator_backward"}
 PRODUCTS |= {f"memcheck::linear_{side}{phase}" for side in "lr" for phase in ("", "_backward")}

@@ -17,13 +17,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memcheck.predict import scratch_memcheck as own_operator_scratch  # whose rules are registered so
-from memcheck.predict.sdpa import attention
+from memcheck.bench.workloads import Subject
+from memcheck.measure.run import gradients_for
+from memcheck.measure.tracker import named_tensors_in, tensors_in
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
 from memcheck.predict.scratch import OF_THE_HOST, Scratch, Target, Unknown, call_of, scratch_of, uses_cublas
-from memcheck.measure.run import gradients_for
-from memcheck.bench.workloads import Subject
-from memcheck.measure.tracker import named_tensors_in, tensors_in
+from memcheck.predict.sdpa import attention
 
 # A storage that 64 bits cannot count counts as this, and the run ends there.
 BEYOND = 2**63

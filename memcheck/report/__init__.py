@@ -3,6 +3,19 @@
 from memcheck.report.accounting import accounting_table
 from memcheck.report.cases import parse_wanted, select
 from memcheck.report.comparison import Comparison, compare, comparison_table, comparison_words, environment_changes
+from memcheck.report.page import html_page
+from memcheck.report.pairing import is_predicted, pair
+from memcheck.report.predictions import prediction_row, prediction_table, unknown_words
+from memcheck.report.records import (
+    check_pivot,
+    cs336_tables,
+    decode_table,
+    is_cs336,
+    pivot_tables,
+    records_table,
+    standard_tables,
+    write_tables,
+)
 from memcheck.report.rows import (
     DECODING,
     NAMES,
@@ -15,23 +28,10 @@ from memcheck.report.rows import (
     table_row,
     unit_bytes,
 )
-from memcheck.report.page import html_page
-from memcheck.report.pairing import is_predicted, pair
-from memcheck.report.predictions import prediction_row, prediction_table, unknown_words
-from memcheck.studies.published import published_rows, published_table, published_tables
-from memcheck.report.records import (
-    check_pivot,
-    cs336_tables,
-    decode_table,
-    is_cs336,
-    pivot_tables,
-    records_table,
-    standard_tables,
-    write_tables,
-)
 from memcheck.report.scaling import scaling_table
 from memcheck.report.summary import summary
 from memcheck.report.tables import Table, render, write_files
+from memcheck.studies.published import published_rows, published_table, published_tables
 
 __all__ = [
     "DECODING",

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from memcheck.core.units import format_bytes
 from memcheck.core.record import Record
-from memcheck.report.rows import common_case
+from memcheck.core.units import format_bytes
 from memcheck.report.records import MIB, Footnotes
+from memcheck.report.rows import common_case
 from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:

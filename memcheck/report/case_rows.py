@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from memcheck.core.units import format_bytes
 from memcheck.core.record import Record
+from memcheck.core.units import format_bytes
 from memcheck.report import DECODING, NAMES, failure_note, number
 
 DECODING_COLUMNS = ("state, MiB", "KiB/sequence", "B/token", "peak, MiB", "ms")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from memcheck.core.units import format_bytes
 from memcheck.core.record import Record
+from memcheck.core.units import format_bytes
 from memcheck.report.cases import CASE_FIELDS, case_of, describe, place_of, values_of, varying
-from memcheck.report.rows import count_of
 from memcheck.report.pairing import pair, ratio, ratio_words
+from memcheck.report.rows import count_of
 from memcheck.report.tables import Cell, Column, Table
 
 # Requested bytes, and so the same on every run. Blocks and segments of a caching allocator depend on what ran before.

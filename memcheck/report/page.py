@@ -9,7 +9,6 @@ from typing import Any
 from memcheck.core.record import Record
 from memcheck.report.accounting import accounting_table
 from memcheck.report.predictions import prediction_table
-from memcheck.studies.published import published_tables
 from memcheck.report.records import (
     STANDARD_PIVOTS,
     cs336_tables,
@@ -21,6 +20,7 @@ from memcheck.report.records import (
 from memcheck.report.scaling import scaling_table
 from memcheck.report.summary import environment_facts, size_of, summary, when
 from memcheck.report.tables import Cell, Column, Table, is_number, shown
+from memcheck.studies.published import published_tables
 
 TEMPLATE = "page.html"
 

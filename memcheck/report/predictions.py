@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from memcheck.core.record import Record
 from memcheck.report.cases import CASE_FIELDS, describe, varying
-from memcheck.report.rows import BYTES, DECODING, NAMES, common_case, count_of, number
 from memcheck.report.pairing import pair, ratio, ratio_words
+from memcheck.report.rows import BYTES, DECODING, NAMES, common_case, count_of, number
 from memcheck.report.tables import Cell, Column, Table
 
 MIB = 2**20

@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from memcheck.core.units import format_bytes
 from memcheck.core.record import Record
+from memcheck.core.units import format_bytes
 
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 BYTE_COLUMNS = {

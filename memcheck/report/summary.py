@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
-from memcheck.core.units import format_bytes
 from memcheck.core.record import Record
+from memcheck.core.units import format_bytes
 from memcheck.report.cases import CASE_FIELDS, describe, groups_besides, values_in_order, values_of
-from memcheck.report.rows import common_case, count_of, failure_note
 from memcheck.report.pairing import pair
 from memcheck.report.predictions import agreement
+from memcheck.report.rows import common_case, count_of, failure_note
 
 # Sizes that belong to operators: cases that differ in nothing else answer the same question.
 OPERATORS_OWN = ("operator", "heads", "core_dim", "factor", "causal", "compiled")

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memcheck.ops.linear_attention import linear_attention
 from memcheck.measure.tracker import dtype_name, tensors_in, track
+from memcheck.ops.linear_attention import linear_attention
 
 # Batch, tokens, features of a token, features inside, classes.
 B, S, E, R, CLASSES = 2, 8, 16, 32, 10

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from memcheck.core.case import Case
 from memcheck.bench.catalog import make_case, make_combinator_case
+from memcheck.core.case import Case
 from memcheck.core.devices import Device, device_named
-from memcheck.predict.trace import WORKSPACE, Piece, Tape, Trace
-from memcheck.predict.scratch import Target
 from memcheck.predict.replay import Prediction, Replay, blank_of, predict_memory
+from memcheck.predict.scratch import Target
+from memcheck.predict.trace import WORKSPACE, Piece, Tape, Trace
 
 # Where, and with which torch, the table was made.
 DEVICE, TORCH = "A100-40GB", (2, 7)

@@ -9,8 +9,8 @@ from memcheck.core.case import SHORT_DTYPES
 from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:
-    from memcheck.studies.autocast_stages import Stage, StagesRun
     from memcheck.studies.accumulation import Accumulation, LibrarySum, Underflow
+    from memcheck.studies.autocast_stages import Stage, StagesRun
 
 SHORT = {dtype: short for short, dtype in SHORT_DTYPES.items()}
 DTYPE_COLUMNS = {

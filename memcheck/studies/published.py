@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from memcheck.core.units import format_bytes
 from memcheck.core.record import Record
+from memcheck.core.units import format_bytes
 from memcheck.report.tables import Cell, Column, Table, Verdict
 
 DATA = Path(__file__).parents[1] / "data"

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memcheck.report.plots.style import GREY, Style, distinct_styles, in_house_style, look_of, new_figure, save
+from memcheck.core.style import Style
+from memcheck.report.plots.style import GREY, distinct_styles, in_house_style, look_of, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,9 +8,9 @@ from typing import Any
 
 from memcheck.bench.catalog import make_case
 from memcheck.predict.replay import Prediction, predict_memory
+from memcheck.report.tables import Cell, Column, Table, Verdict
 from memcheck.studies.bluewalm_module import predict_published
 from memcheck.studies.published import CS336, CS336_BATCH, MIB, SHAPE, Row, published_table, read_published
-from memcheck.report.tables import Cell, Column, Table, Verdict
 
 # That of cs336 is not named: one of the kind that has room enough.
 CS336_GPU = "A100-80GB"

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from memcheck.studies.autocast_stages import run_stages
 from memcheck.studies.accumulation import COMBINATIONS, running_sums, underflows
+from memcheck.studies.autocast_stages import run_stages
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -7,10 +7,10 @@ import gc
 import pytest
 import torch
 
+from memcheck.bench.models.case import make_model_case, prepare_model
 from memcheck.bench.models.predict import kept_of
 from memcheck.bench.models.profile import profile_model_case
 from memcheck.core.model_record import FIGURES, by_layer, components_of
-from memcheck.bench.models.case import make_model_case, prepare_model
 from memcheck.nn.decoder import ATTENTIONS
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -16,9 +16,9 @@ from torch import Tensor
 
 import memcheck
 from memcheck.bench.catalog import CONTENDERS, make_case, make_combinator_case
-from memcheck.measure.measurement import measure_memory
-from memcheck.bench.workloads import bind
 from memcheck.bench.predict import closed_bytes
+from memcheck.bench.workloads import bind
+from memcheck.measure.measurement import measure_memory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from memcheck.measure.export import write_snapshot, write_trace
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.timeline import record_timeline
-from memcheck.measure.export import write_snapshot, write_trace
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

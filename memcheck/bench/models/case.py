@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from memcheck.core.case import DEFAULT_FACTOR, DTYPES, SHORT_DTYPES
-from memcheck.measure.compile import compiled
-from memcheck.core.errors import UsageError
-from memcheck.predict.autocast import AutocastOnMeta
-from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, Decoder
 from memcheck.bench.workloads import Subject
+from memcheck.core.case import DEFAULT_FACTOR, DTYPES, SHORT_DTYPES
+from memcheck.core.errors import UsageError
+from memcheck.measure.compile import compiled
+from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, Decoder
+from memcheck.predict.autocast import AutocastOnMeta
 
 MODES = ("forward", "backward", "train")
 AUTOCAST_DTYPES = ("bfloat16", "float16")

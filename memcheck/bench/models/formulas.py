@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from memcheck.core.case import DTYPES
 from memcheck.bench.models.case import ModelCase, parameter_tensors
+from memcheck.core.case import DTYPES
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from memcheck.measure.modules import kept_by_component
-from memcheck.core.devices import Device, device_named
-from memcheck.predict.trace import OnTarget, Run, Tape, Trace, Tracer
-from memcheck.bench.models.formulas import held_formulas, kept_formulas
-from memcheck.core.model_record import FIGURES, Activations, ModelRecord, by_layer
 from memcheck.bench.models.case import ModelCase, prepare_model
-from memcheck.predict.scratch import Target
-from memcheck.predict.replay import Prediction, Replay, blank, target_for
-from memcheck.core.record import PHASES
+from memcheck.bench.models.formulas import held_formulas, kept_formulas
 from memcheck.bench.workloads import Subject
+from memcheck.core.devices import Device, device_named
+from memcheck.core.model_record import FIGURES, Activations, ModelRecord, by_layer
+from memcheck.core.record import PHASES
+from memcheck.measure.modules import kept_by_component
+from memcheck.predict.replay import Prediction, Replay, blank, target_for
+from memcheck.predict.scratch import Target
+from memcheck.predict.trace import OnTarget, Run, Tape, Trace, Tracer
 
 
 @dataclass(frozen=True)

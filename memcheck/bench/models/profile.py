@@ -12,22 +12,22 @@ from typing import Any
 
 import torch
 
-from memcheck.measure import timing
-from memcheck.measure.compile import with_generated_code
-from memcheck.measure.modules import ranges_around_modules
+from memcheck.bench.models.case import ModelCase, prepare_model
+from memcheck.bench.models.predict import describe, held_bytes, kept_of, predict_model, predicted_figures
+from memcheck.bench.workloads import Subject
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
-from memcheck.measure.measurement import Times, machine_facts, measure_memory, time_passes
-from memcheck.bench.models.predict import describe, held_bytes, kept_of, predict_model, predicted_figures
 from memcheck.core.model_record import ModelRecord, by_layer
-from memcheck.bench.models.case import ModelCase, prepare_model
-from memcheck.predict.replay import Prediction
-from memcheck.core.units import format_bytes
 from memcheck.core.record import PHASES, Record
-from memcheck.measure.run import Subject as MeasuredSubject
-from memcheck.bench.workloads import Subject
+from memcheck.core.units import format_bytes
+from memcheck.measure import timing
+from memcheck.measure.compile import with_generated_code
 from memcheck.measure.export import write_snapshot, write_trace
+from memcheck.measure.measurement import Times, machine_facts, measure_memory, time_passes
+from memcheck.measure.modules import ranges_around_modules
+from memcheck.measure.run import Subject as MeasuredSubject
 from memcheck.measure.tracker import track
+from memcheck.predict.replay import Prediction
 
 WARMUP = 2
 DEFAULT_PASSES = 10

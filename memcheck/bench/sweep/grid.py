@@ -8,7 +8,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memcheck.bench.catalog import CONTENDERS, DTYPES, MODES, SHORT_DTYPES, Case, check_case, make_case, make_combinator_case
+from memcheck.bench.catalog import (
+    CONTENDERS,
+    DTYPES,
+    MODES,
+    SHORT_DTYPES,
+    Case,
+    check_case,
+    make_case,
+    make_combinator_case,
+)
 from memcheck.core.errors import UsageError
 
 RANGE = re.compile(r"(\d+):(\d+):([x+])(\d+)")

@@ -11,14 +11,15 @@ from typing import Any
 
 import torch
 
-from memcheck.bench.sweep.worker import blank
 from memcheck.bench.catalog import BUILT_IN, Case
-from memcheck.core.devices import Device
 from memcheck.bench.sweep.grid import refusal
-from memcheck.predict.replay import predict_memory
-from memcheck.core.record import Record
-from memcheck.bench.sweep.store import FILE, Store, read_rows
 from memcheck.bench.sweep.run import TRIED_AGAIN, Progress, load_plugins, source_of, write_manifest
+from memcheck.bench.sweep.store import FILE, Store, read_rows
+from memcheck.bench.sweep.worker import blank
+from memcheck.core.devices import Device
+from memcheck.core.record import Record
+from memcheck.core.version import __version__
+from memcheck.predict.replay import predict_memory
 
 
 def predicted_record(case: Case, device: Device, limit_bytes: int | None = None) -> Record:
@@ -102,8 +103,6 @@ def done_in(
 
 def facts_of(device: Device) -> Record:
     """What sweep.json says of where the cases would run."""
-    from memcheck import __version__
-
     return Record(
         source="predicted",
         device=device.kind,
@@ -116,8 +115,6 @@ def facts_of(device: Device) -> Record:
 
 def key(case: Case, device: Device, limit_bytes: int | None, plugins: tuple[str, ...]) -> str:
     """What two predictions must share to say the same; never that of a measured row."""
-    from memcheck import __version__
-
     place = {**dataclasses.asdict(device), "source": None}
     environment = {"torch": str(torch.__version__), "memcheck": __version__}
     threads = torch.get_num_threads() if device.kind == "cpu" else None

@@ -26,15 +26,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process, blank
 from memcheck.bench.catalog import BUILT_IN, DTYPES, Case
-from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.plugins import load_plugin
-from memcheck.bench.profile import CPU_SECONDS, TIMING_SECONDS, predicted_failure
-from memcheck.core.record import Record
-from memcheck.bench.sweep.store import FILE, Store, read_rows
 from memcheck.bench.predict import closed_bytes, closed_terms
+from memcheck.bench.profile import CPU_SECONDS, TIMING_SECONDS, predicted_failure
+from memcheck.bench.sweep.grid import refusal
+from memcheck.bench.sweep.store import FILE, Store, read_rows
+from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process, blank
+from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.record import Record
 
 TRIED_AGAIN = ("error", "killed", "timeout", "skipped")
 MANIFEST = "sweep.json"

@@ -26,11 +26,11 @@ from typing import IO, Any
 import torch
 
 from memcheck.bench.catalog import CONTENDERS, Case
-from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.bench.plugins import load_plugin
 from memcheck.bench.profile import profile_case, unmeasured
-from memcheck.core.units import format_bytes
+from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
+from memcheck.core.units import format_bytes
 
 
 @dataclass(frozen=True)

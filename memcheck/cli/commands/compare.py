@@ -6,11 +6,11 @@ import argparse
 import sys
 from pathlib import Path
 
+from memcheck.bench.sweep.store import read_records
 from memcheck.cli.commands.report import FORMATS
 from memcheck.core.errors import UsageError
 from memcheck.core.units import parse_bytes
 from memcheck.report import compare, comparison_table, comparison_words, environment_changes, render
-from memcheck.bench.sweep.store import read_records
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -11,18 +11,18 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from memcheck.bench.capacity import FLAGS, MOST, Frontier, find_frontier, frontier_curve, frontier_object, known_axes
 from memcheck.bench.catalog import CONTENDERS, DTYPES, MODES, SHORT_DTYPES, Case
+from memcheck.bench.plugins import load_plugin
+from memcheck.bench.sweep.grid import any_case, check_names, refusal
+from memcheck.cli.cases import count, file, size, sizes
 from memcheck.cli.options import add_device_arguments, predicted_device
 from memcheck.core.devices import Device
 from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.bench.capacity import FLAGS, MOST, Frontier, find_frontier, frontier_curve, frontier_object, known_axes
-from memcheck.bench.sweep.grid import any_case, check_names, refusal
-from memcheck.report.plots.capacity import Edge, plot_frontier
-from memcheck.report.plots.style import FORMATS
-from memcheck.bench.plugins import load_plugin
-from memcheck.cli.cases import count, file, size, sizes
 from memcheck.report import render
 from memcheck.report.capacity import FOUND, frontier_table, room_words, shared_words
+from memcheck.report.plots.capacity import Edge, plot_frontier
+from memcheck.report.plots.style import FORMATS
 
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}
 DEFAULT_TYPES = "naive,softmax,softplus,linear-causal,compressed"

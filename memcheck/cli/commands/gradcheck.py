@@ -8,8 +8,8 @@ import json
 import sys
 import textwrap
 
-from memcheck.ops.gradcheck import Outcome, check, configurations_of, operators
 from memcheck.bench.profile import find_device
+from memcheck.ops.gradcheck import Outcome, check, configurations_of, operators
 
 LINE = "{:<22} {:<76} {:>13} {:>9}  {}"
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from memcheck.studies.autocast_stages import StagesRun, run_stages
-from memcheck.core.case import SHORT_DTYPES
-from memcheck.bench.sweep.grid import check_names
-from memcheck.studies.accumulation import Accumulation, LibrarySum, Underflow, accumulate, library_sums, underflows
 from memcheck.bench.profile import find_device
+from memcheck.bench.sweep.grid import check_names
+from memcheck.core.case import SHORT_DTYPES
 from memcheck.report import Table, render
+from memcheck.studies.accumulation import Accumulation, LibrarySum, Underflow, accumulate, library_sums, underflows
+from memcheck.studies.autocast_stages import StagesRun, run_stages
 from memcheck.studies.mixed_precision_report import (
     accumulation_table,
     kept_table,

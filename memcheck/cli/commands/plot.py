@@ -6,14 +6,14 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from memcheck.bench.sweep.store import read_records
+from memcheck.cli.cases import folder
 from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.record import Record
 from memcheck.report.plots import Request, write_plots
 from memcheck.report.plots.pictures import KINDS
 from memcheck.report.plots.series import Quantity, quantity_of
 from memcheck.report.plots.style import FORMATS, check_formats
-from memcheck.cli.cases import folder
-from memcheck.core.record import Record
-from memcheck.bench.sweep.store import read_records
 
 AXES = {"seq-len": "length", "query-len": "query_len", "kv-len": "kv_len", "dim": "dim"}
 

@@ -17,11 +17,11 @@ from memcheck.bench.catalog import (
     make_case,
     make_combinator_case,
 )
+from memcheck.bench.plugins import load_plugin
+from memcheck.cli.cases import count, note_unused_flags, size
 from memcheck.cli.options import add_device_arguments, predicted_device
 from memcheck.core.errors import UsageError
-from memcheck.bench.plugins import load_plugin
 from memcheck.predict.replay import Prediction, predict_memory
-from memcheck.cli.cases import count, note_unused_flags, size
 from memcheck.report.terms import prediction_report
 
 DEFAULTS = {"bsz": 1, "dim": 256, "heads": 4}

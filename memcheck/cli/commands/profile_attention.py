@@ -6,9 +6,9 @@ import argparse
 from dataclasses import dataclass
 
 from memcheck.bench.catalog import SHORT_DTYPES, Case, attention_types, make_case
-from memcheck.core.errors import UsageError
-from memcheck.cli.cases import add_common_arguments, add_inspection_arguments, count, counts, run_cases
 from memcheck.bench.profile import find_device
+from memcheck.cli.cases import add_common_arguments, add_inspection_arguments, count, counts, run_cases
+from memcheck.core.errors import UsageError
 
 
 # A preset is the value of every flag that is not given.

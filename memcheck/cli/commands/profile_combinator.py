@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 
 from memcheck.bench.catalog import SHORT_DTYPES, Case, combinator_types, make_combinator_case
-from memcheck.core.errors import UsageError
-from memcheck.cli.cases import add_common_arguments, add_inspection_arguments, count, counts, run_cases
 from memcheck.bench.profile import find_device
+from memcheck.cli.cases import add_common_arguments, add_inspection_arguments, count, counts, run_cases
+from memcheck.core.errors import UsageError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

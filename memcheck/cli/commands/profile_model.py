@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO, cast
 
-from memcheck.core.case import SHORT_DTYPES
-from memcheck.cli.options import add_gpu_argument, predicted_device
-from memcheck.core.devices import DEVICES
-from memcheck.core.errors import UsageError
+from memcheck.bench.models.case import MODES, SIZES, ModelCase, make_model_case
 from memcheck.bench.models.predict import predict_model
 from memcheck.bench.models.profile import profile_model_case, snapshot_model, trace_model
-from memcheck.core.model_record import ModelRecord
-from memcheck.bench.models.case import MODES, SIZES, ModelCase, make_model_case
-from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
-from memcheck.report.plots.models import plot_models
-from memcheck.cli.cases import append_record, begin_files, count, counts, exit_code, file, folder, size
 from memcheck.bench.profile import find_device
-from memcheck.report.models import LEGEND, LETTERS, model_header, model_row, model_title, parts_table
+from memcheck.cli.cases import append_record, begin_files, count, counts, exit_code, file, folder, size
+from memcheck.cli.options import add_gpu_argument, predicted_device
+from memcheck.core.case import SHORT_DTYPES
+from memcheck.core.devices import DEVICES
+from memcheck.core.errors import UsageError
+from memcheck.core.model_record import ModelRecord
 from memcheck.measure.export import format_shares, nvtx_ranges
+from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
+from memcheck.report.models import LEGEND, LETTERS, model_header, model_row, model_title, parts_table
+from memcheck.report.plots.models import plot_models
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

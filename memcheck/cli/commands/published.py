@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_case
+from memcheck.bench.predict import closed_terms
+from memcheck.bench.sweep.store import read_records
 from memcheck.cli.commands.report import FORMATS, write_output
 from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.studies.published_plot import plot_published
 from memcheck.core.record import Record
 from memcheck.report import published_rows, published_table, published_tables, render
-from memcheck.bench.sweep.store import read_records
-from memcheck.bench.predict import closed_terms
+from memcheck.studies.published_plot import plot_published
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

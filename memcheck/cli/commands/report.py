@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.bench.catalog import CONTENDERS
+from memcheck.bench.sweep.store import read_records
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.report import (
@@ -32,7 +33,6 @@ from memcheck.report import (
     summary,
     write_files,
 )
-from memcheck.bench.sweep.store import read_records
 
 FORMATS = ("table", "markdown", "csv", "latex", "json")
 

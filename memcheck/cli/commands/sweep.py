@@ -13,21 +13,21 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from memcheck.bench.catalog import CONTENDERS, Case
+from memcheck.bench.plugins import load_plugin
+from memcheck.bench.profile import find_device
+from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
+from memcheck.bench.sweep.predict import find_predicted, predict_sweep
+from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
+from memcheck.bench.sweep.store import FILE, StoreError, read_records
+from memcheck.cli.cases import count, folder, seconds, size, sizes
 from memcheck.cli.commands.profile_attention import make_lengths
 from memcheck.cli.options import add_gpu_argument, predicted_device
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
-from memcheck.report.plots import write_plots
-from memcheck.bench.plugins import load_plugin
-from memcheck.bench.sweep.predict import find_predicted, predict_sweep
-from memcheck.cli.cases import count, folder, seconds, size, sizes
-from memcheck.bench.profile import find_device
-from memcheck.core.units import format_bytes
 from memcheck.core.record import Record
+from memcheck.core.units import format_bytes
 from memcheck.report import failure_note, is_predicted, write_tables
-from memcheck.bench.sweep.store import FILE, StoreError, read_records
-from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
+from memcheck.report.plots import write_plots
 
 LENGTHS = {"seq_len", "query_len", "kv_len"}
 GRID = LENGTHS | {"attention_type", "bsz", "dim", "heads", "core_dim", "factor", "dtype", "mode", "causal", "compile"}

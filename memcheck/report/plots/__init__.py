@@ -1,12 +1,13 @@
 """Records as pictures. Lines differ in colour, marker and dash: in greyscale and to the colour-blind they still do."""
 
+from memcheck.core.style import Style
 from memcheck.report.plots.lines import named_lines
 from memcheck.report.plots.memory import plot_memory
 from memcheck.report.plots.pictures import Picture, Request, choose_pictures, svg_plots, write_plots
-from memcheck.studies.published_plot import plot_published
 from memcheck.report.plots.scales import x_ticks
-from memcheck.report.plots.style import UNKNOWN_STYLE, Style
+from memcheck.report.plots.style import UNKNOWN_STYLE
 from memcheck.report.plots.timeline import Timeline, plot_timeline
+from memcheck.studies.published_plot import plot_published
 
 __all__ = [
     "UNKNOWN_STYLE",

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memcheck.core.style import Style
 from memcheck.report.plots.lines import Name, name_lines
 from memcheck.report.plots.scales import ROW, axes_points, set_x
-from memcheck.report.plots.style import GREY, Style, distinct_styles, in_house_style, look_of, new_figure, save
+from memcheck.report.plots.style import GREY, distinct_styles, in_house_style, look_of, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from memcheck.core.record import Record
+from memcheck.core.style import Style
 from memcheck.report.plots.lines import line_figure
 from memcheck.report.plots.memory import bar_figure
 from memcheck.report.plots.series import STATE, STEP, Quantity, View
-from memcheck.report.plots.style import Style
-from memcheck.core.record import Record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from memcheck.core.record import Record
+from memcheck.core.style import Style
 from memcheck.report.plots.scales import ROW, axes_points, format_value, set_x, set_y
 from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed, undrawn_note
-from memcheck.report.plots.style import GREY, Style, in_house_style, look_of, new_figure, shade_of
-from memcheck.core.record import Record
+from memcheck.report.plots.style import GREY, in_house_style, look_of, new_figure, shade_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

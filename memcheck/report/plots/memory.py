@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core.errors import UsageError
+from memcheck.core.record import Record
+from memcheck.core.style import Style
+from memcheck.report.pairing import on_measured_devices
 from memcheck.report.plots.lines import MISSING_WORDS, beside_words, common_label, expected, line_figure
 from memcheck.report.plots.scales import format_value, set_linear_ticks
 from memcheck.report.plots.series import (
@@ -22,9 +25,7 @@ from memcheck.report.plots.series import (
     undrawn_note,
     views_along,
 )
-from memcheck.report.plots.style import GREY, HATCHES, Style, in_house_style, new_figure, save
-from memcheck.core.record import Record
-from memcheck.report.pairing import on_measured_devices
+from memcheck.report.plots.style import GREY, HATCHES, in_house_style, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

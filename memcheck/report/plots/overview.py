@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from memcheck.core.style import Style
 from memcheck.report.plots.lines import draw_lines, drawn_values, missing_points
 from memcheck.report.plots.memory import memory_quantities
 from memcheck.report.plots.scales import ROW, axes_points, set_x, set_y
 from memcheck.report.plots.series import AXES, Line, Quantity, View, refuse_mixed
-from memcheck.report.plots.style import GREY, Style, distinct_styles, in_house_style, look_of, new_figure
+from memcheck.report.plots.style import GREY, distinct_styles, in_house_style, look_of, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

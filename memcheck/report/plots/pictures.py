@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from memcheck.core.record import Record
+from memcheck.core.style import Style
 from memcheck.report.plots.decode import decode_bars, decode_lines, decode_quantities
 from memcheck.report.plots.lines import line_figure
 from memcheck.report.plots.memory import memory_bars, memory_lines
 from memcheck.report.plots.overview import memory_overview
-from memcheck.studies.published_plot import Row, published_figure
 from memcheck.report.plots.savings import savings_bars, standard_among
 from memcheck.report.plots.series import (
     AXES,
@@ -24,11 +25,11 @@ from memcheck.report.plots.series import (
     split_settings,
     views_along,
 )
-from memcheck.report.plots.style import Style, check_formats, inline_svg, save
+from memcheck.report.plots.style import check_formats, inline_svg, save
 from memcheck.report.plots.theory import has_prediction, has_theory, prediction_lines, theory_lines
 from memcheck.report.plots.timing import time_lines, time_quantities
 from memcheck.report.plots.words import fixed_slug, heading, setting_words, slug, subtitle_of
-from memcheck.core.record import Record
+from memcheck.studies.published_plot import Row, published_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -7,12 +7,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core.errors import UsageError
+from memcheck.core.record import Record
+from memcheck.core.style import Style
 from memcheck.report.plots.lines import MISSING_WORDS
 from memcheck.report.plots.memory import memory_quantities
 from memcheck.report.plots.scales import x_ticks
 from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed
-from memcheck.report.plots.style import GREY, HATCHES, Style, in_house_style, new_figure
-from memcheck.core.record import Record
+from memcheck.report.plots.style import GREY, HATCHES, in_house_style, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

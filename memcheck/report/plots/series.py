@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memcheck.core.errors import UsageError
-from memcheck.report.plots.style import Style, distinct_styles
 from memcheck.core.record import Record
+from memcheck.core.style import Style
 from memcheck.report.pairing import is_predicted, on_measured_devices
+from memcheck.report.plots.style import distinct_styles
 
 # Records that differ in one of these are never in one picture.
 SETTING = {"device": "device", "device_name": "device", "dtype": "dtype", "mode": "mode", "bsz": "batch size"}

@@ -7,11 +7,11 @@ import io
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from memcheck.core.errors import UsageError
+from memcheck.core.style import Style
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -37,13 +37,6 @@ RC = {
 }
 NO_METADATA = {"Creator": None, "Date": None, "Format": None, "Type": None}
 PNG_DPI = 150
-
-
-@dataclass(frozen=True)
-class Style:
-    colour: str
-    marker: str
-    dash: Any = "-"
 
 
 def look_of(style: Style, **more: Any) -> dict[str, Any]:

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from memcheck.core.record import Record
+from memcheck.core.style import Style
+from memcheck.report.pairing import is_predicted, pair
 from memcheck.report.plots.lines import Name, dress, expected, measured, name_lines
 from memcheck.report.plots.memory import memory_quantities
 from memcheck.report.plots.scales import format_value, set_x, set_y
 from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed
-from memcheck.report.plots.style import GREY, Style, in_house_style, look_of, new_figure
-from memcheck.core.record import Record
-from memcheck.report.pairing import is_predicted, pair
+from memcheck.report.plots.style import GREY, in_house_style, look_of, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

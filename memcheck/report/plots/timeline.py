@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+from memcheck.core.units import format_bytes
 from memcheck.report.plots.scales import set_linear_ticks
 from memcheck.report.plots.style import COLOURS, HATCHES, in_house_style, new_figure, save
-from memcheck.core.units import format_bytes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from memcheck.core.record import Record
+from memcheck.core.style import Style
 from memcheck.report.plots.lines import line_figure
 from memcheck.report.plots.series import BACKWARD_TIME, FORWARD_TIME, Quantity, View
-from memcheck.report.plots.style import Style
-from memcheck.core.record import Record
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

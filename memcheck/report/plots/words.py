@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from memcheck.report.plots.series import View
 from memcheck.core.record import Record
+from memcheck.report.plots.series import View
 
 
 def subtitle_of(records: Sequence[Record]) -> str:

@@ -1,0 +1,15 @@
+"""The look of one operator's lines in plots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Style:
+    """Colour, marker and dash of an operator's lines, in matplotlib's words."""
+
+    colour: str
+    marker: str
+    dash: Any = "-"

@@ -1,0 +1,119 @@
+"""The store of a sweep: what was appended is there, whatever ended the one who appended."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from memcheck.bench.sweep.store import FILE, Store, StoreError, read_records
+from memcheck.core.errors import UsageError
+from memcheck.core.record import Record
+
+
+def fill(folder: Path, count: int) -> None:
+    with Store(folder) as store:
+        for number in range(count):
+            store.append(f"key {number}", Record(operator="naive", bsz=number))
+
+
+def sizes(folder: Path) -> list[int | None]:
+    return [record.bsz for record in read_records(folder)]
+
+
+def test_rows_are_records_with_keys(tmp_path) -> None:
+    fill(tmp_path / "new", 2)
+    rows = [json.loads(line) for line in (tmp_path / "new" / FILE).read_text().splitlines()]
+    assert [row["key"] for row in rows] == ["key 0", "key 1"]
+    assert Record.from_json(json.dumps(rows[1])) == Record(operator="naive", bsz=1)
+
+
+def test_the_newest_of_a_key_counts(tmp_path) -> None:
+    fill(tmp_path, 2)
+    with Store(tmp_path) as store:
+        store.append("key 0", Record(operator="naive", bsz=7))
+        assert [record.bsz for record in store.records.values()] == [7, 1]
+    assert sizes(tmp_path) == [7, 1]
+    with Store(tmp_path) as store:
+        assert [record.bsz for record in store.records.values()] == [7, 1]
+
+
+@pytest.mark.parametrize("half", [b'{"key": "key 2", "bs', b"\0\0\0", '"é'.encode()[:-1]])
+def test_half_a_line_at_the_end_is_cut_off(tmp_path, capsys, half: bytes) -> None:
+    fill(tmp_path, 2)
+    whole = (tmp_path / FILE).read_bytes()
+    (tmp_path / FILE).write_bytes(whole + half)
+    assert sizes(tmp_path) == [0, 1]
+    assert "its last line was left out" in capsys.readouterr().err
+    with Store(tmp_path) as store:
+        assert "its last line was cut off" in capsys.readouterr().err
+        store.append("key 2", Record(bsz=2))
+    assert (tmp_path / FILE).read_bytes().startswith(whole)
+    assert sizes(tmp_path) == [0, 1, 2]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_broken_line_in_the_middle_costs_itself(tmp_path, capsys) -> None:
+    fill(tmp_path, 1)
+    with (tmp_path / FILE).open("ab") as file:
+        file.write(b'\0\0\0\n[1]\n\xff\n{"key": "key 9", "bsz": 1, "query_len": "x"}\n')
+    with Store(tmp_path) as store:
+        store.append("key 1", Record(bsz=1))
+    assert sizes(tmp_path) == [0, 1]
+    assert "line 2 was left out: it is no record" in capsys.readouterr().err
+
+
+def test_records_of_other_commands_are_read_and_left_alone(tmp_path) -> None:
+    (tmp_path / FILE).write_text(Record(bsz=5).to_json() + "\n" + Record(bsz=5).to_json() + "\n")
+    assert sizes(tmp_path) == [5, 5]
+    with pytest.raises(UsageError, match="holds records that no sweep wrote: name another folder"):
+        Store(tmp_path)
+
+
+def test_two_sweeps_do_not_share_a_folder(tmp_path) -> None:
+    with Store(tmp_path):
+        with pytest.raises(UsageError, match="is in use by another sweep"):
+            Store(tmp_path)
+        assert sizes(tmp_path) == []
+    Store(tmp_path).close()
+
+
+def test_a_folder_without_rows_or_rights(tmp_path) -> None:
+    with pytest.raises(UsageError, match=r"holds no records.jsonl"):
+        read_records(tmp_path)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="cannot be written to: Not a directory"):
+        Store(tmp_path / "file" / "results")
+
+
+def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch) -> None:
+    fill(tmp_path, 2)
+    whole = (tmp_path / FILE).read_bytes()
+    write = os.write
+
+    def write_ten_bytes_then_fail(file: int, data: bytes) -> int:
+        if not data.startswith(b"{"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data[:10])
+
+    with Store(tmp_path) as store:
+        monkeypatch.setattr(os, "write", write_ten_bytes_then_fail)
+        with pytest.raises(StoreError, match=r"records.jsonl takes no more rows: No space left on device"):
+            store.append("key 2", Record(bsz=2))
+        assert "key 2" not in store.records
+    assert (tmp_path / FILE).read_bytes() == whole
+
+
+@pytest.mark.isolated
+def test_a_file_that_may_not_grow_leaves_whole_rows(tmp_path) -> None:
+    """The system itself refuses, in the middle of a line."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
+    with pytest.raises(StoreError, match="takes no more rows: File too large"):
+        fill(tmp_path, 100)
+    rows = sizes(tmp_path)
+    assert rows == list(range(len(rows)))
+    assert 1 < len(rows) < 100

@@ -1,0 +1,632 @@
+"""The contenders compute what they say, from the bytes they say, on the backend they say."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from memcheck.bench.catalog import (
+    CONTENDERS,
+    DTYPES,
+    Case,
+    Contender,
+    UnsupportedError,
+    attention_types,
+    check_case,
+    make_case,
+    make_combinator_case,
+    register,
+)
+from memcheck.bench.decode import one_token
+from memcheck.bench.predict import closed_bytes
+from memcheck.bench.profile import profile_case
+from memcheck.bench.workloads import bind
+from memcheck.core.errors import UsageError
+from memcheck.measure.compile import with_generated_code
+from memcheck.measure.measurement import measure_memory
+from memcheck.measure.sdpa_backend import BackendWitness, fused_backend
+from memcheck.measure.tracker import tensors_in, track
+from memcheck.ops.reference import memcheck_pyt
+from memcheck.ops.reference.cs336_attention import cs336_attention
+from memcheck.ops.reference.naive_attention import naive_attention
+
+SHAPE = {"bsz": 2, "query_len": 9, "kv_len": 9, "dim": 12, "heads": 3, "core_dim": None, "factor": None}
+
+
+def case_of(operator: str, **fields: object) -> Case:
+    if operator not in attention_types():
+        sizes = {name: SHAPE[name] for name in ("bsz", "query_len", "dim")}
+        return make_combinator_case(operator, **{**sizes, **fields})
+    return make_case(operator, **{**SHAPE, **fields})
+
+
+def outcome(operator: str, case: Case) -> list[torch.Tensor]:
+    """Output and gradients of a contender on the inputs of `case`."""
+    inputs = CONTENDERS[operator].inputs(case)
+    output = CONTENDERS[operator].build(case)(*inputs)
+    output.backward(torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output))
+    return [output, *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize("operator", ["softmax", "softmax/math", "softmax/flash"])
+@pytest.mark.parametrize(("query_len", "kv_len", "causal"), [(9, 9, True), (4, 9, True), (1, 9, True), (9, 4, False)])
+def test_softmax_and_naive_agree(operator: str, query_len: int, kv_len: int, causal: bool) -> None:
+    case = case_of("naive", query_len=query_len, kv_len=kv_len, causal=causal, dtype="float64")
+    for ours, theirs in zip(outcome("naive", case), outcome(operator, case), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_naive_sees_bottom_right() -> None:
+    """Two queries, four keys: the first query sees three keys, the last one all."""
+    v = torch.eye(4, dtype=torch.float64)[None, None]
+    weights = naive_attention(torch.zeros(1, 1, 2, 4, dtype=torch.float64), torch.zeros_like(v), v)
+    expected = torch.tensor([[1 / 3, 1 / 3, 1 / 3, 0], [1 / 4, 1 / 4, 1 / 4, 1 / 4]], dtype=torch.float64)
+    torch.testing.assert_close(weights[0, 0], expected)
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize(
+    ("operator", "backend"), [("softmax", "flash (cpu)"), ("softmax/math", "math"), ("softmax/flash", "flash (cpu)")]
+)
+@pytest.mark.parametrize("query_len", [9, 4])
+def test_backend_is_seen(operator: str, backend: str, mode: str, query_len: int) -> None:
+    case = case_of(operator, mode=mode, query_len=query_len)
+    witness = BackendWitness(CONTENDERS[operator].build(case))
+    witness(*CONTENDERS[operator].inputs(case))
+    assert witness.backend == backend
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("operator", ["softmax", "softmax/math"])
+def test_seeing_the_backend_costs_no_byte(operator: str, mode: str) -> None:
+    case = case_of(operator, mode=mode)
+    function = CONTENDERS[operator].build(case)
+    inputs = CONTENDERS[operator].inputs(case)
+    plain = measure_memory(function, *inputs, backward=mode == "train")
+    seen = measure_memory(BackendWitness(function), *inputs, backward=mode == "train")
+    assert plain.forward_peak_bytes == seen.forward_peak_bytes
+    assert plain.saved_bytes == seen.saved_bytes
+    if operator == "softmax/math":
+        # The flash backward's own peak depends on how its threads happen to overlap.
+        assert plain.backward_peak_bytes == seen.backward_peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        ("ScaledDotProductFlashAttentionForCpuBackward0", "flash (cpu)"),
+        ("ScaledDotProductFlashAttentionBackward0", "flash"),
+        ("ScaledDotProductEfficientAttentionBackward0", "efficient"),
+        ("EfficientAttentionBackward0", "efficient"),
+        ("ScaledDotProductCudnnAttentionBackward0", "cudnn"),
+        ("aten._scaled_dot_product_flash_attention_for_cpu.default", "flash (cpu)"),
+        ("aten._scaled_dot_product_cudnn_attention.default", "cudnn"),
+        ("aten._efficient_attention_forward.default", "efficient"),
+        ("aten._scaled_dot_product_attention_math.default", None),
+        ("BmmBackward0", None),
+    ],
+)
+def test_names_of_fused_attention(name: str, backend: str | None) -> None:
+    assert fused_backend(name) == backend
+
+
+@pytest.mark.parametrize("operator", ["softmax/efficient", "softmax/cudnn"])
+def test_refusal_is_in_torchs_words(operator: str) -> None:
+    case = case_of(operator)
+    with pytest.raises(UnsupportedError, match="No viable backend"):
+        CONTENDERS[operator].build(case)(*CONTENDERS[operator].inputs(case))
+
+
+def assert_terms_are_exact(case: Case) -> None:
+    contender = CONTENDERS[case.operator]
+    parameters = contender.parameters(case)
+    operator = bind(contender.build(case), parameters)
+    record = measure_memory(operator, *contender.inputs(case), parameters=parameters, backward=case.mode == "train")
+    terms = contender.terms(case)
+    assert terms is not None
+    for field, parts in terms.items():
+        assert sum(parts.values()) == getattr(record, field), field
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize(
+    ("query_len", "kv_len", "dim", "causal"),
+    [
+        (9, 9, 12, True),
+        (9, 9, 12, False),
+        (63, 65, 12, True),
+        (16, 40, 384, True),
+        (16, 40, 384, False),
+        (1, 1, 3, True),
+        (1, 1, 384, True),
+        (40, 16, 384, False),
+    ],
+)
+def test_naive_terms_are_exact(query_len: int, kv_len: int, dim: int, causal: bool, dtype: str, mode: str) -> None:
+    case = case_of("naive", query_len=query_len, kv_len=kv_len, dim=dim, causal=causal, dtype=dtype, mode=mode)
+    assert_terms_are_exact(case)
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("bsz", "query_len", "kv_len", "core_dim", "causal"),
+    [
+        (2, 9, 9, 12, True),
+        (2, 300, 700, 12, True),  # few channels: chunks are tasks of their own
+        (2, 300, 700, 12, False),
+        (17, 700, 700, 33, True),
+        (17, 700, 300, 33, False),
+        (1, 1, 1, 1, True),
+    ],
+)
+def test_softplus_terms_are_exact(
+    bsz: int, query_len: int, kv_len: int, core_dim: int, causal: bool, dtype: str, mode: str
+) -> None:
+    sizes = {"bsz": bsz, "query_len": query_len, "kv_len": kv_len, "core_dim": core_dim}
+    assert_terms_are_exact(case_of("softplus", **sizes, causal=causal, dtype=dtype, mode=mode))
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("operator", ["linear", "linear-causal"])
+@pytest.mark.parametrize(
+    ("bsz", "query_len", "kv_len", "dim", "heads"),
+    [
+        (2, 9, 9, 12, 3),
+        (1, 300, 1300, 12, 3),  # few heads: segments are tasks of their own
+        (5, 300, 700, 40, 5),
+        (1, 1, 1, 1, 1),
+    ],
+)
+def test_linear_terms_are_exact(
+    bsz: int, query_len: int, kv_len: int, dim: int, heads: int, operator: str, dtype: str, mode: str
+) -> None:
+    sizes = {"bsz": bsz, "query_len": query_len, "kv_len": kv_len, "dim": dim, "heads": heads}
+    assert_terms_are_exact(case_of(operator, **sizes, dtype=dtype, mode=mode))
+
+
+@pytest.mark.parametrize("query_len", [9, 4])
+def test_linear_contenders_agree(query_len: int) -> None:
+    ours, theirs = (
+        outcome(name, case_of(name, query_len=query_len, dtype="float64"))
+        for name in ("linear-causal", "linear-cumsum")
+    )
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_linear_alone_sees_everything() -> None:
+    """Whatever was asked: its name says which of the two it is."""
+    for asked in (True, False):
+        assert not case_of("linear", causal=asked).causal
+        assert case_of("linear-causal", causal=asked).causal
+        assert case_of("linear-cumsum", causal=asked).causal
+        assert case_of("naive", causal=asked).causal is asked
+    case_of("linear", query_len=10)  # more queries than keys, and no mask to forbid it
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+@pytest.mark.parametrize(("bsz", "query_len", "dim"), [(1, 1, 1), (2, 63, 129), (16, 512, 256), (40, 700, 33)])
+@pytest.mark.parametrize("operator", ["combinator", "combinator-low-memory"])
+def test_combinator_terms_are_exact(operator: str, bsz: int, query_len: int, dim: int, dtype: str, mode: str) -> None:
+    assert_terms_are_exact(case_of(operator, bsz=bsz, query_len=query_len, dim=dim, dtype=dtype, mode=mode))
+
+
+def test_combinator_terms_on_a_gpu() -> None:
+    """The same, but for the weight's gradient in fp32, and its chunks: at most U/16."""
+    rows, dim = 32_768, 1024
+    unit, weight = rows * dim * 2, 2 * dim * dim * 2
+    case = case_of("combinator", bsz=1, query_len=rows, dim=dim, dtype="bfloat16", device="cuda:0")
+    found = closed_bytes(case)
+    assert found["saved_bytes"] == 2 * unit
+    assert found["forward_peak_bytes"] == 4 * unit + weight
+    assert found["backward_peak_bytes"] == 5 * unit + 2 * weight + 2 * weight + 2 + unit // 16
+
+
+def test_a_combinator_has_a_weight_and_no_keys() -> None:
+    case = case_of("combinator")
+    (weight,) = CONTENDERS["combinator"].parameters(case)
+    assert weight.shape == (2, 12, 12)
+    assert weight.requires_grad
+    assert (case.kv_len, case.causal, case.heads, case.core_dim, case.factor) == (None,) * 5
+    assert CONTENDERS["naive"].parameters(case_of("naive")) == ()
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16"])
+@pytest.mark.parametrize(
+    ("query_len", "kv_len", "factor", "causal"),
+    [(9, 9, None, True), (300, 700, 4, True), (300, 700, 4, False), (700, 300, 1, False), (1, 100, 3, True)],
+)
+def test_compressed_terms_are_exact(
+    query_len: int, kv_len: int, factor: int | None, causal: bool, dtype: str, mode: str
+) -> None:
+    sizes = {"query_len": query_len, "kv_len": kv_len, "factor": factor, "dim": 120}
+    assert_terms_are_exact(case_of("compressed", **sizes, causal=causal, dtype=dtype, mode=mode))
+
+
+SHAPES = [
+    # bsz, query_len, kv_len, dim, heads
+    (2, 16, 16, 64, 2),
+    (1, 40, 40, 16, 4),
+    (3, 9, 9, 8, 1),
+    (1, 1, 1, 2, 1),
+    (2, 32, 64, 16, 2),
+    (3, 1, 9, 8, 2),
+    (2, 16, 40, 384, 3),
+]
+
+
+EAGER = [
+    # operator, causal
+    ("memcheck-pyt/naive", True),
+    ("memcheck-pyt/naive", False),
+    ("memcheck-pyt/softmax", True),
+    ("memcheck-pyt/softmax", False),
+    ("cs336/naive", False),
+    ("softmax/math", True),
+    ("softmax/math", False),
+    ("softmax", True),
+    ("softmax/flash", False),
+    ("linear-cumsum", True),
+]
+
+
+def takes_another_road(operator: str, causal: bool, query_len: int, kv_len: int) -> bool:
+    """Softmax with another mask than is_causal, and a sum of one, which is none."""
+    return ("softmax" in operator and causal and query_len != kv_len) or (operator == "linear-cumsum" and kv_len == 1)
+
+
+@pytest.mark.parametrize("mode", ["train", "inference"])
+@pytest.mark.parametrize(
+    ("operator", "causal", "bsz", "query_len", "kv_len", "dim", "heads"),
+    [(*of, *shape) for of in EAGER for shape in SHAPES if not takes_another_road(*of, *shape[1:3])],
+)
+def test_eager_terms_are_exact(
+    bsz: int, query_len: int, kv_len: int, dim: int, heads: int, operator: str, causal: bool, mode: str
+) -> None:
+    sizes = {"bsz": bsz, "query_len": query_len, "kv_len": kv_len, "dim": dim, "heads": heads}
+    assert_terms_are_exact(case_of(operator, **sizes, causal=causal, mode=mode))
+
+
+@pytest.mark.parametrize(("query_len", "causal"), [(1, True), (1, False), (5, False)])
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("bsz", [1, 2])
+@pytest.mark.parametrize("operator", ["memcheck-pyt/naive", "cs336/naive"])
+def test_a_single_key_needs_no_other_layout(operator: str, bsz: int, heads: int, query_len: int, causal: bool) -> None:
+    assert_terms_are_exact(case_of(operator, bsz=bsz, heads=heads, query_len=query_len, kv_len=1, dim=8, causal=causal))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_naive_terms_are_exact_in_16_bits(dtype: str, causal: bool) -> None:
+    assert_terms_are_exact(case_of("naive", query_len=63, kv_len=65, causal=causal, dtype=dtype))
+
+
+# As memcheck_pyt published them: length, dim, MiB after the forward and after the backward, rounded up.
+PUBLISHED = {
+    "memcheck-pyt/naive": [
+        (32, 128, 19, 32),
+        (32, 2048, 203, 259),
+        (128, 128, 93, 173),
+        (512, 32, 1054, 2093),
+        (512, 8192, 9738, 12049),
+        (1024, 8192, 19469, 23825),
+    ],
+    "memcheck-pyt/softmax": [
+        (32, 128, 15, 26),
+        (256, 1024, 409, 609),
+        (512, 4096, 3146, 4689),
+        (1024, 8192, 12557, 18705),
+        (2048, 32, 2409, 4225),
+        (4096, 2048, 19529, 30737),
+    ],
+}
+CUBLAS_WORKSPACE = 8_519_680  # of that GPU, and a second one in the backward
+
+
+@pytest.mark.parametrize(
+    ("operator", "length", "dim", "forward_mib", "backward_mib"),
+    [(operator, *row) for operator, rows in PUBLISHED.items() for row in rows],
+)
+def test_terms_are_those_published_of_a_gpu(
+    operator: str, length: int, dim: int, forward_mib: int, backward_mib: int
+) -> None:
+    sizes = {"bsz": 64, "query_len": length, "kv_len": length, "dim": dim, "heads": 8}
+    found = closed_bytes(case_of(operator, **sizes, device="cuda:0"))
+    forward = found["forward_peak_bytes"] + CUBLAS_WORKSPACE
+    backward = max(forward, found["backward_peak_bytes"] + 2 * CUBLAS_WORKSPACE)  # its peak was never reset
+    assert (math.ceil(forward / 2**20), math.ceil(backward / 2**20)) == (forward_mib, backward_mib)
+
+
+@pytest.mark.parametrize(
+    ("length", "dim", "before_backward", "peak"),
+    [(256, 16, 4.02344, 8.0234), (4096, 64, 1024.38, 2048.3795), (16384, 128, 16385.5, 32769.55)],
+)
+def test_cs336_terms_are_those_published(length: int, dim: int, before_backward: float, peak: float) -> None:
+    """In MiB, what is kept for backward and the peak of the forward beyond its inputs."""
+    case = case_of("cs336/naive", bsz=8, query_len=length, kv_len=length, dim=dim, device="cuda:0")
+    found = {field: size / 2**20 for field, size in closed_bytes(case).items()}
+    inputs = 3 * 8 * length * dim * 4 / 2**20
+    assert found["saved_bytes"] == pytest.approx(before_backward, rel=1e-5)
+    assert found["forward_peak_bytes"] - inputs == pytest.approx(peak, rel=1e-5)
+
+
+def test_the_presets_have_terms_on_any_device() -> None:
+    for operator in ("memcheck-pyt/naive", "memcheck-pyt/softmax", "cs336/naive"):
+        for device in ("cpu", "cuda:0"):
+            sizes = {"bsz": 64, "query_len": 2**20, "kv_len": 2**20, "dim": 8192}
+            assert closed_bytes(case_of(operator, **sizes, heads=8, device=device))["backward_peak_bytes"] > 2**45
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_published_attentions_agree_with_naive(causal: bool) -> None:
+    """Theirs hide keys by adding -1e4, which leaves exp(-1e4) = 0."""
+    case = case_of("memcheck-pyt/naive", causal=causal, heads=1, dtype="float64", mode="inference")
+    q, k, v = CONTENDERS["memcheck-pyt/naive"].inputs(case)
+    expected = naive_attention(q[:, None], k[:, None], v[:, None], causal=causal)[:, 0]
+    torch.testing.assert_close(memcheck_pyt.softmax_attention(q, k, v, causal=causal), expected)
+    module = CONTENDERS["memcheck-pyt/naive"].build(case)
+    y, keys, values = module(q, k, v)
+    torch.testing.assert_close(y, expected @ module.out.weight.mT)
+    assert keys.untyped_storage().data_ptr() == k.untyped_storage().data_ptr()
+    assert values.shape == (2, 1, 9, 12)
+    if not causal:
+        torch.testing.assert_close(cs336_attention(q, k, v), expected)
+
+
+def test_the_heads_of_memcheck_pyt_are_naives() -> None:
+    case = case_of("memcheck-pyt/naive", dtype="float64", query_len=4, mode="inference")
+    q, k, v = CONTENDERS["memcheck-pyt/naive"].inputs(case)
+    heads = (x.unflatten(2, (3, 4)).transpose(1, 2) for x in (q, k, v))
+    expected = naive_attention(*heads).transpose(1, 2).flatten(2)
+    module = CONTENDERS["memcheck-pyt/naive"].build(case)
+    torch.testing.assert_close(module(q, k, v)[0], expected @ module.out.weight.mT)
+
+
+def test_of_four_weights_the_last_takes_part() -> None:
+    case = case_of("memcheck-pyt/naive")
+    record = profile_case(case, timed=False)
+    module = CONTENDERS["memcheck-pyt/naive"].build(case)
+    assert record.parameter_bytes == 4 * 12 * 12 * 4
+    module(*CONTENDERS["memcheck-pyt/naive"].inputs(case))[0].sum().backward()
+    assert [name for name, weight in module.named_parameters() if weight.grad is not None] == ["out.weight"]
+    assert record.gradient_bytes == 3 * 2 * 9 * 12 * 4 + 12 * 12 * 4
+
+
+def test_memcheck_pyt_has_no_causal_mask_for_fewer_queries() -> None:
+    record = profile_case(case_of("memcheck-pyt/softmax", query_len=4), timed=False)
+    assert (record.status, record.theory) == ("unsupported", None)
+    assert "right for query_len = kv_len only" in (record.reason or "")
+
+
+def test_what_theory_rules_out_is_never_allocated() -> None:
+    case = case_of("memcheck-pyt/naive", bsz=64, query_len=2048, kv_len=2048, dim=32, heads=8)
+    with track() as memory:
+        record = profile_case(case, limit_bytes=2**30, skip_predicted=True)
+    assert memory.peak_bytes <= 8  # a Python number, as torch's own meta kernels have it
+    assert (record.status, record.oom_phase, record.operator) == ("skipped", "forward", "memcheck-pyt/naive")
+    assert record.reason == "predicted: forward peak 16.1 GiB, above the limit of 1 GiB"
+    assert sum(record.theory["forward_peak_bytes"].values()) == closed_bytes(case)["forward_peak_bytes"]
+
+
+def test_a_backward_alone_may_be_ruled_out() -> None:
+    case = case_of("naive", query_len=64, kv_len=64)
+    peaks = closed_bytes(case)
+    limit = (peaks["forward_peak_bytes"] + peaks["backward_peak_bytes"]) // 2
+    record = profile_case(case, limit_bytes=limit, skip_predicted=True)
+    assert (record.status, record.oom_phase) == ("skipped", "backward")
+    assert record.forward_peak_bytes is None
+    assert profile_case(case, limit_bytes=limit, timed=False).status == "oom"
+    enough = peaks["backward_peak_bytes"]
+    assert profile_case(case, limit_bytes=enough, skip_predicted=True, timed=False).status == "ok"
+
+
+def test_flex_has_no_gradients_on_the_cpu() -> None:
+    record = profile_case(case_of("flex"), timed=False)
+    assert record.status == "unsupported"
+    assert (record.reason or "").startswith("FlexAttention does not support backward on CPU.")
+    assert record.compiled
+
+
+@pytest.mark.slow
+@pytest.mark.isolated
+def test_compiled_contenders_are_compiled() -> None:
+    """Inductor puts torch's own flash attention in place of naive's lines where there is no mask, and we say so."""
+    sizes = {"query_len": 128, "kv_len": 128, "dim": 48}
+    eager = profile_case(case_of("naive", **sizes), timed=False)
+    compiled = profile_case(case_of("naive-compiled", **sizes), passes=1)
+    assert (eager.compiled, compiled.compiled, compiled.status, compiled.passes) == (False, True, "ok", 1)
+    assert compiled.backend == "inductor"
+    assert compiled.forward_peak_bytes < eager.forward_peak_bytes
+    unmasked = profile_case(case_of("naive-compiled", **sizes, causal=False), timed=False)
+    assert unmasked.backend == "flash (cpu)"
+    assert "in place of its lines" in unmasked.backend_reason
+    limit = compiled.backward_peak_bytes - 1
+    short = profile_case(case_of("naive-compiled", **sizes), timed=False, limit_bytes=limit)
+    assert (short.status, short.oom_phase) == ("oom", "backward")
+    flex = profile_case(case_of("flex", mode="inference", **sizes), timed=False)
+    assert (flex.status, flex.backend) == ("ok", "inductor")
+
+
+def test_without_a_compiler_nothing_is_compiled() -> None:
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def refuse() -> None:
+        raise InvalidCxxCompiler
+
+    with pytest.raises(UnsupportedError, match="No working C\\+\\+ compiler found"):
+        with_generated_code(refuse)
+
+
+def test_flex_sees_what_naive_sees() -> None:
+    case = case_of("flex", mode="inference", query_len=4)
+    inputs = CONTENDERS["flex"].inputs(case)
+    flex = CONTENDERS["flex"].build(case)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is slow uncompiled
+        torch.testing.assert_close(flex(*inputs), naive_attention(*inputs))
+
+
+DECODERS = [name for name, contender in CONTENDERS.items() if contender.decode]
+
+
+def test_these_decode() -> None:
+    assert set(DECODERS) == {"naive", "softmax", "softplus", "linear", "linear-causal", "compressed"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("operator", DECODERS)
+def test_a_state_is_as_if_its_tokens_had_come_one_by_one(operator: str, dtype: str) -> None:
+    case = case_of(operator, mode="decode", kv_len=11, factor=4, dtype=dtype)
+    decode = CONTENDERS[operator].decode
+    assert decode is not None
+    step = decode.step(case)
+    q, k, v = CONTENDERS[operator].inputs(one_token(case))
+    state = (k[:, :, :0], v[:, :, :0]) if operator in ("naive", "softmax") else None
+    for _ in range(11):
+        y, state = step(q, k, v, state)
+    assert y.shape == q.shape
+    made = decode.state(case)
+    assert [(x.shape, x.dtype) for x in tensors_in(made)] == [(x.shape, x.dtype) for x in tensors_in(state)]
+    assert [x for x in made if isinstance(x, int)] == [x for x in state if isinstance(x, int)]
+
+
+@pytest.mark.parametrize("operator", ["naive", "softmax"])
+def test_a_step_is_the_last_query(operator: str) -> None:
+    case = case_of(operator, mode="decode", kv_len=8, dtype="float64")
+    decode = CONTENDERS[operator].decode
+    assert decode is not None
+    q, k, v = CONTENDERS[operator].inputs(one_token(case))
+    keys, values = decode.state(case)
+    y, _ = decode.step(case)(q, k, v, (keys, values))
+    torch.testing.assert_close(y, naive_attention(q, torch.cat((keys, k), 2), torch.cat((values, v), 2)))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
+@pytest.mark.parametrize("operator", DECODERS)
+def test_terms_of_decoding_are_exact(operator: str, dtype: str) -> None:
+    case = case_of(operator, mode="decode", kv_len=11, factor=4, dtype=dtype)
+    record = profile_case(case, timed=False)
+    assert (record.status, record.mode, record.query_len) == ("ok", "decode", 1)
+    assert record.theory is not None
+    assert "state_bytes" in record.theory
+    for field, terms in record.theory.items():
+        assert sum(terms.values()) == getattr(record, field), field
+    assert record.state_bytes_per_sequence == record.state_bytes / 2
+    assert record.state_bytes_per_token == record.state_bytes / 22
+    assert record.input_bytes == record.state_bytes + 3 * 2 * 12 * DTYPES[dtype].itemsize
+
+
+def test_who_does_not_decode_says_so() -> None:
+    record = profile_case(case_of("flex", mode="decode"))
+    assert (record.status, record.reason) == ("unsupported", "flex has no decoding step")
+
+
+@pytest.fixture
+def contenders() -> Iterator[dict[str, Contender]]:
+    """The catalog, and afterwards as it was."""
+    before = dict(CONTENDERS)
+    yield CONTENDERS
+    CONTENDERS.clear()
+    CONTENDERS.update(before)
+
+
+def test_an_operator_of_ones_own(contenders: dict[str, Contender]) -> None:
+    mine = register("mine", lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    assert "mine" in attention_types()
+    record = profile_case(case_of("mine"), timed=False)
+    assert (record.status, record.backend, record.causal, record.heads) == ("ok", "flash (cpu)", None, 3)
+    register("mine-too", lambda q, k, v, causal: naive_attention(q, k, v, causal=causal), title="naive again")
+    naive = profile_case(case_of("naive"), timed=False)
+    too = profile_case(case_of("mine-too", causal=True), timed=False)
+    assert (too.causal, too.backend, too.saved_bytes) == (True, "custom", naive.saved_bytes)
+    assert not profile_case(case_of("mine-too", causal=False), timed=False).causal
+    for field in ("colour", "marker", "dash"):
+        styles = [getattr(contender.style, field) for contender in contenders.values()]
+        assert len(set(styles)) == len(styles)
+    assert mine.style.marker == "$M$"
+
+
+def test_a_module_of_ones_own_brings_its_weights(contenders: dict[str, Contender]) -> None:
+    class Mine(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.out = torch.nn.Linear(12, 12, bias=False)
+
+        def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, None]:
+            return self.out(v), None
+
+    terms = {"forward_peak_bytes": {"q, k, v, y": 4 * 2 * 9 * 12 * 4, "weight": 12 * 12 * 4}}
+    register("mine", Mine(), has_heads=False, causal=False, terms=lambda case: terms)
+    record = profile_case(case_of("mine"), timed=False)
+    assert (record.status, record.causal, record.heads) == ("ok", False, None)
+    assert record.parameter_bytes == 12 * 12 * 4
+    assert record.theory == terms
+    assert record.forward_peak_bytes == sum(terms["forward_peak_bytes"].values())
+
+
+@pytest.mark.parametrize(
+    ("name", "fn", "message"),
+    [
+        ("naive", print, "register: the name naive is taken by 'softmax attention, whole score matrix'"),
+        ("mine", "print", "register: mine must be callable, got 'print'"),
+        ("my own", print, "register: name must be of letters, digits and -_./+, got 'my own'"),
+        (7, print, "register: name must be of letters, digits and -_./+, got 7"),
+    ],
+)
+def test_what_cannot_be_registered(contenders: dict[str, Contender], name: str, fn: object, message: str) -> None:
+    before = dict(contenders)
+    with pytest.raises(UsageError, match=re.escape(message)):
+        register(name, fn)
+    assert contenders == before
+
+
+def test_every_contender_is_told_apart_in_greyscale() -> None:
+    styles = [contender.style for contender in CONTENDERS.values()]
+    for field in ("colour", "marker", "dash"):
+        assert len({getattr(style, field) for style in styles}) == len(styles)
+
+
+@pytest.mark.parametrize("operator", CONTENDERS)
+def test_inputs_are_leaves_of_the_case(operator: str) -> None:
+    case = case_of(operator, dtype="bfloat16", query_len=4)
+    for x in CONTENDERS[operator].inputs(case):
+        assert x.is_leaf
+        assert x.requires_grad
+        assert x.is_contiguous()
+        assert x.dtype == torch.bfloat16
+    assert not any(x.requires_grad for x in CONTENDERS[operator].inputs(dataclasses.replace(case, mode="inference")))
+
+
+def test_a_case_holds_only_the_sizes_its_operator_has() -> None:
+    softplus = case_of("softplus", heads=5, factor=4)
+    assert (softplus.heads, softplus.core_dim, softplus.factor) == (None, 12, None)
+    naive = case_of("naive", core_dim=7)
+    assert (naive.heads, naive.core_dim) == (3, None)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"bsz": 0}, "--bsz must be at least 1, got 0"),
+        ({"dim": 13}, "--dim must be divisible by --heads for naive, got --dim 13 --heads 3"),
+        ({"query_len": 10}, "--query-len must not exceed --kv-len when causal, got 10 and 9"),
+        ({"mode": "decode"}, "--query-len must be 1 in --mode decode, a step takes one token, got 9"),
+        ({"mode": "dream"}, "--mode must be one of train, inference, decode, got dream"),
+        ({"dtype": "int8"}, "--dtype int8 is unknown; known: fp32"),
+        ({"operator": "hard"}, "--attention-type hard is unknown; known: naive, naive-compiled, softmax"),
+    ],
+)
+def test_wrong_cases_name_flag_rule_and_value(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        check_case(dataclasses.replace(case_of("naive"), **fields))

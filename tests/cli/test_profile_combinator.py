@@ -1,0 +1,138 @@
+"""`python -m memcheck.profile_combinator`: flags, wrong flags, rows and files."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from memcheck.__main__ import main
+from memcheck.core.record import Record, read_json_lines
+from memcheck.report.plots import plot_memory
+
+SMALL = ["--bsz", "2", "--query-len", "8", "--dim", "16", "--no-time", "--device", "cpu"]
+
+
+@pytest.fixture
+def profile(tmp_path, capsys, monkeypatch):
+    """Runs the command with JSON on stdout: exit code and records. No picture: it takes most of the time."""
+    monkeypatch.setattr("memcheck.cli.cases.plot_memory", lambda *args, **kwargs: None)
+
+    def run(*flags: str) -> tuple[int, list[Record]]:
+        code = main(["profile-combinator", "--output", str(tmp_path), "--format", "json", *flags])
+        rows = json.loads(capsys.readouterr().out)
+        return code, [Record.from_json(json.dumps(row)) for row in rows]
+
+    return run
+
+
+def test_a_table_and_three_files(tmp_path, capsys) -> None:
+    flags = [*SMALL, "--query-len", "8,4", "--output", str(tmp_path / "new")]
+    assert main(["profile-combinator", *flags]) == 0
+    out = capsys.readouterr().out
+    assert "cpu, float32, batch 2, dim 16, train" in out
+    for words in ("combinator", "memcheck cpu", "U: the bytes of x, (B,S,E)", "memory.png"):
+        assert words in out
+    assert "None" not in out
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"records.jsonl", "records.csv", "memory.png"}
+    assert all(path.stat().st_size for path in (tmp_path / "new").iterdir())
+
+
+@pytest.mark.parametrize(("flags", "operator"), [([], "combinator"), (["--low-memory"], "combinator-low-memory")])
+def test_records(profile, tmp_path, flags: list[str], operator: str) -> None:
+    code, (record,) = profile(*SMALL, *flags)
+    assert code == 0
+    assert list(read_json_lines(tmp_path / "records.jsonl")) == [record]
+    assert (record.operator, record.backend, record.status) == (operator, "memcheck cpu", "ok")
+    assert (record.bsz, record.query_len, record.dim) == (2, 8, 16)
+    assert (record.kv_len, record.causal, record.heads, record.core_dim, record.factor) == (None,) * 5
+    tokens, weight = 2 * 8 * 16 * 4, 2 * 16 * 16 * 4
+    assert (record.input_bytes, record.output_bytes, record.parameter_bytes) == (tokens, tokens, weight)
+    assert record.saved_bytes == (0 if flags else 2 * tokens)
+    assert record.gradient_bytes == tokens + weight
+
+
+def test_the_door_and_underscores(tmp_path) -> None:
+    """As memcheck_pyt's script is called."""
+    command = [sys.executable, "-m", "memcheck.profile_combinator", "--bsz", "2", "--query_len", "4", "--dim", "8"]
+    result = subprocess.run(
+        [*command, "--device", "cpu", "--no_time", "--low_memory", "--output", str(tmp_path), "--format", "json"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0
+    (row,) = json.loads(result.stdout)
+    assert (row["operator"], row["bsz"], row["query_len"], row["dim"]) == ("combinator-low-memory", 2, 4, 8)
+
+
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ("--dtype bf16", {"dtype": "bfloat16"}),
+        ("--mode inference", {"mode": "inference", "saved_bytes": 0, "backward_peak_bytes": None}),
+        ("--memory-limit 16KiB", {"status": "oom", "oom_phase": "forward"}),
+        ("--memory-limit 1KiB", {"status": "oom", "oom_phase": None}),
+    ],
+)
+def test_flags_reach_the_record(profile, flags: str, expected: dict[str, object]) -> None:
+    code, (record,) = profile("--bsz", "2", "--query-len", "100", "--dim", "16", "--no-time", *flags.split())
+    assert code == 0
+    assert {field: getattr(record, field) for field in expected} == expected
+
+
+def test_lengths_go_from_small_to_large(profile) -> None:
+    _, records = profile(*SMALL, "--query-len", "8,2,4")
+    assert [record.query_len for record in records] == [2, 4, 8]
+
+
+@pytest.mark.parametrize(("flags", "words"), [("--query-len 8,2", "sequence length"), ("", "at sequence length 2")])
+def test_the_plot_says_a_combinator_has_one_length(profile, tmp_path, flags: str, words: str) -> None:
+    _, records = profile(*SMALL, *(flags.split() or ("--query-len", "2")))
+    figure = plot_memory(records, tmp_path / "memory.svg", styles={}, title="", subtitle="")
+    labels = [figure.get_supxlabel(), *(ax.get_xlabel() for ax in figure.axes)]
+    assert any(label.endswith(words) for label in labels)
+
+
+def test_time_is_measured_unless_refused(profile) -> None:
+    _, (record,) = profile("--bsz", "2", "--query-len", "8", "--dim", "16", "--device", "cpu", "--passes", "3")
+    assert record.passes == 3
+    assert record.forward_ms is not None
+    assert record.backward_ms is not None
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--bsz 0", "--bsz must be at least 1, got 0"),
+        ("--dim -4", "--dim must be at least 1, got -4"),
+        ("--query-len 8,0", "--query-len must be at least 1, got 0"),
+        ("--query-len x", "--query-len must be a whole number, got 'x'"),
+        ("--dtype int8", "--dtype int8 is unknown; known: fp32"),
+        ("--kv-len 8", "--kv-len"),
+        ("--combinator-type naive", "--combinator-type naive is unknown; known: combinator, combinator-low-memory"),
+        ("--low-memory --combinator-type combinator", "--low-memory is --combinator-type combinator-low-memory"),
+        ("--mode decode --query-len 8", "--query-len must be 1 in --mode decode"),
+        ("--causal", "--causal"),
+        ("--attention-type combinator", "--attention-type"),
+        ("--device A100-40GB", "--device A100-40GB is no device of this machine, and running needs one"),
+        ("--output=", "--output must name a folder, got ''"),
+    ],
+)
+def test_wrong_flags_end_in_one_line(tmp_path, capsys, flags: str, words: str) -> None:
+    assert main(["profile-combinator", "--output", str(tmp_path / "results"), *flags.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+    assert not (tmp_path / "results").exists()
+
+
+def test_predictions_stand_beside(profile) -> None:
+    code, (measured, predicted) = profile(*SMALL, "--predict")
+    assert code == 0
+    assert (predicted.source, predicted.operator, predicted.exact) == ("predicted", "combinator", True)
+    assert predicted.forward_peak_bytes == measured.forward_peak_bytes
+    assert predicted.backward_peak_bytes == measured.backward_peak_bytes

@@ -1,0 +1,515 @@
+"""`memcheck sweep`: grids from flags, presets and files, and sweeps that are stopped in every way there is."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from memcheck.__main__ import main
+from memcheck.bench import catalog
+from memcheck.bench.sweep.store import FILE, Store, read_records
+from memcheck.core.record import Record
+from memcheck.report import pair
+
+SMALL = ["--attention-type", "naive,softplus", "--seq-len", "8:16:x2", "--dim", "16", "--heads", "2"]
+SMALL += ["--no-time", "--device", "cpu"]
+SLEEPERS = """
+    import time
+    from memcheck.bench.catalog import register
+
+    def doze(q, k, v):
+        time.sleep(0.2)
+        return q * 2
+
+    def sleep(q, k, v):
+        time.sleep(600)
+
+    register("doze", doze)
+    register("sleep", sleep)
+"""
+
+
+@pytest.fixture
+def plan(capsys) -> Callable[..., list[str]]:
+    """The cases that --dry-run lists."""
+
+    def run(*flags: str) -> list[str]:
+        assert main(["sweep", "--dry-run", "--device", "cpu", *flags]) == 0
+        *cases, blank, total = capsys.readouterr().out.splitlines()
+        assert blank == ""
+        assert total.startswith(f"{len(cases)} cases, ")
+        return [" ".join(line.split()) for line in cases]
+
+    return run
+
+
+@pytest.fixture
+def sleepers(tmp_path) -> Path:
+    path = tmp_path / "sleepers.py"
+    path.write_text(textwrap.dedent(SLEEPERS))
+    return path
+
+
+@pytest.fixture
+def no_files(monkeypatch) -> None:
+    """Tables and pictures take most of the time."""
+    monkeypatch.setattr("memcheck.cli.commands.sweep.write_plots", lambda *args, **kwargs: [])
+    monkeypatch.setattr("memcheck.cli.commands.sweep.write_tables", lambda *args, **kwargs: [])
+
+
+def command(folder: Path, *flags: str) -> list[str]:
+    return [sys.executable, "-m", "memcheck", "sweep", "--output", str(folder), *flags]
+
+
+def begin(folder: Path, *flags: str) -> subprocess.Popen[str]:
+    """Where tests run in the background they ignore Ctrl-C, and so would what they start."""
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        command(folder, *flags),
+        stdout=pipe,
+        stderr=pipe,
+        text=True,
+        start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 100
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def rows(folder: Path) -> list[str]:
+    path = folder / FILE
+    return path.read_text().splitlines() if path.exists() else []
+
+
+def children(process: subprocess.Popen[str]) -> list[int]:
+    path = f"/proc/{process.pid}/task/{{}}/children"
+    tasks = os.listdir(f"/proc/{process.pid}/task")
+    return [int(child) for task in tasks for child in Path(path.format(task)).read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+def test_rows_tables_and_plots(tmp_path, capsys) -> None:
+    folder = tmp_path / "new" / "results"
+    assert main(["sweep", *SMALL, "--output", str(folder)]) == 0
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    assert "[1/4] naive" in printed.out
+    assert "B1 S16 T16 E16 H2 float32: ok, peak" in printed.out
+    assert "4 cases: 4 ok\n\nWrote " in printed.out
+    records = read_records(folder)
+    assert [record.status for record in records] == ["ok"] * 4
+    written = [path for path in folder.rglob("*") if path.is_file()]
+    assert {".svg", ".png", ".csv", ".jsonl"} <= {path.suffix for path in written}
+    assert all(path.stat().st_size for path in written)
+    manifest = json.loads((folder / "sweep.json").read_text())
+    assert manifest["command"] == f"memcheck sweep {' '.join(SMALL)} --output {folder}"
+    assert manifest["environment"]["torch_version"] == records[0].torch_version
+
+
+def test_a_closed_stdout_costs_no_row(tmp_path, monkeypatch, no_files) -> None:
+    monkeypatch.setattr("sys.stdout", None)
+    assert main(["sweep", *SMALL, "--output", str(tmp_path)]) == 0
+    assert len(rows(tmp_path)) == 4
+
+
+def test_json_and_the_same_again(tmp_path, capsys, no_files) -> None:
+    flags = ["sweep", *SMALL, "--output", str(tmp_path), "--format", "json"]
+    assert main(flags) == 0
+    first = capsys.readouterr()
+    assert [Record.from_json(json.dumps(row)).status for row in json.loads(first.out)] == ["ok"] * 4
+    assert "[1/4] naive" in first.err
+    assert main(flags) == 0
+    second = capsys.readouterr()
+    assert second.out == first.out
+    assert "4 of 4 cases were done before" in second.err
+    assert "naive " not in second.err
+    assert len(rows(tmp_path)) == 4
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [
+        ("", 35),
+        ("--preset quick", 35),
+        # 9 dimensions at 5 lengths and 9 lengths at 5 dimensions, of which 5 by 5 in both; four contenders
+        ("--preset memcheck-pyt", (45 + 45 - 25) * 4),
+        ("--preset cs336", 4 * 5 * 2),
+        ("--preset ato", 5 * 3),
+        ("--preset ato --seq-len 64,128", 2 * 3),
+        ("--preset memcheck-pyt --attention-type softplus", 65),
+        ("--bsz 8 --seq-len 256:16384:x2 --dim 16,32,64,128", 5 * 7 * 4),
+        ("--attention-type naive --attention-type softplus,combinator --dtype fp32,bf16 --mode train,inference", 60),
+        ("--attention-type naive --query-len 4 --kv-len 8,16", 2),
+        ("--attention-type naive --mode train,decode", 10),
+        ("--attention-type naive --causal --compile", 5),
+    ],
+)
+def test_counts_of_cases(plan, flags: str, count: int) -> None:
+    cases = plan(*flags.split())
+    assert len(set(cases)) == len(cases) == count
+
+
+def test_the_presets_are_those_of_the_published_tables(plan) -> None:
+    pyt = plan("--preset", "memcheck-pyt")
+    assert "memcheck-pyt/naive B64 S8192 T8192 E8192 H8 float32: to run" in pyt
+    assert "memcheck-pyt/softplus B64 S32 T32 E2048 R2048 float32: to run" in pyt
+    assert "memcheck-pyt/combinator B64 S512 E32 float32: to run" in pyt
+    cs336 = plan("--preset", "cs336")
+    assert "cs336/naive B8 S16384 T16384 E128 float32: to run" in cs336
+    assert "cs336/naive B8 S256 T256 E16 float32 compiled: to run" in cs336
+    assert "naive B4 S8192 T8192 E512 H8 float16: to run" in plan("--preset", "ato")
+
+
+def test_a_file_says_what_flags_say(tmp_path, plan) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text("""
+        attention-type = ["naive", "softplus"]
+        bsz = 2
+        dtype = "bf16"
+        causal = false
+        [[grid]]
+        seq-len = "8:32:x2"
+        dim = [16, 32]
+        [[grid]]
+        seq_len = 64
+        dim = 64
+    """)
+    cases = plan("--config", str(path))
+    assert Counter(case.split()[0] for case in cases) == {"naive": 7, "softplus": 7}
+    assert "naive B2 S64 T64 E64 H4 bfloat16: to run" in cases
+    # The command line goes over it.
+    cases = plan("--config", str(path), "--dtype", "fp32", "--kv-len", "128", "--attention-type", "softplus")
+    assert cases == [f"softplus B2 S128 T128 E{dim} R{dim} float32: to run" for dim in (16, 32, 64)]
+
+
+def test_a_file_over_a_preset(tmp_path, plan) -> None:
+    path = tmp_path / "grid.toml"
+    path.write_text('preset = "ato"\nseq-len = [64, 128]\npasses = 3\n')
+    assert len(plan("--config", str(path))) == 6
+    assert len(plan("--config", str(path), "--preset", "quick")) == 5 * 2 * 4
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("bsz = 0", "--bsz must be at least 1"),
+        ("bzs = 8", "unrecognized arguments: --bzs=8"),
+        ("bsz = ", "cannot be read"),
+        ("bsz = true", "--bsz: expected one argument"),
+        ('preset = "huge"', "--preset: invalid choice: 'huge'"),
+        ("config = 'other.toml'", "config cannot name another file"),
+        ("grid = 5", "grid must be a table, [[grid]]"),
+        ("[[grid]]\npasses = 5", "passes is for the whole sweep, and goes above the first [[grid]]"),
+        ("[[grid]]\nheads = 3", "--dim must be divisible by --heads for naive, got --dim 256 --heads 3"),
+    ],
+)
+def test_wrong_files_end_in_one_line(tmp_path, capsys, text: str, words: str) -> None:
+    (tmp_path / "grid.toml").write_text(text)
+    assert main(["sweep", "--config", str(tmp_path / "grid.toml"), "--output", str(tmp_path / "results")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+    assert not (tmp_path / "results").exists()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--seq-len 16:8:x2", "--seq-len must go up from its start to its stop, got '16:8:x2'"),
+        ("--dim 16:", "--dim must look like 8, 16,32, 256:16384:x2 or 100:500:+100, got '16:'"),
+        ("--bsz=", "--bsz must look like"),
+        ("--heads 3", "--dim must be divisible by --heads for naive, got --dim 256 --heads 3"),
+        ("--query-len 8 --kv-len 4", "--query-len must not exceed --kv-len when causal, got 8 and 4"),
+        ("--seq-len 8 --kv-len 8", "--seq-len sets both lengths"),
+        ("--attention-type soft", "--attention-type soft is unknown; known: naive, "),
+        ("--dtype fp32,int8", "--dtype int8 is unknown; known: fp32"),
+        ("--mode test", "--mode test is unknown; known: train, inference, decode"),
+        ("--preset huge", "--preset: invalid choice: 'huge'"),
+        ("--config none.toml", "--config none.toml cannot be read: [Errno 2]"),
+        ("--max-seconds-per-case -1", "--max-seconds-per-case must be a number of seconds"),
+        ("--workers 0", "--workers must be at least 1"),
+        ("--devices 0", "--device cuda:0 is absent"),
+        ("--devices x", "--devices must be numbers of CUDA devices, got 'x'"),
+        ("--devices 0 --device cpu", "--devices 0 and --device cpu exclude each other"),
+        ("--plugin none.py", "--plugin none.py: there is no such file"),
+        ("--memory-limit much", "--memory-limit must look like 40GiB"),
+        ("--output=", "--output must name a folder"),
+        ("--no-such-flag", "--no-such-flag"),
+        ("--device A100-40GB", "--device A100-40GB is no device of this machine"),
+    ],
+)
+def test_wrong_flags_end_in_one_line(tmp_path, capsys, flags: str, words: str) -> None:
+    assert main(["sweep", "--output", str(tmp_path / "results"), *flags.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+    assert not (tmp_path / "results").exists()
+
+
+def test_a_folder_in_use_is_refused(tmp_path, capsys) -> None:
+    with Store(tmp_path):
+        assert main(["sweep", *SMALL, "--output", str(tmp_path)]) == 2
+    assert "is in use by another sweep: wait for it, or name another folder" in capsys.readouterr().err
+
+
+def test_long_sweeps_say_so_first(tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setattr(
+        "memcheck.cli.commands.sweep.run_sweep", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
+    )
+    assert main(["sweep", "--preset", "memcheck-pyt", "--device", "cpu", "--output", str(tmp_path)]) == 130
+    printed = capsys.readouterr()
+    assert " hours of arithmetic on a CPU; Ctrl-C keeps what is done" in printed.out
+    assert "the same command goes on: memcheck sweep --preset memcheck-pyt" in printed.err
+
+
+def test_errors_are_seen_in_the_exit_code(tmp_path, no_files, monkeypatch, sleepers) -> None:
+    sleepers.write_text("from memcheck.bench.catalog import register\nregister('wrong', lambda q, k, v: q @ v)\n")
+    for name in ("wrong",):
+        monkeypatch.setitem(catalog.CONTENDERS, name, None)
+        del catalog.CONTENDERS[name]
+    flags = [
+        "--plugin",
+        str(sleepers),
+        "--attention-type",
+        "wrong,naive",
+        "--seq-len",
+        "8",
+        "--no-time",
+        "--device",
+        "cpu",
+    ]
+    assert main(["sweep", *flags, "--output", str(tmp_path / "results")]) == 1
+    assert Counter(record.status for record in read_records(tmp_path / "results")) == {"error": 1, "ok": 1}
+
+
+def test_a_profile_does_not_replace_a_sweep(tmp_path, capsys) -> None:
+    (tmp_path / "sweep.json").write_text("{}")
+    assert main(["profile-attention", "--output", str(tmp_path)]) == 2
+    assert "holds a sweep, whose rows would be replaced: name another folder" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_kill_9_loses_nothing_that_was_done(tmp_path, sleepers) -> None:
+    flags = [
+        "--plugin",
+        str(sleepers),
+        "--attention-type",
+        "doze",
+        "--seq-len",
+        "8:256:x2",
+        "--no-time",
+        "--device",
+        "cpu",
+    ]
+    folder = tmp_path / "results"
+    process = begin(folder, *flags)
+    wait_for(lambda: len(rows(folder)) >= 2)
+    workers = children(process)
+    process.kill()
+    process.wait(timeout=60)
+    done = rows(folder)
+    assert workers
+    wait_for(lambda: all(map(gone, workers)))
+    again = subprocess.run(command(folder, *flags), capture_output=True, text=True, timeout=300)
+    assert again.returncode == 0
+    # The row that it may have been writing is the only one that may be cut off.
+    whole = [line for line in done if line.endswith("}")]
+    assert rows(folder)[: len(whole)] == whole
+    assert [record.query_len for record in read_records(folder)] == [8, 16, 32, 64, 128, 256]
+    assert f"{len(whole)} of 6 cases were done before" in again.stdout
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, sleepers) -> None:
+    flags = [
+        "--plugin",
+        str(sleepers),
+        "--attention-type",
+        "doze,sleep",
+        "--seq-len",
+        "8",
+        "--no-time",
+        "--device",
+        "cpu",
+    ]
+    folder = tmp_path / "results"
+    process = begin(folder, *flags, "--max-seconds-per-case", "0")
+    assert "[1/2] doze" in process.stdout.readline()
+    workers = children(process)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.strip().splitlines() == [
+        f"stopped; what is done is kept in {folder}, and the same command goes on: memcheck sweep "
+        f"--output {folder} {' '.join(flags)} --max-seconds-per-case 0"
+    ]
+    assert workers
+    wait_for(lambda: all(map(gone, workers)))
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_sweep_in_one_line(tmp_path) -> None:
+    def limit() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.RLIM_INFINITY))
+
+    full = subprocess.run(command(tmp_path, *SMALL), capture_output=True, text=True, timeout=300, preexec_fn=limit)
+    assert full.returncode == 1
+    (line,) = full.stderr.splitlines()
+    assert f"{tmp_path / FILE} takes no more rows: File too large; what is done is kept in {tmp_path}, and" in line
+    done = rows(tmp_path)
+    assert 0 < len(done) < 4
+    assert subprocess.run(command(tmp_path, *SMALL), capture_output=True, timeout=300).returncode == 0
+    assert rows(tmp_path)[: len(done)] == done
+    assert len(rows(tmp_path)) == 4
+
+
+@pytest.mark.slow
+@pytest.mark.isolated
+def test_dask_with_a_worker_that_dies(tmp_path) -> None:
+    """A real cluster of processes: the sweep ends with a row for every case."""
+    distributed = pytest.importorskip("distributed")
+    path = tmp_path / "dies.py"
+    # The parent of a case's process is the dask worker; the flag makes it die once.
+    path.write_text(
+        textwrap.dedent(f"""
+            import os, pathlib, signal, time
+            from memcheck.bench.catalog import register
+
+            def kills_its_worker(q, k, v):
+                flag = pathlib.Path({str(tmp_path / "died")!r})
+                if not flag.exists():
+                    flag.touch()
+                    os.kill(os.getppid(), signal.SIGKILL)
+                    time.sleep(600)
+                return q * 2
+
+            register("kills-its-worker", kills_its_worker)
+        """)
+    )
+    names = "kills-its-worker,naive,softplus"
+    flags = ["--plugin", str(path), "--attention-type", names, "--seq-len", "8", "--no-time", "--device", "cpu"]
+    with distributed.LocalCluster(
+        n_workers=2, threads_per_worker=1, processes=True, dashboard_address=None, silence_logs=50
+    ) as cluster:
+        folder = tmp_path / "results"
+        assert main(["sweep", *flags, "--dask", cluster.scheduler_address, "--output", str(folder)]) == 0
+    assert (tmp_path / "died").exists()
+    records = read_records(folder)
+    assert Counter(record.operator for record in records) == dict.fromkeys(names.split(","), 1)
+    assert {record.status for record in records} == {"ok"}
+
+
+# Sweeps that run nothing.
+
+PREDICTED = [*SMALL[:-3], "--predict-only"]
+
+
+def test_a_preset_is_filled_without_running_anything(tmp_path, capsys, no_files, monkeypatch) -> None:
+    monkeypatch.setattr("memcheck.bench.sweep.worker.CaseProcess.ask", None)
+    flags = ["sweep", "--preset", "memcheck-pyt", "--predict-only", "--device", "a100-40gb", "--output", str(tmp_path)]
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    assert "[  1/260] memcheck-pyt/naive      B64 S512 T512 E32 H8 float32: predicted ok, peak" in out
+    assert "predicted: 260 cases: " in out
+    records = read_records(tmp_path)
+    assert len(records) == 260
+    assert {(row.source, row.device, row.device_name) for row in records} == {("predicted", "cuda", "A100-40GB")}
+    assert {row.status for row in records} >= {"ok", "oom"}
+    manifest = json.loads((tmp_path / "sweep.json").read_text())
+    assert manifest["environment"]["device_name"] == "A100-40GB"
+    assert manifest["command"].startswith("memcheck sweep --preset memcheck-pyt --predict-only")
+    assert sum(manifest["statuses"].values()) == 260
+
+
+def test_predictions_go_on_where_they_stopped(tmp_path, capsys, no_files) -> None:
+    flags = ["sweep", *PREDICTED, "--output", str(tmp_path), "--format", "json"]
+    assert main([*flags, "--device", "T4", "--seq-len", "8"]) == 0
+    assert main([*flags, "--device", "T4"]) == 0
+    printed = capsys.readouterr()
+    assert "2 of 4 cases were done before" in printed.err
+    assert len(rows(tmp_path)) == 4
+    # Another device, another limit: other predictions.
+    assert main([*flags, "--device", "24GiB"]) == 0
+    assert main([*flags, "--device", "T4", "--memory-limit", "1KiB"]) == 0
+    assert len(rows(tmp_path)) == 12
+    assert Counter(row.status for row in read_records(tmp_path)) == {"ok": 8, "oom": 4}
+
+
+def test_measured_and_predicted_rows_share_a_folder(tmp_path, capsys, no_files) -> None:
+    flags = ["sweep", *SMALL, "--output", str(tmp_path), "--format", "json"]
+    assert main([*flags, "--predict"]) == 0
+    printed = capsys.readouterr()
+    records = read_records(tmp_path)
+    assert Counter(row.source for row in records) == {"measured": 4, "predicted": 4}
+    assert [row["source"] for row in json.loads(printed.out)] == ["measured"] * 4 + ["predicted"] * 4
+    assert json.loads((tmp_path / "sweep.json").read_text())["environment"]["device_name"] != "cpu"
+    assert "4 cases: 4 ok; predicted: 4 cases: 4 ok" in printed.err
+    both = pair(records).both
+    assert len(both) == 4
+    assert all(measured.forward_peak_bytes == predicted.forward_peak_bytes for measured, predicted in both)
+    # They are known again.
+    assert main(["sweep", *PREDICTED, "--device", "cpu", "--output", str(tmp_path)]) == 0
+    assert len(rows(tmp_path)) == 8
+
+
+def test_a_dry_run_says_what_is_to_be_predicted(plan, tmp_path, no_files, capsys) -> None:
+    flags = [*PREDICTED, "--output", str(tmp_path), "--device", "L40S"]
+    assert "naive B1 S8 T8 E16 H2 float32: to predict" in plan(*flags)
+    assert main(["sweep", *flags]) == 0
+    capsys.readouterr()
+    assert "naive B1 S8 T8 E16 H2 float32: ok" in plan(*flags)
+
+
+def test_a_combination_that_fits_no_operator_is_a_predicted_row_too(tmp_path, no_files) -> None:
+    flags = ["--attention-type", "naive", "--dim", "16", "--heads", "2,3", "--seq-len", "8", "--predict-only"]
+    assert main(["sweep", *flags, "--device", "T4", "--output", str(tmp_path)]) == 0
+    assert [(row.heads, row.source, row.status) for row in read_records(tmp_path)] == [
+        (2, "predicted", "ok"),
+        (3, "predicted", "skipped"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--predict-only --passes 3", "--predict-only runs nothing: leave out --passes"),
+        ("--predict-only --no-time", "--predict-only runs nothing: leave out --no-time"),
+        ("--predict-only --workers 2", "--predict-only runs nothing: leave out --workers"),
+        ("--predict-only --predict", "--predict-only runs nothing: leave out --predict"),
+        ("--predict-only --device toaster", "--device toaster is unknown; known: cpu, a size such as 40GiB"),
+        ("--predict-only --device T4 --device-from-this-gpu", "exclude each other"),
+        ("--device-from-this-gpu", "--device-from-this-gpu is for --predict-only"),
+        ("--device A100-40GB", "running needs one; a GPU that is not here is a question for memcheck predict, fit and"),
+    ],
+)
+def test_flags_that_do_not_go_with_predicting(tmp_path, capsys, flags: str, words: str) -> None:
+    assert main(["sweep", *flags.split(), "--output", str(tmp_path / "new")]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+    assert not (tmp_path / "new").exists()

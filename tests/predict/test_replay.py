@@ -1,0 +1,415 @@
+"""Predicted is measured: to the byte on the CPU, to the printed digit where others published figures of GPUs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch._dynamo  # which predictions load: once here, to be frozen with all other modules
+
+import memcheck
+from memcheck.bench.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
+from memcheck.bench.predict import closed_bytes
+from memcheck.bench.workloads import prepare
+from memcheck.core.devices import Device, device_named
+from memcheck.core.errors import UsageError
+from memcheck.core.record import Record
+from memcheck.measure.measurement import measure_memory
+from memcheck.measure.tracker import track
+from memcheck.predict.allocator import MIB
+from memcheck.predict.replay import Prediction, predict_memory, traced
+from memcheck.studies.bluewalm_module import predict_published
+from memcheck.studies.published import CS336, published_table, read_published
+
+pytestmark = pytest.mark.cpu
+
+FIGURES = (
+    "input_bytes",
+    "output_bytes",
+    "parameter_bytes",
+    "forward_peak_bytes",
+    "saved_bytes",
+    "backward_peak_bytes",
+    "gradient_bytes",
+    "workspace_bytes",
+)
+# bsz, query_len, kv_len, dim, heads
+SHAPES = [(2, 33, 33, 48, 3), (1, 16, 40, 32, 1), (3, 9, 5, 12, 3), (2, 1, 1, 8, 2)]
+DTYPES = ("float32", "float64", "float16", "bfloat16")
+EAGER = [name for name, contender in CONTENDERS.items() if not contender.compiled]
+REFUSED = {"softmax/efficient", "softmax/cudnn"}  # by the CPU
+
+
+def case_of(operator: str, **fields: object) -> Case:
+    """Of a contender of any kind; with the sizes that it has."""
+    sizes = {"bsz": 2, "query_len": 9, "kv_len": 9, "dim": 12, "heads": 3, "core_dim": None, "factor": None, **fields}
+    if operator in combinator_types():
+        wanted = ("bsz", "query_len", "dim", "dtype", "mode")
+        return make_combinator_case(operator, **{name: sizes[name] for name in wanted if name in sizes})
+    return make_case(operator, **sizes)
+
+
+def cells(operator: str) -> Iterator[tuple[Case, bool]]:
+    """Cases that differ in shape, dtype, mode and mask, and whether the gradient is dense; each once."""
+    found: dict[tuple[Case, bool], None] = {}
+    for shape, dtype, mode, causal in itertools.product(
+        SHAPES, DTYPES, ("train", "inference", "decode"), (True, False)
+    ):
+        if mode == "decode" and CONTENDERS[operator].decode is None:
+            continue
+        if dtype == "bfloat16" and shape != SHAPES[0]:
+            continue
+        sizes = dict(zip(("bsz", "query_len", "kv_len", "dim", "heads"), shape, strict=True))
+        try:
+            case = case_of(operator, **sizes, dtype=dtype, mode=mode, causal=causal)
+        except UsageError:  # more queries than keys, and a mask
+            continue
+        found[case, mode == "train" and dtype == "float16"] = None
+    return iter(found)
+
+
+def measured(case: Case, dense_grad: bool = False, limit_bytes: int | None = None) -> Record:
+    subject = prepare(case)
+    return measure_memory(
+        subject.operator,
+        *subject.inputs,
+        parameters=subject.parameters,
+        backward=subject.backward,
+        dense_grad=dense_grad,
+        limit_bytes=limit_bytes,
+    )
+
+
+def disagreements(prediction: Prediction, record: Record) -> dict[str, tuple[object, object]]:
+    """Field -> predicted and measured, where it was said to be known."""
+    names = [name for name in FIGURES if name not in prediction.bounds]
+    pairs = {name: (getattr(prediction.record, name), getattr(record, name)) for name in names}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+
+
+def compare_all(operators: list[str]) -> tuple[int, int]:
+    """Of how many cells, and of how many in every figure, the prediction is the measurement."""
+    compared = exact = 0
+    for operator in operators:
+        for case, dense_grad in cells(operator):
+            prediction = predict_memory(case, dense_grad=dense_grad)
+            if prediction.record.status == "unsupported":
+                continue
+            assert disagreements(prediction, measured(case, dense_grad)) == {}, (case, dense_grad)
+            compared += 1
+            exact += prediction.exact
+    return compared, exact
+
+
+@pytest.mark.parametrize("operator", [name for name in EAGER if name not in REFUSED])
+def test_predicted_is_measured(operator: str) -> None:
+    compared, exact = compare_all([operator])
+    assert compared
+    assert exact >= compared // 2
+
+
+def test_these_are_many_cells() -> None:
+    assert sum(1 for operator in EAGER if operator not in REFUSED for _ in cells(operator)) > 400
+
+
+@pytest.mark.isolated(OMP_NUM_THREADS="1")
+def test_predicted_is_measured_with_one_thread() -> None:
+    """With one thread flash attention's backward, too, is known."""
+    assert torch.get_num_threads() == 1
+    compare_all(["softmax", "softplus", "linear-causal", "compressed"])
+    assert predict_memory(case_of("softmax")).exact
+
+
+@pytest.mark.isolated
+def test_predicted_is_measured_with_three_threads() -> None:
+    torch.set_num_threads(3)
+    compare_all(["naive", "softmax", "softplus", "linear", "linear-causal", "compressed", "combinator"])
+
+
+def test_threads_that_are_not_here() -> None:
+    case = case_of("linear-causal", query_len=64, kv_len=64)
+    one, four = (predict_memory(case, threads=threads).record.forward_peak_bytes for threads in (1, 4))
+    assert one is not None
+    assert four is not None
+    assert one < four
+
+
+def test_flash_attention_says_what_threads_leave_open() -> None:
+    prediction = predict_memory(case_of("softmax"), threads=2)
+    assert prediction.unknown == ("how many of 2 threads have their sums of rows at once",)
+    assert prediction.bounds == {"backward_peak_bytes", "workspace_bytes"}
+    assert prediction.known_terms.keys() & {"forward_peak_bytes", "backward_peak_bytes"} == {"forward_peak_bytes"}
+    sums = 9 * 4  # of the rows of a tile, in a thread
+    alone = predict_memory(case_of("softmax"), threads=1)
+    assert alone.exact
+    assert 2 * sums in prediction.terms["backward_peak_bytes"].values()
+    assert sums in alone.terms["backward_peak_bytes"].values()
+
+
+def test_terms_add_up_and_are_what_a_timeline_finds() -> None:
+    case = case_of("memcheck-pyt/naive", query_len=32, kv_len=32, dim=48)
+    prediction = predict_memory(case)
+    for field, terms in prediction.terms.items():
+        assert sum(terms.values()) == getattr(prediction.record, field), field
+        assert all(size > 0 for size in terms.values())
+    subject = prepare(case)
+    record = measure_memory(subject.operator, *subject.inputs, parameters=subject.parameters, details=True)
+    for phase in ("forward", "backward"):
+        found = [row["bytes"] for row in record.alive_at_peak if row["phase"] == phase and row["name"] != "other"]
+        assert found == sorted(prediction.terms[f"{phase}_peak_bytes"].values(), reverse=True)[: len(found)]
+    assert {"q", "k", "v", "dq", "dk", "dv", "out.weight"} <= {
+        *prediction.terms["forward_peak_bytes"],
+        *prediction.terms["gradient_bytes"],
+    }
+
+
+def test_nothing_is_allocated() -> None:
+    """But for Python numbers, of 8 bytes, that torch's own meta kernels make tensors of."""
+    case = case_of("naive", bsz=64, query_len=4096, kv_len=4096, dim=512, heads=8)
+    traced.cache_clear()
+    with track() as memory:
+        prediction = memcheck.predict_memory(case)
+    assert memory.peak_bytes <= 8
+    assert prediction.record.forward_peak_bytes > 2**36
+    assert prediction.exact
+
+
+@pytest.mark.parametrize("operator", ["naive", "softplus", "linear-cumsum", "memcheck-pyt/combinator"])
+def test_out_of_memory_is_predicted(operator: str) -> None:
+    """Verdict, phase, request and bytes in use, for budgets from the inputs to the peak."""
+    case = case_of(operator, query_len=32, kv_len=32, dim=48)
+    enough = predict_memory(case).record
+    first = enough.input_bytes + enough.parameter_bytes + 1
+    last = max(enough.forward_peak_bytes, enough.backward_peak_bytes)
+    fields = ("status", "oom_phase", "oom_requested_bytes", "oom_in_use_bytes", "forward_peak_bytes", "saved_bytes")
+    for limit_bytes in (*range(first, last, (last - first) // 9), last - 1, last):
+        predicted, found = predict_memory(case, limit_bytes=limit_bytes).record, measured(case, limit_bytes=limit_bytes)
+        for field in fields:
+            assert getattr(predicted, field) == getattr(found, field), (limit_bytes, field)
+    assert predicted.status == "ok"
+
+
+def test_inputs_that_do_not_fit() -> None:
+    record = predict_memory(case_of("naive"), limit_bytes=1000).record
+    assert (record.status, record.oom_phase, record.forward_peak_bytes) == ("oom", None, None)
+    assert record.reason == "the inputs alone do not fit: 864 B requested with 864 B in use"
+
+
+def test_tensors_beyond_64_bits_fit_nowhere() -> None:
+    case = case_of("naive", query_len=10**14, kv_len=10**14)
+    record = predict_memory(case, "B200").record
+    assert (record.status, record.oom_phase) == ("oom", None)
+    prediction = predict_memory(case_of("naive", query_len=10**12, kv_len=10**12))
+    assert prediction.unknown[-1] == "what comes after a tensor beyond 64 bits, in the forward"
+    assert prediction.record.forward_peak_bytes > 2**63
+    assert predict_memory(case_of("naive", query_len=10**12, kv_len=10**12), limit_bytes=2**60).record.status == "oom"
+
+
+@pytest.mark.parametrize("operator", ["naive-compiled", "flex"])
+def test_what_a_compiler_decides_is_not_predicted(operator: str) -> None:
+    prediction = predict_memory(case_of(operator))
+    assert (prediction.record.status, prediction.exact, prediction.terms) == ("skipped", False, {})
+    assert prediction.record.reason == "not predicted: the compiler decides what is allocated"
+    assert closed_bytes(case_of(operator)) == {}
+
+
+@pytest.mark.parametrize("operator", sorted(REFUSED))
+def test_what_a_cpu_has_not_is_unsupported(operator: str) -> None:
+    record = predict_memory(case_of(operator)).record
+    assert record.status == "unsupported"
+    assert "No viable backend for scaled_dot_product_attention" in (record.reason or "")
+    assert predict_memory(case_of(operator, dim=48, dtype="float16"), "A100-40GB").record.status == "ok"
+
+
+# Published figures of GPUs.
+
+PUBLISHED = published_table()
+
+
+def in_whole_mib(size: int | None) -> int | None:
+    return None if size is None else math.ceil(size / MIB)
+
+
+@pytest.mark.parametrize("operator", ["naive", "softmax", "softplus", "combinator"])
+def test_published_rows_are_predicted_to_the_mib(operator: str) -> None:
+    """Every row, its verdict and its phase; of the closed module by what is known of it."""
+    rows = [row for row in PUBLISHED if row["operator"] == operator]
+    assert len(rows) > 30
+    for row in rows:
+        record = predict_published(row).record
+        # Where not even the inputs fit, that program was in its forward.
+        phase = f"oom_{record.oom_phase or 'forward'}"
+        assert ("ok" if record.status == "ok" else phase) == row["status"], row
+        for name in ("forward", "backward"):
+            predicted = in_whole_mib(getattr(record, f"{name}_max_allocated_bytes"))
+            assert predicted == in_whole_mib(row[f"{name}_bytes"]), row
+
+
+def test_the_a100s_room_is_between_the_fullest_row_that_ran_and_the_smallest_that_failed() -> None:
+    """In segments, which are what runs out: the verdict is that of any room between the two, and of none outside."""
+    device = device_named("A100-40GB")
+    fullest = next(
+        row for row in PUBLISHED if (row["operator"], row["query_len"], row["dim"]) == ("softmax", 8192, 256)
+    )
+    smallest = next(
+        row for row in PUBLISHED if (row["operator"], row["query_len"], row["dim"]) == ("softmax", 2048, 8192)
+    )
+
+    def phase(row: dict, room_mib: int) -> str | None:
+        return predict_published(row, dataclasses.replace(device, usable_bytes=room_mib * MIB)).record.oom_phase
+
+    assert (phase(fullest, 39746), phase(fullest, 39745)) == ("backward", "forward")
+    assert (phase(smallest, 40981), phase(smallest, 40982)) == ("backward", None)
+    assert device.usable_bytes == 39746 * MIB
+
+
+def test_cs336_is_predicted_as_published() -> None:
+    """What is kept and the forward's peak to the digits printed; the backward's peak has what one more pass keeps."""
+    for row in read_published(CS336):
+        if row["compiled"] == "True" or row["status"] != "ok":
+            continue
+        length, dim = int(row["seq_len"]), int(row["d_model"])
+        sizes = {"bsz": 8, "query_len": length, "kv_len": length, "dim": dim, "heads": 1}
+        prediction = predict_memory(case_of("cs336/naive", **sizes, causal=False), "A100-80GB")
+        saved = prediction.record.saved_bytes / MIB
+        assert saved == pytest.approx(float(row["saved_activations_mib"]), rel=1e-5)
+        forward, backward = (
+            (sum(terms.values()) - prediction.record.input_bytes - terms["cuBLAS workspace"]) / MIB
+            for terms in (prediction.terms[f"{phase}_peak_bytes"] for phase in ("forward", "backward"))
+        )
+        before = float(row["mem_after_inputs_mib"])
+        assert float(row["forward_peak_mib"]) - before == pytest.approx(forward, rel=1e-5, abs=1e-4)
+        both_graphs = backward + saved
+        assert float(row["backward_peak_mib"]) - before == pytest.approx(both_graphs, rel=1e-5, abs=2e-3)
+
+
+# GPUs.
+
+GPU = Device("box", "cuda", (8, 0), 2**34, 2**34, "made up")
+half = functools.partial(case_of, dim=64, heads=1, dtype="float16", query_len=64, kv_len=64)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "torch_version", "size"),
+    [
+        ((7, 5), (2, 13), 8_519_680),
+        ((8, 0), (2, 7), 8_519_680),
+        ((9, 0), (2, 7), 33_554_432),
+        ((10, 0), (2, 7), 8_519_680),
+        ((10, 0), (2, 13), 33_554_432),
+    ],
+)
+def test_cublas_workspaces(architecture: tuple[int, int], torch_version: tuple[int, int], size: int) -> None:
+    device = dataclasses.replace(GPU, architecture=architecture)
+    record = predict_memory(case_of("naive"), device, torch_version=torch_version).record
+    assert record.library_workspace_bytes == size
+    assert predict_memory(case_of("softplus"), device).record.library_workspace_bytes == 0
+
+
+def test_a_workspace_is_in_each_phase_and_in_no_other_column() -> None:
+    kept = predict_memory(case_of("naive"), GPU, drops_workspaces=False)
+    dropped = predict_memory(case_of("naive"), GPU)
+    assert {name for name in kept.terms["backward_peak_bytes"] if "cuBLAS" in name} == {
+        "cuBLAS workspace",
+        "cuBLAS workspace 2",
+    }
+    assert {name for name in dropped.terms["backward_peak_bytes"] if "cuBLAS" in name} == {"cuBLAS workspace"}
+    assert kept.record.saved_bytes == dropped.record.saved_bytes
+
+
+def test_a_gpu_of_which_the_size_alone_is_known() -> None:
+    prediction = predict_memory(case_of("naive"), "40GiB")
+    assert prediction.unknown == ("cuBLAS's workspace, as the GPU's architecture is not known",)
+    assert "forward_peak_bytes" in prediction.bounds
+    assert "saved_bytes" in prediction.known_terms
+
+
+@pytest.mark.parametrize(
+    ("fields", "architecture", "backend"),
+    [
+        ({}, (8, 0), "flash"),
+        ({}, (7, 5), "efficient"),
+        ({}, (9, 0), "cudnn"),
+        ({"dtype": "float32"}, (9, 0), "efficient"),
+        ({"dtype": "float64"}, (9, 0), "math"),
+        ({"dim": 512}, (8, 0), "efficient"),
+        ({"dtype": "bfloat16"}, (7, 5), "math"),
+        ({"dim": 36, "dtype": "float32"}, (8, 0), "efficient"),
+        ({"dim": 35, "dtype": "float32"}, (8, 0), "math"),
+        ({"query_len": 9}, (8, 0), "flash"),
+        ({"query_len": 9, "dtype": "float32"}, (8, 0), "efficient"),
+    ],
+)
+def test_the_attention_that_a_gpu_takes(fields: dict, architecture: tuple[int, int], backend: str) -> None:
+    device = dataclasses.replace(GPU, architecture=architecture)
+    prediction = predict_memory(half("softmax", **fields), device, torch_version=(2, 13))
+    assert prediction.record.backend == backend
+    assert prediction.record.status == "ok"
+    if backend == "cudnn":
+        assert prediction.unknown == ("the workspace of cuDNN's plan",)
+
+
+def test_flash_attention_on_a_gpu_keeps_no_scores() -> None:
+    prediction = predict_memory(half("softmax", bsz=8, query_len=4096, kv_len=4096, heads=2, dim=128), GPU)
+    U = 8 * 4096 * 128 * 2
+    assert prediction.exact
+    assert prediction.record.saved_bytes == 8 * 2 * 4096 * 4 + 16 + 8
+    terms = prediction.terms["backward_peak_bytes"]
+    assert (terms["dq in float32"], terms["y, laid out"]) == (2 * U, U)
+
+
+def test_allocated_counts_blocks_and_reserved_segments() -> None:
+    record = predict_memory(case_of("naive"), GPU).record
+    for phase in ("forward", "backward"):
+        assert getattr(record, f"{phase}_max_allocated_bytes") % 512 == 0
+        assert getattr(record, f"{phase}_max_allocated_bytes") >= getattr(record, f"{phase}_peak_bytes")
+    assert record.backward_max_allocated_bytes >= record.forward_max_allocated_bytes
+    assert record.reserved_bytes % (2 * MIB) == 0
+    assert record.reserved_bytes >= record.backward_max_allocated_bytes
+
+
+def test_a_limit_on_a_gpu_is_of_segments() -> None:
+    case = case_of("naive", bsz=4, query_len=512, kv_len=512, dim=64, heads=2)
+    needed = predict_memory(case, GPU).record
+    limits = range(needed.input_bytes + 2**20, 2 * needed.reserved_bytes, 2**20)
+    found = [predict_memory(case, GPU, limit_bytes=limit_bytes).record for limit_bytes in limits]
+    verdicts = [record.oom_phase or record.status for record in found]
+    assert list(dict.fromkeys(verdicts)) == ["forward", "backward", "ok"]
+    short = found[verdicts.index("backward")]
+    assert short.oom_requested_bytes % (2 * MIB) == 0
+    assert short.forward_max_allocated_bytes == needed.forward_max_allocated_bytes
+    assert short.backward_max_allocated_bytes is None
+
+
+def test_expandable_segments_reserve_pages() -> None:
+    case = case_of("naive", bsz=4, query_len=512, kv_len=512, dim=64, heads=2)
+    pages = predict_memory(case, GPU, expandable_segments=True)
+    assert set(pages.terms["reserved_bytes"]) == {"pages of 20 MiB", "pages of 2 MiB, small pool"}
+    assert pages.record.forward_peak_bytes == predict_memory(case, GPU).record.forward_peak_bytes
+
+
+def test_a_prediction_has_the_fields_of_a_measurement() -> None:
+    case = case_of("naive", mode="decode")
+    predicted, found = dataclasses.asdict(predict_memory(case).record), dataclasses.asdict(measured(case))
+    unlike = {name for name, value in found.items() if value is not None and predicted[name] is None}
+    assert unlike <= {"device_name", "device_free_bytes"}
+    assert predicted["state_bytes"] == 2 * 2 * 9 * 12 * 4
+    assert predicted["state_bytes_per_token"] == predicted["state_bytes"] / 18
+
+
+@pytest.mark.parametrize("name", ["nothing", "A1000000"])
+def test_unknown_devices_are_named(name: str) -> None:
+    with pytest.raises(UsageError, match="unknown; known: cpu"):
+        predict_memory(case_of("naive"), name)
+
+
+def test_every_eager_contender_is_predicted_on_a_gpu() -> None:
+    for operator in (*attention_types(), *combinator_types()):
+        record = predict_memory(case_of(operator, dim=48, dtype="float16"), GPU).record
+        expected = "skipped" if CONTENDERS[operator].compiled else "ok"
+        assert record.status == expected, (operator, record.reason)

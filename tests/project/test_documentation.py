@@ -1,0 +1,248 @@
+"""What the documentation shows runs, and is what the operators compute."""
+
+import doctest
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import memcheck
+from memcheck.ops.reference.naive_attention import naive_attention
+from memcheck.ops.reference.softplus_attention import softplus
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+
+
+def run_equivalent(function, names):
+    """Executes the docstring's lines on the names, and returns what they are bound to afterwards."""
+    examples = doctest.DocTestParser().get_examples(function.__doc__)
+    assert examples, f"{function.__name__} has no lines under 'Equivalent to:'"
+    for example in examples:
+        exec(example.source, names)
+    return names
+
+
+def random(*shape):
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def test_softplus_attention_equals_its_docstring():
+    q, k, v = random(2, 5, 3), random(2, 3, 7), random(2, 3, 7)
+    names = run_equivalent(memcheck.softplus_attention, {"torch": torch, "q": q, "k": k, "v": v, "eps": 1e-6})
+    torch.testing.assert_close(memcheck.softplus_attention(q, k, v), names["y"])
+
+
+def test_softplus_attention_step_equals_its_docstring():
+    q, k, v = random(2, 1, 3), random(2, 3, 4), random(2, 3, 4)
+    state = (random(2, 3).abs(), random(2, 3))
+    given = {"q": q, "k": k, "v": v, "state": state, "eps": 1e-6, "softplus": softplus}
+    names = run_equivalent(memcheck.softplus_attention_step, given)
+    y, (z, a) = memcheck.softplus_attention_step(q, k, v, state)
+    torch.testing.assert_close((y, z, a), (names["y"], names["z"], names["a"]))
+
+
+def phi(x):
+    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_linear_attention_equals_its_docstring(causal):
+    q, k, v = random(2, 4, 3, 5), random(2, 2, 6, 5), random(2, 2, 6, 7)
+    given = {"torch": torch, "q": q, "k": k, "v": v, "eps": 1e-6, "causal": causal}
+    names = run_equivalent(memcheck.linear_attention, given)
+    torch.testing.assert_close(memcheck.linear_attention(q, k, v, causal=causal), names["y"])
+
+
+def test_linear_attention_step_equals_its_docstring():
+    q, k, v = random(2, 4, 1, 5), random(2, 2, 3, 5), random(2, 2, 3, 7)
+    state = (random(2, 2, 5, 7), random(2, 2, 5).abs())
+    given = {"q": q, "k": k, "v": v, "state": state, "eps": 1e-6, "phi": phi}
+    names = run_equivalent(memcheck.linear_attention_step, given)
+    y, (m, z) = memcheck.linear_attention_step(q, k, v, state)
+    torch.testing.assert_close((y, m, z), (names["y"], names["m"], names["z"]))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_compressed_attention_equals_its_docstrings(strict):
+    q, k, v = random(2, 4, 5, 3), random(2, 2, 7, 3), random(2, 2, 7, 3)
+    given = {"torch": torch, "q": q, "k": k, "v": v, "factor": 2, "strict": strict}
+    names = run_equivalent(memcheck.compressed_attention, given)
+    torch.testing.assert_close(memcheck.compressed_attention(q, k, v, factor=2, strict=strict), names["y"])
+    kc, vc = random(2, 2, 4, 3), random(2, 2, 4, 3)
+    given = {"torch": torch, "q": q, "kc": kc, "vc": vc, "factor": 2, "kv_len": 7, "strict": strict}
+    names = run_equivalent(memcheck.compressed_attention_pooled, given)
+    y = memcheck.compressed_attention_pooled(q, kc, vc, factor=2, kv_len=7, strict=strict)
+    torch.testing.assert_close(y, names["y"])
+
+
+def test_compressed_attention_steps_equal_their_docstrings():
+    q, k, v = random(2, 4, 1, 3), random(2, 2, 10, 3), random(2, 2, 10, 3)
+    state = memcheck.compressed_attention_state(k[:, :, :6], v[:, :, :6], factor=4)
+    given = {"k": k[:, :, :6], "v": v[:, :, :6], "factor": 4}
+    torch.testing.assert_close(tuple(state), run_equivalent(memcheck.compressed_attention_state, given)["state"])
+    for t in range(6, 10):
+        new = {"q": q, "k": k[:, :, t : t + 1], "v": v[:, :, t : t + 1]}
+        given = {"torch": torch, "compressed_attention_pooled": memcheck.compressed_attention_pooled, "state": state}
+        names = run_equivalent(memcheck.compressed_attention_step, {**given, **new, "factor": 4, "strict": False})
+        y, state = memcheck.compressed_attention_step(*new.values(), state, factor=4)
+        expected = tuple(names[name] for name in ("kc", "vc", "k_sum", "v_sum", "positions"))
+        torch.testing.assert_close((y, *state), (names["y"], *expected))
+
+
+@pytest.mark.parametrize("projection", [memcheck.linear_r, memcheck.linear_l])
+def test_projections_equal_their_docstrings(projection):
+    x, w = random(2, 5, 3), random(3, 4)
+    names = run_equivalent(projection, {"x": x, "w": w})
+    torch.testing.assert_close(projection(x, w), names["y"])
+
+
+def test_combinator_equals_its_docstring():
+    x, weight = random(2, 5, 3), random(2, 3, 3)
+    names = run_equivalent(memcheck.combinator, {"torch": torch, "x": x, "weight": weight})
+    torch.testing.assert_close(memcheck.combinator(x, weight), names["y"])
+
+
+@pytest.mark.slow
+@pytest.mark.isolated
+def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
+    sources = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
+    names = {
+        "model": torch.nn.Linear(8, 4),
+        "x": torch.randn(3, 8, requires_grad=True),
+        "naive": naive_attention,
+        "my_attention": naive_attention,
+        **{"q": q, "k": k, "v": v},
+    }
+    monkeypatch.chdir(tmp_path)
+    for source in sources:
+        exec(source, names)
+    assert {path.name for path in tmp_path.iterdir()} == {"timeline.png", "memory.pickle", "trace.json.gz", "results"}
+    assert len(names["records"]) == 4
+
+
+def test_every_file_the_readme_names_is_there():
+    text = README.read_text()
+    named = set(re.findall(r"\]\(([^)#:]+)\)", text)) | set(
+        re.findall(r"`((?:csrc|memcheck|tests|benchmarks)/[\w./]+)`", text)
+    )
+    missing = [path for path in sorted(named) if not (ROOT / path).exists()]
+    assert not missing
+
+
+def test_the_readme_names_every_contender_and_public_name():
+    from memcheck.bench.catalog import CONTENDERS
+
+    text = README.read_text()
+    assert [name for name in [*CONTENDERS, *memcheck.__all__] if name not in text] == []
+
+
+def speed_lines():
+    """The README's table of speed, as the committed result has it."""
+    rows = json.loads((ROOT / "benchmarks/results/softplus_attention.json").read_text())["rows"]
+    kinds = [(row["dtype"], row["what"], row["memory"]) for row in rows]
+    figures = {(*kind, row["contender"]): row for kind, row in zip(kinds, rows, strict=True)}
+    for dtype, what, memory in dict.fromkeys(kinds):
+        names = ("memcheck", "eager", "reference", "compiled")
+        ours, eager, reference, compiled = (figures[dtype, what, memory, name] for name in names)
+        yield (
+            f"| {dtype} | {what} | {memory} | {ours['ms']:.1f} ms, {ours['ns_per_position']:.2f} ns a position "
+            f"| {eager['ratio']:.2f} x | {reference['ratio']:.2f} x | {compiled['ratio']:.2f} x |"
+        )
+
+
+def rows_of(stem):
+    return json.loads((ROOT / f"benchmarks/results/{stem}.json").read_text())["rows"]
+
+
+def other_speed_lines():
+    """The README's table of the other operators: how long the alternative takes, by our time in the same round."""
+    for row in [*rows_of("linear_attention"), *rows_of("compressed_attention")]:
+        if row.get("memory", "fresh") != "fresh":
+            continue
+        if row["contender"] == "memcheck":
+            ours = row
+            continue
+        mask = {"causal": "linear, causal,", "none": "linear, bidirectional,"}.get(row.get("mask"))
+        name = mask or f"compressed, factor {row['factor']},"
+        shape = f"B{row['B']} H{row['H']} N{row['N']} D{row['D']}"
+        yield speed_line(f"{name} {shape}", row, ours["ms"], row["contender"], row["ratio"])
+    for row in rows_of("combinator"):
+        if row["contender"] == "eager":
+            continue
+        name = row["contender"].replace("memcheck", "combinator") + f", B{row['B']} S{row['S']} E{row['E']}"
+        yield speed_line(name, row, row["ms"], "plain", 1 / row["ratio"])
+
+
+def memory_lines():
+    """The README's table of the ways to get memory."""
+    memories = ("fresh", "huge pages", "kept")
+    forward = [row for row in rows_of("linear_attention") if (row["dtype"], row["what"]) == ("float32", "forward")]
+    figures = {(row["mask"], row["contender"], row["memory"]): row for row in forward}
+    for mask, name, others in (("causal", "causal", ["chunked"]), ("none", "bidirectional", ["plain", "two matmuls"])):
+        yield f"| {name} | " + " | ".join(f"{figures[mask, 'memcheck', memory]['ms']:.1f} ms" for memory in memories)
+        for other in others:
+            yield f"| {other} takes | " + " | ".join(f"{figures[mask, other, m]['ratio']:.2f} x" for m in memories)
+
+
+def speed_line(name, row, milliseconds, instead, ratio):
+    return f"| {name} | {row['dtype']} | {row['what']} | {milliseconds:.1f} ms | {instead} | {ratio:.2f} x |"
+
+
+def test_the_figures_of_speed_are_those_of_the_results():
+    text = README.read_text()
+    lines = [*speed_lines(), *other_speed_lines(), *memory_lines()]
+    assert len(lines) == 8 + 10 + 10 + 8 + 5
+    assert [line for line in lines if line not in text] == []
+
+
+def test_the_cost_of_tracking_is_that_of_the_results():
+    rows = json.loads((ROOT / "benchmarks/results/tracking_allocator.json").read_text())["rows"]
+    (tracked,) = [row for row in rows if row["contender"] == "tracked"]
+    assert f"{100 * (tracked['ratio'] - 1):.1f} %" in README.read_text()
+
+
+def test_the_table_of_the_readme_holds_the_committed_records():
+    from memcheck.core.record import read_json_lines
+    from memcheck.report import table_row
+
+    text = README.read_text()
+    records = list(read_json_lines(ROOT / "benchmarks/results/quick/records.jsonl"))
+    assert len(records) == 25
+    assert [row for row in map(table_row, records) if row not in text] == []
+
+
+def test_the_table_of_models_holds_the_committed_records():
+    from memcheck.core.model_record import ModelRecord
+    from memcheck.report.models import model_row, parts_table
+
+    text = README.read_text()
+    lines = (ROOT / "benchmarks/results/model/models.jsonl").read_text().splitlines()
+    records = [ModelRecord.from_json(line) for line in lines]
+    assert [record.operator for record in records] == ["naive", "softmax", "linear", "compressed", "softplus"]
+    assert [row for row in map(model_row, records) if row not in text] == []
+    assert parts_table(records[1]) in text
+
+
+def test_the_frontier_of_the_readme_is_what_fit_says(capsys):
+    """Of what is exact; the others hold until more is known of them."""
+    from memcheck.__main__ import main
+
+    text = README.read_text()
+    (command,) = re.findall(r"^\$ memcheck (fit .*--dim 512 --heads 8)$", text, re.MULTILINE)
+    assert main([*command.split(), "--attention-type", "naive,softmax", "--format", "json"]) == 0
+    exact = [row for row in json.loads(capsys.readouterr().out)["frontiers"] if row["exact"]]
+    assert exact
+    for row in exact:
+        assert re.search(rf"^{row['operator']} +{row['largest']:,} ", text, re.MULTILINE)
+
+
+def test_the_cost_of_a_predicted_sweep_is_that_of_the_results():
+    whole, files, *_ = rows_of("prediction")
+    assert whole["cells"] == 1000
+    sweep = f"takes {whole['seconds']:.0f} s on two busy cores, {whole['cpu_seconds']:.1f} s of it computing"
+    assert f"1,000 predictions {sweep}" in README.read_text()
+    assert f"(its tables and pictures: {files['cpu_seconds']:.0f} s of computing;" in README.read_text()

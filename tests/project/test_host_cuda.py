@@ -1,0 +1,115 @@
+"""The stand-in for the CUDA language catches the mistakes it is there for, and says kernel, block, thread and line."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from host_cuda import library
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [ROOT / "tests/host_cuda/mistakes.cu", ROOT / "csrc/host_cuda/host_cuda.cpp"]
+SANITIZERS = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+ORDERS = pytest.mark.parametrize("order", library.ORDERS)
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def line_of(words: str, occurrence: int = 0) -> int:
+    """Where in mistakes.cu the words stand."""
+    lines = SOURCES[0].read_text().splitlines()
+    return [number for number, line in enumerate(lines, 1) if words in line][occurrence]
+
+
+@pytest.fixture(scope="module")
+def build(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], str]) -> Callable[..., Run]:
+    require_tool("nvcc")
+    compiler = shutil.which("g++") or pytest.skip("g++ is not installed")
+
+    def built(*flags: str) -> Run:
+        program = tmp_path_factory.mktemp("host_cuda") / "mistakes"
+        standard = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-DMEMCHECK_HOST_CUDA"]
+        include = [f"-I{ROOT / 'csrc'}", "-isystem", library.cuda_include(), "-include", "host_cuda/host_cuda.h"]
+        subprocess.run([compiler, *standard, *flags, *include, "-x", "c++", *SOURCES, "-o", program], check=True)
+
+        def run(*words: str) -> subprocess.CompletedProcess[str]:
+            return subprocess.run([program, *words], capture_output=True, text=True, timeout=60)
+
+        return run
+
+    return built
+
+
+@pytest.fixture(scope="module")
+def plain(build: Callable[..., Run]) -> Run:
+    return build("-O2")
+
+
+@pytest.fixture(scope="module")
+def sanitized(build: Callable[..., Run]) -> Run:
+    return build(*SANITIZERS)
+
+
+def values(run: subprocess.CompletedProcess[str]) -> list[float]:
+    assert run.returncode == 0, run.stderr
+    return [float(word) for word in run.stdout.split()]
+
+
+NEIGHBOURS = [*range(1, 64), 0]
+
+
+@ORDERS
+def test_a_right_kernel_gives_the_same_in_every_order(plain: Run, order: str) -> None:
+    assert values(plain("neighbour", order)) == NEIGHBOURS
+    assert values(plain("copied", order)) == list(range(64))
+
+
+def test_a_removed_barrier_changes_the_result(plain: Run) -> None:
+    results = [values(plain("no barrier", order)) for order in library.ORDERS]
+    assert all(result != NEIGHBOURS for result in results)
+    assert str(results[0]) != str(results[1])
+
+
+def test_unset_shared_memory_is_nan(plain: Run) -> None:
+    assert all(value != value for value in values(plain("unset")))
+
+
+def test_a_copy_that_nobody_waited_for_has_not_arrived(plain: Run) -> None:
+    assert all(value != value for value in values(plain("copied without waiting")))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("beyond the end", ["block (0,0,0)", "wrote beside its shared memory"]),
+        (
+            "two barriers",
+            ["block (0,0,0)", "a barrier that not all reach", "thread (0,0,0)", "thread (32,0,0)"]
+            + [f"mistakes.cu:{line_of('__syncthreads();', i)}" for i in (1, 2)],
+        ),
+        ("early return", ["thread (7,0,0) has returned", f"mistakes.cu:{line_of('__syncthreads();', 3)}"]),
+        ("absent lane", ["__shfl_xor_sync", "names lane 16", f"mistakes.cu:{line_of('__shfl_xor_sync')}"]),
+        ("deadlock", ["nobody can go on", "thread (1,0,0) waits at __syncwarp", "thread (0,0,0) waits at __syncth"]),
+        ("too much shared", ["uses 512 bytes of shared memory, launched with 256"]),
+        ("misaligned copy", ["cp_async_16", "not aligned to 16 bytes", f"mistakes.cu:{line_of('cp_async_16(')}"]),
+    ],
+)
+def test_a_broken_rule_is_named(plain: Run, name: str, words: list[str]) -> None:
+    run = plain(name)
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"{name}: block (0,0,0)")
+    for word in words:
+        assert word in run.stderr
+
+
+@pytest.mark.slow
+def test_sanitizers_see_what_the_host_forgives(sanitized: Run) -> None:
+    assert values(sanitized("neighbour")) == NEIGHBOURS
+    misaligned = sanitized("misaligned")
+    assert misaligned.returncode != 0
+    assert f"mistakes.cu:{line_of('reinterpret_cast<const float4')}" in misaligned.stderr
+    assert "requires 16 byte alignment" in misaligned.stderr
+    beyond = sanitized("beyond the end")
+    assert beyond.returncode != 0
+    assert f"mistakes.cu:{line_of('values[i + 1] = 1')}" in beyond.stderr

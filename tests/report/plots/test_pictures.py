@@ -1,0 +1,232 @@
+"""Which pictures a set of records makes sense of, and the files and inline images they become."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+from plotted import MIB, STYLES, grid, marks, points, prediction, record
+
+from memcheck.core.errors import UsageError
+from memcheck.core.record import Record
+from memcheck.report.plots import Request, choose_pictures, svg_plots, write_plots
+from memcheck.report.plots.series import quantity_of
+
+OPERATORS = {"naive": 40, "softplus": 4}
+
+
+def chosen(records: list[Record], **request: object) -> dict[str, bool]:
+    pictures = choose_pictures(records, styles=STYLES, title="Attention", request=Request(**request))
+    assert len({picture.name for picture in pictures}) == len(pictures)
+    return {picture.name: picture.main for picture in pictures}
+
+
+def test_one_varying_length() -> None:
+    assert chosen(grid(OPERATORS, [256, 512], [64])) == {"memory": True, "memory-linear": False, "savings": True}
+
+
+def test_one_varying_dimension() -> None:
+    assert chosen(grid(OPERATORS, [256], [64, 128])) == {"memory": True, "memory-linear": False, "savings": True}
+
+
+def test_lengths_and_dimensions() -> None:
+    assert chosen(grid(OPERATORS, [256, 512], [64, 128])) == {
+        "memory-length": True,
+        "memory-length-dim-64": False,
+        "memory-length-dim-128": False,
+        "memory-dim": True,
+        "memory-dim-length-256": False,
+        "memory-dim-length-512": False,
+        "savings": True,
+    }
+
+
+def test_a_kind_that_is_named_has_every_picture() -> None:
+    names = chosen(grid(OPERATORS, [256, 512], [64, 128]), kinds=["savings"])
+    assert names == {"savings-dim-64": True, "savings-dim-128": False}
+
+
+def test_an_axis_and_a_scale_that_are_named() -> None:
+    records = grid(OPERATORS, [256, 512], [64])
+    assert chosen(records, kinds=["memory"], log=False) == {"memory-linear": False}
+    assert chosen(records, kinds=["memory"], x="length", log=True) == {"memory": True}
+    assert chosen(records, kinds=["memory"], x="kv_len", log=True) == {"memory": True}
+    assert chosen(records, x="dim") == {}
+    assert chosen(records, quantity=quantity_of("saved_bytes")) == {}
+    assert chosen(records, quantity=quantity_of("forward_peak_bytes")) == {"forward-peak-bytes-length": True}
+
+
+def test_query_and_key_lengths_that_vary_apart() -> None:
+    records = [
+        record("naive", 0, MIB, MIB, query_len=query_len, kv_len=kv_len)
+        for query_len in (1, 16)
+        for kv_len in (64, 128)
+    ]
+    names = chosen(records, kinds=["memory"])
+    assert {"memory-query-len", "memory-kv-len", "memory-kv-len-query-len-16-dim-64"} <= set(names)
+
+
+def test_what_cannot_be_compared_has_pictures_of_its_own() -> None:
+    records = grid(OPERATORS, [256, 512], [64], dtype="float16") + grid(OPERATORS, [256, 512], [64])
+    pictures = choose_pictures(records, styles=STYLES, title="Attention")
+    assert {"memory-float16", "memory-float32"} <= {picture.name for picture in pictures}
+    assert pictures[0].caption.startswith("Attention, float16: peak memory against sequence length")
+
+
+def test_the_combinator_is_beside_no_attention() -> None:
+    records = grid(OPERATORS, [256, 512], [64]) + grid({"combinator": 4}, [256, 512], [64])
+    for row in records[-2:]:
+        row.kv_len = None
+    assert {"memory-attention", "memory-token-operators"} <= set(chosen(records))
+
+
+def test_decoding_shows_its_state() -> None:
+    records = [
+        record(name, length, MIB, None, mode="decode", query_len=1, kv_len=length, state_bytes=size * length)
+        for length in (256, 512)
+        for name, size in OPERATORS.items()
+    ]
+    (picture,) = choose_pictures(records, styles=STYLES, title="Attention")
+    state, step = picture.draw().axes
+    assert picture.name == "decode"
+    assert points(state) == {"naive": [(256, 40 * 256), (512, 40 * 512)], "softplus": [(256, 4 * 256), (512, 4 * 512)]}
+    assert points(step)["naive"] == [(256, MIB), (512, MIB)]
+    assert state.get_xlabel() == "key length, at query length 1"
+
+
+def test_the_overview_has_a_panel_for_each_fixed_value() -> None:
+    records = grid(OPERATORS, [256, 512], [64, 128, 256])
+    records[-2] = record("naive", 512, None, None, dim=256, status="oom", oom_phase="forward")
+    (picture,) = [one for one in choose_pictures(records, styles=STYLES, title="") if one.name == "memory-length"]
+    figure = picture.draw()
+    assert [ax.get_title() for ax in figure.axes] == [f"token dimension {dim}" for dim in (64, 128, 256)]
+    assert points(figure.axes[1])["naive"] == [(256, 2 * 40 * 256 * 128), (512, 2 * 40 * 512 * 128)]
+    assert points(figure.axes[2])["naive"] == [(256, 2 * 40 * 256 * 256)]
+    assert [marks(ax) for ax in figure.axes] == [[], [], [("#D55E00", [512])]]
+    (key,) = figure.legends
+    assert [text.get_text() for text in key.get_texts()][:2] == ["naive", "softplus"]
+
+
+def test_no_records_no_pictures(tmp_path) -> None:
+    assert write_plots([], tmp_path, styles=STYLES, title="Nothing") == []
+    assert svg_plots([], styles=STYLES) == []
+
+
+@pytest.mark.parametrize("lengths", [[256], [256, 512]])
+@pytest.mark.parametrize("status", ["oom", "skipped", "error", "killed", "unsupported"])
+def test_nothing_finished_is_still_a_picture(tmp_path, lengths: list[int], status: str) -> None:
+    records = [record("naive", length, None, None, status=status) for length in lengths]
+    paths = write_plots(records, tmp_path, styles=STYLES, title="Nothing", formats=["png"])
+    assert "memory.png" in [path.name for path in paths]
+
+
+def test_files_of_each_format(tmp_path) -> None:
+    records = [record("naive", 256, MIB, MIB)]
+    paths = write_plots(records, tmp_path / "new" / "folder", styles=STYLES, title="One", formats=["png", "svg", "pdf"])
+    starts = [path.read_bytes()[:5] for path in paths]
+    assert [path.name for path in paths] == ["memory.png", "memory.svg", "memory.pdf"]
+    assert starts == [b"\x89PNG\r", b"<?xml", b"%PDF-"]
+    assert all(ElementTree.parse(path) for path in paths[1:2])
+    with pytest.raises(UsageError, match="--format gif is unknown; known: png, svg, pdf"):
+        write_plots(records, tmp_path, styles=STYLES, title="One", formats=["gif"])
+
+
+def test_the_same_records_are_the_same_file(tmp_path) -> None:
+    def drawn() -> bytes:
+        records, request = grid(OPERATORS, [256, 512], [64]), Request(kinds=["memory"], log=True)
+        (path,) = write_plots(records, tmp_path, styles=STYLES, title="", formats=["svg"], request=request)
+        return path.read_bytes()
+
+    assert drawn() == drawn()
+
+
+def test_inline_images_share_a_page() -> None:
+    records = grid({"<naive> & co": 40, "naive": 4}, [256, 512], [64])
+    images = svg_plots(records, styles=STYLES, title="A & B")
+    page = "".join(svg for _, svg in images)
+    ids = re.findall(r'\bid="([^"]+)"', page)
+    used = re.findall(r'(?:href="|url\()#([^")]+)', page)
+    assert [caption.partition(";")[0] for caption, _ in images] == [
+        "A & B: peak memory against sequence length, at token dimension 64",
+        "A & B: how many times less than naive, at token dimension 64",
+    ]
+    assert len(ids) == len(set(ids)) > 20
+    assert used
+    assert set(used) <= set(ids)
+    assert "<?xml" not in page
+    assert "<!DOCTYPE" not in page
+    # A rule for all elements would reach those of the page.
+    assert re.findall(r"<style[^>]*>(.)", page) == ["#"] * len(images)
+    for caption, svg in images:
+        root = ElementTree.fromstring(svg)
+        assert root.find("{http://www.w3.org/2000/svg}title").text == caption
+        words = " ".join(root.itertext())
+        assert "<naive> & co" in words
+        assert "sequence length" in words
+
+
+def test_the_users_matplotlib_stays_as_it_was() -> None:
+    """In a process of its own, where nothing has chosen a backend yet."""
+    code = """
+import sys, tempfile, matplotlib
+from pathlib import Path
+matplotlib.rcParams["lines.linewidth"] = 7.0
+before = matplotlib.rcParams.copy()
+from memcheck.report.plots import svg_plots, write_plots
+from plotted import STYLES, grid
+records = grid({"naive": 40, "softplus": 4}, [256, 512], [64])
+write_plots(records, Path(tempfile.mkdtemp()), styles=STYLES, title="")
+assert dict.items(matplotlib.rcParams.copy()) == dict.items(before)
+assert "matplotlib.pyplot" not in sys.modules
+(picture, *_) = svg_plots(records, styles=STYLES)
+assert "stroke-width: 7" not in picture[1]
+"""
+    paths = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, sys.path)])
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env={**os.environ, "PYTHONPATH": paths})
+
+
+def test_published_rows_have_a_picture(tmp_path) -> None:
+    row = {"operator": "softplus", "ours": "softplus", "query_len": 256, "published_status": "ok"}
+    figures = {f"{whose}_{phase}_bytes": MIB for whose in ("published", "ours") for phase in ("forward", "backward")}
+    row |= figures | {"forward_ratio": 1.5, "backward_ratio": 1.6, "ours_source": "measured on cpu"}
+    (path,) = write_plots([], tmp_path, styles=STYLES, title="", formats=["svg"], published=[row])
+    assert path.name == "published.svg"
+    ((caption, _),) = svg_plots([], styles=STYLES, published=[row])
+    assert "1 rows of memcheck_pyt's table, A100 40 GB; ours measured on cpu" in caption
+
+
+def test_a_view_without_the_standard_has_no_savings() -> None:
+    records = [*grid(OPERATORS, [256, 512], [64]), *grid({"softplus": 4, "linear": 4}, [256, 512, 1024], [128])]
+    assert chosen(records, kinds=["savings"]) == {"savings": True}
+
+
+def test_decoding_at_one_length_is_bars() -> None:
+    sizes = {"mode": "decode", "query_len": 1, "kv_len": 256}
+    records = [record(name, 256, MIB, None, state_bytes=size, **sizes) for name, size in OPERATORS.items()]
+    (picture,) = choose_pictures(records, styles=STYLES, title="")
+    state, _ = picture.draw().axes
+    assert [bar.get_width() for bar in state.patches] == [40, 4]
+    assert state.get_xlabel() == "memory\nat query length 1, key length 256"
+    failed = [record("naive", 256, None, None, status="oom", **sizes)]
+    assert choose_pictures(failed, styles=STYLES, title="") == []
+
+
+def test_predictions_have_a_picture_where_something_was_measured() -> None:
+    sizes = [(256, MIB), (512, 2 * MIB)]
+    predicted = [prediction("naive", n, size, size) for n, size in sizes]
+    assert "prediction" not in {picture.name for picture in choose_pictures(predicted, styles=STYLES, title="")}
+    measured = [record("naive", n, size, size) for n, size in sizes]
+    both = {picture.name: picture for picture in choose_pictures([*measured, *predicted], styles=STYLES, title="")}
+    assert both["prediction"].caption.startswith("Prediction beside measurement")
+    assert both["memory"].caption.endswith("train.")
+
+
+def test_a_picture_of_predictions_says_so() -> None:
+    rows = [prediction("naive", n, MIB, MIB, device="cuda", device_name="H200") for n in (256, 512)]
+    (memory, *_) = choose_pictures(rows, styles=STYLES, title="")
+    assert memory.caption.endswith("cuda, H200, float32, dim 64, train, predicted.")

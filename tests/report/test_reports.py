@@ -1,0 +1,633 @@
+"""Tables of records: every row and verdict is in them, units in their headings, and nothing breaks their syntax."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memcheck.__main__ import main
+from memcheck.bench.catalog import make_case
+from memcheck.bench.profile import profile_case
+from memcheck.bench.sweep.store import read_records
+from memcheck.core.record import Record, write_json_lines
+from memcheck.report import (
+    accounting_table,
+    cs336_tables,
+    decode_table,
+    pair,
+    parse_wanted,
+    pivot_tables,
+    prediction_table,
+    records_table,
+    render,
+    scaling_table,
+    select,
+    standard_tables,
+    summary,
+    table_row,
+    write_tables,
+)
+from memcheck.report.records import stacked_pivot
+from memcheck.report.scaling import factors_per_doubling, fit_exponent
+from memcheck.report.tables import Table, data_rows, three_digits
+
+MIB = 2**20
+HOSTILE = 'a|b\n<script>alert("x")</script> & 100 % _of_ {it} \\ `code`'
+
+
+def record(operator: str = "naive", length: int = 256, dim: int = 64, **fields: object) -> Record:
+    values = {
+        "bsz": 2,
+        "query_len": length,
+        "kv_len": length,
+        "dim": dim,
+        "heads": 4 if operator != "softplus" else None,
+        "core_dim": dim if operator == "softplus" else None,
+        "dtype": "float32",
+        "causal": True,
+        "mode": "train",
+        "compiled": False,
+        "device": "cpu",
+    }
+    return Record(operator=operator, **{**values, **fields})  # type: ignore[arg-type]
+
+
+def measured(operator: str = "naive", length: int = 256, dim: int = 64, **fields: object) -> Record:
+    """naive: quadratic, all others linear."""
+    unit = 2 * length * dim * 4
+    scores = length * length * 8 if operator == "naive" else 0
+    sizes = {
+        "input_bytes": 3 * unit,
+        "output_bytes": unit,
+        "parameter_bytes": 0,
+        "forward_peak_bytes": 4 * unit + 2 * scores,
+        "saved_bytes": scores,
+        "backward_peak_bytes": 7 * unit + 3 * scores,
+        "gradient_bytes": 3 * unit,
+        "workspace_bytes": 0,
+        "forward_ms": length / 100,
+        "backward_ms": length / 50,
+    }
+    return record(operator, length, dim, **{**sizes, **fields})
+
+
+def out_of_memory(length: int = 1024, **fields: object) -> Record:
+    words = {"status": "oom", "oom_phase": "forward", "oom_requested_bytes": 64 * MIB, "oom_in_use_bytes": 70 * MIB}
+    return record("naive", length, **{**words, **fields})
+
+
+def cells(table: Table, key: str) -> list[object]:
+    return [row[[column.key for column in table.columns].index(key)] for row in table.rows]
+
+
+def by_name(table: Table, key: str = "operator") -> dict[object, dict[str, object]]:
+    return {row[key]: row for row in data_rows(table)}
+
+
+FAILURES = [
+    ("oom", "OOM"),
+    ("skipped", "skipped"),
+    ("unsupported", "unsupported"),
+    ("timeout", "timeout"),
+    ("killed", "killed"),
+    ("error", "error"),
+]
+
+
+@pytest.mark.parametrize(("status", "word"), FAILURES)
+@pytest.mark.parametrize("form", ["table", "markdown", "latex"])
+def test_a_verdict_stands_in_place_of_its_number(status: str, word: str, form: str) -> None:
+    rows = [measured("softplus"), record("naive", status=status, reason=f"because it was {status}")]
+    text = render([records_table(rows)], form)
+    line = next(line for line in text.splitlines() if "naive" in line and "256" in line)
+    # In the peaks, in what is kept and in both times; and once more where it is the status, too.
+    assert line.count(word) == 5 + (status == word)
+    assert f"because it was {status}" in text or status == "oom"
+
+
+def test_data_hold_numbers_and_the_status_tells_why_not() -> None:
+    table = records_table([measured("softplus"), out_of_memory()])
+    rows = by_name(table)
+    assert rows["softplus"]["forward_peak_mib"] == 4 * 2 * 256 * 64 * 4 / MIB
+    assert rows["softplus"]["forward_peak_u"] == 4
+    assert rows["naive"]["forward_peak_mib"] is None
+    assert rows["naive"]["status"] == "oom"
+    assert rows["naive"]["reason"] == "OOM in forward: 64 MiB requested, 70 MiB in use"
+    (line,) = [line for line in csv.DictReader(io.StringIO(render([table], "csv"))) if line["operator"] == "naive"]
+    assert line["forward_peak_mib"] == ""
+
+
+def test_headings_hold_units() -> None:
+    text = render([records_table([measured()])], "markdown")
+    for heading in ("forward peak, MiB", "forward peak, U", "forward peak, B/ST", "kept, MiB", "forward, ms"):
+        assert f" {heading} |" in text
+
+
+def test_what_all_rows_share_is_in_the_title_alone() -> None:
+    table = records_table([measured(), measured("softplus")])
+    assert "float32, batch 2, dim 64, 4 heads, causal, train" in table.title
+    shown = [column.key for column in table.to_people().columns]
+    assert {"bsz", "dim", "dtype", "core_dim"}.isdisjoint(shown)
+    assert {"bsz", "dim", "dtype", "core_dim"} <= set(data_rows(table)[0])
+    assert "dim" in [column.key for column in records_table([measured(), measured(dim=32)]).to_people().columns]
+
+
+def test_doubts_are_footnotes_said_once() -> None:
+    doubt = "another process used the GPU"
+    table = records_table([measured(doubts=(doubt,)), measured("softplus", doubts=(doubt,)), measured("linear")])
+    assert [note for note in table.notes if doubt in note] == [f"[1] doubtful: {doubt}"]
+    assert cells(table, "note") == ["[1]", "[1]", None]
+
+
+def test_doubts_that_differ_in_their_numbers_are_one_in_the_summary() -> None:
+    rows = [measured(doubts=(f"load average {load} on 2 cores",)) for load in (2.3, 2.5, 2.5)]
+    said = [words for words in summary([*rows, measured("linear")]) if words.startswith("Doubtful")]
+    assert said == ["Doubtful in 3 of 4 cases: load average 2.5 on 2 cores, for one"]
+
+
+@pytest.mark.parametrize("command", ["report", "published"])
+def test_a_folder_that_cannot_be_written_to_is_named(command: str, tmp_path, capsys) -> None:
+    write_json_lines([measured()], tmp_path / "records.jsonl")
+    folders = [str(tmp_path)] if command == "report" else []
+    assert main([command, *folders, "--output", "/proc/none"]) == 2
+    assert "--output /proc/none cannot be written to: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("form", ["table", "markdown", "latex", "csv", "json"])
+def test_a_hostile_reason_breaks_no_format(form: str) -> None:
+    rows = [measured("softplus"), record("naive", status="error", reason=HOSTILE)]
+    table = records_table(rows)
+    text = render([table], form)
+    if form == "json":
+        assert json.loads(text)[0]["rows"][1]["reason"].startswith("a|b <script>")
+    elif form == "csv":
+        assert [line["operator"] for line in csv.DictReader(io.StringIO(text))] == ["softplus", "naive"]
+    elif form == "markdown":
+        assert r"a\|b \<script\>" in text
+    elif form == "latex":
+        assert r"\& 100 \% \_of\_ \{it\}" in text
+    else:
+        assert HOSTILE.split("\n")[0] in text
+
+
+def test_markdown_rows_have_as_many_cells_as_headings() -> None:
+    text = render([records_table([measured(), record("x|y", status="error", reason=HOSTILE)])], "markdown")
+    lines = [line.replace(r"\|", "") for line in text.splitlines() if line.startswith("|")]
+    assert len({line.count("|") for line in lines}) == 1
+    assert len(lines) == 4
+
+
+def test_pivots_are_length_by_dimension_for_each_operator() -> None:
+    rows = [measured(name, n, d) for name in ("naive", "softplus") for n in (256, 512) for d in (64, 32)]
+    naive, softplus = pivot_tables([*rows, out_of_memory()], "forward_peak_bytes")
+    assert "naive" in naive.title
+    assert "MiB" in naive.title
+    assert [column.title for column in naive.columns] == ["N", "dim 32", "dim 64"]
+    assert [row[0] for row in naive.rows] == ["256", "512", "1024"]
+    assert naive.rows[0][2] == rows[0].forward_peak_bytes / MIB  # type: ignore[operator]
+    assert naive.rows[2] == ["1024", None, "OOM"]
+    # Its core dimension follows dim, and so splits nothing.
+    assert len(softplus.rows) == 2
+
+
+def test_pivots_of_one_dimension_set_operators_side_by_side() -> None:
+    rows = [measured(name, n) for name in ("naive", "softplus") for n in (256, 512)]
+    (table,) = pivot_tables([*rows, out_of_memory(512, dtype="bfloat16")], "forward_ms")[:1]
+    assert [column.title for column in table.columns] == ["N", "naive", "softplus"]
+    assert table.rows[1] == ["512", 5.12, 5.12]
+
+
+def test_no_pivot_loses_a_row() -> None:
+    """Two factors of one operator are two tables, not one that holds the last."""
+    rows = [measured("compressed", n, factor=factor) for factor in (4, 8) for n in (256, 512)]
+    rows += [measured("compressed", 256, factor=8, query_len=128)]
+    tables = pivot_tables(rows, "forward_ms")
+    assert sum(cell is not None for table in tables for row in table.rows for cell in row[1:]) == len(rows)
+    assert "128 x 256" in [row[0] for table in tables for row in table.rows]
+
+
+def test_stacked_pivots_say_which_case_a_row_is_of() -> None:
+    rows = [measured(name, n, d) for name in ("naive", "softplus") for n in (256, 512) for d in (64, 32)]
+    rows += [measured("naive", 256, 128)]
+    table = stacked_pivot(rows, "forward_ms")
+    assert [column.title for column in table.columns] == ["case", "N", "dim 32", "dim 64", "dim 128"]
+    assert [row[:2] for row in table.rows] == [
+        ["naive, batch 2, 4 heads, float32, causal, train", "256"],
+        ["naive, batch 2, 4 heads, float32, causal, train", "512"],
+        ["softplus, batch 2, float32, causal, train", "256"],
+        ["softplus, batch 2, float32, causal, train", "512"],
+    ]
+    assert table.rows[0][2:] == [2.56, 2.56, 2.56]
+    assert table.rows[2][2:] == [2.56, 2.56, None]
+
+
+CS336 = (
+    "d_model,seq_len,forward_ms,backward_ms,mem_after_inputs_mib,mem_before_backward_mib,saved_activations_mib,"
+    "forward_peak_mib,backward_peak_mib,status,compiled"
+)
+
+
+def test_cs336_has_the_columns_of_the_published_table() -> None:
+    published = Path("memcheck/data/cs336_attention_eager_vs_compiled.csv").read_text().splitlines()[0]
+    assert published == CS336
+    rows = [measured("cs336/naive", n, 16, compiled=compiled) for compiled in (True, False) for n in (512, 256)]
+    (table,) = cs336_tables([*rows, record("cs336/naive", 1024, 16, status="oom", oom_phase="forward")])
+    text = render([table], "csv")
+    assert text.splitlines()[0] == CS336
+    assert cells(table, "seq_len") == [256, 256, 512, 512, 1024]
+    assert cells(table, "compiled") == [False, True, False, True, False]
+    assert text.splitlines()[-1] == "16,1024,,,,,,,,oom,False"
+    first = data_rows(table)[0]
+    assert first["mem_before_backward_mib"] - first["mem_after_inputs_mib"] == first["saved_activations_mib"]
+
+
+CUBLAS_MIB = 16.25  # of workspaces, in every published figure of memory
+
+
+def test_cs336_columns_meet_the_published_ones() -> None:
+    case = make_case(
+        "cs336/naive", bsz=8, query_len=256, kv_len=256, dim=16, heads=1, core_dim=None, factor=None, causal=False
+    )
+    (table,) = cs336_tables([profile_case(case, timed=False)])
+    (ours,) = data_rows(table)
+    rows = csv.DictReader(Path("memcheck/data/cs336_attention_eager_vs_compiled.csv").read_text().splitlines())
+    (theirs,) = (row for row in rows if (row["d_model"], row["seq_len"], row["compiled"]) == ("16", "256", "False"))
+    for field in ("mem_after_inputs_mib", "mem_before_backward_mib", "forward_peak_mib"):
+        assert ours[field] == pytest.approx(float(theirs[field]) - CUBLAS_MIB, rel=0.01)
+    assert ours["saved_activations_mib"] == pytest.approx(float(theirs["saved_activations_mib"]), rel=0.01)
+
+
+def test_decoding_has_columns_of_its_own() -> None:
+    state = {"mode": "decode", "query_len": 1, "forward_peak_bytes": 3 * MIB, "forward_ms": 0.25}
+    row = record("softmax", **state, state_bytes=2 * MIB, state_bytes_per_sequence=MIB, state_bytes_per_token=4096.0)
+    skipped = record("naive", mode="decode", query_len=1, status="skipped", reason="predicted: 93 GiB")
+    table = decode_table([row, skipped, measured()])
+    assert [data["operator"] for data in data_rows(table)] == ["softmax", "naive"]
+    assert data_rows(table)[0]["state_bytes_per_token"] == 4096
+    assert data_rows(table)[0]["state_mib"] == 2
+    assert "skipped" in render([table], "table")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0, "0.00"), (0.000488, "0.000488"), (0.0999, "0.0999"), (1, "1.00"), (12.345, "12.3"), (1048.6, "1049")],
+)
+def test_times_show_three_digits_and_no_exponent(value: float, text: str) -> None:
+    assert three_digits(value) == text
+
+
+def test_doubts_stand_under_their_row() -> None:
+    row = measured(doubts=("few passes", "a busy GPU"))
+    first, *more = table_row(row).splitlines()
+    assert first == table_row(measured())
+    assert [line.split("| ")[1] for line in more] == ["doubtful: few passes; a busy GPU"]
+
+
+@pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0, 1.5])
+def test_exponents_of_exact_powers_are_found(exponent: float) -> None:
+    fit = fit_exponent([(x, 3 * x**exponent) for x in (32, 64, 128, 512)])
+    assert fit is not None
+    assert fit.value == pytest.approx(exponent, abs=1e-9)
+    assert fit.high == pytest.approx(fit.low, abs=1e-6)
+
+
+def test_the_confidence_interval_is_that_of_the_t_distribution() -> None:
+    """Three points leave one degree of freedom, whose t is 12.706."""
+    fit = fit_exponent([(1, 1), (math.e, math.e), (math.e**2, math.e**2.3)])
+    assert fit is not None
+    assert fit.high is not None
+    residual = [0.05, -0.1, 0.05]
+    error = math.sqrt(sum(r * r for r in residual) / 1 / 2)
+    assert fit.value == pytest.approx(1.15)
+    assert fit.high - fit.value == pytest.approx(12.7062 * error, rel=1e-4)
+
+
+def test_few_points_say_so() -> None:
+    assert fit_exponent([(4, 4)]) is None
+    assert fit_exponent([(4, 0), (8, 0)]) is None
+    two = fit_exponent([(4, 4), (8, 16)])
+    assert (two.value, two.low) == (pytest.approx(2), None)  # type: ignore[union-attr]
+    assert "two points" in str(two)
+    assert factors_per_doubling([(4, 1), (16, 16), (32, 0)]) == [4, None]
+
+
+def test_scaling_shows_the_exponent_that_a_constant_hides() -> None:
+    rows = [measured(name, n) for name in ("naive", "softplus") for n in (256, 512, 1024)]
+    failed = out_of_memory(2048, oom_phase="backward", input_bytes=1, output_bytes=1, forward_peak_bytes=3)
+    data = {(row["case"], row["quantity"]): row for row in data_rows(scaling_table([*rows, failed]))}
+    forward = data["naive", "forward peak"]
+    assert forward["points"] == 3
+    assert forward["exponent"] < 1.95
+    assert forward["exponent_beyond_held"] == pytest.approx(2)
+    assert data["softplus", "forward peak"]["exponent"] == pytest.approx(1)
+    assert data["softplus", "forward peak"]["exponent_beyond_held"] is None
+    assert data["softplus", "kept for backward"]["exponent"] is None
+    assert data["naive", "kept for backward"]["factors_per_doubling"] == "4.00 4.00"
+    assert data["naive", "forward time"]["exponent"] == pytest.approx(1)
+    text = render([scaling_table(rows)], "table")
+    assert "nothing there" in text
+    assert "95 %" in text
+
+
+def test_scaling_by_dimension_and_by_keys_alone() -> None:
+    rows = [measured("softplus", 256, d) for d in (32, 64, 128)]
+    rows += [measured("linear", n, query_len=128) for n in (256, 512)]
+    axes = {(row["case"], row["axis"]) for row in data_rows(scaling_table(rows))}
+    assert {axis for case, axis in axes if str(case).startswith("softplus")} == {"dim"}
+    assert {axis for case, axis in axes if str(case).startswith("linear")} == {"T"}
+    assert not scaling_table([measured()]).rows
+
+
+def test_accounting_sets_theory_beside_measured() -> None:
+    theory = {
+        "forward_peak_bytes": {"q": 10, "k": 10, "v": 10, "y": 10, "probabilities": 100, "scores": 100},
+        "saved_bytes": {"probabilities": 100},
+        "backward_peak_bytes": {"q": 10, "k": 10, "v": 10, "y": 10, "grad_y, expanded": 4, "gradient": 200, "dv": 10},
+    }
+    row = record(
+        theory=theory,
+        input_bytes=30,
+        output_bytes=10,
+        parameter_bytes=0,
+        gradient_bytes=30,
+        workspace_bytes=100,
+        forward_peak_bytes=243,
+        saved_bytes=100,
+        backward_peak_bytes=254,
+        saved_tensors=[{"shape": [5, 5], "dtype": "float32", "bytes": 100}],
+        alive_at_peak=[
+            {"phase": "forward", "name": "aten::mul", "bytes": 100},
+            {"phase": "forward", "name": "aten::_softmax", "bytes": 100},
+            {"phase": "forward", "name": "aten::full", "bytes": 3},
+            {"phase": "backward", "name": "aten::bmm", "bytes": 200},
+        ],
+    )
+    rows = {(line["moment"], line["component"]): line for line in data_rows(accounting_table(row))}
+    for part, size in {"inputs": 30, "output": 10, "parameters": 0, "gradients": 30, "workspace": 100}.items():
+        assert (rows["in all", part]["theory_bytes"], rows["in all", part]["difference_bytes"]) == (size, 0), part
+    total = rows["forward peak", "sum"]
+    assert (total["theory_bytes"], total["measured_bytes"], total["difference_bytes"]) == (240, 243, 3)
+    assert rows["forward peak", "not in the theory"]["measured_as"] == "aten::full"
+    assert rows["forward peak", "scores"]["measured_as"] == "aten::mul or aten::_softmax"
+    assert rows["forward peak", "q"]["measured_bytes"] is None
+    assert rows["kept for backward", "probabilities"]["measured_as"] == "(5, 5) float32"
+    assert rows["backward peak", "gradient"]["measured_as"] == "aten::bmm"
+
+
+def test_accounting_of_a_peak_before_the_output_is_there() -> None:
+    theory = {
+        "forward_peak_bytes": {"q": 10, "scores": 100},
+        "saved_bytes": {"scores": 20},
+        "backward_peak_bytes": {"q": 10, "y": 10, "scores": 20, "grad y expanded": 4, "d scores": 200},
+    }
+    rows = {line["component"]: line for line in data_rows(accounting_table(record(theory=theory)))}
+    assert rows["output"]["theory_bytes"] == 10
+    # 244 less inputs, output, what is kept, the gradient of q and the one that came in.
+    assert rows["workspace"]["theory_bytes"] == 190
+    decoding = record(mode="decode", theory={**theory, "state_bytes": {"keys": 5}}, state_bytes=5, input_bytes=9)
+    rows = {line["component"]: line for line in data_rows(accounting_table(decoding))}
+    assert rows["keys"]["theory_bytes"] == 5
+    assert rows["inputs"]["theory_bytes"] is None
+
+
+def test_accounting_agrees_with_a_measurement() -> None:
+    """Of naive attention, the theory's parts are the record's, each to the byte."""
+    from memcheck.bench.catalog import make_case
+    from memcheck.bench.predict import closed_terms
+    from memcheck.bench.profile import profile_case
+
+    case = make_case("naive", heads=2, core_dim=None, factor=None, bsz=2, query_len=32, kv_len=48, dim=16)
+    row = profile_case(case, timed=False)
+    row.theory = closed_terms(case)
+    for line in data_rows(accounting_table(row)):
+        assert line["difference_bytes"] in (0, None), line
+    assert sum(line["difference_bytes"] == 0 for line in data_rows(accounting_table(row))) >= 8
+
+
+def test_accounting_without_theory_says_so() -> None:
+    table = accounting_table(measured())
+    assert any("No formula" in note for note in table.notes)
+    assert all(line["theory_bytes"] is None for line in data_rows(table))
+
+
+def test_the_summary_says_who_needs_least_and_most_and_what_failed() -> None:
+    rows = [measured(name, n) for name in ("naive", "softplus", "linear") for n in (256, 512)]
+    rows += [measured("softplus", 1024), out_of_memory(1024), out_of_memory(2048)]
+    rows += [record("softmax/cudnn", status="unsupported", reason="torch said no")]
+    rows += [record("flex", status="timeout", reason="60 s"), measured("linear", 64, doubts=("few passes",))]
+    text = "\n".join(summary(rows))
+    assert "12 cases of naive, softplus, linear, softmax/cudnn and flex" in text
+    assert "8 ran to the end" in text
+    assert "S = T = 512, dim 64, float32, train, softplus needs least" in text
+    assert "naive most" in text
+    assert "naive ran out of memory at batch 2, S = T = 1024, dim 64, float32 (OOM in forward" in text
+    assert "and 1 larger or like it" in text
+    assert "1 case unsupported here: softmax/cudnn: torch said no" in text
+    assert "1 case out of time: flex: 60 s" in text
+    assert "Doubtful in 1 of 12 cases: few passes" in text
+
+
+@pytest.mark.parametrize(("status", "word"), FAILURES)
+def test_a_summary_of_one_failure(status: str, word: str) -> None:
+    text = "\n".join(summary([record(status=status, reason="so it was")]))
+    assert "1 cases" not in text
+    assert "none ran to the end" in text
+    assert "so it was" in text or status == "oom"
+
+
+@pytest.mark.parametrize(
+    ("words", "kept"),
+    [
+        ("operator=naive", ["naive", "naive"]),
+        ("seq-len=512", ["naive", "softplus"]),
+        ("seq_len=512,operator=softplus", ["softplus"]),
+        ("causal=true,query-len=256", ["naive"]),
+        ("dim=7", []),
+    ],
+)
+def test_cases_are_picked(words: str, kept: list[str]) -> None:
+    rows = [measured(), measured(length=512), measured("softplus", 512)]
+    assert [row.operator for row in select(rows, parse_wanted(words))] == kept
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    rows = [measured(name, n, d) for name in ("naive", "softplus") for n in (256, 512) for d in (64, 32)]
+    write_json_lines([*rows, out_of_memory()], tmp_path / "records.jsonl")
+    return tmp_path
+
+
+def test_files_hold_every_table(folder: Path) -> None:
+    records = read_records(folder)
+    paths = write_tables(records, folder)
+    assert all(path.stat().st_size for path in paths)
+    names = {path.name for path in paths}
+    assert {"tables.md", "tables.json", "records.csv", "records.tex", "scaling.csv"} <= names
+    titles = [table["title"] for table in json.loads((folder / "tables.json").read_text())]
+    assert titles == [table.title for table in standard_tables(records)]
+    assert len(paths) == 2 + 2 * len(titles)
+    with (folder / "tables" / "records.csv").open() as lines:
+        assert len(list(csv.DictReader(lines))) == len(records)
+
+
+@pytest.mark.parametrize("form", ["table", "markdown", "csv", "latex", "json"])
+@pytest.mark.parametrize(
+    "flags", [[], ["--pivot", "forward_ms,saved_bytes"], ["--scaling"], ["--accounting"], ["--cs336"]]
+)
+def test_every_table_in_every_format(folder: Path, capsys, form: str, flags: list[str]) -> None:
+    assert main(["report", str(folder), "--format", form, *flags]) == 0
+    out = capsys.readouterr().out
+    if form == "json":
+        assert json.loads(out)
+    assert "forward" in out
+    assert len(out) > 200
+
+
+def test_the_command_writes_what_it_printed(folder: Path, tmp_path: Path, capsys) -> None:
+    to = tmp_path / "out"
+    assert main(["report", str(folder), "--pivot", "saved_bytes", "--output", str(to)]) == 0
+    printed = capsys.readouterr()
+    assert len(list((to / "tables").iterdir())) == 2 * 2
+    assert str(to / "tables.md") in printed.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--pivot forward_sm", "--pivot forward_sm is unknown; known: input_bytes"),
+        ("--case operator", "--case must look like operator=softplus,seq-len=512"),
+        ("--case weight=3", "--case must look like"),
+        ("--case operator=flex", "--case operator=flex fits none of the 9 rows"),
+        ("--format xml", "invalid choice: 'xml'"),
+    ],
+)
+def test_wrong_flags_end_in_one_line(folder: Path, capsys, flags: str, words: str) -> None:
+    assert main(["report", str(folder), *flags.split()]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.count("\n") == 1
+    assert words in printed.err
+
+
+def test_a_folder_without_records_is_said(tmp_path: Path, capsys) -> None:
+    assert main(["report", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere" in capsys.readouterr().err
+    (tmp_path / "records.jsonl").write_text("")
+    assert main(["report", str(tmp_path)]) == 2
+    assert "holds no rows" in capsys.readouterr().err
+
+
+def test_reports_know_records_only() -> None:
+    """A stand-in for the package keeps its __init__, which loads torch, out of the question."""
+    code = (
+        "import sys, types; package = types.ModuleType('memcheck'); package.__path__ = ['memcheck'];"
+        "sys.modules['memcheck'] = package; import memcheck.report as reports; from memcheck.core.record import Record;"
+        "assert not {'pandas', 'scipy', 'jinja2', 'tabulate'} & set(sys.modules);"
+        "reports.render(reports.standard_tables([Record(operator='x', status='oom')]), 'markdown');"
+        "assert not {'torch', 'matplotlib', 'memcheck.bench.catalog'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+# Predictions beside what was measured.
+
+
+def foreseen(operator: str = "naive", length: int = 256, **fields: object) -> Record:
+    values = {"forward_peak_bytes": 3 * MIB, "saved_bytes": MIB, "backward_peak_bytes": 4 * MIB, "exact": True}
+    return record(operator, length, **{"source": "predicted", "device_name": "cpu", **values, **fields})
+
+
+def found(operator: str = "naive", length: int = 256, **fields: object) -> Record:
+    values = {"forward_peak_bytes": 3 * MIB, "saved_bytes": MIB, "backward_peak_bytes": 6 * MIB, "device_name": "EPYC"}
+    return record(operator, length, **{**values, **fields})
+
+
+def test_a_prediction_stands_beside_the_measurement_of_its_case() -> None:
+    table = prediction_table([found(), foreseen(), found(length=512), foreseen("softplus")])
+    (row,) = data_rows(table)
+    assert (row["case"], row["status"], row["predicted_status"]) == ("naive, S = T = 256", "ok", "ok")
+    assert (row["forward_peak_measured_mib"], row["forward_peak_predicted_mib"], row["forward_peak_ratio"]) == (3, 3, 1)
+    assert (row["backward_peak_measured_mib"], row["backward_peak_predicted_mib"]) == (6, 4)
+    assert (row["backward_peak_ratio"], row["exact"]) == (1.5, True)
+    text = render([table], "table")
+    assert "1.5 x" in text
+    assert "2 of 3 figures are as predicted, to the byte; 1 of 1 verdicts are." in text.replace("\n", " ")
+    assert "Furthest off: backward peak of naive" in text.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("measured_on", "predicted_for", "together"),
+    [
+        ({"device": "cpu", "device_name": "EPYC", "threads": 2}, {"device": "cpu", "threads": 2}, True),
+        ({"device": "cpu", "device_name": "EPYC", "threads": 2}, {"device": "cpu", "threads": 4}, False),
+        ({"device": "cpu"}, {"device": "cuda", "device_name": "H200"}, False),
+        ({"device": "cuda", "device_name": "NVIDIA H200"}, {"device": "cuda", "device_name": "H200"}, True),
+        ({"device": "cuda", "device_name": "NVIDIA H200"}, {"device": "cuda", "device_name": "NVIDIA H200"}, True),
+        ({"device": "cuda", "device_name": "NVIDIA H100 PCIe"}, {"device": "cuda", "device_name": "H100-80GB"}, True),
+        (
+            {"device": "cuda", "device_name": "NVIDIA H100 PCIe"},
+            {"device": "cuda", "device_name": "H100-80GB-SXM"},
+            False,
+        ),
+        ({"device": "cuda", "device_name": "NVIDIA L4"}, {"device": "cuda", "device_name": "24GiB"}, False),
+    ],
+)
+def test_only_predictions_for_the_same_device_stand_beside_it(measured_on, predicted_for, together: bool) -> None:
+    pairing = pair([found(**measured_on), foreseen(**predicted_for)])
+    assert bool(pairing.both) is together
+    assert bool(pairing.lonely) is not together
+
+
+def test_the_last_of_several_predictions_counts() -> None:
+    ((_, prediction),) = pair([foreseen(saved_bytes=1), found(), foreseen(saved_bytes=2)]).both
+    assert prediction.saved_bytes == 2
+
+
+def test_a_verdict_that_was_not_foreseen_shows() -> None:
+    out = {"status": "oom", "oom_phase": "backward", "backward_peak_bytes": None}
+    table = prediction_table([found(), foreseen(**out), found(length=512, **out), foreseen(length=512, **out)])
+    first, second = data_rows(table)
+    assert (first["status"], first["predicted_status"], first["backward_peak_ratio"]) == ("ok", "oom in backward", None)
+    assert first["backward_peak_measured_mib"] == 6
+    assert second["status"] == second["predicted_status"] == "oom in backward"
+    assert "1 of 2 verdicts are." in render([table], "table").replace("\n", " ")
+
+
+def test_predicted_rows_are_never_taken_for_measured_ones() -> None:
+    rows = [row for n in (256, 512) for row in (found(length=n), foreseen(length=n, backward_peak_bytes=n * MIB))]
+    assert [row["source"] for row in data_rows(records_table(rows))] == ["measured", "predicted"] * 2
+    assert "source" in render([records_table(rows)], "table")
+    assert "source" not in render([records_table(rows[::2])], "table")
+    titles = [table.title for table in pivot_tables(rows, "backward_peak_bytes")]
+    assert len(titles) == 2
+    assert [title.endswith("predicted") for title in titles] == [False, True]
+    words = [row["case"] for row in data_rows(scaling_table(rows)) if row["quantity"] == "backward peak"]
+    assert words == ["naive", "naive, predicted"]
+    assert "prediction" in {table.name for table in standard_tables(rows)}
+    assert "prediction" not in {table.name for table in standard_tables(rows[::2])}
+
+
+def test_the_summary_tells_both_apart() -> None:
+    rows = [found(), found("softplus"), foreseen(), foreseen("softplus", status="skipped", reason="not predicted")]
+    first, *_, predictions, agreed = summary(rows)
+    assert first.startswith("2 cases of naive and softplus")
+    assert predictions.startswith("2 cases predicted for cpu: 1 fit, 0 run out of memory, of 1 nothing is known;")
+    assert "figures are as predicted, to the byte" in agreed
+    only, *_ = summary(rows[2:])
+    assert only == predictions
+
+
+def test_the_report_shows_them(tmp_path: Path, capsys) -> None:
+    write_json_lines([found(), foreseen()], tmp_path / "records.jsonl")
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "Prediction beside measurement, 1 case" in capsys.readouterr().out
+    assert "Prediction beside measurement, 1 case" in (tmp_path / "page.html").read_text()
+    assert main(["report", str(tmp_path), "--case", "source=predicted", "--format", "csv"]) == 0
+    assert capsys.readouterr().out.count("\nnaive,") == 1
