@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,7 +13,12 @@ from memcheck.report.cases import CASE_FIELDS, describe, groups_besides, varying
 from memcheck.report.rows import common_case
 from memcheck.report.tables import Cell, Column, Table
 
-CONFIDENCE = 0.95
+# Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
+STUDENT_95 = (
+    *(12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281),
+    *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
+    *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
+)
 QUANTITIES = {
     "forward_peak_bytes": "forward peak",
     "saved_bytes": "kept for backward",
@@ -48,15 +54,20 @@ def fit_exponent(points: Sequence[Point]) -> Exponent | None:
     points = [(x, y) for x, y in points if x > 0 and y > 0]
     if len({x for x, _ in points}) < 2:
         return None
-    from scipy import stats
+    xs, ys = [math.log(x) for x, _ in points], [math.log(y) for _, y in points]
+    slope, intercept = statistics.linear_regression(xs, ys)
+    freedom = len(points) - 2
+    if freedom == 0:
+        return Exponent(slope, None, None)
+    residuals = sum((y - slope * x - intercept) ** 2 for x, y in zip(xs, ys, strict=True))
+    spread = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
+    margin = student_quantile(freedom) * math.sqrt(residuals / freedom / spread)
+    return Exponent(slope, slope - margin, slope + margin)
 
-    fit = stats.linregress([math.log(x) for x, _ in points], [math.log(y) for _, y in points])
-    if len(points) == 2:
-        return Exponent(float(fit.slope), None, None)
-    # scipy says NaN of a flat line, which fits exactly.
-    error = 0.0 if math.isnan(fit.stderr) else fit.stderr
-    margin = float(stats.t.ppf((1 + CONFIDENCE) / 2, len(points) - 2) * error)
-    return Exponent(float(fit.slope), float(fit.slope) - margin, float(fit.slope) + margin)
+
+def student_quantile(freedom: int) -> float:
+    """The two-sided 95 % quantile of Student's t; beyond the table that of the normal distribution."""
+    return STUDENT_95[freedom - 1] if freedom <= len(STUDENT_95) else statistics.NormalDist().inv_cdf(0.975)
 
 
 def factors_per_doubling(points: Sequence[Point]) -> list[float | None]:
