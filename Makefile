@@ -25,7 +25,7 @@ BUILD := $(VENV)/.memcheck-built
 DEVELOPMENT := $(VENV)/.tools-installed
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-fast lint bench notebooks asan check-cuda gpu clean
+.PHONY: help profile test test-fast lint docs bench notebooks asan check-cuda gpu clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -39,11 +39,15 @@ test: lint $(BUILD) check-cuda  ## Lint, build, CUDA kernels on the host, and ev
 test-fast: $(BUILD) $(DEVELOPMENT)  ## The tests without the slow ones, under three minutes
 	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
 
-lint: $(DEVELOPMENT)  ## Formats, types and the usual mistakes; changes nothing
+lint: $(DEVELOPMENT)  ## Formats, types, layers and the usual mistakes; changes nothing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
+
+docs: $(BUILD) $(DEVELOPMENT)  ## The documentation as a site, in build/docs; warnings are errors
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
 bench: $(BUILD)  ## Every operator against its opponents, into benchmarks/results/
 	@for operator in $(notdir $(wildcard memcheck/ops/[a-z]*.py)); do \

@@ -23,7 +23,6 @@ html_title = f"memcheck {__version__}"
 nb_execution_mode = "off"
 myst_heading_anchors = 3
 autodoc_typehints = "none"
-exclude_patterns = ["_build"]
 # Notebooks and result files are linked where they lie, outside this folder.
 suppress_warnings = ["myst.xref_missing"]
 
@@ -64,7 +63,7 @@ def record_page() -> str:
     comments = dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(Record), re.MULTILINE))
     for field in dataclasses.fields(Record):
         rows.append(f"| `{field.name}` | `{cell(str(field.type))}` | {cell(comments.get(field.name, ''))} |")
-    intro = "One record per case, in `records.jsonl`. Sizes are bytes; unknown is null, never 0. Generated from the code."
+    intro = "One record per case, in `records.jsonl`. Sizes are bytes; unknown is null, never 0."
     return f"# Fields of a record\n\n{intro}\n\n" + "\n".join(rows) + "\n"
 
 

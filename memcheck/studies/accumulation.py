@@ -248,9 +248,3 @@ def underflow(dtype: torch.dtype, *, scaled: bool = False, device: Device = "cpu
     gradient = w.grad.item()
     error = abs(gradient - SMALL_GRADIENT) / SMALL_GRADIENT
     return Underflow(dtype_name(y), scaler.get_scale(), y.grad.item(), gradient, error)
-
-
-if __name__ == "__main__":
-    from memcheck.__main__ import door
-
-    door("mixed-precision")

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from pages import PAGES, documentation
 
 import memcheck
 from memcheck.ops.reference.naive_attention import naive_attention
 from memcheck.ops.reference.softplus_attention import softplus
 
 ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
 
 
 def run_equivalent(function, names):
@@ -107,8 +107,8 @@ def test_combinator_equals_its_docstring():
 
 @pytest.mark.slow
 @pytest.mark.isolated
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
-    sources = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+def test_the_python_of_the_documentation_runs(tmp_path, monkeypatch):
+    sources = re.findall(r"```python\n(.*?)```", documentation(), re.DOTALL)
     q, k, v = (torch.randn(1, 2, 64, 16, requires_grad=True) for _ in range(3))
     names = {
         "model": torch.nn.Linear(8, 4),
@@ -124,24 +124,27 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch):
     assert len(names["records"]) == 4
 
 
-def test_every_file_the_readme_names_is_there():
-    text = README.read_text()
-    named = set(re.findall(r"\]\(([^)#:]+)\)", text)) | set(
-        re.findall(r"`((?:csrc|memcheck|tests|benchmarks)/[\w./]+)`", text)
-    )
-    missing = [path for path in sorted(named) if not (ROOT / path).exists()]
-    assert not missing
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_file_a_page_names_is_there(page):
+    text = page.read_text(encoding="utf-8")
+    linked = {page.parent / target for target in re.findall(r"\]\(([^)#:]+)\)", text)}
+    named = {ROOT / path for path in re.findall(r"`((?:csrc|memcheck|tests|benchmarks)/[\w./]+)`", text)}
+    assert [path for path in sorted(linked | named) if not path.exists()] == []
 
 
-def test_the_readme_names_every_contender_and_public_name():
+def test_the_readme_is_one_page():
+    assert len((ROOT / "README.md").read_bytes()) <= 12 * 1024
+
+
+def test_the_documentation_names_every_contender_and_public_name():
     from memcheck.bench.catalog import CONTENDERS
 
-    text = README.read_text()
+    text = documentation()
     assert [name for name in [*CONTENDERS, *memcheck.__all__] if name not in text] == []
 
 
 def speed_lines():
-    """The README's table of speed, as the committed result has it."""
+    """The documentation's table of speed, as the committed result has it."""
     rows = json.loads((ROOT / "benchmarks/results/softplus_attention.json").read_text())["rows"]
     kinds = [(row["dtype"], row["what"], row["memory"]) for row in rows]
     figures = {(*kind, row["contender"]): row for kind, row in zip(kinds, rows, strict=True)}
@@ -159,7 +162,7 @@ def rows_of(stem):
 
 
 def other_speed_lines():
-    """The README's table of the other operators: how long the alternative takes, by our time in the same round."""
+    """The documentation's table of the other operators: how long the alternative takes, by our time in the same round."""
     for row in [*rows_of("linear_attention"), *rows_of("compressed_attention")]:
         if row.get("memory", "fresh") != "fresh":
             continue
@@ -178,7 +181,7 @@ def other_speed_lines():
 
 
 def memory_lines():
-    """The README's table of the ways to get memory."""
+    """The documentation's table of the ways to get memory."""
     memories = ("fresh", "huge pages", "kept")
     forward = [row for row in rows_of("linear_attention") if (row["dtype"], row["what"]) == ("float32", "forward")]
     figures = {(row["mask"], row["contender"], row["memory"]): row for row in forward}
@@ -193,7 +196,7 @@ def speed_line(name, row, milliseconds, instead, ratio):
 
 
 def test_the_figures_of_speed_are_those_of_the_results():
-    text = README.read_text()
+    text = documentation()
     lines = [*speed_lines(), *other_speed_lines(), *memory_lines()]
     assert len(lines) == 8 + 10 + 10 + 8 + 5
     assert [line for line in lines if line not in text] == []
@@ -202,14 +205,14 @@ def test_the_figures_of_speed_are_those_of_the_results():
 def test_the_cost_of_tracking_is_that_of_the_results():
     rows = json.loads((ROOT / "benchmarks/results/tracking_allocator.json").read_text())["rows"]
     (tracked,) = [row for row in rows if row["contender"] == "tracked"]
-    assert f"{100 * (tracked['ratio'] - 1):.1f} %" in README.read_text()
+    assert f"{100 * (tracked['ratio'] - 1):.1f} %" in documentation()
 
 
-def test_the_table_of_the_readme_holds_the_committed_records():
+def test_the_table_of_the_documentation_holds_the_committed_records():
     from memcheck.core.record import read_json_lines
     from memcheck.report import table_row
 
-    text = README.read_text()
+    text = documentation()
     records = list(read_json_lines(ROOT / "benchmarks/results/quick/records.jsonl"))
     assert len(records) == 25
     assert [row for row in map(table_row, records) if row not in text] == []
@@ -219,7 +222,7 @@ def test_the_table_of_models_holds_the_committed_records():
     from memcheck.core.model_record import ModelRecord
     from memcheck.report.models import model_row, parts_table
 
-    text = README.read_text()
+    text = documentation()
     lines = (ROOT / "benchmarks/results/model/models.jsonl").read_text().splitlines()
     records = [ModelRecord.from_json(line) for line in lines]
     assert [record.operator for record in records] == ["naive", "softmax", "linear", "compressed", "softplus"]
@@ -227,11 +230,11 @@ def test_the_table_of_models_holds_the_committed_records():
     assert parts_table(records[1]) in text
 
 
-def test_the_frontier_of_the_readme_is_what_fit_says(capsys):
+def test_the_frontier_of_the_documentation_is_what_fit_says(capsys):
     """Of what is exact; the others hold until more is known of them."""
     from memcheck.__main__ import main
 
-    text = README.read_text()
+    text = documentation()
     (command,) = re.findall(r"^\$ memcheck (fit .*--dim 512 --heads 8)$", text, re.MULTILINE)
     assert main([*command.split(), "--attention-type", "naive,softmax", "--format", "json"]) == 0
     exact = [row for row in json.loads(capsys.readouterr().out)["frontiers"] if row["exact"]]
@@ -244,5 +247,5 @@ def test_the_cost_of_a_predicted_sweep_is_that_of_the_results():
     whole, files, *_ = rows_of("prediction")
     assert whole["cells"] == 1000
     sweep = f"takes {whole['seconds']:.0f} s on two busy cores, {whole['cpu_seconds']:.1f} s of it computing"
-    assert f"1,000 predictions {sweep}" in README.read_text()
-    assert f"(its tables and pictures: {files['cpu_seconds']:.0f} s of computing;" in README.read_text()
+    assert f"1,000 predictions {sweep}" in documentation()
+    assert f"(its tables and pictures: {files['cpu_seconds']:.0f} s of computing;" in documentation()

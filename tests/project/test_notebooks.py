@@ -1,4 +1,4 @@
-"""Each notebook runs; what is committed of it is what a run gives, and the README shows the way there."""
+"""Each notebook runs; what is committed of it is what a run gives, and the documentation shows the way there."""
 
 import base64
 import json
@@ -87,12 +87,12 @@ def test_no_output_depends_on_when_and_where_it_ran(name):
 
 
 @every_notebook
-def test_the_readme_shows_the_picture_that_the_notebook_drew(name):
+def test_the_documentation_shows_the_picture_that_the_notebook_drew(name):
     (cell,) = tagged(FOLDER / f"{name}.ipynb")
     assert images(cell)[0] == (FOLDER / f"pictures/{name}.png").read_bytes()
-    text = (ROOT / "README.md").read_text()
-    assert f"](notebooks/{name}.ipynb)" in text
-    assert f"](notebooks/pictures/{name}.png)" in text
+    text = (ROOT / "docs" / "notebooks.md").read_text()
+    assert f"](../notebooks/{name}.ipynb)" in text
+    assert f"](../notebooks/pictures/{name}.png)" in text
 
 
 def test_every_picture_is_of_a_notebook():

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+from pages import documentation
+
 from memcheck.__main__ import main
 from memcheck.bench.catalog import CONTENDERS, attention_types
 from memcheck.bench.sweep.store import read_records
@@ -33,4 +35,4 @@ def test_the_stored_rows_are_those_of_the_grid_each_once(capsys):
     assert len(rows) == len(set(rows)) == len(cases)
     command = json.loads((FOLDER / "sweep.json").read_text())["command"]
     assert command == "memcheck sweep --config benchmarks/comparison.toml --output benchmarks/results/comparison"
-    assert command in (ROOT / "README.md").read_text()
+    assert command in documentation()

@@ -7,8 +7,6 @@ import itertools
 import json
 import math
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -35,7 +33,7 @@ from memcheck.studies.accumulation import (
 from memcheck.studies.autocast_stages import Cast, Kept, Stage, StagesRun, make_network, run_stages
 from memcheck.studies.mixed_precision_report import accumulation_table, library_words, norm_words, observations
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "mixed-precision.md"
 BITS = {torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 SIXTEEN = [torch.bfloat16, torch.float16]
 DTYPES = pytest.mark.parametrize("dtype", SIXTEEN, ids=["bf16", "fp16"])
@@ -406,16 +404,9 @@ def test_what_there_is_not(words: list[str], said: str, capsys: pytest.CaptureFi
     assert printed.err.count("\n") == 1
 
 
-def test_the_door() -> None:
-    command = [sys.executable, "-m", "memcheck.studies.accumulation", "--dtype", "fp8"]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert ended.returncode == 2
-    assert ended.stderr == "memcheck: --dtype fp8 is unknown; known: bf16, fp16, bfloat16, float16\n"
-
-
-def test_the_readme_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     said = printed_by(capsys).splitlines()
-    (section,) = re.findall(r"^### Mixed precision\n(.*?)^##", README.read_text(), re.DOTALL | re.MULTILINE)
-    lines = [line for block in re.findall(r"```text\n(.*?)```", section, re.DOTALL) for line in block.splitlines()]
+    page = PAGE.read_text(encoding="utf-8")
+    lines = [line for block in re.findall(r"```text\n(.*?)```", page, re.DOTALL) for line in block.splitlines()]
     assert len(lines) > 40
     assert [line for line in lines if line not in said] == []

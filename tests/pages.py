@@ -1,0 +1,13 @@
+"""The documentation as text: the README and the pages of docs/, in reading order."""
+
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+ORDER = ("measure", "sweep", "predict", "capacity", "report", "models")
+PAGES = [ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in ORDER)]
+PAGES += [path for path in sorted((ROOT / "docs").glob("*.md")) if path not in PAGES]
+
+
+def documentation() -> str:
+    """All pages, one after the other."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in PAGES)
