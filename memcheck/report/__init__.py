@@ -1,4 +1,6 @@
-"""Records as text, tables, comparisons and a page. Knows records only: no torch, no operator."""
+"""Records as text, tables, comparisons and HTML. This package reads records only; it needs neither torch nor
+operators.
+"""
 
 from memcheck.report.accounting import accounting_table
 from memcheck.report.cases import parse_wanted, select

@@ -1,4 +1,4 @@
-"""What the memory of one case went to: by theory, and as measured."""
+"""Breaks down the memory of one case into its parts, as predicted and as measured."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MOMENTS = {
     "backward_peak_bytes": ("backward peak", "backward"),
     "state_bytes": ("state", "decoding"),
 }
-# The parts of a record in words.
+# Names of the parts of a record.
 PARTS = {
     "input_bytes": "inputs",
     "output_bytes": "output",
@@ -26,7 +26,7 @@ PARTS = {
     "workspace_bytes": "workspace",
     "library_workspace_bytes": "library workspace",
 }
-# The theory's names of what belongs to them.
+# Names that the terms use for tensors of each part.
 INPUTS, PARAMETERS, OUTPUT = ("q", "k", "v", "x"), ("weight",), "y"
 
 
@@ -36,11 +36,11 @@ class Component:
     name: str
     theory: int | None
     measured: int | None
-    what: str | None = None  # what was measured, in its own words
+    what: str | None = None  # The measured tensor, under its own name.
 
 
 def components_of(record: Record) -> Iterator[Component]:
-    """What the caller holds and gets, then moment by moment what is alive."""
+    """The tensors that the caller holds, then those alive at each peak."""
     theory = parts_by_theory(record)
     for field, name in PARTS.items():
         if (measured := getattr(record, field)) is not None or field in theory:
@@ -64,7 +64,7 @@ def parts_by_theory(record: Record) -> dict[str, int]:
     held = inputs + parameters + output + sum(theory.get("saved_bytes", {}).values())
     scratch = [sum(forward.values()) - held]
     if backward:
-        # A gradient is as large as what it is the gradient of; those that come in are named for y.
+        # A gradient is as large as its tensor; incoming gradients are named after y.
         parts["gradient_bytes"] = inputs + parameters
         incoming = sum(size for name, size in backward.items() if name.replace("_", " ").startswith("grad y"))
         scratch.append(sum(backward.values()) - held - parts["gradient_bytes"] - incoming)
@@ -76,7 +76,7 @@ def sum_of(terms: Mapping[str, int], names: Sequence[str]) -> int:
 
 
 def components_at(record: Record, field: str, moment: str, phase: str | None) -> Iterator[Component]:
-    """The theory's terms, each beside a measured tensor of its size; what is left over; and the sums."""
+    """The predicted terms, each matched with a measured tensor of the same size, then the remainder and the sums."""
     terms, measured = (record.theory or {}).get(field), getattr(record, field)
     alive = alive_tensors(record, phase)
     left = list(alive)
@@ -92,12 +92,12 @@ def components_at(record: Record, field: str, moment: str, phase: str | None) ->
 
 
 def names_of(alive: Sequence[tuple[str, int]], size: int) -> str:
-    """Size alone does not tell tensors of one size apart."""
+    """Returns the candidate names; size alone cannot distinguish tensors of equal size."""
     return " or ".join(dict.fromkeys(name for name, bytes_alive in alive if bytes_alive == size))
 
 
 def alive_tensors(record: Record, phase: str | None) -> list[tuple[str, int]]:
-    """(name, bytes) of what was alive at the peak of the phase, or without one of what was kept for the backward."""
+    """(name, bytes) of the tensors alive at the phase's peak, or, without a phase, of those kept for the backward."""
     if phase is None:
         kept = record.saved_tensors or []
         return [(shape_of(tensor), int(tensor["bytes"])) for tensor in kept]

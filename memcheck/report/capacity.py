@@ -1,4 +1,4 @@
-"""Where memory runs out, operators side by side: the largest size that fits, its bytes, and why no more do."""
+"""Tables of the largest size that fits, operators side by side: its bytes, and why no larger one fits."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOTE = (
 
 
 def frontier_table(frontiers: Sequence[Frontier], limit_bytes: int | None = None) -> Table:
-    """A row for each search; all are of one axis and device."""
+    """One row per search. All searches vary the same size on the same device."""
     axis, device = frontiers[0].axis, frontiers[0].device
     footnotes = Footnotes()
     sizes = varying_sizes(frontiers)
@@ -59,7 +59,7 @@ def room_words(frontier: Frontier, limit_bytes: int | None) -> str:
 
 
 def shared_words(frontiers: Sequence[Frontier], *axes: str) -> str:
-    """What the cases share besides sizes of some axes: "float32, batch 8, 8 heads, causal, train"."""
+    """The settings that the cases share, apart from some axes: "float32, batch 8, 8 heads, causal, train"."""
     hidden = {"device", *(name for axis in axes for name in (axis, *FOLLOWERS.get(axis, ())))}
     shown = [{**vars(frontier.case), **dict.fromkeys(hidden)} for frontier in frontiers]
     words = common_case([SimpleNamespace(**fields) for fields in shown])
@@ -68,7 +68,7 @@ def shared_words(frontiers: Sequence[Frontier], *axes: str) -> str:
 
 
 def varying_sizes(frontiers: Sequence[Frontier]) -> list[str]:
-    """Of the sizes that were given, those with several values."""
+    """The given sizes that have several values."""
     found = {"seq_len": "query_len"}.get(frontiers[0].axis, frontiers[0].axis)
     cases = [frontier.case for frontier in frontiers]
     return [name for name in SIZES if name != found and len({getattr(case, name) for case in cases}) > 1]
@@ -93,7 +93,7 @@ def row_of(frontier: Frontier, sizes: Sequence[str], footnotes: Footnotes) -> li
 
 
 def phase_of(failure: Record) -> str:
-    """Where the next size ends: a phase, the inputs before it, or what else became of it."""
+    """Where the next size runs out of memory: a phase, the inputs, or its status."""
     return failure.oom_phase or ("inputs" if failure.status == "oom" else failure.status)
 
 

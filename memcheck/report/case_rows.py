@@ -1,4 +1,4 @@
-"""One case in more words than a row has: what it is made of, and the row of a decoding step."""
+"""Details of a single case: its largest tensors, and the row of a decoding step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def scaled(size: float | None, unit: int) -> float | None:
 
 
 def explanation(record: Record, top: int) -> str:
-    """Who was alive at the peaks and what is kept for backward, the largest first."""
+    """Lists the tensors alive at the peaks and those kept for the backward, largest first."""
     lengths = record.query_len if record.kv_len is None else f"{record.query_len} x {record.kv_len}"
     lines = [f"{record.operator}, {lengths}"]
     alive = record.alive_at_peak or []
@@ -70,7 +70,7 @@ def saved_name(row: dict[str, Any]) -> str:
 
 
 def listing(rows: Iterable[tuple[int, Any]], top: int) -> list[str]:
-    """Lines of a size and a name, the smallest summed up in the last one."""
+    """Lines of a size and a name; the smallest entries are summed in the last line."""
     ordered = sorted(rows, key=lambda row: -row[0])
     shown, rest = (ordered, []) if len(ordered) <= top else (ordered[:top], ordered[top:])
     lines = [f"    {format_bytes(size):>10}  {name}" for size, name in shown]

@@ -1,4 +1,4 @@
-"""Which case a record is of: its fields in words, what varies among records, and which records were asked for."""
+"""Identifies cases: a record's settings as text, the settings that vary among records, and selection by settings."""
 
 from __future__ import annotations
 
@@ -52,12 +52,12 @@ def values_in_order(records: Iterable[Record], field: str) -> list[Any]:
 
 
 def varying(records: Sequence[Record], fields: Sequence[str] = CASE_FIELDS) -> list[str]:
-    """Fields with more than one value; one that some operators lack does not vary by that."""
+    """Fields with more than one value. A field that some operators lack does not count as varying for that reason."""
     return [field for field in fields if len(values_of(records, field)) > 1]
 
 
 def describe(record: Record, fields: Sequence[str]) -> str:
-    """In words: "softplus, S 512, T 512, dim 64"; S and T at once where they are the same."""
+    """Describes a case: "softplus, S 512, T 512, dim 64"; one length if S and T are equal."""
     words: list[str] = []
     for field in fields:
         value = getattr(record, field)
@@ -75,7 +75,7 @@ def describe(record: Record, fields: Sequence[str]) -> str:
 
 
 def settings_of(record: Record, besides: Sequence[str]) -> tuple[Any, ...]:
-    """The case and its device, besides some fields; a core dimension that follows dim is no setting of its own."""
+    """The case's settings and device without some fields. A core dimension equal to dim is not a setting of its own."""
     fields = [field for field in CASE_FIELDS if field not in besides]
     follows = "dim" in besides and record.core_dim == record.dim
     values = (None if field == "core_dim" and follows else getattr(record, field) for field in fields)
@@ -83,7 +83,7 @@ def settings_of(record: Record, besides: Sequence[str]) -> tuple[Any, ...]:
 
 
 def groups_besides(records: Sequence[Record], besides: Sequence[str]) -> list[list[Record]]:
-    """Records that differ in nothing but some fields."""
+    """Groups of records that differ only in the given fields."""
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for record in records:
         groups.setdefault(settings_of(record, besides), []).append(record)
@@ -91,20 +91,20 @@ def groups_besides(records: Sequence[Record], besides: Sequence[str]) -> list[li
 
 
 def lengths(record: Record) -> str:
-    """ "512", or "256 x 512" where queries and keys differ in number."""
+    """ "512", or "256 x 512" if queries and keys differ in number."""
     if record.kv_len in (record.query_len, None):
         return f"{record.query_len}"
     return f"{record.query_len} x {record.kv_len}"
 
 
 def select(records: Sequence[Record], wanted: Mapping[str, str]) -> list[Record]:
-    """Those whose fields read as wanted; seq_len is both lengths."""
+    """The records whose fields have the wanted values; seq_len matches both lengths."""
     return [record for record in records if all(reads_as(record, *pair) for pair in wanted.items())]
 
 
 def reads_as(record: Record, field: str, text: str) -> bool:
     fields = ("query_len", "kv_len") if field == "seq_len" else (field,)
-    # The combinator has no keys, and so a sequence length all the same.
+    # The combinator has no keys; its query length is its sequence length.
     values = [getattr(record, name) for name in fields]
     return any(value is not None for value in values) and all(
         value is None or str(value).lower() == text.lower() for value in values
@@ -112,7 +112,7 @@ def reads_as(record: Record, field: str, text: str) -> bool:
 
 
 def parse_wanted(text: str) -> dict[str, str]:
-    """ "operator=softplus,seq-len=512" as fields and the words they should read."""
+    """Parses "operator=softplus,seq-len=512" into fields and the wanted values."""
     known = (*CASE_FIELDS, "seq_len", "device", "status", "backend", "source")
     wanted = {}
     for word in text.split(","):

@@ -1,4 +1,4 @@
-"""Records of whole models as text: a line for what was measured, one for what was predicted, and parts by formula."""
+"""Records of whole models as text: measured and predicted rows, and a table of parts by formula."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def model_header() -> str:
 
 
 def model_row(record: ModelRecord) -> str:
-    """One line, one of what was predicted beside it, and one for what went wrong or is doubtful."""
+    """The measured row, the predicted row below it, and notes on failures and doubts."""
     names = [record.size, attention(record), record.query_len, record.mode, precision(record), status(record)]
     cells = [mebibytes(getattr(record, field), bound=bound(record, field)) for field in COLUMNS]
     times = record.times.get("total", {})
@@ -50,7 +50,7 @@ def model_row(record: ModelRecord) -> str:
 
 
 def notes(record: ModelRecord) -> list[str]:
-    """What went wrong, and what makes figures doubtful; what no prediction knows is said once, under the table."""
+    """Notes on failures and doubts. Unknowns common to all predictions are listed once, below the table."""
     found = [failure_note(record)] if record.status != "ok" else []
     return [*found, *([doubts_note(record)] if record.doubts and record.source == "measured" else [])]
 
@@ -71,7 +71,7 @@ def status(record: ModelRecord) -> str:
 
 
 def attention(record: ModelRecord) -> str:
-    """Linear attention is causal here; as a contender of other commands "linear" is not."""
+    """The attention's name; whole models use the causal form of linear attention."""
     return "linear (causal)" if record.operator == "linear" else str(record.operator)
 
 
@@ -89,7 +89,7 @@ def mebibytes(size: int | None, *, bound: bool = False) -> str:
 
 
 def model_title(records: Sequence[ModelRecord]) -> str:
-    """What all have in common."""
+    """The settings that all records share."""
     first = records[0]
     words = [str(first.device_name if first.source == "predicted" and first.device_name else first.device)]
     words += [f"batch {first.bsz}", f"feed-forward {first.feed_forward}"]
@@ -99,7 +99,7 @@ def model_title(records: Sequence[ModelRecord]) -> str:
 
 
 def parts_table(record: ModelRecord) -> str:
-    """What one case keeps for backward and holds: by formula, predicted and measured. Bytes."""
+    """Bytes kept for backward and held by each part of one case: by formula, predicted and measured."""
     measured, predicted = record.activations, (record.predicted or {}).get("activations")
     if record.source == "predicted":
         measured, predicted = None, record.activations

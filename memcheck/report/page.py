@@ -1,4 +1,4 @@
-"""One self-contained page: summary, plots, tables that sort, the environment and the command. No network needed."""
+"""Writes one self-contained HTML page: summary, plots, sortable tables, environment, command. It needs no network."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def html_page(
 
 
 def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
-    """What everyone reads, and what is folded away."""
+    """The main tables, and the tables that are collapsed at first."""
     runs = [record for record in records if record.mode != "decode"]
     first = [records_table(runs)] if runs else []
     first += [decode_table(records)] if len(runs) < len(records) else []
@@ -70,7 +70,7 @@ def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
 
 
 def largest_of_each(records: Sequence[Record]) -> list[Record]:
-    """Of each operator, the largest case that ran and of which theory or tensors are known."""
+    """For each operator, the largest case that ran and has terms or a list of tensors."""
     known = [record for record in records if record.status == "ok" and (record.theory or record.alive_at_peak)]
     largest: dict[str | None, Record] = {}
     for record in sorted(known, key=size_of):
@@ -79,7 +79,7 @@ def largest_of_each(records: Sequence[Record]) -> list[Record]:
 
 
 def table_object(table: Table) -> dict[str, Any]:
-    """As the template wants it: headings, and cells with what they show and what they sort by."""
+    """A table in the form the template needs: headings, and cells with text and sort keys."""
     table = table.to_people()
     numeric = [any(is_number(row[position]) for row in table.rows) for position in range(len(table.columns))]
     columns = [

@@ -1,4 +1,4 @@
-"""Measured records and the predictions of the same cases on the same device. Knows records only."""
+"""Matches measured records with predictions of the same case on the same device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from memcheck.report.cases import case_of
 
 @dataclass
 class Pairing:
-    """Every measured record with its prediction, if there is one; and the predictions of what was not measured."""
+    """Measured records with their predictions, and predictions without a measurement."""
 
     pairs: list[tuple[Record, Record | None]] = field(default_factory=list)
     lonely: list[Record] = field(default_factory=list)
@@ -28,7 +28,7 @@ def is_predicted(record: Record) -> bool:
 
 
 def pair(records: Sequence[Record]) -> Pairing:
-    """By case and device; of several predictions of one case the last."""
+    """Matches by case and device. If a case has several predictions, the last one counts."""
     predictions: dict[tuple[object, ...], list[Record]] = {}
     for record in filter(is_predicted, records):
         predictions.setdefault(case_of(record), []).append(record)
@@ -43,8 +43,8 @@ def pair(records: Sequence[Record]) -> Pairing:
 
 
 def is_same_device(measured: Record, predicted: Record) -> bool:
-    """A CPU is like another with as many threads; a GPU is the one that the catalog, or its driver, calls so."""
-    if measured.device is None:  # killed, say, before it could tell
+    """True if the devices match: CPUs by their number of threads, GPUs by catalog name."""
+    if measured.device is None:  # The process was killed before it could record its device.
         return True
     if measured.device != predicted.device:
         return False
@@ -56,7 +56,7 @@ def is_same_device(measured: Record, predicted: Record) -> bool:
 
 
 def on_measured_devices(records: Sequence[Record]) -> list[Record]:
-    """The same records, where predictions say of their device what the measured records of that device say."""
+    """The same records, with predictions relabelled by the device of the matching measurements."""
     measured = [record for record in records if not is_predicted(record)]
     return [like_measured(record, measured) if is_predicted(record) else record for record in records]
 
@@ -67,13 +67,13 @@ def like_measured(predicted: Record, measured: Sequence[Record]) -> Record:
 
 
 def ratio(measured: Record, predicted: Record, name: str) -> float | None:
-    """Measured by predicted bytes; None where one is not known or nothing was expected."""
+    """Measured bytes divided by predicted bytes. None if either is unknown or the prediction is 0."""
     found, expected = getattr(measured, name), getattr(predicted, name)
     return found / expected if found is not None and expected else None
 
 
 def ratio_words(measured: Record, predicted: Record, name: str) -> str | None:
-    """ "same", to the byte, or "1.0031 x"."""
+    """ "same" if equal to the byte, else "1.0031 x"."""
     found, expected = getattr(measured, name), getattr(predicted, name)
     if found is None or expected is None:
         return None

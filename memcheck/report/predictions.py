@@ -1,4 +1,4 @@
-"""Predictions beside what was measured of the same cases: bytes, ratios and verdicts."""
+"""Compares predictions with measurements of the same cases: bytes, ratios and verdicts."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LEGEND = "predicted: from the shapes alone, nothing run for it. same: to the byt
 
 
 def prediction_table(records: Sequence[Record]) -> Table:
-    """A row for each case that was both measured and predicted."""
+    """One row for each case that was both measured and predicted."""
     pairs = pair(records).both
     measured = [record for record, _ in pairs]
     fields = [name for name in CASE_FIELDS if name in {"operator", "query_len", "kv_len", *varying(measured)}]
@@ -58,7 +58,7 @@ def verdict(record: Record) -> str:
 
 
 def agreement(pairs: Sequence[tuple[Record, Record]]) -> str:
-    """How many figures and verdicts are as predicted, and which is furthest off."""
+    """How many figures and verdicts agree with the prediction, and which figure is furthest off."""
     known = [
         (share, name, measured)
         for measured, predicted in pairs
@@ -76,7 +76,7 @@ def agreement(pairs: Sequence[tuple[Record, Record]]) -> str:
 
 
 def prediction_row(measured: Record, predicted: Record) -> str:
-    """A line to go under the measured one's, in the same columns; "same", or measured / predicted, beside the MiB."""
+    """The row below a measured one, in the same columns: "same", or measured / predicted, beside the MiB."""
     status = predicted.status if predicted.status != "ok" else "exact" if predicted.exact else ""
     names = NAMES.format("", "predicted", "", "", status)
     if predicted.status not in ("ok", "oom"):
@@ -108,7 +108,7 @@ def decoding_cells(measured: Record, predicted: Record) -> str:
 
 
 def unknown_words(predictions: Sequence[Record]) -> list[str]:
-    """What could not be known, once for all operators of which that is so."""
+    """What could not be known, combined for all operators that share it."""
     operators: dict[str, dict[str, None]] = {}
     for record in predictions:
         for doubt in record.doubts:

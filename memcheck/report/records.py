@@ -1,4 +1,4 @@
-"""Records as tables: all of them flat, length by dimension, as cs336 published theirs, and decoding."""
+"""Tables of records: all rows, pivots by length and dimension, the layout of the cs336 table, and decoding."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ BYTE_FIELDS = [
     field.name for field in dataclasses.fields(Record) if "_bytes" in field.name and "device" not in field.name
 ]
 PIVOT_FIELDS = [field for field in BYTE_FIELDS if not field.startswith("oom")] + ["forward_ms", "backward_ms"]
-# What a reader wants to see by length and dimension; the rest is a flag away.
+# Fields shown by default in pivots; others can be requested.
 STANDARD_PIVOTS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "forward_ms", "backward_ms")
 BACKWARD_FIELDS = ("backward_peak_bytes", "gradient_bytes", "backward_max_allocated_bytes", "backward_ms")
 
 
 def verdict(record: Record, field: str) -> Verdict | None:
-    """What stands where the field's number would: nothing where the case got so far, or the field has no meaning."""
+    """The text in place of a missing value. None if the case reached that phase or the field does not apply."""
     if record.status == "ok" or (field in BACKWARD_FIELDS and record.mode in ("inference", "decode")):
         return None
     return Verdict(VERDICTS.get(record.status, record.status))
 
 
 def value_or_verdict(record: Record, field: str) -> Cell:
-    """In MiB where the field is bytes."""
+    """The value, in MiB for byte fields, or its verdict."""
     value = getattr(record, field)
     if value is None:
         return verdict(record, field)
@@ -72,7 +72,7 @@ def mib_column(field: str, title: str, audience: str = "all", form: str = ".2f")
 
 
 def need_columns(field: str, title: str) -> list[tuple[Column, Reader]]:
-    """MiB, U and bytes per query and key."""
+    """Columns for MiB, U and bytes per query and key."""
     stem = field.removesuffix("_bytes")
     return [
         mib_column(field, title),
@@ -141,7 +141,7 @@ NEEDS = (
 
 
 class Footnotes:
-    """Numbers for sentences, the same sentence once."""
+    """Numbers footnotes; equal sentences share a number."""
 
     def __init__(self) -> None:
         self.numbers: dict[str, int] = {}
@@ -155,7 +155,7 @@ class Footnotes:
 
 
 def remarks(record: Record) -> list[str]:
-    """Why a row failed, why its backend is not the one asked for, and what is doubtful in it."""
+    """Why a row failed, why its backend differs from the requested one, and which figures are doubtful."""
     backend = [f"{record.backend}: {record.backend_reason}"] if record.backend_reason else []
     return [failure_note(record), *backend, *(f"doubtful: {doubt}" for doubt in record.doubts)]
 
@@ -174,7 +174,7 @@ def table_of(name: str, title: str, readers: Sequence[tuple[Column, Reader]], re
 
 
 def case_columns(records: Sequence[Record]) -> list[tuple[Column, Reader]]:
-    """What all share stands in the title, for people; programs get every column."""
+    """Columns of the case. In text, common settings move to the title; data formats keep every column."""
     changing = {*ALWAYS_SHOWN, *varying(records)} | ({"device"} if len({*map(place_of, records)}) > 1 else set())
     changing |= {"source"} if len({record.source for record in records}) > 1 else set()
     if all(record.core_dim in (None, record.dim) for record in records):
@@ -189,7 +189,7 @@ SIZES = ("bsz", "dim", "query_len", "kv_len")
 
 
 def records_table(records: Sequence[Record]) -> Table:
-    """All of them, a row each, from small to large; a sweep's come in the order in which they were done."""
+    """One row per record. Records of a sweep keep the order in which they ran; others are sorted by size."""
     records = sorted(records, key=lambda record: [getattr(record, size) or 0 for size in SIZES])
     footnotes = Footnotes()
     readers = [*case_columns(records), *FIGURE_COLUMNS, *remark_columns(footnotes)]
@@ -199,7 +199,7 @@ def records_table(records: Sequence[Record]) -> Table:
 
 
 def decode_table(records: Sequence[Record]) -> Table:
-    """What a sequence leaves behind for its next token, and what that token takes."""
+    """The size of the decoding state, and the memory and time of one step."""
     records = [record for record in records if record.mode == "decode"]
     footnotes = Footnotes()
     readers = [
@@ -226,7 +226,7 @@ def decode_table(records: Sequence[Record]) -> Table:
     return table
 
 
-# The columns of a published table, by its names and in its order: its name -> ours.
+# The columns of the published cs336 table, in its order: its name -> our field.
 CS336_COLUMNS: dict[str, Reader] = {
     "d_model": lambda record: record.dim,
     "seq_len": lambda record: record.query_len,
@@ -259,7 +259,7 @@ def is_cs336(record: Record) -> bool:
 
 
 def cs336_tables(records: Sequence[Record]) -> list[Table]:
-    """One per operator and whatever else varies; rows in the published order."""
+    """One table per operator and further setting, with rows in the published order."""
     besides = ("query_len", "kv_len", "dim", "compiled")
     readers = [(Column(name, name, format=".6g"), read) for name, read in CS336_COLUMNS.items()]
     tables = []
@@ -279,7 +279,7 @@ def check_pivot(field: str) -> str:
 
 
 def pivot_tables(records: Sequence[Record], field: str) -> list[Table]:
-    """Length by dimension, one table per operator, dtype and whatever else varies; with one dimension, by operator."""
+    """Length by dimension, one table per operator, dtype and further setting; with a single dimension, by operator."""
     across: str = "dim"
     besides: tuple[str, ...] = ("query_len", "kv_len", "dim")
     if "dim" not in varying(records) and one_each(records):
@@ -287,12 +287,12 @@ def pivot_tables(records: Sequence[Record], field: str) -> list[Table]:
     return [pivot_table(rows, field, across, besides) for rows in groups_besides(records, besides)]
 
 
-# Sizes that some operators lack; where each operator has one of them, they tell operators apart no further.
+# Sizes that only some operators have. If every operator has one value, they do not distinguish operators.
 OPERATORS_OWN = ("heads", "core_dim", "factor", "causal")
 
 
 def one_each(records: Sequence[Record]) -> bool:
-    """Whether an operator has one row for each length and setting that is not its own."""
+    """True if each operator has one row for each length and shared setting."""
     besides = [field for field in CASE_FIELDS if field in OPERATORS_OWN]
     return len({settings_of(record, besides) for record in records}) == len(records)
 
@@ -314,7 +314,7 @@ def pivot_table(records: Sequence[Record], field: str, across: str, besides: Seq
 
 
 def stacked_pivot(records: Sequence[Record], field: str) -> Table:
-    """All pivots of a field in one table, as a file or a page wants it: a row says which case it is of."""
+    """All pivots of a field in a single table whose rows name their case, for files and the HTML page."""
     pivots = pivot_tables(records, field)
     columns = {column.key: column for pivot in pivots for column in pivot.columns[1:]}
     rows = []
@@ -330,13 +330,13 @@ def stacked_pivot(records: Sequence[Record], field: str) -> Table:
 
 
 def quantity(field: str) -> tuple[str, str]:
-    """A field in words, and the unit it is shown in: "forward peak", "MiB"."""
+    """A field's name and its unit: "forward peak", "MiB"."""
     unit = "ms" if field.endswith("_ms") else "B" if "per_token" in field else "MiB"
     return field.removesuffix("_ms").replace("_bytes", "").replace("_", " "), unit
 
 
 def standard_tables(records: Sequence[Record]) -> list[Table]:
-    """Every table that these records make sense of."""
+    """Every table that these records allow."""
     from memcheck.report.predictions import prediction_table
     from memcheck.report.scaling import scaling_table
 
@@ -354,5 +354,5 @@ def standard_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def write_tables(records: Sequence[Record], folder: Path | str) -> list[Path]:
-    """tables.md and tables.json in the folder, and tables/NAME.csv and .tex."""
+    """Writes tables.md and tables.json into the folder, and each table as tables/NAME.csv and .tex."""
     return write_files(standard_tables(records), Path(folder))

@@ -1,4 +1,4 @@
-"""Records as text: one row each, so that a row can be printed the moment its case is done."""
+"""Records as text, one row each, so that a row can be printed as soon as its case is done."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unit_bytes(record: Record) -> int | None:
 
 
 def legend(records: Sequence[Record]) -> str:
-    """What the columns mean, for records of attention, or of what has queries alone."""
+    """Explains the columns, for records of attention or of operators without keys."""
     return LEGEND_OF_UNITS["tokens" if all(record.kv_len is None for record in records) else "attention"]
 
 
@@ -52,7 +52,7 @@ def table_header() -> str:
 
 
 def table_row(record: Record) -> str:
-    """One line, one more for what went wrong after some bytes were already known, and one for doubts."""
+    """One line, plus a line for a failure after the first figures, and a line for doubts."""
     lengths = f"{record.query_len}" if record.kv_len is None else f"{record.query_len} x {record.kv_len}"
     names = NAMES.format(record.operator or "-", record.backend or "-", mask(record), lengths, record.status)
     notes = [doubts_note(record)] if record.doubts else []
@@ -66,7 +66,7 @@ def table_row(record: Record) -> str:
 
 
 def doubts_note(record: Record) -> str:
-    """What they doubt, without the figures; the record has them whole."""
+    """The doubts without their numbers; the record has the full sentences."""
     return "doubtful: " + "; ".join(doubt.partition(":")[0] for doubt in record.doubts)
 
 
@@ -76,7 +76,7 @@ def cells(record: Record) -> str:
 
 
 def mask(record: Record) -> str:
-    """What was run: an operator that is never causal, or always, is so whatever was asked."""
+    """The mask that was really applied: some operators are always, or never, causal."""
     return {True: "causal", False: "none", None: "-"}[record.causal]
 
 
@@ -114,7 +114,7 @@ def count_of(records: Sequence[Any]) -> str:
 
 
 def common_case(records: Sequence[Any]) -> str:
-    """What all the cases or records share, in words: "cpu, float32, batch 1, dim 256, 4 heads, causal, train"."""
+    """The settings that all records share: "cpu, float32, batch 1, dim 256, 4 heads, causal, train"."""
     words = {
         "device": "{}",
         "device_name": "{}",

@@ -1,4 +1,4 @@
-"""How memory and time grow: the factor per doubling, and the exponent a of memory ~ N^a with its confidence."""
+"""How memory and time grow: the factor per doubling, and the exponent a of memory ~ N^a with an interval."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ QUANTITIES = {
     "forward_ms": "forward time",
     "backward_ms": "backward time",
 }
-# Inputs and output grow with N whatever the operator does, and hide how it grows itself.
+# Inputs and output grow linearly with N for every operator and hide the operator's own growth.
 LESS_HELD = ("forward_peak_bytes", "backward_peak_bytes")
 HELD = ("input_bytes", "output_bytes", "parameter_bytes")
-# What grows, and the fields that grow with it.
+# The sizes that vary together under each name.
 AXES = {"N": ("query_len", "kv_len"), "T": ("kv_len",), "S": ("query_len",), "dim": ("dim",)}
 
 Point = tuple[float, float]
@@ -37,7 +37,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Exponent:
-    """y ~ x^value by least squares of the logarithms; low and high are None for two points, which fit exactly."""
+    """y ~ x^value by least squares on logarithms. low and high are None for two points, which fit exactly."""
 
     value: float
     low: float | None
@@ -50,7 +50,7 @@ class Exponent:
 
 
 def fit_exponent(points: Sequence[Point]) -> Exponent | None:
-    """None where there are fewer than two x, or nothing that has a logarithm."""
+    """Fits the exponent. None if there are fewer than two x values or no positive values."""
     points = [(x, y) for x, y in points if x > 0 and y > 0]
     if len({x for x, _ in points}) < 2:
         return None
@@ -66,12 +66,12 @@ def fit_exponent(points: Sequence[Point]) -> Exponent | None:
 
 
 def student_quantile(freedom: int) -> float:
-    """The two-sided 95 % quantile of Student's t; beyond the table that of the normal distribution."""
+    """The two-sided 95 % quantile of Student's t; for more degrees of freedom than the table has, the normal one."""
     return STUDENT_95[freedom - 1] if freedom <= len(STUDENT_95) else statistics.NormalDist().inv_cdf(0.975)
 
 
 def factors_per_doubling(points: Sequence[Point]) -> list[float | None]:
-    """From each x to the next, as if x had doubled; None where there was nothing to grow."""
+    """The factor per doubling of x between neighbouring points; None where the earlier y is 0."""
     pairs = itertools.pairwise(points)
     return [(y2 / y1) ** (1 / math.log2(x2 / x1)) if y1 > 0 and y2 > 0 else None for (x1, y1), (x2, y2) in pairs]
 
@@ -82,13 +82,13 @@ def less_held(record: Record, field: str) -> float | None:
 
 
 def points_of(records: Sequence[Record], axis: str, read: Callable[[Record], float | None]) -> list[Point]:
-    """Of the cases that got so far; a failed case's last figures are no measure of what it needs."""
+    """(x, y) of the records with status "ok"; a failed case's last figures do not show its needs."""
     values = {getattr(record, AXES[axis][0]): read(record) for record in records if record.status == "ok"}
     return sorted((x, y) for x, y in values.items() if x is not None and y is not None)
 
 
 def axis_of(records: Sequence[Record]) -> str | None:
-    """What varies among records that differ in lengths alone."""
+    """The axis that varies among records that differ only in lengths."""
     changing = varying(records, ("query_len", "kv_len"))
     if changing == ["query_len", "kv_len"]:
         return "N" if all(record.query_len == record.kv_len for record in records) else None
@@ -98,7 +98,7 @@ def axis_of(records: Sequence[Record]) -> str | None:
 
 
 def series_of(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """(what varies, records that differ in nothing else)."""
+    """(axis, records that differ in nothing else)."""
     square = [record for record in records if record.kv_len in (record.query_len, None)]
     for group in groups_besides(square, ("query_len", "kv_len")):
         if (axis := axis_of(group)) is not None:
@@ -125,7 +125,7 @@ def scaling_row(records: Sequence[Record], axis: str, field: str) -> list[Cell] 
     points = points_of(records, axis, lambda record: getattr(record, field))
     if not points:
         return None
-    # What has a logarithm is what is fitted and counted.
+    # Only positive values can be fitted and counted.
     points = [(x, y) for x, y in points if y > 0] or points
     factors = " ".join("-" if factor is None else f"{factor:.2f}" for factor in factors_per_doubling(points))
     fit = fit_exponent(points)
@@ -153,7 +153,7 @@ def bounds(fit: Exponent | None) -> list[Cell]:
 
 
 def scaling_table(records: Sequence[Record]) -> Table:
-    """A row for each line that a log-log plot would show."""
+    """One row for each line of a log-log plot."""
     columns = [
         Column("case", "case"),
         Column("axis", "x"),

@@ -1,4 +1,4 @@
-"""What records say, in sentences."""
+"""Summarises records in sentences."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memcheck.report.pairing import pair
 from memcheck.report.predictions import agreement
 from memcheck.report.rows import common_case, count_of, failure_note
 
-# Sizes that belong to operators: cases that differ in nothing else answer the same question.
+# Sizes that only some operators have; cases that differ in nothing else are comparable.
 OPERATORS_OWN = ("operator", "heads", "core_dim", "factor", "causal", "compiled")
 STATUS_WORDS = {
     "unsupported": "unsupported here",
@@ -39,7 +39,7 @@ NUMBER = re.compile(r"\d[\d.,]*")
 
 
 def need(record: Record) -> int | None:
-    """The most that is alive over all that the case runs."""
+    """The highest peak over all phases of the case."""
     if record.mode == "train":
         sizes = [record.forward_peak_bytes, record.backward_peak_bytes]
         return None if None in sizes else max(size for size in sizes if size is not None)
@@ -47,7 +47,9 @@ def need(record: Record) -> int | None:
 
 
 def summary(records: Sequence[Record]) -> list[str]:
-    """Paragraphs: what was measured where, who needs least and most, who ran out, what is missing or doubtful."""
+    """Paragraphs: what was measured where, which operators need least and most, which ran out, and what is missing or
+    doubtful.
+    """
     predictions = [record for record in records if record.source == "predicted"]
     if predictions and len(predictions) < len(records):
         measured = [record for record in records if record.source != "predicted"]
@@ -74,7 +76,7 @@ def what_was_measured(records: Sequence[Record]) -> str:
 
 
 def what_was_predicted(records: Sequence[Record]) -> str:
-    """How many cases for which device, and how many would run."""
+    """How many cases were predicted for which device, and how many fit."""
     counts = Counter(record.status for record in records)
     exact = sum(bool(record.exact) for record in records)
     told = [f"{counts['ok']} fit", f"{counts['oom']} run out of memory"]
@@ -94,7 +96,7 @@ def listed(words: Sequence[Any]) -> str:
 
 
 def most_and_least(records: Sequence[Record]) -> Iterator[str]:
-    """At the largest case that most operators finished, for each dtype, mode and device."""
+    """Compares operators at the largest case that most of them finished, for each dtype, mode and device."""
     for group in groups_besides(records, ("bsz", "query_len", "kv_len", "dim", *OPERATORS_OWN)):
         shapes = groups_besides(group, OPERATORS_OWN)
         shapes = [done for shape in shapes if len(done := [record for record in shape if need(record) is not None]) > 1]
@@ -119,7 +121,7 @@ def ranking(records: Sequence[Record]) -> str:
 
 
 def who_ran_out(records: Sequence[Record]) -> Iterator[str]:
-    """The smallest case at which each operator did, for each line of lengths."""
+    """The smallest case at which each operator ran out of memory, for each line of lengths."""
     failed = [record for record in records if record.status == "oom"]
     for operator in values_in_order(failed, "operator"):
         mine = [record for record in failed if record.operator == operator]
@@ -130,7 +132,7 @@ def who_ran_out(records: Sequence[Record]) -> Iterator[str]:
 
 
 def what_is_missing(records: Sequence[Record]) -> Iterator[str]:
-    """Why else a case has no figures, the commonest reason named."""
+    """Why other cases have no figures; the most frequent reason is quoted."""
     for status, words in STATUS_WORDS.items():
         mine = [record for record in records if record.status == status]
         if mine:
@@ -142,7 +144,7 @@ def what_is_missing(records: Sequence[Record]) -> Iterator[str]:
 
 
 def doubts(records: Sequence[Record]) -> Iterator[str]:
-    """Each once, whatever its numbers; the commonest is quoted."""
+    """The kinds of doubts, ignoring their numbers; the most frequent one is quoted."""
     kinds: dict[str, Counter[str]] = {}
     for record in records:
         for kind, doubt in {NUMBER.sub("", doubt): doubt for doubt in record.doubts}.items():
@@ -153,7 +155,7 @@ def doubts(records: Sequence[Record]) -> Iterator[str]:
 
 
 def environment_facts(records: Sequence[Record]) -> dict[str, str]:
-    """What the records say of where they ran: a fact's name -> its values."""
+    """The environment of the records: name -> values."""
     facts = {}
     for field, words in FACTS.items():
         values = values_in_order(records, field)
@@ -163,7 +165,7 @@ def environment_facts(records: Sequence[Record]) -> dict[str, str]:
 
 
 def when(text: str | None) -> str | None:
-    """An ISO time as people read it; None where it is none."""
+    """Formats an ISO time for reading. None if the text is not an ISO time."""
     try:
         return datetime.fromisoformat(text or "").strftime("%Y-%m-%d %H:%M %Z").strip()
     except ValueError:

@@ -1,4 +1,4 @@
-"""Tables as data, and as text, Markdown, LaTeX, CSV and JSON."""
+"""Tables as data, rendered as text, Markdown, LaTeX, CSV or JSON."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ Cell = str | int | float | bool | None
 
 
 class Verdict(str):
-    """What stands in place of a number: "OOM". Absent from data in whose rows a column says the status."""
+    """Text in place of a number: "OOM". Omitted from data formats if another column holds the status."""
 
 
 @dataclass(frozen=True)
 class Column:
-    key: str  # as CSV and JSON name it, unit included: "forward_peak_mib"
-    title: str  # as people read it
+    key: str  # Name in CSV and JSON, with the unit: "forward_peak_mib".
+    title: str  # Title in text formats.
     unit: str = ""
-    format: str = ""  # of its numbers: a format specification, or THREE_DIGITS
-    # Left out for people: what only a program asks for; and for programs, what only people need.
+    format: str = ""  # Number format: a format specification, or THREE_DIGITS.
+    # Who sees the column: everybody, "people" (text formats) or "programs" (data formats).
     audience: str = "all"  # or "people", "programs"
 
     @property
@@ -37,14 +37,14 @@ class Column:
 
 @dataclass
 class Table:
-    name: str  # of its file
+    name: str  # File name of the table.
     title: str
     columns: list[Column]
     rows: list[list[Cell]]
     notes: list[str] = field(default_factory=list)
 
     def to_people(self) -> Table:
-        """Without what only programs ask for, and without columns in which nothing stands."""
+        """The table for text formats: without columns for programs and without empty columns."""
         keep = [
             position
             for position, column in enumerate(self.columns)
@@ -72,7 +72,7 @@ def shown(cell: Cell, column: Column) -> str:
 
 
 def three_digits(value: float) -> str:
-    """ "0.0123", "1.23", "12.3", "1234": for what spans orders of magnitude, and never with an exponent."""
+    """Three significant digits without an exponent: "0.0123", "1.23", "12.3", "1234"."""
     whole = math.floor(math.log10(abs(value))) if value else 0
     return f"{value:.{max(0, 2 - whole)}f}"
 
@@ -81,7 +81,7 @@ def is_number(cell: Cell) -> bool:
     return isinstance(cell, (int, float)) and not isinstance(cell, bool)
 
 
-Heading = Callable[[Column, Column | None], str]  # of a column and the one before it
+Heading = Callable[[Column, Column | None], str]  # Space before a column.
 
 
 def tabulated(table: Table, style: str, heading: Heading, escape: Callable[[str], str] = str) -> str:
@@ -110,7 +110,7 @@ NOTE_WIDTH = 150
 
 
 def stacked(column: Column, before: Column | None) -> str:
-    """The unit under the title, which neighbours that share it need once."""
+    """Column titles with the unit on a second line, printed once for neighbours that share it."""
     shared = before is not None and before.title == column.title
     return f"{'' if shared else column.title}\n{column.unit}" if column.unit else column.title
 
@@ -130,7 +130,7 @@ def escape_markdown(text: str) -> str:
 
 
 def to_latex(table: Table) -> str:
-    """A table environment; it needs the booktabs package."""
+    """A LaTeX table environment; it needs the booktabs package."""
     from tabulate import LATEX_ESCAPE_RULES
 
     table = table.to_people()
@@ -141,7 +141,7 @@ def to_latex(table: Table) -> str:
 
 
 def data_rows(table: Table) -> list[dict[str, Cell]]:
-    """Unrounded; a number that is not known is None where another column tells why, else the verdict."""
+    """Rows with unrounded values. An unknown value is None if another column tells the reason, else the verdict."""
     table = table.to_programs()
     keys = [column.key for column in table.columns]
     return [
@@ -173,11 +173,11 @@ def to_object(table: Table) -> dict[str, Any]:
 
 
 def render(tables: Sequence[Table], form: str) -> str:
-    """All tables as one text: form is table, markdown, latex, csv or json."""
+    """All tables as one text, in the given form: table, markdown, latex, csv or json."""
     if form == "json":
         return json.dumps([to_object(table) for table in tables], indent=1)
     if form == "csv":
-        # One table is a plain CSV file; of several each is named by a line above it.
+        # A single table is a plain CSV file; several are separated by lines with their names.
         return (
             "\n\n".join(f"# {table.title}\n{to_csv(table)}" for table in tables)
             if len(tables) > 1
@@ -188,7 +188,7 @@ def render(tables: Sequence[Table], form: str) -> str:
 
 
 def write_files(tables: Sequence[Table], folder: Path, stem: str = "tables") -> list[Path]:
-    """STEM.md and STEM.json with all of them, and in a folder STEM a .csv and a .tex of each."""
+    """Writes STEM.md and STEM.json with all tables, and each table as STEM/NAME.csv and .tex."""
     texts = {f"{stem}.md": render(tables, "markdown"), f"{stem}.json": render(tables, "json")}
     for table in tables:
         name = re.sub(r"[^A-Za-z0-9.]+", "-", table.name)

@@ -1,4 +1,4 @@
-"""A prediction for people: the verdict, and each figure as the sum of its terms."""
+"""Text of a prediction: the verdict, and each figure as the sum of its terms."""
 
 from __future__ import annotations
 

@@ -18,7 +18,9 @@ from memcheck.bench.catalog import CONTENDERS, make_case, make_combinator_case
 from memcheck.ops import gradcheck as gradchecking
 
 ROOT = Path(__file__).parents[2]
-STEMS = [module.name for module in pkgutil.iter_modules(ops.__path__) if not module.ispkg and module.name != "gradcheck"]
+STEMS = [
+    module.name for module in pkgutil.iter_modules(ops.__path__) if not module.ispkg and module.name != "gradcheck"
+]
 PATHS = (
     "csrc/{0}/{0}.h",
     "csrc/{0}/{0}.cpp",

@@ -1,4 +1,4 @@
-"""Records as pictures. Lines differ in colour, marker and dash: in greyscale and to the colour-blind they still do."""
+"""Plots of records. Every line has its own colour, marker and dash, so that plots stay readable in greyscale."""
 
 from memcheck.core.style import Style
 from memcheck.report.plots.lines import named_lines

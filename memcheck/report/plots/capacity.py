@@ -1,4 +1,4 @@
-"""Where memory runs out: the largest size that fits against another size, a line for each operator."""
+"""Plots the largest size that fits against another size, one line per operator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HEIGHT = 4.6
 
 @dataclass(frozen=True)
 class Edge:
-    """The largest size that fits at x; 0 where none does. open: the search found no end there."""
+    """The largest size that fits at x; 0 if none does. open: the search reached its limit without finding the end."""
 
     x: int
     largest: int
@@ -41,7 +41,7 @@ def frontier_figure(
     subtitle: str = "",
     note: str = "",
 ) -> Figure:
-    """curves: operator -> edges; found, along: what is looked for and what it is drawn against, "seq_len" and "bsz"."""
+    """Builds the figure. curves: operator -> edges; found: the searched size; along: the size on the x axis."""
     figure = new_figure(7.6, HEIGHT, title, subtitle)
     ax = figure.subplots()
     drawn = distinct_styles(curves, styles)
@@ -55,7 +55,7 @@ def frontier_figure(
     set_x(ax, {edge.x for edges in curves.values() for edge in edges}, log=True)
     if notes := "; ".join(filter(None, [explained(curves), note])):
         figure.supxlabel(notes, fontsize=9, color=GREY)
-    figure.draw_without_rendering()  # settles the layout, for distances in points to hold
+    figure.draw_without_rendering()  # The layout must be settled before distances in points are computed.
     set_sizes(ax, [edge.largest for edges in curves.values() for edge in edges if edge.largest], len(rows))
     for number, name in enumerate(rows):
         mark_nothing(ax, nothing[name], number, drawn[name])
@@ -64,7 +64,7 @@ def frontier_figure(
 
 
 def plot_frontier(curves: Mapping[str, Sequence[Edge]], path: Path | str, **how: Any) -> Figure:
-    """The figure of frontier_figure, called with the same, written to `path`."""
+    """Builds the figure as frontier_figure does, and writes it to `path`."""
     figure: Figure = frontier_figure(curves, **how)
     save(figure, path)
     return figure
@@ -80,7 +80,7 @@ def draw_edges(ax: Axes, name: str, edges: Sequence[Edge], style: Style) -> None
 
 
 def set_sizes(ax: Axes, sizes: Sequence[int], rows: int) -> None:
-    """A logarithmic axis of sizes, and below them room for rows of marks."""
+    """Sets a logarithmic axis of sizes, with room below it for rows of marks."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = math.log2(min(sizes, default=1)), math.log2(max(sizes, default=2))
@@ -96,7 +96,7 @@ def set_sizes(ax: Axes, sizes: Sequence[int], rows: int) -> None:
 
 
 def mark_nothing(ax: Axes, places: Sequence[int], row: int, style: Style) -> None:
-    """Crosses at the lower edge: not even the smallest size fits."""
+    """Draws crosses at the lower edge, where not even the smallest size fits."""
     y = ROW * (row + 0.5) / axes_points(ax)
     look = look_of(style, marker="X", ms=8)
     ax.plot(places, [y] * len(places), transform=ax.get_xaxis_transform(), label="_nothing", **look)

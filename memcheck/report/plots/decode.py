@@ -1,4 +1,4 @@
-"""Decoding: what a sequence leaves behind for its next token, and what one step takes."""
+"""Plots of decoding: the size of the state, and the peak memory of one step."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def decode_quantities(records: Sequence[Record]) -> list[Quantity]:
 
 
 def decode_bars(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
-    """The same at a single length."""
+    """Bars for a single length."""
     return bar_figure(view, decode_quantities(view.records), styles, title=title, subtitle=subtitle)
 
 
 def decode_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool = True) -> Figure:
-    """State bytes, and the peak of a step, of each operator."""
+    """Lines of the state's bytes and of a step's peak for each operator."""
     return line_figure(view, decode_quantities(view.records), styles, title=title, subtitle=subtitle, log=log)

@@ -1,4 +1,4 @@
-"""A line per operator, named at its end; what did not finish is marked where it happened."""
+"""Line plots: one line per operator, with its name at the end and marks for cases that did not finish."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
     from matplotlib.transforms import Transform
 
-# Points between the names of lines, and from the axes to the mark before a name, and to the name.
+# Points between two names, from the axes to the mark of a name, and from the axes to the name itself.
 NAME_GAP = 13
 KEY_POINTS = 14
 NAME_POINTS = 22
-# Filled: it was tried. Hollow: it was not.
+# A filled mark: the case ran. A hollow mark: it was not run.
 MISSING_MARKS = {"oom": "X", "skipped": "X", "timeout": "$T$", "killed": "$K$"}
 MISSING_WORDS = {"oom": "OOM", "skipped": "not run", "timeout": "timeout", "killed": "killed"}
 MISSING_HELP = {
@@ -36,7 +36,7 @@ MISSING_HELP = {
 
 @dataclass(frozen=True)
 class Name:
-    """A name in the margin, at the height of a value."""
+    """An operator's name in the margin, placed at the height of a value."""
 
     text: str
     value: float
@@ -48,11 +48,11 @@ class Name:
 def line_figure(
     view: View, quantities: Sequence[Quantity], styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool
 ) -> Figure:
-    """A panel for each quantity, all on one scale."""
+    """One panel for each quantity, all on the same scale."""
     refuse_mixed(view.records)
     lines = view.lines(styles)
     rows = missing_rows(lines, quantities)
-    # Every row of marks gets height of its own, and every name room beside the panel.
+    # Each row of marks needs extra height, and each name needs room beside the panel.
     height = 4.4 + ROW * len(rows) / 72 + max(0, len(lines) - 12) * NAME_GAP / 72
     figure = new_figure(9.6 if len(quantities) > 1 else 6.8, height, title, subtitle)
     panels = figure.subplots(1, len(quantities), sharey=True, squeeze=False)[0]
@@ -62,7 +62,7 @@ def line_figure(
     panels[0].set_ylabel(common_label(quantities))
     if note := notes(view.records, lines, quantities):
         figure.supxlabel(note, fontsize=9, color=GREY)
-    figure.draw_without_rendering()  # settles the layout, for distances in points to hold
+    figure.draw_without_rendering()  # The layout must be settled before distances in points are computed.
     set_y(panels[0], drawn_values(panels), quantities[0].unit, log=log, rows=len(rows))
     for ax, quantity in zip(panels, quantities, strict=True):
         mark_missing(ax, lines, quantity, rows, predicted_limit(lines, quantities, log=log))
@@ -87,18 +87,18 @@ def measured(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
 
 
 def expected(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
-    """The predictions beside what was measured."""
+    """The line's predictions, if it has measurements to compare them with."""
     return [(x, value) for x, record in line.predictions if (value := quantity.value(record)) is not None]
 
 
 def predicted(line: Line, quantity: Quantity, limit: float) -> list[tuple[int, float]]:
-    """Cases that were not run, and what the terms say of them, up to a limit."""
+    """Cases that were not run, with the value of their terms, up to a limit."""
     skipped = [(x, quantity.theory(record)) for x, record in line.points if quantity.missing(record) == "skipped"]
     return [(x, float(size)) for x, size in skipped if size and size <= limit]
 
 
 def predicted_limit(lines: Sequence[Line], quantities: Sequence[Quantity], *, log: bool) -> float:
-    """On linear axes one enormous prediction would flatten all that was measured."""
+    """The limit for predicted values: on linear axes, one huge prediction would flatten all measurements."""
     sizes = [value for line in lines for quantity in quantities for _, value in measured(line, quantity)]
     return float("inf") if log or not sizes else 1.25 * max(sizes)
 
@@ -110,7 +110,7 @@ def draw_lines(ax: Axes, lines: Sequence[Line], quantity: Quantity, limit: float
             draw_quartiles(ax, line, quantity)
             ax.plot(*zip(*points, strict=True), label=line.name, **line_look(line, quantity))
         if beside := [(x, value) for x, value in expected(line, quantity) if 0 < value <= limit]:
-            # Over the solid line, so that both show where they are one.
+            # Drawn over the solid line, so that both are visible where they coincide.
             colour = shade_of(line.style.colour)
             ax.plot(*zip(*beside, strict=True), color=colour, lw=1.1, ls=(0, (4, 3)), label="_expected")
         if guesses := predicted(line, quantity, limit):
@@ -120,7 +120,7 @@ def draw_lines(ax: Axes, lines: Sequence[Line], quantity: Quantity, limit: float
 
 
 def line_look(line: Line, quantity: Quantity) -> dict[str, Any]:
-    """Solid where it was measured and a prediction is drawn beside it, hollow where it was only predicted."""
+    """Line properties: solid if measured with a prediction beside it, hollow if only predicted."""
     look = look_of(line.style, ls="-" if expected(line, quantity) else line.style.dash)
     return {**look, "mfc": "white", "mew": 1.3} if line.predicted else look
 
@@ -133,14 +133,14 @@ def draw_quartiles(ax: Axes, line: Line, quantity: Quantity) -> None:
 
 
 def missing_rows(lines: Sequence[Line], quantities: Sequence[Quantity]) -> list[str]:
-    """The lines with something that did not finish: each gets a row at the top edge."""
+    """The lines that have unfinished cases; each gets its own row at the top edge."""
     return [
         line.name for line in lines if any(quantity.missing(row) for _, row in line.points for quantity in quantities)
     ]
 
 
 def missing_points(line: Line, quantity: Quantity, limit: float) -> Iterator[tuple[int, str]]:
-    """Where and how cases ended whose figure is not known, nor predicted within the axes."""
+    """Position and ending of the cases whose value is neither known nor predicted within the axes."""
     shown = {x for x, _ in predicted(line, quantity, limit)}
     for x, record in line.points:
         if x not in shown and (how := quantity.missing(record)):
@@ -148,7 +148,7 @@ def missing_points(line: Line, quantity: Quantity, limit: float) -> Iterator[tup
 
 
 def mark_missing(ax: Axes, lines: Sequence[Line], quantity: Quantity, rows: Sequence[str], limit: float) -> None:
-    """Marks in a row of their own: the figure that would stand there is not known."""
+    """Marks unfinished cases in a row of their own, as their value is not known."""
     for line in lines:
         endings = dict(missing_points(line, quantity, limit))
         if not endings:
@@ -174,7 +174,7 @@ def mark_look(how: str, style: Style, *, hollow: bool = False) -> dict[str, Any]
 
 
 def row_height(ax: Axes, row: int) -> float:
-    """The middle of a row from the top edge down, as a share of the axes."""
+    """The middle of a row, counted from the top edge, as a fraction of the axes' height."""
     return 1 - ROW * (row + 0.5) / axes_points(ax)
 
 
@@ -183,7 +183,7 @@ def y_of(ax: Axes, share: float) -> float:
 
 
 def end_names(lines: Sequence[Line], quantity: Quantity, limit: float) -> list[Name]:
-    """The last known figure of each line, in words."""
+    """The last known value of each line, as text."""
     names = []
     for line in lines:
         points, guesses = measured(line, quantity), predicted(line, quantity, limit)
@@ -195,7 +195,7 @@ def end_names(lines: Sequence[Line], quantity: Quantity, limit: float) -> list[N
 
 
 def beside_words(line: Line, quantity: Quantity) -> str:
-    """How the last known figure is to its prediction: " (=)" to the byte, or " (1.02x)"."""
+    """Compares the last known value with its prediction: " (=)" if equal to the byte, or " (1.02x)"."""
     value, prediction = measured(line, quantity)[-1], dict(expected(line, quantity))
     if not prediction.get(value[0]):
         return ""
@@ -204,7 +204,7 @@ def beside_words(line: Line, quantity: Quantity) -> str:
 
 
 def name_lines(ax: Axes, names: Sequence[Name], rows: int) -> None:
-    """Names in the margin, at the height of the last point or as near as there is room, in the order of the heights."""
+    """Writes the lines' names into the margin, each as close to its last point as space allows, in order of height."""
     names = sorted(names, key=lambda name: name.value)
     height = axes_points(ax)
     shares = [float(ax.transAxes.inverted().transform(ax.transData.transform((1, name.value)))[1]) for name in names]
@@ -216,20 +216,20 @@ def name_lines(ax: Axes, names: Sequence[Name], rows: int) -> None:
 
 
 def lead(ax: Axes, share: float, at: float, style: Style) -> None:
-    """A thin line from the edge of the axes to where the name found room."""
+    """Draws a thin line from the edge of the axes to the name."""
     shift = (KEY_POINTS - 5, (at - share) * axes_points(ax))
     thin = {"arrowstyle": "-", "color": style.colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 0}
     ax.annotate("", (1, share), shift, xycoords="axes fraction", textcoords="offset points", arrowprops=thin)
 
 
 def name_in_margin(ax: Axes, share: float, text: str, look: dict[str, Any]) -> None:
-    """A mark and a name at a height of the axes."""
+    """Draws a mark and a name at a given height of the axes."""
     ax.plot([1], [share], transform=margin(ax, KEY_POINTS), clip_on=False, label="_key", **look)
     ax.text(1, share, text, transform=margin(ax, NAME_POINTS), va="center")
 
 
 def margin(ax: Axes, points: float) -> Transform:
-    """Shares of the axes, so many points further right."""
+    """Converts an offset in points to the right of the axes into axes coordinates."""
     from matplotlib.transforms import ScaledTranslation
 
     figure = ax.get_figure(root=True)
@@ -238,8 +238,8 @@ def margin(ax: Axes, points: float) -> Transform:
 
 
 def spread(wanted: Sequence[float], gap: float, highest: float) -> list[float]:
-    """Ascending heights from 0 to the highest, at least a gap apart, and as near to the wanted ones as that allows."""
-    # With the gaps taken out, heights need only not descend: neighbours that would are pooled at their mean.
+    """Moves heights apart so that neighbours keep at least `gap`, as close to the wanted heights as possible."""
+    # After the gaps are subtracted, heights need only be non-decreasing; neighbours that violate this are averaged.
     pools: list[tuple[float, int]] = []
     for number, want in enumerate(wanted):
         pools.append((want - number * gap, 1))
@@ -252,12 +252,12 @@ def spread(wanted: Sequence[float], gap: float, highest: float) -> list[float]:
 
 
 def drawn_values(panels: Collection[Axes]) -> list[float]:
-    """The lowest and highest y of each panel's lines and whiskers."""
+    """The lowest and highest y of each panel's lines and error bars."""
     return [y for ax in panels for y in (ax.dataLim.y0, ax.dataLim.y1) if math.isfinite(y)]
 
 
 def notes(records: Sequence[Record], lines: Sequence[Line], quantities: Sequence[Quantity]) -> str:
-    """What the marks mean, and what is not there."""
+    """Explains the marks that the figure uses, and names the cases that it leaves out."""
     endings = {
         how for line in lines for quantity in quantities for _, row in line.points if (how := quantity.missing(row))
     }

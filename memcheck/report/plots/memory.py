@@ -1,4 +1,4 @@
-"""Peak memory against a length or the token dimension."""
+"""Plots peak memory against a length or the token dimension."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
 def plot_memory(
     records: Sequence[Record], path: Path | str, *, styles: Mapping[str, Style], title: str, subtitle: str
 ) -> Figure:
-    """Peak memory against what varies, or bars for a single shape, written to `path`."""
+    """Plots peak memory against the size that varies, or bars for a single shape, and writes the figure to `path`."""
     view = whole_view(records)
     if len(view.positions) > 1:
         figure = memory_lines(view, styles, title=title, subtitle=subtitle, log=True)
@@ -48,7 +48,7 @@ def plot_memory(
 
 
 def whole_view(records: Sequence[Record]) -> View:
-    """All records in one view; a UsageError where more than one axis varies."""
+    """All records in one view. UsageError if more than one size varies."""
     records = on_measured_devices(records)
     refuse_mixed(records)
     views = views_along(records, natural_axis(records)) or [View("length", {})]
@@ -74,7 +74,7 @@ def memory_bars(view: View, styles: Mapping[str, Style], *, title: str, subtitle
 def bar_figure(
     view: View, quantities: Sequence[Quantity], styles: Mapping[str, Style], *, title: str, subtitle: str
 ) -> Figure:
-    """One shape: a bar for each operator, a panel for each quantity."""
+    """Bars for one shape: a bar per operator, a panel per quantity."""
     refuse_mixed(view.records)
     lines = view.lines(styles)
     bars = [line for line in lines if any(shown(row, quantity) for _, row in line.points for quantity in quantities)]
@@ -86,9 +86,9 @@ def bar_figure(
         ax.set_xlabel(f"{common_label(quantities)}\n{shape_words(view)}")
         ax.grid(axis="x")
     panels[0].set_yticks(range(len(bars)), [line.name for line in bars])
-    panels[0].set_ylim(max(len(bars), 1) - 0.4, -0.6)  # the first at the top
+    panels[0].set_ylim(max(len(bars), 1) - 0.4, -0.6)  # The first operator stands at the top.
     highest = max([bar.get_width() for ax in panels for bar in ax.patches], default=0) or 2.0**20
-    # Room for the figure at the end of the longest.
+    # Leaves room for the number at the end of the longest bar.
     panels[0].set_xlim(0, (1.45 if any(line.predictions for line in bars) else 1.3) * highest)
     set_linear_ticks(panels[0].xaxis, highest, quantities[0].unit)
     note = "; ".join(filter(None, [bar_note(bars, quantities), undrawn_note(view.records)]))
@@ -117,7 +117,7 @@ def draw_bars(ax: Axes, lines: Sequence[Line], quantity: Quantity) -> None:
 
 
 def draw_expected(ax: Axes, place: int, line: Line, quantity: Quantity) -> float:
-    """A dashed frame where the prediction ends; its width."""
+    """Draws a dashed frame up to the predicted value, and returns its width."""
     width = max((size for _, size in expected(line, quantity)), default=0.0)
     if width:
         ax.barh(place, width, height=0.78, fill=False, edgecolor="black", ls=(0, (4, 3)), lw=1, label="_expected")

@@ -1,4 +1,4 @@
-"""What training a model holds at its fullest, in stacked bars: parameters, gradients, AdamW, what is kept, the rest."""
+"""Stacked bars of a model's peak memory in training: parameters, gradients, AdamW, activations, the rest."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ REST = ("the rest of the peak", "#CC6677", "---")
 
 
 def plot_models(records: Sequence[ModelRecord], path: Path, *, title: str, subtitle: str) -> Path:
-    """A bar for each record, but for those of which nothing is known; OOM where it ran out of memory."""
+    """Draws one bar per record with known figures, and marks records that ran out of memory with OOM."""
     return save(model_bars(records, title=title, subtitle=subtitle), path)
 
 
@@ -75,7 +75,7 @@ def handles() -> list[Any]:
 
 
 def labels_of(records: Sequence[ModelRecord]) -> list[str]:
-    """What differs between the records."""
+    """Labels that show only the fields in which the records differ."""
     fields = ("size", "operator", "query_len", "mode", "dtype", "autocast", "checkpointing", "compiled", "source")
     varying = [name for name in fields if len({getattr(record, name) for record in records}) > 1] or ["operator"]
     return [label_of(record, varying) for record in records]

@@ -1,4 +1,4 @@
-"""Several fixed values at a glance: a small log-log panel for each, one key for all."""
+"""Small log-log panels, one for each fixed value, with a shared legend."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ MARKER = 4.5
 
 @in_house_style
 def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
-    """Peak memory against the views' x, a panel for each view."""
+    """Peak memory against the views' x axis, one panel per view."""
     records = [record for view in views for record in view.records]
     refuse_mixed(records)
     quantity = memory_quantities(records)[-1]
-    # Once for all, so that a name has one style in every panel.
+    # Styles are chosen once, so that an operator looks the same in every panel.
     names = dict.fromkeys(line.name for view in views for line in view.lines(styles))
     drawn = distinct_styles(names, styles)
     columns = 2 if len(views) in (2, 4) else min(COLUMNS, len(views))
@@ -44,7 +44,7 @@ def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title
         draw_panel(ax, view, view.lines(drawn), quantity, bottom=number + columns >= len(views))
     add_key(figure, drawn, f"{AXES[views[0].x]}; {quantity.label}")
     figure.draw_without_rendering()
-    # The scale's rows are as high as a name is; these are lower.
+    # The scale assumes rows of the height of a name; the rows here are lower.
     set_y(panels[0], drawn_values(panels), quantity.unit, log=True, rows=math.ceil(len(marks) * SMALL_ROW / ROW))
     set_x(panels[0], {x for view in views for x in view.positions}, log=True)
     for ax, view in zip(panels, views, strict=True):
@@ -69,7 +69,7 @@ def unfinished(views: Sequence[View], styles: Mapping[str, Style], quantity: Qua
 
 
 def mark_unfinished(ax: Axes, line: Line, quantity: Quantity, row: int) -> None:
-    """The line's own mark, at the top edge: which operator it was must show without a name beside it."""
+    """Marks unfinished cases at the top edge with the line's own marker, as panels have no names beside their lines."""
     place = ax.get_xaxis_transform()
     for x, how in missing_points(line, quantity, math.inf):
         y = 1 - SMALL_ROW * (row + 0.6) / axes_points(ax)

@@ -1,4 +1,4 @@
-"""Which pictures a set of records makes sense of, and the files and inline images of them."""
+"""Chooses the plots that a set of records allows, and writes them as files or inline SVG."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ KINDS = ("memory", "prediction", "theory", "savings", "time", "decode")
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure that is drawn when it is asked for."""
+    """A figure that is drawn on demand."""
 
-    name: str  # of the file, without a suffix
+    name: str  # The file name without its suffix.
     caption: str
     draw: Callable[[], Figure]
-    # Among the few that stand for all.
+    # True for the few pictures that represent the whole set.
     main: bool = True
 
 
 @dataclass(frozen=True)
 class Request:
-    """What to draw of the records; None: whatever makes sense."""
+    """What to draw of the records; None means everything that the records allow."""
 
     kinds: Sequence[str] | None = None
     x: str | None = None
@@ -106,7 +106,7 @@ def choose_pictures(
     request: Request | None = None,
     published: Sequence[Row] = (),
 ) -> list[Picture]:
-    """Records of different dtypes, modes, devices or batch sizes go into pictures of their own."""
+    """Chooses the pictures. Records of different dtypes, modes, devices or batch sizes go into separate pictures."""
     pictures: list[Picture] = []
     for setting, group in split_settings(records):
         words = setting_words(setting)
@@ -126,7 +126,7 @@ def published_picture(rows: Sequence[Row], styles: Mapping[str, Style]) -> Pictu
 
 
 def sources(rows: Sequence[Row]) -> str:
-    """Where our figures come from: "measured on cpu, by formula"."""
+    """Describes where our figures come from: "measured on cpu, by formula"."""
     return ", ".join(dict.fromkeys(str(row["ours_source"]) for row in rows if row.get("ours_source")))
 
 
@@ -135,7 +135,7 @@ Draw = Callable[..., "Figure"]
 
 @dataclass(frozen=True)
 class Subject:
-    """Records that may share a picture, and what is asked of them."""
+    """Records that may share a picture, with the request that they answer."""
 
     records: list[Record]
     styles: Mapping[str, Style]
@@ -152,7 +152,7 @@ class Subject:
                 yield from pictures()
 
     def kinds(self) -> dict[str, Callable[[], Iterator[Picture]]]:
-        """What these records can show: a step of decoding is compared with nothing but other steps."""
+        """The kinds of pictures that these records allow. Decoding steps are compared only with decoding steps."""
         time = functools.partial(self.typical_pictures, "time", "time, median and quartiles", time_lines, is_timed)
         if self.records[0].mode == "decode":
             return {"decode": self.decode_pictures, "time": time}
@@ -167,14 +167,14 @@ class Subject:
         return {**kinds, "savings": savings, "time": time}
 
     def axes(self) -> list[str]:
-        """The axis that was asked for, or all along which something varies."""
+        """The requested axis, or every axis along which something varies."""
         if self.request.x:
             x = axis_among(self.records, self.request.x)
             return [x] if self.views(x) else []
         return [axis for axis in axes_of(self.records) if self.views(axis)]
 
     def views(self, x: str) -> list[View]:
-        """Those that make a line."""
+        """The views with enough points for a line."""
         return [view for view in views_along(self.records, x) if len(view.positions) > 1]
 
     def memory_pictures(self) -> Iterator[Picture]:
@@ -192,11 +192,11 @@ class Subject:
             yield from self.bar_pictures("memory", "peak memory", memory_bars)
 
     def scales(self) -> tuple[bool, ...]:
-        """Logarithmic axes show how memory grows, linear ones how much it is."""
+        """Logarithmic axes show how memory grows; linear axes show how much it is."""
         return (True, False) if self.request.log is None else (self.request.log,)
 
     def several_views(self, views: list[View], stem: str, words: str) -> Iterator[Picture]:
-        """All at a glance, and each by itself on linear axes."""
+        """An overview of all views, and each view alone on linear axes."""
         if self.request.log is not False:
             yield self.overview_picture(views, stem, words)
         for view in views:
@@ -215,7 +215,7 @@ class Subject:
     def bar_pictures(
         self, stem: str, words: str, draw: Draw, shows: Callable[[View], bool] = lambda view: True
     ) -> Iterator[Picture]:
-        """Single shapes."""
+        """Bars for single shapes."""
         views = [view for view in views_along(self.records, natural_axis(self.records)) if shows(view)]
         for number, view in enumerate(views):
             name = f"{stem}-{fixed_slug(view)}" if len(views) > 1 else stem
@@ -228,9 +228,9 @@ class Subject:
             yield from self.bar_pictures("decode", words, decode_bars, is_decoded)
 
     def typical_pictures(self, stem: str, words: str, draw: Draw, shows: Callable[[View], bool]) -> Iterator[Picture]:
-        """Of the view that shows the most, or of every one where the kind was asked for by name."""
+        """Pictures of the most informative view, or of every view if the kind was requested by name."""
         axes = self.axes()
-        # Against the dimension only where nothing else varies, or where that is asked for.
+        # Plots against the dimension only if nothing else varies or if it was requested.
         x = next((axis for axis in axes if axis != "dim"), "dim" if axes else None)
         views = [view for view in self.views(x) if shows(view)] if x else []
         chosen, every = typical(views), self.request.kinds is not None
@@ -266,7 +266,7 @@ class Subject:
 
 
 def typical(views: Sequence[View]) -> View | None:
-    """The one in the middle of those that hold the most cases."""
+    """The middle one of the views that hold the most cases."""
     most = max((len(view.records) for view in views), default=0)
     fullest = [view for view in views if len(view.records) == most]
     return fullest[(len(fullest) - 1) // 2] if fullest else None

@@ -1,4 +1,4 @@
-"""How many times as much memory the standard takes as each other operator: bars, labelled with the factor."""
+"""Bars that show how many times as much memory the standard operator needs as each other operator."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# What people mean by "standard attention", where it is among the records.
+# Names that count as "standard attention", in order of preference.
 STANDARDS = ("naive", "memcheck-pyt/naive", "cs336/naive", "softmax/math", "memcheck-pyt/softmax", "softmax")
 COLUMNS = 3
 MOST_BARS = 9
 
 
 def standard_among(names: Iterable[str]) -> str | None:
-    """The standard, or a variant of it, among names of lines; None where there is none, or nothing beside it."""
+    """The standard operator among the names of lines. None if there is none, or nothing to compare it with."""
     names = list(names)
     found = [name for standard in STANDARDS for name in names if name.split(",")[0] == standard]
     return found[0] if found and len(names) > 1 else None
@@ -36,7 +36,7 @@ def standard_among(names: Iterable[str]) -> str | None:
 def savings_bars(
     view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, standard: str | None = None
 ) -> Figure:
-    """A panel for each operator, a bar for each x: the standard's peak memory by the operator's."""
+    """A panel per operator and a bar per x: the standard's peak memory divided by the operator's."""
     refuse_mixed(view.records)
     lines = view.lines(styles)
     standard = standard or standard_among(line.name for line in lines)
@@ -67,7 +67,7 @@ def savings_bars(
 
 
 def standard_bytes(record: Record, quantity: Quantity) -> tuple[float, bool] | None:
-    """Bytes, and whether they are a prediction."""
+    """The standard's bytes, and whether they are predicted."""
     if (size := quantity.value(record)) is not None:
         return size, False
     predicted = quantity.theory(record)
@@ -75,7 +75,7 @@ def standard_bytes(record: Record, quantity: Quantity) -> tuple[float, bool] | N
 
 
 def ratios(line: Line, base: Mapping[int, Record], quantity: Quantity) -> dict[int, tuple[float, bool]]:
-    """x -> the standard by this, and whether the standard's share in it is a prediction."""
+    """x -> the standard's bytes divided by this operator's, and whether the standard's bytes are predicted."""
     found = {}
     for x, record in line.points:
         size = quantity.value(record)
@@ -94,7 +94,7 @@ def draw_ratios(
         ratio, predicted = known.get(x, (None, False))
         if ratio is not None:
             face, edge = ("white", line.style.colour) if predicted else (line.style.colour, "white")
-            # From 1 up or down: on a logarithmic axis a bar has no other foot.
+            # On a logarithmic axis bars start at 1 and go up or down.
             ax.bar(place, ratio - 1, bottom=1, width=0.75, color=face, edgecolor=edge, hatch=hatch, label=line.name)
             above = ratio >= 1
             label(ax, format_factor(ratio), place, ratio, above=above, fontsize=9)
@@ -112,7 +112,7 @@ def label(ax: Axes, text: str, place: int, y: float, *, above: bool, **look: Any
 
 
 def absence(record: Record | None, base: Record | None, quantity: Quantity) -> str:
-    """Why there is no factor where a case was asked for."""
+    """The reason why a requested case has no factor."""
     if record is None or base is None:
         return ""
     if quantity.value(record) is None:

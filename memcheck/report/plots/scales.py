@@ -1,4 +1,4 @@
-"""Axes whose ticks are what people think in: MiB in powers of two, milliseconds, the lengths that ran."""
+"""Axis ticks: MiB in powers of two, milliseconds, and the lengths that ran."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.axis import Axis
 
-# Points of height of a row of marks for what did not finish.
+# Height in points of a row of marks for unfinished cases.
 ROW = 14
 
 
@@ -27,7 +27,7 @@ def format_value(value: float, unit: str) -> str:
 
 
 def x_ticks(lengths: Collection[int]) -> list[int]:
-    """The lengths that ran, from the longest down, less those too close to the one before to be read."""
+    """The lengths that ran, from the longest down, without those too close to their neighbour to be readable."""
     ticks: list[int] = []
     for x in sorted(lengths, reverse=True):
         if not ticks or math.log(ticks[-1] / x) > math.log(max(lengths) / min(lengths)) / 7:
@@ -40,7 +40,7 @@ def set_x(ax: Axes, positions: Collection[int], *, log: bool) -> None:
 
     if log:
         ax.set_xscale("log", base=2)
-        # Said aloud, because where nothing finished there are no points that would.
+        # Set explicitly: if no case finished, there are no points from which matplotlib could derive it.
         margin = max(max(positions) / min(positions), 2) ** 0.06
         ax.set_xlim(min(positions) / margin, max(positions) * margin)
         ax.xaxis.set_major_locator(FixedLocator(x_ticks(positions)))
@@ -53,7 +53,7 @@ def set_x(ax: Axes, positions: Collection[int], *, log: bool) -> None:
 
 
 def set_y(ax: Axes, values: Sequence[float], unit: str, *, log: bool, rows: int = 0) -> None:
-    """Limits and ticks for all the values, and above them room for rows of marks; the layout must be settled."""
+    """Sets limits and ticks for all values, with room above for rows of marks. The layout must be settled."""
     share = min(ROW * rows / axes_points(ax), 0.7)
     if not log:
         highest = max(values, default=1.0) or 1.0
@@ -87,7 +87,7 @@ def set_linear_ticks(axis: Axis, highest: float, unit: str) -> None:
 
 
 def set_log_bytes(ax: Axes, sizes: Sequence[float], share: float) -> None:
-    """Ticks at powers of two, as decades of bytes read badly in MiB."""
+    """Ticks at powers of two, as powers of ten are hard to read in MiB."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)) + 0.1)
@@ -108,7 +108,7 @@ def set_log_ms(ax: Axes, times: Sequence[float], share: float) -> None:
     ax.set_yscale("log")
     ax.set_ylim(10.0**low, 10.0 ** (high + (high - low) * share / (1 - share)))
     decades = range(math.ceil(low), math.floor(high) + 1)
-    # A range of less than two decades needs ticks between them.
+    # A range below two decades needs additional ticks.
     steps = (1,) if len(decades) > 2 else (1, 2, 5)
     ticks = [step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
     ax.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if 10.0**low <= tick <= 10.0**high]))

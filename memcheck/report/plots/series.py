@@ -1,4 +1,4 @@
-"""Records sorted out for drawing: what may share a picture, what varies in it, and what is one line."""
+"""Prepares records for plotting: which may share a plot, which sizes vary, and which records form a line."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from memcheck.core.style import Style
 from memcheck.report.pairing import is_predicted, on_measured_devices
 from memcheck.report.plots.style import distinct_styles
 
-# Records that differ in one of these are never in one picture.
+# Records that differ in one of these fields never share a plot.
 SETTING = {"device": "device", "device_name": "device", "dtype": "dtype", "mode": "mode", "bsz": "batch size"}
-# What else may tell two records of one operator and shape apart: they become two lines.
+# Other fields that may distinguish records of one operator and shape; each combination becomes a line.
 VARIANT = {
     "heads": "{} heads",
     "core_dim": "core dim {}",
@@ -41,13 +41,13 @@ AXES = {
     "kv_len": "key length",
     "dim": "token dimension",
 }
-# A row that ended so has no figure, and is marked where it would stand.
+# Cases with these statuses have no value and are marked where the value would be.
 MARKED = ("oom", "skipped", "timeout", "killed")
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """What a panel shows: the maximum of some fields of a record."""
+    """The value that a panel shows: the maximum of some fields of a record."""
 
     title: str
     fields: tuple[str, ...]
@@ -63,14 +63,14 @@ class Quantity:
         return None if any(size is None for size in sizes) else max(sizes)
 
     def theory(self, record: Record) -> int | None:
-        """The same by the record's terms."""
+        """The same value, computed from the record's terms."""
         terms = [(record.theory or {}).get(name) for name in self.fields]
         return (
             max(sum((named or {}).values()) for named in terms) if all(named is not None for named in terms) else None
         )
 
     def missing(self, record: Record) -> str | None:
-        """How the record ended, where that is why it has no such figure."""
+        """The record's status, if that is the reason why it has no value."""
         if record.status == "oom":
             return "oom" if self.needs_backward or record.oom_phase != "backward" else None
         return record.status if record.status in MARKED and self.value(record) is None else None
@@ -89,7 +89,7 @@ STEP = Quantity("Peak of one step", ("forward_peak_bytes",), label="memory")
 
 
 def quantity_of(name: str) -> Quantity:
-    """The quantity of one field of the records."""
+    """The quantity of a single record field."""
     unit = "ms" if name.endswith("_ms") else "bytes"
     words = name.removesuffix("_ms").removesuffix("_bytes").replace("_", " ")
     return Quantity(
@@ -114,13 +114,13 @@ class Line:
 
     @property
     def predicted(self) -> bool:
-        """Whether nothing of it was measured."""
+        """True if no record of the line was measured."""
         return all(is_predicted(record) for _, record in self.points)
 
 
 @dataclass(frozen=True)
 class View:
-    """Records alike in everything but x and the operator."""
+    """Records that differ only in x and in the operator."""
 
     x: str
     fixed: Mapping[str, int]
@@ -132,14 +132,14 @@ class View:
 
     @property
     def label(self) -> str:
-        """Of the x axis."""
+        """The label of the x axis."""
         if self.x == "length" and any(record.kv_len not in (record.query_len, None) for record in self.records):
             return "key length, the query length in step"
         lengths = [f"{AXES[axis]} {size}" for axis, size in self.fixed.items() if axis != "dim"]
         return ", at ".join([AXES[self.x], ", ".join(lengths)]) if lengths else AXES[self.x]
 
     def fixed_words(self, *fields: str) -> str:
-        """ "sequence length 512, token dimension 64", of these or all fixed axes."""
+        """ "sequence length 512, token dimension 64", of the given fields or of all fixed axes."""
         return ", ".join(f"{AXES[name]} {size}" for name, size in self.fixed.items() if not fields or name in fields)
 
     def lines(self, styles: Mapping[str, Style]) -> list[Line]:
@@ -157,20 +157,20 @@ class View:
     def points_by_name(self, records: Sequence[Record]) -> dict[str, Points]:
         groups: dict[str, dict[int, Record]] = {}
         for name, record in zip(line_names(records, self.x), records, strict=True):
-            # The newest of what is alike in all respects.
+            # If several records have the same settings, the newest is drawn.
             groups.setdefault(name, {})[position(record, self.x)] = record
         return {name: tuple(sorted(points.items())) for name, points in groups.items()}
 
 
 def position(record: Record, axis: str) -> int:
-    """Where a record stands on an axis; 0 where it has no such size."""
+    """The record's position on an axis; 0 if it lacks that size."""
     if axis in ("length", "kv_len"):
         return int(record.kv_len or record.query_len or 0)
     return int(getattr(record, axis) or 0)
 
 
 def split_settings(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[Record]]]:
-    """Groups that may share a picture, each with the values in which it differs from the other groups."""
+    """Groups of records that may share a plot, each with the values in which it differs from the other groups."""
     records = on_measured_devices(records)
     kinds = [(*shared(records, name),) for name in SETTING]
     kinds.append(tuple("token operators" if record.kv_len is None else "attention" for record in records))
@@ -183,14 +183,14 @@ def split_settings(records: Sequence[Record]) -> list[tuple[dict[str, Any], list
 
 
 def shared(records: Sequence[Record], name: str) -> list[Any]:
-    """The values of a field. Where it is unknown, as of a killed process, and all others agree, it is theirs."""
+    """The values of a field. A record without the value (a killed process) takes the one that all others share."""
     known = {getattr(record, name) for record in records} - {None}
     stand_in = next(iter(known)) if len(known) == 1 else None
     return [stand_in if getattr(record, name) is None else getattr(record, name) for record in records]
 
 
 def refuse_mixed(records: Sequence[Record]) -> None:
-    """One picture compares what ran under the same conditions; anything else is a UsageError."""
+    """Raises UsageError unless all records ran under the same conditions."""
     for name, words in SETTING.items():
         values = sorted({str(value) for value in shared(records, name)})
         if len(values) > 1:
@@ -200,14 +200,14 @@ def refuse_mixed(records: Sequence[Record]) -> None:
 
 
 def axes_of(records: Sequence[Record]) -> tuple[str, ...]:
-    """The axes of the shapes: one length where S and T go in step, else both."""
+    """The axes of the shapes: one length if S and T change together, else both."""
     pairs = {(position(record, "query_len"), position(record, "kv_len")) for record in records}
     queries, keys = ({pair[side] for pair in pairs} for side in (0, 1))
     return ("length", "dim") if len(queries) == len(keys) == len(pairs) else ("query_len", "kv_len", "dim")
 
 
 def views_along(records: Sequence[Record], x: str) -> list[View]:
-    """One view for each value of the other axes, from small to large. What has no place on x is in none."""
+    """One view for each value of the other axes, from small to large. Records without a position on x are left out."""
     axes, x = axes_of(records), axis_among(records, x)
     groups: dict[tuple[int, ...], View] = {}
     others = [axis for axis in axes if axis != x]
@@ -221,13 +221,13 @@ def views_along(records: Sequence[Record], x: str) -> list[View]:
 
 
 def axis_among(records: Sequence[Record], x: str) -> str:
-    """Of lengths that go in step there is one; of those that do not, the keys' is what people mean by it."""
+    """The axis to use for x: the common length if there is one, else the key length."""
     axes = axes_of(records)
     return x if x in axes else "length" if "length" in axes else "kv_len"
 
 
 def natural_axis(records: Sequence[Record]) -> str:
-    """What varies: a length before the dimension."""
+    """The axis that varies; a length is preferred to the dimension."""
     order = {"length": 0, "kv_len": 1, "query_len": 2, "dim": 3}
     axes = sorted(axes_of(records), key=lambda axis: order[axis])
     varying = [axis for axis in axes if len({position(record, axis) for record in records}) > 1]
@@ -235,7 +235,7 @@ def natural_axis(records: Sequence[Record]) -> str:
 
 
 def line_names(records: Sequence[Record], x: str) -> list[str]:
-    """The operator's name, and what tells its records apart where several stand at one x."""
+    """Line names: the operator, plus the fields that distinguish its records at the same x."""
     stacks: dict[tuple[str, int], list[Record]] = {}
     for record in records:
         stacks.setdefault((record.operator or "?", position(record, x)), []).append(record)
@@ -255,7 +255,7 @@ def variant_name(record: Record, fields: Iterable[str]) -> str:
 
 
 def undrawn_note(records: Sequence[Record]) -> str:
-    """What ended in a way that has no place in a plot: refused, or broken."""
+    """Names the cases that the plot leaves out because they were unsupported or failed."""
     rest = {(record.operator, record.status) for record in records if record.status not in ("ok", *MARKED)}
     missing = sorted(f"{operator} ({status})" for operator, status in rest)
     return f"not drawn: {', '.join(missing)}" if missing else ""

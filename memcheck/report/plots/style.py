@@ -1,4 +1,4 @@
-"""How pictures look, and the files they become. The user's own matplotlib stays as it was: no backend, no rcParams."""
+"""The look of plots, and the files they are written to. The user's matplotlib backend and rcParams stay unchanged."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 GREY = "#666666"
 GRID = "#dddddd"
 FORMATS = ("png", "svg", "pdf")
-# Text stays text, and ids are the same in every run.
+# Text is stored as text in SVG, and element ids are the same in every run.
 RC = {
     "figure.dpi": 100,
     "font.size": 10,
@@ -40,12 +40,12 @@ PNG_DPI = 150
 
 
 def look_of(style: Style, **more: Any) -> dict[str, Any]:
-    """Keywords of Axes.plot: the style's colour and marker, no line, and more."""
+    """Keywords of Axes.plot: the style's colour and marker without a line, plus `more`."""
     return {"color": style.colour, "marker": style.marker, "ls": "none", **more}
 
 
 def shade_of(colour: str) -> tuple[float, float, float]:
-    """The colour again, so much darker, or lighter where it is dark, that it shows on itself."""
+    """A shade of the colour with enough contrast to be visible on the colour itself."""
     from matplotlib.colors import to_rgb
 
     red, green, blue = to_rgb(colour)
@@ -55,20 +55,20 @@ def shade_of(colour: str) -> tuple[float, float, float]:
 
 
 UNKNOWN_STYLE = Style(GREY, "x", ":")
-# For names that come without a style. Tol's and Okabe and Ito's colours, told apart by the colour-blind; markers,
-# dashes and hatches are what tells lines apart in greyscale.
+# For names without a style: the colour-blind-safe palettes of Tol and of Okabe and Ito. Markers, dashes and hatches
+# distinguish lines in greyscale.
 COLOURS = (
     *("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#332288", "#999933"),
     *("#882255", "#44AA99", "#000000", "#E69F00", "#56B4E9", "#A6761D"),
 )
 MARKERS = ("*", "8", "p", "d", "H", "P", "X", "v", "^", "<", ">", "D", "s", "o", "h")
 DASHES = ((0, (9, 2, 2, 2)), (0, (1, 2)), (0, (4, 4)), (0, (6, 1, 2, 1)), "-", "--", "-.", ":")
-# Of straight strokes: in an SVG every dot of a dotted hatch is a path of its own.
+# Hatches of straight strokes only: in an SVG every dot of a dotted hatch is a path.
 HATCHES = ("", "///", "xx", "---", "\\\\\\", "++", "|||", "//", "xxxx", "--", "\\\\", "||", "+++")
 
 
 def distinct_styles(names: Iterable[str], styles: Mapping[str, Style]) -> dict[str, Style]:
-    """The style of each name; those that have none get one whose colour, marker and dash no other has, if it can be."""
+    """The style of each name. Names without one get an unused combination of colour, marker and dash where possible."""
     names = list(names)
     taken = [styles[name] for name in names if name in styles]
     chosen: dict[str, Style] = {}
@@ -92,7 +92,7 @@ def free_style(taken: Sequence[Style]) -> Style:
 
 @contextmanager
 def house_style() -> Iterator[None]:
-    """Matplotlib's defaults and ours, whatever the user's style is, until the block ends."""
+    """Applies matplotlib's defaults and our settings inside the block, whatever the user's style is."""
     from matplotlib import style
 
     with style.context(["default", RC]):
@@ -113,7 +113,7 @@ def in_house_style(draw: Callable[P, T]) -> Callable[P, T]:
 
 
 def new_figure(width: float, height: float, title: str, subtitle: str = "") -> Figure:
-    """A figure of its own, not pyplot's. 9 inches wide shows text of 10 points at 12 pixels in a README."""
+    """A new figure outside pyplot. At a width of 9 inches, 10-point text has 12 pixels on a web page."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -123,7 +123,7 @@ def new_figure(width: float, height: float, title: str, subtitle: str = "") -> F
 
 @in_house_style
 def save(figure: Figure, path: Path | str) -> Path:
-    """The format is the suffix."""
+    """Writes the figure in the format of the path's suffix."""
     path = Path(path)
     metadata = {".svg": NO_METADATA, ".pdf": {"CreationDate": None}}.get(path.suffix)
     figure.savefig(path, dpi=PNG_DPI, metadata=metadata)
@@ -140,7 +140,7 @@ def check_formats(formats: Iterable[str]) -> tuple[str, ...]:
 
 @in_house_style
 def inline_svg(figure: Figure, prefix: str, caption: str) -> str:
-    """An <svg> element for a page: no prologue, every id and rule its own, as wide as there is room."""
+    """An <svg> element for an HTML page, without a prologue, with unique ids and rules, as wide as its container."""
     from xml.sax.saxutils import escape
 
     buffer = io.StringIO()
@@ -149,7 +149,7 @@ def inline_svg(figure: Figure, prefix: str, caption: str) -> str:
     svg = svg[svg.index("<svg") :].strip()
     svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
     svg = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", svg)
-    # The rule for all elements would reach those of the page.
+    # The global rule would also apply to the page's own elements.
     svg = svg.replace("*{stroke-linejoin", f"#{prefix} *{{stroke-linejoin")
     head = f'<svg id="{prefix}" role="img" style="max-width:100%;height:auto"'
     title = f"<title>{escape(caption)}</title>"

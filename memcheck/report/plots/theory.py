@@ -1,4 +1,4 @@
-"""Theory or prediction beside measurement: what was expected as lines, measured bytes as marks on them."""
+"""Plots expected bytes (from terms or predictions) as lines, and measured bytes as marks."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def theory(line: Line, quantity: Quantity) -> Values:
 
 @dataclass(frozen=True)
 class Expectation:
-    """What a measurement is set beside, and how the picture says so."""
+    """A source of expected values, and its wording in the plot."""
 
     of: Callable[[Line, Quantity], Values]
     lines: str
     difference: str
-    ratio: bool  # else a share more or less
+    ratio: bool  # Otherwise differences are shown as a percentage.
 
 
 THEORY = Expectation(theory, "theory, from the shapes alone", "measured less theory", ratio=False)
@@ -65,7 +65,7 @@ def prediction_lines(view: View, styles: Mapping[str, Style], *, title: str, sub
 def expectation_figure(
     view: View, styles: Mapping[str, Style], expectation: Expectation, *, title: str, subtitle: str, log: bool
 ) -> Figure:
-    """Left, both on one scale; right, by how much the measurement differs."""
+    """Left: expected and measured on one scale. Right: the relative difference."""
     refuse_mixed(view.records)
     quantity = memory_quantities(view.records)[-1]
     lines = [line for line in view.lines(styles) if expectation.of(line, quantity)]
@@ -118,7 +118,7 @@ def set_difference_axis(ax: Axes, found: Sequence[Values], expectation: Expectat
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     shares = [share for values in found for _, share in values]
-    # A percent at least: noise in the last digits should not look like a mountain.
+    # The axis spans at least 1 %, so that rounding noise does not look large.
     low, high = min([*shares, -0.01]), max([*shares, 0.01])
     margin = 0.08 * (high - low)
     ax.set_ylim(low - margin, high + margin)

@@ -1,4 +1,4 @@
-"""One case over time: what is alive, stacked by name, with its phases and its peaks."""
+"""Plots one case over time: live bytes, stacked by name, with phases and peaks."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Layers with a name of their own; the rest is one.
+# Number of layers with their own name; all others are combined.
 MOST_LAYERS = 11
 OTHERS = ("other", "others")
 OTHERS_COLOUR = "#BBBBBB"
-# Columns of the picture, about: of more steps than these, each column shows its fullest.
+# Approximate number of columns; with more steps than this, each column shows its maximum.
 MOST_STEPS = 1500
 MOST_LETTERS = 36
-# What holds less than this share of the highest sum at a peak is no part of the story.
+# Names that hold less than this share of the maximum at every peak are combined.
 LEAST_SHARE = 0.01
 
 
 class Timeline(Protocol):
-    """What is drawn: plain numbers."""
+    """The data of a plot, as plain numbers."""
 
     @property
-    def steps(self) -> Sequence[int]: ...  # indices of the events
+    def steps(self) -> Sequence[int]: ...  # Indices of the events.
     @property
-    def series(self) -> Mapping[str, Sequence[int]]: ...  # name -> bytes alive after each event
+    def series(self) -> Mapping[str, Sequence[int]]: ...  # Name -> bytes alive after each event.
     @property
-    def phases(self) -> Sequence[tuple[str, int, int]]: ...  # name, first event, last event
+    def phases(self) -> Sequence[tuple[str, int, int]]: ...  # Name, first event, last event.
     @property
-    def peak(self) -> Mapping[str, int]: ...  # phase -> event of its highest sum
+    def peak(self) -> Mapping[str, int]: ...  # Phase -> event of its highest sum.
 
 
 @dataclass(frozen=True)
 class Layers:
-    """The series that are drawn, what lives longest at the bottom, over the steps that are drawn."""
+    """The layers that are drawn, longest-lived at the bottom, and the steps that are drawn."""
 
     steps: list[int]
     layers: dict[str, list[int]]
 
     @property
     def tops(self) -> list[int]:
-        """How high the stack reaches; what is below 0, freed but never seen allocated, hangs under the axis."""
+        """The height of the stack at each step. Negative bytes (freed, but allocated before the recording) hang below
+        the axis.
+        """
         columns = zip(*self.layers.values(), strict=True)
         return [sum(size for size in column if size > 0) for column in columns]
 
@@ -56,7 +58,7 @@ class Layers:
 def plot_timeline(
     timeline: Timeline, path: Path | str, *, title: str = "Memory over one case", subtitle: str = ""
 ) -> Figure:
-    """Written to `path`, in the format of its suffix."""
+    """Plots the timeline and writes it to `path`, in the format of its suffix."""
     figure = timeline_figure(timeline, title=title, subtitle=subtitle)
     save(figure, path)
     return figure
@@ -81,7 +83,7 @@ def timeline_figure(timeline: Timeline, *, title: str, subtitle: str) -> Figure:
 
 
 def layers_of(timeline: Timeline) -> Layers:
-    """The names that hold the most at a peak, then anywhere, each a layer; all others together are one."""
+    """Chooses the names with the most bytes at a peak, then anywhere, as layers; all other names form one layer."""
     places = peak_places(timeline)
     highest = {name: max(map(abs, sizes), default=0) for name, sizes in timeline.series.items()}
     at_peak = {name: max([sizes[place] for place in places], default=0) for name, sizes in timeline.series.items()}
@@ -89,7 +91,7 @@ def layers_of(timeline: Timeline) -> Layers:
     names = [name for name in timeline.series if highest[name]]
     names.sort(key=lambda name: (-at_peak[name] if at_peak[name] >= least else 0, -highest[name]))
     kept = names if len(names) <= MOST_LAYERS + 1 else names[:MOST_LAYERS]
-    # What lives longest lies at the bottom, and moves least.
+    # The longest-lived layers go to the bottom, as they change least.
     kept = sorted(kept, key=lambda name: (name in OTHERS, -lifetime(timeline, name)))
     layers = {name: list(timeline.series[name]) for name in kept}
     if rest := [timeline.series[name] for name in names[len(kept) :]]:
@@ -102,13 +104,13 @@ def lifetime(timeline: Timeline, name: str) -> int:
 
 
 def peak_places(timeline: Timeline) -> list[int]:
-    """Where in the lists the peaks stand."""
+    """The positions of the peaks in the lists."""
     where = {step: place for place, step in enumerate(timeline.steps)}
     return [where[step] for step in timeline.peak.values() if step in where]
 
 
 def thinned(stack: Layers, keep: Sequence[int]) -> Layers:
-    """Of too many steps the fullest of each few, so that no peak is lost."""
+    """Reduces the steps to the maximum of each group, so that no peak is lost."""
     if len(stack.steps) <= MOST_STEPS:
         return stack
     tops, few = stack.tops, -(-len(stack.steps) // MOST_STEPS)
@@ -121,7 +123,7 @@ def thinned(stack: Layers, keep: Sequence[int]) -> Layers:
 
 
 def draw_layers(ax: Axes, stack: Layers) -> None:
-    # What is alive after the last event is as wide as after any other.
+    # The last event gets the same width as any other.
     steps = [*stack.steps, *[step + 1 for step in stack.steps[-1:]]]
     below, handles = [0] * len(steps), []
     for number, (name, sizes) in enumerate(stack.layers.items()):
@@ -135,9 +137,9 @@ def draw_layers(ax: Axes, stack: Layers) -> None:
             under = [min(size, 0) for size in levels]
             ax.fill_between(steps, under, 0, step="post", facecolor=colour, label="_under", **look)
         below = above
-    # Matplotlib leaves out what begins with an underscore, as _softmax_backward_data does.
+    # Matplotlib omits labels that begin with an underscore, such as _softmax_backward_data.
     names = [f" {short(name)}" if name.startswith("_") else short(name) for name in stack.layers]
-    # In the order of the layers, the topmost first.
+    # The legend lists the layers from top to bottom.
     ax.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
 
 
@@ -161,7 +163,7 @@ def mark_peaks(ax: Axes, timeline: Timeline) -> None:
     first, last = ax.get_xlim()
     for phase, step in timeline.peak.items():
         if step in columns:
-            # Over the middle of the step's width.
+            # Centred on the step.
             x, top = step + 0.5, sum(size for size in columns[step] if size > 0)
             ax.plot([x], [top], marker="v", color="black", ms=7, clip_on=False, label="_peak")
             side, shift = ("left", -4) if (step - first) / (last - first) < 0.7 else ("right", 4)

@@ -1,4 +1,4 @@
-"""Time against what varies, medians with their quartiles as bands."""
+"""Plots times: medians as lines, quartiles as bands."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def time_quantities(records: Sequence[Record]) -> list[Quantity]:
-    """The passes that were timed; none where nothing was."""
+    """The phases that were timed."""
     return [quantity for quantity in (FORWARD_TIME, BACKWARD_TIME) if any(map(quantity.value, records))]
 
 

@@ -1,4 +1,4 @@
-"""Titles, captions and file names in words."""
+"""Titles, captions and file names."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from memcheck.report.plots.series import View
 
 
 def subtitle_of(records: Sequence[Record]) -> str:
-    """What all the records share: "cpu, float32, batch 1, dim 256, causal, train"."""
+    """The settings that all records share: "cpu, float32, batch 1, dim 256, causal, train"."""
     from memcheck.report import common_case
 
     return common_case(records)
 
 
 def slug(text: str) -> str:
-    """A file name of it: "NVIDIA A100, float32" is "nvidia-a100-float32"."""
+    """Converts text to a file name: "NVIDIA A100, float32" becomes "nvidia-a100-float32"."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
 
 
 def setting_words(setting: Mapping[str, Any]) -> str:
-    """What sets a group of records apart: "float16, batch 4"."""
+    """The values that distinguish a group of records: "float16, batch 4"."""
     words = [f"batch {value}" if name == "bsz" else str(value) for name, value in setting.items() if value is not None]
     return ", ".join(words)
 
