@@ -30,13 +30,13 @@ def predicted_terms(case: Case) -> Terms | None:
 
 @dataclass(frozen=True)
 class Decoder:
-    step: Callable[[Case], Operator]  # of q, k, v of one position, and the state
+    step: Callable[[Case], Operator]  # Called with q, k, v of one position, and the state.
     state: Callable[[Case], Any]
     terms: Callable[[Case], Terms | None] = predicted_terms
 
 
 def one_token(case: Case) -> Case:
-    """The case whose inputs are those of a step."""
+    """The case with the inputs of a single step."""
     return dataclasses.replace(case, query_len=1, kv_len=1)
 
 
@@ -52,7 +52,7 @@ def head_sizes(case: Case) -> tuple[int, int, int, int]:
 
 
 def sums(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
-    """Positive, as sums of weights are, and in the type that sums are kept in."""
+    """Random positive tensors in the accumulation type, as sums of weights are."""
     dtype = accumulation_dtype(case)
     return tuple(torch.rand(shape, dtype=dtype, device=case.device).add_(1) for shape in shapes)
 
@@ -64,14 +64,14 @@ def cache(case: Case) -> Cache:
 
 
 def extended(cache: Cache, k: Tensor, v: Tensor) -> Cache:
-    """A new cache, one token longer, as caches grow that concatenate: both are alive for a moment."""
+    """A new cache that is one token longer. Like caches that concatenate, it exists beside the old one for a moment."""
     return torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
 
 
 def naive_step(case: Case) -> Operator:
     def step(q: Tensor, k: Tensor, v: Tensor, state: Cache) -> tuple[Tensor, Cache]:
         keys, values = extended(state, k, v)
-        return naive_attention(q, keys, values, causal=False), (keys, values)  # the newest query sees all
+        return naive_attention(q, keys, values, causal=False), (keys, values)  # The newest query sees all keys.
 
     return step
 
@@ -117,7 +117,7 @@ def compressed_step(case: Case) -> Operator:
 
 
 def compressed_state(case: Case) -> Any:
-    """The means of T // factor blocks (B,H,C,D), and sums (B,H,D) of the T % factor positions of the open one."""
+    """The means of T // factor blocks (B,H,C,D), and sums (B,H,D) of the T % factor positions of the open block."""
     from memcheck.ops.compressed_attention import CompressedAttentionState
 
     assert case.factor is not None

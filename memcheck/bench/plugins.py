@@ -1,4 +1,4 @@
-"""Files and modules of the user's that register contenders of their own."""
+"""Loads the user's files and modules that register contenders."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def load_plugin(name: str) -> str:
     UsageError: there is no such thing, or its code fails.
     """
     try:
-        with redirect_stdout(sys.stderr):  # stdout may be JSON that a program reads
+        with redirect_stdout(sys.stderr):  # stdout may be JSON that another program reads.
             if name.endswith(".py") or os.sep in name:
                 _import_file(Path(name))
             else:
@@ -35,7 +35,8 @@ def _import_file(path: Path) -> None:
         raise UsageError("there is no such file")
     if path.suffix != ".py":
         raise UsageError("a file must end in .py")
-    # Under its path, so that two files of one name are two modules, and one file is one however it is written.
+    # The module is named by its path, so that two files of the same name are two modules, and one file is loaded
+    # once.
     name = f"memcheck plugin {path.resolve()}"
     if name in sys.modules:
         return

@@ -230,7 +230,7 @@ def snapshot_case(case: Case, path: Path) -> Path:
 
 
 def trace_case(case: Case, path: Path) -> list[dict[str, Any]]:
-    """Writes torch.profiler's trace of the case, and returns who took the time; see memcheck.measure.export.write_trace."""
+    """Writes torch.profiler's trace of the case, and returns the time of each operator; see export.write_trace."""
     subject = prepare(case)
     return write_trace(
         subject.operator, *subject.inputs, path=path, parameters=subject.parameters, backward=subject.backward

@@ -1,4 +1,4 @@
-"""The operators `torch.ops.bluewalm_extension`: composites of ours, whose autograd and autocast they inherit."""
+"""The operators `torch.ops.bluewalm_extension`, composed of ours, from which they inherit autograd and autocast."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def combinator_operator(w: Tensor, x: Tensor, dim: int, low_memory: bool) -> Ten
     return combinator(x, w, low_memory=low_memory)
 
 
-# Registered for as long as it lives.
+# The registration lasts as long as this object.
 LIBRARY = torch.library.Library("bluewalm_extension", "FRAGMENT")
 for function, arguments in (
     (linear_operator_r, "Tensor w, Tensor x, SymInt dim, SymInt core_dim"),

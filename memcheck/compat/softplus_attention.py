@@ -1,4 +1,6 @@
-"""What client code imports from `bluewalm.softplus_attention`: memcheck.nn's modules, on the GPU where there is one."""
+"""The names that client code imports from `bluewalm.softplus_attention`: memcheck.nn's modules, on the GPU if there is
+one.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class Here(Weighted):
         super().__init__(*shape, device=device, dtype=dtype)
 
 
-# Here stands between each module and Weighted in the order of resolution.
+# `Here` stands between each module and Weighted in the method resolution order.
 class QueryProjection(nn.QueryProjection, Here):
     """QueryProjection(dim, core_dim, device=None, dtype=None): x (B,S,E) -> q (B,S,R)"""
 

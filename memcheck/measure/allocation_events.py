@@ -1,4 +1,4 @@
-"""Allocations and frees as they come from an allocator, each with the stack of operators it happened in."""
+"""Records allocations and frees, each with the stack of operators in which it happened."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ import torch
 
 from memcheck._extension import _C
 
-# What the autograd engine calls the evaluation of a node, in torch.profiler's traces as well.
+# The autograd engine's name for the evaluation of a node; torch.profiler uses it as well.
 NODE = "autograd::engine::evaluate_function: "
-# Operators that only allocate, for the one that asked them to.
+# Operators that only allocate. The operator that called them is named instead.
 FACTORIES = re.compile(r"aten::(new_)?empty(_like|_strided|_permuted)?|aten::resize_(as_)?")
-# Torch makes tensors of numbers by itself.
+# Operators by which torch turns numbers into tensors.
 NOWHERE = "no operator"
 
 
 class AllocationEvent(NamedTuple):
-    """An allocation, or a free where bytes are negative."""
+    """An allocation, or a free if bytes are negative."""
 
     address: int
     bytes: int
-    stack: tuple[str, ...]  # of operators and autograd nodes, the outermost first
+    stack: tuple[str, ...]  # Operators and autograd nodes, outermost first.
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
 
 
 class AllocationRecorder(Protocol):
-    """Records from its construction to close()."""
+    """Records events from its construction to close()."""
 
-    def count(self) -> int: ...  # of the events so far
+    def count(self) -> int: ...  # The number of events so far.
     def close(self) -> list[AllocationEvent]: ...
 
 
@@ -41,7 +41,7 @@ def open_recorder(device: torch.device) -> AllocationRecorder:
 
 
 def allocated_by(stack: Sequence[str]) -> str:
-    """The innermost operator that does more than allocate; within a backward, the node that torch wrote."""
+    """The innermost operator that does more than allocate; inside a backward, the autograd node."""
     nodes = [name.removeprefix(NODE) for name in stack if name.startswith(NODE)]
     if nodes and "CppNode<" not in nodes[-1]:
         return nodes[-1].removeprefix("torch::autograd::")
@@ -50,7 +50,7 @@ def allocated_by(stack: Sequence[str]) -> str:
 
 
 class CpuRecorder:
-    """What the tracking allocator sees, which must be installed."""
+    """Records the events of the tracking allocator, which must be installed."""
 
     def __init__(self) -> None:
         self._timeline = _C.AllocationTimeline()
@@ -71,7 +71,7 @@ class CpuRecorder:
 
 @contextmanager
 def cuda_memory_history() -> Iterator[None]:
-    """torch records, anew, what its CUDA allocator does, with tracebacks of allocations."""
+    """Restarts torch's recording of its CUDA allocator, with tracebacks of allocations."""
     torch.cuda.memory._record_memory_history("all", context="alloc", stacks="all", clear_history=True)
     try:
         yield
@@ -80,7 +80,7 @@ def cuda_memory_history() -> Iterator[None]:
 
 
 class CudaRecorder:
-    """What torch's CUDA caching allocator traces, in bytes requested. A recording of the user's own is ended."""
+    """Records the events of torch's CUDA caching allocator, in requested bytes. It ends a recording of the user's."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -91,7 +91,7 @@ class CudaRecorder:
         return sum(1 for _ in self._entries())
 
     def close(self) -> list[AllocationEvent]:
-        with self._history:  # with its end torch forgets
+        with self._history:  # torch discards the events when the recording ends.
             entries = list(self._entries())
         return [
             AllocationEvent(entry["addr"], entry["size"], stack_of(entry.get("frames", ())))
@@ -101,13 +101,13 @@ class CudaRecorder:
         ]
 
     def _entries(self) -> Iterator[dict[str, Any]]:
-        # A block counts as requested until its free is completed: other streams may still be reading it.
+        # A block counts as requested until its free is completed, as other streams may still read it.
         trace = torch.cuda.memory._snapshot()["device_traces"][self._device]
         return (entry for entry in trace if entry["action"] in ("alloc", "free_completed"))
 
 
 def stack_of(frames: Iterable[dict[str, Any]]) -> tuple[str, ...]:
-    """Operators and nodes of a C++ and Python traceback, whose innermost frame comes first; else its Python frame."""
+    """Operators and nodes of a C++ and Python traceback, innermost first; if it has none, the Python frame."""
     frames = list(frames)
     stack: list[str] = []
     for frame in reversed(frames):
@@ -120,7 +120,7 @@ def stack_of(frames: Iterable[dict[str, Any]]) -> tuple[str, ...]:
 
 def _known_name(function: str) -> str | None:
     if found := re.search(r"\bat::_ops::(\w+?)(?:_[A-Z]\w*)?::(?:call|redispatch)\b", function):
-        return f"aten::{found[1]}"  # without the overload's name: mul_Tensor
+        return f"aten::{found[1]}"  # Without the overload's name, as in mul_Tensor.
     if found := re.search(r"(\w+Backward\d*|\bAccumulateGrad|\bCppNode<.*>)::apply\b", function):
         return NODE + found[1]
     return None

@@ -1,4 +1,4 @@
-"""torch.compile around an operator, and what it made of it."""
+"""Runs an operator under torch.compile, and finds out which implementation the generated code uses."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ T = TypeVar("T")
 
 
 def compiled(operator: Operator) -> Operator:
-    """Compiled at its first call, for the shapes of that call alone."""
+    """The operator, compiled at its first call for the shapes of that call."""
     compiled: Operator = torch.compile(operator, dynamic=False)
     return compiled
 
@@ -29,7 +29,7 @@ def with_generated_code(run: Callable[[], T]) -> tuple[T, list[str]]:
     from torch._inductor.utils import run_and_get_code
 
     try:
-        # It resets torch._dynamo before, so that a case never meets the compiled shapes of another.
+        # run_and_get_code resets torch._dynamo first, so that cases do not share compiled code.
         return run_and_get_code(run)
     except (InductorError, CppCompileError, InvalidCxxCompiler) as error:
         raise UnsupportedError(f"torch.compile: {str(error).strip().partition(chr(10))[0]}") from None

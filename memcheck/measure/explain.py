@@ -1,4 +1,4 @@
-"""What a record's bytes are made of: who is alive at the peaks, and what is saved, by two roads that must agree."""
+"""Details of a record: the tensors alive at each peak, and the saved tensors, counted by two independent methods."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from memcheck.measure.allocation_events import NOWHERE
 from memcheck.measure.run import Run, Subject
 from memcheck.measure.timeline import Block, Timeline, recorded
 
-# Rows of each phase, beside that of all others.
+# Rows per phase; the rest is summed in one row.
 MOST_ROWS = 20
 
 
 def explain(record: Record, subject: Subject, limit_bytes: int | None, dense_grad: bool) -> None:
-    """Fills alive_at_peak and saved_tensors, in a pass each, and says in doubts where the passes disagree."""
+    """Fills alive_at_peak and saved_tensors, in one pass each, and adds a doubt if the passes disagree."""
     timeline, _ = recorded(subject, limit_bytes, dense_grad)
     record.alive_at_peak = [row for phase in timeline.peak for row in timeline.alive_at_peak(phase, MOST_ROWS)]
     record.doubts += _other_peaks(record, timeline)
     try:
         timeline, run = recorded(subject, limit_bytes, dense_grad, hooks=True)
-    except RuntimeError as error:  # as torch.func.grad raises it
+    except RuntimeError as error:  # For example, torch.func.grad refuses hooks.
         record.doubts += (f"saved_tensors are not known: {str(error).partition(chr(10))[0]}",)
         return
     if run.saved_by_hooks is not None:

@@ -1,4 +1,4 @@
-"""Files that other tools show, of one forward and backward: memory snapshots, profiler traces and NVTX ranges."""
+"""Exports one forward and backward for other tools: memory snapshots, profiler traces and NVTX ranges."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def write_snapshot(
             Run(subject).measure(dense_grad)
             torch.cuda.memory._dump_snapshot(str(path))
     else:
-        # The viewer reads protocols up to 4.
+        # The viewer reads pickle protocols up to 4.
         path.write_bytes(pickle.dumps(snapshot_of(recorded(subject, dense_grad=dense_grad)[0]), protocol=4))
     return path
 
 
 def snapshot_of(timeline: Timeline) -> dict[str, Any]:
-    """The timeline as torch.cuda.memory._snapshot() would say it; what the caller held is there from the start."""
+    """The timeline in the format of torch.cuda.memory._snapshot(). The caller's tensors are there from the start."""
     births = [(block.born, _entry("alloc", block)) for block in timeline.blocks if block.born and block.bytes > 0]
     ends = [(block.died, block) for block in timeline.blocks if block.died is not None]
     ends += [(block.born, block) for block in timeline.blocks if block.bytes < 0]
@@ -61,14 +61,14 @@ def _entry(action: str, block: Block) -> dict[str, Any]:
 
 
 def _frames(block: Block) -> Rows:
-    """The innermost first, as in a traceback; what the block is stands before them."""
+    """Frames, innermost first as in a traceback, preceded by the name of the block."""
     shape = f" {block.dtype} {list(block.shape)}" if block.shape is not None else ""
     names = [f"{block.name}{shape}", *reversed(block.stack)]
     return [{"filename": block.phase or "before", "line": 0, "name": name} for name in names]
 
 
 def _segments(timeline: Timeline) -> Rows:
-    """Addresses that were ever in use, joined where they overlap, and in them the blocks alive at the end."""
+    """Ranges of addresses that were ever in use, merged where they overlap, with the blocks alive at the end."""
     stretches: list[tuple[int, int]] = []
     for begin, end in sorted((block.address, block.address + abs(block.bytes)) for block in timeline.blocks):
         if stretches and begin <= stretches[-1][1]:
@@ -132,7 +132,7 @@ def write_trace(
     return _shares(profiler.key_averages(), on_cuda)
 
 
-# The ranges around a pass, whose own time is that between its operators.
+# The ranges that surround a pass; their own time is the time between operators.
 BETWEEN = {"pass": "between forward and backward", "forward": "forward, between operators"}
 BETWEEN |= {"backward": "backward, between nodes", "optimizer": "optimizer, between operators"}
 
@@ -156,7 +156,7 @@ def _shares(averages: Any, on_cuda: bool) -> Rows:
 
 
 def format_shares(rows: Rows, top: int = 15) -> str:
-    """The table as text, the smallest summed up in the last line."""
+    """Formats the table as text; the smallest rows are summed in the last line."""
     shown = rows if len(rows) <= top else rows[: top - 1]
     rest = rows[len(shown) :]
     if rest:

@@ -27,7 +27,7 @@ FUSED = re.compile(r"(flash|efficient|cudnn|overrideable)_?attention(?:_?(?:forw
 
 
 def fused_backend(name: str) -> str | None:
-    """ "flash (cpu)" for a node or operator of that name, None when it is no fused attention."""
+    """ "flash (cpu)" for a node or operator of that name. None if it is no fused attention."""
     found = FUSED.search(name)
     if found is None:
         return None
@@ -35,7 +35,7 @@ def fused_backend(name: str) -> str | None:
 
 
 def backend_in_graph(output: Tensor) -> str:
-    """The fused attention whose backward node made `output`, else "math"."""
+    """The fused attention whose backward node produced `output`, else "math"."""
     nodes, seen = [output.grad_fn], set()
     while nodes:
         node = nodes.pop()
@@ -49,7 +49,7 @@ def backend_in_graph(output: Tensor) -> str:
 
 
 class FusedOperatorWatch(TorchDispatchMode):
-    """Keeps the name of the fused attention operator dispatched under it: in inference there is no graph to ask."""
+    """Records the name of the dispatched fused attention operator. In inference there is no graph to inspect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class FusedOperatorWatch(TorchDispatchMode):
 
 
 class BackendWitness:
-    """Calls `operator` and remembers which backend answered: only a string, so that measured memory stays as it was."""
+    """Calls `operator` and records the backend that ran, as a string, so that measured memory is unchanged."""
 
     def __init__(self, operator: Callable[..., Any]) -> None:
         self.operator = operator
@@ -79,7 +79,9 @@ class BackendWitness:
 
 
 def fused_refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
-    """Why CUDA's fused attentions refuse these inputs, in the words of torch's warnings; it gives none on the CPU."""
+    """Why the fused CUDA attentions refuse these inputs, from torch's warnings. None on the CPU, which gives no
+    reasons.
+    """
     params = SDPAParams(q, k, v, None, 0.0, causal, False)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")

@@ -10,18 +10,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 MIB = 2**20
-BLOCK = 512  # every block is a multiple of it
-SMALL_REQUEST = MIB  # the largest request of the small pool
+BLOCK = 512  # Every block is a multiple of it.
+SMALL_REQUEST = MIB  # The largest request served by the small pool.
 SMALL_SEGMENT = 2 * MIB
-LARGE_SEGMENT = 20 * MIB  # for requests below 10 MiB
+LARGE_SEGMENT = 20 * MIB  # For requests below 10 MiB.
 LEAST_WITH_A_SEGMENT_OF_ITS_OWN = 10 * MIB
-SEGMENT = 2 * MIB  # of which larger segments are multiples
-PAGES = {True: "pages of 2 MiB, small pool", False: "pages of 20 MiB"}  # of expandable segments
-ADDRESSES = 2**80  # of an expandable segment: more than is ever asked for
+SEGMENT = 2 * MIB  # Larger segments are multiples of it.
+PAGES = {True: "pages of 2 MiB, small pool", False: "pages of 20 MiB"}  # Page size of expandable segments.
+ADDRESSES = 2**80  # Address space of an expandable segment, larger than any request.
 
 
 class OutOfMemory(Exception):  # noqa: N818
-    """There is no room, on CUDA for a segment of so many bytes, even after all that was cached has been given back."""
+    """There is no room for the request (on CUDA: for a segment), even after the cached memory was released."""
 
     def __init__(self, requested_bytes: int, in_use_bytes: int) -> None:
         super().__init__(f"{requested_bytes} bytes requested, {in_use_bytes} in use")
@@ -30,7 +30,7 @@ class OutOfMemory(Exception):  # noqa: N818
 
 @dataclass
 class Count:
-    """A figure of torch.cuda.memory_stats: bytes now, and the most since its peak was reset."""
+    """A statistic of torch.cuda.memory_stats: the current bytes, and their peak since its last reset."""
 
     current: int = 0
     peak: int = 0
@@ -45,14 +45,14 @@ class Count:
 
 @dataclass(eq=False)
 class Block:
-    """A stretch of a segment and its neighbours there."""
+    """A range of a segment, linked with its neighbours."""
 
     bytes: int
     address: int
     small: bool
     requested: int = 0
     in_use: bool = False
-    mapped: bool = True  # of an expandable segment: whether there is memory behind the addresses
+    mapped: bool = True  # In an expandable segment: whether memory is mapped to the addresses.
     before: Block | None = None
     after: Block | None = None
 
@@ -69,7 +69,7 @@ def rounded_up(size: int, unit: int) -> int:
 
 
 def segment_size(size: int) -> int:
-    """Of the segment that is asked for where no block has room for `size`."""
+    """The size of the new segment if no free block has room for `size`."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     if size < LEAST_WITH_A_SEGMENT_OF_ITS_OWN:
@@ -84,11 +84,11 @@ def kind_of(segment: int, small: bool) -> str:
 
 
 class Pool:
-    """Blocks that are free, the smallest first, and among equals the one at the lowest address."""
+    """Free blocks, ordered by size and then by address."""
 
     def __init__(self) -> None:
         self._keys: list[tuple[int, int]] = []
-        self._blocks: dict[int, Block] = {}  # by address
+        self._blocks: dict[int, Block] = {}  # Ordered by address.
 
     def __iter__(self) -> Iterator[Block]:
         return iter([self._blocks[address] for _, address in self._keys])
@@ -107,7 +107,7 @@ class Pool:
 
 
 class PlainAllocator:
-    """Requested bytes and a budget for them, as memcheck's tracking allocator counts on the CPU."""
+    """Counts requested bytes against a budget, as memcheck's tracking allocator does on the CPU."""
 
     def __init__(self, limit_bytes: int | None = None) -> None:
         self.limit_bytes = limit_bytes
@@ -127,7 +127,7 @@ class PlainAllocator:
         pass
 
     def room_for(self, limit_bytes: int, held_bytes: int) -> int:
-        """What limit_bytes may be to leave that much for requests, of which held_bytes are there."""
+        """The limit_bytes that leaves this much for requests, of which held_bytes are already allocated."""
         return limit_bytes
 
     def segments(self) -> dict[str, int] | None:
@@ -144,13 +144,13 @@ class CachingAllocator:
     def __init__(self, limit_bytes: int | None = None, *, expandable: bool = False) -> None:
         self.limit_bytes = limit_bytes
         self.requested, self.allocated, self.reserved = Count(), Count(), Count()
-        self._free = {True: Pool(), False: Pool()}  # the small pool and the large one
+        self._free = {True: Pool(), False: Pool()}  # The small pool and the large pool.
         self._growing = GrowingSegments(self) if expandable else None
         self._segments: dict[str, int] = {}
         self._next_address = 0
 
     def malloc(self, requested: int) -> Block | None:
-        """A block of at least so many bytes, or None for none at all; raises OutOfMemory."""
+        """Returns a block of at least that size, or None for zero bytes. Raises OutOfMemory."""
         if requested == 0:
             return None
         size = round_size(requested)
@@ -176,7 +176,7 @@ class CachingAllocator:
         self.add_free(block)
 
     def empty_cache(self) -> None:
-        """Segments, or pages of them, that nothing is in go back to the driver."""
+        """Returns unused segments, or unused pages of expandable segments, to the driver."""
         for pool in self._free.values():
             for block in pool:
                 if self._growing is not None:
@@ -187,11 +187,11 @@ class CachingAllocator:
                     self.reserve(-block.bytes, kind_of(block.bytes, block.small))
 
     def room_for(self, limit_bytes: int, held_bytes: int) -> int:
-        """The limit of segments that leaves limit_bytes for requests, held_bytes of which are there already."""
+        """The limit on segments that leaves limit_bytes for requests, of which held_bytes are already allocated."""
         return self.reserved.current + limit_bytes - held_bytes
 
     def segments(self) -> dict[str, int]:
-        """Reserved bytes by the kind of segment."""
+        """Reserved bytes by kind of segment."""
         return {kind: size for kind, size in self._segments.items() if size}
 
     def reserve(self, size: int, kind: str) -> None:
@@ -199,7 +199,7 @@ class CachingAllocator:
         self._segments[kind] = self._segments.get(kind, 0) + size
 
     def add_free(self, block: Block) -> Block:
-        """Into its pool, as one with its free neighbours."""
+        """Adds the block to its pool, merged with its free neighbours."""
         pool = self._free[block.small]
         for neighbour in (block.before, block.after):
             if neighbour is not None and block.joins(neighbour):
@@ -239,7 +239,7 @@ class CachingAllocator:
 
 
 class GrowingSegments:
-    """Expandable segments, one for each pool: addresses without end, and pages of memory behind some of them."""
+    """Expandable segments, one per pool: an unlimited address range with pages of memory mapped to parts of it."""
 
     def __init__(self, allocator: CachingAllocator) -> None:
         self._allocator = allocator
@@ -250,7 +250,7 @@ class GrowingSegments:
         }
 
     def block(self, size: int, small: bool) -> Block | None:
-        """A mapped block at the lowest addresses where there is room for it, out of the pool; None: out of memory."""
+        """Removes and returns the mapped block with the lowest address that has room. None if memory is exhausted."""
         candidate = next(filter(None, (self._with_room(block, size) for block in self._unmapped[small])))
         while not candidate.mapped or candidate.bytes < size:
             gap = candidate if not candidate.mapped else candidate.after
@@ -265,7 +265,7 @@ class GrowingSegments:
         return candidate
 
     def unmap(self, block: Block) -> None:
-        """Gives back the whole pages in a free block, which is in no pool."""
+        """Unmaps the whole pages inside a free block that is in no pool."""
         page = self._page[block.small]
         begin, end = rounded_up(block.address, page), (block.address + block.bytes) // page * page
         if begin >= end:
@@ -281,7 +281,7 @@ class GrowingSegments:
         self._keep_unmapped(whole)
 
     def _with_room(self, gap: Block, size: int) -> Block | None:
-        """The first block of a row of free ones, mapped or not, that has so many bytes."""
+        """The first run of adjacent free blocks, mapped or not, with that many bytes."""
         first = gap.before if gap.before is not None and not gap.before.in_use else gap
         room, block = 0, first
         while room < size:
@@ -292,7 +292,7 @@ class GrowingSegments:
         return first
 
     def _map(self, gap: Block, size: int) -> Block | None:
-        """Puts pages behind the first bytes of the gap; the free block, in its pool, that they are part of then."""
+        """Maps pages to the first bytes of the gap, and returns the free block in its pool that contains them."""
         size = rounded_up(size, self._page[gap.small])
         if not self._allocator.has_room(size):
             return None
@@ -317,7 +317,7 @@ class GrowingSegments:
 
 
 def split(block: Block, size: int) -> Block:
-    """Cuts the block down to `size` and returns the rest."""
+    """Cuts the block to `size` and returns the remainder."""
     rest = Block(block.bytes - size, block.address + size, block.small, mapped=block.mapped)
     rest.before, rest.after = block, block.after
     if block.after is not None:
@@ -327,7 +327,7 @@ def split(block: Block, size: int) -> Block:
 
 
 def joined(block: Block, neighbour: Block) -> Block:
-    """One block of two that lie side by side: the first of them."""
+    """Merges two adjacent blocks into the first one."""
     first, second = sorted((block, neighbour), key=lambda block: block.address)
     first.bytes += second.bytes
     first.after = second.after

@@ -1,4 +1,6 @@
-"""torch.autocast for meta tensors, on which torch's own does nothing: as it is on the CPU or on CUDA."""
+"""torch.autocast for meta tensors, on which torch's own autocast has no effect. It follows the rules of the CPU or of
+CUDA.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-# By the names of functions: what runs in the lower precision, ...
+# Function names that run in the lower precision.
 LOWER = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention"}
 OURS = {"softplus_attention", "linear_attention", "compressed_attention", "combinator", "linear_r", "linear_l"}
-# ... and what runs in float32.
+# Function names that run in float32.
 FLOAT32 = {"cpu": {"cross_entropy"}, "cuda": {"cross_entropy", "softmax", "log_softmax", "pow", "rsqrt", "sum"}}
 
 
@@ -42,7 +44,7 @@ class AutocastOnMeta(TorchFunctionMode):
         return torch.float32 if name in FLOAT32[self.kind] else None
 
     def _cast(self, part: Any, dtype: torch.dtype | None) -> Any:
-        """float64 stays as it is."""
+        """Casts a tensor. float64 stays unchanged."""
         if dtype is None or not isinstance(part, Tensor) or not part.is_floating_point() or part.dtype == torch.float64:
             return part
         if part.dtype == dtype:
@@ -55,6 +57,6 @@ class AutocastOnMeta(TorchFunctionMode):
 
 
 def name_of(func: Any) -> str:
-    """ "softplus_attention" of torch.ops.memcheck.softplus_attention, too"""
+    """The function's name, also for torch.ops.memcheck.softplus_attention."""
     name: str = getattr(func, "__name__", "")
     return name.partition(".")[0]

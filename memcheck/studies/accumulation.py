@@ -18,10 +18,11 @@ from memcheck.ops.linear_attention import linear_attention_step
 
 Device = torch.device | str
 
-# An addend and how many of it: both sums are 10.
+# An addend and the number of additions: both sums should be 10.
 SUMS = ((0.01, 1000), (0.001, 10_000))
 EXACT = 10.0
-# Of the accumulator, of the addend, and whether the addend is converted to the accumulator's before it is added.
+# Dtype of the accumulator, dtype of the addend, and whether the addend is converted to the accumulator's dtype
+# before each addition.
 COMBINATIONS = (
     (torch.float32, torch.float32, False),
     (torch.float16, torch.float16, False),
@@ -31,7 +32,7 @@ COMBINATIONS = (
     (torch.float32, torch.bfloat16, False),
     (torch.float32, torch.bfloat16, True),
 )
-# A loss of 1e-8 times the output: its gradient is below the half of float16's smallest number, 2^-24 = 5.96e-8.
+# The gradient of 1e-8 times the output is below half of float16's smallest positive number, 2^-24 = 5.96e-8.
 SMALL_GRADIENT = 1e-8
 
 
@@ -109,12 +110,12 @@ def running_sums(
 
 
 def spacing(value: float, dtype: torch.dtype) -> float:
-    """From a positive normal number of the dtype up to the next one."""
+    """The distance from a positive normal number to the next larger number of the dtype."""
     return math.ldexp(torch.finfo(dtype).eps, math.frexp(value)[1] - 1)
 
 
 def accumulate(device: Device = "cpu") -> list[Accumulation]:
-    """The experiment: both sums in every combination of dtypes."""
+    """Computes both sums in every combination of dtypes."""
     return [
         accumulation(*sizes, accumulator, addend, converted=converted, device=device)
         for sizes in SUMS
@@ -131,9 +132,9 @@ def accumulation(
     converted: bool = False,
     device: Device = "cpu",
 ) -> Accumulation:
-    """One of them; see running_sums."""
+    """One sum in one combination of dtypes; see running_sums."""
     sums = running_sums(value, steps, accumulator, addend, converted=converted, device=device)
-    # An addend that was lost once is lost for ever: neither of the two changes any more.
+    # If one addition leaves s unchanged, all later ones do, because neither s nor x changes again.
     grown = int((sums[1:] != sums[:-1]).sum())
     last = sums[-1].item()
     return Accumulation(
@@ -164,7 +165,7 @@ def torch_cumsum(x: Tensor) -> Tensor:
 
 
 def memcheck_state(x: Tensor) -> Tensor:
-    """The sum of keys that linear attention carries from token to token, after keys x (T,) as they are."""
+    """The sum of keys that linear attention carries from token to token, for keys x (T,) taken as they are."""
     keys, ones = x[None, None, :, None], torch.ones_like(x)[None, None, :, None]
     _, (_, z) = linear_attention_step(ones[:, :, :1], keys, ones, feature_map="identity")
     return z[0, 0, 0]
@@ -196,7 +197,7 @@ WAYS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def library_sums(device: Device = "cpu") -> list[LibrarySum]:
-    """Both sums of 16-bit addends by what one calls instead of a loop."""
+    """Both sums of 16-bit addends, computed by library calls instead of a loop."""
     return [
         library_sum(way, *sizes, dtype, device=device)
         for way in WAYS
@@ -233,7 +234,7 @@ def underflows(device: Device = "cpu") -> list[Underflow]:
 
 
 def underflow(dtype: torch.dtype, *, scaled: bool = False, device: Device = "cpu") -> Underflow:
-    """y = w x of one weight, w = x = 1, and loss = 1e-8 y: the gradient of y, which has y's dtype, and that of w."""
+    """y = w x with w = x = 1 and loss = 1e-8 y: returns the gradient of y, which has y's dtype, and that of w."""
     kind = torch.device(device).type
     w = torch.nn.Parameter(torch.ones(1, 1, device=device))
     scaler = torch.amp.GradScaler(kind, enabled=scaled)

@@ -1,4 +1,6 @@
-"""The dtype of every stage of a small network under autocast, forward and backward, and what each stage keeps."""
+"""Records the dtypes of every stage of a small network under autocast, forward and backward, and what each stage
+keeps.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memcheck.measure.tracker import dtype_name, tensors_in, track
 from memcheck.ops.linear_attention import linear_attention
 
-# Batch, tokens, features of a token, features inside, classes.
+# Batch size, tokens, features of a token, hidden features, classes.
 B, S, E, R, CLASSES = 2, 8, 16, 32, 10
 
 
@@ -35,7 +37,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Cast:
-    """A copy in another dtype that was made on the way into a stage."""
+    """A copy in another dtype that was made of a stage's input."""
 
     what: str
     dtype: str
@@ -45,7 +47,7 @@ class Cast:
 
     @property
     def name(self) -> str:
-        """As Kept.what has it."""
+        """The name of the copy, in the style of Kept.what."""
         return f"copy of {self.what}"
 
 
@@ -72,7 +74,7 @@ class Stage:
 
     @property
     def kept_dtypes(self) -> list[str]:
-        """Of what has bytes."""
+        """Dtypes of the kept tensors that occupy memory of their own."""
         return list(dict.fromkeys(kept.dtype for kept in self.kept if kept.bytes))
 
 
@@ -98,7 +100,7 @@ class StagesRun:
 
 
 class OneHead(nn.Module):
-    """Causal attention of one head on queries, keys and values side by side, (B,S,3R) -> (B,S,R)."""
+    """Causal attention with one head on concatenated queries, keys and values, (B,S,3R) -> (B,S,R)."""
 
     def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
         super().__init__()
@@ -120,7 +122,7 @@ class CrossEntropy(nn.Module):
 
 
 class Network(nn.Module):
-    """Tokens (B,S,E) and targets (B,S) -> the loss; its children are the stages, in their order."""
+    """Maps tokens (B,S,E) and targets (B,S) to the loss. Its children are the stages, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +145,7 @@ class Network(nn.Module):
 
 @dataclass
 class Notes:
-    """What was seen of a stage: what it kept, and (original, copy) of every cast."""
+    """Observations of one stage: the tensors it kept, and (original, copy) of every cast."""
 
     input: Tensor
     output: Tensor
@@ -153,7 +155,7 @@ class Notes:
 
 
 class Recorder(TorchDispatchMode):
-    """Takes notes of a network's children. All tensors it saw stay alive, so that no address is used twice."""
+    """Observes a network's children. It keeps every tensor it saw alive, so that no address is reused."""
 
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
@@ -206,7 +208,7 @@ def run_stages(dtype: torch.dtype, *, autocast: bool, device: torch.device | str
 
 
 def make_network(device: torch.device | str) -> tuple[Network, Tensor, Tensor]:
-    """The network, x (B,S,E) and targets (B,S); the same numbers every time, and torch's own generator untouched."""
+    """The network, x (B,S,E) and targets (B,S); the same numbers every time. torch's random state stays unchanged."""
     with torch.device("cpu"), torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(0)
         network, x, targets = Network(), torch.randn(B, S, E), torch.randint(CLASSES, (B, S))
@@ -214,9 +216,9 @@ def make_network(device: torch.device | str) -> tuple[Network, Tensor, Tensor]:
 
 
 def track_forward(network: Network, x: Tensor, targets: Tensor, region: Callable[[], Any]) -> tuple[int, int]:
-    """Bytes kept for backward, and those that went as the region ended."""
+    """Bytes kept for backward, and bytes freed at the end of the autocast region."""
     with region():
-        network(x, targets)  # so that what libraries allocate once is there before
+        network(x, targets)  # The first run makes libraries allocate what they allocate only once.
     with track(network, x, targets) as memory:
         with region():
             loss = network(x, targets)
@@ -231,7 +233,7 @@ def address(tensor: Tensor) -> int:
 
 
 def whose(network: Network, x: Tensor, targets: Tensor, notes: dict[str, Notes]) -> dict[int, str]:
-    """What lies at an address: the caller's tensors, outputs of stages, and copies of all these."""
+    """Names the tensors at each address: the caller's tensors, the stages' outputs, and copies of both."""
     names = {address(x): "x", address(targets): "targets"}
     names |= {address(parameter): name for name, parameter in network.named_parameters()}
     for name, note in notes.items():
@@ -266,12 +268,12 @@ def dtypes(tensors: Any) -> str | None:
 
 
 def has_only(dtype: torch.dtype, tensor: Tensor) -> bool:
-    """Every number in it is one that the dtype has."""
+    """True if the dtype can represent every number of the tensor."""
     return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 def kept_of(name: str, note: Notes, names: dict[int, str], held: set[int]) -> Iterator[Kept]:
-    """What the stage keeps; whatever has bytes here is held from now on."""
+    """The tensors that the stage keeps. Their storage counts as held from here on."""
     for tensor in note.saved:
         place = address(tensor)
         size = 0 if place in held else tensor.untyped_storage().nbytes()

@@ -17,7 +17,7 @@ from memcheck.predict.replay import Prediction, Replay, blank_of, predict_memory
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace import WORKSPACE, Piece, Tape, Trace
 
-# Where, and with which torch, the table was made.
+# The GPU and the torch version that produced the table.
 DEVICE, TORCH = "A100-40GB", (2, 7)
 HEADS = 8
 OWN = "the module's own"
@@ -69,7 +69,7 @@ def module_trace(case: Case, target: Target) -> Trace:
 
 
 def tape_of(inputs: Mapping[str, int], forward: Mapping[str, int], backward: Mapping[str, int]) -> Trace:
-    """All is taken, and nothing given back: so much is known of the fullest moments."""
+    """A tape without frees, because only the fullest moments are known."""
     trace = Trace(Tape())
     for phase, sizes in (("inputs", inputs), ("forward", forward), ("backward", backward)):
         first = len(trace.tape.events)

@@ -1,4 +1,4 @@
-"""What numbers become in lower precision, as tables: long sums, the stages of a network under autocast, underflow."""
+"""Tables of what 16-bit arithmetic does: long sums, a network's stages under autocast, and gradient underflow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def sum_name(it: Accumulation | LibrarySum) -> str:
 
 
 def accumulation_table(accumulations: Sequence[Accumulation]) -> Table:
-    """A row for each combination of dtypes, the sums side by side."""
+    """One row per combination of dtypes, with both sums side by side."""
     names = list(dict.fromkeys(map(sum_name, accumulations)))
     columns = [Column("accumulator_dtype", "sum s"), Column("addend_dtype", "addend x")]
     for name in names:
@@ -71,7 +71,7 @@ def accumulation_words(accumulations: Sequence[Accumulation]) -> Iterator[str]:
 
 
 def spacing_words(it: Accumulation) -> str:
-    """Why a sum in a narrow accumulator is off: the distance of the dtype's numbers beside the addend."""
+    """Explains the error of a narrow accumulator: the distance between its numbers compared with the addend."""
     run = f"{short(it.accumulator_dtype)}, {sum_name(it)}"
     if it.stopped_after is None:
         return (
@@ -85,7 +85,7 @@ def spacing_words(it: Accumulation) -> str:
 
 
 def library_table(sums: Sequence[LibrarySum], accumulations: Sequence[Accumulation]) -> Table:
-    """A row for each way, after the loop in the dtype of x."""
+    """One row per library call, after the loop in the dtype of x."""
     groups = list(dict.fromkeys((sum_name(it), it.addend_dtype) for it in sums))
     loop = {(sum_name(it), it.addend_dtype): it.sum for it in accumulations if it.accumulator_dtype == it.addend_dtype}
     rows: list[list[Cell]] = [["s += x, in a loop", "as x", *(loop.get(group) for group in groups)]]
@@ -108,7 +108,7 @@ def result_words(sums: Sequence[LibrarySum]) -> str:
 
 
 def library_words(sums: Sequence[LibrarySum], loop: Mapping[tuple[str, str], float]) -> Iterator[str]:
-    """loop: what the loop gives, by sum_name and the dtype of x."""
+    """Explains the library sums. loop: the loop's result, by sum_name and the dtype of x."""
     ways = list(dict.fromkeys(it.way for it in sums))
     inexact = {it.way for it in sums if not it.rounded_once}
     exact = [way for way in ways if way not in inexact]
@@ -131,7 +131,7 @@ def result_excuse(sums: Sequence[LibrarySum]) -> str:
 
 
 def stages_table(plain: StagesRun, cast: StagesRun) -> Table:
-    """A row for each stage, without autocast beside with it."""
+    """One row per stage, without and with autocast."""
     columns = [Column("stage", "stage"), Column("parameter_dtype", "parameters")]
     for key, title in (*DTYPE_COLUMNS.items(), ("kept_bytes", "kept, B")):
         form = "," if key == "kept_bytes" else ""
@@ -154,7 +154,7 @@ def stage_row(plain: Stage, cast: Stage) -> list[Cell]:
 
 
 def observations(plain: StagesRun, cast: StagesRun) -> Iterator[str]:
-    """What was seen in these two runs and may surprise, a sentence each."""
+    """Noteworthy observations in these two runs, one sentence each."""
     dtype = str(short(cast.autocast_dtype))
     stages = {stage.name: stage for stage in cast.stages}
     yield norm_words(stages["ln"])
@@ -179,7 +179,7 @@ def loss_words(loss: Stage) -> str:
 
 
 def gradient_words(stages: Sequence[Stage], dtype: str) -> Iterator[str]:
-    """Of the stages that computed with copies of their parameters."""
+    """Describes the parameters' gradients of the stages that computed with copies of their parameters."""
     copied = [stage for stage in stages if any(cast.of_parameter for cast in stage.casts) and stage.rounded_gradient]
     kinds = ", ".join(dict.fromkeys(str(short(it.parameter_gradient_dtype)) for it in stages if it.parameter_dtype))
     if copied:
@@ -212,7 +212,7 @@ def kept_words(plain: StagesRun, cast: StagesRun) -> str:
 
 
 def kept_table(run: StagesRun) -> Table:
-    """What stages keep, tensor by tensor, where no earlier row and not the caller holds it."""
+    """Lists the tensors that each stage keeps, unless an earlier row or the caller holds their storage."""
     columns = [
         Column("stage", "stage"),
         Column("what", "keeps"),

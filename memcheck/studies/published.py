@@ -1,4 +1,4 @@
-"""Our records beside tables that others have published."""
+"""Compares our records with published tables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MEMCHECK_PYT = "memcheck_pyt_a100_40gb.csv"
 CS336 = "cs336_attention_eager_vs_compiled.csv"
 CS336_BATCH = 8
 MIB = 2**20
-# Whose published rows a contender is set beside; softmax in any backend stands beside the one they had.
+# The published operators for each contender. softmax of any backend is compared with the published softmax.
 PUBLISHED_AS = {
     "naive": "naive",
     "softplus": "softplus",
@@ -26,7 +26,8 @@ PUBLISHED_AS = {
     "combinator-low-memory": "combinator",
 }
 NAIVE_HEADS = 8
-# Inside the published figures of operators with matrix products: one after the forward, and the backward's beside it.
+# cuBLAS workspaces inside the published figures of operators with matrix products: one after the forward, two after
+# the backward.
 CUBLAS_WORKSPACE_BYTES = 8_519_680
 WITHOUT_PRODUCTS = ("softplus",)
 PUBLISHED_PREFIX = "memcheck-pyt/"
@@ -40,7 +41,9 @@ def read_published(name: str) -> list[dict[str, str]]:
 
 
 def published_table() -> list[Row]:
-    """memcheck_pyt's rows: operator, batch, query_len, kv_len, dim, forward_bytes, backward_bytes and status."""
+    """The rows of memcheck_pyt's table: operator, batch, query_len, kv_len, dim, forward_bytes, backward_bytes and
+    status.
+    """
     return [
         {
             "operator": row["operator"],
@@ -58,7 +61,7 @@ def bytes_of(mib: str) -> int | None:
 
 
 def published_operator(record: Record) -> str | None:
-    """The published operator that computes what the record's does."""
+    """The published operator that computes the same as the record's operator."""
     name = record.operator or ""
     if name.startswith(PUBLISHED_PREFIX):
         return name.removeprefix(PUBLISHED_PREFIX)
@@ -66,7 +69,9 @@ def published_operator(record: Record) -> str | None:
 
 
 def is_comparable(record: Record) -> bool:
-    """Of the same numbers: float32, trained, causal, and a core dimension or heads as they had."""
+    """True if the record has the published settings: float32, training, causal, and the published core dimension or
+    heads.
+    """
     return (
         record.dtype == "float32"
         and record.mode == "train"
@@ -79,12 +84,12 @@ def is_comparable(record: Record) -> bool:
 
 @dataclass(frozen=True)
 class Figures:
-    """The highest bytes after the forward and after both passes, as max_memory_allocated without a reset says."""
+    """The highest bytes after the forward and after both passes, as max_memory_allocated reports without a reset."""
 
     forward: int | None
     both: int | None
-    source: str  # "CUDA max_allocated", "measured on cpu", "by formula"
-    workspace: int = 0  # of libraries, inside the figures
+    source: str  # "CUDA max_allocated", "measured on cpu" or "by formula".
+    workspace: int = 0  # Workspaces of libraries, included in the figures.
 
 
 def figures_of(record: Record) -> Figures:
@@ -104,7 +109,7 @@ def highest(forward: int | None, backward: int | None) -> tuple[int | None, int 
 
 
 def published_rows(records: Sequence[Record]) -> list[Row]:
-    """A row for each record that memcheck_pyt published a figure for. Bytes; ratios are published / ours."""
+    """One row per record for which memcheck_pyt published a figure, in bytes. Ratios are published / ours."""
     table = {
         (row["operator"], row["batch"], row["query_len"], row["kv_len"], row["dim"]): row for row in published_table()
     }
@@ -147,7 +152,7 @@ def ratio(published: float | None, ours: float | None) -> float | None:
 
 
 def in_mib(size: float | None, verdict: str) -> Cell:
-    """Where nothing is known, why: "OOM" for "oom_backward"."""
+    """The value in MiB, or the reason why there is none: "OOM" for "oom_backward"."""
     if size is not None:
         return size / MIB
     return None if verdict == "ok" else Verdict("OOM" if verdict.startswith("oom") else verdict)
@@ -194,7 +199,7 @@ def comparison_cells(row: Row) -> list[Cell]:
 
 
 def published_summary(rows: Sequence[Row]) -> Table:
-    """Least, median and most of published / ours, by contender and pass."""
+    """Minimum, median and maximum of published / ours, by contender and pass."""
     columns = [
         Column("ours", "ours"),
         Column("operator", "published"),
@@ -228,7 +233,7 @@ def spread(ratios: Sequence[float | None]) -> list[Cell]:
 
 
 def rescued(rows: Sequence[Row], ours: str) -> str | None:
-    """What ours needs where theirs found no room."""
+    """The bytes our operator needs for shapes on which the published one ran out of memory."""
     sizes = [
         f"{format_bytes(row['ours_backward_bytes'])} at S {row['query_len']} dim {row['dim']}"
         for row in rows
@@ -237,7 +242,7 @@ def rescued(rows: Sequence[Row], ours: str) -> str | None:
     return f"where the published one ran out of 40 GB, ours needs {', '.join(sizes)}" if sizes else None
 
 
-# cs336: figure -> what a record says of it.
+# Figures of the cs336 table -> the matching value of a record.
 CS336_FIGURES: dict[str, Callable[[Record], float | None]] = {
     "saved_activations_mib": lambda record: record.saved_bytes,
     "forward_peak_mib": lambda record: figures_of(record).forward,
@@ -246,7 +251,7 @@ CS336_FIGURES: dict[str, Callable[[Record], float | None]] = {
 
 
 def cs336_pairs(records: Sequence[Record]) -> Iterator[tuple[dict[str, str], Record]]:
-    """Published rows, eager and compiled, and the records of that shape: batch 8, one head, float32."""
+    """Published rows, eager and compiled, with our records of the same shape: batch 8, one head, float32."""
     rows = read_published(CS336)
     for record in records:
         alike = record.dtype == "float32" and record.mode == "train" and record.bsz == CS336_BATCH

@@ -1,4 +1,4 @@
-"""Our rows beside published ones: how many times as much the published operator needs, a dot for each shape."""
+"""Plots how many times as much memory the published operators need as ours, one dot per shape."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def plot_published(
     title: str = "Memory of the published operator / ours",
     subtitle: str = "",
 ) -> Figure:
-    """Of the rows of memcheck.report.published_rows, written to `path`, in the format of its suffix."""
+    """Plots rows of memcheck.report.published_rows and writes the figure to `path`, in the format of its suffix."""
     figure = published_figure(rows, styles, title=title, subtitle=subtitle)
     save(figure, path)
     return figure
@@ -39,7 +39,7 @@ def plot_published(
 
 @in_house_style
 def published_figure(rows: Sequence[Row], styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
-    """A strip for each of our operators, in it a dot for each row that both have figures for."""
+    """One strip per operator of ours, with a dot for each shape that has both figures."""
     names = list(dict.fromkeys(row["ours"] for row in rows))[::-1]
     drawn = distinct_styles(names, styles)
     figure = new_figure(9.6, 1.9 + 0.8 * max(len(names), 1), title, subtitle)
@@ -61,7 +61,7 @@ def published_figure(rows: Sequence[Row], styles: Mapping[str, Style], *, title:
 
 
 def ratio_of(row: Row, phase: str) -> float | None:
-    """Without the workspaces of libraries where that is known: they are on one side only."""
+    """The ratio, without library workspaces where they are known, because only the published figures include them."""
     fair = row.get(f"{phase}_ratio_less_workspaces")
     return row.get(f"{phase}_ratio") if fair is None else fair
 
@@ -74,7 +74,7 @@ def strip_name(rows: Sequence[Row], name: str) -> str:
 def draw_strip(
     ax: Axes, rows: Sequence[Row], phase: str, place: int, style: Style, edge: float, capacity: float
 ) -> None:
-    """Within a strip the longer sequences stand higher."""
+    """Draws one strip; longer sequences are drawn higher."""
     lengths = [row["query_len"] for row in rows]
     known = [(row, ratio) for row in rows if (ratio := ratio_of(row, phase))]
     heights = [place + rise(row["query_len"], lengths) for row, _ in known]
@@ -90,25 +90,25 @@ def draw_strip(
 
 
 def rise(length: int, lengths: Sequence[int]) -> float:
-    """From -0.3 for the shortest to 0.3 for the longest."""
+    """A height from -0.3 for the shortest sequence to 0.3 for the longest."""
     span = math.log2(max(lengths) / min(lengths))
     return 0.6 * math.log2(length / min(lengths)) / span - 0.3 if span else 0.0
 
 
 def is_rescued(row: Row, phase: str, capacity: float) -> bool:
-    """Theirs ran out of memory, and ours needs no more than what is known to have fitted."""
+    """True if the published operator ran out of memory and ours needs no more than is known to have fitted."""
     ours = row.get(f"ours_{phase}_bytes")
     failed = row[f"published_{phase}_bytes"] is None and str(row["published_status"]).startswith("oom")
     return failed and ours is not None and ours <= capacity
 
 
 def known_capacity(rows: Sequence[Row]) -> float:
-    """The most that any published row took and got."""
+    """The highest published figure that fitted."""
     return max((row[f"published_{phase}_bytes"] or 0 for row in rows for phase in PHASES), default=0)
 
 
 def set_ratio_axis(ax: Axes, ratios: Sequence[float]) -> float:
-    """Returns where at the right edge the marks of what ran out of memory stand."""
+    """Sets the axis, and returns the position of the out-of-memory marks at the right edge."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     low, high = math.log2(min([*ratios, 1.0])), math.log2(max([*ratios, 2.0]))
@@ -122,7 +122,7 @@ def set_ratio_axis(ax: Axes, ratios: Sequence[float]) -> float:
 
 
 def ratio_ticks(low: float, high: float) -> list[float]:
-    """Round ratios between the two; only powers of two where that would be many."""
+    """Round ratios within the range; powers of two only if there would be too many."""
     powers = [2.0**power for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1)]
     rounder = sorted({power * part for power in powers for part in (1, 1.25, 1.5)})
     ticks = [tick for tick in (rounder if len(powers) < 4 else powers) if low <= tick <= high]

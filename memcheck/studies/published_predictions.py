@@ -1,4 +1,4 @@
-"""Predictions beside published figures of GPUs: every row, its verdict, and by how much they differ."""
+"""Compares predictions with figures published for GPUs: every row, its verdict, and the difference."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from memcheck.report.tables import Cell, Column, Table, Verdict
 from memcheck.studies.bluewalm_module import predict_published
 from memcheck.studies.published import CS336, CS336_BATCH, MIB, SHAPE, Row, published_table, read_published
 
-# That of cs336 is not named: one of the kind that has room enough.
+# The GPU of the cs336 table is not named. This is one of the same kind with enough memory.
 CS336_GPU = "A100-80GB"
 NOTES = [
     "Published: an A100 with 40 GB, torch of the 2.7 era, max_memory_allocated rounded up to whole MiB and not reset "
@@ -43,7 +43,7 @@ def memcheck_pyt_predictions() -> Table:
 
 def predicted_cells(row: Row, prediction: Prediction) -> list[Cell]:
     record = prediction.record
-    # Where not even the inputs fit, that program was in its forward.
+    # If the inputs do not fit, the published program failed in its forward.
     status = "ok" if record.status == "ok" else f"oom_{record.oom_phase or 'forward'}"
     cells: list[Cell] = [row["operator"], *(row[column.key] for column in SHAPE), row["status"], status]
     for phase in ("forward", "backward"):
@@ -82,7 +82,7 @@ def cs336_cells(row: dict[str, str]) -> list[Cell]:
 
 
 def cs336_figures(length: int, dim: int) -> Sequence[Cell]:
-    """MiB beyond inputs and cuBLAS's workspaces."""
+    """MiB beyond the inputs and cuBLAS's workspaces."""
     sizes: dict[str, Any] = {"bsz": CS336_BATCH, "query_len": length, "kv_len": length, "dim": dim, "heads": 1}
     prediction = predict_memory(make_case("cs336/naive", core_dim=None, factor=None, **sizes), CS336_GPU)
     saved = (prediction.record.saved_bytes or 0) / MIB

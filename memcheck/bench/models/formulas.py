@@ -15,7 +15,7 @@ from memcheck.core.case import DTYPES
 
 @dataclass(frozen=True)
 class Formula:
-    """A sum of products of letters, "2 B S E w + 4 B S", and what it comes to."""
+    """A sum of products of letters such as "2 B S E w + 4 B S", and its value."""
 
     text: str
     value: int
@@ -44,13 +44,15 @@ def formula(text: str, case: ModelCase) -> Formula:
 
 
 def parameters(case: ModelCase) -> str:
-    """Embedding and head, norms, four projections, and the feed-forward's three matrices or the combinator's two."""
+    """The number of parameters: embedding, head, norms, four projections, and three feed-forward or two combinator
+    matrices.
+    """
     feed_forward = "3 L E F" if case.feed_forward == "swiglu" else "2 L E E"
     return f"2 V E + E + 4 L E E + {feed_forward} + 2 L E"
 
 
 def held_formulas(case: ModelCase, kind: str) -> dict[str, Formula]:
-    """Record field -> what training holds whatever the activations; `parameters` is a count."""
+    """Record field -> the bytes that training holds independently of activations; `parameters` is a count."""
     texts = {
         "parameters": parameters(case),
         "parameter_bytes": "w P",
@@ -95,17 +97,17 @@ def layer(case: ModelCase, kind: str) -> Iterator[tuple[str, str]]:
 
 
 def norm(kind: str) -> str:
-    """Of RMSNorm: its input and a number for each row; on the CPU its output before the weight, too."""
+    """RMSNorm keeps its input and one number per row; on the CPU also its output before the weight."""
     return "B S E w + B S n" if kind == "cuda" else "2 B S E n + B S n"
 
 
 def reading(weight: str, case: ModelCase) -> str:
-    """Of a linear layer: its input; under autocast as it was cast, and so the weight."""
+    """A linear layer keeps its input; under autocast the cast input and the cast weight."""
     return f"B S E a + {weight} a" if case.autocast else "B S E a"
 
 
 def projections(case: ModelCase) -> Iterator[tuple[str, str]]:
-    """They read the same; the first to do so is the one that keeps it, unless each has a copy of its own."""
+    """The projections read the same input, which is kept once, unless each has a cast copy of its own."""
     first = "k_proj" if case.attention_type == "softplus" else "q_proj"
     for name in ("q_proj", "k_proj", "v_proj"):
         if case.autocast or name == first:
@@ -115,13 +117,15 @@ def projections(case: ModelCase) -> Iterator[tuple[str, str]]:
 
 
 def attention(case: ModelCase, kind: str) -> str:
-    """q, k, v; of naive the probabilities and the mask, of softmax y and a number for each row; see the operators."""
+    """q, k and v; naive also keeps probabilities and the mask, softmax y and one number per row; see the operators'
+    pages.
+    """
     if case.attention_type == "naive":
-        # CUDA's autocast has the softmax in float32.
+        # CUDA's autocast computes the softmax in float32.
         scores = "B H S S n + B H S S a" if kind == "cuda" and case.autocast else "B H S S a"
         return f"3 B S E a + {scores} + S S"
     if case.attention_type == "compressed":
-        queries = "B S E a" if letters_of(case)["a"] == 2 else "2 B S E a"  # y, too, where it is not rounded
+        queries = "B S E a" if letters_of(case)["a"] == 2 else "2 B S E a"  # y is kept as well if it is not rounded.
         return f"{queries} + 2 B C E a + B H S n"
     return {"softmax": "4 B S E a + B H S n", "linear": "3 B S E a", "softplus": "3 B S E a + 2 B K E n"}[
         case.attention_type

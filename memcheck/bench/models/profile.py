@@ -1,4 +1,4 @@
-"""One model case, run and measured, with what was predicted beside it: always a record, whatever happens."""
+"""Runs and measures one model case, with the prediction beside it. Every outcome is a record."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from memcheck.predict.replay import Prediction
 
 WARMUP = 2
 DEFAULT_PASSES = 10
-TIMING_SECONDS = 10.0  # of a case, unless the number of passes was asked for
+TIMING_SECONDS = 10.0  # Passes per case, unless the number was requested.
 
 
 def profile_model_case(
@@ -68,7 +68,7 @@ def profile_model_case(
 
 
 def here(name: str) -> Device:
-    """Where a case of this machine runs, with no end to its memory: that is for the machine to say."""
+    """This machine as a device without a memory limit of its own."""
     return dataclasses.replace(device_named(name), usable_bytes=None)
 
 
@@ -100,7 +100,7 @@ def measured(
     return record
 
 
-# Of what an operator's record says.
+# Fields taken from the operator's record.
 TAKEN_OVER = (
     "status",
     "oom_phase",
@@ -135,7 +135,7 @@ def measured_memory(subject: Subject, limit_bytes: int | None) -> Record:
         )
 
     if subject.case.compiled:
-        # Once before, which compiles; in the same way, as torch.compile looks at the hooks that are open.
+        # Runs once before to compile, with the same hooks open, because torch.compile depends on them.
         with_generated_code(run)
     return run()
 
@@ -164,14 +164,14 @@ def note_times(record: ModelRecord, subject: Subject, passes: int | None) -> Non
 
 
 def summaries(times: Times) -> dict[str, dict[str, float]]:
-    """Of each phase that ran, and of the pass as a whole."""
+    """Summaries of each phase that ran, and of the whole pass."""
     columns = {phase: times.of(phase) for phase in PHASES}
     columns["total"] = [sum(run.values()) for run in times.passes]
     return {name: summary(column) for name, column in columns.items() if column}
 
 
 def summary(milliseconds: Sequence[float]) -> dict[str, float]:
-    """deviation: of the sample; 0 for a single pass."""
+    """Mean, deviation and median. deviation: of the sample; 0 for a single pass."""
     return {
         "mean_ms": statistics.fmean(milliseconds),
         "deviation_ms": statistics.stdev(milliseconds) if len(milliseconds) > 1 else 0.0,
@@ -180,7 +180,7 @@ def summary(milliseconds: Sequence[float]) -> dict[str, float]:
 
 
 def snapshot_model(case: ModelCase, path: Path) -> Path:
-    """Writes the memory of a pass over time; see memcheck.measure.export.write_snapshot."""
+    """Writes the memory of one pass over time; see memcheck.measure.export.write_snapshot."""
     subject = prepare_model(case)
     return write_snapshot(subject.operator, *subject.inputs, path=path, **arguments_of(subject))
 

@@ -1,7 +1,7 @@
-"""A case in a process of its own, which may crash, hang or be killed: what comes back is a record in any event.
+"""Runs cases in a process of its own. If it crashes, hangs or is killed, the case still gets a record.
 
-`python -m memcheck.bench.sweep.worker` reads jobs from stdin, a JSON object a line, and answers each on stdout: with the
-record as soon as its memory is known, and with the final one. `CaseProcess` is the other end.
+`python -m memcheck.bench.sweep.worker` reads jobs from stdin, one JSON object per line. It answers each on stdout, with
+the record as soon as the memory is known, and again with the final record. `CaseProcess` is the other end.
 """
 
 from __future__ import annotations
