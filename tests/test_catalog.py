@@ -28,6 +28,7 @@ from memcheck.measure.compile import with_generated_code
 from memcheck.bench.decode import one_token
 from memcheck.core.errors import UsageError
 from memcheck.measure.measurement import measure_memory
+from memcheck.predict.replay import predict_memory
 from memcheck.bench.profile import profile_case
 from memcheck.ops.reference import memcheck_pyt
 from memcheck.ops.reference.cs336_attention import cs336_attention
@@ -52,6 +53,35 @@ def outcome(operator: str, case: Case) -> list[torch.Tensor]:
     output = CONTENDERS[operator].build(case)(*inputs)
     output.backward(torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output))
     return [output, *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [("naive", "heads"), ("naive", "kv_len"), ("softplus", "kv_len"), ("cs336/naive", "kv_len"), ("combinator", "bsz")],
+)
+def test_a_size_that_was_not_given_is_named(operator: str, name: str) -> None:
+    with pytest.raises(UsageError, match=f"^{operator}: {name} must be given, got None$"):
+        case_of(operator, **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (Case("memcheck-pyt/naive"), "heads"),
+        (Case("softplus"), "core_dim"),
+        (Case("compressed", heads=2), "factor"),
+        (Case("cs336/naive", kv_len=None), "kv_len"),
+        (Case("softmax", query_len=1, mode="decode"), "heads"),
+        (Case("softplus", query_len=1, mode="decode"), "core_dim"),
+        (Case("compressed", query_len=1, heads=2, mode="decode"), "factor"),
+    ],
+)
+def test_a_size_that_a_case_lacks_is_named(case: Case, name: str) -> None:
+    reason = f"{case.operator}: {name} must be given, got None"
+    record = profile_case(case)
+    assert (record.status, record.reason) == ("error", f"UsageError: {reason}")
+    with pytest.raises(UsageError, match=f"^{reason}$"):
+        predict_memory(case)
 
 
 @pytest.mark.parametrize("operator", ["softmax", "softmax/math", "softmax/flash"])

@@ -205,6 +205,15 @@ def test_the_cost_of_tracking_is_that_of_the_results():
     assert f"{100 * (tracked['ratio'] - 1):.1f} %" in README.read_text()
 
 
+def test_the_cost_of_tracking_passes_is_that_of_the_results():
+    rows = json.loads((ROOT / "benchmarks/results/tracking_passes.json").read_text())["rows"]
+    ratios = {(row["model"], row["contender"]): row["ratio"] for row in rows}
+    for row in rows:
+        sizes = "B{} S{} E{}".format(*row["shape"])
+        costs = [100 * (ratios[row["model"], name] - 1) for name in ("tracked, no hooks", "tracked")]
+        assert f"| {row['model']}, {sizes} | +{costs[0]:.0f} % | +{costs[1]:.0f} % |\n" in README.read_text()
+
+
 def test_the_table_of_the_readme_holds_the_committed_records():
     from memcheck.core.record import read_json_lines
     from memcheck.report import table_row

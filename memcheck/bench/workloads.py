@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.bench.operators import Operator, UnsupportedError
+from memcheck.bench.operators import Operator, UnsupportedError, overflow_as_out_of_memory
 from memcheck.core.case import Case
 from memcheck.bench.catalog import CONTENDERS
 from memcheck.measure.compile import compiled
@@ -49,6 +49,7 @@ class Subject:
         return self.names[index] if index < len(self.names) else f"argument {index}"
 
 
+@overflow_as_out_of_memory()
 def prepare(case: Case) -> Subject:
     contender = CONTENDERS[case.operator]
     if case.mode == "decode":
@@ -65,7 +66,7 @@ def finish(
 ) -> Subject:
     call = bind(operator, parameters)
     # A module's own parameters count, too, whatever is wrapped around it.
-    owned = (parameters, operator)
+    owned = (parameters, operator if any(True for _ in named_tensors_in(operator)) else ())
     return Subject(case, compiled(call) if case.compiled else call, inputs, owned, argument_names(operator), state)
 
 

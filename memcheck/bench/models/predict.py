@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.measure.modules import kept_by_component
 from memcheck.core.devices import Device, device_named
 from memcheck.predict.trace import OnTarget, Run, Tape, Trace, Tracer
@@ -44,7 +45,11 @@ def predict_model(
     device = device_named(device) if isinstance(device, str) else device
     target = target_for(device, threads)
     record = describe(blank(ModelRecord, device, target), case)
-    model = traced_model(dataclasses.replace(case, device="meta", compiled=False), target)
+    try:
+        model = traced_model(dataclasses.replace(case, device="meta", compiled=False), target)
+    except torch.OutOfMemoryError as error:
+        record.status, record.reason = "oom", f"predicted: {error} does not fit"
+        return Prediction(case, device, record, {}, False, ())
     prediction = Replay(model.trace, case, device, record, limit_bytes).prediction()
     for name, size in model.held.items():
         setattr(record, name, size)
@@ -88,6 +93,7 @@ def bounds_of(prediction: Prediction) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=32)
+@overflow_as_out_of_memory()
 def traced_model(case: ModelCase, target: Target) -> ModelTrace:
     subject = prepare_model(case, target.kind)
     held = held_bytes(subject, target)

@@ -20,7 +20,7 @@ from memcheck.bench.sweep.grid import any_case, check_names, refusal
 from memcheck.report.plots.capacity import Edge, plot_frontier
 from memcheck.report.plots.style import FORMATS
 from memcheck.bench.plugins import load_plugin
-from memcheck.cli.cases import count, file, size, sizes
+from memcheck.cli.cases import count, file, make_room, size, sizes
 from memcheck.report import render
 from memcheck.report.capacity import FOUND, frontier_table, room_words, shared_words
 
@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     axis, device = args.find.replace("-", "_"), predicted_device(args)
     cases = list(make_cases(args, axis))
     along = drawn_against(args, axis) if args.plot else None
+    if args.plot:
+        make_room("--plot", args.plot)
     how: dict[str, Any] = {"limit_bytes": args.memory_limit, "step": args.step, "most": args.up_to}
     frontiers = [look(case, axis, device, how) for case in cases]
     if args.format == "json":
@@ -182,6 +184,4 @@ def picture(text: str) -> Path:
     path = file("--plot")(text)
     if path.suffix.removeprefix(".") not in FORMATS:
         raise UsageError(f"--plot {path} must end in one of .{', .'.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path} cannot be written to: there is no folder {path.parent}")
     return path

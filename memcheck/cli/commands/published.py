@@ -13,6 +13,7 @@ from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_
 from memcheck.cli.commands.report import FORMATS, write_output
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.studies.published_plot import plot_published
+from memcheck.cli.cases import make_room
 from memcheck.core.record import Record
 from memcheck.report import published_rows, published_table, published_tables, render
 from memcheck.bench.sweep.store import read_records
@@ -77,8 +78,8 @@ def draw(records: Sequence[Record], path: Path) -> Path:
         raise MemcheckError("--plot draws rows that memcheck_pyt published, and there are none")
     sources = ", ".join(dict.fromkeys(row["ours_source"] for row in rows))
     styles = {name: contender.style for name, contender in CONTENDERS.items()}
+    make_room("--plot", path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         plot_published(rows, path, styles=styles, subtitle=f"{len(rows)} rows of an A100 with 40 GB; ours {sources}")
     except (OSError, ValueError) as error:
         raise UsageError(f"--plot {path} cannot be written: {error}") from None
