@@ -1,4 +1,4 @@
-"""What a step of training would take, for the sizes of memcheck.bench.models.case on GPUs that are not here: predicted, not run.
+"""Predicts the memory of a training step for every model size on GPUs that need not be here; nothing is run.
 
     python benchmarks/models.py [--bsz 4] [--quick] [--output FILE]
 

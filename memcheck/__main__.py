@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import codecs
 import importlib
+import io
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
@@ -13,6 +16,8 @@ from typing import NoReturn
 from memcheck import __version__
 from memcheck.cli import commands
 from memcheck.core.errors import MemcheckError, UsageError
+
+NEGATIVE = re.compile(r"-(\.?\d|(inf|nan)$)", re.IGNORECASE)
 
 
 class Parser(argparse.ArgumentParser):
@@ -23,14 +28,34 @@ class Parser(argparse.ArgumentParser):
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
-    """The same arguments with hyphens for underscores in the command and in option names, never in values."""
-    words = []
+    """The same arguments with hyphens for underscores in the command and in option names, never in values.
+
+    A negative value is joined to its option: of its own, argparse takes "-1GiB" for another option.
+    """
+    words: list[str] = []
     for position, word in enumerate(argv):
+        if NEGATIVE.match(word) and words and words[-1].startswith("--") and "=" not in words[-1]:
+            words[-1] += f"={word}"
+            continue
         name, equals, value = word.partition("=")
         if name.startswith("--") or (position == 0 and not name.startswith("-")):
             name = name.replace("_", "-")
         words.append(name + equals + value)
     return words
+
+
+SPELLINGS = {"±": "+-", "µ": "u"}
+
+
+def spelled(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What is written in place of a character that the encoding of stdout lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    letter = error.object[error.start]
+    return SPELLINGS.get(letter, "?"), error.start + 1
+
+
+codecs.register_error("memcheck", spelled)
 
 
 def command_names() -> list[str]:
@@ -71,7 +96,10 @@ def dispatch(argv: Sequence[str]) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code."""
     if sys.stdout is None:  # closed, as by `>&-`: what is printed goes nowhere, and all else goes on
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="memcheck")
     try:
         code = dispatch(sys.argv[1:] if argv is None else argv)
         sys.stdout.flush()

@@ -78,6 +78,8 @@ def check_case(case: Case) -> Case:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
     if case.operator not in CONTENDERS:
         raise unknown_operator(case.operator)
+    for name in sizes_of(CONTENDERS[case.operator]):
+        case.size(name)
     if case.dtype not in DTYPES:
         raise UsageError(f"--dtype {case.dtype} is unknown; known: {', '.join((*SHORT_DTYPES, *DTYPES))}")
     if case.mode not in MODES:
@@ -96,6 +98,17 @@ def check_case(case: Case) -> Case:
     return case
 
 
+def sizes_of(contender: Contender) -> list[str]:
+    """The names of the sizes that a case of it has."""
+    has = {
+        "kv_len": contender.kind == "attention",
+        "heads": contender.has_heads,
+        "core_dim": contender.has_core_dim,
+        "factor": contender.has_factor,
+    }
+    return ["bsz", "query_len", "dim", *(name for name, needed in has.items() if needed)]
+
+
 def attention_types() -> list[str]:
     return [name for name, contender in CONTENDERS.items() if contender.kind == "attention"]
 
@@ -111,7 +124,7 @@ def unknown_operator(name: str) -> UsageError:
 def make_case(
     operator: str,
     *,
-    heads: int,
+    heads: int | None,
     core_dim: int | None,
     factor: int | None,
     causal: bool = True,

@@ -46,9 +46,8 @@ def accumulation_dtype(case: Case) -> torch.dtype:
 
 def head_sizes(case: Case) -> tuple[int, int, int, int]:
     """B, H, T, D"""
-    assert case.heads is not None
-    assert case.kv_len is not None
-    return case.bsz, case.heads, case.kv_len, case.dim // case.heads
+    H = case.size("heads")
+    return case.bsz, H, case.size("kv_len"), case.dim // H
 
 
 def sums(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -92,8 +91,7 @@ def softplus_step(case: Case) -> Operator:
 
 def softplus_state(case: Case) -> tuple[Tensor, ...]:
     """Z and A (B,R)"""
-    assert case.core_dim is not None
-    return sums(case, *[(case.bsz, case.core_dim)] * 2)
+    return sums(case, *[(case.bsz, case.size("core_dim"))] * 2)
 
 
 def linear_step(case: Case) -> Operator:
@@ -111,8 +109,7 @@ def linear_state(case: Case) -> tuple[Tensor, ...]:
 def compressed_step(case: Case) -> Operator:
     from memcheck.ops.compressed_attention import compressed_attention_step
 
-    assert case.factor is not None
-    factor = case.factor
+    factor = case.size("factor")
     return lambda q, k, v, state: compressed_attention_step(q, k, v, state, factor=factor)
 
 
@@ -120,8 +117,8 @@ def compressed_state(case: Case) -> Any:
     """The means of T // factor blocks (B,H,C,D), and sums (B,H,D) of the T % factor positions of the open block."""
     from memcheck.ops.compressed_attention import CompressedAttentionState
 
-    assert case.factor is not None
+    factor = case.size("factor")
     B, H, T, D = head_sizes(case)
-    kc, vc = random_leaves(case, *[(B, H, T // case.factor, D)] * 2)
+    kc, vc = random_leaves(case, *[(B, H, T // factor, D)] * 2)
     k_sum, v_sum = sums(case, *[(B, H, D)] * 2)
-    return CompressedAttentionState(kc, vc, k_sum, v_sum, T % case.factor)
+    return CompressedAttentionState(kc, vc, k_sum, v_sum, T % factor)

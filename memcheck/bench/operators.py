@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +22,17 @@ from memcheck.ops.reference.linear_attention import linear_attention_cumsum
 from memcheck.ops.reference.naive_attention import naive_attention
 
 
+@contextmanager
+def overflow_as_out_of_memory() -> Iterator[None]:
+    """Inside it, a tensor of 2^63 bytes or more is torch.OutOfMemoryError, as any that the machine has no room for."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise torch.OutOfMemoryError("a tensor of 2^63 bytes or more") from None
+
+
 def random_leaves(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     options: Any = {"dtype": DTYPES[case.dtype], "device": case.device, "requires_grad": case.mode == "train"}
     if case.device == "meta":
@@ -31,18 +43,15 @@ def random_leaves(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
 
 def head_inputs(case: Case) -> tuple[Tensor, ...]:
     """q (B,H,S,D)   k, v (B,H,T,D)"""
-    assert case.heads is not None
-    assert case.kv_len is not None
-    B, H, D = case.bsz, case.heads, case.dim // case.heads
-    return random_leaves(case, (B, H, case.query_len, D), *[(B, H, case.kv_len, D)] * 2)
+    B, H, T = case.bsz, case.size("heads"), case.size("kv_len")
+    D = case.dim // H
+    return random_leaves(case, (B, H, case.query_len, D), *[(B, H, T, D)] * 2)
 
 
 def channel_major_inputs(case: Case) -> tuple[Tensor, ...]:
     """q (B,S,R)   k, v (B,R,T)"""
-    assert case.core_dim is not None
-    assert case.kv_len is not None
-    B, R = case.bsz, case.core_dim
-    return random_leaves(case, (B, case.query_len, R), *[(B, R, case.kv_len)] * 2)
+    B, R, T = case.bsz, case.size("core_dim"), case.size("kv_len")
+    return random_leaves(case, (B, case.query_len, R), *[(B, R, T)] * 2)
 
 
 def token_inputs(case: Case) -> tuple[Tensor, ...]:
@@ -52,8 +61,8 @@ def token_inputs(case: Case) -> tuple[Tensor, ...]:
 
 def headless_inputs(case: Case) -> tuple[Tensor, ...]:
     """q (B,S,E)   k, v (B,T,E)"""
-    assert case.kv_len is not None
-    return random_leaves(case, *((case.bsz, length, case.dim) for length in (case.query_len, case.kv_len, case.kv_len)))
+    T = case.size("kv_len")
+    return random_leaves(case, *((case.bsz, length, case.dim) for length in (case.query_len, T, T)))
 
 
 def combinator_weight(case: Case) -> tuple[Tensor, ...]:
@@ -135,13 +144,8 @@ def build_low_memory_combinator(case: Case) -> Operator:
 def build_compressed(case: Case) -> Operator:
     from memcheck.ops.compressed_attention import compressed_attention
 
-    factor = factor_of(case)
+    factor = case.size("factor")
     return lambda q, k, v: compressed_attention(q, k, v, factor=factor, causal=bool(case.causal))
-
-
-def factor_of(case: Case) -> int:
-    assert case.factor is not None
-    return case.factor
 
 
 class FlexAttention(torch.nn.Module):
@@ -164,19 +168,18 @@ class FlexAttention(torch.nn.Module):
 def causal_block_mask(case: Case) -> Any:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    assert case.kv_len is not None
-    offset = case.kv_len - case.query_len
+    T = case.size("kv_len")
+    offset = T - case.query_len
 
     def seen(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return query + offset >= key
 
-    return create_block_mask(seen, None, None, case.query_len, case.kv_len, device=case.device)
+    return create_block_mask(seen, None, None, case.query_len, T, device=case.device)
 
 
 def build_memcheck_pyt_naive(case: Case) -> Operator:
-    assert case.heads is not None
     attention = memcheck_pyt.NaiveAttention(
-        case.dim, case.heads, causal=bool(case.causal), device=case.device, dtype=DTYPES[case.dtype]
+        case.dim, case.size("heads"), causal=bool(case.causal), device=case.device, dtype=DTYPES[case.dtype]
     )
     return attention.requires_grad_(case.mode == "train")
 

@@ -25,7 +25,7 @@ def load_plugin(name: str) -> str:
                 importlib.import_module(name)
     except MemcheckError as error:
         raise UsageError(f"--plugin {name}: {error}") from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UsageError(f"--plugin {name} cannot be imported: {type(error).__name__}: {error}") from error
     return name
 

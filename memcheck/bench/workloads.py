@@ -12,6 +12,7 @@ from torch import Tensor
 
 from memcheck.bench.catalog import CONTENDERS
 from memcheck.bench.decode import one_token
+from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.core.case import Case, Operator
 from memcheck.core.errors import UnsupportedError
 from memcheck.measure.compile import compiled
@@ -49,6 +50,7 @@ class Subject:
         return self.names[index] if index < len(self.names) else f"argument {index}"
 
 
+@overflow_as_out_of_memory()
 def prepare(case: Case) -> Subject:
     contender = CONTENDERS[case.operator]
     if case.mode == "decode":
@@ -65,7 +67,7 @@ def finish(
 ) -> Subject:
     call = bind(operator, parameters)
     # A module's own parameters count, too, whatever is wrapped around it.
-    owned = (parameters, operator)
+    owned = (parameters, operator if any(True for _ in named_tensors_in(operator)) else ())
     return Subject(case, compiled(call) if case.compiled else call, inputs, owned, argument_names(operator), state)
 
 

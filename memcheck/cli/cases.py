@@ -5,17 +5,18 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import TextIO, TypeVar
 
 from memcheck.bench.catalog import CONTENDERS, MODES, Case
 from memcheck.bench.plugins import load_plugin
 from memcheck.bench.profile import CPU_SECONDS, profile_case, snapshot_case, timeline_of_case, trace_case
 from memcheck.bench.sweep.grid import parse_sizes
 from memcheck.bench.sweep.predict import predicted_record
+from memcheck.bench.sweep.store import whole_lines
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record, write_csv
@@ -23,9 +24,12 @@ from memcheck.core.units import parse_bytes
 from memcheck.measure.export import format_shares, nvtx_ranges
 from memcheck.report import common_case, legend, prediction_row, table_header, table_row, unknown_words
 from memcheck.report.case_rows import DECODING_LEGEND, decoding_header, decoding_row, explanation
+from memcheck.report.cases import case_of, place_of
 from memcheck.report.plots import plot_memory, plot_timeline
 from memcheck.report.plots.style import FORMATS
 from memcheck.report.predictions import LEGEND as PREDICTION_LEGEND
+
+R = TypeVar("R", bound=Record)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
@@ -40,7 +44,10 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compile", action="store_true", help="under torch.compile, which compiles once before")
     parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda where there is one")
     parser.add_argument(
-        "--memory-limit", type=size("--memory-limit"), metavar="40GiB", help="OOM above this; bytes, KiB..GB"
+        "--memory-limit",
+        type=size("--memory-limit"),
+        metavar="40GiB",
+        help="OOM above this; B, KiB, MiB, GiB, KB, MB or GB",
     )
     parser.add_argument(
         "--passes", type=count("--passes"), metavar="N", help="timed passes; default: 10, or 3 s of them"
@@ -60,7 +67,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         type=folder,
         default=Path("results"),
         metavar="DIR",
-        help="files there are replaced; default: results",
+        help="records of the same cases there are replaced, others stay; default: results",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="of stdout; default: table")
     parser.add_argument(
@@ -164,8 +171,8 @@ class Inspection:
     def of(cls, args: argparse.Namespace, cases: int) -> Inspection:
         for flag in ("timeline", "snapshot", "trace"):
             path = getattr(args, flag)
-            if path is not None and not path.parent.is_dir():
-                raise UsageError(f"--{flag} {path} cannot be written to: there is no folder {path.parent}")
+            if path is not None:
+                make_room(f"--{flag}", path)
         if args.timeline is not None and args.timeline.suffix.removeprefix(".") not in FORMATS:
             raise UsageError(f"--timeline {args.timeline} must end in one of .{', .'.join(FORMATS)}")
         return cls(args.explain, args.timeline, args.snapshot, args.trace, cases == 1, [])
@@ -210,25 +217,51 @@ def note_unused_flags(args: argparse.Namespace, cases: list[Case]) -> None:
             print(f"note: --{field.replace('_', '-')} is not used by {', '.join(without)}", file=sys.stderr)
 
 
-def begin_files(folder: Path, paths: Sequence[Path]) -> None:
-    """Empties the first of the files in the folder and removes the others; UsageError where that cannot be."""
+def begin_records(path: Path) -> None:
+    """Makes the folder, and the file where it is not there; UsageError where that cannot be."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in paths:
-            path.unlink(missing_ok=True)
-        paths[0].touch()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+        whole_lines(path)
     except OSError as error:
-        raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
+        raise UsageError(f"--output {path.parent} cannot be written to: {error.strerror}") from None
 
 
 def append_record(path: Path, record: Record) -> None:
-    with path.open("a") as lines:
+    with path.open("a", encoding="utf-8") as lines:
         lines.write(record.to_json() + "\n")
+
+
+def drop_replaced(path: Path, kind: type[R], same: Callable[[R], Hashable]) -> list[R]:
+    """Leaves in the file the newest record of each case, and every line that this version cannot read.
+
+    kind: of the records. same: what two records of one case share. Returns the records that are left.
+    """
+    left: dict[Hashable, tuple[bytes, R | None]] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
+        try:
+            record = kind.from_json(line.decode())
+        except (ValueError, RecursionError):
+            left[number] = line, None
+        else:
+            left.pop(same(record), None)
+            left[same(record)] = line, record
+    beside = path.with_suffix(".tmp")
+    beside.write_bytes(b"".join(line for line, _ in left.values()))
+    beside.replace(path)
+    return [record for _, record in left.values() if record is not None]
+
+
+def case_and_place(record: Record) -> Hashable:
+    return case_of(record), place_of(record), record.device_name, record.source
 
 
 @dataclass
 class ResultFiles:
-    """records.jsonl grows a line per case, so that a crash loses none; what is drawn from it is written at the end."""
+    """records.jsonl grows a line per case, so that a crash loses none.
+
+    At the end the earlier records of the same cases are dropped, those of others stay, and the other files are written.
+    """
 
     folder: Path
 
@@ -237,7 +270,7 @@ class ResultFiles:
         files = cls(folder)
         if (folder / "sweep.json").exists():
             raise UsageError(f"--output {folder} holds a sweep, whose rows would be replaced: name another folder")
-        begin_files(folder, files.paths())
+        begin_records(files.paths()[0])
         return files
 
     def paths(self) -> tuple[Path, Path, Path]:
@@ -249,8 +282,8 @@ class ResultFiles:
         append_record(self.paths()[0], record)
 
     def finish(self, records: list[Record], predictions: list[Record], title: str) -> None:
-        _, table, picture = self.paths()
-        write_csv([*records, *predictions], table)
+        lines, table, picture = self.paths()
+        write_csv(drop_replaced(lines, Record, case_and_place), table)
         styles = {name: contender.style for name, contender in CONTENDERS.items()}
         plot_memory([*records, *predictions], picture, styles=styles, title=title, subtitle=common_case(records))
 
@@ -287,6 +320,18 @@ def file(flag: str) -> Callable[[str], Path]:
         return Path(text)
 
     return parse
+
+
+def make_room(flag: str, path: Path) -> None:
+    """Makes the folder of a file that a flag names; UsageError where that cannot be, or the file cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        there = path.exists()
+        path.open("ab").close()
+        if not there:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"{flag} {path} cannot be written to: {error.strerror}") from None
 
 
 def seconds(flag: str) -> Callable[[str], float]:

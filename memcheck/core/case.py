@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from memcheck.core.errors import UsageError
+
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -44,3 +46,10 @@ class Case:
     mode: str = "train"
     compiled: bool = False
     device: str = "cpu"
+
+    def size(self, name: str) -> int:
+        """The size of that name, for an operator that needs it: UsageError where the case has none."""
+        size: int | None = getattr(self, name)
+        if size is None:
+            raise UsageError(f"{self.operator}: {name} must be given, got None")
+        return size

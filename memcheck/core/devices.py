@@ -64,7 +64,7 @@ def sizes_of(row: dict[str, str]) -> tuple[int, int, str]:
 
 
 def read_table() -> list[dict[str, str]]:
-    with TABLE.open(newline="") as lines:
+    with TABLE.open(newline="", encoding="utf-8") as lines:
         return list(csv.DictReader(lines))
 
 
@@ -92,12 +92,14 @@ def device_named(text: str) -> Device:
     matches = [known] if (known := catalog_name(text.strip())) else matching(name)
     if len(matches) == 1:
         return DEVICES[matches[0]]
-    raise UsageError(f"--device {text} is {said_of(matches)}")
+    raise UsageError(f"--device {text} is {said_of(text.strip(), matches)}")
 
 
-def said_of(matches: list[str]) -> str:
+def said_of(text: str, matches: list[str]) -> str:
     if matches:
         return f"one of several: {', '.join(matches)}"
+    if re.fullmatch(r"\d+(\.\d+)?", text):
+        return f"no GPU, and a size needs a unit: {text} what? write {text}GiB; known: cpu, and {', '.join(DEVICES)}"
     return f"unknown; known: cpu, a size such as 40GiB, and {', '.join(DEVICES)}"
 
 
@@ -118,12 +120,11 @@ def plain(text: str) -> str:
 
 
 def size_of(text: str) -> int | None:
-    """The bytes of "40GiB"; fewer than a MiB are none, as of "4080", which is no size that anybody means."""
+    """The bytes of "40GiB"; None where it is no size."""
     try:
-        size = parse_bytes(text)
+        return parse_bytes(text)
     except ValueError:
         return None
-    return size if size >= MIB else None
 
 
 def this_cpu() -> Device:

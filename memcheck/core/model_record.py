@@ -37,7 +37,6 @@ class ModelRecord(Record):
 
     parameters: int | None = None  # a count; parameter_bytes is their size, and leaves out buffers and the optimizer's
     buffer_bytes: int | None = None  # the tables of rotary positions
-    optimizer_bytes: int | None = None  # AdamW's two moments, and on the CPU a step of 4 bytes for each tensor
     peak_bytes: int | None = None  # the highest of the phases'
     # Kept for backward, by the module that first asked for it: {"layers": [{"attention_norm": ..}, ..], "norm": ..}.
     activations: Activations | None = None

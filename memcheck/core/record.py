@@ -6,13 +6,20 @@ Sizes are bytes. Unknown is None (null in JSON), never 0. A case that failed is 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+import math
+import re
+import reprlib
+import types
+import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 SCHEMA = 1
+R = typing.TypeVar("R", bound="Record")
 PHASES = ("forward", "backward", "optimizer")  # of a run, those that it has
 
 
@@ -61,6 +68,7 @@ class Record:
     input_bytes: int | None = None
     output_bytes: int | None = None
     parameter_bytes: int | None = None
+    optimizer_bytes: int | None = None  # the state of an optimizer, AdamW's two moments, say
     # What the operator needs.
     forward_peak_bytes: int | None = None  # highest sum alive during the forward, with inputs and library workspaces
     saved_bytes: int | None = None  # alive after the forward, less inputs, parameters and outputs
@@ -98,22 +106,74 @@ class Record:
         return json.dumps(dataclasses.asdict(self))
 
     @classmethod
-    def from_json(cls, line: str) -> Record:
-        """The record of one JSON line; fields this version does not know are dropped."""
-        known = {field.name for field in dataclasses.fields(cls)}
-        values: dict[str, Any] = {name: value for name, value in json.loads(line).items() if name in known}
-        for name in ("forward_ms_quartiles", "backward_ms_quartiles", "optimizer_ms_quartiles", "doubts"):
-            if values.get(name) is not None:
-                values[name] = tuple(values[name])
-        return cls(**values)
+    def from_json(cls: type[R], line: str) -> R:
+        """The record of one JSON line; fields this version does not know are dropped.
+
+        ValueError: it is no JSON object, its schema is another, or a field has a value of another type.
+        """
+        values = json.loads(line)
+        if not isinstance(values, dict):
+            raise ValueError("it is no JSON object")
+        schema = values.get("schema", SCHEMA)
+        if schema != SCHEMA:
+            raise ValueError(f"its schema is {schema!r}, and this memcheck reads {SCHEMA}")
+        kinds = field_types(cls)  # type: ignore[arg-type]  # dataclasses have no hash, but their classes do
+        return cls(**{name: typed(name, values[name], kind) for name, kind in kinds.items() if name in values})
+
+
+@functools.cache
+def field_types(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+SURROGATE = re.compile(r"[\ud800-\udfff]")
+WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    tuple[float, float]: "two numbers",
+    tuple: "a list",
+    list: "a list",
+    dict: "an object",
+}
+
+
+def typed(name: str, value: Any, kind: Any) -> Any:
+    """The value that JSON has for a field, as the field's type has it; ValueError where it is of another type."""
+    origin, parts = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (types.UnionType, typing.Union):
+        return None if value is None else typed(name, value, parts[0])  # every union here is with None
+    if origin is tuple and isinstance(value, list):
+        each = [parts[0]] * len(value) if parts[-1] is ... else parts
+        if len(each) == len(value):
+            return tuple(typed(name, item, part) for item, part in zip(value, each, strict=True))
+    elif origin is list and isinstance(value, list):
+        return [typed(name, item, parts[0]) for item in value]
+    elif origin is dict and isinstance(value, dict):
+        return {key: typed(f"{name}.{key}", item, parts[1]) for key, item in value.items()}
+    elif kind is Any or is_a(value, kind):
+        return value
+    raise ValueError(f"{name} must be {WORDS[kind if kind in WORDS else origin]}, got {reprlib.repr(value)}")
+
+
+def is_a(value: Any, kind: Any) -> bool:
+    """Whether JSON's value is of the type; bool is no number, and numbers are finite."""
+    if kind is int:
+        return type(value) is int
+    if kind is float:
+        return type(value) in (int, float) and math.isfinite(value)
+    if kind is str:  # one that UTF-8 can write: JSON has half surrogates, too
+        return isinstance(value, str) and not SURROGATE.search(value)
+    return kind is bool and isinstance(value, bool)
 
 
 def write_json_lines(records: Iterable[Record], path: Path) -> None:
-    path.write_text("".join(record.to_json() + "\n" for record in records))
+    path.write_text("".join(record.to_json() + "\n" for record in records), encoding="utf-8")
 
 
 def read_json_lines(path: Path) -> Iterator[Record]:
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         yield Record.from_json(line)
 
 

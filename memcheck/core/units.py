@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def parse_bytes(text: str) -> int:
-    """ "40GiB", "1.5 GB" or "1048576" in bytes; ValueError when it is none of those."""
+    """ "40GiB", "1.5 GB" or "4096B" in bytes; ValueError when it is none of those. A number needs a unit."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    if found is None or found[2].upper() not in UNITS:
-        raise ValueError(f"must look like 40GiB, 512MiB, 40GB or a number of bytes, got {text!r}")
-    size = int(Fraction(found[1]) * UNITS[found[2].upper()])
+    if found is not None and not found[2] and Fraction(found[1]):
+        raise ValueError(f"{found[1]}: {found[1]} what? write {found[1]}GiB or {found[1]}B")
+    if found is None or found[2].upper() not in {*UNITS, ""}:
+        raise ValueError(f"must look like 40GiB, 512MiB, 40GB or 4096B, got {text!r}")
+    size = int(Fraction(found[1]) * UNITS.get(found[2].upper(), 1))
     if size < 1:
         raise ValueError(f"must be at least one byte, got {text!r}")
     return size

@@ -129,7 +129,7 @@ def _proc_field(path: str, name: str) -> str | None:
     """The value of a `name : value` line of a file in /proc, where there is one."""
     if not Path(path).exists():
         return None
-    lines = (line.partition(":") for line in Path(path).read_text().splitlines())
+    lines = (line.partition(":") for line in Path(path).read_text(encoding="utf-8").splitlines())
     return next((value.strip() for key, _, value in lines if key.strip() == name), None)
 
 

@@ -31,16 +31,29 @@ def measure_memory(
 ) -> Record:
     """Runs fn(*inputs, **kwargs) once, and its backward, and says to the byte what memory they took.
 
+    With optimizer_step, what is measured is a step of the steady state: the first step of all, which makes the
+    optimizer's state, runs before it and is not part of the record.
+
     fn: a callable or a module; a module's parameters and buffers are counted by themselves, as parameter_bytes.
     backward: with False the forward runs under no_grad and the record's mode is "inference".
     dense_grad: the gradient of each output is a full tensor of ones, instead of one element expanded.
     device: where to measure; the CPU, or the CUDA device of the tensors given, unless given.
     limit_bytes: a budget for inputs, parameters and everything allocated; see memcheck.track.
-    parameters: tensors, modules or containers that fn uses without being given them (a closure's weights).
-    optimizer_step: called after the backward, as optimizer.step is; what is alive meanwhile at most is
-    optimizer_peak_bytes. The state that an optimizer has before counts where `parameters` names it.
-    details: two more passes fill saved_tensors and alive_at_peak, and check saved_bytes by another road; what they
-    find amiss is in doubts.
+    parameters: tensors, modules, optimizers (their parameters and state) or containers of these that fn uses without
+    being given them (a closure's weights). Anything else is a ValueError.
+    optimizer_step: called after the backward, an optimizer's own `optimizer.step` or any callable; the highest sum
+    alive meanwhile is optimizer_peak_bytes. The state is alive in every phase and is optimizer_bytes. An optimizer's
+    own step names its parameters and state, too. Of another callable the state counts that its first call makes;
+    state from before counts where `parameters` names the optimizer, and a doubt says so where none is found.
+    It really moves the parameters: it runs once where it is an optimizer's own step and every parameter has its state,
+    else twice, with a forward and a backward before each. Between the two, gradients are None, as zero_grad() leaves
+    them, but stay where optimizer_step itself set all of them to zero in place.
+    details: two more passes, each with its steps, fill saved_tensors and alive_at_peak, and check saved_bytes by
+    another road; what they find amiss is in doubts.
+
+    ValueError: an input, parameter or output is a meta or fake tensor, which has no data to measure, or another
+    argument is wrong. Where no output requires grad there is no backward, and a doubt says why.
+    What is counted on the CPU, and what is not, is listed under memcheck.track.
 
     Running out of memory is a result: status "oom", with what was known until then. Any other error of fn is raised.
     The .grad of inputs and parameters is put back as it was. The garbage collector rests meanwhile, so that figures
@@ -50,7 +63,7 @@ def measure_memory(
     """
     subject = Subject(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
     record = Run(subject, limit_bytes).measure(dense_grad)
-    record.doubts = subject.machine.sharing()
+    record.doubts += subject.machine.sharing()
     # A machine that ran out of memory is not asked to do it again; a budget is.
     if details and (record.status == "ok" or limit_bytes is not None):
         explain(record, subject, limit_bytes, dense_grad)

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from memcheck.measure.tracker import storages_on, tensors_in
+from memcheck.measure.tracker import StorageWeakRef, storages_on, tensors_in
 
 
 def kept_by_component(

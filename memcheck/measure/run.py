@@ -6,22 +6,25 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from memcheck.core.record import Record
 from memcheck.measure.machine import machine_of
 from memcheck.measure.tracker import (
     MemoryTracker,
     SavedTensor,
+    Storages,
     named_tensors_in,
     resolve_device,
     storages_of,
     tensors_in,
+    with_data,
 )
 
 NamedTensors = list[tuple[str, torch.Tensor]]
@@ -51,20 +54,50 @@ class Subject:
         if backward and torch.is_inference_mode_enabled():
             raise ValueError("backward must be False under torch.inference_mode(), got True")
         self.call = functools.partial(fn, *inputs, **kwargs)
-        self.named_given = _titled("input", named_tensors_in(_arguments(fn, inputs, kwargs)))
-        self.named_owned = _titled("parameter", _named_parameters(fn, parameters))
-        self.given = [tensor for _, tensor in self.named_given]
-        self.owned = [tensor for _, tensor in self.named_owned]
+        self.parameters = list(parameters) if isinstance(parameters, Iterator) else parameters
         self.backward = backward
         self.optimizer_step = optimizer_step
+        stepped = getattr(optimizer_step, "__self__", None)
+        self.stepped = stepped if isinstance(stepped, Optimizer) else None
+        self.optimizers = _optimizers_of(self.parameters, self.stepped)
+        self.named_given = list(with_data(_titled("input", named_tensors_in(_arguments(fn, inputs, kwargs)))))
+        self.named_owned = list(with_data(_titled("parameter", self._named_parameters(fn))))
+        self.given = [tensor for _, tensor in self.named_given]
+        self.owned = [tensor for _, tensor in self.named_owned]
         self.named_leaves = _leaves(self.named_given, self.named_owned, backward)
         self.leaves = [tensor for _, tensor in self.named_leaves]
         self.device = resolve_device(device, [*self.given, *self.owned])
+        self.unseen_bytes = (
+            0  # made by first steps and alive since: state of an optimizer that was not given, or caches
+        )
         self.machine = machine_of(self.device)
 
     def forward(self) -> Any:
         with torch.set_grad_enabled(self.backward):
             return self.call()
+
+    @property
+    def named_state(self) -> NamedTensors:
+        """What the optimizers hold beside the parameters, as of now."""
+        states = [list(optimizer.state.values()) for optimizer in self.optimizers]
+        return _titled("optimizer state", named_tensors_in(states[0] if len(states) == 1 else states))
+
+    @property
+    def state(self) -> list[torch.Tensor]:
+        return [tensor for _, tensor in self.named_state]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether the step is an optimizer's own, which has the state of every parameter that it moves."""
+        if self.stepped is None:
+            return False
+        parameters = (parameter for group in self.stepped.param_groups for parameter in group["params"])
+        return all(self.stepped.state.get(parameter) for parameter in parameters if parameter.requires_grad)
+
+    def _named_parameters(self, fn: Callable[..., Any]) -> NamedTensors:
+        """Those of fn if it is a module or a module's method, those that the caller names, and those stepped."""
+        things = (fn, getattr(fn, "__self__", None), self.parameters, self.stepped)
+        return [pair for thing in things for pair in named_tensors_in(thing)]
 
 
 class Run:
@@ -80,21 +113,30 @@ class Run:
     ) -> None:
         self.subject = subject
         self.machine = subject.machine
-        held = (subject.given, subject.owned)
+        if limit_bytes is not None and subject.unseen_bytes:
+            limit_bytes = max(limit_bytes - subject.unseen_bytes, 1)
+        held = (subject.given, subject.owned, subject.state)
         self.memory = MemoryTracker(*held, device=subject.device, limit_bytes=limit_bytes, saved=hooks)
+        self._held_bytes = self.memory.held_bytes + subject.unseen_bytes
+        self._left_bytes = 0  # by a first step
+        self._left_gradients: Storages = {}
         self.hooks = hooks
         self.phase = phase or range_around.get()
         self.named_outputs: NamedTensors = []
         self.output_gradients: list[torch.Tensor] = []
         self.saved_by_hooks: int | None = None  # saved_bytes by the other road, to check them
         self.saved_tensors: list[SavedTensor] = []
-        input_bytes = sum(storages_of(subject.given, subject.device).values())
         self.record = Record(
             mode="train" if subject.backward else "inference",
-            input_bytes=input_bytes,
-            parameter_bytes=self.memory.held_bytes - input_bytes,
+            input_bytes=sum(storages_of(subject.given, subject.device).values()),
             **self.machine.facts(),
         )
+        self._note_held()
+
+    @property
+    def standing_bytes(self) -> int:
+        """What is alive before the forward and beyond the end: inputs, parameters, and the state of an optimizer."""
+        return self._held_bytes + self._left_bytes
 
     @property
     def outputs(self) -> list[torch.Tensor]:
@@ -103,16 +145,54 @@ class Run:
     def measure(self, dense_grad: bool = False) -> Record:
         self.machine.drop_library_workspaces()
         with _collector_at_rest(), gradients_aside(self.subject.leaves), self.memory:
-            if self._attempt("forward", self._forward) and any(output.requires_grad for output in self.outputs):
-                done = self._attempt("backward", functools.partial(self._backward, dense_grad))
-                if done and self.subject.optimizer_step is not None:
-                    self._attempt("optimizer", self._optimizer)
+            if self._first_step(dense_grad) and self._attempt("forward", self._forward):
+                self._run_backward(dense_grad)
         self.record.reserved_bytes = self.machine.reserved_bytes()
         return self.record
 
-    def _attempt(self, phase: str, run: Callable[[], None]) -> bool:
+    def _run_backward(self, dense_grad: bool) -> None:
+        optimizer_step = self.subject.optimizer_step
+        if not roots_of(self.outputs):
+            self.record.doubts += _why_no_backward(self.subject, self.outputs)
+        elif self._attempt("backward", functools.partial(self._backward, dense_grad)) and optimizer_step is not None:
+            self._attempt("optimizer", functools.partial(self._optimizer, optimizer_step))
+
+    def _first_step(self, dense_grad: bool) -> bool:
+        """Lets the optimizer make its state, so that what is measured is like any later step; false if out of memory.
+
+        It is not part of a timeline: phases are those of the step that is measured.
+        """
+        subject = self.subject
+        if subject.optimizer_step is None or subject.has_state:
+            return True
+        state_bytes = sum(storages_of(subject.state, subject.device).values())
+        roots: list[torch.Tensor] = []
+        if not self._attempt("forward", lambda: roots.extend(roots_of(tensors_in(subject.forward()))), nullcontext):
+            return False
+        if not roots:
+            return True
+        backward = functools.partial(_backward_from, roots, dense_grad)
+        if not self._attempt("backward", backward, nullcontext):
+            return False
+        if not self._attempt("optimizer", subject.optimizer_step, nullcontext):
+            return False
+        roots.clear()
+        _clear_gradients(subject.leaves)
+        self.machine.drop_library_workspaces()
+        self._left_bytes = self.memory.current_bytes
+        self._left_gradients = storages_of(_gradients_of(subject.leaves), subject.device)
+        seen = sum(storages_of(subject.state, subject.device).values()) - state_bytes
+        subject.unseen_bytes += self._left_bytes - sum(self._left_gradients.values()) - seen
+        self.memory.reset_peak()
+        self.memory.forget_saved()
+        self._note_held()
+        if not subject.optimizers and not self.record.optimizer_bytes:
+            self.record.doubts += (NO_STATE,)
+        return True
+
+    def _attempt(self, phase: str, run: Callable[[], Any], around: Phase | None = None) -> bool:
         try:
-            with self.phase(phase):
+            with (around or self.phase)(phase):
                 run()
         except torch.OutOfMemoryError as error:
             self.record.reason = str(error).partition("\n")[0]
@@ -129,10 +209,10 @@ class Run:
     def _forward(self) -> None:
         record, memory = self.record, self.memory
         held_bytes = memory.held_bytes
-        self.named_outputs = _titled("output", named_tensors_in(self.subject.forward()))
-        record.forward_peak_bytes = held_bytes + memory.peak_bytes
+        self.named_outputs = list(with_data(_titled("output", named_tensors_in(self.subject.forward()))))
+        record.forward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.forward_max_allocated_bytes = self.machine.max_allocated_bytes()
-        alive = memory.current_bytes
+        alive = memory.current_bytes - self._left_bytes
         record.library_workspace_bytes = self.machine.drop_library_workspaces()
         memory.hold(self.outputs)
         record.output_bytes = memory.held_bytes - held_bytes
@@ -151,29 +231,70 @@ class Run:
         record.backward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.backward_max_allocated_bytes = self.machine.max_allocated_bytes(record.forward_max_allocated_bytes)
         library_bytes = self.machine.drop_library_workspaces()
-        leaf_gradients = (leaf.grad for leaf in self.subject.leaves if leaf.grad is not None)
-        appeared = storages_of(leaf_gradients, self.subject.device)
-        record.gradient_bytes = sum(appeared.values())
+        gradients = storages_of(_gradients_of(self.subject.leaves), self.subject.device)
+        record.gradient_bytes = sum(gradients.values())
         # United, because a gradient may be the very tensor that came in as an output's.
-        self._note_workspace(record.backward_peak_bytes, library_bytes, sum((appeared | incoming).values()))
+        appeared = {key: size for key, size in (gradients | incoming).items() if key not in self._left_gradients}
+        self._note_workspace(record.backward_peak_bytes, library_bytes, sum(appeared.values()))
         if library_bytes is not None:
             record.library_workspace_bytes = max(library_bytes, record.library_workspace_bytes or 0)
 
-    def _optimizer(self) -> None:
-        assert self.subject.optimizer_step is not None
+    def _optimizer(self, optimizer_step: Callable[[], Any]) -> None:
         self.memory.reset_peak()
-        self.subject.optimizer_step()
+        optimizer_step()
         self.record.optimizer_peak_bytes = self._held_bytes + self.memory.peak_bytes
 
-    @property
-    def _held_bytes(self) -> int:
-        return (self.record.input_bytes or 0) + (self.record.parameter_bytes or 0)
+    def _note_held(self) -> None:
+        """Parameters, and the state of optimizers: by what they hold, else by what the first step left behind."""
+        record, subject = self.record, self.subject
+        state = storages_of(subject.state, subject.device)
+        if subject.optimizers:
+            record.optimizer_bytes = sum(state.values())
+        elif subject.optimizer_step is not None:
+            record.optimizer_bytes = subject.unseen_bytes
+        parameters = storages_of(subject.owned, subject.device)
+        for other in (*state, *storages_of(subject.given, subject.device)):
+            parameters.pop(other, None)
+        record.parameter_bytes = sum(parameters.values())
 
     def _note_workspace(self, peak_bytes: int, library_bytes: int | None, more_bytes: int = 0) -> None:
         record = self.record
-        parts = (record.input_bytes, record.parameter_bytes, record.output_bytes, record.saved_bytes, library_bytes)
+        parts = (self.standing_bytes, record.output_bytes, record.saved_bytes, library_bytes)
         scratch = peak_bytes - sum(part or 0 for part in parts) - more_bytes
         record.workspace_bytes = max(record.workspace_bytes or 0, scratch)
+
+
+NO_STATE = (
+    "optimizer_step is not the step of a torch.optim.Optimizer, and made no state when it first ran: state that it had "
+    "before counts only where parameters names it, or its optimizer"
+)
+
+
+def _why_no_backward(subject: Subject, outputs: list[torch.Tensor]) -> tuple[str, ...]:
+    """In a sentence, where a backward was asked for."""
+    if not subject.backward:
+        return ()
+    if not outputs:
+        return ("no backward ran: fn returned no tensor",)
+    if not subject.leaves:
+        return ("no backward ran: no input or parameter requires grad",)
+    name, _ = subject.named_leaves[0]
+    return (f"no backward ran: no output requires grad, though {name} does",)
+
+
+def _backward_from(roots: list[torch.Tensor], dense_grad: bool) -> None:
+    torch.autograd.backward(roots, gradients_for(roots, dense_grad))
+
+
+def _gradients_of(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def _clear_gradients(leaves: list[torch.Tensor]) -> None:
+    """As zero_grad() does between two steps; what zero_grad(set_to_none=False) set to zero already stays."""
+    if any((gradient._values() if gradient.is_sparse else gradient).any() for gradient in _gradients_of(leaves)):
+        for leaf in leaves:
+            leaf.grad = None
 
 
 def _let_go_of_failed_backward(device: torch.device) -> None:
@@ -247,10 +368,26 @@ def _titled(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> NamedTensor
     return [(f"{kind} {name}".rstrip(), tensor) for name, tensor in named]
 
 
-def _named_parameters(fn: Callable[..., Any], parameters: Any) -> NamedTensors:
-    """Those of fn if it is a module or a module's method, and those that the caller names."""
-    more = list(parameters) if isinstance(parameters, Iterator) else parameters
-    return [pair for thing in (fn, getattr(fn, "__self__", None), more) for pair in named_tensors_in(thing)]
+def _optimizers_of(parameters: Any, stepped: Optimizer | None) -> list[Optimizer]:
+    """Those among the parameters, and the one that is stepped; refuses parameters that are none."""
+    found = [] if stepped is None else [stepped]
+    for name, thing in _named_parts(parameters, "parameters"):
+        if isinstance(thing, Optimizer):
+            found += [thing] if thing is not stepped else []
+        elif not isinstance(thing, torch.nn.Module) and not any(True for _ in tensors_in(thing)):
+            raise ValueError(
+                f"{name} must be a tensor, a module, an optimizer or a container of these, got {thing!r}, "
+                "in which no tensor was found"
+            )
+    return found
+
+
+def _named_parts(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(thing, Mapping | list | tuple | set | frozenset):
+        for part, inner in thing.items() if isinstance(thing, Mapping) else enumerate(thing):
+            yield from _named_parts(inner, f"{name}.{part}")
+    elif thing is not None:
+        yield name, thing
 
 
 def _leaves(given: NamedTensors, owned: NamedTensors, backward: bool) -> NamedTensors:

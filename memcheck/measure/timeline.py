@@ -11,15 +11,15 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memcheck.core.record import Record
 from memcheck.measure.allocation_events import AllocationEvent, AllocationRecorder, allocated_by, open_recorder
 from memcheck.measure.run import NamedTensors, Run, Subject, range_around
-from memcheck.measure.tracker import dtype_name, storages_on
+from memcheck.measure.tracker import StorageWeakRef, dtype_name, storages_on
 
 OTHER = "other"
 FREED = "freed, from before"
+LEFT = "left by the first step"
 # What is smaller than this share of the highest sum is shown together with the rest.
 SMALL = 0.01
 
@@ -49,6 +49,8 @@ class Block:
     def group(self) -> str:
         """The name that it shares with its like: "inputs", "gradients", or that of what allocated it."""
         kind = (self.role or "").partition(" ")[0]
+        if kind == "optimizer":
+            return "optimizer state"
         return f"{kind}s" if kind in ("input", "parameter", "output", "gradient") else self.name
 
     def alive_after(self, event: int) -> bool:
@@ -229,13 +231,17 @@ class _Watch:
 
     def _held_blocks(self) -> list[Block]:
         held: dict[StorageWeakRef, _Role] = {}
-        for role in _roles_of([*self.subject.named_given, *self.subject.named_owned], 0, self.subject.device):
+        subject = self.subject
+        for role in _roles_of([*subject.named_given, *subject.named_state, *subject.named_owned], 0, subject.device):
             if role.storage_bytes:
                 held.setdefault(role.storage, role)
-        return [
+        blocks = [
             Block(role.storage_bytes, "", 0, None, None, role.name, role.shape, role.dtype, (), role.address)
             for role in held.values()
         ]
+        # The state of an optimizer that could not be asked for it, and caches that fn filled.
+        rest = self.run.standing_bytes - sum(block.bytes for block in blocks)
+        return [*blocks, Block(rest, "", 0, role=LEFT)] if rest else blocks
 
     def _note_results(self, phase: str) -> None:
         named = self.run.named_outputs

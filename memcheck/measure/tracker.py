@@ -12,11 +12,21 @@ from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
+from torch.multiprocessing import reductions
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memcheck._extension import _C
 from memcheck.core.units import format_bytes
+
+
+class StorageWeakRef(reductions.StorageWeakRef):
+    """A storage by its identity."""
+
+    def __del__(self) -> None:
+        # torch.compile makes an object without calling __init__ where it traces code that makes one.
+        if hasattr(self, "_free_weak_ref"):
+            self._free_weak_ref(self.cdata)
+
 
 # Storages by identity, and their bytes. A weak reference lets the data go but keeps the identity from being used again.
 Storages = dict[StorageWeakRef, int]
@@ -34,7 +44,8 @@ _SPARSE_PARTS = {
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a tensor, a module (parameters and buffers) or nested containers; anything else has none."""
+    """The tensors in a tensor, a module (parameters and buffers), an optimizer (parameters and state) or nested
+    containers of these; anything else has none."""
     return (tensor for _, tensor in named_tensors_in(thing))
 
 
@@ -51,6 +62,8 @@ def named_tensors_in(thing: Any, name: str = "") -> Iterator[tuple[str, torch.Te
 
 
 def _parts(thing: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(thing, torch.optim.Optimizer):
+        return {"param_groups": thing.param_groups, "state": list(thing.state.values())}.items()
     if isinstance(thing, Mapping):
         return list(thing.items())
     if isinstance(thing, list | tuple | set | frozenset):
@@ -69,6 +82,19 @@ def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Storag
 def storages_on(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.UntypedStorage]:
     """Where the tensor's data lies on the device: one storage, or those of its parts."""
     return (storage for storage in _storages(tensor) if _lies_on(storage, device))
+
+
+def with_data(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same tensors. Raises a ValueError that names the first one without data: a meta tensor, or a fake one."""
+    for name, tensor in named:
+        # A fake tensor says that it is on the CPU; its storage says meta.
+        if any(storage.device.type == "meta" for storage in _storages(tensor)):
+            kind = "meta" if tensor.is_meta else "fake"
+            raise ValueError(
+                f"{name} must have data to be measured, got a {kind} tensor of shape {tuple(tensor.shape)}; "
+                "memcheck.predict_memory says what a case takes from its shapes alone"
+            )
+        yield name, tensor
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
@@ -302,7 +328,10 @@ class DeviceMemory:
 
 
 class MemoryTracker:
-    """Exact memory figures of a block of code, open between `with` and its end; see track()."""
+    """Exact memory figures of a block of code, open between `with` and its end.
+
+    Arguments, what is counted and what is not: see track().
+    """
 
     def __init__(
         self,
@@ -311,6 +340,10 @@ class MemoryTracker:
         limit_bytes: int | None = None,
         saved: bool = True,
     ) -> None:
+        if torch.compiler.is_compiling():
+            torch._dynamo.graph_break(
+                msg="memcheck.track cannot be traced: open it around the call of the compiled function"
+            )
         if limit_bytes is not None and (type(limit_bytes) is not int or limit_bytes <= 0):
             raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
         tensors = list(_held_tensors(held))
@@ -329,8 +362,8 @@ class MemoryTracker:
             raise RuntimeError("this memory tracker is already open")
         self._counters = {}
         with ExitStack() as stack:
+            self.forget_saved()
             if self._saved is not None:
-                self._saved.clear()
                 stack.enter_context(_listening(self._saved))
             stack.callback(self._close_counters)
             self._counters[self.device] = _open_counter(self.device, self.held_bytes, self._limit_bytes)
@@ -408,6 +441,11 @@ class MemoryTracker:
         for counter in self._counters.values():
             counter.reset_peak()
 
+    def forget_saved(self) -> None:
+        """Starts to hear anew what autograd saves."""
+        if self._saved is not None:
+            self._saved.clear()
+
     def _counting(self) -> _Counter:
         if not self._counters:
             raise RuntimeError("this memory tracker was never opened: with memcheck.track(...) as memory: ...")
@@ -443,11 +481,10 @@ def _other_devices(device: torch.device) -> list[torch.device]:
 
 
 def _held_tensors(held: tuple[Any, ...]) -> Iterator[torch.Tensor]:
-    for thing in held:
-        if isinstance(thing, Iterator):
-            yield from tensors_in(list(thing))  # model.parameters()
-        else:
-            yield from tensors_in(thing)
+    for index, thing in enumerate(held):
+        things = list(thing) if isinstance(thing, Iterator) else thing  # model.parameters()
+        for _, tensor in with_data(named_tensors_in(things, f"held argument {index}")):
+            yield tensor
 
 
 def track(
@@ -461,16 +498,26 @@ def track(
         memory.peak_bytes, memory.current_bytes, memory.saved_bytes
         memory.by_device["cuda:1"].peak_bytes
 
-    held: tensors, modules or nested containers of them that the caller owns; saved_bytes leaves them out.
+    held: tensors, modules, optimizers or nested containers of them that the caller owns; saved_bytes leaves them out.
     device: the memory that the figures are of; the CPU, or the CUDA device of `held`, unless given. by_device has
     those of the CPU and of every CUDA device, in a process that uses CUDA.
     limit_bytes: a budget for `held` together with everything above the level at entry; an allocation beyond it raises
     torch.OutOfMemoryError. Exact on the CPU; on CUDA it bounds the caching allocator's segments, which is coarser.
     saved: with False there is no saved_bytes, and autograd gets no hooks (torch.func.grad refuses to run under any).
+    The hooks are what costs time, for every tensor that autograd saves; the README has figures.
 
     Bytes are those requested. Trackers nest, all threads count (saved_bytes: only the thread that opened the tracker),
-    and the figures stay readable after the block. On the CPU only blocks allocated while some tracker is open count:
-    freeing or resizing a tensor from before changes nothing, nor do shared, pinned or NumPy memory.
-    On CUDA torch.cuda's own peak statistics are reset.
+    and the figures stay readable after the block. On CUDA torch.cuda's own peak statistics are reset.
+
+    On the CPU, memory counts that torch's CPU allocator gives while some tracker is open. These do not count:
+    memory of NumPy's and tensors that share it (torch.from_numpy, torch.frombuffer); files mapped into memory
+    (torch.load(mmap=True), torch.from_file); pinned memory; what MKL and oneDNN allocate themselves. A tensor leaves
+    the count when share_memory_() moves it. Freeing, growing (resize_) or emptying a storage from before any tracker
+    changes nothing.
+
+    A tracker is opened around a compiled function: torch.compile breaks its graph at one, and with fullgraph=True
+    raises.
+
+    ValueError: `held` has a meta or fake tensor, which has no data, or limit_bytes is not a positive integer.
     """
     return MemoryTracker(*held, device=device, limit_bytes=limit_bytes, saved=saved)

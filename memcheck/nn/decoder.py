@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ class DecoderLayer(torch.nn.Module):
         self.feed_forward = feed_forward
         self.checkpointing = False
         # Of the forward and of its repetition in the backward, under checkpointing; see torch.utils.checkpoint.
-        self.checkpoint_contexts: Callable[[], Contexts] = lambda: (nullcontext(), nullcontext())
+        self.checkpoint_contexts: Callable[[], Contexts] | None = None
 
     def extra_repr(self) -> str:
         return f"checkpointing={self.checkpointing}"
@@ -142,8 +142,8 @@ class DecoderLayer(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not (self.checkpointing and torch.is_grad_enabled()):
             return self.run(x)
-        # Nothing in a layer is random.
-        contexts: Any = {"context_fn": self.checkpoint_contexts}
+        # Nothing in a layer is random. torch.compile takes no context_fn whose contexts are not dispatch modes.
+        contexts: Any = {} if self.checkpoint_contexts is None else {"context_fn": self.checkpoint_contexts}
         y: Tensor = checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=False, **contexts)
         return y
 
@@ -221,11 +221,12 @@ class Decoder(torch.nn.Module):
 
     def set_checkpointing(self, on: bool, contexts: Callable[[], Contexts] | None = None) -> None:
         """For every layer; contexts as torch.utils.checkpoint's context_fn."""
-        for layer in self.layers:
-            assert isinstance(layer, DecoderLayer)
-            layer.checkpointing = on
-            if contexts is not None:
-                layer.checkpoint_contexts = contexts
+        # Not self.layers alone: torch.compile and parallel training wrap layers in modules of their own.
+        for layer in self.modules():
+            if isinstance(layer, DecoderLayer):
+                layer.checkpointing = on
+                if contexts is not None:
+                    layer.checkpoint_contexts = contexts
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.dim() != 2 or tokens.shape[1] > self.context:

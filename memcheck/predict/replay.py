@@ -96,6 +96,9 @@ def predict_memory(
         return Prediction(case, device, record, {}, True, ())
     except NotImplementedError as error:
         return unpredicted(case, device, record, f"it does not run on meta tensors: {first_line(error)}")
+    except torch.OutOfMemoryError as error:
+        record.status, record.reason = "oom", f"the inputs alone do not fit: {error}"
+        return Prediction(case, device, record, {}, False, ())
     record.backend = backend_of(trace, contender, case, device)
     return Replay(trace, case, device, record, limit_bytes, expandable_segments).prediction()
 

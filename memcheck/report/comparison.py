@@ -8,6 +8,7 @@ from typing import Any
 
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
+from memcheck.measure.timing import FEW_PASSES, doubts_about
 from memcheck.report.cases import CASE_FIELDS, case_of, describe, place_of, values_of, varying
 from memcheck.report.pairing import pair, ratio, ratio_words
 from memcheck.report.rows import count_of
@@ -38,12 +39,13 @@ ENVIRONMENT = (
     "threads",
 )
 Key = tuple[Any, ...]
-# Fewer passes have no quartiles to speak of.
-MANY_PASSES = 5
-# What a machine does from one day to the next, however steady it is within one.
+# The medians of identical code differ by up to this factor from one day to the next, however steady each day is.
 DRIFT = 1.02
-# Of a list in a sentence.
+# The most items of a list in a sentence.
 SHOWN = 5
+# Statuses of a case that did not fit, and of one that gave no figures for another reason.
+DOES_NOT_FIT = ("oom", "killed", "skipped")
+NO_FIGURES = ("error", "timeout", "unsupported")
 
 
 @dataclass
@@ -54,8 +56,12 @@ class Comparison:
     beside: dict[int, str] = field(default_factory=dict)  # of measured records, by id: measured / predicted
 
     def grown(self, beyond: int = 0) -> list[tuple[Record, Record]]:
-        """Where a memory figure is more than `beyond` bytes higher, or a case that fitted does no longer."""
+        """The pairs in which a memory figure is more than `beyond` bytes higher, or a case that fitted does not fit."""
         return [pair for pair in self.pairs if grew(*pair, beyond)]
+
+    def missing(self) -> list[Record]:
+        """The records of `before` whose case is not in `after`, or has lost its memory figures there."""
+        return self.only_before + [before for before, after in self.pairs if lost_figures(before, after)]
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> Comparison:
@@ -104,8 +110,17 @@ def byte_differences(before: Record, after: Record) -> dict[str, int]:
     return {name: new - old for name, (old, new) in pairs.items() if None not in (old, new) and new != old}
 
 
+def lost_figures(before: Record, after: Record) -> bool:
+    """Whether a case that was ok now ended without figures, or has lost one of the figures that are compared."""
+    if before.status != "ok" or after.status in DOES_NOT_FIT:
+        return False
+    return after.status in NO_FIGURES or any(
+        getattr(before, name) is not None and getattr(after, name) is None for name in SHOWN_BYTES
+    )
+
+
 def grew(before: Record, after: Record, beyond: int = 0) -> bool:
-    fits_no_longer = before.status == "ok" and after.status in ("oom", "killed", "skipped")
+    fits_no_longer = before.status == "ok" and after.status in DOES_NOT_FIT
     return fits_no_longer or any(change > beyond for change in byte_differences(before, after).values())
 
 
@@ -121,18 +136,27 @@ def byte_change(before: Record, after: Record, name: str) -> str | None:
 
 
 def time_change(before: Record, after: Record, phase: str) -> str | None:
-    """Beyond noise where the quartiles of the one lie wholly outside those of the other."""
+    """ "faster 1.3x", where neither record has doubts about its times and their quartiles do not overlap."""
     old, new = getattr(before, f"{phase}_ms"), getattr(after, f"{phase}_ms")
     if not old or not new:
         return None
     ratio = max(old, new) / min(old, new)
     words = f"{'faster' if new < old else 'slower'} {ratio:.{1 if ratio >= 1.095 else 2}f}x"
     ranges = getattr(before, f"{phase}_ms_quartiles"), getattr(after, f"{phase}_ms_quartiles")
-    if None in ranges or any((record.passes or MANY_PASSES) < MANY_PASSES for record in (before, after)):
-        return f"{words}, noise unknown"
+    if None in ranges:
+        return "not comparable: noise unknown"
     (old_low, old_high), (new_low, new_high) = ranges
-    overlap = new_low <= old_high and old_low <= new_high
-    return "within noise" if overlap or ratio < DRIFT else words
+    if (new_low <= old_high and old_low <= new_high) or ratio < DRIFT:
+        return "within noise"
+    doubtful = any(time_doubts(record, phase) for record in (before, after))
+    return "not comparable: times are doubtful" if doubtful else words
+
+
+def time_doubts(record: Record, phase: str) -> list[str]:
+    """Why the times of the phase may be off, in words."""
+    few = record.passes is not None and record.passes < FEW_PASSES
+    doubts = [doubt.partition(":")[0] for doubt in doubts_about(phase, record.doubts)]
+    return doubts or ([f"times of only {record.passes} passes"] if few else [])
 
 
 def verdict_change(before: Record, after: Record) -> str:
@@ -179,9 +203,23 @@ def comparison_table(comparison: Comparison) -> Table:
     ]
     notes = [
         "same: not a byte of difference. within noise: the quartiles of the two times overlap, "
-        "or the medians are within 2 %; else the ratio of the medians."
+        "or the medians are within 2 %; else the ratio of the medians.",
+        *doubt_notes(comparison),
     ]
     return Table("comparison", f"{count_of(rows)} in both", columns, rows, notes)
+
+
+def doubt_notes(comparison: Comparison) -> list[str]:
+    """Why times are not compared, each reason once."""
+    reasons = {
+        f"{doubt} ({when})": None
+        for before, after in comparison.pairs
+        for phase in ("forward", "backward")
+        if (time_change(before, after, phase) or "").endswith("doubtful")
+        for record, when in ((before, "before"), (after, "now"))
+        for doubt in time_doubts(record, phase)
+    }
+    return [f"times are doubtful: {some(list(reasons))}."] if reasons else []
 
 
 def prediction_change(comparison: Comparison, before: Record, after: Record) -> str | None:

@@ -195,5 +195,5 @@ def write_files(tables: Sequence[Table], folder: Path, stem: str = "tables") -> 
         texts |= {f"{stem}/{name}.csv": to_csv(table), f"{stem}/{name}.tex": to_latex(table)}
     (folder / stem).mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
-        (folder / name).write_text(text + "\n")
+        (folder / name).write_text(text + "\n", encoding="utf-8")
     return [folder / name for name in texts]

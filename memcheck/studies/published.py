@@ -36,7 +36,7 @@ Row = dict[str, Any]
 
 
 def read_published(name: str) -> list[dict[str, str]]:
-    with (DATA / name).open(newline="") as lines:
+    with (DATA / name).open(newline="", encoding="utf-8") as lines:
         return list(csv.DictReader(lines))
 
 

@@ -35,6 +35,7 @@ from memcheck.measure.tracker import tensors_in, track
 from memcheck.ops.reference import memcheck_pyt
 from memcheck.ops.reference.cs336_attention import cs336_attention
 from memcheck.ops.reference.naive_attention import naive_attention
+from memcheck.predict.replay import predict_memory
 
 SHAPE = {"bsz": 2, "query_len": 9, "kv_len": 9, "dim": 12, "heads": 3, "core_dim": None, "factor": None}
 
@@ -52,6 +53,35 @@ def outcome(operator: str, case: Case) -> list[torch.Tensor]:
     output = CONTENDERS[operator].build(case)(*inputs)
     output.backward(torch.linspace(-1, 1, output.numel(), dtype=output.dtype).view_as(output))
     return [output, *(x.grad for x in inputs)]
+
+
+@pytest.mark.parametrize(
+    ("operator", "name"),
+    [("naive", "heads"), ("naive", "kv_len"), ("softplus", "kv_len"), ("cs336/naive", "kv_len"), ("combinator", "bsz")],
+)
+def test_a_size_that_was_not_given_is_named(operator: str, name: str) -> None:
+    with pytest.raises(UsageError, match=f"^{operator}: {name} must be given, got None$"):
+        case_of(operator, **{name: None})
+
+
+@pytest.mark.parametrize(
+    ("case", "name"),
+    [
+        (Case("memcheck-pyt/naive"), "heads"),
+        (Case("softplus"), "core_dim"),
+        (Case("compressed", heads=2), "factor"),
+        (Case("cs336/naive", kv_len=None), "kv_len"),
+        (Case("softmax", query_len=1, mode="decode"), "heads"),
+        (Case("softplus", query_len=1, mode="decode"), "core_dim"),
+        (Case("compressed", query_len=1, heads=2, mode="decode"), "factor"),
+    ],
+)
+def test_a_size_that_a_case_lacks_is_named(case: Case, name: str) -> None:
+    reason = f"{case.operator}: {name} must be given, got None"
+    record = profile_case(case)
+    assert (record.status, record.reason) == ("error", f"UsageError: {reason}")
+    with pytest.raises(UsageError, match=f"^{reason}$"):
+        predict_memory(case)
 
 
 @pytest.mark.parametrize("operator", ["softmax", "softmax/math", "softmax/flash"])

@@ -1,14 +1,19 @@
 """The shell around the commands: names, errors, exit codes."""
 
 import argparse
+import io
+import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from memcheck.__main__ import command_names, main, normalise
 from memcheck.cli.commands import info
 from memcheck.core.errors import MemcheckError
+from memcheck.core.record import Record, write_json_lines
 
 
 def run_memcheck(*words: str) -> subprocess.CompletedProcess[str]:
@@ -77,6 +82,164 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.stderr == ""
     assert ended.stdout == "141\n"
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Results, good and bad, under names that wrong invocations ask for."""
+    base = tmp_path_factory.mktemp("folders")
+    good = Record(operator="naive", bsz=1, query_len=8, kv_len=8, dim=8, forward_peak_bytes=64, saved_bytes=8)
+    texts = {
+        "good/records.jsonl": good.to_json() + "\n",
+        "text/records.jsonl": json.dumps({"operator": "naive", "forward_peak_bytes": "much"}) + "\n",
+        "nothing/records.jsonl": "",
+        "deep/records.jsonl": "[" * 100_000 + "\n",
+        "future/records.jsonl": json.dumps({"operator": "naive", "schema": 2}) + "\n",
+        "file": "",
+        "broken.toml": "bsz = [",
+        "nested.toml": "grid = [[1]]\n",
+        "typed.toml": "bsz = {a = 1}\n",
+        "broken.py": "def",
+        "raising.py": "1 / 0",
+        "leaving.py": "raise SystemExit(3)",
+    }
+    for name, text in texts.items():
+        (base / name).parent.mkdir(exist_ok=True)
+        (base / name).write_text(text, encoding="utf-8")
+    (base / "latin.toml").write_bytes(b'attention-type = "na\xefve"\n')
+    (base / "latin.py").write_bytes(b'name = "na\xefve"\n')
+    (base / "empty").mkdir()
+    (base / "folder/records.jsonl").mkdir(parents=True)
+    return base
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("report {}/text", "line 1 was left out: forward_peak_bytes must be a whole number, got 'much'"),
+        ("plot {}/text", "line 1 was left out: forward_peak_bytes must be a whole number, got 'much'"),
+        ("compare {}/text {}/good", "line 1 was left out: forward_peak_bytes must be a whole number, got 'much'"),
+        ("published {}/text", "line 1 was left out: forward_peak_bytes must be a whole number, got 'much'"),
+        ("report {}/future", "line 1 was left out: its schema is 2"),
+        ("report {}/deep", "line 1 was left out: it is no JSON"),
+        ("report {}/nothing", "holds no rows"),
+        ("report {}/empty", "holds no records.jsonl"),
+        ("report {}/folder", "holds no records.jsonl"),
+        ("report {}/file", "holds no records.jsonl"),
+        ("report {}/nowhere", "holds no records.jsonl"),
+        ("report", "DIR"),
+        ("report {}/good --pivot nothing", "--pivot"),
+        ("report {}/good --case bsz", "--case must look like"),
+        ("report {}/good --case bsz=7", "--case bsz=7 fits none"),
+        ("report {}/good --output {}/file/x", "cannot be written"),
+        ("report {}/good --html {}/empty", "cannot be written"),
+        ("plot {}/nothing", "nothing to draw"),
+        ("plot {}/good --y colour", "--y colour is unknown"),
+        ("plot {}/good --format gif", "gif"),
+        ("plot {}/good --attention-type flex", "--attention-type flex is not among"),
+        ("compare {}/good {}/nothing", "no case in common"),
+        ("compare {}/good", "AFTER"),
+        ("compare {}/good {}/good --fail-on-growth 4", "--fail-on-growth 4: 4 what? write 4GiB or 4B"),
+        ("compare {}/good {}/good --fail-on-growth -1GiB", "--fail-on-growth must look like"),
+        ("published --plot {}/x.xyz", "--plot"),
+        ("predict --device 24", "24 what? write 24GiB"),
+        ("predict --device -24GiB", "--device -24GiB is unknown"),
+        ("predict --memory-limit 40", "--memory-limit 40: 40 what?"),
+        ("predict --memory-limit -1GiB", "--memory-limit must look like"),
+        ("predict --memory-limit inf", "--memory-limit must look like"),
+        ("predict --bsz nan", "--bsz must be a whole number, got 'nan'"),
+        ("predict --bsz -inf", "--bsz must be a whole number, got '-inf'"),
+        ("predict --bsz 1e400", "--bsz must be a whole number"),
+        ("predict --attention-type=", "--attention-type"),
+        ("predict --dtype int8", "--dtype int8"),
+        ("predict --plugin {}/broken.py", "--plugin"),
+        ("predict --plugin {}/raising.py", "--plugin"),
+        ("predict --plugin {}/leaving.py", "--plugin"),
+        ("predict --plugin {}/latin.py", "--plugin"),
+        ("predict --plugin {}/empty", "--plugin"),
+        ("fit --device T4 --up-to 0", "--up-to must be at least 1"),
+        ("fit --device T4 --plot {}/file/x.png", "--plot"),
+        ("fit --device T4 --plot {}/empty", "--plot must name a file"),
+        ("fit --device T4 --seq-len 8", "--find seq-len looks for it"),
+        ("fit --device T4 --dim 1:9:x0", "--dim"),
+        ("fit --device 24", "24 what?"),
+        ("sweep --config {}/broken.toml --dry-run", "--config"),
+        ("sweep --config {}/latin.toml --dry-run", "--config"),
+        ("sweep --config {}/nested.toml --dry-run", "grid must be a table"),
+        ("sweep --config {}/typed.toml --dry-run", "--bsz must look like"),
+        ("sweep --config {}/empty --dry-run", "--config"),
+        ("sweep --config {}/nowhere.toml --dry-run", "--config"),
+        ("sweep --seq-len -1:5:x2 --dry-run", "--seq-len must look like"),
+        ("sweep --output {}/folder --dry-run", "holds no records.jsonl"),
+        ("sweep --output {}/file", "--output"),
+        ("sweep --devices x --dry-run", "--devices must be numbers"),
+        ("profile-attention --output {}/file/x", "--output"),
+        ("profile-attention --output {}/folder", "--output"),
+        ("profile-combinator --bsz 0", "--bsz must be at least 1"),
+        ("profile-model --size giant", "--size giant is unknown"),
+        ("profile-model --context x", "--context must be a whole number"),
+        ("profile-model --output {}/file", "--output"),
+        ("gradcheck --operator sine", "sine"),
+        ("mixed-precision --dtype fp64", "--dtype fp64 is unknown"),
+    ],
+)
+def test_wrong_invocations_end_in_a_line(words: str, said: str, folders, capsys) -> None:
+    code = main([word.format(folders) for word in words.split()])
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    notes = [line for line in printed.err.splitlines() if line.startswith("note: ")]
+    assert printed.err.count("\n") == len(notes) + 1
+    assert said in printed.err
+    assert code == (1 if words in ("plot {}/nothing", "plot {}/text", "published {}/text") else 2)
+
+
+@pytest.mark.parametrize("flag", ["--format=json", "--format=table"])
+@pytest.mark.parametrize("command", ["predict", "fit --find dim --device T4", "sweep --dry-run"])
+def test_sizes_beyond_64_bits_get_a_verdict(command: str, flag: str, tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = ["--bsz", "99999999999999", "--seq-len", "99999999", "--attention-type", "naive"]
+    assert main([*command.split(), *sizes, flag]) == 0
+    out = capsys.readouterr().out
+    assert "the inputs alone do not fit: a tensor of 2^63 bytes or more" in out or "not even" in out
+    if flag == "--format=json":
+        json.loads(out)
+
+
+def test_a_model_beyond_64_bits_gets_a_verdict(tmp_path, capsys) -> None:
+    sizes = ["--bsz", "99999999999999", "--context", "99999999", "--predict", "--format", "json"]
+    assert main(["profile-model", *sizes, "--output", str(tmp_path)]) == 0
+    (record,) = json.loads(capsys.readouterr().out)
+    assert (record["status"], record["reason"]) == ("oom", "predicted: a tensor of 2^63 bytes or more does not fit")
+
+
+@pytest.mark.parametrize("command", ["report {} --html {}/a/b/page.html", "published --plot {}/c/d/ratios.png"])
+def test_folders_of_outputs_are_made(command: str, folders, capsys) -> None:
+    assert main([word.format(folders / "good") for word in command.split()]) == 0
+    assert Path(command.split()[-1].format(folders / "good")).stat().st_size > 0
+
+
+def test_what_stdout_cannot_encode_is_spelled(folders, monkeypatch) -> None:
+    raw = io.BytesIO()
+    stdout = io.TextIOWrapper(raw, encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(info, "run", lambda args: print("2 ± 1 µs, 面, \udcff") or 0)
+    assert main(["info"]) == 0
+    assert raw.getvalue() == b"2 +- 1 us, ?, ?\n"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", ["--scaling", "--output {}/tables --html {}/page.html"])
+def test_any_locale_will_do(words: str, folders, tmp_path) -> None:
+    ascii_only = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    rows = [Record(operator="naïve", query_len=n, kv_len=n, bsz=1, dim=8, saved_bytes=n * n) for n in (8, 16, 32, 64)]
+    write_json_lines(rows, tmp_path / "records.jsonl")
+    command = [sys.executable, "-m", "memcheck", "report", str(tmp_path), *words.format(tmp_path, tmp_path).split()]
+    ended = subprocess.run(command, capture_output=True, timeout=120, env={**os.environ, **ascii_only})
+    assert (ended.returncode, b"Traceback" in ended.stderr) == (0, False)
+    assert b"na?ve" in ended.stdout
+    if "--html" in words:
+        for name in ("page.html", "tables/tables.md"):
+            assert "naïve" in (tmp_path / name).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", ["profile_attention", "gradcheck"])

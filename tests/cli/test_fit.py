@@ -296,7 +296,7 @@ def test_modes_and_dtypes(fit) -> None:
         ("--device T4 --step 0", "--step must be at least 1"),
         ("--device T4 --step 64 --up-to 32", "--up-to must be at least the step of 64, got 32"),
         ("--device T4 --plot picture.gif", "--plot picture.gif must end in one of .png, .svg, .pdf"),
-        ("--device T4 --plot nowhere/picture.png", "there is no folder nowhere"),
+        ("--device T4 --plot /dev/null/picture.png", "--plot /dev/null/picture.png cannot be written to: "),
         ("--device T4 --memory-limit lots", "--memory-limit must look like 40GiB"),
         ("--device T4 --device-from-this-gpu", "--device T4 and --device-from-this-gpu exclude each other"),
         ("--device T4 --format yaml", "--format"),

@@ -84,7 +84,8 @@ def test_names_that_people_write(text: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("40GiB", 40 * 2**30), ("80 GB", 80 * 10**9), ("1.5gib", 3 * 2**29), ("42949672960", 40 * 2**30)]
+    ("text", "size"),
+    [("40GiB", 40 * 2**30), ("80 GB", 80 * 10**9), ("1.5gib", 3 * 2**29), ("42949672960B", 40 * 2**30)],
 )
 def test_a_size_is_a_gpu_of_which_nothing_else_is_known(text: str, size: int) -> None:
     device = device_named(text)
@@ -104,7 +105,8 @@ def test_a_cpu_has_no_limit_of_its_own() -> None:
         ("toaster", "--device toaster is unknown; known: cpu, a size such as 40GiB, and T4, V100-16GB"),
         ("A100", "--device A100 is one of several: A100-40GB, A100-80GB"),
         ("h100", "H100-80GB, H100-80GB-SXM, H100-80GB-PCIe, H100-NVL"),
-        ("4080", "--device 4080 is unknown"),
+        ("4080", "--device 4080 is no GPU, and a size needs a unit: 4080 what? write 4080GiB; known: cpu"),
+        ("24", "--device 24 is no GPU, and a size needs a unit: 24 what? write 24GiB"),
         ("40 apples", "--device 40 apples is unknown"),
         ("", "--device  is unknown"),
     ],

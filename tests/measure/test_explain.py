@@ -86,7 +86,7 @@ def test_function_transforms_are_explained_as_far_as_it_goes():
     record = measure_memory(torch.func.grad(lambda x: x.exp().sum()), torch.randn(100), details=True)
     assert (record.status, record.saved_tensors) == ("ok", None)
     assert sum(row["bytes"] for row in record.alive_at_peak) == record.forward_peak_bytes
-    assert record.doubts[0].startswith("saved_tensors are not known: torch.func")
+    assert record.doubts[-1].startswith("saved_tensors are not known: torch.func")
 
 
 def test_inference_saves_nothing():
@@ -97,7 +97,7 @@ def test_inference_saves_nothing():
 
 def test_what_allocates_differently_each_time_is_a_doubt():
     sizes = iter((100, 200, 300))
-    record = measure_memory(lambda: torch.zeros(next(sizes)), details=True)
+    record = measure_memory(lambda: torch.zeros(next(sizes)), backward=False, details=True)
     assert record.forward_peak_bytes == 400
     assert record.doubts[0].startswith("forward_peak_bytes is 400 in one pass and 800 in the next")
 

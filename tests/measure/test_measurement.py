@@ -2,14 +2,17 @@
 
 import gc
 import math
+import re
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
 import memcheck
 from memcheck.measure.measurement import measure_memory, measure_time
 from memcheck.measure.run import Run, Subject
+from memcheck.measure.timeline import record_timeline
 
 BYTES = (
     "input_bytes",
@@ -284,6 +287,187 @@ def test_bad_arguments_are_named():
         measure_time(torch.exp, leaf(3), warmup=-1)
     with pytest.raises(ValueError, match="max_seconds must be at least 0, got -2"):
         measure_time(torch.exp, leaf(3), max_seconds=-2)
+
+
+def meta(*shape):
+    return torch.randn(*shape, device="meta", requires_grad=True)
+
+
+def fake(*shape):
+    with FakeTensorMode():
+        return torch.randn(*shape, requires_grad=True)
+
+
+@pytest.mark.parametrize("kind", [meta, fake])
+def test_tensors_without_data_are_refused_by_name(kind):
+    """Their bytes would be 0."""
+    x, real = kind(3, 4), leaf(3, 4)
+    name = kind.__name__
+    told = re.escape(f"must have data to be measured, got a {name} tensor of shape (3, 4); memcheck.predict_memory")
+    for measure in (measure_memory, measure_time, record_timeline):
+        with pytest.raises(ValueError, match=f"^input mask.0 {told}"):
+            measure(lambda x, mask: x, real, mask=[x])
+        with pytest.raises(ValueError, match=f"^parameter weight {told}"):
+            measure(torch.exp, real, parameters={"weight": x})
+    with pytest.raises(ValueError, match=f"^output pair.1 {told}"):
+        measure_memory(lambda real: {"pair": (real, x)}, real)
+    with pytest.raises(ValueError, match=f"^held argument 1.0 {told}"):
+        memcheck.track(real, [x])
+    with memcheck.track() as memory, pytest.raises(ValueError, match=f"^held argument 0 {told}"):
+        memory.hold(x)
+
+
+N = 4000  # bytes of each tensor below
+PEAKS = ("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes")
+
+
+def weights():
+    return torch.ones(1000, requires_grad=True)
+
+
+def stepping(make_step, parameters=None, **more):
+    """The record of y = x w with a step of AdamW: of the optimizer itself, or what make_step makes of it."""
+    weight = weights()
+    optimizer = torch.optim.AdamW([weight], foreach=False)
+    step = optimizer.step if make_step is None else make_step(optimizer)
+    named = {"parameters": weight} if parameters is None else {"parameters": parameters(optimizer)}
+    return measure_memory(lambda x: x * weight, torch.ones(1000), **named, optimizer_step=step, **more), weight
+
+
+def set_to_zero(optimizer):
+    def step():
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    return step
+
+
+def step_once(optimizer):
+    [weight] = optimizer.param_groups[0]["params"]
+    weight.grad = torch.zeros_like(weight)
+    optimizer.step()
+    weight.grad = None
+
+
+def after_a_step(optimizer):
+    step_once(optimizer)
+    return optimizer.step
+
+
+def scheduled(optimizer):
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    return optimizer.step
+
+
+def itself(optimizer):
+    return optimizer
+
+
+# Of the second step: weight and input, two moments and a count, then the output, then the gradient and the element
+# that came in. AdamW's step takes two tensors as large as the weight, and a number as a double and a float.
+STATE = 2 * N + 4
+STEADY = (3 * N + STATE, 4 * N + STATE + 4, 6 * N + STATE + 4 + 12)
+
+
+@pytest.mark.parametrize(
+    ("make_step", "parameters"),
+    [
+        (None, None),
+        (None, itself),
+        (None, lambda optimizer: ()),
+        (after_a_step, None),
+        (lambda optimizer: lambda: optimizer.step(), None),
+        (lambda optimizer: lambda: optimizer.step(), itself),
+        (scheduled, None),
+    ],
+)
+def test_the_state_of_an_optimizer_is_alive_in_every_phase(make_step, parameters):
+    record, weight = stepping(make_step, parameters)
+    assert (record.input_bytes, record.parameter_bytes, record.optimizer_bytes) == (N, N, STATE)
+    assert tuple(getattr(record, name) for name in PEAKS) == STEADY
+    assert (record.output_bytes, record.saved_bytes, record.gradient_bytes, record.workspace_bytes) == (N, 0, N, 0)
+    assert record.doubts == ()
+    assert weight.grad is None
+
+
+def test_gradients_are_alive_as_the_step_leaves_them():
+    """zero_grad(set_to_none=False) keeps them; the new ones are added to them."""
+    record, _ = stepping(set_to_zero)
+    forward, backward, optimizer = STEADY
+    assert tuple(getattr(record, name) for name in PEAKS) == (forward + N, backward + N, optimizer)
+    assert (record.gradient_bytes, record.saved_bytes, record.optimizer_bytes) == (N, 0, STATE)
+
+
+def test_how_often_an_optimizer_steps():
+    """Twice where it has no state yet, else once; every pass of the details is one step more."""
+    weight = weights()
+    optimizer = torch.optim.AdamW([weight])
+    counts = []
+    for details in (False, False, True):
+        measure_memory(lambda x: x * weight, torch.ones(1000), optimizer_step=optimizer.step, details=details)
+        counts.append(int(optimizer.state[weight]["step"]))
+    assert counts == [2, 3, 6]
+
+
+def test_state_that_cannot_be_found_is_a_doubt():
+    weight = weights()
+    optimizer = torch.optim.AdamW([weight])
+    step_once(optimizer)
+    call = {"optimizer_step": lambda: optimizer.step()}
+    record = measure_memory(lambda x: x * weight, torch.ones(1000), parameters=weight, **call)
+    assert record.optimizer_bytes == 0
+    [doubt] = record.doubts
+    assert doubt.startswith("optimizer_step is not the step of a torch.optim.Optimizer, and made no state")
+    record = measure_memory(lambda x: x * weight, torch.ones(1000), parameters=[weight, optimizer], **call)
+    assert (record.parameter_bytes, record.optimizer_bytes, record.doubts) == (N, STATE, ())
+
+
+@pytest.mark.parametrize("make_step", [None, lambda optimizer: lambda: optimizer.step(), set_to_zero])
+def test_what_is_alive_at_the_peaks_adds_up_with_an_optimizer(make_step):
+    record, _ = stepping(make_step, details=True)
+    assert record.doubts == ()
+    for name in PEAKS:
+        rows = [row for row in record.alive_at_peak if row["phase"] == name.partition("_")[0]]
+        assert sum(row["bytes"] for row in rows) == getattr(record, name)
+    names = {row["name"] for row in record.alive_at_peak}
+    assert ("left by the first step" in names) != ("optimizer state 0.exp_avg" in names)
+
+
+@pytest.mark.isolated
+def test_the_peak_with_an_optimizer_is_the_smallest_budget_that_suffices():
+    peak = stepping(None)[0].optimizer_peak_bytes
+    assert stepping(None, limit_bytes=peak)[0].status == "ok"
+    for limit, phase in ((peak - 1, "optimizer"), (4 * N, "backward"), (3 * N - 1, "forward")):
+        record, weight = stepping(None, limit_bytes=limit, details=True)
+        assert (record.status, record.oom_phase) == ("oom", phase)
+        assert weight.grad is None
+
+
+def test_parameters_are_tensors_modules_or_optimizers():
+    weight = weights()
+    optimizer = torch.optim.AdamW([weight])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    record = measure_memory(lambda x: x * weight, torch.ones(1000), parameters=optimizer)
+    assert (record.parameter_bytes, record.optimizer_bytes, record.gradient_bytes) == (N, 0, N)
+    assert weight.grad is None
+    for wrong, name in ((3, "parameters"), ([weight, scheduler], "parameters.1"), ({"a": [len]}, "parameters.a.0")):
+        with pytest.raises(ValueError, match=rf"^{name} must be a tensor, a module, an optimizer or a container"):
+            measure_memory(lambda x: x * weight, torch.ones(1000), parameters=wrong)
+
+
+@pytest.mark.parametrize(
+    ("fn", "inputs", "why"),
+    [
+        (torch.exp, lambda: (torch.ones(3),), "no input or parameter requires grad"),
+        (lambda x: x.detach().exp(), lambda: (leaf(3),), "no output requires grad, though input x does"),
+        (lambda x: None, lambda: (leaf(3),), "fn returned no tensor"),
+    ],
+)
+def test_that_no_backward_ran_is_a_doubt(fn, inputs, why):
+    record = measure_memory(fn, *inputs())
+    assert (record.mode, record.status, record.backward_peak_bytes) == ("train", "ok", None)
+    assert record.doubts == (f"no backward ran: {why}",)
+    assert measure_memory(fn, *inputs(), backward=False).doubts == ()
 
 
 def test_times_have_medians_and_quartiles():

@@ -212,7 +212,7 @@ def test_a_device_first_used_during_the_block_counts_from_nothing(cuda, monkeypa
 
 def test_a_gpu_in_use_by_others_is_said_in_the_row(cuda, monkeypatch):
     monkeypatch.setattr(machines, "_compute_processes", lambda uuid: [(1, 2**30), (machines.os.getpid(), 2**20)])
-    record = memcheck.measure_memory(torch.exp, torch.ones(3), device="cuda:0")
+    record = memcheck.measure_memory(torch.exp, torch.ones(3), backward=False, device="cuda:0")
     assert record.doubts == ("the GPU is shared with process 1 (1 GiB)",)
 
 

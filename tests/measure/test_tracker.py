@@ -1,10 +1,13 @@
 """Trackers count to the byte and leave no trace."""
 
+import ctypes
 import gc
 import io
 import os
 import threading
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -237,6 +240,91 @@ def test_sharing_memory():
         values = torch.arange(100.0).share_memory_()
     assert values.is_shared()
     assert values.add_(1).sum() == 5050
+
+
+# What is counted, and what is not: (bytes at the end, highest), of 1 KiB each.
+
+
+def from_numpy(folder):
+    return torch.from_numpy(np.ones(KIB, np.uint8))
+
+
+def copied_from_numpy(folder):
+    return torch.tensor(np.ones(KIB, np.uint8))
+
+
+def viewed_by_numpy(folder):
+    return block(KIB).numpy()
+
+
+def saved_tensor(folder):
+    torch.save(torch.zeros(KIB, dtype=torch.uint8), folder / "tensor.pt")
+    return folder / "tensor.pt"
+
+
+def loaded(folder):
+    return torch.load(saved_tensor(folder))
+
+
+def loaded_by_mmap(folder):
+    return torch.load(saved_tensor(folder), mmap=True)
+
+
+def from_file(folder):
+    return torch.from_file(str(folder / "raw"), shared=True, size=KIB, dtype=torch.uint8)
+
+
+def from_buffer(folder):
+    return torch.frombuffer(bytearray(KIB), dtype=torch.uint8)
+
+
+def shared(folder):
+    return block(KIB).share_memory_()
+
+
+@pytest.mark.parametrize(
+    ("make", "current_bytes", "peak_bytes"),
+    [
+        (from_numpy, 0, 0),
+        (copied_from_numpy, KIB, KIB),
+        (viewed_by_numpy, KIB, KIB),
+        (loaded, KIB, KIB),
+        (loaded_by_mmap, 0, KIB),
+        (from_file, 0, 0),
+        (from_buffer, 0, 0),
+        (shared, 0, KIB),
+    ],
+)
+def test_memory_that_does_not_come_from_torch_is_not_counted(make, current_bytes, peak_bytes, tmp_path):
+    with memcheck.track(saved=False) as memory:
+        kept = make(tmp_path)
+        assert memory.current_bytes == current_bytes
+        # torch.load(mmap=True) unpickles some hundred bytes.
+        assert peak_bytes <= memory.peak_bytes < peak_bytes + KIB
+    assert len(kept) == KIB
+
+
+def test_storages_from_before_are_not_counted():
+    freed, grown, emptied = block(KIB), block(KIB), block(KIB)
+    with memcheck.track(saved=False) as memory:
+        del freed
+        grown.resize_(2 * KIB)
+        emptied.untyped_storage().resize_(0)
+        emptied.untyped_storage().resize_(2 * KIB)
+        assert memory.current_bytes == 0
+        assert memory.peak_bytes < KIB  # new memory is filled in tests, from a tensor of one number
+
+
+def test_what_mkl_allocates_is_not_counted():
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+    if not hasattr(library, "mkl_serv_mem_stat"):
+        pytest.skip("this torch has no MKL")
+    library.mkl_serv_mem_stat.restype = ctypes.c_int64
+    a, b, out = torch.ones(3, 512, 512)
+    with memcheck.track(saved=False) as memory:
+        torch.mm(a, b, out=out)
+    assert memory.peak_bytes == 0
+    assert library.mkl_serv_mem_stat(ctypes.byref(ctypes.c_int())) > 0
 
 
 def test_onednn_convolutions():
@@ -486,6 +574,27 @@ def test_compiled_functions():
         assert memory.saved_bytes > 0
         y.sum().backward()
     assert torch.allclose(x.grad, x.exp().cos() * x.exp())
+
+
+@pytest.mark.filterwarnings("error")
+def test_compiled_code_breaks_its_graph_at_a_tracker(capfd):
+    def tracked(x):
+        with memcheck.track(x) as memory:
+            y = x.sin()
+            memory.hold(y)
+        return y.cos(), memory.held_bytes
+
+    x = torch.ones(25)
+    with pytest.raises(
+        torch._dynamo.exc.Unsupported, match=r"memcheck\.track cannot be traced: open it around the call"
+    ):
+        torch.compile(tracked, backend="eager", fullgraph=True)(x)
+    torch.compiler.reset()
+    y, held_bytes = torch.compile(tracked, backend="eager")(x)
+    assert torch.equal(y, x.sin().cos())
+    assert held_bytes == 200
+    gc.collect()
+    assert capfd.readouterr().err == ""  # of objects that torch.compile made without __init__
 
 
 def test_devices():

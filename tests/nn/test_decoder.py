@@ -104,6 +104,26 @@ def test_checkpointing_changes_no_gradient(attention: str) -> None:
         assert torch.equal(one.grad, other.grad)
 
 
+@pytest.mark.parametrize("attention", ["softmax", "softplus"])
+def test_checkpointing_compiles(attention: str) -> None:
+    plain = decoder(attention)
+    again = copy.deepcopy(plain)
+    again.set_checkpointing(True)
+    plain(tokens()).square().mean().backward()
+    torch.compile(again, backend="aot_eager", fullgraph=True)(tokens()).square().mean().backward()
+    for one, other in zip(plain.parameters(), again.parameters(), strict=True):
+        torch.testing.assert_close(other.grad, one.grad, rtol=1e-10, atol=1e-12)
+
+
+def test_layers_that_were_wrapped_are_checkpointed() -> None:
+    model = decoder()
+    layer = model.layers[0]
+    model.layers[0] = torch.nn.Sequential(layer)
+    model.set_checkpointing(True)
+    assert layer.checkpointing
+    assert model.layers[1].checkpointing
+
+
 def test_positions_turn_what_they_are_given() -> None:
     rotary = Rotary(6, 8, dtype=torch.float64)
     q, k = torch.randn(2, 8, 6, dtype=torch.float64).unbind()

@@ -1,4 +1,4 @@
-"""An operator is whole: sources, wrapper, reference, test, benchmark, gradcheck lines, byte terms and row in the documentation."""
+"""An operator is whole: sources, wrapper, reference, test, benchmark, gradcheck lines, byte terms and documentation."""
 
 from __future__ import annotations
 

@@ -162,7 +162,7 @@ def rows_of(stem):
 
 
 def other_speed_lines():
-    """The documentation's table of the other operators: how long the alternative takes, by our time in the same round."""
+    """The table of the other operators: how long the alternative takes, by our time in the same round."""
     for row in [*rows_of("linear_attention"), *rows_of("compressed_attention")]:
         if row.get("memory", "fresh") != "fresh":
             continue
@@ -206,6 +206,15 @@ def test_the_cost_of_tracking_is_that_of_the_results():
     rows = json.loads((ROOT / "benchmarks/results/tracking_allocator.json").read_text())["rows"]
     (tracked,) = [row for row in rows if row["contender"] == "tracked"]
     assert f"{100 * (tracked['ratio'] - 1):.1f} %" in documentation()
+
+
+def test_the_cost_of_tracking_passes_is_that_of_the_results():
+    rows = json.loads((ROOT / "benchmarks/results/tracking_passes.json").read_text())["rows"]
+    ratios = {(row["model"], row["contender"]): row["ratio"] for row in rows}
+    for row in rows:
+        sizes = "B{} S{} E{}".format(*row["shape"])
+        costs = [100 * (ratios[row["model"], name] - 1) for name in ("tracked, no hooks", "tracked")]
+        assert f"| {row['model']}, {sizes} | +{costs[0]:.0f} % | +{costs[1]:.0f} % |\n" in documentation()
 
 
 def test_the_table_of_the_documentation_holds_the_committed_records():

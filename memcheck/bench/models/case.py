@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.bench.workloads import Subject
 from memcheck.core.case import DEFAULT_FACTOR, DTYPES, SHORT_DTYPES
 from memcheck.core.errors import UsageError
@@ -125,6 +126,7 @@ def build_decoder(case: ModelCase) -> Decoder:
     )
 
 
+@overflow_as_out_of_memory()
 def prepare_model(case: ModelCase, kind: str | None = None) -> Subject:
     """The case's model, what is run of it, and the tensors that this is given.
 

@@ -12,6 +12,7 @@ import torch
 
 from memcheck.bench.models.case import ModelCase, prepare_model
 from memcheck.bench.models.formulas import held_formulas, kept_formulas
+from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.bench.workloads import Subject
 from memcheck.core.devices import Device, device_named
 from memcheck.core.model_record import FIGURES, Activations, ModelRecord, by_layer
@@ -44,7 +45,11 @@ def predict_model(
     device = device_named(device) if isinstance(device, str) else device
     target = target_for(device, threads)
     record = describe(blank(ModelRecord, device, target), case)
-    model = traced_model(dataclasses.replace(case, device="meta", compiled=False), target)
+    try:
+        model = traced_model(dataclasses.replace(case, device="meta", compiled=False), target)
+    except torch.OutOfMemoryError as error:
+        record.status, record.reason = "oom", f"predicted: {error} does not fit"
+        return Prediction(case, device, record, {}, False, ())
     prediction = Replay(model.trace, case, device, record, limit_bytes).prediction()
     for name, size in model.held.items():
         setattr(record, name, size)
@@ -88,6 +93,7 @@ def bounds_of(prediction: Prediction) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=32)
+@overflow_as_out_of_memory()
 def traced_model(case: ModelCase, target: Target) -> ModelTrace:
     subject = prepare_model(case, target.kind)
     held = held_bytes(subject, target)

@@ -383,7 +383,7 @@ def write_manifest(
         manifest |= {"ended": now, "statuses": dict(Counter(record.status for record in records))}
     path = folder / MANIFEST
     try:
-        path.with_suffix(".tmp").write_text(json.dumps(manifest, indent=1) + "\n")
+        path.with_suffix(".tmp").write_text(json.dumps(manifest, indent=1) + "\n", encoding="utf-8")
         path.with_suffix(".tmp").replace(path)
     except OSError as error:
         raise MemcheckError(f"{path} cannot be written: {error.strerror}") from None

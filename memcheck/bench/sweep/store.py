@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
@@ -87,15 +86,20 @@ class Store:
             ) from None
 
     def _load(self) -> dict[str, Record]:
-        data = (self.folder / FILE).read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole < len(data):
-            os.ftruncate(self._file, whole)
-            note(self.folder, "its last line was cut off: it was never finished, and its case runs again")
-        found = dict(rows(data[:whole], self.folder))
+        found = dict(rows(whole_lines(self.folder / FILE), self.folder))
         if any(key.startswith("line ") for key in found):
             raise UsageError(f"--output {self.folder} holds records that no sweep wrote: name another folder")
         return found
+
+
+def whole_lines(path: Path) -> bytes:
+    """What the file holds; a last line that was never finished is cut off."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+        print(f"note: {path}: its last line was cut off: it was never finished", file=sys.stderr)
+    return data[:whole]
 
 
 def rows(data: bytes, folder: Path) -> Iterator[tuple[str, Record]]:
@@ -103,19 +107,13 @@ def rows(data: bytes, folder: Path) -> Iterator[tuple[str, Record]]:
     *lines, _ = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            values: dict[str, Any] = json.loads(line)
-            yield values.get("key") or f"line {number}", checked(Record.from_json(line.decode()))
-        except (ValueError, TypeError, AttributeError):
-            note(folder, f"line {number} was left out: it is no record")
-
-
-def checked(record: Record) -> Record:
-    """The record, or TypeError: a name or a size is of another kind, and readers would fail on it."""
-    kinds = {"operator": str, "dtype": str, "mode": str, "status": str, "bsz": int, "query_len": int, "kv_len": int}
-    for field, kind in {**kinds, "dim": int}.items():
-        if not isinstance(getattr(record, field), (kind, type(None))):
-            raise TypeError(field)
-    return record
+            record = Record.from_json(line.decode())
+            key = json.loads(line).get("key")
+            yield key if key and isinstance(key, str) else f"line {number}", record
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+            note(folder, f"line {number} was left out: it is no JSON")
+        except ValueError as error:
+            note(folder, f"line {number} was left out: {error}")
 
 
 def note(folder: Path, what: str) -> None:

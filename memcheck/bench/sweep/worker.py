@@ -71,8 +71,13 @@ class CaseProcess:
         self._process: subprocess.Popen[str] | None = None
         self._said: IO[bytes] | None = None  # what it says on stderr
         self._closed = False
+        self._asking = threading.RLock()
 
     def ask(self, job: Job) -> Record:
+        with self._asking:
+            return self._ask(job)
+
+    def _ask(self, job: Job) -> Record:
         process = self._running()
         record, final = blank(job.case), False
         with deadline(process, job.max_seconds) as overrun:
@@ -88,6 +93,16 @@ class CaseProcess:
         if self._process is not None:
             kill_group(self._process)
             self._process.wait()
+            with self._asking:  # a thread that is asking has seen the end now, and reads no more
+                self._close_files()
+
+    def _close_files(self) -> None:
+        process = self._process
+        pipes = (process.stdin, process.stdout) if process is not None else ()
+        for file in (*pipes, self._said):
+            if file is not None:
+                with suppress(BrokenPipeError):  # of what was never written to it
+                    file.close()
 
     def close(self) -> None:
         self._closed = True
@@ -97,6 +112,7 @@ class CaseProcess:
         if self._closed:
             raise RuntimeError("no job is taken any more")
         if self._process is None or self._process.poll() is not None:
+            self._close_files()
             self._said = tempfile.TemporaryFile()  # noqa: SIM115
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
@@ -109,6 +125,7 @@ class CaseProcess:
             )
             if self._closed:  # by another thread, which saw no process to end
                 self.end()
+                raise RuntimeError("no job is taken any more")
             assert self._process.stdout is not None
             self._process.stdout.readline()  # "ready": importing torch is not on the case's account
         return self._process

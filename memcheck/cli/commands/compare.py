@@ -5,12 +5,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
+from typing import TextIO
 
 from memcheck.bench.sweep.store import read_records
+from memcheck.cli.cases import size
 from memcheck.cli.commands.report import FORMATS
 from memcheck.core.errors import UsageError
-from memcheck.core.units import parse_bytes
 from memcheck.report import compare, comparison_table, comparison_words, environment_changes, render
+from memcheck.report.cases import CASE_FIELDS, describe
+from memcheck.report.comparison import Comparison
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,21 +23,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--fail-on-growth",
         nargs="?",
         const=0,
-        type=growth,
+        type=size("--fail-on-growth"),
         metavar="SIZE",
-        help="exit code 1 where a memory figure is higher (by more than, say, 4KiB), or a case fits no longer",
+        help="exit code 1 where a memory figure is higher (by more than, say, 4KiB), a case does not fit any more, "
+        "or a case of BEFORE is missing",
+    )
+    parser.add_argument(
+        "--allow-missing",
+        action="store_true",
+        help="with --fail-on-growth: cases of BEFORE may be missing in AFTER, or have lost their figures there",
     )
     parser.add_argument("--format", choices=FORMATS, default="table", help="of stdout; default: table")
 
 
-def growth(text: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError as error:
-        raise UsageError(f"--fail-on-growth {error}") from None
-
-
 def run(args: argparse.Namespace) -> int:
+    if args.allow_missing and args.fail_on_growth is None:
+        raise UsageError("--allow-missing is for --fail-on-growth: without it nothing fails")
     before, after = read_records(args.before), read_records(args.after)
     comparison = compare(before, after)
     if not comparison.pairs:
@@ -47,4 +51,15 @@ def run(args: argparse.Namespace) -> int:
     print(
         *(f"The environment differs: {change}." for change in changes), sep="\n", end="\n" if changes else "", file=out
     )
-    return int(args.fail_on_growth is not None and bool(comparison.grown(args.fail_on_growth)))
+    return 0 if args.fail_on_growth is None else verdict(comparison, args, out)
+
+
+def verdict(comparison: Comparison, args: argparse.Namespace, out: TextIO) -> int:
+    """The exit code of --fail-on-growth; each missing case is named."""
+    missing = [] if args.allow_missing else comparison.missing()
+    if missing:
+        total = len(comparison.pairs) + len(comparison.only_before)
+        print(f"{len(missing)} of {total} cases of {args.before} have no figures in {args.after}:", file=out)
+        for record in missing:
+            print(f"  {describe(record, CASE_FIELDS)}", file=out)
+    return int(bool(missing or comparison.grown(args.fail_on_growth)))

@@ -15,7 +15,7 @@ from memcheck.bench.capacity import FLAGS, MOST, Frontier, find_frontier, fronti
 from memcheck.bench.catalog import CONTENDERS, DTYPES, MODES, SHORT_DTYPES, Case
 from memcheck.bench.plugins import load_plugin
 from memcheck.bench.sweep.grid import any_case, check_names, refusal
-from memcheck.cli.cases import count, file, size, sizes
+from memcheck.cli.cases import count, file, make_room, size, sizes
 from memcheck.cli.options import add_device_arguments, predicted_device
 from memcheck.core.devices import Device
 from memcheck.core.errors import MemcheckError, UsageError
@@ -68,6 +68,8 @@ def run(args: argparse.Namespace) -> int:
     axis, device = args.find.replace("-", "_"), predicted_device(args)
     cases = list(make_cases(args, axis))
     along = drawn_against(args, axis) if args.plot else None
+    if args.plot:
+        make_room("--plot", args.plot)
     how: dict[str, Any] = {"limit_bytes": args.memory_limit, "step": args.step, "most": args.up_to}
     frontiers = [look(case, axis, device, how) for case in cases]
     if args.format == "json":
@@ -182,6 +184,4 @@ def picture(text: str) -> Path:
     path = file("--plot")(text)
     if path.suffix.removeprefix(".") not in FORMATS:
         raise UsageError(f"--plot {path} must end in one of .{', .'.join(FORMATS)}")
-    if not path.parent.is_dir():
-        raise UsageError(f"--plot {path} cannot be written to: there is no folder {path.parent}")
     return path

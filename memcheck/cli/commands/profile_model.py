@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,19 @@ from memcheck.bench.models.case import MODES, SIZES, ModelCase, make_model_case
 from memcheck.bench.models.predict import predict_model
 from memcheck.bench.models.profile import profile_model_case, snapshot_model, trace_model
 from memcheck.bench.profile import find_device
-from memcheck.cli.cases import append_record, begin_files, count, counts, exit_code, file, folder, size
+from memcheck.cli.cases import (
+    append_record,
+    begin_records,
+    case_and_place,
+    count,
+    counts,
+    drop_replaced,
+    exit_code,
+    file,
+    folder,
+    make_room,
+    size,
+)
 from memcheck.cli.options import add_gpu_argument, predicted_device
 from memcheck.core.case import SHORT_DTYPES
 from memcheck.core.devices import DEVICES
@@ -77,7 +89,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=folder,
         default=Path("results"),
         metavar="DIR",
-        help="files there are replaced; default: results",
+        help="records of the same cases there are replaced, others stay; default: results",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="of stdout; default: table")
 
@@ -165,8 +177,7 @@ def check_single(args: argparse.Namespace, cases: list[ModelCase]) -> None:
             raise UsageError(
                 f"--{flag} is of a single case that runs, got {len(cases)} cases and --predict {args.predict}"
             )
-        if not path.parent.is_dir():
-            raise UsageError(f"--{flag} {path} cannot be written to: there is no folder {path.parent}")
+        make_room(f"--{flag}", path)
 
 
 def record_of(case: ModelCase, args: argparse.Namespace) -> ModelRecord:
@@ -199,16 +210,24 @@ def inspect(case: ModelCase, record: ModelRecord, args: argparse.Namespace, out:
     return written
 
 
+def model_and_place(record: ModelRecord) -> Hashable:
+    more = (record.size, record.feed_forward, record.autocast, record.checkpointing)
+    return *more, case_and_place(record)
+
+
 @dataclass
 class ModelFiles:
-    """models.jsonl grows a line per case, so that a crash loses none; the picture is drawn at the end."""
+    """models.jsonl grows a line per case, so that a crash loses none.
+
+    At the end the earlier records of the same cases are dropped, those of others stay, and the picture is drawn.
+    """
 
     folder: Path
 
     @classmethod
     def open(cls, place: Path) -> ModelFiles:
         files = cls(place)
-        begin_files(place, files.paths())
+        begin_records(files.paths()[0])
         return files
 
     def paths(self) -> tuple[Path, Path]:
@@ -219,5 +238,6 @@ class ModelFiles:
 
     def finish(self, records: list[ModelRecord]) -> list[Path]:
         lines, picture = self.paths()
+        drop_replaced(lines, ModelRecord, model_and_place)
         plot_models(records, picture, title="Memory of a decoder", subtitle=model_title(records))
         return [lines, picture]

@@ -12,6 +12,7 @@ from typing import Any
 from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_case
 from memcheck.bench.predict import closed_terms
 from memcheck.bench.sweep.store import read_records
+from memcheck.cli.cases import make_room
 from memcheck.cli.commands.report import FORMATS, write_output
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
@@ -77,8 +78,8 @@ def draw(records: Sequence[Record], path: Path) -> Path:
         raise MemcheckError("--plot draws rows that memcheck_pyt published, and there are none")
     sources = ", ".join(dict.fromkeys(row["ours_source"] for row in rows))
     styles = {name: contender.style for name, contender in CONTENDERS.items()}
+    make_room("--plot", path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         plot_published(rows, path, styles=styles, subtitle=f"{len(rows)} rows of an A100 with 40 GB; ours {sources}")
     except (OSError, ValueError) as error:
         raise UsageError(f"--plot {path} cannot be written: {error}") from None

@@ -11,6 +11,7 @@ from typing import Any
 
 from memcheck.bench.catalog import CONTENDERS
 from memcheck.bench.sweep.store import read_records
+from memcheck.cli.cases import make_room
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.report import (
@@ -117,13 +118,13 @@ def default_tables(records: Sequence[Record]) -> list[Table]:
 def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
     from memcheck.report.plots import svg_plots
 
+    make_room("--html", args.html)
     styles = {name: contender.style for name, contender in CONTENDERS.items()}
     sweeps = [sweep for folder in args.folders if (sweep := read_sweep(folder))]
     plots = svg_plots(records, styles=styles, published=published_rows(records))
     page = html_page(records, title="What attention costs", plots=plots, sweeps=sweeps)
     try:
-        args.html.parent.mkdir(parents=True, exist_ok=True)
-        args.html.write_text(page)
+        args.html.write_text(page, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--html {args.html} cannot be written: {error.strerror}") from None
     return Path(args.html)
@@ -132,7 +133,7 @@ def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
 def read_sweep(folder: Path) -> dict[str, Any] | None:
     """What a sweep says of itself: its command, environment and start. None where no sweep wrote the folder."""
     try:
-        said = json.loads((folder / "sweep.json").read_text())
+        said = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return said if isinstance(said, dict) else None

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TextIO
 
+import torch
+
 from memcheck.bench.catalog import CONTENDERS, Case
+from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.bench.plugins import load_plugin
 from memcheck.bench.profile import find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
@@ -82,7 +88,10 @@ def add_measuring_arguments(group: argparse._ArgumentGroup) -> None:
         "--device", help="cpu, cuda or cuda:1, with --predict-only a GPU by name or size; default: cuda, else cpu"
     )
     group.add_argument(
-        "--memory-limit", type=size("--memory-limit"), metavar="40GiB", help="OOM above this; bytes, KiB..GB"
+        "--memory-limit",
+        type=size("--memory-limit"),
+        metavar="40GiB",
+        help="OOM above this; B, KiB, MiB, GiB, KB, MB or GB",
     )
     group.add_argument("--passes", type=count("--passes"), metavar="N", help="timed passes; default: 10, or 3 s")
     group.add_argument("--no-time", action="store_const", const=True, help="memory only")
@@ -191,7 +200,7 @@ def read_toml(path: str) -> dict[str, Any]:
         import tomli as tomllib
 
     try:
-        settings = tomllib.loads(Path(path).read_text())
+        settings = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise UsageError(f"--config {path} cannot be read: {error}") from None
     if "config" in settings:
@@ -395,18 +404,40 @@ def first_of(paths: list[Path]) -> str:
 
 
 def list_cases(cases: list[Case], options: argparse.Namespace, device: Device | None) -> int:
-    """What the sweep would do, and nothing done."""
+    """Prints what the sweep would do with each case; nothing is run or written."""
     if options.predict_only and device:
         done = find_predicted(cases, options.output, device, **predicting(options))
     else:
         with dask_executor(options.dask) as (executor, _):
             done = find_done(cases, options.output, executor=executor, retry=bool(options.retry), **measuring(options))
     to_do = "to predict" if options.predict_only else "to run"
-    for case in cases:
-        status = done[case].status if case in done else refusal(case) or to_do
-        print(f"{title(case)}: {status}")
-    print(f"\n{len(cases)} cases, {len(done)} of them done in {options.output}")
+    verdicts = {case: (done[case].status, None) if case in done else foreseen(case) or (to_do, None) for case in cases}
+    said = f"{len(cases)} cases, {len(done)} of them done in {options.output}"
+    if options.format == "json":
+        rows = [{**asdict(case), "status": status, "reason": reason} for case, (status, reason) in verdicts.items()]
+        print("[" + ",\n ".join(map(json.dumps, rows)) + "]")
+        print(said, file=sys.stderr)
+    else:
+        for case, (status, reason) in verdicts.items():
+            print(f"{title(case)}: {reason or status}")
+        print(f"\n{said}")
     return 0
+
+
+def foreseen(case: Case) -> tuple[str, str] | None:
+    """The status and the reason of a case that no machine can run."""
+    if reason := refusal(case):
+        return "skipped", reason
+    if case.mode == "decode":  # a step may take less than a sequence
+        return None
+    try:
+        with overflow_as_out_of_memory():
+            CONTENDERS[case.operator].inputs(dataclasses.replace(case, device="meta"))
+    except torch.OutOfMemoryError as error:
+        return "oom", f"the inputs alone do not fit: {error}"
+    except Exception:  # of an operator's own code, which a run reports
+        return None
+    return None
 
 
 def measuring(options: argparse.Namespace) -> dict[str, Any]:

@@ -379,6 +379,18 @@ def test_a_process_ends_with_the_one_that_asked() -> None:
     assert child.wait(timeout=60) == 0
 
 
+def test_a_closed_process_leaves_no_file_open() -> None:
+    process = CaseProcess()
+    process.ask(Job(case(), facts_only=True))
+    child, said = process._process, process._said
+    assert child is not None
+    assert said is not None
+    process.close()
+    assert (child.stdin.closed, child.stdout.closed, said.closed) == (True, True, True)
+    with pytest.raises(RuntimeError, match="no job is taken any more"):
+        process.ask(Job(case(), facts_only=True))
+
+
 def test_a_process_that_nobody_listens_to_ends() -> None:
     process = CaseProcess()
     process.ask(Job(case(), facts_only=True))

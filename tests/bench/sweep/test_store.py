@@ -64,7 +64,32 @@ def test_a_broken_line_in_the_middle_costs_itself(tmp_path, capsys) -> None:
     with Store(tmp_path) as store:
         store.append("key 1", Record(bsz=1))
     assert sizes(tmp_path) == [0, 1]
-    assert "line 2 was left out: it is no record" in capsys.readouterr().err
+    assert "line 2 was left out: it is no JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("forward_peak_bytes", "x", "forward_peak_bytes must be a whole number, got 'x'"),
+        ("bsz", True, "bsz must be a whole number, got True"),
+        ("dim", 1.5, "dim must be a whole number, got 1.5"),
+        ("forward_ms", float("nan"), "forward_ms must be a number, got nan"),
+        ("forward_ms_quartiles", [1.0], "forward_ms_quartiles must be two numbers, got [1.0]"),
+        ("operator", "\ud800", "operator must be a string, got '\\ud800'"),
+        ("causal", 1, "causal must be true or false, got 1"),
+        ("doubts", "late", "doubts must be a list, got 'late'"),
+        ("theory", {"saved_bytes": {"q": "4"}}, "theory.saved_bytes.q must be a whole number, got '4'"),
+        ("saved_tensors", [1], "saved_tensors must be an object, got 1"),
+        ("status", None, "status must be a string, got None"),
+        ("schema", 2, "its schema is 2, and this memcheck reads 1"),
+    ],
+)
+def test_a_record_of_another_kind_costs_itself(tmp_path, capsys, field: str, value: object, said: str) -> None:
+    fill(tmp_path, 2)
+    first, second = map(json.loads, (tmp_path / FILE).read_text().splitlines())
+    (tmp_path / FILE).write_text("".join(json.dumps(row) + "\n" for row in (first, {**second, field: value})))
+    assert sizes(tmp_path) == [0]
+    assert capsys.readouterr().err == f"note: {tmp_path / FILE}: line 2 was left out: {said}\n"
 
 
 def test_records_of_other_commands_are_read_and_left_alone(tmp_path) -> None:
