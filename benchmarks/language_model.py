@@ -5,9 +5,9 @@
 The text is generated (stories.py), over 1 MB, and its last tenth is held out. Every window of 256 characters begins at
 the start of a story, so that what a story asks for is in the window. One decoder of memcheck.nn for each attention, of
 the size "mini" of memcheck.bench.models.case: the same first weights, the same batches, AdamW with warm-up and cosine,
-gradients clipped. Every step is done by all models before the next, in turning order, so that whatever else the machine does
-costs all the same. --minutes ends the training early, and the result says so. One thread: several of a model this
-small wait for each other, the more the more others are at work.
+gradients clipped. Every step is done by all models before the next, in turning order, so that whatever else the
+machine does costs all the same. --minutes ends the training early, and the result says so. One thread: several of a
+model this small wait for each other, the more the more others are at work.
 
 naive and softmax are the same mathematics: their losses agree to rounding at first, and the result says how closely.
 """

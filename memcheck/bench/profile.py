@@ -17,13 +17,14 @@ from memcheck.bench.predict import closed_terms, phase_beyond
 from memcheck.bench.workloads import Subject, prepare
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
+from memcheck.core.tensors import storages_of, tensors_in
 from memcheck.core.units import format_bytes
 from memcheck.measure.compile import backend_in_code, with_generated_code
 from memcheck.measure.export import write_snapshot, write_trace
 from memcheck.measure.measurement import machine_facts, measure_memory, measure_time
 from memcheck.measure.sdpa_backend import BackendWitness, fused_refusals
 from memcheck.measure.timeline import Timeline, record_timeline
-from memcheck.measure.tracker import storages_of, tensors_in, track
+from memcheck.measure.tracker import track
 
 # The time pass stops here unless the number of passes was asked for.
 TIMING_SECONDS = 3.0

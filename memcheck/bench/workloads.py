@@ -15,8 +15,8 @@ from memcheck.bench.decode import one_token
 from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.core.case import Case, Operator
 from memcheck.core.errors import UnsupportedError
+from memcheck.core.tensors import named_tensors_in
 from memcheck.measure.compile import compiled
-from memcheck.measure.tracker import named_tensors_in
 
 
 @dataclass

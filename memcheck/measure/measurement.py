@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from memcheck.core.record import PHASES, Record
+from memcheck.core.tensors import resolve_device
 from memcheck.measure import timing
 from memcheck.measure.explain import explain
 from memcheck.measure.machine import load, machine_of
 from memcheck.measure.run import Run, Subject, timed_pass
-from memcheck.measure.tracker import resolve_device
 
 
 def measure_memory(

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.measure.tracker import StorageWeakRef, storages_on, tensors_in
+from memcheck.core.tensors import StorageWeakRef, storages_on, tensors_in
 
 
 def kept_by_component(

@@ -15,17 +15,18 @@ import torch
 from torch.optim import Optimizer
 
 from memcheck.core.record import Record
-from memcheck.measure.machine import machine_of
-from memcheck.measure.tracker import (
-    MemoryTracker,
-    SavedTensor,
+from memcheck.core.tensors import (
     Storages,
+    gradients_for,
     named_tensors_in,
     resolve_device,
+    roots_of,
     storages_of,
     tensors_in,
     with_data,
 )
+from memcheck.measure.machine import machine_of
+from memcheck.measure.tracker import MemoryTracker, SavedTensor
 
 NamedTensors = list[tuple[str, torch.Tensor]]
 Phase = Callable[[str], AbstractContextManager[Any]]
@@ -321,17 +322,6 @@ def timed_pass(subject: Subject, dense_grad: bool) -> dict[str, float]:
             if subject.optimizer_step is not None:
                 timed("optimizer", subject.optimizer_step)
     return times
-
-
-def roots_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs that a backward starts from, each once."""
-    return list({id(output): output for output in outputs if output.requires_grad}.values())
-
-
-def gradients_for(roots: list[torch.Tensor], dense: bool) -> list[torch.Tensor]:
-    if dense:
-        return [torch.ones_like(root) for root in roots]
-    return [torch.ones((), dtype=root.dtype, device=root.device).expand(root.shape) for root in roots]
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from torch.backends.cuda import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memcheck.measure.tracker import tensors_in
+from memcheck.core.tensors import tensors_in
 
 # ScaledDotProductFlashAttentionForCpuBackward0, EfficientAttentionBackward0, aten._scaled_dot_product_cudnn_attention
 FUSED = re.compile(r"(flash|efficient|cudnn|overrideable)_?attention(?:_?(?:forward))?(_?for_?cpu)?", re.IGNORECASE)

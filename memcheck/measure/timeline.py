@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 import torch
 
 from memcheck.core.record import Record
+from memcheck.core.tensors import StorageWeakRef, dtype_name, storages_on
 from memcheck.measure.allocation_events import AllocationEvent, AllocationRecorder, allocated_by, open_recorder
 from memcheck.measure.run import NamedTensors, Run, Subject, range_around
-from memcheck.measure.tracker import StorageWeakRef, dtype_name, storages_on
 
 OTHER = "other"
 FREED = "freed, from before"

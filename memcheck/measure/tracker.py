@@ -4,132 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
 import torch
-from torch.multiprocessing import reductions
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from memcheck._extension import _C
+from memcheck.core.tensors import (
+    StorageWeakRef,
+    dtype_name,
+    named_tensors_in,
+    references_of,
+    resolve_device,
+    storages_in,
+    storages_of,
+    with_data,
+)
 from memcheck.core.units import format_bytes
 
-
-class StorageWeakRef(reductions.StorageWeakRef):
-    """A storage by its identity."""
-
-    def __del__(self) -> None:
-        # torch.compile makes an object without calling __init__ where it traces code that makes one.
-        if hasattr(self, "_free_weak_ref"):
-            self._free_weak_ref(self.cdata)
-
-
-# Storages by identity, and their bytes. A weak reference lets the data go but keeps the identity from being used again.
-Storages = dict[StorageWeakRef, int]
 Refusal = tuple[int, int]  # bytes requested, bytes in use
-
-_COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
-_COMPRESSED_COLUMNS = ("ccol_indices", "row_indices", "values")
-_SPARSE_PARTS = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: _COMPRESSED_ROWS,
-    torch.sparse_bsr: _COMPRESSED_ROWS,
-    torch.sparse_csc: _COMPRESSED_COLUMNS,
-    torch.sparse_bsc: _COMPRESSED_COLUMNS,
-}
-
-
-def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a tensor, a module (parameters and buffers), an optimizer (parameters and state) or nested
-    containers of these; anything else has none."""
-    return (tensor for _, tensor in named_tensors_in(thing))
-
-
-def named_tensors_in(thing: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """tensors_in, and the way to each: "layers.0.weight", or "" where the thing is a tensor."""
-    if isinstance(thing, torch.Tensor):
-        yield name, thing
-    elif isinstance(thing, torch.nn.Module):
-        for part, tensor in itertools.chain(thing.named_parameters(), thing.named_buffers()):
-            yield f"{name}.{part}" if name else part, tensor
-    else:
-        for part, inner in _parts(thing):
-            yield from named_tensors_in(inner, f"{name}.{part}" if name else str(part))
-
-
-def _parts(thing: Any) -> Iterable[tuple[Any, Any]]:
-    if isinstance(thing, torch.optim.Optimizer):
-        return {"param_groups": thing.param_groups, "state": list(thing.state.values())}.items()
-    if isinstance(thing, Mapping):
-        return list(thing.items())
-    if isinstance(thing, list | tuple | set | frozenset):
-        return enumerate(thing)
-    if dataclasses.is_dataclass(thing) and not isinstance(thing, type):
-        return vars(thing).items()
-    return ()
-
-
-def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
-    """The unique storages of the tensors that lie on the device."""
-    storages = (storage for tensor in tensors for storage in storages_on(tensor, device))
-    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
-
-
-def storages_on(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.UntypedStorage]:
-    """Where the tensor's data lies on the device: one storage, or those of its parts."""
-    return (storage for storage in _storages(tensor) if _lies_on(storage, device))
-
-
-def with_data(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors. Raises a ValueError that names the first one without data: a meta tensor, or a fake one."""
-    for name, tensor in named:
-        # A fake tensor says that it is on the CPU; its storage says meta.
-        if any(storage.device.type == "meta" for storage in _storages(tensor)):
-            kind = "meta" if tensor.is_meta else "fake"
-            raise ValueError(
-                f"{name} must have data to be measured, got a {kind} tensor of shape {tuple(tensor.shape)}; "
-                "memcheck.predict_memory says what a case takes from its shapes alone"
-            )
-        yield name, tensor
-
-
-def dtype_name(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
-
-
-def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from _storages(getattr(tensor, name))
-    elif tensor.layout == torch.strided:
-        yield tensor.untyped_storage()
-    else:
-        for name in _SPARSE_PARTS.get(tensor.layout, ()):
-            yield getattr(tensor, name)().untyped_storage()
-
-
-def _references(tensors: Iterable[torch.Tensor]) -> Iterator[StorageWeakRef]:
-    return (StorageWeakRef(storage) for tensor in tensors for storage in _storages(tensor))
-
-
-def _lies_on(storage: torch.UntypedStorage, device: torch.device) -> bool:
-    return storage.device.type == device.type and (device.type == "cpu" or storage.device.index == device.index)
-
-
-def resolve_device(device: torch.device | str | None, tensors: Iterable[torch.Tensor]) -> torch.device:
-    """The device asked for, else the first CUDA device among the tensors, else the CPU."""
-    if device is None:
-        return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-    chosen = torch.device(device)
-    if chosen.type not in ("cpu", "cuda"):
-        raise ValueError(f"device must be cpu or cuda, got {str(device)!r}")
-    if chosen.type == "cpu":
-        return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
 
 
 class _Counter(Protocol):
@@ -264,7 +160,7 @@ Saved = dict[StorageWeakRef, SavedTensor]
 
 
 def _note_saved(saved: Saved, tensor: torch.Tensor) -> None:
-    for storage in _storages(tensor):
+    for storage in storages_in(tensor):
         if storage.device.type in ("cpu", "cuda"):
             shape, dtype = tuple(tensor.shape), dtype_name(tensor)
             kept = SavedTensor(storage.device, storage.nbytes(), shape, dtype, storage.data_ptr())
@@ -348,7 +244,7 @@ class MemoryTracker:
             raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
         tensors = list(_held_tensors(held))
         self.device = resolve_device(device, tensors)
-        self._held = set(_references(tensors))
+        self._held = set(references_of(tensors))
         self._held_bytes = storages_of(tensors, self.device)
         self._saved: Saved | None = {} if saved else None
         self._limit_bytes = limit_bytes
@@ -432,7 +328,7 @@ class MemoryTracker:
     def hold(self, *more: Any) -> None:
         """Counts these, e.g. the outputs, as the caller's: they are not saved for backward on its account."""
         tensors = list(_held_tensors(more))
-        self._held.update(_references(tensors))
+        self._held.update(references_of(tensors))
         self._held_bytes.update(storages_of(tensors, self.device))
 
     def reset_peak(self) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.measure.tracker import dtype_name
+from memcheck.core.tensors import dtype_name
 
 
 @dataclass(frozen=True)

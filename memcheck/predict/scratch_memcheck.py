@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from memcheck.measure.tracker import dtype_name
+from memcheck.core.tensors import dtype_name
 from memcheck.predict.scratch import PRODUCTS, Call, Scratch, Unknown, bytes_of, fits_blas, products_are_plain, rule
 
 PRODUCTS |= {"memcheck::combinator", "memcheck::combinator_backward"}

@@ -18,8 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memcheck.bench.workloads import Subject
-from memcheck.measure.run import gradients_for
-from memcheck.measure.tracker import named_tensors_in, tensors_in
+from memcheck.core.tensors import gradients_for, named_tensors_in, tensors_in
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
 from memcheck.predict.scratch import OF_THE_HOST, Scratch, Target, Unknown, call_of, scratch_of, uses_cublas
 from memcheck.predict.sdpa import attention

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, linear
 
-from memcheck.measure.tracker import dtype_name
+from memcheck.core.tensors import dtype_name
 from memcheck.ops.linear_attention import linear_attention_step
 
 Device = torch.device | str

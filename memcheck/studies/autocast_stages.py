@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memcheck.measure.tracker import dtype_name, tensors_in, track
+from memcheck.core.tensors import dtype_name, tensors_in
+from memcheck.measure.tracker import track
 from memcheck.ops.linear_attention import linear_attention
 
 # Batch size, tokens, features of a token, hidden features, classes.

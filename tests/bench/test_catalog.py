@@ -28,10 +28,11 @@ from memcheck.bench.predict import closed_bytes
 from memcheck.bench.profile import profile_case
 from memcheck.bench.workloads import bind
 from memcheck.core.errors import UsageError
+from memcheck.core.tensors import tensors_in
 from memcheck.measure.compile import with_generated_code
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.sdpa_backend import BackendWitness, fused_backend
-from memcheck.measure.tracker import tensors_in, track
+from memcheck.measure.tracker import track
 from memcheck.ops.reference import memcheck_pyt
 from memcheck.ops.reference.cs336_attention import cs336_attention
 from memcheck.ops.reference.naive_attention import naive_attention
