@@ -6,21 +6,12 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from memcheck.core.doubts import FEW_PASSES
+
 # Where a reader should be told: the middle half of the passes spread over more than this share of the median, ...
 WIDE = 0.20
 # ... or the median of the second half of the passes this far from that of the first.
 DRIFT = 0.10
-FEW_PASSES = 5
-# How the doubts begin that records carry about their times; "{phase} times" is about one phase alone.
-ABOUT_TIMES = (
-    "{phase} times",
-    "the time limit left no pass to warm up",
-    "times of only",
-    "the machine was busy",
-    "the GPU is shared",
-    "timed with",
-    "the timing was cut off",
-)
 
 
 def summary(name: str, times: Sequence[float]) -> dict[str, Any]:
@@ -56,12 +47,6 @@ def doubts_of_passes(passes: int, asked: int, warmed_up: bool) -> tuple[str, ...
         cut = f" of the {asked} asked for" if passes < asked else ""
         found.append(f"times of only {passes} pass{'es' if passes > 1 else ''}{cut}")
     return tuple(found)
-
-
-def doubts_about(phase: str, doubts: Sequence[str]) -> tuple[str, ...]:
-    """Those of a record's doubts that are about the times of the phase."""
-    beginnings = tuple(beginning.format(phase=phase) for beginning in ABOUT_TIMES)
-    return tuple(doubt for doubt in doubts if doubt.startswith(beginnings))
 
 
 def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:

@@ -33,7 +33,6 @@ from memcheck.report.rows import (
 from memcheck.report.scaling import scaling_table
 from memcheck.report.summary import summary
 from memcheck.report.tables import Table, render, write_files
-from memcheck.studies.published import published_rows, published_table, published_tables
 
 __all__ = [
     "DECODING",
@@ -61,9 +60,6 @@ __all__ = [
     "pivot_tables",
     "prediction_row",
     "prediction_table",
-    "published_rows",
-    "published_table",
-    "published_tables",
     "records_table",
     "render",
     "scaling_table",

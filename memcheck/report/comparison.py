@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from memcheck.core.doubts import FEW_PASSES, doubts_about
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
-from memcheck.measure.timing import FEW_PASSES, doubts_about
 from memcheck.report.cases import CASE_FIELDS, case_of, describe, place_of, values_of, varying
 from memcheck.report.pairing import pair, ratio, ratio_words
 from memcheck.report.rows import count_of

@@ -20,7 +20,6 @@ from memcheck.report.records import (
 from memcheck.report.scaling import scaling_table
 from memcheck.report.summary import environment_facts, size_of, summary, when
 from memcheck.report.tables import Cell, Column, Table, is_number, shown
-from memcheck.studies.published import published_tables
 
 TEMPLATE = "page.html"
 
@@ -32,8 +31,13 @@ def html_page(
     plots: Sequence[tuple[str, str]] = (),
     sweeps: Sequence[Mapping[str, Any]] = (),
     tables: Sequence[Table] | None = None,
+    more_tables: Sequence[Table] = (),
 ) -> str:
-    """plots: (caption, inline SVG); sweeps: what each DIR/sweep.json says; tables: instead of the usual ones."""
+    """The page as HTML.
+
+    plots: (caption, inline SVG). sweeps: the contents of each DIR/sweep.json. tables: replace the usual ones.
+    more_tables: follow the collapsed ones.
+    """
     import jinja2
 
     environment = jinja2.Environment(
@@ -49,7 +53,7 @@ def html_page(
         paragraphs=summary(records),
         plots=plots,
         tables=[table_object(table) for table in first],
-        folded=[table_object(table) for table in more],
+        folded=[table_object(table) for table in (*more, *more_tables)],
         facts=environment_facts(records),
         sweeps=[sweep_object(sweep) for sweep in sweeps],
     )
@@ -66,7 +70,7 @@ def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
     known = [field for field in STANDARD_PIVOTS if any(getattr(record, field) is not None for record in runs)]
     pivots = [stacked_pivot(runs, field) for field in known]
     accounts = [accounting_table(record) for record in largest_of_each(runs)]
-    return first + ([scaling] if scaling.rows else []), [*pivots, *accounts, *published_tables(runs)]
+    return first + ([scaling] if scaling.rows else []), [*pivots, *accounts]
 
 
 def largest_of_each(records: Sequence[Record]) -> list[Record]:

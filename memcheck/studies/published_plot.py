@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core.style import Style
+from memcheck.report.plots.pictures import Picture
 from memcheck.report.plots.style import GREY, distinct_styles, in_house_style, look_of, new_figure, save
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def plot_published(
     title: str = "Memory of the published operator / ours",
     subtitle: str = "",
 ) -> Figure:
-    """Plots rows of memcheck.report.published_rows and writes the figure to `path`, in the format of its suffix."""
+    """Plots rows of published_rows and writes the figure to `path`, in the format of its suffix."""
     figure = published_figure(rows, styles, title=title, subtitle=subtitle)
     save(figure, path)
     return figure
@@ -127,3 +128,16 @@ def ratio_ticks(low: float, high: float) -> list[float]:
     rounder = sorted({power * part for power in powers for part in (1, 1.25, 1.5)})
     ticks = [tick for tick in (rounder if len(powers) < 4 else powers) if low <= tick <= high]
     return ticks[:: math.ceil(len(ticks) / 8)]
+
+
+def published_picture(rows: Sequence[Row], styles: Mapping[str, Style]) -> Picture:
+    """The figure of these rows as a picture for write_plots and svg_plots."""
+    title = "Memory of the published operators, by ours"
+    subtitle = f"{len(rows)} rows of memcheck_pyt's table, A100 40 GB; ours {sources(rows)}"
+    caption = f"{title}; {subtitle}."
+    return Picture("published", caption, lambda: published_figure(rows, styles, title=title, subtitle=subtitle))
+
+
+def sources(rows: Sequence[Row]) -> str:
+    """Describes where our figures come from: "measured on cpu, by formula"."""
+    return ", ".join(dict.fromkeys(str(row["ours_source"]) for row in rows if row.get("ours_source")))

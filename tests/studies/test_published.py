@@ -9,9 +9,17 @@ import pytest
 
 from memcheck.__main__ import main
 from memcheck.core.record import Record, write_json_lines
-from memcheck.report import published_rows, published_table, published_tables
 from memcheck.report.tables import data_rows
-from memcheck.studies.published import CS336, CUBLAS_WORKSPACE_BYTES, DATA, MEMCHECK_PYT, read_published
+from memcheck.studies.published import (
+    CS336,
+    CUBLAS_WORKSPACE_BYTES,
+    DATA,
+    MEMCHECK_PYT,
+    published_rows,
+    published_table,
+    published_tables,
+    read_published,
+)
 
 MIB = 2**20
 

@@ -16,7 +16,8 @@ from memcheck.cli.cases import make_room
 from memcheck.cli.commands.report import FORMATS, write_output
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
-from memcheck.report import published_rows, published_table, published_tables, render
+from memcheck.report import render
+from memcheck.studies.published import published_rows, published_table, published_tables
 from memcheck.studies.published_plot import plot_published
 
 

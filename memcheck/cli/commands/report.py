@@ -25,7 +25,6 @@ from memcheck.report import (
     parse_wanted,
     pivot_tables,
     prediction_table,
-    published_rows,
     records_table,
     render,
     scaling_table,
@@ -34,6 +33,7 @@ from memcheck.report import (
     summary,
     write_files,
 )
+from memcheck.studies.published import published_rows, published_tables
 
 FORMATS = ("table", "markdown", "csv", "latex", "json")
 
@@ -117,12 +117,15 @@ def default_tables(records: Sequence[Record]) -> list[Table]:
 
 def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
     from memcheck.report.plots import svg_plots
+    from memcheck.studies.published_plot import published_picture
 
     make_room("--html", args.html)
     styles = {name: contender.style for name, contender in CONTENDERS.items()}
     sweeps = [sweep for folder in args.folders if (sweep := read_sweep(folder))]
-    plots = svg_plots(records, styles=styles, published=published_rows(records))
-    page = html_page(records, title="What attention costs", plots=plots, sweeps=sweeps)
+    rows = published_rows(records)
+    plots = svg_plots(records, styles=styles, more=[published_picture(rows, styles)] if rows else [])
+    more = published_tables([record for record in records if record.mode != "decode"])
+    page = html_page(records, title="What attention costs", plots=plots, sweeps=sweeps, more_tables=more)
     try:
         args.html.write_text(page, encoding="utf-8")
     except OSError as error:

@@ -7,7 +7,6 @@ from memcheck.report.plots.pictures import Picture, Request, choose_pictures, sv
 from memcheck.report.plots.scales import x_ticks
 from memcheck.report.plots.style import UNKNOWN_STYLE
 from memcheck.report.plots.timeline import Timeline, plot_timeline
-from memcheck.studies.published_plot import plot_published
 
 __all__ = [
     "UNKNOWN_STYLE",
@@ -18,7 +17,6 @@ __all__ = [
     "choose_pictures",
     "named_lines",
     "plot_memory",
-    "plot_published",
     "plot_timeline",
     "svg_plots",
     "write_plots",

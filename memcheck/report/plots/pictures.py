@@ -29,7 +29,6 @@ from memcheck.report.plots.style import check_formats, inline_svg, save
 from memcheck.report.plots.theory import has_prediction, has_theory, prediction_lines, theory_lines
 from memcheck.report.plots.timing import time_lines, time_quantities
 from memcheck.report.plots.words import fixed_slug, heading, setting_words, slug, subtitle_of
-from memcheck.studies.published_plot import Row, published_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -66,17 +65,17 @@ def write_plots(
     title: str,
     formats: Sequence[str] = ("png", "svg"),
     request: Request | None = None,
-    published: Sequence[Row] = (),
+    more: Sequence[Picture] = (),
 ) -> list[Path]:
     """Every picture that these records make sense of, as files in the folder; those of the same name are replaced.
 
-    published: rows of memcheck.report.published_rows, for a picture of their own.
+    more: further pictures, written after these.
     """
     formats = check_formats(formats)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for picture in choose_pictures(records, styles=styles, title=title, request=request, published=published):
+    for picture in choose_pictures(records, styles=styles, title=title, request=request, more=more):
         figure = picture.draw()
         paths += [save(figure, folder / f"{picture.name}.{suffix}") for suffix in formats]
     return paths
@@ -87,10 +86,10 @@ def svg_plots(
     *,
     styles: Mapping[str, Style],
     title: str = "",
-    published: Sequence[Row] = (),
+    more: Sequence[Picture] = (),
 ) -> list[tuple[str, str]]:
     """(caption, inline SVG) of the main pictures, for one HTML page."""
-    pictures = choose_pictures(records, styles=styles, title=title, published=published)
+    pictures = choose_pictures(records, styles=styles, title=title, more=more)
     return [
         (picture.caption, inline_svg(picture.draw(), f"plot-{picture.name}", picture.caption))
         for picture in pictures
@@ -104,7 +103,7 @@ def choose_pictures(
     styles: Mapping[str, Style],
     title: str,
     request: Request | None = None,
-    published: Sequence[Row] = (),
+    more: Sequence[Picture] = (),
 ) -> list[Picture]:
     """Chooses the pictures. Records of different dtypes, modes, devices or batch sizes go into separate pictures."""
     pictures: list[Picture] = []
@@ -113,21 +112,7 @@ def choose_pictures(
         topic = ", ".join(filter(None, (title, words)))
         subject = Subject(group, styles, topic, slug(words), request or Request())
         pictures += subject.pictures()
-    if published:
-        pictures.append(published_picture(published, styles))
-    return pictures
-
-
-def published_picture(rows: Sequence[Row], styles: Mapping[str, Style]) -> Picture:
-    title = "Memory of the published operators, by ours"
-    subtitle = f"{len(rows)} rows of memcheck_pyt's table, A100 40 GB; ours {sources(rows)}"
-    caption = f"{title}; {subtitle}."
-    return Picture("published", caption, lambda: published_figure(rows, styles, title=title, subtitle=subtitle))
-
-
-def sources(rows: Sequence[Row]) -> str:
-    """Describes where our figures come from: "measured on cpu, by formula"."""
-    return ", ".join(dict.fromkeys(str(row["ours_source"]) for row in rows if row.get("ours_source")))
+    return [*pictures, *more]
 
 
 Draw = Callable[..., "Figure"]

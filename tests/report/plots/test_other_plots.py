@@ -9,12 +9,13 @@ from plotted import MIB, STYLES, grid, labelled, marks, points, prediction, reco
 
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
-from memcheck.report.plots import plot_published, plot_timeline
+from memcheck.report.plots import plot_timeline
 from memcheck.report.plots.savings import savings_bars
 from memcheck.report.plots.series import views_along
 from memcheck.report.plots.theory import prediction_lines, theory_lines
 from memcheck.report.plots.timeline import MOST_LAYERS, MOST_STEPS, layers_of
 from memcheck.report.plots.timing import time_lines
+from memcheck.studies.published_plot import plot_published
 
 
 def view(records: list[Record]):

@@ -16,6 +16,7 @@ from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.report.plots import Request, choose_pictures, svg_plots, write_plots
 from memcheck.report.plots.series import quantity_of
+from memcheck.studies.published_plot import published_picture
 
 OPERATORS = {"naive": 40, "softplus": 4}
 
@@ -194,9 +195,11 @@ def test_published_rows_have_a_picture(tmp_path) -> None:
     row = {"operator": "softplus", "ours": "softplus", "query_len": 256, "published_status": "ok"}
     figures = {f"{whose}_{phase}_bytes": MIB for whose in ("published", "ours") for phase in ("forward", "backward")}
     row |= figures | {"forward_ratio": 1.5, "backward_ratio": 1.6, "ours_source": "measured on cpu"}
-    (path,) = write_plots([], tmp_path, styles=STYLES, title="", formats=["svg"], published=[row])
+    (path,) = write_plots(
+        [], tmp_path, styles=STYLES, title="", formats=["svg"], more=[published_picture([row], STYLES)]
+    )
     assert path.name == "published.svg"
-    ((caption, _),) = svg_plots([], styles=STYLES, published=[row])
+    ((caption, _),) = svg_plots([], styles=STYLES, more=[published_picture([row], STYLES)])
     assert "1 rows of memcheck_pyt's table, A100 40 GB; ours measured on cpu" in caption
 
 
