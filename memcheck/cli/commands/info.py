@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from memcheck import __version__, _build
+from memcheck import _build
+from memcheck.core.version import __version__
 from memcheck._extension import _C
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE")
