@@ -23,6 +23,12 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name 
 ENVIRONMENT := $(VENV)/.torch-installed
 BUILD := $(VENV)/.memcheck-built
 DEVELOPMENT := $(VENV)/.tools-installed
+# The extension lies in the source tree, and is of one torch. The stamp says of which; where another environment has
+# built it since, it is built again, which compiles nothing that has not changed.
+BUILT_FOR := sed -n 's/^TORCH_VERSION = //p' memcheck/_build.py
+ifneq ($(shell $(BUILT_FOR) 2>&1),$(shell cat $(BUILD) 2>&1))
+.PHONY: $(BUILD)
+endif
 
 .DEFAULT_GOAL := help
 .PHONY: help profile test test-fast lint docs bench notebooks asan check-cuda gpu clean
@@ -87,7 +93,7 @@ $(ENVIRONMENT):
 
 $(BUILD): $(ENVIRONMENT) pyproject.toml setup.py $(CSRC)
 	$(PIP) install $(PIP_FLAGS) --no-build-isolation -e .
-	@touch $@
+	@$(BUILT_FOR) > $@
 
 $(DEVELOPMENT): pyproject.toml | $(BUILD)
 	$(PIP) install $(PIP_FLAGS) --no-build-isolation -e '.[dev]'

@@ -66,6 +66,16 @@ import torch  # noqa: E402
 from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
 
 
+def nvcc_version() -> str:
+    """As in "Cuda compilation tools, release 13.0, V13.0.88"."""
+    text = subprocess.run([f"{cuda_home}/bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    return text.partition(", V")[2].split()[0]
+
+
+def major_of(version: str) -> str:
+    return version.split(".")[0]
+
+
 def why_no_cuda() -> str | None:
     """None where CUDA kernels are built: MEMCHECK_CUDA=auto|0|1. That takes a CUDA torch and nvcc, but never a GPU."""
     choice = os.environ.get("MEMCHECK_CUDA", "auto")
@@ -78,9 +88,48 @@ def why_no_cuda() -> str | None:
         missing.append(f"a CUDA build of torch (this one is {torch.__version__})")
     if cuda_home is None or not Path(cuda_home, "bin", "nvcc").is_file():
         missing.append(f"nvcc (CUDA_HOME is {cuda_home})")
+    elif torch.version.cuda is not None and major_of(nvcc_version()) != major_of(torch.version.cuda):
+        # torch refuses such a pair, in the middle of the build.
+        missing.append(
+            f"nvcc {major_of(torch.version.cuda)}, as this torch has ({cuda_home}/bin/nvcc is {nvcc_version()})"
+        )
     if choice == "1" and missing:
         sys.exit(f"\nMEMCHECK_CUDA=1 asks for CUDA kernels, which need {' and '.join(missing)}\n")
     return f"needs {' and '.join(missing)}" if missing else None
+
+
+# The compute capability that CUDA kernels need, and torch's names of the architectures before it.
+LEAST_CAPABILITY = (8, 0)
+OLDER_ARCHITECTURES = ("Kepler", "Maxwell", "Pascal", "Volta", "Turing")
+
+
+def require_new_gpus() -> None:
+    """One line for GPUs that are too old, where ptxas would fail without a message."""
+    if listed := os.environ.get("TORCH_CUDA_ARCH_LIST"):
+        old = [name for name in listed.replace(";", " ").split() if is_old(name)]
+        found = f"TORCH_CUDA_ARCH_LIST='{listed}' asks for {', '.join(old)}"
+    elif torch.cuda.is_available():
+        properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        old = [
+            f"{gpu.name} has {gpu.major}.{gpu.minor}" for gpu in properties if (gpu.major, gpu.minor) < LEAST_CAPABILITY
+        ]
+        found = f"of this machine's GPUs {', '.join(old)}"
+    else:
+        return
+    if old:
+        sys.exit(
+            f"memcheck's CUDA kernels need GPUs of compute capability 8.0 or later, but {found}; "
+            "MEMCHECK_CUDA=0 builds without them, TORCH_CUDA_ARCH_LIST=8.0 for other GPUs"
+        )
+
+
+def is_old(architecture: str) -> bool:
+    """Of an architecture as torch writes it: 7.5, 9.0a, 8.6+PTX, Turing."""
+    name = architecture.partition("+")[0]
+    number = name.rstrip("af")
+    if number.replace(".", "", 1).isdigit():
+        return tuple(map(int, number.split("."))) < LEAST_CAPABILITY
+    return name in OLDER_ARCHITECTURES
 
 
 def default_jobs() -> int:
@@ -99,6 +148,8 @@ CUDA_LEFT_OUT = why_no_cuda()
 CUDA = CUDA_LEFT_OUT is None
 print(f"memcheck: torch {torch.__version__}, CUDA kernels: {CUDA_LEFT_OUT or f'built by {cuda_home}/bin/nvcc'}")
 os.environ.setdefault("MAX_JOBS", str(default_jobs()))
+if CUDA:
+    require_new_gpus()
 if CUDA and not torch.cuda.is_available():
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
 COMPILER = compiler_version()
@@ -126,12 +177,6 @@ class Build(BuildExtension):
         (package / "_build.py").write_text(
             '"""What memcheck._C was built with. Written by setup.py."""\n\n' + "".join(lines)
         )
-
-
-def nvcc_version() -> str:
-    """As in "Cuda compilation tools, release 13.0, V13.0.88"."""
-    text = subprocess.run([f"{cuda_home}/bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
-    return text.partition(", V")[2].split()[0]
 
 
 def build_facts() -> dict[str, Any]:

@@ -106,6 +106,7 @@ static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t
   return {{"carries", carries},
           {"forward_scratch", plan.forward_sums_bytes + (plan.forward_uses_carries ? carries : 0)},
           {"forward_sums", plan.forward_sums_bytes},
+          {"backward_sums", plan.backward_sums_bytes},
           {"backward_scratch", plan.backward_sums_bytes + plan.backward_scratch_bytes}};
 }
 
@@ -117,7 +118,10 @@ static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H
   const memcheck::Dtype type = dtype_named(dtype);
   const auto plan = is_cuda(device) ? memcheck::linear_attention_plan_cuda(shape, type)
                                     : memcheck::linear_attention_plan_cpu(shape, type, threads);
-  return {{"forward_scratch", plan.forward_states_bytes + plan.forward_scratch_bytes},
+  return {{"forward_states", plan.forward_states_bytes},
+          {"forward_scratch", plan.forward_states_bytes + plan.forward_scratch_bytes},
+          {"backward_rows", plan.rows_bytes},
+          {"backward_states", plan.backward_states_bytes},
           {"backward_scratch", plan.rows_bytes + plan.backward_states_bytes + plan.backward_scratch_bytes}};
 }
 
@@ -156,11 +160,12 @@ static void bind_plans(py::module_& m) {
   m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
         py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu",
         "bytes: carries (kept for backward), forward_sums (beside them), forward_scratch (when nothing is kept), "
-        "backward_scratch");
+        "backward_scratch, of which backward_sums are allocated first");
   m.def("linear_attention_plan", &linear_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"), py::arg("Hkv"),
         py::arg("S"), py::arg("T"), py::arg("D"), py::arg("Dv"), py::arg("causal"), py::arg("dtype"),
         py::arg("threads"), py::arg("device") = "cpu",
-        "bytes: forward_scratch, backward_scratch; those of CUDA are the same for any number of threads");
+        "bytes: forward_scratch, of which forward_states are allocated first; backward_scratch, of which backward_rows "
+        "are allocated first and then backward_states; those of CUDA are the same for any number of threads");
   m.def("compressed_attention_plan", &compressed_attention_plan, py::kw_only(), py::arg("B"), py::arg("H"),
         py::arg("Hkv"), py::arg("S"), py::arg("T"), py::arg("D"), py::arg("factor"), py::arg("causal"),
         py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu",

@@ -61,7 +61,7 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& x, const Tensor& weigh
                                             bool keep_preactivations) {
   check_tensors("combinator", {{"x", x}, {"weight", weight}});
   refuse_forward_mode("combinator", {x, weight});
-  if (wants_gradient({x, weight})) {
+  if (will_be_differentiated("combinator", {x, weight})) {
     const auto outputs = Combinator::apply(x, weight, low_memory);
     return {outputs[0], outputs[1]};
   }

@@ -7,7 +7,7 @@
 namespace memcheck {
 
 // a / b rounded up, for a from 0 and b from 1.
-MEMCHECK_INLINE int64_t ceil_div(int64_t a, int64_t b) {
+MEMCHECK_INLINE constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 

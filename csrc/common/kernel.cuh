@@ -25,14 +25,34 @@ struct Launch {
   cudaStream_t stream;
 };
 
+// ---- the GPU
+
+// What every GPU of compute capability 8.0 or later gives a block of shared memory: 8.6, 8.9 and 12.0 no more.
+constexpr size_t kSharedBytesEverywhere = 99 << 10;
+
+// Of the current GPU; 0 where CUDA does not answer.
+inline int gpu_attribute(cudaDeviceAttr attribute) {
+  int device = 0, value = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : 0;
+}
+
+// Whether a block may have so many bytes of shared memory on the current GPU.
+inline bool fits_in_a_block(size_t shared_bytes) {
+  return shared_bytes <= kSharedBytesEverywhere ||
+         shared_bytes <= static_cast<size_t>(gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
+}
+
+// ---- launches
+
 #if defined(MEMCHECK_HOST_CUDA)
 
 // The last parameter of a function that can fail there: the line that calls it.
 #define MEMCHECK_CALLER , [[maybe_unused]] host_cuda::Where caller = host_cuda::Where::here()
 
 template <typename... Params, typename... Args>
-void launch(const Launch& with, void (*kernel)(Params...), const Args&... args) {
-  host_cuda::run(with.kernel, with.grid, with.block, with.shared_bytes, [&] { kernel(args...); });
+cudaError_t queue(const Launch& with, void (*kernel)(Params...), const Args&... args) {
+  return host_cuda::run(with.kernel, with.grid, with.block, with.shared_bytes, [&] { kernel(args...); });
 }
 
 template <typename Shared>
@@ -44,27 +64,21 @@ Shared& shared() {
 
 #define MEMCHECK_CALLER
 
-inline void check_launch(const Launch& with, cudaError_t status) {
-  if (status == cudaSuccess) return;
-  throw std::runtime_error(std::string(with.kernel) +
-                           ": CUDA could not launch the kernel: " + cudaGetErrorString(status));
-}
-
-// The kernel, queued on the stream. An empty grid is no work. Throws what CUDA says against it.
 template <typename... Params, typename... Args>
-void launch(const Launch& with, void (*kernel)(Params...), const Args&... args) {
-  if (with.grid.x == 0 || with.grid.y == 0 || with.grid.z == 0) return;
+cudaError_t queue(const Launch& with, void (*kernel)(Params...), const Args&... args) {
   constexpr size_t kUnasked = 48 << 10;
-  if (with.shared_bytes > kUnasked)
-    check_launch(
-        with, cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                   static_cast<int>(with.shared_bytes)));
+  if (with.shared_bytes > kUnasked) {
+    const cudaError_t status =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(with.shared_bytes));
+    if (status != cudaSuccess) return status;
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = with.grid;
   config.blockDim = with.block;
   config.dynamicSmemBytes = with.shared_bytes;
   config.stream = with.stream;
-  check_launch(with, cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...));
+  return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
 // The block's shared memory, of which the launch asked for sizeof(Shared) bytes or more.
@@ -75,6 +89,37 @@ __device__ __forceinline__ Shared& shared() {
 }
 
 #endif
+
+inline std::string written(dim3 size) {
+  return "(" + std::to_string(size.x) + "," + std::to_string(size.y) + "," + std::to_string(size.z) + ")";
+}
+
+// Why a launch failed, in a line.
+inline std::string launch_failure(const Launch& with, cudaError_t status) {
+  const int major = gpu_attribute(cudaDevAttrComputeCapabilityMajor);
+  if (major > 0 && major < 8)
+    return std::string(with.kernel) + ": memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got " +
+           std::to_string(major) + "." + std::to_string(gpu_attribute(cudaDevAttrComputeCapabilityMinor));
+  return std::string(with.kernel) + ": CUDA could not launch the kernel: " + cudaGetErrorString(status) + "; grid " +
+         written(with.grid) + ", block " + written(with.block) + ", " + std::to_string(with.shared_bytes) +
+         " bytes of shared memory for a block, of which this GPU gives " +
+         std::to_string(gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)) + " at most";
+}
+
+// CUDA keeps the error of a launch until somebody asks for it: it is taken back, or torch's next check would find it.
+inline void check_launch(const Launch& with, cudaError_t status) {
+  if (status == cudaSuccess) return;
+  const std::string failure = launch_failure(with, status);
+  cudaGetLastError();
+  throw std::runtime_error(failure);
+}
+
+// The kernel, queued on the stream. An empty grid is no work. Throws what CUDA says against it.
+template <typename... Params, typename... Args>
+void launch(const Launch& with, void (*kernel)(Params...), const Args&... args) {
+  if (with.grid.x == 0 || with.grid.y == 0 || with.grid.z == 0) return;
+  check_launch(with, queue(with, kernel, args...));
+}
 
 // ---- number types
 

@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "common/compensated_sum.h"
 #include "common/macros.h"
 
 namespace memcheck {
@@ -27,16 +28,6 @@ struct TileFactor {
 
   TileFactor transposed() const { return {data, column_stride, row_stride}; }
 };
-
-// sum += x, where rest is what rounding has left out of the sum so far (Kahan): however many x there are, the error is
-// that of a few. A sum that is not finite becomes NaN. Numbers, or vectors of them.
-template <typename T>
-MEMCHECK_INLINE void add_to_sum(const T& x, T& sum, T& rest) {
-  const T with_rest = x + rest;
-  const T next = sum + with_rest;
-  rest = with_rest - (next - sum);
-  sum = next;
-}
 
 // The cache lines of rows that will be read next. Asked for row by row between arithmetic they do not wait for each
 // other. Any address may be asked for.

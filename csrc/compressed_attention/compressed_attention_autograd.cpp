@@ -93,7 +93,7 @@ std::vector<c10::SymInt> gradient_stride(const Tensor& x) {
 
 struct CompressedAttention : Function<CompressedAttention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const Options& options) {
+                               const Options& options, bool returns_kept) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const auto [y, lse, kc, vc] =
         forward_op().call(q, k, v, options.factor, options.causal, options.strict, options.scale, true);
@@ -103,12 +103,14 @@ struct CompressedAttention : Function<CompressedAttention> {
     keep_options(ctx, options, k.sym_size(2));
     ctx->saved_data["grad_k_stride"] = gradient_stride(k);
     ctx->saved_data["grad_v_stride"] = gradient_stride(v);
-    ctx->mark_non_differentiable({lse, kc, vc});
-    return {y, lse, kc, vc};
+    const auto returned = [&](const Tensor& x) { return kept_output(x, returns_kept, /*dimension=*/2); };
+    const variable_list kept{returned(lse), returned(kc), returned(vc)};
+    ctx->mark_non_differentiable(kept);
+    return {y, kept[0], kept[1], kept[2]};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(4);
+    if (!grads[0].defined()) return variable_list(5);
     const auto saved = ctx->get_saved_variables();
     const Options options = kept_options(ctx);
     const auto [grad_q, grad_k, grad_v] =
@@ -118,10 +120,10 @@ struct CompressedAttention : Function<CompressedAttention> {
                            ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_gradients(ctx));
     const variable_list gradients{grad_q, grad_k, grad_v};
     // k and v are known by kc and vc alone. The gradient of the values does not depend on the values.
-    const bool of_values_alone = !ctx->needs_input_grad(0) && !ctx->needs_input_grad(1);
+    const bool of_values_alone = !required_gradient(0) && !required_gradient(1);
     const auto guarded =
         of_values_alone ? gradients : refuse_double_backward_through_kept("compressed_attention", gradients, grads[0]);
-    return {guarded[0], guarded[1], guarded[2], Tensor()};
+    return {guarded[0], guarded[1], guarded[2], Tensor(), Tensor()};
   }
 };
 
@@ -155,8 +157,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_autograd(const Tensor& q, con
                                                             bool keep) {
   check_tensors("compressed_attention", {{"q", q}, {"k", k}, {"v", v}});
   refuse_forward_mode("compressed_attention", {q, k, v});
-  if (wants_gradient({q, k, v})) {
-    const auto outputs = CompressedAttention::apply(q, k, v, Options{factor, causal, strict, scale});
+  if (will_be_differentiated("compressed_attention", {q, k, v})) {
+    const auto outputs = CompressedAttention::apply(q, k, v, Options{factor, causal, strict, scale}, keep);
     return {outputs[0], outputs[1], outputs[2], outputs[3]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;
@@ -167,7 +169,7 @@ std::tuple<Tensor, Tensor> pooled_autograd(const Tensor& q, const Tensor& kc, co
                                            c10::SymInt kv_len, bool causal, bool strict, Scale scale, bool keep_lse) {
   check_tensors("compressed_attention_pooled", {{"q", q}, {"kc", kc}, {"vc", vc}});
   refuse_forward_mode("compressed_attention_pooled", {q, kc, vc});
-  if (wants_gradient({q, kc, vc})) {
+  if (will_be_differentiated("compressed_attention_pooled", {q, kc, vc})) {
     const auto outputs = PooledAttention::apply(q, kc, vc, Options{factor, causal, strict, scale}, kv_len);
     return {outputs[0], outputs[1]};
   }

@@ -1,6 +1,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "compressed_attention/compressed_attention_rows.cuh"
 #include "compressed_attention/compressed_attention_tiles.cuh"
 
 // The backward in the accumulation type. With p = softmax(scale q . kc), dp = grad_y . vc and delta = grad_y . y =
@@ -18,8 +19,7 @@ struct QueryGradientShared {
   SharedTile<acc_t> q;
   SharedTile<acc_t> grad_y;
   SharedTile<acc_t> kc;
-  SharedTile<acc_t> vc;
-  SharedTile<acc_t> grad_scores;
+  SharedTile<acc_t> vc;  // then gradients of scores
   Totals<acc_t> grad_q;
   int64_t limit[TileSize<acc_t>::kSize];
   acc_t shift[TileSize<acc_t>::kSize];
@@ -144,26 +144,30 @@ __device__ __forceinline__ void query_gradient(const CompressedAttentionBackward
         weights[i][j] = spread_column(j) < seen ? gradient : acc_t(0);
       }
     }
-    // Its readers are a barrier behind: weigh_keys has some.
-    keep_tile(weights, memory.grad_scores);
-    if (!all_columns) {
-      __syncthreads();
-      load_tile(of.kc, key, work.column, memory.kc);
-    }
     __syncthreads();
-    add_product_of_tile(memory.grad_scores, memory.kc, chunk);
+    keep_tile(weights, memory.vc);
+    if (!all_columns) load_tile(of.kc, key, work.column, memory.kc);
+    __syncthreads();
+    add_product_of_tile(memory.vc, memory.kc, chunk);
     if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.grad_q);
   }
   const auto to = queries_of<scalar_t>(p.shape, p.grad_q, work.of);
   const auto scale = static_cast<acc_t>(p.scale);
+  unsigned not_finite = 0;
 #pragma unroll
   for (int i = 0; i < Size::kRows; ++i) {
     acc_t of_row[Size::kColumns];
 #pragma unroll
-    for (int j = 0; j < Size::kColumns; ++j) of_row[j] = scale * memory.grad_q.of(i, j);
+    for (int j = 0; j < Size::kColumns; ++j) {
+      of_row[j] = scale * memory.grad_q.of(i, j);
+      if (work.row + row_of(i) < to.count && !is_finite(of_row[j])) not_finite |= 1u << i;
+    }
     if (work.row + row_of(i) < to.count)
       store_columns<scalar_t, Size::kColumns>(to, work.row + row_of(i), work.column + joint_column<acc_t>(0), of_row);
   }
+  if (!__any_sync(~0u, not_finite != 0)) return;
+  each_row_of_warp<acc_t>(
+      not_finite, [&](int row) { differentiate_row<scalar_t>(p, work.of, work.column, Size::kSize, work.row + row); });
 }
 
 template <typename scalar_t>
@@ -182,7 +186,15 @@ __global__ void __launch_bounds__(kThreads) query_gradient_kernel(CompressedAtte
   const int64_t row = work.row + threadIdx.x;
   if (p.delta != nullptr && work.column == 0 && threadIdx.x < kSize && row < work.of.group * p.shape.S)
     static_cast<acc_t*>(p.delta)[query_index(p.shape, work.of, row)] = memory.delta[threadIdx.x];
-  if (p.grad_q) query_gradient(p, of, work, memory);
+  if (p.grad_q) return query_gradient(p, of, work, memory);
+  for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
+    // All threads of a warp go through both of its rows together.
+    for (int half = 0; half < 2; ++half) {
+      const int mine = static_cast<int>(threadIdx.x) / 32 * 2 + half + kRowLanes * i;
+      if (work.row + mine < work.of.group * p.shape.S && !is_finite(memory.delta[mine]))
+        differentiate_row<scalar_t>(p, work.of, 0, kSize, work.row + mine);
+    }
+  }
 }
 
 template <typename scalar_t>
@@ -207,9 +219,8 @@ template <typename acc_t>
 struct KeyGradientShared {
   SharedTile<acc_t> kc;
   SharedTile<acc_t> vc;
-  SharedTile<acc_t> q;
-  SharedTile<acc_t> grad_y;
-  SharedTile<acc_t> weights;
+  SharedTile<acc_t> q;       // for grad_v, then weights
+  SharedTile<acc_t> grad_y;  // for grad_k, then gradients of scores
   Totals<acc_t> gradient;
   int64_t first_row[TileSize<acc_t>::kSize];
 };
@@ -262,13 +273,17 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
   using Size = TileSize<acc_t>;
   const int64_t column = work.column + joint_column<acc_t>(0);
   const auto scale = of_values ? acc_t(1) : static_cast<acc_t>(p.scale);
+  unsigned not_finite = 0;
 #pragma unroll
   for (int i = 0; i < Size::kRows; ++i) {
     const int64_t j = work.key + row_of(i);
     if (j >= p.shape.C) continue;
     acc_t of_row[Size::kColumns];
 #pragma unroll
-    for (int x = 0; x < Size::kColumns; ++x) of_row[x] = scale * total.of(i, x);
+    for (int x = 0; x < Size::kColumns; ++x) {
+      of_row[x] = scale * total.of(i, x);
+      if (!is_finite(of_row[x])) not_finite |= 1u << i;
+    }
     if (parts.count == 1) {
       spread<scalar_t, Size::kColumns>(p, of_values ? p.grad_v : p.grad_k, work.of, j, column, of_row);
       continue;
@@ -278,6 +293,10 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
     for (int x = 0; x < Size::kColumns; ++x)
       if (column + x < p.shape.D) to[column + x] = of_row[x];
   }
+  if (!__any_sync(~0u, not_finite != 0)) return;
+  each_row_of_warp<acc_t>(not_finite, [&](int row) {
+    differentiate_key<scalar_t>(p, work, Size::kSize, Size::kSize, parts, of_values, work.key + row);
+  });
 }
 
 // The gradient of keys, or of values: thread blocks of the one are followed by those of the other where both are
@@ -329,18 +348,17 @@ __global__ void __launch_bounds__(kThreads)
         }
       }
     }
-    keep_tile(weights, memory.weights);
+    auto& kept = of_values ? memory.q : memory.grad_y;
     auto& factor = of_values ? memory.grad_y : memory.q;
-    if (of_values || !all_columns) {
-      if (!of_values) __syncthreads();
-      if (of_values) {
-        load_tile(of.grad_y, row, work.column, factor);
-      } else {
-        load_tile(of.q, row, work.column, factor);
-      }
+    __syncthreads();
+    keep_tile(weights, kept);
+    if (of_values) {
+      load_tile(of.grad_y, row, work.column, factor);
+    } else if (!all_columns) {
+      load_tile(of.q, row, work.column, factor);
     }
     __syncthreads();
-    add_product_of_tile(memory.weights, factor, chunk);
+    add_product_of_tile(kept, factor, chunk);
     if ((tile - work.begin + 1) % kChunkTiles == 0 || tile + 1 == work.end) add_chunk(chunk, memory.gradient);
   }
   finish_keys<scalar_t>(p, work, parts, of_values, memory.gradient);

@@ -16,6 +16,10 @@
 // lie there with queries along the lanes, 32 at a time, so that maxima and sums over blocks are vertical.
 // Key-stationary (grad_k, grad_v): a task is one tile of blocks, and goes through the queries that see them; blocks lie
 // along the lanes. A score is one chain of products over D either way, but of the very few queries of decoding.
+//
+// A query that does not see a block has a weight of 0 in the product of their tiles, and 0 times a NaN or an infinity
+// is NaN. So a tile whose result is not finite is formed a second time, with care: a weight of 0 then adds nothing, and
+// a block whose keys are -inf throughout has a score of -inf.
 
 namespace memcheck {
 namespace {
@@ -200,6 +204,43 @@ MEMCHECK_INLINE void multiply_rows(int64_t rows, const Rows<acc_t>& a, const acc
   tile_product(TileProduct::Set, rows, kLanes, D, factor, b, kLanes, to, kLanes);
 }
 
+// ---- what a weight of 0 is multiplied with
+
+// The columns that pad x are 0.
+template <typename acc_t>
+MEMCHECK_INLINE bool all_finite(int64_t count, const acc_t* x) {
+  alignas(64) acc_t zeros[kLanes] = {};
+  for (int64_t i = 0; i < count; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) zeros[lane] += x[i + lane] * acc_t(0);
+  acc_t zero = acc_t(0);
+  for (int64_t lane = 0; lane < kLanes; ++lane) zero += zeros[lane];
+  return zero == acc_t(0);
+}
+
+// Elements of a key, so far apart. Where all are -inf nobody sees its block.
+template <typename acc_t>
+MEMCHECK_INLINE bool is_absent(const acc_t* key, int64_t stride, int64_t D) {
+  int64_t i = 0;
+  while (i < D && key[i * stride] == -std::numeric_limits<acc_t>::infinity()) ++i;
+  return i == D && D > 0;
+}
+
+// to (M, columns) = weights (M,K) b (K, columns), with care or without. Every element is the same chain either way.
+template <typename acc_t>
+MEMCHECK_INLINE void multiply_weights(bool careful, int64_t M, int64_t columns, int64_t K,
+                                      const TileFactor<acc_t>& weights, const Rows<acc_t>& b, acc_t* __restrict to) {
+  if (!careful) return tile_product(TileProduct::Set, M, columns, K, weights, b.data, b.stride, to, columns);
+  fill_zero(to, M * columns);
+  for (int64_t row = 0; row < M; ++row)
+    for (int64_t k = 0; k < K; ++k) {
+      const acc_t weight = weights.data[row * weights.row_stride + k * weights.column_stride];
+      if (weight == acc_t(0)) continue;
+      for (int64_t i = 0; i < columns; i += kLanes)
+        for (int64_t lane = 0; lane < kLanes; ++lane)
+          to[row * columns + i + lane] += weight * b.data[k * b.stride + i + lane];
+    }
+}
+
 // ---- pooling
 
 int64_t pool_tasks_of(const CompressedAttentionShape& shape) {
@@ -358,6 +399,15 @@ MEMCHECK_INLINE void scale_and_hide(const Sight<acc_t>& sight, const acc_t* limi
     }
 }
 
+// Scores of absent blocks become -inf.
+template <typename acc_t>
+MEMCHECK_INLINE void hide_absent(int64_t blocks, const Rows<acc_t>& kc, int64_t D, acc_t* scores) {
+  for (int64_t j = 0; j < blocks; ++j) {
+    if (!is_absent(kc.data + j * kc.stride, 1, D)) continue;
+    for (int64_t lane = 0; lane < kLanes; ++lane) scores[j * kLanes + lane] = -std::numeric_limits<acc_t>::infinity();
+  }
+}
+
 // What is subtracted before the exponential: nothing where that would be -inf, as exp(-inf - -inf) is no number.
 template <typename acc_t>
 MEMCHECK_INLINE acc_t shift_of(acc_t max) {
@@ -422,13 +472,13 @@ MEMCHECK_INLINE void end_chunk(int64_t rows, int64_t columns, Softmax<acc_t>& so
   fill_zero(sum.chunk, rows * columns);
 }
 
-// y = sum of weighted values / sum of weights, and 0 where nothing was seen.
+// y = sum of weighted values / sum of weights, and 0 where nothing was seen, or only scores of -inf.
 template <typename acc_t>
 MEMCHECK_INLINE void finish_queries(const CompressedAttentionForward& p, Dtype dtype, const QueryTile& tile,
                                     const Softmax<acc_t>& softmax, acc_t* y) {
   const int64_t columns = padded_columns(p.shape.D);
   for (int64_t row = 0; row < tile.rows(); ++row) {
-    const bool sees = p.shape.visible(tile.position(row)) > 0;
+    const bool sees = softmax.before[row] != acc_t(0);
     const acc_t divisor = sees ? softmax.before[row] : acc_t(1);
     for (int64_t i = row * columns; i < (row + 1) * columns; ++i) y[i] /= divisor;
     if (p.lse == nullptr) continue;
@@ -438,17 +488,15 @@ MEMCHECK_INLINE void finish_queries(const CompressedAttentionForward& p, Dtype d
   store_tile(dtype, p.y, tile, p.shape.D, y);
 }
 
+// The sum of weighted values of a tile of queries, which lie in scratch.
 template <typename acc_t>
-MEMCHECK_INLINE void forward_task(const CompressedAttentionForward& p, Dtype dtype, const QueryTile& tile,
-                                  const QueryScratch<acc_t>& scratch) {
+MEMCHECK_INLINE void attend(const CompressedAttentionForward& p, Dtype dtype, const QueryTile& tile,
+                            const QueryScratch<acc_t>& scratch, bool careful, Softmax<acc_t>& softmax) {
   const int64_t D = p.shape.D;
   const int64_t columns = padded_columns(D);
   const int64_t rows = tile.rows();
   const int64_t end = p.shape.visible(tile.s + tile.positions - 1);
-  load_tile(dtype, p.q, tile, D, scratch.q);
-  turn_to_lanes(scratch.q, rows, columns, scratch.q_lanes);
   start_sum(rows * columns, scratch.sum);
-  Softmax<acc_t> softmax;
   int64_t tiles = 0;
   for (int64_t j = 0; j < end; j += kBlocks) {
     const Sight<acc_t> sight(p.shape, tile, j, end - j < kBlocks ? end - j : kBlocks);
@@ -459,16 +507,29 @@ MEMCHECK_INLINE void forward_task(const CompressedAttentionForward& p, Dtype dty
       multiply_lanes(sight.blocks, kc, scratch.q + first * columns, scratch.q_lanes + first * columns, count, D,
                      scratch.scores);
       scale_and_hide(sight, sight.limit + first, static_cast<acc_t>(p.scale), scratch.scores);
+      if (careful) hide_absent(sight.blocks, kc, D, scratch.scores);
       softmax.add(first, sight.blocks, scratch.scores);
       const TileFactor<acc_t> weights{scratch.scores, 1, kLanes};
-      tile_product(TileProduct::Set, count, columns, sight.blocks, weights, vc.data, vc.stride,
-                   scratch.product + first * columns, columns);
+      multiply_weights(careful, count, columns, sight.blocks, weights, vc, scratch.product + first * columns);
     }
     rescale_and_add(rows, columns, softmax.rescale, scratch.product, scratch.sum.chunk);
     if (++tiles % kChunkTiles == 0) end_chunk(rows, columns, softmax, scratch.sum);
   }
   end_chunk(rows, columns, softmax, scratch.sum);
-  finish_queries(p, dtype, tile, softmax, scratch.sum.total);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void forward_task(const CompressedAttentionForward& p, Dtype dtype, const QueryTile& tile,
+                                  const QueryScratch<acc_t>& scratch) {
+  const int64_t columns = padded_columns(p.shape.D);
+  load_tile(dtype, p.q, tile, p.shape.D, scratch.q);
+  turn_to_lanes(scratch.q, tile.rows(), columns, scratch.q_lanes);
+  for (const bool careful : {false, true}) {
+    Softmax<acc_t> softmax;
+    attend(p, dtype, tile, scratch, careful, softmax);
+    if (!careful && !all_finite(tile.rows() * columns, scratch.sum.total)) continue;
+    return finish_queries(p, dtype, tile, softmax, scratch.sum.total);
+  }
 }
 
 template <typename scalar_t>
@@ -511,14 +572,21 @@ struct SeenBlocks {
         vc(rows_of(dtype, rows_at(dtype, p.vc, tile.b, tile.key_head, j), sight.blocks, p.shape.D, scratch.vc)) {}
 
   // Scores of the lanes from `first` on, and the gradients of their weights.
-  MEMCHECK_INLINE void score(const CompressedAttentionBackward& p, int64_t first,
-                             const QueryScratch<acc_t>& scratch) const {
+  MEMCHECK_INLINE void score(const CompressedAttentionBackward& p, int64_t first, const QueryScratch<acc_t>& scratch,
+                             bool careful) const {
     const int64_t skipped = first * padded_columns(p.shape.D);
     multiply_rows(sight.blocks, kc, scratch.q_lanes + skipped, p.shape.D, scratch.scores);
     multiply_rows(sight.blocks, vc, scratch.grad_lanes + skipped, p.shape.D, scratch.grad_weights);
     scale_and_hide(sight, sight.limit + first, static_cast<acc_t>(p.scale), scratch.scores);
+    if (careful) hide_absent(sight.blocks, kc, p.shape.D, scratch.scores);
   }
 };
+
+// weight x, and 0 of a weight of 0: of a block that is not seen x may be any number, or none.
+template <typename acc_t>
+MEMCHECK_INLINE acc_t weighted(acc_t weight, acc_t x) {
+  return weight == acc_t(0) ? acc_t(0) : weight * x;
+}
 
 // delta = grad_y . y, one chain of products over D, as the gradient of a weight is: where a query sees one block these
 // are the same numbers, and the gradient of the score is 0 as it should.
@@ -542,19 +610,20 @@ MEMCHECK_INLINE void add_weighted(int64_t blocks, const acc_t* shift, const acc_
   alignas(64) acc_t sum[kLanes] = {};
   for (int64_t j = 0; j < blocks; ++j)
     for (int64_t lane = 0; lane < kLanes; ++lane)
-      sum[lane] += exp_minus_abs(scores[j * kLanes + lane] - shift[lane]) * grad_weights[j * kLanes + lane];
+      sum[lane] += weighted(exp_minus_abs(scores[j * kLanes + lane] - shift[lane]), grad_weights[j * kLanes + lane]);
   for (int64_t lane = 0; lane < kLanes; ++lane) delta[lane] += sum[lane];
 }
 
 // delta = sum_j p_j dp_j, where y was rounded to 16 bits: its error would be that of every score's gradient at once.
 template <typename acc_t>
 MEMCHECK_INLINE void delta_from_weights(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
-                                        const QueryScratch<acc_t>& scratch, const acc_t* shift, acc_t* delta) {
+                                        const QueryScratch<acc_t>& scratch, bool careful, const acc_t* shift,
+                                        acc_t* delta) {
   const int64_t end = p.shape.visible(tile.s + tile.positions - 1);
   for (int64_t j = 0; j < end; j += kBlocks) {
     const SeenBlocks<acc_t> seen(p, dtype, tile, j, end, scratch);
     for (int64_t first = 0; first < tile.rows(); first += kLanes) {
-      seen.score(p, first, scratch);
+      seen.score(p, first, scratch, careful);
       add_weighted(seen.sight.blocks, shift + first, scratch.scores, scratch.grad_weights, delta + first);
     }
   }
@@ -566,17 +635,23 @@ struct QueryGradients {
   alignas(64) acc_t delta[kQueries] = {};
 
   MEMCHECK_INLINE QueryGradients(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
-                                 const QueryScratch<acc_t>& scratch) {
+                                 const QueryScratch<acc_t>& scratch, bool careful) {
     for (int64_t row = 0; row < tile.rows(); ++row)
       shift[row] = shift_of(static_cast<const acc_t*>(p.lse)[query_index(p.shape, tile, row)]);
     if (p.y) {
       delta_from_y(p, dtype, tile, scratch, delta);
     } else {
-      delta_from_weights(p, dtype, tile, scratch, shift, delta);
+      delta_from_weights(p, dtype, tile, scratch, careful, shift, delta);
     }
     if (p.delta == nullptr) return;
     for (int64_t row = 0; row < tile.rows(); ++row)
       static_cast<acc_t*>(p.delta)[query_index(p.shape, tile, row)] = delta[row];
+  }
+
+  MEMCHECK_INLINE bool finite(int64_t rows) const {
+    acc_t zero = acc_t(0);
+    for (int64_t row = 0; row < rows; ++row) zero += delta[row] * acc_t(0);
+    return zero == acc_t(0);
   }
 };
 
@@ -587,13 +662,14 @@ MEMCHECK_INLINE void differentiate_scores(int64_t blocks, const acc_t* shift, co
   for (int64_t j = 0; j < blocks; ++j)
     for (int64_t lane = 0; lane < kLanes; ++lane) {
       const int64_t i = j * kLanes + lane;
-      scores[i] = exp_minus_abs(scores[i] - shift[lane]) * (grad_weights[i] - delta[lane]);
+      scores[i] = weighted(exp_minus_abs(scores[i] - shift[lane]), grad_weights[i] - delta[lane]);
     }
 }
 
+// Left in scratch, up to the scale.
 template <typename acc_t>
 MEMCHECK_INLINE void query_gradient(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
-                                    const QueryScratch<acc_t>& scratch, const QueryGradients<acc_t>& of) {
+                                    const QueryScratch<acc_t>& scratch, const QueryGradients<acc_t>& of, bool careful) {
   const int64_t columns = padded_columns(p.shape.D);
   const int64_t rows = tile.rows();
   const int64_t end = p.shape.visible(tile.s + tile.positions - 1);
@@ -604,29 +680,37 @@ MEMCHECK_INLINE void query_gradient(const CompressedAttentionBackward& p, Dtype 
     const int64_t blocks = seen.sight.blocks;
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t count = rows - first < kLanes ? rows - first : kLanes;
-      seen.score(p, first, scratch);
+      seen.score(p, first, scratch, careful);
       differentiate_scores(blocks, of.shift + first, of.delta + first, scratch.grad_weights, scratch.scores);
       const TileFactor<acc_t> grad_scores{scratch.scores, 1, kLanes};
-      tile_product(TileProduct::Set, count, columns, blocks, grad_scores, seen.kc.data, seen.kc.stride,
-                   scratch.product + first * columns, columns);
+      multiply_weights(careful, count, columns, blocks, grad_scores, seen.kc, scratch.product + first * columns);
     }
     add(rows * columns, scratch.product, scratch.sum.chunk);
     if (++tiles % kChunkTiles == 0) add_chunk(rows * columns, scratch.sum);
   }
   add_chunk(rows * columns, scratch.sum);
-  scale_all(rows * columns, static_cast<acc_t>(p.scale), scratch.sum.total);
-  store_tile(dtype, p.grad_q, tile, p.shape.D, scratch.sum.total);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void query_gradient_task(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
+                                         const QueryScratch<acc_t>& scratch) {
+  const int64_t size = tile.rows() * padded_columns(p.shape.D);
+  load_queries(p, dtype, tile, scratch);
+  for (const bool careful : {false, true}) {
+    const QueryGradients<acc_t> of(p, dtype, tile, scratch, careful);
+    if (!careful && !of.finite(tile.rows())) continue;
+    if (!p.grad_q) return;
+    query_gradient(p, dtype, tile, scratch, of, careful);
+    if (!careful && !all_finite(size, scratch.sum.total)) continue;
+    scale_all(size, static_cast<acc_t>(p.scale), scratch.sum.total);
+    return store_tile(dtype, p.grad_q, tile, p.shape.D, scratch.sum.total);
+  }
 }
 
 template <typename scalar_t>
 MEMCHECK_INLINE void query_gradient_tasks_body(const CompressedAttentionBackward& p, Dtype dtype, int64_t begin,
                                                int64_t end, const QueryScratch<scalar_t>& scratch) {
-  for (int64_t index = begin; index < end; ++index) {
-    const QueryTile tile = query_tile(p.shape, index);
-    load_queries(p, dtype, tile, scratch);
-    const QueryGradients<scalar_t> of(p, dtype, tile, scratch);
-    if (p.grad_q) query_gradient(p, dtype, tile, scratch, of);
-  }
+  for (int64_t index = begin; index < end; ++index) query_gradient_task(p, dtype, query_tile(p.shape, index), scratch);
 }
 
 MEMCHECK_PER_CPU_LEVEL(query_gradient_tasks,
@@ -673,10 +757,20 @@ MEMCHECK_INLINE void weights_of_scores(const CompressedAttentionBackward& p, con
   const bool all_seen = p.shape.visible(queries.s) >= tile.j + tile.blocks;
   for (int64_t row = 0; row < queries.count; ++row) {
     acc_t* line = scores + row * kLanes;
-    for (int64_t lane = 0; lane < kLanes; ++lane) line[lane] = exp_minus_abs(line[lane] - lse[row]);
+    const acc_t shift = shift_of(lse[row]);
+    for (int64_t lane = 0; lane < kLanes; ++lane) line[lane] = exp_minus_abs(line[lane] - shift);
     if (all_seen) continue;
     const int64_t seen = p.shape.visible(queries.s + row) - tile.j;
     for (int64_t lane = seen < 0 ? 0 : seen; lane < kLanes; ++lane) line[lane] = acc_t(0);
+  }
+}
+
+// Weights (count, kLanes) of absent blocks become 0.
+template <typename acc_t>
+MEMCHECK_INLINE void drop_absent(int64_t count, const KeyTile& tile, int64_t D, const acc_t* kc_lanes, acc_t* weights) {
+  for (int64_t lane = 0; lane < tile.blocks; ++lane) {
+    if (!is_absent(kc_lanes + lane, kLanes, D)) continue;
+    for (int64_t row = 0; row < count; ++row) weights[row * kLanes + lane] = acc_t(0);
   }
 }
 
@@ -685,22 +779,22 @@ MEMCHECK_INLINE void differentiate_weights(int64_t rows, const acc_t* delta, con
                                            acc_t* __restrict grad_weights) {
   for (int64_t row = 0; row < rows; ++row)
     for (int64_t i = row * kLanes; i < (row + 1) * kLanes; ++i)
-      grad_weights[i] = weights[i] * (grad_weights[i] - delta[row]);
+      grad_weights[i] = weighted(weights[i], grad_weights[i] - delta[row]);
 }
 
 // sum += a^T b: a (rows, kLanes) with blocks along the lanes, b (rows, D).
 template <typename acc_t>
-MEMCHECK_INLINE void add_product(int64_t rows, const KeyTile& tile, int64_t columns, const acc_t* a,
+MEMCHECK_INLINE void add_product(bool careful, int64_t rows, const KeyTile& tile, int64_t columns, const acc_t* a,
                                  const Rows<acc_t>& b, acc_t* product, const SumOfTiles<acc_t>& sum) {
   const TileFactor<acc_t> turned{a, 1, kLanes};
-  tile_product(TileProduct::Set, tile.blocks, columns, rows, turned, b.data, b.stride, product, columns);
+  multiply_weights(careful, tile.blocks, columns, rows, turned, b, product);
   add(tile.blocks * columns, product, sum.chunk);
 }
 
 // What some queries add to the gradients of a tile of blocks.
 template <typename acc_t>
 MEMCHECK_INLINE void add_queries(const CompressedAttentionBackward& p, Dtype dtype, const KeyTile& tile,
-                                 const QueryRows& queries, const KeyScratch<acc_t>& scratch) {
+                                 const QueryRows& queries, const KeyScratch<acc_t>& scratch, bool careful) {
   const int64_t D = p.shape.D;
   const int64_t columns = padded_columns(D);
   const int64_t rows = queries.count;
@@ -710,11 +804,12 @@ MEMCHECK_INLINE void add_queries(const CompressedAttentionBackward& p, Dtype dty
       rows_of(dtype, rows_at(dtype, p.grad_y, tile.b, queries.head, queries.s), rows, D, scratch.grad_y);
   multiply_rows(rows, q, scratch.kc_lanes, D, scratch.weights);
   weights_of_scores(p, tile, queries, static_cast<const acc_t*>(p.lse) + index, scratch.weights);
-  if (p.grad_v) add_product(rows, tile, columns, scratch.weights, grad_y, scratch.product, scratch.grad_v);
+  if (careful) drop_absent(rows, tile, D, scratch.kc_lanes, scratch.weights);
+  if (p.grad_v) add_product(careful, rows, tile, columns, scratch.weights, grad_y, scratch.product, scratch.grad_v);
   if (!p.grad_k) return;
   multiply_rows(rows, grad_y, scratch.vc_lanes, D, scratch.grad_weights);
   differentiate_weights(rows, static_cast<const acc_t*>(p.delta) + index, scratch.weights, scratch.grad_weights);
-  add_product(rows, tile, columns, scratch.grad_weights, q, scratch.product, scratch.grad_k);
+  add_product(careful, rows, tile, columns, scratch.grad_weights, q, scratch.product, scratch.grad_k);
 }
 
 // Every position of a block gets its share of the block's gradient.
@@ -738,12 +833,11 @@ MEMCHECK_INLINE void end_key_chunk(int64_t size, const KeyScratch<acc_t>& scratc
   add_chunk(size, scratch.grad_v);
 }
 
+// Left in scratch, up to the scale.
 template <typename acc_t>
-MEMCHECK_INLINE void key_gradient_task(const CompressedAttentionBackward& p, Dtype dtype, const KeyTile& tile,
-                                       const KeyScratch<acc_t>& scratch) {
+MEMCHECK_INLINE void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, const KeyTile& tile,
+                                   const KeyScratch<acc_t>& scratch, bool careful) {
   const int64_t size = kLanes * padded_columns(p.shape.D);
-  load_lanes(dtype, p.kc, tile, p.shape.D, scratch.product, scratch.kc_lanes);
-  if (p.grad_k) load_lanes(dtype, p.vc, tile, p.shape.D, scratch.product, scratch.vc_lanes);
   start_sum(size, scratch.grad_k);
   start_sum(size, scratch.grad_v);
   const int64_t begin = p.shape.first_query(tile.j);
@@ -751,11 +845,23 @@ MEMCHECK_INLINE void key_gradient_task(const CompressedAttentionBackward& p, Dty
   for (int64_t i = 0; i < p.shape.group(); ++i) {
     for (int64_t s = begin; s < p.shape.S; s += kQueries) {
       const int64_t count = p.shape.S - s < kQueries ? p.shape.S - s : kQueries;
-      add_queries(p, dtype, tile, {tile.key_head * p.shape.group() + i, s, count}, scratch);
+      add_queries(p, dtype, tile, {tile.key_head * p.shape.group() + i, s, count}, scratch, careful);
       if (++tiles % kChunkTiles == 0) end_key_chunk(size, scratch);
     }
   }
   end_key_chunk(size, scratch);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void key_gradient_task(const CompressedAttentionBackward& p, Dtype dtype, const KeyTile& tile,
+                                       const KeyScratch<acc_t>& scratch) {
+  const int64_t size = kLanes * padded_columns(p.shape.D);
+  load_lanes(dtype, p.kc, tile, p.shape.D, scratch.product, scratch.kc_lanes);
+  if (p.grad_k) load_lanes(dtype, p.vc, tile, p.shape.D, scratch.product, scratch.vc_lanes);
+  for (const bool careful : {false, true}) {
+    key_gradients(p, dtype, tile, scratch, careful);
+    if (all_finite(size, scratch.grad_k.total) && all_finite(size, scratch.grad_v.total)) break;
+  }
   if (p.grad_k) {
     scale_all(size, static_cast<acc_t>(p.scale), scratch.grad_k.total);
     spread(p, dtype, tile, p.grad_k, scratch.grad_k.total);

@@ -1,6 +1,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "compressed_attention/compressed_attention_rows.cuh"
 #include "compressed_attention/compressed_attention_tiles.cuh"
 
 // Pooling, and the forward in the accumulation type: of float32, float64, and 16-bit heads too wide for tensor cores.
@@ -224,7 +225,7 @@ __device__ __forceinline__ void describe_rows(const CompressedAttentionShape& sh
   __syncthreads();
 }
 
-// y = sum of weighted values / sum of weights, and 0 where nothing was seen.
+// y = sum of weighted values / sum of weights, and 0 where nothing was seen, or only scores of -inf.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void finish_queries(const CompressedAttentionForward& p, const QueryWork& work,
                                                const ForwardParts<acc_t>& parts, const Softmax<acc_t>& softmax,
@@ -233,17 +234,20 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
   const CompressedAttentionShape& shape = p.shape;
   const auto y = queries_of<scalar_t>(shape, p.y, work.of);
   const int64_t column = work.column + joint_column<acc_t>(0);
+  unsigned not_finite = 0;
 #pragma unroll
   for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
     const int64_t row = work.row + row_of(i);
     if (row >= y.count) continue;
-    // Nothing of a part is not nothing of all.
-    const bool sees = parts.count == 1 ? memory.limit[row_of(i)] > 0 : softmax.before[i] != acc_t(0);
+    const bool sees = softmax.before[i] != acc_t(0);
     const acc_t divisor = sees ? softmax.before[i] : acc_t(1);
     const acc_t lse = sees ? softmax.max[i] + log(divisor) : minus_infinity<acc_t>();
     acc_t of_row[kColumns];
 #pragma unroll
-    for (int j = 0; j < kColumns; ++j) of_row[j] = memory.y.of(i, j) / divisor;
+    for (int j = 0; j < kColumns; ++j) {
+      of_row[j] = memory.y.of(i, j) / divisor;
+      if (!is_finite(of_row[j])) not_finite |= 1u << i;
+    }
     const int64_t index = query_index(shape, work.of, row);
     const bool writes_lse = column_lane() == 0 && work.column == 0;
     if (parts.count == 1) {
@@ -257,6 +261,10 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
       if (column + j < shape.D) parts.y[of_part * shape.D + column + j] = of_row[j];
     if (writes_lse) parts.lse[of_part] = lse;
   }
+  if (!__any_sync(~0u, not_finite != 0)) return;
+  each_row_of_warp<acc_t>(not_finite, [&](int row) {
+    attend_row<scalar_t>(p, work, TileSize<acc_t>::kSize, TileSize<acc_t>::kSize, parts, work.row + row);
+  });
 }
 
 template <typename scalar_t>
@@ -325,7 +333,7 @@ __global__ void __launch_bounds__(kPoolThreads)
     y += weight * parts.y[part * queries * shape.D + index];
   }
   const int64_t s = query % shape.S;
-  const bool sees = shape.visible(s) > 0;
+  const bool sees = weights != acc_t(0);
   const int64_t head = query / shape.S % shape.H;
   const int64_t column = index % shape.D;
   *p.y.at<scalar_t>(query / shape.S / shape.H, head, s, column) = from_acc<scalar_t>(sees ? y / weights : acc_t(0));

@@ -207,6 +207,17 @@ __device__ __forceinline__ int fragment_column(int n) {
   return 8 * n + lane() % 4 * 2;
 }
 
+// run(row) of the warp's rows, from its first on, that a thread marks: bit 2 m + half for fragment_row(m, half).
+template <int kTall, typename Run>
+__device__ __forceinline__ void each_row_of_fragments(unsigned marked, const Run& run) {
+  __syncwarp();
+  for (int i = 0; i < 2 * kTall; ++i) {
+    const unsigned yes = __ballot_sync(~0u, marked >> i & 1);
+    for (int row = 0; row < 8; ++row)
+      if ((yes >> (4 * row) & 0xfu) != 0) run(8 * i + row);
+  }
+}
+
 // c, rounded, to rows of a tile that only this warp touches.
 template <typename scalar_t, int kTall, int kWide, typename Tile>
 __device__ __forceinline__ void keep_rows(const WarpTile<kTall, kWide>& c, int row, Tile& to) {

@@ -3,6 +3,7 @@
 #include <type_traits>
 
 #include "compressed_attention/compressed_attention_mma.cuh"
+#include "compressed_attention/compressed_attention_rows.cuh"
 
 // The backward of 16-bit types, on tensor cores; the formulas are those of compressed_attention_backward_cuda.cu.
 // Weights and the gradients of scores are rounded to 16 bits for their products with the main tensors.
@@ -131,7 +132,18 @@ __global__ void __launch_bounds__(kThreads) mma_query_gradient_kernel(Compressed
     if (p.delta != nullptr && lane() % 4 == 0 && row < count)
       static_cast<float*>(p.delta)[query_index(p.shape, memory.work.of, row)] = rows.delta[half];
   }
-  if (!p.grad_q) return;
+  unsigned not_finite = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half)
+    if (!is_finite(rows.delta[half])) not_finite |= 1u << half;
+  const auto form_again = [&] {
+    if (!__any_sync(~0u, not_finite != 0)) return;
+    each_row_of_fragments<1>(not_finite, [&](int row) {
+      const int64_t mine = memory.work.row + warp() * 16 + row;
+      if (mine < count) differentiate_row<scalar_t>(p, memory.work.of, 0, kD, mine);
+    });
+  };
+  if (!p.grad_q) return form_again();
   float grad_q[1][kD / 8][4];
   set_zero<1, kD / 8>(grad_q);
   through_keys(memory, [&](int now, int64_t key) {
@@ -151,11 +163,17 @@ __global__ void __launch_bounds__(kThreads) mma_query_gradient_kernel(Compressed
   });
   const auto to = queries_of<scalar_t>(p.shape, p.grad_q, memory.work.of);
   const int first = warp() * 16;
+#pragma unroll
+  for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (!is_finite(grad_q[0][n][i])) not_finite |= 1u << (i / 2);
   keep_rows<scalar_t, 1, kD / 8>(grad_q, first, memory.q);
   for (int index = lane(); index < 2 * kD; index += 32) {
     const int row = first + index / (kD / 8);
     if (memory.work.row + row < count) store_chunk(memory.q, row, index % (kD / 8), to, memory.work.row + row);
   }
+  form_again();
 }
 
 template <typename scalar_t, int kD>
@@ -253,6 +271,7 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
                                             const KeyParts<float>& parts, bool of_values,
                                             float (&gradient)[1][kColumns][4], Tile& tile) {
   const int first = warp() * 16;
+  unsigned not_finite = 0;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t j = work.key + first + fragment_row(0, half);
@@ -266,12 +285,19 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
       for (int i = 0; i < 2; ++i) {
         float& x = gradient[0][n][2 * half + i];
         x *= share;
+        if (!is_finite(x)) not_finite |= 1u << half;
         if (to != nullptr && fragment_column(n) + i < p.shape.D) to[fragment_column(n) + i] = x;
       }
   }
-  if (parts.count > 1) return;
-  keep_rows<scalar_t, 1, kColumns>(gradient, first, tile);
-  spread_tile<scalar_t>(p, work, of_values ? p.grad_v : p.grad_k, tile);
+  if (parts.count == 1) {
+    keep_rows<scalar_t, 1, kColumns>(gradient, first, tile);
+    spread_tile<scalar_t>(p, work, of_values ? p.grad_v : p.grad_k, tile);
+  }
+  if (!__any_sync(~0u, not_finite != 0)) return;
+  each_row_of_fragments<1>(not_finite, [&](int row) {
+    const int64_t j = work.key + first + row;
+    if (j < p.shape.C) differentiate_key<scalar_t>(p, work, kQueries, 8 * kColumns, parts, of_values, j);
+  });
 }
 
 template <typename scalar_t, int kD>

@@ -2,24 +2,27 @@
 #include <cstdint>
 
 #include "compressed_attention/compressed_attention_mma.cuh"
+#include "compressed_attention/compressed_attention_rows.cuh"
 
 // The forward of 16-bit types, on tensor cores. A block of threads has a tile of queries, its warps 16 or 32 rows of it
-// each, with y in registers; keys and values come in tiles, the next one while this one is worked on. Scores are in
-// base 2: weights are 2^(s log2(e) - max), rounded to 16 bits for their product with the values.
+// each, with y in registers; keys and values come in tiles, the next one while this one is worked on if there is room
+// for both. Scores are in base 2: weights are 2^(s log2(e) - max), rounded to 16 bits for their product with the
+// values.
 
 namespace memcheck {
 namespace compressed {
 
 constexpr int kKeys = 64;
 
-template <typename scalar_t, int kD>
+// kStages: tiles of keys and values, 1 or 2.
+template <typename scalar_t, int kD, int kStages = 2>
 struct MmaForwardShared {
   static constexpr int kTall = kD > 128 ? 1 : 2;  // tiles of 16 queries to a warp, as registers go
   static constexpr int kQueries = 16 * kTall * kWarps;
 
   HalfTile<scalar_t, kQueries, kD> q;  // then y
-  HalfTile<scalar_t, kKeys, kD> kc[2];
-  HalfTile<scalar_t, kKeys, kD> vc[2];
+  HalfTile<scalar_t, kKeys, kD> kc[kStages];
+  HalfTile<scalar_t, kKeys, kD> vc[kStages];
   int64_t limit[kQueries];  // how many blocks each row sees
   // Here, as registers are full of sums.
   QueryWork work;
@@ -100,14 +103,16 @@ __device__ __forceinline__ void hide_keys(const int64_t* limit, int64_t key, War
     }
 }
 
-// y = sum of weighted values / sum of weights, and 0 where nothing was seen.
-template <typename scalar_t, int kD, int kTall, int kColumns>
+// y = sum of weighted values / sum of weights, and 0 where nothing was seen, or only scores of -inf.
+template <typename scalar_t, int kD, int kStages, int kTall, int kColumns>
 __device__ __forceinline__ void finish_queries(const CompressedAttentionForward& p, const QueryWork& work,
                                                const ForwardParts<float>& parts, const MmaSoftmax<kTall>& softmax,
-                                               MmaForwardShared<scalar_t, kD>& memory, WarpTile<kTall, kColumns>& y) {
+                                               MmaForwardShared<scalar_t, kD, kStages>& memory,
+                                               WarpTile<kTall, kColumns>& y) {
   const CompressedAttentionShape& shape = p.shape;
   const int64_t rows = work.of.group * shape.S;
   const int first = warp() * 16 * kTall;
+  unsigned not_finite = 0;
 #pragma unroll
   for (int m = 0; m < kTall; ++m)
 #pragma unroll
@@ -115,13 +120,16 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
       const float sum = sum_of_row(softmax.sum[m][half]);
       const int row_of_tile = first + fragment_row(m, half);
       const int64_t row = work.row + row_of_tile;
-      // Nothing of a part is not nothing of all.
-      const bool sees = parts.count == 1 ? memory.limit[row_of_tile] > 0 : sum != 0;
+      const bool sees = sum != 0;
       const float inverse = sees ? 1 / sum : 0;
 #pragma unroll
       for (int n = 0; n < kColumns; ++n)
 #pragma unroll
-        for (int i = 2 * half; i < 2 * half + 2; ++i) y[m][n][i] = sees ? y[m][n][i] * inverse : 0;
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          // Without weight the sum of weighted values is 0, or not finite.
+          y[m][n][i] *= inverse;
+          if (!is_finite(y[m][n][i])) not_finite |= 1u << (2 * m + half);
+        }
       if (row >= rows) continue;
       const int64_t index = query_index(shape, work.of, row);
       const float lse = sees ? (shift_of(softmax.max[m][half]) + log2f(sum)) * kLn2 : minus_infinity<float>();
@@ -139,19 +147,25 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
           if (fragment_column(n) + i < shape.D)
             parts.y[of_part * shape.D + fragment_column(n) + i] = y[m][n][2 * half + i];
     }
-  if (parts.count > 1) return;
-  const auto to = queries_of<scalar_t>(shape, p.y, work.of);
-  keep_rows<scalar_t, kTall, kColumns>(y, first, memory.q);
-  for (int index = lane(); index < 16 * kTall * kColumns; index += 32) {
-    const int row = first + index / kColumns;
-    if (work.row + row < rows) store_chunk(memory.q, row, index % kColumns, to, work.row + row);
+  if (parts.count == 1) {
+    const auto to = queries_of<scalar_t>(shape, p.y, work.of);
+    keep_rows<scalar_t, kTall, kColumns>(y, first, memory.q);
+    for (int index = lane(); index < 16 * kTall * kColumns; index += 32) {
+      const int row = first + index / kColumns;
+      if (work.row + row < rows) store_chunk(memory.q, row, index % kColumns, to, work.row + row);
+    }
   }
+  if (!__any_sync(~0u, not_finite != 0)) return;
+  each_row_of_fragments<kTall>(not_finite, [&](int row) {
+    if (work.row + first + row < rows)
+      attend_row<scalar_t>(p, work, kKeys, 8 * kColumns, parts, work.row + first + row);
+  });
 }
 
-template <typename scalar_t, int kD>
+template <typename scalar_t, int kD, int kStages>
 __global__ void __launch_bounds__(kThreads, 2)
     mma_forward_kernel(CompressedAttentionForward p, ForwardParts<float> parts) {
-  using Shared = MmaForwardShared<scalar_t, kD>;
+  using Shared = MmaForwardShared<scalar_t, kD, kStages>;
   constexpr int kTall = Shared::kTall;
   auto& memory = shared<Shared>();
   const QueryWork work = query_work(p.shape, blockIdx.x, Shared::kQueries, kKeys, 1, kD, parts.count);
@@ -174,22 +188,20 @@ __global__ void __launch_bounds__(kThreads, 2)
   float y[kTall][kD / 8][4];
   set_zero<kTall, kD / 8>(y);
   load_later(q, work.row, memory.q);
-  if (tiles > 0) {
-    load_later(memory.keys, work.begin * kKeys, memory.kc[0]);
-    load_later(memory.values, work.begin * kKeys, memory.vc[0]);
-  }
+  const auto load_keys = [&](int64_t key, int stage) {
+    load_later(memory.keys, key, memory.kc[stage]);
+    load_later(memory.values, key, memory.vc[stage]);
+    cp_async_commit();
+  };
+  if (tiles > 0) load_keys(work.begin * kKeys, 0);
   cp_async_commit();
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
-    const int now = tile % 2;
+    const int now = tile % kStages;
     const int64_t key = (memory.work.begin + tile) * kKeys;
     cp_async_wait<0>();
     __syncthreads();
-    if (tile + 1 < tiles) {
-      load_later(memory.keys, key + kKeys, memory.kc[1 - now]);
-      load_later(memory.values, key + kKeys, memory.vc[1 - now]);
-      cp_async_commit();
-    }
+    if (kStages > 1 && tile + 1 < tiles) load_keys(key + kKeys, kStages - 1 - now);
     float scores[kTall][kKeys / 8][4];
     multiply_rows<scalar_t, kTall, kKeys / 8>(memory.q, first, memory.kc[now], scores);
     if (!rises) scale_all<kTall, kKeys / 8>(scale, scores);
@@ -199,20 +211,24 @@ __global__ void __launch_bounds__(kThreads, 2)
     uint32_t weights[kTall][kKeys / 16][4];
     round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
     add_product<scalar_t, kTall, kKeys / 8, kD / 8>(weights, memory.vc[now], y);
+    if (kStages == 1 && tile + 1 < tiles) {
+      __syncthreads();
+      load_keys(key + kKeys, 0);
+    }
   }
   cp_async_wait<0>();
   __syncthreads();
   finish_queries(p, memory.work, parts, softmax, memory, y);
 }
 
-template <typename scalar_t, int kD>
+template <typename scalar_t, int kD, int kStages = 2>
 void forward_of_width(const CompressedAttentionForward& p, const ForwardParts<float>& parts, cudaStream_t stream) {
-  using Shared = MmaForwardShared<scalar_t, kD>;
+  using Shared = MmaForwardShared<scalar_t, kD, kStages>;
   const CompressedAttentionShape& shape = p.shape;
   const int64_t row_tiles = ceil_div(shape.group() * shape.S, Shared::kQueries);
   const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * row_tiles * parts.count);
   launch({"compressed_attention_forward_mma", dim3(blocks), dim3(kThreads), sizeof(Shared), stream},
-         mma_forward_kernel<scalar_t, kD>, p, parts);
+         mma_forward_kernel<scalar_t, kD, kStages>, p, parts);
 }
 
 template <typename scalar_t>
@@ -223,8 +239,10 @@ bool forward_on_tensor_cores(const CompressedAttentionForward& p, const ForwardP
     forward_of_width<scalar_t, 64>(p, parts, stream);
   } else if (p.shape.D <= 128) {
     forward_of_width<scalar_t, 128>(p, parts, stream);
-  } else {
+  } else if (fits_in_a_block(sizeof(MmaForwardShared<scalar_t, 256>))) {
     forward_of_width<scalar_t, 256>(p, parts, stream);
+  } else {
+    forward_of_width<scalar_t, 256, 1>(p, parts, stream);
   }
   return true;
 }

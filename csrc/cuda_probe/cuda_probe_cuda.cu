@@ -7,5 +7,7 @@ __global__ void cuda_probe_kernel() {}
 const char* launch_cuda_probe(cudaStream_t stream) {
   const cudaError_t status =
       cudaLaunchKernel(reinterpret_cast<const void*>(cuda_probe_kernel), dim3(1), dim3(1), nullptr, 0, stream);
-  return status == cudaSuccess ? nullptr : cudaGetErrorString(status);
+  if (status == cudaSuccess) return nullptr;
+  cudaGetLastError();  // taken back, or torch's next check would find it
+  return cudaGetErrorString(status);
 }

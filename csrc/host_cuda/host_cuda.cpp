@@ -16,6 +16,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #if defined(__SANITIZE_ADDRESS__)
@@ -420,16 +421,22 @@ void run_block(const char* kernel, uint64_t number, dim3 grid, dim3 block_size, 
   if (!block.memory.fence_stands()) fail(block, nullptr, "wrote beside its shared memory");
 }
 
-// What a launch on a GPU refuses.
-void check_geometry(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes) {
+// The GPU that this stands for.
+struct Gpu {
+  int major = 8, minor = 0;
+  size_t shared_bytes = size_t{163} << 10;
+};
+Gpu gpu;
+cudaError_t last_error = cudaSuccess;
+
+// What the GPU says to a launch.
+cudaError_t answer(dim3 grid, dim3 block, size_t shared_bytes) {
+  if (gpu.major < 8) return cudaErrorNoKernelImageForDevice;
+  if (shared_bytes > gpu.shared_bytes) return cudaErrorInvalidValue;
   const uint64_t threads = uint64_t{block.x} * block.y * block.z;
-  const bool fits = threads >= 1 && threads <= 1024 && block.z <= 64 && grid.x <= 0x7FFFFFFFu && grid.y <= 65535 &&
-                    grid.z <= 65535 && shared_bytes <= (size_t{163} << 10);
-  if (fits) return;
-  std::ostringstream text;
-  text << kernel << ": no GPU launches grid (" << grid.x << "," << grid.y << "," << grid.z << "), block (" << block.x
-       << "," << block.y << "," << block.z << "), " << shared_bytes << " bytes of shared memory";
-  throw std::runtime_error(text.str());
+  const bool fits =
+      threads >= 1 && threads <= 1024 && block.z <= 64 && grid.x <= 0x7FFFFFFFu && grid.y <= 65535 && grid.z <= 65535;
+  return fits ? cudaSuccess : cudaErrorInvalidConfiguration;
 }
 
 Thread& current() {
@@ -446,12 +453,16 @@ const std::map<std::string, Launches>& launches() {
   return launched;
 }
 
-void run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread) {
+void stand_for(int major, int minor, size_t shared_bytes) {
+  gpu = {major, minor, shared_bytes};
+}
+
+cudaError_t run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
-  if (blocks == 0) return;
-  check_geometry(kernel, grid, block, shared_bytes);
+  const cudaError_t refusal = answer(grid, block, shared_bytes);
+  if (refusal != cudaSuccess) return last_error = refusal;
   const size_t threads = size_t{block.x} * block.y * block.z;
   note_launch(kernel, threads, shared_bytes);
   while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
@@ -469,6 +480,7 @@ void run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const s
     fibers.clear();
     throw;
   }
+  return cudaSuccess;
 }
 
 void* shared_memory(size_t bytes, size_t alignment) {
@@ -613,12 +625,72 @@ void ldmatrix_x4(uint32_t (&r)[4], const void* row, bool transposed, Where where
 
 }  // namespace host_cuda
 
-// For tests, which load this as a library.
 extern "C" {
+
+// ---- of CUDA's library, what kernel.cuh asks
+
+cudaError_t cudaGetDevice(int* device) {
+  *device = 0;
+  return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  switch (attribute) {
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin:
+      *value = static_cast<int>(host_cuda::gpu.shared_bytes);
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor:
+      *value = host_cuda::gpu.major;
+      return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor:
+      *value = host_cuda::gpu.minor;
+      return cudaSuccess;
+    default:
+      return host_cuda::last_error = cudaErrorInvalidValue;
+  }
+}
+
+cudaError_t cudaPeekAtLastError() {
+  return host_cuda::last_error;
+}
+
+cudaError_t cudaGetLastError() {
+  return std::exchange(host_cuda::last_error, cudaSuccess);
+}
+
+const char* cudaGetErrorString(cudaError_t error) {
+  switch (error) {
+    case cudaSuccess:
+      return "no error";
+    case cudaErrorInvalidValue:
+      return "invalid argument";
+    case cudaErrorInvalidConfiguration:
+      return "invalid configuration argument";
+    case cudaErrorNoKernelImageForDevice:
+      return "no kernel image is available for execution on the device";
+    default:
+      return "unknown error";
+  }
+}
+
+// ---- for tests, which load this as a library
+
+__attribute__((visibility("default"))) void host_cuda_stand_for(int major, int minor, int64_t shared_bytes) {
+  host_cuda::stand_for(major, minor, static_cast<size_t>(shared_bytes));
+}
+
+// The last error that nobody has asked for yet, 0 where there is none.
+__attribute__((visibility("default"))) int host_cuda_peek_at_last_error() {
+  return cudaPeekAtLastError();
+}
 
 // 0 ascending, 1 descending, 2 shuffled.
 __attribute__((visibility("default"))) void host_cuda_set_order(int order) {
   host_cuda::set_order(static_cast<host_cuda::Order>(order));
+}
+
+__attribute__((visibility("default"))) void host_cuda_forget_launches() {
+  host_cuda::launched.clear();
 }
 
 // A line for every kernel launched so far: its name, how often, threads of a block and bytes of shared memory at most,

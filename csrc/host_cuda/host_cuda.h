@@ -6,6 +6,7 @@
 //   - threads take turns in one of three orders, so that a missing barrier changes the result or reads what is unset;
 //   - shared memory is a block of the heap of just the size of the launch, filled with NaN for every block of threads,
 //     with a fence around it, and outside of it nothing may be copied to or read from by ptx.cuh's instructions;
+//   - a launch is refused whose block asks for more shared memory than the GPU gives that this stands for;
 //   - a barrier that not all threads reach, or at different lines, a shuffle that not all lanes named call, and waiting
 //     that cannot end are errors that name kernel, block, thread and line.
 
@@ -50,8 +51,12 @@ struct Launches {
 };
 const std::map<std::string, Launches>& launches();
 
-// Runs kernel() for every thread of the grid. Throws std::runtime_error that says which rule was broken, and where.
-void run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
+// Which GPU this is: its compute capability, and the bytes of shared memory that a block may have. An A100 at first.
+void stand_for(int major, int minor, size_t shared_bytes);
+
+// Runs kernel() for every thread of the grid. A launch that the GPU refuses is an error as CUDA has them, which
+// cudaGetLastError returns once, too. Throws std::runtime_error that says which rule a kernel broke, and where.
+cudaError_t run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
 
 // The shared memory of this block of threads, of which the launch must have asked for so many bytes.
 void* shared_memory(size_t bytes, size_t alignment);

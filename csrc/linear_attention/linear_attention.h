@@ -119,6 +119,10 @@ inline LinearAttentionSegments linear_attention_segments(const LinearAttentionSh
   constexpr int64_t kBlocks = 264;  // two for each of 132 multiprocessors
   constexpr int64_t kChunk = 64;
   constexpr int64_t kShortest = 256;
+  // Blocks add each tile's sum to their state plainly: n tiles err by n / 2 units in the last place of float32 or
+  // float64 at most, and the tolerance is above 32 + sqrt(positions). Segments are added up with what rounding leaves
+  // out.
+  const int64_t longest = dtype == Dtype::Float64 ? 4096 : 16384;
   // The states are small beside keys and values, or small.
   constexpr int64_t kSmallBytes = 768 << 10;
   constexpr int64_t kPartOfKeys = 16;
@@ -128,7 +132,8 @@ inline LinearAttentionSegments linear_attention_segments(const LinearAttentionSh
   const int64_t affordable =
       std::max(kSmallBytes, n.B * n.Hkv * n.T * n.D * element_bytes(dtype) / kPartOfKeys) / states_bytes;
   const int64_t wanted = heads >= kBlocks / 2 ? 1 : ceil_div(kBlocks, heads);
-  const int64_t most = std::max<int64_t>(1, std::min({wanted, length / kShortest, affordable}));
+  const int64_t most =
+      std::max(std::max<int64_t>(1, ceil_div(length, longest)), std::min({wanted, length / kShortest, affordable}));
   const int64_t even = std::max<int64_t>(1, ceil_div(ceil_div(length, most), kChunk)) * kChunk;
   return {std::max<int64_t>(1, ceil_div(length, even)), even};
 }
@@ -147,7 +152,7 @@ inline LinearAttentionSegments linear_attention_pieces(const LinearAttentionShap
 constexpr int64_t kLinearAttentionDeepest = 256;
 
 // Elements of a block's state: rows with padding, and the sum of a vector.
-MEMCHECK_INLINE int64_t linear_attention_block_state(int64_t depth, int64_t tile) {
+MEMCHECK_INLINE constexpr int64_t linear_attention_block_state(int64_t depth, int64_t tile) {
   return ceil_div(depth, tile) * tile * (tile + 5);
 }
 

@@ -70,7 +70,8 @@ Tensor forward_autograd(const Tensor& q, const Tensor& k, const Tensor& v, bool 
                         double eps) {
   check_tensors("linear_attention", {{"q", q}, {"k", k}, {"v", v}});
   refuse_forward_mode("linear_attention", {q, k, v});
-  if (wants_gradient({q, k, v})) return LinearAttention::apply(q, k, v, causal, feature_map, eps)[0];
+  if (will_be_differentiated("linear_attention", {q, k, v}))
+    return LinearAttention::apply(q, k, v, causal, feature_map, eps)[0];
   const at::AutoDispatchBelowADInplaceOrView guard;
   return forward_op().call(q, k, v, causal, feature_map, eps);
 }

@@ -516,7 +516,7 @@ void forward(const LinearAttentionForward& p, Dtype dtype) {
 //
 //     grad phi(q_i) = M_i h_i - delta_i z_i     grad phi(k_j) = N_j v_j - n_j     grad v_j = N_j^T phi(k_j)
 //
-// g.y = phi(q).(M g) / den, so y is not needed. Queries come first, along the sequence with M and z; they leave 1 / den
+// g.y = phi(q).(M h), so y is not needed. Queries come first, along the sequence with M and z; they leave 1 / den
 // and delta for the way back with N and n.
 
 template <typename acc_t>
@@ -546,15 +546,25 @@ MEMCHECK_INLINE void running_key_sums(const acc_t* before, int64_t count, int64_
   }
 }
 
-// phi(q) and g of rows of a chunk, and grad_q if it is wanted; leaves 1 / den and delta.
+// phi(q) and h = g / den of rows of a chunk, and grad_q if it is wanted; leaves 1 / den and delta. Everything is formed
+// of h, not of g, because phi(q).(M g) may overflow where phi(q).(M h) = g.y does not.
 template <typename acc_t>
 MEMCHECK_INLINE void differentiate_queries(const LinearAttentionBackward& p, Dtype dtype, int64_t b, int64_t head,
                                            int64_t position, Range rows, int64_t keys, BackwardScratch<acc_t>& x) {
   const LinearAttentionShape& n = p.shape;
   const int64_t first = rows.begin;
   const int64_t count = rows.end - first;
+  const Rows<acc_t> out = rows_of<acc_t>(p, b, head);
   load_pair(n, dtype, rows_at(dtype, p.q, b, head, position + first),
             rows_at(dtype, p.grad_y, b, head, position + first), rows, kChunk, x.q, x.g);
+  alignas(64) acc_t inverse[kChunk];
+  clear_rows(x.partial, rows);
+  add_partial_dots(x.q, x.z.data, x.z.stride, rows, x.partial);
+  sum_lanes(x.partial, inverse);
+  for (int64_t row = first; row < rows.end; ++row) {
+    inverse[row] = acc_t(1) / (inverse[row] + static_cast<acc_t>(p.eps));
+    for (int64_t i = 0; i < x.g.stride; ++i) x.g.row(row)[i] *= inverse[row];
+  }
   TileTerm<acc_t> seen{};
   if (keys > 0) {
     multiply_visible(x.g, rows, n.Dv, x.v_transposed, x.products);
@@ -563,23 +573,17 @@ MEMCHECK_INLINE void differentiate_queries(const LinearAttentionBackward& p, Dty
   }
   tile_rows<acc_t>(count, x.grad_q.stride, {n.Dv, x.g.from_row(first), x.keys.total.data, x.keys.total.stride}, seen,
                    nullptr, x.grad_q.row(first), x.grad_q.stride);
-  // grad_q holds M g so far.
-  alignas(64) acc_t denominator[kChunk];
+  // grad_q holds M h so far.
   alignas(64) acc_t dots[kChunk];
-  clear_rows(x.partial, rows);
-  add_partial_dots(x.q, x.z.data, x.z.stride, rows, x.partial);
-  sum_lanes(x.partial, denominator);
   clear_rows(x.partial, rows);
   add_partial_dots(x.q, x.grad_q.data, x.grad_q.stride, rows, x.partial);
   sum_lanes(x.partial, dots);
-  const Rows<acc_t> out = rows_of<acc_t>(p, b, head);
   for (int64_t row = first; row < rows.end; ++row) {
-    const acc_t inverse = acc_t(1) / (denominator[row] + static_cast<acc_t>(p.eps));
-    const acc_t delta = dots[row] * inverse * inverse;
+    const acc_t delta = dots[row] * inverse[row];
     acc_t* grad_q = x.grad_q.row(row);
     for (int64_t i = 0; i < x.grad_q.stride; ++i)
-      grad_q[i] = (grad_q[i] * inverse - delta * x.z.row(row)[i]) * feature_derivative(n.feature_map, x.q.row(row)[i]);
-    out.inverse[position + row] = inverse;
+      grad_q[i] = (grad_q[i] - delta * x.z.row(row)[i]) * feature_derivative(n.feature_map, x.q.row(row)[i]);
+    out.inverse[position + row] = inverse[row];
     out.delta[position + row] = delta;
   }
   if (p.grad_q)
@@ -728,9 +732,6 @@ MEMCHECK_INLINE void differentiate_all_queries(const LinearAttentionBackward& p,
     for (int64_t s = queries.begin; s < queries.end; s += kChunk) {
       const Range rows{0, std::min(kChunk, queries.end - s)};
       differentiate_queries(p, dtype, task.b, head, s, rows, 0, x);
-      const acc_t* inverse = rows_of<acc_t>(p, task.b, head).inverse + s;
-      for (int64_t row = 0; row < rows.end; ++row)
-        for (int64_t i = 0; i < x.g.stride; ++i) x.g.row(row)[i] *= inverse[row];
       add_queries(p, task.b, head, s, rows, x);
     }
   }

@@ -1,3 +1,4 @@
+#include "common/compensated_sum.h"
 #include "linear_attention/linear_attention_scan.cuh"
 
 // Scans by fused multiply-adds, in the accumulation type: of float64 and float32, and of 16-bit types whose shape or
@@ -24,9 +25,10 @@ struct alignas(16) Four {
   acc_t v[4];
 };
 
-template <typename acc_t>
+// So many lines of a chunk, kTile columns each.
+template <typename acc_t, int kLines>
 struct Tile {
-  Four<acc_t> fours[kTile<acc_t> * kStride<acc_t> / 4];
+  Four<acc_t> fours[kLines * kStride<acc_t> / 4];
 
   __device__ __forceinline__ acc_t* row(int i) { return reinterpret_cast<acc_t*>(fours) + i * kStride<acc_t>; }
   __device__ __forceinline__ const acc_t* row(int i) const {
@@ -34,28 +36,31 @@ struct Tile {
   }
 };
 
-template <typename acc_t>
+// kLines: of a chunk. As many as a tile has columns, or half of them where a deep state leaves no room for more.
+template <typename acc_t, int kLines>
 struct alignas(16) ScanShared {
-  Tile<acc_t> a, b, x;         // scores come into the place of a
-  acc_t vector[kTile<acc_t>];  // with a bias: the sum of x_j, or of bias_j x_j
-  acc_t bias[kTile<acc_t>];    // of rows or columns of the chunk
+  Tile<acc_t, kLines> a, b, x;  // scores come into the place of a
+  acc_t vector[kTile<acc_t>];   // with a bias: the sum of x_j, or of bias_j x_j
+  acc_t bias[kLines];           // of rows or columns of the chunk
   ScanWork work;
   Walk walk;
 };
 
-// The state of a block: rows of kStride, and behind them the sum of b_j.
+// The state of a block: rows of kStride, and behind them the sum of b_j. And the vector of its shared memory.
 template <typename acc_t>
 struct BlockState {
   acc_t* matrix;
   acc_t* sums;
+  acc_t* vector;
 
   __device__ __forceinline__ acc_t* row(int64_t i) const { return matrix + i * kStride<acc_t>; }
 };
 
-template <typename acc_t>
+// Of a chunk's lines each thread has kRows.
+template <typename acc_t, int kRows>
 struct Accumulators {
-  acc_t out[4][4];  // of rows y + kSide i, columns 4 x + j
-  acc_t denominator[4];
+  acc_t out[kRows][4];  // of rows y + kSide i, columns 4 x + j
+  acc_t denominator[kRows];
 };
 
 template <typename acc_t>
@@ -88,11 +93,12 @@ struct alignas(sizeof(scalar_t) * kCount) Pack {
 };
 
 // A tile of the factor at `column`, kCount elements at a time; 0 where there is nothing.
-template <int kCount, typename scalar_t, typename acc_t>
+template <int kCount, typename scalar_t, typename acc_t, int kLines>
 __device__ __forceinline__ void load_packs(const ScanFactor& factor, const scalar_t* from, const acc_t* scale,
-                                           const Lines& lines, int64_t column, int64_t columns, Tile<acc_t>& to) {
+                                           const Lines& lines, int64_t column, int64_t columns,
+                                           Tile<acc_t, kLines>& to) {
   constexpr int kPerLine = kTile<acc_t> / kCount;
-  constexpr int kLoads = kTile<acc_t> * kPerLine / kThreads<acc_t>;
+  constexpr int kLoads = kLines * kPerLine / kThreads<acc_t>;
   constexpr int kAtOnce = kLoads < 4 ? kLoads : 4;
   constexpr int kLinesApart = kThreads<acc_t> / kPerLine;
   using Pack = Pack<scalar_t, kCount>;
@@ -123,9 +129,10 @@ __device__ __forceinline__ void load_packs(const ScanFactor& factor, const scala
   }
 }
 
-template <typename scalar_t, typename acc_t>
+template <typename scalar_t, typename acc_t, int kLines>
 __device__ __forceinline__ void load_tile(const Scan& scan, const ScanFactor& factor, int64_t b, int64_t head,
-                                          const Lines& lines, int64_t column, int64_t columns, Tile<acc_t>& to) {
+                                          const Lines& lines, int64_t column, int64_t columns,
+                                          Tile<acc_t, kLines>& to) {
   const scalar_t* from = factor.x ? factor.x.at<scalar_t>(b, head, 0, 0) : nullptr;
   const acc_t* scale =
       factor.scaled ? static_cast<const acc_t*>(scan.inverse) + query_row(scan.shape, b, head) : nullptr;
@@ -136,72 +143,76 @@ __device__ __forceinline__ void load_tile(const Scan& scan, const ScanFactor& fa
     load_packs<1>(factor, from, scale, lines, column, columns, to);
 }
 
-// g.y of the queries of a chunk, 0 where there is none.
-template <typename acc_t>
+// The bias of the queries of a chunk, 0 where there is none: g.y, or with a scaled g its share of it, (g.y) / den.
+template <typename acc_t, int kLines>
 __device__ __forceinline__ void load_bias(const Scan& scan, int64_t b, int64_t head, const Lines& queries,
-                                          acc_t* bias) {
+                                          acc_t (&bias)[kLines]) {
   const LinearAttentionShape& n = scan.shape;
   const int64_t parts = max(int64_t{1}, ceil_div(n.Dv, kTile<acc_t>));
   const int line = static_cast<int>(threadIdx.x);
-  if (line >= kTile<acc_t>) return;
+  if (line >= kLines) return;
   acc_t sum = 0;
   const acc_t* from = static_cast<const acc_t*>(scan.products) + query_row(n, b, head) + queries.first + line;
   if (queries.has(line))
     for (int64_t part = 0; part < parts; ++part) sum += from[part * n.B * n.H * n.S];
+  if (scan.a.scaled && queries.has(line))
+    sum *= static_cast<const acc_t*>(scan.inverse)[query_row(n, b, head) + queries.first + line];
   bias[line] = sum;
 }
 
 // ---- products
 
-template <typename acc_t>
-__device__ __forceinline__ void add(const acc_t (&from)[4][4], acc_t (&to)[4][4]) {
+template <typename acc_t, int kRows, int kColumns>
+__device__ __forceinline__ void add(const acc_t (&from)[kRows][kColumns], acc_t (&to)[kRows][kColumns]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i)
+  for (int i = 0; i < kRows; ++i)
 #pragma unroll
-    for (int j = 0; j < 4; ++j) to[i][j] += from[i][j];
+    for (int j = 0; j < kColumns; ++j) to[i][j] += from[i][j];
 }
 
 // sum[i][j] += a_row . b_row over `depth`, of rows y + kSide i of a and x + kSide j of b.
-template <typename acc_t>
-__device__ __forceinline__ void add_scores(const Tile<acc_t>& a, const Tile<acc_t>& b, int depth, acc_t (&sum)[4][4]) {
+template <typename acc_t, int kLines, int kRows>
+__device__ __forceinline__ void add_scores(const Tile<acc_t, kLines>& a, const Tile<acc_t, kLines>& b, int depth,
+                                           acc_t (&sum)[kRows][kRows]) {
 #pragma unroll 1
   for (int level = 0; level < depth; level += kLevel) {
-    acc_t part[4][4] = {};
+    acc_t part[kRows][kRows] = {};
 #pragma unroll 1
     for (int k = level; k < min(level + kLevel, depth); k += 4) {
-      Four<acc_t> of_a[4], of_b[4];
+      Four<acc_t> of_a[kRows], of_b[kRows];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < kRows; ++i) {
         of_a[i] = four_at(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k);
         of_b[i] = four_at(b.row(thread_x<acc_t>() + kSide<acc_t> * i) + k);
       }
 #pragma unroll
       for (int kk = 0; kk < 4; ++kk)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < kRows; ++i)
 #pragma unroll
-          for (int j = 0; j < 4; ++j) part[i][j] += of_a[i].v[kk] * of_b[j].v[kk];
+          for (int j = 0; j < kRows; ++j) part[i][j] += of_a[i].v[kk] * of_b[j].v[kk];
     }
     add(part, sum);
   }
 }
 
 // out += a x, where x begins at `rows`, in rows of kStride.
-template <typename acc_t>
-__device__ __forceinline__ void add_product(const Tile<acc_t>& a, const acc_t* rows, int depth, acc_t (&out)[4][4]) {
+template <typename acc_t, int kLines, int kRows>
+__device__ __forceinline__ void add_product(const Tile<acc_t, kLines>& a, const acc_t* rows, int depth,
+                                            acc_t (&out)[kRows][4]) {
 #pragma unroll 1
   for (int level = 0; level < depth; level += kLevel) {
-    acc_t part[4][4] = {};
+    acc_t part[kRows][4] = {};
 #pragma unroll 1
     for (int k = level; k < min(level + kLevel, depth); k += 4) {
-      Four<acc_t> of_a[4];
+      Four<acc_t> of_a[kRows];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) of_a[i] = four_at(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k);
+      for (int i = 0; i < kRows; ++i) of_a[i] = four_at(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k);
 #pragma unroll
       for (int kk = 0; kk < 4; ++kk) {
         const Four<acc_t> of_x = four_at(rows + (k + kk) * kStride<acc_t> + 4 * thread_x<acc_t>());
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
+        for (int i = 0; i < kRows; ++i)
 #pragma unroll
           for (int j = 0; j < 4; ++j) part[i][j] += of_a[i].v[kk] * of_x.v[j];
       }
@@ -211,8 +222,9 @@ __device__ __forceinline__ void add_product(const Tile<acc_t>& a, const acc_t* r
 }
 
 // state += b^T x over the lines of a chunk.
-template <typename acc_t>
-__device__ __forceinline__ void add_outer(const Tile<acc_t>& b, const Tile<acc_t>& x, int lines, acc_t* state) {
+template <typename acc_t, int kLines>
+__device__ __forceinline__ void add_outer(const Tile<acc_t, kLines>& b, const Tile<acc_t, kLines>& x, int lines,
+                                          acc_t* state) {
   acc_t sum[4][4] = {};
 #pragma unroll 1
   for (int level = 0; level < lines; level += kLevel) {
@@ -238,12 +250,14 @@ __device__ __forceinline__ void add_outer(const Tile<acc_t>& b, const Tile<acc_t
   }
 }
 
-// This thread's share of a row's product with a vector; null is all 1.
-template <typename acc_t>
-__device__ __forceinline__ void add_row_dots(const Tile<acc_t>& a, const acc_t* vector, acc_t (&sum)[4]) {
+// This thread's share of the product of a row's first columns with a vector; null is all 1.
+template <typename acc_t, int kLines, int kRows>
+__device__ __forceinline__ void add_row_dots(const Tile<acc_t, kLines>& a, const acc_t* vector, int columns,
+                                             acc_t (&sum)[kRows]) {
   const int column = 4 * thread_x<acc_t>();
+  if (column >= columns) return;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kRows; ++i) {
     const Four<acc_t> x = four_at(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + column);
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum[i] += x.v[j] * (vector == nullptr ? acc_t(1) : vector[column + j]);
@@ -251,11 +265,11 @@ __device__ __forceinline__ void add_row_dots(const Tile<acc_t>& a, const acc_t* 
 }
 
 // to[column] += the sum over a tile's rows, weighted unless weights are null.
-template <typename acc_t>
-__device__ __forceinline__ void add_column_sums(const Tile<acc_t>& x, const acc_t* weights, acc_t* to) {
+template <typename acc_t, int kLines>
+__device__ __forceinline__ void add_column_sums(const Tile<acc_t, kLines>& x, const acc_t* weights, acc_t* to) {
   Four<acc_t> sum = {};
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kLines / kSide<acc_t>; ++i) {
     const int line = thread_x<acc_t>() + kSide<acc_t> * i;
     const Four<acc_t> row = four_at(x.row(line) + 4 * thread_y<acc_t>());
 #pragma unroll
@@ -271,14 +285,14 @@ __device__ __forceinline__ void add_column_sums(const Tile<acc_t>& x, const acc_
 // ---- a chunk
 
 // The scores of rows that see columns, 0 elsewhere, into the place of a.
-template <typename acc_t>
-__device__ __forceinline__ void store_scores(const Scan& scan, const Chunk& chunk, const acc_t (&scores)[4][4],
-                                             ScanShared<acc_t>& s) {
+template <typename acc_t, int kLines, int kRows>
+__device__ __forceinline__ void store_scores(const Scan& scan, const Chunk& chunk, const acc_t (&scores)[kRows][kRows],
+                                             ScanShared<acc_t, kLines>& s) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kRows; ++i) {
     const int row = thread_y<acc_t>() + kSide<acc_t> * i;
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
+    for (int j = 0; j < kRows; ++j) {
       const int column = thread_x<acc_t>() + kSide<acc_t> * j;
       const bool sees = (scan.rows_are_queries() ? column <= row : column >= row) && chunk.columns.has(column);
       const acc_t bias = !scan.has_bias() ? acc_t(0) : s.bias[scan.rows_are_queries() ? row : column];
@@ -289,15 +303,15 @@ __device__ __forceinline__ void store_scores(const Scan& scan, const Chunk& chun
 
 // Of one head of columns: what rows get of the chunk itself, and with the first head of the state; then the columns
 // join the state.
-template <typename scalar_t, typename acc_t>
+template <typename scalar_t, typename acc_t, int kLines, int kRows>
 __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work, const Chunk& chunk, int64_t head,
-                                          const BlockState<acc_t>& state, Accumulators<acc_t>& acc) {
-  ScanShared<acc_t>& s = shared<ScanShared<acc_t>>();
+                                          const BlockState<acc_t>& state, ScanShared<acc_t, kLines>& s,
+                                          Accumulators<acc_t, kRows>& acc) {
   constexpr int kSize = kTile<acc_t>;
   const bool meet = chunk.has_rows && chunk.has_columns;
   const bool reads_state = chunk.has_rows && head == 0;
   const int64_t column_head = work.first_column_head + head;
-  acc_t scores[4][4] = {};
+  acc_t scores[kRows][kRows] = {};
   if (chunk.has_columns)
     load_tile<scalar_t>(scan, scan.x, work.b, column_head, chunk.columns, work.part * kSize, scan.width, s.x);
   if (scan.has_bias() && scan.kind == ScanKind::GradK && chunk.has_columns)
@@ -310,7 +324,7 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
     if (meet) add_scores(s.a, s.b, depth, scores);
     if (reads_state) {
       add_product(s.a, state.row(k), depth, acc.out);
-      if (scan.has_denominator()) add_row_dots(s.a, state.sums + k, acc.denominator);
+      if (scan.has_denominator()) add_row_dots(s.a, state.sums + k, kSize, acc.denominator);
       __syncthreads();
     }
     if (chunk.has_columns) {
@@ -324,7 +338,7 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
     store_scores(scan, chunk, scores, s);
     __syncthreads();
     add_product(s.a, s.x.row(0), static_cast<int>(ceil_div(chunk.columns.end, 4) * 4), acc.out);
-    if (scan.has_denominator()) add_row_dots(s.a, static_cast<const acc_t*>(nullptr), acc.denominator);
+    if (scan.has_denominator()) add_row_dots(s.a, static_cast<const acc_t*>(nullptr), kLines, acc.denominator);
   }
   if (scan.has_bias() && chunk.has_columns) {
     __syncthreads();
@@ -334,11 +348,11 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
 }
 
 // out -= bias_i (sum of x_j), or the sum of bias_j x_j, of the columns before this chunk.
-template <typename acc_t>
-__device__ __forceinline__ void subtract_bias_of_state(const Scan& scan, const ScanShared<acc_t>& s,
-                                                       acc_t (&out)[4][4]) {
+template <typename acc_t, int kLines, int kRows>
+__device__ __forceinline__ void subtract_bias_of_state(const Scan& scan, const ScanShared<acc_t, kLines>& s,
+                                                       acc_t (&out)[kRows][4]) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kRows; ++i) {
     const int row = thread_y<acc_t>() + kSide<acc_t> * i;
     const acc_t weight = scan.kind == ScanKind::GradQ ? s.bias[row] : acc_t(1);
 #pragma unroll
@@ -396,18 +410,17 @@ __device__ __forceinline__ void finish_row(const Scan& scan, const ScanWork& wor
   } else if (scan.kind != ScanKind::GradV && there && scan.out) {
     acc_t x[4];
     load_last<scalar_t>(scan, work, row, x);
-    const acc_t scale = scan.kind == ScanKind::GradQ ? inverses[row] : acc_t(1);
 #pragma unroll
-    for (int j = 0; j < 4; ++j) out[j] *= scale * feature_slope(n.feature_map, x[j]);
+    for (int j = 0; j < 4; ++j) out[j] *= feature_slope(n.feature_map, x[j]);
   }
   if (there) store_four<scalar_t>(scan, work, row, out);
 }
 
-template <typename scalar_t, typename acc_t>
+template <typename scalar_t, typename acc_t, int kLines>
 __device__ __forceinline__ void scan_chunk(const Scan& scan, const ScanWork& work, const Chunk& chunk,
-                                           const BlockState<acc_t>& state) {
-  ScanShared<acc_t>& s = shared<ScanShared<acc_t>>();
-  Accumulators<acc_t> acc = {};
+                                           const BlockState<acc_t>& state, ScanShared<acc_t, kLines>& s) {
+  constexpr int kRows = kLines / kSide<acc_t>;
+  Accumulators<acc_t, kRows> acc = {};
   if (chunk.has_rows && scan.has_bias()) {
     if (scan.kind == ScanKind::GradQ) {
       load_bias(scan, work.b, work.row_head, chunk.rows, s.bias);
@@ -419,11 +432,11 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, const ScanWork& wor
   const int64_t heads = chunk.has_columns ? work.column_heads : 0;
   for (int64_t head = 0; head < max(heads, int64_t{1}); ++head) {
     const Chunk of_head{chunk.rows, chunk.columns, chunk.has_rows, chunk.has_columns && head < heads};
-    scan_head<scalar_t>(scan, work, of_head, head, state, acc);
+    scan_head<scalar_t>(scan, work, of_head, head, state, s, acc);
   }
   if (!chunk.has_rows) return;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kRows; ++i) {
     const int line = thread_y<acc_t>() + kSide<acc_t> * i;
     finish_row<scalar_t>(scan, work, chunk.rows.first + line, chunk.rows.has(line), acc.denominator[i], acc.out[i]);
   }
@@ -442,7 +455,7 @@ __device__ __forceinline__ void for_state(const Scan& scan, const ScanWork& work
     const int64_t column = work.part * kSize + i % kSize;
     move(state.row(k)[i % kSize], k, column, k < scan.depth && column < scan.width);
   }
-  acc_t* vector = scan.has_denominator() ? state.sums : shared<ScanShared<acc_t>>().vector;
+  acc_t* vector = scan.has_denominator() ? state.sums : state.vector;
   const int64_t first = scan.has_denominator() ? 0 : work.part * kSize;
   const int64_t count = scan.has_denominator() ? padded : kSize;
   const int64_t length = scan.has_denominator() ? scan.depth : scan.width;
@@ -507,12 +520,12 @@ __device__ __forceinline__ void store_new_state(const Scan& scan, const ScanWork
 
 // ---- a block
 
-template <typename scalar_t>
+template <typename scalar_t, int kLines>
 __global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<acc_type<scalar_t>>)
     scan_kernel(const Scan scan, int64_t parts) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = kTile<acc_t>;
-  ScanShared<acc_t>& s = shared<ScanShared<acc_t>>();
+  auto& s = shared<ScanShared<acc_t, kLines>>();
   if (threadIdx.x == 0) {
     s.work = scan_work(scan, blockIdx.x, parts);
     s.walk = walk_of(scan, s.work);
@@ -523,16 +536,16 @@ __global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<ac
   acc_t* memory = scan.depth > kLinearAttentionDeepest
                       ? static_cast<acc_t*>(scan.deep) + blockIdx.x * linear_attention_block_state(scan.depth, kSize)
                       : reinterpret_cast<acc_t*>(&s + 1);
-  const BlockState<acc_t> state{memory, memory + ceil_div(scan.depth, kSize) * kSize * kStride<acc_t>};
-  const int sums = static_cast<int>(ceil_div(walk.sums.end - walk.sums.begin, kSize));
-  const int steps = sums + static_cast<int>(ceil_div(walk.rows.end - walk.rows.begin, kSize));
+  const BlockState<acc_t> state{memory, memory + ceil_div(scan.depth, kSize) * kSize * kStride<acc_t>, s.vector};
+  const int sums = static_cast<int>(ceil_div(walk.sums.end - walk.sums.begin, kLines));
+  const int steps = sums + static_cast<int>(ceil_div(walk.rows.end - walk.rows.begin, kLines));
   start_state(scan, work, state);
   for (int i = 0; i <= steps; ++i) {
     if (i == sums && scan.phase == ScanPhase::Sums) store_segment(scan, work, state);
     if (i == sums && scan.new_m && work.row_head % scan.shape.group() == 0) store_new_state(scan, work, state);
     if (i == steps) break;
-    const Chunk chunk = chunk_of(scan, i < sums ? walk.sums : walk.rows, i < sums ? i : i - sums, i < sums, kSize);
-    if (chunk.has_rows || chunk.has_columns) scan_chunk<scalar_t>(scan, work, chunk, state);
+    const Chunk chunk = chunk_of(scan, i < sums ? walk.sums : walk.rows, i < sums ? i : i - sums, i < sums, kLines);
+    if (chunk.has_rows || chunk.has_columns) scan_chunk<scalar_t>(scan, work, chunk, state, s);
   }
 }
 
@@ -545,11 +558,12 @@ __global__ void add_up_kernel(const Scan scan, int64_t heads) {
   const int64_t count = scan.segments.count;
   acc_t* first = static_cast<acc_t*>(scan.states) + index / slot * count * slot + index % slot;
   acc_t sum = 0;
+  acc_t rest = 0;
   for (int64_t i = 0; i < count; ++i) {
     acc_t* segment = first + (scan.backwards() ? count - 1 - i : i) * slot;
     const acc_t x = *segment;
     if (scan.shape.causal) *segment = sum;
-    sum += x;
+    add_to_sum(x, sum, rest);
   }
   if (!scan.shape.causal) *first = sum;
 }
@@ -569,15 +583,29 @@ void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream) {
 
 namespace {
 
+template <typename scalar_t, int kLines>
+void launch_chunks(const Scan& scan, int64_t blocks, size_t state_bytes, cudaStream_t stream) {
+  using acc_t = acc_type<scalar_t>;
+  const int64_t parts = std::max<int64_t>(1, ceil_div(scan.width, kTile<acc_t>));
+  const Launch with{name_of(scan.kind, false), dim3(static_cast<unsigned>(blocks * parts)), dim3(kThreads<acc_t>),
+                    sizeof(ScanShared<acc_t, kLines>) + state_bytes, stream};
+  launch(with, scan_kernel<scalar_t, kLines>, scan, parts);
+}
+
+// In chunks of a tile's lines, or of half as many where the GPU has no room for more beside a deep state.
 template <typename scalar_t>
 void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
-  const int64_t parts = std::max<int64_t>(1, ceil_div(scan.width, kTile<acc_t>));
-  const int64_t in_block =
-      scan.depth > kLinearAttentionDeepest ? 0 : linear_attention_block_state(scan.depth, kTile<acc_t>);
-  const Launch with{name_of(scan.kind, false), dim3(static_cast<unsigned>(blocks * parts)), dim3(kThreads<acc_t>),
-                    sizeof(ScanShared<acc_t>) + in_block * sizeof(acc_t), stream};
-  launch(with, scan_kernel<scalar_t>, scan, parts);
+  constexpr int kSize = kTile<acc_t>;
+  const auto bytes_of_state = [](int64_t depth) { return linear_attention_block_state(depth, kSize) * sizeof(acc_t); };
+  const size_t state_bytes = scan.depth > kLinearAttentionDeepest ? 0 : bytes_of_state(scan.depth);
+  static_assert(sizeof(ScanShared<acc_t, kSize / 2>) + bytes_of_state(kLinearAttentionDeepest) <=
+                kSharedBytesEverywhere);
+  if (fits_in_a_block(sizeof(ScanShared<acc_t, kSize>) + state_bytes)) {
+    launch_chunks<scalar_t, kSize>(scan, blocks, state_bytes, stream);
+  } else {
+    launch_chunks<scalar_t, kSize / 2>(scan, blocks, state_bytes, stream);
+  }
 }
 
 bool in_vectors(const Strided<4>& x, int64_t columns, Dtype dtype, int64_t bytes) {
@@ -627,13 +655,15 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
   const bool maps = n.feature_map == FeatureMap::EluPlusOne;
   const ScanFactor q{p.q, maps, false, false}, k{p.k, maps, false, false}, scaled_q{p.q, maps, true, false};
   const ScanFactor v{p.v, false, false, false}, g{p.grad_y, false, false, false};
+  // On tensor cores the scan of grad q is what finds 1 / den.
+  const ScanFactor scaled_g{p.grad_y, false, !suits_tensor_cores(n, dtype), false};
   switch (kind) {
     case ScanKind::Output:
     case ScanKind::Rows:
       scan.a = q, scan.b = k, scan.x = v, scan.last = p.grad_y;
       break;
     case ScanKind::GradQ:
-      scan.a = g, scan.b = v, scan.x = k, scan.last = p.q, scan.out = p.grad_q;
+      scan.a = scaled_g, scan.b = v, scan.x = k, scan.last = p.q, scan.out = p.grad_q;
       break;
     case ScanKind::GradK:
       scan.a = v, scan.b = g, scan.x = scaled_q, scan.last = p.k, scan.out = p.grad_k;

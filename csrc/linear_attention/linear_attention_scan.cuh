@@ -16,7 +16,8 @@
 //     grad k   keys     v        g              phi(q) / den   (g.y)_j   then phi'(k)
 //     grad v   keys     phi(k)   phi(q) / den   g
 //
-// where g is the gradient of y. A block goes along the sequence in chunks: rows and columns of the same chunk meet in
+// where g is the gradient of y. Where 1 / den is known before grad q, a is g / den and the bias (g.y) / den: products
+// with g alone may overflow. A block goes along the sequence in chunks: rows and columns of the same chunk meet in
 // a matrix of scores, and columns of earlier chunks are in a state, the sum of b_j x_j^T (depth,width). Keys as rows
 // see later queries, and the scan goes backwards. Where there are few heads the sequence is cut into segments: one
 // launch sums each segment's columns, one adds them up, and one goes along all segments at once.
@@ -194,13 +195,8 @@ MEMCHECK_INLINE int64_t query_row(const LinearAttentionShape& n, int64_t b, int6
 }
 
 // Shapes whose 16-bit scans are for tensor cores: where a product has many terms the errors of splitting its factors in
-// two are small beside those of summing it.
-inline bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
-  constexpr int64_t kFewest = 32;
-  constexpr int64_t kMost = 128;
-  const bool half = dtype == Dtype::Float16 || dtype == Dtype::BFloat16;
-  return half && std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kMost;
-}
+// two are small beside those of summing it. Their tiles must fit the shared memory of the current GPU, too.
+bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype);
 
 // Queues such a scan, other than Rows: GradQ leaves what that would.
 void scan_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream);

@@ -524,7 +524,19 @@ __device__ __forceinline__ void run_sums(const Chunk& chunk, SharedTiles<T>& s) 
   }
 }
 
-// GradQ: 1 / den = phi(q).z + eps and g.y = phi(q).(sum so far) / den, from which the gradient follows.
+// The sum over the four lanes that have a row of a fragment.
+__device__ __forceinline__ float sum_of_four(float x) {
+  x += __shfl_xor_sync(0xffffffffu, x, 1);
+  return x + __shfl_xor_sync(0xffffffffu, x, 2);
+}
+
+// Finite, so that nothing times 1 / den stays nothing where den is infinite.
+__device__ __forceinline__ float share_scale(float denominator) {
+  return fminf(fmaxf(1.0f, fabsf(denominator)), 0x1p126f);
+}
+
+// GradQ: 1 / den = phi(q).z + eps and g.y = phi(q).(sum so far) / den, from which the gradient follows. phi(q).(sum so
+// far) may overflow where g.y does not: a warp forms its share of it over its share of den, where that is above 1.
 template <typename T>
 __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork& work, const Chunk& chunk,
                                                SharedTiles<T>& s, Out<T>& out) {
@@ -532,27 +544,32 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
   const Place at;
   const FeatureMap map = scan.shape.feature_map;
   const auto phi = [&](float x) { return map == FeatureMap::Identity ? x : fast_feature(x); };
-  float sums[kRowTiles][2][2] = {};
 #pragma unroll
   for (int row = 0; row < kRowTiles; ++row)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int line = 16 * row + at.group + 8 * half;
+      float q[T::kOutTiles][2];
+      float denominator = 0.0f;
 #pragma unroll
       for (int tile = 0; tile < T::kOutTiles; ++tile)
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           const int column = T::kSlab * at.warp + 8 * tile + at.pair + j;
-          const float q = column < scan.width ? phi(to_acc(s.last[line][column])) : 0.0f;
-          sums[row][half][0] += q * s.running[line][column];
-          sums[row][half][1] += q * out.part[row][tile][2 * half + j];
+          q[tile][j] = column < scan.width ? phi(to_acc(s.last[line][column])) : 0.0f;
+          denominator += q[tile][j] * s.running[line][column];
         }
+      denominator = sum_of_four(denominator);
+      const float scale = 1.0f / share_scale(denominator);
+      float product = 0.0f;
 #pragma unroll
-      for (int which = 0; which < 2; ++which) {
-        float& sum = sums[row][half][which];
-        sum += __shfl_xor_sync(0xffffffffu, sum, 1);
-        sum += __shfl_xor_sync(0xffffffffu, sum, 2);
-        if (at.pair == 0) s.row_sums[at.warp][line][which] = sum;
+      for (int tile = 0; tile < T::kOutTiles; ++tile)
+#pragma unroll
+        for (int j = 0; j < 2; ++j) product += q[tile][j] * (out.part[row][tile][2 * half + j] * scale);
+      product = sum_of_four(product);
+      if (at.pair == 0) {
+        s.row_sums[at.warp][line][0] = denominator;
+        s.row_sums[at.warp][line][1] = product;
       }
     }
   __syncthreads();
@@ -563,14 +580,13 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
     for (int half = 0; half < 2; ++half) {
       const int line = 16 * row + at.group + 8 * half;
       float denominator = static_cast<float>(scan.eps);
+#pragma unroll
+      for (int warp = 0; warp < kWarps; ++warp) denominator += s.row_sums[warp][line][0];
+      const float inverse = 1.0f / denominator;
       float product = 0.0f;
 #pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) {
-        denominator += s.row_sums[warp][line][0];
-        product += s.row_sums[warp][line][1];
-      }
-      const float inverse = 1.0f / denominator;
-      product *= inverse;
+      for (int warp = 0; warp < kWarps; ++warp)
+        product += s.row_sums[warp][line][1] * (share_scale(s.row_sums[warp][line][0]) * inverse);
       if (at.warp == 0 && at.pair == 0 && chunk.rows.has(line)) {
         static_cast<float*>(scan.inverse)[first + line] = inverse;
         static_cast<float*>(scan.products)[first + line] = product;
@@ -819,6 +835,17 @@ void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
 }
 
 }  // namespace
+
+bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
+  constexpr int64_t kFewest = 32;
+  constexpr int64_t kMost = 128;
+  const int64_t larger = std::max(n.D, n.Dv);
+  if (dtype != Dtype::Float16 && dtype != Dtype::BFloat16) return false;
+  if (std::min(n.D, n.Dv) < kFewest || larger > kMost) return false;
+  // Of all kernels for the depth and width, as forward and backward go one way.
+  static_assert(sizeof(SharedTiles<Traits<__half, 64, false>>) <= kSharedBytesEverywhere);
+  return larger <= 64 || fits_in_a_block(sizeof(SharedTiles<Traits<__half, 128, false>>));
+}
 
 void scan_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream) {
   run_phases(scan, dtype, stream, [&](const Scan& phase, int64_t blocks) {

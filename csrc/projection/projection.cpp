@@ -121,25 +121,31 @@ Gradients check_backward(const char* op, const at::Tensor& grad, const at::Tenso
   return gradients;
 }
 
-// grad_w as a sum of products. In 16-bit types it is formed in float32 and rounded once.
+// grad_w as a sum of products. One product over all rows is formed in the dtype of w. Where there are more, those of 16
+// bits are summed in float32 and rounded once, at the end.
 template <typename Device>
 class WeightGradient {
  public:
-  WeightGradient(at::Tensor grad_w, int64_t terms) : grad_w_(std::move(grad_w)) {
+  // wide_rows: how many rows of x and grad_y become float32 at a time, where GEMM has no float32 product of 16 bits.
+  WeightGradient(at::Tensor grad_w, int64_t terms, int64_t wide_rows) : grad_w_(std::move(grad_w)) {
     if (!grad_w_.defined()) return;
     if (terms == 0) grad_w_.zero_();
     const auto wide = acc_scalar_type(grad_w_.scalar_type());
     if (terms < 2 || wide == grad_w_.scalar_type()) return;
-    sum_ = at::empty(grad_w_.sizes(), grad_w_.options().dtype(wide));
-    if (!Device::kMultipliesIntoFloat) term_ = at::empty(grad_w_.sizes(), grad_w_.options());
+    const auto options = grad_w_.options().dtype(wide);
+    sum_ = at::empty(grad_w_.sizes(), options);
+    if (!Device::kMultipliesIntoFloat) wide_ = at::empty({wide_rows, grad_w_.size(0) + grad_w_.size(1)}, options);
   }
+  // x (count,E), grad (count,R)
   void add(const at::Tensor& x, const at::Tensor& grad) {
     if (!grad_w_.defined()) return;
     if (!sum_.defined()) {
       multiply(grad_w_, x.t(), grad, adds_);
-    } else if (term_.defined()) {
-      multiply(term_, x.t(), grad, /*adds=*/false);
-      adds_ ? sum_.add_(term_) : sum_.copy_(term_);
+    } else if (wide_.defined()) {
+      for (int64_t row = 0; row < x.size(0); row += wide_.size(0)) {
+        const int64_t count = std::min(wide_.size(0), x.size(0) - row);
+        add_widened(x.narrow(0, row, count), grad.narrow(0, row, count));
+      }
     } else {
       multiply_into_float(sum_, x.t(), grad, adds_);
     }
@@ -150,9 +156,21 @@ class WeightGradient {
   }
 
  private:
+  void add_widened(const at::Tensor& x, const at::Tensor& grad) {
+    const at::Tensor room = wide_.view({-1});
+    multiply(sum_, widened(x, room).t(), widened(grad, room.narrow(0, x.numel(), grad.numel())), adds_);
+    adds_ = true;
+  }
+  // Rows that are columns in memory stay so: a copy that transposes takes longer than the product.
+  static at::Tensor widened(const at::Tensor& x, const at::Tensor& room) {
+    const at::Tensor dense = room.narrow(0, 0, x.numel());
+    const bool transposed = x.stride(0) == 1 && x.stride(1) != 1;
+    return (transposed ? dense.view({x.size(1), x.size(0)}).t() : dense.view(x.sizes())).copy_(x);
+  }
+
   at::Tensor grad_w_;
   at::Tensor sum_;
-  at::Tensor term_;
+  at::Tensor wide_;  // (wide rows,E+R)
   bool adds_ = false;
 };
 
@@ -167,7 +185,7 @@ bool backward_whole(const at::Tensor& grad, const at::Tensor& x, const at::Tenso
                         (!grad_x.defined() || grad_x_rows.defined());
   if (!possible) return false;
   if (grad_x.defined()) multiply(grad_x_rows, grad_rows, w.t(), /*adds=*/false);
-  WeightGradient<Device>(grad_w, 1).add(x_rows, grad_rows);
+  WeightGradient<Device>(grad_w, /*terms=*/1, /*wide_rows=*/0).add(x_rows, grad_rows);
   return true;
 }
 
@@ -180,7 +198,8 @@ void backward_in_pieces(const at::Tensor& grad, const at::Tensor& x, const at::T
   const at::Tensor piece = copies ? at::empty({rows, R}, grad.options()) : at::Tensor();
   const bool all_at_once = Device::kMultipliesBatches && !copies;
   if (all_at_once && grad_x.defined()) multiply_rows<Device>(grad_x, grad, w.t());
-  WeightGradient<Device> weight(grad_w, S == 0 ? 0 : B * ((S + rows - 1) / rows));
+  const int64_t wide_rows = grad_w.defined() ? projection_wide_rows(B, S, grad_w.size(0), R, grad.element_size()) : 0;
+  WeightGradient<Device> weight(grad_w, S == 0 ? 0 : B * ((S + rows - 1) / rows), wide_rows);
   for (int64_t b = 0; b < B; ++b) {
     for (int64_t s = 0; s < S; s += rows) {
       const int64_t count = std::min(rows, S - s);

@@ -68,7 +68,7 @@ template <typename Op>
 Tensor forward_autograd(const Tensor& x, const Tensor& w) {
   check_tensors(Op::name, {{"x", x}, {"w", w}});
   refuse_forward_mode(Op::name, {x, w});
-  if (wants_gradient({x, w})) return Projection<Op>::apply(x, w)[0];
+  if (will_be_differentiated(Op::name, {x, w})) return Projection<Op>::apply(x, w)[0];
   const at::AutoDispatchBelowADInplaceOrView guard;
   return Op::forward_op().call(x, w);
 }

@@ -39,7 +39,7 @@ auto step_op() {
 
 struct SoftplusAttention : Function<SoftplusAttention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, bool causal,
-                               double eps) {
+                               double eps, bool returns_carries) {
     const at::AutoDispatchBelowADInplaceOrView guard;
     const auto [y, carries] = forward_op().call(q, k, v, causal, eps, true);
     // q: its softplus and sigmoid. k: the sums are formed again. v: the same, and grad_k reads it; grad_v alone needs
@@ -49,19 +49,20 @@ struct SoftplusAttention : Function<SoftplusAttention> {
     ctx->saved_data["causal"] = causal;
     ctx->saved_data["eps"] = eps;
     ctx->set_materialize_grads(false);
-    ctx->mark_non_differentiable({carries});
-    return {y, carries};
+    const Tensor returned = kept_output(carries, returns_carries, /*dimension=*/2);
+    ctx->mark_non_differentiable({returned});
+    return {y, returned};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return variable_list(5);
+    if (!grads[0].defined()) return variable_list(6);
     const auto saved = ctx->get_saved_variables();
     const auto v = if_defined(saved[2]);
     const std::array<bool, 3> wanted{ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2)};
     const auto [grad_q, grad_k, grad_v] =
         backward_op().call(grads[0], saved[0], saved[1], v, saved[3], ctx->saved_data["causal"].toBool(),
                            ctx->saved_data["eps"].toDouble(), wanted);
-    return {grad_q, grad_k, grad_v, Tensor(), Tensor()};
+    return {grad_q, grad_k, grad_v, Tensor(), Tensor(), Tensor()};
   }
 };
 
@@ -69,8 +70,8 @@ std::tuple<Tensor, Tensor> forward_autograd(const Tensor& q, const Tensor& k, co
                                             bool keep_carries) {
   check_tensors("softplus_attention", {{"q", q}, {"k", k}, {"v", v}});
   refuse_forward_mode("softplus_attention", {q, k, v});
-  if (wants_gradient({q, k, v})) {
-    const auto outputs = SoftplusAttention::apply(q, k, v, causal, eps);
+  if (will_be_differentiated("softplus_attention", {q, k, v})) {
+    const auto outputs = SoftplusAttention::apply(q, k, v, causal, eps, keep_carries);
     return {outputs[0], outputs[1]};
   }
   const at::AutoDispatchBelowADInplaceOrView guard;

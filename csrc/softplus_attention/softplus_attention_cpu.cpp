@@ -1,6 +1,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/compensated_sum.h"
 #include "common/cpu_level.h"
 #include "common/dtype_cpu.h"
 #include "common/integer.h"
@@ -75,27 +76,13 @@ Sums<acc_type<scalar_t>> sums_in(void* data, const SoftplusAttentionShape& shape
   return {static_cast<acc_type<scalar_t>*>(data), shape.B, slots, shape.R};
 }
 
-// Each slot becomes the sum of itself and all before it (after it, when reversed), added one by one as a task over all
-// chunks does.
-template <typename acc_t>
-void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed) {
-  parallel_tasks(planes * sums.B, [&](int64_t begin, int64_t end, int) {
-    for (int64_t row = begin; row < end; ++row) {
-      acc_t* first = sums.data + row * sums.slots * sums.R;
-      for (int64_t step = 1; step < sums.slots; ++step) {
-        acc_t* slot = first + (reversed ? sums.slots - 1 - step : step) * sums.R;
-        const acc_t* before = reversed ? slot + sums.R : slot - sums.R;
-        for (int64_t r = 0; r < sums.R; ++r) slot[r] = before[r] + slot[r];
-      }
-    }
-  });
-}
-
 // Sums over rows in three levels, each from zero: the rows of a tile, the tiles of a chunk, the chunks before. Rounding
-// errors of equal terms all have one sign, and so grow with the longest level instead of the sequence.
+// errors of equal terms all have one sign, and so grow with the number of terms of a level. That of the chunks before
+// is unlimited: they are added with what rounding leaves out.
 template <typename acc_t>
 struct RunningSum {
   alignas(64) acc_t before[kTileLanes] = {};
+  alignas(64) acc_t rest[kTileLanes] = {};  // of before
   alignas(64) acc_t chunk[kTileLanes] = {};
 
   // Each row of the tile becomes the sum over all rows up to it; reversed: from it on.
@@ -114,11 +101,32 @@ struct RunningSum {
 
   MEMCHECK_INLINE void end_chunk() {
     for (int64_t lane = 0; lane < kTileLanes; ++lane) {
-      before[lane] += chunk[lane];
+      add_to_sum(chunk[lane], before[lane], rest[lane]);
       chunk[lane] = acc_t(0);
     }
   }
 };
+
+// Each slot becomes the sum of itself and all before it (after it, when reversed), added one by one as a task over all
+// chunks does.
+template <typename acc_t>
+void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed) {
+  const int64_t blocks = ceil_div(sums.R, kTileLanes);
+  parallel_tasks(planes * sums.B * blocks, [&](int64_t begin, int64_t end, int) {
+    for (int64_t index = begin; index < end; ++index) {
+      const int64_t r = index % blocks * kTileLanes;
+      const int64_t lanes = std::min<int64_t>(sums.R - r, kTileLanes);
+      acc_t* first = sums.data + index / blocks * sums.slots * sums.R + r;
+      RunningSum<acc_t> sum;
+      for (int64_t step = 0; step < sums.slots; ++step) {
+        acc_t* slot = first + (reversed ? sums.slots - 1 - step : step) * sums.R;
+        std::copy_n(slot, lanes, sum.chunk);
+        sum.end_chunk();
+        std::copy_n(sum.before, lanes, slot);
+      }
+    }
+  });
+}
 
 // A tile of positions from s on in q, y and their gradients, (B,S,R); from t on in k, v and theirs, (B,R,T).
 template <typename scalar_t>

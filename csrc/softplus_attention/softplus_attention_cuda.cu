@@ -1,5 +1,7 @@
 #include <algorithm>
+#include <type_traits>
 
+#include "common/compensated_sum.h"
 #include "common/integer.h"
 #include "common/kernel.cuh"
 #include "common/ptx.cuh"
@@ -9,13 +11,13 @@
 // A block of threads takes kLanes channels of one batch entry, a lane of each warp for a channel, and goes through its
 // positions a tile at a time, of which each warp takes kRows consecutive ones. Sums are formed in levels, each from
 // zero: the rows of a warp, the warps of a tile, the tiles of a chunk, the chunks. So rounding errors of equal terms,
-// which all have one sign, grow with the longest level instead of the sequence; and a chunk's sums do not depend on who
-// forms them, so blocks that take a few chunks each, after a first pass has summed every chunk, give the bits of one
-// that takes all.
+// which all have one sign, grow with the number of terms of a level. That of the chunks is unlimited: they are added
+// with what rounding leaves out. A chunk's sums do not depend on who forms them, so blocks that take a few chunks each,
+// after a first pass has summed every chunk, give the bits of one that takes all.
 //
 // Keys and values are contiguous along positions as a rule. Tiles of them come to shared memory as they are, one ahead
-// of the one that is computed on, and each lane reads its own channel there. Queries and outputs are contiguous along
-// channels: lanes read and write them where they are.
+// of the one that is computed on where there is room, and each lane reads its own channel there. Queries and outputs
+// are contiguous along channels: lanes read and write them where they are.
 
 namespace memcheck {
 namespace {
@@ -107,6 +109,12 @@ struct alignas(2 * sizeof(acc_t)) Pair {
   }
 };
 
+template <typename acc_t>
+__device__ __forceinline__ void add_pair_to_sum(const Pair<acc_t>& x, Pair<acc_t>& sum, Pair<acc_t>& rest) {
+  add_to_sum(x.first, sum.first, rest.first);
+  add_to_sum(x.second, sum.second, rest.second);
+}
+
 // Sums kept in memory: (planes,B,slots,R).
 template <typename acc_t>
 struct Slots {
@@ -175,6 +183,7 @@ __global__ void scan_kernel(Slots<acc_t> slots, int64_t channels, bool reversed,
   if (index >= channels) return;
   acc_t* row = slots.data + index / slots.R * slots.count * slots.R + index % slots.R;
   acc_t sum = acc_t(0);
+  acc_t rest = acc_t(0);
   for (int64_t start = 0; start < slots.count; start += kBatch) {
     acc_t batch[kBatch];
 #pragma unroll
@@ -186,7 +195,7 @@ __global__ void scan_kernel(Slots<acc_t> slots, int64_t channels, bool reversed,
     for (int i = 0; i < kBatch; ++i) {
       const int64_t slot = reversed ? slots.count - 1 - start - i : start + i;
       if (start + i >= slots.count) break;
-      sum += batch[i];
+      add_to_sum(batch[i], sum, rest);
       row[slot * slots.R] = sum;
     }
   }
@@ -447,11 +456,9 @@ struct Means {
 constexpr int kGroup = 8;
 
 // softplus(k) and softplus(k) v of a warp's rows of a tile; positions beyond those that are there weigh nothing.
-// weigh_group(row, k) makes weights of the keys from a row on.
-template <typename scalar_t, int kPositions, typename acc_t, typename WeighGroup>
+template <typename scalar_t, int kPositions, typename acc_t>
 __device__ __forceinline__ void weigh(const KeyTiles<scalar_t, kPositions>& tiles, bool has_v, Thread me,
-                                      int64_t positions, const WeighGroup& weigh_group, acc_t (&weights)[kRows],
-                                      acc_t (&weighted)[kRows]) {
+                                      int64_t positions, acc_t (&weights)[kRows], acc_t (&weighted)[kRows]) {
 #pragma unroll
   for (int start = 0; start < kRows; start += kGroup) {
     const int position = me.warp * kRows + start;
@@ -459,11 +466,10 @@ __device__ __forceinline__ void weigh(const KeyTiles<scalar_t, kPositions>& tile
     acc_t v[kGroup] = {};
     read_row(&tiles.k.channels[me.lane][position], k);
     if (has_v) read_row(&tiles.v.channels[me.lane][position], v);
-    weigh_group(start, k);
 #pragma unroll
     for (int i = 0; i < kGroup; ++i) {
-      weights[start + i] = k[i];
-      weighted[start + i] = k[i] * v[i];
+      weights[start + i] = softplus_on_device<scalar_t>(k[i]);
+      weighted[start + i] = weights[start + i] * v[i];
     }
   }
   if (positions < kPositions) {
@@ -472,14 +478,6 @@ __device__ __forceinline__ void weigh(const KeyTiles<scalar_t, kPositions>& tile
       if (me.warp * kRows + row >= positions) weights[row] = weighted[row] = acc_t(0);
   }
 }
-
-template <typename scalar_t>
-struct SoftplusOfKeys {
-  __device__ __forceinline__ void operator()(int, acc_type<scalar_t> (&k)[kGroup]) const {
-#pragma unroll
-    for (int i = 0; i < kGroup; ++i) k[i] = softplus_on_device<scalar_t>(k[i]);
-  }
-};
 
 template <typename scalar_t>
 struct ForwardShared {
@@ -503,6 +501,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
   const Pair<acc_t> zero{acc_t(0), acc_t(0)};
   Pair<acc_t> of_chunk = zero;
   Pair<acc_t> of_all = zero;
+  Pair<acc_t> rest = zero;
   int stage = 0;
   request_keys(p.k, p.v, walks, work, T, work.first_chunk * kChunk, memory.stages[0]);
   for (int64_t t = work.first_chunk * kChunk; t < end; t += kForwardTile) {
@@ -512,7 +511,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
     stage = (stage + 1) % kStages<scalar_t>;
     if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, t + kForwardTile, memory.stages[stage]);
     acc_t z[kRows], a[kRows];
-    weigh(tiles, true, me, T - t, SoftplusOfKeys<scalar_t>(), z, a);
+    weigh(tiles, true, me, T - t, z, a);
     const Pair<acc_t> own{sum_of_rows(z), sum_of_rows(a)};
     memory.warps[me.warp][me.lane] = own;
     __syncthreads();
@@ -521,7 +520,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
     of_chunk = of_chunk + (sum_of_warps<false>(memory.warps, me) + own);
     if ((t + kForwardTile) % kChunk != 0 && more) continue;
     if (of_each) slots.store(work.b, t / kChunk, work.channel(me), of_chunk);
-    of_all = of_all + of_chunk;
+    add_pair_to_sum(of_chunk, of_all, rest);
     of_chunk = zero;
   }
   if (writes && !of_each) slots.store(work.b, 0, work.channel(me), of_all);
@@ -561,6 +560,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
   const Pair<acc_t> zero{acc_t(0), acc_t(0)};
   Pair<acc_t> of_chunk = zero;
   Pair<acc_t> of_chunks = zero;
+  Pair<acc_t> rest = zero;
   if (is_last_warp && split && work.first_chunk > 0)
     of_chunks = carries.load(work.b, work.first_chunk - 1, work.channel(me));
   if (is_last_warp) memory.before[0][me.lane] = of_chunks;
@@ -572,7 +572,7 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
     if (kStages<scalar_t> > 1 && more)
       request_keys(p.k, p.v, walks, work, T, t + kForwardTile, memory.stages[(turn + 1) % kStages<scalar_t>]);
     acc_t z[kRows], a[kRows];
-    weigh(tiles, true, me, T - t, SoftplusOfKeys<scalar_t>(), z, a);
+    weigh(tiles, true, me, T - t, z, a);
     const Pair<acc_t> own{scan_rows<false>(z), scan_rows<false>(a)};
     memory.warps[me.warp][me.lane] = own;
     __syncthreads();
@@ -583,11 +583,15 @@ __global__ void __launch_bounds__(kForwardThreads, 2)
     if (is_last_warp) {
       of_chunk = of_chunk + (warps + own);
       if ((t + kForwardTile) % kChunk == 0) {
-        of_chunks = of_chunks + of_chunk;
-        of_chunk = zero;
         const int64_t chunk = t / kChunk;
-        if (!split && carries.data != nullptr && chunk < carries.count && work.has(me))
-          carries.store(work.b, chunk, work.channel(me), of_chunks);
+        const bool has_carry = carries.data != nullptr && chunk < carries.count;
+        // A sum that began at this block's first chunk would lack the rest of those before.
+        if (split && has_carry)
+          of_chunks = carries.load(work.b, chunk, work.channel(me));
+        else
+          add_pair_to_sum(of_chunk, of_chunks, rest);
+        of_chunk = zero;
+        if (!split && has_carry && work.has(me)) carries.store(work.b, chunk, work.channel(me), of_chunks);
       }
       memory.before[turn][me.lane] = of_chunks + of_chunk;
     }
@@ -654,25 +658,14 @@ struct KeyGradients {
       : of_k(of_key.sigmoid * (v * w - wm)), of_v(of_key.softplus * w) {}
 };
 
-// Where sigmoid(k) of a chunk is kept: in place of k, or beside it where that is of 16 bits.
-template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
-struct Slopes {
-  Tile<acc_t> tile;
-
-  __device__ __forceinline__ Tile<acc_t>& of(KeyTiles<scalar_t>&) { return tile; }
-};
-
-template <typename acc_t>
-struct Slopes<acc_t, acc_t> {
-  __device__ __forceinline__ Tile<acc_t>& of(KeyTiles<acc_t>& tiles) { return tiles.k; }
-};
-
-template <typename scalar_t>
+// kStages tiles of keys and values: of the chunk that is computed on, and where there are two, of the next. None where
+// a chunk takes too much: then each lane goes along its channel in memory.
+template <typename scalar_t, int kStages>
 struct BackwardShared {
   using acc_t = acc_type<scalar_t>;
+  struct Nothing {};
 
-  KeyTiles<scalar_t> stages[kStages<scalar_t>];
-  Slopes<scalar_t> slopes;
+  std::conditional_t<kStages == 0, Nothing, KeyTiles<scalar_t>[kStages == 0 ? 1 : kStages]> stages;
   WarpSums<acc_t, kWarps> warps;
   WarpSums<acc_t, kWarps> later_warps;
   Pair<acc_t> later[2][kLanes];  // the sums over all chunks after this one, and after the next
@@ -685,12 +678,19 @@ struct LaterSums {
   Pair<acc_t> after;
   acc_t (&w)[kRows];
   acc_t (&wm)[kRows];
+
+  // The gradients of a row's key and value. softplus(k) and sigmoid(k) are formed once more: there is no room to keep
+  // them, neither in shared memory nor in registers.
+  template <typename scalar_t>
+  __device__ __forceinline__ KeyGradients<acc_t> gradients(int row, acc_t k, acc_t v) const {
+    return {softplus_and_sigmoid_on_device<scalar_t>(k), v, after.first + w[row] * scale,
+            after.second + wm[row] * scale};
+  }
 };
 
 // The gradients of a warp's rows replace k and v.
 template <typename scalar_t, typename acc_t>
-__device__ __forceinline__ void differentiate_keys(const LaterSums<acc_t>& later, const acc_t (&weights)[kRows],
-                                                   const Tile<acc_t>& slopes, bool has_v, Thread me,
+__device__ __forceinline__ void differentiate_keys(const LaterSums<acc_t>& later, bool has_v, Thread me,
                                                    KeyTiles<scalar_t>& tiles) {
   constexpr int kSize = Pack<scalar_t>::kSize;
 #pragma unroll
@@ -698,14 +698,11 @@ __device__ __forceinline__ void differentiate_keys(const LaterSums<acc_t>& later
     const int position = me.warp * kRows + start;
     acc_t k[kSize];
     acc_t v[kSize] = {};
-    read_row(&slopes.channels[me.lane][position], k);
+    read_row(&tiles.k.channels[me.lane][position], k);
     if (has_v) read_row(&tiles.v.channels[me.lane][position], v);
 #pragma unroll
     for (int i = 0; i < kSize; ++i) {
-      const int row = start + i;
-      const acc_t w = later.after.first + later.w[row] * later.scale;
-      const acc_t wm = later.after.second + later.wm[row] * later.scale;
-      const KeyGradients<acc_t> gradients({weights[row], k[i]}, v[i], w, wm);
+      const auto gradients = later.template gradients<scalar_t>(start + i, k[i], v[i]);
       k[i] = gradients.of_k;
       v[i] = gradients.of_v;
     }
@@ -714,15 +711,67 @@ __device__ __forceinline__ void differentiate_keys(const LaterSums<acc_t>& later
   }
 }
 
+// A warp's rows of a chunk of a tensor (B,R,T), where they are in memory.
+template <typename scalar_t>
+__device__ __forceinline__ QueryRows<scalar_t> key_rows(const Strided<3>& x, const Work& work, Thread me, int64_t t) {
+  Strided<3> by_position = x;
+  by_position.stride[1] = x.stride[2];
+  by_position.stride[2] = x.stride[1];
+  return {by_position, work, me, t + me.warp * kRows};
+}
+
+template <typename scalar_t>
+__device__ __forceinline__ void load_key_rows(const SoftplusAttentionBackward& p, const Work& work, Thread me,
+                                              int64_t t, scalar_t (&k)[kRows], scalar_t (&v)[kRows]) {
+  const Rows rows = rows_of(me, t, p.shape.T);
+  key_rows<scalar_t>(p.k, work, me, t).load(rows, k);
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) v[row] = from_acc<scalar_t>(acc_type<scalar_t>(0));
+  if (p.v) key_rows<scalar_t>(p.v, work, me, t).load(rows, v);
+}
+
+// As weigh and differentiate_keys, without tiles.
+template <typename scalar_t, typename acc_t>
+__device__ __forceinline__ void weigh_in_memory(const SoftplusAttentionBackward& p, const Work& work, Thread me,
+                                                int64_t t, acc_t (&weights)[kRows], acc_t (&weighted)[kRows]) {
+  scalar_t k[kRows], v[kRows];
+  load_key_rows(p, work, me, t, k, v);
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    weights[row] = softplus_on_device<scalar_t>(to_acc(k[row]));
+    weighted[row] = weights[row] * to_acc(v[row]);
+  }
+  const Rows rows = rows_of(me, t, p.shape.T);
+  keep_only(rows, weights);
+  keep_only(rows, weighted);
+}
+
+template <typename scalar_t, typename acc_t>
+__device__ __forceinline__ void differentiate_in_memory(const SoftplusAttentionBackward& p, const Work& work, Thread me,
+                                                        int64_t t, const LaterSums<acc_t>& later) {
+  scalar_t k[kRows], v[kRows];
+  load_key_rows(p, work, me, t, k, v);
+#pragma unroll
+  for (int row = 0; row < kRows; ++row) {
+    const auto gradients = later.template gradients<scalar_t>(row, to_acc(k[row]), to_acc(v[row]));
+    k[row] = from_acc<scalar_t>(gradients.of_k);
+    v[row] = from_acc<scalar_t>(gradients.of_v);
+  }
+  if (!work.has(me)) return;
+  const Rows rows = rows_of(me, t, p.shape.T);
+  if (p.grad_k) key_rows<scalar_t>(p.grad_k, work, me, t).store(rows, k);
+  if (p.grad_v) key_rows<scalar_t>(p.grad_v, work, me, t).store(rows, v);
+}
+
 // Chunks from the last to the first: in each along the sums for w and grad_q, then back for grad_k and grad_v. With
 // sums_only slot i is given the sums of w and w m of chunk i + 1; else, where chunks are split, it holds those of all
 // chunks after chunk i.
-template <typename scalar_t>
+template <typename scalar_t, int kStages>
 __global__ void __launch_bounds__(kThreads, 1)
     backward_causal_kernel(SoftplusAttentionBackward p, Segments segments, Walks walks, bool sums_only,
                            Slots<acc_type<scalar_t>> carries, Slots<acc_type<scalar_t>> slots) {
   using acc_t = acc_type<scalar_t>;
-  auto& memory = shared<BackwardShared<scalar_t>>();
+  auto& memory = shared<BackwardShared<scalar_t, kStages>>();
   const Thread me = this_thread();
   const Work work = work_of(p.shape, segments);
   const int64_t T = p.shape.T;
@@ -732,7 +781,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   const bool wants_keys = sums_only || p.grad_k || p.grad_v;
   const Pair<acc_t> zero{acc_t(0), acc_t(0)};
   int64_t s = last_chunk * kChunk - (T - S);  // the query whose last key is the chunk's first
-  request_keys(p.k, p.v, walks, work, T, last_chunk * kChunk, memory.stages[0]);
+  const auto request = [&](int64_t t, [[maybe_unused]] int stage) {
+    if constexpr (kStages > 0) request_keys(p.k, p.v, walks, work, T, t, memory.stages[stage]);
+  };
+  request(last_chunk * kChunk, 0);
   scalar_t q[kRows], g[kRows];
   const auto load_queries = [&](int64_t s) {
     const Rows rows = rows_of(me, s, S);
@@ -744,31 +796,25 @@ __global__ void __launch_bounds__(kThreads, 1)
     const bool sums_follow = segments.count > 1 && !sums_only && last_chunk < slots.count;
     memory.later[0][me.lane] = sums_follow ? slots.load(work.b, last_chunk, work.channel(me)) : zero;
   }
+  const bool reads_sums = segments.count > 1 && !sums_only;
+  Pair<acc_t> rest = zero;
   for (int64_t chunk = last_chunk; chunk >= first_chunk; --chunk, s -= kChunk) {
     const int turn = static_cast<int>(last_chunk - chunk) % 2;
-    const int stage = turn % kStages<scalar_t>;
+    [[maybe_unused]] const int stage = kStages > 1 ? turn : 0;
     const bool more = chunk > first_chunk;
-    KeyTiles<scalar_t>& tiles = memory.stages[stage];
-    Tile<acc_t>& slopes = memory.slopes.of(tiles);
     await_keys();
     const int64_t t = chunk * kChunk;
-    if (kStages<scalar_t> > 1 && more) request_keys(p.k, p.v, walks, work, T, t - kChunk, memory.stages[1 - stage]);
+    if (kStages > 1 && more) request(t - kChunk, 1 - stage);
     const Pair<acc_t> carry = chunk > 0 ? carries.load(work.b, chunk - 1, work.channel(me)) : zero;
     const Rows rows = rows_of(me, s, S);
 
     acc_t weights[kRows], w[kRows], wm[kRows];
-    const auto weigh_group = [&](int row, acc_t(&k)[kGroup]) {
-      acc_t sigmoids[kGroup];
-#pragma unroll
-      for (int i = 0; i < kGroup; ++i) {
-        const SoftplusSigmoid<acc_t> both = softplus_and_sigmoid_on_device<scalar_t>(k[i]);
-        k[i] = both.softplus;
-        sigmoids[i] = both.sigmoid;
-      }
-      if (wants_keys) write_row(&slopes.channels[me.lane][me.warp * kRows + row], sigmoids);
-    };
     acc_t(&a)[kRows] = wm;
-    weigh(tiles, static_cast<bool>(p.v), me, T - t, weigh_group, weights, a);
+    if constexpr (kStages > 0) {
+      weigh(memory.stages[stage], static_cast<bool>(p.v), me, T - t, weights, a);
+    } else {
+      weigh_in_memory<scalar_t>(p, work, me, t, weights, a);
+    }
     memory.warps[me.warp][me.lane] = {sum_of_rows(weights), scan_rows<false>(a)};
     __syncthreads();
 
@@ -793,22 +839,35 @@ __global__ void __launch_bounds__(kThreads, 1)
       const Pair<acc_t> later = memory.later[turn][me.lane];
       const Pair<acc_t> warps = sum_of_warps<true>(memory.later_warps, me);
       if (me.warp == 0) {
-        memory.later[1 - turn][me.lane] = later + (warps + own);
+        Pair<acc_t> sum = later;
+        // As in the forward, a sum that began at this block's first chunk would lack a rest.
+        if (reads_sums && chunk > 0)
+          sum = slots.load(work.b, chunk - 1, work.channel(me));
+        else
+          add_pair_to_sum(warps + own, sum, rest);
+        memory.later[1 - turn][me.lane] = sum;
         if (sums_only && work.has(me)) slots.store(work.b, chunk - 1, work.channel(me), warps + own);
       }
-      if (!sums_only)
-        differentiate_keys(LaterSums<acc_t>{means.scale, later + warps, w, wm}, weights, slopes, static_cast<bool>(p.v),
-                           me, tiles);
+      if (!sums_only) {
+        const LaterSums<acc_t> sums{means.scale, later + warps, w, wm};
+        if constexpr (kStages > 0) {
+          differentiate_keys(sums, static_cast<bool>(p.v), me, memory.stages[stage]);
+        } else {
+          differentiate_in_memory<scalar_t>(p, work, me, t, sums);
+        }
+      }
     }
     if (more) load_queries(s - kChunk);
-    if (wants_keys && !sums_only) {
-      __syncthreads();
-      if (p.grad_k) TilePlace<scalar_t>(p.grad_k, walks.grad_k, work, t).store(T - t, tiles.k);
-      if (p.grad_v) TilePlace<scalar_t>(p.grad_v, walks.grad_v, work, t).store(T - t, tiles.v);
+    if constexpr (kStages > 0) {
+      if (wants_keys && !sums_only) {
+        __syncthreads();
+        if (p.grad_k) TilePlace<scalar_t>(p.grad_k, walks.grad_k, work, t).store(T - t, memory.stages[stage].k);
+        if (p.grad_v) TilePlace<scalar_t>(p.grad_v, walks.grad_v, work, t).store(T - t, memory.stages[stage].v);
+      }
     }
-    if (kStages<scalar_t> == 1 && more) {
+    if (kStages == 1 && more) {
       __syncthreads();
-      request_keys(p.k, p.v, walks, work, T, t - kChunk, tiles);
+      request(t - kChunk, 0);
     }
   }
 }
@@ -836,6 +895,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   q_rows.load(rows_of(me, s, p.shape.S), q);
   g_rows.load(rows_of(me, s, p.shape.S), g);
   acc_t all = acc_t(0);
+  acc_t rest = acc_t(0);
   for (int64_t chunk = work.first_chunk; chunk < work.end_chunk; ++chunk, s += kChunk) {
     auto& sums = warps[(chunk - work.first_chunk) % 2];
     const Rows rows = rows_of(me, s, p.shape.S);
@@ -860,24 +920,24 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (!writes) continue;
     acc_t sum = acc_t(0);
     for (int warp = 0; warp < kWarps; ++warp) sum += sums[warp][me.lane];
-    all += sum;
+    add_to_sum(sum, all, rest);
     if (of_each) *slots.at(0, work.b, chunk, work.channel(me)) = sum;
   }
   if (writes && !of_each) *slots.at(0, work.b, 0, work.channel(me)) = all;
 }
 
-// Not causal: a chunk of keys, which all queries see: every key has the same W, and X = W m.
+// Not causal: a tile of keys, which all queries see: every key has the same W, and X = W m.
 template <typename scalar_t>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kForwardThreads, 4)
     backward_keys_kernel(SoftplusAttentionBackward p, Segments segments, Walks walks, Slots<acc_type<scalar_t>> totals,
                          Slots<acc_type<scalar_t>> slots) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = Pack<scalar_t>::kSize;
-  auto& tiles = shared<KeyTiles<scalar_t>>();
+  auto& tiles = shared<KeyTiles<scalar_t, kForwardTile>>();
   const Thread me = this_thread();
   const Work work = work_of(p.shape, segments);
   const int64_t T = p.shape.T;
-  const int64_t t = work.first_chunk * kChunk;
+  const int64_t t = work.first_chunk * kForwardTile;
   request_keys(p.k, p.v, walks, work, T, t, tiles);
   const Means<acc_t> means(totals.load(work.b, 0, work.channel(me)), p.eps);
   const acc_t w = *slots.at(0, work.b, slots.count - 1, work.channel(me));
@@ -900,8 +960,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     write_row(&tiles.v.channels[me.lane][position], v);
   }
   __syncthreads();
-  if (p.grad_k) TilePlace<scalar_t>(p.grad_k, walks.grad_k, work, t).store(T - t, tiles.k);
-  if (p.grad_v) TilePlace<scalar_t>(p.grad_v, walks.grad_v, work, t).store(T - t, tiles.v);
+  if (p.grad_k) TilePlace<scalar_t, kForwardTile>(p.grad_k, walks.grad_k, work, t).store(T - t, tiles.k);
+  if (p.grad_v) TilePlace<scalar_t, kForwardTile>(p.grad_v, walks.grad_v, work, t).store(T - t, tiles.v);
 }
 
 // ---- decoding
@@ -917,6 +977,7 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(SoftplusAttentionSte
   const int64_t b = index / p.R;
   const int64_t r = index % p.R;
   Pair<acc_t> state{*p.z.at<acc_t>(b, 0, r), *p.a.at<acc_t>(b, 0, r)};
+  Pair<acc_t> rest{acc_t(0), acc_t(0)};
   for (int64_t chunk = 0; chunk < p.T; chunk += kChunk) {
     const int64_t chunk_end = chunk + kChunk < p.T ? chunk + kChunk : p.T;
     Pair<acc_t> of_chunk{acc_t(0), acc_t(0)};
@@ -929,7 +990,7 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(SoftplusAttentionSte
       }
       of_chunk = of_chunk + of_rows;
     }
-    state = state + of_chunk;
+    add_pair_to_sum(of_chunk, state, rest);
   }
   const Means<acc_t> means(state, p.eps);
   const acc_t m = means.mean(acc_t(0), means.inverse(acc_t(0)));
@@ -945,7 +1006,7 @@ Segments undivided(int64_t chunks) {
   return {chunks, chunks, std::min<int64_t>(chunks, 1)};
 }
 
-// A block for each chunk.
+// A block for each of so many chunks or tiles.
 Segments one_by_one(int64_t chunks) {
   return {chunks, 1, chunks};
 }
@@ -1021,24 +1082,36 @@ void forward_not_causal(const SoftplusAttentionForward& p, const Walks& walks, c
               forward_queries_kernel<scalar_t>, p, queries, totals);
 }
 
-template <typename scalar_t>
-void backward_causal(SoftplusAttentionBackward p, const Walks& walks, cudaStream_t stream) {
+template <typename scalar_t, int kStages>
+void backward_causal_in_stages(SoftplusAttentionBackward p, const Walks& walks, cudaStream_t stream) {
   const SoftplusAttentionShape& shape = p.shape;
   if (shape.S == 0) p.q = p.grad_y = p.grad_q = p.k;  // as in the forward
   const auto carries = slots_in<scalar_t>(p.carries, shape, shape.carries());
   const int64_t chunks = shape.key_chunks();
   const bool splits = softplus_attention_splits_on_cuda(shape, chunks);
   const auto slots = slots_in<scalar_t>(splits ? p.sums : nullptr, shape, chunks - 1);
-  constexpr size_t kBytes = sizeof(BackwardShared<scalar_t>);
+  constexpr size_t kBytes = sizeof(BackwardShared<scalar_t, kStages>);
   if (chunks == 0) return;
   if (splits && (p.grad_k || p.grad_v)) {
     launch_work("softplus_attention_backward, sums", shape, divided(shape, slots.count), kThreads, kBytes, stream,
-                backward_causal_kernel<scalar_t>, p, divided(shape, slots.count), walks, true, carries, slots);
+                backward_causal_kernel<scalar_t, kStages>, p, divided(shape, slots.count), walks, true, carries, slots);
     launch_scan<acc_type<scalar_t>>("softplus_attention_backward, scan", slots, 2, true, nullptr, stream);
   }
   const Segments segments = splits ? divided(shape, chunks) : undivided(chunks);
   launch_work("softplus_attention_backward", shape, segments, kThreads, kBytes, stream,
-              backward_causal_kernel<scalar_t>, p, segments, walks, false, carries, slots);
+              backward_causal_kernel<scalar_t, kStages>, p, segments, walks, false, carries, slots);
+}
+
+// With as many stages as the GPU has room for, which changes no bit.
+template <typename scalar_t>
+void backward_causal(const SoftplusAttentionBackward& p, const Walks& walks, cudaStream_t stream) {
+  constexpr int kMost = kStages<scalar_t>;
+  constexpr size_t kBytes = sizeof(BackwardShared<scalar_t, kMost>);
+  if constexpr (kBytes > kSharedBytesEverywhere) {
+    static_assert(sizeof(BackwardShared<scalar_t, kMost - 1>) <= kSharedBytesEverywhere);
+    if (!fits_in_a_block(kBytes)) return backward_causal_in_stages<scalar_t, kMost - 1>(p, walks, stream);
+  }
+  backward_causal_in_stages<scalar_t, kMost>(p, walks, stream);
 }
 
 template <typename scalar_t>
@@ -1057,9 +1130,10 @@ void backward_not_causal(const SoftplusAttentionBackward& p, const Walks& walks,
   // Of no queries it makes zeros.
   const auto none = slots_in<scalar_t>(p.sums, shape, 0);
   if (chunks == 0) launch_scan<acc_t>("softplus_attention_backward, scan", none, 1, false, slots.data, stream);
-  const Segments keys = one_by_one(shape.key_chunks());
-  launch_work("softplus_attention_backward, keys", shape, keys, kThreads, sizeof(KeyTiles<scalar_t>), stream,
-              backward_keys_kernel<scalar_t>, p, keys, walks, totals, slots);
+  const Segments keys = one_by_one(ceil_div(shape.T, kForwardTile));
+  launch_work("softplus_attention_backward, keys", shape, keys, kForwardThreads,
+              sizeof(KeyTiles<scalar_t, kForwardTile>), stream, backward_keys_kernel<scalar_t>, p, keys, walks, totals,
+              slots);
 }
 
 }  // namespace

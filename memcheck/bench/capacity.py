@@ -214,6 +214,7 @@ def frontier_object(frontier: Frontier) -> dict[str, object]:
         "gaps": list(frontier.gaps),
         "tried": frontier.tried,
         "exact": at.exact if at else None,
+        "basis": at.basis if at else None,
         "unknown": list(at.unknown if at else beyond.unknown if beyond else ()),
         "record": record_object(at),
         "next_record": record_object(beyond),

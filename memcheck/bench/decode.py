@@ -121,4 +121,4 @@ def compressed_state(case: Case) -> Any:
     B, H, T, D = head_sizes(case)
     kc, vc = random_leaves(case, *[(B, H, T // factor, D)] * 2)
     k_sum, v_sum = sums(case, *[(B, H, D)] * 2)
-    return CompressedAttentionState(kc, vc, k_sum, v_sum, T % factor)
+    return CompressedAttentionState(kc, vc, k_sum, v_sum, T % factor, factor)

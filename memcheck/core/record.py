@@ -97,10 +97,17 @@ class Record:
 
     # In detail.
     doubts: tuple[str, ...] = ()  # why a figure may be off, in words
-    exact: bool | None = None  # of a prediction: to the byte, or but for what doubts name
+    exact: bool | None = None  # of a prediction: every figure is verified, and none is a bound
+    # How the figures are known. "measured": on this device. Predicted, by rules that are "verified": compared with
+    # measurements on this kind of device; or "derived": read in sources, and compared with none. None: there are none.
+    basis: str | None = None
     saved_tensors: list[dict[str, Any]] | None = None  # kept for backward: shape, dtype, bytes
     alive_at_peak: list[dict[str, Any]] | None = None  # largest first: phase, name (of what allocated it), bytes
     theory: dict[str, dict[str, int]] | None = None  # field above -> what is alive then: name -> bytes
+
+    def __post_init__(self) -> None:
+        if self.source == "measured":
+            self.basis = "measured"
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -117,6 +124,8 @@ class Record:
         schema = values.get("schema", SCHEMA)
         if schema != SCHEMA:
             raise ValueError(f"its schema is {schema!r}, and this memcheck reads {SCHEMA}")
+        if values.get("source") == "predicted" and "basis" not in values:
+            values |= basis_of_old(values)
         kinds = field_types(cls)  # type: ignore[arg-type]  # dataclasses have no hash, but their classes do
         return cls(**{name: typed(name, values[name], kind) for name, kind in kinds.items() if name in values})
 
@@ -166,6 +175,12 @@ def is_a(value: Any, kind: Any) -> bool:
     if kind is str:  # one that UTF-8 can write: JSON has half surrogates, too
         return isinstance(value, str) and not SURROGATE.search(value)
     return kind is bool and isinstance(value, bool)
+
+
+def basis_of_old(values: dict[str, Any]) -> dict[str, Any]:
+    """Of a prediction from before there was a basis: its rules were compared with measurements on the CPU alone."""
+    on_cpu = values.get("device") == "cpu"
+    return {"basis": "verified" if on_cpu else "derived", "exact": values.get("exact") and on_cpu}
 
 
 def write_json_lines(records: Iterable[Record], path: Path) -> None:

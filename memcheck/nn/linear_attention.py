@@ -69,7 +69,8 @@ class LinearSelfAttention(HeadedSelfAttention):
                 accumulation type.
 
         Returns:
-            y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state.
+            y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state. Each
+            token rounds the state once: linear_attention_step says by how much that adds up.
         """
         q, k, v = self.project(x)
         check_step("LinearSelfAttention", x, self.causal)

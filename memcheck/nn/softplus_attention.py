@@ -86,7 +86,8 @@ class SoftplusSelfAttention(torch.nn.Module):
             state: what the step before returned; None at the beginning. (Z, A), each (B,R) in the accumulation type.
 
         Returns:
-            y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state.
+            y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state. Each
+            token rounds the state once: softplus_attention_step says by how much that adds up.
         """
         q, k, v = self.project(x)
         check_step("SoftplusSelfAttention", x, self.causal)

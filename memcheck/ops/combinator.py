@@ -19,7 +19,8 @@ def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor
             another order.
 
     float64, float32, float16, bfloat16. The products are the library's GEMM in that dtype, but the gradient of a
-    16-bit weight, which is summed over the rows in float32 and rounded once.
+    16-bit weight, which is summed over the rows in float32 and rounded once. A run with the same number of threads
+    gives the same bits again; with another number GEMM may sum in another order.
 
     Returns:
         y (...,E), contiguous. Kept for backward: the pre-activations (...,2E) in the dtype of x (not with

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+from memcheck.ops.checks import refuse_context_parallel
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LONGEST = 2**31
+MOST_POSITIONS = 2**62
 
 
 def compressed_attention(
@@ -44,14 +45,18 @@ def compressed_attention(
     rounded to the dtype of the inputs.
 
     Returns:
-        y (B,H,S,D), contiguous; 0 for a query that sees no block. Kept for backward: q, y (not in 16 bits), the means,
-        and a number a query in the accumulation type, but not k and v. A gradient has its input's strides. There is no
-        double backward: it raises. A NaN or an infinity in v also reaches queries of its tile of 64 that do not see
-        it, as 0 times it.
+        y (B,H,S,D), contiguous; 0 for a query that sees no block, or only scores of -inf. Kept for backward: q, y (not
+        in 16 bits), the means, and a number a query in the accumulation type, but not k and v. A gradient has its
+        input's strides. There is no double backward: it raises.
+
+        A block whose keys are -inf throughout has a score of -inf for every query. A key of -inf makes the mean of its
+        block -inf, and so hides all positions of the block. A query and a block between which the weight is 0, as
+        where the score is -inf or the block is not seen, give nothing to each other, neither in y nor in gradients,
+        whatever their values: a NaN or an infinity reaches only who sees it.
 
     Raises:
         ValueError: a shape, device, factor or scale, S > T when causal, strict without causal.
-        TypeError: a dtype.
+        TypeError: a dtype; what is no tensor, a factor that is no int, a scale that is no number.
 
     Equivalent to:
         >>> def blocks(x):
@@ -61,8 +66,14 @@ def compressed_attention(
         >>> last = torch.arange(T - q.shape[2], T)[:, None] + (0 if strict else 1)
         >>> hidden = torch.arange(kc.shape[2]) >= last // factor
         >>> scores = (q @ kc.mT * q.shape[3]**-0.5).masked_fill(hidden, -torch.inf)
+        >>> scores = scores.masked_fill((kc == -torch.inf).all(3)[:, :, None], -torch.inf)
         >>> y = torch.softmax(scores, 3).nan_to_num(0) @ vc
     """
+    op = "compressed_attention"
+    refuse_context_parallel(op)
+    _check_tensors(op, q=q, k=k, v=v)
+    _check_factor(op, factor)
+    _check_scale(op, scale)
     y: Tensor = torch.ops.memcheck.compressed_attention(
         q, k, v, factor=factor, causal=causal, strict=strict, scale=scale
     )[0]
@@ -101,8 +112,17 @@ def compressed_attention_pooled(
         >>> hidden = torch.arange(kc.shape[2]) >= last // factor
         >>> kh, vh = (x.repeat_interleave(q.shape[1] // kc.shape[1], 1) for x in (kc, vc))
         >>> scores = (q @ kh.mT * q.shape[3]**-0.5).masked_fill(hidden, -torch.inf)
+        >>> scores = scores.masked_fill((kh == -torch.inf).all(3)[:, :, None], -torch.inf)
         >>> y = torch.softmax(scores, 3).nan_to_num(0) @ vh
     """
+    op = "compressed_attention_pooled"
+    refuse_context_parallel(op)
+    _check_tensors(op, q=q, kc=kc, vc=vc)
+    _check_factor(op, factor)
+    _check_int(op, "kv_len", kv_len)
+    if not 0 <= kv_len <= MOST_POSITIONS:
+        raise ValueError(f"{op}: kv_len must be from 0 to {MOST_POSITIONS}, got {kv_len}")
+    _check_scale(op, scale)
     y: Tensor = torch.ops.memcheck.compressed_attention_pooled(
         q, kc, vc, factor=factor, kv_len=kv_len, causal=causal, strict=strict, scale=scale
     )[0]
@@ -117,6 +137,7 @@ class CompressedAttentionState(NamedTuple):
     k_sum: Tensor  # (B,Hkv,D) sum over the keys of the open block, in the accumulation type
     v_sum: Tensor  # (B,Hkv,D) of the values
     positions: int  # in the open block, less than factor
+    factor: int  # positions to a block
 
 
 def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> CompressedAttentionState:
@@ -128,8 +149,8 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> Compress
         factor: positions to a block.
 
     Returns:
-        CompressedAttentionState(kc, vc, k_sum, v_sum, positions): kc and vc (B,Hkv,T // factor,D) in the dtype of k,
-        k_sum and v_sum (B,Hkv,D) in float32 (float64 for float64), positions = T % factor. It has no gradient.
+        CompressedAttentionState(kc, vc, k_sum, v_sum, positions, factor): kc and vc (B,Hkv,T // factor,D) in the dtype
+        of k, k_sum and v_sum (B,Hkv,D) in float32 (float64 for float64), positions = T % factor. It has no gradient.
 
     Raises:
         ValueError: a shape, device or factor.
@@ -140,13 +161,13 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> Compress
         >>> complete = k.shape[2] // factor * factor
         >>> kc, vc = (x[:, :, :complete].unflatten(2, (-1, factor)).mean(3) for x in (k, v))
         >>> k_sum, v_sum = (x[:, :, complete:].sum(2) for x in (k, v))
-        >>> state = (kc, vc, k_sum, v_sum, k.shape[2] % factor)
+        >>> state = (kc, vc, k_sum, v_sum, k.shape[2] % factor, factor)
     """
     op = "compressed_attention_state"
     k, v = _autocast(k), _autocast(v)
     _check_keys(op, k, v, factor)
     _refuse_gradient(op, k, v)
-    return _extended(_empty_state(k), k, v, factor)
+    return _extended(_empty_state(k, factor), k, v)
 
 
 def compressed_attention_step(
@@ -166,19 +187,19 @@ def compressed_attention_step(
         k: (B,Hkv,n,D) the keys that are new since the state.
         v: (B,Hkv,n,D) their values.
         state: what the last step returned, or compressed_attention_state of a prompt; None at the beginning.
-        factor, strict, scale: as in compressed_attention, the same in every step.
+        factor, strict, scale: as in compressed_attention, the same in every step; a state of another factor is refused.
 
     Returns:
         y (B,H,S,D), equal to the last rows of the causal compressed_attention over all keys up to rounding, and the
         new state; the old one stays as it is. O(T / factor) work a query and no gradient.
 
     Raises:
-        ValueError: a shape, device, factor or scale, S > T, a state of other sizes.
-        TypeError: a dtype; what is no tensor, no int, or no CompressedAttentionState.
+        ValueError: a shape, device, factor or scale, S > T, a state of other sizes or another factor.
+        TypeError: a dtype; what is no tensor, no int, no number, or no CompressedAttentionState.
         NotImplementedError: grad mode is on and an argument requires a gradient.
 
     Equivalent to:
-        >>> kc, vc, k_sum, v_sum, positions = state
+        >>> kc, vc, k_sum, v_sum, positions, factor = state
         >>> k_sum, v_sum, positions = k_sum + k[:, :, 0], v_sum + v[:, :, 0], positions + 1
         >>> kv_len = kc.shape[2] * factor + positions
         >>> if positions == factor:
@@ -190,11 +211,11 @@ def compressed_attention_step(
     op = "compressed_attention_step"
     q, k, v = (_autocast(x) for x in (q, k, v))
     _check_keys(op, k, v, factor)
-    old = _empty_state(k) if state is None else state
+    old = _empty_state(k, factor) if state is None else state
     _check_state(op, k, old, factor)
     _check_queries(op, q, k, old.kc.shape[2] * factor + old.positions + k.shape[2], scale)
     _refuse_gradient(op, q, k, v, *old[:4])
-    new = _extended(old, k, v, factor)
+    new = _extended(old, k, v)
     kv_len = new.kc.shape[2] * factor + new.positions
     y = compressed_attention_pooled(q, new.kc, new.vc, factor=factor, kv_len=kv_len, strict=strict, scale=scale)
     return y, new
@@ -217,9 +238,7 @@ def _check_keys(op: str, k: Tensor, v: Tensor, factor: int) -> None:
     if k.dtype not in DTYPES:
         raise TypeError(f"{op}: k must be float64, float32, float16 or bfloat16, got {_name(k.dtype)}")
     _check_like(op, "v", v, k.dtype, k)
-    _check_int(op, "factor", factor)
-    if not 1 <= factor <= LONGEST:
-        raise ValueError(f"{op}: factor must be from 1 to {LONGEST}, got {factor}")
+    _check_factor(op, factor)
 
 
 def _check_queries(op: str, q: Tensor, k: Tensor, kv_len: int, scale: float | None) -> None:
@@ -235,8 +254,9 @@ def _check_queries(op: str, q: Tensor, k: Tensor, kv_len: int, scale: float | No
     _check_like(op, "q", q, k.dtype, k)
     if kv_len < S:
         raise ValueError(f"{op}: q must be of no more positions than k so far, S <= T, got S = {S} and T = {kv_len}")
+    _check_scale(op, scale)
     largest = torch.finfo(torch.promote_types(q.dtype, torch.float32)).max
-    if scale is not None and not (math.isfinite(scale) and abs(scale) <= largest):
+    if scale is not None and not abs(scale) <= largest:
         accumulation = _name(torch.promote_types(q.dtype, torch.float32))
         raise ValueError(f"{op}: scale must be a finite number of {accumulation}, got {scale}")
 
@@ -244,6 +264,9 @@ def _check_queries(op: str, q: Tensor, k: Tensor, kv_len: int, scale: float | No
 def _check_state(op: str, k: Tensor, state: CompressedAttentionState, factor: int) -> None:
     if not isinstance(state, CompressedAttentionState):
         raise TypeError(f"{op}: state must be a CompressedAttentionState or None, got {type(state).__name__}")
+    _check_int(op, "state.factor", state.factor)
+    if factor != state.factor:
+        raise ValueError(f"{op}: factor must be {state.factor}, as that of the state, got {factor}")
     _check_rank(op, "state.kc", state.kc, "(B,Hkv,C,D)")
     B, Hkv, _, D = k.shape
     C, accumulation = state.kc.shape[2], torch.promote_types(k.dtype, torch.float32)
@@ -264,7 +287,12 @@ def _check_state(op: str, k: Tensor, state: CompressedAttentionState, factor: in
 
 def _check_tensor(op: str, name: str, x: object) -> None:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {x}")
+        raise TypeError(f"{op}: {name} must be a tensor, got {x if x is None else type(x).__name__}")
+
+
+def _check_tensors(op: str, **tensors: object) -> None:
+    for name, x in tensors.items():
+        _check_tensor(op, name, x)
 
 
 def _check_rank(op: str, name: str, x: Tensor, letters: str) -> None:
@@ -281,8 +309,19 @@ def _check_like(op: str, name: str, x: Tensor, dtype: torch.dtype, k: Tensor) ->
 
 
 def _check_int(op: str, name: str, x: object) -> None:
-    if not isinstance(x, int):
-        raise TypeError(f"{op}: {name} must be an int, got {x}")
+    if not isinstance(x, int | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be an int, got {x!r}")
+
+
+def _check_factor(op: str, factor: int) -> None:
+    _check_int(op, "factor", factor)
+    if not 1 <= factor <= LONGEST:
+        raise ValueError(f"{op}: factor must be from 1 to {LONGEST}, got {factor}")
+
+
+def _check_scale(op: str, scale: object) -> None:
+    if scale is not None and not isinstance(scale, float | int | torch.SymFloat | torch.SymInt):
+        raise TypeError(f"{op}: scale must be a number or None, got {scale!r}")
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -294,15 +333,16 @@ def _refuse_gradient(op: str, *tensors: Tensor) -> None:
         raise NotImplementedError(f"{op}: has no gradient, and an argument requires one; call it under torch.no_grad()")
 
 
-def _empty_state(k: Tensor) -> CompressedAttentionState:
+def _empty_state(k: Tensor, factor: int) -> CompressedAttentionState:
     B, Hkv, _, D = k.shape
     none = k.new_empty(B, Hkv, 0, D)
     zeros = k.new_zeros(B, Hkv, D, dtype=torch.promote_types(k.dtype, torch.float32))
-    return CompressedAttentionState(none, none, zeros, zeros, 0)
+    return CompressedAttentionState(none, none, zeros, zeros, 0, factor)
 
 
-def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor, factor: int) -> CompressedAttentionState:
+def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor) -> CompressedAttentionState:
     """The state, n positions further: k and v (B,Hkv,n,D)."""
+    factor = state.factor
     total = state.positions + k.shape[2]
     if total < factor:
         return state._replace(k_sum=_add(state.k_sum, k), v_sum=_add(state.v_sum, v), positions=total)
@@ -321,6 +361,7 @@ def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor, factor: int
         _add(zeros, k[:, :, last:]),
         _add(zeros, v[:, :, last:]),
         total % factor,
+        factor,
     )
 
 

@@ -15,7 +15,9 @@ def linear_r(x: Tensor, w: Tensor) -> Tensor:
         x: (B,S,E) tokens.
         w: (E,R) weight.
 
-    float64, float32, float16, bfloat16; the product is the library's GEMM.
+    float64, float32, float16, bfloat16; the products are the library's GEMM. A run with the same number of threads
+    gives the same bits again; with another number GEMM may sum in another order. Where the gradient of a 16-bit w is a
+    sum of several products, it is summed in float32 and rounded once.
 
     Returns:
         y (B,S,R), contiguous. Kept for backward: x where w needs a gradient (or where x is not contiguous,
@@ -39,7 +41,7 @@ def linear_l(x: Tensor, w: Tensor) -> Tensor:
         w: (E,R) weight.
 
     Returns:
-        y (B,R,S), contiguous. Otherwise as linear_r.
+        y (B,R,S), contiguous. Otherwise as linear_r. The gradient of w is a sum of products, one for each batch entry.
 
     Equivalent to:
         >>> y = (x @ w).transpose(1, 2).contiguous()

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+from memcheck.ops.checks import check_rank, check_state, refuse_context_parallel
 
 State = tuple[Tensor, Tensor]
 
@@ -33,6 +34,7 @@ def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, 
     Raises:
         ValueError: a shape, device, S > T when causal, or eps <= 0.
         TypeError: a dtype.
+        NotImplementedError: torch.func's gradients; inside torch.distributed's context_parallel.
 
     Equivalent to:
         >>> def softplus(x):
@@ -42,6 +44,7 @@ def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, 
         >>> a = (weights * v).cumsum(2)[:, :, offset:].transpose(1, 2)
         >>> y = softplus(q) * a / (z + eps)
     """
+    refuse_context_parallel("softplus_attention")
     y: Tensor = torch.ops.memcheck.softplus_attention(q, k, v, causal=causal, eps=eps)[0]
     return y
 
@@ -60,21 +63,27 @@ def softplus_attention_step(
 
     Returns:
         y (B,1,R), equal to the last row of softplus_attention over all keys up to rounding, and the new state.
-        O(B R n) work and no gradient.
+        O(B R n) work and no gradient. Each step rounds the state: after N steps in float32 it is off by at most
+        N 2^-24 times the sum of its terms' absolute values. Measured after 100,000 steps of one key each: 1.4e-3 for
+        the state and 1.8e-3 for y when all tokens are equal; 1e-5 and 2e-7 when they are random. Keys that come in
+        one step are added with what rounding leaves out, and do not drift.
 
     Raises:
-        ValueError, TypeError: as softplus_attention.
-        NotImplementedError: grad mode is on and an argument requires a gradient.
+        ValueError, TypeError: as softplus_attention; a state that is no pair of tensors, or of other sizes.
+        NotImplementedError: grad mode is on and an argument requires a gradient; inside context_parallel.
 
     Equivalent to:
         >>> z, a = state
         >>> z, a = z + softplus(k).sum(2), a + (softplus(k) * v).sum(2)
         >>> y = softplus(q) * (a / (z + eps))[:, None]
     """
+    op = "softplus_attention_step"
+    refuse_context_parallel(op)
     if state is None:
-        if not isinstance(k, Tensor) or k.dim() != 3:
-            raise TypeError(f"softplus_attention_step: k must be a tensor (B,R,n), got {getattr(k, 'shape', k)}")
+        for name, x, letters in (("q", q, "(B,1,R)"), ("k", k, "(B,R,n)"), ("v", v, "(B,R,n)")):
+            check_rank(op, name, x, letters, 3)
         zeros = torch.zeros(k.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=k.device)
         state = (zeros, zeros)
+    check_state(op, state, ("z", "a"))
     y, z, a = torch.ops.memcheck.softplus_attention_step(q, k, v, *state, eps=eps)
     return y, (z, a)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,7 +24,9 @@ from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 from memcheck.measure.sdpa_backend import fused_backend
 from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, PlainAllocator
+from memcheck.predict.plain_operators import SHOWN_ON_A100
 from memcheck.predict.scratch import Target
+from memcheck.predict.torch_versions import Version, name_of, running, untried
 from memcheck.predict.trace import WORKSPACE, Piece, Run, Trace
 
 # What of a record is not known where it is not known what a phase takes.
@@ -34,6 +36,13 @@ FIELDS_OF = {
     "backward": ("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes"),
     "optimizer": ("optimizer_peak_bytes",),
 }
+# Nor these, where not even the sizes of results are known.
+ALSO_FIELDS_OF = {
+    "forward": ("output_bytes", "saved_bytes", "gradient_bytes", *FIELDS_OF["backward"], *FIELDS_OF["optimizer"]),
+    "backward": ("gradient_bytes", *FIELDS_OF["optimizer"]),
+}
+# What a torch that was not tried may have changed: all that the caller does not give.
+COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *itertools.chain.from_iterable(FIELDS_OF.values()))
 
 
 @dataclass(frozen=True)
@@ -41,8 +50,11 @@ class Prediction:
     """What a case takes on a device, as a measurement would say.
 
     terms: field of the record -> what it is the sum of: name -> bytes.
-    exact: every figure is what a measurement says, to the byte. Else `unknown` says in words what cannot be known, and
-    `bounds` which fields that leaves at least, or for threads at most, what they say.
+    basis: "verified", by rules that were compared with measurements on this kind of device: the CPU, or what published
+    rows show of an A100. Or "derived": by rules read in sources, and compared with nothing.
+    unknown: in words what cannot be known, and `bounds` the fields that are not known to the byte because of it: what
+    they say is at least so much, for threads at most, and of an operator without a rule all that its shapes tell.
+    exact: the basis is "verified", and nothing is unknown: every figure is what a measurement says, to the byte.
     """
 
     case: Any  # a Case, or of memcheck.predict_model a ModelCase
@@ -52,6 +64,7 @@ class Prediction:
     exact: bool
     unknown: tuple[str, ...]
     bounds: frozenset[str] = frozenset()
+    basis: str = "derived"
 
     @property
     def known_terms(self) -> Terms:
@@ -67,7 +80,7 @@ def predict_memory(
     dense_grad: bool = False,
     threads: int | None = None,
     expandable_segments: bool = False,
-    torch_version: tuple[int, int] | None = None,
+    torch_version: Version | None = None,
     drops_workspaces: bool = True,
 ) -> Prediction:
     """The record that measuring the case on the device would give, without it: nothing is run or allocated.
@@ -76,7 +89,8 @@ def predict_memory(
     limit_bytes: a budget as memcheck.measure_memory has it; on CUDA a per-process limit of segments.
     dense_grad: the gradient of the output is a full tensor, instead of one element expanded.
     threads: of the CPU; as many as torch has, unless given. expandable_segments: as in PYTORCH_ALLOC_CONF.
-    torch_version: whose cuBLAS workspaces and choice of fused attention; that of this process, unless given.
+    torch_version: (2, 7), say, the torch whose memory is meant; that of this process, unless given. Where it, or the
+        one of this process, is newer than the newest that predictions were compared with, no figure is exact.
     drops_workspaces: after each phase, as a measurement does. A program keeps those of both of its threads.
 
     Running out of memory is an answer: status "oom", its phase, the request and what was in use. Compiled operators
@@ -92,22 +106,42 @@ def predict_memory(
     try:
         trace = traced(contender, dataclasses.replace(case, device="meta"), target, dense_grad, drops_workspaces)
     except UnsupportedError as error:
-        record.status, record.reason = "unsupported", str(error)
-        return Prediction(case, device, record, {}, True, ())
+        record.status, record.reason, record.basis = "unsupported", str(error), None
+        return Prediction(case, device, record, {}, False, ())
     except NotImplementedError as error:
         return unpredicted(case, device, record, f"it does not run on meta tensors: {first_line(error)}")
     except torch.OutOfMemoryError as error:
         record.status, record.reason = "oom", f"the inputs alone do not fit: {error}"
         return Prediction(case, device, record, {}, False, ())
     record.backend = backend_of(trace, contender, case, device)
-    return Replay(trace, case, device, record, limit_bytes, expandable_segments).prediction()
+    basis = basis_of(trace, case.dtype, device, target, expandable_segments)
+    return Replay(trace, case, device, record, limit_bytes, expandable_segments, basis=basis).prediction()
+
+
+# The torch of the published rows of an A100.
+PUBLISHED_TORCH = (2, 7)
+
+
+def basis_of(trace: Trace, dtype: str, device: Device, target: Target, expandable_segments: bool = False) -> str:
+    if device.kind == "cpu":
+        return "verified" if untried(target.torch_version) is None else "derived"
+    like_published = (
+        "A100" in device.name
+        and device.architecture == (8, 0)
+        and target.torch_version == PUBLISHED_TORCH
+        and dtype == "float32"
+        and not expandable_segments
+        and trace.operators
+        and all(name.removeprefix("aten::") in SHOWN_ON_A100 for name in trace.operators)
+    )
+    return "verified" if like_published else "derived"
 
 
 # What a record's theory is of.
 THEORY = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "state_bytes")
 
 
-def terms_of(case: Case) -> Terms | None:
+def terms_of(case: Case, torch_version: Version | None = None) -> Terms | None:
     """Of those fields that are known to the byte, what they are the sum of, on the device that the case names; None
     where nothing is known. No memory is too small; of a GPU that is not here, cuBLAS's workspaces come on top."""
     kind = case.device.partition(":")[0]
@@ -116,7 +150,7 @@ def terms_of(case: Case) -> Terms | None:
         if kind == "cpu" or torch.cuda.is_available()
         else Device(kind, kind, None, 0, None, "")
     )
-    prediction = predict_memory(case, dataclasses.replace(device, usable_bytes=None))
+    prediction = predict_memory(case, dataclasses.replace(device, usable_bytes=None), torch_version=torch_version)
     if device.architecture is None and kind != "cpu":
         prediction = without_workspaces(prediction)
     return {name: terms for name, terms in prediction.known_terms.items() if name in THEORY} or None
@@ -131,18 +165,12 @@ def without_workspaces(prediction: Prediction) -> Prediction:
     return dataclasses.replace(prediction, terms=terms, bounds=bounds)
 
 
-def version_of(text: str) -> tuple[int, int]:
-    major, minor = text.split(".")[:2]
-    return int(major), int(minor)
-
-
 def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def target_for(device: Device, threads: int | None = None, torch_version: tuple[int, int] | None = None) -> Target:
-    version = torch_version or version_of(torch.__version__)
-    return Target(device.kind, threads or torch.get_num_threads(), device.architecture, version)
+def target_for(device: Device, threads: int | None = None, torch_version: Version | None = None) -> Target:
+    return Target(device.kind, threads or torch.get_num_threads(), device.architecture, torch_version or running())
 
 
 R = TypeVar("R", bound=Record)
@@ -155,7 +183,7 @@ def blank(kind: type[R], device: Device, target: Target) -> R:
         device=device.kind,
         device_name=None if device.kind == "cpu" else device.name,
         device_total_bytes=device.total_bytes,
-        torch_version=str(torch.__version__),
+        torch_version=str(torch.__version__) if target.torch_version == running() else name_of(target.torch_version),
         memcheck_version=__version__,
         allocator="memcheck tracking allocator" if device.kind == "cpu" else "default",
         threads=target.threads,
@@ -168,7 +196,7 @@ def blank_of(case: Case, device: Device, target: Target) -> Record:
 
 
 def unpredicted(case: Case, device: Device, record: Record, why: str) -> Prediction:
-    record.status, record.reason, record.exact = "skipped", f"not predicted: {why}", False
+    record.status, record.reason, record.exact, record.basis = "skipped", f"not predicted: {why}", False, None
     return Prediction(case, device, record, {}, False, (why,))
 
 
@@ -212,6 +240,7 @@ class Replay:
     terms: Terms = field(default_factory=dict)
     requested: dict[str, Moment] = field(default_factory=dict)
     allocated: dict[str, Moment] = field(default_factory=dict)
+    basis: str = "derived"
 
     def prediction(self) -> Prediction:
         self.allocator = self._open_allocator()
@@ -223,8 +252,26 @@ class Replay:
             self._note_refusal(phase, error)
         self._note_reserved()
         unknown, bounds = self._unknown()
-        self.record.theory, self.record.doubts, self.record.exact = self.terms, unknown, not unknown
-        return Prediction(self.case, self.device, self.record, self.terms, not unknown, unknown, bounds)
+        exact = self.basis == "verified" and not unknown
+        self.record.theory, self.record.exact, self.record.basis = self.terms, exact, self.basis
+        self.record.doubts = (*unknown, *self._doubtful_verdict())
+        return Prediction(self.case, self.device, self.record, self.terms, exact, unknown, bounds, self.basis)
+
+    def _doubtful_verdict(self) -> Iterator[str]:
+        """Where there is a limit, and a phase that ran, or in which memory ran out, is not known."""
+        if not self.has_limit or not any(self._has_run(phase) for phase in self.trace.unknown):
+            return
+        verdict = "ok" if self.record.status == "ok" else f"{self.record.status} in the {self.record.oom_phase}"
+        yield f"{verdict} is the verdict of what is known: the run may need more" + (
+            ", or less" if self.trace.guessed else ""
+        )
+
+    @property
+    def has_limit(self) -> bool:
+        return self.device.usable_bytes is not None or self.limit_bytes is not None
+
+    def _has_run(self, phase: str) -> bool:
+        return phase in self.requested
 
     def _open_allocator(self) -> CachingAllocator | PlainAllocator:
         rooms = [room for room in (self.device.usable_bytes, self.limit_bytes) if room is not None]
@@ -327,16 +374,19 @@ class Replay:
     def _unknown(self) -> tuple[tuple[str, ...], frozenset[str]]:
         """In words what is not known, and the fields that it is part of."""
         words = list(itertools.chain.from_iterable(self.trace.unknown.values()))
-        bounds = {name for phase in self.trace.unknown for name in FIELDS_OF[phase]}
+        bounds = {name for phase in self.trace.unknown for name in FIELDS_OF.get(phase, COMPUTED)}
+        bounds |= {name for phase in self.trace.guessed for name in ALSO_FIELDS_OF.get(phase, ())}
         if any(piece.is_library for piece in self.trace.tape.pieces) and self.device.architecture is None:
             words.append("cuBLAS's workspace, as the GPU's architecture is not known")
             bounds |= {name for names in FIELDS_OF.values() for name in names}
         if bounds:
             bounds.add("reserved_bytes")
+        if self.record.status == "oom" and any(self._has_run(phase) for phase in self.trace.unknown):
+            bounds |= {"oom_in_use_bytes", "oom_requested_bytes"}
         if self.trace.beyond is not None:
             words.append(f"what comes after a tensor beyond 64 bits, in the {self.trace.beyond}")
             bounds |= {name for name in self.terms if name.startswith(self.trace.beyond)}
-        return tuple(dict.fromkeys(words)), frozenset(bounds & {*self.terms, "workspace_bytes"})
+        return tuple(dict.fromkeys(words)), frozenset(bounds & {*self.terms, "workspace_bytes", "oom_requested_bytes"})
 
 
 def numbered(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""F.rms_norm as CUDA runs it since torch 2.9: one kernel, that keeps its input and a number for each row.
+"""F.rms_norm as newer releases run it on CUDA: one kernel, that keeps its input and a number for each row.
 
 On other devices, and on meta tensors, torch knows it as the sum of its parts.
 """

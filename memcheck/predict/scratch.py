@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.core.tensors import dtype_name
+from memcheck.core.tensors import dtype_name, tensors_in
+from memcheck.predict.plain_operators import takes_nothing
+from memcheck.predict.torch_versions import NEWEST_TRIED, WORKSPACES_ON_BLACKWELL, WORKSPACES_ON_THOR, Change, Version
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,21 @@ class Target:
     kind: str  # "cpu" or "cuda"
     threads: int = 1
     architecture: tuple[int, int] | None = None  # of a GPU: (8, 0)
-    torch_version: tuple[int, int] = (2, 13)
+    torch_version: Version = NEWEST_TRIED
+
+    def has(self, change: Change) -> bool:
+        return change.is_in(self.torch_version)
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """CUBLAS_WORKSPACE_CONFIG's default: :4096:2:16:8, or from Hopper on :4096:8."""
+        """CUBLAS_WORKSPACE_CONFIG's default: :4096:2:16:8, or on newer GPUs 32 MiB."""
         major = self.architecture[0] if self.architecture else 0
-        large = major >= 9 if self.torch_version >= (2, 8) else major == 9
-        return 32 * 2**20 if large else (2 * 4096 + 8 * 16) * 2**10
+        large = {9}
+        if self.has(WORKSPACES_ON_BLACKWELL):
+            large |= {10, 12}
+        if self.has(WORKSPACES_ON_THOR):
+            large |= {11}
+        return 32 * 2**20 if major in large else (2 * 4096 + 8 * 16) * 2**10
 
 
 @dataclass(frozen=True)
@@ -41,6 +50,7 @@ class Call:
     values: dict[str, Any]  # its arguments by name
     outputs: tuple[Tensor, ...]
     target: Target
+    is_view: bool = False  # by its schema: every result is an operand's memory, which it leaves as it is
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -60,6 +70,10 @@ class Unknown(str):
     """In words, what an operator takes that cannot be known from shapes."""
 
 
+class Unlisted(Unknown):
+    """In words, an operator of which nothing is known: neither what it takes nor how large its results are."""
+
+
 Rule = Callable[[Call], Iterator[Scratch | Unknown]]
 
 
@@ -69,7 +83,13 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
     outputs = output if isinstance(output, tuple | list) else (output,)
     tensors = tuple(tensor for tensor in outputs if isinstance(tensor, Tensor))
-    return Call(schema.name, {**defaults, **dict(zip(names, args, strict=False)), **kwargs}, tensors, target)
+    values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    return Call(schema.name, values, tensors, target, is_view(schema))
+
+
+def is_view(schema: Any) -> bool:
+    aliases = [result.alias_info for result in schema.returns]
+    return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def scratch_of(call: Call) -> list[Scratch | Unknown]:
@@ -78,9 +98,9 @@ def scratch_of(call: Call) -> list[Scratch | Unknown]:
     rule = RULES.get((call.name, kind)) or RULES.get((call.name, "any"))
     if rule is not None:
         return [part for part in rule(call) if isinstance(part, Unknown) or part.bytes]
-    if not call.name.startswith("aten::") and call.outputs:
-        return [Unknown(f"what {call.name} takes beside its outputs")]
-    return []
+    if call.is_view or takes_nothing(call.name, kind, list(tensors_in(call.values)), call.outputs):
+        return []
+    return [Unlisted(f"what {call.name} takes beside its outputs")]
 
 
 RULES: dict[tuple[str, str], Rule] = {}
@@ -137,6 +157,54 @@ def conversions(call: Call) -> Iterator[Scratch]:
             yield Scratch("number", 8, first=True)
             if common != (torch.float64 if isinstance(operand, float) else torch.int64):
                 yield Scratch("operand in the common type", common.itemsize, first=True)
+
+
+@rule("cpu", "mean")
+def division(call: Call) -> Iterator[Scratch]:
+    """The sum is divided, in place, by a count: a number, and the number as the sum has it. 16 bits are summed up in
+    float32."""
+    if call.self.element_size() < 4:
+        yield Scratch("terms in float32", call.self.numel() * 4)
+        yield Scratch("sum in float32", call.outputs[0].numel() * 4)
+        return
+    yield Scratch("number of terms", 8)
+    yield Scratch("number of terms, in the type of the sum", call.outputs[0].element_size())
+
+
+@rule("cpu", "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
+def rows_laid_out(call: Call) -> Iterator[Scratch]:
+    """Rows are read one behind the other."""
+    for name in ("self", "grad_output", "output"):
+        operand = call.values.get(name)
+        if operand is not None and not operand.is_contiguous():
+            yield Scratch(f"{name.replace('_', ' ')}, laid out", bytes_of(operand), first=True)
+
+
+@rule("cpu", "tril", "triu")
+def triangle(call: Call) -> Iterator[Unknown]:
+    if not call.self.is_contiguous():
+        yield Unknown(f"whether {call.name} copies what is not contiguous")
+
+
+@rule("cpu", "max", "min")
+def largest(call: Call) -> Iterator[Unknown]:
+    """Along a dimension; of all elements it is another kernel, with another backward."""
+    if len(call.outputs) == 1 or not call.self.is_contiguous():
+        yield Unlisted(f"what {call.name} takes beside its outputs")
+
+
+@rule("cpu", "scatter")
+def scattered(call: Call) -> Iterator[Scratch]:
+    """16 bits are scattered in 32."""
+    if call.self.element_size() < 4 and call.self.is_floating_point():
+        yield Scratch("result in float32", call.self.numel() * 4)
+
+
+@rule("cuda", "cumsum")
+def scanned(call: Call) -> Iterator[Unknown]:
+    """A single row goes to a library."""
+    if call.self.numel() == call.self.shape[call.dim]:
+        yield Unknown("what the cumulative sum of a single row takes")
 
 
 @rule("cuda", "_softmax_backward_data")

@@ -1,4 +1,4 @@
-"""What our own operators take beside their outputs: by the plans that their glue allocates by."""
+"""What our own operators take beside their outputs: by the plans that their glue allocates by, and in its order."""
 
 from __future__ import annotations
 
@@ -7,11 +7,33 @@ from typing import Any
 
 from torch import Tensor
 
+from memcheck.core.errors import UnsupportedError
 from memcheck.core.tensors import dtype_name
-from memcheck.predict.scratch import PRODUCTS, Call, Scratch, Unknown, bytes_of, fits_blas, products_are_plain, rule
+from memcheck.predict.scratch import (
+    PRODUCTS,
+    Call,
+    Scratch,
+    Target,
+    Unknown,
+    bytes_of,
+    fits_blas,
+    products_are_plain,
+    rule,
+)
 
 PRODUCTS |= {"memcheck::combinator", "memcheck::combinator_backward"}
 PRODUCTS |= {f"memcheck::linear_{side}{phase}" for side in "lr" for phase in ("", "_backward")}
+
+
+# What memcheck's CUDA kernels need of a GPU.
+LEAST_ARCHITECTURE = (8, 0)
+
+
+def check_gpu(target: Target) -> None:
+    """UnsupportedError: the GPU is one on which memcheck's CUDA kernels do not run."""
+    if target.architecture is not None and target.architecture < LEAST_ARCHITECTURE:
+        needed, got = (".".join(map(str, version)) for version in (LEAST_ARCHITECTURE, target.architecture))
+        raise UnsupportedError(f"memcheck's CUDA kernels need a GPU of compute capability {needed} or later, got {got}")
 
 
 def plan_of(call: Call, operator: str, **sizes: Any) -> dict[str, int]:
@@ -19,6 +41,7 @@ def plan_of(call: Call, operator: str, **sizes: Any) -> dict[str, int]:
     from memcheck._extension import _C
 
     target = call.target
+    check_gpu(target)
     plan: dict[str, int] = getattr(_C, f"{operator}_plan")(**sizes, threads=target.threads, device=target.kind)
     return plan
 
@@ -26,12 +49,15 @@ def plan_of(call: Call, operator: str, **sizes: Any) -> dict[str, int]:
 @rule("any", "memcheck::softplus_attention")
 def softplus(call: Call) -> Iterator[Scratch]:
     plan = softplus_plan(call)
-    yield Scratch("sums", plan["forward_sums" if call.keep_carries else "forward_scratch"])
+    yield Scratch("carries", 0 if call.keep_carries else plan["forward_scratch"] - plan["forward_sums"])
+    yield Scratch("sums", plan["forward_sums"])
 
 
 @rule("any", "memcheck::softplus_attention_backward")
 def softplus_backward(call: Call) -> Iterator[Scratch]:
-    yield Scratch("scratch", softplus_plan(call)["backward_scratch"])
+    plan = softplus_plan(call)
+    yield Scratch("sums", plan["backward_sums"])
+    yield Scratch("scratch", plan["backward_scratch"] - plan["backward_sums"])
 
 
 def softplus_plan(call: Call) -> dict[str, int]:
@@ -41,17 +67,23 @@ def softplus_plan(call: Call) -> dict[str, int]:
 
 @rule("any", "memcheck::softplus_attention_step")
 def nothing(call: Call) -> Iterator[Scratch]:
+    check_gpu(call.target)
     yield from ()
 
 
 @rule("any", "memcheck::linear_attention", "memcheck::linear_attention_step")
 def linear(call: Call) -> Iterator[Scratch]:
-    yield Scratch("states and tiles", linear_plan(call, call.v.shape[3])["forward_scratch"])
+    plan = linear_plan(call, call.v.shape[3])
+    yield Scratch("states", plan["forward_states"])
+    yield Scratch("tiles", plan["forward_scratch"] - plan["forward_states"])
 
 
 @rule("any", "memcheck::linear_attention_backward")
 def linear_backward(call: Call) -> Iterator[Scratch]:
-    yield Scratch("states and tiles", linear_plan(call, call.grad_y.shape[3])["backward_scratch"])
+    plan = linear_plan(call, call.grad_y.shape[3])
+    yield Scratch("sums of rows", plan["backward_rows"])
+    yield Scratch("states", plan["backward_states"])
+    yield Scratch("tiles", plan["backward_scratch"] - plan["backward_rows"] - plan["backward_states"])
 
 
 def linear_plan(call: Call, Dv: int) -> dict[str, int]:
@@ -63,7 +95,9 @@ def linear_plan(call: Call, Dv: int) -> dict[str, int]:
 @rule("any", "memcheck::compressed_attention")
 def compressed(call: Call) -> Iterator[Scratch]:
     plan = compressed_plan(call, call.k.shape[1], call.k.shape[2])
-    yield Scratch("compressed k and v", 0 if call.keep else plan["compressed"])
+    if not call.keep:
+        yield Scratch("compressed k", plan["compressed"] // 2)
+        yield Scratch("compressed v", plan["compressed"] // 2)
     yield Scratch("scratch", plan["forward_scratch"])
 
 
@@ -89,16 +123,16 @@ def compressed_plan(call: Call, Hkv: int, T: int) -> dict[str, int]:
 @rule("any", "memcheck::combinator")
 def combinator(call: Call) -> Iterator[Scratch | Unknown]:
     plan = combinator_plan(call, call.x)
-    yield Scratch("pre-activations of a chunk", 0 if call.keep_preactivations else plan["chunk"])
     yield Scratch("rows laid out for BLAS", plan["copy"])
+    yield Scratch("pre-activations of a chunk", 0 if call.keep_preactivations else plan["chunk"])
     yield from unplanned_products(call, call.x)
 
 
 @rule("any", "memcheck::combinator_backward")
 def combinator_backward(call: Call) -> Iterator[Scratch | Unknown]:
     plan = combinator_plan(call, call.grad_y if call.x is None else call.x)
-    yield Scratch("pre-activations of a chunk", plan["chunk"])
     yield Scratch("rows laid out for BLAS", plan["copy"])
+    yield Scratch("pre-activations of a chunk", plan["chunk"])
     if call.output_mask[1]:
         yield Scratch("rows in float32", plan["wide"])
         yield Scratch("gradient of the weight in float32", plan["sums"])
@@ -108,6 +142,7 @@ def combinator_backward(call: Call) -> Iterator[Scratch | Unknown]:
 def combinator_plan(call: Call, x: Tensor) -> dict[str, int]:
     from memcheck._extension import _C
 
+    check_gpu(call.target)
     E = x.shape[-1]
     copies = not x.is_contiguous()
     sizes = {"N": x.numel() // E, "E": E}
@@ -126,14 +161,16 @@ def projection(call: Call) -> Iterator[Scratch | Unknown]:
     place is copied for it."""
     (y,) = call.outputs
     whole = merges(call.x) and merges(y.mT if call.name.endswith("linear_l") else y)
-    yield Scratch("operands laid out for BLAS", laid_out(call.x, 1 if whole else len(call.x)) + laid_out(call.w))
+    x = Scratch("x laid out for BLAS", laid_out(call.x, 1 if whole else len(call.x)))
+    w = Scratch("w laid out for BLAS", laid_out(call.w))
+    yield from (x, w) if call.name.endswith("linear_l") else (w, x)  # y^T = w^T x^T, where y is in rows
     yield from unplanned_products(call, call.x)
 
 
 @rule("any", "memcheck::linear_r_backward", "memcheck::linear_l_backward")
 def projection_backward(call: Call) -> Iterator[Scratch | Unknown]:
     """The same, over all rows or in pieces of them where the gradient has to be laid out; in pieces the gradient of a
-    weight of 16 bits is summed up in float32."""
+    weight of 16 bits is summed up in float32, on the CPU of factors that become float32."""
     grad: Tensor = call.grad_y.mT if "linear_l" in call.name else call.grad_y  # (B,S,R)
     yield from unplanned_products(call, grad)
     wants_x, wants_w = call.output_mask[:2]
@@ -144,17 +181,19 @@ def projection_backward(call: Call) -> Iterator[Scratch | Unknown]:
         and (not wants_x or merges(call.outputs[0]))
     )
     (B, S, R), copies = grad.shape, not fits_blas(grad)
-    rows = S if whole or not copies else piece_rows(B, S, R, grad.element_size())
+    rows = S if whole or not copies else copied_rows(B, S, R, grad.element_size(), R * grad.element_size())
     pieces = 1 if whole else B * -(-S // rows)
     if copies and not whole:
         yield Scratch("rows of the gradient laid out for BLAS", rows * R * grad.element_size())
-    x = laid_out(call.x) * (B * S if whole else rows) // (B * S) if wants_w else 0
+    sums = wants_w and grad.element_size() < 4 and pieces > 1
+    widens = sums and call.target.kind == "cpu"
+    x = laid_out(call.x) * (B * S if whole else rows) // (B * S) if wants_w and not widens else 0
     yield Scratch("operand laid out for BLAS", max(x, laid_out(call.w) if wants_x else 0))
-    if wants_w and grad.element_size() < 4 and pieces > 1:
-        weight = call.outputs[-1].numel()
-        yield Scratch("gradient of the weight in float32", weight * 4)
-        if call.target.kind == "cpu":
-            yield Scratch("a term of it, as it is and in float32", weight * (2 + 4))
+    if sums:
+        yield Scratch("gradient of the weight in float32", call.outputs[-1].numel() * 4)
+    if widens:
+        columns = R + call.x.shape[2]
+        yield Scratch("rows in float32", copied_rows(B, S, R, grad.element_size(), columns * 4) * columns * 4)
 
 
 def laid_out(operand: Tensor, parts: int = 1) -> int:
@@ -167,7 +206,7 @@ def merges(x: Tensor) -> bool:
     return x.numel() > 0 and (1 in x.shape[:2] or x.stride(0) == x.shape[1] * x.stride(1))
 
 
-def piece_rows(B: int, S: int, R: int, element_bytes: int) -> int:
+def copied_rows(B: int, S: int, R: int, element_bytes: int, row_bytes: int) -> int:
     """As csrc/projection/projection.h has it."""
     size = max(B * S * R * element_bytes // 16, 2**20)
-    return min(max(size // (R * element_bytes), 1), S)
+    return min(max(size // row_bytes, 1), S)

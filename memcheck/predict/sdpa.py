@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.nn.functional import pad
 
 from memcheck.predict.scratch import Target
+from memcheck.predict.torch_versions import ATTENTION_OF_THREE_DIMENSIONS, CUDNN_FIRST
 
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
@@ -56,26 +57,35 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What torch's function does on the target, in the operators that it would run there."""
+    """What torch's function does on the target, in the operators that it would run there, of the target's torch."""
     mask, bias = attn_mask, causal_bias(attn_mask)
     if bias is not None:
         square = bias.seq_len_q == bias.seq_len_kv or bias.variant.name == "UPPER_LEFT"
         mask, bias, is_causal = None, None if square else bias, square
     call = Attention(query, key, value, mask, is_causal, dropout_p, scale, lower_right=bias is not None)
-    backend = fused_lower_right(call, target) if bias is not None else chosen(call, target)
-    if backend is None:
-        assert bias is not None
+    if bias is not None:
+        backend = fused_lower_right(call, target)
+        if backend is not None:
+            y: Tensor = BACKENDS[backend](call)
+            return y
         call = dataclasses.replace(call, mask=bias._materialize(query.device), lower_right=False)
-        backend = chosen(call, target)
-    if backend == "math":
-        more: dict[str, Any] = {
-            "dropout_p": dropout_p,
-            "is_causal": call.causal,
-            "scale": scale,
-            "enable_gqa": enable_gqa,
-        }
-        return scaled_dot_product_attention(query, key, value, call.mask, **more)
-    y: Tensor = BACKENDS[backend](call)
+    if not (target.has(ATTENTION_OF_THREE_DIMENSIONS) and all(x.dim() == 3 for x in (query, key, value))):
+        return dispatched(call, target, enable_gqa)
+    return dispatched(with_a_first_dimension(call), target, enable_gqa).squeeze(0)
+
+
+def with_a_first_dimension(call: Attention) -> Attention:
+    q, k, v = (x.unsqueeze(0) for x in (call.q, call.k, call.v))
+    mask = call.mask
+    while mask is not None and mask.dim() < 4:
+        mask = mask.unsqueeze(0)
+    return dataclasses.replace(call, q=q, k=k, v=v, mask=mask)
+
+
+def dispatched(call: Attention, target: Target, enable_gqa: bool) -> Tensor:
+    """By the backend that the target chooses."""
+    backend = chosen(call, target)
+    y: Tensor = math_attention(call, enable_gqa) if backend == "math" else BACKENDS[backend](call)
     return y
 
 
@@ -107,10 +117,10 @@ def chosen(call: Attention, target: Target) -> str:
 
 
 def cuda_order(target: Target) -> tuple[str, ...]:
-    """Since torch 2.9 Hopper and Blackwell prefer cuDNN."""
+    """From the first choice to the last."""
     fused = ("flash", "efficient")
     major = target.architecture[0] if target.architecture else 0
-    prefers_cudnn = major in (9, 10) and target.torch_version >= (2, 9)
+    prefers_cudnn = major in (9, 10) and target.has(CUDNN_FIRST)
     return ("cudnn", *fused, "math") if prefers_cudnn else (*fused, "math", "cudnn")
 
 
@@ -130,7 +140,10 @@ def is_dense(call: Attention) -> bool:
 
 
 def cpu_flash_takes(call: Attention, target: Target) -> bool:
-    return is_dense(call) and len({x.shape[-1] for x in (call.q, call.k, call.v)}) == 1
+    alike = len({x.shape[-1] for x in (call.q, call.k, call.v)}) == 1
+    mask = call.mask
+    plain = mask is None or (mask.dim() in (2, 4) and not (mask.requires_grad and torch.is_grad_enabled()))
+    return is_dense(call) and alike and plain and call.dropout == 0
 
 
 def flash_takes(call: Attention, target: Target) -> bool:
@@ -181,6 +194,14 @@ def additive(call: Attention) -> Tensor | None:
         return call.mask
     hidden = torch.scalar_tensor(-torch.inf, dtype=call.q.dtype, device=call.q.device)
     return torch.where(call.mask, 0.0, hidden)
+
+
+def math_attention(call: Attention, enable_gqa: bool) -> Tensor:
+    """In operators of its own, so that those of the torch that runs, whose choice may differ, are left out."""
+    operator = aten._scaled_dot_product_attention_math
+    more = {"scale": call.scale, "enable_gqa": enable_gqa}
+    y: Tensor = operator(call.q, call.k, call.v, additive(call), call.dropout, call.causal, **more)[0]
+    return y
 
 
 def cpu_flash(call: Attention) -> Any:

@@ -6,10 +6,13 @@ kernels take besides comes from memcheck.predict.scratch.
 
 from __future__ import annotations
 
+import functools
+import sys
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -20,17 +23,41 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memcheck.bench.workloads import Subject
 from memcheck.core.tensors import gradients_for, named_tensors_in, tensors_in
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
-from memcheck.predict.scratch import OF_THE_HOST, Scratch, Target, Unknown, call_of, scratch_of, uses_cublas
+from memcheck.predict.scratch import (
+    OF_THE_HOST,
+    Call,
+    Scratch,
+    Target,
+    Unknown,
+    Unlisted,
+    call_of,
+    scratch_of,
+    uses_cublas,
+)
 from memcheck.predict.sdpa import attention
+from memcheck.predict.torch_versions import (
+    FLOAT64_LOGSUMEXP_ON_META,
+    FUSED_RMS_NORM,
+    WORKSPACE_OF_A_CALL,
+    running,
+    untried,
+)
 
 # A storage that 64 bits cannot count counts as this, and the run ends there.
 BEYOND = 2**63
 NUMBER = "number"
+ANY_PHASE = "any phase"
 WORKSPACE = "cuBLAS workspace"
 # Whose number, as an operand, is a tensor that autograd may keep.
 WITH_NUMBERS = {"add", "sub", "mul", "div", "true_divide", "multiply", "divide", "gt", "lt", "ge", "le", "eq", "ne"}
+CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 # The nodes that keep it.
 KEEPERS = {"MulBackward0", "DivBackward0"}
+# Functions that choose an implementation by the device and inside of which no mode looks, so that of their operators
+# the wrong ones are seen.
+CLOSED = {"lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"}
+# Nodes that scatter into zeros in place, but not where a mode such as Tracer is looking on.
+SCATTERING = {"MaxBackward0", "MinBackward0"}
 
 
 @dataclass(eq=False)
@@ -82,7 +109,8 @@ class Trace:
     phases: name -> (first event, last event) of "inputs", "forward", "backward" and "optimizer". The last event of one
     is the first of the next: what is alive there is what it begins with.
     operators: all that ran, each once.
-    unknown: phase -> what is taken there that is not known, in words.
+    unknown: phase, or ANY_PHASE -> what is taken there that is not known, in words.
+    guessed: phases in which not even the sizes of all results are known.
     beyond: the phase that ended with a tensor beyond 64 bits.
     """
 
@@ -97,6 +125,7 @@ class Trace:
     gradients: list[Piece] = field(default_factory=list)
     operators: tuple[str, ...] = ()
     unknown: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    guessed: frozenset[str] = frozenset()
     beyond: str | None = None
 
     @property
@@ -114,6 +143,7 @@ class Tracer(TorchDispatchMode):
         self.target = target
         self.phase = "inputs"
         self.unknown: dict[str, dict[str, None]] = {}
+        self.guessed: set[str] = set()
         self.operators: dict[str, None] = {}
         self._pieces: dict[int, Piece] = {}  # of storages
         self._workspace: Piece | None = None
@@ -121,16 +151,19 @@ class Tracer(TorchDispatchMode):
         self._counts_number = True  # that the next operator has for an operand
         # Torch's math attention adds a mask in place, but not where a mode such as this one is looking on.
         self.adds_in_place = False
+        self.inside = ""  # the Python function that runs without a function mode
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = func(*args, **(kwargs or {}))
+        output = as_computed(func, func(*args, **(kwargs or {})), args)
         call = call_of(func, args, kwargs or {}, output, self.target)
         self.operators[call.name] = None
         scratch = [part for part in self._known(scratch_of(call)) if self._counts_number or part.name != NUMBER]
         self._counts_number = True
+        if self.inside and keeps_number(call):
+            self.note_unknown(Unlisted(f"which numbers {self.inside} keeps"), self.phase)
         taken = [self.tape.take(part.name, part.bytes) for part in scratch if part.first]
         elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()
-        if self.adds_in_place and call.name == "aten::add":
+        if self._runs_in_place(call):
             self._hand_over(call.self, call.outputs[0])
         for position, tensor in enumerate(call.outputs):
             if position not in elsewhere:
@@ -144,12 +177,29 @@ class Tracer(TorchDispatchMode):
     def _known(self, parts: Iterable[Scratch | Unknown]) -> Iterator[Scratch]:
         for part in parts:
             if isinstance(part, Unknown):
-                self.note_unknown(str(part), self.phase)
+                self.note_unknown(part, self.phase)
             else:
                 yield part
 
     def note_unknown(self, words: str, phase: str) -> None:
-        self.unknown.setdefault(phase, {})[words] = None
+        self.unknown.setdefault(phase, {})[str(words)] = None
+        if isinstance(words, Unlisted):
+            self.guessed.add(phase)
+
+    def _runs_in_place(self, call: Call) -> bool:
+        """Where no mode looks on the operator would write its result into its first operand."""
+        if call.name == "aten::add":
+            return self.adds_in_place or self._accumulates(call)
+        return call.name == "aten::scatter" and self._node_name() in SCATTERING
+
+    def _accumulates(self, call: Call) -> bool:
+        """Autograd's engine adds a second gradient of a tensor to the first, in place if nobody else has that."""
+        if self.phase != "backward" or not engine_calls():
+            return False
+        first, second = call.self, call.other
+        if not isinstance(second, Tensor) or first.shape != second.shape or not first.is_contiguous():
+            return False
+        return use_counts(first) == counts_of_the_last()
 
     def piece_of(self, tensor: Tensor) -> Piece | None:
         return self._pieces.get(tensor.untyped_storage()._cdata)
@@ -209,16 +259,78 @@ class Tracer(TorchDispatchMode):
         weakref.finalize(storage, self._let_go, storage._cdata)
 
     def _named(self, name: str) -> str:
+        return self._node_name() or name
+
+    def _node_name(self) -> str:
         node = torch._C._current_autograd_node() if self.phase == "backward" else None
-        return node.name() if node is not None else name
+        return node.name() if node is not None else ""
 
     def _use_library(self, used: bool) -> None:
-        """Once for the thread and stream, and then it stays; a call from torch 2.15 on has its own."""
+        """Once for the thread and stream, and then it stays, or for the call alone."""
         if not used or self.target.kind != "cuda" or self._workspace is not None:
             return
         self._workspace = self.tape.take(WORKSPACE, self.target.cublas_workspace_bytes, is_library=True)
-        if self.target.torch_version >= (2, 15):
+        if self.target.has(WORKSPACE_OF_A_CALL):
             self.drop_library_workspaces()
+
+
+def as_computed(func: Any, output: Any, args: Any) -> Any:
+    """What the operator returns where it computes, where its meta kernel returns something else."""
+    if func is not CPU_FLASH or args[0].dtype != torch.float64 or FLOAT64_LOGSUMEXP_ON_META.is_in(running()):
+        return output
+    y, logsumexp = output
+    return y, logsumexp.double()
+
+
+def keeps_number(call: Call) -> bool:
+    """Whether autograd keeps the operand as a tensor if it was a number of Python's, and not one of C++."""
+    if call.name not in ("aten::mul", "aten::div") or isinstance(call.other, Tensor):
+        return False
+    return bool(call.self.requires_grad and torch.is_grad_enabled())
+
+
+def use_counts(tensor: Tensor) -> tuple[int, int]:
+    """How many hold the tensor, and its storage."""
+    held: Any = tensor
+    return held._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+
+
+@functools.cache
+def counts_of_the_last() -> tuple[int, int]:
+    """Those of a gradient that nobody but autograd's engine has, as a Tracer sees them."""
+    found: list[tuple[int, int]] = []
+
+    class Watch(Tracer):
+        def _accumulates(self, call: Call) -> bool:
+            found.append(use_counts(call.self))
+            return False
+
+    with torch.enable_grad(), Watch(Tape(), Target("cpu")):
+        x, scale = (torch.ones(2, device="meta", requires_grad=grad) for grad in (True, False))
+        run_backward([(x * scale) + (x * scale)], [torch.ones(2, device="meta")])
+    return found[-1]
+
+
+def engine_calls() -> bool:
+    """Whether no Python function stands between autograd's engine and the operator that a mode is looking at."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not run_backward.__code__:
+        if not frame.f_code.co_filename.endswith(AROUND_A_MODE):
+            return False
+        frame = frame.f_back
+    return frame is not None
+
+
+# What runs between an operator and a mode's __torch_dispatch__, that itself included.
+AROUND_A_MODE = ("memcheck/predict/trace.py", "torch/_dynamo/eval_frame.py", "torch/_compile.py", "_python_dispatch.py")
+
+
+def run_backward(roots: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
+    """What torch.autograd.backward calls. That one would be a call under a function mode, which rests meanwhile, and
+    what a checkpoint runs again would be without it."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    how = {"allow_unreachable": True, "accumulate_grad": True}
+    engine.run_backward(tuple(roots), tuple(incoming), False, False, (), **how)
 
 
 class OnTarget(TorchFunctionMode):
@@ -237,7 +349,7 @@ class OnTarget(TorchFunctionMode):
                 return attention(self.tracer.target, *args, **kwargs)
             finally:
                 self.tracer.adds_in_place = False
-        if func is torch.nn.functional.rms_norm and self.tracer.target.kind == "cuda" and is_fused(*args, **kwargs):
+        if func is torch.nn.functional.rms_norm and self._fuses_norms() and is_fused(*args, **kwargs):
             y = fused_rms_norm(*args, **kwargs)
             if y.requires_grad:
                 self.tracer.note_unknown("the partial sums of rms_norm's backward", "backward")
@@ -247,7 +359,25 @@ class OnTarget(TorchFunctionMode):
                 return self._beyond_hooks(func, args, kwargs)
             with self.tracer.number_of_the_host():
                 args = (args[0], torch.scalar_tensor(args[1], dtype=dtype_of(args[1]), device="meta"))
-        return func(*args, **kwargs)
+        if getattr(func, "__name__", "") in CLOSED:
+            self.tracer.note_unknown(Unlisted(f"what {func.__name__} runs on the device"), self.tracer.phase)
+        if isinstance(func, FunctionType):
+            return self._without_mode(func, args, kwargs)
+        output = func(*args, **kwargs)
+        if func in (torch.tensor, Tensor.new_tensor):
+            self.tracer.note(output, "tensor")  # which is made without an operator
+        return output
+
+    def _without_mode(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What a Python function calls is not seen here."""
+        outer, self.tracer.inside = self.tracer.inside, func.__name__
+        try:
+            return func(*args, **kwargs)
+        finally:
+            self.tracer.inside = outer
+
+    def _fuses_norms(self) -> bool:
+        return self.tracer.target.kind == "cuda" and self.tracer.target.has(FUSED_RMS_NORM)
 
     def _beyond_hooks(self, func: Any, args: Any, kwargs: Any) -> Any:
         """A node that keeps a number keeps it whatever hooks, those of a checkpoint say, make of what is saved."""
@@ -276,12 +406,15 @@ class Run:
     """
 
     def __init__(self, target: Target, *, dense_grad: bool = False, drops_workspaces: bool = True) -> None:
+        counts_of_the_last()  # before there is a mode that would see how they are found
         self.tracer = Tracer(Tape(), target)
         self.dense_grad = dense_grad
         self.drops_workspaces = drops_workspaces
         self.result = Trace(self.tracer.tape)
 
     def trace(self, subject: Subject) -> Trace:
+        if words := untried(self.tracer.target.torch_version):
+            self.tracer.note_unknown(words, ANY_PHASE)
         with self.tracer, OnTarget(self.tracer):
             try:
                 self._run(subject)
@@ -295,6 +428,7 @@ class Run:
                 self.result.tape.closed = True
         self.result.operators = tuple(self.tracer.operators)
         self.result.unknown = {phase: tuple(words) for phase, words in self.tracer.unknown.items()}
+        self.result.guessed = frozenset(self.tracer.guessed)
         return self.result
 
     def _run(self, subject: Subject) -> None:
@@ -332,11 +466,7 @@ class Run:
     def _backward(self, roots: list[Tensor], incoming: list[Tensor], leaves: list[tuple[str, Tensor]]) -> None:
         name = "grad y" if self.dense_grad else "grad y, expanded"
         self.result.incoming = self._named([(name, gradient) for gradient in incoming])
-        # What torch.autograd.backward calls; that one would be a call under the mode, which rests meanwhile, and what a
-        # checkpoint runs again would be without it.
-        engine: Any = torch.autograd.Variable._execution_engine
-        how = {"allow_unreachable": True, "accumulate_grad": True}
-        engine.run_backward(tuple(roots), tuple(incoming), False, False, (), **how)
+        run_backward(roots, incoming)
         gradients = [(f"d{name}", leaf.grad) for name, leaf in leaves if leaf.grad is not None]
         self.result.gradients = self._named(gradients)
 

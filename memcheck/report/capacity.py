@@ -24,6 +24,7 @@ BYTES = {
     "backward_peak_bytes": "backward peak",
     "reserved_bytes": "reserved",
 }
+DERIVED = "derived: by rules read in sources, which were not compared with a measurement on such a device"
 NOTE = (
     "Everything is predicted, nothing was run. The largest size was looked at and fits, the next one was looked at and "
     "does not: 'next' is what it asked for in vain, and what was in use then. -: not known."
@@ -115,6 +116,7 @@ def remarks(frontier: Frontier) -> list[str]:
         gaps = ", ".join(f"{size:,}" for size in frontier.gaps[:5])
         said.append(f"not everything below fits: {gaps}{' ...' if len(frontier.gaps) > 5 else ''}")
     known = frontier.at or frontier.beyond
-    if known is not None and not known.exact:
+    if known is not None and known.terms:
         said += [f"not known: {words}" for words in known.unknown]
+        said += [DERIVED] if known.basis == "derived" else []
     return said

@@ -67,7 +67,13 @@ def predicted_row(record: ModelRecord, predicted: dict[str, Any]) -> str:
 
 
 def status(record: ModelRecord) -> str:
-    return record.status if record.source == "measured" else "predicted" if record.status == "ok" else record.status
+    return (
+        record.status
+        if record.source == "measured"
+        else record.basis or "predicted"
+        if record.status == "ok"
+        else record.status
+    )
 
 
 def attention(record: ModelRecord) -> str:

@@ -37,7 +37,7 @@ def prediction_table(records: Sequence[Record]) -> Table:
             Column(f"{stem}_words", "measured / predicted", audience="people"),
             Column(f"{stem}_ratio", "measured / predicted", audience="programs"),
         ]
-    columns.append(Column("exact", "said to be exact"))
+    columns += [Column("basis", "predicted is"), Column("exact", "said to be exact")]
     rows = [row_of(*both, fields) for both in pairs]
     title = f"Prediction beside measurement, {count_of(pairs)}: {common_case(measured)}"
     return Table("prediction", title, columns, rows, [LEGEND, agreement(pairs)])
@@ -49,7 +49,7 @@ def row_of(measured: Record, predicted: Record, fields: Sequence[str]) -> list[C
         sizes = getattr(measured, name), getattr(predicted, name)
         row += [None if size is None else size / MIB for size in sizes]
         row += [ratio_words(measured, predicted, name), ratio(measured, predicted, name)]
-    return [*row, predicted.exact]
+    return [*row, predicted.basis, predicted.exact]
 
 
 def verdict(record: Record) -> str:
@@ -77,7 +77,7 @@ def agreement(pairs: Sequence[tuple[Record, Record]]) -> str:
 
 def prediction_row(measured: Record, predicted: Record) -> str:
     """The row below a measured one, in the same columns: "same", or measured / predicted, beside the MiB."""
-    status = predicted.status if predicted.status != "ok" else "exact" if predicted.exact else ""
+    status = predicted.status if predicted.status != "ok" else "bound" if predicted.doubts else predicted.basis or ""
     names = NAMES.format("", "predicted", "", "", status)
     if predicted.status not in ("ok", "oom"):
         return f"{names}| {predicted.reason or predicted.status}"

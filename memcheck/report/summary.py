@@ -78,12 +78,19 @@ def what_was_measured(records: Sequence[Record]) -> str:
 def what_was_predicted(records: Sequence[Record]) -> str:
     """How many cases were predicted for which device, and how many fit."""
     counts = Counter(record.status for record in records)
-    exact = sum(bool(record.exact) for record in records)
     told = [f"{counts['ok']} fit", f"{counts['oom']} run out of memory"]
     rest = len(records) - counts["ok"] - counts["oom"]
     told += [f"of {rest} nothing is known"] if rest else []
     devices = listed(values_in_order(records, "device_name"))
-    return f"{count_of(records)} predicted for {devices}: {', '.join(told)}; {exact} are said to be exact."
+    return f"{count_of(records)} predicted for {devices}: {', '.join(told)}; {bases_of(records)}."
+
+
+def bases_of(records: Sequence[Record]) -> str:
+    """ "3 verified, 2 derived, 1 with figures that are bounds": each record once."""
+    kinds = ["bounds" if record.doubts else record.basis for record in records if record.status in ("ok", "oom")]
+    counts = Counter(kinds)
+    words = {"verified": "verified", "derived": "derived", "bounds": "with figures that are bounds"}
+    return ", ".join(f"{counts[kind]} {said}" for kind, said in words.items() if counts[kind]) or "no figures"
 
 
 def span_of(values: set[Any], word: str) -> str | None:

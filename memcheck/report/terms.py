@@ -52,10 +52,17 @@ def verdict(prediction: Prediction) -> str:
 
 
 def known_lines(prediction: Prediction) -> Iterator[str]:
-    if prediction.exact:
-        yield "exact: every figure is what a measurement says, to the byte"
-    for words in prediction.unknown:
-        yield f"not known: {words}"
+    if prediction.terms:
+        but = ", but for what is not known" if prediction.unknown else ""
+        yield f"{prediction.basis}: {WORDS_OF[prediction.basis]}{but}"
+    for words in prediction.record.doubts:
+        yield f"not known: {words}" if words in prediction.unknown else words
+
+
+WORDS_OF = {
+    "verified": "by rules that were compared with measurements on this kind of device; figures are to the byte",
+    "derived": "by rules read in sources, which were not compared with a measurement on this kind of device",
+}
 
 
 def figure_lines(prediction: Prediction, field: str, title: str) -> Iterator[str]:

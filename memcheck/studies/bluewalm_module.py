@@ -32,7 +32,9 @@ def predict_published(row: Mapping[str, Any], device: Device | None = None) -> P
     if row["operator"] in ("naive", "softmax"):
         return predict_memory(case, device, torch_version=TORCH, drops_workspaces=False)
     target = Target(device.kind, 1, device.architecture, TORCH)
-    return Replay(module_trace(case, target), case, device, blank_of(case, device, target)).prediction()
+    return Replay(
+        module_trace(case, target), case, device, blank_of(case, device, target), basis="verified"
+    ).prediction()
 
 
 def published_case(row: Mapping[str, Any]) -> Case:

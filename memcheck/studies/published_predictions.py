@@ -12,8 +12,9 @@ from memcheck.report.tables import Cell, Column, Table, Verdict
 from memcheck.studies.bluewalm_module import predict_published
 from memcheck.studies.published import CS336, CS336_BATCH, MIB, SHAPE, Row, published_table, read_published
 
-# The GPU of the cs336 table is not named. This is one of the same kind with enough memory.
-CS336_GPU = "A100-80GB"
+# The cs336 table names neither its GPU nor its torch. This is a GPU of the same kind with enough memory, and a torch that
+# keeps two cuBLAS workspaces, as the published figures do.
+CS336_GPU, CS336_TORCH = "A100-80GB", (2, 7)
 NOTES = [
     "Published: an A100 with 40 GB, torch of the 2.7 era, max_memory_allocated rounded up to whole MiB and not reset "
     "between the passes. Predicted: blocks of the model of its allocator, from the same requests; softplus and "
@@ -83,14 +84,19 @@ def cs336_cells(row: dict[str, str]) -> list[Cell]:
 
 def cs336_figures(length: int, dim: int) -> Sequence[Cell]:
     """MiB beyond the inputs and cuBLAS's workspaces."""
-    sizes: dict[str, Any] = {"bsz": CS336_BATCH, "query_len": length, "kv_len": length, "dim": dim, "heads": 1}
-    prediction = predict_memory(make_case("cs336/naive", core_dim=None, factor=None, **sizes), CS336_GPU)
+    prediction = predict_cs336(length, dim)
     saved = (prediction.record.saved_bytes or 0) / MIB
     forward, backward = (
         sum(size for name, size in prediction.terms[f"{phase}_peak_bytes"].items() if not is_before(name)) / MIB
         for phase in ("forward", "backward")
     )
     return [saved, forward, backward, backward + saved]
+
+
+def predict_cs336(length: int, dim: int) -> Prediction:
+    sizes: dict[str, Any] = {"bsz": CS336_BATCH, "query_len": length, "kv_len": length, "dim": dim, "heads": 1}
+    case = make_case("cs336/naive", core_dim=None, factor=None, **sizes)
+    return predict_memory(case, CS336_GPU, torch_version=CS336_TORCH)
 
 
 def is_before(name: str) -> bool:

@@ -524,7 +524,7 @@ def test_predictions_stand_under_what_was_measured(tmp_path, capsys) -> None:
     assert main(["profile-attention", *flags, "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     naive, below = out[out.index("\nnaive") :].splitlines()[1:3]
-    assert below.split()[:2] == ["predicted", "exact"]
+    assert below.split()[:2] == ["predicted", "verified"]
     assert "same" in below
     assert below.index("|") == naive.index("|")
     assert "same: to the byte, else measured / predicted" in out

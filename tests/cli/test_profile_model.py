@@ -164,6 +164,13 @@ def test_a_gpu_that_is_not_here() -> None:
     assert large.optimizer_peak_bytes >= held + large.parameter_bytes
 
 
+def test_a_model_of_our_kernels_needs_a_gpu_that_is_new_enough() -> None:
+    record = predict_model(make_model_case("tiny", attention_type="softplus"), "T4").record
+    assert record.status == "unsupported"
+    assert record.reason == "memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got 7.5"
+    assert predict_model(make_model_case("tiny"), "T4").record.status == "ok"
+
+
 def test_predicting_allocates_nothing() -> None:
     traced_model.cache_clear()
     of = make_model_case("small", context=64, mode="backward")

@@ -20,6 +20,17 @@ import memcheck  # noqa: F401  (its kernels are registered first, and then repla
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 ORDERS = ("ascending", "descending", "shuffled")
+# Compute capability: the bytes of shared memory that a block of threads may have, by CUDA's programming guide.
+SHARED_BYTES = {
+    "7.0": 96 << 10,
+    "7.5": 64 << 10,
+    "8.0": 163 << 10,
+    "8.6": 99 << 10,
+    "8.9": 99 << 10,
+    "9.0": 227 << 10,
+    "10.0": 227 << 10,
+    "12.0": 99 << 10,
+}
 # torch's glue calls these; they are in memcheck._C too, which exports nothing.
 COMMON = ["common/cpu_level.cpp"]
 
@@ -90,6 +101,16 @@ def load() -> None:
     global _library
     _library = ctypes.CDLL(str(folder / "memcheck_host_cuda.so"))
     _library.host_cuda_launches.restype = ctypes.c_char_p
+    _library.host_cuda_stand_for.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    stand_for(this_gpu())
+
+
+def this_gpu() -> str:
+    """The compute capability of the GPU that the host stands for: that of an A100, unless the environment says."""
+    capability = os.environ.get("MEMCHECK_HOST_CUDA_GPU", "8.0")
+    if capability not in SHARED_BYTES:
+        raise ValueError(f"MEMCHECK_HOST_CUDA_GPU must be one of {', '.join(SHARED_BYTES)}, got '{capability}'")
+    return capability
 
 
 _library: ctypes.CDLL | None = None
@@ -101,6 +122,20 @@ def set_order(order: str) -> None:
     _library.host_cuda_set_order(ORDERS.index(order))
 
 
+def stand_for(capability: str) -> None:
+    """From now on launches are refused that a GPU of this compute capability refuses."""
+    assert _library is not None
+    major, minor = capability.split(".")
+    _library.host_cuda_stand_for(int(major), int(minor), SHARED_BYTES[capability])
+
+
+def last_error() -> int:
+    """CUDA's error that nobody has asked for yet, 0 where there is none."""
+    assert _library is not None
+    code: int = _library.host_cuda_peek_at_last_error()
+    return code
+
+
 @dataclass(frozen=True)
 class Launches:
     """Of one kernel: how often, and the most threads of a block and bytes of shared memory."""
@@ -110,8 +145,13 @@ class Launches:
     shared_bytes: int
 
 
+def forget_launches() -> None:
+    assert _library is not None
+    _library.host_cuda_forget_launches()
+
+
 def launches() -> dict[str, Launches]:
-    """Of this process so far, by the name of the kernel."""
+    """Of this process so far, or since they were forgotten, by the name of the kernel."""
     assert _library is not None
     lines = [line.split("\t") for line in _library.host_cuda_launches().decode().splitlines()]
     return {kernel: Launches(*map(int, numbers)) for kernel, *numbers in lines}

@@ -93,6 +93,17 @@ __global__ void copied_kernel(float* to, const float* from, bool waits) {
   to[i] = row.values[i];
 }
 
+// On the GPU that allows least: the launch is refused, and the next one runs as if that had not been.
+void ask_for(size_t shared_bytes, float* to) {
+  host_cuda::stand_for(8, 6, kSharedBytesEverywhere);
+  try {
+    launch({"too much asked for", dim3(1), dim3(kThreads), shared_bytes, nullptr}, neighbour_kernel, to, true);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+  }
+  std::fprintf(stderr, "left behind: %d\n", static_cast<int>(cudaPeekAtLastError()));
+}
+
 template <typename... Params, typename... Args>
 void launch_one(const char* name, void (*kernel)(Params...), Args... args) {
   launch({name, dim3(1), dim3(kThreads), sizeof(Row), nullptr}, kernel, args...);
@@ -123,6 +134,13 @@ int main(int count, char** words) {
     if (name == "copied") launch_one("copied", copied_kernel, to, static_cast<const float*>(from), true);
     if (name == "copied without waiting")
       launch_one("copied without waiting", copied_kernel, to, static_cast<const float*>(from), false);
+    if (name == "all that is allowed") ask_for(kSharedBytesEverywhere, to);
+    if (name == "too much asked for") ask_for(kSharedBytesEverywhere + 1, to);
+    if (name == "an old GPU") {
+      host_cuda::stand_for(7, 5, size_t{64} << 10);
+      launch_one("an old GPU", neighbour_kernel, to, true);
+    }
+    if (name == "too many threads") launch({name.c_str(), dim3(2, 3), dim3(2048), 0, nullptr}, unset_kernel, &to[0]);
     if (name == "misaligned copy")
       launch_one("misaligned copy", copied_kernel, to, static_cast<const float*>(from + 1), true);
   } catch (const std::exception& error) {

@@ -1,4 +1,5 @@
-"""Kernels as nvcc compiles them, and what they take of a GPU: registers and spilled bytes of every instance, by ptxas.
+"""What kernels take of a GPU: registers and spilled bytes of every instance, by ptxas, and the shared memory that a
+block asks for, by the launches of kernels on the host.
 
 python tests/host_cuda/resources.py
 """
@@ -115,7 +116,43 @@ def side_by_side(rows: list[dict[str, object]]) -> list[dict[str, object]]:
     return [table[name] for name in sorted(table, key=str)]
 
 
+def shared_bytes() -> list[dict[str, object]]:
+    """A row per kernel: the most bytes of shared memory that a block asks for on GPUs of each compute capability, None
+    where it is not launched. RuntimeError: a launch is refused."""
+    os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
+    sys.path.insert(0, str(ROOT / "tests"))
+    from host_cuda import library, widest
+    from ops.checks import run
+
+    library.load()
+    asked = {}
+    for gpu in GPUS:
+        library.stand_for(gpu)
+        library.forget_launches()
+        for it in widest.passes():
+            run(it.contract.function, *it.make_inputs())
+        for _, step in widest.steps():
+            step()
+        asked[gpu] = {kernel: of.shared_bytes for kernel, of in library.launches().items()}
+    allowed: dict[str, object] = {"kernel": "allowed"}
+    rows = [allowed | {gpu: library.SHARED_BYTES[gpu] for gpu in GPUS}]
+    kernels = sorted({kernel for of_gpu in asked.values() for kernel in of_gpu})
+    return [*rows, *({"kernel": kernel} | {gpu: asked[gpu].get(kernel) for gpu in GPUS} for kernel in kernels)]
+
+
+# Every compute capability that allows a block another size, and where others have the same, the first.
+GPUS = {"8.0": "sm_80", "8.6": "sm_86, sm_89, sm_120", "9.0": "sm_90, sm_100"}
+
+
 def main() -> int:
+    print("Bytes of shared memory that a block asks for, the most of all dtypes and widths:")
+    try:
+        rows = shared_bytes()
+    except FileNotFoundError as error:
+        print(f"skipped, {error}")
+    else:
+        print(tabulate([{GPUS.get(column, column): row[column] for column in row} for row in rows], headers="keys"))
+    print()
     if shutil.which("nvcc") is None:
         print("resources of kernels: skipped, nvcc is not on PATH")
         return 1 if os.environ.get("CI") else 0

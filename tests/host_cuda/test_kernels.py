@@ -1,10 +1,15 @@
 """CUDA kernels under the stand-in: it is they that run, and the order in which threads take turns changes no bit."""
 
+from collections.abc import Callable, Iterator
+
 import pytest
 import torch
-from host_cuda import library
-from ops.checks import DTYPES, LAYOUTS, run, same_bits
+from host_cuda import library, widest
+from ops.checks import DTYPES, LAYOUTS, assert_contract, run, same_bits
 from ops.test_all_operators import OPERATORS, Operator
+from torch import Tensor
+
+import memcheck
 
 pytestmark = pytest.mark.host_cuda
 # The projections have no kernels of their own.
@@ -48,3 +53,42 @@ def test_memory_is_kept_to(it: Operator, dtype: torch.dtype, layout: str) -> Non
     for sizes in (it.small, it.middle) if layout == "dense" else (it.small,):
         *inputs, grad_y = [LAYOUTS[layout](x) for x in it.inputs(sizes, dtype)[0] + [it.inputs(sizes, dtype)[1]]]
         assert not any(result.isnan().any() for result in run(it.function, inputs, grad_y))
+
+
+# ---- what GPUs allow
+
+
+@pytest.fixture
+def stand_for() -> Iterator[Callable[[str], None]]:
+    yield library.stand_for
+    library.stand_for(library.this_gpu())
+
+
+@pytest.mark.parametrize("it", [pytest.param(it, id=it.name) for it in widest.passes()])
+def test_kernels_run_where_shared_memory_is_least(it: widest.Widest, stand_for: Callable[[str], None]) -> None:
+    inputs, grad_y = it.make_inputs()
+    stand_for("8.6")
+    results = assert_contract(it.contract, inputs, grad_y)
+    stand_for("8.0")
+    assert not it.same_everywhere or same_bits(run(it.contract.function, inputs, grad_y), results)
+
+
+def test_decoding_runs_where_shared_memory_is_least(stand_for: Callable[[str], None]) -> None:
+    results: dict[str, list[Tensor]] = {}
+    for gpu in ("8.6", "8.0"):
+        stand_for(gpu)
+        results[gpu] = [step() for _, step in widest.steps()]
+    assert same_bits(results["8.6"], results["8.0"])
+    assert not any(y.isnan().any() for y in results["8.6"])
+
+
+def test_a_gpu_that_is_too_old_is_named_once(stand_for: Callable[[str], None]) -> None:
+    """The error is the operator's alone: nothing of it is left for whoever asks CUDA next."""
+    x = torch.randn(1, 2, 3)
+    stand_for("7.5")
+    words = r"softplus_attention\S*: memcheck's CUDA kernels need a GPU of compute capability 8\.0 or later, got 7\.5"
+    with pytest.raises(RuntimeError, match=words):
+        memcheck.softplus_attention(x, x.mT, x.mT)
+    assert library.last_error() == 0
+    with pytest.raises(RuntimeError, match=words.replace("softplus", "linear")):
+        memcheck.linear_attention(x[None], x[None], x[None])

@@ -189,6 +189,37 @@ def test_an_autocast_forward(build: Build) -> None:
     assert largest_error(y.detach(), module(x).detach().double()) < 0.1
 
 
+EXPORTED: dict[str, Build] = {
+    **{name: build for name, build in ATTENTIONS.items() if "conv" not in name and name != "blocks of one"},
+    "combinator": partial(Combinator, DIM),
+    "combinator, low memory": partial(Combinator, DIM, low_memory=True),
+    **{cls.__name__: partial(cls, DIM, DIM) for cls in PROJECTIONS},
+}
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+@pytest.mark.parametrize("name", EXPORTED)
+def test_torch_export_for_any_length(name: str, grad_mode: bool) -> None:
+    """What is kept for backward, whose size depends on the length, is no part of the program."""
+    module = make(EXPORTED[name])
+    length = torch.export.Dim("length", min=1, max=4096)
+    with torch.set_grad_enabled(grad_mode):
+        program = torch.export.export(module, (tokens(S=300),), dynamic_shapes=({1: length},)).module()
+        for S in (1, 2, 63, 255, 256, 257, 1000):
+            assert torch.equal(program(tokens(S=S)), module(tokens(S=S)))
+
+
+@pytest.mark.parametrize("grad_mode", [True, False])
+def test_torch_export_with_learned_compression(grad_mode: bool) -> None:
+    """torch's convolution and slices want two blocks or more."""
+    module = make(partial(CompressedSelfAttention, DIM, 4, factor=4, compression="convolution"))
+    blocks = torch.export.Dim("blocks", min=2, max=1024)
+    with torch.set_grad_enabled(grad_mode):
+        program = torch.export.export(module, (tokens(S=300),), dynamic_shapes=({1: 4 * blocks},)).module()
+        for S in (8, 64, 256, 1000):
+            assert torch.equal(program(tokens(S=S)), module(tokens(S=S)))
+
+
 @pytest.mark.parametrize("name", ["softplus", "linear", "mean", "convolution"])
 def test_torch_compile(name: str) -> None:
     module = make(ATTENTIONS[name])

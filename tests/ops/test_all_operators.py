@@ -281,18 +281,31 @@ def subsets_of(it: Operator) -> list[tuple[bool, ...]]:
     return subsets(len(it.shapes(*it.small)))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("grad_y_wanted", [False, True])
 @EVERY
-def test_double_backward_raises(it: Operator) -> None:
-    """Through every input and the gradient of y, also where an input is frozen: backward was not given all then."""
+def test_double_backward_raises(it: Operator, grad_y_wanted: bool, dtype: torch.dtype) -> None:
+    """Through every input and the gradient of y, also where an input is frozen: backward was not given all then. And
+    for one gradient that is asked for without the others.
+
+    Each alone, with allow_unused: a derivative that autograd knows nothing of would be None, which is read as 0.
+    """
+    message = f"{it.name}: double backward is not implemented; differentiate {it.name} of memcheck.ops.reference"
     for mask in subsets_of(it):
-        inputs, grad_y = it.inputs(it.small)
-        leaves = [x.requires_grad_() for x, wanted in zip(inputs, mask, strict=True) if wanted]
+        inputs, grad_y = it.inputs(it.small, dtype)
+        wanted = [i for i, x in enumerate(mask) if x]
+        leaves = [inputs[i].requires_grad_() for i in wanted]
         y = it.function(*inputs)
-        gradients = torch.autograd.grad(y, leaves, grad_y.requires_grad_(), create_graph=True)
-        for gradient in gradients:
-            for target in (grad_y, *(leaves if all(mask) else ())):
-                with pytest.raises(NotImplementedError, match=f"{it.name}: double backward is not implemented"):
-                    torch.autograd.grad(gradient.sum(), target, retain_graph=True)
+        grad_y.requires_grad_(grad_y_wanted)
+        loss = (y * grad_y).sum()
+        constant = len(wanted) == 1 and wanted[0] in it.linear_in
+        targets = [*([grad_y] if grad_y_wanted else []), *([] if constant else leaves)]
+        together = torch.autograd.grad(loss, leaves, create_graph=True)
+        alone = [torch.autograd.grad(loss, leaf, create_graph=True)[0] for leaf in leaves]
+        for gradient in (*together, *alone):
+            for target in targets:
+                with pytest.raises(NotImplementedError, match=message):
+                    torch.autograd.grad(gradient.sum(), target, retain_graph=True, allow_unused=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -313,6 +326,71 @@ def test_a_penalty_on_a_gradient_raises(it: Operator, dtype: torch.dtype) -> Non
             # Which runs only what leads to the leaves.
             with pytest.raises(NotImplementedError, match=f"{it.name}: double backward is not implemented"):
                 torch.autograd.grad(loss, leaves, retain_graph=True)
+
+
+@EVERY
+def test_gradients_of_torch_func_raise(it: Operator) -> None:
+    inputs, grad_y = it.inputs(it.small)
+    everywhere = tuple(range(len(inputs)))
+
+    def loss(*inputs: Tensor) -> Tensor:
+        return it.function(*inputs).sum()
+
+    pairs = [torch.stack([x, x]) for x in inputs]
+    refused = [
+        lambda: torch.func.grad(loss)(*inputs),
+        lambda: torch.func.vjp(it.function, *inputs)[1](grad_y),
+        lambda: torch.func.jacrev(it.function, everywhere)(*inputs),
+        lambda: torch.func.hessian(loss)(*inputs),
+        lambda: torch.func.vmap(torch.func.grad(loss))(*pairs),
+    ]
+    for call in refused:
+        with pytest.raises(
+            NotImplementedError, match=f"{it.name}: torch.func .* use torch.autograd.grad, or {it.name} of"
+        ):
+            call()
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@EVERY
+def test_vmap(it: Operator) -> None:
+    """Forward, and torch.autograd through it."""
+    inputs, grad_y = it.inputs(it.small)
+    pairs = [torch.stack([x, -x]) for x in inputs]
+    mapped = run(torch.func.vmap(it.function), pairs, torch.stack([grad_y, grad_y]))
+    for i, x in enumerate(zip(*mapped, strict=True)):
+        assert same_bits(x, run(it.function, [pair[i] for pair in pairs], grad_y))
+
+
+@pytest.mark.isolated
+def test_context_parallel_is_refused() -> None:
+    """It gives a process the keys of its own shard, and would have to exchange them in the operator's place."""
+    from torch.distributed import destroy_process_group, init_process_group
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    small = [(it, *it.inputs(it.small)) for it in OPERATORS.values()]
+    init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        shard = torch.arange(8.0)[None]
+        with context_parallel(init_device_mesh(DEVICE, (2,)), buffers=[shard], buffer_seq_dims=[1]):
+            assert shard.shape == (1, 4)
+            for it, inputs, grad_y in small:
+                if "attention" in it.name:
+                    with pytest.raises(NotImplementedError, match=f"{it.name}: attends only within the local shard"):
+                        it.function(*inputs)
+                else:
+                    run(it.function, inputs, grad_y)  # a token at a time
+            x = torch.ones(1, 1, 1)
+            with pytest.raises(NotImplementedError, match="softplus_attention_step: attends only"):
+                memcheck.softplus_attention_step(x, x, x)
+            with pytest.raises(NotImplementedError, match="linear_attention_step: attends only"):
+                memcheck.linear_attention_step(x[None], x[None], x[None])
+        for it, inputs, grad_y in small:
+            run(it.function, inputs, grad_y)
+    finally:
+        destroy_process_group()
 
 
 # ---- torch.compile, autocast, meta

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 
 import pytest
 import torch
@@ -190,6 +191,18 @@ def test_few_heads_are_split_on_cuda() -> None:
     plan = functools.partial(_C.linear_attention_plan, S=700, T=1300, D=20, Dv=9, causal=True, dtype="float32")
     assert plan(B=1, H=2, Hkv=1, threads=1, device="cuda")["forward_scratch"] == 5 * (20 * 9 + 20) * 4
     assert plan(B=66, H=2, Hkv=1, threads=1, device="cuda")["forward_scratch"] == 0
+
+
+@pytest.mark.parametrize(("dtype", "longest"), [("float64", 4096), ("float32", 16384), ("bfloat16", 16384)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_segments_on_cuda_are_not_too_long(causal: bool, dtype: str, longest: int) -> None:
+    """Sums within a segment are plain, and err by a rounding for every 64 positions (float64: 32)."""
+    sizes = {"B": 66, "H": 2, "Hkv": 2, "S": 1, "D": 64, "Dv": 64, "threads": 1, "device": "cuda"}
+    plan = functools.partial(_C.linear_attention_plan, **sizes, causal=causal, dtype=dtype)
+    state = 66 * 2 * (64 * 64 + 64) * (8 if dtype == "float64" else 4)
+    assert plan(T=longest)["forward_scratch"] == 0
+    assert plan(T=longest + 1)["forward_scratch"] == 2 * state
+    assert plan(T=10 * longest)["forward_scratch"] == 10 * state
 
 
 def test_a_device_that_is_none() -> None:
@@ -381,6 +394,27 @@ def test_step(prompt: int, dtype: torch.dtype) -> None:
     assert_step_is_right(dtype, prompt)
 
 
+def test_a_state_drifts_by_a_rounding_a_step() -> None:
+    """As the docstring says: a sum of equal terms errs by one sign. Keys that come together err less."""
+    steps, before = 3000, 200_000
+    q = k = torch.linspace(-3, 3, 8).view(1, 1, 1, 8)
+    v = torch.linspace(0.5, 1.9, 8).view(1, 1, 1, 8)
+    phi_k = reference.features(k.double())
+    terms = [phi_k.mT @ v.double(), phi_k[:, :, 0]]
+    start = [(before * x).float() for x in terms]
+    truths = [x.double() + steps * term for x, term in zip(start, terms, strict=True)]
+    state = (start[0], start[1])
+    for _ in range(steps):
+        _, state = linear_attention_step(q, k, v, state)
+    drifts = [(x.double() - truth).abs() / truth for x, truth in zip(state, truths, strict=True)]
+    assert all((drift <= steps * 2.0**-24).all() for drift in drifts)
+    assert min(drift.max() for drift in drifts) > 100 * 2.0**-24
+    keys, values = (x.expand(1, 1, steps, 8) for x in (k, v))
+    roundings = 4 + (steps // 64 if KERNELS == "cuda" else 0)
+    for x, truth in zip(linear_attention_step(q, keys, values, (start[0], start[1]))[1], truths, strict=True):
+        assert ((x.double() - truth).abs() / truth).max() <= roundings * 2.0**-24
+
+
 @pytest.mark.parametrize("shape", [(1, 1, 1), (1, 6, 1), (2, 5, 5)])
 def test_step_of_any_group(shape: tuple[int, ...]) -> None:
     assert_step_is_right(torch.float32, prompt=5, shape=shape)
@@ -469,6 +503,44 @@ def test_extreme_features(role: str, key: float, causal: bool) -> None:
     (q, k, v), grad_y = make_inputs(*MIDDLE)
     (q if role == "q" else k)[:, ::2, ::3, ::2] = key
     assert_contract(contract(causal), [q, k, v], grad_y)
+
+
+def finite_in_plain_pytorch(inputs: list[Tensor], grad_y: Tensor, causal: bool) -> bool:
+    return all(x.isfinite().all() for x in run(contract(causal).reference, inputs, grad_y))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "value", "grad", "dtype"),
+    [
+        ((1, 1, 1, 4, 4, 2, 8), 2e12, 1.0, torch.float32),
+        ((1, 2, 1, 40, 70, 3, 2), 3e11, 1e3, torch.float32),
+        ((1, 1, 1, 4, 4, 2, 2), 1e10, 1e12, torch.float32),
+        ((1, 2, 1, 40, 70, 32, 32), 2e11, 1.0, torch.bfloat16),  # on tensor cores
+    ],
+)
+def test_gradients_are_finite_where_those_of_plain_pytorch_are(
+    shape: tuple[int, ...], value: float, grad: float, dtype: torch.dtype, causal: bool
+) -> None:
+    """phi(q).(M g) overflows, and phi(q).(M g) / den = g.y does not."""
+    inputs, grad_y = make_inputs(*shape, dtype)
+    inputs, grad_y = [value * (1 + x.abs() / 4) for x in inputs], torch.full_like(grad_y, grad)
+    assert finite_in_plain_pytorch([x.float() for x in inputs], grad_y.float(), causal)
+    assert_contract(contract(causal), inputs, grad_y)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("heads", [1, 9])
+def test_a_sum_that_overflows_is_infinite(heads: int, causal: bool) -> None:
+    """As in plain PyTorch, and not NaN, though sums keep what rounding leaves out."""
+    (q, k, v), _ = make_inputs(1, heads, heads, 1100, 1100, 3, 2)
+    v = torch.full_like(v, 3e38)
+    y = linear_attention(q, k, v, causal=causal)[:, :, 200:]
+    assert reference.linear_attention(q, k, v, causal=causal)[:, :, 200:].isposinf().all()
+    assert y.isposinf().all()
+    y, (m, _) = linear_attention_step(q[:, :, :1], k, v)
+    assert y.isposinf().all()
+    assert m.isposinf().all()
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -750,3 +822,28 @@ def test_queries_that_see_nothing() -> None:
     (q, k, v), grad_y = make_inputs(2, 4, 2, 5, 0, 3, 2)
     y, grad_q, *_ = run(contract(causal=False).function, [q, k, v], grad_y)
     assert same_bits([y, grad_q], [torch.zeros(2, 4, 5, 2), torch.zeros(2, 4, 5, 3)])
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_first_step_of_no_tensor(name: str) -> None:
+    x = torch.ones(2, 4, 1, 3)
+    letters = {"q": "(B,H,S,D)", "k": "(B,Hkv,T,D)", "v": "(B,Hkv,T,Dv)"}[name]
+    for wrong, kind, message in (
+        (None, TypeError, "a tensor, got None"),
+        ("x", TypeError, "a tensor, got 'x'"),
+        (torch.ones(2), ValueError, f"{letters}, of 4 dimensions, got [2]"),
+    ):
+        arguments = {"q": x, "k": x, "v": x, name: wrong}
+        with pytest.raises(kind, match=re.escape(f"linear_attention_step: {name} must be {message}")):
+            linear_attention_step(*arguments.values())
+
+
+@pytest.mark.parametrize("state", [(), torch.ones(2, 4, 3, 3), [torch.ones(2, 4, 3)] * 3, 1.5], ids=str)
+def test_a_state_that_is_none(state: object) -> None:
+    x = torch.ones(2, 4, 1, 3)
+    with pytest.raises(
+        TypeError, match=r"linear_attention_step: state must be a pair of tensors \(m, z\) or None, got"
+    ):
+        linear_attention_step(x, x, x, state)
+    with pytest.raises(TypeError, match=r"linear_attention_step: z must be a tensor, got 2\.0"):
+        linear_attention_step(x, x, x, (torch.ones(2, 4, 3, 3), 2.0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from ops.checks import (
     HERE,
     KERNELS,
     LAYOUTS,
+    ON_HOST,
     Bound,
     Contract,
     assert_contract,
@@ -23,6 +25,7 @@ from ops.checks import (
     generator,
     laid_out,
     run,
+    run_truth,
     same_bits,
     saved_for_backward,
     subsets,
@@ -153,6 +156,17 @@ def test_both_roads_give_the_same_bits(S: int, T: int, causal: bool, dtype: torc
         assert same_bits(alone, [x[b : b + 1] for x in whole])
 
 
+@pytest.mark.host_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+def test_both_roads_give_the_same_bits_where_blocks_take_several_chunks(causal: bool) -> None:
+    """33 blocks are cut into eight segments of two of nine chunks; 66 are not."""
+    inputs, grad_y = make_inputs(66, 2304, 2304, 1)
+    whole = run(contract(causal).function, inputs, grad_y)
+    part = run(contract(causal).function, [x[:33] for x in inputs], grad_y[:33])
+    assert same_bits(part, [x[:33] for x in whole])
+
+
 @pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
@@ -174,6 +188,7 @@ def test_every_cpu_level(level: str) -> None:
         for dtype in DTYPES:
             for shape in ((2, 63, 129, 35), (1, 257, 300, 33)):
                 assert_contract(contract(causal), *make_inputs(*shape, dtype))
+        assert_contract(contract(causal), *make_equal_terms(1, 400_000, -0.02, 0.85))
     assert_softplus_is_accurate()
     assert_step_is_right(torch.float32, prompt=300)
 
@@ -299,6 +314,24 @@ def assert_step_is_right(dtype: torch.dtype, prompt: int, eps: float = 1e-6) -> 
 @pytest.mark.parametrize("prompt", [0, 1, 63, 300, 513])
 def test_step(prompt: int, dtype: torch.dtype) -> None:
     assert_step_is_right(dtype, prompt)
+
+
+def test_a_state_drifts_by_a_rounding_a_step() -> None:
+    """As the docstring says: a sum of equal terms errs by one sign. Keys that come together do not."""
+    steps, before = 3000, 200_000
+    (q, k, v) = torch.zeros(1, 1, 8), torch.linspace(-3, 3, 8).view(1, 8, 1), torch.linspace(0.5, 1.9, 8).view(1, 8, 1)
+    weights = reference.softplus(k.double())[..., 0]
+    terms = torch.stack([weights, weights * v.double()[..., 0]])
+    start = torch.stack([weights, weights * v.double()[..., 0]]).mul(before).float()
+    truth = start.double() + steps * terms
+    state = (start[0], start[1])
+    for _ in range(steps):
+        _, state = softplus_attention_step(q, k, v, state)
+    drift = (torch.stack(state).double() - truth).abs() / truth
+    assert (drift <= steps * 2.0**-24).all()
+    assert drift.max() > 100 * 2.0**-24
+    together = softplus_attention_step(q, k.expand(1, 8, steps), v.expand(1, 8, steps), (start[0], start[1]))[1]
+    assert ((torch.stack(together).double() - truth).abs() / truth).max() <= 4 * 2.0**-24
 
 
 def test_step_with_an_eps_that_matters() -> None:
@@ -440,6 +473,64 @@ def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
         grad_y[:, :1].expand_as(q),
     )
     assert_contract(contract(causal), [q, k, v], grad_y)
+
+
+def make_equal_terms(B: int, T: int, k: float, v: float) -> tuple[list[Tensor], Tensor]:
+    """Inputs and grad_y as make_inputs, of one channel, the same at every position."""
+    q, keys, values, grad_y = (torch.tensor(x) for x in (0.3, k, v, 0.7))
+    return [q.expand(B, T, 1), keys.expand(B, 1, T), values.expand(B, 1, T)], grad_y.expand(B, T, 1)
+
+
+LONG = [
+    # B, T, k, v: the errors of a plain sum of softplus(k) are large, and of softplus(k) v too, of the other sign.
+    pytest.param(1, 1_000_000, -0.17, 1.65, id="split"),
+    pytest.param(8, 400_000, -0.02, 0.85, id="not split"),
+]
+
+
+@pytest.mark.skipif(ON_HOST, reason="takes minutes there")
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("B", "T", "k", "v"), LONG)
+def test_equal_terms_add_up_however_many(B: int, T: int, k: float, v: float, causal: bool) -> None:
+    inputs, grad_y = make_equal_terms(B, T, k, v)
+    assert_contract(contract(causal), inputs, grad_y)
+
+
+@pytest.mark.host_cuda
+@pytest.mark.slow
+@pytest.mark.parametrize("causal", [True, False])
+def test_equal_terms_add_up_on_cuda_too(causal: bool) -> None:
+    inputs, grad_y = make_equal_terms(1, 400_000, -0.02, 0.85)
+    assert_contract(contract(causal), inputs, grad_y)
+
+
+@pytest.mark.skipif(ON_HOST, reason="takes minutes there")
+def test_a_million_random_terms_are_as_accurate_as_in_plain_pytorch() -> None:
+    """Plain PyTorch sums a float32 cumsum in float64 on the CPU."""
+    inputs, grad_y = make_inputs(1, 1_000_000, 1_000_000, 1)
+    results = run(contract().function, inputs, grad_y)
+    plain = run(contract().reference, inputs, grad_y)
+    truths = run_truth(contract().reference, inputs, grad_y)
+    bounds = contract().bounds(*(x.cpu() for x in doubles([grad_y, *inputs])))
+    for ours, theirs, truth, bound in zip(results, plain, truths, bounds, strict=True):
+        error, plain_error = (((x.double().cpu() - truth).abs() / bound.values).max() for x in (ours, theirs))
+        assert error <= 4 * plain_error
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("B", [1, 8])
+def test_a_sum_that_overflows_is_infinite(B: int, causal: bool) -> None:
+    """As in plain PyTorch, and not NaN, though sums keep what rounding leaves out."""
+    (q, k, v), _ = make_inputs(B, 1500, 1500, 2)
+    v = torch.full_like(v, 3e38)
+    k = k.abs()
+    assert torch.equal(
+        softplus_attention(q, k, v, causal=causal)[:, 500:],
+        reference.softplus_attention(q, k, v, causal=causal)[:, 500:],
+    )
+    y, (_, a) = softplus_attention_step(q[:, :1], k, v)
+    assert y.isposinf().all()
+    assert a.isposinf().all()
 
 
 @pytest.mark.slow
@@ -658,3 +749,36 @@ def test_queries_that_see_nothing() -> None:
     (q, k, v), grad_y = make_inputs(2, 5, 0, 3)
     y, grad_q, *_ = run(contract(causal=False).function, [q, k, v], grad_y)
     assert same_bits([y, grad_q], [torch.zeros(2, 5, 3)] * 2)
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_a_first_step_of_no_tensor(name: str) -> None:
+    (q, k, v), _ = make_inputs(2, 1, 7, 3)
+    letters = {"q": "(B,1,R)", "k": "(B,R,n)", "v": "(B,R,n)"}[name]
+    for wrong, kind, message in (
+        (None, TypeError, "a tensor, got None"),
+        ([1.0], TypeError, "a tensor, got a list of length 1"),
+        (torch.ones(2), ValueError, f"{letters}, of 3 dimensions, got [2]"),
+    ):
+        arguments = {"q": q, "k": k, "v": v, name: wrong}
+        with pytest.raises(kind, match=re.escape(f"softplus_attention_step: {name} must be {message}")):
+            softplus_attention_step(*arguments.values())
+
+
+@pytest.mark.parametrize(
+    ("state", "got"),
+    [
+        ((), "a tuple of length 0"),
+        (torch.ones(2, 2, 3), "a tensor of shape [2, 2, 3]"),
+        ([torch.ones(2, 3)] * 3, "a list of length 3"),
+        (1.5, "1.5"),
+    ],
+    ids=str,
+)
+def test_a_state_that_is_none(state: object, got: str) -> None:
+    (q, k, v), _ = make_inputs(2, 1, 7, 3)
+    message = f"softplus_attention_step: state must be a pair of tensors (z, a) or None, got {got}"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        softplus_attention_step(q, k, v, state)
+    with pytest.raises(TypeError, match=r"softplus_attention_step: a must be a tensor, got 2\.0"):
+        softplus_attention_step(q, k, v, (torch.ones(2, 3), 2.0))

@@ -6,7 +6,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ import torch._dynamo  # which predictions load: once here, to be frozen with all
 import memcheck
 from memcheck.bench.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
 from memcheck.bench.predict import closed_bytes
-from memcheck.bench.workloads import prepare
+from memcheck.bench.workloads import Subject, prepare
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
@@ -23,8 +24,14 @@ from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
 from memcheck.predict.allocator import MIB
 from memcheck.predict.replay import Prediction, predict_memory, traced
+from memcheck.predict.scratch import Target
+from memcheck.predict.torch_versions import NEWEST_TRIED, running
+from memcheck.predict.trace import Run
 from memcheck.studies.bluewalm_module import predict_published
 from memcheck.studies.published import CS336, published_table, read_published
+from memcheck.studies.published_predictions import predict_cs336
+
+scaled_dot_product_attention = torch.nn.functional.scaled_dot_product_attention
 
 pytestmark = pytest.mark.cpu
 
@@ -223,7 +230,158 @@ def test_what_a_cpu_has_not_is_unsupported(operator: str) -> None:
     record = predict_memory(case_of(operator)).record
     assert record.status == "unsupported"
     assert "No viable backend for scaled_dot_product_attention" in (record.reason or "")
+    assert (record.exact, record.basis) == (None, None)
     assert predict_memory(case_of(operator, dim=48, dtype="float16"), "A100-40GB").record.status == "ok"
+
+
+@pytest.mark.parametrize("operator", ["compressed", "linear", "linear-causal", "softplus", "combinator", "naive"])
+def test_what_was_requested_and_in_use_is_predicted(operator: str) -> None:
+    """Limits around the peak, where the order counts in which an operator allocates what it needs."""
+    chance, exact = random.Random(operator), 0
+    for _ in range(8):
+        sizes = {
+            "bsz": chance.choice([1, 3]),
+            "query_len": chance.choice([33, 130]),
+            "dtype": chance.choice(DTYPES[:2]),
+        }
+        case = case_of(operator, **sizes, kv_len=130, dim=48, heads=2, mode=chance.choice(["train", "inference"]))
+        peaks = predict_memory(case).record
+        most = max(peaks.forward_peak_bytes, peaks.backward_peak_bytes or 0)
+        limit_bytes = chance.randrange(peaks.input_bytes + peaks.parameter_bytes, most)
+        prediction, found = predict_memory(case, limit_bytes=limit_bytes), measured(case, limit_bytes=limit_bytes)
+        names = ("status", "oom_phase", "oom_requested_bytes", "oom_in_use_bytes")
+        differences = {
+            name: (getattr(prediction.record, name), getattr(found, name))
+            for name in names
+            if getattr(prediction.record, name) != getattr(found, name)
+        }
+        assert differences == {}, (case, limit_bytes)
+        exact += prediction.exact
+    assert exact == 8
+
+
+def test_a_verdict_by_bounds_is_doubtful() -> None:
+    case = case_of("softmax")
+    bound = predict_memory(case, threads=2, limit_bytes=2**20)
+    assert bound.record.status == "ok"
+    assert bound.record.doubts == (*bound.unknown, "ok is the verdict of what is known: the run may need more")
+    assert predict_memory(case, threads=1, limit_bytes=2**20).record.doubts == ()
+    assert predict_memory(case, threads=2).record.doubts == bound.unknown  # nothing ends it
+
+
+# Operators that are not in the catalog.
+
+MODULES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
+    "Linear": (lambda: torch.nn.Linear(24, 16), (4, 10, 24)),
+    "SiLU": (torch.nn.SiLU, (4, 10, 24)),
+    "Softmax": (lambda: torch.nn.Softmax(-1), (4, 10, 24)),
+    "LogSoftmax": (lambda: torch.nn.LogSoftmax(1), (4, 10, 24)),
+    "RMSNorm": (lambda: torch.nn.RMSNorm(24), (4, 10, 24)),
+    "Dropout": (torch.nn.Dropout, (4, 10, 24)),
+    "CircularPad2d": (lambda: torch.nn.CircularPad2d(1), (2, 3, 8, 8)),
+    "RNNCell": (lambda: torch.nn.RNNCell(24, 16), (4, 24)),
+    "LayerNorm": (lambda: torch.nn.LayerNorm(24), (4, 10, 24)),
+    "GroupNorm": (lambda: torch.nn.GroupNorm(2, 8), (2, 8, 12)),
+    "BatchNorm1d": (lambda: torch.nn.BatchNorm1d(8), (2, 8, 12)),
+    "Conv1d": (lambda: torch.nn.Conv1d(8, 6, 3), (2, 8, 12)),
+    "Conv2d": (lambda: torch.nn.Conv2d(8, 6, 3), (2, 8, 12, 12)),
+    "Conv3d": (lambda: torch.nn.Conv3d(4, 6, 3), (2, 4, 6, 6, 6)),
+    "ConvTranspose2d": (lambda: torch.nn.ConvTranspose2d(8, 6, 3), (2, 8, 12, 12)),
+    "MaxPool2d": (lambda: torch.nn.MaxPool2d(2), (2, 8, 12, 12)),
+    "LSTM": (lambda: torch.nn.LSTM(24, 16), (10, 4, 24)),
+    "GRU": (lambda: torch.nn.GRU(24, 16), (10, 4, 24)),
+    "RNN": (lambda: torch.nn.RNN(24, 16), (10, 4, 24)),
+    "GELU": (torch.nn.GELU, (4, 10, 24)),
+    "Mish": (torch.nn.Mish, (4, 10, 24)),
+    "PixelShuffle": (lambda: torch.nn.PixelShuffle(2), (2, 8, 6, 6)),
+    "Upsample": (lambda: torch.nn.Upsample(scale_factor=2), (2, 8, 6, 6)),
+    "TransformerEncoderLayer": (lambda: torch.nn.TransformerEncoderLayer(24, 4, 48, 0.0), (10, 4, 24)),
+}
+EXACT = {"Linear", "SiLU", "Softmax", "LogSoftmax", "RMSNorm", "Dropout", "CircularPad2d", "RNNCell"}
+FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "three gradients": lambda x: torch.addcmul(x, x, x),
+    "numbers": lambda x: sum(x * index for index in range(1, 4)),
+    "max": lambda x: x.max(-1).values,
+    "mean": lambda x: x.mean(-1),
+    "a tensor of one's own": lambda x: x * torch.tensor([2.0], device=x.device),
+    "tril": lambda x: (x * 2).tril(),
+    "attention with dropout": lambda x: scaled_dot_product_attention(*[x[None]] * 3, dropout_p=0.1),
+    "attention with fewer heads": lambda x: scaled_dot_product_attention(
+        x[None], x[None, :1], x[None, :1], enable_gqa=True
+    ),
+    "self-attention": lambda x: torch.nn.functional.multi_head_attention_forward(
+        *[x] * 3, 24, 4, x.new_ones(72, 24), None, None, None, False, 0.0, x.new_ones(24, 24), None
+    )[0],
+    "gather": lambda x: x.gather(2, torch.zeros(4, 10, 7, dtype=torch.int64, device=x.device)),
+    "cumprod": lambda x: x.cumprod(1),
+    "binary cross entropy": lambda x: torch.nn.functional.binary_cross_entropy(x.sigmoid(), x.detach().sigmoid()),
+    "mse_loss": lambda x: torch.nn.functional.mse_loss(x, x.detach()),
+    "index": lambda x: x[torch.zeros(3, dtype=torch.int64, device=x.device)],
+    "sort": lambda x: x.sort(-1).values,
+    "variance": lambda x: x.var(-1),
+    "logsumexp": lambda x: x.logsumexp(-1),
+}
+EXACT_FUNCTIONS = {"three gradients", "numbers", "max", "mean", "a tensor of one's own", "attention with dropout"}
+
+
+def registered(name: str, build: Callable[[Case], Callable[..., object]], shape: tuple[int, ...]) -> Case:
+    """A case of a contender of that name, on one tensor."""
+
+    def inputs(case: Case) -> tuple[torch.Tensor, ...]:
+        return (torch.zeros(shape, device=case.device).requires_grad_(case.mode == "train"),)
+
+    contender = memcheck.bench.catalog.register(name, build, inputs=inputs, has_heads=False)
+    CONTENDERS[name] = dataclasses.replace(contender, build=build)
+    return Case(name, bsz=1, query_len=1, kv_len=1, dim=1)
+
+
+def check_unlisted(name: str, build: Callable[[Case], Callable[..., object]], shape: tuple[int, ...]) -> bool:
+    """Whether the prediction is exact, which it then is, in training and in inference."""
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which takes a number of 8 bytes
+    case = registered(f"tried-{name.replace(' ', '-').replace(chr(39), '')}", build, shape)
+    try:
+        exact = []
+        for mode in ("train", "inference"):
+            prediction = predict_memory(dataclasses.replace(case, mode=mode))
+            differences = disagreements(prediction, measured(dataclasses.replace(case, mode=mode)))
+            assert differences == {}, prediction.unknown
+            assert prediction.exact == (not prediction.unknown)
+            exact.append(prediction.exact)
+        return all(exact)
+    finally:
+        del CONTENDERS[case.operator]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_module_is_predicted_exactly_or_what_it_runs_is_named(name: str) -> None:
+    make, shape = MODULES[name]
+    assert check_unlisted(name, lambda case: make().to(case.device), shape) == (name in EXACT)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_function_is_predicted_exactly_or_what_it_runs_is_named(name: str) -> None:
+    assert check_unlisted(name, lambda case: FUNCTIONS[name], (4, 10, 24)) == (name in EXACT_FUNCTIONS)
+
+
+OLD_GPU = "memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got 7.5"
+
+
+@pytest.mark.parametrize("mode", ["inference", "train", "decode"])
+@pytest.mark.parametrize("operator", ["softplus", "linear", "linear-causal", "compressed"])
+def test_our_kernels_need_a_gpu_that_is_new_enough(operator: str, mode: str) -> None:
+    case = case_of(operator, mode=mode, **({"query_len": 1} if mode == "decode" else {}))
+    record = predict_memory(case, "T4").record
+    assert (record.status, record.reason) == ("unsupported", OLD_GPU)
+    assert record.forward_peak_bytes is None
+    assert predict_memory(case, "A10").record.status == "ok"
+
+
+def test_the_combinator_needs_a_gpu_that_is_new_enough() -> None:
+    assert predict_memory(case_of("combinator"), "T4").record.reason == OLD_GPU
+
+
+def test_what_torch_runs_on_an_old_gpu_is_predicted() -> None:
+    assert predict_memory(case_of("naive"), "T4").record.status == "ok"
 
 
 # Published figures of GPUs.
@@ -245,6 +403,7 @@ def test_published_rows_are_predicted_to_the_mib(operator: str) -> None:
         # Where not even the inputs fit, that program was in its forward.
         phase = f"oom_{record.oom_phase or 'forward'}"
         assert ("ok" if record.status == "ok" else phase) == row["status"], row
+        assert record.basis == "verified"
         for name in ("forward", "backward"):
             predicted = in_whole_mib(getattr(record, f"{name}_max_allocated_bytes"))
             assert predicted == in_whole_mib(row[f"{name}_bytes"]), row
@@ -274,8 +433,7 @@ def test_cs336_is_predicted_as_published() -> None:
         if row["compiled"] == "True" or row["status"] != "ok":
             continue
         length, dim = int(row["seq_len"]), int(row["d_model"])
-        sizes = {"bsz": 8, "query_len": length, "kv_len": length, "dim": dim, "heads": 1}
-        prediction = predict_memory(case_of("cs336/naive", **sizes, causal=False), "A100-80GB")
+        prediction = predict_cs336(length, dim)
         saved = prediction.record.saved_bytes / MIB
         assert saved == pytest.approx(float(row["saved_activations_mib"]), rel=1e-5)
         forward, backward = (
@@ -300,26 +458,94 @@ half = functools.partial(case_of, dim=64, heads=1, dtype="float16", query_len=64
         ((7, 5), (2, 13), 8_519_680),
         ((8, 0), (2, 7), 8_519_680),
         ((9, 0), (2, 7), 33_554_432),
-        ((10, 0), (2, 7), 8_519_680),
-        ((10, 0), (2, 13), 33_554_432),
+        ((10, 0), (2, 11), 8_519_680),
+        ((10, 0), (2, 12), 33_554_432),
+        ((11, 0), (2, 13), 8_519_680),
+        ((11, 0), (2, 14), 33_554_432),
+        ((12, 0), (2, 15), 33_554_432),
     ],
 )
 def test_cublas_workspaces(architecture: tuple[int, int], torch_version: tuple[int, int], size: int) -> None:
     device = dataclasses.replace(GPU, architecture=architecture)
     record = predict_memory(case_of("naive"), device, torch_version=torch_version).record
     assert record.library_workspace_bytes == size
-    assert predict_memory(case_of("softplus"), device).record.library_workspace_bytes == 0
+    assert predict_memory(case_of("softplus"), GPU).record.library_workspace_bytes == 0
 
 
 def test_a_workspace_is_in_each_phase_and_in_no_other_column() -> None:
-    kept = predict_memory(case_of("naive"), GPU, drops_workspaces=False)
-    dropped = predict_memory(case_of("naive"), GPU)
+    kept = predict_memory(case_of("naive"), GPU, torch_version=(2, 14), drops_workspaces=False)
+    dropped = predict_memory(case_of("naive"), GPU, torch_version=(2, 14))
     assert {name for name in kept.terms["backward_peak_bytes"] if "cuBLAS" in name} == {
         "cuBLAS workspace",
         "cuBLAS workspace 2",
     }
     assert {name for name in dropped.terms["backward_peak_bytes"] if "cuBLAS" in name} == {"cuBLAS workspace"}
     assert kept.record.saved_bytes == dropped.record.saved_bytes
+
+
+def test_a_workspace_of_a_call_is_in_its_own_moment_alone() -> None:
+    """From torch 2.15 on: no two at once, and none where the fullest moment is in another operator."""
+    kept, of_calls = (
+        predict_memory(case_of("naive"), GPU, torch_version=version, drops_workspaces=False)
+        for version in ((2, 14), (2, 15))
+    )
+    for phase, workspaces in (("forward", 1), ("backward", 2)):
+        before, now = (it.terms[f"{phase}_peak_bytes"] for it in (kept, of_calls))
+        assert sum("cuBLAS workspace" in name for name in before) == workspaces
+        assert sum("cuBLAS workspace" in name for name in now) == 1
+    assert of_calls.record.saved_bytes == kept.record.saved_bytes
+
+
+# Attention of three dimensions, as memcheck-pyt/softmax has it, is torch's math backend up to 2.13, and fused after.
+
+
+@pytest.mark.parametrize("torch_version", [(2, 11), (2, 13), (2, 14), (2, 15)])
+def test_attention_of_three_dimensions(torch_version: tuple[int, int]) -> None:
+    case = case_of("memcheck-pyt/softmax", query_len=64, kv_len=64)
+    fused = torch_version >= (2, 14)
+    on_cpu = predict_memory(case, torch_version=torch_version)
+    assert on_cpu.record.backend == ("flash (cpu)" if fused else "math")
+    assert predict_memory(case, GPU, torch_version=torch_version).record.backend == ("efficient" if fused else "math")
+    scores = 2 * 64 * 64 * 4
+    assert (scores in on_cpu.terms["saved_bytes"].values()) != fused
+    assert on_cpu.record.torch_version is not None
+    assert on_cpu.record.torch_version.startswith(".".join(map(str, torch_version)))
+
+
+@pytest.mark.parametrize("mask_shape", [(9,), (9, 9), (2, 9, 9)])
+@pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32])
+def test_attention_of_three_dimensions_with_a_mask(mask_shape: tuple[int, ...], mask_dtype: torch.dtype) -> None:
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    def inputs(device: str) -> list[torch.Tensor]:
+        tensors = [torch.ones(2, 9, 12, device=device, requires_grad=True) for _ in range(3)]
+        return [*tensors, torch.ones(mask_shape, device=device).to(mask_dtype)]
+
+    subject = Subject(case_of("naive"), attention, tuple(inputs("meta")), ((), ()), ("q", "k", "v", "mask"))
+    trace = Run(Target("cpu", torch.get_num_threads(), torch_version=running())).trace(subject)
+    found = measure_memory(attention, *inputs("cpu"))
+    assert sum(piece.bytes for piece in trace.saved) == found.saved_bytes
+    first, last = trace.phases["forward"]
+    peak = max(sum(piece.bytes for piece in trace.tape.alive(event)) for event in range(first, last + 1))
+    assert peak == found.forward_peak_bytes
+
+
+def test_a_torch_that_was_not_tried_leaves_every_figure_open() -> None:
+    newer = (NEWEST_TRIED[0], NEWEST_TRIED[1] + 1)
+    prediction = predict_memory(case_of("naive"), torch_version=newer)
+    assert not prediction.exact
+    assert not prediction.record.exact
+    (words,) = prediction.record.doubts
+    assert words == "what torch 2.16 changed: the newest that predictions were compared with is 2.15"
+    assert prediction.known_terms.keys() == {"input_bytes", "parameter_bytes"}
+
+
+@pytest.mark.isolated
+def test_a_running_torch_that_was_not_tried_leaves_every_figure_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.16.0")
+    for version in (None, (2, 13)):
+        assert not predict_memory(case_of("naive"), torch_version=version).exact
 
 
 def test_a_gpu_of_which_the_size_alone_is_known() -> None:
@@ -357,7 +583,7 @@ def test_the_attention_that_a_gpu_takes(fields: dict, architecture: tuple[int, i
 def test_flash_attention_on_a_gpu_keeps_no_scores() -> None:
     prediction = predict_memory(half("softmax", bsz=8, query_len=4096, kv_len=4096, heads=2, dim=128), GPU)
     U = 8 * 4096 * 128 * 2
-    assert prediction.exact
+    assert (prediction.basis, prediction.exact, prediction.unknown) == ("derived", False, ())
     assert prediction.record.saved_bytes == 8 * 2 * 4096 * 4 + 16 + 8
     terms = prediction.terms["backward_peak_bytes"]
     assert (terms["dq in float32"], terms["y, laid out"]) == (2 * U, U)
@@ -375,9 +601,11 @@ def test_allocated_counts_blocks_and_reserved_segments() -> None:
 
 def test_a_limit_on_a_gpu_is_of_segments() -> None:
     case = case_of("naive", bsz=4, query_len=512, kv_len=512, dim=64, heads=2)
-    needed = predict_memory(case, GPU).record
+    # Of a torch whose cuBLAS workspaces stay, so that the backward takes more segments than the forward.
+    predicted = functools.partial(predict_memory, case, GPU, torch_version=(2, 14))
+    needed = predicted().record
     limits = range(needed.input_bytes + 2**20, 2 * needed.reserved_bytes, 2**20)
-    found = [predict_memory(case, GPU, limit_bytes=limit_bytes).record for limit_bytes in limits]
+    found = [predicted(limit_bytes=limit_bytes).record for limit_bytes in limits]
     verdicts = [record.oom_phase or record.status for record in found]
     assert list(dict.fromkeys(verdicts)) == ["forward", "backward", "ok"]
     short = found[verdicts.index("backward")]

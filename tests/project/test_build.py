@@ -80,6 +80,53 @@ def test_a_wrong_cpu_level_fails_the_import(value: str) -> None:
     assert f"MEMCHECK_CPU must be default, avx2 or avx512, got '{value}'" in said
 
 
+def setup_for_cuda(tmp_path: Path, torch_has: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """setup.py under a torch that says it is a CUDA build, beside something that says it is nvcc."""
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 13.0, V13.0.88'\n")
+    nvcc.chmod(0o755)
+    code = (
+        f"import runpy, sys, types, torch; torch.version.cuda = '13.0'; {torch_has}\n"
+        "sys.argv = ['setup.py', '--name']; runpy.run_path('setup.py')"
+    )
+    return run_python("-c", code, CUDA_HOME=str(tmp_path), MEMCHECK_CUDA="1", **environment)
+
+
+@pytest.mark.parametrize(
+    ("listed", "old"), [("7.5", "7.5"), ("6.1 7.5+PTX;8.0;9.0a", "6.1, 7.5+PTX"), ("Turing;Ampere", "Turing")]
+)
+def test_building_for_old_gpus_is_refused_in_a_line(listed: str, old: str, tmp_path: Path) -> None:
+    ended = setup_for_cuda(tmp_path, TORCH_CUDA_ARCH_LIST=listed)
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "memcheck's CUDA kernels need GPUs of compute capability 8.0 or later, "
+        f"but TORCH_CUDA_ARCH_LIST='{listed}' asks for {old}; "
+        "MEMCHECK_CUDA=0 builds without them, TORCH_CUDA_ARCH_LIST=8.0 for other GPUs\n"
+    )
+
+
+def test_building_for_newer_gpus_goes_on(tmp_path: Path) -> None:
+    home = f"import torch.utils.cpp_extension; torch.utils.cpp_extension.CUDA_HOME = {str(tmp_path)!r}"
+    ended = setup_for_cuda(tmp_path, home, TORCH_CUDA_ARCH_LIST="8.0;8.6 9.0a 10.0f Ampere Hopper 12.0+PTX")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_building_beside_an_old_gpu_is_refused_in_a_line(tmp_path: Path) -> None:
+    gpus = (
+        "torch.cuda.is_available = lambda: True; torch.cuda.device_count = lambda: 2; "
+        "torch.cuda.get_device_properties = lambda i: types.SimpleNamespace(name=['Tesla T4', 'NVIDIA A10'][i], "
+        "major=[7, 8][i], minor=[5, 6][i])"
+    )
+    ended = setup_for_cuda(tmp_path, gpus, TORCH_CUDA_ARCH_LIST="")
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "memcheck's CUDA kernels need GPUs of compute capability 8.0 or later, "
+        "but of this machine's GPUs Tesla T4 has 7.5; "
+        "MEMCHECK_CUDA=0 builds without them, TORCH_CUDA_ARCH_LIST=8.0 for other GPUs\n"
+    )
+
+
 def test_memcheck_cuda_is_checked() -> None:
     ended = run_python("setup.py", "--name", MEMCHECK_CUDA="yes")
     assert ended.returncode == 1
@@ -92,6 +139,22 @@ def test_asking_for_cuda_kernels_without_nvcc_fails(tmp_path: Path) -> None:
     assert "MEMCHECK_CUDA=1 asks for CUDA kernels, which need" in ended.stderr
     assert f"nvcc (CUDA_HOME is {tmp_path})" in ended.stderr
     assert ("a CUDA build of torch" in ended.stderr) == (torch.version.cuda is None)
+
+
+def test_an_nvcc_of_another_cuda_is_named(tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text("#!/bin/sh\necho 'Cuda compilation tools, release 11.8, V11.8.89'\n")
+    nvcc.chmod(0o755)
+    code = "import runpy, sys, torch; torch.version.cuda = '13.2'; sys.argv = ['setup.py', '--name']; "
+    code += "runpy.run_path('setup.py', run_name='__main__')"
+    said = f"nvcc 13, as this torch has ({nvcc} is 11.8.89)"
+    asked = run_python("-c", code, MEMCHECK_CUDA="1", CUDA_HOME=str(tmp_path))
+    assert asked.returncode == 1
+    assert asked.stderr.rstrip().endswith(f"\nMEMCHECK_CUDA=1 asks for CUDA kernels, which need {said}")
+    left_to_it = run_python("-c", code, MEMCHECK_CUDA="auto", CUDA_HOME=str(tmp_path))
+    assert left_to_it.returncode == 0, left_to_it.stderr
+    assert f"CUDA kernels: needs {said}" in left_to_it.stdout
 
 
 def test_a_missing_compiler_is_named() -> None:
@@ -148,3 +211,26 @@ def test_only_what_changed_is_compiled_again(build: list[str], tmp_path: Path) -
     assert compiled() == {"two"}
     (csrc / "one.h").touch()
     assert compiled() == {"one"}
+
+
+def test_make_builds_again_what_another_environment_has_built_since(tmp_path: Path, require_tool) -> None:
+    """Environments whose pip notes its own torch, as a build does, and that it was called."""
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("memcheck", "csrc"):
+        (tmp_path / name).mkdir()
+    for name in ("pyproject.toml", "setup.py", "calls"):
+        (tmp_path / name).touch()
+    for torch_version in ("2.13.0", "2.15.0"):
+        pip = tmp_path / torch_version / "bin" / "pip"
+        pip.parent.mkdir(parents=True)
+        pip.write_text(f"#!/bin/sh\necho \"TORCH_VERSION = '{torch_version}'\" > memcheck/_build.py; echo >> calls\n")
+        pip.chmod(0o755)
+        (tmp_path / torch_version / ".torch-installed").touch()
+
+    def calls_for(torch_version: str) -> int:
+        command = [require_tool("make"), f"VENV={torch_version}", f"{torch_version}/.memcheck-built"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True)
+        assert torch_version in (tmp_path / "memcheck" / "_build.py").read_text()
+        return len((tmp_path / "calls").read_text())
+
+    assert [calls_for(name) for name in ("2.13.0", "2.13.0", "2.15.0", "2.15.0", "2.13.0")] == [1, 1, 2, 2, 3]

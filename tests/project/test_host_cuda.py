@@ -103,6 +103,38 @@ def test_a_broken_rule_is_named(plain: Run, name: str, words: list[str]) -> None
         assert word in run.stderr
 
 
+def test_a_launch_beyond_the_shared_memory_of_the_gpu_is_refused(plain: Run) -> None:
+    """As CUDA refuses it; and of the error nothing is left that torch's next check would find."""
+    allowed = 99 * 1024
+    fits = plain("all that is allowed")
+    assert values(fits) == NEIGHBOURS
+    assert fits.stderr == "left behind: 0\n"
+    refused = plain("too much asked for")
+    assert values(refused) == [0] * 64
+    assert refused.stderr == (
+        "too much asked for: CUDA could not launch the kernel: invalid argument; grid (1,1,1), block (64,1,1), "
+        f"{allowed + 1} bytes of shared memory for a block, of which this GPU gives {allowed} at most\n"
+        "left behind: 0\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("an old GPU", "memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got 7.5"),
+        (
+            "too many threads",
+            "CUDA could not launch the kernel: invalid configuration argument; grid (2,3,1), block (2048",
+        ),
+    ],
+)
+def test_a_refused_launch_is_one_line(plain: Run, name: str, words: str) -> None:
+    run = plain(name)
+    assert run.returncode == 1
+    assert run.stderr.startswith(f"{name}: {words}")
+    assert run.stderr.count("\n") == 1
+
+
 @pytest.mark.slow
 def test_sanitizers_see_what_the_host_forgives(sanitized: Run) -> None:
     assert values(sanitized("neighbour")) == NEIGHBOURS

@@ -15,10 +15,11 @@ from memcheck.bench.models.formulas import held_formulas, kept_formulas
 from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.bench.workloads import Subject
 from memcheck.core.devices import Device, device_named
+from memcheck.core.errors import UnsupportedError
 from memcheck.core.model_record import FIGURES, Activations, ModelRecord, by_layer
 from memcheck.core.record import PHASES
 from memcheck.measure.modules import kept_by_component
-from memcheck.predict.replay import Prediction, Replay, blank, target_for
+from memcheck.predict.replay import Prediction, Replay, basis_of, blank, target_for
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace import OnTarget, Run, Tape, Trace, Tracer
 
@@ -50,7 +51,11 @@ def predict_model(
     except torch.OutOfMemoryError as error:
         record.status, record.reason = "oom", f"predicted: {error} does not fit"
         return Prediction(case, device, record, {}, False, ())
-    prediction = Replay(model.trace, case, device, record, limit_bytes).prediction()
+    except UnsupportedError as error:
+        record.status, record.reason, record.basis = "unsupported", str(error), None
+        return Prediction(case, device, record, {}, False, ())
+    basis = basis_of(model.trace, case.dtype, device, target)
+    prediction = Replay(model.trace, case, device, record, limit_bytes, basis=basis).prediction()
     for name, size in model.held.items():
         setattr(record, name, size)
     record.theory = {field: by_kind(terms) for field, terms in prediction.terms.items()}
@@ -155,12 +160,13 @@ def compiled_prediction(prediction: Prediction) -> Prediction:
             setattr(record, name, None)
     record.status, record.reason, record.exact = "skipped", f"not predicted: {why}", False
     record.activations, record.theory, record.bounds, record.doubts = None, None, (), (why,)
+    record.basis = None
     return dataclasses.replace(prediction, terms={}, exact=False, unknown=(why,), bounds=frozenset())
 
 
 def predicted_figures(prediction: Prediction) -> dict[str, Any]:
     """What a measured record has beside it."""
     record: Any = prediction.record
-    names = ("status", "reason", "oom_phase", "parameters", *FIGURES, "activations", "exact")
+    names = ("status", "reason", "oom_phase", "parameters", *FIGURES, "activations", "exact", "basis")
     unknown = {"unknown": prediction.unknown, "bounds": list(record.bounds)}
     return {**{name: getattr(record, name) for name in names}, **unknown}

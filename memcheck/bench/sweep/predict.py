@@ -24,7 +24,7 @@ from memcheck.predict.replay import predict_memory
 
 def predicted_record(case: Case, device: Device, limit_bytes: int | None = None) -> Record:
     """What predict_memory says, and always a record: of a case that cannot be, and of a predictor that fails, too."""
-    facts: dict[str, Any] = {"source": "predicted", "device": device.kind, "device_name": device.name}
+    facts: dict[str, Any] = {"source": "predicted", "device": device.kind, "device_name": device.name, "basis": None}
     if (reason := refusal(case)) is not None:
         return dataclasses.replace(blank(case), **facts, status="skipped", reason=reason)
     try:

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from memcheck import _build
-from memcheck.core.version import __version__
 from memcheck._extension import _C
+from memcheck.core.version import __version__
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE")
 

@@ -78,11 +78,20 @@ def scale_of(q: Tensor, scale: float | None) -> float:
     return float(max(q.shape[3], 1) ** -0.5) if scale is None else scale
 
 
+def absent_blocks(kc: Tensor) -> Tensor:
+    """(B,H,C): which blocks have keys of -inf throughout, and so a score of -inf for every query."""
+    return (kc == -torch.inf).all(3) if kc.shape[3] else torch.zeros(kc.shape[:3], dtype=torch.bool, device=kc.device)
+
+
 def weights_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None = None) -> Tensor:
-    """(B,H,S,C): softmax of the scores, 0 where hidden; of hidden ones alone there is no softmax, nor a gradient."""
-    scores = q @ kc.mT * scale_of(q, scale)
-    nothing = hidden.all(1, keepdim=True)
-    return torch.softmax(scores.masked_fill(hidden & ~nothing, -torch.inf), 3).masked_fill(hidden, 0)
+    """(B,H,S,C): softmax of the scores, 0 where hidden; of scores of -inf alone there is no softmax, nor a gradient."""
+    absent = absent_blocks(kc)
+    scores = q @ kc.masked_fill(absent[..., None], 0).mT * scale_of(q, scale)
+    scores = scores.masked_fill_(hidden, -torch.inf).masked_fill_(absent[:, :, None], -torch.inf)
+    if not scores.shape[3]:
+        return scores
+    nothing = scores.detach().amax(3, keepdim=True) == -torch.inf
+    return torch.softmax(scores.masked_fill_(nothing, 0), 3).masked_fill(nothing, 0)
 
 
 # float32's smallest normal number. The error of a smaller one is in proportion to this, so bounds have none smaller.
@@ -141,6 +150,7 @@ def _bounds(
     size_k, size_v (B,Hkv,C,D): the means of |k| and |v|; hidden (S,C).
     """
     Hkv = kc.shape[1]
+    size_k = size_k.masked_fill(absent_blocks(kc)[..., None], 0)
     weights = weights_of(q, over_heads(kc, q), hidden, scale)  # (B,H,S,C)
     size_k, size_v, size_q, g = over_heads(size_k, q), over_heads(size_v, q), q.abs(), grad_y.abs()
     factor_of_scores = abs(scale_of(q, scale))

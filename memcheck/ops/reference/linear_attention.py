@@ -10,7 +10,9 @@ def features(x: Tensor, feature_map: str = "elu+1") -> Tensor:
     """phi(x): x + 1 for x > 0, else exp(x), never elu(x) + 1, which cancels; or x itself."""
     if feature_map == "identity":
         return x
-    return torch.where(x > 0, x + 1, x.clamp(max=0).exp())
+    # Not clamp, whose gradient at 0 is 1 up to torch 2.13 and 0 from 2.14 on.
+    positive = x > 0
+    return torch.where(positive, x + 1, x.masked_fill(positive, 0).exp())
 
 
 def linear_attention(

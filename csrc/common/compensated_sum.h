@@ -1,0 +1,19 @@
+#pragma once
+
+#include "common/macros.h"
+
+namespace memcheck {
+
+// sum += x, where rest is what rounding has left out of the sum so far (Kahan): however many x there are, the error is
+// that of a few. T is a number or a vector of them. The rest of a sum that overflows is dropped, so that the sum stays
+// infinite, as a plain sum does, instead of becoming NaN.
+template <typename T>
+MEMCHECK_INLINE void add_to_sum(const T& x, T& sum, T& rest) {
+  const T with_rest = x + rest;
+  const T next = sum + with_rest;
+  const T lost = with_rest - (next - sum);
+  rest = lost - lost == T{} ? lost : T{};
+  sum = next;
+}
+
+}  // namespace memcheck

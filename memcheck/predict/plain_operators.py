@@ -1,0 +1,214 @@
+"""Operators that take nothing beside their outputs: which they are, and how that is known.
+
+Of an operator that has neither a rule (memcheck.predict.scratch) nor a place here it is not known what it takes, nor
+whether its results are as large as on meta tensors. Views are known by their schema and need no place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+# Operands of any dtype and layout.
+MAKERS = frozenset(
+    [
+        "_local_scalar_dense",
+        "_to_copy",
+        "_unsafe_view",
+        "arange",
+        "bernoulli_",
+        "cat",
+        "clone",
+        "constant_pad_nd",
+        "copy_",
+        "empty",
+        "empty_like",
+        "empty_strided",
+        "fill_",
+        "flip",
+        "full",
+        "full_like",
+        "new_empty",
+        "new_empty_strided",
+        "new_full",
+        "new_ones",
+        "new_zeros",
+        "ones",
+        "ones_like",
+        "promote_types",
+        "rand_like",
+        "scalar_tensor",
+        "select_backward",
+        "slice_backward",
+        "stack",
+        "zero_",
+        "zeros",
+        "zeros_like",
+    ]
+)
+# Operands of one dtype, that of the result: else the CPU copies them to a common one. Masks and indices aside.
+OF_ONE_DTYPE = frozenset(
+    [
+        "abs",
+        "addcdiv",
+        "addcdiv_",
+        "addcmul",
+        "addcmul_",
+        "amax",
+        "amin",
+        "clamp",
+        "clamp_min",
+        "cos",
+        "cumsum",
+        "elu",
+        "elu_backward",
+        "erf",
+        "exp",
+        "hardsigmoid",
+        "hardsigmoid_backward",
+        "hardswish",
+        "hardswish_backward",
+        "hardtanh",
+        "hardtanh_backward",
+        "leaky_relu",
+        "leaky_relu_backward",
+        "lerp",
+        "lerp_",
+        "log",
+        "masked_fill",
+        "masked_fill_",
+        "maximum",
+        "minimum",
+        "neg",
+        "pow",
+        "reciprocal",
+        "relu",
+        "relu_",
+        "rsqrt",
+        "sgn",
+        "sigmoid",
+        "sigmoid_backward",
+        "silu",
+        "silu_backward",
+        "sin",
+        "softplus",
+        "softplus_backward",
+        "sqrt",
+        "sqrt_",
+        "sum",
+        "tanh",
+        "tanh_backward",
+        "threshold",
+        "threshold_backward",
+        "where",
+    ]
+)
+# Floating-point operands that are contiguous: else they are copied.
+OF_CONTIGUOUS = frozenset(["embedding", "embedding_dense_backward", "nll_loss_backward", "nll_loss_forward"])
+# What tests/test_plain_operators.py shows of the CPU, each operator alone, by what is allocated while it runs.
+SHOWN_ON_CPU = MAKERS | OF_ONE_DTYPE | OF_CONTIGUOUS
+
+# All operators of the published rows of naive and softmax attention, views and those with a rule included: of an A100,
+# in float32. tests/test_prediction.py predicts every figure of these rows.
+SHOWN_ON_A100 = frozenset(
+    [
+        "_safe_softmax",
+        "_softmax",
+        "_softmax_backward_data",
+        "_unsafe_view",
+        "add",
+        "add_",
+        "bmm",
+        "clone",
+        "copy_",
+        "detach",
+        "div",
+        "expand",
+        "full",
+        "mm",
+        "mul",
+        "new_empty_strided",
+        "ones",
+        "scalar_tensor",
+        "t",
+        "transpose",
+        "tril",
+        "triu",
+        "view",
+        "where",
+    ]
+)
+# Read in the sources of CUDA's kernels, and compared with nothing.
+READ_OF_CUDA = (
+    MAKERS
+    | OF_ONE_DTYPE
+    | frozenset(
+        [
+            "_foreach_add_",
+            "_foreach_addcdiv_",
+            "_foreach_addcmul_",
+            "_foreach_div_",
+            "_foreach_lerp_",
+            "_foreach_mul_",
+            "_foreach_sqrt",
+            "_log_softmax",
+            "_log_softmax_backward_data",
+            "_softmax",
+            "add",
+            "add_",
+            "div",
+            "div_",
+            "embedding",
+            "eq",
+            "ge",
+            "gt",
+            "le",
+            "lt",
+            "mul",
+            "mul_",
+            "ne",
+            "nll_loss_backward",
+            "nll_loss_forward",
+            "rsub",
+            "scatter",
+            "sub",
+            "sub_",
+            "tril",
+            "triu",
+        ]
+    )
+)
+
+
+def takes_nothing(name: str, kind: str, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    """Whether the operator, an "aten::exp", is known to take nothing on the "cpu" or on "cuda".
+
+    tensors: its operands.
+    """
+    namespace, _, name = name.partition("::")
+    if namespace != "aten":
+        return name in PROFILER and namespace == "profiler"
+    if kind == "cuda":
+        return name in SHOWN_ON_A100 or name in READ_OF_CUDA
+    if name == "sum" and any(x.element_size() < 4 and is_partly_expanded(x) for x in tensors):
+        return False
+    if name in OF_ONE_DTYPE:
+        return has_one_dtype(tensors, outputs)
+    if name in OF_CONTIGUOUS:
+        return all(x.is_contiguous() for x in tensors if x.is_floating_point())
+    return name in MAKERS
+
+
+PROFILER = ("_record_function_enter_new", "_record_function_exit")
+
+
+def is_partly_expanded(x: Tensor) -> bool:
+    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
+    return 0 in strides and any(strides)
+
+
+def has_one_dtype(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+    dtypes = {x.dtype for x in tensors}
+    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
+    return len(floating) <= 1 and all(y.dtype in (floating or dtypes) for y in outputs)

@@ -1,0 +1,91 @@
+"""What predictions depend on torch's version for: each change, the release that brought it, and where it was read.
+
+A prediction is of one torch, and made by another that may be older or newer. Both are asked here; versions are compared
+nowhere else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+Version = tuple[int, int]
+
+# The newest release that the tests have run with. What a later one changes is not known.
+NEWEST_TRIED = (2, 15)
+
+
+@dataclass(frozen=True)
+class Change:
+    """since: the first release that has it."""
+
+    since: Version
+    what: str
+    read_in: str
+
+    def is_in(self, version: Version) -> bool:
+        return version >= self.since
+
+
+CUDNN_FIRST = Change(
+    (2, 9),
+    "On Hopper and Blackwell scaled_dot_product_attention prefers cuDNN.",
+    "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp",
+)
+FUSED_RMS_NORM = Change(
+    (2, 9),
+    "On CUDA rms_norm is one kernel, which keeps its input and a number for each row.",
+    "aten/src/ATen/native/cuda/layer_norm_kernel.cu",
+)
+WORKSPACES_ON_BLACKWELL = Change(
+    (2, 12),
+    "cuBLAS's workspace has 32 MiB on compute capability 10 and 12 too, not on 9 alone.",
+    "parseChosenWorkspaceSize in libtorch_cuda.so of 2.11, 2.12 and 2.13; pytorch/pytorch#175344",
+)
+FLOAT64_LOGSUMEXP_ON_META = Change(
+    (2, 13),
+    "The meta kernel of the CPU's flash attention returns the logsumexp of float64 in float64, as the CPU does.",
+    "torch/_meta_registrations.py of 2.12 and 2.13",
+)
+WORKSPACES_ON_THOR = Change(
+    (2, 14),
+    "cuBLAS's workspace has 32 MiB on compute capability 11 too.",
+    "parseChosenWorkspaceSize in libtorch_cuda.so of 2.13 and 2.14; pytorch/pytorch#189312",
+)
+ATTENTION_OF_THREE_DIMENSIONS = Change(
+    (2, 14),
+    "scaled_dot_product_attention of three dimensions is that of four, with a first one of size 1, which fused "
+    "attention takes; before, only the math backend took three.",
+    "operators that 2.13 and 2.14 run for it; pytorch/pytorch#192271",
+)
+WORKSPACE_OF_A_CALL = Change(
+    (2, 15),
+    "cuBLAS's workspace is given back when a product has been queued, unless TORCH_CUBLAS_WORKSPACE_CACHE=1; before, "
+    "each thread kept one for each stream.",
+    "isCUDABlasWorkspaceCachingEnabled in libtorch_cuda.so of 2.15; pytorch/pytorch#194311",
+)
+
+
+def version_of(text: str) -> Version:
+    """(2, 13) of "2.13.0+cpu"."""
+    major, minor = text.split(".")[:2]
+    return int(major), int(minor)
+
+
+def running() -> Version:
+    """The version of the torch that runs."""
+    return version_of(torch.__version__)
+
+
+def untried(version: Version) -> str | None:
+    """In words, what is not known of predictions for this version, made by the torch that runs; None where all is."""
+    newest = max(version, running())
+    if newest <= NEWEST_TRIED:
+        return None
+    tried = name_of(NEWEST_TRIED)
+    return f"what torch {name_of(newest)} changed: the newest that predictions were compared with is {tried}"
+
+
+def name_of(version: Version) -> str:
+    return ".".join(map(str, version))

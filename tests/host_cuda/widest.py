@@ -1,0 +1,74 @@
+"""What asks most of a block's shared memory: every operator forward, backward and decoding, at the dtypes and widths up
+to which it has kernels or tiles of their own, and with more than a chunk of keys for a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ops import test_combinator, test_compressed_attention, test_linear_attention, test_softplus_attention
+from ops.checks import DTYPES, Contract
+from torch import Tensor
+
+import memcheck
+
+WIDTHS = (64, 128, 192, 256)
+
+
+@dataclass(frozen=True)
+class Widest:
+    name: str
+    contract: Contract
+    make_inputs: Callable[[], tuple[list[Tensor], Tensor]]
+    # Every GPU forms the sums in the same order.
+    same_everywhere: bool
+
+
+def passes() -> Iterator[Widest]:
+    """Forward and backward."""
+    for dtype in DTYPES:
+        kind = str(dtype).removeprefix("torch.")
+        for causal, sizes in ((True, (64, 257, 270, 1)), (False, (1, 257, 270, 3))):
+            yield Widest(
+                f"softplus_attention {kind} {causal=}",
+                test_softplus_attention.contract(causal),
+                lambda sizes=sizes, dtype=dtype: test_softplus_attention.make_inputs(*sizes, dtype),
+                same_everywhere=True,
+            )
+        for width in WIDTHS:
+            yield Widest(
+                f"linear_attention {kind} {width}",
+                test_linear_attention.contract(),
+                lambda n=width, dtype=dtype: test_linear_attention.make_inputs(1, 1, 1, 70, 130, n, n, dtype),
+                same_everywhere=False,
+            )
+            yield Widest(
+                f"compressed_attention {kind} {width}",
+                test_compressed_attention.contract(1),
+                lambda n=width, dtype=dtype: test_compressed_attention.make_inputs(1, 1, 1, 70, 70, n, dtype),
+                same_everywhere=True,
+            )
+        yield Widest(
+            f"combinator {kind}",
+            test_combinator.contract(),
+            lambda dtype=dtype: test_combinator.make_inputs((70, 40), dtype),
+            same_everywhere=True,
+        )
+
+
+def steps() -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """A name, and a step of decoding."""
+    for dtype in DTYPES:
+        kind = str(dtype).removeprefix("torch.")
+        q, k, v = test_softplus_attention.make_inputs(2, 1, 1, 40, dtype)[0]
+        yield f"softplus_attention_step {kind}", lambda q=q, k=k, v=v: memcheck.softplus_attention_step(q, k, v)[0]
+        for width in WIDTHS:
+            q, k, v = test_linear_attention.make_inputs(1, 1, 1, 1, 1, width, width, dtype)[0]
+            yield (
+                f"linear_attention_step {kind} {width}",
+                lambda q=q, k=k, v=v: memcheck.linear_attention_step(q, k, v)[0],
+            )
+            yield (
+                f"compressed_attention_step {kind} {width}",
+                lambda q=q, k=k, v=v: memcheck.compressed_attention_step(q, k, v, factor=1)[0],
+            )
