@@ -40,7 +40,7 @@ from memcheck.bench.models.case import (
     optimizer_state,
 )
 from memcheck.bench.models.predict import held_bytes, predict_model
-from memcheck.bench.workloads import Subject
+from memcheck.core.workload import Workload
 from memcheck.nn.decoder import ATTENTIONS
 
 CHARACTERS = 1_100_000
@@ -137,7 +137,7 @@ class Learner:
         record = memcheck.measure_memory(
             self.run.loss, tokens, targets, parameters=((), owned), optimizer_step=self.step
         )
-        held = held_bytes(Subject(self.case, self.run.loss, (), ((), owned), ()))
+        held = held_bytes(Workload(self.case, self.run.loss, (), ((), owned), ()))
         predicted = predict_model(self.case).record
         found = {name: held.get(name, getattr(record, name, None)) for name in MEMORY}
         return {"measured": found, "predicted": {name: getattr(predicted, name) for name in MEMORY}}

@@ -23,9 +23,9 @@ import torch
 from harness import figures, write_result
 
 from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_case
+from memcheck.bench.predict import predict_memory, traced
 from memcheck.bench.sweep.predict import predict_sweep
 from memcheck.core.devices import DEVICES, Device
-from memcheck.predict.replay import predict_memory, traced
 from memcheck.report import write_tables
 from memcheck.report.plots import write_plots
 

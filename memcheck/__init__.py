@@ -3,6 +3,7 @@
 # First, so that a missing or mismatched extension is the one error there is.
 from memcheck import _extension as _extension
 from memcheck import nn
+from memcheck.bench.predict import predict_memory
 from memcheck.core.version import __version__ as __version__
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import MemoryTracker, track
@@ -17,7 +18,6 @@ from memcheck.ops.compressed_attention import (
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
-from memcheck.predict.replay import predict_memory
 
 __all__ = [
     "CompressedAttentionState",

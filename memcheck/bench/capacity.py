@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from memcheck.bench.catalog import Case, check_case
+from memcheck.bench.predict import predict_memory
 from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError
-from memcheck.predict.replay import Prediction, predict_memory
+from memcheck.predict.replay import Prediction
 
 AXES = ("seq_len", "bsz", "dim")
 FLAGS = {"seq_len": "--seq-len", "bsz": "--bsz", "dim": "--dim"}

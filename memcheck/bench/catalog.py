@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend
 
 from memcheck.bench import decode as decoding
 from memcheck.bench import operators as building
-from memcheck.bench.decode import Decoder, predicted_terms
+from memcheck.bench.decode import Decoder
 from memcheck.core.case import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Operator, Terms
 from memcheck.core.errors import UnsupportedError, UsageError
 from memcheck.core.style import Style
@@ -54,7 +54,8 @@ class Contender:
     backend: Callable[[Case], str] | None = None
     # What to call it where the run shows no fused attention.
     unfused: str = "math"
-    terms: Callable[[Case], Terms | None] = predicted_terms
+    # Closed byte terms; None: the predictor's.
+    terms: Callable[[Case], Terms | None] | None = None
     # Where the operator itself is one or the other, whatever was asked.
     causal: bool | None = None
     # Without: whether it is causal is nobody's question, or not known.

@@ -21,18 +21,11 @@ from memcheck.ops.reference.naive_attention import naive_attention
 Cache = tuple[Tensor, Tensor]  # k and v (B,H,T,D)
 
 
-def predicted_terms(case: Case) -> Terms | None:
-    """By the predictor; see memcheck.bench.predict."""
-    from memcheck.predict.replay import terms_of  # which asks the catalog in turn
-
-    return terms_of(case)
-
-
 @dataclass(frozen=True)
 class Decoder:
     step: Callable[[Case], Operator]  # Called with q, k, v of one position, and the state.
     state: Callable[[Case], Any]
-    terms: Callable[[Case], Terms | None] = predicted_terms
+    terms: Callable[[Case], Terms | None] | None = None  # None: the predictor's
 
 
 def one_token(case: Case) -> Case:

@@ -14,11 +14,12 @@ import torch
 
 from memcheck.bench.catalog import CONTENDERS, Case, Terms
 from memcheck.bench.predict import closed_terms, phase_beyond
-from memcheck.bench.workloads import Subject, prepare
+from memcheck.bench.workloads import prepare
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.tensors import storages_of, tensors_in
 from memcheck.core.units import format_bytes
+from memcheck.core.workload import Workload
 from memcheck.measure.compile import backend_in_code, with_generated_code
 from memcheck.measure.export import write_snapshot, write_trace
 from memcheck.measure.measurement import machine_facts, measure_memory, measure_time
@@ -157,7 +158,7 @@ def run_case(
     return record
 
 
-def run_memory(subject: Subject, details: bool, limit_bytes: int | None) -> Record:
+def run_memory(subject: Workload, details: bool, limit_bytes: int | None) -> Record:
     case, contender = subject.case, CONTENDERS[subject.case.operator]
     measure = functools.partial(
         measure_memory,
@@ -185,7 +186,7 @@ def run_memory(subject: Subject, details: bool, limit_bytes: int | None) -> Reco
     return record
 
 
-def note_state(record: Record, subject: Subject) -> None:
+def note_state(record: Record, subject: Workload) -> None:
     case = subject.case
     record.state_bytes = sum(storages_of(tensors_in(subject.state), torch.device(case.device)).values())
     record.state_bytes_per_sequence = record.state_bytes / case.bsz
@@ -194,7 +195,7 @@ def note_state(record: Record, subject: Subject) -> None:
 
 
 def note_times(
-    record: Record, subject: Subject, deadline: float | None, passes: int | None, pass_seconds: float
+    record: Record, subject: Workload, deadline: float | None, passes: int | None, pass_seconds: float
 ) -> None:
     """pass_seconds: what a pass is expected to take. The last one must end in time, and a warm-up goes before it."""
     left = None if deadline is None else deadline - time.perf_counter() - pass_seconds

@@ -1,10 +1,8 @@
-"""What a case runs: its operator as a function of its inputs, and what those and its parameters are called."""
+"""Prepares a case's workload: its operator as a function of its inputs, with named inputs and parameters."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,42 +14,13 @@ from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.core.case import Case, Operator
 from memcheck.core.errors import UnsupportedError
 from memcheck.core.tensors import named_tensors_in
+from memcheck.core.workload import Workload
 from memcheck.measure.compile import compiled
 
 
-@dataclass
-class Subject:
-    """An operator, what it is called with, and the parameters that it owns."""
-
-    case: Any  # a Case, or a ModelCase
-    operator: Operator
-    inputs: tuple[Any, ...]
-    parameters: Any
-    names: tuple[str, ...]  # of the operator's arguments, as far as they have any
-    state: Any = None  # in decode mode; the last of the inputs
-    optimizer_step: Callable[[], Any] | None = None  # after the backward
-
-    @property
-    def backward(self) -> bool:
-        return self.case.mode in ("train", "backward")
-
-    def named_inputs(self) -> Iterator[tuple[str, Tensor]]:
-        """ "q", and "state.0" where an argument holds several."""
-        for index, argument in enumerate(self.inputs):
-            yield from named_tensors_in(argument, self._name(index))
-
-    def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        handed, operator = self.parameters
-        for index, tensor in enumerate(handed, len(self.inputs)):
-            yield self._name(index), tensor
-        yield from named_tensors_in(operator)
-
-    def _name(self, index: int) -> str:
-        return self.names[index] if index < len(self.names) else f"argument {index}"
-
-
 @overflow_as_out_of_memory()
-def prepare(case: Case) -> Subject:
+def prepare(case: Case) -> Workload:
+    """The case's operator and inputs. UnsupportedError if the operator has no decoding step."""
     contender = CONTENDERS[case.operator]
     if case.mode == "decode":
         if contender.decode is None:
@@ -64,11 +33,11 @@ def prepare(case: Case) -> Subject:
 
 def finish(
     case: Case, operator: Operator, inputs: tuple[Any, ...], parameters: tuple[Tensor, ...], state: Any = None
-) -> Subject:
+) -> Workload:
     call = bind(operator, parameters)
     # A module's own parameters count, too, whatever is wrapped around it.
     owned = (parameters, operator if any(True for _ in named_tensors_in(operator)) else ())
-    return Subject(case, compiled(call) if case.compiled else call, inputs, owned, argument_names(operator), state)
+    return Workload(case, compiled(call) if case.compiled else call, inputs, owned, argument_names(operator), state)
 
 
 def bind(operator: Operator, parameters: tuple[Tensor, ...]) -> Operator:

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memcheck.bench.workloads import Subject
 from memcheck.core.tensors import gradients_for, named_tensors_in, tensors_in
+from memcheck.core.workload import Workload
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
 from memcheck.predict.scratch import (
     OF_THE_HOST,
@@ -412,7 +412,7 @@ class Run:
         self.drops_workspaces = drops_workspaces
         self.result = Trace(self.tracer.tape)
 
-    def trace(self, subject: Subject) -> Trace:
+    def trace(self, subject: Workload) -> Trace:
         if words := untried(self.tracer.target.torch_version):
             self.tracer.note_unknown(words, ANY_PHASE)
         with self.tracer, OnTarget(self.tracer):
@@ -431,7 +431,7 @@ class Run:
         self.result.guessed = frozenset(self.tracer.guessed)
         return self.result
 
-    def _run(self, subject: Subject) -> None:
+    def _run(self, subject: Workload) -> None:
         given, owned = list(subject.named_inputs()), list(subject.named_parameters())
         for name, tensor in (*owned, *given):
             self.tracer.note(tensor, name)

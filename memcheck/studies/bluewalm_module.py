@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from memcheck.bench.catalog import make_case, make_combinator_case
+from memcheck.bench.predict import blank_of, predict_memory
 from memcheck.core.case import Case
 from memcheck.core.devices import Device, device_named
-from memcheck.predict.replay import Prediction, Replay, blank_of, predict_memory
+from memcheck.predict.replay import Prediction, Replay
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace import WORKSPACE, Piece, Tape, Trace
 

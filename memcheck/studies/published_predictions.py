@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from memcheck.bench.catalog import make_case
-from memcheck.predict.replay import Prediction, predict_memory
+from memcheck.bench.predict import predict_memory
+from memcheck.predict.replay import Prediction
 from memcheck.report.tables import Cell, Column, Table, Verdict
 from memcheck.studies.bluewalm_module import predict_published
 from memcheck.studies.published import CS336, CS336_BATCH, MIB, SHAPE, Row, published_table, read_published
 
-# The cs336 table names neither its GPU nor its torch. This is a GPU of the same kind with enough memory, and a torch that
-# keeps two cuBLAS workspaces, as the published figures do.
+# The cs336 table names neither its GPU nor its torch. This is a GPU of the same kind with enough memory, and a torch
+# that keeps two cuBLAS workspaces, as the published figures do.
 CS336_GPU, CS336_TORCH = "A100-80GB", (2, 7)
 NOTES = [
     "Published: an A100 with 40 GB, torch of the 2.7 era, max_memory_allocated rounded up to whole MiB and not reset "

@@ -24,7 +24,7 @@ from memcheck.bench.catalog import (
     register,
 )
 from memcheck.bench.decode import one_token
-from memcheck.bench.predict import closed_bytes
+from memcheck.bench.predict import closed_bytes, closed_terms, predict_memory, terms_of
 from memcheck.bench.profile import profile_case
 from memcheck.bench.workloads import bind
 from memcheck.core.errors import UsageError
@@ -36,7 +36,6 @@ from memcheck.measure.tracker import track
 from memcheck.ops.reference import memcheck_pyt
 from memcheck.ops.reference.cs336_attention import cs336_attention
 from memcheck.ops.reference.naive_attention import naive_attention
-from memcheck.predict.replay import predict_memory, terms_of
 from memcheck.studies.bluewalm_module import TORCH
 
 SHAPE = {"bsz": 2, "query_len": 9, "kv_len": 9, "dim": 12, "heads": 3, "core_dim": None, "factor": None}
@@ -160,7 +159,7 @@ def assert_terms_are_exact(case: Case) -> None:
     parameters = contender.parameters(case)
     operator = bind(contender.build(case), parameters)
     record = measure_memory(operator, *contender.inputs(case), parameters=parameters, backward=case.mode == "train")
-    terms = contender.terms(case)
+    terms = closed_terms(case)
     assert terms is not None
     for field, parts in terms.items():
         assert sum(parts.values()) == getattr(record, field), field

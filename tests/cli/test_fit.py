@@ -13,10 +13,11 @@ from memcheck.__main__ import main
 from memcheck.bench import catalog
 from memcheck.bench.capacity import Frontier, Search, find_frontier, frontier_curve, resized
 from memcheck.bench.catalog import Case, check_case, make_case, make_combinator_case
+from memcheck.bench.predict import predict_memory
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
-from memcheck.predict.replay import Prediction, predict_memory
+from memcheck.predict.replay import Prediction
 from memcheck.report.capacity import frontier_table
 from memcheck.report.plots.capacity import Edge, frontier_figure, plot_frontier
 from memcheck.report.tables import data_rows, to_text

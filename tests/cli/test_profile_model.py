@@ -406,7 +406,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", ["linear_r", "linear_l"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_projections_take_what_is_predicted(name: str, layout: str, dense_grad: bool, dtype: torch.dtype) -> None:
-    from memcheck.bench.workloads import Subject
+    from memcheck.core.workload import Workload
     from memcheck.predict.scratch import Target
     from memcheck.predict.trace import Run
 
@@ -418,7 +418,7 @@ def test_projections_take_what_is_predicted(name: str, layout: str, dense_grad: 
     storage = torch.empty(3 * 700 * 48, dtype=dtype, device="meta")
     meta = [storage.as_strided(shape, strides).detach(), torch.empty_like(w, device="meta")]
     meta = [tensor.requires_grad_() for tensor in meta]
-    subject = Subject(case(mode="backward"), operator, tuple(meta), ((), ()), ("x", "w"))
+    subject = Workload(case(mode="backward"), operator, tuple(meta), ((), ()), ("x", "w"))
     trace = Run(Target("cpu", torch.get_num_threads()), dense_grad=dense_grad).trace(subject)
     peaks = {
         phase: max(sum(piece.bytes for piece in trace.tape.alive(event)) for event in range(first, last + 1))

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from memcheck.bench.catalog import CONTENDERS, Case, combinator_types, make_case, make_combinator_case
+from memcheck.bench.predict import predict_memory
 from memcheck.bench.workloads import prepare
 from memcheck.core.devices import this_gpu
 from memcheck.core.record import Record
 from memcheck.measure.measurement import measure_memory
 from memcheck.predict.allocator import CachingAllocator
-from memcheck.predict.replay import predict_memory
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

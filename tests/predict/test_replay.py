@@ -15,15 +15,16 @@ import torch._dynamo  # which predictions load: once here, to be frozen with all
 
 import memcheck
 from memcheck.bench.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
-from memcheck.bench.predict import closed_bytes
-from memcheck.bench.workloads import Subject, prepare
+from memcheck.bench.predict import closed_bytes, predict_memory, traced
+from memcheck.bench.workloads import prepare
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
+from memcheck.core.workload import Workload
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import track
 from memcheck.predict.allocator import MIB
-from memcheck.predict.replay import Prediction, predict_memory, traced
+from memcheck.predict.replay import Prediction
 from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import NEWEST_TRIED, running
 from memcheck.predict.trace import Run
@@ -522,7 +523,7 @@ def test_attention_of_three_dimensions_with_a_mask(mask_shape: tuple[int, ...], 
         tensors = [torch.ones(2, 9, 12, device=device, requires_grad=True) for _ in range(3)]
         return [*tensors, torch.ones(mask_shape, device=device).to(mask_dtype)]
 
-    subject = Subject(case_of("naive"), attention, tuple(inputs("meta")), ((), ()), ("q", "k", "v", "mask"))
+    subject = Workload(case_of("naive"), attention, tuple(inputs("meta")), ((), ()), ("q", "k", "v", "mask"))
     trace = Run(Target("cpu", torch.get_num_threads(), torch_version=running())).trace(subject)
     found = measure_memory(attention, *inputs("cpu"))
     assert sum(piece.bytes for piece in trace.saved) == found.saved_bytes

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from memcheck.bench.operators import overflow_as_out_of_memory
-from memcheck.bench.workloads import Subject
 from memcheck.core.case import DEFAULT_FACTOR, DTYPES, SHORT_DTYPES
 from memcheck.core.errors import UsageError
+from memcheck.core.workload import Workload
 from memcheck.measure.compile import compiled
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, Decoder
 from memcheck.predict.autocast import AutocastOnMeta
@@ -127,7 +127,7 @@ def build_decoder(case: ModelCase) -> Decoder:
 
 
 @overflow_as_out_of_memory()
-def prepare_model(case: ModelCase, kind: str | None = None) -> Subject:
+def prepare_model(case: ModelCase, kind: str | None = None) -> Workload:
     """The case's model, what is run of it, and the tensors that this is given.
 
     kind: what the case is of, "cpu" or "cuda", where its device is "meta".
@@ -142,7 +142,7 @@ def prepare_model(case: ModelCase, kind: str | None = None) -> Subject:
     owned = {"model": decoder} if optimizer is None else {"model": decoder, "AdamW": optimizer_state(optimizer)}
     operator = run.loss if run.has_loss(case.mode) else run.logits
     step = None if optimizer is None else optimizer.step
-    return Subject(case, operator, tokens, ((), owned), ("tokens", "targets"), optimizer_step=step)
+    return Workload(case, operator, tokens, ((), owned), ("tokens", "targets"), optimizer_step=step)
 
 
 class ModelRun:

@@ -13,11 +13,11 @@ import torch
 from memcheck.bench.models.case import ModelCase, prepare_model
 from memcheck.bench.models.formulas import held_formulas, kept_formulas
 from memcheck.bench.operators import overflow_as_out_of_memory
-from memcheck.bench.workloads import Subject
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UnsupportedError
 from memcheck.core.model_record import FIGURES, Activations, ModelRecord, by_layer
 from memcheck.core.record import PHASES
+from memcheck.core.workload import Workload
 from memcheck.measure.modules import kept_by_component
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank, target_for
 from memcheck.predict.scratch import Target
@@ -107,12 +107,12 @@ def traced_model(case: ModelCase, target: Target) -> ModelTrace:
     return ModelTrace(Run(target).trace(subject), activations, held)
 
 
-def traced_activations(subject: Subject, target: Target, layers: int) -> Activations:
+def traced_activations(subject: Workload, target: Target, layers: int) -> Activations:
     with Tracer(Tape(), target) as tracer, OnTarget(tracer):
         return by_layer(kept_of(subject, lambda tensor: tracer.piece_of(tensor) is not None), layers)
 
 
-def kept_of(subject: Subject, counts: Callable[[torch.Tensor], bool] | None = None) -> dict[str, int]:
+def kept_of(subject: Workload, counts: Callable[[torch.Tensor], bool] | None = None) -> dict[str, int]:
     """Component -> bytes kept for backward, of one more forward; of all that is where the model is, unless said."""
     decoder = subject.parameters[1]["model"]
     place = decoder.embedding.weight.device
@@ -120,7 +120,7 @@ def kept_of(subject: Subject, counts: Callable[[torch.Tensor], bool] | None = No
     return kept_by_component(decoder, lambda: subject.operator(*subject.inputs), subject.inputs, counts=counts)
 
 
-def held_bytes(subject: Subject, target: Target | None = None) -> dict[str, int]:
+def held_bytes(subject: Workload, target: Target | None = None) -> dict[str, int]:
     """What a model and its optimizer hold; the steps of AdamW are the CPU's, and count where that is the target."""
     owned = subject.parameters[1]
     sizes = {

@@ -14,12 +14,12 @@ import torch
 
 from memcheck.bench.models.case import ModelCase, prepare_model
 from memcheck.bench.models.predict import describe, held_bytes, kept_of, predict_model, predicted_figures
-from memcheck.bench.workloads import Subject
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord, by_layer
 from memcheck.core.record import PHASES, Record
 from memcheck.core.units import format_bytes
+from memcheck.core.workload import Workload
 from memcheck.measure import timing
 from memcheck.measure.compile import with_generated_code
 from memcheck.measure.export import write_snapshot, write_trace
@@ -123,7 +123,7 @@ TAKEN_OVER = (
 )
 
 
-def measured_memory(subject: Subject, limit_bytes: int | None) -> Record:
+def measured_memory(subject: Workload, limit_bytes: int | None) -> Record:
     def run() -> Record:
         return measure_memory(
             subject.operator,
@@ -140,7 +140,7 @@ def measured_memory(subject: Subject, limit_bytes: int | None) -> Record:
     return run()
 
 
-def note_times(record: ModelRecord, subject: Subject, passes: int | None) -> None:
+def note_times(record: ModelRecord, subject: Workload, passes: int | None) -> None:
     times = time_passes(
         MeasuredSubject(
             subject.operator,
@@ -192,10 +192,10 @@ def trace_model(case: ModelCase, path: Path) -> list[dict[str, Any]]:
         return write_trace(subject.operator, *subject.inputs, path=path, **arguments_of(subject))
 
 
-def module_ranges(subject: Subject, kind: Any = torch.cuda.nvtx.range) -> AbstractContextManager[None]:
+def module_ranges(subject: Workload, kind: Any = torch.cuda.nvtx.range) -> AbstractContextManager[None]:
     return ranges_around_modules(subject.parameters[1]["model"], kind)
 
 
-def arguments_of(subject: Subject) -> dict[str, Any]:
+def arguments_of(subject: Workload) -> dict[str, Any]:
     names = ("parameters", "backward", "optimizer_step")
     return {name: getattr(subject, name) for name in names}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from memcheck.bench.catalog import BUILT_IN, Case
+from memcheck.bench.predict import predict_memory
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.run import TRIED_AGAIN, Progress, load_plugins, source_of, write_manifest
 from memcheck.bench.sweep.store import FILE, Store, read_rows
@@ -19,7 +20,6 @@ from memcheck.bench.sweep.worker import blank
 from memcheck.core.devices import Device
 from memcheck.core.record import Record
 from memcheck.core.version import __version__
-from memcheck.predict.replay import predict_memory
 
 
 def predicted_record(case: Case, device: Device, limit_bytes: int | None = None) -> Record:

@@ -18,10 +18,11 @@ from memcheck.bench.catalog import (
     make_combinator_case,
 )
 from memcheck.bench.plugins import load_plugin
+from memcheck.bench.predict import predict_memory
 from memcheck.cli.cases import count, note_unused_flags, size
 from memcheck.cli.options import add_device_arguments, predicted_device
 from memcheck.core.errors import UsageError
-from memcheck.predict.replay import Prediction, predict_memory
+from memcheck.predict.replay import Prediction
 from memcheck.report.terms import prediction_report
 
 DEFAULTS = {"bsz": 1, "dim": 256, "heads": 4}
