@@ -1,1 +1,1 @@
-"""What everything else is written with: records, cases, devices, units, errors, tensors."""
+"""Shared basics: records, cases, devices, units, errors, tensors. It imports nothing else of memcheck."""

@@ -19,10 +19,10 @@ DTYPES = {
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 MODES = ("train", "inference", "decode")
 
-DEFAULT_FACTOR = 8  # positions to a block
+DEFAULT_FACTOR = 8  # Positions per block.
 
-Operator = Callable[..., Any]  # of a case's inputs
-# Record field -> what is alive at that moment: name -> bytes.
+Operator = Callable[..., Any]  # Called with a case's inputs.
+# Record field -> the bytes alive at that moment: name -> bytes.
 Terms = dict[str, dict[str, int]]
 
 
@@ -48,7 +48,7 @@ class Case:
     device: str = "cpu"
 
     def size(self, name: str) -> int:
-        """The size of that name, for an operator that needs it: UsageError where the case has none."""
+        """The size with that name. UsageError if the case has none."""
         size: int | None = getattr(self, name)
         if size is None:
             raise UsageError(f"{self.operator}: {name} must be given, got None")

@@ -18,10 +18,11 @@ from memcheck.core.units import format_bytes, parse_bytes
 
 TABLE = Path(__file__).parents[1] / "data" / "devices.csv"
 MIB = 2**20
-# More than "memory in use" exceeds what torch has reserved in any out-of-memory message that we know: 0.25 GiB on an
-# A10, 0.5 GiB on an A100, 0.66 GiB on an H200.
+# Upper estimate of the CUDA context: "memory in use" exceeded torch's reserved memory by 0.25 GiB on an A10, 0.5 GiB
+# on an A100 and 0.66 GiB on an H200 in published out-of-memory messages.
 CONTEXT_BYTES = 768 * MIB
-# Of a nominal GB taken as a GiB: less than any driver in the table reports. ECC takes most, of a T4, an A10 and an L4.
+# Share of a nominal GB, read as GiB, that is available: below every driver value in the table. ECC takes most on a
+# T4, an A10 and an L4.
 NOMINAL_SHARE = 0.9
 
 
@@ -34,7 +35,7 @@ class Device:
     """
 
     name: str
-    kind: str  # "cuda" or "cpu"
+    kind: str  # "cuda" or "cpu".
     architecture: tuple[int, int] | None
     total_bytes: int
     usable_bytes: int | None
@@ -48,7 +49,7 @@ def read_device(row: dict[str, str]) -> Device:
 
 
 def sizes_of(row: dict[str, str]) -> tuple[int, int, str]:
-    """Bytes in all, those for torch's allocator, and the source of both."""
+    """Total bytes, bytes for torch's allocator, and the source of both."""
     nominal_bytes = int(row["nominal_gb"]) * 2**30
     if not row["total_mib"]:
         source = (
@@ -70,7 +71,7 @@ def read_table() -> list[dict[str, str]]:
 
 ROWS = read_table()
 DEVICES: dict[str, Device] = {row["name"]: read_device(row) for row in ROWS}
-# What drivers call them.
+# Patterns of the names that drivers report.
 KNOWN_AS = {row["name"]: re.compile(row["known_as"]) for row in ROWS}
 
 
@@ -104,7 +105,7 @@ def said_of(text: str, matches: list[str]) -> str:
 
 
 def matching(name: str) -> list[str]:
-    """Names of the catalog that it stands for: one that is just that, or those that begin or end so."""
+    """Names of the catalog that the text may stand for: an exact match, or those that begin or end with it."""
     plains = {plain(known): known for known in DEVICES}
     if name in plains:
         return [plains[name]]
@@ -114,13 +115,13 @@ def matching(name: str) -> list[str]:
 
 
 def plain(text: str) -> str:
-    """ "NVIDIA GeForce RTX 4090" is "rtx4090"."""
+    """Simplifies a name: "NVIDIA GeForce RTX 4090" becomes "rtx4090"."""
     words = re.sub(r"\b(nvidia|geforce|tesla)\b", "", text.lower())
     return re.sub(r"[^a-z0-9]", "", words)
 
 
 def size_of(text: str) -> int | None:
-    """The bytes of "40GiB"; None where it is no size."""
+    """The bytes of "40GiB"; None if the text is not a size."""
     try:
         return parse_bytes(text)
     except ValueError:
@@ -155,7 +156,7 @@ def this_gpu(index: int = 0) -> Device:
 
 
 def catalog_name(driver_name: str | None) -> str | None:
-    """The catalog's name of a GPU that a driver, or the catalog, calls so; None where it has none."""
+    """The catalog's name of a GPU, given a driver's or the catalog's name. None if it is unknown."""
     if driver_name is None:
         return None
     if driver_name in DEVICES:

@@ -1,4 +1,4 @@
-"""Errors that end a command: their message becomes one line, and they carry the exit code."""
+"""Errors that end a command. Their message is printed as one line, and they carry the exit code."""
 
 
 class MemcheckError(Exception):
@@ -6,7 +6,7 @@ class MemcheckError(Exception):
 
 
 class UsageError(MemcheckError):
-    """The command line asks for something that does not exist or does not fit together."""
+    """The command line asks for something that does not exist or is inconsistent."""
 
     exit_code = 2
 

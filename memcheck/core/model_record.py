@@ -1,4 +1,4 @@
-"""What a measurement or a prediction of a whole model says: the record of an operator, and the model's own figures."""
+"""The record of a measured or predicted whole model: an operator's record plus the model's own figures."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from typing import Any
 
 from memcheck.core.record import PHASES, Record
 
-# Path of the module -> bytes: of the model by its part, and in "layers" of each layer.
+# Path of a module -> bytes; under "layers" one such mapping per layer.
 Activations = dict[str, Any]
-# What is predicted of a model, and measured.
+# Figures that are both predicted and measured.
 FIGURES = (
     "parameter_bytes",
     "buffer_bytes",
@@ -32,19 +32,20 @@ class ModelRecord(Record):
     feed_forward_dim: int | None = None
     layers: int | None = None
     vocabulary: int | None = None
-    autocast: str | None = None  # dtype, or None
+    autocast: str | None = None  # dtype, or None.
     checkpointing: bool | None = None
 
     parameters: int | None = None  # a count; parameter_bytes is their size, and leaves out buffers and the optimizer's
-    buffer_bytes: int | None = None  # the tables of rotary positions
-    peak_bytes: int | None = None  # the highest of the phases'
-    # Kept for backward, by the module that first asked for it: {"layers": [{"attention_norm": ..}, ..], "norm": ..}.
+    buffer_bytes: int | None = None  # The tables of rotary positions.
+    peak_bytes: int | None = None  # The highest peak of all phases.
+    # Bytes kept for backward, by the module that first saved them: {"layers": [{"attention_norm": ..}, ..], "norm":
+    # ..}.
     activations: Activations | None = None
-    # Milliseconds: phase -> mean, deviation, median; and "total".
+    # Milliseconds: phase, or "total" -> mean, deviation, median.
     times: dict[str, dict[str, float]] = field(default_factory=dict)
-    formulas: dict[str, dict[str, Any]] = field(default_factory=dict)  # name -> formula and value
+    formulas: dict[str, dict[str, Any]] = field(default_factory=dict)  # Name -> formula and value.
     predicted: dict[str, Any] | None = None  # beside what was measured: the same figures, exact, unknown, bounds
-    bounds: tuple[str, ...] = ()  # of a prediction: fields that are at least what they say
+    bounds: tuple[str, ...] = ()  # Of a prediction: fields that are lower bounds.
 
     def note_peak(self) -> None:
         peaks = [getattr(self, f"{phase}_peak_bytes") for phase in PHASES]
@@ -53,7 +54,7 @@ class ModelRecord(Record):
 
 
 def by_layer(kept: dict[str, int], layers: int) -> Activations:
-    """Path -> bytes, as kept_by_component says it, by layer; what is kept outside of any module is the loss's."""
+    """Groups the paths of kept_by_component by layer; bytes kept outside any module belong to the loss."""
     activations: Activations = {"layers": [{} for _ in range(layers)]}
     for path, size in kept.items():
         if path.startswith("layers."):
@@ -65,7 +66,7 @@ def by_layer(kept: dict[str, int], layers: int) -> Activations:
 
 
 def components_of(activations: Activations) -> dict[str, int]:
-    """Those of the first layer as "layer.attention_norm", and of the rest of the model, in one list."""
+    """The parts of the first layer as "layer.attention_norm", and those of the rest of the model, in one list."""
     layer = {f"layer.{name}": size for name, size in activations["layers"][0].items()}
     return {**layer, **{name: size for name, size in activations.items() if name != "layers"}}
 

@@ -20,7 +20,7 @@ from typing import Any
 
 SCHEMA = 1
 R = typing.TypeVar("R", bound="Record")
-PHASES = ("forward", "backward", "optimizer")  # of a run, those that it has
+PHASES = ("forward", "backward", "optimizer")  # Phases of a run, as far as it has them.
 
 
 @dataclass
@@ -29,37 +29,37 @@ class Record:
 
     # The case.
     schema: int = SCHEMA
-    source: str = "measured"  # or "predicted"; rows of the two kinds stand beside each other, and never for each other
-    operator: str | None = None  # the contender's name in the catalog
+    source: str = "measured"  # "measured" or "predicted". Records of the two kinds are never mixed up or substituted.
+    operator: str | None = None  # The contender's name in the catalog.
     bsz: int | None = None
     query_len: int | None = None
     kv_len: int | None = None
-    dim: int | None = None  # token dimension E
-    heads: int | None = None  # None where the operator has no heads
-    core_dim: int | None = None  # core dimension R, softplus attention
-    factor: int | None = None  # block length, compressed attention
+    dim: int | None = None  # Token dimension E.
+    heads: int | None = None  # None if the operator has no heads.
+    core_dim: int | None = None  # Core dimension R of softplus attention.
+    factor: int | None = None  # Block length of compressed attention.
     dtype: str | None = None  # "float32", ...
     causal: bool | None = None
-    mode: str | None = None  # "train", "inference" or "decode"
+    mode: str | None = None  # "train", "inference" or "decode".
     compiled: bool | None = None
 
     # Where it ran.
-    device: str | None = None  # "cpu" or "cuda"
+    device: str | None = None  # "cpu" or "cuda".
     device_index: int | None = None
     device_name: str | None = None
     device_uuid: str | None = None
     device_total_bytes: int | None = None
-    device_free_bytes: int | None = None  # at the start
+    device_free_bytes: int | None = None  # At the start.
     torch_version: str | None = None
     memcheck_version: str | None = None
-    allocator: str | None = None  # allocator settings
+    allocator: str | None = None  # Allocator settings.
     threads: int | None = None
-    backend: str | None = None  # the implementation that really ran
-    backend_reason: str | None = None  # why not the one asked for
+    backend: str | None = None  # The implementation that really ran.
+    backend_reason: str | None = None  # Why it is not the requested one.
 
     # How it ended.
-    status: str = "ok"  # ok, oom, unsupported, error, timeout, killed, skipped
-    oom_phase: str | None = None  # "forward", "backward" or "optimizer"
+    status: str = "ok"  # ok, oom, unsupported, error, timeout, killed or skipped.
+    oom_phase: str | None = None  # "forward", "backward" or "optimizer".
     oom_requested_bytes: int | None = None
     oom_in_use_bytes: int | None = None
     reason: str | None = None
@@ -68,20 +68,20 @@ class Record:
     input_bytes: int | None = None
     output_bytes: int | None = None
     parameter_bytes: int | None = None
-    optimizer_bytes: int | None = None  # the state of an optimizer, AdamW's two moments, say
+    optimizer_bytes: int | None = None  # State of the optimizer, such as AdamW's two moments.
     # What the operator needs.
     forward_peak_bytes: int | None = None  # highest sum alive during the forward, with inputs and library workspaces
-    saved_bytes: int | None = None  # alive after the forward, less inputs, parameters and outputs
-    backward_peak_bytes: int | None = None  # highest sum alive during the backward alone
-    optimizer_peak_bytes: int | None = None  # highest sum alive during an optimizer's step after the backward
-    gradient_bytes: int | None = None  # the gradients that came out
-    workspace_bytes: int | None = None  # the operator's own scratch
-    library_workspace_bytes: int | None = None  # cuBLAS and the like
-    forward_max_allocated_bytes: int | None = None  # torch.cuda.max_memory_allocated after the forward
-    backward_max_allocated_bytes: int | None = None  # the same after the backward, not reset between
-    reserved_bytes: int | None = None  # segments of the CUDA caching allocator
+    saved_bytes: int | None = None  # Alive after the forward, less inputs, parameters and outputs.
+    backward_peak_bytes: int | None = None  # Highest sum alive during the backward alone.
+    optimizer_peak_bytes: int | None = None  # Highest sum alive during the optimizer's step after the backward.
+    gradient_bytes: int | None = None  # The resulting gradients.
+    workspace_bytes: int | None = None  # The operator's own scratch.
+    library_workspace_bytes: int | None = None  # cuBLAS and the like.
+    forward_max_allocated_bytes: int | None = None  # torch.cuda.max_memory_allocated after the forward.
+    backward_max_allocated_bytes: int | None = None  # The same after the backward, without a reset in between.
+    reserved_bytes: int | None = None  # Segments of the CUDA caching allocator.
 
-    # Time: median and quartiles of a pass of its own.
+    # Time: median and quartiles, from passes without memory tracking.
     forward_ms: float | None = None
     forward_ms_quartiles: tuple[float, float] | None = None
     backward_ms: float | None = None
@@ -90,20 +90,20 @@ class Record:
     optimizer_ms_quartiles: tuple[float, float] | None = None
     passes: int | None = None
 
-    # Decoding: what a sequence of kv_len tokens leaves behind for the next one. The peaks are those of one step.
+    # Decoding: the state after kv_len tokens. The peaks are those of one step.
     state_bytes: int | None = None
     state_bytes_per_sequence: float | None = None
     state_bytes_per_token: float | None = None
 
     # In detail.
-    doubts: tuple[str, ...] = ()  # why a figure may be off, in words
-    exact: bool | None = None  # of a prediction: every figure is verified, and none is a bound
+    doubts: tuple[str, ...] = ()  # Reasons why a figure may be off, as sentences.
+    exact: bool | None = None  # Of a prediction: True if every figure is verified and none is a bound.
     # How the figures are known. "measured": on this device. Predicted, by rules that are "verified": compared with
     # measurements on this kind of device; or "derived": read in sources, and compared with none. None: there are none.
     basis: str | None = None
-    saved_tensors: list[dict[str, Any]] | None = None  # kept for backward: shape, dtype, bytes
-    alive_at_peak: list[dict[str, Any]] | None = None  # largest first: phase, name (of what allocated it), bytes
-    theory: dict[str, dict[str, int]] | None = None  # field above -> what is alive then: name -> bytes
+    saved_tensors: list[dict[str, Any]] | None = None  # Tensors kept for backward: shape, dtype, bytes.
+    alive_at_peak: list[dict[str, Any]] | None = None  # Largest first: phase, name of what allocated it, bytes.
+    theory: dict[str, dict[str, int]] | None = None  # Record field -> bytes alive at that moment: name -> bytes.
 
     def __post_init__(self) -> None:
         if self.source == "measured":
@@ -149,10 +149,10 @@ WORDS: dict[Any, str] = {
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:
-    """The value that JSON has for a field, as the field's type has it; ValueError where it is of another type."""
+    """Converts a JSON value to the field's type. ValueError if it has another type."""
     origin, parts = typing.get_origin(kind), typing.get_args(kind)
     if origin in (types.UnionType, typing.Union):
-        return None if value is None else typed(name, value, parts[0])  # every union here is with None
+        return None if value is None else typed(name, value, parts[0])  # Every union here is with None.
     if origin is tuple and isinstance(value, list):
         each = [parts[0]] * len(value) if parts[-1] is ... else parts
         if len(each) == len(value):
@@ -167,18 +167,18 @@ def typed(name: str, value: Any, kind: Any) -> Any:
 
 
 def is_a(value: Any, kind: Any) -> bool:
-    """Whether JSON's value is of the type; bool is no number, and numbers are finite."""
+    """True if the JSON value has the type. A bool is not a number, and numbers must be finite."""
     if kind is int:
         return type(value) is int
     if kind is float:
         return type(value) in (int, float) and math.isfinite(value)
-    if kind is str:  # one that UTF-8 can write: JSON has half surrogates, too
+    if kind is str:  # JSON can hold lone surrogates, which UTF-8 cannot encode.
         return isinstance(value, str) and not SURROGATE.search(value)
     return kind is bool and isinstance(value, bool)
 
 
 def basis_of_old(values: dict[str, Any]) -> dict[str, Any]:
-    """Of a prediction from before there was a basis: its rules were compared with measurements on the CPU alone."""
+    """The basis of a prediction written before the field existed: verified on the CPU, else derived."""
     on_cpu = values.get("device") == "cpu"
     return {"basis": "verified" if on_cpu else "derived", "exact": values.get("exact") and on_cpu}
 

@@ -13,15 +13,15 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 class StorageWeakRef(reductions.StorageWeakRef):
-    """A storage by its identity."""
+    """Identifies a storage without keeping it alive."""
 
     def __del__(self) -> None:
-        # torch.compile makes an object without calling __init__ where it traces code that makes one.
+        # torch.compile creates such objects without calling __init__ when it traces their construction.
         if hasattr(self, "_free_weak_ref"):
             self._free_weak_ref(self.cdata)
 
 
-# Storages by identity, and their bytes. A weak reference lets the data go but keeps the identity from being used again.
+# Storage -> bytes. A weak reference frees the data but keeps the identity from being reused.
 Storages = dict[StorageWeakRef, int]
 
 _COMPRESSED_ROWS = ("crow_indices", "col_indices", "values")
@@ -42,7 +42,7 @@ def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
 
 
 def named_tensors_in(thing: Any, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """tensors_in, and the way to each: "layers.0.weight", or "" where the thing is a tensor."""
+    """The tensors of tensors_in with their paths: "layers.0.weight", or "" for a single tensor."""
     if isinstance(thing, torch.Tensor):
         yield name, thing
     elif isinstance(thing, torch.nn.Module):
@@ -66,20 +66,20 @@ def _parts(thing: Any) -> Iterable[tuple[Any, Any]]:
 
 
 def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Storages:
-    """The unique storages of the tensors that lie on the device."""
+    """The unique storages of the tensors on the device."""
     storages = (storage for tensor in tensors for storage in storages_on(tensor, device))
     return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
 
 
 def storages_on(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.UntypedStorage]:
-    """Where the tensor's data lies on the device: one storage, or those of its parts."""
+    """The tensor's storages on the device: one, or those of its parts."""
     return (storage for storage in storages_in(tensor) if _lies_on(storage, device))
 
 
 def with_data(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """The same tensors. Raises a ValueError that names the first one without data: a meta tensor, or a fake one."""
     for name, tensor in named:
-        # A fake tensor says that it is on the CPU; its storage says meta.
+        # A fake tensor reports a real device; its storage reports meta.
         if any(storage.device.type == "meta" for storage in storages_in(tensor)):
             kind = "meta" if tensor.is_meta else "fake"
             raise ValueError(
@@ -113,7 +113,7 @@ def _lies_on(storage: torch.UntypedStorage, device: torch.device) -> bool:
 
 
 def resolve_device(device: torch.device | str | None, tensors: Iterable[torch.Tensor]) -> torch.device:
-    """The device asked for, else the first CUDA device among the tensors, else the CPU."""
+    """The requested device, else that of the first CUDA tensor, else the CPU."""
     if device is None:
         return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
     chosen = torch.device(device)
@@ -125,7 +125,7 @@ def resolve_device(device: torch.device | str | None, tensors: Iterable[torch.Te
 
 
 def roots_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The outputs that a backward starts from, each once."""
+    """The outputs from which a backward starts, without duplicates."""
     return list({id(output): output for output in outputs if output.requires_grad}.values())
 
 

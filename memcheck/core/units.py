@@ -1,4 +1,4 @@
-"""Bytes in and out of text: KiB, MiB, GiB are powers of 2^10, KB, MB, GB of 10^3."""
+"""Converts bytes to and from text. KiB, MiB, GiB are powers of 2^10; KB, MB, GB powers of 10^3."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(size: float) -> str:
-    """Three digits or more, never in powers of ten: "2.29 MiB", "1008 MiB"."""
+    """At least three digits, without exponents: "2.29 MiB", "1008 MiB"."""
     units = ["B", "KiB", "MiB", "GiB", "TiB"]
     while size >= 1024 and len(units) > 1:
         size /= 1024

@@ -1,4 +1,4 @@
-"""What differs between devices, but for the counting of bytes: facts, clocks, and who else is at work there."""
+"""Per-device facts, clocks, library workspaces, and contention by other processes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class CpuMachine:
         }
 
     def drop_library_workspaces(self) -> None:
-        """oneDNN's and MKL's scratch is outside of torch's allocator: unknown."""
+        """oneDNN's and MKL's scratch is outside torch's allocator and therefore unknown."""
         return None
 
     def max_allocated_bytes(self, *earlier: int | None) -> None:
@@ -58,7 +58,7 @@ class CpuMachine:
         return (time.perf_counter() - start) * 1e3
 
     def sharing(self) -> tuple[str, ...]:
-        """Other processes share a CPU always; that they keep it busy is for load() to say."""
+        """Empty: load() reports CPU contention."""
         return ()
 
 
@@ -82,13 +82,13 @@ class CudaMachine:
         }
 
     def drop_library_workspaces(self) -> int:
-        """Frees cuBLAS's workspaces, so that each phase holds its own and no other column does; returns their bytes."""
+        """Frees cuBLAS's workspaces, so that each phase holds only its own, and returns their bytes."""
         before = self._stat("requested_bytes.all.current")
         torch._C._cuda_clearCublasWorkspaces()
         return before - self._stat("requested_bytes.all.current")
 
     def max_allocated_bytes(self, *earlier: int | None) -> int:
-        """The peak of torch.cuda.max_memory_allocated, as if it had not been reset after the earlier ones."""
+        """The peak as torch.cuda.max_memory_allocated would report it without resets."""
         return max(self._stat("allocated_bytes.all.peak"), *(peak or 0 for peak in earlier), 0)
 
     def reserved_bytes(self) -> int:
@@ -105,12 +105,12 @@ class CudaMachine:
         return start.elapsed_time(end)
 
     def sharing(self) -> tuple[str, ...]:
-        """Whether other processes are on this GPU, in a sentence; nothing where nvidia-smi cannot tell."""
+        """A sentence if other processes use this GPU. Empty if nvidia-smi cannot tell."""
         listed = _compute_processes(str(torch.cuda.get_device_properties(self.index).uuid))
         others = [f"{pid} ({format_bytes(size)})" for pid, size in listed if pid != os.getpid()]
         if len(others) < len(listed):
             return (f"the GPU is shared with process {', '.join(others)}",) if others else ()
-        # In a container the process numbers are the host's: one of them is us, and we do not know which.
+        # Inside a container process numbers are the host's, so one of these processes is our own.
         return (f"the GPU is shared with {len(others) - 1} other process(es)",) if len(others) > 1 else ()
 
     def _stat(self, name: str) -> int:
@@ -126,7 +126,7 @@ def _software() -> dict[str, Any]:
 
 
 def _proc_field(path: str, name: str) -> str | None:
-    """The value of a `name : value` line of a file in /proc, where there is one."""
+    """The value of a `name : value` line of a file in /proc, if there is one."""
     if not Path(path).exists():
         return None
     lines = (line.partition(":") for line in Path(path).read_text(encoding="utf-8").splitlines())
@@ -143,7 +143,7 @@ def _processor_name() -> str:
 
 
 def load() -> tuple[str, ...]:
-    """Whether more threads want to run than there are cores, in a sentence."""
+    """A sentence if more threads want to run than there are cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     waiting = os.getloadavg()[0]
     if waiting <= cores:
@@ -152,7 +152,7 @@ def load() -> tuple[str, ...]:
 
 
 def _compute_processes(uuid: str) -> list[tuple[int, int]]:
-    """(process, bytes) of those that compute on the GPU, as nvidia-smi lists them."""
+    """(process, bytes) of processes that compute on the GPU, from nvidia-smi."""
     if shutil.which("nvidia-smi") is None:
         return []
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
@@ -161,5 +161,5 @@ def _compute_processes(uuid: str) -> list[tuple[int, int]]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.count(",") == 2]
-    # torch leaves out the "GPU-" in front; a driver that may not tell memory writes "[N/A]".
+    # torch omits the "GPU-" prefix; a driver without permission to report memory writes "[N/A]".
     return [(int(pid), int(mib) * 2**20 if mib.isdigit() else 0) for listed, pid, mib in rows if listed.endswith(uuid)]

@@ -64,7 +64,7 @@ def measure_memory(
     subject = Subject(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
     record = Run(subject, limit_bytes).measure(dense_grad)
     record.doubts += subject.machine.sharing()
-    # A machine that ran out of memory is not asked to do it again; a budget is.
+    # A case that exhausted the machine's memory is not repeated; one that exceeded a budget can be.
     if details and (record.status == "ok" or limit_bytes is not None):
         explain(record, subject, limit_bytes, dense_grad)
     return record
@@ -106,24 +106,24 @@ def measure_time(
 
 @dataclass(frozen=True)
 class Times:
-    """Milliseconds of the phases of each pass that counts, and in sentences why they may be off."""
+    """Milliseconds of the phases of each counted pass, and the doubts about them."""
 
     passes: list[dict[str, float]]
     doubts: tuple[str, ...]
 
     def of(self, phase: str) -> list[float]:
-        """Of every pass; empty where the phase did not run."""
+        """Milliseconds of every pass; empty if the phase did not run."""
         return [times[phase] for times in self.passes if phase in times]
 
 
 def time_passes(
     subject: Subject, *, dense_grad: bool = False, warmup: int, passes: int, max_seconds: float | None
 ) -> Times:
-    """As measure_time has it."""
+    """Times passes as measure_time does."""
     _check_passes(warmup, passes, max_seconds)
     disturbed = (*load(), *subject.machine.sharing())
     results = _timed_passes(subject, dense_grad, warmup + passes, max_seconds)
-    # Where time was short the passes that count go first, and one of them at least.
+    # If time was short, the first passes count as well, and at least one always does.
     warm = min(warmup, len(results) - 1)
     times = Times(results[warm:], ())
     few = timing.doubts_of_passes(len(times.passes), passes, warmed_up=warm > 0 or warmup == 0)
@@ -132,12 +132,12 @@ def time_passes(
 
 
 def machine_facts(device: torch.device | str) -> dict[str, Any]:
-    """The fields of a record that say where it was measured."""
+    """Record fields that describe where it was measured."""
     return machine_of(resolve_device(device, ())).facts()
 
 
 def _timed_passes(subject: Subject, dense_grad: bool, count: int, max_seconds: float | None) -> list[dict[str, float]]:
-    """Up to that many passes, of which the first to warm up, cut where the next one would end too late."""
+    """Runs up to that many passes, the first ones as warm-up, and stops before one that would end too late."""
     begin = previous = time.perf_counter()
     deadline = begin + (float("inf") if max_seconds is None else max_seconds)
     results = [timed_pass(subject, dense_grad)]

@@ -1,4 +1,4 @@
-"""Which part of a model keeps what for backward: every storage at the module that first asked autograd to keep it."""
+"""Attributes the storages kept for backward to the modules that first saved them."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def kept_by_component(
 
 @contextmanager
 def ranges_around_modules(model: torch.nn.Module, kind: Callable[[str], Any]) -> Iterator[None]:
-    """While a module of the model runs forward, a range of its label is open: NVTX's, or torch.profiler's."""
+    """Opens a range with the module's label (NVTX or torch.profiler) while a module of the model runs its forward."""
     ranges: list[Any] = []
 
     def begin(name: str) -> None:
@@ -63,7 +63,7 @@ def ranges_around_modules(model: torch.nn.Module, kind: Callable[[str], Any]) ->
 
 @contextmanager
 def around_modules(model: torch.nn.Module, begin: Callable[[str], Any], end: Callable[[], Any]) -> Iterator[None]:
-    """Calls begin with the label of each module of the model before its forward, and end after, also where it fails."""
+    """Calls `begin` before and `end` after each module's forward, also if it fails, with the module's label."""
     with ExitStack() as stack:
         for name, module in model.named_modules():
             if name:
@@ -74,7 +74,7 @@ def around_modules(model: torch.nn.Module, begin: Callable[[str], Any], end: Cal
 
 
 def hook(call: Callable[[], Any]) -> Callable[..., None]:
-    """It returns nothing: that would replace the module's inputs or outputs."""
+    """Returns nothing, because a result would replace the module's inputs or outputs."""
 
     def run(*_: Any) -> None:
         call()
@@ -83,7 +83,7 @@ def hook(call: Callable[[], Any]) -> Callable[..., None]:
 
 
 def label(model: torch.nn.Module, name: str) -> str:
-    """The end of the path, with that of the lists around it, which are never called: "layers.0"."""
+    """The last part of the path, with the index in a list: "layers.0". Lists themselves are never called."""
     parts = name.split(".")
     begin = len(parts) - 1
     while begin and isinstance(model.get_submodule(".".join(parts[:begin])), torch.nn.ModuleList):

@@ -1,4 +1,4 @@
-"""One case over time: every allocation and free of a forward and a backward, named by what allocated it."""
+"""The timeline of one case: every allocation and free of a forward and a backward, with the operator's name."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from memcheck.measure.run import NamedTensors, Run, Subject, range_around
 OTHER = "other"
 FREED = "freed, from before"
 LEFT = "left by the first step"
-# What is smaller than this share of the highest sum is shown together with the rest.
+# Names below this share of the highest sum are combined.
 SMALL = 0.01
 
 
 @dataclass(frozen=True)
 class Block:
-    """A piece of memory, from the event that allocated it to the one that freed it."""
+    """A block of memory, from the event that allocated it to the one that freed it."""
 
-    bytes: int  # negative: freed, but from before the run, and not held by the caller
-    allocator: str  # the operator or autograd node that allocated it; "" where it was there before
-    born: int  # event; 0 for what was there before
+    bytes: int  # Negative: freed during the run, but allocated before it and not held by the caller.
+    allocator: str  # The operator or autograd node that allocated it; "" if it existed before.
+    born: int  # Event number; 0 if it existed before.
     died: int | None = None
-    phase: str | None = None  # that it was allocated in
+    phase: str | None = None  # The phase in which it was allocated.
     role: str | None = None  # "input q", "parameter weight", "output", "gradient of input q"
     shape: tuple[int, ...] | None = None
     dtype: str | None = None
-    stack: tuple[str, ...] = ()  # operators and nodes around the allocation, the outermost first
+    stack: tuple[str, ...] = ()  # Operators and nodes around the allocation, outermost first.
     address: int = 0
 
     @property
@@ -47,7 +47,7 @@ class Block:
 
     @property
     def group(self) -> str:
-        """The name that it shares with its like: "inputs", "gradients", or that of what allocated it."""
+        """The name under which similar blocks are combined: "inputs", "gradients", or the allocating operator."""
         kind = (self.role or "").partition(" ")[0]
         if kind == "optimizer":
             return "optimizer state"
@@ -60,8 +60,8 @@ class Block:
 @dataclass(frozen=True, order=True)
 class Event:
     index: int
-    bytes: int  # negative for a free
-    name: str  # of the block
+    bytes: int  # Negative for a free.
+    name: str  # Name of the block.
     phase: str
 
 
@@ -96,7 +96,7 @@ class Timeline:
 
     @cached_property
     def peak(self) -> dict[str, int]:
-        """The step of each phase where most is alive, the first of them."""
+        """For each phase, the first step with the highest sum."""
         return {name: max(range(first, last + 1), key=self.alive.__getitem__) for name, first, last in self.phases}
 
     @property
@@ -120,7 +120,7 @@ class Timeline:
         return {**series, OTHER: self._sums(rest)} if rest or not series else series
 
     def alive_at_peak(self, phase: str, top: int = 10) -> list[dict[str, Any]]:
-        """What is alive at the phase's peak, the largest first, then the rest together: they add up to that peak."""
+        """The blocks alive at the phase's peak, largest first, and the rest combined; they add up to the peak."""
         alive = self.alive_after(self.peak[phase])
         shown, rest = alive[:top], alive[top:]
         rows = [
@@ -133,11 +133,11 @@ class Timeline:
         return rows
 
     def alive_after(self, step: int) -> list[Block]:
-        """The blocks alive then, the largest first."""
+        """The blocks alive after the step, largest first."""
         return sorted((block for block in self.blocks if block.alive_after(step)), key=lambda block: -block.bytes)
 
     def kept(self) -> list[Block]:
-        """What the forward left behind beside its outputs: kept for backward, or by a library."""
+        """Blocks that remain after the forward besides its outputs: kept for backward or by a library."""
         return [block for block in self.alive_after(self.phases[0][2]) if block.role is None]
 
     def phase_of(self, event: int) -> str:
@@ -188,7 +188,7 @@ def record_timeline(
 def recorded(
     subject: Subject, limit_bytes: int | None = None, dense_grad: bool = False, hooks: bool = False
 ) -> tuple[Timeline, Run]:
-    """The timeline of a run, and the run."""
+    """Records the timeline of a run, and returns both."""
     watch = _Watch(subject)
     run = watch.run = Run(subject, limit_bytes, hooks, watch.phase)
     try:
@@ -199,7 +199,7 @@ def recorded(
 
 
 class _Watch:
-    """Notes where phases begin and end among the events, and which blocks came of them."""
+    """Notes the events at which phases begin and end, and the role of each block."""
 
     run: Run
 
@@ -211,7 +211,7 @@ class _Watch:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        # Not earlier: the allocator it listens to is there once the run's tracker is open.
+        # The allocator is installed only once the run's tracker is open.
         if self._recorder is None:
             self._recorder = open_recorder(self.subject.device)
         first = self.phases[-1][2] if self.phases else 0
@@ -226,7 +226,7 @@ class _Watch:
         return [] if self._recorder is None else self._recorder.close()
 
     def blocks_of(self, events: list[AllocationEvent]) -> list[Block]:
-        last = self.phases[-1][2] if self.phases else 0  # later ones are the run clearing up after itself
+        last = self.phases[-1][2] if self.phases else 0  # Later events belong to the run's cleanup.
         return _with_roles(self._held_blocks() + _blocks_of(events[:last], self.phases), self._roles)
 
     def _held_blocks(self) -> list[Block]:
@@ -239,7 +239,7 @@ class _Watch:
             Block(role.storage_bytes, "", 0, None, None, role.name, role.shape, role.dtype, (), role.address)
             for role in held.values()
         ]
-        # The state of an optimizer that could not be asked for it, and caches that fn filled.
+        # State of an optimizer that cannot be inspected, and caches that fn filled.
         rest = self.run.standing_bytes - sum(block.bytes for block in blocks)
         return [*blocks, Block(rest, "", 0, role=LEFT)] if rest else blocks
 
@@ -253,7 +253,7 @@ class _Watch:
 
 
 class _Role(NamedTuple):
-    """What the storage at an address was, after a step."""
+    """The role of the storage at an address after a step."""
 
     step: int
     name: str
@@ -282,7 +282,7 @@ def _roles_of(named: NamedTensors, step: int, device: torch.device) -> list[_Rol
 
 def _blocks_of(events: list[AllocationEvent], phases: list[tuple[str, int, int]]) -> list[Block]:
     blocks: list[Block] = []
-    alive: dict[int, int] = {}  # address -> where its block is in the list
+    alive: dict[int, int] = {}  # Address -> index of its block.
     for index, event in enumerate(events, 1):
         address, size = event.address, event.bytes
         phase = next(name for name, _, last in phases if index <= last)

@@ -1,4 +1,4 @@
-"""Times of repeated passes: their median and quartiles, and what makes them doubtful."""
+"""Statistics of repeated passes: median, quartiles, and doubts about them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 from memcheck.core.doubts import FEW_PASSES
 
-# Where a reader should be told: the middle half of the passes spread over more than this share of the median, ...
+# A doubt is noted if the middle half of the passes spreads over more than this share of the median, ...
 WIDE = 0.20
-# ... or the median of the second half of the passes this far from that of the first.
+# ... or if the medians of the first and second half differ by more than this share.
 DRIFT = 0.10
 
 
 def summary(name: str, times: Sequence[float]) -> dict[str, Any]:
-    """The median and the quartiles, under the names that a record has for them; None where there were no passes."""
+    """Median and quartiles under a record's field names; None without passes."""
     if not times:
         return {name: None, f"{name}_quartiles": None}
     low, middle, high = _quartiles(times)
@@ -23,9 +23,9 @@ def summary(name: str, times: Sequence[float]) -> dict[str, Any]:
 
 
 def doubts(phase: str, times: Sequence[float]) -> tuple[str, ...]:
-    """Why the median of these times may be off, in sentences."""
+    """Reasons why the median of these times may be off, as sentences."""
     if len(times) < FEW_PASSES:
-        return ()  # which is a doubt of its own, and says enough
+        return ()  # Too few passes are a doubt of their own.
     low, middle, high = _quartiles(times)
     early, late = (statistics.median(half) for half in (times[: len(times) // 2], times[(len(times) + 1) // 2 :]))
     found = []
@@ -39,7 +39,7 @@ def doubts(phase: str, times: Sequence[float]) -> tuple[str, ...]:
 
 
 def doubts_of_passes(passes: int, asked: int, warmed_up: bool) -> tuple[str, ...]:
-    """Whether there were enough of them."""
+    """Doubts about the number of passes."""
     found = []
     if not warmed_up:
         found.append("the time limit left no pass to warm up: the times include what a first call does once")

@@ -25,11 +25,11 @@ from memcheck.core.tensors import (
 )
 from memcheck.core.units import format_bytes
 
-Refusal = tuple[int, int]  # bytes requested, bytes in use
+Refusal = tuple[int, int]  # Bytes requested, bytes in use.
 
 
 class _Counter(Protocol):
-    """Counts bytes from its construction to close(); the CPU's is _C.AllocationTracker."""
+    """Counts bytes from construction to close(). On the CPU it is _C.AllocationTracker."""
 
     def current_bytes(self) -> int: ...
     def peak_bytes(self) -> int: ...
@@ -39,7 +39,7 @@ class _Counter(Protocol):
 
 
 class _CudaCounter:
-    """The bytes requested of CUDA's caching allocator, free of its rounding."""
+    """Counts requested bytes of CUDA's caching allocator, which are free of its rounding."""
 
     _open: ClassVar[list[_CudaCounter]] = []
 
@@ -60,7 +60,7 @@ class _CudaCounter:
 
     @classmethod
     def since_cuda_began(cls, device: int) -> _CudaCounter:
-        """As if it had been opened before the process first used CUDA."""
+        """A counter whose figures begin with the process's first use of CUDA."""
         peak = torch.cuda.memory_stats(device)["requested_bytes.all.peak"]
         counter = cls(device)
         counter._baseline, counter._highest = 0, peak
@@ -88,7 +88,7 @@ class _CudaCounter:
         return torch.cuda.memory_stats(self._device)[f"requested_bytes.all.{figure}"]
 
     def _keep_peaks(self) -> None:
-        """Resets the device's one peak, after every open counter has taken note of it."""
+        """Resets the device's single peak after all open counters have recorded it."""
         peak = self._requested("peak")
         for counter in self._open:
             if counter._device == self._device:
@@ -96,7 +96,7 @@ class _CudaCounter:
         torch.cuda.reset_peak_memory_stats(self._device)
 
     def _limit(self, room_bytes: int) -> None:
-        # The fraction bounds segments, so free ones go back first and count for nothing.
+        # The fraction limits segments, so cached segments are released first.
         torch.cuda.empty_cache()
         allowed = torch.cuda.memory_reserved(self._device) + room_bytes
         total = torch.cuda.get_device_properties(self._device).total_memory
@@ -112,13 +112,13 @@ class _CudaCounter:
 
 @functools.cache
 def _watch_cuda_refusals() -> None:
-    # Torch has no way to detach an observer, so there is one for the process.
+    # torch cannot detach an observer, so the process installs only one.
     attach = getattr(torch._C, "_cuda_attach_out_of_memory_observer")  # noqa: B009
     attach(_CudaCounter._note_refusal)
 
 
 class _Final:
-    """What a counter said when it was closed."""
+    """The final figures of a closed counter."""
 
     def __init__(self, counter: _Counter) -> None:
         self._current, self._peak, self._refusal = counter.current_bytes(), counter.peak_bytes(), counter.refusal()
@@ -147,7 +147,7 @@ def _open_counter(device: torch.device, held_bytes: int, limit_bytes: int | None
 
 @dataclasses.dataclass(frozen=True)
 class SavedTensor:
-    """A storage that autograd keeps for backward, and the first tensor in it that was."""
+    """A storage that autograd keeps for backward, described by the first saved tensor in it."""
 
     device: torch.device
     bytes: int
@@ -168,7 +168,9 @@ def _note_saved(saved: Saved, tensor: torch.Tensor) -> None:
 
 
 class _Listeners(threading.local):
-    """What the trackers open on this thread have heard: hooks are per thread, and only the innermost pair is called."""
+    """Saved tensors of the trackers open on this thread. Hooks are per thread, and torch calls only the innermost
+    pair.
+    """
 
     def __init__(self) -> None:
         self.open: list[Saved] = []
@@ -178,12 +180,12 @@ _listeners = _Listeners()
 
 
 def _pack(tensor: torch.Tensor) -> Any:
-    # Not the tensor itself: an output saved by its own node would be a reference cycle and outlive the graph.
+    # Returning the tensor itself would create a reference cycle for outputs saved by their own node.
     return tensor.detach(), tensor._version
 
 
 def _unpack(packed: Any) -> torch.Tensor:
-    """Torch leaves out its check of in-place changes for tensors that went through hooks; here it is again."""
+    """Checks for in-place changes, because torch skips its own check for tensors that pass through hooks."""
     tensor, version = packed
     if tensor._version != version:
         raise RuntimeError(
@@ -195,7 +197,7 @@ def _unpack(packed: Any) -> torch.Tensor:
 
 @contextmanager
 def _listening(saved: Saved) -> Iterator[None]:
-    """Hooks that tell every tracker of the thread, and then do what would have been done without them."""
+    """Installs hooks that inform every tracker of the thread and then call the hooks that were active before."""
     outer: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None
     outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack, unpack = outer or (_pack, _unpack)
@@ -210,13 +212,13 @@ def _listening(saved: Saved) -> Iterator[None]:
         with torch.autograd.graph.saved_tensors_hooks(pack_and_tell, unpack):
             yield
     finally:
-        # By identity: two trackers may have heard the same.
+        # Compared by identity, as two trackers may have equal contents.
         _listeners.open[:] = [heard for heard in _listeners.open if heard is not saved]
 
 
 @dataclasses.dataclass(frozen=True)
 class DeviceMemory:
-    """What a tracker says of one device; saved_bytes is None where it has no hooks."""
+    """A tracker's figures for one device. saved_bytes is None without hooks."""
 
     peak_bytes: int
     current_bytes: int
@@ -299,46 +301,46 @@ class MemoryTracker:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of the unique storages that autograd saved for backward on this thread, less those held."""
+        """Bytes of the unique storages that autograd saved for backward on this thread, without those held."""
         if self._saved is None:
             raise RuntimeError("this memory tracker was made with saved=False")
         return sum(tensor.bytes for tensor in self.saved_tensors)
 
     @property
     def saved_tensors(self) -> list[SavedTensor]:
-        """What saved_bytes adds up, the largest first."""
+        """The storages that saved_bytes counts, largest first."""
         return self._saved_on(self.device)
 
     @property
     def by_device(self) -> dict[str, DeviceMemory]:
-        """The figures of the CPU and of every CUDA device that this process has used, by name: "cpu", "cuda:0"."""
+        """The figures of the CPU and of every CUDA device used by this process, by name: "cpu", "cuda:0"."""
         self._watch_late_devices()
         return {str(device): self._figures(device) for device in sorted(self._counters, key=str)}
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the unique storages held, on the tracked device."""
+        """Bytes of the unique held storages on the tracked device."""
         return sum(self._held_bytes.values())
 
     @property
     def refusal(self) -> Refusal | None:
-        """(bytes requested, bytes in use, held ones included) of the last allocation refused during the block."""
+        """(bytes requested, bytes in use including held ones) of the last refused allocation."""
         return self._counting().refusal()
 
     def hold(self, *more: Any) -> None:
-        """Counts these, e.g. the outputs, as the caller's: they are not saved for backward on its account."""
+        """Counts these tensors, such as outputs, as the caller's, so that they do not count as saved for backward."""
         tensors = list(_held_tensors(more))
         self._held.update(references_of(tensors))
         self._held_bytes.update(storages_of(tensors, self.device))
 
     def reset_peak(self) -> None:
-        """Starts a new peak from what is alive now, on every device."""
+        """Restarts the peak from the current level, on every device."""
         self._counting()
         for counter in self._counters.values():
             counter.reset_peak()
 
     def forget_saved(self) -> None:
-        """Starts to hear anew what autograd saves."""
+        """Clears the list of saved tensors."""
         if self._saved is not None:
             self._saved.clear()
 
@@ -357,7 +359,7 @@ class MemoryTracker:
         return DeviceMemory(counter.peak_bytes(), counter.current_bytes(), saved_bytes)
 
     def _watch_late_devices(self) -> None:
-        """A process that first used CUDA during the block had nothing there before it."""
+        """Adds CUDA devices that the process first used during the block; they were empty before."""
         for device in _other_devices(self.device) if self._open else ():
             if device not in self._counters:
                 self._counters[device] = _CudaCounter.since_cuda_began(device.index)
@@ -369,7 +371,7 @@ class MemoryTracker:
 
 
 def _other_devices(device: torch.device) -> list[torch.device]:
-    """The CPU and the CUDA devices, those of a process that uses CUDA, without the one."""
+    """The CPU and, in a process that uses CUDA, all CUDA devices, except the given one."""
     devices = [torch.device("cpu")]
     if torch.cuda.is_initialized() and torch.cuda.get_allocator_backend() == "native":
         devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-# Operands of any dtype and layout.
+# Any dtype and layout.
 MAKERS = frozenset(
     [
         "_local_scalar_dense",
@@ -47,7 +47,7 @@ MAKERS = frozenset(
         "zeros_like",
     ]
 )
-# Operands of one dtype, that of the result: else the CPU copies them to a common one. Masks and indices aside.
+# All operands must have the result's dtype, or the CPU copies them. Masks and indices are exempt.
 OF_ONE_DTYPE = frozenset(
     [
         "abs",
@@ -104,13 +104,13 @@ OF_ONE_DTYPE = frozenset(
         "where",
     ]
 )
-# Floating-point operands that are contiguous: else they are copied.
+# Floating-point operands must be contiguous, or they are copied.
 OF_CONTIGUOUS = frozenset(["embedding", "embedding_dense_backward", "nll_loss_backward", "nll_loss_forward"])
-# What tests/test_plain_operators.py shows of the CPU, each operator alone, by what is allocated while it runs.
+# What tests/predict/test_plain_operators.py shows of the CPU, each operator alone, by what is allocated while it runs.
 SHOWN_ON_CPU = MAKERS | OF_ONE_DTYPE | OF_CONTIGUOUS
 
 # All operators of the published rows of naive and softmax attention, views and those with a rule included: of an A100,
-# in float32. tests/test_prediction.py predicts every figure of these rows.
+# in float32. tests/predict/test_replay.py predicts every figure of these rows.
 SHOWN_ON_A100 = frozenset(
     [
         "_safe_softmax",
@@ -139,7 +139,7 @@ SHOWN_ON_A100 = frozenset(
         "where",
     ]
 )
-# Read in the sources of CUDA's kernels, and compared with nothing.
+# Read in the sources of the CUDA kernels; not compared with measurements.
 READ_OF_CUDA = (
     MAKERS
     | OF_ONE_DTYPE

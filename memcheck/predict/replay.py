@@ -23,19 +23,19 @@ from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import Version, name_of, running, untried
 from memcheck.predict.trace import Piece, Trace
 
-# What of a record is not known where it is not known what a phase takes.
+# Fields that become lower bounds when a phase has unknown allocations.
 FIELDS_OF = {
     "inputs": ("reserved_bytes",),
     "forward": ("forward_peak_bytes", "workspace_bytes", "forward_max_allocated_bytes", "backward_max_allocated_bytes"),
     "backward": ("backward_peak_bytes", "workspace_bytes", "backward_max_allocated_bytes"),
     "optimizer": ("optimizer_peak_bytes",),
 }
-# Nor these, where not even the sizes of results are known.
+# Further fields that are uncertain if not even the sizes of results are known.
 ALSO_FIELDS_OF = {
     "forward": ("output_bytes", "saved_bytes", "gradient_bytes", *FIELDS_OF["backward"], *FIELDS_OF["optimizer"]),
     "backward": ("gradient_bytes", *FIELDS_OF["optimizer"]),
 }
-# What a torch that was not tried may have changed: all that the caller does not give.
+# Fields that an untried torch version may change: all that the caller does not provide.
 COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *itertools.chain.from_iterable(FIELDS_OF.values()))
 
 
@@ -51,7 +51,7 @@ class Prediction:
     exact: the basis is "verified", and nothing is unknown: every figure is what a measurement says, to the byte.
     """
 
-    case: Any  # a Case, or of memcheck.predict_model a ModelCase
+    case: Any  # Case or ModelCase.
     device: Device
     record: Record
     terms: Terms
@@ -62,11 +62,11 @@ class Prediction:
 
     @property
     def known_terms(self) -> Terms:
-        """The terms of the fields that are known to the byte."""
+        """The terms of the fields that are not bounds."""
         return {name: terms for name, terms in self.terms.items() if name not in self.bounds}
 
 
-# The torch of the published rows of an A100.
+# The torch version of the published A100 rows.
 PUBLISHED_TORCH = (2, 7)
 
 
@@ -93,7 +93,7 @@ R = TypeVar("R", bound=Record)
 
 
 def blank(kind: type[R], device: Device, target: Target) -> R:
-    """A record that says where, and not yet of what."""
+    """A record with the environment's fields filled in."""
     return kind(
         source="predicted",
         device=device.kind,
@@ -108,7 +108,7 @@ def blank(kind: type[R], device: Device, target: Target) -> R:
 
 @dataclass
 class Moment:
-    """The fullest moment of a phase: the event, and the bytes."""
+    """The event with the highest number of bytes in a phase."""
 
     event: int = 0
     bytes: int = -1
@@ -120,16 +120,16 @@ class Moment:
 
 @dataclass
 class Replay:
-    """A trace in an allocator, as it fills and empties through the phases, and the record that it fills."""
+    """Replays a trace in a model of the device's allocator and fills the record."""
 
     trace: Trace
-    case: Any  # a Case, or a ModelCase
+    case: Any  # Case or ModelCase.
     device: Device
     record: Record
     limit_bytes: int | None = None
     expandable_segments: bool = False
     blocks: dict[Piece, Block | None] = field(default_factory=dict)
-    sizes: dict[Piece, int] = field(default_factory=dict)  # of blocks, as they were given
+    sizes: dict[Piece, int] = field(default_factory=dict)  # Sizes of blocks as they were handed out.
     event: int = 0
     terms: Terms = field(default_factory=dict)
     requested: dict[str, Moment] = field(default_factory=dict)
@@ -152,7 +152,7 @@ class Replay:
         return Prediction(self.case, self.device, self.record, self.terms, exact, unknown, bounds, self.basis)
 
     def _doubtful_verdict(self) -> Iterator[str]:
-        """Where there is a limit, and a phase that ran, or in which memory ran out, is not known."""
+        """A doubt about the verdict, if there is a limit and a phase's figures are bounds."""
         if not self.has_limit or not any(self._has_run(phase) for phase in self.trace.unknown):
             return
         verdict = "ok" if self.record.status == "ok" else f"{self.record.status} in the {self.record.oom_phase}"
@@ -235,7 +235,7 @@ class Replay:
         return size
 
     def _note_allocated(self, phase: str) -> None:
-        """Of blocks; the peak is the highest so far, not reset between the phases."""
+        """Sums of blocks. This peak is the highest so far; it is not reset between phases."""
         names = ("forward", "backward")[: 1 if phase == "forward" else 2]
         fullest = max((self.allocated[name] for name in names), key=lambda moment: moment.bytes)
         alive = self.trace.tape.alive(fullest.event)
@@ -266,7 +266,7 @@ class Replay:
         record.reason = f"predicted: {asked} requested with {used} in use, of {room}"
 
     def _unknown(self) -> tuple[tuple[str, ...], frozenset[str]]:
-        """In words what is not known, and the fields that it is part of."""
+        """Descriptions of what is unknown, and the fields that it affects."""
         words = list(itertools.chain.from_iterable(self.trace.unknown.values()))
         bounds = {name for phase in self.trace.unknown for name in FIELDS_OF.get(phase, COMPUTED)}
         bounds |= {name for phase in self.trace.guessed for name in ALSO_FIELDS_OF.get(phase, ())}
@@ -284,7 +284,7 @@ class Replay:
 
 
 def numbered(sizes: Iterable[tuple[str, int]]) -> dict[str, int]:
-    """Name -> bytes; the second of a name is "name 2"."""
+    """Name -> bytes; a repeated name becomes "name 2"."""
     terms: dict[str, int] = {}
     for name, size in sizes:
         names = itertools.chain([name], (f"{name} {index}" for index in itertools.count(2)))

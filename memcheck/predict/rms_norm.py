@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """On meta tensors: what is allocated, and what is kept."""
+    """The allocations of the fused kernel on meta tensors, and what it keeps for backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, dims: int) -> Tensor:

@@ -20,11 +20,11 @@ from memcheck.predict.torch_versions import NEWEST_TRIED, WORKSPACES_ON_BLACKWEL
 
 @dataclass(frozen=True)
 class Target:
-    """What kernels are asked for."""
+    """The device and software for which kernels are predicted."""
 
-    kind: str  # "cpu" or "cuda"
+    kind: str  # "cpu" or "cuda".
     threads: int = 1
-    architecture: tuple[int, int] | None = None  # of a GPU: (8, 0)
+    architecture: tuple[int, int] | None = None  # Compute capability of a GPU: (8, 0).
     torch_version: Version = NEWEST_TRIED
 
     def has(self, change: Change) -> bool:
@@ -32,7 +32,7 @@ class Target:
 
     @property
     def cublas_workspace_bytes(self) -> int:
-        """CUBLAS_WORKSPACE_CONFIG's default: :4096:2:16:8, or on newer GPUs 32 MiB."""
+        """The default of CUBLAS_WORKSPACE_CONFIG: :4096:2:16:8, or 32 MiB on newer GPUs."""
         major = self.architecture[0] if self.architecture else 0
         large = {9}
         if self.has(WORKSPACES_ON_BLACKWELL):
@@ -44,13 +44,13 @@ class Target:
 
 @dataclass(frozen=True)
 class Call:
-    """An operator as it was called on meta tensors, and what it returned."""
+    """A call of an operator on meta tensors, with its result."""
 
     name: str  # "aten::bmm"
-    values: dict[str, Any]  # its arguments by name
+    values: dict[str, Any]  # Arguments by name.
     outputs: tuple[Tensor, ...]
     target: Target
-    is_view: bool = False  # by its schema: every result is an operand's memory, which it leaves as it is
+    is_view: bool = False  # By the schema: every result is a view of an operand that is not modified.
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -63,15 +63,15 @@ class Call:
 class Scratch:
     name: str
     bytes: int
-    first: bool = False  # taken before the outputs are
+    first: bool = False  # Allocated before the outputs.
 
 
 class Unknown(str):
-    """In words, what an operator takes that cannot be known from shapes."""
+    """A sentence about an allocation that shapes do not determine."""
 
 
 class Unlisted(Unknown):
-    """In words, an operator of which nothing is known: neither what it takes nor how large its results are."""
+    """A sentence about an operator without a rule: neither its scratch nor the sizes of its results are known."""
 
 
 Rule = Callable[[Call], Iterator[Scratch | Unknown]]
@@ -93,7 +93,7 @@ def is_view(schema: Any) -> bool:
 
 
 def scratch_of(call: Call) -> list[Scratch | Unknown]:
-    """What is alive beside inputs and outputs at the call's fullest moment."""
+    """The scratch of the call at its fullest moment, besides inputs and outputs."""
     kind = call.target.kind
     rule = RULES.get((call.name, kind)) or RULES.get((call.name, "any"))
     if rule is not None:
@@ -131,7 +131,7 @@ def bytes_of(tensor: Tensor) -> int:
 
 @rule("any", "_safe_softmax")
 def rows_of_nothing(call: Call) -> Iterator[Scratch]:
-    """A row of scores that are all -inf becomes zeros: which those are, a byte for each score and each row."""
+    """Rows whose scores are all -inf become zeros. The kernel marks them with one byte per score and one per row."""
     (y,) = call.outputs
     yield Scratch("scores that are -inf, a byte each", y.numel())
     yield Scratch("rows of them alone, a byte each", y.numel() // max(y.shape[call.dim], 1))
@@ -173,7 +173,7 @@ def division(call: Call) -> Iterator[Scratch]:
 
 @rule("cpu", "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 def rows_laid_out(call: Call) -> Iterator[Scratch]:
-    """Rows are read one behind the other."""
+    """Rows are copied so that they are contiguous."""
     for name in ("self", "grad_output", "output"):
         operand = call.values.get(name)
         if operand is not None and not operand.is_contiguous():
@@ -188,21 +188,21 @@ def triangle(call: Call) -> Iterator[Unknown]:
 
 @rule("cpu", "max", "min")
 def largest(call: Call) -> Iterator[Unknown]:
-    """Along a dimension; of all elements it is another kernel, with another backward."""
+    """The rule for reductions along a dimension. Reductions of all elements use another kernel and another backward."""
     if len(call.outputs) == 1 or not call.self.is_contiguous():
         yield Unlisted(f"what {call.name} takes beside its outputs")
 
 
 @rule("cpu", "scatter")
 def scattered(call: Call) -> Iterator[Scratch]:
-    """16 bits are scattered in 32."""
+    """16-bit values are scattered in 32 bits."""
     if call.self.element_size() < 4 and call.self.is_floating_point():
         yield Scratch("result in float32", call.self.numel() * 4)
 
 
 @rule("cuda", "cumsum")
 def scanned(call: Call) -> Iterator[Unknown]:
-    """A single row goes to a library."""
+    """A single row is handled by a library."""
     if call.self.numel() == call.self.shape[call.dim]:
         yield Unknown("what the cumulative sum of a single row takes")
 
@@ -213,7 +213,7 @@ def softmax_backward(call: Call) -> Iterator[Scratch]:
 
 
 def fits_blas(tensor: Tensor) -> bool:
-    """Its last two dimensions are a matrix that BLAS reads in place, in rows or in columns."""
+    """Whether BLAS can read the last two dimensions in place, by rows or by columns."""
     (rows, columns), (row, column) = tensor.shape[-2:], tensor.stride()[-2:]
     return (row == 1 and column >= max(1, rows)) or (column == 1 and row >= max(1, columns))
 
@@ -226,7 +226,7 @@ def operands_of(call: Call) -> list[Tensor]:
 
 @rule("cuda", "mm", "addmm", "bmm", "baddbmm")
 def copies_for_cublas(call: Call) -> Iterator[Scratch]:
-    """An operand that cuBLAS cannot take as it lies, such as an expanded gradient, is copied as a whole."""
+    """cuBLAS needs a copy of an operand whose layout it cannot read, such as an expanded gradient."""
     for operand in operands_of(call):
         if not fits_blas(operand) and not (operand.dim() == 3 and operand.is_contiguous()):
             yield Scratch("operand laid out for cuBLAS", bytes_of(operand))
@@ -234,7 +234,7 @@ def copies_for_cublas(call: Call) -> Iterator[Scratch]:
 
 @rule("cpu", "mm", "addmm", "bmm", "baddbmm")
 def copies_for_blas(call: Call) -> Iterator[Scratch | Unknown]:
-    """On the CPU batches of matrices that MKL cannot take are multiplied, and so copied, one by one."""
+    """On the CPU, batches of matrices that MKL cannot read are copied and multiplied one by one."""
     left, right = operands_of(call)
     if left.numel() == 0 or right.numel() == 0:
         return
@@ -250,7 +250,9 @@ def copies_for_blas(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 def products_are_plain(dtype: str) -> bool:
-    """Not so in 16 bits where oneDNN has instructions for them, and takes scratch of its own."""
+    """Whether products of this dtype need no oneDNN scratch. oneDNN has 16-bit instructions and takes scratch for
+    them.
+    """
     if dtype == "bfloat16" and torch.backends.mkldnn.is_available():
         return False
     if dtype == "float16" and platform.machine() == "x86_64" and torch.backends.mkldnn.is_available():
@@ -258,11 +260,11 @@ def products_are_plain(dtype: str) -> bool:
     return True
 
 
-SMALL_PRODUCT = 400  # multiplications in a matrix product below which there is a loop, and no BLAS
+SMALL_PRODUCT = 400  # Matrix products with fewer multiplications use a loop instead of BLAS.
 
 
 def taken_in_place(left: Tensor, right: Tensor) -> bool:
-    """A batch that goes to a plain loop, or whole to MKL."""
+    """Whether a batch is read in place: by a plain loop, or as a whole by MKL."""
     if left.shape[2] * left.shape[1] * right.shape[2] < SMALL_PRODUCT:
         return True
     wide = left.dtype in (torch.float32, torch.float64)
@@ -276,7 +278,7 @@ def in_rows_or_columns(operand: Tensor) -> bool:
 
 @rule("cpu", "_scaled_dot_product_flash_attention_for_cpu")
 def flash_tiles(call: Call) -> Iterator[Scratch | Unknown]:
-    """Each thread's scores, maxima and sums, and a part of y; in 16 bits the scores once more."""
+    """Per thread: scores, maxima and sums, and a part of y; in 16 bits a second copy of the scores."""
     q, S, T, D = sizes_of(call)
     rows, columns = rows_of_a_tile(S), min(T, KEYS_OF_A_TILE)
     wide = torch.promote_types(q.dtype, torch.float32).itemsize
@@ -317,7 +319,7 @@ def flash_splits(call: Call) -> Iterator[Unknown]:
 
 @rule("cuda", "_scaled_dot_product_flash_attention_backward")
 def flash_backward(call: Call) -> Iterator[Scratch]:
-    """The gradient of y and y itself, where they do not lie as (B,S,H,D), and dq as it is summed, in float32."""
+    """Copies of y and its gradient unless they are laid out as (B,S,H,D), and dq accumulated in float32."""
     q, S, _, D = sizes_of(call)
     for name, tensor in (("gradient of y, laid out", call.grad_out), ("y, laid out", call.out)):
         if not tensor.transpose(1, 2).is_contiguous():
@@ -329,7 +331,7 @@ def flash_backward(call: Call) -> Iterator[Scratch]:
 
 @rule("cuda", "_scaled_dot_product_efficient_attention", "_efficient_attention_forward")
 def efficient(call: Call) -> Iterator[Scratch]:
-    """y as it is summed, in float32, where a head does not fit into registers."""
+    """y is accumulated in float32 if a head does not fit into registers."""
     y = call.outputs[0]
     if y.element_size() < 4 and y.shape[-1] > 128:
         yield Scratch("y in float32", y.numel() * 4)
@@ -352,12 +354,12 @@ def cudnn(call: Call) -> Iterator[Unknown]:
     yield Unknown("the workspace of cuDNN's plan")
 
 
-# Outputs that are tensors of the CPU's on CUDA, by position: the seeds of a dropout that is none.
+# Positions of outputs that are CPU tensors on CUDA: the seeds of an unused dropout.
 OF_THE_HOST = {
     "aten::_scaled_dot_product_efficient_attention": (2, 3),
     "aten::_efficient_attention_forward": (2, 3),
 }
-# Of so many elements into so few sums: then CUDA's reductions may go in two steps, with a buffer between.
+# From this many elements per result on, CUDA's reductions may take two steps with a buffer.
 LONG_REDUCTION, FEW_SUMS = 4096, 8192
 
 
@@ -376,11 +378,11 @@ def rows_of_a_tile(queries: int) -> int:
 
 
 def sizes_of(call: Call) -> tuple[Tensor, int, int, int]:
-    """q, S, T, D"""
+    """Returns q, S, T, D."""
     return call.query, call.query.shape[2], call.key.shape[2], call.query.shape[3]
 
 
-# Of so many indices at most CUDA adds the rows up without sorting them first.
+# Up to this many indices, CUDA adds rows without sorting them first.
 FEW_INDICES = 3072
 
 

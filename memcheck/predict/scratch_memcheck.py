@@ -1,4 +1,4 @@
-"""What our own operators take beside their outputs: by the plans that their glue allocates by, and in its order."""
+"""Scratch of memcheck's own operators, from the plans that their C++ glue uses, in the order of its allocations."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ PRODUCTS |= {"memcheck::combinator", "memcheck::combinator_backward"}
 PRODUCTS |= {f"memcheck::linear_{side}{phase}" for side in "lr" for phase in ("", "_backward")}
 
 
-# What memcheck's CUDA kernels need of a GPU.
+# The oldest compute capability that memcheck's CUDA kernels support.
 LEAST_ARCHITECTURE = (8, 0)
 
 
 def check_gpu(target: Target) -> None:
-    """UnsupportedError: the GPU is one on which memcheck's CUDA kernels do not run."""
+    """Raises UnsupportedError if memcheck's CUDA kernels do not run on the GPU."""
     if target.architecture is not None and target.architecture < LEAST_ARCHITECTURE:
         needed, got = (".".join(map(str, version)) for version in (LEAST_ARCHITECTURE, target.architecture))
         raise UnsupportedError(f"memcheck's CUDA kernels need a GPU of compute capability {needed} or later, got {got}")
 
 
 def plan_of(call: Call, operator: str, **sizes: Any) -> dict[str, int]:
-    """Bytes by the struct that the operator's own glue allocates by."""
+    """Bytes of each part, from the struct that the operator's glue allocates by."""
     from memcheck._extension import _C
 
     target = call.target
@@ -163,7 +163,7 @@ def projection(call: Call) -> Iterator[Scratch | Unknown]:
     whole = merges(call.x) and merges(y.mT if call.name.endswith("linear_l") else y)
     x = Scratch("x laid out for BLAS", laid_out(call.x, 1 if whole else len(call.x)))
     w = Scratch("w laid out for BLAS", laid_out(call.w))
-    yield from (x, w) if call.name.endswith("linear_l") else (w, x)  # y^T = w^T x^T, where y is in rows
+    yield from (x, w) if call.name.endswith("linear_l") else (w, x)  # y^T = w^T x^T, where y is in rows.
     yield from unplanned_products(call, call.x)
 
 
@@ -197,16 +197,16 @@ def projection_backward(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 def laid_out(operand: Tensor, parts: int = 1) -> int:
-    """The bytes of a copy of it, or of one of its parts, that GEMM needs."""
+    """The bytes of the copy that GEMM needs of it or of one of its parts."""
     return 0 if operand.numel() == 0 or fits_blas(operand) else bytes_of(operand) // parts
 
 
 def merges(x: Tensor) -> bool:
-    """(B,S,R) is (B S,R) without a copy."""
+    """Whether (B,S,R) can be viewed as (B S,R) without a copy."""
     return x.numel() > 0 and (1 in x.shape[:2] or x.stride(0) == x.shape[1] * x.stride(1))
 
 
 def copied_rows(B: int, S: int, R: int, element_bytes: int, row_bytes: int) -> int:
-    """As csrc/projection/projection.h has it."""
+    """The number of copied rows, as in csrc/projection/projection.h."""
     size = max(B * S * R * element_bytes // 16, 2**20)
     return min(max(size // row_bytes, 1), S)

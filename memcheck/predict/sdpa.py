@@ -57,7 +57,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What torch's function does on the target, in the operators that it would run there, of the target's torch."""
+    """Runs the operators that torch's function would run on the target, in the target's torch version."""
     mask, bias = attn_mask, causal_bias(attn_mask)
     if bias is not None:
         square = bias.seq_len_q == bias.seq_len_kv or bias.variant.name == "UPPER_LEFT"
@@ -83,27 +83,29 @@ def with_a_first_dimension(call: Attention) -> Attention:
 
 
 def dispatched(call: Attention, target: Target, enable_gqa: bool) -> Tensor:
-    """By the backend that the target chooses."""
+    """Calls the backend that the target chooses."""
     backend = chosen(call, target)
     y: Tensor = math_attention(call, enable_gqa) if backend == "math" else BACKENDS[backend](call)
     return y
 
 
 def causal_bias(mask: Tensor | None) -> CausalBias | None:
-    """The mask where it is one of torch's own. Who made one has loaded their module, and with it torch.compile."""
+    """The mask, if it is one of torch's bias classes. Checking sys.modules avoids importing them, and torch.compile
+    with them.
+    """
     module = sys.modules.get("torch.nn.attention.bias")
     return mask if module is not None and isinstance(mask, module.CausalBias) else None
 
 
 def fused_lower_right(call: Attention, target: Target) -> str | None:
-    """Of those that align the last query to the last key without a mask, the first that takes the call."""
+    """For bottom-right causal masks: the first backend that accepts the call without an explicit mask."""
     if target.kind == "cpu":
         return None
     return next((name for name in ("flash", "efficient") if SWITCHES[name]() and TAKES[name](call, target)), None)
 
 
 def chosen(call: Attention, target: Target) -> str:
-    """The first backend of the target that takes the call and is not switched off."""
+    """The first enabled backend of the target that accepts the call."""
     order = ("flash (cpu)", "math") if target.kind == "cpu" else cuda_order(target)
     for backend in order:
         if SWITCHES[backend]() and (backend == "math" or TAKES[backend](call, target)):
@@ -117,7 +119,7 @@ def chosen(call: Attention, target: Target) -> str:
 
 
 def cuda_order(target: Target) -> tuple[str, ...]:
-    """From the first choice to the last."""
+    """Backends in order of preference."""
     fused = ("flash", "efficient")
     major = target.architecture[0] if target.architecture else 0
     prefers_cudnn = major in (9, 10) and target.has(CUDNN_FIRST)
@@ -134,7 +136,7 @@ SWITCHES = {
 
 
 def is_dense(call: Attention) -> bool:
-    """Four dimensions, no empty ones, and heads alike."""
+    """Whether the inputs have four non-empty dimensions and equal numbers of heads."""
     tensors = (call.q, call.k, call.v)
     return all(x.dim() == 4 and x.numel() and x.stride(-1) in (1, x.shape[-1]) for x in tensors)
 
@@ -189,7 +191,7 @@ TAKES = {
 
 
 def additive(call: Attention) -> Tensor | None:
-    """A mask of booleans becomes one that is added; its numbers are the CPU's."""
+    """Converts a boolean mask to an additive one; its numbers are CPU tensors."""
     if call.mask is None or call.mask.dtype != torch.bool:
         return call.mask
     hidden = torch.scalar_tensor(-torch.inf, dtype=call.q.dtype, device=call.q.device)
@@ -197,7 +199,7 @@ def additive(call: Attention) -> Tensor | None:
 
 
 def math_attention(call: Attention, enable_gqa: bool) -> Tensor:
-    """In operators of its own, so that those of the torch that runs, whose choice may differ, are left out."""
+    """The math backend, called directly so that the choice of the running torch does not matter."""
     operator = aten._scaled_dot_product_attention_math
     more = {"scale": call.scale, "enable_gqa": enable_gqa}
     y: Tensor = operator(call.q, call.k, call.v, additive(call), call.dropout, call.causal, **more)[0]
@@ -210,7 +212,7 @@ def cpu_flash(call: Attention) -> Any:
 
 
 def flash(call: Attention) -> Any:
-    """Heads are padded to multiples of 8."""
+    """Pads heads to multiples of 8."""
     missing = -call.head_dim % 8
     q, k, v = (pad(x, (0, missing)) if missing else x for x in (call.q, call.k, call.v))
     causal = call.causal or call.lower_right
@@ -230,7 +232,7 @@ def efficient(call: Attention) -> Any:
 
 
 def padded(mask: Tensor | None, call: Attention) -> Tensor | None:
-    """Rows of a mask begin at multiples of 16 elements."""
+    """Pads the rows of a mask to multiples of 16 elements."""
     if mask is None:
         return None
     missing = -mask.shape[-1] % 16

@@ -68,18 +68,18 @@ WORKSPACE_OF_A_CALL = Change(
 
 
 def version_of(text: str) -> Version:
-    """(2, 13) of "2.13.0+cpu"."""
+    """ "2.13.0+cpu" becomes (2, 13)."""
     major, minor = text.split(".")[:2]
     return int(major), int(minor)
 
 
 def running() -> Version:
-    """The version of the torch that runs."""
+    """The version of the installed torch."""
     return version_of(torch.__version__)
 
 
 def untried(version: Version) -> str | None:
-    """In words, what is not known of predictions for this version, made by the torch that runs; None where all is."""
+    """Why predictions for this version, made with the installed torch, are uncertain. None if both were tried."""
     newest = max(version, running())
     if newest <= NEWEST_TRIED:
         return None

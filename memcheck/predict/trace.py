@@ -43,26 +43,26 @@ from memcheck.predict.torch_versions import (
     untried,
 )
 
-# A storage that 64 bits cannot count counts as this, and the run ends there.
+# Size assumed for a storage that 64 bits cannot count; the run ends there.
 BEYOND = 2**63
 NUMBER = "number"
 ANY_PHASE = "any phase"
 WORKSPACE = "cuBLAS workspace"
-# Whose number, as an operand, is a tensor that autograd may keep.
+# Operators whose number operand autograd may keep as a tensor.
 WITH_NUMBERS = {"add", "sub", "mul", "div", "true_divide", "multiply", "divide", "gt", "lt", "ge", "le", "eq", "ne"}
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-# The nodes that keep it.
+# The autograd nodes that keep it.
 KEEPERS = {"MulBackward0", "DivBackward0"}
-# Functions that choose an implementation by the device and inside of which no mode looks, so that of their operators
-# the wrong ones are seen.
+# Functions that choose their implementation by device internally. Modes cannot see inside, so the traced operators
+# may differ from those of the device.
 CLOSED = {"lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"}
-# Nodes that scatter into zeros in place, but not where a mode such as Tracer is looking on.
+# Nodes that scatter into zeros in place, except when a mode such as Tracer is active.
 SCATTERING = {"MaxBackward0", "MinBackward0"}
 
 
 @dataclass(eq=False)
 class Piece:
-    """Memory, from the event that takes it to the one that gives it back."""
+    """A piece of memory, from its allocation to its release."""
 
     name: str
     bytes: int
@@ -75,15 +75,15 @@ class Piece:
 
 
 class Held:
-    """Something to hold on to."""
+    """A handle whose finalizer frees the number."""
 
 
 @dataclass
 class Tape:
-    """What is taken and given back. Events are numbered from 1."""
+    """A log of allocations and releases. Events are numbered from 1."""
 
     pieces: list[Piece] = field(default_factory=list)
-    events: list[tuple[Piece, bool]] = field(default_factory=list)  # the piece, and whether it was taken
+    events: list[tuple[Piece, bool]] = field(default_factory=list)  # The piece, and whether it was allocated.
     closed: bool = False
 
     def take(self, name: str, size: int, *, is_library: bool = False) -> Piece:
@@ -130,12 +130,12 @@ class Trace:
 
     @property
     def held(self) -> list[Piece]:
-        """What the caller has."""
+        """Tensors that the caller holds."""
         return [*self.inputs, *self.parameters]
 
 
 class Tracer(TorchDispatchMode):
-    """Keeps the tape of what runs under it."""
+    """Logs the allocations of operators that run under it."""
 
     def __init__(self, tape: Tape, target: Target) -> None:
         super().__init__()
@@ -145,13 +145,13 @@ class Tracer(TorchDispatchMode):
         self.unknown: dict[str, dict[str, None]] = {}
         self.guessed: set[str] = set()
         self.operators: dict[str, None] = {}
-        self._pieces: dict[int, Piece] = {}  # of storages
+        self._pieces: dict[int, Piece] = {}  # By storage.
         self._workspace: Piece | None = None
         self._hosts_number = False
-        self._counts_number = True  # that the next operator has for an operand
-        # Torch's math attention adds a mask in place, but not where a mode such as this one is looking on.
+        self._counts_number = True  # Whether the number operand of the next operator counts.
+        # torch's math attention adds a mask in place, except when a mode such as this one is active.
         self.adds_in_place = False
-        self.inside = ""  # the Python function that runs without a function mode
+        self.inside = ""  # Name of the Python function that currently runs without a function mode.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = as_computed(func, func(*args, **(kwargs or {})), args)
@@ -187,13 +187,15 @@ class Tracer(TorchDispatchMode):
             self.guessed.add(phase)
 
     def _runs_in_place(self, call: Call) -> bool:
-        """Where no mode looks on the operator would write its result into its first operand."""
+        """Whether the operator would write into its first operand if no mode were active."""
         if call.name == "aten::add":
             return self.adds_in_place or self._accumulates(call)
         return call.name == "aten::scatter" and self._node_name() in SCATTERING
 
     def _accumulates(self, call: Call) -> bool:
-        """Autograd's engine adds a second gradient of a tensor to the first, in place if nobody else has that."""
+        """Whether autograd's engine adds a gradient to an earlier one in place, which it does if nobody else holds the
+        earlier one.
+        """
         if self.phase != "backward" or not engine_calls():
             return False
         first, second = call.self, call.other
@@ -210,11 +212,11 @@ class Tracer(TorchDispatchMode):
             self._workspace = None
 
     def begin_thread(self) -> None:
-        """Autograd's thread, which has a cuBLAS handle, and so a workspace, of its own."""
+        """Autograd's thread has its own cuBLAS handle and therefore its own workspace."""
         self._workspace = None
 
     def take_number(self) -> object:
-        """A number that an operand is, from now until what is returned is let go."""
+        """Allocates a number operand until the returned handle is released."""
         self._counts_number = False
         held = Held()
         if self.target.kind == "cpu":
@@ -223,7 +225,7 @@ class Tracer(TorchDispatchMode):
 
     @contextmanager
     def number_of_the_host(self) -> Iterator[None]:
-        """A number is a tensor of the CPU's, whatever the device."""
+        """Inside, numbers are CPU tensors, whatever the device."""
         self._hosts_number = True
         try:
             yield
@@ -231,7 +233,7 @@ class Tracer(TorchDispatchMode):
             self._hosts_number = False
 
     def note(self, tensor: Tensor, name: str) -> None:
-        # Numbers that an optimizer keeps are the CPU's, and real.
+        # Numbers that an optimizer keeps are real CPU tensors.
         if not (tensor.is_meta or (tensor.is_cpu and self.phase == "inputs" and self.target.kind == "cpu")):
             return
         storage = tensor.untyped_storage()
@@ -249,7 +251,7 @@ class Tracer(TorchDispatchMode):
             self.tape.give_back(piece)
 
     def _hand_over(self, before: Tensor, after: Tensor) -> None:
-        """What the first tensor had is the second's."""
+        """Transfers the first tensor's memory to the second."""
         piece = self._pieces.pop(before.untyped_storage()._cdata, None)
         if piece is not None:
             self._keep(after.untyped_storage(), piece)
@@ -266,7 +268,7 @@ class Tracer(TorchDispatchMode):
         return node.name() if node is not None else ""
 
     def _use_library(self, used: bool) -> None:
-        """Once for the thread and stream, and then it stays, or for the call alone."""
+        """Allocates the workspace once per thread and stream, or, in newer releases, for the call alone."""
         if not used or self.target.kind != "cuda" or self._workspace is not None:
             return
         self._workspace = self.tape.take(WORKSPACE, self.target.cublas_workspace_bytes, is_library=True)
@@ -275,7 +277,7 @@ class Tracer(TorchDispatchMode):
 
 
 def as_computed(func: Any, output: Any, args: Any) -> Any:
-    """What the operator returns where it computes, where its meta kernel returns something else."""
+    """The operator's real result where its meta kernel returns something else."""
     if func is not CPU_FLASH or args[0].dtype != torch.float64 or FLOAT64_LOGSUMEXP_ON_META.is_in(running()):
         return output
     y, logsumexp = output
@@ -283,21 +285,21 @@ def as_computed(func: Any, output: Any, args: Any) -> Any:
 
 
 def keeps_number(call: Call) -> bool:
-    """Whether autograd keeps the operand as a tensor if it was a number of Python's, and not one of C++."""
+    """Whether autograd keeps the operand as a tensor if it is a Python number."""
     if call.name not in ("aten::mul", "aten::div") or isinstance(call.other, Tensor):
         return False
     return bool(call.self.requires_grad and torch.is_grad_enabled())
 
 
 def use_counts(tensor: Tensor) -> tuple[int, int]:
-    """How many hold the tensor, and its storage."""
+    """Reference counts of the tensor and of its storage."""
     held: Any = tensor
     return held._use_count(), torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 @functools.cache
 def counts_of_the_last() -> tuple[int, int]:
-    """Those of a gradient that nobody but autograd's engine has, as a Tracer sees them."""
+    """Reference counts of a gradient that only autograd's engine holds, as a Tracer sees them."""
     found: list[tuple[int, int]] = []
 
     class Watch(Tracer):
@@ -312,7 +314,7 @@ def counts_of_the_last() -> tuple[int, int]:
 
 
 def engine_calls() -> bool:
-    """Whether no Python function stands between autograd's engine and the operator that a mode is looking at."""
+    """Whether the operator was called by autograd's engine without a Python function in between."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not run_backward.__code__:
         if not frame.f_code.co_filename.endswith(AROUND_A_MODE):
@@ -321,7 +323,7 @@ def engine_calls() -> bool:
     return frame is not None
 
 
-# What runs between an operator and a mode's __torch_dispatch__, that itself included.
+# Frames between an operator and a mode's __torch_dispatch__, including the latter.
 AROUND_A_MODE = ("memcheck/predict/trace.py", "torch/_dynamo/eval_frame.py", "torch/_compile.py", "_python_dispatch.py")
 
 
@@ -334,7 +336,7 @@ def run_backward(roots: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
 
 
 class OnTarget(TorchFunctionMode):
-    """Turns what would be decided, or allocated, by the device that tensors are on into what the target has of it."""
+    """Replaces decisions and allocations that depend on the tensors' device by those of the target."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -365,11 +367,11 @@ class OnTarget(TorchFunctionMode):
             return self._without_mode(func, args, kwargs)
         output = func(*args, **kwargs)
         if func in (torch.tensor, Tensor.new_tensor):
-            self.tracer.note(output, "tensor")  # which is made without an operator
+            self.tracer.note(output, "tensor")  # torch.tensor runs no operator.
         return output
 
     def _without_mode(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a Python function calls is not seen here."""
+        """Calls a Python function, whose own calls the function mode does not see."""
         outer, self.tracer.inside = self.tracer.inside, func.__name__
         try:
             return func(*args, **kwargs)
@@ -380,7 +382,7 @@ class OnTarget(TorchFunctionMode):
         return self.tracer.target.kind == "cuda" and self.tracer.target.has(FUSED_RMS_NORM)
 
     def _beyond_hooks(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """A node that keeps a number keeps it whatever hooks, those of a checkpoint say, make of what is saved."""
+        """Nodes keep a number operand regardless of saved-tensor hooks, such as those of a checkpoint."""
         number = self.tracer.take_number()
         output = func(*args, **kwargs)
         node = getattr(output, "grad_fn", None)
@@ -391,7 +393,7 @@ class OnTarget(TorchFunctionMode):
 
 
 def open_hooks() -> Any:
-    """Those that hear of what is saved: a tracker's, or a checkpoint's."""
+    """The active saved-tensor hooks, such as those of a tracker or a checkpoint."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
@@ -406,7 +408,7 @@ class Run:
     """
 
     def __init__(self, target: Target, *, dense_grad: bool = False, drops_workspaces: bool = True) -> None:
-        counts_of_the_last()  # before there is a mode that would see how they are found
+        counts_of_the_last()  # Collected before a mode is active that would record the search.
         self.tracer = Tracer(Tape(), target)
         self.dense_grad = dense_grad
         self.drops_workspaces = drops_workspaces
@@ -478,7 +480,7 @@ class Run:
         self.tracer.phase = next_phase or phase
 
     def _named(self, named: Iterable[tuple[str, Tensor]]) -> list[Piece]:
-        """The pieces of the tensors, which get their names; of two in one storage, the first."""
+        """Names the pieces of the tensors. If two tensors share a storage, the first name counts."""
         pieces: list[Piece] = []
         for name, tensor in named:
             for piece in self._pieces([tensor]):
