@@ -22,10 +22,10 @@ from memcheck.predict.replay import Prediction
 
 AXES = ("seq_len", "bsz", "dim")
 FLAGS = {"seq_len": "--seq-len", "bsz": "--bsz", "dim": "--dim"}
-# Where a search ends that finds no limit.
+# Upper end of a search that finds no limit.
 MOST = 2**30
 FIRST = 256
-# Shares of the answer by which sizes beyond it are tried.
+# Factors beyond the answer at which larger sizes are tried.
 FURTHER = (1.02, 1.1, 1.25, 1.5, 2)
 
 Predict = Callable[[Case], Prediction]
@@ -59,7 +59,7 @@ class Frontier:
 
     @property
     def unpredicted(self) -> str | None:
-        """Why nothing can be said of the case, where that is so."""
+        """The reason if the case cannot be predicted."""
         if self.at is None and self.beyond is not None and self.beyond.record.status != "oom":
             return self.beyond.record.reason or self.beyond.record.status
         return None
@@ -98,7 +98,7 @@ def find_frontier(
     search = Search(lambda size: predict(check_case(resized(case, axis, size))), step, most)
     largest = search.largest(start or FIRST)
     if largest > step:
-        search.fits(largest - step)  # what fits by a hair may leave a gap behind
+        search.fits(largest - step)  # Sizes that barely fit may leave a gap below them.
     at, beyond = search.found.get(largest), search.found.get(largest + step)
     gaps = tuple(size for size in sorted(search.found) if size < largest and not search.fits(size))
     shown = resized(case, axis, largest or step)
@@ -110,12 +110,12 @@ def known_axes() -> list[str]:
 
 
 def step_of(case: Case, axis: str, step: int) -> int:
-    """Heads divide the dimension."""
+    """The step of sizes: a dimension must be a multiple of the heads."""
     return math.lcm(step, case.heads or 1) if axis == "dim" else step
 
 
 def resized(case: Case, axis: str, size: int) -> Case:
-    """The case with that size; a core dimension that was the dimension remains it."""
+    """The case with another size. A core dimension equal to the old dimension follows it."""
     if axis == "bsz":
         return dataclasses.replace(case, bsz=size)
     if axis == "dim":
@@ -125,7 +125,7 @@ def resized(case: Case, axis: str, size: int) -> Case:
 
 
 class Search:
-    """For the largest multiple of a step that fits; no size is predicted twice."""
+    """Searches for the largest multiple of a step that fits. No size is predicted twice."""
 
     def __init__(self, predict: Callable[[int], Prediction], step: int, most: int) -> None:
         self.predict = predict
@@ -139,7 +139,7 @@ class Search:
         return self.found[size].record.status == "ok"
 
     def largest(self, start: int) -> int:
-        """0 where nothing fits."""
+        """The largest size that fits; 0 if none does."""
         low, high = self.bracket(min(max(start // self.step, 1), self.top))
         while True:
             low = self.bisect(low, high)
@@ -149,7 +149,7 @@ class Search:
             low, high = self.bracket(again)
 
     def bracket(self, count: int) -> tuple[int, int]:
-        """Counts of steps: one that fits, or 0, and a larger one that does not, or one too many."""
+        """Two numbers of steps: one that fits (or 0), and a larger one that does not (or the end plus one)."""
         if self.fits(count * self.step):
             while count < self.top and self.fits(min(2 * count, self.top) * self.step):
                 count = min(2 * count, self.top)
@@ -159,16 +159,16 @@ class Search:
         return count // 2, count
 
     def bisect(self, low: int, high: int) -> int:
-        """The last count before one that does not fit."""
+        """The last number of steps before one that does not fit."""
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(middle * self.step) else (low, middle)
         return low
 
     def further(self, low: int) -> Iterator[int]:
-        """Counts above the answer that may fit all the same: the round ones next to it, and some far off."""
+        """Larger numbers of steps that might still fit: round ones nearby, and some far away."""
         if low == 0 and not self.out_of_memory():
-            return  # it is not memory that is missing
+            return  # The case failed for another reason than memory.
         round_ones = ((low // unit + 1) * unit for unit in (2**power for power in range(1, 13)))
         counts = {low + 2, *round_ones, *(math.ceil(share * low) for share in FURTHER)}
         yield from (count for count in sorted(counts) if low + 1 < count <= self.top)
@@ -189,7 +189,7 @@ def frontier_curve(
     most: int = MOST,
     predict: Predict | None = None,
 ) -> list[tuple[int, Frontier]]:
-    """(size, frontier) for each size along another axis; each search begins where the last one ended."""
+    """(size, frontier) for each size along another axis. Each search starts at the previous answer."""
     curve: list[tuple[int, Frontier]] = []
     start = None
     for size in sorted(sizes):
@@ -202,7 +202,7 @@ def frontier_curve(
 
 
 def frontier_object(frontier: Frontier) -> dict[str, object]:
-    """As JSON has it: the case, the sizes and verdicts on both sides, and each one's record."""
+    """The frontier for JSON: the case, and sizes, verdicts and records on both sides of the edge."""
     beyond, at = frontier.beyond, frontier.at
     return {
         "operator": frontier.case.operator,
@@ -210,7 +210,7 @@ def frontier_object(frontier: Frontier) -> dict[str, object]:
         "largest": None if frontier.unpredicted else frontier.largest,
         "step": frontier.step,
         "next": frontier.next_size if beyond else None,
-        "runs_out_in": beyond.record.oom_phase if beyond else None,  # None with a reason: the inputs alone do not fit
+        "runs_out_in": beyond.record.oom_phase if beyond else None,  # None with a reason: the inputs alone do not fit.
         "reason": beyond.record.reason if beyond else None,
         "gaps": list(frontier.gaps),
         "tried": frontier.tried,

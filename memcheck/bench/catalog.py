@@ -1,4 +1,4 @@
-"""The contenders: name -> operator, inputs, bytes that follow from the shapes, and how a plot draws it. Data only."""
+"""The catalog of contenders: name -> operator, inputs, closed byte terms and plot style."""
 
 from __future__ import annotations
 
@@ -50,29 +50,30 @@ class Contender:
     build: Callable[[Case], Operator]
     inputs: Callable[[Case], tuple[Tensor, ...]]
     style: Style
-    # The backend's name where it is known beforehand; None where only the run can tell.
+    # The backend's name if it is known in advance; None if only the run can tell.
     backend: Callable[[Case], str] | None = None
-    # What to call it where the run shows no fused attention.
+    # The backend's name if the run shows no fused attention.
     unfused: str = "math"
-    # Closed byte terms; None: the predictor's.
+    # Closed byte terms; None: the predictor computes them.
     terms: Callable[[Case], Terms | None] | None = None
-    # Where the operator itself is one or the other, whatever was asked.
+    # Set if the operator is always, or never, causal.
     causal: bool | None = None
-    # Without: whether it is causal is nobody's question, or not known.
+    # False if the operator has no causal option, or if it is unknown.
     has_mask: bool = True
     has_heads: bool = False
     has_core_dim: bool = False
     has_factor: bool = False
-    # Handed to the operator after the inputs, and counted by themselves; those of a module need not be named here.
+    # Tensors handed to the operator after the inputs and counted as parameters. A module's own parameters need not
+    # be listed.
     parameters: Callable[[Case], tuple[Tensor, ...]] = lambda case: ()
-    compiled: bool = False  # always under torch.compile
+    compiled: bool = False  # Always under torch.compile.
     decode: Decoder | None = None
-    # Or "combinator": no attention, and so a question of profile-combinator.
+    # "attention", or "combinator" for profile-combinator.
     kind: str = "attention"
 
 
 def check_case(case: Case) -> Case:
-    """The same case, or a UsageError that names the flag, the rule and the value."""
+    """Returns the case. Raises UsageError with the flag, the rule and the value if the case is invalid."""
     for name in ("bsz", "query_len", "kv_len", "dim", "heads", "core_dim", "factor"):
         size = getattr(case, name)
         if size is not None and size < 1:
@@ -100,7 +101,7 @@ def check_case(case: Case) -> Case:
 
 
 def sizes_of(contender: Contender) -> list[str]:
-    """The names of the sizes that a case of it has."""
+    """The names of the sizes that a case of this contender has."""
     has = {
         "kv_len": contender.kind == "attention",
         "heads": contender.has_heads,
@@ -132,7 +133,7 @@ def make_case(
     compiled: bool = False,
     **fields: Any,
 ) -> Case:
-    """A checked case of an attention that holds only the sizes its operator has. A step takes one query."""
+    """A checked case of an attention, with only the sizes that its operator has. A decoding step takes one query."""
     if operator not in attention_types():
         raise unknown_operator(operator)
     contender = CONTENDERS[operator]
@@ -151,7 +152,7 @@ def make_case(
 
 
 def make_combinator_case(operator: str, **fields: Any) -> Case:
-    """A checked case of a combinator, whose tokens look at no other."""
+    """A checked case of a combinator, which has no keys."""
     if operator not in combinator_types():
         raise UsageError(f"--combinator-type {operator} is unknown; known: {', '.join(combinator_types())}")
     return check_case(Case(operator, kv_len=None, causal=None, **fields))
@@ -174,7 +175,7 @@ def softmax_contender(name: str, title: str, backend: SDPBackend, style: Style) 
     return Contender(name, title, building.build_forced(backend), building.head_inputs, style, has_heads=True)
 
 
-# Colours are Okabe and Ito's, told apart by the colour-blind; markers and dashes serve in greyscale.
+# Colour-blind-safe colours of Okabe and Ito; markers and dashes distinguish lines in greyscale.
 CONTENDERS: dict[str, Contender] = {
     contender.name: contender
     for contender in (
@@ -407,7 +408,7 @@ def register(
 def takes_keyword(fn: Operator, keyword: str) -> bool:
     try:
         return keyword in inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn).parameters
-    except ValueError:  # a builtin that does not say
+    except ValueError:  # A builtin without a signature.
         return False
 
 
@@ -415,7 +416,7 @@ SPARE_COLOURS = ("#EE3377", "#33BBEE", "#BBCC33", "#661100", "#7733CC", "#225555
 
 
 def unused_style(name: str) -> Style:
-    """The first spare colour, a letter of the name for a marker, and a dash of its own."""
+    """The first spare colour, a letter of the name as marker, and an unused dash."""
     styles = [contender.style for contender in CONTENDERS.values()]
     colours, markers, dashes = ({getattr(style, field) for style in styles} for field in ("colour", "marker", "dash"))
     letters = [f"${letter}$" for letter in [*name.upper(), *string.ascii_uppercase] if letter.isalnum()]

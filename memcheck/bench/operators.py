@@ -1,4 +1,4 @@
-"""What a case runs on and runs: its inputs, and its operator as a function of those."""
+"""Builds a case's inputs and callable."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from memcheck.ops.reference.naive_attention import naive_attention
 
 @contextmanager
 def overflow_as_out_of_memory() -> Iterator[None]:
-    """Inside it, a tensor of 2^63 bytes or more is torch.OutOfMemoryError, as any that the machine has no room for."""
+    """Inside, a tensor of 2^63 bytes or more raises torch.OutOfMemoryError, like any tensor that does not fit."""
     try:
         yield
     except RuntimeError as error:
@@ -75,9 +75,11 @@ def build_naive(case: Case) -> Operator:
 
 
 def build_softmax(case: Case) -> Operator:
-    """SDPA's is_causal is aligned top-left; with fewer queries than keys ours is bottom-right, which takes a bias."""
+    """SDPA's is_causal is aligned top-left. With fewer queries than keys our alignment is bottom-right, which needs a
+    bias.
+    """
     if case.causal and case.kv_len is not None and case.query_len != case.kv_len:
-        # Which loads the whole of torch.compile: as much again as torch itself.
+        # A local import: it loads all of torch.compile, which takes as long as torch itself.
         from torch.nn.attention.bias import causal_lower_right
 
         bias = causal_lower_right(case.query_len, case.kv_len)
@@ -93,7 +95,7 @@ def build_forced(backend: SDPBackend) -> Callable[[Case], Operator]:
         attend = build_softmax(case)
 
         def forced(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            # Torch explains a refusal in warnings, and raises an error that does not.
+            # torch gives its reasons in warnings; the error does not repeat them.
             with sdpa_kernel(backend), warnings.catch_warnings(record=True) as said:
                 warnings.simplefilter("always")
                 try:
@@ -149,7 +151,7 @@ def build_compressed(case: Case) -> Operator:
 
 
 class FlexAttention(torch.nn.Module):
-    """torch's flex_attention, and as buffers the mask of blocks that its caller makes once and holds."""
+    """torch's flex_attention, with the block mask as buffers, as a caller would create it once and keep it."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ def predict_memory(
     return Replay(trace, case, device, record, limit_bytes, expandable_segments, basis=basis).prediction()
 
 
-# What a record's theory is of.
+# The fields that a record's theory covers.
 THEORY = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "state_bytes")
 
 
@@ -106,7 +106,7 @@ def unpredicted(case: Case, device: Device, record: Record, why: str) -> Predict
 
 @functools.lru_cache(maxsize=128)
 def traced(contender: Contender, case: Case, target: Target, dense_grad: bool, drops_workspaces: bool) -> Trace:
-    """contender: as the catalog has it now, because names can be registered anew."""
+    """Traces the case. contender: passed explicitly because names can be registered again."""
     return Run(target, dense_grad=dense_grad, drops_workspaces=drops_workspaces).trace(prepare(case))
 
 
@@ -124,10 +124,10 @@ PEAKS = {"forward": "forward_peak_bytes", "backward": "backward_peak_bytes"}
 
 
 def closed_terms(case: Case) -> Terms | None:
-    """Record field -> what is alive at that moment: name -> bytes. None where nothing is known to the byte."""
+    """Record field -> bytes alive at that moment: name -> bytes. None if nothing is known to the byte."""
     contender = CONTENDERS[case.operator]
     if case.compiled:
-        return None  # the compiler decides
+        return None  # The compiler decides.
     if case.mode == "decode":
         if contender.decode is None:
             return None
@@ -138,12 +138,12 @@ def closed_terms(case: Case) -> Terms | None:
 
 
 def closed_bytes(case: Case) -> dict[str, int]:
-    """Record field -> bytes by the closed terms; empty where nothing is known."""
+    """Record field -> bytes from the closed terms; empty if nothing is known."""
     return {field: sum(terms.values()) for field, terms in (closed_terms(case) or {}).items()}
 
 
 def phase_beyond(case: Case, room_bytes: int) -> tuple[str, int] | None:
-    """The first phase whose peak is above the room, by the closed terms, and that peak."""
+    """The first phase whose peak exceeds the room, from the closed terms, with that peak."""
     peaks = closed_bytes(case)
     for phase, field in PEAKS.items():
         if peaks.get(field, 0) > room_bytes:

@@ -1,4 +1,4 @@
-"""One case, run and measured: always a record, whatever happens to the operator."""
+"""Runs and measures one case. Every outcome is a record, including errors of the operator."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from memcheck.measure.sdpa_backend import BackendWitness, fused_refusals
 from memcheck.measure.timeline import Timeline, record_timeline
 from memcheck.measure.tracker import track
 
-# The time pass stops here unless the number of passes was asked for.
+# The timing stops after this time unless the number of passes was requested.
 TIMING_SECONDS = 3.0
 DEFAULT_PASSES = 10
-CPU_SECONDS = 60.0  # that a case may take there, unless asked otherwise
+CPU_SECONDS = 60.0  # Seconds per case on a CPU unless requested otherwise.
 
 
 def find_device(name: str | None) -> str:
-    """A device of this machine, "cpu" or "cuda:0"; CUDA where there is one when no name is given."""
+    """A device of this machine, "cpu" or "cuda:0". Without a name: CUDA if there is one."""
     if name is None:
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -102,7 +102,7 @@ def profile_case(
 
 
 def describe(record: Record, case: Case, theory: Terms | None) -> Record:
-    """The record, with what was known of its case beforehand."""
+    """The record with the case's fields and theory filled in."""
     record.theory = theory
     for field, value in dataclasses.asdict(case).items():
         if field != "device":
@@ -115,7 +115,7 @@ def unmeasured(case: Case) -> Record:
 
 
 def predicted_failure(case: Case, machine: Record, limit_bytes: int | None) -> dict[str, Any] | None:
-    """What a record says of a case that needs more than the limit or the machine, as far as theory knows."""
+    """The reason why the case would exceed the limit or the machine, as far as the theory tells."""
     rooms = {} if limit_bytes is None else {f"the limit of {format_bytes(limit_bytes)}": limit_bytes}
     if machine.device == "cpu" and machine.device_free_bytes:
         rooms[f"the {format_bytes(machine.device_free_bytes)} that this machine has left"] = machine.device_free_bytes
@@ -141,10 +141,10 @@ def run_case(
     on_memory: Callable[[Record], None],
 ) -> Record:
     if machine.device == "cpu":
-        # Beyond this the kernel would end the process, and its rows with it.
+        # Beyond this the kernel would kill the process, and its results with it.
         limit_bytes = min(limit_bytes or sys.maxsize, machine.device_free_bytes or sys.maxsize)
     try:
-        # Under a tracker the CPU, too, says OutOfMemoryError when there is no room, and keeps to the limit.
+        # Under a tracker, the CPU also raises OutOfMemoryError and respects the limit.
         with track(saved=False, limit_bytes=limit_bytes):
             subject = prepare(case)
     except torch.OutOfMemoryError as error:
@@ -153,7 +153,7 @@ def run_case(
     record = run_memory(subject, details, limit_bytes)
     if timed and record.status == "ok":
         on_memory(record)
-        # Where it compiled, that says nothing of a pass.
+        # Compile time is no estimate of pass time.
         note_times(record, subject, deadline, passes, 0 if case.compiled else time.perf_counter() - start)
     return record
 
@@ -168,7 +168,7 @@ def run_memory(subject: Workload, details: bool, limit_bytes: int | None) -> Rec
         details=details,
     )
     if case.compiled:
-        # Once before, which compiles; in the same way, as torch.compile looks at the hooks that are open.
+        # Runs once before to compile, with the same hooks open, because torch.compile depends on them.
         _, sources = with_generated_code(lambda: measure(subject.operator, *subject.inputs))
         record = measure(subject.operator, *subject.inputs)
         record.backend, record.backend_reason = backend_in_code(sources, case.device.partition(":")[0])
@@ -197,7 +197,9 @@ def note_state(record: Record, subject: Workload) -> None:
 def note_times(
     record: Record, subject: Workload, deadline: float | None, passes: int | None, pass_seconds: float
 ) -> None:
-    """pass_seconds: what a pass is expected to take. The last one must end in time, and a warm-up goes before it."""
+    """Times the case. pass_seconds: expected duration of a pass. The last pass must end in time, after one warm-up
+    pass.
+    """
     left = None if deadline is None else deadline - time.perf_counter() - pass_seconds
     if left is not None and left <= pass_seconds:
         record.passes = 0
@@ -218,7 +220,7 @@ def note_times(
 
 
 def timeline_of_case(case: Case) -> Timeline:
-    """The case's memory over time; see memcheck.measure.timeline.record_timeline."""
+    """The timeline of the case's memory; see memcheck.measure.timeline.record_timeline."""
     subject = prepare(case)
     return record_timeline(subject.operator, *subject.inputs, parameters=subject.parameters, backward=subject.backward)
 

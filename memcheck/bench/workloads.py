@@ -35,13 +35,13 @@ def finish(
     case: Case, operator: Operator, inputs: tuple[Any, ...], parameters: tuple[Tensor, ...], state: Any = None
 ) -> Workload:
     call = bind(operator, parameters)
-    # A module's own parameters count, too, whatever is wrapped around it.
+    # A module's own parameters count, even if it is wrapped.
     owned = (parameters, operator if any(True for _ in named_tensors_in(operator)) else ())
     return Workload(case, compiled(call) if case.compiled else call, inputs, owned, argument_names(operator), state)
 
 
 def bind(operator: Operator, parameters: tuple[Tensor, ...]) -> Operator:
-    """The operator as a function of its inputs alone, as a module is that owns its parameters."""
+    """The operator as a function of its inputs alone, with the parameters bound."""
     return (lambda *inputs: operator(*inputs, *parameters)) if parameters else operator
 
 
@@ -50,7 +50,7 @@ def argument_names(operator: Operator) -> tuple[str, ...]:
         parameters = inspect.signature(
             operator.forward if isinstance(operator, torch.nn.Module) else operator
         ).parameters
-    except (TypeError, ValueError):  # C functions have no signature
+    except (TypeError, ValueError):  # C functions have no signature.
         return ()
     named = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return tuple(name for name, parameter in parameters.items() if parameter.kind in named)

@@ -1,4 +1,4 @@
-"""What the profile commands share: flags, running cases one by one, and the files that come out."""
+"""Shared parts of the profile commands: flags, running cases one by one, and the result files."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ R = TypeVar("R", bound=Record)
 
 
 def add_common_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that mean the same for every operator and in every command that runs it."""
+    """Adds the flags that every command that runs operators shares."""
     parser.add_argument("--dtype", default="float32", help="fp32, bf16, fp16, fp64 or torch's names; default: fp32")
     parser.add_argument(
         "--mode",
@@ -80,7 +80,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_inspection_arguments(parser: argparse.ArgumentParser) -> None:
-    """Flags that look into single cases."""
+    """Adds the flags that inspect single cases."""
     parser.add_argument(
         "--explain",
         type=count("--explain"),
@@ -99,7 +99,7 @@ def add_inspection_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int:
-    """A row as soon as a case is done; title: of the plot. Returns the exit code."""
+    """Runs the cases and prints each row when it is done. title: of the plot. Returns the exit code."""
     out = sys.stderr if args.format == "json" else sys.stdout
     inspection = Inspection.of(args, len(cases))
     files = ResultFiles.open(args.output)
@@ -124,13 +124,13 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int
 
 
 def profile_all(cases: list[Case], args: argparse.Namespace, out: TextIO) -> Iterator[tuple[Record, Record | None]]:
-    """What was measured, and what was predicted of it where that was asked for."""
+    """The measured record of each case, and its prediction if requested."""
     header, row = (decoding_header, decoding_row) if args.mode == "decode" else (table_header, table_row)
     devices: dict[str, Device] = {}
-    if args.predict:  # before anything runs: of a GPU, what is free then counts
+    if args.predict:  # Queried before anything runs, as the free memory of a GPU counts.
         devices = {name: device_named(name) for name in {case.device for case in cases}}
     for number, case in enumerate(cases):
-        with nvtx_ranges(args.nvtx), redirect_stdout(sys.stderr):  # what an operator prints is none of our output
+        with nvtx_ranges(args.nvtx), redirect_stdout(sys.stderr):  # Output of operators is discarded.
             record = profile_case(
                 case,
                 details=args.explain is not None,
@@ -149,7 +149,7 @@ def profile_all(cases: list[Case], args: argparse.Namespace, out: TextIO) -> Ite
 
 
 def seconds_per_case(args: argparse.Namespace, device: str) -> float | None:
-    """None: as long as it takes."""
+    """Seconds per case; None: unlimited."""
     given = args.max_seconds_per_case
     if given is None:
         given = CPU_SECONDS if device == "cpu" else 0
@@ -158,13 +158,13 @@ def seconds_per_case(args: argparse.Namespace, device: str) -> float | None:
 
 @dataclass
 class Inspection:
-    """What is asked beyond the rows, and the files that came of it."""
+    """The inspections requested besides the rows, and the files they wrote."""
 
     explain: int | None
     timeline: Path | None
     snapshot: Path | None
     trace: Path | None
-    single: bool  # else each case has files of its own
+    single: bool  # With several cases, each gets files of its own.
     written: list[Path]
 
     @classmethod
@@ -196,7 +196,7 @@ class Inspection:
             self.written.append(path)
 
     def path(self, path: Path, case: Case) -> Path:
-        """FILE.json, or FILE-naive-1024x1024.json where there are several cases."""
+        """FILE.json, or FILE-naive-1024x1024.json if there are several cases."""
         if self.single:
             return path
         name = f"-{case.operator.replace('/', '-')}-{case.query_len}" + (f"x{case.kv_len}" if case.kv_len else "")
@@ -205,7 +205,7 @@ class Inspection:
 
 
 def exit_code(records: list[Record]) -> int:
-    """An OOM is a result, be it foreseen; an error is not, nor is a run in which torch refused every case."""
+    """1 on any error, or if every case is unsupported. Running out of memory is a result."""
     statuses = {record.status for record in records}
     return int("error" in statuses or not statuses & {"ok", "oom", "skipped"})
 
@@ -218,7 +218,7 @@ def note_unused_flags(args: argparse.Namespace, cases: list[Case]) -> None:
 
 
 def begin_records(path: Path) -> None:
-    """Makes the folder, and the file where it is not there; UsageError where that cannot be."""
+    """Creates the folder and the file if needed. UsageError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()
@@ -233,10 +233,7 @@ def append_record(path: Path, record: Record) -> None:
 
 
 def drop_replaced(path: Path, kind: type[R], same: Callable[[R], Hashable]) -> list[R]:
-    """Leaves in the file the newest record of each case, and every line that this version cannot read.
-
-    kind: of the records. same: what two records of one case share. Returns the records that are left.
-    """
+    """Keeps the newest record of each case in the file, and every line that this version cannot read."""
     left: dict[Hashable, tuple[bytes, R | None]] = {}
     for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
         try:
@@ -323,7 +320,7 @@ def file(flag: str) -> Callable[[str], Path]:
 
 
 def make_room(flag: str, path: Path) -> None:
-    """Makes the folder of a file that a flag names; UsageError where that cannot be, or the file cannot be written."""
+    """Creates the folder of an output file. UsageError if that fails or the file cannot be written."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         there = path.exists()
@@ -348,7 +345,7 @@ def seconds(flag: str) -> Callable[[str], float]:
 
 
 def sizes(flag: str) -> Callable[[str], list[int]]:
-    """Lists and ranges: "8", "16,32", "256:16384:x2"."""
+    """Parses lists and ranges: "8", "16,32", "256:16384:x2"."""
 
     def parse(text: str) -> list[int]:
         try:

@@ -1,4 +1,4 @@
-"""The flags that say for which device something is predicted, alike in every command that predicts."""
+"""Flags that select the device of a prediction, shared by every command that predicts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def gpu_index(text: str) -> int:
 
 
 def predicted_device(args: argparse.Namespace) -> Device:
-    """What the flags name."""
+    """The device that the flags select."""
     if args.device_from_this_gpu is None:
         return device_named(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.device is not None:

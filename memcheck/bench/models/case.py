@@ -34,7 +34,7 @@ class ModelSize:
     vocabulary: int = 10_000
 
 
-# Those of the CS336 course, one for tests, and the one that benchmarks/language_model.py trains.
+# The sizes of the CS336 course, one for tests, and the one that benchmarks/language_model.py trains.
 SIZES = {
     "tiny": ModelSize(64, 256, 2, 2, vocabulary=512),
     "mini": ModelSize(96, 256, 3, 3, vocabulary=56),
@@ -79,7 +79,7 @@ class ModelCase:
 def make_model_case(
     size: str, *, attention_type: str = "softmax", factor: int | None = None, **fields: Any
 ) -> ModelCase:
-    """A checked case, or a UsageError that names the flag, the rule and the value."""
+    """A checked case. UsageError with the flag, the rule and the value if it is invalid."""
     if attention_type == "compressed":
         factor = DEFAULT_FACTOR if factor is None else factor
     case = ModelCase(size, attention_type, factor=factor if attention_type == "compressed" else None, **fields)
@@ -104,7 +104,9 @@ def check_known(flag: str, name: str, known: Any) -> None:
 
 
 def parameter_tensors(case: ModelCase) -> int:
-    """How many: embedding, head and norm, and in a layer two norms, four projections and the feed-forward's."""
+    """Number of parameter tensors: embedding, head, norm, and per layer two norms, four projections and the
+    feed-forward's.
+    """
     return 3 + case.sizes.layers * (6 + (3 if case.feed_forward == "swiglu" else 1))
 
 
@@ -146,7 +148,7 @@ def prepare_model(case: ModelCase, kind: str | None = None) -> Workload:
 
 
 class ModelRun:
-    """What is run of a decoder."""
+    """Runs a decoder: its logits or its loss."""
 
     def __init__(self, decoder: Decoder, autocast: Callable[[], AbstractContextManager[Any]], compile_: bool) -> None:
         self.decoder = decoder
@@ -179,7 +181,7 @@ def autocast_of(case: ModelCase, kind: str) -> Callable[[], AbstractContextManag
 
 
 def token_ids(case: ModelCase, count: int) -> tuple[Tensor, ...]:
-    """(B,S) of int64, each"""
+    """Random token ids, each (B,S) of int64."""
     shape = case.bsz, case.context
     if case.device == "meta":
         return tuple(torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(count))
@@ -189,7 +191,9 @@ def token_ids(case: ModelCase, count: int) -> tuple[Tensor, ...]:
 
 
 def make_optimizer(decoder: Decoder, kind: str) -> torch.optim.AdamW:
-    """AdamW as torch chooses it for the device, after a step on zero gradients: so that its state is there."""
+    """AdamW in torch's default implementation for the device, after one step on zero gradients, so that its state
+    exists.
+    """
     optimizer = torch.optim.AdamW(decoder.parameters(), foreach=kind == "cuda")
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -199,6 +203,6 @@ def make_optimizer(decoder: Decoder, kind: str) -> torch.optim.AdamW:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
-    """By name: the moments, as large as the parameters, and for each parameter a step, a number on the CPU."""
+    """The state by name: the moments, as large as the parameters, and per parameter a step counter on the CPU."""
     states = list(optimizer.state.values())
     return {name: [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")}

@@ -1,4 +1,4 @@
-"""What a whole model would take, from its sizes alone: nothing is run or allocated."""
+"""Predicts the memory of a whole model from its sizes; nothing is run or allocated."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from memcheck.predict.trace import OnTarget, Run, Tape, Trace, Tracer
 class ModelTrace:
     trace: Trace
     activations: Activations | None
-    held: dict[str, int]  # record field -> bytes
+    held: dict[str, int]  # Record field -> bytes.
 
 
 def predict_model(
@@ -65,7 +65,7 @@ def predict_model(
 
 
 def describe(record: ModelRecord, case: ModelCase) -> ModelRecord:
-    """The record, with what it is of and the closed formulas of that."""
+    """Fills in the case's fields and closed formulas."""
     sizes = case.sizes
     kind = record.device or case.kind
     fields: dict[str, Any] = {
@@ -78,7 +78,7 @@ def describe(record: ModelRecord, case: ModelCase) -> ModelRecord:
     fields |= {"dim": sizes.dim, "heads": None if case.attention_type == "softplus" else sizes.heads}
     fields |= {name: getattr(sizes, name) for name in ("feed_forward_dim", "layers", "vocabulary")}
     held = held_formulas(case, kind)
-    # The compiler decides anew what is kept.
+    # The compiler decides what is kept.
     formulas = held if case.compiled else {**held, **kept_formulas(case, kind)}
     return dataclasses.replace(
         record,
@@ -92,7 +92,7 @@ CASE_FIELDS = ("size", "feed_forward", "bsz", "factor", "mode", "dtype", "autoca
 
 
 def bounds_of(prediction: Prediction) -> tuple[str, ...]:
-    """The highest peak is not known where that of a phase is not."""
+    """The bounds; the highest peak is a bound if a phase's peak is one."""
     peaks = {"peak_bytes"} if any(f"{phase}_peak_bytes" in prediction.bounds for phase in PHASES) else set()
     return tuple(sorted(prediction.bounds | peaks))
 
@@ -103,7 +103,7 @@ def traced_model(case: ModelCase, target: Target) -> ModelTrace:
     subject = prepare_model(case, target.kind)
     held = held_bytes(subject, target)
     activations = None if case.mode == "forward" else traced_activations(subject, target, case.sizes.layers)
-    # Last: it leaves gradients behind.
+    # Last, because it leaves gradients behind.
     return ModelTrace(Run(target).trace(subject), activations, held)
 
 
@@ -113,7 +113,9 @@ def traced_activations(subject: Workload, target: Target, layers: int) -> Activa
 
 
 def kept_of(subject: Workload, counts: Callable[[torch.Tensor], bool] | None = None) -> dict[str, int]:
-    """Component -> bytes kept for backward, of one more forward; of all that is where the model is, unless said."""
+    """Component -> bytes kept for backward by one more forward, counting tensors on the model's device unless `counts`
+    says otherwise.
+    """
     decoder = subject.parameters[1]["model"]
     place = decoder.embedding.weight.device
     counts = counts or (lambda tensor: tensor.device == place)
@@ -121,7 +123,7 @@ def kept_of(subject: Workload, counts: Callable[[torch.Tensor], bool] | None = N
 
 
 def held_bytes(subject: Workload, target: Target | None = None) -> dict[str, int]:
-    """What a model and its optimizer hold; the steps of AdamW are the CPU's, and count where that is the target."""
+    """Bytes held by the model and its optimizer. AdamW's step counters are CPU tensors and count only for the CPU."""
     owned = subject.parameters[1]
     sizes = {
         "parameter_bytes": sum(map(size_of, owned["model"].parameters())),
@@ -140,7 +142,7 @@ def size_of(tensor: torch.Tensor) -> int:
 
 
 def by_kind(terms: Mapping[str, int]) -> dict[str, int]:
-    """The terms of all layers together: those of every tensor would be most of what is written of a record."""
+    """Terms of all layers combined, because terms per tensor would dominate the record."""
     found: dict[str, int] = {}
     for name, size in terms.items():
         kind = KINDS.get(name.partition(".")[0]) or name.rstrip("0123456789 ")
@@ -152,7 +154,7 @@ KINDS = {"model": "model", "dmodel": "gradients", "AdamW": "AdamW"}
 
 
 def compiled_prediction(prediction: Prediction) -> Prediction:
-    """Without what the compiler decides."""
+    """A prediction without the figures that the compiler decides."""
     why = "the compiler decides what is allocated"
     record: Any = prediction.record
     for name in (*FIGURES, "workspace_bytes", "output_bytes", "reserved_bytes", "library_workspace_bytes"):
@@ -165,7 +167,7 @@ def compiled_prediction(prediction: Prediction) -> Prediction:
 
 
 def predicted_figures(prediction: Prediction) -> dict[str, Any]:
-    """What a measured record has beside it."""
+    """The predicted figures that a measured record carries."""
     record: Any = prediction.record
     names = ("status", "reason", "oom_phase", "parameters", *FIGURES, "activations", "exact", "basis")
     unknown = {"unknown": prediction.unknown, "bounds": list(record.bounds)}

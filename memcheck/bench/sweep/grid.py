@@ -1,4 +1,4 @@
-"""Grids of cases: lists and ranges of sizes multiplied out, and the presets."""
+"""Grids of cases: products of lists and ranges of sizes, and presets."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination is a case; S and T go in pairs."""
+    """A grid: every combination is a case; S and T are paired."""
 
     operators: list[str]
     lengths: list[tuple[int, int]]
@@ -88,7 +88,7 @@ class Grid:
     factor: Sequence[int | None] = (None,)
 
     def cases(self, device: str) -> Iterator[Case]:
-        """A combination that no operator takes is among them: check_case says what is wrong with it."""
+        """All combinations, including those that no operator accepts; check_case gives their reason."""
         check_names("--attention-type", self.operators, list(CONTENDERS))
         check_names("--dtype", self.dtype, [*SHORT_DTYPES, *DTYPES])
         check_names("--mode", self.mode, list(MODES))
@@ -131,7 +131,7 @@ def multiply_out(grids: list[Grid], device: str) -> list[Case]:
 
 
 def refusal(case: Case) -> str | None:
-    """Why the case cannot be run at all."""
+    """The reason why the case cannot run at all."""
     try:
         check_case(case)
     except UsageError as error:
@@ -146,7 +146,7 @@ def check_names(flag: str, names: list[str], known: list[str]) -> None:
 
 
 def parse_sizes(text: str) -> list[int]:
-    """ "8", "16,32", "256:16384:x2" (doubling), "100:500:+100", or several with commas; ValueError when it is none."""
+    """Parses "8", "16,32", "256:16384:x2" (doubling), "100:500:+100", or several with commas. ValueError otherwise."""
     sizes = [size for word in text.split(",") for size in parse_range(word.strip())]
     if len(sizes) > LONGEST_LIST:
         raise ValueError(f"must list at most {LONGEST_LIST} sizes, got {len(sizes)}")

@@ -1,4 +1,4 @@
-"""Sweeps without a run: a predicted row for every case of a grid, for a device that need not be here."""
+"""Predicted sweeps: a predicted record for every case of a grid, for a device that need not be here."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from memcheck.core.version import __version__
 
 
 def predicted_record(case: Case, device: Device, limit_bytes: int | None = None) -> Record:
-    """What predict_memory says, and always a record: of a case that cannot be, and of a predictor that fails, too."""
+    """The record of predict_memory. A case that cannot be predicted, or a failing predictor, also gives a record."""
     facts: dict[str, Any] = {"source": "predicted", "device": device.kind, "device_name": device.name, "basis": None}
     if (reason := refusal(case)) is not None:
         return dataclasses.replace(blank(case), **facts, status="skipped", reason=reason)
@@ -79,7 +79,7 @@ def find_predicted(
     plugins: Sequence[str | Path] = (),
     retry: bool = False,
 ) -> dict[Case, Record]:
-    """The cases that predict_sweep, called with the same, would not predict again, and their records."""
+    """The cases that predict_sweep would skip because they are done, with their records."""
     if not (Path(folder) / FILE).exists():
         return {}
     return done_in(read_rows(Path(folder)), cases, device, limit_bytes, load_plugins(plugins), retry)
@@ -102,7 +102,7 @@ def done_in(
 
 
 def facts_of(device: Device) -> Record:
-    """What sweep.json says of where the cases would run."""
+    """The environment that sweep.json records."""
     return Record(
         source="predicted",
         device=device.kind,
@@ -114,7 +114,7 @@ def facts_of(device: Device) -> Record:
 
 
 def key(case: Case, device: Device, limit_bytes: int | None, plugins: tuple[str, ...]) -> str:
-    """What two predictions must share to say the same; never that of a measured row."""
+    """A key that equal predictions share. It never equals the key of a measured record."""
     place = {**dataclasses.asdict(device), "source": None}
     environment = {"torch": str(torch.__version__), "memcheck": __version__}
     threads = torch.get_num_threads() if device.kind == "cpu" else None

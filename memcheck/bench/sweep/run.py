@@ -1,4 +1,4 @@
-"""Sweeps: many cases, from small to large, each in a process that may die, and a row for every one of them."""
+"""Runs sweeps: many cases, from small to large, each in a process that may die, with a record for every one."""
 
 from __future__ import annotations
 
@@ -38,17 +38,17 @@ from memcheck.core.record import Record
 
 TRIED_AGAIN = ("error", "killed", "timeout", "skipped")
 MANIFEST = "sweep.json"
-# Of the machine, what changes a figure.
+# Machine facts that change a figure.
 ENVIRONMENT = ("device", "device_name", "torch_version", "memcheck_version", "threads", "allocator")
-# A case that has none of these smaller, and all else the same, needs no less memory and time.
+# A case that is at least as large in each of these, and otherwise equal, needs at least as much memory and time.
 SIZES = ("bsz", "query_len", "kv_len", "dim", "core_dim")
 
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a sweep is: once at its start, and after each case that it came to."""
+    """The state of a sweep: reported at its start and after each case."""
 
-    record: Record | None  # of that case
+    record: Record | None  # Record of that case.
     left: tuple[Case, ...]
     total: int
 
@@ -72,7 +72,7 @@ class Settings:
         return self.max_seconds or None
 
     def expected_seconds(self, case: Case) -> float:
-        """Roughly, for an estimate: overheads, and arithmetic as of softmax attention at 20 GFLOP/s."""
+        """A rough estimate: overheads, plus the arithmetic of softmax attention at 20 GFLOP/s."""
         once = 12.0 * case.bsz * case.query_len * case.dim * (case.kv_len or case.dim) / 2e10
         timing = (self.passes + 2) * once if self.passes else min(12 * once, TIMING_SECONDS + once)
         return min(0.1 + once + (timing if self.timed else 0), self.seconds(case) or math.inf)
@@ -133,7 +133,7 @@ def find_done(
     plugins: Sequence[str | Path] = (),
     retry: bool = False,
 ) -> dict[Case, Record]:
-    """The cases that run_sweep, called with the same, would not run, and their records; nothing is written."""
+    """The cases that run_sweep would skip because they are done, with their records. Nothing is written."""
     if not (Path(folder) / FILE).exists():
         return {}
     settings = Settings(limit_bytes, None, passes, timed, load_plugins(plugins))
@@ -150,7 +150,7 @@ def number_of_workers(executor: Executor | None, workers: int | None, devices: S
 
 
 def load_plugins(plugins: Sequence[str | Path]) -> tuple[str, ...]:
-    """Loads them here, and names them so that other processes find them."""
+    """Loads the plugins here, and returns their names for other processes."""
     names = tuple(str(Path(name).resolve()) if str(name).endswith(".py") else str(name) for name in plugins)
     for name in names:
         load_plugin(name)
@@ -158,7 +158,7 @@ def load_plugins(plugins: Sequence[str | Path]) -> tuple[str, ...]:
 
 
 def source_of(plugin: str) -> str:
-    """A digest of a loaded plugin: a contender whose code has changed is another one."""
+    """A digest of a loaded plugin, so that a contender whose code has changed counts as another."""
     path = plugin if plugin.endswith(".py") else sys.modules[plugin].__file__
     return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else plugin
 
@@ -177,13 +177,13 @@ class Sweep:
         self.workers = workers
         self.store = store
         self.progress = progress or (lambda progress: None)
-        self.machines: dict[str, Record] = {}  # device -> a record that knows the machine only
+        self.machines: dict[str, Record] = {}  # Device -> a record with the machine's facts only.
         self.known: dict[Case, Record] = {}
         self.left: dict[Case, None] = {}
         self.total = 0
 
     def look_up(self, cases: Sequence[Case], rows: dict[str, Record], retry: bool) -> None:
-        """Finds the cases that are done already, where they would run."""
+        """Finds the cases that are already done."""
         for case in {case.device: case for case in cases}.values():
             self.machines[case.device] = self.machine(case)
         for case in cases:
@@ -192,7 +192,7 @@ class Sweep:
                 self.known[case] = record
 
     def run(self, cases: list[Case], total: int) -> None:
-        """A row for each case, of a total of which some are done: first what is foreseen, then from small to large."""
+        """Runs the remaining cases: first those decided without a run, then from small to large."""
         self.left, self.total = dict.fromkeys(sorted(cases, key=size_of)), total
         self.progress(Progress(None, tuple(self.left), total))
         for case in list(self.left):
@@ -216,7 +216,7 @@ class Sweep:
                 future.cancel()
 
     def keep(self, case: Case, record: Record) -> None:
-        """Appends the record, with what is known of the machine where the case had no chance to say it."""
+        """Appends the record, with the machine's facts if the case could not record them."""
         for field, value in dataclasses.asdict(self.machines[case.device]).items():
             if getattr(record, field) is None:
                 setattr(record, field, value)
@@ -229,14 +229,14 @@ class Sweep:
         self.progress(Progress(record, tuple(self.left), self.total))
 
     def foreseen(self, case: Case) -> Record | None:
-        """The record of a case that cannot run, or that theory puts above the limit or the machine."""
+        """The record of a case that cannot run, or that exceeds the limit or the machine in theory."""
         if (reason := refusal(case)) is not None:
             return dataclasses.replace(blank(case), status="skipped", reason=reason)
         failure = predicted_failure(case, self.machines[case.device], self.settings.limit_bytes)
         return dataclasses.replace(blank(case), **failure, theory=closed_terms(case)) if failure else None
 
     def learned(self, case: Case) -> Record | None:
-        """The record of a case that is larger than one that did not fit, or took too long."""
+        """The record of a case that is larger than one that ran out of memory or time."""
         for smaller, record in self.known.items():
             late = record.status == "timeout"
             if (late or out_of_memory(record)) and is_above(case, smaller):
@@ -246,7 +246,7 @@ class Sweep:
         return None
 
     def machine(self, case: Case) -> Record:
-        """What is known of the machine where such cases run, asked there."""
+        """The machine's facts, queried where such cases run."""
         job = dataclasses.replace(self.settings.job(case), facts_only=True, max_seconds=None)
         record = outcome(self.submit(job), case)
         if record.status != "ok":
@@ -254,7 +254,7 @@ class Sweep:
         return record
 
     def key(self, case: Case) -> str:
-        """What two runs must share to say the same."""
+        """A key that equal runs share."""
         settings, machine = self.settings, self.machines[case.device]
         environment = {field: getattr(machine, field) for field in ENVIRONMENT}
         asked = {"limit_bytes": settings.limit_bytes, "passes": settings.passes, "timed": settings.timed}
@@ -264,12 +264,12 @@ class Sweep:
 
 
 def out_of_memory(record: Record) -> bool:
-    """Or skipped, as the machine, not the limit, was too small."""
+    """True if the case ran out of memory, or was skipped because the machine is too small."""
     return record.status == "oom" or record.oom_requested_bytes is not None
 
 
 def is_above(case: Case, smaller: Case) -> bool:
-    """At least as large in every size, and the same in all else."""
+    """True if the case is at least as large in every size and equal in all else."""
     ours, theirs = dataclasses.asdict(case), dataclasses.asdict(smaller)
     return ours != theirs and all(
         value >= theirs[name] if name in SIZES and None not in (value, theirs[name]) else value == theirs[name]
@@ -278,14 +278,14 @@ def is_above(case: Case, smaller: Case) -> bool:
 
 
 def shape(case: Case | Record) -> str:
-    """ "B64 S512 T512 E128 H8": the sizes that a case has."""
+    """The sizes of a case: "B64 S512 T512 E128 H8"."""
     letters = {"bsz": "B", "query_len": "S", "kv_len": "T", "dim": "E", "heads": "H", "core_dim": "R", "factor": "C"}
     sizes = ((letter, getattr(case, field)) for field, letter in letters.items())
     return " ".join(f"{letter}{size}" for letter, size in sizes if size is not None)
 
 
 def size_of(case: Case) -> int:
-    """Bytes by the closed terms, else those of inputs and output: small cases go first."""
+    """Estimated bytes: from the closed terms, else inputs and output. Cases are ordered by it."""
     if refusal(case) is not None:
         return 0
     if sizes := closed_bytes(case):
@@ -295,13 +295,13 @@ def size_of(case: Case) -> int:
 
 
 def outcome(future: Future[Record], case: Case) -> Record:
-    """The record that a worker came back with; where it did not come back, what became of it."""
+    """The record that a worker returned, or a record of the failure if it did not return."""
     try:
         return future.result()
     except (BrokenExecutor, CancelledError) as error:
         raise MemcheckError(f"the executor takes no more cases: {type(error).__name__} {error}") from None
     except Exception as error:
-        # dask gives up on a task when some workers in a row have died of it.
+        # dask gives up on a task after several workers in a row died of it.
         status = "killed" if type(error).__name__ == "KilledWorker" else "error"
         return dataclasses.replace(blank(case), status=status, reason=f"{type(error).__name__}: {error}")
 
@@ -310,7 +310,7 @@ def outcome(future: Future[Record], case: Case) -> Record:
 def submission(
     executor: Executor | None, workers: int, devices: Sequence[str] | None, isolate: bool
 ) -> Iterator[Callable[[Job], Future[Record]]]:
-    """How a job gets to a process."""
+    """The function that sends a job to a process."""
     if executor is not None:
         if devices:
             raise UsageError("--devices is for processes of this machine: an executor gives its workers theirs")
@@ -324,7 +324,7 @@ def submission(
 
 
 class LocalProcesses:
-    """Some processes of this machine, each with a thread that waits for it."""
+    """Worker processes on this machine, each with a thread that waits for it."""
 
     def __init__(self, workers: int, devices: Sequence[str] | None, isolate: bool) -> None:
         names = [devices[number % len(devices)] for number in range(workers)] if devices else []
@@ -358,7 +358,7 @@ class LocalProcesses:
 
 
 def visible_device(name: str) -> str:
-    """The CUDA device as the driver calls it, where this process sees some of them only."""
+    """The driver's name of the CUDA device, if this process sees only some devices."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     return visible.split(",")[int(name)] if visible else name
 
@@ -370,7 +370,7 @@ def write_manifest(
     started: str | None = None,
     records: Sequence[Record] | None = None,
 ) -> dict[str, Any]:
-    """sweep.json: the command, where it ran, and when; once it has ended also how."""
+    """Writes sweep.json: command, environment and start, and after the end also the outcome."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     facts = {device: dataclasses.asdict(record) for device, record in machines.items()}
     known = {device: {name: value for name, value in fact.items() if value} for device, fact in facts.items()}

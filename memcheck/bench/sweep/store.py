@@ -1,4 +1,4 @@
-"""Records that outlive their process: DIR/records.jsonl, a line for each case as soon as it is done."""
+"""Stores records in DIR/records.jsonl, one line per case, written as soon as the case is done."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ FILE = "records.jsonl"
 
 
 class StoreError(MemcheckError):
-    """A row could not be written; those before it are intact."""
+    """A row could not be written. Earlier rows are intact."""
 
 
 def read_records(folder: Path | str) -> list[Record]:
-    """The newest record of each key, in the order in which the keys came; without a key a line stands for itself."""
+    """The newest record of each key, in order of the keys' first appearance. A line without a key counts as its own."""
     return list(read_rows(Path(folder)).values())
 
 
 def read_rows(folder: Path) -> dict[str, Record]:
-    """The same by key. What a sweep is writing at the moment may be read, too."""
+    """The same, by key. It may be called while a sweep is writing."""
     try:
         data = (folder / FILE).read_bytes()
     except OSError as error:
@@ -37,7 +37,7 @@ def read_rows(folder: Path) -> dict[str, Record]:
 
 
 class Store:
-    """The rows of a folder, held by one sweep at a time: a line is written whole and on the disk, or not at all."""
+    """The rows of a folder, locked by one sweep at a time. A line is written completely and synced, or not at all."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -72,12 +72,12 @@ class Store:
                 line = line[os.write(self._file, line) :]
             os.fsync(self._file)
         except OSError as error:
-            os.ftruncate(self._file, end)  # half a line helps nobody, and taking it back needs no room
+            os.ftruncate(self._file, end)  # Drop the partial line; truncating needs no space.
             raise StoreError(f"{self.folder / FILE} takes no more rows: {error.strerror}") from None
         self.records[key] = record
 
     def _lock(self) -> None:
-        # The system lets go of it when the process ends, however it ends.
+        # The system releases the lock when the process ends, however it ends.
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -93,7 +93,7 @@ class Store:
 
 
 def whole_lines(path: Path) -> bytes:
-    """What the file holds; a last line that was never finished is cut off."""
+    """The lines of the file, without an unfinished last line."""
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
@@ -103,7 +103,7 @@ def whole_lines(path: Path) -> bytes:
 
 
 def rows(data: bytes, folder: Path) -> Iterator[tuple[str, Record]]:
-    """(key, record) of each whole line; "line N" is the key of one that has none."""
+    """(key, record) of each line; the key of a line without one is "line N"."""
     *lines, _ = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:

@@ -42,8 +42,8 @@ class Job:
     timed: bool = True
     limit_bytes: int | None = None
     max_seconds: float | None = None
-    plugins: tuple[str, ...] = ()  # files or modules that register contenders
-    facts_only: bool = False  # what the machine is, and no more
+    plugins: tuple[str, ...] = ()  # Files or modules that register contenders.
+    facts_only: bool = False  # Only report the machine's facts.
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -55,7 +55,7 @@ class Job:
 
 
 def ask_new_process(job: Job) -> Record:
-    """The job in a process for it alone; a function of a module, so that any executor can send it to its workers."""
+    """Runs the job in a new process. It is a module-level function so that any executor can send it."""
     process = CaseProcess()
     try:
         return process.ask(job)
@@ -64,12 +64,12 @@ def ask_new_process(job: Job) -> Record:
 
 
 class CaseProcess:
-    """A process that takes one job after the other. It is started for the first, and again when one has ended it."""
+    """A process that runs one job after another. It starts with the first job, and again after a job has ended it."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self.environment = environment or {}
         self._process: subprocess.Popen[str] | None = None
-        self._said: IO[bytes] | None = None  # what it says on stderr
+        self._said: IO[bytes] | None = None  # Its stderr.
         self._closed = False
         self._asking = threading.RLock()
 
@@ -89,11 +89,11 @@ class CaseProcess:
         return record
 
     def end(self) -> None:
-        """Ends the process, whatever it is doing; the next job gets a new one."""
+        """Kills the process. The next job gets a new one."""
         if self._process is not None:
             kill_group(self._process)
             self._process.wait()
-            with self._asking:  # a thread that is asking has seen the end now, and reads no more
+            with self._asking:  # A thread that is reading answers has now seen the end of file.
                 self._close_files()
 
     def _close_files(self) -> None:
@@ -101,7 +101,7 @@ class CaseProcess:
         pipes = (process.stdin, process.stdout) if process is not None else ()
         for file in (*pipes, self._said):
             if file is not None:
-                with suppress(BrokenPipeError):  # of what was never written to it
+                with suppress(BrokenPipeError):  # Discards unwritten input.
                     file.close()
 
     def close(self) -> None:
@@ -121,9 +121,9 @@ class CaseProcess:
                 stderr=self._said,
                 env={**os.environ, **import_path(), **self.environment},
                 text=True,
-                start_new_session=True,  # Ctrl-C is for the sweep, which ends its processes itself
+                start_new_session=True,  # Ctrl-C is handled by the sweep, which ends its processes itself.
             )
-            if self._closed:  # by another thread, which saw no process to end
+            if self._closed:  # Another thread had closed it first.
                 self.end()
                 raise RuntimeError("no job is taken any more")
             assert self._process.stdout is not None
@@ -131,7 +131,7 @@ class CaseProcess:
         return self._process
 
     def _explain(self, record: Record, job: Job, code: int, overrun: bool) -> None:
-        """What became of a case whose process ended before its last word; `record` may hold the memory already."""
+        """Explains why the process ended before its final answer; `record` may already hold the memory."""
         if overrun and record.forward_peak_bytes is not None:
             record.doubts += (f"the timing was cut off: {job.max_seconds:g} s were allowed for the case",)
         elif overrun:
@@ -153,25 +153,25 @@ class CaseProcess:
 
 
 def blank(case: Case) -> Record:
-    """The case's own fields, and nothing else known."""
+    """A record with the case's own fields."""
     return Record(**{name: value for name, value in dataclasses.asdict(case).items() if name != "device"})
 
 
 def exchange(process: subprocess.Popen[str], job: Job) -> Iterator[dict[str, Any]]:
-    """The answers to a job, as they come; they end early when the process does."""
+    """The answers to a job as they arrive. They end early if the process does."""
     assert process.stdin is not None
     assert process.stdout is not None
     with suppress(BrokenPipeError):
         process.stdin.write(job.to_json() + "\n")
         process.stdin.flush()
     for line in process.stdout:
-        with suppress(ValueError):  # half a line, from a process killed while it wrote
+        with suppress(ValueError):  # A partial line of a killed process.
             yield json.loads(line)
 
 
 @contextmanager
 def deadline(process: subprocess.Popen[str], seconds: float | None) -> Iterator[threading.Event]:
-    """Kills the process when the block takes longer, which the event then tells."""
+    """Kills the process if the block takes longer, and sets the event."""
     overrun = threading.Event()
 
     def end() -> None:
@@ -193,7 +193,7 @@ def kill_group(process: subprocess.Popen[str]) -> None:
 
 
 def import_path() -> dict[str, str]:
-    """The process imports what this one would, and not a folder named memcheck that happens to be the current one."""
+    """Makes the process import the same memcheck as this one, not a folder of that name in the current directory."""
     return {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
 
 
@@ -205,9 +205,9 @@ def signal_name(number: int) -> str:
 
 
 def serve() -> None:
-    """The process's own end: jobs in, answers out, until nobody is there to ask."""
+    """The worker's main loop: reads jobs, writes answers, until stdin ends."""
     with os.fdopen(os.dup(1), "w") as answers:
-        os.dup2(2, 1)  # what a contender prints is no answer
+        os.dup2(2, 1)  # Output of contenders must not mix with the answers.
         volunteer_for_oom_killer()
         jobs = read_jobs()
         print("ready", file=answers, flush=True)
@@ -221,7 +221,7 @@ def serve() -> None:
 
 
 def work(job: Job, on_memory: Callable[[Record], None]) -> Record:
-    """Never raises: what is wrong with a plugin or a case is said in its row."""
+    """Runs a job. It never raises: errors of plugins and cases are recorded."""
     try:
         for plugin in job.plugins:
             load_plugin(plugin)
@@ -249,7 +249,7 @@ def work(job: Job, on_memory: Callable[[Record], None]) -> Record:
 
 
 def undecided(record: Record, job: Job) -> Record:
-    """An OOM of a CPU with less room than the limit decides nothing about the limit."""
+    """True for an out-of-memory case on a CPU with less room than the limit: it says nothing about the limit."""
     room = record.device_free_bytes
     if record.status == "oom" and record.device == "cpu" and room and job.limit_bytes and room < job.limit_bytes:
         record.status = "skipped"
@@ -261,7 +261,7 @@ def undecided(record: Record, job: Job) -> Record:
 
 
 def forget_the_last_case() -> None:
-    """A case finds what it would find in a new process: nothing compiled, nothing cached."""
+    """Clears compiled code and caches, so that each case finds the state of a new process."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     if torch.cuda.is_initialized():
@@ -269,7 +269,7 @@ def forget_the_last_case() -> None:
 
 
 def read_jobs() -> queue.Queue[Job]:
-    """Jobs as they come in. The end of stdin means that the sweep is gone, by kill -9, too: then so is the process."""
+    """Jobs as they arrive. The end of stdin means that the sweep is gone, even by kill -9, so the process ends too."""
     jobs: queue.Queue[Job] = queue.Queue()
 
     def read() -> None:
@@ -284,7 +284,7 @@ def read_jobs() -> queue.Queue[Job]:
 
 
 def volunteer_for_oom_killer() -> None:
-    """Where the machine runs out of memory, it is the case that goes, not the sweep or the desktop."""
+    """If the machine runs out of memory, the kernel should kill this process, not the sweep or the desktop."""
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
 
@@ -292,10 +292,10 @@ def volunteer_for_oom_killer() -> None:
 if __name__ == "__main__":
     try:
         serve()
-    except BrokenPipeError:  # nobody is there to answer
+    except BrokenPipeError:  # The parent is gone.
         pass
     except BaseException:
         traceback.print_exc()
     finally:
-        # An orderly end would wait for the thread that reads, which may wait for ever.
+        # A normal exit would wait for the reading thread, possibly for ever.
         os._exit(1)

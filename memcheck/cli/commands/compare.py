@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     if not comparison.pairs:
         raise UsageError(f"{args.before} and {args.after} have no case in common")
     print(render([comparison_table(comparison)], args.format))
-    # Sentences beside the table, but not inside what a program reads.
+    # Sentences accompany the table, but not data that a program reads.
     out = sys.stdout if args.format == "table" else sys.stderr
     print("", *comparison_words(comparison), sep="\n", file=out)
     changes = environment_changes(before, after)
@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def verdict(comparison: Comparison, args: argparse.Namespace, out: TextIO) -> int:
-    """The exit code of --fail-on-growth; each missing case is named."""
+    """The exit code of --fail-on-growth. Each missing case is named."""
     missing = [] if args.allow_missing else comparison.missing()
     if missing:
         total = len(comparison.pairs) + len(comparison.only_before)

@@ -26,7 +26,7 @@ from memcheck.report.plots.style import FORMATS
 
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}
 DEFAULT_TYPES = "naive,softmax,softplus,linear-causal,compressed"
-# What a picture is drawn against where no size has several values: an axis, and how many times what was given.
+# The axis of the picture if no size has several values, and the factors of the given value.
 DRAWN_AGAINST = {"seq_len": "bsz", "bsz": "seq_len", "dim": "bsz"}
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 
@@ -87,7 +87,7 @@ def look(case: Case, axis: str, device: Device, how: dict[str, Any]) -> Frontier
         return find_frontier(case, axis, device, **how)
     except MemcheckError:
         raise
-    except Exception as error:  # of an operator's own code, which runs on meta tensors
+    except Exception as error:  # The operator's own code fails on meta tensors.
         raise MemcheckError(f"{case.operator} cannot be predicted: {type(error).__name__}: {error}") from error
 
 
@@ -101,14 +101,14 @@ def result(args: argparse.Namespace, device: Device, frontiers: list[Frontier]) 
 
 
 def make_cases(args: argparse.Namespace, axis: str) -> Iterator[Case]:
-    """Every combination of the sizes that are given; that of the axis is any that is valid."""
+    """Every combination of the given sizes. The searched axis gets any valid value."""
     if getattr(args, axis) is not None:
         raise UsageError(f"--find {args.find} looks for it: leave out {FLAGS[axis]}, or find another one")
     names = [name.strip() for given in args.attention_type or [DEFAULT_TYPES] for name in given.split(",")]
     check_names("--attention-type", names, list(CONTENDERS))
     check_names("--dtype", [args.dtype], [*SHORT_DTYPES, *DTYPES])
     given = {name: getattr(args, name) or DEFAULTS[name] for name in DEFAULTS}
-    # Heads divide it; and it is not taken for a core dimension that follows it.
+    # A multiple of the heads that differs from a given core dimension.
     given[axis] = [2 * args.heads if args.core_dim == args.heads else args.heads]
     for bsz, dim, length, name in itertools.product(given["bsz"], given["dim"], given["seq_len"], dict.fromkeys(names)):
         yield make_one(args, name, bsz=bsz, dim=dim, length=length)
@@ -159,7 +159,7 @@ def draw(frontiers: list[Frontier], along: str, args: argparse.Namespace, how: d
 
 
 def drawn_against(args: argparse.Namespace, axis: str) -> str:
-    """The size that has several values; where none has, one that gets some."""
+    """The size with several values, or one that gets several."""
     several = [name for name in DEFAULTS if name != axis and len(getattr(args, name) or ()) > 1]
     if len(several) > 1:
         flags = " and ".join(FLAGS[name] for name in several)

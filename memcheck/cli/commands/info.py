@@ -29,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def gather() -> dict[str, Any]:
-    """Sections of name -> value, ready for JSON: None is unknown or unset, sizes are bytes."""
+    """Sections of name -> value for JSON. None is unknown or unset; sizes are bytes."""
     return {
         "versions": {"memcheck": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
         "build": {
@@ -48,14 +48,14 @@ def gather() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, list[str]]:
-    """Operator -> the devices it has kernels for, as the dispatcher knows them."""
+    """Operator -> the devices that have kernels for it, from the dispatcher."""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     operators = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("memcheck::"))
     return {name: [key for key in ("CPU", "CUDA") if has_kernel(name, key)] for name in operators}
 
 
 def cuda_launch() -> str | None:
-    """What launching an empty kernel of this build answers; None where the build has no CUDA kernels."""
+    """The result of launching an empty kernel of this build. None if the build has no CUDA kernels."""
     if _build.CUDA_VERSION is None:
         return None
     error = _C.cuda_probe()

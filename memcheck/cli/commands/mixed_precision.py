@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find(dtype: str, device: str) -> Findings:
-    """Runs all of it; dtype is autocast's."""
+    """Runs everything. dtype is autocast's."""
     return Findings(
         accumulate(device),
         library_sums(device),

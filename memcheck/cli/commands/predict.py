@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def prediction_object(prediction: Prediction) -> dict[str, object]:
-    """The record's fields, and beside them what the prediction knows of them."""
+    """The record's fields, and what the prediction adds to them."""
     return {
         **dataclasses.asdict(prediction.record),
         "terms": prediction.terms,
@@ -102,7 +102,7 @@ def make_one(args: argparse.Namespace) -> Case:
 
 
 def make_lengths(args: argparse.Namespace) -> tuple[int, int]:
-    """S and T."""
+    """Returns S and T."""
     if args.seq_len and (args.query_len or args.kv_len):
         raise UsageError("--seq-len sets both lengths: leave out --query-len and --kv-len, or --seq-len")
     if args.mode == "decode":

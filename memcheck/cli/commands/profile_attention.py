@@ -11,7 +11,7 @@ from memcheck.cli.cases import add_common_arguments, add_inspection_arguments, c
 from memcheck.core.errors import UsageError
 
 
-# A preset is the value of every flag that is not given.
+# A preset: the value of every flag that is not given.
 @dataclass(frozen=True)
 class Preset:
     attention_type: list[str]
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_cases(args: argparse.Namespace) -> list[Case]:
-    """From small to large, so that what ends early has shown the most."""
+    """The cases from small to large, so that an early end loses only the largest."""
     preset = PRESETS[args.preset]
     names = [name.strip() for given in args.attention_type or preset.attention_type for name in given.split(",")]
     device = find_device(args.device)
@@ -88,7 +88,9 @@ def make_cases(args: argparse.Namespace) -> list[Case]:
 
 
 def make_lengths(args: argparse.Namespace, default: list[int]) -> list[tuple[int, int]]:
-    """(S, T) pairs: two lists go in step, a single length goes with every one of the other list."""
+    """(S, T) pairs. Two lists of equal length are paired; a single length is combined with every one of the other
+    list.
+    """
     if args.seq_len and (args.query_len or args.kv_len):
         raise UsageError("--seq-len sets both lengths: leave out --query-len and --kv-len, or --seq-len")
     if args.mode == "decode":
@@ -102,7 +104,7 @@ def make_lengths(args: argparse.Namespace, default: list[int]) -> list[tuple[int
 
 
 def one_query(query_len: list[int] | None, kv_len: list[int]) -> list[int]:
-    """The lengths of the state in decode mode, where a step takes one token."""
+    """The lengths of the state in decode mode, in which a step takes one token."""
     if query_len not in (None, [1]):
         given = ",".join(map(str, query_len))
         raise UsageError(

@@ -133,7 +133,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_cases(args: argparse.Namespace) -> list[ModelCase]:
-    """From small to large, so that what ends early has shown the most."""
+    """The cases from small to large, so that an early end loses only the largest."""
     device = "cpu" if args.predict else find_device(args.device)
     if args.device_from_this_gpu is not None and not args.predict:
         raise UsageError("--device-from-this-gpu is for --predict; a run takes --device")
@@ -191,7 +191,7 @@ def record_of(case: ModelCase, args: argparse.Namespace) -> ModelRecord:
 
 
 def unknown_words(records: list[ModelRecord]) -> Iterator[str]:
-    """What no prediction can say, each once."""
+    """What predictions could not know, each once."""
     said: dict[str, None] = {}
     for record in records:
         words = record.doubts if record.source == "predicted" else (record.predicted or {}).get("unknown", ())

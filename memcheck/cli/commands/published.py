@@ -88,7 +88,7 @@ def draw(records: Sequence[Record], path: Path) -> Path:
 
 
 def by_formula() -> Iterator[Record]:
-    """A record for each published row of ours to compare, which was not run and says what the closed terms say."""
+    """A record for each published row, with our closed terms instead of a run."""
     for row in published_table():
         for case in cases_of(row):
             values = {name: value for name, value in dataclasses.asdict(case).items() if name != "device"}

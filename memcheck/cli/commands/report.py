@@ -67,7 +67,7 @@ def run(args: argparse.Namespace) -> int:
     tables = asked_tables(records, args)
     usual = not tables
     tables = tables or default_tables(records)
-    # First, so that a reader who leaves, as `| head` does, costs no file.
+    # Printed first, so that files are written even if the reader of stdout leaves, as `| head` does.
     written = write_output(standard_tables(records) if usual else tables, args.output) if args.output else []
     if args.html:
         written.append(write_page(records, args))
@@ -107,7 +107,7 @@ def asked_tables(records: Sequence[Record], args: argparse.Namespace) -> list[Ta
 
 
 def default_tables(records: Sequence[Record]) -> list[Table]:
-    """All rows; what those that decode or repeat cs336 say besides."""
+    """A table of all rows, and the tables for decoding and for cs336 cases if there are any."""
     runs = [record for record in records if record.mode != "decode"]
     tables = [records_table(runs)] if runs else []
     tables += [decode_table(records)] if len(runs) < len(records) else []
@@ -134,7 +134,7 @@ def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
 
 
 def read_sweep(folder: Path) -> dict[str, Any] | None:
-    """What a sweep says of itself: its command, environment and start. None where no sweep wrote the folder."""
+    """The sweep's manifest: command, environment and start. None if no sweep wrote the folder."""
     try:
         said = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

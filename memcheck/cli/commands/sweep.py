@@ -45,14 +45,14 @@ NO_OPTIONS: dict[str, Any] = {
     "output": Path("results"),
     "format": "table",
 }
-# What only running needs.
+# Flags for real runs only.
 RUNNING = ("passes", "no_time", "max_seconds_per_case", "isolate", "workers", "devices", "dask", "predict")
 BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
-Values = dict[str, Any]  # argument -> value, of those that were given
+Values = dict[str, Any]  # Argument -> value, for the given flags.
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(parser=parser)  # which reads presets and TOML files, too
+    parser.set_defaults(parser=parser)  # Flags that read presets and TOML files.
     parser.add_argument("--preset", choices=PRESETS, help="default: quick, where no other flag says what to run")
     parser.add_argument("--config", metavar="FILE.toml", help="flags as TOML keys; [[grid]] tables are added up")
     add_grid_arguments(parser.add_argument_group("grid", "every combination is a case; N: 8 or 16,32 or 256:16384:x2"))
@@ -144,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     if not options.predict_only:
         announce(cases, options, out)
     try:
-        # First, as it takes no time, and sweep.json is about what ran last.
+        # Predictions first: they are quick, and sweep.json describes the last run.
         predictions = predict(cases, device, options, command, out) if device else []
         records = [] if options.predict_only else sweep(cases, options, command, out)
         records += predictions
@@ -161,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def device_to_predict(args: argparse.Namespace, options: argparse.Namespace) -> Device | None:
-    """None where nothing is to be predicted."""
+    """The device to predict for. None if nothing is predicted."""
     if options.predict_only:
         for name in RUNNING:
             if getattr(args, name) is not None:
@@ -181,7 +181,7 @@ def announce(cases: list[Case], options: argparse.Namespace, out: TextIO) -> Non
 
 
 def read_parts(args: argparse.Namespace) -> list[Values]:
-    """The arguments of each part of the grid: the preset's, over them the file's, over them the command line's."""
+    """The arguments of each part of the grid: preset, then file, then command line; later ones win."""
     given = values_of(args)
     file = read_toml(args.config) if args.config else {}
     preset = given.get("preset", file.get("preset"))
@@ -209,7 +209,7 @@ def read_toml(path: str) -> dict[str, Any]:
 
 
 def parts_of(parser: argparse.ArgumentParser, settings: dict[str, Any], source: str) -> list[Values]:
-    """One for each [[grid]], with what stands above all of them."""
+    """One part for each [[grid]], with the values above all of them."""
     shared = parse(parser, {name: value for name, value in settings.items() if name != "grid"}, source)
     grids = settings.get("grid", [{}])
     if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids) or not grids:
@@ -223,7 +223,7 @@ def parts_of(parser: argparse.ArgumentParser, settings: dict[str, Any], source: 
 
 
 def parse(parser: argparse.ArgumentParser, settings: dict[str, Any], source: str) -> Values:
-    """Names and values as if they had been flags."""
+    """Parses names and values as if they were flags."""
     words = []
     for name, value in settings.items():
         flag = f"--{name.replace('_', '-')}"
@@ -242,7 +242,7 @@ def values_of(args: argparse.Namespace) -> Values:
 
 
 def over(*layers: Values) -> Values:
-    """Later layers win; a length given in one replaces all lengths below it."""
+    """Merges layers; later ones win. A length in one layer replaces all lengths of earlier layers."""
     result: Values = {}
     for layer in layers:
         if LENGTHS & set(layer):
@@ -259,7 +259,7 @@ def read_grid(values: Values) -> Grid:
 
 
 def device_of(options: argparse.Namespace) -> str:
-    """Of the cases; each worker sees one GPU alone where there are several, and calls it the first."""
+    """The cases' device. With several GPUs, each worker sees only its own, as the first one."""
     if options.devices is None:
         return find_device(options.device)
     if options.device is not None:
@@ -295,7 +295,7 @@ def predict(cases: list[Case], device: Device, options: argparse.Namespace, comm
 
 @contextmanager
 def dask_executor(address: str | None) -> Iterator[tuple[Executor | None, int | None]]:
-    """An executor on the workers of a dask scheduler, and how many cases they take at once."""
+    """An executor on the workers of a dask scheduler, and its number of parallel cases."""
     if address is None:
         yield None, None
         return
@@ -316,7 +316,7 @@ def dask_executor(address: str | None) -> Iterator[tuple[Executor | None, int | 
 
 @contextmanager
 def shown_progress(options: argparse.Namespace, out: TextIO) -> Iterator[Callable[[Progress], None]]:
-    """A line for each case; on a terminal also a bar, with an estimate of the time that is left."""
+    """Prints a line per case; on a terminal also a bar with the estimated time left."""
     from tqdm import tqdm
 
     with tqdm(total=1.0, file=sys.stderr, disable=not sys.stderr.isatty(), bar_format=BAR, leave=False) as bar:
@@ -338,7 +338,7 @@ def shown_progress(options: argparse.Namespace, out: TextIO) -> Iterator[Callabl
 
 
 def expected_seconds(cases: Sequence[Case], options: argparse.Namespace) -> float:
-    """Of cases to be run; a prediction takes as long as any other."""
+    """Estimated seconds of a case. All predictions count the same."""
     return len(cases) if options.predict_only else sum(map(settings_of(options).expected_seconds, cases))
 
 
@@ -388,7 +388,7 @@ def goes_on(options: argparse.Namespace, command: str) -> str:
 
 
 def write_files(options: argparse.Namespace) -> str:
-    """Tables and plots of everything in the folder; what was written, in words."""
+    """Writes tables and plots of everything in the folder, and describes the files."""
     output, records = options.output, read_records(options.output)
     styles = {name: contender.style for name, contender in CONTENDERS.items()}
     try:
@@ -404,7 +404,7 @@ def first_of(paths: list[Path]) -> str:
 
 
 def list_cases(cases: list[Case], options: argparse.Namespace, device: Device | None) -> int:
-    """Prints what the sweep would do with each case; nothing is run or written."""
+    """Prints what the sweep would do with each case. Nothing is run or written."""
     if options.predict_only and device:
         done = find_predicted(cases, options.output, device, **predicting(options))
     else:
@@ -425,17 +425,17 @@ def list_cases(cases: list[Case], options: argparse.Namespace, device: Device | 
 
 
 def foreseen(case: Case) -> tuple[str, str] | None:
-    """The status and the reason of a case that no machine can run."""
+    """Status and reason of a case that no machine can run."""
     if reason := refusal(case):
         return "skipped", reason
-    if case.mode == "decode":  # a step may take less than a sequence
+    if case.mode == "decode":  # A step may take less memory than a sequence.
         return None
     try:
         with overflow_as_out_of_memory():
             CONTENDERS[case.operator].inputs(dataclasses.replace(case, device="meta"))
     except torch.OutOfMemoryError as error:
         return "oom", f"the inputs alone do not fit: {error}"
-    except Exception:  # of an operator's own code, which a run reports
+    except Exception:  # Errors of an operator's own code are left to the run.
         return None
     return None
 
