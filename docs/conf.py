@@ -9,6 +9,7 @@ import inspect
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 from memcheck.__main__ import Parser, command_names
 from memcheck.core.record import Record
@@ -21,6 +22,7 @@ extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.viewcode"]
 html_theme = "furo"
 html_title = f"memcheck {__version__}"
 nb_execution_mode = "off"
+smartquotes = False
 myst_heading_anchors = 3
 autodoc_typehints = "none"
 # Notebooks and result files are linked where they lie, outside this folder.
@@ -67,7 +69,16 @@ def record_page() -> str:
     return f"# Fields of a record\n\n{intro}\n\n" + "\n".join(rows) + "\n"
 
 
-def setup(app: object) -> None:
+def as_written(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    """Shows docstrings as they are written: a first line, and the rest as preformatted text."""
+    if lines:
+        first = re.sub(r"([*_`|\\])", r"\\\1", lines[0])
+        rest = [f"    {line}".rstrip() for line in lines[1:]]
+        lines[:] = [first, "", "::", "", *rest, ""] if any(rest) else [first, ""]
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", as_written)
     (GENERATED / "notebooks").mkdir(parents=True, exist_ok=True)
     for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
         shutil.copyfile(notebook, GENERATED / "notebooks" / notebook.name)
