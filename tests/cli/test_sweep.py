@@ -447,14 +447,14 @@ def test_a_preset_is_filled_without_running_anything(tmp_path, capsys, no_files,
 
 def test_predictions_go_on_where_they_stopped(tmp_path, capsys, no_files) -> None:
     flags = ["sweep", *PREDICTED, "--output", str(tmp_path), "--format", "json"]
-    assert main([*flags, "--device", "T4", "--seq-len", "8"]) == 0
-    assert main([*flags, "--device", "T4"]) == 0
+    assert main([*flags, "--device", "A10", "--seq-len", "8"]) == 0
+    assert main([*flags, "--device", "A10"]) == 0
     printed = capsys.readouterr()
     assert "2 of 4 cases were done before" in printed.err
     assert len(rows(tmp_path)) == 4
     # Another device, another limit: other predictions.
     assert main([*flags, "--device", "24GiB"]) == 0
-    assert main([*flags, "--device", "T4", "--memory-limit", "1KiB"]) == 0
+    assert main([*flags, "--device", "A10", "--memory-limit", "1KiB"]) == 0
     assert len(rows(tmp_path)) == 12
     assert Counter(row.status for row in read_records(tmp_path)) == {"ok": 8, "oom": 4}
 
