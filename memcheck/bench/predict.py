@@ -17,7 +17,7 @@ from memcheck.measure.sdpa_backend import fused_backend
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank, target_for
 from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import Version
-from memcheck.predict.trace import WORKSPACE, Run, Trace
+from memcheck.predict.trace import Run, Trace
 
 
 def predict_memory(
@@ -47,6 +47,28 @@ def predict_memory(
     """
     device = device_named(device) if isinstance(device, str) else device
     target = target_for(device, threads, torch_version)
+    return predicted_for(
+        target,
+        case,
+        device,
+        limit_bytes,
+        dense_grad,
+        expandable_segments=expandable_segments,
+        drops_workspaces=drops_workspaces,
+    )
+
+
+def predicted_for(
+    target: Target,
+    case: Case,
+    device: Device,
+    limit_bytes: int | None = None,
+    dense_grad: bool = False,
+    *,
+    expandable_segments: bool = False,
+    drops_workspaces: bool = True,
+) -> Prediction:
+    """The prediction for a target; arguments as of predict_memory."""
     record = blank_of(case, device, target)
     contender = CONTENDERS[case.operator]
     if case.compiled:
@@ -79,19 +101,12 @@ def terms_of(case: Case, torch_version: Version | None = None) -> Terms | None:
         if kind == "cpu" or torch.cuda.is_available()
         else Device(kind, kind, None, 0, None, "")
     )
-    prediction = predict_memory(case, dataclasses.replace(device, usable_bytes=None), torch_version=torch_version)
+    target = target_for(device, torch_version=torch_version)
     if device.architecture is None and kind != "cpu":
-        prediction = without_workspaces(prediction)
+        # Without the workspaces from the start, so that they do not decide which moment is the fullest.
+        target = dataclasses.replace(target, has_workspaces=False)
+    prediction = predicted_for(target, case, dataclasses.replace(device, usable_bytes=None))
     return {name: terms for name, terms in prediction.known_terms.items() if name in THEORY} or None
-
-
-def without_workspaces(prediction: Prediction) -> Prediction:
-    terms = {
-        name: {part: size for part, size in parts.items() if not part.startswith(WORKSPACE)}
-        for name, parts in prediction.terms.items()
-    }
-    bounds = prediction.bounds if len(prediction.unknown) > 1 else frozenset[str]()
-    return dataclasses.replace(prediction, terms=terms, bounds=bounds)
 
 
 def blank_of(case: Case, device: Device, target: Target) -> Record:

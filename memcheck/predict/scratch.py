@@ -26,6 +26,7 @@ class Target:
     threads: int = 1
     architecture: tuple[int, int] | None = None  # Compute capability of a GPU: (8, 0).
     torch_version: Version = NEWEST_TRIED
+    has_workspaces: bool = True  # False: cuBLAS's workspaces are left out.
 
     def has(self, change: Change) -> bool:
         return change.is_in(self.torch_version)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memcheck.core.tensors import gradients_for, named_tensors_in, tensors_in
 from memcheck.core.workload import Workload
+from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers the rules of memcheck's operators
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
 from memcheck.predict.scratch import (
     OF_THE_HOST,
@@ -269,7 +270,7 @@ class Tracer(TorchDispatchMode):
 
     def _use_library(self, used: bool) -> None:
         """Allocates the workspace once per thread and stream, or, in newer releases, for the call alone."""
-        if not used or self.target.kind != "cuda" or self._workspace is not None:
+        if not used or self.target.kind != "cuda" or not self.target.has_workspaces or self._workspace is not None:
             return
         self._workspace = self.tape.take(WORKSPACE, self.target.cublas_workspace_bytes, is_library=True)
         if self.target.has(WORKSPACE_OF_A_CALL):
@@ -401,6 +402,22 @@ def dtype_of(number: float) -> torch.dtype:
     return torch.float64 if isinstance(number, float) else torch.int64
 
 
+@contextmanager
+def random_states_noted(tracer: Tracer) -> Iterator[None]:
+    """Names the copies of the random state that torch.utils.checkpoint keeps; no operator shows them."""
+    get_state = torch.get_rng_state
+
+    def noted() -> Tensor:
+        tracer.note_unknown(Unlisted("what a checkpoint keeps of the random state"), tracer.phase)
+        return get_state()
+
+    torch.get_rng_state = noted
+    try:
+        yield
+    finally:
+        torch.get_rng_state = get_state
+
+
 class Run:
     """The steps of a measurement, on meta tensors and in the same order.
 
@@ -417,7 +434,7 @@ class Run:
     def trace(self, subject: Workload) -> Trace:
         if words := untried(self.tracer.target.torch_version):
             self.tracer.note_unknown(words, ANY_PHASE)
-        with self.tracer, OnTarget(self.tracer):
+        with self.tracer, OnTarget(self.tracer), random_states_noted(self.tracer):
             try:
                 self._run(subject)
             except RuntimeError as error:

@@ -306,6 +306,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean": lambda x: x.mean(-1),
     "a tensor of one's own": lambda x: x * torch.tensor([2.0], device=x.device),
     "tril": lambda x: (x * 2).tril(),
+    "checkpoint": lambda x: torch.utils.checkpoint.checkpoint(lambda x: (x + x).exp(), x, use_reentrant=False),
+    "reentrant checkpoint": lambda x: torch.utils.checkpoint.checkpoint(lambda x: (x + x).exp(), x, use_reentrant=True),
     "attention with dropout": lambda x: scaled_dot_product_attention(*[x[None]] * 3, dropout_p=0.1),
     "attention with fewer heads": lambda x: scaled_dot_product_attention(
         x[None], x[None, :1], x[None, :1], enable_gqa=True
