@@ -31,7 +31,7 @@ ifneq ($(shell $(BUILT_FOR) 2>&1),$(shell cat $(BUILD) 2>&1))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-fast lint docs bench notebooks asan check-cuda gpu clean
+.PHONY: help profile test test-fast ci lint docs bench notebooks asan check-cuda gpu clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -39,11 +39,17 @@ help:  ## This list
 profile: $(BUILD)  ## Memory of attention on this machine, from a bare machine on
 	$(BIN)/python -m memcheck.profile_attention $(ARGS)
 
-test: lint $(BUILD) check-cuda  ## Lint, build, CUDA kernels on the host, and every test
-	$(PYTEST) $(PYTEST_FLAGS)
+test: lint $(BUILD)  ## Lint, build, the tests, and the operators' tests on CUDA kernels on the host
+	$(PYTEST) -m "not ci" $(PYTEST_FLAGS)
+	$(PYTEST) --host-cuda -m "not slow" tests/ops tests/host_cuda $(PYTEST_FLAGS)
+
+ci: $(BUILD) $(DEVELOPMENT) docs  ## What make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation
+	$(BIN)/python tests/host_cuda/resources.py
+	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
+	$(PYTEST) -m ci
 
 test-fast: $(BUILD) $(DEVELOPMENT)  ## The tests without the slow ones, under three minutes
-	$(PYTEST) -m "not slow" $(PYTEST_FLAGS)
+	$(PYTEST) -m "not slow and not ci" $(PYTEST_FLAGS)
 
 lint: $(DEVELOPMENT)  ## Formats, types, layers and the usual mistakes; changes nothing
 	$(BIN)/ruff format --check
@@ -73,7 +79,7 @@ asan: $(BUILD) $(DEVELOPMENT)  ## The operators' tests under AddressSanitizer an
 	$(SANITIZED) PYTHONSAFEPATH=1 PYTHONPATH=$(ASAN) \
 	    $(BIN)/pytest --timeout=600 tests/ops --capture=sys -m "not slow" $(PYTEST_FLAGS)
 
-# nvcc for what kernels take of a GPU; then the kernels themselves, on the host, where no GPU is needed.
+# nvcc compiles the kernels and reports their resources; then the kernels run on the host.
 check-cuda: $(BUILD) $(DEVELOPMENT)  ## CUDA kernels without a GPU: compiled by nvcc, run on the host, sanitized
 	$(BIN)/python tests/host_cuda/resources.py
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to

@@ -9,6 +9,8 @@ import pytest
 from one_unit import one_unit
 from torch.utils.cpp_extension import include_paths
 
+pytestmark = pytest.mark.ci
+
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 # The stand-in for CUDA includes CUDA's headers, and is built by its own tests.
 SOURCES = sorted(set(CSRC.rglob("*.cpp")) - set(CSRC.rglob("host_cuda/*.cpp")))

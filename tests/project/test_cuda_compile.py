@@ -13,6 +13,8 @@ from host_cuda import library
 from host_cuda.resources import CSRC, compile_kernels, resources
 from one_unit import one_unit
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.mark.slow
 def test_kernels_compile_link_and_load(require_tool: Callable[[str], str], tmp_path: Path) -> None:
