@@ -20,7 +20,6 @@ from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, Decoder
 from memcheck.predict.autocast import AutocastOnMeta
 
 MODES = ("forward", "backward", "train")
-AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 
 @dataclass(frozen=True)
