@@ -13,6 +13,8 @@ from memcheck.__main__ import main
 from memcheck.ops import gradcheck as gradchecking
 from memcheck.ops.gradcheck import CONFIGURATIONS, Configuration, check
 
+pytestmark = pytest.mark.cpu
+
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=lambda it: f"{it.operator}: {it.text}")
 def test_gradients(configuration: Configuration) -> None:

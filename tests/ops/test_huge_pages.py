@@ -12,9 +12,12 @@ import torch
 import memcheck
 
 SMAPS = Path("/proc/self/smaps")
-pytestmark = pytest.mark.skipif(
-    sys.platform != "linux" or not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no huge pages here"
-)
+pytestmark = [
+    pytest.mark.cpu,
+    pytest.mark.skipif(
+        sys.platform != "linux" or not Path("/sys/kernel/mm/transparent_hugepage").is_dir(), reason="no huge pages here"
+    ),
+]
 
 
 def flags_of_memory_at(address: int) -> set[str]:
