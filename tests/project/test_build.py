@@ -190,8 +190,10 @@ def test_only_what_changed_is_compiled_again(build: list[str], tmp_path: Path) -
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "README.md").touch()
-    (tmp_path / "memcheck").mkdir()
-    (tmp_path / "memcheck" / "__init__.py").write_text('__version__ = "0"\n')
+    (tmp_path / "memcheck" / "core").mkdir(parents=True)
+    (tmp_path / "memcheck" / "__init__.py").touch()
+    (tmp_path / "memcheck" / "core" / "__init__.py").touch()
+    (tmp_path / "memcheck" / "core" / "version.py").write_text('__version__ = "0"\n')
     csrc = tmp_path / "csrc"
     csrc.mkdir()
     (csrc / "one.h").touch()

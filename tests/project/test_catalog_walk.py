@@ -19,9 +19,8 @@ from memcheck.bench.predict import closed_terms
 from memcheck.ops import gradcheck as gradchecking
 
 ROOT = Path(__file__).parents[2]
-STEMS = [
-    module.name for module in pkgutil.iter_modules(ops.__path__) if not module.ispkg and module.name != "gradcheck"
-]
+NO_OPERATORS = ("checks", "gradcheck", "reference")
+STEMS = [module.name for module in pkgutil.iter_modules(ops.__path__) if module.name not in NO_OPERATORS]
 PATHS = (
     "csrc/{0}/{0}.h",
     "csrc/{0}/{0}.cpp",
