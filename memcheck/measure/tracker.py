@@ -225,6 +225,14 @@ class DeviceMemory:
     saved_bytes: int | None
 
 
+def _break_graph() -> None:
+    """Ends the graph of torch.compile here; with fullgraph=True that is an error with this message."""
+    if torch.compiler.is_compiling():
+        torch._dynamo.graph_break(
+            msg="memcheck.track cannot be traced: open it around the call of the compiled function"
+        )
+
+
 class MemoryTracker:
     """Exact memory figures of a block of code, open between `with` and its end.
 
@@ -238,10 +246,7 @@ class MemoryTracker:
         limit_bytes: int | None = None,
         saved: bool = True,
     ) -> None:
-        if torch.compiler.is_compiling():
-            torch._dynamo.graph_break(
-                msg="memcheck.track cannot be traced: open it around the call of the compiled function"
-            )
+        _break_graph()
         if limit_bytes is not None and (type(limit_bytes) is not int or limit_bytes <= 0):
             raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
         tensors = list(_held_tensors(held))
@@ -256,6 +261,7 @@ class MemoryTracker:
         self._thread = 0
 
     def __enter__(self) -> MemoryTracker:
+        _break_graph()
         if self._open:
             raise RuntimeError("this memory tracker is already open")
         self._counters = {}

@@ -99,7 +99,8 @@ def setup_for_cuda(tmp_path: Path, torch_has: str = "", **environment: str) -> s
 def test_building_for_old_gpus_is_refused_in_a_line(listed: str, old: str, tmp_path: Path) -> None:
     ended = setup_for_cuda(tmp_path, TORCH_CUDA_ARCH_LIST=listed)
     assert ended.returncode == 1
-    assert ended.stderr == (
+    # A CUDA build of torch warns first that there is no GPU.
+    assert ended.stderr.endswith(
         "memcheck's CUDA kernels need GPUs of compute capability 8.0 or later, "
         f"but TORCH_CUDA_ARCH_LIST='{listed}' asks for {old}; "
         "MEMCHECK_CUDA=0 builds without them, TORCH_CUDA_ARCH_LIST=8.0 for other GPUs\n"
