@@ -408,7 +408,7 @@ def track(
     limit_bytes: a budget for `held` together with everything above the level at entry; an allocation beyond it raises
     torch.OutOfMemoryError. Exact on the CPU; on CUDA it bounds the caching allocator's segments, which is coarser.
     saved: with False there is no saved_bytes, and autograd gets no hooks (torch.func.grad refuses to run under any).
-    The hooks are what costs time, for every tensor that autograd saves; the README has figures.
+    The hooks are what costs time, for every tensor that autograd saves; docs/measure.md has figures.
 
     Bytes are those requested. Trackers nest, all threads count (saved_bytes: only the thread that opened the tracker),
     and the figures stay readable after the block. On CUDA torch.cuda's own peak statistics are reset.

@@ -1,7 +1,4 @@
-"""What numbers become in lower precision: long sums by the accumulator's dtype, and gradients that flush to zero.
-
-`python -m memcheck.studies.accumulation` = `memcheck mixed-precision`.
-"""
+"""What numbers become in lower precision: long sums by the accumulator's dtype, and gradients that flush to zero."""
 
 from __future__ import annotations
 
