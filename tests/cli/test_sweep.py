@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import resource
 import signal
 import subprocess
@@ -98,9 +98,11 @@ def rows(folder: Path) -> list[str]:
 
 
 def children(process: subprocess.Popen[str]) -> list[int]:
-    path = f"/proc/{process.pid}/task/{{}}/children"
-    tasks = os.listdir(f"/proc/{process.pid}/task")
-    return [int(child) for task in tasks for child in Path(path.format(task)).read_text().split()]
+    found: list[int] = []
+    for task in Path(f"/proc/{process.pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # The thread may have ended.
+            found += map(int, (task / "children").read_text().split())
+    return found
 
 
 def gone(pid: int) -> bool:
