@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,12 +22,21 @@ from memcheck.core.errors import UsageError
 from memcheck.core.record import Record, write_csv
 from memcheck.core.units import parse_bytes
 from memcheck.measure.export import format_shares, nvtx_ranges
-from memcheck.report import common_case, legend, prediction_row, table_header, table_row, unknown_words
-from memcheck.report.case_rows import DECODING_LEGEND, decoding_header, decoding_row, explanation
+from memcheck.report import (
+    LiveRows,
+    Screen,
+    answer,
+    common_case,
+    doubt_details,
+    doubt_lines,
+    explanation,
+    next_step,
+    unknown_words,
+)
 from memcheck.report.cases import case_of, place_of
 from memcheck.report.plots import plot_memory, plot_timeline
 from memcheck.report.plots.style import FORMATS
-from memcheck.report.predictions import LEGEND as PREDICTION_LEGEND
+from memcheck.report.rows import PREDICTED
 
 R = TypeVar("R", bound=Record)
 
@@ -70,6 +79,7 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         help="records of the same cases there are replaced, others stay; default: results",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="of stdout; default: table")
+    add_table_arguments(parser)
     parser.add_argument(
         "--plugin",
         type=load_plugin,
@@ -77,6 +87,13 @@ def add_common_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.py",
         help="a file or module that registers operators of yours (memcheck.bench.catalog.register); repeatable",
     )
+
+
+def add_table_arguments(parser: argparse.ArgumentParser, *, units: bool = True) -> None:
+    """Adds the flags that say how much a table shows."""
+    if units:
+        parser.add_argument("--units", action="store_true", help="U and bytes per query and key besides MiB")
+    parser.add_argument("--doubts", action="store_true", help="every doubt about a figure, below the table")
 
 
 def add_inspection_arguments(parser: argparse.ArgumentParser) -> None:
@@ -106,26 +123,44 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int
     note_unused_flags(args, cases)
     records: list[Record] = []
     predictions: list[Record] = []
-    for record, prediction in profile_all(cases, args, out):
+    rows = LiveRows(cases, units=args.units, predicted=args.predict, screen=Screen.of(out))
+    for record, prediction in profile_all(cases, args, rows, out):
         records.append(record)
         predictions += [prediction] if prediction else []
-        for row in (record, prediction):
-            files.append(row)
+        for kept in (record, prediction):
+            files.append(kept)
     files.finish(records, predictions, title)
-    print(f"\n{DECODING_LEGEND if args.mode == 'decode' else legend(records)}", file=out)
+    print(f"\n{rows.legend()}", file=out)
     if predictions:
-        print("\n".join([PREDICTION_LEGEND, *unknown_words(predictions)]), file=out)
+        print("\n".join([PREDICTED, *unknown_words(predictions)]), file=out)
+    print_doubts(records, args.doubts, rows.screen, out)
     for case, record in zip(cases, records, strict=True):
         inspection.run(case, record, out)
     print(f"\nWrote {', '.join(map(str, (*files.paths(), *inspection.written)))}", file=out)
+    print_answer([*answer(records), next_step(records, args.memory_limit)], rows.screen, out)
     if args.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in [*records, *predictions]) + "]")
     return exit_code(records)
 
 
-def profile_all(cases: list[Case], args: argparse.Namespace, out: TextIO) -> Iterator[tuple[Record, Record | None]]:
+def print_doubts(records: list[R], in_detail: bool, screen: Screen, out: TextIO) -> None:
+    """Prints a line for the doubts about the records, or each doubt."""
+    lines = doubt_lines(records)
+    hint = [] if in_detail or not lines else ["--doubts lists each of them."]
+    for line in [*lines, *hint, *(doubt_details(records) if in_detail else [])]:
+        print(screen.fill(line), file=out)
+
+
+def print_answer(sentences: Sequence[str], screen: Screen, out: TextIO) -> None:
+    """Prints the sentences that end a command. The lines of a next step are kept as they are."""
+    *answers, step = sentences
+    print("", *map(screen.fill, answers), step, sep="\n", file=out)
+
+
+def profile_all(
+    cases: list[Case], args: argparse.Namespace, rows: LiveRows, out: TextIO
+) -> Iterator[tuple[Record, Record | None]]:
     """The measured record of each case, and its prediction if requested."""
-    header, row = (decoding_header, decoding_row) if args.mode == "decode" else (table_header, table_row)
     devices: dict[str, Device] = {}
     if args.predict:  # Queried before anything runs, as the free memory of a GPU counts.
         devices = {name: device_named(name) for name in {case.device for case in cases}}
@@ -140,11 +175,11 @@ def profile_all(cases: list[Case], args: argparse.Namespace, out: TextIO) -> Ite
                 limit_bytes=args.memory_limit,
             )
         if number == 0:
-            print(f"{common_case(cases)}\n\n{header()}", file=out)
-        print(row(record), file=out, flush=True)
+            print(f"{common_case(cases)}\n\n{rows.header()}", file=out)
+        print(rows.row(record), file=out, flush=True)
         prediction = predicted_record(case, devices[case.device], args.memory_limit) if args.predict else None
         if prediction is not None:
-            print(prediction_row(record, prediction), file=out, flush=True)
+            print(rows.predicted_row(record, prediction), file=out, flush=True)
         yield record, prediction
 
 

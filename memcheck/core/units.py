@@ -1,7 +1,8 @@
-"""Converts bytes to and from text. KiB, MiB, GiB are powers of 2^10; KB, MB, GB powers of 10^3."""
+"""Converts bytes to and from text, and times to text. KiB, MiB, GiB are powers of 2^10; KB, MB, GB powers of 10^3."""
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 
@@ -28,3 +29,18 @@ def format_bytes(size: float) -> str:
         size /= 1024
         units.pop(0)
     return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"
+
+
+def format_time(milliseconds: float) -> str:
+    """Three significant digits and a unit: "7.10 us", "1.23 ms", "45.2 s"."""
+    for unit, scale in (("ns", 1e6), ("us", 1e3), ("ms", 1)):
+        if abs(milliseconds) * scale < 999.5:
+            return f"{three_digits(milliseconds * scale)} {unit}"
+    return f"{three_digits(milliseconds / 1000)} s"
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits without an exponent: "0.0123", "1.23", "12.3", "1234"."""
+    rounded = float(f"{value:.2e}")
+    whole = math.floor(math.log10(abs(rounded))) if rounded else 0
+    return f"{value:.{max(0, 2 - whole)}f}"

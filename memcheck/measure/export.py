@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from memcheck.core.units import format_time
 from memcheck.measure.allocation_events import cuda_memory_history
 from memcheck.measure.run import Run, Subject, range_around, timed_pass
 from memcheck.measure.timeline import Block, Timeline, recorded
@@ -162,8 +163,8 @@ def format_shares(rows: Rows, top: int = 15) -> str:
     if rest:
         sums = {field: sum(row[field] for row in rest) for field in ("calls", "self_ms", "share")}
         shown = [*shown, {"name": f"{len(rest)} others", **sums}]
-    lines = [f"{row['self_ms']:10.3f} {row['share']:6.1%} {row['calls']:6}  {row['name']}" for row in shown]
-    return "\n".join([f"{'self, ms':>10} {'share':>6} {'calls':>6}  name", *lines])
+    lines = [f"{format_time(row['self_ms']):>9} {row['share']:6.1%} {row['calls']:6}  {row['name']}" for row in shown]
+    return "\n".join([f"{'self time':>9} {'share':>6} {'calls':>6}  name", *lines])
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from memcheck.core.doubts import FEW_PASSES
+from memcheck.core.units import format_time
 
 # A doubt is noted if the middle half of the passes spreads over more than this share of the median, ...
 WIDE = 0.20
@@ -33,7 +34,8 @@ def doubts(phase: str, times: Sequence[float]) -> tuple[str, ...]:
         found.append(f"{phase} times scatter: the middle half of them spans {(high - low) / middle:.0%} of the median")
     if abs(late - early) > DRIFT * early:
         found.append(
-            f"{phase} times drift: median {early:.3g} ms in the first half of the passes, {late:.3g} ms in the second"
+            f"{phase} times drift: median {format_time(early)} in the first half of the passes, {format_time(late)} in "
+            "the second"
         )
     return tuple(found)
 

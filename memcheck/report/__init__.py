@@ -3,43 +3,32 @@ operators.
 """
 
 from memcheck.report.accounting import accounting_table
-from memcheck.report.cases import parse_wanted, select
+from memcheck.report.cases import common_case, failure_note, is_predicted, pair, parse_wanted, select
 from memcheck.report.comparison import Comparison, compare, comparison_table, comparison_words, environment_changes
 from memcheck.report.page import html_page
-from memcheck.report.pairing import is_predicted, pair
-from memcheck.report.predictions import prediction_row, prediction_table, unknown_words
+from memcheck.report.predictions import prediction_table, terms_table, unknown_words
 from memcheck.report.records import (
     check_pivot,
     cs336_tables,
     decode_table,
-    is_cs336,
+    main_tables,
     pivot_tables,
     records_table,
     standard_tables,
     write_tables,
 )
-from memcheck.report.rows import (
-    DECODING,
-    NAMES,
-    common_case,
-    failure_note,
-    legend,
-    mask,
-    number,
-    table_header,
-    table_row,
-    unit_bytes,
-)
+from memcheck.report.rows import LiveRows, explanation, unit_bytes
 from memcheck.report.scaling import scaling_table
-from memcheck.report.summary import summary
-from memcheck.report.tables import Table, render, write_files
+from memcheck.report.summary import answer, doubt_details, doubt_lines, next_step, summary
+from memcheck.report.tables import Screen, Table, render, to_text, write_files
 
 __all__ = [
-    "DECODING",
-    "NAMES",
     "Comparison",
+    "LiveRows",
+    "Screen",
     "Table",
     "accounting_table",
+    "answer",
     "check_pivot",
     "common_case",
     "compare",
@@ -47,18 +36,18 @@ __all__ = [
     "comparison_words",
     "cs336_tables",
     "decode_table",
+    "doubt_details",
+    "doubt_lines",
     "environment_changes",
+    "explanation",
     "failure_note",
     "html_page",
-    "is_cs336",
     "is_predicted",
-    "legend",
-    "mask",
-    "number",
+    "main_tables",
+    "next_step",
     "pair",
     "parse_wanted",
     "pivot_tables",
-    "prediction_row",
     "prediction_table",
     "records_table",
     "render",
@@ -66,8 +55,8 @@ __all__ = [
     "select",
     "standard_tables",
     "summary",
-    "table_header",
-    "table_row",
+    "terms_table",
+    "to_text",
     "unit_bytes",
     "unknown_words",
     "write_files",

@@ -7,25 +7,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from memcheck.core.record import Record
-from memcheck.report.cases import CASE_FIELDS, describe
-from memcheck.report.rows import failure_note, unit_bytes
+from memcheck.report.cases import CASE_FIELDS, FIELD_WORDS, describe, failure_note
+from memcheck.report.rows import quotient, unit_bytes
 from memcheck.report.tables import Cell, Column, Table
 
+# Record field -> the phase whose peak it is, as alive_at_peak names it.
 MOMENTS = {
-    "forward_peak_bytes": ("forward peak", "forward"),
-    "saved_bytes": ("kept for backward", None),
-    "backward_peak_bytes": ("backward peak", "backward"),
-    "state_bytes": ("state", "decoding"),
+    "forward_peak_bytes": "forward",
+    "saved_bytes": None,
+    "backward_peak_bytes": "backward",
+    "state_bytes": "decoding",
 }
-# Names of the parts of a record.
-PARTS = {
-    "input_bytes": "inputs",
-    "output_bytes": "output",
-    "parameter_bytes": "parameters",
-    "gradient_bytes": "gradients",
-    "workspace_bytes": "workspace",
-    "library_workspace_bytes": "library workspace",
-}
+PARTS = (
+    "input_bytes",
+    "output_bytes",
+    "parameter_bytes",
+    "gradient_bytes",
+    "workspace_bytes",
+    "library_workspace_bytes",
+)
 # Names that the terms use for tensors of each part.
 INPUTS, PARAMETERS, OUTPUT = ("q", "k", "v", "x"), ("weight",), "y"
 
@@ -42,18 +42,15 @@ class Component:
 def components_of(record: Record) -> Iterator[Component]:
     """The tensors that the caller holds, then those alive at each peak."""
     theory = parts_by_theory(record)
-    for field, name in PARTS.items():
+    for field in PARTS:
         if (measured := getattr(record, field)) is not None or field in theory:
-            yield Component("in all", name, theory.get(field), measured)
-    for field, (moment, phase) in MOMENTS.items():
-        yield from components_at(record, field, moment, phase)
+            yield Component("in all", FIELD_WORDS[field], theory.get(field), measured)
+    for field, phase in MOMENTS.items():
+        yield from components_at(record, field, FIELD_WORDS[field], phase)
 
 
 def parts_by_theory(record: Record) -> dict[str, int]:
-    """The terms of the moments, put together as the parts of a record are; the output may come after the peak.
-
-    Of decoding nothing: its inputs are the state.
-    """
+    """The parts of a record as sums of its terms. Empty for decoding, whose inputs are the state."""
     theory = record.theory or {}
     forward, backward = theory.get("forward_peak_bytes", {}), theory.get("backward_peak_bytes", {})
     inputs, parameters = sum_of(forward, INPUTS), sum_of(forward, PARAMETERS)
@@ -76,7 +73,7 @@ def sum_of(terms: Mapping[str, int], names: Sequence[str]) -> int:
 
 
 def components_at(record: Record, field: str, moment: str, phase: str | None) -> Iterator[Component]:
-    """The predicted terms, each matched with a measured tensor of the same size, then the remainder and the sums."""
+    """The predicted terms, each with a measured tensor of the same size; then the other tensors and the sums."""
     terms, measured = (record.theory or {}).get(field), getattr(record, field)
     alive = alive_tensors(record, phase)
     left = list(alive)
@@ -109,33 +106,25 @@ def shape_of(tensor: Mapping[str, Any]) -> str:
     return f"{tuple(tensor['shape'])} {str(tensor['dtype']).removeprefix('torch.')}"
 
 
-def difference(component: Component) -> int | None:
-    if component.theory is None or component.measured is None:
-        return None
-    return component.measured - component.theory
-
-
 def accounting_table(record: Record) -> Table:
+    """One row for each part of each moment."""
     unit = unit_bytes(record)
-
-    def in_units(size: int | None) -> float | None:
-        return size / unit if size is not None and unit else None
-
     rows: list[list[Cell]] = []
     for component in components_of(record):
-        size = component.theory if component.measured is None else component.measured
-        figures = [component.theory, component.measured, difference(component)]
-        mib = None if size is None else size / 2**20
-        rows.append([component.moment, component.name, *figures, mib, in_units(size), component.what])
+        theory, measured = component.theory, component.measured
+        difference = None if theory is None or measured is None else measured - theory
+        size = theory if measured is None else measured
+        sizes = quotient(size, 2**20), quotient(size, unit)
+        rows.append([component.moment, component.name, theory, measured, difference, *sizes, component.what])
     columns = [
         Column("moment", "moment"),
         Column("component", "what"),
-        Column("theory_bytes", "by theory", "B", ","),
+        Column("theory_bytes", "by theory", "B", ",", rank=3),
         Column("measured_bytes", "measured", "B", ","),
         Column("difference_bytes", "measured - theory", "B", "+,"),
-        Column("mib", "size", "MiB", ",.2f"),
-        Column("u", "size", "U", ",.2f"),
-        Column("measured_as", "measured as"),
+        Column("mib", "size", "MiB", ",.2f", rank=1),
+        Column("u", "size", "U", ",.2f", rank=2),
+        Column("measured_as", "measured as", rank=4),
     ]
     words = describe(record, CASE_FIELDS)
     return Table(f"accounting {words}", f"Where the memory goes: {words}", columns, rows, notes_of(record))

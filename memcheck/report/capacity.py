@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
-from memcheck.report.records import MIB, Footnotes
-from memcheck.report.rows import common_case
+from memcheck.report.cases import FIELD_WORDS, NEEDS, common_case
+from memcheck.report.records import Footnotes
+from memcheck.report.rows import MIB, quotient
 from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:
@@ -18,16 +19,12 @@ if TYPE_CHECKING:
 FOUND = {"seq_len": "sequence length", "bsz": "batch size", "dim": "dimension"}
 FOLLOWERS = {"dim": ("core_dim",)}
 SIZES = {"bsz": "B", "query_len": "N", "dim": "dim"}
-BYTES = {
-    "forward_peak_bytes": "forward peak",
-    "saved_bytes": "kept",
-    "backward_peak_bytes": "backward peak",
-    "reserved_bytes": "reserved",
-}
+BYTES = (*NEEDS, "reserved_bytes")
+RANKS = {"forward_peak_bytes": 3, "saved_bytes": 2, "backward_peak_bytes": 1}  # Of columns, see Column.rank.
 DERIVED = "derived: by rules read in sources, which were not compared with a measurement on such a device"
 NOTE = (
-    "Everything is predicted, nothing was run. The largest size was looked at and fits, the next one was looked at and "
-    "does not: 'next' is what it asked for in vain, and what was in use then. -: not known."
+    "Everything is predicted, nothing was run. The largest size was predicted and fits; the next one was predicted and "
+    "does not: the last columns are its failed request, and the bytes in use at that moment. -: not known."
 )
 
 
@@ -40,10 +37,13 @@ def frontier_table(frontiers: Sequence[Frontier], limit_bytes: int | None = None
         Column("operator", "operator"),
         *(Column(field, SIZES[field]) for field in sizes),
         Column("largest", f"largest {FOUND[axis]}", format=","),
-        *(Column(field.replace("_bytes", "_mib"), title, "MiB", ",.2f") for field, title in BYTES.items()),
-        Column("runs_out_in", "next runs out in"),
-        Column("requested_mib", "next asks for", "MiB", ",.2f"),
-        Column("in_use_mib", "next in use", "MiB", ",.2f"),
+        *(
+            Column(field.replace("_bytes", "_mib"), FIELD_WORDS[field], "MiB", ",.2f", rank=RANKS.get(field, 4))
+            for field in BYTES
+        ),
+        Column("runs_out_in", "next runs out in", rank=4),
+        Column("requested_mib", "next requests", "MiB", ",.2f", rank=5),
+        Column("in_use_mib", "next in use", "MiB", ",.2f", rank=5),
         Column("next", "next", audience="programs"),
         Column("note", "note", audience="people"),
     ]
@@ -62,8 +62,7 @@ def room_words(frontier: Frontier, limit_bytes: int | None) -> str:
 def shared_words(frontiers: Sequence[Frontier], *axes: str) -> str:
     """The settings that the cases share, apart from some axes: "float32, batch 8, 8 heads, causal, train"."""
     hidden = {"device", *(name for axis in axes for name in (axis, *FOLLOWERS.get(axis, ())))}
-    shown = [{**vars(frontier.case), **dict.fromkeys(hidden)} for frontier in frontiers]
-    words = common_case([SimpleNamespace(**fields) for fields in shown])
+    words = common_case([SimpleNamespace(**{**vars(edge.case), **dict.fromkeys(hidden)}) for edge in frontiers])
     lengths = {frontier.case.kv_len or frontier.case.query_len for frontier in frontiers}
     return words if "seq_len" in axes or len(lengths) > 1 else f"{words}, sequence length {lengths.pop()}"
 
@@ -78,7 +77,7 @@ def varying_sizes(frontiers: Sequence[Frontier]) -> list[str]:
 def row_of(frontier: Frontier, sizes: Sequence[str], footnotes: Footnotes) -> list[Cell]:
     case, at, beyond = frontier.case, frontier.at, frontier.beyond
     largest = None if frontier.unpredicted else frontier.largest
-    figures = [in_mib(getattr(at.record, field)) if at else None for field in BYTES]
+    figures = [quotient(getattr(at.record, field), MIB) if at else None for field in BYTES]
     failure = beyond.record if beyond else None
     return [
         case.operator,
@@ -86,10 +85,10 @@ def row_of(frontier: Frontier, sizes: Sequence[str], footnotes: Footnotes) -> li
         largest,
         *figures,
         phase_of(failure) if failure and not frontier.unpredicted else None,
-        in_mib(failure.oom_requested_bytes) if failure else None,
-        in_mib(failure.oom_in_use_bytes) if failure else None,
+        quotient(failure.oom_requested_bytes, MIB) if failure else None,
+        quotient(failure.oom_in_use_bytes, MIB) if failure else None,
         frontier.next_size if beyond else None,
-        footnotes.marks(remarks(frontier)),
+        footnotes.marks(notes_of(frontier)),
     ]
 
 
@@ -98,25 +97,21 @@ def phase_of(failure: Record) -> str:
     return failure.oom_phase or ("inputs" if failure.status == "oom" else failure.status)
 
 
-def in_mib(size: int | None) -> float | None:
-    return None if size is None else size / MIB
-
-
-def remarks(frontier: Frontier) -> list[str]:
+def notes_of(frontier: Frontier) -> list[str]:
     if reason := frontier.unpredicted:
         return [f"{frontier.case.operator}: {reason}"]
-    said = []
+    notes = []
     if frontier.beyond is None:
-        said.append(f"the search ended at {frontier.largest:,}: more may fit (--up-to)")
+        notes.append(f"the search ended at {frontier.largest:,}: more may fit (--up-to)")
     elif frontier.at is None:
-        said.append(f"not even {frontier.next_size:,} fits")
+        notes.append(f"not even {frontier.next_size:,} fits")
     elif frontier.beyond.record.status != "oom":
-        said.append(f"{frontier.next_size:,}: {frontier.beyond.record.reason or frontier.beyond.record.status}")
+        notes.append(f"{frontier.next_size:,}: {frontier.beyond.record.reason or frontier.beyond.record.status}")
     if frontier.gaps:
         gaps = ", ".join(f"{size:,}" for size in frontier.gaps[:5])
-        said.append(f"not everything below fits: {gaps}{' ...' if len(frontier.gaps) > 5 else ''}")
+        notes.append(f"not everything below fits: {gaps}{' ...' if len(frontier.gaps) > 5 else ''}")
     known = frontier.at or frontier.beyond
     if known is not None and known.terms:
-        said += [f"not known: {words}" for words in known.unknown]
-        said += [DERIVED] if known.basis == "derived" else []
-    return said
+        notes += [f"not known: {words}" for words in known.unknown]
+        notes += [DERIVED] if known.basis == "derived" else []
+    return notes

@@ -1,12 +1,18 @@
-"""Identifies cases: a record's settings as text, the settings that vary among records, and selection by settings."""
+"""Cases: the settings of records as text, selection by settings, and measurements matched with their predictions."""
 
 from __future__ import annotations
 
+import dataclasses
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from memcheck.core.devices import KNOWN_AS
 from memcheck.core.errors import UsageError
-from memcheck.core.record import Record
+from memcheck.core.model_record import ModelRecord
+from memcheck.core.record import PHASES, Record
+from memcheck.core.units import format_bytes
 
 CASE_FIELDS = (
     "operator",
@@ -32,6 +38,25 @@ WORDS = {
     "factor": "factor {}",
 }
 YES_AND_NO = {"causal": ("causal", "not causal"), "compiled": ("compiled", "not compiled")}
+# Fields of a record in plain words, in tables and sentences.
+FIELD_WORDS = {
+    "forward_peak_bytes": "peak forward",
+    "saved_bytes": "kept for backward",
+    "backward_peak_bytes": "peak backward",
+    "optimizer_peak_bytes": "peak optimizer",
+    "state_bytes": "state",
+    "forward_max_allocated_bytes": "max allocated, forward",
+    "backward_max_allocated_bytes": "max allocated, backward",
+    "reserved_bytes": "reserved",
+    "input_bytes": "inputs",
+    "output_bytes": "output",
+    "parameter_bytes": "parameters",
+    "gradient_bytes": "gradients",
+    "optimizer_bytes": "optimizer",
+    "workspace_bytes": "workspace",
+    "library_workspace_bytes": "library workspace",
+}
+NEEDS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes")  # The main figures.
 
 
 def case_of(record: Record) -> tuple[Any, ...]:
@@ -59,19 +84,76 @@ def varying(records: Sequence[Record], fields: Sequence[str] = CASE_FIELDS) -> l
 def describe(record: Record, fields: Sequence[str]) -> str:
     """Describes a case: "softplus, S 512, T 512, dim 64"; one length if S and T are equal."""
     words: list[str] = []
-    for field in fields:
-        value = getattr(record, field)
-        if value is None or (field == "core_dim" and value == record.dim) or (field == "compiled" and not value):
+    for name in fields:
+        value = getattr(record, name)
+        if value is None or (name == "core_dim" and value == record.dim) or (name == "compiled" and not value):
             continue
-        if field == "kv_len" and value == record.query_len and "query_len" in fields:
+        if name == "kv_len" and value == record.query_len and "query_len" in fields:
             words[-1] = f"S = T = {value}"
-        elif field in YES_AND_NO:
-            words.append(YES_AND_NO[field][0 if value else 1])
+        elif name in YES_AND_NO:
+            words.append(YES_AND_NO[name][0 if value else 1])
         else:
-            words.append(WORDS.get(field, "{}").format(value))
+            words.append(WORDS.get(name, "{}").format(value))
     if record.source == "predicted":
         words.append("predicted")
     return ", ".join(words)
+
+
+def count_of(records: Sequence[Any]) -> str:
+    return "1 case" if len(records) == 1 else f"{len(records)} cases"
+
+
+def common_case(records: Sequence[Any]) -> str:
+    """The settings that all records share: "cpu, float32, batch 1, dim 256, 4 heads, causal, train"."""
+    parts = []
+    for name in ("device", "device_name", "dtype", "bsz", "dim", "heads", "core_dim", "factor", "mode"):
+        values = {getattr(record, name, None) for record in records} - {None}
+        if len(values) == 1 and (name != "core_dim" or values != {record.dim for record in records}):
+            parts.append(WORDS.get(name, "{}").format(values.pop()))
+    causal = {record.causal for record in records} - {None}
+    if len(causal) == 1:
+        parts.insert(-1, YES_AND_NO["causal"][0 if causal.pop() else 1])
+    if {getattr(record, "source", None) for record in records} == {"predicted"}:
+        parts.append("predicted")
+    return ", ".join(parts)
+
+
+def phases_of(record: Record) -> tuple[str, ...]:
+    """The phases that the case runs."""
+    if record.mode not in ("train", "backward"):
+        return PHASES[:1]
+    return PHASES if isinstance(record, ModelRecord) and record.mode == "train" else PHASES[:2]
+
+
+def need(record: Record) -> int | None:
+    """The highest peak of all phases of the case. None if one of them is unknown."""
+    sizes = [getattr(record, f"{phase}_peak_bytes") for phase in phases_of(record)]
+    return None if None in sizes else max(sizes)
+
+
+def need_by_theory(record: Record) -> int | None:
+    """The highest peak of all phases, predicted from the shapes alone. None if a phase is not predicted."""
+    terms = [(record.theory or {}).get(f"{phase}_peak_bytes") for phase in phases_of(record)]
+    return None if None in terms else max(sum(named.values()) for named in terms if named is not None)
+
+
+def failure_note(record: Record) -> str:
+    """Why the case has no figures. "" if it has."""
+    if record.status == "ok":
+        return ""
+    reason = textwrap.shorten(record.reason or "", 180, placeholder=" ...")
+    if record.status != "oom":
+        return reason or record.status
+    if record.oom_phase is None:
+        return f"OOM: {reason}"
+    note = f"OOM in {record.oom_phase}"
+    if record.oom_requested_bytes is not None and record.oom_in_use_bytes is not None:
+        note += f": {format_bytes(record.oom_requested_bytes)} requested, "
+        note += f"{format_bytes(record.oom_in_use_bytes)} in use"
+        whole = need_by_theory(record)
+        if whole is not None and whole > record.oom_in_use_bytes:
+            note += f"; the case needs {format_bytes(whole)} in all"
+    return note
 
 
 def settings_of(record: Record, besides: Sequence[str]) -> tuple[Any, ...]:
@@ -123,3 +205,72 @@ def parse_wanted(text: str) -> dict[str, str]:
             raise UsageError(f"--case must look like operator=softplus,seq-len=512 with any of {names}, got {word!r}")
         wanted[field] = value.strip()
     return wanted
+
+
+@dataclass
+class Pairing:
+    """Measured records with their predictions, and predictions without a measurement."""
+
+    pairs: list[tuple[Record, Record | None]] = field(default_factory=list)
+    lonely: list[Record] = field(default_factory=list)
+
+    @property
+    def both(self) -> list[tuple[Record, Record]]:
+        return [(measured, predicted) for measured, predicted in self.pairs if predicted is not None]
+
+
+def is_predicted(record: Record) -> bool:
+    return record.source == "predicted"
+
+
+def pair(records: Sequence[Record]) -> Pairing:
+    """Matches by case and device. If a case has several predictions, the last one counts."""
+    predictions: dict[tuple[object, ...], list[Record]] = {}
+    for record in filter(is_predicted, records):
+        predictions.setdefault(case_of(record), []).append(record)
+    pairing, used = Pairing(), set()
+    for record in records:
+        if not is_predicted(record):
+            fitting = [one for one in predictions.get(case_of(record), []) if is_same_device(record, one)]
+            used |= set(map(id, fitting))
+            pairing.pairs.append((record, fitting[-1] if fitting else None))
+    pairing.lonely = [record for record in records if is_predicted(record) and id(record) not in used]
+    return pairing
+
+
+def is_same_device(measured: Record, predicted: Record) -> bool:
+    """True if the devices match: CPUs by their number of threads, GPUs by catalog name."""
+    if measured.device is None:  # The process was killed before it could record its device.
+        return True
+    if measured.device != predicted.device:
+        return False
+    if measured.device == "cpu":
+        return None in (measured.threads, predicted.threads) or measured.threads == predicted.threads
+    names = measured.device_name, predicted.device_name
+    pattern = KNOWN_AS.get(predicted.device_name or "")
+    return names[0] == names[1] or (pattern is not None and pattern.fullmatch(names[0] or "") is not None)
+
+
+def on_measured_devices(records: Sequence[Record]) -> list[Record]:
+    """The same records, with predictions relabelled by the device of the matching measurements."""
+    measured = [record for record in records if not is_predicted(record)]
+    return [like_measured(record, measured) if is_predicted(record) else record for record in records]
+
+
+def like_measured(predicted: Record, measured: Sequence[Record]) -> Record:
+    twin = next((record for record in measured if record.device and is_same_device(record, predicted)), None)
+    return predicted if twin is None else dataclasses.replace(predicted, device_name=twin.device_name)
+
+
+def ratio(measured: Any, predicted: Any, name: str) -> float | None:
+    """Measured bytes divided by predicted bytes. None if either is unknown or the prediction is 0."""
+    found, expected = getattr(measured, name), getattr(predicted, name)
+    return found / expected if found is not None and expected else None
+
+
+def ratio_words(measured: Any, predicted: Any, name: str) -> str | None:
+    """ "same" if equal to the byte, else "1.0031 x"."""
+    found, expected = getattr(measured, name), getattr(predicted, name)
+    if found is None or expected is None:
+        return None
+    return "same" if found == expected else f"{found / expected:.4g} x" if expected else f"+{found} B"

@@ -9,16 +9,25 @@ from typing import Any
 from memcheck.core.doubts import FEW_PASSES, doubts_about
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
-from memcheck.report.cases import CASE_FIELDS, case_of, describe, place_of, values_of, varying
-from memcheck.report.pairing import pair, ratio, ratio_words
-from memcheck.report.rows import count_of
+from memcheck.report.cases import (
+    CASE_FIELDS,
+    FIELD_WORDS,
+    NEEDS,
+    case_of,
+    count_of,
+    describe,
+    pair,
+    place_of,
+    ratio,
+    ratio_words,
+    values_of,
+    varying,
+)
 from memcheck.report.tables import Cell, Column, Table
 
 # Requested bytes, and so the same on every run. Blocks and segments of a caching allocator depend on what ran before.
 EXACT_BYTES = (
-    "forward_peak_bytes",
-    "saved_bytes",
-    "backward_peak_bytes",
+    *NEEDS,
     "input_bytes",
     "output_bytes",
     "parameter_bytes",
@@ -27,7 +36,6 @@ EXACT_BYTES = (
     "library_workspace_bytes",
     "state_bytes",
 )
-SHOWN_BYTES = EXACT_BYTES[:3]
 ENVIRONMENT = (
     "source",
     "device",
@@ -41,8 +49,7 @@ ENVIRONMENT = (
 Key = tuple[Any, ...]
 # The medians of identical code differ by up to this factor from one day to the next, however steady each day is.
 DRIFT = 1.02
-# The most items of a list in a sentence.
-SHOWN = 5
+MOST_LISTED = 5  # Items of a list in a sentence.
 # Statuses of a case that did not fit, and of one that gave no figures for another reason.
 DOES_NOT_FIT = ("oom", "killed", "skipped")
 NO_FIGURES = ("error", "timeout", "unsupported")
@@ -65,10 +72,10 @@ class Comparison:
 
 
 def compare(before: Sequence[Record], after: Sequence[Record]) -> Comparison:
-    """Matched by case; by device, too, where a folder holds a case on several.
+    """Matches records by case, and also by device if a folder holds a case of several devices.
 
-    What was measured is compared with what was measured, and predictions with predictions; with each other only where
-    one folder holds nothing but the ones, and the other nothing but the others.
+    Measurements are compared with measurements and predictions with predictions, unless one folder holds only
+    measurements and the other only predictions.
     """
     sources = [{record.source for record in records} for records in (before, after)]
     across = all(len(names) == 1 for names in sources) and sources[0] != sources[1]
@@ -91,15 +98,15 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> Comparison:
 
 
 def beside(*folders: Sequence[Record]) -> dict[int, str]:
-    """Measured record, by its id -> by how much its highest peak differs from its prediction."""
+    """Id of a measured record -> how it compares with its prediction."""
     pairs = [both for records in folders for both in pair(records).both]
     words = {id(measured): peak_ratio(measured, predicted) for measured, predicted in pairs}
-    return {name: said for name, said in words.items() if said}
+    return {name: ratio for name, ratio in words.items() if ratio}
 
 
 def peak_ratio(measured: Record, predicted: Record) -> str | None:
-    """Of the fields that both know, the one that is furthest from what was predicted: "same", or "1.02 x"."""
-    known = [name for name in SHOWN_BYTES if ratio(measured, predicted, name) is not None]
+    """The ratio of the main figure that is furthest from its prediction: "same", or "1.02 x"."""
+    known = [name for name in NEEDS if ratio(measured, predicted, name) is not None]
     furthest = max(known, key=lambda name: abs((ratio(measured, predicted, name) or 1) - 1), default=None)
     return ratio_words(measured, predicted, furthest) if furthest else None
 
@@ -115,7 +122,7 @@ def lost_figures(before: Record, after: Record) -> bool:
     if before.status != "ok" or after.status in DOES_NOT_FIT:
         return False
     return after.status in NO_FIGURES or any(
-        getattr(before, name) is not None and getattr(after, name) is None for name in SHOWN_BYTES
+        getattr(before, name) is not None and getattr(after, name) is None for name in NEEDS
     )
 
 
@@ -167,7 +174,7 @@ def other_changes(before: Record, after: Record) -> str | None:
     changes = [
         f"{name.removesuffix('_bytes').replace('_', ' ')} {size:+,} B"
         for name, size in byte_differences(before, after).items()
-        if name not in SHOWN_BYTES
+        if name not in NEEDS
     ]
     if before.backend != after.backend:
         changes.append(f"backend {before.backend} -> {after.backend}")
@@ -183,7 +190,7 @@ def comparison_table(comparison: Comparison) -> Table:
         [
             describe(after, fields),
             verdict_change(before, after),
-            *(byte_change(before, after, name) for name in SHOWN_BYTES),
+            *(byte_change(before, after, name) for name in NEEDS),
             *(time_change(before, after, phase) for phase in ("forward", "backward")),
             other_changes(before, after),
             prediction_change(comparison, before, after),
@@ -193,17 +200,15 @@ def comparison_table(comparison: Comparison) -> Table:
     columns = [
         Column("case", "case"),
         Column("status", "verdict"),
-        Column("forward_peak_change", "forward peak"),
-        Column("saved_change", "kept for backward"),
-        Column("backward_peak_change", "backward peak"),
-        Column("forward_time_change", "forward time"),
-        Column("backward_time_change", "backward time"),
-        Column("other_changes", "other changes"),
-        Column("measured_by_predicted", "measured / predicted"),
+        *(Column(name.replace("_bytes", "_change"), FIELD_WORDS[name]) for name in NEEDS),
+        Column("forward_time_change", "forward time", rank=2),
+        Column("backward_time_change", "backward time", rank=2),
+        Column("other_changes", "other changes", rank=3),
+        Column("measured_by_predicted", "measured / predicted", rank=1),
     ]
     notes = [
-        "same: not a byte of difference. within noise: the quartiles of the two times overlap, "
-        "or the medians are within 2 %; else the ratio of the medians.",
+        "same: equal to the byte. within noise: the quartiles of the two times overlap, or the medians are within 2 %; "
+        "otherwise the ratio of the medians.",
         *doubt_notes(comparison),
     ]
     return Table("comparison", f"{count_of(rows)} in both", columns, rows, notes)
@@ -223,18 +228,18 @@ def doubt_notes(comparison: Comparison) -> list[str]:
 
 
 def prediction_change(comparison: Comparison, before: Record, after: Record) -> str | None:
-    """ "same -> 1.02 x", where a folder holds predictions of the case, too."""
+    """ "same -> 1.02 x", if a folder also holds a prediction of the case."""
     if before.source != after.source:
         measured, predicted = (before, after) if after.source == "predicted" else (after, before)
         return peak_ratio(measured, predicted)
     words = [comparison.beside.get(id(record)) for record in (before, after)]
     if words == [None, None]:
         return None
-    return words[0] if words[0] == words[1] else " -> ".join(said or "-" for said in words)
+    return words[0] if words[0] == words[1] else " -> ".join(word or "-" for word in words)
 
 
 def environment_changes(before: Sequence[Record], after: Sequence[Record]) -> list[str]:
-    """ "torch_version: 2.11.0 -> 2.13.0", where what all records of the one say differs from the other."""
+    """Environment fields whose values differ: "torch_version: 2.11.0 -> 2.13.0"."""
     lines = []
     for name in ENVIRONMENT:
         old, new = (sorted(map(str, values_of(records, name))) for records in (before, after))
@@ -264,8 +269,8 @@ def comparison_words(comparison: Comparison) -> list[str]:
 
 def some(words: Sequence[str]) -> str:
     """The first of them, and how many more there are."""
-    more = f"; and {len(words) - SHOWN} more" if len(words) > SHOWN else ""
-    return "; ".join(words[:SHOWN]) + more
+    more = f"; and {len(words) - MOST_LISTED} more" if len(words) > MOST_LISTED else ""
+    return "; ".join(words[:MOST_LISTED]) + more
 
 
 def largest_growth(comparison: Comparison) -> str | None:
@@ -278,4 +283,4 @@ def largest_growth(comparison: Comparison) -> str | None:
     if not growths:
         return None
     change, name, record = max(growths, key=lambda growth: growth[0])
-    return f"Most grew {name} of {describe(record, CASE_FIELDS)}: by {format_bytes(change)}."
+    return f"{FIELD_WORDS[name]} of {describe(record, CASE_FIELDS)} grew most: by {format_bytes(change)}."

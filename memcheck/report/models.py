@@ -1,79 +1,88 @@
-"""Records of whole models as text: measured and predicted rows, and a table of parts by formula."""
+"""Records of whole models: measured and predicted rows, a table of parts by formula, and the answer."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
 
 from memcheck.core.model_record import ModelRecord, components_of, total
-from memcheck.report.rows import doubts_note, failure_note, number
+from memcheck.core.units import format_bytes
+from memcheck.report.cases import FIELD_WORDS, NEEDS, failure_note, need, phases_of
+from memcheck.report.rows import BELOW, SHORT_DTYPES, live_layout, mib_column, predicted_cells, row_and_note
+from memcheck.report.summary import against, listed, times_as_much
+from memcheck.report.tables import SPREAD, TIME, Cell, Column, Screen, Table
 
-MIB = 2**20
-SHORT_NAMES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 LETTERS = (
     "B: batch, S: context, E: dimension, D: of a head, H: heads, F: of the feed-forward, L: layers, V: vocabulary, "
-    "P: parameters, N: parameter tensors,\nC: S/factor rounded up, K: S/256 rounded down. Bytes of a number: w of a "
+    "P: parameters, N: parameter tensors, C: S/factor rounded up, K: S/256 rounded down. Bytes of a number: w of a "
     "parameter, a of an activation in a product, n of one that is summed up."
 )
-HELD = {"parameter_bytes": "parameters", "gradient_bytes": "gradients", "optimizer_bytes": "AdamW"}
-PEAKS = {"forward_peak_bytes": "forward", "backward_peak_bytes": "backward", "optimizer_peak_bytes": "AdamW"}
-COLUMNS = {**HELD, "saved_bytes": "kept", **PEAKS}
-NAMES = "{:<6} {:<15} {:>5}  {:<8} {:<9} {:<9}"
-BYTES = "|{:>10} {:>9} {:>9} |{:>10} |{:>10} {:>10} {:>9} "
-TIMES = "|{:>9} {:>8} {:>9}"
-PARTS = "{:<32} {:<38} {:>12} {:>12} {:>12}"
 LEGEND = (
-    "MiB. kept: for backward, by all layers. peak: the most that is alive in the phase, the model and AdamW's state "
-    "included. ms: of a whole pass, its mean,\nstandard deviation and median. predicted: from the sizes alone; "
-    "=: to the byte as measured; >=: at least, what is not known comes on top. -: there is none, or it is not known."
+    "kept for backward: by all layers. peak: the most that is alive in the phase, with the model and AdamW's state. "
+    "time: the median of a whole pass, ± its standard deviation. predicted: from the sizes alone; same: equal to the "
+    "byte, otherwise measured / predicted; >=: at least, as something is not known. -: none, or not known."
 )
+HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
+TITLES = {"optimizer_bytes": "AdamW", "optimizer_peak_bytes": "peak AdamW"}
 
 
-def model_header() -> str:
-    groups = NAMES.format("", "", "", "", "", "") + f"|{'held, MiB':^31}|{'kept, MiB':^12}|{'peak, MiB':^32}|"
-    columns = NAMES.format("size", "attention", "S", "mode", "dtype", "status")
-    columns += BYTES.format(*COLUMNS.values()) + TIMES.format("ms, mean", "+-", "median")
-    return f"{groups}\n{columns}\n{'-' * len(columns)}"
+def total_time(record: ModelRecord, name: str) -> float | None:
+    return record.times.get("total", {}).get(name)
 
 
-def model_row(record: ModelRecord) -> str:
-    """The measured row, the predicted row below it, and notes on failures and doubts."""
-    names = [record.size, attention(record), record.query_len, record.mode, precision(record), status(record)]
-    cells = [mebibytes(getattr(record, field), bound=bound(record, field)) for field in COLUMNS]
-    times = record.times.get("total", {})
-    clock = [number(times.get(f"{name}_ms"), 1) for name in ("mean", "deviation", "median")]
-    lines = [NAMES.format(*map(str, names)) + BYTES.format(*cells) + TIMES.format(*clock)]
-    if record.predicted is not None:
-        lines.append(predicted_row(record, record.predicted))
-    lines += [f"{NAMES.format(*[''] * 6)}| {note}" for note in notes(record)]
-    return "\n".join(line.rstrip() for line in lines)
+def deviation(record: ModelRecord) -> Cell:
+    """The standard deviation as a share of the mean. None for a single pass."""
+    mean, spread = total_time(record, "mean_ms"), total_time(record, "deviation_ms")
+    return spread / mean if mean and spread is not None and record.passes != 1 else None
 
 
-def notes(record: ModelRecord) -> list[str]:
-    """Notes on failures and doubts. Unknowns common to all predictions are listed once, below the table."""
-    found = [failure_note(record)] if record.status != "ok" else []
-    return [*found, *([doubts_note(record)] if record.doubts and record.source == "measured" else [])]
+def model_mib(field: str, rank: int) -> Column:
+    """MiB, or a text for a lower bound."""
+    column = mib_column(field, TITLES.get(field, FIELD_WORDS[field]), rank=rank)
+
+    def read(record: ModelRecord) -> Cell:
+        value = column.read(record)
+        return f">={value:.2f}" if field in record.bounds and isinstance(value, float) else value
+
+    return dataclasses.replace(column, read=read)
 
 
-def predicted_row(record: ModelRecord, predicted: dict[str, Any]) -> str:
-    cells = [
-        "="
-        if predicted[field] is not None and predicted[field] == getattr(record, field)
-        else mebibytes(predicted[field], bound=field in predicted["bounds"])
-        for field in COLUMNS
-    ]
-    words = ["", "  predicted", "", "", "", predicted["status"] if predicted["status"] != record.status else ""]
-    return NAMES.format(*words) + BYTES.format(*cells) + "|"
+COLUMNS = [
+    Column("size", "size", read=lambda record: record.size, width=6, rank=4),
+    Column("operator", "attention", read=lambda record: attention(record), width=15),
+    Column("query_len", "S", read=lambda record: str(record.query_len), width=5),
+    Column("mode", "mode", read=lambda record: record.mode, width=8, rank=7),
+    Column("dtype", "dtype", read=lambda record: precision(record), width=9, rank=7),
+    *(model_mib(field, rank=5) for field in HELD),
+    *(model_mib(field, rank=0) for field in (*NEEDS, "optimizer_peak_bytes")),
+    Column("median_ms", "time", format=TIME, read=lambda record: total_time(record, "median_ms"), width=7),
+    Column("deviation", "time", format=SPREAD, read=deviation, width=4, rank=6),
+]
 
 
-def status(record: ModelRecord) -> str:
-    return (
-        record.status
-        if record.source == "measured"
-        else record.basis or "predicted"
-        if record.status == "ok"
-        else record.status
-    )
+class ModelRows:
+    """The rows of models that run one after another."""
+
+    def __init__(self, screen: Screen | None = None) -> None:
+        self.screen = screen or Screen()
+        self.layout = live_layout(COLUMNS, (), self.screen)
+
+    def header(self) -> str:
+        return self.layout.header()
+
+    def row(self, record: ModelRecord) -> str:
+        """The record, and below it its prediction if it has one."""
+        row = row_and_note(self.layout, [column.read(record) for column in COLUMNS], failure_note(record))
+        if record.predicted is None:
+            return row
+        predicted = SimpleNamespace(**record.predicted)
+        note = "" if predicted.status == record.status else predicted.status
+        cells = predicted_cells(COLUMNS, record, predicted)
+        return f"{row}\n{row_and_note(self.layout, ['', BELOW, *cells[2:]], note)}"
+
+    def legend(self) -> str:
+        return "\n".join(self.screen.fill(note) for note in [LEGEND, *self.layout.notes()])
 
 
 def attention(record: ModelRecord) -> str:
@@ -82,16 +91,8 @@ def attention(record: ModelRecord) -> str:
 
 
 def precision(record: ModelRecord) -> str:
-    name = SHORT_NAMES.get(record.dtype or "", str(record.dtype))
-    return f"{name}/{SHORT_NAMES[record.autocast]}" if record.autocast else name
-
-
-def bound(record: ModelRecord, field: str) -> bool:
-    return field in record.bounds
-
-
-def mebibytes(size: int | None, *, bound: bool = False) -> str:
-    return "-" if size is None else f"{'>=' if bound else ''}{size / MIB:.2f}"
+    name = SHORT_DTYPES.get(record.dtype or "", str(record.dtype))
+    return f"{name}/{SHORT_DTYPES[record.autocast]}" if record.autocast else name
 
 
 def model_title(records: Sequence[ModelRecord]) -> str:
@@ -101,44 +102,88 @@ def model_title(records: Sequence[ModelRecord]) -> str:
     words += [f"batch {first.bsz}", f"feed-forward {first.feed_forward}"]
     words += ["activation checkpoints"] if first.checkpointing else []
     words += ["compiled"] if first.compiled else []
+    words += [f"predicted, {first.basis or 'unknown'}"] if first.source == "predicted" else []
     return ", ".join(words)
-
-
-def parts_table(record: ModelRecord) -> str:
-    """Bytes kept for backward and held by each part of one case: by formula, predicted and measured."""
-    measured, predicted = record.activations, (record.predicted or {}).get("activations")
-    if record.source == "predicted":
-        measured, predicted = None, record.activations
-    columns = [components_of(found) if found else {} for found in (predicted, measured)]
-    known = [name for name in record.formulas if name not in HELD_FORMULAS]
-    names = list(dict.fromkeys([*known, *columns[0], *columns[1]]))
-    names = [*(name for name in names if name.startswith("layer.")), *(n for n in names if not n.startswith("layer."))]
-    title = f"{record.size}, {attention(record)}, S {record.query_len}, {record.mode}, {precision(record)}"
-    lines = [
-        f"{title}: {record.parameters:,} parameters",
-        PARTS.format("kept for backward by", "formula", "bytes", "predicted", "measured"),
-    ]
-    for name in names:
-        lines.append(part_line(name, record, [column.get(name) for column in columns]))
-    sums = [total(found) if found else None for found in (predicted, measured)]
-    lines.append(PARTS.format(f"all, of {record.layers} layers", "", "", *map(count, sums)))
-    for name in HELD_FORMULAS:
-        if name in record.formulas:
-            figures = [(record.predicted or {}).get(name), getattr(record, name)]
-            figures = [getattr(record, name), None] if record.source == "predicted" else figures
-            lines.append(part_line(name, record, figures))
-    return "\n".join(line.rstrip() for line in lines)
 
 
 HELD_FORMULAS = ("parameters", "parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_bytes")
 
 
-def part_line(name: str, record: ModelRecord, figures: Sequence[int | None]) -> str:
-    formula = record.formulas.get(name, {})
-    return PARTS.format(
-        name, formula.get("formula", "of the backend"), count(formula.get("value")), *map(count, figures)
+def parts_table(record: ModelRecord) -> Table:
+    """Bytes kept for backward and held by each part of one case: by formula, predicted and measured."""
+    measured, predicted = record.activations, (record.predicted or {}).get("activations")
+    if record.source == "predicted":
+        measured, predicted = None, record.activations
+    parts = [components_of(found) if found else {} for found in (predicted, measured)]
+    known = [name for name in record.formulas if name not in HELD_FORMULAS]
+    names = list(dict.fromkeys([*known, *parts[0], *parts[1]]))
+    names.sort(key=lambda name: not name.startswith("layer."))
+
+    def row(name: str, figures: Sequence[int | None]) -> list[Cell]:
+        formula = record.formulas.get(name, {})
+        return [name, formula.get("formula", "of the backend"), formula.get("value"), *figures]
+
+    rows = [row(name, [part.get(name) for part in parts]) for name in names]
+    sums = [total(found) if found else None for found in (predicted, measured)]
+    rows.append([f"all, of {record.layers} layers", "", None, *sums])
+    for name in HELD_FORMULAS:
+        if name in record.formulas:
+            figures = [(record.predicted or {}).get(name), getattr(record, name)]
+            rows.append(row(name, figures[::-1] if record.source == "predicted" else figures))
+    columns = [
+        Column("part", "kept for backward by"),
+        Column("formula", "formula", rank=1),
+        Column("formula_bytes", "bytes", format=",", rank=1),
+        Column("predicted_bytes", "predicted", format=","),
+        Column("measured_bytes", "measured", format=","),
+    ]
+    case = f"{record.size}, {attention(record)}, S {record.query_len}, {record.mode}, {precision(record)}"
+    return Table("parts", f"{case}: {record.parameters:,} parameters", columns, rows)
+
+
+def model_answer(records: Sequence[ModelRecord]) -> Iterator[str]:
+    """The highest peak and what it consists of, how the attentions compare, and who ran out of memory."""
+    known = [record for record in records if record.status == "ok" and need(record) is not None]
+    if known:
+        yield peak_words(max(known, key=lambda record: need(record) or 0))
+        largest = known[-1]
+        alike = [record for record in known if (record.size, record.query_len) == (largest.size, largest.query_len)]
+        ranked = sorted(alike, key=lambda record: record.saved_bytes or 0)
+        least, most = ranked[0].saved_bytes or 0, ranked[-1].saved_bytes or 0
+        if len(ranked) > 1 and most > 1.05 * least > 0:
+            words = f"For backward, {attention(ranked[-1])} keeps {times_as_much(most, least)} {attention(ranked[0])}"
+            yield f"{words}: {against(most, least)}."
+        elif len(ranked) > 1:
+            yield f"{listed(list(map(attention, ranked)))} keep about the same for backward."
+    for record in records:
+        if record.status == "oom":
+            yield f"{record.size} with {attention(record)}, S {record.query_len}, does not fit: {failure_note(record)}."
+
+
+def peak_words(record: ModelRecord) -> str:
+    """ "small with softmax at S 128 needs 1.97 GiB at its peak, in the optimizer's step: 97 % of it is ..." """
+    size = need(record) or 0
+    (phase,) = [name for name in phases_of(record) if getattr(record, f"{name}_peak_bytes") == size][:1]
+    where = {"forward": "the forward", "backward": "the backward", "optimizer": "the optimizer's step"}[phase]
+    held = sum(getattr(record, field) or 0 for field in HELD)
+    words = f"{record.size} with {attention(record)} at S {record.query_len} needs {format_bytes(size)} at its peak, "
+    share = f"{min(held / size, 1):.0%}" if size else "0%"
+    return f"{words}in {where}. Parameters, gradients and AdamW's state are {format_bytes(held)}, {share} of that."
+
+
+def next_model_step(records: Sequence[ModelRecord]) -> str:
+    """The command that predicts the change that saves most: checkpoints, then autocast, then a smaller context."""
+    failed = [record for record in records if record.status == "oom"]
+    record = failed[0] if failed else max(records, key=lambda record: need(record) or 0)
+    change, words = (
+        ("--checkpointing", "activation checkpoints") if not record.checkpointing else ("", "half the context")
     )
-
-
-def count(value: int | None) -> str:
-    return "-" if value is None else f"{value:,}"
+    context = record.query_len if change else max((record.query_len or 2) // 2, 1)
+    flags = f"--size {record.size} --attention-type {record.operator} --context {context} --bsz {record.bsz}"
+    flags += f" --mode {record.mode}" if record.mode != "train" else ""
+    flags += f" --dtype {SHORT_DTYPES.get(record.dtype or '', record.dtype)}" if record.dtype != "float32" else ""
+    flags += f" --autocast {SHORT_DTYPES[record.autocast]}" if record.autocast else ""
+    flags += f" --feed-forward {record.feed_forward}" if record.feed_forward != "swiglu" else ""
+    flags += " --checkpointing"
+    flags += f" --device {record.device_name}" if record.source == "predicted" and record.device == "cuda" else ""
+    return f"Next: memcheck profile-model {flags} --predict\n  predicts the same with {words}."

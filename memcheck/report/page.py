@@ -8,18 +8,9 @@ from typing import Any
 
 from memcheck.core.record import Record
 from memcheck.report.accounting import accounting_table
-from memcheck.report.predictions import prediction_table
-from memcheck.report.records import (
-    STANDARD_PIVOTS,
-    cs336_tables,
-    decode_table,
-    is_cs336,
-    records_table,
-    stacked_pivot,
-)
-from memcheck.report.scaling import scaling_table
+from memcheck.report.records import growth_tables, main_tables
 from memcheck.report.summary import environment_facts, size_of, summary, when
-from memcheck.report.tables import Cell, Column, Table, is_number, shown
+from memcheck.report.tables import Cell, Column, Table, is_number, text_of
 
 TEMPLATE = "page.html"
 
@@ -61,16 +52,11 @@ def html_page(
 
 def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
     """The main tables, and the tables that are collapsed at first."""
+    growth = growth_tables(records)
+    scaling = [table for table in growth if table.name == "scaling"]
     runs = [record for record in records if record.mode != "decode"]
-    first = [records_table(runs)] if runs else []
-    first += [decode_table(records)] if len(runs) < len(records) else []
-    first += [beside] if (beside := prediction_table(records)).rows else []
-    first += cs336_tables([record for record in runs if is_cs336(record)])
-    scaling = scaling_table(runs)
-    known = [field for field in STANDARD_PIVOTS if any(getattr(record, field) is not None for record in runs)]
-    pivots = [stacked_pivot(runs, field) for field in known]
     accounts = [accounting_table(record) for record in largest_of_each(runs)]
-    return first + ([scaling] if scaling.rows else []), [*pivots, *accounts]
+    return main_tables(records) + scaling, [*growth[len(scaling) :], *accounts]
 
 
 def largest_of_each(records: Sequence[Record]) -> list[Record]:
@@ -85,16 +71,16 @@ def largest_of_each(records: Sequence[Record]) -> list[Record]:
 def table_object(table: Table) -> dict[str, Any]:
     """A table in the form the template needs: headings, and cells with text and sort keys."""
     table = table.to_people()
-    numeric = [any(is_number(row[position]) for row in table.rows) for position in range(len(table.columns))]
     columns = [
-        {"heading": column.heading, "numeric": number} for column, number in zip(table.columns, numeric, strict=True)
+        {"heading": column.heading, "numeric": numeric}
+        for column, numeric in zip(table.columns, table.numeric(), strict=True)
     ]
     rows = [[cell_object(cell, column) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows]
     return {"title": table.title, "columns": columns, "rows": rows, "notes": table.notes}
 
 
 def cell_object(cell: Cell, column: Column) -> dict[str, Any]:
-    return {"text": shown(cell, column), "number": cell if is_number(cell) else None}
+    return {"text": text_of(cell, column), "number": cell if is_number(cell) else None}
 
 
 def sweep_object(sweep: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,26 +1,53 @@
-"""Compares predictions with measurements of the same cases: bytes, ratios and verdicts."""
+"""Predictions: beside measurements of the same cases, and a single one as the sums of its terms."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from memcheck.core.record import Record
-from memcheck.report.cases import CASE_FIELDS, describe, varying
-from memcheck.report.pairing import pair, ratio, ratio_words
-from memcheck.report.rows import BYTES, DECODING, NAMES, common_case, count_of, number
+from memcheck.core.units import format_bytes
+from memcheck.report.cases import (
+    CASE_FIELDS,
+    FIELD_WORDS,
+    NEEDS,
+    common_case,
+    count_of,
+    describe,
+    failure_note,
+    pair,
+    ratio,
+    ratio_words,
+    varying,
+)
+from memcheck.report.rows import MIB, PREDICTED, quotient
 from memcheck.report.tables import Cell, Column, Table
 
-MIB = 2**20
+if TYPE_CHECKING:
+    from memcheck.predict.replay import Prediction
+
+COMPARED = (
+    *NEEDS,
+    "state_bytes",
+    "forward_max_allocated_bytes",
+    "backward_max_allocated_bytes",
+    "reserved_bytes",
+)
+# The figures of a single prediction, in the order in which they are shown.
 FIGURES = {
-    "forward_peak_bytes": "forward peak",
-    "saved_bytes": "kept",
-    "backward_peak_bytes": "backward peak",
-    "state_bytes": "state",
-    "forward_max_allocated_bytes": "max allocated, forward",
-    "backward_max_allocated_bytes": "max allocated, backward",
-    "reserved_bytes": "reserved",
+    "input_bytes": "inputs",
+    "parameter_bytes": "parameters",
+    "state_bytes": "state, part of the inputs",
+    **{field: FIELD_WORDS[field] for field in NEEDS},
+    "forward_max_allocated_bytes": "max_memory_allocated after the forward",
+    "backward_max_allocated_bytes": "max_memory_allocated after the backward",
+    "oom_in_use_bytes": "in use when there was no room",
+    "reserved_bytes": "reserved: segments of the caching allocator",
 }
-LEGEND = "predicted: from the shapes alone, nothing run for it. same: to the byte, else measured / predicted."
+BASES = {
+    "verified": "by rules that were compared with measurements on this kind of device; figures are to the byte",
+    "derived": "by rules read in sources, which were not compared with a measurement on this kind of device",
+}
 
 
 def prediction_table(records: Sequence[Record]) -> Table:
@@ -29,30 +56,29 @@ def prediction_table(records: Sequence[Record]) -> Table:
     measured = [record for record, _ in pairs]
     fields = [name for name in CASE_FIELDS if name in {"operator", "query_len", "kv_len", *varying(measured)}]
     columns = [Column("case", "case"), Column("status", "measured"), Column("predicted_status", "predicted")]
-    for name, title in FIGURES.items():
-        stem = name.removesuffix("_bytes")
+    for name in COMPARED:
+        stem, title = name.removesuffix("_bytes"), FIELD_WORDS[name]
         columns += [
-            Column(f"{stem}_measured_mib", title, "MiB", ".2f"),
-            Column(f"{stem}_predicted_mib", f"{title}, predicted", "MiB", ".2f"),
-            Column(f"{stem}_words", "measured / predicted", audience="people"),
+            Column(f"{stem}_measured_mib", title, "MiB", ".2f", rank=2),
+            Column(f"{stem}_predicted_mib", f"{title}, predicted", "MiB", ".2f", rank=3),
+            Column(f"{stem}_words", f"{title}, measured / predicted", audience="people"),
             Column(f"{stem}_ratio", "measured / predicted", audience="programs"),
         ]
-    columns += [Column("basis", "predicted is"), Column("exact", "said to be exact")]
+    columns += [Column("basis", "predicted is", rank=4), Column("exact", "said to be exact", rank=4)]
     rows = [row_of(*both, fields) for both in pairs]
     title = f"Prediction beside measurement, {count_of(pairs)}: {common_case(measured)}"
-    return Table("prediction", title, columns, rows, [LEGEND, agreement(pairs)])
+    return Table("prediction", title, columns, rows, [PREDICTED, agreement(pairs)])
 
 
 def row_of(measured: Record, predicted: Record, fields: Sequence[str]) -> list[Cell]:
-    row: list[Cell] = [describe(measured, fields), verdict(measured), verdict(predicted)]
-    for name in FIGURES:
-        sizes = getattr(measured, name), getattr(predicted, name)
-        row += [None if size is None else size / MIB for size in sizes]
+    row: list[Cell] = [describe(measured, fields), status_words(measured), status_words(predicted)]
+    for name in COMPARED:
+        row += [quotient(getattr(record, name), MIB) for record in (measured, predicted)]
         row += [ratio_words(measured, predicted, name), ratio(measured, predicted, name)]
     return [*row, predicted.basis, predicted.exact]
 
 
-def verdict(record: Record) -> str:
+def status_words(record: Record) -> str:
     """ "ok", or "oom in backward"."""
     return f"{record.status} in {record.oom_phase}" if record.oom_phase else record.status
 
@@ -62,49 +88,18 @@ def agreement(pairs: Sequence[tuple[Record, Record]]) -> str:
     known = [
         (share, name, measured)
         for measured, predicted in pairs
-        for name in FIGURES
+        for name in COMPARED
         if (share := ratio(measured, predicted, name)) is not None
     ]
     same = sum(share == 1 for share, _, _ in known)
     judged = [both for both in pairs if {record.status for record in both} <= {"ok", "oom"}]
-    right = sum(verdict(measured) == verdict(predicted) for measured, predicted in judged)
-    said = f"{same} of {len(known)} figures are as predicted, to the byte; {right} of {len(judged)} verdicts are."
+    right = sum(status_words(measured) == status_words(predicted) for measured, predicted in judged)
+    counts = f"{same} of {len(known)} figures are as predicted, to the byte; {right} of {len(judged)} verdicts are."
     if same == len(known):
-        return said
+        return counts
     share, name, record = max(known, key=lambda one: abs(one[0] - 1))
-    return f"{said} Furthest off: {FIGURES[name]} of {describe(record, CASE_FIELDS)}, {share:.4g} x the predicted."
-
-
-def prediction_row(measured: Record, predicted: Record) -> str:
-    """The row below a measured one, in the same columns: "same", or measured / predicted, beside the MiB."""
-    status = predicted.status if predicted.status != "ok" else "bound" if predicted.doubts else predicted.basis or ""
-    names = NAMES.format("", "predicted", "", "", status)
-    if predicted.status not in ("ok", "oom"):
-        return f"{names}| {predicted.reason or predicted.status}"
-    if predicted.mode == "decode":
-        return names + decoding_cells(measured, predicted)
-    row = names + "".join(
-        byte_cells(measured, predicted, name) for name in ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes")
-    )
-    return f"{row}| OOM in {predicted.oom_phase}" if predicted.oom_phase else row.rstrip()
-
-
-def byte_cells(measured: Record, predicted: Record, name: str) -> str:
-    size = getattr(predicted, name)
-    shown = number(None if size is None else size / MIB, 2)
-    width = len(BYTES.format("", "", "")) - len("|") - 9 - 2
-    return f"|{shown:>9} {ratio_words(measured, predicted, name) or '-':>{width}} "
-
-
-def decoding_cells(measured: Record, predicted: Record) -> str:
-    state, peak = predicted.state_bytes, predicted.forward_peak_bytes
-    return DECODING.format(
-        number(None if state is None else state / MIB, 3),
-        ratio_words(measured, predicted, "state_bytes") or "-",
-        "",
-        number(None if peak is None else peak / MIB, 3),
-        ratio_words(measured, predicted, "forward_peak_bytes") or "-",
-    )
+    case = describe(record, CASE_FIELDS)
+    return f"{counts} Furthest off: {FIELD_WORDS[name]} of {case}, {share:.4g} x the predicted."
 
 
 def unknown_words(predictions: Sequence[Record]) -> list[str]:
@@ -114,3 +109,40 @@ def unknown_words(predictions: Sequence[Record]) -> list[str]:
         for doubt in record.doubts:
             operators.setdefault(doubt, {})[record.operator or "?"] = None
     return [f"not known of {', '.join(names)}: {doubt}" for doubt, names in operators.items()]
+
+
+def terms_table(prediction: Prediction, need_bytes: int | None = None) -> Table:
+    """Each figure of a prediction as the sum of its terms. The notes are the verdict and how it is known.
+
+    need_bytes: what a case that does not fit needs in all, if it is known.
+    """
+    record = prediction.record
+    lengths = f"S {record.query_len}" + (f", T {record.kv_len}" if record.kv_len else "")
+    backend = f", {record.backend}" if record.backend else ""
+    columns = [
+        Column("figure", "figure, and what it is the sum of"),
+        Column("mib", "MiB", format=",.2f"),
+        Column("bytes", "bytes", format=","),
+    ]
+    rows: list[list[Cell]] = []
+    for field, title in FIGURES.items():
+        if terms := prediction.terms.get(field):
+            bound = ", not known to the byte" if field in prediction.bounds else ""
+            rows.append([f"{title}{bound}", sum(terms.values()) / MIB, sum(terms.values())])
+            rows += [[f"  {name}", size / MIB, size] for name, size in sorted(terms.items(), key=lambda it: -it[1])]
+    title = f"{record.operator}: {common_case([record])}, {lengths}{backend}"
+    return Table("terms", title, columns, rows, list(verdict_lines(prediction, need_bytes)))
+
+
+def verdict_lines(prediction: Prediction, need_bytes: int | None) -> Iterator[str]:
+    """The verdict, the device's memory, and how the figures are known."""
+    record, device = prediction.record, prediction.device
+    whole = f"; the case needs {format_bytes(need_bytes)} in all" if need_bytes else ""
+    yield f"verdict: {'ok, it fits' if record.status == 'ok' else f'{record.status}, {failure_note(record)}{whole}'}"
+    if device.usable_bytes is not None:
+        yield f"{device.name}: {format_bytes(device.usable_bytes)} for torch's allocator ({device.source})"
+    if prediction.terms:
+        but = ", except for what is not known" if prediction.unknown else ""
+        yield f"{prediction.basis}: {BASES[prediction.basis]}{but}"
+    for words in record.doubts:
+        yield f"not known: {words}" if words in prediction.unknown else words

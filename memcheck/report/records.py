@@ -10,7 +10,11 @@ from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.report.cases import (
     CASE_FIELDS,
+    FIELD_WORDS,
+    common_case,
+    count_of,
     describe,
+    failure_note,
     groups_besides,
     lengths,
     place_of,
@@ -19,125 +23,50 @@ from memcheck.report.cases import (
     values_of,
     varying,
 )
-from memcheck.report.rows import common_case, count_of, failure_note, mask, unit_bytes
-from memcheck.report.tables import THREE_DIGITS, Cell, Column, Table, Verdict, write_files
+from memcheck.report.predictions import prediction_table
+from memcheck.report.rows import (
+    BACKEND,
+    LEGEND,
+    MASK,
+    MIB,
+    UNITS,
+    attribute,
+    decoding_columns,
+    figure_columns,
+    lengths_column,
+    mib_column,
+    value_or_verdict,
+    verdict,
+)
+from memcheck.report.scaling import scaling_table
+from memcheck.report.summary import doubt_lines
+from memcheck.report.tables import TIME, Cell, Column, Table, write_files
 
-MIB = 2**20
-VERDICTS = {"oom": "OOM"}
 BYTE_FIELDS = [
     field.name for field in dataclasses.fields(Record) if "_bytes" in field.name and "device" not in field.name
 ]
 PIVOT_FIELDS = [field for field in BYTE_FIELDS if not field.startswith("oom")] + ["forward_ms", "backward_ms"]
 # Fields shown by default in pivots; others can be requested.
 STANDARD_PIVOTS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "forward_ms", "backward_ms")
-BACKWARD_FIELDS = ("backward_peak_bytes", "gradient_bytes", "backward_max_allocated_bytes", "backward_ms")
-
-
-def verdict(record: Record, field: str) -> Verdict | None:
-    """The text in place of a missing value. None if the case reached that phase or the field does not apply."""
-    if record.status == "ok" or (field in BACKWARD_FIELDS and record.mode in ("inference", "decode")):
-        return None
-    return Verdict(VERDICTS.get(record.status, record.status))
-
-
-def value_or_verdict(record: Record, field: str) -> Cell:
-    """The value, in MiB for byte fields, or its verdict."""
-    value = getattr(record, field)
-    if value is None:
-        return verdict(record, field)
-    return value / MIB if field in BYTE_FIELDS and "per_token" not in field else value
-
-
-def in_units(record: Record, field: str) -> float | None:
-    value, unit = getattr(record, field), unit_bytes(record)
-    return None if value is None or not unit else value / unit
-
-
-def per_pair(record: Record, field: str) -> float | None:
-    value, pairs = getattr(record, field), (record.query_len or 0) * (record.kv_len or 0)
-    return None if value is None or not pairs else value / pairs
-
-
-def quartile(record: Record, field: str, which: int) -> float | None:
-    quartiles = getattr(record, field)
-    return None if quartiles is None else quartiles[which]
-
-
-Reader = Callable[[Record], Cell]
-
-
-def mib_column(field: str, title: str, audience: str = "all", form: str = ".2f") -> tuple[Column, Reader]:
-    key = field.replace("_bytes", "_mib")
-    return Column(key, title, "MiB", form, audience), lambda record: value_or_verdict(record, field)
-
-
-def need_columns(field: str, title: str) -> list[tuple[Column, Reader]]:
-    """Columns for MiB, U and bytes per query and key."""
-    stem = field.removesuffix("_bytes")
-    return [
-        mib_column(field, title),
-        (Column(f"{stem}_u", title, "U", ".2f"), lambda record: in_units(record, field)),
-        (Column(f"{stem}_bytes_per_pair", title, "B/ST", ".1f"), lambda record: per_pair(record, field)),
-    ]
-
-
-def time_columns(phase: str) -> list[tuple[Column, Reader]]:
-    def quartile_column(which: int, name: str) -> tuple[Column, Reader]:
-        column = Column(f"{phase}_ms_{name}_quartile", f"{phase}, {name} quartile", "ms", ".1f", "programs")
-        return column, lambda record: quartile(record, f"{phase}_ms_quartiles", which)
-
-    column = Column(f"{phase}_ms", phase, "ms", THREE_DIGITS)
-    return [
-        (column, lambda record: value_or_verdict(record, f"{phase}_ms")),
-        quartile_column(0, "lower"),
-        quartile_column(1, "upper"),
-    ]
-
-
-CASE_COLUMNS: list[tuple[Column, Reader]] = [
-    (Column("operator", "operator"), lambda record: record.operator),
-    (Column("backend", "backend"), lambda record: record.backend),
-    (Column("causal", "mask"), mask),
-    (Column("dtype", "dtype"), lambda record: record.dtype),
-    (Column("mode", "mode"), lambda record: record.mode),
-    (Column("compiled", "compiled"), lambda record: record.compiled),
-    (Column("device", "device"), place_of),
-    (Column("source", "source"), lambda record: record.source),
-    (Column("bsz", "B"), lambda record: record.bsz),
-    (Column("query_len", "S"), lambda record: record.query_len),
-    (Column("kv_len", "T"), lambda record: record.kv_len),
-    (Column("dim", "dim"), lambda record: record.dim),
-    (Column("heads", "heads"), lambda record: record.heads),
-    (Column("core_dim", "core dim"), lambda record: record.core_dim),
-    (Column("factor", "factor"), lambda record: record.factor),
+CASE_COLUMNS = [
+    attribute("operator", "operator"),
+    BACKEND,
+    MASK,
+    attribute("dtype", "dtype"),
+    attribute("mode", "mode"),
+    attribute("compiled", "compiled"),
+    Column("device", "device", read=place_of),
+    attribute("source", "source"),
+    attribute("bsz", "B"),
+    attribute("query_len", "S", "programs"),
+    attribute("kv_len", "T", "programs"),
+    attribute("dim", "dim"),
+    attribute("heads", "heads"),
+    attribute("core_dim", "core dim"),
+    attribute("factor", "factor"),
 ]
-ALWAYS_SHOWN = ("operator", "backend", "query_len", "kv_len")
-FIGURE_COLUMNS: list[tuple[Column, Reader]] = [
-    (Column("status", "status"), lambda record: record.status),
-    mib_column("input_bytes", "inputs", "programs"),
-    mib_column("output_bytes", "output", "programs"),
-    mib_column("parameter_bytes", "parameters", "programs"),
-    *need_columns("forward_peak_bytes", "forward peak"),
-    *need_columns("saved_bytes", "kept"),
-    *need_columns("backward_peak_bytes", "backward peak"),
-    mib_column("gradient_bytes", "gradients", "programs"),
-    mib_column("workspace_bytes", "workspace", "programs"),
-    mib_column("library_workspace_bytes", "library workspace", "programs"),
-    mib_column("forward_max_allocated_bytes", "max allocated, forward", "programs"),
-    mib_column("backward_max_allocated_bytes", "max allocated, backward", "programs"),
-    mib_column("reserved_bytes", "reserved", "programs"),
-    *time_columns("forward"),
-    *time_columns("backward"),
-    (Column("passes", "passes", audience="programs"), lambda record: record.passes),
-    (Column("device_name", "device name", audience="programs"), lambda record: record.device_name),
-    (Column("torch_version", "torch", audience="programs"), lambda record: record.torch_version),
-    (Column("threads", "threads", audience="programs"), lambda record: record.threads),
-]
-NEEDS = (
-    "U: the bytes of one main tensor, (B,H,S,D), (B,S,R) or (B,S,E). B/ST: bytes per query and key. kept: for the "
-    "backward. Peaks count everything alive, inputs and output included; times are medians of a pass of their own. -: "
-    "not known."
-)
+ALWAYS_SHOWN = ("operator", "backend")
+SIZES = ("bsz", "dim", "query_len", "kv_len")
 
 
 class Footnotes:
@@ -154,47 +83,60 @@ class Footnotes:
         return [f"[{number}] {sentence}" for sentence, number in self.numbers.items()]
 
 
-def remarks(record: Record) -> list[str]:
-    """Why a row failed, why its backend differs from the requested one, and which figures are doubtful."""
-    backend = [f"{record.backend}: {record.backend_reason}"] if record.backend_reason else []
-    return [failure_note(record), *backend, *(f"doubtful: {doubt}" for doubt in record.doubts)]
+def note_columns(footnotes: Footnotes) -> list[Column]:
+    """Why a row failed or ran on another backend: a footnote for people, sentences for programs."""
 
+    def marks(record: Record) -> Cell:
+        backend = f"{record.backend}: {record.backend_reason}" if record.backend_reason else ""
+        return footnotes.marks([failure_note(record), backend])
 
-def remark_columns(footnotes: Footnotes) -> list[tuple[Column, Reader]]:
     return [
-        (Column("note", "note", audience="people"), lambda record: footnotes.marks(remarks(record))),
-        (Column("reason", "reason", audience="programs"), lambda record: failure_note(record) or None),
-        (Column("doubts", "doubts", audience="programs"), lambda record: " ".join(record.doubts) or None),
+        Column("note", "note", audience="people", read=marks),
+        Column("reason", "reason", audience="programs", read=lambda record: failure_note(record) or None),
+        Column("doubts", "doubts", audience="programs", read=lambda record: " ".join(record.doubts) or None),
     ]
 
 
-def table_of(name: str, title: str, readers: Sequence[tuple[Column, Reader]], records: Sequence[Record]) -> Table:
-    rows = [[read(record) for _, read in readers] for record in records]
-    return Table(name, title, [column for column, _ in readers], rows)
-
-
-def case_columns(records: Sequence[Record]) -> list[tuple[Column, Reader]]:
+def case_columns(records: Sequence[Record]) -> list[Column]:
     """Columns of the case. In text, common settings move to the title; data formats keep every column."""
     changing = {*ALWAYS_SHOWN, *varying(records)} | ({"device"} if len({*map(place_of, records)}) > 1 else set())
     changing |= {"source"} if len({record.source for record in records}) > 1 else set()
     if all(record.core_dim in (None, record.dim) for record in records):
         changing.discard("core_dim")
-    return [
-        (column if column.key in changing else dataclasses.replace(column, audience="programs"), read)
-        for column, read in CASE_COLUMNS
+    columns = [
+        column if column.key in changing else dataclasses.replace(column, audience="programs")
+        for column in CASE_COLUMNS
     ]
+    return [*columns, lengths_column(records)]
 
 
-SIZES = ("bsz", "dim", "query_len", "kv_len")
+def status_column(records: Sequence[Record]) -> Column:
+    """People see it if a case did not end well."""
+    all_ok = all(record.status == "ok" for record in records)
+    return attribute("status", "status", "programs" if all_ok else "all", rank=5)
 
 
-def records_table(records: Sequence[Record]) -> Table:
-    """One row per record. Records of a sweep keep the order in which they ran; others are sorted by size."""
+def records_table(records: Sequence[Record], units: bool = False) -> Table:
+    """One row per record, sorted by size. units: U and bytes per query and key besides MiB."""
     records = sorted(records, key=lambda record: [getattr(record, size) or 0 for size in SIZES])
     footnotes = Footnotes()
-    readers = [*case_columns(records), *FIGURE_COLUMNS, *remark_columns(footnotes)]
-    table = table_of("records", f"{count_of(records)}: {common_case(records)}", readers, records)
-    table.notes = [NEEDS, *footnotes.lines()]
+    held = ("input_bytes", "output_bytes", "parameter_bytes")
+    parts = ("gradient_bytes", "workspace_bytes", "library_workspace_bytes", "reserved_bytes")
+    more = (*parts, "forward_max_allocated_bytes", "backward_max_allocated_bytes")
+    columns = [
+        *case_columns(records),
+        status_column(records),
+        *(mib_column(field, audience="programs") for field in held),
+        *figure_columns(units),
+        *(mib_column(field, audience="programs") for field in more),
+        *(
+            attribute(name, name.replace("_", " "), "programs")
+            for name in ("passes", "device_name", "torch_version", "threads")
+        ),
+        *note_columns(footnotes),
+    ]
+    table = Table.of("records", f"{count_of(records)}: {common_case(records)}", columns, records)
+    table.notes = [LEGEND, *([UNITS] if units else []), *footnotes.lines(), *doubt_lines(records)]
     return table
 
 
@@ -202,32 +144,16 @@ def decode_table(records: Sequence[Record]) -> Table:
     """The size of the decoding state, and the memory and time of one step."""
     records = [record for record in records if record.mode == "decode"]
     footnotes = Footnotes()
-    readers = [
-        *(pair for pair in case_columns(records) if pair[0].key not in ("query_len", "kv_len")),
-        (Column("kv_len", "tokens T"), lambda record: record.kv_len),
-        (Column("status", "status"), lambda record: record.status),
-        mib_column("state_bytes", "state", form=THREE_DIGITS),
-        mib_column("state_bytes_per_sequence", "state per sequence", form=THREE_DIGITS),
-        (
-            Column("state_bytes_per_token", "state per token", "B", ".1f"),
-            lambda record: value_or_verdict(record, "state_bytes_per_token"),
-        ),
-        mib_column("forward_peak_bytes", "peak of a step", form=THREE_DIGITS),
-        (Column("step_ms", "step", "ms", THREE_DIGITS), lambda record: value_or_verdict(record, "forward_ms")),
-        *remark_columns(footnotes),
-    ]
-    table = table_of(
-        "decode",
-        f"{count_of(records)} of decoding, one token after T of them: {common_case(records)}",
-        readers,
-        records,
-    )
-    table.notes = ["The peak of a step holds the state before it and the one after it.", *footnotes.lines()]
+    columns = [*case_columns(records), status_column(records), *decoding_columns()]
+    title = f"{count_of(records)} of decoding, one token after T of them: {common_case(records)}"
+    table = Table.of("decode", title, [*columns, *note_columns(footnotes)], records)
+    notes = ["The peak of a step holds the state before it and the one after it.", *footnotes.lines()]
+    table.notes = [*notes, *doubt_lines(records)]
     return table
 
 
 # The columns of the published cs336 table, in its order: its name -> our field.
-CS336_COLUMNS: dict[str, Reader] = {
+CS336_COLUMNS: dict[str, Callable[[Record], Cell]] = {
     "d_model": lambda record: record.dim,
     "seq_len": lambda record: record.query_len,
     "forward_ms": lambda record: value_or_verdict(record, "forward_ms"),
@@ -261,12 +187,12 @@ def is_cs336(record: Record) -> bool:
 def cs336_tables(records: Sequence[Record]) -> list[Table]:
     """One table per operator and further setting, with rows in the published order."""
     besides = ("query_len", "kv_len", "dim", "compiled")
-    readers = [(Column(name, name, format=".6g"), read) for name, read in CS336_COLUMNS.items()]
+    columns = [Column(name, name, format=".6g", read=read) for name, read in CS336_COLUMNS.items()]
     tables = []
     for rows in groups_besides(records, besides):
         words = describe(rows[0], [field for field in CASE_FIELDS if field not in besides])
         rows.sort(key=lambda record: (record.dim or 0, record.query_len or 0, bool(record.compiled)))
-        table = table_of(f"cs336 {words}", f"As cs336 published theirs: {words}", readers, rows)
+        table = Table.of(f"cs336 {words}", f"As cs336 published theirs: {words}", columns, rows)
         table.notes = [CS336_NOTE]
         tables.append(table)
     return tables
@@ -302,12 +228,11 @@ def pivot_table(records: Sequence[Record], field: str, across: str, besides: Seq
     rows = sorted({(record.query_len or 0, record.kv_len or 0, lengths(record)) for record in records})
     cells = {(lengths(record), getattr(record, across)): value_or_verdict(record, field) for record in records}
     titles = [f"dim {head}" if across == "dim" else str(head) for head in heads]
-    what, unit = quantity(field)
-    form = THREE_DIGITS if unit == "ms" else ".2f"
+    form = TIME if field.endswith("_ms") else ".2f"
     words = describe(records[0], [name for name in CASE_FIELDS if name not in besides])
     return Table(
         f"{field} {words}",
-        f"{what}, {unit}: {words}",
+        f"{pivot_title(field)}: {words}",
         [Column("length", "N"), *(Column(title, title, format=form) for title in titles)],
         [[label, *(cells.get((label, head)) for head in heads)] for _, _, label in rows],
     )
@@ -325,32 +250,38 @@ def stacked_pivot(records: Sequence[Record], field: str) -> Table:
             cells = dict(zip(keys, row, strict=True))
             rows.append([what, cells["length"], *(cells.get(key) for key in columns)])
     heads = [Column("case", "case"), Column("length", "N"), *columns.values()]
-    title = f"{', '.join(quantity(field))}, by length and {'dimension' if 'dim' in varying(records) else 'operator'}"
+    title = f"{pivot_title(field)}, by length and {'dimension' if 'dim' in varying(records) else 'operator'}"
     return Table(f"pivot {field}", title, heads, rows)
 
 
-def quantity(field: str) -> tuple[str, str]:
-    """A field's name and its unit: "forward peak", "MiB"."""
-    unit = "ms" if field.endswith("_ms") else "B" if "per_token" in field else "MiB"
-    return field.removesuffix("_ms").replace("_bytes", "").replace("_", " "), unit
+def pivot_title(field: str) -> str:
+    """A field's name and its unit: "peak forward, MiB". Times carry their units themselves."""
+    if field.endswith("_ms"):
+        return f"{field.removesuffix('_ms')} time"
+    words = FIELD_WORDS.get(field, field.replace("_bytes", "").replace("_", " "))
+    return f"{words}, {'B' if 'per_token' in field else 'MiB'}"
+
+
+def main_tables(records: Sequence[Record], units: bool = False) -> list[Table]:
+    """All rows, and the tables of decoding, predictions and cs336 cases, as far as there are any."""
+    runs = [record for record in records if record.mode != "decode"]
+    tables = [records_table(runs, units)] if runs else []
+    tables += [decode_table(records)] if len(runs) < len(records) else []
+    tables += [beside] if (beside := prediction_table(records)).rows else []
+    return tables + cs336_tables([record for record in runs if (record.operator or "").startswith("cs336/")])
+
+
+def growth_tables(records: Sequence[Record]) -> list[Table]:
+    """Scaling, and the standard pivots that have a value."""
+    runs = [record for record in records if record.mode != "decode"]
+    known = [field for field in STANDARD_PIVOTS if any(getattr(record, field) is not None for record in runs)]
+    scaling = scaling_table(runs)
+    return ([scaling] if scaling.rows else []) + [stacked_pivot(runs, field) for field in known]
 
 
 def standard_tables(records: Sequence[Record]) -> list[Table]:
     """Every table that these records allow."""
-    from memcheck.report.predictions import prediction_table
-    from memcheck.report.scaling import scaling_table
-
-    runs = [record for record in records if record.mode != "decode"]
-    tables = [records_table(runs)] if runs else []
-    tables += [decode_table(records)] if len(runs) < len(records) else []
-    tables += [beside] if (beside := prediction_table(records)).rows else []
-    tables += cs336_tables([record for record in runs if is_cs336(record)])
-    if (scaling := scaling_table(runs)).rows:
-        tables.append(scaling)
-    for field in STANDARD_PIVOTS:
-        if any(getattr(record, field) is not None for record in runs):
-            tables.append(stacked_pivot(runs, field))
-    return tables
+    return [*main_tables(records), *growth_tables(records)]
 
 
 def write_tables(records: Sequence[Record], folder: Path | str) -> list[Path]:

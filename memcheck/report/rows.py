@@ -1,33 +1,37 @@
-"""Records as text, one row each, so that a row can be printed as soon as its case is done."""
+"""The columns of a record, and its row, so that a row can be printed as soon as its case is done."""
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
+from memcheck.report.cases import FIELD_WORDS, NEEDS, failure_note, lengths, ratio_words
+from memcheck.report.tables import SPREAD, THREE_DIGITS, TIME, Cell, Column, Layout, Screen, Verdict, text_of
 
+MIB = 2**20
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-BYTE_COLUMNS = {
-    "forward_peak_bytes": "forward peak",
-    "saved_bytes": "kept for backward",
-    "backward_peak_bytes": "backward peak",
-}
-NAMES = "{:<21} {:<12} {:<6} {:>11}  {:<11}"
-BYTES = "|{:>9} {:>6} {:>5} "
-TIMES = "|{:>8} {:>8}"
-DECODING = "|{:>13} {:>12} {:>9} |{:>13} |{:>9}"
-LEGEND_OF_UNITS = {
-    "attention": "U: the bytes of one main tensor, (B,H,S,D) or (B,S,R); inputs and output alone are 4 U when S = T. "
-    "B/ST: bytes per query and key,\nflat where memory grows with S*T, halving per doubling where it is linear. "
-    "ms: medians of a\npass without measuring. -: not known. "
-    "memcheck's operators have a fixed scratch for each thread, which shows where the rest is small.",
-    "tokens": "U: the bytes of x, (B,S,E); input and output are 2 U, beside the weight. B/ST: there are no keys. "
-    "ms: medians of a pass\nwithout measuring. -: not known. "
-    "A chunk of rows takes up to 4 MiB, which shows where x is small.",
-}
+SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+BACKWARD_FIELDS = ("backward_peak_bytes", "gradient_bytes", "backward_max_allocated_bytes", "backward_ms")
+LEGEND = (
+    "Peaks count everything that is alive in the phase, inputs and output included. Times are medians of separate "
+    "passes without tracking, ± half the distance between their quartiles. -: not known."
+)
+UNITS = (
+    "U: the bytes of one main tensor, (B,H,S,D), (B,S,R) or (B,S,E). B/ST: bytes per query and key, flat where memory "
+    "grows with S*T, halved per doubling where it is linear. memcheck's operators have a fixed scratch for each "
+    "thread, which shows where the rest is small."
+)
+PREDICTED = (
+    "predicted: from the shapes alone, nothing was run for it. same: equal to the byte; otherwise measured / predicted."
+)
+BELOW = "  predicted"  # In the first column of a row of predictions.
+DECODING = (
+    "state: what T tokens leave for the next one. peak of a step: of the step from T tokens to T + 1, with the state "
+    "before it and the state after it. -: not known."
+)
 
 
 def unit_bytes(record: Record) -> int | None:
@@ -38,41 +42,23 @@ def unit_bytes(record: Record) -> int | None:
     return record.bsz * record.query_len * width * ITEM_BYTES[record.dtype]
 
 
-def legend(records: Sequence[Record]) -> str:
-    """Explains the columns, for records of attention or of operators without keys."""
-    return LEGEND_OF_UNITS["tokens" if all(record.kv_len is None for record in records) else "attention"]
+def verdict(record: Record, field: str) -> Verdict | None:
+    """The text in place of a missing value. None if the case reached that phase or the field does not apply."""
+    if record.status == "ok" or (field in BACKWARD_FIELDS and record.mode in ("inference", "decode")):
+        return None
+    return Verdict("OOM" if record.status == "oom" else record.status)
 
 
-def table_header() -> str:
-    groups = NAMES.format("", "", "", "", "") + "".join(f"|{title:^23}" for title in BYTE_COLUMNS.values())
-    columns = NAMES.format("operator", "backend", "mask", "S x T", "status") + BYTES.format("MiB", "U", "B/ST") * 3
-    groups += f"|{'time, ms':^17}"
-    columns += TIMES.format("forward", "backward")
-    return f"{groups.rstrip()}\n{columns}\n{'-' * len(columns)}"
+def value_or_verdict(record: Record, field: str) -> Cell:
+    """The value, in MiB for byte fields, or its verdict."""
+    value = getattr(record, field)
+    if value is None:
+        return verdict(record, field)
+    return value / MIB if "_bytes" in field and "per_token" not in field else value
 
 
-def table_row(record: Record) -> str:
-    """One line, plus a line for a failure after the first figures, and a line for doubts."""
-    lengths = f"{record.query_len}" if record.kv_len is None else f"{record.query_len} x {record.kv_len}"
-    names = NAMES.format(record.operator or "-", record.backend or "-", mask(record), lengths, record.status)
-    notes = [doubts_note(record)] if record.doubts else []
-    note = failure_note(record)
-    if all(getattr(record, field) is None for field in BYTE_COLUMNS):
-        row = f"{names}| {note}"
-    else:
-        row = names + cells(record)
-        notes = [note, *notes] if note else notes
-    return "\n".join([row, *(f"{' ' * len(names)}| {note}" for note in notes)])
-
-
-def doubts_note(record: Record) -> str:
-    """The doubts without their numbers; the record has the full sentences."""
-    return "doubtful: " + "; ".join(doubt.partition(":")[0] for doubt in record.doubts)
-
-
-def cells(record: Record) -> str:
-    times = TIMES.format(number(record.forward_ms, 1), number(record.backward_ms, 1))
-    return "".join(byte_cells(record, field) for field in BYTE_COLUMNS) + times
+def quotient(size: int | None, divisor: int | None) -> float | None:
+    return size / divisor if size is not None and divisor else None
 
 
 def mask(record: Record) -> str:
@@ -80,60 +66,210 @@ def mask(record: Record) -> str:
     return {True: "causal", False: "none", None: "-"}[record.causal]
 
 
-def byte_cells(record: Record, field: str) -> str:
-    size, unit = getattr(record, field), unit_bytes(record)
-    if size is None:
-        return BYTES.format("-", "-", "-")
-    pairs = (record.query_len or 0) * (record.kv_len or 0)
-    return BYTES.format(
-        number(size / 2**20, 2), number(size / unit if unit else None, 2), number(size / pairs if pairs else None, 1)
-    )
+def mib_column(field: str, title: str = "", audience: str = "all", form: str = ".2f", rank: int = 0) -> Column:
+    def read(record: Record) -> Cell:
+        return value_or_verdict(record, field)
+
+    key = field.replace("_bytes", "_mib")
+    return Column(key, title or FIELD_WORDS[field], "MiB", form, audience, read, rank, width=8)
 
 
-def number(value: float | None, digits: int) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def need_columns(field: str, units: bool) -> list[Column]:
+    """MiB, U and bytes per query and key. units: whether people see all of them."""
+    stem, title, audience = field.removesuffix("_bytes"), FIELD_WORDS[field], "all" if units else "programs"
+
+    def in_units(record: Record) -> Cell:
+        return quotient(getattr(record, field), unit_bytes(record))
+
+    def per_pair(record: Record) -> Cell:
+        return quotient(getattr(record, field), (record.query_len or 0) * (record.kv_len or 0))
+
+    return [
+        mib_column(field),
+        Column(f"{stem}_u", title, "U", ".2f", audience, in_units, width=6),
+        Column(f"{stem}_bytes_per_pair", title, "B/ST", ".1f", audience, per_pair, rank=1, width=5),
+    ]
 
 
-def failure_note(record: Record) -> str:
-    if record.status == "ok":
+def spread(record: Record, field: str) -> float | None:
+    """Half the distance between the quartiles, as a share of the median. None for a single pass."""
+    quartiles, median = getattr(record, f"{field}_quartiles"), getattr(record, field)
+    if quartiles is None or not median or record.passes == 1:
+        return None
+    return float(quartiles[1] - quartiles[0]) / 2 / median
+
+
+def time_columns(field: str, title: str, rank: int = 0) -> list[Column]:
+    """The median and its spread. Programs get the quartiles instead of the spread."""
+
+    def quartile(which: int, name: str) -> Column:
+        def read(record: Record) -> Cell:
+            quartiles = getattr(record, f"{field}_quartiles")
+            return None if quartiles is None else quartiles[which]
+
+        return Column(f"{field}_{name}_quartile", f"{title}, {name} quartile", "ms", "", "programs", read)
+
+    return [
+        Column(field, title, "", TIME, "all", lambda record: value_or_verdict(record, field), rank, width=7),
+        Column(
+            f"{field}_spread", title, "", SPREAD, "people", lambda record: spread(record, field), max(rank, 4), width=4
+        ),
+        quartile(0, "lower"),
+        quartile(1, "upper"),
+    ]
+
+
+def attribute(name: str, title: str, audience: str = "all", rank: int = 0) -> Column:
+    """A column that holds an attribute as it is."""
+    return Column(name, title, audience=audience, read=lambda record: getattr(record, name), rank=rank)
+
+
+def lengths_column(records: Sequence[Any]) -> Column:
+    """S and T for people: one number where they are equal."""
+
+    def read(record: Record) -> Cell:
+        words = str(record.kv_len) if record.mode == "decode" and record.kv_len else lengths(record)
+        return int(words) if words.isdecimal() else words
+
+    if all(record.kv_len is None for record in records):
+        title = "S"
+    elif all(record.mode == "decode" for record in records):
+        title = "tokens T"
+    else:
+        title = "S = T" if all(record.kv_len in (record.query_len, None) for record in records) else "S x T"
+    return Column("lengths", title, format="d", audience="people", read=read)
+
+
+BACKEND = dataclasses.replace(attribute("backend", "backend", rank=5), width=12)
+MASK = Column("causal", "mask", read=mask, rank=6, width=6)
+
+
+def figure_columns(units: bool = False) -> list[Column]:
+    """The bytes and times of a forward and backward. With units, times give way first where width is limited."""
+    rank = 3 if units else 0
+    return [
+        *(column for field in NEEDS for column in need_columns(field, units)),
+        *time_columns("forward_ms", "forward", rank),
+        *time_columns("backward_ms", "backward", rank),
+    ]
+
+
+def decoding_columns() -> list[Column]:
+    def per_token(record: Record) -> Cell:
+        return value_or_verdict(record, "state_bytes_per_token")
+
+    return [
+        mib_column("state_bytes", form=THREE_DIGITS),
+        mib_column("state_bytes_per_sequence", "state per sequence", form=THREE_DIGITS, rank=3),
+        Column("state_bytes_per_token", "state per token", "B", ".1f", "all", per_token, width=7),
+        mib_column("forward_peak_bytes", "peak of a step", form=THREE_DIGITS),
+        *time_columns("forward_ms", "step"),
+    ]
+
+
+class LiveRows:
+    """The rows of a table whose cases run one after another.
+
+    cases: what will run; their names and sizes set the widths. units: U and bytes per query and key besides MiB.
+    predicted: there will be rows of predictions.
+    """
+
+    def __init__(
+        self, cases: Sequence[Any], *, units: bool = False, predicted: bool = False, screen: Screen | None = None
+    ) -> None:
+        decoding = cases[0].mode == "decode"
+        figures = decoding_columns() if decoding else figure_columns(units)
+        masks = [] if decoding else [MASK]
+        width = max(len(str(case.operator)) for case in cases)
+        operator = dataclasses.replace(
+            attribute("operator", "operator"), width=max(width, len(BELOW) if predicted else 0)
+        )
+        names = [operator, BACKEND, *masks, lengths_column(cases)]
+        self.columns = [column for column in (*names, *figures) if column.audience != "programs"]
+        self.screen = screen or Screen()
+        self.layout = live_layout(self.columns, cases, self.screen)
+        self.notes = [DECODING] if decoding else [LEGEND, *([UNITS] if units else [])]
+
+    def header(self) -> str:
+        return self.layout.header()
+
+    def row(self, record: Record) -> str:
+        """The figures, or the reason why there are none; below them the reason why some are missing."""
+        return row_and_note(self.layout, [column.read(record) for column in self.columns], failure_note(record))
+
+    def predicted_row(self, measured: Record, predicted: Record) -> str:
+        """The row below a measured one: for each figure "same", or measured / predicted."""
+        cells = predicted_cells(self.columns, measured, predicted)
+        how = "bound" if predicted.doubts else predicted.basis
+        cells = [how if column is BACKEND else cell for cell, column in zip(cells, self.columns, strict=True)]
+        return row_and_note(self.layout, cells, failure_note(predicted))
+
+    def legend(self) -> str:
+        return "\n".join(self.screen.fill(note) for note in [*self.notes, *self.layout.notes()])
+
+
+def live_layout(columns: Sequence[Column], cases: Sequence[Any], screen: Screen) -> Layout:
+    """Widths for rows that are not known yet: a column's own width, else that of the cases' cells."""
+    widths = [column.width or max(len(text_of(column.read(case), column)) for case in cases) for column in columns]
+    return Layout(columns, widths, [bool(column.format or column.unit) for column in columns], screen)
+
+
+def row_and_note(layout: Layout, cells: Sequence[Cell], note: str) -> str:
+    """The row. A note stands in place of figures where none is known, else in a line of its own."""
+    figures = [bool(column.width and column.format) for column in layout.columns]
+    if note and all(
+        cell in (None, "") or isinstance(cell, Verdict) for cell, figure in zip(cells, figures, strict=True) if figure
+    ):
+        names = ["" if figure else cell for cell, figure in zip(cells, figures, strict=True)]
+        return f"{layout.row(names)}  {note}"
+    return layout.row(cells) + (f"\n  {note}" if note else "")
+
+
+def predicted_cells(columns: Sequence[Column], measured: Any, predicted: Any) -> list[Cell]:
+    """The cells of a prediction: a comparison where the measured figure is known, else the predicted one."""
+    return [
+        BELOW if place == 0 else predicted_cell(column, measured, predicted) for place, column in enumerate(columns)
+    ]
+
+
+def predicted_cell(column: Column, measured: Any, predicted: Any) -> Cell:
+    field = column.key.replace("_mib", "_bytes")
+    if "_mib" not in column.key:
         return ""
-    reason = textwrap.shorten(record.reason or "", 180, placeholder=" ...")
-    if record.status != "oom":
-        return reason or record.status
-    if record.oom_phase is None:
-        return f"OOM: {reason}"
-    note = f"OOM in {record.oom_phase}"
-    if record.oom_requested_bytes is not None and record.oom_in_use_bytes is not None:
-        note += f": {format_bytes(record.oom_requested_bytes)} requested, "
-        note += f"{format_bytes(record.oom_in_use_bytes)} in use"
-    return note
+    words, size = ratio_words(measured, predicted, field), getattr(predicted, field)
+    if size is not None and words != "same" and field in getattr(predicted, "bounds", ()):
+        return f">={size / MIB:.2f}"
+    return words if words is not None else quotient(size, MIB)
 
 
-def count_of(records: Sequence[Any]) -> str:
-    return "1 case" if len(records) == 1 else f"{len(records)} cases"
+def explanation(record: Record, top: int) -> str:
+    """Lists the tensors alive at the peaks and those kept for the backward, largest first."""
+    size = record.query_len if record.kv_len is None else f"{record.query_len} x {record.kv_len}"
+    lines = [f"{record.operator}, {size}"]
+    alive = record.alive_at_peak or []
+    for phase in dict.fromkeys(row.get("phase") for row in alive):
+        peak = getattr(record, f"{phase}_peak_bytes", None)
+        lines.append(f"  alive at the peak of the {phase}" + (f", {format_bytes(peak)}:" if peak is not None else ":"))
+        lines += largest_first(((row["bytes"], row["name"]) for row in alive if row.get("phase") == phase), top)
+    if record.saved_tensors:
+        kept = "" if record.saved_bytes is None else f", {format_bytes(record.saved_bytes)}"
+        lines.append(f"  kept for backward{kept}:")
+        lines += largest_first(((row["bytes"], saved_name(row)) for row in record.saved_tensors), top)
+    lines += [f"  note: {doubt}" for doubt in record.doubts]
+    return "\n".join(lines) if len(lines) > 1 else f"{lines[0]}\n  nothing is known beyond its row"
 
 
-def common_case(records: Sequence[Any]) -> str:
-    """The settings that all records share: "cpu, float32, batch 1, dim 256, 4 heads, causal, train"."""
-    words = {
-        "device": "{}",
-        "device_name": "{}",
-        "dtype": "{}",
-        "bsz": "batch {}",
-        "dim": "dim {}",
-        "heads": "{} heads",
-        "core_dim": "core dim {}",
-        "factor": "factor {}",
-        "mode": "{}",
-    }
-    parts = []
-    for field, text in words.items():
-        values = {getattr(record, field, None) for record in records} - {None}
-        if len(values) == 1 and (field != "core_dim" or values != {record.dim for record in records}):
-            parts.append(text.format(values.pop()))
-    causal = {record.causal for record in records} - {None}
-    if len(causal) == 1:
-        parts.insert(-1, "causal" if causal.pop() else "not causal")
-    if {getattr(record, "source", None) for record in records} == {"predicted"}:
-        parts.append("predicted")
-    return ", ".join(parts)
+def saved_name(row: dict[str, Any]) -> str:
+    shape = ",".join(map(str, row["shape"]))
+    dtype = str(row["dtype"]).removeprefix("torch.")
+    return f"{dtype} ({shape})" + (f", of {row['name']}" if row.get("name") else "")
+
+
+def largest_first(rows: Iterable[tuple[int, Any]], top: int) -> list[str]:
+    """Lines of a size and a name; the smallest entries are summed in the last line."""
+    ordered = sorted(rows, key=lambda row: -row[0])
+    largest, rest = (ordered, []) if len(ordered) <= top else (ordered[:top], ordered[top:])
+    lines = [f"    {format_bytes(size):>10}  {name}" for size, name in largest]
+    if rest:
+        lines.append(f"    {format_bytes(sum(size for size, _ in rest)):>10}  {len(rest)} more")
+    return lines

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from memcheck.core.record import Record
-from memcheck.report.cases import CASE_FIELDS, describe, groups_besides, varying
-from memcheck.report.rows import common_case
+from memcheck.report.cases import CASE_FIELDS, FIELD_WORDS, NEEDS, common_case, describe, groups_besides, varying
 from memcheck.report.tables import Cell, Column, Table
 
 # Two-sided 95 % quantiles of Student's t for 1, 2, ... degrees of freedom.
@@ -20,9 +19,7 @@ STUDENT_95 = (
     *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
 )
 QUANTITIES = {
-    "forward_peak_bytes": "forward peak",
-    "saved_bytes": "kept for backward",
-    "backward_peak_bytes": "backward peak",
+    **{field: FIELD_WORDS[field] for field in NEEDS},
     "forward_ms": "forward time",
     "backward_ms": "backward time",
 }
@@ -129,10 +126,10 @@ def scaling_row(records: Sequence[Record], axis: str, field: str) -> list[Cell] 
     points = [(x, y) for x, y in points if y > 0] or points
     factors = " ".join("-" if factor is None else f"{factor:.2f}" for factor in factors_per_doubling(points))
     fit = fit_exponent(points)
-    row: list[Cell] = [QUANTITIES[field], span(points), len(points), factors or None, said(fit, points)]
+    row: list[Cell] = [QUANTITIES[field], span(points), len(points), factors or None, exponent_words(fit, points)]
     beyond_points = points_of(records, axis, lambda record: less_held(record, field)) if field in LESS_HELD else []
     beyond = fit_exponent(beyond_points)
-    row.append(said(beyond, beyond_points) if field in LESS_HELD else None)
+    row.append(exponent_words(beyond, beyond_points) if field in LESS_HELD else None)
     return [*row, *bounds(fit), *bounds(beyond)]
 
 
@@ -140,12 +137,12 @@ def span(points: Sequence[Point]) -> str:
     return f"{points[0][0]:g}" if len(points) == 1 else f"{points[0][0]:g} .. {points[-1][0]:g}"
 
 
-def said(fit: Exponent | None, points: Sequence[Point]) -> str:
+def exponent_words(fit: Exponent | None, points: Sequence[Point]) -> str:
     if fit is not None:
         return str(fit)
     if not points:
         return "unknown"
-    return "nothing there" if all(y <= 0 for _, y in points) else "one length"
+    return "none taken" if all(y <= 0 for _, y in points) else "one length"
 
 
 def bounds(fit: Exponent | None) -> list[Cell]:
@@ -158,11 +155,11 @@ def scaling_table(records: Sequence[Record]) -> Table:
         Column("case", "case"),
         Column("axis", "x"),
         Column("quantity", "y"),
-        Column("span", "x from .. to"),
-        Column("points", "points"),
-        Column("factors_per_doubling", "y per doubling of x"),
-        Column("exponent_said", "y ~ x^a", audience="people"),
-        Column("exponent_beyond_held_said", "beyond what is held", audience="people"),
+        Column("span", "x from .. to", rank=2),
+        Column("points", "points", rank=3),
+        Column("factors_per_doubling", "y per doubling of x", rank=1),
+        Column("exponent_words", "y ~ x^a", audience="people"),
+        Column("exponent_beyond_held_words", "beyond what is held", audience="people"),
         *(
             Column(f"exponent{of}{name}", f"exponent{of}{name}", audience="programs")
             for of in ("", "_beyond_held")
@@ -171,7 +168,7 @@ def scaling_table(records: Sequence[Record]) -> Table:
     ]
     notes = [
         "y ~ x^a: least squares of the logarithms, ± half the 95 % confidence interval of a. beyond what is held: the "
-        "same less inputs, output and parameters, which grow with N whatever the operator does. "
-        "A case that failed, or took nothing, is no point.",
+        "same without inputs, output and parameters, which grow with N for every operator. "
+        "Cases that failed or took nothing are not counted.",
     ]
     return Table("scaling", f"Scaling: {common_case(records)}", columns, list(scaling_rows(records)), notes)

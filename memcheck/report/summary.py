@@ -1,4 +1,4 @@
-"""Summarises records in sentences."""
+"""Sentences about records: what ran, who needs least and most, what failed, what is doubtful, and what to do next."""
 
 from __future__ import annotations
 
@@ -8,12 +8,26 @@ from collections.abc import Iterator, Sequence
 from datetime import datetime
 from typing import Any
 
+from memcheck.core.doubts import reason_in_short
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
-from memcheck.report.cases import CASE_FIELDS, describe, groups_besides, values_in_order, values_of
-from memcheck.report.pairing import pair
+from memcheck.report.cases import (
+    CASE_FIELDS,
+    common_case,
+    count_of,
+    describe,
+    failure_note,
+    groups_besides,
+    is_predicted,
+    need,
+    pair,
+    phases_of,
+    values_in_order,
+    values_of,
+    varying,
+)
 from memcheck.report.predictions import agreement
-from memcheck.report.rows import common_case, count_of, failure_note
+from memcheck.report.rows import SHORT_DTYPES
 
 # Sizes that only some operators have; cases that differ in nothing else are comparable.
 OPERATORS_OWN = ("operator", "heads", "core_dim", "factor", "causal", "compiled")
@@ -35,32 +49,24 @@ FACTS = {
     "threads": "threads",
 }
 
+BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 NUMBER = re.compile(r"\d[\d.,]*")
 
 
-def need(record: Record) -> int | None:
-    """The highest peak over all phases of the case."""
-    if record.mode == "train":
-        sizes = [record.forward_peak_bytes, record.backward_peak_bytes]
-        return None if None in sizes else max(size for size in sizes if size is not None)
-    return record.forward_peak_bytes
-
-
 def summary(records: Sequence[Record]) -> list[str]:
-    """Paragraphs: what was measured where, which operators need least and most, which ran out, and what is missing or
-    doubtful.
-    """
-    predictions = [record for record in records if record.source == "predicted"]
+    """Paragraphs: what was measured where, the answer, what is missing or doubtful."""
+    predictions = [record for record in records if is_predicted(record)]
     if predictions and len(predictions) < len(records):
-        measured = [record for record in records if record.source != "predicted"]
+        measured = [record for record in records if not is_predicted(record)]
         return [*summary(measured), what_was_predicted(predictions), agreement(pair(records).both)]
-    paragraphs = [
-        what_was_predicted(records) if predictions else what_was_measured(records),
-        *most_and_least(records),
-        *who_ran_out(records),
-        *what_is_missing(records),
-    ]
-    return [*paragraphs, *doubts(records)]
+    first = what_was_predicted(records) if predictions else what_was_measured(records)
+    return [first, *answer(records), *what_is_missing(records), *doubt_lines(records)]
+
+
+def answer(records: Sequence[Record]) -> list[str]:
+    """Which operators need least and most, and which ran out of memory. Measurements, if there are any."""
+    records = [record for record in records if not is_predicted(record)] or records
+    return [*most_and_least(records), *who_ran_out(records)]
 
 
 def what_was_measured(records: Sequence[Record]) -> str:
@@ -78,11 +84,11 @@ def what_was_measured(records: Sequence[Record]) -> str:
 def what_was_predicted(records: Sequence[Record]) -> str:
     """How many cases were predicted for which device, and how many fit."""
     counts = Counter(record.status for record in records)
-    told = [f"{counts['ok']} fit", f"{counts['oom']} run out of memory"]
+    parts = [f"{counts['ok']} fit", f"{counts['oom']} run out of memory"]
     rest = len(records) - counts["ok"] - counts["oom"]
-    told += [f"of {rest} nothing is known"] if rest else []
+    parts += [f"of {rest} nothing is known"] if rest else []
     devices = listed(values_in_order(records, "device_name"))
-    return f"{count_of(records)} predicted for {devices}: {', '.join(told)}; {bases_of(records)}."
+    return f"{count_of(records)} predicted for {devices}: {', '.join(parts)}; {bases_of(records)}."
 
 
 def bases_of(records: Sequence[Record]) -> str:
@@ -90,7 +96,7 @@ def bases_of(records: Sequence[Record]) -> str:
     kinds = ["bounds" if record.doubts else record.basis for record in records if record.status in ("ok", "oom")]
     counts = Counter(kinds)
     words = {"verified": "verified", "derived": "derived", "bounds": "with figures that are bounds"}
-    return ", ".join(f"{counts[kind]} {said}" for kind, said in words.items() if counts[kind]) or "no figures"
+    return ", ".join(f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind]) or "no figures"
 
 
 def span_of(values: set[Any], word: str) -> str | None:
@@ -103,37 +109,84 @@ def listed(words: Sequence[Any]) -> str:
 
 
 def most_and_least(records: Sequence[Record]) -> Iterator[str]:
-    """Compares operators at the largest case that most of them finished, for each dtype, mode and device."""
+    """Compares operators at the largest case that most of them finished, for each dtype, mode and device. An operator
+    that has no other beside it is compared with itself at a smaller size.
+    """
+    changing = varying(records)
     for group in groups_besides(records, ("bsz", "query_len", "kv_len", "dim", *OPERATORS_OWN)):
-        shapes = groups_besides(group, OPERATORS_OWN)
-        shapes = [done for shape in shapes if len(done := [record for record in shape if need(record) is not None]) > 1]
+        known = [record for record in group if need(record) is not None]
+        shapes = [shape for shape in groups_besides(known, OPERATORS_OWN) if len(shape) > 1]
         if shapes:
-            yield ranking(max(shapes, key=lambda shape: (len(shape), size_of(shape[0]))))
+            yield ranking(max(shapes, key=lambda shape: (len(shape), size_of(shape[0]))), changing)
+        elif known:
+            yield growth(sorted(known, key=size_of), changing)
 
 
 def size_of(record: Record) -> int:
     return (record.bsz or 1) * (record.query_len or 1) * (record.kv_len or 1) * (record.dim or 1)
 
 
-def ranking(records: Sequence[Record]) -> str:
-    """ "At batch 1, S = T = 4096, a needs least at its peak, 28.3 MiB, and b most, 804 MiB: 28.4 times as much." """
+def place_words(record: Record, changing: Sequence[str]) -> str:
+    """The case without its operator: the lengths, and what else changes among the records."""
+    lengths = ("kv_len",) if record.mode == "decode" and record.kv_len else ("query_len", "kv_len")
+    fields = [field for field in CASE_FIELDS if field in lengths or field in changing]
+    return describe(record, [field for field in fields if field not in OPERATORS_OWN])
+
+
+def name_among(record: Record, records: Sequence[Record]) -> str:
+    """The operator, and its own settings if they vary among the operator's records."""
+    same = [other for other in records if other.operator == record.operator]
+    fields = ["operator", *varying(same, OPERATORS_OWN[1:])]
+    return describe(record, fields).removesuffix(", predicted")
+
+
+def ranking(records: Sequence[Record], changing: Sequence[str]) -> str:
+    """ "At S = T = 4096, naive needs 28 times as much as softplus: 804 MiB against 28.3." """
     ranked = sorted(records, key=lambda record: need(record) or 0)
-    least, most = need(ranked[0]) or 0, need(ranked[-1]) or 0
-    fields = [field for field in CASE_FIELDS if field not in OPERATORS_OWN]
-    words = f"At {describe(ranked[0], fields)}, {ranked[0].operator} needs least at its peak, {format_bytes(least)}"
-    words += f", and {ranked[-1].operator} most, {format_bytes(most)}"
-    words += f": {most / least:.3g} times as much." if least and most > least else "."
-    between = [f"{record.operator} {format_bytes(need(record) or 0)}" for record in ranked[1:-1]]
+    sizes = [need(record) or 0 for record in ranked]
+    names = [name_among(record, records) for record in ranked]
+    where = f"At {place_words(ranked[0], changing)},"
+    if sizes[-1] <= 1.05 * sizes[0]:
+        texts = list(dict.fromkeys(map(format_bytes, (sizes[0], sizes[-1]))))
+        return f"{where} {listed(names)} need {'about ' * (len(texts) - 1)}the same: {' to '.join(texts)}."
+    factor = times_as_much(sizes[-1], sizes[0])
+    words = f"{where} {names[-1]} needs {factor} {names[0]}: {against(sizes[-1], sizes[0])}."
+    between = [f"{name} {format_bytes(size)}" for name, size in zip(names[1:-1], sizes[1:-1], strict=True)]
     return f"{words} Between them: {', '.join(between)}." if between else words
 
 
+def growth(records: Sequence[Record], changing: Sequence[str]) -> str:
+    """What the largest of the records needs, in which phase, and how much more than at a smaller size."""
+    largest = records[-1]
+    size = need(largest) or 0
+    (phase,) = [name for name in phases_of(largest) if getattr(largest, f"{name}_peak_bytes") == size][:1]
+    words = f"{name_among(largest, records)} needs {format_bytes(size)} at its peak, in the {phase}"
+    words += f", at {place_words(largest, changing)}"
+    smaller = [record for record in records if size_of(record) < size_of(largest) and need(record)]
+    if not smaller:
+        return f"{words}."
+    other = need(smaller[-1]) or 0
+    return f"{words}: {times_as_much(size, other)} at {place_words(smaller[-1], changing)}, {against(size, other)}."
+
+
+def times_as_much(size: int, other: int) -> str:
+    ratio = size / other if other else float("inf")
+    return f"{ratio:.1f} times as much as" if ratio < 9.95 else f"{ratio:.0f} times as much as"
+
+
+def against(size: int, other: int) -> str:
+    """ "804 MiB against 28.3", with the second unit only where it differs."""
+    texts = format_bytes(size).split(), format_bytes(other).split()
+    return f"{' '.join(texts[0])} against {texts[1][0] if texts[0][1] == texts[1][1] else ' '.join(texts[1])}"
+
+
 def who_ran_out(records: Sequence[Record]) -> Iterator[str]:
-    """The smallest case at which each operator ran out of memory, for each line of lengths."""
+    """The smallest case at which each operator ran out of memory."""
     failed = [record for record in records if record.status == "oom"]
     for operator in values_in_order(failed, "operator"):
         mine = [record for record in failed if record.operator == operator]
         first = min(mine, key=size_of)
-        more = f", and {len(mine) - 1} larger or like it" if len(mine) > 1 else ""
+        more = f", and in {count_of(mine[1:])} more" if len(mine) > 1 else ""
         where = describe(first, ("bsz", "query_len", "kv_len", "dim", "dtype"))
         yield f"{operator} ran out of memory at {where} ({failure_note(first)}){more}."
 
@@ -150,15 +203,77 @@ def what_is_missing(records: Sequence[Record]) -> Iterator[str]:
             yield f"{count_of(mine)} {words}: {', '.join(names)}{'; for one' if len(reasons) > 1 else ''}: {reason}"
 
 
-def doubts(records: Sequence[Record]) -> Iterator[str]:
-    """The kinds of doubts, ignoring their numbers; the most frequent one is quoted."""
-    kinds: dict[str, Counter[str]] = {}
-    for record in records:
-        for kind, doubt in {NUMBER.sub("", doubt): doubt for doubt in record.doubts}.items():
-            kinds.setdefault(kind, Counter())[doubt] += 1
-    for said in kinds.values():
-        (doubt, _), *others = said.most_common()
-        yield f"Doubtful in {said.total()} of {len(records)} cases: {doubt}{', for one' if others else ''}"
+def doubt_lines(records: Sequence[Record]) -> list[str]:
+    """One line about times, one about bytes and one about predictions, for those that are doubtful."""
+    lines = []
+    measured = [record for record in records if not is_predicted(record)]
+    noisy = [record for record in measured if any(map(reason_in_short, record.doubts))]
+    if noisy:
+        reasons = Counter(reason for record in noisy for reason in {*map(reason_in_short, record.doubts)} if reason)
+        why = ", ".join(sorted(reasons, key=lambda reason: (-reasons[reason], reason)))
+        lines.append(f"Times of {len(noisy)} of {len(measured)} rows are noisy: {why}; bytes are not affected.")
+    for rows, words in (
+        (measured, "Figures of {} of {} rows are uncertain"),
+        ([record for record in records if is_predicted(record)], "Predictions of {} of {} rows are bounds"),
+    ):
+        found = Counter(doubt for record in rows for doubt in record.doubts if not reason_in_short(doubt))
+        if found:
+            count = sum(any(doubt in found for doubt in record.doubts) for record in rows)
+            # Doubts that differ only in their numbers are one reason.
+            kinds = {NUMBER.sub("", doubt): doubt for doubt, _ in reversed(found.most_common())}
+            more = f"; and {len(kinds) - 1} other reasons" if len(kinds) > 2 else "; and another" * (len(kinds) - 1)
+            lines.append(f"{words.format(count, len(rows))}: {found.most_common(1)[0][0]}{more}.")
+    return lines
+
+
+def doubt_details(records: Sequence[Record]) -> list[str]:
+    """Every doubt, with its case."""
+    fields = [field for field in CASE_FIELDS if field in ("operator", "query_len", "kv_len", *varying(records))]
+    return [f"{describe(record, fields)}: {doubt}" for record in records for doubt in record.doubts]
+
+
+def next_step(records: Sequence[Record], limit_bytes: int | None = None) -> str:
+    """A command that answers the next question: what fits, or what takes the memory. limit_bytes: of the run."""
+    failed = [record for record in records if record.status == "oom" and not record.compiled]
+    if failed:
+        first = min(failed, key=size_of)
+        where = "--device cpu" if first.device == "cpu" else f"--device-from-this-gpu {first.device_index or 0}"
+        limit = f" --memory-limit {exact_size(limit_bytes)}" if limit_bytes else ""
+        return (
+            f"Next: memcheck fit {flags_of(first, lengths=False)} {where}{limit}\n  finds the largest size that fits."
+        )
+    known = [record for record in records if need(record) is not None and not is_predicted(record)]
+    if not known:
+        return "Next: memcheck info\n  shows what this installation can run."
+    most = max(known, key=lambda record: (size_of(record), need(record) or 0))
+    command = f"memcheck profile-{'combinator' if most.kv_len is None else 'attention'} {flags_of(most)}"
+    if most.alive_at_peak:
+        return f"Next: {command} --timeline memory.png\n  draws when those tensors are alive."
+    return f"Next: {command} --explain\n  names the tensors in {most.operator}'s {format_bytes(need(most) or 0)}."
+
+
+def exact_size(size: int) -> str:
+    """The bytes in the largest unit of which they are a multiple: "100MiB"."""
+    return next(f"{size // scale}{unit}" for unit, scale in reversed(BINARY_UNITS.items()) if size % scale == 0)
+
+
+def flags_of(record: Record, lengths: bool = True) -> str:
+    """The flags of profile-attention or profile-combinator for the record's case; without lengths, those of fit."""
+    kind = "combinator" if record.kv_len is None and lengths else "attention"
+    flags: dict[str, object] = {f"{kind}-type": record.operator, "bsz": record.bsz}
+    if lengths and record.mode == "decode" and record.kv_len:
+        flags["kv-len"] = record.kv_len
+    elif lengths and record.kv_len == record.query_len:
+        flags["seq-len"] = record.query_len
+    elif lengths:
+        flags |= {"query-len": record.query_len, "kv-len": record.kv_len}
+    flags |= {"dim": record.dim, "heads": record.heads, "factor": record.factor}
+    flags["core-dim"] = None if record.core_dim == record.dim else record.core_dim
+    flags["dtype"] = None if record.dtype == "float32" else SHORT_DTYPES.get(record.dtype or "", record.dtype)
+    flags["mode"] = None if record.mode == "train" else record.mode
+    words = [f"--{name} {value}" for name, value in flags.items() if value is not None]
+    words += ["--compile"] if record.compiled else []
+    return " ".join([*words, *(["--no-causal"] if record.causal is False else [])])
 
 
 def environment_facts(records: Sequence[Record]) -> dict[str, str]:

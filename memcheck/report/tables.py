@@ -1,20 +1,32 @@
-"""Tables as data, rendered as text, Markdown, LaTeX, CSV or JSON."""
+"""Tables as data. The same columns make rows that appear one by one, and whole tables as text, Markdown, LaTeX, CSV or
+JSON.
+"""
 
 from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
-import math
+import os
 import re
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from memcheck.core.units import format_time, three_digits
+
+# Number formats besides format specifications.
 THREE_DIGITS = "three digits"
+TIME = "time"  # Milliseconds, shown with three digits and their unit.
+SPREAD = "spread"  # A share of the value before, shown as "±5%".
 Cell = str | int | float | bool | None
+GAP = "  "
+SHORT = 8  # The most letters of a heading that is never wrapped.
+NOTE_WIDTH = 120  # Of notes, where the width of the output is not limited.
+BOLD, RED, PLAIN = "\033[1m", "\033[31m", "\033[0m"
 
 
 class Verdict(str):
@@ -24,15 +36,19 @@ class Verdict(str):
 @dataclass(frozen=True)
 class Column:
     key: str  # Name in CSV and JSON, with the unit: "forward_peak_mib".
-    title: str  # Title in text formats.
+    title: str  # Title in text formats. Neighbours with the same title share it.
     unit: str = ""
-    format: str = ""  # Number format: a format specification, or THREE_DIGITS.
+    format: str = ""  # Of numbers: a format specification, or one of the names above.
     # Who sees the column: everybody, "people" (text formats) or "programs" (data formats).
     audience: str = "all"  # or "people", "programs"
+    read: Callable[[Any], Cell] = lambda row: None  # The cell of a row.
+    rank: int = 0  # Where width is limited, the columns of the highest rank are left out first; 0: never.
+    width: int = 0  # Of cells that are not known when the first row is printed.
 
     @property
     def heading(self) -> str:
-        return f"{self.title}, {self.unit}" if self.unit else self.title
+        unit = "±" if self.format == SPREAD else self.unit
+        return f"{self.title}, {unit}" if unit else self.title
 
 
 @dataclass
@@ -43,100 +59,202 @@ class Table:
     rows: list[list[Cell]]
     notes: list[str] = field(default_factory=list)
 
+    @classmethod
+    def of(cls, name: str, title: str, columns: Sequence[Column], items: Iterable[Any]) -> Table:
+        """The table whose columns read their cells from the items."""
+        return cls(name, title, list(columns), [[column.read(item) for column in columns] for item in items])
+
     def to_people(self) -> Table:
         """The table for text formats: without columns for programs and without empty columns."""
-        keep = [
-            position
+        return self._columns(
+            column.audience != "programs" and any(row[position] is not None for row in self.rows)
             for position, column in enumerate(self.columns)
-            if column.audience != "programs" and any(row[position] is not None for row in self.rows)
-        ]
-        return self._columns(keep)
+        )
 
     def to_programs(self) -> Table:
-        keep = [position for position, column in enumerate(self.columns) if column.audience != "people"]
-        return self._columns(keep)
+        return self._columns(column.audience != "people" for column in self.columns)
 
-    def _columns(self, keep: Sequence[int]) -> Table:
-        rows = [[row[position] for position in keep] for row in self.rows]
-        return Table(self.name, self.title, [self.columns[position] for position in keep], rows, self.notes)
+    def numeric(self) -> list[bool]:
+        """For each column, whether it holds a number."""
+        return [any(is_number(row[position]) for row in self.rows) for position in range(len(self.columns))]
+
+    def _columns(self, keep: Iterable[bool]) -> Table:
+        keep = list(keep)
+        rows = [list(itertools.compress(row, keep)) for row in self.rows]
+        return Table(self.name, self.title, list(itertools.compress(self.columns, keep)), rows, self.notes)
 
 
-def shown(cell: Cell, column: Column) -> str:
+def text_of(cell: Cell, column: Column) -> str:
     if cell is None:
         return "-"
     if isinstance(cell, bool):
         return "yes" if cell else "no"
     if isinstance(cell, str):
-        return " ".join(cell.split())
-    return three_digits(cell) if column.format == THREE_DIGITS else format(cell, column.format)
-
-
-def three_digits(value: float) -> str:
-    """Three significant digits without an exponent: "0.0123", "1.23", "12.3", "1234"."""
-    whole = math.floor(math.log10(abs(value))) if value else 0
-    return f"{value:.{max(0, 2 - whole)}f}"
+        return " " * (len(cell) - len(cell.lstrip(" "))) + " ".join(cell.split())
+    if column.format in (THREE_DIGITS, TIME):
+        return three_digits(cell) if column.format == THREE_DIGITS else format_time(cell)
+    if column.format == SPREAD:
+        return f"±{cell:.0%}"
+    text = format(cell, column.format)
+    # A small number is not shown as 0.
+    return "<0.01" if text == "0.00" and cell else text
 
 
 def is_number(cell: Cell) -> bool:
     return isinstance(cell, (int, float)) and not isinstance(cell, bool)
 
 
-Heading = Callable[[Column, Column | None], str]  # Space before a column.
+@dataclass(frozen=True)
+class Screen:
+    """What text is written for: its width in characters, None if unlimited, and whether it may have colours."""
+
+    width: int | None = None
+    colour: bool = False
+
+    @classmethod
+    def of(cls, out: TextIO | None) -> Screen:
+        """COLUMNS, else the width of the terminal; a pipe or a file has no limit. Colours only on a terminal."""
+        terminal = out is not None and out.isatty()
+        width = int(columns) if (columns := os.environ.get("COLUMNS", "")).isdecimal() and int(columns) else None
+        if terminal and width is None:
+            assert out is not None
+            try:
+                width = os.get_terminal_size(out.fileno()).columns or 80
+            except OSError:
+                width = 80
+        plain = bool(os.environ.get("NO_COLOR")) or os.environ.get("TERM") == "dumb"
+        return cls(width, terminal and not plain)
+
+    def paint(self, text: str, code: str) -> str:
+        return f"{code}{text}{PLAIN}" if self.colour and text else text
+
+    def fill(self, text: str) -> str:
+        """The text in lines of the screen's width."""
+        return textwrap.fill(text, min(self.width or NOTE_WIDTH, NOTE_WIDTH), break_on_hyphens=False)
 
 
-def tabulated(table: Table, style: str, heading: Heading, escape: Callable[[str], str] = str) -> str:
-    from tabulate import tabulate
+class Layout:
+    """Columns side by side as text: the columns that fit the screen, with their widths.
 
-    numeric = [any(is_number(row[position]) for row in table.rows) for position in range(len(table.columns))]
-    cells = [
-        [escape(shown(cell, column)) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows
+    cell_widths: of the widest cell of each column. numeric: whether a column's cells are aligned to the right.
+    """
+
+    def __init__(
+        self, columns: Sequence[Column], cell_widths: Sequence[int], numeric: Sequence[bool], screen: Screen
+    ) -> None:
+        self.columns, self.cell_widths, self.numeric, self.screen = columns, cell_widths, numeric, screen
+        kept = list(range(len(columns)))
+        while screen.width is not None and self._line_width(kept) > screen.width:
+            droppable = [place for place in kept if columns[place].rank]
+            if not droppable:
+                break
+            last = max(columns[place].rank for place in droppable)
+            kept = [place for place in kept if columns[place].rank != last]
+        self.kept, self.widths = kept, self._widths(kept)
+        self.left_out = [column for place, column in enumerate(columns) if place not in kept]
+
+    def _groups(self, kept: Sequence[int]) -> Iterator[list[int]]:
+        """Neighbours with the same title."""
+        for _, places in itertools.groupby(kept, key=lambda place: self.columns[place].title or place):
+            yield list(places)
+
+    def _widths(self, kept: Sequence[int]) -> dict[int, int]:
+        """The width of each column, with room for the longest word of its heading, or for a short heading."""
+        widths = {place: max(self.cell_widths[place], len(self.columns[place].unit)) for place in kept}
+        for group in self._groups(kept):
+            title = self.columns[group[0]].title
+            taken = sum(widths[place] for place in group) + len(GAP) * (len(group) - 1)
+            longest = max(map(len, title.split() if len(title) > SHORT else [title]), default=0)
+            widths[group[-1]] += max(0, longest - taken)
+        return widths
+
+    def _line_width(self, kept: Sequence[int]) -> int:
+        return sum(self._widths(kept).values()) + len(GAP) * (len(kept) - 1)
+
+    def header(self) -> str:
+        """The titles, wrapped to the width of their columns, the units below them, and a line."""
+        blocks = []
+        for group in self._groups(self.kept):
+            width = sum(self.widths[place] for place in group) + len(GAP) * (len(group) - 1)
+            align = "^" if len(group) > 1 else ">" if self.numeric[group[0]] else "<"
+            title = self.columns[group[0]].title
+            lines = [f"{line:{align}{width}}" for line in textwrap.wrap(title, width, break_on_hyphens=False)]
+            if any(self.columns[place].unit for place in group):
+                lines.append(GAP.join(self._padded(self.columns[place].unit, place) for place in group))
+            blocks.append((width, lines))
+        height = max((len(lines) for _, lines in blocks), default=0)
+        filled = [[" " * width] * (height - len(lines)) + lines for width, lines in blocks]
+        lines = [self.screen.paint(GAP.join(parts).rstrip(), BOLD) for parts in zip(*filled, strict=True)]
+        return "\n".join([*lines, GAP.join("-" * self.widths[place] for place in self.kept)])
+
+    def row(self, cells: Sequence[Cell]) -> str:
+        """A line of the cells, one for each of all columns."""
+        parts = []
+        for place in self.kept:
+            text = self._padded(text_of(cells[place], self.columns[place]), place)
+            parts.append(self.screen.paint(text, RED) if isinstance(cells[place], Verdict) else text)
+        return GAP.join(parts).rstrip()
+
+    def _padded(self, text: str, place: int) -> str:
+        return f"{text:{'>' if self.numeric[place] else '<'}{self.widths[place]}}"
+
+    def notes(self) -> list[str]:
+        """Names the columns that are left out."""
+        names = dict.fromkeys(column.heading for column in self.left_out)
+        return [f"Not shown in {self.screen.width} columns: {'; '.join(names)}."] if names else []
+
+
+def to_text(table: Table, screen: Screen | None = None) -> str:
+    table, screen = table.to_people(), screen or Screen()
+    widths = [
+        max((len(text_of(row[place], column)) for row in table.rows), default=0)
+        for place, column in enumerate(table.columns)
     ]
-    return tabulate(
-        cells,
-        headers=[escape(heading(*pair)) for pair in zip(table.columns, [None, *table.columns], strict=False)],
-        tablefmt=style,
-        colalign=["right" if number else "left" for number in numeric] if cells else None,
-        disable_numparse=True,
-    )
-
-
-def to_text(table: Table) -> str:
-    table = table.to_people()
-    notes = [textwrap.fill(note, NOTE_WIDTH) for note in table.notes]
-    return "\n".join([table.title, "", tabulated(table, "simple", stacked), *([""] if notes else []), *notes])
-
-
-NOTE_WIDTH = 150
-
-
-def stacked(column: Column, before: Column | None) -> str:
-    """Column titles with the unit on a second line, printed once for neighbours that share it."""
-    shared = before is not None and before.title == column.title
-    return f"{'' if shared else column.title}\n{column.unit}" if column.unit else column.title
-
-
-def in_one_line(column: Column, before: Column | None) -> str:
-    return column.heading
+    layout = Layout(table.columns, widths, table.numeric(), screen)
+    notes = [screen.fill(note) for note in [*table.notes, *layout.notes()]]
+    title = screen.paint(screen.fill(table.title), BOLD)
+    lines = ["", layout.header(), *map(layout.row, table.rows)] if table.columns else []
+    return "\n".join([title, *lines, *([""] if notes else []), *notes])
 
 
 def to_markdown(table: Table) -> str:
     table = table.to_people()
-    body = tabulated(table, "pipe", in_one_line, escape_markdown)
-    return "\n\n".join([f"### {escape_markdown(table.title)}", body, *map(escape_markdown, table.notes)])
+    rows = [[text_of(*pair) for pair in zip(row, table.columns, strict=True)] for row in table.rows]
+    headings = [column.heading for column in table.columns]
+    lines = [f"| {' | '.join(map(escape_markdown, row))} |" for row in [headings, *rows]]
+    lines.insert(1, f"| {' | '.join('---:' if number else '---' for number in table.numeric())} |")
+    return "\n\n".join([f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, table.notes)])
 
 
 def escape_markdown(text: str) -> str:
     return re.sub(r"([\\|<>*_`])", r"\\\1", text)
 
 
-def to_latex(table: Table) -> str:
-    """A LaTeX table environment; it needs the booktabs package."""
-    from tabulate import LATEX_ESCAPE_RULES
+LATEX = str.maketrans(
+    {
+        **{letter: f"\\{letter}" for letter in "&%$#_{}"},
+        **{"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"},
+        **{"<": r"\textless{}", ">": r"\textgreater{}", "±": r"\textpm{}"},
+    }
+)
 
+
+def to_latex(table: Table) -> str:
+    """A LaTeX table environment; it needs the booktabs package. The notes stand below the table."""
     table = table.to_people()
-    body = tabulated(table, "latex_booktabs", in_one_line)
-    caption = "".join(LATEX_ESCAPE_RULES.get(letter, letter) for letter in " ".join([table.title, *table.notes]))
-    lines = [r"\begin{table}[htbp]", r"\centering", rf"\caption{{{caption}}}", body, r"\end{table}"]
+    rows = [[text_of(*pair) for pair in zip(row, table.columns, strict=True)] for row in table.rows]
+    headings = [column.heading for column in table.columns]
+    head, *body = [rf"{' & '.join(cell.translate(LATEX) for cell in row)} \\" for row in [headings, *rows]]
+    lines = [
+        r"\begin{table}[htbp]",
+        r"\centering",
+        rf"\caption{{{table.title.translate(LATEX)}}}",
+        rf"\begin{{tabular}}{{{''.join('r' if number else 'l' for number in table.numeric())}}}",
+        *(r"\toprule", head, r"\midrule", *body, r"\bottomrule"),
+        r"\end{tabular}",
+        *(rf"\par\smallskip\parbox{{\linewidth}}{{\footnotesize {note.translate(LATEX)}}}" for note in table.notes),
+        r"\end{table}",
+    ]
     return "\n".join(lines)
 
 
@@ -162,7 +280,7 @@ def to_csv(table: Table) -> str:
 
 
 def to_object(table: Table) -> dict[str, Any]:
-    columns = [{"key": c.key, "title": c.title, "unit": c.unit or None} for c in table.to_programs().columns]
+    columns = [{"key": c.key, "title": c.title, "unit": unit_of(c)} for c in table.to_programs().columns]
     return {
         "name": table.name,
         "title": table.title,
@@ -172,8 +290,14 @@ def to_object(table: Table) -> dict[str, Any]:
     }
 
 
-def render(tables: Sequence[Table], form: str) -> str:
-    """All tables as one text, in the given form: table, markdown, latex, csv or json."""
+def unit_of(column: Column) -> str | None:
+    """The unit of the numbers in data formats."""
+    return "ms" if column.format == TIME else column.unit or None
+
+
+def render(tables: Sequence[Table], form: str, out: TextIO | None = None) -> str:
+    """All tables as one text, in the given form: table, markdown, latex, csv or json. out: what a table is fitted to;
+    without it the width is unlimited."""
     if form == "json":
         return json.dumps([to_object(table) for table in tables], indent=1)
     if form == "csv":
@@ -183,8 +307,10 @@ def render(tables: Sequence[Table], form: str) -> str:
             if len(tables) > 1
             else to_csv(tables[0])
         )
-    one = {"table": to_text, "markdown": to_markdown, "latex": to_latex}[form]
-    return ("\n\n\n" if form == "table" else "\n\n").join(map(one, tables))
+    if form == "table":
+        screen = Screen.of(out) if out else Screen()
+        return "\n\n\n".join(to_text(table, screen) for table in tables)
+    return "\n\n".join(map({"markdown": to_markdown, "latex": to_latex}[form], tables))
 
 
 def write_files(tables: Sequence[Table], folder: Path, stem: str = "tables") -> list[Path]:

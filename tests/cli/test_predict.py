@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from memcheck.__main__ import main
 from memcheck.core.record import Record
+from memcheck.core.units import format_bytes
 
 ISSUE = ["--attention-type", "naive", "--bsz", "64", "--query-len", "4096", "--kv-len", "4096", "--dim", "512"]
 ISSUE += ["--heads", "8", "--device", "A100-40GB"]
@@ -38,15 +40,23 @@ def test_every_figure_is_the_sum_of_its_terms(capsys: pytest.CaptureFixture[str]
         assert sum(terms.values()) == found[field], field
 
 
+def test_a_case_that_does_not_fit_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
+    fits = predicted(capsys, *SMALL, "--device", "cpu")
+    peak = max(fits["forward_peak_bytes"], fits["backward_peak_bytes"])
+    assert main(["predict", *SMALL, "--device", "cpu", "--memory-limit", f"{peak - 1}B"]) == 0
+    assert f" in use; the case needs {format_bytes(peak)} in all" in capsys.readouterr().out
+
+
 def test_the_table_shows_terms_and_their_sum(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *SMALL, "--device", "cpu"]) == 0
     said = capsys.readouterr().out
     assert "naive: cpu, float32, batch 1, dim 16, 2 heads, causal, train, predicted, S 32, T 32, eager" in said
     assert "verdict: ok, it fits" in said
     assert "verified: by rules that were compared with measurements on this kind of device" in said
-    (peak,) = [line for line in said.splitlines() if line.startswith("forward peak")]
-    block = said.partition("\n\n")[2].partition("\nforward peak")[0].rpartition("\n\n")[2]
-    sizes = [int(line.split()[-1].replace(",", "")) for line in block.splitlines()]
+    peak, *below = said.partition("\npeak forward")[2].splitlines()
+    terms = itertools.takewhile(lambda line: line.startswith("  "), below)
+    sizes = [int(line.split()[-1].replace(",", "")) for line in terms]
+    assert len(sizes) > 3
     assert sum(sizes) == int(peak.split()[-1].replace(",", ""))
 
 
@@ -57,7 +67,7 @@ def test_what_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *SMALL, "--attention-type", "softmax", "--dtype", "fp16", "--device", "H200"]) == 0
     said = capsys.readouterr().out
     assert "not known: the workspace of cuDNN's plan" in said
-    assert "forward peak, not known to the byte" in said
+    assert "peak forward, not known to the byte" in said
 
 
 @pytest.mark.parametrize(

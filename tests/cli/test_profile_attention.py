@@ -19,8 +19,7 @@ from memcheck.core.record import Record, read_json_lines
 from memcheck.core.units import format_bytes, parse_bytes
 from memcheck.measure.measurement import machine_facts
 from memcheck.measure.tracker import track
-from memcheck.report import pair, prediction_row, table_row, unit_bytes
-from memcheck.report.case_rows import decoding_row
+from memcheck.report import LiveRows, pair, unit_bytes
 
 MIB = 2**20
 SMALL = ["--seq-len", "8", "--dim", "16", "--heads", "2", "--no-time", "--device", "cpu"]
@@ -48,8 +47,13 @@ def test_a_table_and_three_files(tmp_path, capsys) -> None:
     assert main(["profile-attention", *SMALL, "--output", str(tmp_path / "new")]) == 0
     out = capsys.readouterr().out
     assert "cpu, float32, batch 1, dim 16, 2 heads, factor 8, causal, train" in out
-    for words in ("naive", "flash (cpu)", "softplus", "U: the bytes of one main tensor", "memory.png"):
+    for words in ("naive", "flash (cpu)", "softplus", "Peaks count everything that is alive", "memory.png"):
         assert words in out
+    answer = " ".join(out.rpartition("\n\n")[2].split())
+    *_, step, purpose = out.splitlines()
+    assert re.match(r"At S = T = 8, \S+ needs [\d.]+ times as much as \S+: ", answer)
+    assert step.startswith("Next: memcheck profile-attention --attention-type ")
+    assert purpose.startswith("  names the tensors in ")
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"records.jsonl", "records.csv", "memory.png"}
     assert all(path.stat().st_size for path in (tmp_path / "new").iterdir())
 
@@ -214,7 +218,7 @@ def test_out_of_memory_is_a_result(profile, limit: str, phase: str) -> None:
     assert (record.status, record.oom_phase) == ("oom", phase)
     assert record.oom_requested_bytes
     assert record.oom_in_use_bytes
-    assert f"OOM in {phase}: {format_bytes(record.oom_requested_bytes)} requested" in table_row(record)
+    assert f"OOM in {phase}: {format_bytes(record.oom_requested_bytes)} requested" in LiveRows([record]).row(record)
 
 
 def test_a_limit_beyond_64_bits_limits_nothing(profile) -> None:
@@ -301,8 +305,8 @@ def test_decoding_is_a_table_of_its_own(tmp_path, capsys) -> None:
     assert naive.state_bytes_per_token == 2 * 16 * 4
     assert softplus.state_bytes_per_sequence == 2 * 16 * 4
     assert "flex has no decoding step" in out
-    assert "what T tokens leave behind" in out
-    assert decoding_row(naive) in out
+    assert "what T tokens leave for the next one" in out
+    assert LiveRows(records[:3]).row(naive) in out
 
 
 def test_explanations_follow_the_table(tmp_path, capsys, monkeypatch) -> None:
@@ -524,10 +528,9 @@ def test_predictions_stand_under_what_was_measured(tmp_path, capsys) -> None:
     assert main(["profile-attention", *flags, "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     naive, below = out[out.index("\nnaive") :].splitlines()[1:3]
-    assert below.split()[:2] == ["predicted", "verified"]
-    assert "same" in below
-    assert below.index("|") == naive.index("|")
-    assert "same: to the byte, else measured / predicted" in out
+    assert below.split() == ["predicted", "verified", "same", "same", "-"]
+    assert below.index("verified") == naive.index("eager")
+    assert "same: equal to the byte; otherwise measured / predicted" in out
     assert (tmp_path / "memory.png").stat().st_size
 
 
@@ -571,9 +574,10 @@ def test_a_predictor_that_fails_costs_its_row_alone(profile, monkeypatch) -> Non
 def test_a_row_of_a_prediction_names_its_ratio() -> None:
     measured = Record(mode="train", forward_peak_bytes=3 * MIB, saved_bytes=MIB, backward_peak_bytes=4 * MIB)
     fields = {"source": "predicted", "mode": "train", "saved_bytes": MIB}
-    row = prediction_row(measured, Record(**fields, forward_peak_bytes=2 * MIB))
-    assert row.split() == ["predicted", "|", "2.00", "1.5", "x", "|", "1.00", "same", "|", "-", "-"]
+    rows = LiveRows([measured])
+    row = rows.predicted_row(measured, Record(**fields, forward_peak_bytes=2 * MIB, basis="derived"))
+    assert row.split() == ["predicted", "derived", "1.5", "x", "same", "-"]
     failed = Record(**fields, forward_peak_bytes=2 * MIB, status="oom", oom_phase="backward")
-    assert prediction_row(measured, failed).endswith("| OOM in backward")
+    assert rows.predicted_row(measured, failed).endswith("\n  OOM in backward")
     unknown = Record(source="predicted", status="skipped", reason="not predicted: it is compiled")
-    assert prediction_row(measured, unknown).endswith("skipped    | not predicted: it is compiled")
+    assert rows.predicted_row(measured, unknown).endswith("not predicted: it is compiled")

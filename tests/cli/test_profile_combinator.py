@@ -33,7 +33,7 @@ def test_a_table_and_three_files(tmp_path, capsys) -> None:
     assert main(["profile-combinator", *flags]) == 0
     out = capsys.readouterr().out
     assert "cpu, float32, batch 2, dim 16, train" in out
-    for words in ("combinator", "memcheck cpu", "U: the bytes of x, (B,S,E)", "memory.png"):
+    for words in ("combinator", "memcheck cpu", "combinator needs ", "memory.png"):
         assert words in out
     assert "None" not in out
     assert {path.name for path in (tmp_path / "new").iterdir()} == {"records.jsonl", "records.csv", "memory.png"}

@@ -15,7 +15,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tabulate import tabulate
+import pandas as pd
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
@@ -151,7 +151,7 @@ def main() -> int:
     except FileNotFoundError as error:
         print(f"skipped, {error}")
     else:
-        print(tabulate([{GPUS.get(column, column): row[column] for column in row} for row in rows], headers="keys"))
+        print(pd.DataFrame(rows).rename(columns=GPUS).to_string(index=False, na_rep=""))
     print()
     if shutil.which("nvcc") is None:
         print("resources of kernels: skipped, nvcc is not on PATH")
@@ -161,7 +161,7 @@ def main() -> int:
     except RuntimeError as error:
         sys.exit(str(error))
     print("Registers of a thread, and bytes of its stack and spilled:")
-    print(tabulate(side_by_side(resources(logs)), headers="keys"))
+    print(pd.DataFrame(side_by_side(resources(logs))).to_string(index=False, na_rep=""))
     return 0
 
 

@@ -219,24 +219,31 @@ def test_the_cost_of_tracking_passes_is_that_of_the_results():
 
 def test_the_table_of_the_documentation_holds_the_committed_records():
     from memcheck.core.record import read_json_lines
-    from memcheck.report import table_row
+    from memcheck.report import LiveRows, Screen, answer
 
-    text = documentation()
     records = list(read_json_lines(ROOT / "benchmarks/results/quick/records.jsonl"))
     assert len(records) == 25
-    assert [row for row in map(table_row, records) if row not in text] == []
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for text, width, shown in ((readme, 80, records[-5:]), (documentation(), 120, records)):
+        rows = LiveRows(records, screen=Screen(width))
+        assert rows.header() in text
+        assert [row for row in map(rows.row, shown) if row not in text] == []
+        (words,) = answer(records)
+        assert words in " ".join(text.split())
 
 
 def test_the_table_of_models_holds_the_committed_records():
     from memcheck.core.model_record import ModelRecord
-    from memcheck.report.models import model_row, parts_table
+    from memcheck.report import Screen, to_text
+    from memcheck.report.models import ModelRows, parts_table
 
     text = documentation()
     lines = (ROOT / "benchmarks/results/model/models.jsonl").read_text().splitlines()
     records = [ModelRecord.from_json(line) for line in lines]
     assert [record.operator for record in records] == ["naive", "softmax", "linear", "compressed", "softplus"]
-    assert [row for row in map(model_row, records) if row not in text] == []
-    assert parts_table(records[1]) in text
+    rows = ModelRows(Screen(160))
+    assert [row for row in map(rows.row, records) if row not in text] == []
+    assert to_text(parts_table(records[1])) in text
 
 
 def test_the_frontier_of_the_documentation_is_what_fit_says(capsys, monkeypatch):

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 
-HEAVY = ("matplotlib", "pandas", "scipy", "jinja2", "tabulate")
+HEAVY = ("matplotlib", "pandas", "scipy", "jinja2")
 UPPER = ("memcheck.report", "memcheck.studies", "memcheck.cli")
 
 

@@ -17,10 +17,17 @@ from memcheck.bench.catalog import make_case
 from memcheck.bench.profile import profile_case
 from memcheck.bench.sweep.store import read_records
 from memcheck.core.record import Record, write_json_lines
+from memcheck.core.units import format_time, three_digits
 from memcheck.report import (
+    LiveRows,
+    Screen,
     accounting_table,
+    answer,
     cs336_tables,
     decode_table,
+    doubt_details,
+    doubt_lines,
+    next_step,
     pair,
     parse_wanted,
     pivot_tables,
@@ -31,12 +38,12 @@ from memcheck.report import (
     select,
     standard_tables,
     summary,
-    table_row,
+    to_text,
     write_tables,
 )
 from memcheck.report.records import stacked_pivot
 from memcheck.report.scaling import factors_per_doubling, fit_exponent
-from memcheck.report.tables import Table, data_rows, three_digits
+from memcheck.report.tables import BOLD, RED, Table, data_rows
 
 MIB = 2**20
 HOSTILE = 'a|b\n<script>alert("x")</script> & 100 % _of_ {it} \\ `code`'
@@ -125,9 +132,14 @@ def test_data_hold_numbers_and_the_status_tells_why_not() -> None:
 
 
 def test_headings_hold_units() -> None:
-    text = render([records_table([measured()])], "markdown")
-    for heading in ("forward peak, MiB", "forward peak, U", "forward peak, B/ST", "kept, MiB", "forward, ms"):
+    text = render([records_table([measured()], units=True)], "markdown")
+    for heading in ("peak forward, MiB", "peak forward, U", "peak forward, B/ST", "kept for backward, MiB", "forward"):
         assert f" {heading} |" in text
+    # Programs always get every unit; people only when they ask.
+    table = records_table([measured()])
+    assert "peak forward, U" not in render([table], "markdown")
+    assert data_rows(table)[0]["forward_peak_u"] == 12
+    assert {"unit": "ms", "key": "forward_ms", "title": "forward"} in json.loads(render([table], "json"))[0]["columns"]
 
 
 def test_what_all_rows_share_is_in_the_title_alone() -> None:
@@ -139,17 +151,122 @@ def test_what_all_rows_share_is_in_the_title_alone() -> None:
     assert "dim" in [column.key for column in records_table([measured(), measured(dim=32)]).to_people().columns]
 
 
-def test_doubts_are_footnotes_said_once() -> None:
-    doubt = "another process used the GPU"
-    table = records_table([measured(doubts=(doubt,)), measured("softplus", doubts=(doubt,)), measured("linear")])
-    assert [note for note in table.notes if doubt in note] == [f"[1] doubtful: {doubt}"]
-    assert cells(table, "note") == ["[1]", "[1]", None]
+BUSY = "the machine was busy before the timing began: load average {} on 2 cores"
 
 
-def test_doubts_that_differ_in_their_numbers_are_one_in_the_summary() -> None:
-    rows = [measured(doubts=(f"load average {load} on 2 cores",)) for load in (2.3, 2.5, 2.5)]
-    said = [words for words in summary([*rows, measured("linear")]) if words.startswith("Doubtful")]
-    assert said == ["Doubtful in 3 of 4 cases: load average 2.5 on 2 cores, for one"]
+def test_doubts_are_one_line_under_the_table() -> None:
+    rows = [measured("naive", 256 * n, doubts=(BUSY.format(n),)) for n in (1, 2)]
+    rows += [measured("linear", doubts=("forward times drift: median 1 ms", BUSY.format(3)))]
+    line = "Times of 3 of 4 rows are noisy: the machine was busy, passes drift; bytes are not affected."
+    table = records_table([*rows, measured("softplus")])
+    assert table.notes[-1] == line
+    assert cells(table, "note") == [None] * 4
+    assert [words for words in summary([*rows, measured("softplus")]) if "busy" in words] == [line]
+    details = doubt_details([*rows, measured("softplus")])
+    assert len(details) == 4
+    assert details[0] == f"naive, S = T = 256: {BUSY.format(1)}"
+    # Data formats keep every sentence.
+    assert "load average 3" in str(by_name(table)["linear"]["doubts"])
+
+
+def test_doubts_about_bytes_are_not_doubts_about_times() -> None:
+    rows = [measured(doubts=(f"saved_bytes differ by {size} B", BUSY.format(1))) for size in (8, 16)]
+    assert doubt_lines([*rows, measured()]) == [
+        "Times of 2 of 3 rows are noisy: the machine was busy; bytes are not affected.",
+        "Figures of 2 of 3 rows are uncertain: saved_bytes differ by 8 B.",
+    ]
+    unknown = record(source="predicted", doubts=("the workspace of a kernel",))
+    assert doubt_lines([unknown]) == ["Predictions of 1 of 1 rows are bounds: the workspace of a kernel."]
+    assert doubt_lines([measured()]) == []
+
+
+def test_footnotes_stay_out_of_a_caption() -> None:
+    failed = record("softmax/cudnn", status="unsupported", reason="torch said no")
+    text = render([records_table([measured(doubts=(BUSY.format(1),)), failed])], "latex")
+    (caption,) = [line for line in text.splitlines() if line.startswith(r"\caption")]
+    assert "torch said no" not in caption
+    assert "noisy" not in caption
+    body, _, below = text.partition(r"\end{tabular}")
+    assert "torch said no" in below
+    assert "noisy" in below
+    assert "torch said no" not in body
+
+
+def live(records: list[Record], width: int | None = None, **how: bool) -> str:
+    rows = LiveRows(records, screen=Screen(width), **how)
+    return "\n".join([rows.header(), *map(rows.row, records), rows.legend()])
+
+
+def test_live_rows_are_as_wide_as_the_screen() -> None:
+    quartiles = {"forward_ms_quartiles": (1.0, 1.5), "backward_ms_quartiles": (1.0, 1.5)}
+    rows = [measured(name, 4096, backend="memcheck cpu", **quartiles) for name in ("naive", "linear-causal")]
+    narrow, wide, whole = live(rows, 80), live(rows, 120), live(rows)
+    for text, width in ((narrow, 80), (wide, 120)):
+        assert max(map(len, text.splitlines())) <= width
+    assert "backend" not in narrow.partition("Peaks")[0]
+    assert "Not shown in 80 columns: backend; mask." in narrow
+    for text in (wide, whole):
+        assert "memcheck cpu" in text
+        assert "Not shown" not in text
+    # What matters most is on the narrowest of screens, too.
+    for text in (live(rows, 40), narrow, wide, whole):
+        for words in ("naive", "4096", "264.00", "398.00", "41.0 ms"):
+            assert words in text
+    assert "±" in narrow
+    assert "±" not in live(rows, 70).partition("Peaks")[0]
+
+
+def test_units_are_shown_on_request() -> None:
+    rows = [measured(), measured("softplus")]
+    header = live(rows).partition("naive")[0]
+    assert " U " not in header
+    header = live(rows, units=True).partition("naive")[0]
+    assert header.count(" U ") == 3
+    assert header.count("B/ST") == 3
+    # They outrank the times where there is no room for both.
+    narrow = live(rows, 80, units=True)
+    assert " U" in narrow.partition("naive")[0]
+    assert "Not shown in 80 columns: " in narrow
+
+
+def test_a_failed_live_row_says_why() -> None:
+    before = record("naive", status="oom", oom_phase="forward", oom_requested_bytes=MIB, oom_in_use_bytes=MIB)
+    late = measured("naive", status="oom", oom_phase="backward", backward_peak_bytes=None, backward_ms=None)
+    rows = LiveRows([before, late])
+    assert rows.row(before).splitlines() == ["naive" + rows.row(before)[5:]]
+    assert rows.row(before).endswith("256  OOM in forward: 1 MiB requested, 1 MiB in use")
+    first, second = rows.row(late).splitlines()
+    assert "OOM" in first
+    assert second == "  OOM in backward"
+
+
+def test_small_figures_are_not_0() -> None:
+    text = live([measured("softplus", saved_bytes=100, forward_ms=0.0071, backward_ms=45200.0)])
+    (row,) = [line for line in text.splitlines() if line.startswith("softplus")]
+    assert "<0.01" in row
+    assert "7.10 us" in row
+    assert "45.2 s" in row
+
+
+def test_colours_are_for_terminals_alone(monkeypatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for name in ("COLUMNS", "NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    assert Screen.of(io.StringIO()) == Screen(None, False)
+    assert Screen.of(Terminal()) == Screen(80, True)
+    monkeypatch.setenv("COLUMNS", "100")
+    assert Screen.of(Terminal()) == Screen(100, True)
+    assert Screen.of(io.StringIO()) == Screen(100, False)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert Screen.of(Terminal()) == Screen(100, False)
+    table = records_table([measured(), record("flex", status="timeout")])
+    assert RED not in to_text(table, Screen(100))
+    coloured = to_text(table, Screen(100, True))
+    assert BOLD in coloured
+    assert f"{RED} timeout" in coloured
 
 
 @pytest.mark.parametrize("command", ["report", "published"])
@@ -283,11 +400,82 @@ def test_times_show_three_digits_and_no_exponent(value: float, text: str) -> Non
     assert three_digits(value) == text
 
 
-def test_doubts_stand_under_their_row() -> None:
-    row = measured(doubts=("few passes", "a busy GPU"))
-    first, *more = table_row(row).splitlines()
-    assert first == table_row(measured())
-    assert [line.split("| ")[1] for line in more] == ["doubtful: few passes; a busy GPU"]
+@pytest.mark.parametrize(
+    ("milliseconds", "text"),
+    [
+        (0.0071, "7.10 us"),
+        (0.00042, "420 ns"),
+        (0.9994, "999 us"),
+        (0.9996, "1.00 ms"),
+        (1.234, "1.23 ms"),
+        (999.6, "1.00 s"),
+        (45_200, "45.2 s"),
+        (7_200_000, "7200 s"),
+    ],
+)
+def test_times_have_three_digits_and_a_unit(milliseconds: float, text: str) -> None:
+    assert format_time(milliseconds) == text
+
+
+def test_the_answer_names_the_most_and_the_least() -> None:
+    rows = [measured(name, n) for name in ("naive", "linear", "softplus") for n in (256, 4096)]
+    rows[3].backward_peak_bytes = 15 * MIB
+    most, least = rows[1].backward_peak_bytes, rows[5].backward_peak_bytes
+    assert most is not None
+    assert least is not None
+    assert answer(rows)[0].startswith(f"At S = T = 4096, naive needs {most / least:.0f} times as much as softplus: ")
+    assert f" {most / MIB:.0f} MiB against {least / MIB:.3g}. Between them: linear " in answer(rows)[0]
+    # One operator is compared with itself.
+    (words,) = answer(rows[:2])
+    assert words.startswith(
+        "naive needs 398 MiB at its peak, in the backward, at S = T = 4096: 168 times as much as at"
+    )
+    assert answer([measured(), measured("softmax")])[0].startswith("At S = T = 256, ")
+    assert answer([record("flex", status="unsupported", reason="no")]) == []
+
+
+def test_out_of_memory_says_what_is_needed_in_all() -> None:
+    theory = {"forward_peak_bytes": {"scores": 100 * MIB}, "backward_peak_bytes": {"scores": 150 * MIB}}
+    (words,) = answer([out_of_memory(theory=theory)])
+    assert "64 MiB requested, 70 MiB in use; the case needs 150 MiB in all" in words
+    # Not where a phase is unknown.
+    (words,) = answer([out_of_memory(theory={"forward_peak_bytes": {"scores": 100 * MIB}})])
+    assert "in all" not in words
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "profile-attention --attention-type naive --seq-len 32 --dim 16 --heads 2",
+        "profile-attention --attention-type softplus --query-len 8 --kv-len 32 --dim 16 --core-dim 8 --no-causal",
+        "profile-attention --attention-type compressed --seq-len 32 --dim 16 --heads 2 --factor 4 --dtype bf16",
+        "profile-attention --attention-type naive --kv-len 32 --dim 16 --heads 2 --mode decode --bsz 3",
+        "profile-combinator --query-len 8 --bsz 2 --dim 16 --combinator-type combinator-low-memory",
+    ],
+)
+def test_the_next_step_is_a_command_of_the_same_case(flags: str, tmp_path: Path, capsys) -> None:
+    common = ["--no-time", "--device", "cpu", "--output", str(tmp_path)]
+    assert main([*flags.split(), *common]) == 0
+    first = read_records(tmp_path)
+    (step,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("Next: memcheck ")]
+    words = step.removeprefix("Next: memcheck ").split()
+    assert words[-1] == "--explain"
+    assert main([*words, *common]) == 0
+    assert "alive at the peak of" in capsys.readouterr().out
+    assert len(read_records(tmp_path)) == len(first) == 1
+
+
+def test_the_next_step_after_running_out_is_what_fits(tmp_path: Path, capsys) -> None:
+    flags = ["--attention-type", "naive", "--seq-len", "64", "--dim", "16", "--heads", "1", "--no-time"]
+    limit = ["--memory-limit", "40KiB", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(["profile-attention", *flags, *limit]) == 0
+    out = capsys.readouterr().out
+    assert "in use; the case needs " in out
+    (step,) = [line for line in out.splitlines() if line.startswith("Next: memcheck fit ")]
+    assert step.endswith("--device cpu --memory-limit 40KiB")
+    assert main(step.removeprefix("Next: memcheck ").split()) == 0
+    assert "The largest sequence length that fits cpu" in capsys.readouterr().out
+    assert next_step([record(status="error")]).startswith("Next: memcheck info")
 
 
 @pytest.mark.parametrize("exponent", [0.0, 1.0, 2.0, 1.5])
@@ -322,17 +510,17 @@ def test_scaling_shows_the_exponent_that_a_constant_hides() -> None:
     rows = [measured(name, n) for name in ("naive", "softplus") for n in (256, 512, 1024)]
     failed = out_of_memory(2048, oom_phase="backward", input_bytes=1, output_bytes=1, forward_peak_bytes=3)
     data = {(row["case"], row["quantity"]): row for row in data_rows(scaling_table([*rows, failed]))}
-    forward = data["naive", "forward peak"]
+    forward = data["naive", "peak forward"]
     assert forward["points"] == 3
     assert forward["exponent"] < 1.95
     assert forward["exponent_beyond_held"] == pytest.approx(2)
-    assert data["softplus", "forward peak"]["exponent"] == pytest.approx(1)
-    assert data["softplus", "forward peak"]["exponent_beyond_held"] is None
+    assert data["softplus", "peak forward"]["exponent"] == pytest.approx(1)
+    assert data["softplus", "peak forward"]["exponent_beyond_held"] is None
     assert data["softplus", "kept for backward"]["exponent"] is None
     assert data["naive", "kept for backward"]["factors_per_doubling"] == "4.00 4.00"
     assert data["naive", "forward time"]["exponent"] == pytest.approx(1)
     text = render([scaling_table(rows)], "table")
-    assert "nothing there" in text
+    assert "none taken" in text
     assert "95 %" in text
 
 
@@ -372,13 +560,13 @@ def test_accounting_sets_theory_beside_measured() -> None:
     rows = {(line["moment"], line["component"]): line for line in data_rows(accounting_table(row))}
     for part, size in {"inputs": 30, "output": 10, "parameters": 0, "gradients": 30, "workspace": 100}.items():
         assert (rows["in all", part]["theory_bytes"], rows["in all", part]["difference_bytes"]) == (size, 0), part
-    total = rows["forward peak", "sum"]
+    total = rows["peak forward", "sum"]
     assert (total["theory_bytes"], total["measured_bytes"], total["difference_bytes"]) == (240, 243, 3)
-    assert rows["forward peak", "not in the theory"]["measured_as"] == "aten::full"
-    assert rows["forward peak", "scores"]["measured_as"] == "aten::mul or aten::_softmax"
-    assert rows["forward peak", "q"]["measured_bytes"] is None
+    assert rows["peak forward", "not in the theory"]["measured_as"] == "aten::full"
+    assert rows["peak forward", "scores"]["measured_as"] == "aten::mul or aten::_softmax"
+    assert rows["peak forward", "q"]["measured_bytes"] is None
     assert rows["kept for backward", "probabilities"]["measured_as"] == "(5, 5) float32"
-    assert rows["backward peak", "gradient"]["measured_as"] == "aten::bmm"
+    assert rows["peak backward", "gradient"]["measured_as"] == "aten::bmm"
 
 
 def test_accounting_of_a_peak_before_the_output_is_there() -> None:
@@ -425,13 +613,13 @@ def test_the_summary_says_who_needs_least_and_most_and_what_failed() -> None:
     text = "\n".join(summary(rows))
     assert "12 cases of naive, softplus, linear, softmax/cudnn and flex" in text
     assert "8 ran to the end" in text
-    assert "S = T = 512, dim 64, float32, train, softplus needs least" in text
-    assert "naive most" in text
+    assert "At S = T = 512, naive needs " in text
+    assert " times as much as softplus: " in text
     assert "naive ran out of memory at batch 2, S = T = 1024, dim 64, float32 (OOM in forward" in text
-    assert "and 1 larger or like it" in text
+    assert "), and in 1 case more." in text
     assert "1 case unsupported here: softmax/cudnn: torch said no" in text
     assert "1 case out of time: flex: 60 s" in text
-    assert "Doubtful in 1 of 12 cases: few passes" in text
+    assert "Figures of 1 of 12 rows are uncertain: few passes." in text
 
 
 @pytest.mark.parametrize(("status", "word"), FAILURES)
@@ -529,7 +717,7 @@ def test_reports_know_records_only() -> None:
     code = (
         "import sys, types; package = types.ModuleType('memcheck'); package.__path__ = ['memcheck'];"
         "sys.modules['memcheck'] = package; import memcheck.report as reports; from memcheck.core.record import Record;"
-        "assert not {'pandas', 'scipy', 'jinja2', 'tabulate'} & set(sys.modules);"
+        "assert not {'pandas', 'scipy', 'jinja2'} & set(sys.modules);"
         "reports.render(reports.standard_tables([Record(operator='x', status='oom')]), 'markdown');"
         "assert not {'torch', 'matplotlib', 'memcheck.bench.catalog'} & set(sys.modules)"
     )
@@ -559,7 +747,7 @@ def test_a_prediction_stands_beside_the_measurement_of_its_case() -> None:
     text = render([table], "table")
     assert "1.5 x" in text
     assert "2 of 3 figures are as predicted, to the byte; 1 of 1 verdicts are." in text.replace("\n", " ")
-    assert "Furthest off: backward peak of naive" in text.replace("\n", " ")
+    assert "Furthest off: peak backward of naive" in text.replace("\n", " ")
 
 
 @pytest.mark.parametrize(
@@ -608,7 +796,7 @@ def test_predicted_rows_are_never_taken_for_measured_ones() -> None:
     titles = [table.title for table in pivot_tables(rows, "backward_peak_bytes")]
     assert len(titles) == 2
     assert [title.endswith("predicted") for title in titles] == [False, True]
-    words = [row["case"] for row in data_rows(scaling_table(rows)) if row["quantity"] == "backward peak"]
+    words = [row["case"] for row in data_rows(scaling_table(rows)) if row["quantity"] == "peak backward"]
     assert words == ["naive", "naive, predicted"]
     assert "prediction" in {table.name for table in standard_tables(rows)}
     assert "prediction" not in {table.name for table in standard_tables(rows[::2])}

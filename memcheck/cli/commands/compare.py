@@ -43,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
     comparison = compare(before, after)
     if not comparison.pairs:
         raise UsageError(f"{args.before} and {args.after} have no case in common")
-    print(render([comparison_table(comparison)], args.format))
+    print(render([comparison_table(comparison)], args.format, sys.stdout))
     # Sentences accompany the table, but not data that a program reads.
     out = sys.stdout if args.format == "table" else sys.stderr
     print("", *comparison_words(comparison), sep="\n", file=out)

@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     if args.format == "json":
         print(json.dumps(result(args, device, frontiers), indent=1))
     else:
-        print(render([frontier_table(frontiers, args.memory_limit)], "table"))
+        print(render([frontier_table(frontiers, args.memory_limit)], "table", sys.stdout))
     if along:
         draw(frontiers, along, args, how)
         print(f"\nWrote {args.plot}", file=sys.stderr if args.format == "json" else sys.stdout)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import sys
 from typing import Any
 
 import torch
@@ -45,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     check_names("--dtype", [args.dtype], [*DTYPES, *DTYPES.values()])
     found = find(DTYPES.get(args.dtype, args.dtype), find_device(args.device))
-    print(json.dumps(to_object(found), indent=1) if args.format == "json" else render(tables(found), "table"))
+    print(
+        json.dumps(to_object(found), indent=1) if args.format == "json" else render(tables(found), "table", sys.stdout)
+    )
     return 0
 
 

@@ -23,7 +23,8 @@ from memcheck.cli.cases import count, note_unused_flags, size
 from memcheck.cli.options import add_device_arguments, predicted_device
 from memcheck.core.errors import UsageError
 from memcheck.predict.replay import Prediction
-from memcheck.report.terms import prediction_report
+from memcheck.report import render, terms_table
+from memcheck.report.cases import need
 
 DEFAULTS = {"bsz": 1, "dim": 256, "heads": 4}
 LENGTH = 1024
@@ -59,15 +60,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     case, device = make_one(args), predicted_device(args)
     note_unused_flags(args, [case])
-    prediction = predict_memory(
-        case,
-        device,
-        limit_bytes=args.memory_limit,
-        dense_grad=args.dense_grad,
-        threads=args.threads,
-        expandable_segments=args.expandable_segments,
-    )
-    print(json.dumps(prediction_object(prediction)) if args.format == "json" else prediction_report(prediction))
+    how = {
+        "dense_grad": args.dense_grad,
+        "threads": args.threads,
+        "expandable_segments": args.expandable_segments,
+    }
+    prediction = predict_memory(case, device, limit_bytes=args.memory_limit, **how)
+    whole = None
+    if prediction.record.status == "oom" and prediction.record.oom_phase:
+        unlimited = predict_memory(case, dataclasses.replace(device, usable_bytes=None), **how)
+        whole = need(unlimited.record) if not unlimited.bounds else None
+    table = render([terms_table(prediction, whole)], "table", sys.stdout)
+    print(json.dumps(prediction_object(prediction)) if args.format == "json" else table)
     sys.stdout.flush()
     return 0
 

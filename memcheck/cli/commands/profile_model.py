@@ -18,6 +18,7 @@ from memcheck.bench.models.predict import predict_model
 from memcheck.bench.models.profile import profile_model_case, snapshot_model, trace_model
 from memcheck.bench.profile import find_device
 from memcheck.cli.cases import (
+    add_table_arguments,
     append_record,
     begin_records,
     case_and_place,
@@ -28,6 +29,8 @@ from memcheck.cli.cases import (
     file,
     folder,
     make_room,
+    print_answer,
+    print_doubts,
     size,
 )
 from memcheck.cli.options import add_gpu_argument, predicted_device
@@ -37,7 +40,8 @@ from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
 from memcheck.measure.export import format_shares, nvtx_ranges
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
-from memcheck.report.models import LEGEND, LETTERS, model_header, model_row, model_title, parts_table
+from memcheck.report import Screen, to_text
+from memcheck.report.models import LETTERS, ModelRows, model_answer, model_title, next_model_step, parts_table
 from memcheck.report.plots.models import plot_models
 
 
@@ -92,6 +96,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="records of the same cases there are replaced, others stay; default: results",
     )
     parser.add_argument("--format", choices=("table", "json"), default="table", help="of stdout; default: table")
+    add_table_arguments(parser, units=False)
 
 
 def add_device_arguments(parser: argparse.ArgumentParser) -> None:
@@ -113,20 +118,25 @@ def run(args: argparse.Namespace) -> int:
     check_single(args, cases)
     files = ModelFiles.open(args.output)
     records: list[ModelRecord] = []
+    rows = ModelRows(Screen.of(out))
     for case in cases:
         record = record_of(case, args)
         if not records:
-            print(f"{model_title([record])}\n\n{model_header()}", file=out)
-        print(model_row(record), file=out, flush=True)
+            print(f"{model_title([record])}\n\n{rows.header()}", file=out)
+        print(rows.row(record), file=out, flush=True)
         files.append(record)
         records.append(record)
-    print(f"\n{LEGEND}", file=out)
+    print(f"\n{rows.legend()}", file=out)
+    measured = [record for record in records if record.source == "measured"]
+    print_doubts(measured, args.doubts, rows.screen, out)
     if args.components or len(records) == 1:
-        print("\n" + "\n\n".join(map(parts_table, records)) + f"\n\n{LETTERS}", file=out)
+        parts = "\n\n".join(to_text(parts_table(record), rows.screen) for record in records)
+        print(f"\n{parts}\n\n{rows.screen.fill(LETTERS)}", file=out)
     for line in unknown_words(records):
         print(line, file=out)
     written = files.finish(records) + inspect(cases[0], records[0], args, out)
     print(f"\nWrote {', '.join(map(str, written))}", file=out)
+    print_answer([*model_answer(records), next_model_step(records)], rows.screen, out)
     if args.format == "json":
         print(json.dumps([dataclasses.asdict(record) for record in records]))
     return exit_code(list(records))

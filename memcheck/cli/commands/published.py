@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     written = write_output(tables, args.output, "published") if args.output else []
     if args.plot:
         written.append(draw(records, args.plot))
-    print(render(tables, args.format))
+    print(render(tables, args.format, sys.stdout))
     if written:
         print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)
     return 0
@@ -67,7 +67,7 @@ def show_predictions(args: argparse.Namespace) -> int:
         raise UsageError("--predict takes no folders and draws no --plot: it is about the published rows alone")
     tables = [memcheck_pyt_predictions(), cs336_predictions()]
     written = write_output(tables, args.output, "published") if args.output else []
-    print(render(tables, args.format))
+    print(render(tables, args.format, sys.stdout))
     if written:
         print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)
     return 0

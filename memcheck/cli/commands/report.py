@@ -11,7 +11,7 @@ from typing import Any
 
 from memcheck.bench.catalog import CONTENDERS
 from memcheck.bench.sweep.store import read_records
-from memcheck.cli.cases import make_room
+from memcheck.cli.cases import add_table_arguments, make_room
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.report import (
@@ -19,13 +19,11 @@ from memcheck.report import (
     accounting_table,
     check_pivot,
     cs336_tables,
-    decode_table,
+    doubt_details,
     html_page,
-    is_cs336,
+    main_tables,
     parse_wanted,
     pivot_tables,
-    prediction_table,
-    records_table,
     render,
     scaling_table,
     select,
@@ -59,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="FOLDER", help="write the tables there, too: Markdown, LaTeX, JSON and CSV"
     )
+    add_table_arguments(parser)
     parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
 
 
@@ -66,14 +65,16 @@ def run(args: argparse.Namespace) -> int:
     records = read_selected(args.folders, args.case)
     tables = asked_tables(records, args)
     usual = not tables
-    tables = tables or default_tables(records)
+    tables = tables or main_tables(records, args.units)
     # Printed first, so that files are written even if the reader of stdout leaves, as `| head` does.
     written = write_output(standard_tables(records) if usual else tables, args.output) if args.output else []
     if args.html:
         written.append(write_page(records, args))
     if usual and args.format == "table":
         print("\n".join(summary(records)), end="\n\n")
-    print(render(tables, args.format))
+    print(render(tables, args.format, sys.stdout))
+    if args.doubts:
+        print("", *doubt_details(records), sep="\n", file=sys.stdout if args.format == "table" else sys.stderr)
     if written:
         print(f"\nWrote {', '.join(map(str, written[:4]))}{' ...' if len(written) > 4 else ''}", file=sys.stderr)
     return 0
@@ -104,15 +105,6 @@ def asked_tables(records: Sequence[Record], args: argparse.Namespace) -> list[Ta
     tables += [scaling_table(records)] if args.scaling else []
     tables += [accounting_table(record) for record in records] if args.accounting else []
     return tables + (cs336_tables(records) if args.cs336 else [])
-
-
-def default_tables(records: Sequence[Record]) -> list[Table]:
-    """A table of all rows, and the tables for decoding and for cs336 cases if there are any."""
-    runs = [record for record in records if record.mode != "decode"]
-    tables = [records_table(runs)] if runs else []
-    tables += [decode_table(records)] if len(runs) < len(records) else []
-    tables += [beside] if (beside := prediction_table(records)).rows else []
-    return tables + cs336_tables([record for record in runs if is_cs336(record)])
 
 
 def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:

@@ -25,14 +25,14 @@ from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predict import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
-from memcheck.cli.cases import count, folder, seconds, size, sizes
+from memcheck.cli.cases import count, folder, print_answer, seconds, size, sizes
 from memcheck.cli.commands.profile_attention import make_lengths
 from memcheck.cli.options import add_gpu_argument, predicted_device
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
-from memcheck.core.units import format_bytes
-from memcheck.report import failure_note, is_predicted, write_tables
+from memcheck.core.units import format_bytes, format_time
+from memcheck.report import Screen, answer, doubt_lines, failure_note, is_predicted, write_tables
 from memcheck.report.plots import write_plots
 
 LENGTHS = {"seq_len", "query_len", "kv_len"}
@@ -155,6 +155,8 @@ def run(args: argparse.Namespace) -> int:
         raise StoreError(f"{error}; {goes_on(options, command)}") from None
     print(f"\n{summary(records)}", file=out, flush=True)
     print(f"\nWrote {write_files(options)}", file=out)
+    step = f"Next: memcheck report {options.output} --html page.html\n  writes all tables and plots as one page."
+    print_answer([*answer(records), *doubt_lines(records), step], Screen.of(out), out)
     if options.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in records) + "]")
     return int(any(record.status == "error" for record in records))
@@ -363,10 +365,11 @@ def line(record: Record) -> str:
 def figures(record: Record) -> str:
     if record.status != "ok":
         return f", {note}" if (note := failure_note(record)) and note != record.status else ""
-    sizes = {"peak": record.forward_peak_bytes, "kept": record.saved_bytes, "backward": record.backward_peak_bytes}
+    sizes = {"peak forward": record.forward_peak_bytes, "kept": record.saved_bytes}
+    sizes["peak backward"] = record.backward_peak_bytes
     parts = [f"{name} {format_bytes(size)}" for name, size in sizes.items() if size is not None]
-    times = [f"{time:.1f}" for time in (record.forward_ms, record.backward_ms) if time is not None]
-    return ", " + ", ".join(parts + ([f"{' + '.join(times)} ms"] if times else []))
+    times = [format_time(time) for time in (record.forward_ms, record.backward_ms) if time is not None]
+    return ", " + ", ".join(parts + ([" + ".join(times)] if times else []))
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -378,9 +381,9 @@ def summary(records: Sequence[Record]) -> str:
 
 def counted(records: Sequence[Record]) -> str:
     counts = Counter(record.status for record in records)
-    said = f"{len(records)} cases: {', '.join(f'{number} {status}' for status, number in counts.most_common())}"
+    words = f"{len(records)} cases: {', '.join(f'{number} {status}' for status, number in counts.most_common())}"
     again = counts["error"] + counts["killed"] + counts["timeout"]
-    return said + ("; --retry runs error, killed and timeout again" if again else "")
+    return words + ("; --retry runs error, killed and timeout again" if again else "")
 
 
 def goes_on(options: argparse.Namespace, command: str) -> str:

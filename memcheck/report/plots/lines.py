@@ -1,4 +1,4 @@
-"""Line plots: one line per operator, with its name at the end and marks for cases that did not finish."""
+"""Line plots: one line per operator, with its name at the end and marks for cases that did not finish. Times, too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 from memcheck.core.record import Record
 from memcheck.core.style import Style
 from memcheck.report.plots.scales import ROW, axes_points, format_value, set_x, set_y
-from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed, undrawn_note
+from memcheck.report.plots.series import (
+    BACKWARD_TIME,
+    FORWARD_TIME,
+    Line,
+    Quantity,
+    View,
+    refuse_mixed,
+    undrawn_note,
+)
 from memcheck.report.plots.style import GREY, in_house_style, look_of, new_figure, shade_of
 
 if TYPE_CHECKING:
@@ -28,7 +36,7 @@ MISSING_MARKS = {"oom": "X", "skipped": "X", "timeout": "$T$", "killed": "$K$"}
 MISSING_WORDS = {"oom": "OOM", "skipped": "not run", "timeout": "timeout", "killed": "killed"}
 MISSING_HELP = {
     "oom": "\u2716 out of memory",
-    "skipped": "hollow: not run, at the height that theory says, or in a row of its own",
+    "skipped": "hollow: not run, at the predicted height or in a row of its own",
     "timeout": "T time-out",
     "killed": "K killed",
 }
@@ -141,9 +149,9 @@ def missing_rows(lines: Sequence[Line], quantities: Sequence[Quantity]) -> list[
 
 def missing_points(line: Line, quantity: Quantity, limit: float) -> Iterator[tuple[int, str]]:
     """Position and ending of the cases whose value is neither known nor predicted within the axes."""
-    shown = {x for x, _ in predicted(line, quantity, limit)}
+    drawn = {x for x, _ in predicted(line, quantity, limit)}
     for x, record in line.points:
-        if x not in shown and (how := quantity.missing(record)):
+        if x not in drawn and (how := quantity.missing(record)):
             yield x, how
 
 
@@ -189,8 +197,8 @@ def end_names(lines: Sequence[Line], quantity: Quantity, limit: float) -> list[N
         points, guesses = measured(line, quantity), predicted(line, quantity, limit)
         hollow = bool(guesses) and (not points or guesses[-1][0] > points[-1][0])
         if last := (guesses if hollow else points)[-1:]:
-            said = format_value(last[0][1], quantity.unit) + (" predicted" if hollow else beside_words(line, quantity))
-            names.append(Name(f"{line.name} {said}", last[0][1], line.style, hollow or line.predicted))
+            value = format_value(last[0][1], quantity.unit) + (" predicted" if hollow else beside_words(line, quantity))
+            names.append(Name(f"{line.name} {value}", last[0][1], line.style, hollow or line.predicted))
     return names
 
 
@@ -277,3 +285,14 @@ def notes(records: Sequence[Record], lines: Sequence[Line], quantities: Sequence
 
 def named_lines(ax: Axes) -> list[Line2D]:
     return [line for line in ax.get_lines() if not str(line.get_label()).startswith("_")]
+
+
+def time_quantities(records: Sequence[Record]) -> list[Quantity]:
+    """The phases that were timed."""
+    return [quantity for quantity in (FORWARD_TIME, BACKWARD_TIME) if any(map(quantity.value, records))]
+
+
+def time_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool = True) -> Figure:
+    """Medians as lines, quartiles as bars."""
+    quantities = time_quantities(view.records)
+    return line_figure(view, quantities, styles, title=title, subtitle=subtitle, log=log)

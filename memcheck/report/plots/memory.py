@@ -1,7 +1,8 @@
-"""Plots peak memory against a length or the token dimension."""
+"""Plots peak memory against a length or the token dimension: lines, bars, small panels, and the same of decoding."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,13 +10,24 @@ from typing import TYPE_CHECKING, Any
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.pairing import on_measured_devices
-from memcheck.report.plots.lines import MISSING_WORDS, beside_words, common_label, expected, line_figure
-from memcheck.report.plots.scales import format_value, set_linear_ticks
+from memcheck.report.cases import on_measured_devices
+from memcheck.report.plots.lines import (
+    MISSING_WORDS,
+    beside_words,
+    common_label,
+    draw_lines,
+    drawn_values,
+    expected,
+    line_figure,
+    missing_points,
+)
+from memcheck.report.plots.scales import ROW, axes_points, format_value, set_linear_ticks, set_x, set_y
 from memcheck.report.plots.series import (
     AXES,
     BACKWARD,
     FORWARD,
+    STATE,
+    STEP,
     Line,
     Quantity,
     View,
@@ -25,12 +37,16 @@ from memcheck.report.plots.series import (
     undrawn_note,
     views_along,
 )
-from memcheck.report.plots.style import GREY, HATCHES, in_house_style, new_figure, save
+from memcheck.report.plots.style import GREY, HATCHES, distinct_styles, in_house_style, look_of, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+# The overview: panels in a row, the height in points of a row of marks, and the size of markers.
+COLUMNS = 3
+SMALL_ROW = 9
+MARKER = 4.5
 BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
 
 
@@ -77,7 +93,7 @@ def bar_figure(
     """Bars for one shape: a bar per operator, a panel per quantity."""
     refuse_mixed(view.records)
     lines = view.lines(styles)
-    bars = [line for line in lines if any(shown(row, quantity) for _, row in line.points for quantity in quantities)]
+    bars = [line for line in lines if any(has_bar(row, quantity) for _, row in line.points for quantity in quantities)]
     figure = new_figure(9.6 if len(quantities) > 1 else 6.8, 1.6 + 0.36 * max(len(bars), 2), title, subtitle)
     panels = figure.subplots(1, len(quantities), sharey=True, sharex=True, squeeze=False)[0]
     for ax, quantity in zip(panels, quantities, strict=True):
@@ -124,7 +140,7 @@ def draw_expected(ax: Axes, place: int, line: Line, quantity: Quantity) -> float
     return width
 
 
-def shown(record: Record, quantity: Quantity) -> bool:
+def has_bar(record: Record, quantity: Quantity) -> bool:
     return quantity.value(record) is not None or quantity.missing(record) is not None
 
 
@@ -134,3 +150,94 @@ def shape_words(view: View) -> str:
         return ""
     queries, keys = (position(view.records[0], axis) for axis in ("query_len", "kv_len"))
     return f"at sequence length {keys}" if queries == keys else f"at query length {queries}, key length {keys}"
+
+
+def decode_quantities(records: Sequence[Record]) -> list[Quantity]:
+    return [quantity for quantity in (STATE, STEP) if any(quantity.value(record) is not None for record in records)]
+
+
+def decode_bars(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
+    """Bars for a single length."""
+    return bar_figure(view, decode_quantities(view.records), styles, title=title, subtitle=subtitle)
+
+
+def decode_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool = True) -> Figure:
+    """Lines of the state's bytes and of a step's peak for each operator."""
+    return line_figure(view, decode_quantities(view.records), styles, title=title, subtitle=subtitle, log=log)
+
+
+@in_house_style
+def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
+    """Peak memory against the views' x axis, one panel per view."""
+    records = [record for view in views for record in view.records]
+    refuse_mixed(records)
+    quantity = memory_quantities(records)[-1]
+    # Styles are chosen once, so that an operator looks the same in every panel.
+    names = dict.fromkeys(line.name for view in views for line in view.lines(styles))
+    drawn = distinct_styles(names, styles)
+    columns = 2 if len(views) in (2, 4) else min(COLUMNS, len(views))
+    rows = math.ceil(len(views) / columns)
+    marks = {name: row for row, name in enumerate(unfinished(views, drawn, quantity))}
+    panel_height = 2.0 + SMALL_ROW * len(marks) / 72
+    figure = new_figure(9.6, 1.5 + panel_height * rows, title, subtitle)
+    panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
+    for ax in panels[len(views) :]:
+        ax.set_visible(False)
+    panels = panels[: len(views)]
+    for number, (ax, view) in enumerate(zip(panels, views, strict=True)):
+        draw_panel(ax, view, view.lines(drawn), quantity, bottom=number + columns >= len(views))
+    add_key(figure, drawn, f"{AXES[views[0].x]}; {quantity.label}")
+    figure.draw_without_rendering()
+    # The scale assumes rows of the height of a name; the rows here are lower.
+    set_y(panels[0], drawn_values(panels), quantity.unit, log=True, rows=math.ceil(len(marks) * SMALL_ROW / ROW))
+    set_x(panels[0], {x for view in views for x in view.positions}, log=True)
+    for ax, view in zip(panels, views, strict=True):
+        for line in view.lines(drawn):
+            mark_unfinished(ax, line, quantity, marks.get(line.name, 0))
+    return figure
+
+
+def draw_panel(ax: Axes, view: View, lines: Sequence[Line], quantity: Quantity, *, bottom: bool) -> None:
+    draw_lines(ax, lines, quantity, math.inf, log=True)
+    for drawn in ax.get_lines():
+        drawn.set(markersize=MARKER, linewidth=0.8 if drawn.get_label() == "_bridge" else 1.2)
+    ax.set_title(view.fixed_words(), fontsize=10)
+    ax.grid()
+    ax.xaxis.set_tick_params(labelbottom=bottom, labelsize=8)
+    ax.yaxis.set_tick_params(labelsize=8)
+
+
+def unfinished(views: Sequence[View], styles: Mapping[str, Style], quantity: Quantity) -> list[str]:
+    lines = [line for view in views for line in view.lines(styles)]
+    return list(dict.fromkeys(line.name for line in lines if any(missing_points(line, quantity, math.inf))))
+
+
+def mark_unfinished(ax: Axes, line: Line, quantity: Quantity, row: int) -> None:
+    """Marks unfinished cases at the top edge with the line's own marker, as panels have no names beside their lines."""
+    place = ax.get_xaxis_transform()
+    for x, how in missing_points(line, quantity, math.inf):
+        y = 1 - SMALL_ROW * (row + 0.6) / axes_points(ax)
+        face, cross = ("white", "black") if line.predicted or how == "skipped" else (line.style.colour, "white")
+        ax.plot([x], [y], transform=place, label=f"_{how}", **look_of(line.style, mfc=face, ms=MARKER + 3))
+        ax.plot([x], [y], transform=place, label="_cross", color=cross, marker="x", ms=MARKER - 0.5, mew=1)
+
+
+def add_key(figure: Figure, styles: Mapping[str, Style], axes_words: str) -> None:
+    from matplotlib.lines import Line2D
+
+    handles = [
+        Line2D([], [], color=s.colour, marker=s.marker, ls=s.dash, ms=MARKER + 1, label=name)
+        for name, s in styles.items()
+    ]
+    handles.append(Line2D([], [], marker="x", color="black", ls="none", label="crossed: OOM, or no end"))
+    handles.append(Line2D([], [], marker="o", mfc="white", color=GREY, ls="none", label="hollow: predicted, not run"))
+    figure.legend(
+        handles=handles,
+        loc="outside lower center",
+        ncols=4,
+        frameon=False,
+        fontsize=9,
+        title=axes_words,
+        title_fontsize=9,
+        handlelength=4,
+    )

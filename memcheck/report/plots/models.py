@@ -32,18 +32,18 @@ def plot_models(records: Sequence[ModelRecord], path: Path, *, title: str, subti
 
 @in_house_style
 def model_bars(records: Sequence[ModelRecord], *, title: str, subtitle: str) -> Figure:
-    shown = [record for record in records if record.peak_bytes or record.status == "oom"]
-    figure = new_figure(7.6, 1.7 + 0.34 * max(len(shown), 2), title, subtitle)
+    drawn = [record for record in records if record.peak_bytes or record.status == "oom"]
+    figure = new_figure(7.6, 1.7 + 0.34 * max(len(drawn), 2), title, subtitle)
     ax = figure.subplots()
-    unit, name = (GIB, "GiB") if max((record.peak_bytes or 0 for record in shown), default=0) >= GIB else (MIB, "MiB")
-    for place, record in enumerate(shown):
+    unit, name = (GIB, "GiB") if max((record.peak_bytes or 0 for record in drawn), default=0) >= GIB else (MIB, "MiB")
+    for place, record in enumerate(drawn):
         draw_bar(ax, place, record, unit)
-    ax.set_yticks(range(len(shown)), labels_of(shown))
+    ax.set_yticks(range(len(drawn)), labels_of(drawn))
     ax.invert_yaxis()
     ax.set_xlabel(f"bytes, {name}")
     ax.grid(axis="x")
     figure.legend(handles=handles(), loc="outside lower center", ncols=3, frameon=False)
-    if not shown:
+    if not drawn:
         ax.text(0.5, 0.5, "no case has a peak", ha="center", color=GREY, transform=ax.transAxes)
     return figure
 

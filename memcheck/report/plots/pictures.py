@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING
 
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.plots.decode import decode_bars, decode_lines, decode_quantities
-from memcheck.report.plots.lines import line_figure
-from memcheck.report.plots.memory import memory_bars, memory_lines
-from memcheck.report.plots.overview import memory_overview
+from memcheck.report.cases import common_case
+from memcheck.report.plots.lines import line_figure, time_lines, time_quantities
+from memcheck.report.plots.memory import (
+    decode_bars,
+    decode_lines,
+    decode_quantities,
+    memory_bars,
+    memory_lines,
+    memory_overview,
+)
 from memcheck.report.plots.savings import savings_bars, standard_among
 from memcheck.report.plots.series import (
     AXES,
@@ -21,14 +27,16 @@ from memcheck.report.plots.series import (
     View,
     axes_of,
     axis_among,
+    fixed_slug,
+    heading,
     natural_axis,
+    setting_words,
+    slug,
     split_settings,
     views_along,
 )
 from memcheck.report.plots.style import check_formats, inline_svg, save
 from memcheck.report.plots.theory import has_prediction, has_theory, prediction_lines, theory_lines
-from memcheck.report.plots.timing import time_lines, time_quantities
-from memcheck.report.plots.words import fixed_slug, heading, setting_words, slug, subtitle_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -67,7 +75,7 @@ def write_plots(
     request: Request | None = None,
     more: Sequence[Picture] = (),
 ) -> list[Path]:
-    """Every picture that these records make sense of, as files in the folder; those of the same name are replaced.
+    """Writes every picture that the records allow into the folder; files of the same name are replaced.
 
     more: further pictures, written after these.
     """
@@ -110,8 +118,7 @@ def choose_pictures(
     for setting, group in split_settings(records):
         words = setting_words(setting)
         topic = ", ".join(filter(None, (title, words)))
-        subject = Subject(group, styles, topic, slug(words), request or Request())
-        pictures += subject.pictures()
+        pictures += RecordGroup(group, styles, topic, slug(words), request or Request()).pictures()
     return [*pictures, *more]
 
 
@@ -119,8 +126,8 @@ Draw = Callable[..., "Figure"]
 
 
 @dataclass(frozen=True)
-class Subject:
-    """Records that may share a picture, with the request that they answer."""
+class RecordGroup:
+    """Records that may share a picture, and what was requested of them."""
 
     records: list[Record]
     styles: Mapping[str, Style]
@@ -190,7 +197,7 @@ class Subject:
 
     def overview_picture(self, views: list[View], stem: str, words: str) -> Picture:
         records = [record for view in views for record in view.records]
-        title, subtitle = heading(self.title, words), subtitle_of(records)
+        title, subtitle = heading(self.title, words), common_case(records)
         return Picture(
             self.name(stem),
             f"{title}, logarithmic axes; {subtitle}.",
@@ -236,7 +243,7 @@ class Subject:
                 yield self.line_picture(view, name, quantity.title, draw, log=self.request.log is not False)
 
     def line_picture(self, view: View, stem: str, words: str, draw: Draw, *, main: bool = True, **how: bool) -> Picture:
-        title, subtitle = heading(self.title, words), subtitle_of(view.records)
+        title, subtitle = heading(self.title, words), common_case(view.records)
         shape = view.fixed_words()
         caption = f"{title}{f', at {shape}' if shape else ''}; {subtitle}."
         return Picture(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
-from memcheck.core.units import format_bytes
+from memcheck.core.units import format_bytes, format_time
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -16,14 +16,8 @@ if TYPE_CHECKING:
 ROW = 14
 
 
-def format_ms(milliseconds: float) -> str:
-    if milliseconds >= 1000:
-        return f"{milliseconds / 1000:.3g} s"
-    return f"{milliseconds:.3g} ms" if milliseconds >= 1 else f"{1000 * milliseconds:.3g} µs"
-
-
 def format_value(value: float, unit: str) -> str:
-    return format_bytes(value) if unit == "bytes" else format_ms(value)
+    return format_bytes(value) if unit == "bytes" else format_time(value)
 
 
 def x_ticks(lengths: Collection[int]) -> list[int]:
@@ -112,5 +106,5 @@ def set_log_ms(ax: Axes, times: Sequence[float], share: float) -> None:
     steps = (1,) if len(decades) > 2 else (1, 2, 5)
     ticks = [step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
     ax.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if 10.0**low <= tick <= 10.0**high]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_ms(y)))
+    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_time(y)))
     ax.yaxis.set_minor_locator(NullLocator())

@@ -1,7 +1,10 @@
-"""Prepares records for plotting: which may share a plot, which sizes vary, and which records form a line."""
+"""Prepares records for plotting: which may share a plot, which sizes vary, which records form a line, and the words of
+titles, captions and file names.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,7 +12,7 @@ from typing import Any
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.pairing import is_predicted, on_measured_devices
+from memcheck.report.cases import is_predicted, on_measured_devices
 from memcheck.report.plots.style import distinct_styles
 
 # Records that differ in one of these fields never share a plot.
@@ -29,7 +32,7 @@ VARIANT = {
     "memcheck_version": "memcheck {}",
     "allocator": "{}",
 }
-SAID = {
+VALUE_WORDS = {
     ("causal", True): "causal",
     ("causal", False): "no mask",
     ("compiled", True): "compiled",
@@ -102,9 +105,9 @@ Points = tuple[tuple[int, Record], ...]
 
 @dataclass(frozen=True)
 class Line:
-    """One operator's records along x, nothing twice.
+    """One operator's records along x, one for each x.
 
-    predictions: of the same operator, to be drawn beside what was measured. Where nothing was, they are the points.
+    predictions: of the same operator, drawn beside its measurements. Without measurements, they are the points.
     """
 
     name: str
@@ -249,7 +252,9 @@ def line_names(records: Sequence[Record], x: str) -> list[str]:
 def variant_name(record: Record, fields: Iterable[str]) -> str:
     values = {name: getattr(record, name) for name in fields}
     words = [
-        VARIANT[name].format(SAID.get((name, value), value)) for name, value in values.items() if value is not None
+        VARIANT[name].format(VALUE_WORDS.get((name, value), value))
+        for name, value in values.items()
+        if value is not None
     ]
     return ", ".join([record.operator or "?", *words])
 
@@ -259,3 +264,23 @@ def undrawn_note(records: Sequence[Record]) -> str:
     rest = {(record.operator, record.status) for record in records if record.status not in ("ok", *MARKED)}
     missing = sorted(f"{operator} ({status})" for operator, status in rest)
     return f"not drawn: {', '.join(missing)}" if missing else ""
+
+
+def slug(text: str) -> str:
+    """Converts text to a file name: "NVIDIA A100, float32" becomes "nvidia-a100-float32"."""
+    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
+
+
+def setting_words(setting: Mapping[str, Any]) -> str:
+    """The values that distinguish a group of records: "float16, batch 4"."""
+    words = [f"batch {value}" if name == "bsz" else str(value) for name, value in setting.items() if value is not None]
+    return ", ".join(words)
+
+
+def fixed_slug(view: View) -> str:
+    return slug("-".join(f"{name}-{size}" for name, size in view.fixed.items()))
+
+
+def heading(topic: str, words: str) -> str:
+    """ "Attention, float16: peak memory", or "Peak memory" without a topic."""
+    return f"{topic}: {words}" if topic else words[:1].upper() + words[1:]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.pairing import is_predicted, pair
+from memcheck.report.cases import is_predicted, pair
 from memcheck.report.plots.lines import Name, dress, expected, measured, name_lines
 from memcheck.report.plots.memory import memory_quantities
 from memcheck.report.plots.scales import format_value, set_x, set_y

@@ -10,11 +10,11 @@ from plotted import MIB, STYLES, grid, labelled, marks, points, prediction, reco
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.report.plots import plot_timeline
+from memcheck.report.plots.lines import time_lines
 from memcheck.report.plots.savings import savings_bars
 from memcheck.report.plots.series import views_along
 from memcheck.report.plots.theory import prediction_lines, theory_lines
 from memcheck.report.plots.timeline import MOST_LAYERS, MOST_STEPS, layers_of
-from memcheck.report.plots.timing import time_lines
 from memcheck.studies.published_plot import plot_published
 
 
@@ -105,7 +105,7 @@ def test_time_shows_medians_and_quartiles() -> None:
         [[512, 1500], [512, 4000]],
     ]
     assert marks(forward, "timeout") == [("#D55E00", [1024])]
-    assert texts(forward) == {"naive timeout", "naive 2 s"}
+    assert texts(forward) == {"naive timeout", "naive 2.00 s"}
 
 
 def make_timeline(series: dict[str, list[int]], **fields: object):
