@@ -133,8 +133,8 @@ def accounting_table(record: Record) -> Table:
 def notes_of(record: Record) -> list[str]:
     notes = [f"U = {size:,} B, one main tensor."] if (size := unit_bytes(record)) else []
     if record.theory is None:
-        notes.append("No formula is known for this case, so nothing stands under theory.")
+        notes.append("No formula is known for this case: the column of theory is empty.")
     if record.alive_at_peak is None and record.mode != "decode":
-        notes.append("What was alive at the peaks was not recorded, so single components are the theory's alone.")
+        notes.append("The tensors alive at the peaks were not recorded: single components are known from theory only.")
     note = failure_note(record)
     return [*notes, *([note] if note else []), *record.doubts]

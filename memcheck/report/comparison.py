@@ -224,7 +224,7 @@ def doubt_notes(comparison: Comparison) -> list[str]:
         for record, when in ((before, "before"), (after, "now"))
         for doubt in time_doubts(record, phase)
     }
-    return [f"times are doubtful: {some(list(reasons))}."] if reasons else []
+    return [f"times are doubtful: {first_few(list(reasons))}."] if reasons else []
 
 
 def prediction_change(comparison: Comparison, before: Record, after: Record) -> str | None:
@@ -258,17 +258,17 @@ def comparison_words(comparison: Comparison) -> list[str]:
         f"{describe(old, CASE_FIELDS)}: {verdict_change(old, new)}" for old, new in pairs if old.status != new.status
     ]
     if changed:
-        lines.append(f"Verdicts changed: {some(changed)}.")
+        lines.append(f"Verdicts changed: {first_few(changed)}.")
     if grown := largest_growth(comparison):
         lines.append(grown)
     for records, which in ((comparison.only_before, "before"), (comparison.only_after, "now")):
         if records:
-            lines.append(f"Only {which}: {some([describe(record, CASE_FIELDS) for record in records])}.")
+            lines.append(f"Only {which}: {first_few([describe(record, CASE_FIELDS) for record in records])}.")
     return lines
 
 
-def some(words: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
+def first_few(words: Sequence[str]) -> str:
+    """The first items of a list, and how many more there are."""
     more = f"; and {len(words) - MOST_LISTED} more" if len(words) > MOST_LISTED else ""
     return "; ".join(words[:MOST_LISTED]) + more
 

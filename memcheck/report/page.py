@@ -10,7 +10,7 @@ from memcheck.core.record import Record
 from memcheck.report.accounting import accounting_table
 from memcheck.report.records import growth_tables, main_tables
 from memcheck.report.summary import environment_facts, size_of, summary, when
-from memcheck.report.tables import Cell, Column, Table, is_number, text_of
+from memcheck.report.tables import Table, is_number, text_of
 
 TEMPLATE = "page.html"
 
@@ -75,12 +75,14 @@ def table_object(table: Table) -> dict[str, Any]:
         {"heading": column.heading, "numeric": numeric}
         for column, numeric in zip(table.columns, table.numeric(), strict=True)
     ]
-    rows = [[cell_object(cell, column) for cell, column in zip(row, table.columns, strict=True)] for row in table.rows]
+    rows = [
+        [
+            {"text": text_of(cell, column), "number": cell if is_number(cell) else None}
+            for cell, column in zip(row, table.columns, strict=True)
+        ]
+        for row in table.rows
+    ]
     return {"title": table.title, "columns": columns, "rows": rows, "notes": table.notes}
-
-
-def cell_object(cell: Cell, column: Column) -> dict[str, Any]:
-    return {"text": text_of(cell, column), "number": cell if is_number(cell) else None}
 
 
 def sweep_object(sweep: Mapping[str, Any]) -> dict[str, Any]:

@@ -169,19 +169,15 @@ CS336_COLUMNS: dict[str, Callable[[Record], Cell]] = {
     "compiled": lambda record: record.compiled,
 }
 CS336_NOTE = (
-    "Columns, units and order of the published table. mem_after_inputs and forward_peak hold one more output, that of "
-    "the pass before, as there; cuBLAS workspaces, 16.25 MiB there, are in none. The published backward peak of eager "
-    "rows is 8 score matrices where these lines take 6."
+    "Columns, units and order are those of the published table. As there, mem_after_inputs and forward_peak include the "
+    "output of the pass before. Unlike there, no figure includes cuBLAS workspaces (16.25 MiB there). The published "
+    "backward peak of eager rows is 8 score matrices; these lines need 6."
 )
 
 
 def sum_mib(record: Record, fields: Sequence[str]) -> Cell:
     sizes = [getattr(record, field) for field in fields]
     return verdict(record, fields[-1]) if None in sizes else sum(sizes) / MIB
-
-
-def is_cs336(record: Record) -> bool:
-    return (record.operator or "").startswith("cs336/")
 
 
 def cs336_tables(records: Sequence[Record]) -> list[Table]:
@@ -192,7 +188,7 @@ def cs336_tables(records: Sequence[Record]) -> list[Table]:
     for rows in groups_besides(records, besides):
         words = describe(rows[0], [field for field in CASE_FIELDS if field not in besides])
         rows.sort(key=lambda record: (record.dim or 0, record.query_len or 0, bool(record.compiled)))
-        table = Table.of(f"cs336 {words}", f"As cs336 published theirs: {words}", columns, rows)
+        table = Table.of(f"cs336 {words}", f"In the columns of cs336's published table: {words}", columns, rows)
         table.notes = [CS336_NOTE]
         tables.append(table)
     return tables

@@ -86,7 +86,7 @@ def what_was_predicted(records: Sequence[Record]) -> str:
     counts = Counter(record.status for record in records)
     parts = [f"{counts['ok']} fit", f"{counts['oom']} run out of memory"]
     rest = len(records) - counts["ok"] - counts["oom"]
-    parts += [f"of {rest} nothing is known"] if rest else []
+    parts += [f"nothing is known of {rest}"] if rest else []
     devices = listed(values_in_order(records, "device_name"))
     return f"{count_of(records)} predicted for {devices}: {', '.join(parts)}; {bases_of(records)}."
 

@@ -806,7 +806,7 @@ def test_the_summary_tells_both_apart() -> None:
     rows = [found(), found("softplus"), foreseen(), foreseen("softplus", status="skipped", reason="not predicted")]
     first, *_, predictions, agreed = summary(rows)
     assert first.startswith("2 cases of naive and softplus")
-    assert predictions.startswith("2 cases predicted for cpu: 1 fit, 0 run out of memory, of 1 nothing is known;")
+    assert predictions.startswith("2 cases predicted for cpu: 1 fit, 0 run out of memory, nothing is known of 1;")
     assert "figures are as predicted, to the byte" in agreed
     only, *_ = summary(rows[2:])
     assert only == predictions

@@ -229,7 +229,9 @@ def add_key(figure: Figure, styles: Mapping[str, Style], axes_words: str) -> Non
         Line2D([], [], color=s.colour, marker=s.marker, ls=s.dash, ms=MARKER + 1, label=name)
         for name, s in styles.items()
     ]
-    handles.append(Line2D([], [], marker="x", color="black", ls="none", label="crossed: OOM, or no end"))
+    handles.append(
+        Line2D([], [], marker="x", color="black", ls="none", label="crossed: out of memory, or not finished")
+    )
     handles.append(Line2D([], [], marker="o", mfc="white", color=GREY, ls="none", label="hollow: predicted, not run"))
     figure.legend(
         handles=handles,

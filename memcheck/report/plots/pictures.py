@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from memcheck.core.record import Record
 from memcheck.core.style import Style
@@ -145,18 +145,31 @@ class RecordGroup:
 
     def kinds(self) -> dict[str, Callable[[], Iterator[Picture]]]:
         """The kinds of pictures that these records allow. Decoding steps are compared only with decoding steps."""
-        time = functools.partial(self.typical_pictures, "time", "time, median and quartiles", time_lines, is_timed)
+
+        def typical(kind: str, words: str, draw: Draw, shows: Callable[[View], object]) -> dict[str, Any]:
+            return {kind: functools.partial(self.typical_pictures, kind, words, draw, shows)}
+
+        time = typical("time", "time, median and quartiles", time_lines, lambda view: time_quantities(view.records))
         if self.records[0].mode == "decode":
-            return {"decode": self.decode_pictures, "time": time}
-        beside = "prediction beside measurement"
-        prediction = functools.partial(self.typical_pictures, "prediction", beside, prediction_lines, is_foreseen)
-        theory = functools.partial(self.typical_pictures, "theory", "theory beside measurement", theory_lines, is_known)
+            return {"decode": self.decode_pictures, **time}
         standard = standard_among({record.operator or "?" for record in self.records})
-        words = f"how many times less than {standard}"
-        savings = functools.partial(self.typical_pictures, "savings", words, savings_bars, is_comparable)
-        kinds: dict[str, Callable[[], Iterator[Picture]]]
-        kinds = {"memory": self.memory_pictures, "prediction": prediction, "theory": theory}
-        return {**kinds, "savings": savings, "time": time}
+        return {
+            "memory": self.memory_pictures,
+            **typical(
+                "prediction",
+                "prediction beside measurement",
+                prediction_lines,
+                lambda view: has_prediction(view.records),
+            ),
+            **typical("theory", "theory beside measurement", theory_lines, lambda view: has_theory(view.records)),
+            **typical(
+                "savings",
+                f"how many times less than {standard}",
+                savings_bars,
+                lambda view: standard_among(line.name for line in view.lines({})),
+            ),
+            **time,
+        }
 
     def axes(self) -> list[str]:
         """The requested axis, or every axis along which something varies."""
@@ -205,7 +218,7 @@ class RecordGroup:
         )
 
     def bar_pictures(
-        self, stem: str, words: str, draw: Draw, shows: Callable[[View], bool] = lambda view: True
+        self, stem: str, words: str, draw: Draw, shows: Callable[[View], object] = lambda view: True
     ) -> Iterator[Picture]:
         """Bars for single shapes."""
         views = [view for view in views_along(self.records, natural_axis(self.records)) if shows(view)]
@@ -214,18 +227,18 @@ class RecordGroup:
             yield self.line_picture(view, name, words, draw, main=number == len(views) - 1)
 
     def decode_pictures(self) -> Iterator[Picture]:
-        words = "what decoding keeps, and takes for a step"
-        yield from self.typical_pictures("decode", words, decode_lines, is_decoded)
+        words = "state of decoding, and peak of a step"
+        yield from self.typical_pictures("decode", words, decode_lines, lambda view: decode_quantities(view.records))
         if not self.axes() and self.request.x is None:
-            yield from self.bar_pictures("decode", words, decode_bars, is_decoded)
+            yield from self.bar_pictures("decode", words, decode_bars, lambda view: decode_quantities(view.records))
 
-    def typical_pictures(self, stem: str, words: str, draw: Draw, shows: Callable[[View], bool]) -> Iterator[Picture]:
+    def typical_pictures(self, stem: str, words: str, draw: Draw, shows: Callable[[View], object]) -> Iterator[Picture]:
         """Pictures of the most informative view, or of every view if the kind was requested by name."""
         axes = self.axes()
         # Plots against the dimension only if nothing else varies or if it was requested.
         x = next((axis for axis in axes if axis != "dim"), "dim" if axes else None)
         views = [view for view in self.views(x) if shows(view)] if x else []
-        chosen, every = typical(views), self.request.kinds is not None
+        chosen, every = most_informative(views), self.request.kinds is not None
         for view in views:
             if view is chosen or every:
                 name = f"{stem}-{fixed_slug(view)}" if every and len(views) > 1 else stem
@@ -257,28 +270,8 @@ class RecordGroup:
         return f"{stem}-{self.suffix}" if self.suffix else stem
 
 
-def typical(views: Sequence[View]) -> View | None:
+def most_informative(views: Sequence[View]) -> View | None:
     """The middle one of the views that hold the most cases."""
     most = max((len(view.records) for view in views), default=0)
     fullest = [view for view in views if len(view.records) == most]
     return fullest[(len(fullest) - 1) // 2] if fullest else None
-
-
-def is_timed(view: View) -> bool:
-    return bool(time_quantities(view.records))
-
-
-def is_foreseen(view: View) -> bool:
-    return has_prediction(view.records)
-
-
-def is_known(view: View) -> bool:
-    return has_theory(view.records)
-
-
-def is_comparable(view: View) -> bool:
-    return standard_among(line.name for line in view.lines({})) is not None
-
-
-def is_decoded(view: View) -> bool:
-    return bool(decode_quantities(view.records))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -53,17 +54,9 @@ def has_prediction(records: Sequence[Record]) -> bool:
     return any(None not in map(quantity.value, both) for both in pair(records).both)
 
 
-def theory_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool = True) -> Figure:
-    return expectation_figure(view, styles, THEORY, title=title, subtitle=subtitle, log=log)
-
-
-def prediction_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool = True) -> Figure:
-    return expectation_figure(view, styles, PREDICTION, title=title, subtitle=subtitle, log=log)
-
-
 @in_house_style
 def expectation_figure(
-    view: View, styles: Mapping[str, Style], expectation: Expectation, *, title: str, subtitle: str, log: bool
+    view: View, styles: Mapping[str, Style], *, expectation: Expectation, title: str, subtitle: str, log: bool = True
 ) -> Figure:
     """Left: expected and measured on one scale. Right: the relative difference."""
     refuse_mixed(view.records)
@@ -89,6 +82,10 @@ def expectation_figure(
     apart = [line for line in lines if differences(line, quantity, expectation)]
     name_lines(difference, [difference_name(line, quantity, expectation) for line in apart], 0)
     return figure
+
+
+theory_lines = functools.partial(expectation_figure, expectation=THEORY)
+prediction_lines = functools.partial(expectation_figure, expectation=PREDICTION)
 
 
 def differences(line: Line, quantity: Quantity, expectation: Expectation) -> Values:
