@@ -123,7 +123,8 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int
     note_unused_flags(args, cases)
     records: list[Record] = []
     predictions: list[Record] = []
-    rows = LiveRows(cases, units=args.units, predicted=args.predict, screen=Screen.of(out))
+    how = {"units": args.units, "predicted": args.predict, "timed": not args.no_time}
+    rows = LiveRows(cases, **how, screen=Screen.of(out))
     for record, prediction in profile_all(cases, args, rows, out):
         records.append(record)
         predictions += [prediction] if prediction else []
@@ -132,7 +133,7 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int
     files.finish(records, predictions, title)
     print(f"\n{rows.legend()}", file=out)
     if predictions:
-        print("\n".join([PREDICTED, *unknown_words(predictions)]), file=out)
+        print(*map(rows.screen.fill, [PREDICTED, *unknown_words(predictions)]), sep="\n", file=out)
     print_doubts(records, args.doubts, rows.screen, out)
     for case, record in zip(cases, records, strict=True):
         inspection.run(case, record, out)

@@ -62,23 +62,24 @@ COLUMNS = [
 
 
 class ModelRows:
-    """The rows of models that run one after another."""
+    """The rows of models that run one after another. timed: there will be times."""
 
-    def __init__(self, screen: Screen | None = None) -> None:
+    def __init__(self, screen: Screen | None = None, *, timed: bool = True) -> None:
         self.screen = screen or Screen()
-        self.layout = live_layout(COLUMNS, (), self.screen)
+        self.columns = [column for column in COLUMNS if timed or column.title != "time"]
+        self.layout = live_layout(self.columns, (), self.screen)
 
     def header(self) -> str:
         return self.layout.header()
 
     def row(self, record: ModelRecord) -> str:
         """The record, and below it its prediction if it has one."""
-        row = row_and_note(self.layout, [column.read(record) for column in COLUMNS], failure_note(record))
+        row = row_and_note(self.layout, [column.read(record) for column in self.columns], failure_note(record))
         if record.predicted is None:
             return row
         predicted = SimpleNamespace(**record.predicted)
         note = "" if predicted.status == record.status else predicted.status
-        cells = predicted_cells(COLUMNS, record, predicted)
+        cells = predicted_cells(self.columns, record, predicted)
         return f"{row}\n{row_and_note(self.layout, ['', BELOW, *cells[2:]], note)}"
 
     def legend(self) -> str:

@@ -26,9 +26,10 @@ from memcheck.report.cases import (
 from memcheck.report.predictions import prediction_table
 from memcheck.report.rows import (
     BACKEND,
-    LEGEND,
     MASK,
     MIB,
+    PEAKS,
+    TIMES,
     UNITS,
     attribute,
     decoding_columns,
@@ -136,7 +137,7 @@ def records_table(records: Sequence[Record], units: bool = False) -> Table:
         *note_columns(footnotes),
     ]
     table = Table.of("records", f"{count_of(records)}: {common_case(records)}", columns, records)
-    table.notes = [LEGEND, *([UNITS] if units else []), *footnotes.lines(), *doubt_lines(records)]
+    table.notes = [PEAKS, TIMES, *([UNITS] if units else []), *footnotes.lines(), *doubt_lines(records)]
     return table
 
 
@@ -169,9 +170,9 @@ CS336_COLUMNS: dict[str, Callable[[Record], Cell]] = {
     "compiled": lambda record: record.compiled,
 }
 CS336_NOTE = (
-    "Columns, units and order are those of the published table. As there, mem_after_inputs and forward_peak include the "
-    "output of the pass before. Unlike there, no figure includes cuBLAS workspaces (16.25 MiB there). The published "
-    "backward peak of eager rows is 8 score matrices; these lines need 6."
+    "Columns, units and order are those of the published table. As there, mem_after_inputs and forward_peak include "
+    "the output of the pass before. Unlike there, no figure includes cuBLAS workspaces, 16.25 MiB there. The "
+    "published backward peak of eager rows is 8 score matrices; these lines need 6."
 )
 
 

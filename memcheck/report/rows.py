@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -15,10 +16,8 @@ MIB = 2**20
 ITEM_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 SHORT_DTYPES = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 BACKWARD_FIELDS = ("backward_peak_bytes", "gradient_bytes", "backward_max_allocated_bytes", "backward_ms")
-LEGEND = (
-    "Peaks count everything that is alive in the phase, inputs and output included. Times are medians of separate "
-    "passes without tracking, ± half the distance between their quartiles. -: not known."
-)
+PEAKS = "Peaks count everything that is alive in the phase, inputs and output included. -: not known."
+TIMES = "Times are medians of separate passes without tracking, ± half the distance between their quartiles."
 UNITS = (
     "U: the bytes of one main tensor, (B,H,S,D), (B,S,R) or (B,S,E). B/ST: bytes per query and key, flat where memory "
     "grows with S*T, halved per doubling where it is linear. memcheck's operators have a fixed scratch for each "
@@ -171,11 +170,17 @@ class LiveRows:
     """The rows of a table whose cases run one after another.
 
     cases: what will run; their names and sizes set the widths. units: U and bytes per query and key besides MiB.
-    predicted: there will be rows of predictions.
+    predicted: there will be rows of predictions. timed: there will be times.
     """
 
     def __init__(
-        self, cases: Sequence[Any], *, units: bool = False, predicted: bool = False, screen: Screen | None = None
+        self,
+        cases: Sequence[Any],
+        *,
+        units: bool = False,
+        predicted: bool = False,
+        timed: bool = True,
+        screen: Screen | None = None,
     ) -> None:
         decoding = cases[0].mode == "decode"
         figures = decoding_columns() if decoding else figure_columns(units)
@@ -185,10 +190,15 @@ class LiveRows:
             attribute("operator", "operator"), width=max(width, len(BELOW) if predicted else 0)
         )
         names = [operator, BACKEND, *masks, lengths_column(cases)]
-        self.columns = [column for column in (*names, *figures) if column.audience != "programs"]
+        self.columns = [
+            column
+            for column in (*names, *figures)
+            if column.audience != "programs" and (timed or column.format not in (TIME, SPREAD))
+        ]
         self.screen = screen or Screen()
         self.layout = live_layout(self.columns, cases, self.screen)
-        self.notes = [DECODING] if decoding else [LEGEND, *([UNITS] if units else [])]
+        self.notes = [DECODING if decoding else PEAKS, *([TIMES] if timed else [])]
+        self.notes += [UNITS] if units and not decoding else []
 
     def header(self) -> str:
         return self.layout.header()
@@ -220,9 +230,12 @@ def row_and_note(layout: Layout, cells: Sequence[Cell], note: str) -> str:
     if note and all(
         cell in (None, "") or isinstance(cell, Verdict) for cell, figure in zip(cells, figures, strict=True) if figure
     ):
-        names = ["" if figure else cell for cell, figure in zip(cells, figures, strict=True)]
-        return f"{layout.row(names)}  {note}"
-    return layout.row(cells) + (f"\n  {note}" if note else "")
+        cells = ["" if figure else cell for cell, figure in zip(cells, figures, strict=True)]
+        line, width = f"{layout.row(cells)}  {note}", layout.screen.width
+        if width is None or len(line) <= width:
+            return line
+    lines = textwrap.wrap(note, layout.screen.width or 10**6, initial_indent="  ", subsequent_indent="  ")
+    return "\n".join([layout.row(cells), *lines])
 
 
 def predicted_cells(columns: Sequence[Column], measured: Any, predicted: Any) -> list[Cell]:

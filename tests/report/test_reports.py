@@ -240,6 +240,20 @@ def test_a_failed_live_row_says_why() -> None:
     assert second == "  OOM in backward"
 
 
+def test_without_times_there_are_no_columns_of_them() -> None:
+    assert "median" in live([measured()])
+    assert "median" not in live([measured()], timed=False)
+    assert live([measured()], timed=False).splitlines()[1].split() == ["forward", "backward", "backward"]
+
+
+def test_a_long_reason_is_wrapped() -> None:
+    refused = record("softmax/cudnn", status="unsupported", reason="no backend takes it " * 8)
+    lines = LiveRows([refused], screen=Screen(80)).row(refused).splitlines()
+    assert lines[0].split() == ["softmax/cudnn", "256"]
+    assert len(lines) == 4
+    assert all(line.startswith("  no") or (line.startswith("  ") and len(line) <= 80) for line in lines[1:])
+
+
 def test_small_figures_are_not_0() -> None:
     text = live([measured("softplus", saved_bytes=100, forward_ms=0.0071, backward_ms=45200.0)])
     (row,) = [line for line in text.splitlines() if line.startswith("softplus")]

@@ -118,7 +118,7 @@ def run(args: argparse.Namespace) -> int:
     check_single(args, cases)
     files = ModelFiles.open(args.output)
     records: list[ModelRecord] = []
-    rows = ModelRows(Screen.of(out))
+    rows = ModelRows(Screen.of(out), timed=not (args.no_time or args.predict))
     for case in cases:
         record = record_of(case, args)
         if not records:

@@ -15,6 +15,7 @@ from memcheck.cli.cases import add_table_arguments, make_room
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.report import (
+    Screen,
     Table,
     accounting_table,
     check_pivot,
@@ -71,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     if args.html:
         written.append(write_page(records, args))
     if usual and args.format == "table":
-        print("\n".join(summary(records)), end="\n\n")
+        print(*map(Screen.of(sys.stdout).fill, summary(records)), sep="\n", end="\n\n")
     print(render(tables, args.format, sys.stdout))
     if args.doubts:
         print("", *doubt_details(records), sep="\n", file=sys.stdout if args.format == "table" else sys.stderr)
