@@ -66,13 +66,14 @@ def run(args: argparse.Namespace) -> int:
         "expandable_segments": args.expandable_segments,
     }
     prediction = predict_memory(case, device, limit_bytes=args.memory_limit, **how)
+    if args.format == "json":
+        print(json.dumps(prediction_object(prediction)), flush=True)
+        return 0
     whole = None
     if prediction.record.status == "oom" and prediction.record.oom_phase:
         unlimited = predict_memory(case, dataclasses.replace(device, usable_bytes=None), **how)
         whole = need(unlimited.record) if not unlimited.bounds else None
-    table = render([terms_table(prediction, whole)], "table", sys.stdout)
-    print(json.dumps(prediction_object(prediction)) if args.format == "json" else table)
-    sys.stdout.flush()
+    print(render([terms_table(prediction, whole)], "table", sys.stdout), flush=True)
     return 0
 
 
