@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from memcheck.report.plots.series import (
     BACKWARD_TIME,
     FORWARD_TIME,
     Line,
+    Quantities,
     Quantity,
     View,
     refuse_mixed,
@@ -54,10 +56,11 @@ class Name:
 
 @in_house_style
 def line_figure(
-    view: View, quantities: Sequence[Quantity], styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool
+    view: View, styles: Mapping[str, Style], *, quantities: Quantities, title: str, subtitle: str, log: bool = True
 ) -> Figure:
-    """One panel for each quantity, all on the same scale."""
+    """One panel for each quantity, all on the same scale. quantities: themselves, or how to choose them by records."""
     refuse_mixed(view.records)
+    quantities = quantities(view.records) if callable(quantities) else quantities
     lines = view.lines(styles)
     rows = missing_rows(lines, quantities)
     # Each row of marks needs extra height, and each name needs room beside the panel.
@@ -292,7 +295,4 @@ def time_quantities(records: Sequence[Record]) -> list[Quantity]:
     return [quantity for quantity in (FORWARD_TIME, BACKWARD_TIME) if any(map(quantity.value, records))]
 
 
-def time_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool = True) -> Figure:
-    """Medians as lines, quartiles as bars."""
-    quantities = time_quantities(view.records)
-    return line_figure(view, quantities, styles, title=title, subtitle=subtitle, log=log)
+time_lines = functools.partial(line_figure, quantities=time_quantities)  # Medians as lines, quartiles as bars.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,6 +30,7 @@ from memcheck.report.plots.series import (
     STATE,
     STEP,
     Line,
+    Quantities,
     Quantity,
     View,
     natural_axis,
@@ -78,20 +80,11 @@ def memory_quantities(records: Sequence[Record]) -> list[Quantity]:
     return [FORWARD, BACKWARD] if any(record.mode == "train" for record in records) else [FORWARD]
 
 
-def memory_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool) -> Figure:
-    return line_figure(view, memory_quantities(view.records), styles, title=title, subtitle=subtitle, log=log)
-
-
-def memory_bars(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
-    return bar_figure(view, memory_quantities(view.records), styles, title=title, subtitle=subtitle)
-
-
 @in_house_style
-def bar_figure(
-    view: View, quantities: Sequence[Quantity], styles: Mapping[str, Style], *, title: str, subtitle: str
-) -> Figure:
-    """Bars for one shape: a bar per operator, a panel per quantity."""
+def bar_figure(view: View, styles: Mapping[str, Style], *, quantities: Quantities, title: str, subtitle: str) -> Figure:
+    """Bars for one shape: a bar per operator, a panel per quantity. quantities: themselves, or how to choose them."""
     refuse_mixed(view.records)
+    quantities = quantities(view.records) if callable(quantities) else quantities
     lines = view.lines(styles)
     bars = [line for line in lines if any(has_bar(row, quantity) for _, row in line.points for quantity in quantities)]
     figure = new_figure(9.6 if len(quantities) > 1 else 6.8, 1.6 + 0.36 * max(len(bars), 2), title, subtitle)
@@ -156,14 +149,10 @@ def decode_quantities(records: Sequence[Record]) -> list[Quantity]:
     return [quantity for quantity in (STATE, STEP) if any(quantity.value(record) is not None for record in records)]
 
 
-def decode_bars(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
-    """Bars for a single length."""
-    return bar_figure(view, decode_quantities(view.records), styles, title=title, subtitle=subtitle)
-
-
-def decode_lines(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, log: bool = True) -> Figure:
-    """Lines of the state's bytes and of a step's peak for each operator."""
-    return line_figure(view, decode_quantities(view.records), styles, title=title, subtitle=subtitle, log=log)
+memory_lines = functools.partial(line_figure, quantities=memory_quantities)
+memory_bars = functools.partial(bar_figure, quantities=memory_quantities)
+decode_lines = functools.partial(line_figure, quantities=decode_quantities)
+decode_bars = functools.partial(bar_figure, quantities=decode_quantities)
 
 
 @in_house_style

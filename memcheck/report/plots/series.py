@@ -5,7 +5,7 @@ titles, captions and file names.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,6 +89,9 @@ FORWARD_TIME = Quantity("Forward", ("forward_ms",), "ms", "time, median and quar
 BACKWARD_TIME = Quantity("Backward", ("backward_ms",), "ms", "time, median and quartiles")
 STATE = Quantity("State", ("state_bytes",), label="memory")
 STEP = Quantity("Peak of one step", ("forward_peak_bytes",), label="memory")
+
+
+Quantities = Sequence[Quantity] | Callable[[Sequence[Record]], Sequence[Quantity]]
 
 
 def quantity_of(name: str) -> Quantity:

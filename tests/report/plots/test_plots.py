@@ -232,7 +232,7 @@ def test_zero_has_no_place_on_a_logarithmic_axis_and_is_said() -> None:
 
     rows = [record("linear", length, MIB, MIB, saved_bytes=0) for length in (256, 512)]
     (view,) = views_along(rows, "length")
-    figure = line_figure(view, [quantity_of("saved_bytes")], STYLES, title="", subtitle="", log=True)
+    figure = line_figure(view, STYLES, quantities=[quantity_of("saved_bytes")], title="", subtitle="")
     assert figure.get_supxlabel() == "0 throughout: linear"
 
 
