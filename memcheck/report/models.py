@@ -10,7 +10,7 @@ from memcheck.core.model_record import ModelRecord, components_of, total
 from memcheck.core.units import format_bytes
 from memcheck.report.cases import FIELD_WORDS, NEEDS, failure_note, need, phases_of
 from memcheck.report.rows import BELOW, SHORT_DTYPES, live_layout, mib_column, predicted_cells, row_and_note
-from memcheck.report.summary import against, listed, times_as_much
+from memcheck.report.summary import against, exact_size, listed, times_as_much
 from memcheck.report.tables import SPREAD, TIME, Cell, Column, Screen, Table
 
 LETTERS = (
@@ -158,7 +158,10 @@ def model_answer(records: Sequence[ModelRecord]) -> Iterator[str]:
             yield f"{listed(list(map(attention, ranked)))} keep about the same for backward."
     for record in records:
         if record.status == "oom":
-            yield f"{record.size} with {attention(record)}, S {record.query_len}, does not fit: {failure_note(record)}."
+            name, held = attention(record), sum(record.formulas.get(field, {}).get("value") or 0 for field in HELD)
+            yield f"{record.size} with {name}, S {record.query_len}, does not fit: {failure_note(record)}."
+            if held:
+                yield f"Its parameters, gradients and AdamW's state alone take {format_bytes(held)}."
 
 
 def peak_words(record: ModelRecord) -> str:
@@ -172,8 +175,8 @@ def peak_words(record: ModelRecord) -> str:
     return f"{words}in {where}. Parameters, gradients and AdamW's state are {format_bytes(held)}, {share} of that."
 
 
-def next_model_step(records: Sequence[ModelRecord]) -> str:
-    """The command that predicts the change that saves most: checkpoints, then autocast, then a smaller context."""
+def next_model_step(records: Sequence[ModelRecord], limit_bytes: int | None = None) -> str:
+    """A command that predicts one change: activation checkpoints, or half the context. limit_bytes: of the run."""
     failed = [record for record in records if record.status == "oom"]
     record = failed[0] if failed else max(records, key=lambda record: need(record) or 0)
     change, words = (
@@ -185,6 +188,9 @@ def next_model_step(records: Sequence[ModelRecord]) -> str:
     flags += f" --dtype {SHORT_DTYPES.get(record.dtype or '', record.dtype)}" if record.dtype != "float32" else ""
     flags += f" --autocast {SHORT_DTYPES[record.autocast]}" if record.autocast else ""
     flags += f" --feed-forward {record.feed_forward}" if record.feed_forward != "swiglu" else ""
+    flags += f" --factor {record.factor}" if record.factor else ""
     flags += " --checkpointing"
-    flags += f" --device {record.device_name}" if record.source == "predicted" and record.device == "cuda" else ""
+    predicted_gpu = record.source == "predicted" and record.device == "cuda"
+    flags += f" --device {record.device_name}" if predicted_gpu else " --device cpu" if record.device == "cpu" else ""
+    flags += f" --memory-limit {exact_size(limit_bytes)}" if limit_bytes else ""
     return f"Next: memcheck profile-model {flags} --predict\n  predicts the same with {words}."

@@ -311,6 +311,14 @@ def test_the_table(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert record["passes"] == 2
 
 
+def test_a_model_that_does_not_fit_says_what_it_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    words = ("--context", "32", "--no-time", "--memory-limit", "2MiB", "--device", "cpu", "--output", str(tmp_path))
+    _, out, _ = run(capsys, *words)
+    assert "tiny with softmax, S 32, does not fit: OOM" in out
+    assert "Its parameters, gradients and AdamW's state alone take 3 MiB." in out
+    assert "--checkpointing --device cpu --memory-limit 2MiB --predict\n" in out
+
+
 def test_json_is_a_list_of_records(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ("--mode", "forward,train", "--dtype", "fp32,bf16", "--context", "16,8", "--no-time", "--format", "json")
     code, out, _ = run(capsys, *words, "--output", str(tmp_path))

@@ -136,7 +136,7 @@ def run(args: argparse.Namespace) -> int:
         print(line, file=out)
     written = files.finish(records) + inspect(cases[0], records[0], args, out)
     print(f"\nWrote {', '.join(map(str, written))}", file=out)
-    print_answer([*model_answer(records), next_model_step(records)], rows.screen, out)
+    print_answer([*model_answer(records), next_model_step(records, args.memory_limit)], rows.screen, out)
     if args.format == "json":
         print(json.dumps([dataclasses.asdict(record) for record in records]))
     return exit_code(list(records))
