@@ -1,16 +1,15 @@
-"""Where memory runs out: the largest length, batch or dimension that fits, by prediction alone.
+"""The capacity of a device: the largest length, batch or dimension that fits, by prediction alone.
 
-Doubling finds a size that does not fit, bisection the last one before it that does. More memory is no certain
-consequence of a larger size: allocators round, products copy operands of odd lengths, backends change. So the answer is
-one that was looked at, as was the next size, which does not fit; sizes further up are tried, too, round ones above all,
-and the search goes on from any that fits.
+Doubling finds a size that does not fit, and bisection the last size before it that does. A larger size does not always
+need more memory: allocators round, products copy operands of odd lengths, backends change. So the search also predicts
+larger sizes, mainly round ones, and continues from any that fits. The result and the next size were both predicted.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,15 +31,15 @@ Predict = Callable[[Case], Prediction]
 
 
 @dataclass(frozen=True)
-class Frontier:
-    """The largest size of one axis at which a case fits, and why the next one does not.
+class Capacity:
+    """The largest size of one axis at which a case fits, and why the next size does not.
 
-    case: at that size; at the smallest where not even that fits.
-    largest: 0 where nothing fits.
-    at, beyond: the predictions for that size and for the next; without `at` nothing fits, without `beyond` the search
-    came to its end and found no limit.
-    gaps: smaller sizes that were tried and do not fit.
-    tried: how many sizes were predicted.
+    case: the case at that size, or at the smallest size if none fits.
+    largest: 0 if no size fits.
+    at, beyond: the predictions for that size and for the next. `at` is None if no size fits, `beyond` if the search
+        ended without finding a limit.
+    gaps: smaller sizes that were predicted and do not fit.
+    tried: the number of predicted sizes.
     """
 
     axis: str
@@ -65,7 +64,7 @@ class Frontier:
         return None
 
 
-def find_frontier(
+def find_capacity(
     case: Case,
     axis: str,
     device: Device,
@@ -75,23 +74,24 @@ def find_frontier(
     most: int = MOST,
     start: int | None = None,
     predict: Predict | None = None,
-) -> Frontier:
-    """The largest size of the axis at which the case fits the device, all its other sizes as they are.
+) -> Capacity:
+    """The largest size of the axis at which the case fits the device. Its other sizes stay.
 
     axis: "seq_len" (S and T at once; in decode mode the tokens of the state), "bsz" or "dim".
-    limit_bytes: less than the device has.
-    step: sizes are its multiples; of dim, those of the heads, too.
-    most: no size above it is looked at.
-    start: the size to begin with, near the answer if that can be guessed.
-    predict: instead of predict_memory on that device.
+    limit_bytes: a limit below the device's memory.
+    step: only its multiples are sizes; a dimension is also a multiple of the heads.
+    most: the largest size of the search.
+    start: the size to begin with, ideally near the result.
+    predict: replaces predict_memory on that device.
 
-    UsageError: the axis is none of these, or nothing limits the device.
+    UsageError: the axis is unknown, or the device has no limit.
     """
     if axis not in AXES:
         raise UsageError(f"--find {axis.replace('_', '-')} is unknown; known: {', '.join(known_axes())}")
     if device.usable_bytes is None and limit_bytes is None:
         raise UsageError(f"--device {device.name} has no limit to find: give it one, as --memory-limit 16GiB")
-    step = step_of(case, axis, step)
+    if axis == "dim":
+        step = math.lcm(step, case.heads or 1)
     if most < step:
         raise UsageError(f"--up-to must be at least the step of {step}, got {most}")
     predict = predict or (lambda case: predict_memory(case, device, limit_bytes=limit_bytes))
@@ -101,17 +101,14 @@ def find_frontier(
         search.fits(largest - step)  # Sizes that barely fit may leave a gap below them.
     at, beyond = search.found.get(largest), search.found.get(largest + step)
     gaps = tuple(size for size in sorted(search.found) if size < largest and not search.fits(size))
-    shown = resized(case, axis, largest or step)
-    return Frontier(axis, shown, device, largest, step, at, beyond, gaps, len(search.found))
+    return Capacity(
+        axis, resized(case, axis, largest or step), device, largest, step, at, beyond, gaps, len(search.found)
+    )
 
 
 def known_axes() -> list[str]:
+    """The values of --find."""
     return [axis.replace("_", "-") for axis in AXES]
-
-
-def step_of(case: Case, axis: str, step: int) -> int:
-    """The step of sizes: a dimension must be a multiple of the heads."""
-    return math.lcm(step, case.heads or 1) if axis == "dim" else step
 
 
 def resized(case: Case, axis: str, size: int) -> Case:
@@ -134,6 +131,7 @@ class Search:
         self.found: dict[int, Prediction] = {}
 
     def fits(self, size: int) -> bool:
+        """Whether the predicted status of the size is "ok"."""
         if size not in self.found:
             self.found[size] = self.predict(size)
         return self.found[size].record.status == "ok"
@@ -167,17 +165,14 @@ class Search:
 
     def further(self, low: int) -> Iterator[int]:
         """Larger numbers of steps that might still fit: round ones nearby, and some far away."""
-        if low == 0 and not self.out_of_memory():
+        if low == 0 and all(prediction.record.status != "oom" for prediction in self.found.values()):
             return  # The case failed for another reason than memory.
         round_ones = ((low // unit + 1) * unit for unit in (2**power for power in range(1, 13)))
         counts = {low + 2, *round_ones, *(math.ceil(share * low) for share in FURTHER)}
         yield from (count for count in sorted(counts) if low + 1 < count <= self.top)
 
-    def out_of_memory(self) -> bool:
-        return any(prediction.record.status == "oom" for prediction in self.found.values())
 
-
-def frontier_curve(
+def capacity_curve(
     case: Case,
     axis: str,
     along: str,
@@ -188,39 +183,32 @@ def frontier_curve(
     step: int = 1,
     most: int = MOST,
     predict: Predict | None = None,
-) -> list[tuple[int, Frontier]]:
-    """(size, frontier) for each size along another axis. Each search starts at the previous answer."""
-    curve: list[tuple[int, Frontier]] = []
-    start = None
+) -> list[tuple[int, Capacity]]:
+    """(size, capacity) for each size along another axis. Each search starts at the previous result."""
+    curve: list[tuple[int, Capacity]] = []
+    limits: dict[str, Any] = {"limit_bytes": limit_bytes, "step": step, "most": most, "predict": predict}
     for size in sorted(sizes):
-        other = resized(case, along, size)
-        limits: dict[str, Any] = {"limit_bytes": limit_bytes, "step": step, "most": most, "predict": predict}
-        found = find_frontier(other, axis, device, start=start, **limits)
-        curve.append((size, found))
-        start = found.largest
+        start = curve[-1][1].largest if curve else None
+        curve.append((size, find_capacity(resized(case, along, size), axis, device, start=start, **limits)))
     return curve
 
 
-def frontier_object(frontier: Frontier) -> dict[str, object]:
-    """The frontier for JSON: the case, and sizes, verdicts and records on both sides of the edge."""
-    beyond, at = frontier.beyond, frontier.at
+def capacity_object(capacity: Capacity) -> dict[str, object]:
+    """The capacity for JSON: the sizes, and the verdict and the record of the largest that fits and of the next."""
+    beyond, at = capacity.beyond, capacity.at
     return {
-        "operator": frontier.case.operator,
-        "find": frontier.axis.replace("_", "-"),
-        "largest": None if frontier.unpredicted else frontier.largest,
-        "step": frontier.step,
-        "next": frontier.next_size if beyond else None,
+        "operator": capacity.case.operator,
+        "find": capacity.axis.replace("_", "-"),
+        "largest": None if capacity.unpredicted else capacity.largest,
+        "step": capacity.step,
+        "next": capacity.next_size if beyond else None,
         "runs_out_in": beyond.record.oom_phase if beyond else None,  # None with a reason: the inputs alone do not fit.
         "reason": beyond.record.reason if beyond else None,
-        "gaps": list(frontier.gaps),
-        "tried": frontier.tried,
+        "gaps": list(capacity.gaps),
+        "tried": capacity.tried,
         "exact": at.exact if at else None,
         "basis": at.basis if at else None,
         "unknown": list(at.unknown if at else beyond.unknown if beyond else ()),
-        "record": record_object(at),
-        "next_record": record_object(beyond),
+        "record": dataclasses.asdict(at.record) if at else None,
+        "next_record": dataclasses.asdict(beyond.record) if beyond else None,
     }
-
-
-def record_object(prediction: Prediction | None) -> Mapping[str, object] | None:
-    return dataclasses.asdict(prediction.record) if prediction else None

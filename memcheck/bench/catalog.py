@@ -1,4 +1,4 @@
-"""The catalog of contenders: name -> operator, inputs, closed byte terms and plot style."""
+"""The catalog of contenders: the operators that can be compared, by name, and the cases that they accept."""
 
 from __future__ import annotations
 
@@ -14,37 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
+from torch.nn.functional import scaled_dot_product_attention
 
 from memcheck.bench import decode as decoding
-from memcheck.bench import operators as building
-from memcheck.bench.decode import Decoder
+from memcheck.bench import operators
+from memcheck.bench.decode import Decoding
 from memcheck.core.case import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Operator, Terms
-from memcheck.core.errors import UnsupportedError, UsageError
+from memcheck.core.errors import UsageError
 from memcheck.core.style import Style
-
-__all__ = [
-    "CONTENDERS",
-    "DEFAULT_FACTOR",
-    "DTYPES",
-    "MODES",
-    "SHORT_DTYPES",
-    "Case",
-    "Contender",
-    "Decoder",
-    "Operator",
-    "Terms",
-    "UnsupportedError",
-    "attention_types",
-    "check_case",
-    "combinator_types",
-    "make_case",
-    "make_combinator_case",
-    "register",
-]
+from memcheck.ops.combinator import combinator
+from memcheck.ops.linear_attention import linear_attention, linear_attention_step
+from memcheck.ops.reference.cs336_attention import cs336_attention
+from memcheck.ops.reference.linear_attention import linear_attention_cumsum
+from memcheck.ops.reference.naive_attention import naive_attention
+from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
 
 
 @dataclass(frozen=True)
 class Contender:
+    """An operator under its name, with what makes its inputs and what its cases have."""
+
     name: str
     title: str
     build: Callable[[Case], Operator]
@@ -67,7 +56,7 @@ class Contender:
     # be listed.
     parameters: Callable[[Case], tuple[Tensor, ...]] = lambda case: ()
     compiled: bool = False  # Always under torch.compile.
-    decode: Decoder | None = None
+    decode: Decoding | None = None
     # "attention", or "combinator" for profile-combinator.
     kind: str = "attention"
 
@@ -80,7 +69,14 @@ def check_case(case: Case) -> Case:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
     if case.operator not in CONTENDERS:
         raise unknown_operator(case.operator)
-    for name in sizes_of(CONTENDERS[case.operator]):
+    contender = CONTENDERS[case.operator]
+    has = {
+        "kv_len": contender.kind == "attention",
+        "heads": contender.has_heads,
+        "core_dim": contender.has_core_dim,
+        "factor": contender.has_factor,
+    }
+    for name in ("bsz", "query_len", "dim", *(name for name, needed in has.items() if needed)):
         case.size(name)
     if case.dtype not in DTYPES:
         raise UsageError(f"--dtype {case.dtype} is unknown; known: {', '.join((*SHORT_DTYPES, *DTYPES))}")
@@ -100,22 +96,13 @@ def check_case(case: Case) -> Case:
     return case
 
 
-def sizes_of(contender: Contender) -> list[str]:
-    """The names of the sizes that a case of this contender has."""
-    has = {
-        "kv_len": contender.kind == "attention",
-        "heads": contender.has_heads,
-        "core_dim": contender.has_core_dim,
-        "factor": contender.has_factor,
-    }
-    return ["bsz", "query_len", "dim", *(name for name, needed in has.items() if needed)]
-
-
 def attention_types() -> list[str]:
+    """The names that --attention-type accepts."""
     return [name for name, contender in CONTENDERS.items() if contender.kind == "attention"]
 
 
 def combinator_types() -> list[str]:
+    """The names that --combinator-type accepts."""
     return [name for name, contender in CONTENDERS.items() if contender.kind == "combinator"]
 
 
@@ -158,61 +145,56 @@ def make_combinator_case(operator: str, **fields: Any) -> Case:
     return check_case(Case(operator, kv_len=None, causal=None, **fields))
 
 
-def combinator_contender(name: str, title: str, build: Callable[[Case], Operator], style: Style) -> Contender:
-    return Contender(
-        name,
-        title,
-        build,
-        building.token_inputs,
-        style,
-        backend=building.memcheck_backend,
-        parameters=building.combinator_weight,
-        kind="combinator",
-    )
+def headed(name: str, title: str, build: Callable[[Case], Operator], style: Style, **more: Any) -> Contender:
+    """A contender that takes queries, keys and values with heads."""
+    return Contender(name, title, build, operators.head_inputs, style, has_heads=True, **more)
 
 
 def softmax_contender(name: str, title: str, backend: SDPBackend, style: Style) -> Contender:
-    return Contender(name, title, building.build_forced(backend), building.head_inputs, style, has_heads=True)
+    return headed(name, title, operators.build_forced(backend), style)
 
 
+def softplus_contender(name: str, title: str, style: Style, **more: Any) -> Contender:
+    build, inputs = operators.masked(softplus_attention), operators.channel_major_inputs
+    return Contender(name, title, build, inputs, style, has_core_dim=True, **OURS, **more)
+
+
+def combinator_contender(name: str, title: str, build: Callable[[Case], Operator], style: Style) -> Contender:
+    weight: Any = {"parameters": operators.combinator_weight, "kind": "combinator"}
+    return Contender(name, title, build, operators.token_inputs, style, **weight, **OURS)
+
+
+OURS: Any = {"backend": lambda case: f"memcheck {case.device.partition(':')[0]}"}
+EAGER: Any = {"backend": lambda case: "eager"}
 # Colour-blind-safe colours of Okabe and Ito; markers and dashes distinguish lines in greyscale.
 CONTENDERS: dict[str, Contender] = {
     contender.name: contender
     for contender in (
-        Contender(
+        headed(
             "naive",
             "softmax attention, whole score matrix",
-            building.build_naive,
-            building.head_inputs,
+            operators.masked(naive_attention),
             Style("#D55E00", "s", "--"),
-            backend=lambda case: "eager",
-            has_heads=True,
-            decode=Decoder(decoding.naive_step, decoding.cache),
+            decode=Decoding(decoding.cached(functools.partial(naive_attention, causal=False)), decoding.cache),
+            **EAGER,
         ),
-        Contender(
+        headed(
             "naive-compiled",
             "naive, compiled by torch.compile",
-            building.build_naive,
-            building.head_inputs,
+            operators.masked(naive_attention),
             Style("#8C3B00", "*", (0, (1, 1, 4, 1))),
-            backend=lambda case: "eager",
-            has_heads=True,
             compiled=True,
+            **EAGER,
         ),
-        Contender(
+        headed(
             "softmax",
             "F.scaled_dot_product_attention, torch's choice of backend",
-            building.build_softmax,
-            building.head_inputs,
+            operators.build_softmax,
             Style("#0072B2", "^", "-."),
-            has_heads=True,
-            decode=Decoder(decoding.softmax_step, decoding.cache),
+            decode=Decoding(decoding.cached(scaled_dot_product_attention), decoding.cache),
         ),
         softmax_contender(
-            "softmax/math",
-            "SDPA, math backend forced",
-            SDPBackend.MATH,
-            Style("#E69F00", "v", (0, (1, 1))),
+            "softmax/math", "SDPA, math backend forced", SDPBackend.MATH, Style("#E69F00", "v", (0, (1, 1)))
         ),
         softmax_contender(
             "softmax/flash",
@@ -232,120 +214,102 @@ CONTENDERS: dict[str, Contender] = {
             SDPBackend.CUDNN_ATTENTION,
             Style("#000000", "D", (0, (3, 1, 1, 1, 1, 1))),
         ),
-        Contender(
+        headed(
             "flex",
             "torch's flex_attention, compiled",
-            building.FlexAttention,
-            building.head_inputs,
+            operators.FlexAttention,
             Style("#5D3A9B", "8", (0, (1, 3))),
-            backend=lambda case: "eager",
-            has_heads=True,
             compiled=True,
+            **EAGER,
         ),
-        Contender(
+        softplus_contender(
             "softplus",
             "softplus attention, memcheck's operator",
-            building.build_softplus,
-            building.channel_major_inputs,
             Style("#009E73", "o", "-"),
-            backend=building.memcheck_backend,
-            has_core_dim=True,
-            decode=Decoder(decoding.softplus_step, decoding.softplus_state),
+            decode=Decoding(lambda case: softplus_attention_step, decoding.softplus_state),
         ),
-        Contender(
+        headed(
             "linear",
             "linear attention, memcheck's operator, every query sees every key",
-            building.build_linear,
-            building.head_inputs,
+            operators.masked(linear_attention),
             Style("#332288", "P", (0, (7, 2))),
-            backend=building.memcheck_backend,
             causal=False,
-            has_heads=True,
-            decode=Decoder(decoding.linear_step, decoding.linear_state),
+            decode=Decoding(lambda case: linear_attention_step, decoding.linear_state),
+            **OURS,
         ),
-        Contender(
+        headed(
             "linear-causal",
             "linear attention, memcheck's operator, causal",
-            building.build_linear,
-            building.head_inputs,
+            operators.masked(linear_attention),
             Style("#882255", "X", (0, (7, 2, 1, 2))),
-            backend=building.memcheck_backend,
             causal=True,
-            has_heads=True,
-            decode=Decoder(decoding.linear_step, decoding.linear_state),
+            decode=Decoding(lambda case: linear_attention_step, decoding.linear_state),
+            **OURS,
         ),
-        Contender(
+        headed(
             "linear-cumsum",
             "linear attention, causal, a state for every position in plain PyTorch",
-            building.build_linear_cumsum,
-            building.head_inputs,
+            lambda case: linear_attention_cumsum,
             Style("#999933", "d", (0, (2, 2))),
-            backend=lambda case: "eager",
             causal=True,
-            has_heads=True,
+            **EAGER,
         ),
         combinator_contender(
             "combinator",
             "combinator, memcheck's operator, pre-activations kept",
-            building.build_combinator,
+            lambda case: combinator,
             Style("#AA4499", "p", (0, (8, 2))),
         ),
         combinator_contender(
             "combinator-low-memory",
             "combinator, memcheck's operator, pre-activations formed again",
-            building.build_low_memory_combinator,
+            lambda case: functools.partial(combinator, low_memory=True),
             Style("#44AA99", "H", (0, (4, 1, 1, 1))),
         ),
-        Contender(
+        headed(
             "compressed",
             "compressed attention, memcheck's operator",
-            building.build_compressed,
-            building.head_inputs,
+            operators.build_compressed,
             Style("#A6761D", "h", (0, (6, 1, 1, 1, 1, 1))),
-            backend=building.memcheck_backend,
-            has_heads=True,
             has_factor=True,
-            decode=Decoder(decoding.compressed_step, decoding.compressed_state),
+            decode=Decoding(decoding.compressed_step, decoding.compressed_state),
+            **OURS,
         ),
         Contender(
             "memcheck-pyt/naive",
             "softmax attention as memcheck_pyt ran it, with a projection",
-            building.build_memcheck_pyt_naive,
-            building.headless_inputs,
+            operators.build_memcheck_pyt_naive,
+            operators.headless_inputs,
             Style("#FF9966", "$N$", (0, (9, 1))),
-            backend=lambda case: "eager",
             has_heads=True,
+            **EAGER,
         ),
         Contender(
             "memcheck-pyt/softmax",
             "F.scaled_dot_product_attention as memcheck_pyt ran it, on three dimensions",
-            building.build_memcheck_pyt_softmax,
-            building.headless_inputs,
+            operators.build_memcheck_pyt_softmax,
+            operators.headless_inputs,
             Style("#6699CC", "$S$", (0, (9, 3))),
         ),
-        Contender(
+        softplus_contender(
             "memcheck-pyt/softplus",
             "softplus attention, memcheck's operator, on memcheck_pyt's shapes",
-            building.build_softplus,
-            building.channel_major_inputs,
             Style("#117733", "$P$", (0, (3, 3))),
-            backend=building.memcheck_backend,
-            has_core_dim=True,
         ),
         combinator_contender(
             "memcheck-pyt/combinator",
             "combinator, memcheck's operator, on memcheck_pyt's shapes",
-            building.build_combinator,
+            lambda case: combinator,
             Style("#CC6677", "$C$", (0, (1, 5))),
         ),
         Contender(
             "cs336/naive",
             "softmax attention with a softmax written by hand, no heads and no mask",
-            building.build_cs336_naive,
-            building.headless_inputs,
+            lambda case: cs336_attention,
+            operators.headless_inputs,
             Style("#DDAA33", "$3$", (0, (4, 4))),
-            backend=lambda case: "eager",
             causal=False,
+            **EAGER,
         ),
     )
 }
@@ -362,23 +326,23 @@ def register(
     causal: bool | None = None,
     has_heads: bool = True,
     terms: Callable[[Case], Terms | None] = lambda case: None,
-    decode: Decoder | None = None,
+    decode: Decoding | None = None,
     style: Style | None = None,
     **more: Any,
 ) -> Contender:
-    """Adds a callable to the contenders: from then on its name is an --attention-type like any other.
+    """Adds a callable to the contenders. Its name is then an --attention-type like any other.
 
         memcheck.bench.catalog.register("mine", my_attention)
 
-    fn: called as fn(q, k, v), with causal=... where it takes a keyword of that name. A module's parameters count.
-    inputs: the tensors of a case; as default q (B,H,S,D), k and v (B,H,T,D), or (B,S,E), (B,T,E) without heads.
-    causal: what fn is where it takes no such keyword; None: not known.
-    terms: the closed byte terms of a case, by record field. There are none by default: the predictor would run fn, on
-    meta tensors, and what may crash or never end is run in no process but its own unless that is asked for.
-    decode: a memcheck.bench.catalog.Decoder.
-    style: of its lines in plots; as default one that is not in use. more: further fields of Contender.
+    fn: called as fn(q, k, v), with causal=... if it takes a keyword of that name. A module's parameters count.
+    inputs: makes the tensors of a case; by default q (B,H,S,D), k and v (B,H,T,D), or (B,S,E), (B,T,E) without heads.
+    causal: whether an fn without that keyword is causal; None if unknown.
+    terms: returns the closed byte terms of a case, by record field. By default there are none, because the predictor
+        would run fn on meta tensors in this process, where it could crash or hang.
+    decode: a memcheck.bench.catalog.Decoding.
+    style: of its lines in plots; by default one that is not in use. more: further fields of Contender.
 
-    UsageError: the name is taken, or no name; or fn is not callable.
+    UsageError: the name is taken or is no valid name, or fn is not callable.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[\w./+-]+", name):
         raise UsageError(f"register: name must be of letters, digits and -_./+, got {name!r}")
@@ -391,7 +355,7 @@ def register(
         name,
         title,
         (lambda case: functools.partial(fn, causal=bool(case.causal))) if asks else (lambda case: fn),
-        inputs or (building.head_inputs if has_heads else building.headless_inputs),
+        inputs or (operators.head_inputs if has_heads else operators.headless_inputs),
         style or unused_style(name),
         unfused="custom",
         terms=terms,

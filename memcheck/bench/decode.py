@@ -1,7 +1,7 @@
-"""Decoding: the state or cache that T tokens leave behind, and the step that takes the next one.
+"""Decoding: the state or cache of T tokens, and the step that takes the next token.
 
-A step is a function of q, k, v of one new token and of the state; it returns y and the state of T + 1 tokens. A state
-is made at its full size at once, of random numbers: what it costs does not depend on them.
+A step is a function of q, k, v of one new token and of the state. It returns y and the state of T + 1 tokens. A state
+is made at its full size from random numbers, because memory and time do not depend on them.
 """
 
 from __future__ import annotations
@@ -16,25 +16,23 @@ from torch import Tensor
 
 from memcheck.bench.operators import random_leaves
 from memcheck.core.case import DTYPES, Case, Operator, Terms
-from memcheck.ops.reference.naive_attention import naive_attention
+from memcheck.ops.compressed_attention import CompressedAttentionState, compressed_attention_step
 
 Cache = tuple[Tensor, Tensor]  # k and v (B,H,T,D)
 
 
 @dataclass(frozen=True)
-class Decoder:
+class Decoding:
+    """How a contender decodes."""
+
     step: Callable[[Case], Operator]  # Called with q, k, v of one position, and the state.
     state: Callable[[Case], Any]
-    terms: Callable[[Case], Terms | None] | None = None  # None: the predictor's
+    terms: Callable[[Case], Terms | None] | None = None  # Closed byte terms; None: the predictor computes them.
 
 
 def one_token(case: Case) -> Case:
     """The case with the inputs of a single step."""
     return dataclasses.replace(case, query_len=1, kv_len=1)
-
-
-def accumulation_dtype(case: Case) -> torch.dtype:
-    return torch.promote_types(DTYPES[case.dtype], torch.float32)
 
 
 def head_sizes(case: Case) -> tuple[int, int, int, int]:
@@ -45,11 +43,12 @@ def head_sizes(case: Case) -> tuple[int, int, int, int]:
 
 def sums(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Random positive tensors in the accumulation type, as sums of weights are."""
-    dtype = accumulation_dtype(case)
+    dtype = torch.promote_types(DTYPES[case.dtype], torch.float32)
     return tuple(torch.rand(shape, dtype=dtype, device=case.device).add_(1) for shape in shapes)
 
 
 def cache(case: Case) -> Cache:
+    """Keys and values of T tokens."""
     B, H, T, D = head_sizes(case)
     k, v = random_leaves(case, (B, H, T, D), (B, H, T, D))
     return k, v
@@ -60,37 +59,19 @@ def extended(cache: Cache, k: Tensor, v: Tensor) -> Cache:
     return torch.cat((cache[0], k), 2), torch.cat((cache[1], v), 2)
 
 
-def naive_step(case: Case) -> Operator:
+def cached(attend: Operator) -> Callable[[Case], Operator]:
+    """Builds the step of an attention with a cache. The newest query sees all keys, so it needs no mask."""
+
     def step(q: Tensor, k: Tensor, v: Tensor, state: Cache) -> tuple[Tensor, Cache]:
         keys, values = extended(state, k, v)
-        return naive_attention(q, keys, values, causal=False), (keys, values)  # The newest query sees all keys.
+        return attend(q, keys, values), (keys, values)
 
-    return step
-
-
-def softmax_step(case: Case) -> Operator:
-    def step(q: Tensor, k: Tensor, v: Tensor, state: Cache) -> tuple[Tensor, Cache]:
-        keys, values = extended(state, k, v)
-        return torch.nn.functional.scaled_dot_product_attention(q, keys, values), (keys, values)
-
-    return step
-
-
-def softplus_step(case: Case) -> Operator:
-    from memcheck.ops.softplus_attention import softplus_attention_step
-
-    return softplus_attention_step
+    return lambda case: step
 
 
 def softplus_state(case: Case) -> tuple[Tensor, ...]:
     """Z and A (B,R)"""
     return sums(case, *[(case.bsz, case.size("core_dim"))] * 2)
-
-
-def linear_step(case: Case) -> Operator:
-    from memcheck.ops.linear_attention import linear_attention_step
-
-    return linear_attention_step
 
 
 def linear_state(case: Case) -> tuple[Tensor, ...]:
@@ -100,16 +81,12 @@ def linear_state(case: Case) -> tuple[Tensor, ...]:
 
 
 def compressed_step(case: Case) -> Operator:
-    from memcheck.ops.compressed_attention import compressed_attention_step
-
     factor = case.size("factor")
     return lambda q, k, v, state: compressed_attention_step(q, k, v, state, factor=factor)
 
 
 def compressed_state(case: Case) -> Any:
     """The means of T // factor blocks (B,H,C,D), and sums (B,H,D) of the T % factor positions of the open block."""
-    from memcheck.ops.compressed_attention import CompressedAttentionState
-
     factor = case.size("factor")
     B, H, T, D = head_sizes(case)
     kc, vc = random_leaves(case, *[(B, H, T // factor, D)] * 2)

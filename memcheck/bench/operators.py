@@ -1,12 +1,11 @@
-"""Builds a case's inputs and callable."""
+"""The parts of catalog entries: functions that make the tensors of a case, and functions that build its operator."""
 
 from __future__ import annotations
 
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,24 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from memcheck.core.case import DTYPES, Case, Operator
 from memcheck.core.errors import UnsupportedError
+from memcheck.ops.compressed_attention import compressed_attention
 from memcheck.ops.reference import memcheck_pyt
-from memcheck.ops.reference.cs336_attention import cs336_attention
-from memcheck.ops.reference.linear_attention import linear_attention_cumsum
-from memcheck.ops.reference.naive_attention import naive_attention
-
-
-@contextmanager
-def overflow_as_out_of_memory() -> Iterator[None]:
-    """Inside, a tensor of 2^63 bytes or more raises torch.OutOfMemoryError, like any tensor that does not fit."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "overflow" not in str(error):
-            raise
-        raise torch.OutOfMemoryError("a tensor of 2^63 bytes or more") from None
 
 
 def random_leaves(case: Case, *shapes: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Normal random tensors in the case's dtype and device, the same every time; they require gradients to train."""
     options: Any = {"dtype": DTYPES[case.dtype], "device": case.device, "requires_grad": case.mode == "train"}
     if case.device == "meta":
         return tuple(torch.empty(shape, **options) for shape in shapes)
@@ -70,8 +57,9 @@ def combinator_weight(case: Case) -> tuple[Tensor, ...]:
     return random_leaves(case, (2, case.dim, case.dim))
 
 
-def build_naive(case: Case) -> Operator:
-    return lambda q, k, v: naive_attention(q, k, v, causal=bool(case.causal))
+def masked(function: Operator) -> Callable[[Case], Operator]:
+    """Builds the function with the case's mask."""
+    return lambda case: functools.partial(function, causal=bool(case.causal))
 
 
 def build_softmax(case: Case) -> Operator:
@@ -91,19 +79,21 @@ REFUSAL = re.compile("No available kernel|No viable backend|No (valid )?executio
 
 
 def build_forced(backend: SDPBackend) -> Callable[[Case], Operator]:
+    """Builds softmax attention on one backend. It raises UnsupportedError in torch's words if torch refuses."""
+
     def build(case: Case) -> Operator:
         attend = build_softmax(case)
 
         def forced(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             # torch gives its reasons in warnings; the error does not repeat them.
-            with sdpa_kernel(backend), warnings.catch_warnings(record=True) as said:
+            with sdpa_kernel(backend), warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 try:
                     return attend(q, k, v)
                 except RuntimeError as error:
                     if isinstance(error, torch.OutOfMemoryError) or not REFUSAL.search(str(error)):
                         raise
-                    reasons = [str(error), *(str(warning.message) for warning in said)]
+                    reasons = [str(error), *(str(warning.message) for warning in caught)]
             raise UnsupportedError(" ".join(reasons))
 
         return forced
@@ -111,43 +101,8 @@ def build_forced(backend: SDPBackend) -> Callable[[Case], Operator]:
     return build
 
 
-def memcheck_backend(case: Case) -> str:
-    return f"memcheck {case.device.split(':')[0]}"
-
-
-def build_softplus(case: Case) -> Operator:
-    from memcheck.ops.softplus_attention import softplus_attention
-
-    return lambda q, k, v: softplus_attention(q, k, v, causal=bool(case.causal))
-
-
-def build_linear(case: Case) -> Operator:
-    from memcheck.ops.linear_attention import linear_attention
-
-    return lambda q, k, v: linear_attention(q, k, v, causal=bool(case.causal))
-
-
-def build_linear_cumsum(case: Case) -> Operator:
-    return lambda q, k, v: linear_attention_cumsum(q, k, v)
-
-
-def build_combinator(case: Case) -> Operator:
-    from memcheck.ops.combinator import combinator
-
-    return combinator
-
-
-def build_low_memory_combinator(case: Case) -> Operator:
-    from memcheck.ops.combinator import combinator
-
-    return functools.partial(combinator, low_memory=True)
-
-
 def build_compressed(case: Case) -> Operator:
-    from memcheck.ops.compressed_attention import compressed_attention
-
-    factor = case.size("factor")
-    return lambda q, k, v: compressed_attention(q, k, v, factor=factor, causal=bool(case.causal))
+    return functools.partial(compressed_attention, factor=case.size("factor"), causal=bool(case.causal))
 
 
 class FlexAttention(torch.nn.Module):
@@ -180,9 +135,8 @@ def causal_block_mask(case: Case) -> Any:
 
 
 def build_memcheck_pyt_naive(case: Case) -> Operator:
-    attention = memcheck_pyt.NaiveAttention(
-        case.dim, case.size("heads"), causal=bool(case.causal), device=case.device, dtype=DTYPES[case.dtype]
-    )
+    options: Any = {"causal": bool(case.causal), "device": case.device, "dtype": DTYPES[case.dtype]}
+    attention = memcheck_pyt.NaiveAttention(case.dim, case.size("heads"), **options)
     return attention.requires_grad_(case.mode == "train")
 
 
@@ -192,7 +146,3 @@ def build_memcheck_pyt_softmax(case: Case) -> Operator:
             "memcheck_pyt asks for is_causal, which is top-left and right for query_len = kv_len only"
         )
     return functools.partial(memcheck_pyt.softmax_attention, causal=bool(case.causal))
-
-
-def build_cs336_naive(case: Case) -> Operator:
-    return cs336_attention

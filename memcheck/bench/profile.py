@@ -1,4 +1,4 @@
-"""Runs and measures one case. Every outcome is a record, including errors of the operator."""
+"""Measures one case of the catalog. Every outcome is a record, including errors of the operator."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from memcheck.bench.catalog import CONTENDERS, Case, Terms
-from memcheck.bench.predict import closed_terms, phase_beyond
+from memcheck.bench.predict import closed_bytes, closed_terms
 from memcheck.bench.workloads import prepare
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
@@ -65,68 +65,58 @@ def profile_case(
     skip_predicted: bool = False,
     on_memory: Callable[[Record], None] | None = None,
 ) -> Record:
-    """Memory first, then time, each in passes of its own. An error of the operator is a row, not the end.
+    """The record of a case: its memory, then its time, in separate passes. Errors of the operator are recorded.
 
-    details: who was alive at the peaks, and the tensors saved; see memcheck.measure_memory.
-    max_seconds: for the case as a whole. No timed pass begins that would run over, if it takes as long as measuring the
-    memory did; one that takes longer is not cut short.
-    passes: timed passes; as many as fit into 3 s, up to 10, where not given.
-    limit_bytes: what goes beyond is out of memory.
-    skip_predicted: a case whose closed byte terms exceed limit_bytes is not run, and its status is "skipped". Whatever
-    the limit, a case is skipped whose closed terms exceed the machine: what is available on a CPU, the whole of a GPU.
-    on_memory: told the record when all but its times is known; the timing may be cut short from outside.
+    details: also records the tensors alive at the peaks and the tensors saved; see memcheck.measure_memory.
+    max_seconds: for the whole case. No timed pass begins that would exceed it if it took as long as measuring the
+        memory did. A pass that takes longer is not interrupted.
+    passes: the number of timed passes; without it, as many as fit into 3 s, at most 10.
+    limit_bytes: a larger case runs out of memory.
+    skip_predicted: a case whose closed terms exceed limit_bytes is not run; its status is "skipped". A case whose
+        closed terms exceed the machine is always skipped: the available memory of a CPU, the total of a GPU.
+    on_memory: called with the record when everything but the times is known.
 
-    In decode mode the peak and the time are those of one step; the state before it is among input_bytes.
+    In decode mode the peak and the time are those of one step; the state before it is part of input_bytes.
     """
     deadline = None if max_seconds is None else time.perf_counter() + max_seconds
-    record = unmeasured(case)
+    record = Record(**machine_facts(case.device))
+    terms: Terms | None = None
+
+    def described(record: Record) -> Record:
+        return dataclasses.replace(record, **case.fields(), terms=terms)
+
+    def tell(record: Record) -> None:
+        if on_memory is not None:
+            on_memory(described(record))
+
     try:
-        record.theory = closed_terms(case)
-        foreseen = predicted_failure(case, record, limit_bytes if skip_predicted else None)
-        if foreseen is not None:
-            record = dataclasses.replace(record, **foreseen)
+        terms = closed_terms(case)
+        failure = predicted_failure(case, record, limit_bytes if skip_predicted else None)
+        if failure is not None:
+            record = dataclasses.replace(record, **failure)
         else:
-            theory = record.theory
-
-            def tell(record: Record) -> None:
-                if on_memory is not None:
-                    on_memory(describe(record, case, theory))
-
             record = run_case(case, record, details, deadline, passes, timed, limit_bytes, tell)
-            record.theory = theory
     except NotImplementedError as error:
         record.status, record.reason = "unsupported", str(error)
     except Exception as error:
         record.status, record.reason = "error", f"{type(error).__name__}: {error}"
-    return describe(record, case, record.theory)
-
-
-def describe(record: Record, case: Case, theory: Terms | None) -> Record:
-    """The record with the case's fields and theory filled in."""
-    record.theory = theory
-    for field, value in dataclasses.asdict(case).items():
-        if field != "device":
-            setattr(record, field, value)
-    return record
-
-
-def unmeasured(case: Case) -> Record:
-    return Record(**machine_facts(case.device))
+    return described(record)
 
 
 def predicted_failure(case: Case, machine: Record, limit_bytes: int | None) -> dict[str, Any] | None:
-    """The reason why the case would exceed the limit or the machine, as far as the theory tells."""
+    """The fields of the record if the closed terms exceed the limit or the machine; None if they do not."""
     rooms = {} if limit_bytes is None else {f"the limit of {format_bytes(limit_bytes)}": limit_bytes}
     if machine.device == "cpu" and machine.device_free_bytes:
         rooms[f"the {format_bytes(machine.device_free_bytes)} that this machine has left"] = machine.device_free_bytes
     elif machine.device_total_bytes:
         rooms[f"the {format_bytes(machine.device_total_bytes)} of this GPU"] = machine.device_total_bytes
+    peaks = closed_bytes(case) if rooms else {}
     for words, room in rooms.items():
-        found = phase_beyond(case, room)
-        if found is not None:
-            phase, peak = found
-            reason = f"predicted: {phase} peak {format_bytes(peak)}, above {words}"
-            return {"status": "skipped", "oom_phase": phase, "reason": reason}
+        for phase in ("forward", "backward"):
+            peak = peaks.get(f"{phase}_peak_bytes", 0)
+            if peak > room:
+                reason = f"predicted: {phase} peak {format_bytes(peak)}, above {words}"
+                return {"status": "skipped", "oom_phase": phase, "reason": reason}
     return None
 
 
@@ -146,60 +136,47 @@ def run_case(
     try:
         # Under a tracker, the CPU also raises OutOfMemoryError and respects the limit.
         with track(saved=False, limit_bytes=limit_bytes):
-            subject = prepare(case)
+            workload = prepare(case)
     except torch.OutOfMemoryError as error:
         return dataclasses.replace(machine, status="oom", reason=f"the inputs alone do not fit: {error}")
     start = time.perf_counter()
-    record = run_memory(subject, details, limit_bytes)
+    record = run_memory(workload, details, limit_bytes)
     if timed and record.status == "ok":
         on_memory(record)
         # Compile time is no estimate of pass time.
-        note_times(record, subject, deadline, passes, 0 if case.compiled else time.perf_counter() - start)
+        note_times(record, workload, deadline, passes, 0 if case.compiled else time.perf_counter() - start)
     return record
 
 
-def run_memory(subject: Workload, details: bool, limit_bytes: int | None) -> Record:
-    case, contender = subject.case, CONTENDERS[subject.case.operator]
-    measure = functools.partial(
-        measure_memory,
-        parameters=subject.parameters,
-        backward=subject.backward,
-        limit_bytes=limit_bytes,
-        details=details,
+def run_memory(workload: Workload, details: bool, limit_bytes: int | None) -> Record:
+    case, contender = workload.case, CONTENDERS[workload.case.operator]
+    measure: Callable[..., Record] = functools.partial(
+        measure_memory, limit_bytes=limit_bytes, details=details, **workload.options
     )
     if case.compiled:
         # Runs once before to compile, with the same hooks open, because torch.compile depends on them.
-        _, sources = with_generated_code(lambda: measure(subject.operator, *subject.inputs))
-        record = measure(subject.operator, *subject.inputs)
+        _, sources = with_generated_code(lambda: measure(workload.operator, *workload.inputs))
+        record = measure(workload.operator, *workload.inputs)
         record.backend, record.backend_reason = backend_in_code(sources, case.device.partition(":")[0])
     elif contender.backend is not None:
-        record = measure(subject.operator, *subject.inputs)
+        record = measure(workload.operator, *workload.inputs)
         record.backend = contender.backend(case)
     else:
-        witness = BackendWitness(subject.operator)
-        record = measure(witness, *subject.inputs)
+        witness = BackendWitness(workload.operator)
+        record = measure(witness, *workload.inputs)
         record.backend = contender.unfused if witness.backend == "math" else witness.backend
         if record.backend == "math" and case.operator == "softmax" and case.mode != "decode":
-            record.backend_reason = fused_refusals(*subject.inputs, causal=bool(case.causal))
+            record.backend_reason = fused_refusals(*workload.inputs, causal=bool(case.causal))
     if case.mode == "decode":
-        note_state(record, subject)
+        state_bytes = sum(storages_of(tensors_in(workload.state), torch.device(case.device)).values())
+        record.note_state(state_bytes, case.bsz, case.kv_len)
     return record
 
 
-def note_state(record: Record, subject: Workload) -> None:
-    case = subject.case
-    record.state_bytes = sum(storages_of(tensors_in(subject.state), torch.device(case.device)).values())
-    record.state_bytes_per_sequence = record.state_bytes / case.bsz
-    if case.kv_len:
-        record.state_bytes_per_token = record.state_bytes_per_sequence / case.kv_len
-
-
 def note_times(
-    record: Record, subject: Workload, deadline: float | None, passes: int | None, pass_seconds: float
+    record: Record, workload: Workload, deadline: float | None, passes: int | None, pass_seconds: float
 ) -> None:
-    """Times the case. pass_seconds: expected duration of a pass. The last pass must end in time, after one warm-up
-    pass.
-    """
+    """Adds the times. pass_seconds: expected duration of a pass; one warm-up pass and one more must end in time."""
     left = None if deadline is None else deadline - time.perf_counter() - pass_seconds
     if left is not None and left <= pass_seconds:
         record.passes = 0
@@ -207,12 +184,11 @@ def note_times(
         return
     limits = [seconds for seconds in (left, None if passes else TIMING_SECONDS) if seconds is not None]
     times = measure_time(
-        subject.operator,
-        *subject.inputs,
-        parameters=subject.parameters,
-        backward=subject.backward,
+        workload.operator,
+        *workload.inputs,
         passes=passes or DEFAULT_PASSES,
         max_seconds=min(limits, default=None),
+        **workload.options,
     )
     record.doubts += tuple(times.pop("doubts", ()))
     for field, value in times.items():
@@ -221,21 +197,17 @@ def note_times(
 
 def timeline_of_case(case: Case) -> Timeline:
     """The timeline of the case's memory; see memcheck.measure.timeline.record_timeline."""
-    subject = prepare(case)
-    return record_timeline(subject.operator, *subject.inputs, parameters=subject.parameters, backward=subject.backward)
+    work = prepare(case)
+    return record_timeline(work.operator, *work.inputs, parameters=work.parameters, backward=work.backward)
 
 
 def snapshot_case(case: Case, path: Path) -> Path:
     """Writes the case's memory over time; see memcheck.measure.export.write_snapshot."""
-    subject = prepare(case)
-    return write_snapshot(
-        subject.operator, *subject.inputs, path=path, parameters=subject.parameters, backward=subject.backward
-    )
+    workload = prepare(case)
+    return write_snapshot(workload.operator, *workload.inputs, path=path, **workload.options)
 
 
 def trace_case(case: Case, path: Path) -> list[dict[str, Any]]:
     """Writes torch.profiler's trace of the case, and returns the time of each operator; see export.write_trace."""
-    subject = prepare(case)
-    return write_trace(
-        subject.operator, *subject.inputs, path=path, parameters=subject.parameters, backward=subject.backward
-    )
+    workload = prepare(case)
+    return write_trace(workload.operator, *workload.inputs, path=path, **workload.options)

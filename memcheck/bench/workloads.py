@@ -1,4 +1,4 @@
-"""Prepares a case's workload: its operator as a function of its inputs, with named inputs and parameters."""
+"""Turns a case into a workload: builds what its catalog entry names, and adds the names of arguments and parameters."""
 
 from __future__ import annotations
 
@@ -10,30 +10,27 @@ from torch import Tensor
 
 from memcheck.bench.catalog import CONTENDERS
 from memcheck.bench.decode import one_token
-from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.core.case import Case, Operator
 from memcheck.core.errors import UnsupportedError
-from memcheck.core.tensors import named_tensors_in
+from memcheck.core.tensors import named_tensors_in, overflow_as_out_of_memory
 from memcheck.core.workload import Workload
 from memcheck.measure.compile import compiled
 
 
 @overflow_as_out_of_memory()
 def prepare(case: Case) -> Workload:
-    """The case's operator and inputs. UnsupportedError if the operator has no decoding step."""
+    """The workload of the case. UnsupportedError if the operator has no decoding step."""
     contender = CONTENDERS[case.operator]
+    state: Any = None
+    parameters: tuple[Tensor, ...] = ()
     if case.mode == "decode":
         if contender.decode is None:
             raise UnsupportedError(f"{case.operator} has no decoding step")
         state = contender.decode.state(case)
-        return finish(case, contender.decode.step(case), (*contender.inputs(one_token(case)), state), (), state)
-    parameters = contender.parameters(case)
-    return finish(case, contender.build(case), contender.inputs(case), parameters)
-
-
-def finish(
-    case: Case, operator: Operator, inputs: tuple[Any, ...], parameters: tuple[Tensor, ...], state: Any = None
-) -> Workload:
+        operator, inputs = contender.decode.step(case), (*contender.inputs(one_token(case)), state)
+    else:
+        parameters = contender.parameters(case)
+        operator, inputs = contender.build(case), contender.inputs(case)
     call = bind(operator, parameters)
     # A module's own parameters count, even if it is wrapped.
     owned = (parameters, operator if any(True for _ in named_tensors_in(operator)) else ())
@@ -46,6 +43,7 @@ def bind(operator: Operator, parameters: tuple[Tensor, ...]) -> Operator:
 
 
 def argument_names(operator: Operator) -> tuple[str, ...]:
+    """The names of its positional arguments; empty if it has no signature."""
     try:
         parameters = inspect.signature(
             operator.forward if isinstance(operator, torch.nn.Module) else operator

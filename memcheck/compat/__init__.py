@@ -1,7 +1,7 @@
-"""Client code of the closed bluewalm module runs on memcheck: its names, shapes and defaults, and nothing of its code.
+"""Runs client code of the closed bluewalm module on memcheck. It has that module's names, shapes and defaults, no code.
 
-`python -m memcheck.compat SCRIPT ARGS` runs a script as it is; `memcheck.compat.install()` does for the process at hand
-what that does: `bluewalm`, `bluewalm.softplus_attention` and `torch.ops.bluewalm_extension` are then memcheck's.
+`python -m memcheck.compat SCRIPT ARGS` runs a script unchanged. `memcheck.compat.install()` does the same for the
+current process: `bluewalm`, `bluewalm.softplus_attention` and `torch.ops.bluewalm_extension` are then memcheck's.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from pathlib import Path
 
 __all__ = ["install"]
 
-# A folder that holds a package of the name bluewalm, and the one that holds memcheck. Being on the path, rather than in
-# sys.modules, is what a process started by multiprocessing takes over.
+# The folder with our package named bluewalm, and the folder with memcheck. Processes started by multiprocessing inherit
+# the search path, but not sys.modules.
 SEARCH_PATH = Path(__file__).parent / "search_path"
 ENTRIES = (str(SEARCH_PATH), str(Path(__file__).parents[2]))
 
 
 def foreign_bluewalm() -> str | None:
-    """Where a bluewalm that is not ours is installed. A folder of that name without an __init__.py is none."""
+    """The path of an installed bluewalm that is not ours; None without one. A folder without __init__.py is none."""
     spec = importlib.util.find_spec("bluewalm")
     if spec is None or spec.origin is None or Path(spec.origin).is_relative_to(SEARCH_PATH):
         return None
@@ -27,13 +27,13 @@ def foreign_bluewalm() -> str | None:
 
 
 def install() -> list[str]:
-    """Makes the closed module's names resolve to memcheck's. A second time it does nothing.
+    """Makes the closed module's names resolve to memcheck's. A second call does nothing.
 
     Returns:
-        What it appended to sys.path.
+        The entries that it appended to sys.path.
 
     Raises:
-        ImportError: a real bluewalm is installed; it is not shadowed.
+        ImportError: the real bluewalm is installed.
     """
     if where := foreign_bluewalm():
         raise ImportError(f"compat: another bluewalm is there, {where}; remove it, or do without compat")

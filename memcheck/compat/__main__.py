@@ -22,7 +22,7 @@ bluewalm.softplus_attention and torch.ops.bluewalm_extension are memcheck's modu
 
 
 def prepare_script(script: str) -> Callable[[], object]:
-    """`python SCRIPT`: its folder is the first on the path, in place of the current one."""
+    """Like `python SCRIPT`: the script's folder is first on the path, in place of the current one."""
     path = Path(os.path.abspath(script))
     if not path.is_file():
         raise UsageError(f"there is no script '{script}'")
@@ -30,10 +30,10 @@ def prepare_script(script: str) -> Callable[[], object]:
         sys.path[0] = str(path.resolve().parent)
 
     def run() -> None:
-        # Unlike runpy's, this __main__ lives on for threads and for what runs at exit.
+        # Unlike runpy's, this __main__ stays alive for threads and exit handlers.
         sys.modules["__main__"] = ModuleType("__main__")
         sys.modules["__main__"].__file__ = str(path)
-        # The script has its own future statements, and not this file's.
+        # Without inheriting this file's future statements.
         code = compile(path.read_bytes(), path, "exec", dont_inherit=True)
         exec(code, sys.modules["__main__"].__dict__)
 
@@ -41,14 +41,15 @@ def prepare_script(script: str) -> Callable[[], object]:
 
 
 def prepare_module(name: str) -> Callable[[], object]:
-    """`python -m MODULE`"""
-    # The package alone: finding what is in it imports it, and it may import bluewalm.
+    """Like `python -m MODULE`."""
+    # Only the package is looked up: looking into it would import it, and it may import bluewalm.
     if importlib.util.find_spec(name.partition(".")[0]) is None:
         raise UsageError(f"there is no module '{name}'")
     return lambda: runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
 def prepare(words: list[str]) -> Callable[[], object]:
+    """The function that runs the script or module of the command line. UsageError if there is none."""
     prepare_what = prepare_module if words[:1] == ["-m"] else prepare_script
     sys.argv = words[1:] if words[:1] == ["-m"] else words
     if not sys.argv or sys.argv[0].startswith("-"):
@@ -57,7 +58,7 @@ def prepare(words: list[str]) -> Callable[[], object]:
 
 
 def install_everywhere() -> None:
-    """Here, and in every Python that this one starts."""
+    """Installs compat here, and in every Python that this process starts."""
     try:
         added = install()
     except ImportError as error:
@@ -82,6 +83,7 @@ def main() -> None:
 
 
 def complain(message: str, exit_code: int) -> int:
+    """Prints the message and returns the exit code."""
     print("memcheck:", message, file=sys.stderr)
     return exit_code
 

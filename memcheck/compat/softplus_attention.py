@@ -1,6 +1,4 @@
-"""The names that client code imports from `bluewalm.softplus_attention`: memcheck.nn's modules, on the GPU if there is
-one.
-"""
+"""The names that client code imports from `bluewalm.softplus_attention`: memcheck.nn's modules, by default on a GPU."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ from torch import Tensor
 
 from memcheck import nn
 from memcheck.nn import heuristic_core_dim
-from memcheck.nn.weighted import Device, Weighted
+from memcheck.nn.weighted import DeviceLike, Weighted
 from memcheck.ops.softplus_attention import softplus_attention
 
 __all__ = [
@@ -29,11 +27,9 @@ def attention_operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 class Here(Weighted):
-    """device=None is the current CUDA device where there is one, else the CPU; unless a `with torch.device(...)` or
-    torch.set_default_device names another.
-    """
+    """With device=None the weight is on the current CUDA device, else on the CPU, or on torch's default device."""
 
-    def __init__(self, *shape: int, device: Device, dtype: torch.dtype | None) -> None:
+    def __init__(self, *shape: int, device: DeviceLike, dtype: torch.dtype | None) -> None:
         if device is None and torch.get_default_device().type == "cpu" and torch.cuda.is_available():
             device = torch.device("cuda", torch.cuda.current_device())
         super().__init__(*shape, device=device, dtype=dtype)

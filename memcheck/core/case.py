@@ -10,16 +10,11 @@ import torch
 
 from memcheck.core.errors import UsageError
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
 MODES = ("train", "inference", "decode")
 
-DEFAULT_FACTOR = 8  # Positions per block.
+DEFAULT_FACTOR = 8  # Positions per block of compressed attention.
 
 Operator = Callable[..., Any]  # Called with a case's inputs.
 # Record field -> the bytes alive at that moment: name -> bytes.
@@ -46,6 +41,10 @@ class Case:
     mode: str = "train"
     compiled: bool = False
     device: str = "cpu"
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that a record of the case has, too. A record's device is the machine's."""
+        return {name: value for name, value in vars(self).items() if name != "device"}
 
     def size(self, name: str) -> int:
         """The size with that name. UsageError if the case has none."""

@@ -1,8 +1,8 @@
-"""GPUs by name: what each has to give, and how that is known. Predictions are made for one of them.
+"""The devices that predictions are made for: a catalog of GPUs, and those of this machine.
 
-A driver reports less than is printed on the box, and a process gets less than that: its CUDA context, with the kernels
-that it loads, comes first. `usable_bytes` is what is left for torch's allocator; `source` says where the numbers are
-from. What is only known by its nominal size gets a rule that is below every GPU of which more is known.
+A driver reports less memory than the nominal size, and a process gets less than that, because its CUDA context and
+kernels come first. `usable_bytes` is what is left for torch's allocator; `source` says where the numbers are from. A
+GPU of which only the nominal size is known gets a lower estimate than any GPU that was measured.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,10 +29,11 @@ NOMINAL_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Device:
-    """Where a case would run. usable_bytes is None where nothing but a limit given by hand ends it: on a CPU.
+    """A device and its memory.
 
-    architecture: CUDA's compute capability, (8, 0); None on a CPU and where it is not known.
-    total_bytes: as the driver reports it, where that is known.
+    architecture: CUDA's compute capability, (8, 0); None for a CPU or if unknown.
+    total_bytes: as the driver reports it, else the nominal size.
+    usable_bytes: what torch's allocator can get; None for a CPU, which has no limit of its own.
     """
 
     name: str
@@ -42,13 +44,7 @@ class Device:
     source: str
 
 
-def read_device(row: dict[str, str]) -> Device:
-    major, _, minor = row["architecture"].partition(".")
-    total_bytes, usable_bytes, source = sizes_of(row)
-    return Device(row["name"], "cuda", (int(major), int(minor)), total_bytes, usable_bytes, source)
-
-
-def sizes_of(row: dict[str, str]) -> tuple[int, int, str]:
+def memory_sizes(row: dict[str, str]) -> tuple[int, int, str]:
     """Total bytes, bytes for torch's allocator, and the source of both."""
     nominal_bytes = int(row["nominal_gb"]) * 2**30
     if not row["total_mib"]:
@@ -64,39 +60,41 @@ def sizes_of(row: dict[str, str]) -> tuple[int, int, str]:
     return total_bytes, total_bytes - CONTEXT_BYTES, source
 
 
-def read_table() -> list[dict[str, str]]:
-    with TABLE.open(newline="", encoding="utf-8") as lines:
-        return list(csv.DictReader(lines))
+def read_device(row: dict[str, str]) -> Device:
+    major, _, minor = row["architecture"].partition(".")
+    return Device(row["name"], "cuda", (int(major), int(minor)), *memory_sizes(row))
 
 
-ROWS = read_table()
+ROWS = list(csv.DictReader(TABLE.read_text(encoding="utf-8").splitlines()))
 DEVICES: dict[str, Device] = {row["name"]: read_device(row) for row in ROWS}
 # Patterns of the names that drivers report.
 KNOWN_AS = {row["name"]: re.compile(row["known_as"]) for row in ROWS}
 
 
 def device_named(text: str) -> Device:
-    """A GPU of the catalog, "cpu", "cuda" or "cuda:1" of this machine, or a size: "40GiB", of a GPU that is not known.
+    """The device of a name: a GPU of the catalog, "cpu", "cuda" or "cuda:1" of this machine, or a size such as "40GiB".
 
-    Upper and lower case are one, and so are hyphens, blanks and nothing: "rtx 4090", "RTX4090". The beginning or the
-    end of a name will do where no other has it: "4090".
+    Case, hyphens and blanks do not matter: "rtx 4090" is "RTX4090". The beginning or the end of a name is enough if
+    it is unique: "4090".
 
-    UsageError: it is none of these, or several; or there is no such GPU here.
+    UsageError: there is no such device, or several have the name.
     """
     name = plain(text)
     if name == "cpu":
         return this_cpu()
     if found := re.fullmatch(r"cuda(?::(\d+))?", text.strip().lower()):
         return this_gpu(int(found[1] or 0))
-    if size := size_of(text):
+    with suppress(ValueError):
+        size = parse_bytes(text)
         return Device(text.strip(), "cuda", None, size, size, "as given: all of it is for torch's allocator")
     matches = [known] if (known := catalog_name(text.strip())) else matching(name)
     if len(matches) == 1:
         return DEVICES[matches[0]]
-    raise UsageError(f"--device {text} is {said_of(text.strip(), matches)}")
+    raise UsageError(f"--device {text} is {objection_to(text.strip(), matches)}")
 
 
-def said_of(text: str, matches: list[str]) -> str:
+def objection_to(text: str, matches: list[str]) -> str:
+    """Why the text names no single device."""
     if matches:
         return f"one of several: {', '.join(matches)}"
     if re.fullmatch(r"\d+(\.\d+)?", text):
@@ -105,7 +103,7 @@ def said_of(text: str, matches: list[str]) -> str:
 
 
 def matching(name: str) -> list[str]:
-    """Names of the catalog that the text may stand for: an exact match, or those that begin or end with it."""
+    """The catalog's names that equal the simplified name, else those that begin or end with it."""
     plains = {plain(known): known for known in DEVICES}
     if name in plains:
         return [plains[name]]
@@ -120,21 +118,14 @@ def plain(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", words)
 
 
-def size_of(text: str) -> int | None:
-    """The bytes of "40GiB"; None if the text is not a size."""
-    try:
-        return parse_bytes(text)
-    except ValueError:
-        return None
-
-
 def this_cpu() -> Device:
+    """This machine's CPU, without a limit."""
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return Device("cpu", "cpu", None, total_bytes, None, "this machine; requested bytes, and no limit but one given")
 
 
 def this_gpu(index: int = 0) -> Device:
-    """The GPU of that number here: what is free on it now, and what this process holds already, is usable.
+    """The GPU of that index. Usable is what is free now and what this process has reserved.
 
     UsageError: there is no such GPU.
     """

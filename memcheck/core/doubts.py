@@ -1,4 +1,4 @@
-"""The wording of doubts about times, by which a record's reader recognises them."""
+"""The first words of doubts about times, by which reports recognise them."""
 
 from __future__ import annotations
 

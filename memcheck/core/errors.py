@@ -2,6 +2,8 @@
 
 
 class MemcheckError(Exception):
+    """Ends the command with its exit code."""
+
     exit_code = 1
 
 

@@ -25,7 +25,7 @@ FIGURES = (
 
 @dataclass
 class ModelRecord(Record):
-    """operator is the attention, query_len the context. The peaks are of all that is alive, the model included."""
+    """A record whose operator is the attention and whose query_len is the context. Peaks include the model itself."""
 
     size: str | None = None
     feed_forward: str | None = None
@@ -35,19 +35,19 @@ class ModelRecord(Record):
     autocast: str | None = None  # dtype, or None.
     checkpointing: bool | None = None
 
-    parameters: int | None = None  # a count; parameter_bytes is their size, and leaves out buffers and the optimizer's
+    parameters: int | None = None  # Their number. parameter_bytes has neither buffers nor the optimizer's state.
     buffer_bytes: int | None = None  # The tables of rotary positions.
     peak_bytes: int | None = None  # The highest peak of all phases.
-    # Bytes kept for backward, by the module that first saved them: {"layers": [{"attention_norm": ..}, ..], "norm":
-    # ..}.
+    # Bytes kept for backward by the module that first saved them: {"layers": [{"attention_norm": ..}, ..], "norm": ..}
     activations: Activations | None = None
     # Milliseconds: phase, or "total" -> mean, deviation, median.
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     formulas: dict[str, dict[str, Any]] = field(default_factory=dict)  # Name -> formula and value.
-    predicted: dict[str, Any] | None = None  # beside what was measured: the same figures, exact, unknown, bounds
+    predicted: dict[str, Any] | None = None  # Of a measured record: the predicted figures, exact, unknown, bounds.
     bounds: tuple[str, ...] = ()  # Of a prediction: fields that are lower bounds.
 
     def note_peak(self) -> None:
+        """Fills peak_bytes with the highest peak of the phases."""
         peaks = [getattr(self, f"{phase}_peak_bytes") for phase in PHASES]
         known = [peak for peak in peaks if peak is not None]
         self.peak_bytes = max(known) if known and self.status == "ok" else None
@@ -66,11 +66,12 @@ def by_layer(kept: dict[str, int], layers: int) -> Activations:
 
 
 def components_of(activations: Activations) -> dict[str, int]:
-    """The parts of the first layer as "layer.attention_norm", and those of the rest of the model, in one list."""
+    """Bytes by component: those of the first layer as "layer.attention_norm", and those outside the layers."""
     layer = {f"layer.{name}": size for name, size in activations["layers"][0].items()}
     return {**layer, **{name: size for name, size in activations.items() if name != "layers"}}
 
 
 def total(activations: Activations) -> int:
+    """The bytes of all layers and of everything outside them."""
     layers = sum(sum(layer.values()) for layer in activations["layers"])
     return layers + sum(size for name, size in activations.items() if name != "layers")

@@ -1,4 +1,4 @@
-"""What one measurement or prediction says: a flat record, and the files it is kept in.
+"""The record of one measurement or prediction: flat, and convertible to and from a line of JSON.
 
 Sizes are bytes. Unknown is None (null in JSON), never 0. A case that failed is a record too.
 """
@@ -13,7 +13,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ class Record:
 
     # The case.
     schema: int = SCHEMA
-    source: str = "measured"  # "measured" or "predicted". Records of the two kinds are never mixed up or substituted.
+    source: str = "measured"  # "measured" or "predicted". Reports never mix the two.
     operator: str | None = None  # The contender's name in the catalog.
     bsz: int | None = None
     query_len: int | None = None
@@ -70,7 +70,7 @@ class Record:
     parameter_bytes: int | None = None
     optimizer_bytes: int | None = None  # State of the optimizer, such as AdamW's two moments.
     # What the operator needs.
-    forward_peak_bytes: int | None = None  # highest sum alive during the forward, with inputs and library workspaces
+    forward_peak_bytes: int | None = None  # Highest sum alive during the forward, with inputs and library workspaces
     saved_bytes: int | None = None  # Alive after the forward, less inputs, parameters and outputs.
     backward_peak_bytes: int | None = None  # Highest sum alive during the backward alone.
     optimizer_peak_bytes: int | None = None  # Highest sum alive during the optimizer's step after the backward.
@@ -98,16 +98,23 @@ class Record:
     # In detail.
     doubts: tuple[str, ...] = ()  # Reasons why a figure may be off, as sentences.
     exact: bool | None = None  # Of a prediction: True if every figure is verified and none is a bound.
-    # How the figures are known. "measured": on this device. Predicted, by rules that are "verified": compared with
-    # measurements on this kind of device; or "derived": read in sources, and compared with none. None: there are none.
+    # How the figures are known: "measured" on this device; predicted by rules that were compared with measurements on
+    # this kind of device, "verified"; or by rules only read in sources, "derived". None: there are no figures.
     basis: str | None = None
     saved_tensors: list[dict[str, Any]] | None = None  # Tensors kept for backward: shape, dtype, bytes.
     alive_at_peak: list[dict[str, Any]] | None = None  # Largest first: phase, name of what allocated it, bytes.
-    theory: dict[str, dict[str, int]] | None = None  # Record field -> bytes alive at that moment: name -> bytes.
+    # Predicted from the shapes alone: record field -> bytes alive at that moment: name -> bytes.
+    terms: dict[str, dict[str, int]] | None = None
 
     def __post_init__(self) -> None:
         if self.source == "measured":
             self.basis = "measured"
+
+    def note_state(self, state_bytes: int, bsz: int, tokens: int | None) -> None:
+        """Fills the fields of a decoding state that holds so many tokens of each sequence."""
+        self.state_bytes, self.state_bytes_per_sequence = state_bytes, state_bytes / bsz
+        if tokens:
+            self.state_bytes_per_token = self.state_bytes_per_sequence / tokens
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
@@ -124,8 +131,12 @@ class Record:
         schema = values.get("schema", SCHEMA)
         if schema != SCHEMA:
             raise ValueError(f"its schema is {schema!r}, and this memcheck reads {SCHEMA}")
+        if "theory" in values:  # The older name of the terms.
+            values["terms"] = values.pop("theory")
         if values.get("source") == "predicted" and "basis" not in values:
-            values |= basis_of_old(values)
+            # Written before the field existed: verified on the CPU, else derived.
+            on_cpu = values.get("device") == "cpu"
+            values |= {"basis": "verified" if on_cpu else "derived", "exact": values.get("exact") and on_cpu}
         kinds = field_types(cls)  # type: ignore[arg-type]  # dataclasses have no hash, but their classes do
         return cls(**{name: typed(name, values[name], kind) for name, kind in kinds.items() if name in values})
 
@@ -175,21 +186,6 @@ def is_a(value: Any, kind: Any) -> bool:
     if kind is str:  # JSON can hold lone surrogates, which UTF-8 cannot encode.
         return isinstance(value, str) and not SURROGATE.search(value)
     return kind is bool and isinstance(value, bool)
-
-
-def basis_of_old(values: dict[str, Any]) -> dict[str, Any]:
-    """The basis of a prediction written before the field existed: verified on the CPU, else derived."""
-    on_cpu = values.get("device") == "cpu"
-    return {"basis": "verified" if on_cpu else "derived", "exact": values.get("exact") and on_cpu}
-
-
-def write_json_lines(records: Iterable[Record], path: Path) -> None:
-    path.write_text("".join(record.to_json() + "\n" for record in records), encoding="utf-8")
-
-
-def read_json_lines(path: Path) -> Iterator[Record]:
-    for line in path.read_text(encoding="utf-8").splitlines():
-        yield Record.from_json(line)
 
 
 def write_csv(records: Iterable[Record], path: Path) -> None:

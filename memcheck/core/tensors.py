@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -36,8 +37,7 @@ _SPARSE_PARTS = {
 
 
 def tensors_in(thing: Any) -> Iterator[torch.Tensor]:
-    """The tensors in a tensor, a module (parameters and buffers), an optimizer (parameters and state) or nested
-    containers of these; anything else has none."""
+    """The tensors in a tensor, module (parameters, buffers), optimizer (parameters, state) or containers of these."""
     return (tensor for _, tensor in named_tensors_in(thing))
 
 
@@ -73,7 +73,10 @@ def storages_of(tensors: Iterable[torch.Tensor], device: torch.device) -> Storag
 
 def storages_on(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.UntypedStorage]:
     """The tensor's storages on the device: one, or those of its parts."""
-    return (storage for storage in storages_in(tensor) if _lies_on(storage, device))
+    for storage in storages_in(tensor):
+        place = storage.device
+        if place.type == device.type and (place.type == "cpu" or place.index == device.index):
+            yield storage
 
 
 def with_data(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -84,16 +87,18 @@ def with_data(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, 
             kind = "meta" if tensor.is_meta else "fake"
             raise ValueError(
                 f"{name} must have data to be measured, got a {kind} tensor of shape {tuple(tensor.shape)}; "
-                "memcheck.predict_memory says what a case takes from its shapes alone"
+                "memcheck.predict_memory needs no data"
             )
         yield name, tensor
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
+    """The dtype without "torch.": "float32"."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
 def storages_in(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """The tensor's storages: one, or those of the parts of a sparse tensor or a wrapper subclass."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             yield from storages_in(getattr(tensor, name))
@@ -105,11 +110,8 @@ def storages_in(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 
 def references_of(tensors: Iterable[torch.Tensor]) -> Iterator[StorageWeakRef]:
+    """Weak references to the storages of the tensors."""
     return (StorageWeakRef(storage) for tensor in tensors for storage in storages_in(tensor))
-
-
-def _lies_on(storage: torch.UntypedStorage, device: torch.device) -> bool:
-    return storage.device.type == device.type and (device.type == "cpu" or storage.device.index == device.index)
 
 
 def resolve_device(device: torch.device | str | None, tensors: Iterable[torch.Tensor]) -> torch.device:
@@ -130,6 +132,18 @@ def roots_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def gradients_for(roots: list[torch.Tensor], dense: bool) -> list[torch.Tensor]:
+    """Gradients of ones in the shapes of the roots: full tensors, or single elements expanded."""
     if dense:
         return [torch.ones_like(root) for root in roots]
     return [torch.ones((), dtype=root.dtype, device=root.device).expand(root.shape) for root in roots]
+
+
+@contextmanager
+def overflow_as_out_of_memory() -> Iterator[None]:
+    """Inside, a tensor of 2^63 bytes or more raises torch.OutOfMemoryError, like any tensor that does not fit."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "overflow" not in str(error):
+            raise
+        raise torch.OutOfMemoryError("a tensor of 2^63 bytes or more") from None

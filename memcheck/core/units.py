@@ -10,7 +10,7 @@ UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def parse_bytes(text: str) -> int:
-    """ "40GiB", "1.5 GB" or "4096B" in bytes; ValueError when it is none of those. A number needs a unit."""
+    """The bytes of a text such as "40GiB", "1.5 GB" or "4096B". ValueError without a number or a known unit."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is not None and not found[2] and Fraction(found[1]):
         raise ValueError(f"{found[1]}: {found[1]} what? write {found[1]}GiB or {found[1]}B")

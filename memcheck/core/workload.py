@@ -1,4 +1,4 @@
-"""A workload: an operator, its inputs and parameters, and whether a backward and an optimizer step follow."""
+"""A workload: what is measured or predicted, as one value."""
 
 from __future__ import annotations
 
@@ -16,17 +16,22 @@ from memcheck.core.tensors import named_tensors_in
 class Workload:
     """An operator with its inputs, parameters, state and optimizer step: everything that a run or a trace needs."""
 
-    case: Any  # Case or ModelCase
+    case: Any  # Case or ModelCase.
     operator: Operator
     inputs: tuple[Any, ...]
-    parameters: Any
-    names: tuple[str, ...]  # names of the operator's arguments, if known
-    state: Any = None  # decode mode: the state, which is also the last input
-    optimizer_step: Callable[[], Any] | None = None  # called after the backward
+    parameters: Any  # A pair: the tensors that follow the inputs, and containers that own the other tensors.
+    names: tuple[str, ...]  # Names of the operator's arguments, if known.
+    state: Any = None  # In decode mode: the state, which is also the last input.
+    optimizer_step: Callable[[], Any] | None = None  # Called after the backward.
 
     @property
     def backward(self) -> bool:
         return self.case.mode in ("train", "backward")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The keyword arguments of memcheck.measure_memory that belong to the workload."""
+        return {"parameters": self.parameters, "backward": self.backward, "optimizer_step": self.optimizer_step}
 
     def named_inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the inputs with their names: "q", or "state.0" if an argument holds several."""
@@ -34,10 +39,11 @@ class Workload:
             yield from named_tensors_in(argument, self._name(index))
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        handed, operator = self.parameters
-        for index, tensor in enumerate(handed, len(self.inputs)):
+        """The parameters with their names: those of arguments, then those of the owners, "layers.0.weight"."""
+        arguments, owners = self.parameters
+        for index, tensor in enumerate(arguments, len(self.inputs)):
             yield self._name(index), tensor
-        yield from named_tensors_in(operator)
+        yield from named_tensors_in(owners)
 
     def _name(self, index: int) -> str:
         return self.names[index] if index < len(self.names) else f"argument {index}"

@@ -1,4 +1,4 @@
-"""Records allocations and frees, each with the stack of operators in which it happened."""
+"""Records allocations and frees, each with the operators that were running."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from memcheck._extension import _C
 NODE = "autograd::engine::evaluate_function: "
 # Operators that only allocate. The operator that called them is named instead.
 FACTORIES = re.compile(r"aten::(new_)?empty(_like|_strided|_permuted)?|aten::resize_(as_)?")
-# Operators by which torch turns numbers into tensors.
+# The name of an allocation outside of any operator: torch turns a Python number into a tensor.
 NOWHERE = "no operator"
 
 
@@ -37,6 +37,7 @@ class AllocationRecorder(Protocol):
 
 
 def open_recorder(device: torch.device) -> AllocationRecorder:
+    """Begins a recording for the device."""
     return CudaRecorder(device.index) if device.type == "cuda" else CpuRecorder()
 
 
@@ -114,8 +115,8 @@ def stack_of(frames: Iterable[dict[str, Any]]) -> tuple[str, ...]:
         name = _known_name(frame["name"])
         if name is not None and stack[-1:] != [name]:
             stack.append(name)
-    python = [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in frames if _is_python(frame)]
-    return tuple(stack or python[:1])
+    python = [frame for frame in frames if str(frame["filename"]).endswith(".py")]
+    return tuple(stack or [f"{frame['filename']}:{frame['line']} {frame['name']}" for frame in python[:1]])
 
 
 def _known_name(function: str) -> str | None:
@@ -124,7 +125,3 @@ def _known_name(function: str) -> str | None:
     if found := re.search(r"(\w+Backward\d*|\bAccumulateGrad|\bCppNode<.*>)::apply\b", function):
         return NODE + found[1]
     return None
-
-
-def _is_python(frame: dict[str, Any]) -> bool:
-    return str(frame["filename"]).endswith(".py")

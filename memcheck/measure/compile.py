@@ -1,4 +1,4 @@
-"""Runs an operator under torch.compile, and finds out which implementation the generated code uses."""
+"""Runs an operator under torch.compile, and finds the implementation that the generated code calls."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def compiled(operator: Operator) -> Operator:
 
 
 def with_generated_code(run: Callable[[], T]) -> tuple[T, list[str]]:
-    """What `run` returns, and the source of what is compiled meanwhile; earlier compilations are forgotten first.
+    """The result of `run`, and the code that torch.compile generates meanwhile. Earlier compilations are discarded.
 
-    UnsupportedError, in torch's words: there is no compiler here that torch.compile could use.
+    UnsupportedError, in torch's words: this machine has no compiler that torch.compile can use.
     """
     from torch._inductor.exc import CppCompileError, InductorError, InvalidCxxCompiler
     from torch._inductor.utils import run_and_get_code
@@ -36,9 +36,9 @@ def with_generated_code(run: Callable[[], T]) -> tuple[T, list[str]]:
 
 
 def backend_in_code(sources: list[str], device: str) -> tuple[str, str | None]:
-    """Which implementation a compiled operator runs, and why it is not what one would expect.
+    """The implementation that a compiled operator runs, and the reason if it is an unexpected one.
 
-    Inductor knows the lines of softmax attention when it sees them, and may put a fused attention in their place.
+    Inductor recognises plain softmax attention, and may replace it by a fused attention.
     """
     code = "\n".join(sources)
     if not code:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch
 
 from memcheck.core.units import format_time
 from memcheck.measure.allocation_events import cuda_memory_history
-from memcheck.measure.run import Run, Subject, range_around, timed_pass
-from memcheck.measure.timeline import Block, Timeline, recorded
+from memcheck.measure.run import MeasuredCall, MeasuredRun, range_around, timed_pass
+from memcheck.measure.timeline import Allocation, Timeline, recorded
 
 Rows = list[dict[str, Any]]
 
@@ -31,24 +31,24 @@ def write_snapshot(
 ) -> Path:
     """Writes the memory of fn's forward and backward over time, for the viewer at pytorch.org/memory_viz.
 
-    On CUDA it is what torch.cuda.memory._dump_snapshot writes, with tracebacks. On the CPU it is our timeline in the
-    same format: device 0 is the CPU, a "segment" a stretch of addresses that was in use at some time, and the frames
-    are operators and autograd nodes. Arguments are those of memcheck.measure_memory.
+    On CUDA the file is what torch.cuda.memory._dump_snapshot writes, with tracebacks. On the CPU it is a timeline in
+    the same format: device 0 is the CPU, a segment is a range of addresses that was ever in use, and frames are
+    operators and autograd nodes. Arguments are those of memcheck.measure_memory.
     """
-    subject = Subject(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
+    call = MeasuredCall(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
     path = Path(path)
-    if subject.device.type == "cuda":
+    if call.device.type == "cuda":
         with cuda_memory_history():
-            Run(subject).measure(dense_grad)
+            MeasuredRun(call).measure(dense_grad)
             torch.cuda.memory._dump_snapshot(str(path))
     else:
         # The viewer reads pickle protocols up to 4.
-        path.write_bytes(pickle.dumps(snapshot_of(recorded(subject, dense_grad=dense_grad)[0]), protocol=4))
+        path.write_bytes(pickle.dumps(snapshot_of(recorded(call, dense_grad=dense_grad)[0]), protocol=4))
     return path
 
 
 def snapshot_of(timeline: Timeline) -> dict[str, Any]:
-    """The timeline in the format of torch.cuda.memory._snapshot(). The caller's tensors are there from the start."""
+    """The timeline in the format of torch.cuda.memory._snapshot(). The caller's tensors exist from the start."""
     births = [(block.born, _entry("alloc", block)) for block in timeline.blocks if block.born and block.bytes > 0]
     ends = [(block.died, block) for block in timeline.blocks if block.died is not None]
     ends += [(block.born, block) for block in timeline.blocks if block.bytes < 0]
@@ -57,11 +57,11 @@ def snapshot_of(timeline: Timeline) -> dict[str, Any]:
     return {"segments": _segments(timeline), "device_traces": [trace]}
 
 
-def _entry(action: str, block: Block) -> dict[str, Any]:
+def _entry(action: str, block: Allocation) -> dict[str, Any]:
     return {"action": action, "addr": block.address, "size": abs(block.bytes), "stream": 0, "frames": _frames(block)}
 
 
-def _frames(block: Block) -> Rows:
+def _frames(block: Allocation) -> Rows:
     """Frames, innermost first as in a traceback, preceded by the name of the block."""
     shape = f" {block.dtype} {list(block.shape)}" if block.shape is not None else ""
     names = [f"{block.name}{shape}", *reversed(block.stack)]
@@ -83,7 +83,7 @@ def _segments(timeline: Timeline) -> Rows:
     ]
 
 
-def _segment(begin: int, end: int, alive: list[Block]) -> dict[str, Any]:
+def _segment(begin: int, end: int, alive: list[Allocation]) -> dict[str, Any]:
     blocks: Rows = []
     at = begin
     for block in alive:
@@ -115,20 +115,21 @@ def write_trace(
     optimizer_step: Callable[[], Any] | None = None,
     **kwargs: Any,
 ) -> Rows:
-    """Writes torch.profiler's trace of one forward and backward, and returns who took the time, the longest first.
+    """Writes torch.profiler's trace of one forward and backward, and returns the times, the longest first.
 
-    The file is Chrome's trace format, for chrome://tracing and ui.perfetto.dev; a path that ends in .gz is compressed.
-    Each row is a name, its calls, self_ms (without what it called) and share of the sum: of kernels on CUDA, of
-    operators on the CPU. One pass before warms up. Arguments are those of memcheck.measure_memory.
+    The file has Chrome's trace format, for chrome://tracing and ui.perfetto.dev; a path that ends in .gz is
+    compressed. Each row has the name of a kernel (on CUDA) or an operator (on the CPU), its calls, self_ms (without
+    what it called) and its share of the sum. A pass before is the warm-up. Arguments are those of
+    memcheck.measure_memory.
     """
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    subject = Subject(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
-    on_cuda = subject.device.type == "cuda"
-    timed_pass(subject, dense_grad)
+    call = MeasuredCall(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
+    on_cuda = call.device.type == "cuda"
+    timed_pass(call, dense_grad)
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_cuda else [])]
     with profile(activities=activities, record_shapes=True) as profiler, _ranges(record_function):
-        timed_pass(subject, dense_grad)
+        timed_pass(call, dense_grad)
     profiler.export_chrome_trace(str(path))
     return _shares(profiler.key_averages(), on_cuda)
 
@@ -158,25 +159,21 @@ def _shares(averages: Any, on_cuda: bool) -> Rows:
 
 def format_shares(rows: Rows, top: int = 15) -> str:
     """Formats the table as text; the smallest rows are summed in the last line."""
-    shown = rows if len(rows) <= top else rows[: top - 1]
-    rest = rows[len(shown) :]
-    if rest:
+    if len(rows) > top:
+        rest = rows[top - 1 :]
         sums = {field: sum(row[field] for row in rest) for field in ("calls", "self_ms", "share")}
-        shown = [*shown, {"name": f"{len(rest)} others", **sums}]
-    lines = [f"{format_time(row['self_ms']):>9} {row['share']:6.1%} {row['calls']:6}  {row['name']}" for row in shown]
+        rows = [*rows[: top - 1], {"name": f"{len(rest)} others", **sums}]
+    lines = [f"{format_time(row['self_ms']):>9} {row['share']:6.1%} {row['calls']:6}  {row['name']}" for row in rows]
     return "\n".join([f"{'self time':>9} {'share':>6} {'calls':>6}  name", *lines])
 
 
 @contextmanager
 def nvtx_ranges(enabled: bool = True) -> Iterator[None]:
-    """Whatever memcheck measures inside has NVTX ranges around passes, forwards and backwards, for Nsight Systems.
+    """Inside, memcheck's measurements have NVTX ranges around passes, forwards and backwards, for Nsight Systems.
 
-    Nothing happens where they are not enabled, or where torch has no CUDA.
+    Without CUDA, or if they are not enabled, there are no ranges.
     """
-    if not (enabled and torch.cuda.is_available()):
-        yield
-        return
-    with _ranges(torch.cuda.nvtx.range):
+    with _ranges(torch.cuda.nvtx.range) if enabled and torch.cuda.is_available() else nullcontext():
         yield
 
 

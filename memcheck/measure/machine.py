@@ -1,4 +1,4 @@
-"""Per-device facts, clocks, library workspaces, and contention by other processes."""
+"""A machine with a CPU or a GPU: its facts, its clock, its library workspaces, and contention by other processes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -17,52 +17,53 @@ from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 
 
-class Machine(Protocol):
-    def facts(self) -> dict[str, Any]: ...
-    def drop_library_workspaces(self) -> int | None: ...
-    def max_allocated_bytes(self, *earlier: int | None) -> int | None: ...
-    def reserved_bytes(self) -> int | None: ...
-    def milliseconds(self, run: Callable[[], Any]) -> float: ...
-    def sharing(self) -> tuple[str, ...]: ...
-
-
 def machine_of(device: torch.device) -> Machine:
-    return CudaMachine(device.index) if device.type == "cuda" else CpuMachine()
+    """This machine with that device."""
+    return CudaMachine(device.index) if device.type == "cuda" else Machine()
 
 
-class CpuMachine:
+class Machine:
+    """This machine, for measurements on its CPU. What only a GPU has is None."""
+
     def facts(self) -> dict[str, Any]:
         page = os.sysconf("SC_PAGE_SIZE")
+        available = _proc_field("/proc/meminfo", "MemAvailable")  # "16000000 kB"
+        free = int(available.split()[0]) * 1024 if available else page * os.sysconf("SC_AVPHYS_PAGES")
         return {
             **_software(),
             "device": "cpu",
-            "device_name": _processor_name(),
+            "device_name": _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
             "device_total_bytes": page * os.sysconf("SC_PHYS_PAGES"),
-            "device_free_bytes": _proc_bytes("/proc/meminfo", "MemAvailable") or page * os.sysconf("SC_AVPHYS_PAGES"),
+            "device_free_bytes": free,
             "allocator": "memcheck tracking allocator",
         }
 
-    def drop_library_workspaces(self) -> None:
-        """oneDNN's and MKL's scratch is outside torch's allocator and therefore unknown."""
+    def drop_library_workspaces(self) -> int | None:
+        """None, because oneDNN's and MKL's scratch is outside torch's allocator."""
         return None
 
-    def max_allocated_bytes(self, *earlier: int | None) -> None:
+    def max_allocated_bytes(self, *earlier: int | None) -> int | None:
+        """torch.cuda.max_memory_allocated without resets. earlier: the peaks before them."""
         return None
 
-    def reserved_bytes(self) -> None:
+    def reserved_bytes(self) -> int | None:
+        """The bytes of the caching allocator's segments."""
         return None
 
     def milliseconds(self, run: Callable[[], Any]) -> float:
+        """The duration of `run`, until its last kernel has ended."""
         start = time.perf_counter()
         run()
         return (time.perf_counter() - start) * 1e3
 
     def sharing(self) -> tuple[str, ...]:
-        """Empty: load() reports CPU contention."""
+        """A sentence if other processes use the GPU. Empty for a CPU, whose contention load() reports."""
         return ()
 
 
-class CudaMachine:
+class CudaMachine(Machine):
+    """This machine, for measurements on one of its GPUs."""
+
     def __init__(self, index: int) -> None:
         torch.cuda.init()
         self.index = index
@@ -88,7 +89,6 @@ class CudaMachine:
         return before - self._stat("requested_bytes.all.current")
 
     def max_allocated_bytes(self, *earlier: int | None) -> int:
-        """The peak as torch.cuda.max_memory_allocated would report it without resets."""
         return max(self._stat("allocated_bytes.all.peak"), *(peak or 0 for peak in earlier), 0)
 
     def reserved_bytes(self) -> int:
@@ -105,7 +105,7 @@ class CudaMachine:
         return start.elapsed_time(end)
 
     def sharing(self) -> tuple[str, ...]:
-        """A sentence if other processes use this GPU. Empty if nvidia-smi cannot tell."""
+        # Empty, too, if nvidia-smi cannot tell.
         listed = _compute_processes(str(torch.cuda.get_device_properties(self.index).uuid))
         others = [f"{pid} ({format_bytes(size)})" for pid, size in listed if pid != os.getpid()]
         if len(others) < len(listed):
@@ -133,15 +133,6 @@ def _proc_field(path: str, name: str) -> str | None:
     return next((value.strip() for key, _, value in lines if key.strip() == name), None)
 
 
-def _proc_bytes(path: str, name: str) -> int | None:
-    value = _proc_field(path, name)
-    return int(value.split()[0]) * 1024 if value else None
-
-
-def _processor_name() -> str:
-    return _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine()
-
-
 def load() -> tuple[str, ...]:
     """A sentence if more threads want to run than there are cores."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -157,9 +148,9 @@ def _compute_processes(uuid: str) -> list[tuple[int, int]]:
         return []
     query = ["nvidia-smi", "--query-compute-apps=gpu_uuid,pid,used_memory", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
+        output = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return []
-    rows = [[cell.strip() for cell in line.split(",")] for line in said.splitlines() if line.count(",") == 2]
+    rows = [[cell.strip() for cell in line.split(",")] for line in output.splitlines() if line.count(",") == 2]
     # torch omits the "GPU-" prefix; a driver without permission to report memory writes "[N/A]".
     return [(int(pid), int(mib) * 2**20 if mib.isdigit() else 0) for listed, pid, mib in rows if listed.endswith(uuid)]

@@ -14,17 +14,15 @@ from memcheck.core.tensors import StorageWeakRef, storages_on, tensors_in
 
 
 def kept_by_component(
-    model: torch.nn.Module,
-    run: Callable[[], Any],
-    *held: Any,
-    counts: Callable[[Tensor], bool] = lambda tensor: True,
+    model: torch.nn.Module, run: Callable[[], Any], *held: Any, counts: Callable[[Tensor], bool] = lambda tensor: True
 ) -> dict[str, int]:
     """Bytes that a forward keeps for backward, by the path of the module: "layers.0.attention.q_proj".
 
-    run: runs the forward with gradients; what it returns is the caller's, as are the tensors in `held`. What is kept
-    outside of any module is "". A module that several share counts for the one that calls it, under its own name.
-    counts: of a tensor that counts, one on the device in question, say.
-    Python numbers that are operands, 8 bytes each on the CPU, are not heard of.
+    run: runs the forward with gradients. Its result and the tensors in `held` belong to the caller and do not count.
+    counts: whether a tensor counts; for example, because it is on the device in question.
+
+    The path of bytes kept outside of any module is "". A shared module has its own name under the module that calls
+    it. Python numbers as operands, 8 bytes each on the CPU, are not included.
     """
     kept: dict[StorageWeakRef, tuple[str, int]] = {}
     where: list[str] = []
@@ -42,10 +40,10 @@ def kept_by_component(
     for tensor in tensors_in([*held, model, outputs]):
         for storage in storages_on(tensor, tensor.device):
             kept.pop(StorageWeakRef(storage), None)
-    found: dict[str, int] = {}
+    sums: dict[str, int] = {}
     for path, size in kept.values():
-        found[path] = found.get(path, 0) + size
-    return found
+        sums[path] = sums.get(path, 0) + size
+    return sums
 
 
 @contextmanager
@@ -74,7 +72,7 @@ def around_modules(model: torch.nn.Module, begin: Callable[[str], Any], end: Cal
 
 
 def hook(call: Callable[[], Any]) -> Callable[..., None]:
-    """Returns nothing, because a result would replace the module's inputs or outputs."""
+    """A hook that calls `call` and returns None, because a result would replace the module's inputs or outputs."""
 
     def run(*_: Any) -> None:
         call()

@@ -1,11 +1,11 @@
-"""One forward and one backward of a callable, perhaps an optimizer's step, and the bytes they took: what every
-measurement is made of."""
+"""Runs a callable once, forward, backward and optimizer step, and records the bytes: the core of every measurement."""
 
 from __future__ import annotations
 
 import functools
 import gc
 import inspect
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -31,12 +31,12 @@ from memcheck.measure.tracker import MemoryTracker, SavedTensor
 NamedTensors = list[tuple[str, torch.Tensor]]
 Phase = Callable[[str], AbstractContextManager[Any]]
 
-# Entered around each forward, backward and pass, with its name: NVTX's ranges, for one.
+# Entered around each forward, backward and pass with its name; for example, an NVTX range.
 range_around: ContextVar[Phase] = ContextVar("range_around", default=nullcontext)
 
 
-class Subject:
-    """What is measured: a call, the tensors that it is given and that it owns, and the machine it runs on."""
+class MeasuredCall:
+    """A callable with its arguments: the tensors given to it, the tensors it owns, and the machine it runs on."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Subject:
             raise ValueError(f"fn must be callable, got {fn!r}")
         if backward and torch.is_inference_mode_enabled():
             raise ValueError("backward must be False under torch.inference_mode(), got True")
-        self.call = functools.partial(fn, *inputs, **kwargs)
+        self._function = functools.partial(fn, *inputs, **kwargs)
         self.parameters = list(parameters) if isinstance(parameters, Iterator) else parameters
         self.backward = backward
         self.optimizer_step = optimizer_step
@@ -62,24 +62,27 @@ class Subject:
         self.stepped = stepped if isinstance(stepped, Optimizer) else None
         self.optimizers = _optimizers_of(self.parameters, self.stepped)
         self.named_given = list(with_data(_titled("input", named_tensors_in(_arguments(fn, inputs, kwargs)))))
-        self.named_owned = list(with_data(_titled("parameter", self._named_parameters(fn))))
+        # Parameters of a module, of a bound method's module, those that the caller names, and the optimizer's.
+        owners = (fn, getattr(fn, "__self__", None), self.parameters, self.stepped)
+        owned = itertools.chain.from_iterable(map(named_tensors_in, owners))
+        self.named_owned = list(with_data(_titled("parameter", owned)))
         self.given = [tensor for _, tensor in self.named_given]
         self.owned = [tensor for _, tensor in self.named_owned]
         self.named_leaves = _leaves(self.named_given, self.named_owned, backward)
         self.leaves = [tensor for _, tensor in self.named_leaves]
         self.device = resolve_device(device, [*self.given, *self.owned])
-        self.unseen_bytes = (
-            0  # made by first steps and alive since: state of an optimizer that was not given, or caches
-        )
+        # Left by the first step and alive since: caches, or the state of an optimizer that was not given.
+        self.unseen_bytes = 0
         self.machine = machine_of(self.device)
 
     def forward(self) -> Any:
+        """Runs the callable once and returns its result."""
         with torch.set_grad_enabled(self.backward):
-            return self.call()
+            return self._function()
 
     @property
     def named_state(self) -> NamedTensors:
-        """What the optimizers hold beside the parameters, as of now."""
+        """The optimizers' current state, without the parameters."""
         states = [list(optimizer.state.values()) for optimizer in self.optimizers]
         return _titled("optimizer state", named_tensors_in(states[0] if len(states) == 1 else states))
 
@@ -89,54 +92,49 @@ class Subject:
 
     @property
     def has_state(self) -> bool:
-        """Whether the step is an optimizer's own, which has the state of every parameter that it moves."""
+        """Whether the step is that of an optimizer that already has the state of every parameter."""
         if self.stepped is None:
             return False
         parameters = (parameter for group in self.stepped.param_groups for parameter in group["params"])
         return all(self.stepped.state.get(parameter) for parameter in parameters if parameter.requires_grad)
 
-    def _named_parameters(self, fn: Callable[..., Any]) -> NamedTensors:
-        """Those of fn if it is a module or a module's method, those that the caller names, and those stepped."""
-        things = (fn, getattr(fn, "__self__", None), self.parameters, self.stepped)
-        return [pair for thing in things for pair in named_tensors_in(thing)]
 
+class MeasuredRun:
+    """One run: a forward, a backward, an optimizer step if there is one, and the record that they fill.
 
-class Run:
-    """One forward, one backward, perhaps a step of an optimizer, and the record that they fill.
-
-    hooks: whether autograd's hooks tell what is saved. They change what is alive, if rarely, and torch.func.grad
-    refuses to run under any: so bytes come from runs without them.
-    phase: entered around the forward and the backward.
+    hooks: also record the tensors that autograd's hooks see. Hooks can change what is alive, and torch.func.grad
+        refuses to run under any, so figures come from runs without them.
+    phase: a context entered around the forward and the backward.
     """
 
     def __init__(
-        self, subject: Subject, limit_bytes: int | None = None, hooks: bool = False, phase: Phase | None = None
+        self, call: MeasuredCall, limit_bytes: int | None = None, hooks: bool = False, phase: Phase | None = None
     ) -> None:
-        self.subject = subject
-        self.machine = subject.machine
-        if limit_bytes is not None and subject.unseen_bytes:
-            limit_bytes = max(limit_bytes - subject.unseen_bytes, 1)
-        held = (subject.given, subject.owned, subject.state)
-        self.memory = MemoryTracker(*held, device=subject.device, limit_bytes=limit_bytes, saved=hooks)
-        self._held_bytes = self.memory.held_bytes + subject.unseen_bytes
-        self._left_bytes = 0  # by a first step
+        self.call = call
+        self.machine = call.machine
+        if limit_bytes is not None and call.unseen_bytes:
+            limit_bytes = max(limit_bytes - call.unseen_bytes, 1)
+        held = (call.given, call.owned, call.state)
+        self.memory = MemoryTracker(*held, device=call.device, limit_bytes=limit_bytes, saved=hooks)
+        self._held_bytes = self.memory.held_bytes + call.unseen_bytes
+        self._left_bytes = 0  # By the first step.
         self._left_gradients: Storages = {}
         self.hooks = hooks
         self.phase = phase or range_around.get()
         self.named_outputs: NamedTensors = []
         self.output_gradients: list[torch.Tensor] = []
-        self.saved_by_hooks: int | None = None  # saved_bytes by the other road, to check them
+        self.saved_by_hooks: int | None = None  # saved_bytes as the hooks count it.
         self.saved_tensors: list[SavedTensor] = []
         self.record = Record(
-            mode="train" if subject.backward else "inference",
-            input_bytes=sum(storages_of(subject.given, subject.device).values()),
+            mode="train" if call.backward else "inference",
+            input_bytes=sum(storages_of(call.given, call.device).values()),
             **self.machine.facts(),
         )
         self._note_held()
 
     @property
     def standing_bytes(self) -> int:
-        """What is alive before the forward and beyond the end: inputs, parameters, and the state of an optimizer."""
+        """Bytes alive before the forward and after the run: inputs, parameters, and the state of an optimizer."""
         return self._held_bytes + self._left_bytes
 
     @property
@@ -144,50 +142,50 @@ class Run:
         return [tensor for _, tensor in self.named_outputs]
 
     def measure(self, dense_grad: bool = False) -> Record:
+        """Runs everything once and returns the record."""
         self.machine.drop_library_workspaces()
-        with _collector_at_rest(), gradients_aside(self.subject.leaves), self.memory:
+        with _collector_at_rest(), gradients_aside(self.call.leaves), self.memory:
             if self._first_step(dense_grad) and self._attempt("forward", self._forward):
-                self._run_backward(dense_grad)
+                if not roots_of(self.outputs):
+                    self.record.doubts += _why_no_backward(self.call, self.outputs)
+                elif (
+                    self._attempt("backward", lambda: self._backward(dense_grad))
+                    and self.call.optimizer_step is not None
+                ):
+                    self._attempt("optimizer", self._optimizer)
         self.record.reserved_bytes = self.machine.reserved_bytes()
         return self.record
 
-    def _run_backward(self, dense_grad: bool) -> None:
-        optimizer_step = self.subject.optimizer_step
-        if not roots_of(self.outputs):
-            self.record.doubts += _why_no_backward(self.subject, self.outputs)
-        elif self._attempt("backward", functools.partial(self._backward, dense_grad)) and optimizer_step is not None:
-            self._attempt("optimizer", functools.partial(self._optimizer, optimizer_step))
-
     def _first_step(self, dense_grad: bool) -> bool:
-        """Lets the optimizer make its state, so that what is measured is like any later step; false if out of memory.
+        """Runs a step in which the optimizer makes its state, before the measured one. False if out of memory.
 
-        It is not part of a timeline: phases are those of the step that is measured.
+        It is not part of a timeline.
         """
-        subject = self.subject
-        if subject.optimizer_step is None or subject.has_state:
+        call = self.call
+        if call.optimizer_step is None or call.has_state:
             return True
-        state_bytes = sum(storages_of(subject.state, subject.device).values())
+        state_bytes = sum(storages_of(call.state, call.device).values())
         roots: list[torch.Tensor] = []
-        if not self._attempt("forward", lambda: roots.extend(roots_of(tensors_in(subject.forward()))), nullcontext):
+        if not self._attempt("forward", lambda: roots.extend(roots_of(tensors_in(call.forward()))), nullcontext):
             return False
         if not roots:
             return True
-        backward = functools.partial(_backward_from, roots, dense_grad)
-        if not self._attempt("backward", backward, nullcontext):
+        backward = functools.partial(torch.autograd.backward, roots)
+        if not self._attempt("backward", lambda: backward(gradients_for(roots, dense_grad)), nullcontext):
             return False
-        if not self._attempt("optimizer", subject.optimizer_step, nullcontext):
+        if not self._attempt("optimizer", call.optimizer_step, nullcontext):
             return False
         roots.clear()
-        _clear_gradients(subject.leaves)
+        _clear_gradients(call.leaves)
         self.machine.drop_library_workspaces()
         self._left_bytes = self.memory.current_bytes
-        self._left_gradients = storages_of(_gradients_of(subject.leaves), subject.device)
-        seen = sum(storages_of(subject.state, subject.device).values()) - state_bytes
-        subject.unseen_bytes += self._left_bytes - sum(self._left_gradients.values()) - seen
+        self._left_gradients = storages_of(_gradients_of(call.leaves), call.device)
+        seen = sum(storages_of(call.state, call.device).values()) - state_bytes
+        call.unseen_bytes += self._left_bytes - sum(self._left_gradients.values()) - seen
         self.memory.reset_peak()
         self.memory.forget_saved()
         self._note_held()
-        if not subject.optimizers and not self.record.optimizer_bytes:
+        if not call.optimizers and not self.record.optimizer_bytes:
             self.record.doubts += (NO_STATE,)
         return True
 
@@ -204,13 +202,13 @@ class Run:
         if self.memory.refusal is not None:
             self.record.oom_requested_bytes, self.record.oom_in_use_bytes = self.memory.refusal
         if phase == "backward":
-            _let_go_of_failed_backward(self.subject.device)
+            _let_go_of_failed_backward(self.call.device)
         return False
 
     def _forward(self) -> None:
         record, memory = self.record, self.memory
         held_bytes = memory.held_bytes
-        self.named_outputs = list(with_data(_titled("output", named_tensors_in(self.subject.forward()))))
+        self.named_outputs = list(with_data(_titled("output", named_tensors_in(self.call.forward()))))
         record.forward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.forward_max_allocated_bytes = self.machine.max_allocated_bytes()
         alive = memory.current_bytes - self._left_bytes
@@ -227,34 +225,35 @@ class Run:
         memory.reset_peak()
         roots = roots_of(self.outputs)
         self.output_gradients = gradients_for(roots, dense_grad)
-        incoming = storages_of(self.output_gradients, self.subject.device)
+        incoming = storages_of(self.output_gradients, self.call.device)
         torch.autograd.backward(roots, self.output_gradients)
         record.backward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.backward_max_allocated_bytes = self.machine.max_allocated_bytes(record.forward_max_allocated_bytes)
         library_bytes = self.machine.drop_library_workspaces()
-        gradients = storages_of(_gradients_of(self.subject.leaves), self.subject.device)
+        gradients = storages_of(_gradients_of(self.call.leaves), self.call.device)
         record.gradient_bytes = sum(gradients.values())
-        # United, because a gradient may be the very tensor that came in as an output's.
+        # A union, because a gradient may be the same tensor as an output's gradient.
         appeared = {key: size for key, size in (gradients | incoming).items() if key not in self._left_gradients}
         self._note_workspace(record.backward_peak_bytes, library_bytes, sum(appeared.values()))
         if library_bytes is not None:
             record.library_workspace_bytes = max(library_bytes, record.library_workspace_bytes or 0)
 
-    def _optimizer(self, optimizer_step: Callable[[], Any]) -> None:
+    def _optimizer(self) -> None:
         self.memory.reset_peak()
-        optimizer_step()
+        if self.call.optimizer_step is not None:
+            self.call.optimizer_step()
         self.record.optimizer_peak_bytes = self._held_bytes + self.memory.peak_bytes
 
     def _note_held(self) -> None:
-        """Parameters, and the state of optimizers: by what they hold, else by what the first step left behind."""
-        record, subject = self.record, self.subject
-        state = storages_of(subject.state, subject.device)
-        if subject.optimizers:
+        """Records the bytes of parameters and of optimizers. Unknown optimizers have what the first step left."""
+        record, call = self.record, self.call
+        state = storages_of(call.state, call.device)
+        if call.optimizers:
             record.optimizer_bytes = sum(state.values())
-        elif subject.optimizer_step is not None:
-            record.optimizer_bytes = subject.unseen_bytes
-        parameters = storages_of(subject.owned, subject.device)
-        for other in (*state, *storages_of(subject.given, subject.device)):
+        elif call.optimizer_step is not None:
+            record.optimizer_bytes = call.unseen_bytes
+        parameters = storages_of(call.owned, call.device)
+        for other in (*state, *storages_of(call.given, call.device)):
             parameters.pop(other, None)
         record.parameter_bytes = sum(parameters.values())
 
@@ -271,20 +270,16 @@ NO_STATE = (
 )
 
 
-def _why_no_backward(subject: Subject, outputs: list[torch.Tensor]) -> tuple[str, ...]:
-    """In a sentence, where a backward was asked for."""
-    if not subject.backward:
+def _why_no_backward(call: MeasuredCall, outputs: list[torch.Tensor]) -> tuple[str, ...]:
+    """A doubt with the reason, if a backward was asked for."""
+    if not call.backward:
         return ()
     if not outputs:
         return ("no backward ran: fn returned no tensor",)
-    if not subject.leaves:
+    if not call.leaves:
         return ("no backward ran: no input or parameter requires grad",)
-    name, _ = subject.named_leaves[0]
+    name, _ = call.named_leaves[0]
     return (f"no backward ran: no output requires grad, though {name} does",)
-
-
-def _backward_from(roots: list[torch.Tensor], dense_grad: bool) -> None:
-    torch.autograd.backward(roots, gradients_for(roots, dense_grad))
 
 
 def _gradients_of(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -292,41 +287,43 @@ def _gradients_of(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _clear_gradients(leaves: list[torch.Tensor]) -> None:
-    """As zero_grad() does between two steps; what zero_grad(set_to_none=False) set to zero already stays."""
+    """Sets gradients to None, as zero_grad() does, unless the step itself set all of them to zero in place."""
     if any((gradient._values() if gradient.is_sparse else gradient).any() for gradient in _gradients_of(leaves)):
         for leaf in leaves:
             leaf.grad = None
 
 
 def _let_go_of_failed_backward(device: torch.device) -> None:
-    """Autograd leaves what was still to be done in its queue, with the gradients it would have needed, until the next
-    backward comes by: whose figures they would then be part of."""
+    """Runs a small backward, which frees what a failed one left in autograd's queue.
+
+    Otherwise the queue's gradients would be part of the next measurement.
+    """
     torch.ones((), device=device, requires_grad=True).clone().backward()
 
 
-def timed_pass(subject: Subject, dense_grad: bool) -> dict[str, float]:
-    """The milliseconds of the forward, and of the backward and the optimizer's step where there are any."""
+def timed_pass(call: MeasuredCall, dense_grad: bool) -> dict[str, float]:
+    """The milliseconds of each phase that runs: "forward", "backward", "optimizer"."""
     outputs: list[Any] = []
     times: dict[str, float] = {}
 
     def timed(name: str, run: Callable[[], Any]) -> None:
         with range_around.get()(name):
-            times[name] = subject.machine.milliseconds(run)
+            times[name] = call.machine.milliseconds(run)
 
-    with range_around.get()("pass"), gradients_aside(subject.leaves):
-        timed("forward", lambda: outputs.append(subject.forward()))
+    with range_around.get()("pass"), gradients_aside(call.leaves):
+        timed("forward", lambda: outputs.append(call.forward()))
         roots = roots_of(tensors_in(outputs))
         if roots:
             gradients = gradients_for(roots, dense_grad)
             timed("backward", lambda: torch.autograd.backward(roots, gradients))
-            if subject.optimizer_step is not None:
-                timed("optimizer", subject.optimizer_step)
+            if call.optimizer_step is not None:
+                timed("optimizer", call.optimizer_step)
     return times
 
 
 @contextmanager
 def gradients_aside(leaves: list[torch.Tensor]) -> Iterator[None]:
-    """The leaves have no .grad inside, and their own again after."""
+    """Inside, the leaves have no .grad; afterwards they have their own again."""
     gradients = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -338,12 +335,12 @@ def gradients_aside(leaves: list[torch.Tensor]) -> Iterator[None]:
 
 
 def _arguments(fn: Callable[..., Any], inputs: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by name, those of a module by its forward's; by number, from 0, where there is no name."""
+    """The arguments by the names in the signature (of a module's forward); those without a name by number, from 0."""
     try:
         signature = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
         kinds = {name: parameter.kind for name, parameter in signature.parameters.items()}
         bound = signature.bind(*inputs, **kwargs).arguments
-    except (TypeError, ValueError):  # C functions have no signature; that a call does not fit is for the call to say
+    except (TypeError, ValueError):  # C functions have no signature; a call that does not fit fails later.
         return {**{str(index): thing for index, thing in enumerate(inputs)}, **kwargs}
     named: dict[str, Any] = {}
     for name, thing in bound.items():
@@ -359,17 +356,17 @@ def _titled(kind: str, named: Iterable[tuple[str, torch.Tensor]]) -> NamedTensor
 
 
 def _optimizers_of(parameters: Any, stepped: Optimizer | None) -> list[Optimizer]:
-    """Those among the parameters, and the one that is stepped; refuses parameters that are none."""
-    found = [] if stepped is None else [stepped]
+    """The stepped optimizer and those among the parameters. ValueError if a parameter is none."""
+    optimizers = [] if stepped is None else [stepped]
     for name, thing in _named_parts(parameters, "parameters"):
         if isinstance(thing, Optimizer):
-            found += [thing] if thing is not stepped else []
+            optimizers += [thing] if thing is not stepped else []
         elif not isinstance(thing, torch.nn.Module) and not any(True for _ in tensors_in(thing)):
             raise ValueError(
                 f"{name} must be a tensor, a module, an optimizer or a container of these, got {thing!r}, "
                 "in which no tensor was found"
             )
-    return found
+    return optimizers
 
 
 def _named_parts(thing: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -390,6 +387,7 @@ def _leaves(given: NamedTensors, owned: NamedTensors, backward: bool) -> NamedTe
 
 @contextmanager
 def _collector_at_rest() -> Iterator[None]:
+    """Inside, the garbage collector is disabled, so that figures do not depend on when it runs."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

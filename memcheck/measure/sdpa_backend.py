@@ -1,6 +1,6 @@
-"""Which attention implementation really ran, by evidence rather than by prediction.
+"""Finds the attention implementation that ran.
 
-F.scaled_dot_product_attention falls back in silence, and torch._fused_sdp_choice only predicts.
+F.scaled_dot_product_attention falls back without a warning, and torch._fused_sdp_choice is only a prediction.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FusedOperatorWatch(TorchDispatchMode):
 
 
 class BackendWitness:
-    """Calls `operator` and records the backend that ran, as a string, so that measured memory is unchanged."""
+    """Calls `operator` and records the name of the backend that ran. It keeps no tensor, so memory is unchanged."""
 
     def __init__(self, operator: Callable[..., Any]) -> None:
         self.operator = operator
@@ -79,12 +79,10 @@ class BackendWitness:
 
 
 def fused_refusals(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> str | None:
-    """Why the fused CUDA attentions refuse these inputs, from torch's warnings. None on the CPU, which gives no
-    reasons.
-    """
+    """Why the fused CUDA attentions refuse these inputs, in torch's warnings. None on the CPU, which gives none."""
     params = SDPAParams(q, k, v, None, 0.0, causal, False)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for can_use in (can_use_flash_attention, can_use_efficient_attention, can_use_cudnn_attention):
             can_use(params, True)
-    return " ".join(str(warning.message) for warning in said) or None
+    return " ".join(str(warning.message) for warning in caught) or None

@@ -1,4 +1,4 @@
-"""The timeline of one case: every allocation and free of a forward and a backward, with the operator's name."""
+"""The timeline of a run: every allocation and free of a forward and a backward, with the operator's name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 from memcheck.core.record import Record
 from memcheck.core.tensors import StorageWeakRef, dtype_name, storages_on
 from memcheck.measure.allocation_events import AllocationEvent, AllocationRecorder, allocated_by, open_recorder
-from memcheck.measure.run import NamedTensors, Run, Subject, range_around
+from memcheck.measure.run import MeasuredCall, MeasuredRun, NamedTensors, range_around
 
 OTHER = "other"
 FREED = "freed, from before"
@@ -25,8 +25,8 @@ SMALL = 0.01
 
 
 @dataclass(frozen=True)
-class Block:
-    """A block of memory, from the event that allocated it to the one that freed it."""
+class Allocation:
+    """Allocated memory, from the event that allocated it to the event that freed it."""
 
     bytes: int  # Negative: freed during the run, but allocated before it and not held by the caller.
     allocator: str  # The operator or autograd node that allocated it; "" if it existed before.
@@ -41,13 +41,14 @@ class Block:
 
     @property
     def name(self) -> str:
+        """The role and the operator: "output (aten::bmm)"."""
         if self.role is None or not self.allocator:
             return self.role or self.allocator
         return f"{self.role} ({self.allocator})"
 
     @property
     def group(self) -> str:
-        """The name under which similar blocks are combined: "inputs", "gradients", or the allocating operator."""
+        """The name under which allocations are combined: "inputs", "gradients", or the allocating operator."""
         kind = (self.role or "").partition(" ")[0]
         if kind == "optimizer":
             return "optimizer state"
@@ -66,25 +67,26 @@ class Event:
 
 
 class Timeline:
-    """What was alive when. Events are numbered from 1; step 0 is what the caller held before any.
+    """The allocations of a run over time. Events are numbered from 1; step 0 is before the first event.
 
-    blocks: every block, in the order they were allocated; the inputs and parameters first.
-    phases: (name, first step, last step). The last step of the forward is the first of the backward: what is alive
-    there is what the backward begins with, and its peak is no lower.
-    record: what the run measured, the same bytes by counting.
+    blocks: every allocation in order; the inputs and parameters first.
+    phases: (name, first step, last step). The last step of the forward is the first of the backward.
+    record: the record of the run, whose bytes were counted independently.
     """
 
-    def __init__(self, blocks: list[Block], phases: list[tuple[str, int, int]], record: Record) -> None:
+    def __init__(self, blocks: list[Allocation], phases: list[tuple[str, int, int]], record: Record) -> None:
         self.blocks = blocks
         self.phases = phases
         self.record = record
 
     @property
     def steps(self) -> list[int]:
+        """The numbers of all steps."""
         return list(range(self.phases[-1][2] + 1 if self.phases else 1))
 
     @cached_property
     def events(self) -> list[Event]:
+        """All allocations and frees, in order."""
         births = [(block.born, block.bytes, block) for block in self.blocks if block.born]
         deaths = [(block.died, -block.bytes, block) for block in self.blocks if block.died is not None]
         return sorted(Event(index, size, block.name, self.phase_of(index)) for index, size, block in births + deaths)
@@ -105,58 +107,59 @@ class Timeline:
         return self.stacked()
 
     def stacked(self, by: str = "name", top: int = 11) -> dict[str, list[int]]:
-        """Bytes alive after each step, which add up to `alive`, in the order of allocation; the small ones are "other".
+        """Bytes alive after each step, by name in the order of allocation. They add up to `alive`; the rest is "other".
 
-        by: "name" puts together what one operator allocated, the inputs, the outputs, ...; "tensor" keeps each block
-        apart, as "aten::bmm", "aten::bmm 2", ...
+        by: "name" combines the allocations of one operator, the inputs, the outputs and so on; "tensor" separates
+            them: "aten::bmm", "aten::bmm 2", ...
+        top: the number of names beside "other".
         """
-        groups = self._grouped("group") if by == "name" else self._by_tensor()
+        groups = self._grouped("group" if by == "name" else "name")
+        if by != "name":
+            groups = {
+                f"{name} {index}" if index > 1 else name: [block]
+                for name, blocks in groups.items()
+                for index, block in enumerate(blocks, 1)
+            }
         sums = {name: self._sums(blocks) for name, blocks in groups.items()}
         highest = {name: max(map(abs, levels)) for name, levels in sums.items()}
         large = sorted(highest, key=lambda name: -highest[name])[:top]
-        shown = {name for name in large if highest[name] >= SMALL * max(self.alive)}
-        rest = [block for name, blocks in groups.items() if name not in shown for block in blocks]
-        series = {name: levels for name, levels in sums.items() if name in shown}
+        named = {name for name in large if highest[name] >= SMALL * max(self.alive)}
+        rest = [block for name, blocks in groups.items() if name not in named for block in blocks]
+        series = {name: levels for name, levels in sums.items() if name in named}
         return {**series, OTHER: self._sums(rest)} if rest or not series else series
 
     def alive_at_peak(self, phase: str, top: int = 10) -> list[dict[str, Any]]:
         """The blocks alive at the phase's peak, largest first, and the rest combined; they add up to the peak."""
         alive = self.alive_after(self.peak[phase])
-        shown, rest = alive[:top], alive[top:]
+        largest, rest = alive[:top], alive[top:]
         rows = [
             {"phase": phase, "name": block.name, "bytes": block.bytes, "shape": block.shape, "dtype": block.dtype}
-            for block in shown
+            for block in largest
         ]
         if rest:
             size = sum(block.bytes for block in rest)
             rows.append({"phase": phase, "name": OTHER, "bytes": size, "shape": None, "dtype": None})
         return rows
 
-    def alive_after(self, step: int) -> list[Block]:
-        """The blocks alive after the step, largest first."""
+    def alive_after(self, step: int) -> list[Allocation]:
+        """The allocations alive after the step, largest first."""
         return sorted((block for block in self.blocks if block.alive_after(step)), key=lambda block: -block.bytes)
 
-    def kept(self) -> list[Block]:
-        """Blocks that remain after the forward besides its outputs: kept for backward or by a library."""
+    def kept(self) -> list[Allocation]:
+        """Allocations left after the forward besides its outputs: kept for backward or by a library."""
         return [block for block in self.alive_after(self.phases[0][2]) if block.role is None]
 
     def phase_of(self, event: int) -> str:
+        """The name of the event's phase."""
         return next(name for name, _, last in self.phases if event <= last)
 
-    def _grouped(self, attribute: str) -> dict[str, list[Block]]:
-        groups: dict[str, list[Block]] = defaultdict(list)
+    def _grouped(self, attribute: str) -> dict[str, list[Allocation]]:
+        groups: dict[str, list[Allocation]] = defaultdict(list)
         for block in self.blocks:
             groups[getattr(block, attribute)].append(block)
         return groups
 
-    def _by_tensor(self) -> dict[str, list[Block]]:
-        return {
-            f"{name} {index}" if index > 1 else name: [block]
-            for name, blocks in self._grouped("name").items()
-            for index, block in enumerate(blocks, 1)
-        }
-
-    def _sums(self, blocks: list[Block]) -> list[int]:
+    def _sums(self, blocks: list[Allocation]) -> list[int]:
         changes = [0] * len(self.steps)
         for block in blocks:
             changes[block.born] += block.bytes
@@ -175,22 +178,22 @@ def record_timeline(
     parameters: Any = (),
     **kwargs: Any,
 ) -> Timeline:
-    """Runs fn(*inputs, **kwargs) once, and its backward, and keeps every allocation and free, to the byte.
+    """Runs fn(*inputs, **kwargs) and its backward once, and returns every allocation and free, to the byte.
 
-    Arguments are those of memcheck.measure_memory, and so are the bytes. Blocks have the name of the operator that
-    allocated them, "aten::bmm", or of the autograd node in backward, "BmmBackward0"; inputs, parameters, outputs and
-    gradients have their own, too. Where memory runs out, the timeline ends there. On CUDA, torch's memory history is
-    recorded, anew, and operators are read off the tracebacks. One timeline is recorded at a time.
+    Arguments and bytes are those of memcheck.measure_memory. Allocations are named after the operator, "aten::bmm",
+    or in the backward after the autograd node, "BmmBackward0"; inputs, parameters, outputs and gradients also after
+    their role. If memory runs out, the timeline ends there. On CUDA, torch's recording of memory history restarts,
+    and operators come from its tracebacks. Only one timeline can be recorded at a time.
     """
-    return recorded(Subject(fn, inputs, kwargs, parameters, backward, device), limit_bytes, dense_grad)[0]
+    return recorded(MeasuredCall(fn, inputs, kwargs, parameters, backward, device), limit_bytes, dense_grad)[0]
 
 
 def recorded(
-    subject: Subject, limit_bytes: int | None = None, dense_grad: bool = False, hooks: bool = False
-) -> tuple[Timeline, Run]:
+    call: MeasuredCall, limit_bytes: int | None = None, dense_grad: bool = False, hooks: bool = False
+) -> tuple[Timeline, MeasuredRun]:
     """Records the timeline of a run, and returns both."""
-    watch = _Watch(subject)
-    run = watch.run = Run(subject, limit_bytes, hooks, watch.phase)
+    watch = _Watch(call)
+    run = watch.run = MeasuredRun(call, limit_bytes, hooks, watch.phase)
     try:
         record = run.measure(dense_grad)
     finally:
@@ -199,12 +202,12 @@ def recorded(
 
 
 class _Watch:
-    """Notes the events at which phases begin and end, and the role of each block."""
+    """Notes the events at which phases begin and end, and the role of each allocation."""
 
-    run: Run
+    run: MeasuredRun
 
-    def __init__(self, subject: Subject) -> None:
-        self.subject = subject
+    def __init__(self, call: MeasuredCall) -> None:
+        self.call = call
         self.phases: list[tuple[str, int, int]] = []
         self._recorder: AllocationRecorder | None = None
         self._roles: list[_Role] = []
@@ -213,7 +216,7 @@ class _Watch:
     def phase(self, name: str) -> Iterator[None]:
         # The allocator is installed only once the run's tracker is open.
         if self._recorder is None:
-            self._recorder = open_recorder(self.subject.device)
+            self._recorder = open_recorder(self.call.device)
         first = self.phases[-1][2] if self.phases else 0
         try:
             with range_around.get()(name):
@@ -225,35 +228,35 @@ class _Watch:
     def close(self) -> list[AllocationEvent]:
         return [] if self._recorder is None else self._recorder.close()
 
-    def blocks_of(self, events: list[AllocationEvent]) -> list[Block]:
+    def blocks_of(self, events: list[AllocationEvent]) -> list[Allocation]:
         last = self.phases[-1][2] if self.phases else 0  # Later events belong to the run's cleanup.
         return _with_roles(self._held_blocks() + _blocks_of(events[:last], self.phases), self._roles)
 
-    def _held_blocks(self) -> list[Block]:
+    def _held_blocks(self) -> list[Allocation]:
         held: dict[StorageWeakRef, _Role] = {}
-        subject = self.subject
-        for role in _roles_of([*subject.named_given, *subject.named_state, *subject.named_owned], 0, subject.device):
+        call = self.call
+        for role in _roles_of([*call.named_given, *call.named_state, *call.named_owned], 0, call.device):
             if role.storage_bytes:
                 held.setdefault(role.storage, role)
         blocks = [
-            Block(role.storage_bytes, "", 0, None, None, role.name, role.shape, role.dtype, (), role.address)
+            Allocation(role.storage_bytes, "", 0, None, None, role.name, role.shape, role.dtype, (), role.address)
             for role in held.values()
         ]
         # State of an optimizer that cannot be inspected, and caches that fn filled.
         rest = self.run.standing_bytes - sum(block.bytes for block in blocks)
-        return [*blocks, Block(rest, "", 0, role=LEFT)] if rest else blocks
+        return [*blocks, Allocation(rest, "", 0, role=LEFT)] if rest else blocks
 
     def _note_results(self, phase: str) -> None:
         named = self.run.named_outputs
         if phase == "backward":
             named = [("gradient of the output", tensor) for tensor in self.run.output_gradients]
-            leaves = [(name, leaf.grad) for name, leaf in self.subject.named_leaves if leaf.grad is not None]
+            leaves = [(name, leaf.grad) for name, leaf in self.call.named_leaves if leaf.grad is not None]
             named += [(f"gradient of {name}", gradient) for name, gradient in leaves]
-        self._roles += _roles_of(named, self.phases[-1][2], self.subject.device)
+        self._roles += _roles_of(named, self.phases[-1][2], self.call.device)
 
 
 class _Role(NamedTuple):
-    """The role of the storage at an address after a step."""
+    """The role of the storage that is at an address after a step."""
 
     step: int
     name: str
@@ -265,23 +268,16 @@ class _Role(NamedTuple):
 
 
 def _roles_of(named: NamedTensors, step: int, device: torch.device) -> list[_Role]:
-    return [
-        _Role(
-            step,
-            name,
-            StorageWeakRef(storage),
-            storage.nbytes(),
-            storage.data_ptr(),
-            tuple(tensor.shape),
-            dtype_name(tensor),
-        )
-        for name, tensor in named
-        for storage in storages_on(tensor, device)
-    ]
+    roles = []
+    for name, tensor in named:
+        for storage in storages_on(tensor, device):
+            place = StorageWeakRef(storage), storage.nbytes(), storage.data_ptr()
+            roles.append(_Role(step, name, *place, tuple(tensor.shape), dtype_name(tensor)))
+    return roles
 
 
-def _blocks_of(events: list[AllocationEvent], phases: list[tuple[str, int, int]]) -> list[Block]:
-    blocks: list[Block] = []
+def _blocks_of(events: list[AllocationEvent], phases: list[tuple[str, int, int]]) -> list[Allocation]:
+    blocks: list[Allocation] = []
     alive: dict[int, int] = {}  # Address -> index of its block.
     for index, event in enumerate(events, 1):
         address, size = event.address, event.bytes
@@ -289,16 +285,18 @@ def _blocks_of(events: list[AllocationEvent], phases: list[tuple[str, int, int]]
         if size > 0:
             alive[address] = len(blocks)
             name = allocated_by(event.stack)
-            blocks.append(Block(size, name, index, None, phase, None, event.shape, event.dtype, event.stack, address))
+            blocks.append(
+                Allocation(size, name, index, None, phase, None, event.shape, event.dtype, event.stack, address)
+            )
         elif address in alive:
             freed = alive.pop(address)
             blocks[freed] = replace(blocks[freed], died=index)
         else:
-            blocks.append(Block(size, "", index, None, phase, FREED, address=address))
+            blocks.append(Allocation(size, "", index, None, phase, FREED, address=address))
     return blocks
 
 
-def _with_roles(blocks: list[Block], roles: list[_Role]) -> list[Block]:
+def _with_roles(blocks: list[Allocation], roles: list[_Role]) -> list[Allocation]:
     by_address: dict[int, list[int]] = defaultdict(list)
     for index, block in enumerate(blocks):
         by_address[block.address].append(index)

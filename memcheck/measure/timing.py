@@ -23,32 +23,32 @@ def summary(name: str, times: Sequence[float]) -> dict[str, Any]:
     return {name: middle, f"{name}_quartiles": (low, high)}
 
 
-def doubts(phase: str, times: Sequence[float]) -> tuple[str, ...]:
+def doubts_of_times(phase: str, times: Sequence[float]) -> tuple[str, ...]:
     """Reasons why the median of these times may be off, as sentences."""
     if len(times) < FEW_PASSES:
         return ()  # Too few passes are a doubt of their own.
     low, middle, high = _quartiles(times)
     early, late = (statistics.median(half) for half in (times[: len(times) // 2], times[(len(times) + 1) // 2 :]))
-    found = []
+    doubts = []
     if high - low > WIDE * middle:
-        found.append(f"{phase} times scatter: the middle half of them spans {(high - low) / middle:.0%} of the median")
+        doubts.append(f"{phase} times scatter: the middle half of them spans {(high - low) / middle:.0%} of the median")
     if abs(late - early) > DRIFT * early:
-        found.append(
+        doubts.append(
             f"{phase} times drift: median {format_time(early)} in the first half of the passes, {format_time(late)} in "
             "the second"
         )
-    return tuple(found)
+    return tuple(doubts)
 
 
 def doubts_of_passes(passes: int, asked: int, warmed_up: bool) -> tuple[str, ...]:
     """Doubts about the number of passes."""
-    found = []
+    doubts = []
     if not warmed_up:
-        found.append("the time limit left no pass to warm up: the times include what a first call does once")
+        doubts.append("the time limit left no pass to warm up: the times include what a first call does once")
     if passes < FEW_PASSES:
         cut = f" of the {asked} asked for" if passes < asked else ""
-        found.append(f"times of only {passes} pass{'es' if passes > 1 else ''}{cut}")
-    return tuple(found)
+        doubts.append(f"times of only {passes} pass{'es' if passes > 1 else ''}{cut}")
+    return tuple(doubts)
 
 
 def _quartiles(times: Sequence[float]) -> tuple[float, float, float]:

@@ -1,4 +1,4 @@
-"""The memory that tensors take while a block of code runs: `with memcheck.track(model, x) as memory: ...`."""
+"""Tracks the memory of tensors while a block of code runs: `with memcheck.track(model, x) as memory: ...`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _Counter(Protocol):
 
 
 class _CudaCounter:
-    """Counts requested bytes of CUDA's caching allocator, which are free of its rounding."""
+    """Counts requested bytes of CUDA's caching allocator, which are not rounded."""
 
     _open: ClassVar[list[_CudaCounter]] = []
 
@@ -168,9 +168,7 @@ def _note_saved(saved: Saved, tensor: torch.Tensor) -> None:
 
 
 class _Listeners(threading.local):
-    """Saved tensors of the trackers open on this thread. Hooks are per thread, and torch calls only the innermost
-    pair.
-    """
+    """The saved tensors of each tracker open on this thread. Hooks are per thread; torch runs only the last pair."""
 
     def __init__(self) -> None:
         self.open: list[Saved] = []
@@ -203,8 +201,8 @@ def _listening(saved: Saved) -> Iterator[None]:
     pack, unpack = outer or (_pack, _unpack)
 
     def pack_and_tell(tensor: torch.Tensor) -> Any:
-        for heard in _listeners.open:
-            _note_saved(heard, tensor)
+        for listener in _listeners.open:
+            _note_saved(listener, tensor)
         return pack(tensor)
 
     _listeners.open.append(saved)
@@ -213,7 +211,7 @@ def _listening(saved: Saved) -> Iterator[None]:
             yield
     finally:
         # Compared by identity, as two trackers may have equal contents.
-        _listeners.open[:] = [heard for heard in _listeners.open if heard is not saved]
+        _listeners.open[:] = [listener for listener in _listeners.open if listener is not saved]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -240,11 +238,7 @@ class MemoryTracker:
     """
 
     def __init__(
-        self,
-        *held: Any,
-        device: torch.device | str | None = None,
-        limit_bytes: int | None = None,
-        saved: bool = True,
+        self, *held: Any, device: torch.device | str | None = None, limit_bytes: int | None = None, saved: bool = True
     ) -> None:
         _break_graph()
         if limit_bytes is not None and (type(limit_bytes) is not int or limit_bytes <= 0):
@@ -402,25 +396,25 @@ def track(
         memory.peak_bytes, memory.current_bytes, memory.saved_bytes
         memory.by_device["cuda:1"].peak_bytes
 
-    held: tensors, modules, optimizers or nested containers of them that the caller owns; saved_bytes leaves them out.
-    device: the memory that the figures are of; the CPU, or the CUDA device of `held`, unless given. by_device has
-    those of the CPU and of every CUDA device, in a process that uses CUDA.
-    limit_bytes: a budget for `held` together with everything above the level at entry; an allocation beyond it raises
-    torch.OutOfMemoryError. Exact on the CPU; on CUDA it bounds the caching allocator's segments, which is coarser.
-    saved: with False there is no saved_bytes, and autograd gets no hooks (torch.func.grad refuses to run under any).
-    The hooks are what costs time, for every tensor that autograd saves; docs/measure.md has figures.
+    held: tensors, modules, optimizers or nested containers of them that the caller owns. saved_bytes excludes them.
+    device: the device of the figures; by default the CUDA device of `held`, else the CPU. by_device has the figures of
+        the CPU and, in a process that uses CUDA, of every CUDA device.
+    limit_bytes: a budget for `held` and everything above the level at entry. An allocation beyond it raises
+        torch.OutOfMemoryError. It is exact on the CPU; on CUDA it limits the caching allocator's segments.
+    saved: with False there is no saved_bytes, and autograd gets no hooks. torch.func.grad refuses to run under hooks,
+        and they take time for every saved tensor; docs/measure.md has figures.
 
-    Bytes are those requested. Trackers nest, all threads count (saved_bytes: only the thread that opened the tracker),
-    and the figures stay readable after the block. On CUDA torch.cuda's own peak statistics are reset.
+    Bytes are those requested. Trackers nest. All threads count, but for saved_bytes only the thread that opened the
+    tracker. The figures stay readable after the block. On CUDA torch.cuda's own peak statistics are reset.
 
-    On the CPU, memory counts that torch's CPU allocator gives while some tracker is open. These do not count:
-    memory of NumPy's and tensors that share it (torch.from_numpy, torch.frombuffer); files mapped into memory
-    (torch.load(mmap=True), torch.from_file); pinned memory; what MKL and oneDNN allocate themselves. A tensor leaves
-    the count when share_memory_() moves it. Freeing, growing (resize_) or emptying a storage from before any tracker
-    changes nothing.
+    On the CPU, all memory counts that torch's CPU allocator hands out while any tracker is open. These do not count:
+    NumPy's memory and tensors that share it (torch.from_numpy, torch.frombuffer); files mapped into memory
+    (torch.load(mmap=True), torch.from_file); pinned memory; what MKL and oneDNN allocate themselves. A tensor no
+    longer counts after share_memory_() has moved it. Freeing, growing (resize_) or emptying a storage that is older
+    than every open tracker changes nothing.
 
-    A tracker is opened around a compiled function: torch.compile breaks its graph at one, and with fullgraph=True
-    raises.
+    A tracker must be opened around a compiled function. Inside one, torch.compile breaks the graph, and with
+    fullgraph=True raises.
 
     ValueError: `held` has a meta or fake tensor, which has no data, or limit_bytes is not a positive integer.
     """

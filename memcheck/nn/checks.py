@@ -1,4 +1,4 @@
-"""Errors of the modules: they name module, argument, rule and value, as those of the operators do."""
+"""Checks of the modules' arguments. Errors name the module, the argument, the rule and the value."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from memcheck.nn.checks import check_positive
-from memcheck.nn.weighted import Device, Weighted
+from memcheck.nn.weighted import DeviceLike, Weighted
 from memcheck.ops.combinator import combinator
 
 
@@ -15,7 +15,7 @@ class Combinator(Weighted):
 
     Args:
         dim: E. The weight is (2,E,E), and there is no bias.
-        low_memory: keeps x alone for backward, and forms the two pre-activations again.
+        low_memory: keep only x for backward, and recompute the two pre-activations.
         device, dtype: of the weight, as in torch.nn.Linear.
 
     Raises:
@@ -27,11 +27,7 @@ class Combinator(Weighted):
     """
 
     def __init__(
-        self,
-        dim: int,
-        low_memory: bool = False,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
+        self, dim: int, low_memory: bool = False, device: DeviceLike = None, dtype: torch.dtype | None = None
     ) -> None:
         check_positive("Combinator", dim=dim)
         super().__init__(2, dim, dim, device=device, dtype=dtype)

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from memcheck.nn.checks import check_positive, check_step
 from memcheck.nn.heads import HeadedSelfAttention
-from memcheck.nn.weighted import Device
+from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
 
 
 class CompressedState(NamedTuple):
-    """What decoding keeps, in the dtype of keys and values: completed blocks, and the open one as it came."""
+    """The state of decoding, in the dtype of keys and values: complete blocks, and the positions of the open one."""
 
     kc: Tensor  # (B,Hkv,C,D)
     vc: Tensor  # (B,Hkv,C,D)
@@ -25,14 +25,14 @@ class CompressedState(NamedTuple):
 class BlockConvolution(torch.nn.Module):
     """A learned mean of every `factor` positions: (B,Hkv,T,D) -> (B,Hkv,C,D), C = floor(T/factor).
 
-    A convolution along T whose kernel and stride are `factor`, every channel of every head on its own, without bias.
-    The weight (Hkv,factor,D) starts as 1/factor, so that the convolution starts as the mean. With `shorter_last`,
-    C = ceil(T/factor): the sum over what is left is scaled by factor over its length, and starts as its mean, too.
-    Not torch.nn.Conv1d: cuDNN would round its inputs to TF32 unasked, and it is several times slower on the CPU.
+    A depthwise convolution along T whose kernel and stride are `factor`, without bias. The weight (Hkv,factor,D) is
+    initialised to 1/factor, so that the convolution starts as the mean. With `shorter_last`, C = ceil(T/factor): the
+    sum over the remaining positions is scaled by factor over their number, so it also starts as the mean.
+    torch.nn.Conv1d is not used because cuDNN would round to TF32, and it is several times slower on the CPU.
     """
 
     def __init__(
-        self, kv_heads: int, head_dim: int, factor: int, device: Device = None, dtype: torch.dtype | None = None
+        self, kv_heads: int, head_dim: int, factor: int, device: DeviceLike = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         self.factor = factor
@@ -69,11 +69,12 @@ class CompressedSelfAttention(HeadedSelfAttention):
         dim: E, of the tokens.
         heads: H, which divides dim; a head is D = E / H wide.
         kv_heads: Hkv, which divides heads; heads by default. Query head h reads key head h // (H / Hkv).
-        factor: positions a block.
-        compression: "mean", or "convolution": a weighted sum over the block, learned for keys and values, each channel
-            on its own, that starts as the mean.
-        causal: position s sees the blocks that are complete at s, and none yields 0 for it; else all. `step` needs it.
-        strict: only those complete before s. Needs causal.
+        factor: positions per block.
+        compression: "mean", or "convolution": a weighted sum over the block, learned for each channel of keys and
+            values, that starts as the mean.
+        causal: position s sees the blocks that are complete at s; without any its result is 0. Otherwise it sees all
+            blocks. `step` needs it.
+        strict: only blocks complete before s. Needs causal.
         scale: of the scores; D**-0.5 by default.
         bias: of the four torch.nn.Linear inside.
         device, dtype: of the weights, as in torch.nn.Linear.
@@ -101,7 +102,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
         strict: bool = False,
         scale: float | None = None,
         bias: bool = True,
-        device: Device = None,
+        device: DeviceLike = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         name = "CompressedSelfAttention"
@@ -125,7 +126,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
         )
 
     def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """k and v (B,Hkv,T,D) -> kc and vc (B,Hkv,C,D). A mean is only asked for by `step`, of whole blocks."""
+        """k and v (B,Hkv,T,D) -> kc and vc (B,Hkv,C,D). Means are of whole blocks only, for `step`."""
         if self.compression == "convolution":
             return self.k_compression(k, not self.causal), self.v_compression(v, not self.causal)
         return in_blocks(k, self.factor)[0].mean(3), in_blocks(v, self.factor)[0].mean(3)
@@ -154,8 +155,8 @@ class CompressedSelfAttention(HeadedSelfAttention):
         """The newest positions, from a state instead of all earlier tokens; no gradient.
 
         Args:
-            x: (B,n,E), the tokens that are new since the state: as many as there are, the prompt to begin with.
-            state: what the step before returned; None at the beginning.
+            x: (B,n,E), the tokens that are new since the state: the prompt first, then any number.
+            state: the result of the previous step; None at the beginning.
 
         Returns:
             y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state.

@@ -1,4 +1,4 @@
-"""A decoder-only language model whose attention and feed-forward layer are exchanged by name."""
+"""A decoder-only language model whose attention and feed-forward layer are chosen by name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from memcheck.nn.checks import check_positive
 from memcheck.nn.combinator import Combinator
 from memcheck.nn.heads import HeadedSelfAttention
 from memcheck.nn.projection import KeyProjection, OutProjection, QueryProjection, ValueProjection
-from memcheck.nn.weighted import Device
+from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.compressed_attention import compressed_attention
 from memcheck.ops.linear_attention import linear_attention
 from memcheck.ops.reference.naive_attention import naive_attention
@@ -35,10 +35,10 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Rotary(torch.nn.Module):
-    """Rotary position embedding: channels i and i + D/2 turn together, by position * base^(-2i/D) (Su et al. 2021).
+    """Rotary position embedding: rotates channels i and i + D/2 by position * base^(-2i/D) (Su et al. 2021).
 
     Args:
-        dim: D, even. context: the longest sequence, for which angles are kept as buffers cos and sin (context, D/2).
+        dim: D, even. context: the longest sequence. The buffers cos and sin are (context, D/2).
 
     In the forward x is (..,S,D), or with channel_major (..,D,S).
     """
@@ -47,7 +47,7 @@ class Rotary(torch.nn.Module):
     sin: Tensor
 
     def __init__(
-        self, dim: int, context: int, base: float = 1e4, *, device: Device = None, dtype: torch.dtype | None = None
+        self, dim: int, context: int, base: float = 1e4, *, device: DeviceLike = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
         if dim % 2:
@@ -69,7 +69,7 @@ class Rotary(torch.nn.Module):
 
 
 class Attend(torch.nn.Module):
-    """An attention function, as a module."""
+    """An attention function as a module."""
 
     def __init__(self, function: Callable[..., Any], **arguments: Any) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class SwiGLU(torch.nn.Module):
 
 
 class DecoderLayer(torch.nn.Module):
-    """x + attention(norm(x)), and of that h: h + feed_forward(norm(h)), with x (B,S,E)."""
+    """x (B,S,E) -> h + feed_forward(norm(h)), where h = x + attention(norm(x))."""
 
     def __init__(self, attention: torch.nn.Module, feed_forward: torch.nn.Module, dim: int, **place: Any) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class DecoderLayer(torch.nn.Module):
         self.feed_forward_norm = torch.nn.RMSNorm(dim, eps=1e-5, **place)
         self.feed_forward = feed_forward
         self.checkpointing = False
-        # Of the forward and of its repetition in the backward, under checkpointing; see torch.utils.checkpoint.
+        # Contexts of a checkpointed forward and of its repetition in the backward; see torch.utils.checkpoint.
         self.checkpoint_contexts: Callable[[], Contexts] | None = None
 
     def extra_repr(self) -> str:
@@ -142,7 +142,7 @@ class DecoderLayer(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not (self.checkpointing and torch.is_grad_enabled()):
             return self.run(x)
-        # Nothing in a layer is random. torch.compile takes no context_fn whose contexts are not dispatch modes.
+        # Nothing in a layer is random. torch.compile accepts only a context_fn that returns dispatch modes.
         contexts: Any = {} if self.checkpoint_contexts is None else {"context_fn": self.checkpoint_contexts}
         y: Tensor = checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=False, **contexts)
         return y
@@ -156,7 +156,7 @@ class DecoderLayer(torch.nn.Module):
 class Decoder(torch.nn.Module):
     """A pre-norm decoder: tokens (B,S) of int64 -> logits (B,S,V).
 
-    RMSNorm, rotary positions, no biases, and a head of its own, not tied to the embedding.
+    It has RMSNorm, rotary positions and no biases, and its head is not tied to the embedding.
 
     Args:
         vocabulary: V. dim: E. feed_forward_dim: F, of SwiGLU. layers. heads: which divide dim.
@@ -165,7 +165,7 @@ class Decoder(torch.nn.Module):
             or "softplus" (no heads, R = E); all causal.
         factor: of compressed attention.
         feed_forward: "swiglu", or in its place a "combinator" or "combinator-low-memory".
-        checkpointing: keeps each layer's input alone for backward, and runs the layer again then.
+        checkpointing: keep only each layer's input for backward, and run the layer again then.
         device, dtype: of the weights, as in torch.nn.Linear.
 
     Raises:
@@ -185,7 +185,7 @@ class Decoder(torch.nn.Module):
         factor: int = 8,
         feed_forward: str = "swiglu",
         checkpointing: bool = False,
-        device: Device = None,
+        device: DeviceLike = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -212,15 +212,18 @@ class Decoder(torch.nn.Module):
         self.set_checkpointing(checkpointing)
 
     def reset_parameters(self) -> None:
-        """Embeddings normal with deviation 0.02, as everything but norms starts; layers that write to the residual
-        stream less, by sqrt(2 layers), so that it grows with no depth (Radford et al. 2019)."""
+        """Initialises all weights but those of norms normally with deviation 0.02.
+
+        For layers that write to the residual stream the deviation is divided by sqrt(2 layers), so that the stream
+        does not grow with depth (Radford et al. 2019).
+        """
         for name, weight in self.named_parameters():
             if weight.dim() > 1:
                 last = name.endswith(("out_proj.weight", "down_proj.weight"))
                 torch.nn.init.normal_(weight, std=0.02 / ((2 * len(self.layers)) ** 0.5 if last else 1))
 
     def set_checkpointing(self, on: bool, contexts: Callable[[], Contexts] | None = None) -> None:
-        """For every layer; contexts as torch.utils.checkpoint's context_fn."""
+        """Turns checkpointing on or off in every layer. contexts: torch.utils.checkpoint's context_fn."""
         # Not self.layers alone: torch.compile and parallel training wrap layers in modules of their own.
         for layer in self.modules():
             if isinstance(layer, DecoderLayer):

@@ -1,4 +1,4 @@
-"""What attention modules with heads have in common: their four linear layers."""
+"""The base of attention modules with heads: their four linear layers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,14 @@ import torch
 from torch import Tensor
 
 from memcheck.nn.checks import check_divides, check_positive, check_tokens
-from memcheck.nn.weighted import Device
+from memcheck.nn.weighted import DeviceLike
 
 
 class HeadedSelfAttention(torch.nn.Module):
     """x (B,S,E) -> q (B,H,S,D), k and v (B,Hkv,S,D), and y (B,H,S,D) -> (B,S,E), where D = E / H."""
 
     def __init__(
-        self,
-        dim: int,
-        heads: int,
-        kv_heads: int | None,
-        *,
-        bias: bool,
-        device: Device,
-        dtype: torch.dtype | None,
+        self, dim: int, heads: int, kv_heads: int | None, *, bias: bool, device: DeviceLike, dtype: torch.dtype | None
     ) -> None:
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads

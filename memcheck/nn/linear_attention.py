@@ -7,7 +7,7 @@ from torch import Tensor
 
 from memcheck.nn.checks import check_step
 from memcheck.nn.heads import HeadedSelfAttention
-from memcheck.nn.weighted import Device
+from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.linear_attention import State, linear_attention, linear_attention_step
 
 
@@ -18,7 +18,7 @@ class LinearSelfAttention(HeadedSelfAttention):
         dim: E, of the tokens.
         heads: H, which divides dim; a head is D = E / H wide.
         kv_heads: Hkv, which divides heads; heads by default. Query head h reads key head h // (H / Hkv).
-        causal: position s sees positions up to s; else all. `step` needs it.
+        causal: position s sees positions up to s; otherwise all. `step` needs it.
         feature_map, eps: as in memcheck.linear_attention.
         bias: of the four torch.nn.Linear inside.
         device, dtype: of the weights, as in torch.nn.Linear.
@@ -43,7 +43,7 @@ class LinearSelfAttention(HeadedSelfAttention):
         feature_map: str = "elu+1",
         eps: float = 1e-6,
         bias: bool = True,
-        device: Device = None,
+        device: DeviceLike = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(dim, heads, kv_heads, bias=bias, device=device, dtype=dtype)
@@ -64,13 +64,13 @@ class LinearSelfAttention(HeadedSelfAttention):
         """The newest positions, from a state instead of all earlier tokens; no gradient.
 
         Args:
-            x: (B,n,E), the tokens that are new since the state: the prompt to begin with, then one at a time.
-            state: what the step before returned; None at the beginning. M (B,Hkv,D,D) and z (B,Hkv,D) in the
+            x: (B,n,E), the tokens that are new since the state: the prompt first, then one at a time.
+            state: the result of the previous step; None at the beginning. M (B,Hkv,D,D) and z (B,Hkv,D) in the
                 accumulation type.
 
         Returns:
             y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state. Each
-            token rounds the state once: linear_attention_step says by how much that adds up.
+            token rounds the state once; see linear_attention_step for the error.
         """
         q, k, v = self.project(x)
         check_step("LinearSelfAttention", x, self.causal)

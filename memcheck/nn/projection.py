@@ -6,20 +6,14 @@ import torch
 from torch import Tensor
 
 from memcheck.nn.checks import check_positive
-from memcheck.nn.weighted import Device, Weighted
+from memcheck.nn.weighted import DeviceLike, Weighted
 from memcheck.ops.projection import linear_l, linear_r
 
 
 class Projection(Weighted):
     """From dim to core_dim: weight (E,R)."""
 
-    def __init__(
-        self,
-        dim: int,
-        core_dim: int,
-        device: Device = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, dim: int, core_dim: int, device: DeviceLike = None, dtype: torch.dtype | None = None) -> None:
         check_positive(type(self).__name__, dim=dim, core_dim=core_dim)
         super().__init__(*self.weight_shape(dim, core_dim), device=device, dtype=dtype)
         self.dim, self.core_dim = dim, core_dim

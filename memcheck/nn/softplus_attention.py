@@ -7,7 +7,7 @@ from torch import Tensor
 
 from memcheck.nn.checks import check_positive, check_step, check_tokens
 from memcheck.nn.projection import KeyProjection, OutProjection, QueryProjection, ValueProjection
-from memcheck.nn.weighted import Device
+from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.softplus_attention import State, softplus_attention, softplus_attention_step
 
 
@@ -29,7 +29,7 @@ class SoftplusSelfAttention(torch.nn.Module):
         dim: E, of the tokens.
         core_dim: R, the number of channels, each a head of its own. dim by default: weights and activations are then
             those of the other self-attention modules; heuristic_core_dim(dim) is the closed module's larger choice.
-        causal: position s sees positions up to s; else all. `step` needs it.
+        causal: position s sees positions up to s; otherwise all. `step` needs it.
         eps: as in memcheck.softplus_attention.
         device, dtype: of the weights, as in torch.nn.Linear.
 
@@ -48,7 +48,7 @@ class SoftplusSelfAttention(torch.nn.Module):
         *,
         causal: bool = True,
         eps: float = 1e-6,
-        device: Device = None,
+        device: DeviceLike = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -82,12 +82,12 @@ class SoftplusSelfAttention(torch.nn.Module):
         """The newest positions, from a state instead of all earlier tokens; no gradient.
 
         Args:
-            x: (B,n,E), the tokens that are new since the state: the prompt to begin with, then one at a time.
-            state: what the step before returned; None at the beginning. (Z, A), each (B,R) in the accumulation type.
+            x: (B,n,E), the tokens that are new since the state: the prompt first, then one at a time.
+            state: the result of the previous step; None at the beginning. (Z, A), each (B,R) in the accumulation type.
 
         Returns:
             y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state. Each
-            token rounds the state once: softplus_attention_step says by how much that adds up.
+            token rounds the state once; see softplus_attention_step for the error.
         """
         q, k, v = self.project(x)
         check_step("SoftplusSelfAttention", x, self.causal)

@@ -1,20 +1,20 @@
-"""What the projections and the combinator have in common: one weight, how it starts, and how it prints."""
+"""The base of the projections and the combinator: one weight, its initialisation, and how it prints."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-Device = torch.device | str | int | None
+DeviceLike = torch.device | str | int | None
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
 class Weighted(torch.nn.Module):
-    """A module with a `weight` (.., rows, cols) and nothing else, which starts uniform in +-1/sqrt((rows+cols)/2)."""
+    """A module with one `weight` (.., rows, cols), which is initialised uniformly in +-1/sqrt((rows+cols)/2)."""
 
     weight: torch.nn.Parameter
 
-    def __init__(self, *shape: int, device: Device, dtype: torch.dtype | None) -> None:
+    def __init__(self, *shape: int, device: DeviceLike, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
         self.reset_parameters()
@@ -33,7 +33,7 @@ class Weighted(torch.nn.Module):
         return torch.nn.init.normal_(self.weight, mean, std)
 
     def sizes(self) -> dict[str, int]:
-        """What is printed before precision and size."""
+        """The sizes that are printed before precision and memory."""
         raise NotImplementedError
 
     def extra_repr(self) -> str:

@@ -1,4 +1,4 @@
-"""Checks that come before the dispatcher, which would refuse an argument without a name, or find nothing wrong."""
+"""Checks of arguments before the dispatcher, whose errors would not name the argument, or would not come at all."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
 
 
 def check_rank(op: str, name: str, x: Tensor, letters: str, dimensions: int) -> None:
+    """TypeError if x is no tensor, ValueError if it has another number of dimensions."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{op}: {name} must be a tensor, got {described(x)}")
     if x.dim() != dimensions:
@@ -18,7 +19,7 @@ def check_rank(op: str, name: str, x: Tensor, letters: str, dimensions: int) -> 
 
 
 def check_state(op: str, state: object, names: tuple[str, str]) -> None:
-    """Two tensors. Their shapes, dtypes and devices are checked by the operator."""
+    """TypeError if the state is no pair of tensors. The operator checks shapes, dtypes and devices."""
     if not isinstance(state, tuple | list) or len(state) != 2:
         raise TypeError(f"{op}: state must be a pair of tensors ({', '.join(names)}) or None, got {described(state)}")
     for name, x in zip(names, state, strict=True):
@@ -27,6 +28,7 @@ def check_state(op: str, state: object, names: tuple[str, str]) -> None:
 
 
 def described(x: object) -> str:
+    """A short description for an error: "a tensor of shape [2, 3]"."""
     if isinstance(x, Tensor):
         return f"a tensor of shape {list(x.shape)}"
     if isinstance(x, tuple | list):
@@ -35,10 +37,10 @@ def described(x: object) -> str:
 
 
 def refuse_context_parallel(op: str) -> None:
-    """Raises inside torch.distributed's context_parallel, which shards sequences over processes.
+    """Raises NotImplementedError inside torch.distributed's context_parallel, which shards sequences over processes.
 
-    It replaces F.scaled_dot_product_attention by a function of its own module, which exchanges keys between processes.
-    Every other attention gets the keys of its own process alone, and would be wrong without an error.
+    context_parallel replaces F.scaled_dot_product_attention by a function that exchanges keys between processes. Any
+    other attention would see only the keys of its own process, and its result would be wrong.
     """
     attention = functional.scaled_dot_product_attention
     if attention is not PLAIN_ATTENTION and attention.__module__.startswith(CONTEXT_PARALLEL):

@@ -13,19 +13,18 @@ def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor
 
     Args:
         x: (...,E) tokens, any number of leading dimensions.
-        weight: (2,E,E), the gate's weight W0 and the other's, W1.
-        low_memory: keep nothing for backward but x and weight, and form the pre-activations again, a chunk of rows
-            at a time. The results are the same; on CUDA up to rounding, since a GEMM of fewer rows may sum in
-            another order.
+        weight: (2,E,E), the gate's weight W0 and the value's weight W1.
+        low_memory: keep only x and weight for backward, and recompute the pre-activations in chunks of rows. The
+            results are the same; on CUDA up to rounding, because a GEMM of fewer rows may sum in another order.
 
-    float64, float32, float16, bfloat16. The products are the library's GEMM in that dtype, but the gradient of a
-    16-bit weight, which is summed over the rows in float32 and rounded once. A run with the same number of threads
-    gives the same bits again; with another number GEMM may sum in another order.
+    float64, float32, float16, bfloat16. The products are the library's GEMM in that dtype, except the gradient of a
+    16-bit weight, which is summed over the rows in float32 and rounded once. Results are reproducible to the bit with
+    the same number of threads; with another number GEMM may sum in another order.
 
     Returns:
         y (...,E), contiguous. Kept for backward: the pre-activations (...,2E) in the dtype of x (not with
-        low_memory), x where weight needs a gradient, weight where x does. Beside that, chunks of at most a sixteenth of
-        x's bytes, or 4 MiB if that is more. A gradient has its input's strides. There is no double backward: it raises.
+        low_memory), x if weight needs a gradient, weight if x does. Scratch: chunks of at most a sixteenth of x's
+        bytes, or 4 MiB if that is more. A gradient has its input's strides. A double backward raises.
 
     Raises:
         ValueError: a shape or device. TypeError: a dtype.

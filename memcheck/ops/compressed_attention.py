@@ -27,36 +27,36 @@ def compressed_attention(
 ) -> Tensor:
     """Softmax attention over blocks of `factor` positions, whose keys and values are averaged.
 
-    Memory-compressed attention (Liu et al. 2018, arXiv:1801.10198) and the compression branch of NSA (Yuan et al.
-    2025, arXiv:2502.11089), with a mean for the compression. factor=1 is softmax attention. The (S, T/factor) matrix
-    of scores is never in memory.
+    This is memory-compressed attention (Liu et al. 2018, arXiv:1801.10198) and the compression branch of NSA (Yuan et
+    al. 2025, arXiv:2502.11089), with a mean for the compression. factor=1 is softmax attention. The (S, T/factor)
+    matrix of scores is never in memory.
 
     Args:
         q: (B,H,S,D) queries.
         k: (B,Hkv,T,D) keys; query head h reads key head h // (H / Hkv).
         v: (B,Hkv,T,D) values.
-        factor: positions to a block, from 1. Blocks begin at position 0; the last one may be shorter.
+        factor: positions per block, at least 1. Blocks begin at position 0; the last one may be shorter.
         causal: query s, at position t = s + T - S (the last query sees the last key), sees the first (t + 1) // factor
-            blocks, those that are complete at its position, and S <= T is needed. Else every query sees every block.
+            blocks, those that are complete at its position; needs S <= T. Otherwise every query sees every block.
         strict: with causal, t // factor blocks: those complete before its position.
-        scale: of the scores; D**-0.5 where None.
+        scale: of the scores; D**-0.5 by default.
 
-    float64, float32, float16, bfloat16; any strides. Sums are formed in float32 (float64 for float64); the means are
-    rounded to the dtype of the inputs.
+    float64, float32, float16, bfloat16; any strides. Sums are in float32 (float64 for float64); the means are rounded
+    to the dtype of the inputs.
 
     Returns:
         y (B,H,S,D), contiguous; 0 for a query that sees no block, or only scores of -inf. Kept for backward: q, y (not
-        in 16 bits), the means, and a number a query in the accumulation type, but not k and v. A gradient has its
-        input's strides. There is no double backward: it raises.
+        in 16 bits), the means, and one number per query in the accumulation type, but not k and v. A gradient has its
+        input's strides. A double backward raises.
 
-        A block whose keys are -inf throughout has a score of -inf for every query. A key of -inf makes the mean of its
-        block -inf, and so hides all positions of the block. A query and a block between which the weight is 0, as
-        where the score is -inf or the block is not seen, give nothing to each other, neither in y nor in gradients,
-        whatever their values: a NaN or an infinity reaches only who sees it.
+        A block whose keys are all -inf has a score of -inf for every query. A key of -inf makes the mean of its block
+        -inf, and so hides all positions of the block. If the weight between a query and a block is 0, because the
+        score is -inf or the block is hidden, neither affects the other in y or in gradients. So a NaN or an infinity
+        reaches only the queries that see it.
 
     Raises:
         ValueError: a shape, device, factor or scale, S > T when causal, strict without causal.
-        TypeError: a dtype; what is no tensor, a factor that is no int, a scale that is no number.
+        TypeError: a dtype; an input that is no tensor, a factor that is no int, a scale that is no number.
 
     Equivalent to:
         >>> def blocks(x):
@@ -91,18 +91,17 @@ def compressed_attention_pooled(
     strict: bool = False,
     scale: float | None = None,
 ) -> Tensor:
-    """compressed_attention on keys and values that are compressed already, for compression that is learned.
+    """compressed_attention for keys and values that are compressed already, for example by a learned compression.
 
     Args:
         q: (B,H,S,D) queries.
-        kc: (B,Hkv,C,D) a key for every block: C = ceil(kv_len / factor), or floor when causal.
-        vc: (B,Hkv,C,D) its value.
-        kv_len: T, how many positions the blocks stand for.
+        kc: (B,Hkv,C,D) a key for every block: C = ceil(kv_len / factor), or floor if causal.
+        vc: (B,Hkv,C,D) a value for every block.
+        kv_len: T, the number of positions that the blocks represent.
         factor, causal, strict, scale: as in compressed_attention.
 
     Returns:
-        y (B,H,S,D), contiguous. Kept for backward: q, kc, vc, y (not in 16 bits), and a number a
-        query.
+        y (B,H,S,D), contiguous. Kept for backward: q, kc, vc, y (not in 16 bits), and one number per query.
 
     Raises:
         ValueError, TypeError: as compressed_attention.
@@ -130,23 +129,23 @@ def compressed_attention_pooled(
 
 
 class CompressedAttentionState(NamedTuple):
-    """What decoding knows of all positions so far: C blocks that are complete, and one that is open."""
+    """The state of decoding: C complete blocks and an open one."""
 
     kc: Tensor  # (B,Hkv,C,D) means of the keys of complete blocks, in their dtype
     vc: Tensor  # (B,Hkv,C,D) of the values
     k_sum: Tensor  # (B,Hkv,D) sum over the keys of the open block, in the accumulation type
     v_sum: Tensor  # (B,Hkv,D) of the values
-    positions: int  # in the open block, less than factor
-    factor: int  # positions to a block
+    positions: int  # of the open block, less than factor
+    factor: int  # positions per block
 
 
 def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> CompressedAttentionState:
-    """The state of compressed_attention_step after these positions; T = 0 begins.
+    """The state of compressed_attention_step after these positions. T may be 0.
 
     Args:
         k: (B,Hkv,T,D) the keys of a prompt.
         v: (B,Hkv,T,D) its values.
-        factor: positions to a block.
+        factor: positions per block.
 
     Returns:
         CompressedAttentionState(kc, vc, k_sum, v_sum, positions, factor): kc and vc (B,Hkv,T // factor,D) in the dtype
@@ -154,7 +153,7 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> Compress
 
     Raises:
         ValueError: a shape, device or factor.
-        TypeError: a dtype; what is no tensor, or no int.
+        TypeError: a dtype; an input that is no tensor, a factor that is no int.
         NotImplementedError: grad mode is on and an argument requires a gradient.
 
     Equivalent to:
@@ -183,19 +182,19 @@ def compressed_attention_step(
     """The newest positions of causal compressed attention, from a state instead of all earlier keys.
 
     Args:
-        q: (B,H,S,D) the queries of the newest positions: one while decoding.
+        q: (B,H,S,D) the queries of the newest positions; one position while decoding.
         k: (B,Hkv,n,D) the keys that are new since the state.
         v: (B,Hkv,n,D) their values.
-        state: what the last step returned, or compressed_attention_state of a prompt; None at the beginning.
-        factor, strict, scale: as in compressed_attention, the same in every step; a state of another factor is refused.
+        state: the result of the last step, or compressed_attention_state of a prompt; None at the beginning.
+        factor, strict, scale: as in compressed_attention, the same in every step.
 
     Returns:
         y (B,H,S,D), equal to the last rows of the causal compressed_attention over all keys up to rounding, and the
-        new state; the old one stays as it is. O(T / factor) work a query and no gradient.
+        new state; the old one does not change. O(T / factor) work per query and no gradient.
 
     Raises:
         ValueError: a shape, device, factor or scale, S > T, a state of other sizes or another factor.
-        TypeError: a dtype; what is no tensor, no int, no number, or no CompressedAttentionState.
+        TypeError: a dtype; an argument of another type.
         NotImplementedError: grad mode is on and an argument requires a gradient.
 
     Equivalent to:
@@ -222,7 +221,7 @@ def compressed_attention_step(
 
 
 def _autocast(x: Tensor) -> Tensor:
-    """In the autocast dtype, as the operators; blocks are kept in it, and not converted in every step."""
+    """x in the autocast dtype, in which the operators run. Blocks are kept in it, so that no step converts them."""
     if not isinstance(x, Tensor) or x.dtype not in DTYPES[1:] or not torch.amp.is_autocast_available(x.device.type):
         return x
     if not torch.is_autocast_enabled(x.device.type):
@@ -371,9 +370,9 @@ def _add(total: Tensor, x: Tensor) -> Tensor:
 
 
 def _means(k: Tensor, v: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """Of whole blocks, by the forward's own kernel: no queries, and the means it keeps for backward."""
-    nobody = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
+    """The means of whole blocks, which a forward without queries keeps for backward."""
+    no_queries = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
     _, _, kc, vc = torch.ops.memcheck.compressed_attention(
-        nobody, k.detach(), v.detach(), factor=factor, causal=False, keep=True
+        no_queries, k.detach(), v.detach(), factor=factor, causal=False, keep=True
     )
     return kc, vc

@@ -1,4 +1,4 @@
-"""Every operator's gradient against central differences in float64: the configurations, and how one is checked."""
+"""Checks every operator's gradient against central differences in float64, in many configurations."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ STEP, ABSOLUTE, RELATIVE = 1e-6, 1e-5, 1e-3
 
 @dataclass(frozen=True)
 class Configuration:
+    """An operator with its options and the shapes of its inputs."""
+
     operator: str
     text: str
     function: Callable[..., Tensor]
     shapes: tuple[tuple[int, ...], ...]
-    # Added to the inputs, in their order; they are normal of variance 1 else.
+    # Added to the inputs, which are standard normal.
     shifts: tuple[float, ...] = ()
 
     def inputs(self, device: torch.device | str = "cpu") -> tuple[Tensor, ...]:
-        """The same leaves every time, float64."""
+        """Random float64 leaves, the same every time."""
         generator = torch.Generator().manual_seed(0)
         shifts = self.shifts or (0.0,) * len(self.shapes)
         drawn = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in self.shapes]
@@ -41,7 +43,10 @@ class Configuration:
 
 @dataclass(frozen=True)
 class Outcome:
-    """largest_error: of |analytic - numeric| over all Jacobians; allowed: at that element. None where nothing came."""
+    """The result of one check.
+
+    largest_error: of |analytic - numeric| over all Jacobians; allowed: the tolerance there. None if the check raised.
+    """
 
     operator: str
     configuration: str
@@ -51,61 +56,54 @@ class Outcome:
     reason: str | None = None
 
 
+def configured(
+    name: str,
+    function: Callable[..., Tensor],
+    sizes: str,
+    shapes: tuple[tuple[int, ...], ...],
+    shifts: tuple[float, ...] = (),
+    near: str = "",
+    **options: Any,
+) -> Configuration:
+    """The function with options. Its text has the sizes, the options, and the value that some inputs are near."""
+    text = ", ".join([sizes, *(f"{option}={value}" for option, value in options.items()), *([near] if near else [])])
+    return Configuration(name, text, functools.partial(function, **options), shapes, shifts)
+
+
 def softplus_configuration(B: int, S: int, T: int, R: int, *, key_shift: float = 0.0, **options: Any) -> Configuration:
-    text = ", ".join([f"B={B} S={S} T={T} R={R}", *(f"{name}={value}" for name, value in options.items())])
-    if key_shift:
-        text += f", k near {key_shift:g}"
-    return Configuration(
-        "softplus_attention",
-        text,
-        functools.partial(softplus_attention, **options),
-        ((B, S, R), (B, R, T), (B, R, T)),
-        (0.0, key_shift, 0.0),
-    )
+    sizes, shapes = f"B={B} S={S} T={T} R={R}", ((B, S, R), (B, R, T), (B, R, T))
+    near = f"k near {key_shift:g}" if key_shift else ""
+    shifts = (0.0, key_shift, 0.0)
+    return configured("softplus_attention", softplus_attention, sizes, shapes, shifts, near, **options)
 
 
 def linear_configuration(
     B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, *, shift: float = 0.0, **options: Any
 ) -> Configuration:
     """shift is added to queries and keys."""
-    sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} Dv={Dv}"
-    text = ", ".join([sizes, *(f"{name}={value}" for name, value in options.items())])
-    if shift:
-        text += f", q, k near {shift:g}"
-    return Configuration(
-        "linear_attention",
-        text,
-        functools.partial(linear_attention, **options),
-        ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv)),
-        (shift, shift, 0.0),
-    )
+    sizes, shapes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} Dv={Dv}", ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv))
+    near = f"q, k near {shift:g}" if shift else ""
+    return configured("linear_attention", linear_attention, sizes, shapes, (shift, shift, 0.0), near, **options)
 
 
 def projection_configuration(function: Callable[..., Tensor], B: int, S: int, E: int, R: int) -> Configuration:
-    text = f"B={B} S={S} E={E} R={R}"
-    return Configuration(function.__name__, text, function, ((B, S, E), (E, R)))
+    return configured(function.__name__, function, f"B={B} S={S} E={E} R={R}", ((B, S, E), (E, R)))
 
 
 def combinator_configuration(*shape: int, gate_shift: float = 0.0, **options: Any) -> Configuration:
-    text = ", ".join([f"x {shape}", *(f"{name}={value}" for name, value in options.items())])
-    if gate_shift:
-        text += f", weight near {gate_shift:g}"
-    E = shape[-1]
-    function = functools.partial(combinator, **options)
-    return Configuration("combinator", text, function, (shape, (2, E, E)), (0.0, gate_shift))
+    shapes, near = (shape, (2, shape[-1], shape[-1])), f"weight near {gate_shift:g}" if gate_shift else ""
+    return configured("combinator", combinator, f"x {shape}", shapes, (0.0, gate_shift), near, **options)
 
 
 def compressed_configuration(
     B: int, H: int, Hkv: int, S: int, T: int, D: int, *, factor: int, pooled: bool = False, **options: Any
 ) -> Configuration:
     sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} factor={factor}"
-    text = ", ".join([sizes, *(f"{name}={value}" for name, value in options.items())])
+    name, function, length = "compressed_attention", functools.partial(compressed_attention, factor=factor), T
     if pooled:
-        function = functools.partial(compressed_attention_pooled, factor=factor, kv_len=T, **options)
-        keys = (B, Hkv, -(-T // factor), D)
-        return Configuration("compressed_attention_pooled", text, function, ((B, H, S, D), keys, keys))
-    function = functools.partial(compressed_attention, factor=factor, **options)
-    return Configuration("compressed_attention", text, function, ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, D)))
+        name, length = "compressed_attention_pooled", -(-T // factor)
+        function = functools.partial(compressed_attention_pooled, factor=factor, kv_len=T)
+    return configured(name, function, sizes, ((B, H, S, D), (B, Hkv, length, D), (B, Hkv, length, D)), **options)
 
 
 # At most about 200 input elements each.
@@ -158,11 +156,12 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
 
 
 def operators() -> list[str]:
+    """The names of all operators that have configurations."""
     return list(dict.fromkeys(configuration.operator for configuration in CONFIGURATIONS))
 
 
 def configurations_of(names: Sequence[str]) -> list[Configuration]:
-    """Those of the operators named, all where none is."""
+    """The configurations of these operators; of all operators without names."""
     for name in names:
         if name not in operators():
             raise UsageError(f"--operator {name} is unknown; known: {', '.join(operators())}")
@@ -170,7 +169,7 @@ def configurations_of(names: Sequence[str]) -> list[Configuration]:
 
 
 def check(configuration: Configuration, device: torch.device | str = "cpu") -> Outcome:
-    """torch.autograd.gradcheck's verdict, and the largest error, measured here."""
+    """The verdict of torch.autograd.gradcheck, and the largest error."""
     name, text = configuration.operator, configuration.text
     inputs = configuration.inputs(device)
     try:
@@ -182,7 +181,7 @@ def check(configuration: Configuration, device: torch.device | str = "cpu") -> O
 
 
 def gradcheck_objection(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> str | None:
-    """What torch's gradcheck finds wrong: values, but also undefined gradients and bits that change between runs."""
+    """The error of torch's gradcheck, which also finds undefined gradients and results that change between runs."""
     try:
         torch.autograd.gradcheck(function, inputs, eps=STEP, atol=ABSOLUTE, rtol=RELATIVE)
     except GradcheckError as error:
@@ -191,7 +190,7 @@ def gradcheck_objection(function: Callable[..., Tensor], inputs: tuple[Tensor, .
 
 
 def largest_error(function: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> tuple[float, float]:
-    """The largest |analytic - numeric| of all Jacobians, and what is allowed there."""
+    """The largest |analytic - numeric| of all Jacobians, and the tolerance there."""
     analytic = torch.autograd.functional.jacobian(function, inputs)
     ours = torch.cat([x.flatten() for x in analytic])
     theirs = torch.cat([x.flatten() for x in numeric_jacobians(function, inputs)])

@@ -9,19 +9,19 @@ from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 
 
 def linear_r(x: Tensor, w: Tensor) -> Tensor:
-    """Token-major projection: queries, and outputs with the roles of E and R exchanged.
+    """Token-major projection, for queries, and with E and R exchanged for outputs.
 
     Args:
         x: (B,S,E) tokens.
         w: (E,R) weight.
 
-    float64, float32, float16, bfloat16; the products are the library's GEMM. A run with the same number of threads
-    gives the same bits again; with another number GEMM may sum in another order. Where the gradient of a 16-bit w is a
+    float64, float32, float16, bfloat16. The products are the library's GEMM. Results are reproducible to the bit with
+    the same number of threads; with another number GEMM may sum in another order. If the gradient of a 16-bit w is a
     sum of several products, it is summed in float32 and rounded once.
 
     Returns:
-        y (B,S,R), contiguous. Kept for backward: x where w needs a gradient (or where x is not contiguous,
-        for its strides), w where x does.
+        y (B,S,R), contiguous. Kept for backward: x if w needs a gradient (or if x is not contiguous, for its
+        strides), w if x does.
 
     Raises:
         ValueError: a shape or device. TypeError: a dtype.
@@ -34,14 +34,14 @@ def linear_r(x: Tensor, w: Tensor) -> Tensor:
 
 
 def linear_l(x: Tensor, w: Tensor) -> Tensor:
-    """Channel-major projection: keys and values as softplus attention takes them, written in place of a transpose.
+    """Channel-major projection, for keys and values of softplus attention, without a separate transpose.
 
     Args:
         x: (B,S,E) tokens.
         w: (E,R) weight.
 
     Returns:
-        y (B,R,S), contiguous. Otherwise as linear_r. The gradient of w is a sum of products, one for each batch entry.
+        y (B,R,S), contiguous. Otherwise as linear_r. The gradient of w is a sum of one product for each batch entry.
 
     Equivalent to:
         >>> y = (x @ w).transpose(1, 2).contiguous()

@@ -1,6 +1,6 @@
-"""PyTorch's CUDA caching allocator in integers: what its counters say after the same requests in the same order.
+"""A model of PyTorch's CUDA caching allocator: its counters after the same requests in the same order.
 
-Read in c10/cuda/CUDACachingAllocator.cpp, with the defaults of its settings, on one stream.
+It follows c10/cuda/CUDACachingAllocator.cpp with default settings, on one stream.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ADDRESSES = 2**80  # Address space of an expandable segment, larger than any req
 
 
 class OutOfMemory(Exception):  # noqa: N818
-    """There is no room for the request (on CUDA: for a segment), even after the cached memory was released."""
+    """There is no room for the request (on CUDA: for a segment), even after cached memory was released."""
 
     def __init__(self, requested_bytes: int, in_use_bytes: int) -> None:
         super().__init__(f"{requested_bytes} bytes requested, {in_use_bytes} in use")
@@ -60,11 +60,8 @@ class Block:
         return other is not None and not other.in_use and other.mapped == self.mapped
 
 
-def round_size(requested: int) -> int:
-    return max(BLOCK, rounded_up(requested, BLOCK))
-
-
 def rounded_up(size: int, unit: int) -> int:
+    """The smallest multiple of the unit that is at least the size."""
     return -(-size // unit) * unit
 
 
@@ -78,6 +75,7 @@ def segment_size(size: int) -> int:
 
 
 def kind_of(segment: int, small: bool) -> str:
+    """How reports name a segment of that size."""
     if small:
         return "segments of 2 MiB, small pool"
     return "segments of 20 MiB" if segment == LARGE_SEGMENT else "larger segments"
@@ -102,6 +100,7 @@ class Pool:
         del self._blocks[block.address]
 
     def best_fit(self, size: int) -> Block | None:
+        """The smallest block with room for the size, at the lowest address."""
         index = bisect.bisect_left(self._keys, (size, 0))
         return self._blocks[self._keys[index][1]] if index < len(self._keys) else None
 
@@ -135,10 +134,10 @@ class PlainAllocator:
 
 
 class CachingAllocator:
-    """malloc and free as the native CUDA allocator does them, and three of its counters.
+    """The native CUDA allocator's malloc and free, and three of its counters.
 
-    limit_bytes: what segments may have together, be it the GPU's room or that of a per-process fraction.
-    expandable: as expandable_segments:True in PYTORCH_ALLOC_CONF: a segment for each pool, which grows by pages.
+    limit_bytes: the most bytes of all segments together: the GPU's memory, or a per-process fraction of it.
+    expandable: as expandable_segments:True in PYTORCH_ALLOC_CONF: one segment per pool, which grows by pages.
     """
 
     def __init__(self, limit_bytes: int | None = None, *, expandable: bool = False) -> None:
@@ -153,14 +152,15 @@ class CachingAllocator:
         """Returns a block of at least that size, or None for zero bytes. Raises OutOfMemory."""
         if requested == 0:
             return None
-        size = round_size(requested)
+        size = max(BLOCK, rounded_up(requested, BLOCK))
         small = size <= SMALL_REQUEST
         block = self._free[small].best_fit(size)
         if block is not None:
             self._free[small].remove(block)
         else:
             block = self._from_driver(size, small)
-        if self._worth_splitting(block, size):
+        left = block.bytes - size
+        if left >= BLOCK if small or self._growing is not None else left > SMALL_REQUEST:
             self._free[small].add(split(block, size))
         block.in_use, block.requested = True, requested
         self.requested.add(requested)
@@ -215,13 +215,12 @@ class CachingAllocator:
         return self.limit_bytes is None or self.reserved.current + size <= self.limit_bytes
 
     def _from_driver(self, size: int, small: bool) -> Block:
-        block = self._new_block(size, small)
-        if block is None:
-            self.empty_cache()
-            block = self._new_block(size, small)
-        if block is None:
-            raise OutOfMemory(segment_size(size), self.requested.current)
-        return block
+        if (block := self._new_block(size, small)) is not None:
+            return block
+        self.empty_cache()
+        if (block := self._new_block(size, small)) is not None:
+            return block
+        raise OutOfMemory(segment_size(size), self.requested.current)
 
     def _new_block(self, size: int, small: bool) -> Block | None:
         if self._growing is not None:
@@ -232,10 +231,6 @@ class CachingAllocator:
         self.reserve(size, kind_of(size, small))
         address, self._next_address = self._next_address, self._next_address + size
         return Block(size, address, small)
-
-    def _worth_splitting(self, block: Block, size: int) -> bool:
-        left = block.bytes - size
-        return left >= BLOCK if block.small or self._growing is not None else left > SMALL_REQUEST
 
 
 class GrowingSegments:
@@ -298,8 +293,7 @@ class GrowingSegments:
             return None
         self._unmapped[gap.small].remove(gap)
         if size < gap.bytes:
-            self._unmapped[gap.small].append(split(gap, size))
-        self._sort(gap.small)
+            bisect.insort(self._unmapped[gap.small], split(gap, size), key=lambda block: block.address)
         self._allocator.reserve(size, PAGES[gap.small])
         gap.mapped = True
         return self._allocator.add_free(gap)
@@ -309,11 +303,7 @@ class GrowingSegments:
             if neighbour is not None and block.joins(neighbour):
                 self._unmapped[block.small].remove(neighbour)
                 block = joined(block, neighbour)
-        self._unmapped[block.small].append(block)
-        self._sort(block.small)
-
-    def _sort(self, small: bool) -> None:
-        self._unmapped[small].sort(key=lambda block: block.address)
+        bisect.insort(self._unmapped[block.small], block, key=lambda block: block.address)
 
 
 def split(block: Block, size: int) -> Block:

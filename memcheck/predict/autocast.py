@@ -1,6 +1,4 @@
-"""torch.autocast for meta tensors, on which torch's own autocast has no effect. It follows the rules of the CPU or of
-CUDA.
-"""
+"""torch.autocast for meta tensors, on which torch's own autocast has no effect, with the rules of the CPU or CUDA."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ FLOAT32 = {"cpu": {"cross_entropy"}, "cuda": {"cross_entropy", "softmax", "log_s
 
 
 class AutocastOnMeta(TorchFunctionMode):
-    """Of the functions that a decoder calls; casts of parameters are made once and kept to the end, as autocast does.
+    """Autocast for the functions that a decoder calls. It caches casts of parameters until it ends, as torch does.
 
     kind: "cpu" or "cuda", whose lists differ.
     """
@@ -34,14 +32,13 @@ class AutocastOnMeta(TorchFunctionMode):
         self._kept.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        dtype = self._dtype_of(name_of(func))
+        # Without the overload, as in torch.ops.memcheck.softplus_attention.default.
+        name = getattr(func, "__name__", "").partition(".")[0]
+        dtype = self.dtype if name in LOWER or name in OURS else None
+        if name in FLOAT32[self.kind]:
+            dtype = torch.float32
         args, kwargs = tree_map(lambda part: self._cast(part, dtype), (args, kwargs or {}))
         return func(*args, **kwargs)
-
-    def _dtype_of(self, name: str) -> torch.dtype | None:
-        if name in LOWER or name in OURS:
-            return self.dtype
-        return torch.float32 if name in FLOAT32[self.kind] else None
 
     def _cast(self, part: Any, dtype: torch.dtype | None) -> Any:
         """Casts a tensor. float64 stays unchanged."""
@@ -54,9 +51,3 @@ class AutocastOnMeta(TorchFunctionMode):
         if id(part) not in self._kept:
             self._kept[id(part)] = part.to(dtype)
         return self._kept[id(part)]
-
-
-def name_of(func: Any) -> str:
-    """The function's name, also for torch.ops.memcheck.softplus_attention."""
-    name: str = getattr(func, "__name__", "")
-    return name.partition(".")[0]

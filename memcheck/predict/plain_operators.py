@@ -1,7 +1,7 @@
-"""Operators that take nothing beside their outputs: which they are, and how that is known.
+"""Operators that allocate nothing but their outputs, and how that is known.
 
-Of an operator that has neither a rule (memcheck.predict.scratch) nor a place here it is not known what it takes, nor
-whether its results are as large as on meta tensors. Views are known by their schema and need no place.
+For an operator with neither a rule (memcheck.predict.scratch) nor an entry here, scratch and sizes of results are
+unknown. Views are recognised by their schema and need no entry.
 """
 
 from __future__ import annotations
@@ -10,179 +10,58 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-# Any dtype and layout.
-MAKERS = frozenset(
-    [
-        "_local_scalar_dense",
-        "_to_copy",
-        "_unsafe_view",
-        "arange",
-        "bernoulli_",
-        "cat",
-        "clone",
-        "constant_pad_nd",
-        "copy_",
-        "empty",
-        "empty_like",
-        "empty_strided",
-        "fill_",
-        "flip",
-        "full",
-        "full_like",
-        "new_empty",
-        "new_empty_strided",
-        "new_full",
-        "new_ones",
-        "new_zeros",
-        "ones",
-        "ones_like",
-        "promote_types",
-        "rand_like",
-        "scalar_tensor",
-        "select_backward",
-        "slice_backward",
-        "stack",
-        "zero_",
-        "zeros",
-        "zeros_like",
-    ]
+
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# With operands of any dtype and layout.
+MAKERS = names(
+    """
+    _local_scalar_dense _to_copy _unsafe_view arange bernoulli_ cat clone constant_pad_nd copy_ empty empty_like
+    empty_strided fill_ flip full full_like new_empty new_empty_strided new_full new_ones new_zeros ones ones_like
+    promote_types rand_like scalar_tensor select_backward slice_backward stack zero_ zeros zeros_like
+    """
 )
 # All operands must have the result's dtype, or the CPU copies them. Masks and indices are exempt.
-OF_ONE_DTYPE = frozenset(
-    [
-        "abs",
-        "addcdiv",
-        "addcdiv_",
-        "addcmul",
-        "addcmul_",
-        "amax",
-        "amin",
-        "clamp",
-        "clamp_min",
-        "cos",
-        "cumsum",
-        "elu",
-        "elu_backward",
-        "erf",
-        "exp",
-        "hardsigmoid",
-        "hardsigmoid_backward",
-        "hardswish",
-        "hardswish_backward",
-        "hardtanh",
-        "hardtanh_backward",
-        "leaky_relu",
-        "leaky_relu_backward",
-        "lerp",
-        "lerp_",
-        "log",
-        "masked_fill",
-        "masked_fill_",
-        "maximum",
-        "minimum",
-        "neg",
-        "pow",
-        "reciprocal",
-        "relu",
-        "relu_",
-        "rsqrt",
-        "sgn",
-        "sigmoid",
-        "sigmoid_backward",
-        "silu",
-        "silu_backward",
-        "sin",
-        "softplus",
-        "softplus_backward",
-        "sqrt",
-        "sqrt_",
-        "sum",
-        "tanh",
-        "tanh_backward",
-        "threshold",
-        "threshold_backward",
-        "where",
-    ]
+OF_ONE_DTYPE = names(
+    """
+    abs addcdiv addcdiv_ addcmul addcmul_ amax amin clamp clamp_min cos cumsum elu elu_backward erf exp hardsigmoid
+    hardsigmoid_backward hardswish hardswish_backward hardtanh hardtanh_backward leaky_relu leaky_relu_backward lerp
+    lerp_ log masked_fill masked_fill_ maximum minimum neg pow reciprocal relu relu_ rsqrt sgn sigmoid
+    sigmoid_backward silu silu_backward sin softplus softplus_backward sqrt sqrt_ sum tanh tanh_backward threshold
+    threshold_backward where
+    """
 )
 # Floating-point operands must be contiguous, or they are copied.
 OF_CONTIGUOUS = frozenset(["embedding", "embedding_dense_backward", "nll_loss_backward", "nll_loss_forward"])
-# What tests/predict/test_plain_operators.py shows of the CPU, each operator alone, by what is allocated while it runs.
+# Measured on the CPU by tests/predict/test_plain_operators.py, one operator at a time.
 SHOWN_ON_CPU = MAKERS | OF_ONE_DTYPE | OF_CONTIGUOUS
 
-# All operators of the published rows of naive and softmax attention, views and those with a rule included: of an A100,
-# in float32. tests/predict/test_replay.py predicts every figure of these rows.
-SHOWN_ON_A100 = frozenset(
-    [
-        "_safe_softmax",
-        "_softmax",
-        "_softmax_backward_data",
-        "_unsafe_view",
-        "add",
-        "add_",
-        "bmm",
-        "clone",
-        "copy_",
-        "detach",
-        "div",
-        "expand",
-        "full",
-        "mm",
-        "mul",
-        "new_empty_strided",
-        "ones",
-        "scalar_tensor",
-        "t",
-        "transpose",
-        "tril",
-        "triu",
-        "view",
-        "where",
-    ]
+# All operators, with views and those that have a rule, of the published float32 rows of naive and softmax attention
+# on an A100. tests/predict/test_replay.py predicts every figure of these rows.
+SHOWN_ON_A100 = names(
+    """
+    _safe_softmax _softmax _softmax_backward_data _unsafe_view add add_ bmm clone copy_ detach div expand full mm
+    mul new_empty_strided ones scalar_tensor t transpose tril triu view where
+    """
 )
 # Read in the sources of the CUDA kernels; not compared with measurements.
 READ_OF_CUDA = (
     MAKERS
     | OF_ONE_DTYPE
-    | frozenset(
-        [
-            "_foreach_add_",
-            "_foreach_addcdiv_",
-            "_foreach_addcmul_",
-            "_foreach_div_",
-            "_foreach_lerp_",
-            "_foreach_mul_",
-            "_foreach_sqrt",
-            "_log_softmax",
-            "_log_softmax_backward_data",
-            "_softmax",
-            "add",
-            "add_",
-            "div",
-            "div_",
-            "embedding",
-            "eq",
-            "ge",
-            "gt",
-            "le",
-            "lt",
-            "mul",
-            "mul_",
-            "ne",
-            "nll_loss_backward",
-            "nll_loss_forward",
-            "rsub",
-            "scatter",
-            "sub",
-            "sub_",
-            "tril",
-            "triu",
-        ]
+    | names(
+        """
+    _foreach_add_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_div_ _foreach_lerp_ _foreach_mul_ _foreach_sqrt
+    _log_softmax _log_softmax_backward_data _softmax add add_ div div_ embedding eq ge gt le lt mul mul_ ne
+    nll_loss_backward nll_loss_forward rsub scatter sub sub_ tril triu
+    """
     )
 )
 
 
 def takes_nothing(name: str, kind: str, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """Whether the operator, an "aten::exp", is known to take nothing on the "cpu" or on "cuda".
+    """Whether the operator, such as "aten::exp", is known to allocate nothing but its outputs on "cpu" or "cuda".
 
     tensors: its operands.
     """

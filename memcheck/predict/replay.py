@@ -1,7 +1,4 @@
-"""What a measurement would say, from the shapes alone: the record, and each figure as a sum of named terms.
-
-A case is traced on meta tensors; the trace is then replayed in a model of the device's allocator.
-"""
+"""Replays a trace in a model of the device's allocator: the predicted record, with each figure as a sum of terms."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ from memcheck.core.version import __version__
 from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, PlainAllocator
 from memcheck.predict.plain_operators import SHOWN_ON_A100
 from memcheck.predict.scratch import Target
-from memcheck.predict.torch_versions import Version, name_of, running, untried
+from memcheck.predict.torch_versions import Version, running, untried, version_name
 from memcheck.predict.trace import Piece, Trace
 
 # Fields that become lower bounds when a phase has unknown allocations.
@@ -41,14 +38,15 @@ COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *itertools.chain.fr
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a case takes on a device, as a measurement would say.
+    """The record that a measurement would give, and how its figures are known.
 
-    terms: field of the record -> what it is the sum of: name -> bytes.
-    basis: "verified", by rules that were compared with measurements on this kind of device: the CPU, or what published
-    rows show of an A100. Or "derived": by rules read in sources, and compared with nothing.
-    unknown: in words what cannot be known, and `bounds` the fields that are not known to the byte because of it: what
-    they say is at least so much, for threads at most, and of an operator without a rule all that its shapes tell.
-    exact: the basis is "verified", and nothing is unknown: every figure is what a measurement says, to the byte.
+    terms: field of the record -> its summands: name -> bytes.
+    basis: "verified": the rules were compared with measurements on this kind of device, the CPU or, for published
+        rows, an A100. "derived": the rules were only read in sources.
+    unknown: descriptions of unknown allocations.
+    bounds: the fields that are not known to the byte because of these. They are lower bounds; upper bounds if the
+        number of concurrent threads is unknown.
+    exact: the basis is "verified" and nothing is unknown, so every figure equals the measured one.
     """
 
     case: Any  # Case or ModelCase.
@@ -71,6 +69,7 @@ PUBLISHED_TORCH = (2, 7)
 
 
 def basis_of(trace: Trace, dtype: str, device: Device, target: Target, expandable_segments: bool = False) -> str:
+    """ "verified" if the rules were compared with measurements on such a device, else "derived"."""
     if device.kind == "cpu":
         return "verified" if untried(target.torch_version) is None else "derived"
     like_published = (
@@ -86,20 +85,23 @@ def basis_of(trace: Trace, dtype: str, device: Device, target: Target, expandabl
 
 
 def target_for(device: Device, threads: int | None = None, torch_version: Version | None = None) -> Target:
+    """The target of predictions for the device; by default with this process's threads and torch version."""
     return Target(device.kind, threads or torch.get_num_threads(), device.architecture, torch_version or running())
 
 
 R = TypeVar("R", bound=Record)
 
 
-def blank(kind: type[R], device: Device, target: Target) -> R:
-    """A record with the environment's fields filled in."""
+def blank_record(kind: type[R], device: Device, target: Target) -> R:
+    """A predicted record with the environment's fields filled in."""
     return kind(
         source="predicted",
         device=device.kind,
         device_name=None if device.kind == "cpu" else device.name,
         device_total_bytes=device.total_bytes,
-        torch_version=str(torch.__version__) if target.torch_version == running() else name_of(target.torch_version),
+        torch_version=str(torch.__version__)
+        if target.torch_version == running()
+        else version_name(target.torch_version),
         memcheck_version=__version__,
         allocator="memcheck tracking allocator" if device.kind == "cpu" else "default",
         threads=target.threads,
@@ -137,42 +139,34 @@ class Replay:
     basis: str = "derived"
 
     def prediction(self) -> Prediction:
-        self.allocator = self._open_allocator()
+        """Replays the trace and returns the prediction."""
+        rooms = [room for room in (self.device.usable_bytes, self.limit_bytes) if room is not None]
+        self.allocator: CachingAllocator | PlainAllocator = PlainAllocator(min(rooms, default=None))
+        if self.device.kind == "cuda":
+            self.allocator = CachingAllocator(min(rooms, default=None), expandable=self.expandable_segments)
         try:
             for phase in self.trace.phases:
                 self._play(phase)
                 self._note(phase)
         except OutOfMemory as error:
             self._note_refusal(phase, error)
-        self._note_reserved()
+        if (segments := self.allocator.segments()) is not None:
+            self._note_terms("reserved_bytes", segments)
         unknown, bounds = self._unknown()
         exact = self.basis == "verified" and not unknown
-        self.record.theory, self.record.exact, self.record.basis = self.terms, exact, self.basis
+        self.record.terms, self.record.exact, self.record.basis = self.terms, exact, self.basis
         self.record.doubts = (*unknown, *self._doubtful_verdict())
         return Prediction(self.case, self.device, self.record, self.terms, exact, unknown, bounds, self.basis)
 
     def _doubtful_verdict(self) -> Iterator[str]:
         """A doubt about the verdict, if there is a limit and a phase's figures are bounds."""
-        if not self.has_limit or not any(self._has_run(phase) for phase in self.trace.unknown):
+        has_limit = self.device.usable_bytes is not None or self.limit_bytes is not None
+        if not has_limit or not self.trace.unknown.keys() & self.requested.keys():
             return
         verdict = "ok" if self.record.status == "ok" else f"{self.record.status} in the {self.record.oom_phase}"
         yield f"{verdict} is the verdict of what is known: the run may need more" + (
             ", or less" if self.trace.guessed else ""
         )
-
-    @property
-    def has_limit(self) -> bool:
-        return self.device.usable_bytes is not None or self.limit_bytes is not None
-
-    def _has_run(self, phase: str) -> bool:
-        return phase in self.requested
-
-    def _open_allocator(self) -> CachingAllocator | PlainAllocator:
-        rooms = [room for room in (self.device.usable_bytes, self.limit_bytes) if room is not None]
-        room = min(rooms, default=None)
-        if self.device.kind == "cpu":
-            return PlainAllocator(room)
-        return CachingAllocator(room, expandable=self.expandable_segments)
 
     def _play(self, phase: str) -> None:
         first, last = self.trace.phases[phase]
@@ -198,7 +192,9 @@ class Replay:
         if phase == "inputs":
             self._note_sum("input_bytes", self.trace.inputs)
             self._note_sum("parameter_bytes", self.trace.parameters)
-            self._note_state()
+            if self.case.mode == "decode":
+                self._note_sum("state_bytes", self.trace.state)
+                self.record.note_state(self.record.state_bytes or 0, self.case.bsz, self.case.kv_len)
         elif phase == "forward":
             self._note_sum("output_bytes", self.trace.outputs)
             self._note_sum("saved_bytes", self.trace.saved)
@@ -209,30 +205,17 @@ class Replay:
         else:
             self._note_sum("optimizer_peak_bytes", self.trace.tape.alive(self.requested[phase].event))
 
-    def _note_state(self) -> None:
-        if self.case.mode != "decode":
-            return
-        self._note_sum("state_bytes", self.trace.state)
-        self.record.state_bytes_per_sequence = (self.record.state_bytes or 0) / self.case.bsz
-        if self.case.kv_len:
-            self.record.state_bytes_per_token = self.record.state_bytes_per_sequence / self.case.kv_len
-
     def _note_peaks(self, phase: str, gradients: Iterable[Piece] = ()) -> None:
         record = self.record
         alive = self.trace.tape.alive(self.requested[phase].event)
         self._note_sum(f"{phase}_peak_bytes", alive)
         held = [*self.trace.held, *self.trace.outputs, *self.trace.saved, *gradients]
-        library = self._note_library(alive)
+        library = sum(piece.bytes for piece in alive if piece.is_library)
         scratch = self.requested[phase].bytes - library - sum(piece.bytes for piece in dict.fromkeys(held))
         record.workspace_bytes = max(record.workspace_bytes or 0, scratch)
         if self.device.kind == "cuda":
+            record.library_workspace_bytes = max(record.library_workspace_bytes or 0, library)
             self._note_allocated(phase)
-
-    def _note_library(self, alive: list[Piece]) -> int:
-        size = sum(piece.bytes for piece in alive if piece.is_library)
-        if self.device.kind == "cuda":
-            self.record.library_workspace_bytes = max(self.record.library_workspace_bytes or 0, size)
-        return size
 
     def _note_allocated(self, phase: str) -> None:
         """Sums of blocks. This peak is the highest so far; it is not reset between phases."""
@@ -240,11 +223,6 @@ class Replay:
         fullest = max((self.allocated[name] for name in names), key=lambda moment: moment.bytes)
         alive = self.trace.tape.alive(fullest.event)
         self._note_terms(f"{phase}_max_allocated_bytes", numbered((piece.name, self.sizes[piece]) for piece in alive))
-
-    def _note_reserved(self) -> None:
-        segments = self.allocator.segments()
-        if segments is not None:
-            self._note_terms("reserved_bytes", segments)
 
     def _note_sum(self, field: str, pieces: Iterable[Piece]) -> None:
         self._note_terms(field, numbered((piece.name, piece.bytes) for piece in pieces))
@@ -256,14 +234,13 @@ class Replay:
     def _note_refusal(self, phase: str, error: OutOfMemory) -> None:
         record = self.record
         record.status = "oom"
-        asked, used = format_bytes(error.requested_bytes), format_bytes(error.in_use_bytes)
+        request = f"{format_bytes(error.requested_bytes)} requested with {format_bytes(error.in_use_bytes)} in use"
         if phase == "inputs":
-            record.reason = f"the inputs alone do not fit: {asked} requested with {used} in use"
+            record.reason = f"the inputs alone do not fit: {request}"
             return
         record.oom_phase, record.oom_requested_bytes = phase, error.requested_bytes
         self._note_sum("oom_in_use_bytes", self.trace.tape.alive(self.event - 1))
-        room = format_bytes(self.allocator.limit_bytes or 0)
-        record.reason = f"predicted: {asked} requested with {used} in use, of {room}"
+        record.reason = f"predicted: {request}, of {format_bytes(self.allocator.limit_bytes or 0)}"
 
     def _unknown(self) -> tuple[tuple[str, ...], frozenset[str]]:
         """Descriptions of what is unknown, and the fields that it affects."""
@@ -275,7 +252,7 @@ class Replay:
             bounds |= {name for names in FIELDS_OF.values() for name in names}
         if bounds:
             bounds.add("reserved_bytes")
-        if self.record.status == "oom" and any(self._has_run(phase) for phase in self.trace.unknown):
+        if self.record.status == "oom" and self.trace.unknown.keys() & self.requested.keys():
             bounds |= {"oom_in_use_bytes", "oom_requested_bytes"}
         if self.trace.beyond is not None:
             words.append(f"what comes after a tensor beyond 64 bits, in the {self.trace.beyond}")

@@ -1,6 +1,6 @@
-"""F.rms_norm as newer releases run it on CUDA: one kernel, that keeps its input and a number for each row.
+"""F.rms_norm as newer releases run it on CUDA: one kernel that keeps its input and a number for each row.
 
-On other devices, and on meta tensors, torch knows it as the sum of its parts.
+On other devices, and on meta tensors, torch composes it of elementwise operators.
 """
 
 from __future__ import annotations

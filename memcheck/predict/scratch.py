@@ -1,6 +1,6 @@
-"""What operators take beside their outputs, which no dispatcher sees: by formulas, for the CPU's kernels and CUDA's.
+"""Rules for scratch: what kernels allocate besides their outputs, which no dispatcher sees, on the CPU and on CUDA.
 
-Read in torch 2.13's kernels. Our own operators are in memcheck.predict.scratch_memcheck.
+They were read in torch 2.13's kernels. Those of memcheck's operators are in memcheck.predict.scratch_memcheck.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from memcheck.core.tensors import dtype_name, tensors_in
+from memcheck.predict.allocator import rounded_up
 from memcheck.predict.plain_operators import takes_nothing
 from memcheck.predict.torch_versions import NEWEST_TRIED, WORKSPACES_ON_BLACKWELL, WORKSPACES_ON_THOR, Change, Version
 
@@ -62,6 +63,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Scratch:
+    """Memory that a kernel allocates and frees."""
+
     name: str
     bytes: int
     first: bool = False  # Allocated before the outputs.
@@ -89,12 +92,13 @@ def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
 
 
 def is_view(schema: Any) -> bool:
+    """Whether every result is a view of an operand that is not modified."""
     aliases = [result.alias_info for result in schema.returns]
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
 def scratch_of(call: Call) -> list[Scratch | Unknown]:
-    """The scratch of the call at its fullest moment, besides inputs and outputs."""
+    """The scratch that is alive at the highest sum of the call, and what is unknown about it."""
     kind = call.target.kind
     rule = RULES.get((call.name, kind)) or RULES.get((call.name, "any"))
     if rule is not None:
@@ -108,6 +112,8 @@ RULES: dict[tuple[str, str], Rule] = {}
 
 
 def rule(kind: str, *names: str) -> Callable[[Rule], Rule]:
+    """Registers the decorated rule for operators on "cpu", "cuda" or "any" device."""
+
     def register(function: Rule) -> Rule:
         RULES.update({(name if "::" in name else f"aten::{name}", kind): function for name in names})
         return function
@@ -116,18 +122,11 @@ def rule(kind: str, *names: str) -> Callable[[Rule], Rule]:
 
 
 def uses_cublas(call: Call) -> bool:
+    """Whether the operator is a matrix product, which needs a cuBLAS workspace on CUDA."""
     return call.name.removeprefix("aten::") in PRODUCTS or call.name in PRODUCTS
 
 
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm"}
-
-
-def rounded_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit
-
-
-def bytes_of(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 @rule("any", "_safe_softmax")
@@ -144,8 +143,10 @@ ELEMENTWISE = ("add", "sub", "mul", "div", "rsub", "gt", "lt", "ge", "le", "eq",
 
 @rule("cpu", *ELEMENTWISE)
 def conversions(call: Call) -> Iterator[Scratch]:
-    """The CPU's elementwise kernels take operands of one type, and copies of those that have another; so, too, for an
-    output that is there already. A number from C++ comes as a scalar, and becomes a tensor of 8 bytes."""
+    """The CPU's elementwise kernels copy operands, and an existing output, that do not have the common type.
+
+    A number from C++ comes as a scalar, and becomes a tensor of 8 bytes.
+    """
     operands = [call.values[name] for name in ("self", "other")]
     common = torch.result_type(*operands)
     if call.name.endswith("_") and call.self.dtype != common:
@@ -162,8 +163,7 @@ def conversions(call: Call) -> Iterator[Scratch]:
 
 @rule("cpu", "mean")
 def division(call: Call) -> Iterator[Scratch]:
-    """The sum is divided, in place, by a count: a number, and the number as the sum has it. 16 bits are summed up in
-    float32."""
+    """The sum is divided in place by the number of terms, which becomes two tensors. 16 bits are summed in float32."""
     if call.self.element_size() < 4:
         yield Scratch("terms in float32", call.self.numel() * 4)
         yield Scratch("sum in float32", call.outputs[0].numel() * 4)
@@ -178,7 +178,7 @@ def rows_laid_out(call: Call) -> Iterator[Scratch]:
     for name in ("self", "grad_output", "output"):
         operand = call.values.get(name)
         if operand is not None and not operand.is_contiguous():
-            yield Scratch(f"{name.replace('_', ' ')}, laid out", bytes_of(operand), first=True)
+            yield Scratch(f"{name.replace('_', ' ')}, laid out", operand.nbytes, first=True)
 
 
 @rule("cpu", "tril", "triu")
@@ -189,7 +189,7 @@ def triangle(call: Call) -> Iterator[Unknown]:
 
 @rule("cpu", "max", "min")
 def largest(call: Call) -> Iterator[Unknown]:
-    """The rule for reductions along a dimension. Reductions of all elements use another kernel and another backward."""
+    """Known along a dimension only. Reductions of all elements have another kernel and another backward."""
     if len(call.outputs) == 1 or not call.self.is_contiguous():
         yield Unlisted(f"what {call.name} takes beside its outputs")
 
@@ -203,14 +203,14 @@ def scattered(call: Call) -> Iterator[Scratch]:
 
 @rule("cuda", "cumsum")
 def scanned(call: Call) -> Iterator[Unknown]:
-    """A single row is handled by a library."""
+    """A library scans a single row."""
     if call.self.numel() == call.self.shape[call.dim]:
         yield Unknown("what the cumulative sum of a single row takes")
 
 
 @rule("cuda", "_softmax_backward_data")
 def softmax_backward(call: Call) -> Iterator[Scratch]:
-    yield Scratch("gradient times probabilities", bytes_of(call.grad_output))
+    yield Scratch("gradient times probabilities", call.grad_output.nbytes)
 
 
 def fits_blas(tensor: Tensor) -> bool:
@@ -220,6 +220,7 @@ def fits_blas(tensor: Tensor) -> bool:
 
 
 def operands_of(call: Call) -> list[Tensor]:
+    """The two matrices, or batches of them, of a product."""
     if "batch1" in call.values:
         return [call.batch1, call.batch2]
     return [call.mat1, call.mat2] if "mat1" in call.values else [call.self, call.mat2]
@@ -230,7 +231,7 @@ def copies_for_cublas(call: Call) -> Iterator[Scratch]:
     """cuBLAS needs a copy of an operand whose layout it cannot read, such as an expanded gradient."""
     for operand in operands_of(call):
         if not fits_blas(operand) and not (operand.dim() == 3 and operand.is_contiguous()):
-            yield Scratch("operand laid out for cuBLAS", bytes_of(operand))
+            yield Scratch("operand laid out for cuBLAS", operand.nbytes)
 
 
 @rule("cpu", "mm", "addmm", "bmm", "baddbmm")
@@ -247,13 +248,11 @@ def copies_for_blas(call: Call) -> Iterator[Scratch | Unknown]:
     for operand in (left, right):
         if not fits_blas(operand):
             matrices = len(operand) if operand.dim() == 3 else 1
-            yield Scratch("matrix laid out for BLAS", bytes_of(operand) // matrices)
+            yield Scratch("matrix laid out for BLAS", operand.nbytes // matrices)
 
 
 def products_are_plain(dtype: str) -> bool:
-    """Whether products of this dtype need no oneDNN scratch. oneDNN has 16-bit instructions and takes scratch for
-    them.
-    """
+    """Whether products of this dtype need no scratch. oneDNN allocates some where it has 16-bit instructions."""
     if dtype == "bfloat16" and torch.backends.mkldnn.is_available():
         return False
     if dtype == "float16" and platform.machine() == "x86_64" and torch.backends.mkldnn.is_available():
@@ -273,6 +272,7 @@ def taken_in_place(left: Tensor, right: Tensor) -> bool:
 
 
 def in_rows_or_columns(operand: Tensor) -> bool:
+    """Whether MKL can read every matrix of the batch in place."""
     (_, rows, columns), (_, row, column) = operand.shape, operand.stride()
     return (column == 1 and (rows == 1 or row >= columns)) or (row == 1 and (columns == 1 or column >= rows))
 
@@ -280,7 +280,7 @@ def in_rows_or_columns(operand: Tensor) -> bool:
 @rule("cpu", "_scaled_dot_product_flash_attention_for_cpu")
 def flash_tiles(call: Call) -> Iterator[Scratch | Unknown]:
     """Per thread: scores, maxima and sums, and a part of y; in 16 bits a second copy of the scores."""
-    q, S, T, D = sizes_of(call)
+    q, S, T, D = attention_sizes(call)
     rows, columns = rows_of_a_tile(S), min(T, KEYS_OF_A_TILE)
     wide = torch.promote_types(q.dtype, torch.float32).itemsize
     yield Scratch("tiles", call.target.threads * rows * (columns + 2 + D) * wide)
@@ -292,13 +292,12 @@ def flash_tiles(call: Call) -> Iterator[Scratch | Unknown]:
 
 @rule("cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
 def flash_tiles_backward(call: Call) -> Iterator[Scratch | Unknown]:
-    """Beside tiles, a copy of a gradient that is not laid out as y is, and in each thread sums that it allocates and
-    frees as it goes."""
-    q, S, T, _ = sizes_of(call)
+    """Tiles, a copy of a gradient that is not laid out as y is, and sums that each thread allocates and frees."""
+    q, S, T, _ = attention_sizes(call)
     threads, rows, columns = call.target.threads, rows_of_a_tile(S), min(T, KEYS_OF_A_TILE)
     wide = torch.promote_types(q.dtype, torch.float32).itemsize
     if not call.grad_out.transpose(1, 2).is_contiguous():
-        yield Scratch("gradient of y, laid out", bytes_of(call.grad_out))
+        yield Scratch("gradient of y, laid out", call.grad_out.nbytes)
     yield Scratch("tiles", threads * 2 * rows * columns * wide)
     if q.element_size() < 4:
         yield Scratch("tiles in 16 bits", threads * 2 * rows * columns * q.element_size())
@@ -310,9 +309,11 @@ def flash_tiles_backward(call: Call) -> Iterator[Scratch | Unknown]:
 
 @rule("cuda", "_scaled_dot_product_flash_attention")
 def flash_splits(call: Call) -> Iterator[Unknown]:
-    """With few queries the keys are divided among blocks of threads, by the number of the GPU's multiprocessors; with
-    256 tiles of queries and more, on none that there is."""
-    q, S, T, D = sizes_of(call)
+    """With few queries the keys are divided among blocks of threads, by the number of the GPU's multiprocessors.
+
+    With 256 tiles of queries or more, no existing GPU divides them.
+    """
+    q, S, T, D = attention_sizes(call)
     keys = 256 if D <= 64 else 128 if D <= 128 else 64
     if q.shape[0] * q.shape[1] * -(-S // 64) < 256 and keys < T:
         yield Unknown("among how many blocks of threads flash attention divides the keys")
@@ -321,17 +322,17 @@ def flash_splits(call: Call) -> Iterator[Unknown]:
 @rule("cuda", "_scaled_dot_product_flash_attention_backward")
 def flash_backward(call: Call) -> Iterator[Scratch]:
     """Copies of y and its gradient unless they are laid out as (B,S,H,D), and dq accumulated in float32."""
-    q, S, _, D = sizes_of(call)
+    q, S, _, D = attention_sizes(call)
     for name, tensor in (("gradient of y, laid out", call.grad_out), ("y, laid out", call.out)):
         if not tensor.transpose(1, 2).is_contiguous():
-            yield Scratch(name, bytes_of(tensor))
+            yield Scratch(name, tensor.nbytes)
     rows = q.shape[0] * q.shape[1] * rounded_up(S, 128)
     yield Scratch("sums of rows", rows * 4)
     yield Scratch("dq in float32", rows * (rounded_up(D, 32) if D <= 192 else 256) * 4)
 
 
 @rule("cuda", "_scaled_dot_product_efficient_attention", "_efficient_attention_forward")
-def efficient(call: Call) -> Iterator[Scratch]:
+def efficient_forward(call: Call) -> Iterator[Scratch]:
     """y is accumulated in float32 if a head does not fit into registers."""
     y = call.outputs[0]
     if y.element_size() < 4 and y.shape[-1] > 128:
@@ -343,23 +344,20 @@ def efficient_backward(call: Call) -> Iterator[Scratch | Unknown]:
     is_inner = call.name == "aten::_efficient_attention_backward"
     grad: Tensor = call.values["grad_out" if "grad_out" in call.values else "grad_out_"]
     if not (grad if is_inner else grad.transpose(1, 2)).is_contiguous():
-        yield Scratch("gradient of y, laid out", bytes_of(grad))
+        yield Scratch("gradient of y, laid out", grad.nbytes)
     if grad.element_size() == 4:
-        yield Scratch("gradient of y times y", bytes_of(grad))
+        yield Scratch("gradient of y times y", grad.nbytes)
     yield Scratch("sums of rows", grad.numel() // grad.shape[-1] * 4)
     yield Unknown("the workspace of efficient attention's backward")
 
 
 @rule("cuda", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
-def cudnn(call: Call) -> Iterator[Unknown]:
+def cudnn_plan(call: Call) -> Iterator[Unknown]:
     yield Unknown("the workspace of cuDNN's plan")
 
 
 # Positions of outputs that are CPU tensors on CUDA: the seeds of an unused dropout.
-OF_THE_HOST = {
-    "aten::_scaled_dot_product_efficient_attention": (2, 3),
-    "aten::_efficient_attention_forward": (2, 3),
-}
+OF_THE_HOST = {"aten::_scaled_dot_product_efficient_attention": (2, 3), "aten::_efficient_attention_forward": (2, 3)}
 # From this many elements per result on, CUDA's reductions may take two steps with a buffer.
 LONG_REDUCTION, FEW_SUMS = 4096, 8192
 
@@ -375,10 +373,11 @@ KEYS_OF_A_TILE = 512
 
 
 def rows_of_a_tile(queries: int) -> int:
+    """The number of queries that a tile of the CPU's flash attention has."""
     return min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
 
 
-def sizes_of(call: Call) -> tuple[Tensor, int, int, int]:
+def attention_sizes(call: Call) -> tuple[Tensor, int, int, int]:
     """Returns q, S, T, D."""
     return call.query, call.query.shape[2], call.key.shape[2], call.query.shape[3]
 

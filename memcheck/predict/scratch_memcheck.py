@@ -1,4 +1,4 @@
-"""Scratch of memcheck's own operators, from the plans that their C++ glue uses, in the order of its allocations."""
+"""Rules for the scratch of memcheck's operators, from the plans of their C++ glue, in its order of allocation."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ from torch import Tensor
 
 from memcheck.core.errors import UnsupportedError
 from memcheck.core.tensors import dtype_name
-from memcheck.predict.scratch import (
-    PRODUCTS,
-    Call,
-    Scratch,
-    Target,
-    Unknown,
-    bytes_of,
-    fits_blas,
-    products_are_plain,
-    rule,
-)
+from memcheck.predict.scratch import PRODUCTS, Call, Scratch, Target, Unknown, fits_blas, products_are_plain, rule
 
 PRODUCTS |= {"memcheck::combinator", "memcheck::combinator_backward"}
 PRODUCTS |= {f"memcheck::linear_{side}{phase}" for side in "lr" for phase in ("", "_backward")}
@@ -37,12 +27,11 @@ def check_gpu(target: Target) -> None:
 
 
 def plan_of(call: Call, operator: str, **sizes: Any) -> dict[str, int]:
-    """Bytes of each part, from the struct that the operator's glue allocates by."""
+    """The bytes of each part of the scratch, by the operator's C++ plan."""
     from memcheck._extension import _C
 
-    target = call.target
-    check_gpu(target)
-    plan: dict[str, int] = getattr(_C, f"{operator}_plan")(**sizes, threads=target.threads, device=target.kind)
+    check_gpu(call.target)
+    plan: dict[str, int] = getattr(_C, f"{operator}_plan")(**sizes, device=call.target.kind)
     return plan
 
 
@@ -62,11 +51,13 @@ def softplus_backward(call: Call) -> Iterator[Scratch]:
 
 def softplus_plan(call: Call) -> dict[str, int]:
     (B, S, R), T = call.q.shape, call.k.shape[2]
-    return plan_of(call, "softplus_attention", B=B, S=S, T=T, R=R, causal=call.causal, dtype=dtype_name(call.q))
+    sizes = {"B": B, "S": S, "T": T, "R": R, "threads": call.target.threads}
+    return plan_of(call, "softplus_attention", **sizes, causal=call.causal, dtype=dtype_name(call.q))
 
 
 @rule("any", "memcheck::softplus_attention_step")
 def nothing(call: Call) -> Iterator[Scratch]:
+    """A step has no scratch."""
     check_gpu(call.target)
     yield from ()
 
@@ -88,7 +79,7 @@ def linear_backward(call: Call) -> Iterator[Scratch]:
 
 def linear_plan(call: Call, Dv: int) -> dict[str, int]:
     (B, H, S, D), (_, Hkv, T, _) = call.q.shape, call.k.shape
-    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv}
+    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv, "threads": call.target.threads}
     return plan_of(call, "linear_attention", **sizes, causal=call.values.get("causal", False), dtype=dtype_name(call.q))
 
 
@@ -117,6 +108,7 @@ def compressed_backward(call: Call) -> Iterator[Scratch]:
 def compressed_plan(call: Call, Hkv: int, T: int) -> dict[str, int]:
     B, H, S, D = call.q.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": call.factor}
+    sizes["threads"] = call.target.threads
     return plan_of(call, "compressed_attention", **sizes, causal=call.causal, dtype=dtype_name(call.q))
 
 
@@ -140,14 +132,8 @@ def combinator_backward(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 def combinator_plan(call: Call, x: Tensor) -> dict[str, int]:
-    from memcheck._extension import _C
-
-    check_gpu(call.target)
-    E = x.shape[-1]
-    copies = not x.is_contiguous()
-    sizes = {"N": x.numel() // E, "E": E}
-    plan: dict[str, int] = _C.combinator_plan(**sizes, dtype=dtype_name(x), copies=copies, device=call.target.kind)
-    return plan
+    sizes = {"N": x.numel() // x.shape[-1], "E": x.shape[-1]}
+    return plan_of(call, "combinator", **sizes, dtype=dtype_name(x), copies=not x.is_contiguous())
 
 
 def unplanned_products(call: Call, x: Tensor) -> Iterator[Unknown]:
@@ -157,8 +143,10 @@ def unplanned_products(call: Call, x: Tensor) -> Iterator[Unknown]:
 
 @rule("any", "memcheck::linear_r", "memcheck::linear_l")
 def projection(call: Call) -> Iterator[Scratch | Unknown]:
-    """One product over all rows where those of x and y merge, else one for each batch entry; what GEMM cannot read in
-    place is copied for it."""
+    """One product over all rows if those of x and of y merge, else one for each batch entry.
+
+    An operand that GEMM cannot read in place is copied.
+    """
     (y,) = call.outputs
     whole = merges(call.x) and merges(y.mT if call.name.endswith("linear_l") else y)
     x = Scratch("x laid out for BLAS", laid_out(call.x, 1 if whole else len(call.x)))
@@ -169,8 +157,10 @@ def projection(call: Call) -> Iterator[Scratch | Unknown]:
 
 @rule("any", "memcheck::linear_r_backward", "memcheck::linear_l_backward")
 def projection_backward(call: Call) -> Iterator[Scratch | Unknown]:
-    """The same, over all rows or in pieces of them where the gradient has to be laid out; in pieces the gradient of a
-    weight of 16 bits is summed up in float32, on the CPU of factors that become float32."""
+    """Products over all rows, or over pieces if the gradient must be copied.
+
+    Over pieces, the gradient of a 16-bit weight is summed in float32; on the CPU its factors are converted, too.
+    """
     grad: Tensor = call.grad_y.mT if "linear_l" in call.name else call.grad_y  # (B,S,R)
     yield from unplanned_products(call, grad)
     wants_x, wants_w = call.output_mask[:2]
@@ -198,7 +188,7 @@ def projection_backward(call: Call) -> Iterator[Scratch | Unknown]:
 
 def laid_out(operand: Tensor, parts: int = 1) -> int:
     """The bytes of the copy that GEMM needs of it or of one of its parts."""
-    return 0 if operand.numel() == 0 or fits_blas(operand) else bytes_of(operand) // parts
+    return 0 if operand.numel() == 0 or fits_blas(operand) else operand.nbytes // parts
 
 
 def merges(x: Tensor) -> bool:

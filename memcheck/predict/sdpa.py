@@ -1,7 +1,7 @@
-"""F.scaled_dot_product_attention as a target would run it: which backend it takes, and that backend's operators.
+"""F.scaled_dot_product_attention as a target would run it: the choice of the backend, and the backend's operators.
 
-On meta tensors torch itself knows of the math backend only. The conditions are those of sdp_utils.cpp and
-sdp_utils_cpp.cpp in torch 2.13.
+On meta tensors torch always runs the math backend. The conditions here are those of sdp_utils.cpp and sdp_utils_cpp.cpp
+in torch 2.13.
 """
 
 from __future__ import annotations
@@ -35,10 +35,11 @@ class Attention:
     causal: bool
     dropout: float
     scale: float | None
-    lower_right: bool = False  # causal as CausalBias has it, the last query aligned to the last key
+    lower_right: bool = False  # Causal with the last query aligned to the last key, as CausalBias can be.
 
     @property
     def trains(self) -> bool:
+        """Whether autograd records the call."""
         return torch.is_grad_enabled() and any(x.requires_grad for x in (self.q, self.k, self.v))
 
     @property
@@ -71,15 +72,10 @@ def attention(
         call = dataclasses.replace(call, mask=bias._materialize(query.device), lower_right=False)
     if not (target.has(ATTENTION_OF_THREE_DIMENSIONS) and all(x.dim() == 3 for x in (query, key, value))):
         return dispatched(call, target, enable_gqa)
-    return dispatched(with_a_first_dimension(call), target, enable_gqa).squeeze(0)
-
-
-def with_a_first_dimension(call: Attention) -> Attention:
-    q, k, v = (x.unsqueeze(0) for x in (call.q, call.k, call.v))
-    mask = call.mask
-    while mask is not None and mask.dim() < 4:
-        mask = mask.unsqueeze(0)
-    return dataclasses.replace(call, q=q, k=k, v=v, mask=mask)
+    q, k, v = (x.unsqueeze(0) for x in (query, key, value))
+    while call.mask is not None and call.mask.dim() < 4:
+        call = dataclasses.replace(call, mask=call.mask.unsqueeze(0))
+    return dispatched(dataclasses.replace(call, q=q, k=k, v=v), target, enable_gqa).squeeze(0)
 
 
 def dispatched(call: Attention, target: Target, enable_gqa: bool) -> Tensor:
@@ -90,9 +86,8 @@ def dispatched(call: Attention, target: Target, enable_gqa: bool) -> Tensor:
 
 
 def causal_bias(mask: Tensor | None) -> CausalBias | None:
-    """The mask, if it is one of torch's bias classes. Checking sys.modules avoids importing them, and torch.compile
-    with them.
-    """
+    """The mask, if it is one of torch's bias classes."""
+    # An import would load all of torch.compile. Without it nobody can have made such a mask.
     module = sys.modules.get("torch.nn.attention.bias")
     return mask if module is not None and isinstance(mask, module.CausalBias) else None
 
@@ -110,12 +105,9 @@ def chosen(call: Attention, target: Target) -> str:
     for backend in order:
         if SWITCHES[backend]() and (backend == "math" or TAKES[backend](call, target)):
             return backend
-    said = (
-        "No viable backend for scaled_dot_product_attention was found"
-        if target.kind == "cpu"
-        else "No available kernel"
-    )
-    raise RuntimeError(f"{said}: of {', '.join(order)}, those that are switched on do not take it")
+    on_cpu = target.kind == "cpu"
+    error = "No viable backend for scaled_dot_product_attention was found" if on_cpu else "No available kernel"
+    raise RuntimeError(f"{error}: of {', '.join(order)}, those that are switched on do not take it")
 
 
 def cuda_order(target: Target) -> tuple[str, ...]:
@@ -136,7 +128,7 @@ SWITCHES = {
 
 
 def is_dense(call: Attention) -> bool:
-    """Whether the inputs have four non-empty dimensions and equal numbers of heads."""
+    """Whether the inputs have four non-empty dimensions, the last of which is contiguous."""
     tensors = (call.q, call.k, call.v)
     return all(x.dim() == 4 and x.numel() and x.stride(-1) in (1, x.shape[-1]) for x in tensors)
 
@@ -182,16 +174,11 @@ def is_half(call: Attention, target: Target) -> bool:
     return call.q.dtype == torch.float16 or (ampere and call.q.dtype == torch.bfloat16)
 
 
-TAKES = {
-    "flash (cpu)": cpu_flash_takes,
-    "flash": flash_takes,
-    "efficient": efficient_takes,
-    "cudnn": cudnn_takes,
-}
+TAKES = {"flash (cpu)": cpu_flash_takes, "flash": flash_takes, "efficient": efficient_takes, "cudnn": cudnn_takes}
 
 
 def additive(call: Attention) -> Tensor | None:
-    """Converts a boolean mask to an additive one; its numbers are CPU tensors."""
+    """The mask as an additive one. The numbers that a boolean mask is converted with are CPU tensors."""
     if call.mask is None or call.mask.dtype != torch.bool:
         return call.mask
     hidden = torch.scalar_tensor(-torch.inf, dtype=call.q.dtype, device=call.q.device)
@@ -212,7 +199,7 @@ def cpu_flash(call: Attention) -> Any:
 
 
 def flash(call: Attention) -> Any:
-    """Pads heads to multiples of 8."""
+    """Heads are padded to multiples of 8."""
     missing = -call.head_dim % 8
     q, k, v = (pad(x, (0, missing)) if missing else x for x in (call.q, call.k, call.v))
     causal = call.causal or call.lower_right
@@ -224,15 +211,15 @@ def efficient(call: Attention) -> Any:
     if call.lower_right:
         q, k, v = (x.transpose(1, 2) for x in (call.q, call.k, call.v))
         more = {"custom_mask_type": 2, "compute_log_sumexp": call.trains, "scale": call.scale}
-        found = aten._efficient_attention_forward(q, k, v, None, None, None, None, None, call.dropout, **more)
-        return found[0].transpose(1, 2)
+        y = aten._efficient_attention_forward(q, k, v, None, None, None, None, None, call.dropout, **more)[0]
+        return y.transpose(1, 2)
     operator = aten._scaled_dot_product_efficient_attention
     more = {"is_causal": call.causal, "scale": call.scale}
     return operator(call.q, call.k, call.v, padded(additive(call), call), call.trains, call.dropout, **more)[0]
 
 
 def padded(mask: Tensor | None, call: Attention) -> Tensor | None:
-    """Pads the rows of a mask to multiples of 16 elements."""
+    """The mask, with rows padded to multiples of 16 elements, and expanded."""
     if mask is None:
         return None
     missing = -mask.shape[-1] % 16

@@ -1,7 +1,6 @@
-"""What predictions depend on torch's version for: each change, the release that brought it, and where it was read.
+"""Changes in torch that alter predictions: the release that brought each, and where it was read.
 
-A prediction is of one torch, and made by another that may be older or newer. Both are asked here; versions are compared
-nowhere else.
+The version that is predicted and the version that runs may differ. All comparisons of versions are here.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ import torch
 
 Version = tuple[int, int]
 
-# The newest release that the tests have run with. What a later one changes is not known.
+# The newest release that the tests have run with.
 NEWEST_TRIED = (2, 15)
 
 
 @dataclass(frozen=True)
 class Change:
-    """since: the first release that has it."""
+    """A change of torch. since: the first release that has it."""
 
     since: Version
     what: str
@@ -83,9 +82,9 @@ def untried(version: Version) -> str | None:
     newest = max(version, running())
     if newest <= NEWEST_TRIED:
         return None
-    tried = name_of(NEWEST_TRIED)
-    return f"what torch {name_of(newest)} changed: the newest that predictions were compared with is {tried}"
+    newest_name, tried = version_name(newest), version_name(NEWEST_TRIED)
+    return f"what torch {newest_name} changed: the newest that predictions were compared with is {tried}"
 
 
-def name_of(version: Version) -> str:
+def version_name(version: Version) -> str:
     return ".".join(map(str, version))

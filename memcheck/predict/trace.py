@@ -1,7 +1,7 @@
-"""A forward and a backward on meta tensors: what they would take and give back, in order, and nothing is allocated.
+"""Traces a forward and a backward on meta tensors: the allocations and frees that a device would see, in order.
 
-Every new storage is taken, and given back when autograd or Python lets go of it, as it would be on a device; what
-kernels take besides comes from memcheck.predict.scratch.
+A new storage is an allocation, and it is freed when autograd or Python drops it. The scratch of kernels comes from
+memcheck.predict.scratch. Nothing is really allocated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memcheck.core.tensors import gradients_for, named_tensors_in, tensors_in
+from memcheck.core.tensors import gradients_for, named_tensors_in, roots_of, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers the rules of memcheck's operators
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
@@ -75,8 +75,8 @@ class Piece:
         return self.born <= event and (self.died is None or self.died > event)
 
 
-class Held:
-    """A handle whose finalizer frees the number."""
+class NumberHandle:
+    """Its finalizer frees the number."""
 
 
 @dataclass
@@ -105,13 +105,13 @@ class Tape:
 
 @dataclass
 class Trace:
-    """The tape of a run, and what its pieces were.
+    """The tape of a run, and the roles of its pieces.
 
-    phases: name -> (first event, last event) of "inputs", "forward", "backward" and "optimizer". The last event of one
-    is the first of the next: what is alive there is what it begins with.
-    operators: all that ran, each once.
-    unknown: phase, or ANY_PHASE -> what is taken there that is not known, in words.
-    guessed: phases in which not even the sizes of all results are known.
+    phases: name -> (first event, last event) of "inputs", "forward", "backward" and "optimizer". The last event of a
+        phase is the first of the next.
+    operators: the names of all operators that ran, each once.
+    unknown: phase, or ANY_PHASE -> descriptions of allocations whose sizes are unknown.
+    guessed: phases in which even sizes of results are unknown.
     beyond: the phase that ended with a tensor beyond 64 bits.
     """
 
@@ -183,6 +183,7 @@ class Tracer(TorchDispatchMode):
                 yield part
 
     def note_unknown(self, words: str, phase: str) -> None:
+        """Records an unknown allocation of the phase."""
         self.unknown.setdefault(phase, {})[str(words)] = None
         if isinstance(words, Unlisted):
             self.guessed.add(phase)
@@ -194,9 +195,7 @@ class Tracer(TorchDispatchMode):
         return call.name == "aten::scatter" and self._node_name() in SCATTERING
 
     def _accumulates(self, call: Call) -> bool:
-        """Whether autograd's engine adds a gradient to an earlier one in place, which it does if nobody else holds the
-        earlier one.
-        """
+        """Whether autograd's engine adds a gradient to an earlier one in place, because nothing else holds that."""
         if self.phase != "backward" or not engine_calls():
             return False
         first, second = call.self, call.other
@@ -205,9 +204,11 @@ class Tracer(TorchDispatchMode):
         return use_counts(first) == counts_of_the_last()
 
     def piece_of(self, tensor: Tensor) -> Piece | None:
+        """The piece of the tensor's storage, if it was allocated under this mode."""
         return self._pieces.get(tensor.untyped_storage()._cdata)
 
     def drop_library_workspaces(self) -> None:
+        """Frees cuBLAS's workspace."""
         if self._workspace is not None:
             self.tape.give_back(self._workspace)
             self._workspace = None
@@ -219,14 +220,14 @@ class Tracer(TorchDispatchMode):
     def take_number(self) -> object:
         """Allocates a number operand until the returned handle is released."""
         self._counts_number = False
-        held = Held()
+        held = NumberHandle()
         if self.target.kind == "cpu":
             weakref.finalize(held, self.tape.give_back, self.tape.take(NUMBER, 8))
         return held
 
     @contextmanager
     def number_of_the_host(self) -> Iterator[None]:
-        """Inside, numbers are CPU tensors, whatever the device."""
+        """Inside, numbers are CPU tensors on every device."""
         self._hosts_number = True
         try:
             yield
@@ -234,6 +235,7 @@ class Tracer(TorchDispatchMode):
             self._hosts_number = False
 
     def note(self, tensor: Tensor, name: str) -> None:
+        """Allocates a piece for the tensor's storage, unless it has one."""
         # Numbers that an optimizer keeps are real CPU tensors.
         if not (tensor.is_meta or (tensor.is_cpu and self.phase == "inputs" and self.target.kind == "cpu")):
             return
@@ -245,7 +247,7 @@ class Tracer(TorchDispatchMode):
             if self.target.kind != "cpu":
                 return
             name = NUMBER
-        self._keep(storage, self.tape.take(self._named(name), size))
+        self._keep(storage, self.tape.take(self._node_name() or name, size))
 
     def _let_go(self, key: int) -> None:
         if (piece := self._pieces.pop(key, None)) is not None:
@@ -260,9 +262,6 @@ class Tracer(TorchDispatchMode):
     def _keep(self, storage: torch.UntypedStorage, piece: Piece) -> None:
         self._pieces[storage._cdata] = piece
         weakref.finalize(storage, self._let_go, storage._cdata)
-
-    def _named(self, name: str) -> str:
-        return self._node_name() or name
 
     def _node_name(self) -> str:
         node = torch._C._current_autograd_node() if self.phase == "backward" else None
@@ -329,8 +328,11 @@ AROUND_A_MODE = ("memcheck/predict/trace.py", "torch/_dynamo/eval_frame.py", "to
 
 
 def run_backward(roots: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
-    """What torch.autograd.backward calls. That one would be a call under a function mode, which rests meanwhile, and
-    what a checkpoint runs again would be without it."""
+    """Calls autograd's engine directly.
+
+    torch.autograd.backward would be a call under a function mode, which is inactive meanwhile; what a checkpoint runs
+    again would then be without the mode.
+    """
     engine: Any = torch.autograd.Variable._execution_engine
     how = {"allow_unreachable": True, "accumulate_grad": True}
     engine.run_backward(tuple(roots), tuple(incoming), False, False, (), **how)
@@ -352,7 +354,8 @@ class OnTarget(TorchFunctionMode):
                 return attention(self.tracer.target, *args, **kwargs)
             finally:
                 self.tracer.adds_in_place = False
-        if func is torch.nn.functional.rms_norm and self._fuses_norms() and is_fused(*args, **kwargs):
+        fuses_norms = self.tracer.target.kind == "cuda" and self.tracer.target.has(FUSED_RMS_NORM)
+        if func is torch.nn.functional.rms_norm and fuses_norms and is_fused(*args, **kwargs):
             y = fused_rms_norm(*args, **kwargs)
             if y.requires_grad:
                 self.tracer.note_unknown("the partial sums of rms_norm's backward", "backward")
@@ -361,7 +364,8 @@ class OnTarget(TorchFunctionMode):
             if open_hooks() != self._hooks_around:
                 return self._beyond_hooks(func, args, kwargs)
             with self.tracer.number_of_the_host():
-                args = (args[0], torch.scalar_tensor(args[1], dtype=dtype_of(args[1]), device="meta"))
+                dtype = torch.float64 if isinstance(args[1], float) else torch.int64
+                args = (args[0], torch.scalar_tensor(args[1], dtype=dtype, device="meta"))
         if getattr(func, "__name__", "") in CLOSED:
             self.tracer.note_unknown(Unlisted(f"what {func.__name__} runs on the device"), self.tracer.phase)
         if isinstance(func, FunctionType):
@@ -379,17 +383,14 @@ class OnTarget(TorchFunctionMode):
         finally:
             self.tracer.inside = outer
 
-    def _fuses_norms(self) -> bool:
-        return self.tracer.target.kind == "cuda" and self.tracer.target.has(FUSED_RMS_NORM)
-
     def _beyond_hooks(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Nodes keep a number operand regardless of saved-tensor hooks, such as those of a checkpoint."""
+        """Calls a function whose node keeps a number operand regardless of saved-tensor hooks."""
         number = self.tracer.take_number()
         output = func(*args, **kwargs)
         node = getattr(output, "grad_fn", None)
         if node is not None and node.name() in KEEPERS:
             kept = [number]
-            node.register_prehook(lambda *_: kept.clear())  # which goes with the node, too
+            node.register_prehook(lambda *_: kept.clear())  # The node owns this closure, and so the number.
         return output
 
 
@@ -398,30 +399,26 @@ def open_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def dtype_of(number: float) -> torch.dtype:
-    return torch.float64 if isinstance(number, float) else torch.int64
-
-
 @contextmanager
 def random_states_noted(tracer: Tracer) -> Iterator[None]:
     """Names the copies of the random state that torch.utils.checkpoint keeps; no operator shows them."""
     get_state = torch.get_rng_state
 
-    def noted() -> Tensor:
+    def get_noted_state() -> Tensor:
         tracer.note_unknown(Unlisted("what a checkpoint keeps of the random state"), tracer.phase)
         return get_state()
 
-    torch.get_rng_state = noted
+    torch.get_rng_state = get_noted_state
     try:
         yield
     finally:
         torch.get_rng_state = get_state
 
 
-class Run:
-    """The steps of a measurement, on meta tensors and in the same order.
+class TracedRun:
+    """Runs the steps of a measurement on meta tensors, in the same order.
 
-    drops_workspaces: after each phase, as a measurement does, so that each has its own in its peak.
+    drops_workspaces: frees cuBLAS's workspaces after each phase, as a measurement does.
     """
 
     def __init__(self, target: Target, *, dense_grad: bool = False, drops_workspaces: bool = True) -> None:
@@ -431,12 +428,13 @@ class Run:
         self.drops_workspaces = drops_workspaces
         self.result = Trace(self.tracer.tape)
 
-    def trace(self, subject: Workload) -> Trace:
+    def trace(self, workload: Workload) -> Trace:
+        """Runs the workload and returns its trace. For a single use of this object."""
         if words := untried(self.tracer.target.torch_version):
             self.tracer.note_unknown(words, ANY_PHASE)
         with self.tracer, OnTarget(self.tracer), random_states_noted(self.tracer):
             try:
-                self._run(subject)
+                self._run(workload)
             except RuntimeError as error:
                 if "overflow" not in str(error):
                     raise
@@ -450,26 +448,26 @@ class Run:
         self.result.guessed = frozenset(self.tracer.guessed)
         return self.result
 
-    def _run(self, subject: Workload) -> None:
-        given, owned = list(subject.named_inputs()), list(subject.named_parameters())
+    def _run(self, workload: Workload) -> None:
+        given, owned = list(workload.named_inputs()), list(workload.named_parameters())
         for name, tensor in (*owned, *given):
             self.tracer.note(tensor, name)
         self.result.inputs, self.result.parameters = self._named(given), self._named(owned)
-        self.result.state = self._pieces(tensors_in(subject.state))
+        self.result.state = self._pieces(tensors_in(workload.state))
         self._end("inputs", next_phase="forward")
-        with torch.set_grad_enabled(subject.backward):
-            outputs = list(named_tensors_in(subject.operator(*subject.inputs)))
+        with torch.set_grad_enabled(workload.backward):
+            outputs = list(named_tensors_in(workload.operator(*workload.inputs)))
         self._note_outputs(outputs)
         self._end("forward", next_phase="backward")
-        roots = list({id(output): output for _, output in outputs if output.requires_grad}.values())
+        roots = roots_of(output for _, output in outputs)
         if roots:
             self.tracer.begin_thread()
             incoming = gradients_for(roots, self.dense_grad)
             leaves = [(name, leaf) for name, leaf in (*given, *owned) if leaf.requires_grad]
             self._backward(roots, incoming, leaves)
             self._end("backward", next_phase="optimizer")
-            if subject.optimizer_step is not None:
-                subject.optimizer_step()
+            if workload.optimizer_step is not None:
+                workload.optimizer_step()
                 self._end("optimizer")
 
     def _note_outputs(self, outputs: list[tuple[str, Tensor]]) -> None:
@@ -507,5 +505,5 @@ class Run:
         return pieces
 
     def _pieces(self, tensors: Iterable[Tensor]) -> list[Piece]:
-        found = (self.tracer.piece_of(tensor) for tensor in tensors)
-        return list({id(piece): piece for piece in found if piece is not None}.values())
+        pieces = (self.tracer.piece_of(tensor) for tensor in tensors)
+        return list({id(piece): piece for piece in pieces if piece is not None}.values())

@@ -34,31 +34,31 @@ INPUTS, PARAMETERS, OUTPUT = ("q", "k", "v", "x"), ("weight",), "y"
 class Component:
     moment: str
     name: str
-    theory: int | None
+    predicted: int | None
     measured: int | None
     what: str | None = None  # The measured tensor, under its own name.
 
 
 def components_of(record: Record) -> Iterator[Component]:
     """The tensors that the caller holds, then those alive at each peak."""
-    theory = parts_by_theory(record)
+    predicted = predicted_parts(record)
     for field in PARTS:
-        if (measured := getattr(record, field)) is not None or field in theory:
-            yield Component("in all", FIELD_WORDS[field], theory.get(field), measured)
+        if (measured := getattr(record, field)) is not None or field in predicted:
+            yield Component("in all", FIELD_WORDS[field], predicted.get(field), measured)
     for field, phase in MOMENTS.items():
         yield from components_at(record, field, FIELD_WORDS[field], phase)
 
 
-def parts_by_theory(record: Record) -> dict[str, int]:
+def predicted_parts(record: Record) -> dict[str, int]:
     """The parts of a record as sums of its terms. Empty for decoding, whose inputs are the state."""
-    theory = record.theory or {}
-    forward, backward = theory.get("forward_peak_bytes", {}), theory.get("backward_peak_bytes", {})
+    terms = record.terms or {}
+    forward, backward = terms.get("forward_peak_bytes", {}), terms.get("backward_peak_bytes", {})
     inputs, parameters = sum_of(forward, INPUTS), sum_of(forward, PARAMETERS)
     output = forward.get(OUTPUT, backward.get(OUTPUT))
     if not forward or output is None or record.mode == "decode":
         return {}
     parts = {"input_bytes": inputs, "output_bytes": output, "parameter_bytes": parameters}
-    held = inputs + parameters + output + sum(theory.get("saved_bytes", {}).values())
+    held = inputs + parameters + output + sum(terms.get("saved_bytes", {}).values())
     scratch = [sum(forward.values()) - held]
     if backward:
         # A gradient is as large as its tensor; incoming gradients are named after y.
@@ -74,7 +74,7 @@ def sum_of(terms: Mapping[str, int], names: Sequence[str]) -> int:
 
 def components_at(record: Record, field: str, moment: str, phase: str | None) -> Iterator[Component]:
     """The predicted terms, each with a measured tensor of the same size; then the other tensors and the sums."""
-    terms, measured = (record.theory or {}).get(field), getattr(record, field)
+    terms, measured = (record.terms or {}).get(field), getattr(record, field)
     alive = alive_tensors(record, phase)
     left = list(alive)
     for name, size in (terms or {}).items():
@@ -83,7 +83,7 @@ def components_at(record: Record, field: str, moment: str, phase: str | None) ->
             left.remove(match)
         yield Component(moment, name, size, size if match else None, names_of(alive, size) if match else None)
     for name, size in left:
-        yield Component(moment, "not in the theory" if terms else name, None, size, name if terms else None)
+        yield Component(moment, "not predicted" if terms else name, None, size, name if terms else None)
     if terms is not None or measured is not None:
         yield Component(moment, "sum", None if terms is None else sum(terms.values()), measured)
 
@@ -111,17 +111,17 @@ def accounting_table(record: Record) -> Table:
     unit = unit_bytes(record)
     rows: list[list[Cell]] = []
     for component in components_of(record):
-        theory, measured = component.theory, component.measured
-        difference = None if theory is None or measured is None else measured - theory
-        size = theory if measured is None else measured
+        predicted, measured = component.predicted, component.measured
+        difference = None if predicted is None or measured is None else measured - predicted
+        size = predicted if measured is None else measured
         sizes = quotient(size, 2**20), quotient(size, unit)
-        rows.append([component.moment, component.name, theory, measured, difference, *sizes, component.what])
+        rows.append([component.moment, component.name, predicted, measured, difference, *sizes, component.what])
     columns = [
         Column("moment", "moment"),
         Column("component", "what"),
-        Column("theory_bytes", "by theory", "B", ",", rank=3),
+        Column("predicted_bytes", "predicted", "B", ",", rank=3),
         Column("measured_bytes", "measured", "B", ","),
-        Column("difference_bytes", "measured - theory", "B", "+,"),
+        Column("difference_bytes", "measured - predicted", "B", "+,"),
         Column("mib", "size", "MiB", ",.2f", rank=1),
         Column("u", "size", "U", ",.2f", rank=2),
         Column("measured_as", "measured as", rank=4),
@@ -132,9 +132,9 @@ def accounting_table(record: Record) -> Table:
 
 def notes_of(record: Record) -> list[str]:
     notes = [f"U = {size:,} B, one main tensor."] if (size := unit_bytes(record)) else []
-    if record.theory is None:
-        notes.append("No formula is known for this case: the column of theory is empty.")
+    if record.terms is None:
+        notes.append("No terms are known for this case: the column of predictions is empty.")
     if record.alive_at_peak is None and record.mode != "decode":
-        notes.append("The tensors alive at the peaks were not recorded: single components are known from theory only.")
+        notes.append("The tensors alive at the peaks were not recorded: single components are predicted only.")
     note = failure_note(record)
     return [*notes, *([note] if note else []), *record.doubts]

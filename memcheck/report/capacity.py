@@ -14,7 +14,7 @@ from memcheck.report.rows import MIB, quotient
 from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:
-    from memcheck.bench.capacity import Frontier
+    from memcheck.bench.capacity import Capacity
 
 FOUND = {"seq_len": "sequence length", "bsz": "batch size", "dim": "dimension"}
 FOLLOWERS = {"dim": ("core_dim",)}
@@ -28,11 +28,11 @@ NOTE = (
 )
 
 
-def frontier_table(frontiers: Sequence[Frontier], limit_bytes: int | None = None) -> Table:
+def capacity_table(capacities: Sequence[Capacity], limit_bytes: int | None = None) -> Table:
     """One row per search. All searches vary the same size on the same device."""
-    axis, device = frontiers[0].axis, frontiers[0].device
+    axis, device = capacities[0].axis, capacities[0].device
     footnotes = Footnotes()
-    sizes = varying_sizes(frontiers)
+    sizes = varying_sizes(capacities)
     columns = [
         Column("operator", "operator"),
         *(Column(field, SIZES[field]) for field in sizes),
@@ -47,36 +47,36 @@ def frontier_table(frontiers: Sequence[Frontier], limit_bytes: int | None = None
         Column("next", "next", audience="programs"),
         Column("note", "note", audience="people"),
     ]
-    rows = [row_of(frontier, sizes, footnotes) for frontier in frontiers]
-    room = room_words(frontiers[0], limit_bytes)
-    title = f"The largest {FOUND[axis]} that fits {device.name} ({room}): {shared_words(frontiers, axis)}"
-    return Table("frontier", title, columns, rows, [NOTE, f"{device.name}: {device.source}.", *footnotes.lines()])
+    rows = [row_of(capacity, sizes, footnotes) for capacity in capacities]
+    room = room_words(capacities[0], limit_bytes)
+    title = f"The largest {FOUND[axis]} that fits {device.name} ({room}): {shared_words(capacities, axis)}"
+    return Table("capacity", title, columns, rows, [NOTE, f"{device.name}: {device.source}.", *footnotes.lines()])
 
 
-def room_words(frontier: Frontier, limit_bytes: int | None) -> str:
-    usable = frontier.device.usable_bytes
+def room_words(capacity: Capacity, limit_bytes: int | None) -> str:
+    usable = capacity.device.usable_bytes
     parts = [] if usable is None else [f"{usable / MIB:,.0f} MiB usable"]
     return ", ".join(parts + ([f"limit {format_bytes(limit_bytes)}"] if limit_bytes else []))
 
 
-def shared_words(frontiers: Sequence[Frontier], *axes: str) -> str:
+def shared_words(capacities: Sequence[Capacity], *axes: str) -> str:
     """The settings that the cases share, apart from some axes: "float32, batch 8, 8 heads, causal, train"."""
     hidden = {"device", *(name for axis in axes for name in (axis, *FOLLOWERS.get(axis, ())))}
-    words = common_case([SimpleNamespace(**{**vars(edge.case), **dict.fromkeys(hidden)}) for edge in frontiers])
-    lengths = {frontier.case.kv_len or frontier.case.query_len for frontier in frontiers}
+    words = common_case([SimpleNamespace(**{**vars(edge.case), **dict.fromkeys(hidden)}) for edge in capacities])
+    lengths = {capacity.case.kv_len or capacity.case.query_len for capacity in capacities}
     return words if "seq_len" in axes or len(lengths) > 1 else f"{words}, sequence length {lengths.pop()}"
 
 
-def varying_sizes(frontiers: Sequence[Frontier]) -> list[str]:
+def varying_sizes(capacities: Sequence[Capacity]) -> list[str]:
     """The given sizes that have several values."""
-    found = {"seq_len": "query_len"}.get(frontiers[0].axis, frontiers[0].axis)
-    cases = [frontier.case for frontier in frontiers]
+    found = {"seq_len": "query_len"}.get(capacities[0].axis, capacities[0].axis)
+    cases = [capacity.case for capacity in capacities]
     return [name for name in SIZES if name != found and len({getattr(case, name) for case in cases}) > 1]
 
 
-def row_of(frontier: Frontier, sizes: Sequence[str], footnotes: Footnotes) -> list[Cell]:
-    case, at, beyond = frontier.case, frontier.at, frontier.beyond
-    largest = None if frontier.unpredicted else frontier.largest
+def row_of(capacity: Capacity, sizes: Sequence[str], footnotes: Footnotes) -> list[Cell]:
+    case, at, beyond = capacity.case, capacity.at, capacity.beyond
+    largest = None if capacity.unpredicted else capacity.largest
     figures = [quotient(getattr(at.record, field), MIB) if at else None for field in BYTES]
     failure = beyond.record if beyond else None
     return [
@@ -84,11 +84,11 @@ def row_of(frontier: Frontier, sizes: Sequence[str], footnotes: Footnotes) -> li
         *(getattr(case, name) for name in sizes),
         largest,
         *figures,
-        phase_of(failure) if failure and not frontier.unpredicted else None,
+        phase_of(failure) if failure and not capacity.unpredicted else None,
         quotient(failure.oom_requested_bytes, MIB) if failure else None,
         quotient(failure.oom_in_use_bytes, MIB) if failure else None,
-        frontier.next_size if beyond else None,
-        footnotes.marks(notes_of(frontier)),
+        capacity.next_size if beyond else None,
+        footnotes.marks(notes_of(capacity)),
     ]
 
 
@@ -97,20 +97,20 @@ def phase_of(failure: Record) -> str:
     return failure.oom_phase or ("inputs" if failure.status == "oom" else failure.status)
 
 
-def notes_of(frontier: Frontier) -> list[str]:
-    if reason := frontier.unpredicted:
-        return [f"{frontier.case.operator}: {reason}"]
+def notes_of(capacity: Capacity) -> list[str]:
+    if reason := capacity.unpredicted:
+        return [f"{capacity.case.operator}: {reason}"]
     notes = []
-    if frontier.beyond is None:
-        notes.append(f"the search ended at {frontier.largest:,}: more may fit (--up-to)")
-    elif frontier.at is None:
-        notes.append(f"not even {frontier.next_size:,} fits")
-    elif frontier.beyond.record.status != "oom":
-        notes.append(f"{frontier.next_size:,}: {frontier.beyond.record.reason or frontier.beyond.record.status}")
-    if frontier.gaps:
-        gaps = ", ".join(f"{size:,}" for size in frontier.gaps[:5])
-        notes.append(f"not everything below fits: {gaps}{' ...' if len(frontier.gaps) > 5 else ''}")
-    known = frontier.at or frontier.beyond
+    if capacity.beyond is None:
+        notes.append(f"the search ended at {capacity.largest:,}: more may fit (--up-to)")
+    elif capacity.at is None:
+        notes.append(f"not even {capacity.next_size:,} fits")
+    elif capacity.beyond.record.status != "oom":
+        notes.append(f"{capacity.next_size:,}: {capacity.beyond.record.reason or capacity.beyond.record.status}")
+    if capacity.gaps:
+        gaps = ", ".join(f"{size:,}" for size in capacity.gaps[:5])
+        notes.append(f"not everything below fits: {gaps}{' ...' if len(capacity.gaps) > 5 else ''}")
+    known = capacity.at or capacity.beyond
     if known is not None and known.terms:
         notes += [f"not known: {words}" for words in known.unknown]
         notes += [DERIVED] if known.basis == "derived" else []

@@ -131,9 +131,9 @@ def need(record: Record) -> int | None:
     return None if None in sizes else max(sizes)
 
 
-def need_by_theory(record: Record) -> int | None:
+def predicted_need(record: Record) -> int | None:
     """The highest peak of all phases, predicted from the shapes alone. None if a phase is not predicted."""
-    terms = [(record.theory or {}).get(f"{phase}_peak_bytes") for phase in phases_of(record)]
+    terms = [(record.terms or {}).get(f"{phase}_peak_bytes") for phase in phases_of(record)]
     return None if None in terms else max(sum(named.values()) for named in terms if named is not None)
 
 
@@ -150,7 +150,7 @@ def failure_note(record: Record) -> str:
     if record.oom_requested_bytes is not None and record.oom_in_use_bytes is not None:
         note += f": {format_bytes(record.oom_requested_bytes)} requested, "
         note += f"{format_bytes(record.oom_in_use_bytes)} in use"
-        whole = need_by_theory(record)
+        whole = predicted_need(record)
         if whole is not None and whole > record.oom_in_use_bytes:
             note += f"; the case needs {format_bytes(whole)} in all"
     return note

@@ -61,7 +61,7 @@ def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
 
 def largest_of_each(records: Sequence[Record]) -> list[Record]:
     """For each operator, the largest case that ran and has terms or a list of tensors."""
-    known = [record for record in records if record.status == "ok" and (record.theory or record.alive_at_peak)]
+    known = [record for record in records if record.status == "ok" and (record.terms or record.alive_at_peak)]
     largest: dict[str | None, Record] = {}
     for record in sorted(known, key=size_of):
         largest[record.operator] = record

@@ -1,4 +1,4 @@
-"""What numbers become in lower precision: long sums by the accumulator's dtype, and gradients that flush to zero."""
+"""Numbers in lower precision: long sums by the dtype of the accumulator, and gradients that underflow to zero."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn.functional import layer_norm, linear
 from memcheck.core.tensors import dtype_name
 from memcheck.ops.linear_attention import linear_attention_step
 
-Device = torch.device | str
+DeviceLike = torch.device | str
 
 # An addend and the number of additions: both sums should be 10.
 SUMS = ((0.01, 1000), (0.001, 10_000))
@@ -35,11 +35,10 @@ SMALL_GRADIENT = 1e-8
 
 @dataclass(frozen=True)
 class Accumulation:
-    """A sum of `steps` equal addends, one after the other; numbers are exact as Python floats.
+    """A sum of `steps` equal addends, one after the other. Its numbers are exact as Python floats.
 
-    addend: what `value` became in its dtype. relative_error: |sum - 10| / 10. stopped_after: the additions after which
-    none changed the sum any more, None where the last one still did. spacing: from the sum up to the accumulator's
-    next number.
+    addend: `value` rounded to its dtype. relative_error: |sum - 10| / 10. stopped_after: the number of additions that
+    changed the sum; None if the last one did. spacing: the distance from the sum to the accumulator's next number.
     """
 
     value: float
@@ -59,7 +58,7 @@ class Accumulation:
 class LibrarySum:
     """The same sum by one call instead of a loop.
 
-    result_dtype: of what the call returned. rounded_once: it is the exact sum of the addends, rounded to that dtype.
+    result_dtype: the dtype of the result. rounded_once: the result is the exact sum, rounded to that dtype.
     """
 
     way: str
@@ -75,7 +74,7 @@ class LibrarySum:
 
 @dataclass(frozen=True)
 class Underflow:
-    """A gradient of 1e-8 on its way through an output of `dtype`; scale: what a GradScaler multiplied the loss by."""
+    """A gradient of 1e-8 through an output of `dtype`. scale: the factor by which a GradScaler multiplied the loss."""
 
     dtype: str
     scale: float
@@ -91,11 +90,11 @@ def running_sums(
     addend: torch.dtype,
     *,
     converted: bool = False,
-    device: Device = "cpu",
+    device: DeviceLike = "cpu",
 ) -> Tensor:
     """Every value of s in `s = 0`, then `steps` times `s += x`: (steps + 1,), in the accumulator's dtype.
 
-    x is `value` in the addend's dtype, which must not be wider than the accumulator's; with `converted` it is converted
+    x is `value` in the addend's dtype, which must not be wider than the accumulator's. With `converted`, x is converted
     to the accumulator's dtype before the loop.
     """
     x = torch.tensor(value, dtype=addend, device=device)
@@ -111,7 +110,7 @@ def spacing(value: float, dtype: torch.dtype) -> float:
     return math.ldexp(torch.finfo(dtype).eps, math.frexp(value)[1] - 1)
 
 
-def accumulate(device: Device = "cpu") -> list[Accumulation]:
+def accumulate(device: DeviceLike = "cpu") -> list[Accumulation]:
     """Computes both sums in every combination of dtypes."""
     return [
         accumulation(*sizes, accumulator, addend, converted=converted, device=device)
@@ -127,7 +126,7 @@ def accumulation(
     addend: torch.dtype,
     *,
     converted: bool = False,
-    device: Device = "cpu",
+    device: DeviceLike = "cpu",
 ) -> Accumulation:
     """One sum in one combination of dtypes; see running_sums."""
     sums = running_sums(value, steps, accumulator, addend, converted=converted, device=device)
@@ -149,29 +148,17 @@ def accumulation(
     )
 
 
-def torch_sum(x: Tensor) -> Tensor:
-    return x.sum()
-
-
-def torch_matmul(x: Tensor) -> Tensor:
-    return (x[None] @ torch.ones_like(x)[:, None])[0, 0]
-
-
-def torch_cumsum(x: Tensor) -> Tensor:
-    return x.cumsum(0)[-1]
-
-
 def memcheck_state(x: Tensor) -> Tensor:
-    """The sum of keys that linear attention carries from token to token, for keys x (T,) taken as they are."""
+    """The sum of keys that linear attention carries from token to token, for keys x (T,) without a feature map."""
     keys, ones = x[None, None, :, None], torch.ones_like(x)[None, None, :, None]
     _, (_, z) = linear_attention_step(ones[:, :, :1], keys, ones, feature_map="identity")
     return z[0, 0, 0]
 
 
 def layer_norm_bias(x: Tensor) -> Tensor:
-    """The gradient of a layer norm's bias, in float32: the sum over rows of the output's gradients, here x (T,).
+    """The gradient of a layer norm's float32 bias: the sum over rows of the output's gradients, here x (T,).
 
-    On one thread, since torch's CPU kernel has a sum for each thread and adds these up.
+    It runs on one thread, because torch's CPU kernel has one sum per thread and adds these up.
     """
     weight, bias = (torch.full((1,), value, device=x.device, requires_grad=True) for value in (1.0, 0.0))
     y = layer_norm(torch.zeros_like(x)[:, None], (1,), weight, bias)  # (T,1)
@@ -185,15 +172,15 @@ def layer_norm_bias(x: Tensor) -> Tensor:
 
 
 WAYS: dict[str, Callable[[Tensor], Tensor]] = {
-    "torch.sum(x)": torch_sum,
-    "x @ ones": torch_matmul,
-    "torch.cumsum(x)[-1]": torch_cumsum,
+    "torch.sum(x)": torch.sum,
+    "x @ ones": lambda x: (x[None] @ torch.ones_like(x)[:, None])[0, 0],
+    "torch.cumsum(x)[-1]": lambda x: x.cumsum(0)[-1],
     "the gradient of LayerNorm's bias, one thread": layer_norm_bias,
     "the state of memcheck.linear_attention_step": memcheck_state,
 }
 
 
-def library_sums(device: Device = "cpu") -> list[LibrarySum]:
+def library_sums(device: DeviceLike = "cpu") -> list[LibrarySum]:
     """Both sums of 16-bit addends, computed by library calls instead of a loop."""
     return [
         library_sum(way, *sizes, dtype, device=device)
@@ -203,7 +190,8 @@ def library_sums(device: Device = "cpu") -> list[LibrarySum]:
     ]
 
 
-def library_sum(way: str, value: float, steps: int, dtype: torch.dtype, *, device: Device = "cpu") -> LibrarySum:
+def library_sum(way: str, value: float, steps: int, dtype: torch.dtype, *, device: DeviceLike = "cpu") -> LibrarySum:
+    """One sum of 16-bit addends by one of WAYS."""
     x = torch.full((steps,), value, dtype=dtype, device=device)
     result = WAYS[way](x)
     error = abs(result.item() - EXACT)
@@ -220,18 +208,14 @@ def library_sum(way: str, value: float, steps: int, dtype: torch.dtype, *, devic
     )
 
 
-def underflows(device: Device = "cpu") -> list[Underflow]:
+def underflows(device: DeviceLike = "cpu") -> list[Underflow]:
     """The small gradient in float32, and under autocast in bfloat16, float16, and float16 with a GradScaler."""
-    return [
-        underflow(torch.float32, device=device),
-        underflow(torch.bfloat16, device=device),
-        underflow(torch.float16, device=device),
-        underflow(torch.float16, scaled=True, device=device),
-    ]
+    plain = [underflow(dtype, device=device) for dtype in (torch.float32, torch.bfloat16, torch.float16)]
+    return [*plain, underflow(torch.float16, scaled=True, device=device)]
 
 
-def underflow(dtype: torch.dtype, *, scaled: bool = False, device: Device = "cpu") -> Underflow:
-    """y = w x with w = x = 1 and loss = 1e-8 y: returns the gradient of y, which has y's dtype, and that of w."""
+def underflow(dtype: torch.dtype, *, scaled: bool = False, device: DeviceLike = "cpu") -> Underflow:
+    """The gradients of y, in y's dtype, and of w, for y = w x with w = x = 1 and loss = 1e-8 y."""
     kind = torch.device(device).type
     w = torch.nn.Parameter(torch.ones(1, 1, device=device))
     scaler = torch.amp.GradScaler(kind, enabled=scaled)

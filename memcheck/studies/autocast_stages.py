@@ -1,6 +1,4 @@
-"""Records the dtypes of every stage of a small network under autocast, forward and backward, and what each stage
-keeps.
-"""
+"""Records the dtypes of every stage of a small network under autocast, and the tensors that each stage keeps."""
 
 from __future__ import annotations
 
@@ -26,8 +24,8 @@ B, S, E, R, CLASSES = 2, 8, 16, 32, 10
 class Kept:
     """A tensor that autograd keeps for backward.
 
-    what: whose it is: "x", "fc1.weight", "copy of fc1.weight", "output of relu", "made by ln". bytes: of its storage;
-    0 where the caller or an earlier row holds it.
+    what: its origin: "x", "fc1.weight", "copy of fc1.weight", "output of relu", "made by ln".
+    bytes: the size of its storage; 0 if the caller or an earlier row holds that.
     """
 
     what: str
@@ -38,7 +36,7 @@ class Kept:
 
 @dataclass(frozen=True)
 class Cast:
-    """A copy in another dtype that was made of a stage's input."""
+    """A copy of a stage's input in another dtype."""
 
     what: str
     dtype: str
@@ -54,9 +52,9 @@ class Cast:
 
 @dataclass(frozen=True)
 class Stage:
-    """What went through a stage. Dtypes of parameters are None where it has none.
+    """The dtypes of one stage. Those of parameters are None if it has none.
 
-    rounded_gradient: every number in the gradients of its parameters is one that autocast's dtype has.
+    rounded_gradient: autocast's dtype can represent every number in the gradients of its parameters.
     """
 
     name: str
@@ -71,6 +69,7 @@ class Stage:
 
     @property
     def kept_bytes(self) -> int:
+        """The sum of the kept tensors' bytes."""
         return sum(kept.bytes for kept in self.kept)
 
     @property
@@ -83,8 +82,8 @@ class Stage:
 class StagesRun:
     """A forward and backward of the network.
 
-    saved_bytes: kept for backward, as memcheck.track counts it, in a pass of its own. freed_bytes: what went as the
-    autocast region ended: copies that only its cache held.
+    saved_bytes: kept for backward, as memcheck.track counts it in a separate pass.
+    freed_bytes: freed when the autocast region ended, because only its cache held these copies.
     """
 
     device: str
@@ -97,6 +96,7 @@ class StagesRun:
 
     @property
     def parameter_copies(self) -> list[Cast]:
+        """The casts of parameters in all stages."""
         return [cast for stage in self.stages for cast in stage.casts if cast.of_parameter]
 
 
@@ -188,7 +188,7 @@ class Recorder(TorchDispatchMode):
 def run_stages(dtype: torch.dtype, *, autocast: bool, device: torch.device | str = "cpu") -> StagesRun:
     """Runs the network forward and backward, under torch.autocast(device, dtype) or without.
 
-    Parameters and x are float32. dtype: bfloat16 or float16; without autocast it only says what rounded_gradient is of.
+    Parameters and x are float32. dtype: bfloat16 or float16; without autocast it is only used for rounded_gradient.
     """
     network, x, targets = make_network(device)
     region = functools.partial(torch.autocast, torch.device(device).type, dtype, enabled=autocast)
@@ -202,7 +202,7 @@ def run_stages(dtype: torch.dtype, *, autocast: bool, device: torch.device | str
         autocast=autocast,
         autocast_dtype=str(dtype).removeprefix("torch."),
         parameter_bytes=sum(parameter.nbytes for parameter in network.parameters()),
-        stages=tuple(stages_of(network, recorder.notes, whose(network, x, targets, recorder.notes), dtype)),
+        stages=tuple(stages_of(network, recorder.notes, names_by_address(network, x, targets, recorder.notes), dtype)),
         saved_bytes=saved_bytes,
         freed_bytes=freed_bytes,
     )
@@ -233,8 +233,8 @@ def address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
-def whose(network: Network, x: Tensor, targets: Tensor, notes: dict[str, Notes]) -> dict[int, str]:
-    """Names the tensors at each address: the caller's tensors, the stages' outputs, and copies of both."""
+def names_by_address(network: Network, x: Tensor, targets: Tensor, notes: dict[str, Notes]) -> dict[int, str]:
+    """Names the tensor at each address: the caller's tensors, the stages' outputs, and copies of both."""
     names = {address(x): "x", address(targets): "targets"}
     names |= {address(parameter): name for name, parameter in network.named_parameters()}
     for name, note in notes.items():
@@ -253,18 +253,19 @@ def stages_of(network: Network, notes: dict[str, Notes], names: dict[int, str], 
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         yield Stage(
             name=name,
-            parameter_dtype=dtypes(parameters),
+            parameter_dtype=dtypes_of(parameters),
             input_dtype=dtype_name(note.input),
             output_dtype=dtype_name(note.output),
-            kept=tuple(kept_of(name, note, names, held)),
+            kept=tuple(kept_tensors(name, note, names, held)),
             casts=tuple(casts_of(note, names, network)),
-            output_gradient_dtype=dtypes([note.output_gradient]) or "none",
-            parameter_gradient_dtype=dtypes(gradients),
+            output_gradient_dtype=dtypes_of([note.output_gradient]) or "none",
+            parameter_gradient_dtype=dtypes_of(gradients),
             rounded_gradient=all(map(functools.partial(has_only, dtype), gradients)) if gradients else None,
         )
 
 
-def dtypes(tensors: Any) -> str | None:
+def dtypes_of(tensors: Any) -> str | None:
+    """The dtypes of the tensors, each once: "float32, bfloat16"; None without tensors."""
     return ", ".join(dict.fromkeys(dtype_name(tensor) for tensor in tensors if tensor is not None)) or None
 
 
@@ -273,8 +274,8 @@ def has_only(dtype: torch.dtype, tensor: Tensor) -> bool:
     return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
-def kept_of(name: str, note: Notes, names: dict[int, str], held: set[int]) -> Iterator[Kept]:
-    """The tensors that the stage keeps. Their storage counts as held from here on."""
+def kept_tensors(name: str, note: Notes, names: dict[int, str], held: set[int]) -> Iterator[Kept]:
+    """The tensors that the stage keeps. Their storages are added to `held`."""
     for tensor in note.saved:
         place = address(tensor)
         size = 0 if place in held else tensor.untyped_storage().nbytes()
@@ -286,10 +287,5 @@ def casts_of(note: Notes, names: dict[int, str], network: Network) -> Iterator[C
     parameters = {address(parameter) for parameter in network.parameters()}
     for source, copy in note.casts:
         place = address(source)
-        yield Cast(
-            names.get(place, "a view"),
-            dtype_name(source),
-            dtype_name(copy),
-            copy.nbytes,
-            of_parameter=place in parameters,
-        )
+        dtypes = dtype_name(source), dtype_name(copy)
+        yield Cast(names.get(place, "a view"), *dtypes, copy.nbytes, of_parameter=place in parameters)

@@ -1,20 +1,22 @@
-"""The closed bluewalm module of memcheck_pyt's table, as far as its published figures tell what it takes.
+"""A memory model of the closed bluewalm module, fitted to memcheck_pyt's published table.
 
-These formulas fit every row to the MiB: softplus attention 6 U and 11.25 U, each with 4 B S + 8 B R bytes; the
-combinator 4 U and 7 U, with its weight, then the gradient of that, and a cuBLAS workspace in each phase. U is the bytes
-of one (B,S,E) tensor. What is inside is the module's own affair; these are no predictions of memcheck's operators.
+These formulas fit every row to the MiB. Softplus attention: 6 U in the forward and 11.25 U in the backward, each with
+4 B S + 8 B R bytes. Combinator: 4 U and 7 U, with its weight, the weight's gradient, and a cuBLAS workspace in each
+phase. U is the bytes of one (B,S,E) tensor. They do not describe memcheck's own operators.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 from memcheck.bench.catalog import make_case, make_combinator_case
-from memcheck.bench.predict import blank_of, predict_memory
+from memcheck.bench.predict import predict_memory
 from memcheck.core.case import Case
 from memcheck.core.devices import Device, device_named
-from memcheck.predict.replay import Prediction, Replay
+from memcheck.core.record import Record
+from memcheck.predict.replay import Prediction, Replay, blank_record
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace import WORKSPACE, Piece, Tape, Trace
 
@@ -26,16 +28,18 @@ LOSS = {"sum of y": 4, "its gradient": 4}
 
 
 def predict_published(row: Mapping[str, Any], device: Device | None = None) -> Prediction:
-    """What that program says of a row of its table: naive and softmax as memcheck-pyt/* in our catalog run, which do
-    what it did; softplus and combinator by what is known of the module."""
+    """The prediction for a row of the published table.
+
+    naive and softmax are predicted as the catalog's memcheck-pyt/*, which repeat that program; softplus and combinator
+    by the model of the closed module.
+    """
     device = device or device_named(DEVICE)
     case = published_case(row)
     if row["operator"] in ("naive", "softmax"):
         return predict_memory(case, device, torch_version=TORCH, drops_workspaces=False)
     target = Target(device.kind, 1, device.architecture, TORCH)
-    return Replay(
-        module_trace(case, target), case, device, blank_of(case, device, target), basis="verified"
-    ).prediction()
+    record = dataclasses.replace(blank_record(Record, device, target), **case.fields())
+    return Replay(module_trace(case, target), case, device, record, basis="verified").prediction()
 
 
 def published_case(row: Mapping[str, Any]) -> Case:
@@ -57,36 +61,25 @@ def module_trace(case: Case, target: Target) -> Trace:
         }
         forward = {"y": U, f"{OWN}, U": U, f"{OWN}, U again": U, **rows}
         backward = {**LOSS, "dq": U, "dk": keys, "dv": keys, f"{OWN}, 2 U": 2 * U, f"{OWN}, U / 4": U // 4}
-        return tape_of({"q": U, "k": keys, "v": keys}, forward, backward)
+        return trace_of({"q": U, "k": keys, "v": keys}, forward, backward)
     weight = 2 * 4 * case.dim**2
     workspace = {WORKSPACE: target.cublas_workspace_bytes}
     forward = {"y": U, f"{OWN}, U": U, f"{OWN}, U again": U}
-    backward = {
-        **LOSS,
-        "dx": U,
-        "dweight": weight,
-        f"{OWN}, U, in the backward": U,
-        f"{OWN}, U, in the backward again": U,
-    }
-    return tape_of({"weight": weight, "x": U}, {**forward, **workspace}, {**backward, **workspace})
+    own = {f"{OWN}, U, in the backward": U, f"{OWN}, U, in the backward again": U}
+    backward = {**LOSS, "dx": U, "dweight": weight, **own}
+    return trace_of({"weight": weight, "x": U}, {**forward, **workspace}, {**backward, **workspace})
 
 
-def tape_of(inputs: Mapping[str, int], forward: Mapping[str, int], backward: Mapping[str, int]) -> Trace:
-    """A tape without frees, because only the fullest moments are known."""
+def trace_of(inputs: Mapping[str, int], forward: Mapping[str, int], backward: Mapping[str, int]) -> Trace:
+    """A trace without frees, because only the highest sums are known."""
     trace = Trace(Tape())
+    pieces: dict[str, list[Piece]] = {}
     for phase, sizes in (("inputs", inputs), ("forward", forward), ("backward", backward)):
         first = len(trace.tape.events)
-        pieces = [trace.tape.take(name, size, is_library=name == WORKSPACE) for name, size in sizes.items()]
+        pieces[phase] = [trace.tape.take(name, size, is_library=name == WORKSPACE) for name, size in sizes.items()]
         trace.phases[phase] = first, len(trace.tape.events)
-        note_roles(trace, phase, pieces)
+    trace.parameters = [piece for piece in pieces["inputs"] if piece.name == "weight"]
+    trace.inputs = [piece for piece in pieces["inputs"] if piece.name != "weight"]
+    trace.outputs = [piece for piece in pieces["forward"] if piece.name == "y"]
+    trace.gradients = [piece for piece in pieces["backward"] if piece.name.startswith("d")]
     return trace
-
-
-def note_roles(trace: Trace, phase: str, pieces: list[Piece]) -> None:
-    if phase == "inputs":
-        trace.parameters = [piece for piece in pieces if piece.name == "weight"]
-        trace.inputs = [piece for piece in pieces if piece not in trace.parameters]
-    elif phase == "forward":
-        trace.outputs = [piece for piece in pieces if piece.name == "y"]
-    else:
-        trace.gradients = [piece for piece in pieces if piece.name.startswith("d")]

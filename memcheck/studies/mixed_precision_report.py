@@ -26,6 +26,7 @@ NETWORK = (
 
 
 def short(dtype: str | None) -> str | None:
+    """The short name of a dtype: "fp32"."""
     return None if dtype is None else SHORT.get(dtype, dtype)
 
 
@@ -90,8 +91,8 @@ def library_table(sums: Sequence[LibrarySum], accumulations: Sequence[Accumulati
     loop = {(sum_name(it), it.addend_dtype): it.sum for it in accumulations if it.accumulator_dtype == it.addend_dtype}
     rows: list[list[Cell]] = [["s += x, in a loop", "as x", *(loop.get(group) for group in groups)]]
     for way in dict.fromkeys(it.way for it in sums):
-        found = {(sum_name(it), it.addend_dtype): it for it in sums if it.way == way}
-        rows.append([way, result_words(list(found.values())), *(found[group].sum for group in groups)])
+        by_group = {(sum_name(it), it.addend_dtype): it for it in sums if it.way == way}
+        rows.append([way, result_words(list(by_group.values())), *(by_group[group].sum for group in groups)])
     columns = [
         Column("way", "the same sum by"),
         Column("result_dtype", "result"),
@@ -118,16 +119,13 @@ def library_words(sums: Sequence[LibrarySum], loop: Mapping[tuple[str, str], flo
             "A state that goes from token to token in 16 bits is a loop; memcheck's states are in fp32."
         )
     for way in ways:
-        found = [it for it in sums if it.way == way]
-        if way in inexact and all(it.sum == loop.get((sum_name(it), it.addend_dtype)) for it in found):
-            yield f"The sums of the loop, from torch itself: {way}. It adds in the dtype of x{result_excuse(found)}."
+        of_way = [it for it in sums if it.way == way]
+        if way in inexact and all(it.sum == loop.get((sum_name(it), it.addend_dtype)) for it in of_way):
+            result = result_words(of_way)
+            though = "" if result == "as x" else f", though the parameter and its gradient are in {result}"
+            yield f"The sums of the loop, from torch itself: {way}. It adds in the dtype of x{though}."
         elif way in inexact:
             yield f"Neither: {way}."
-
-
-def result_excuse(sums: Sequence[LibrarySum]) -> str:
-    result = result_words(sums)
-    return "" if result == "as x" else f", though the parameter and its gradient are in {result}"
 
 
 def stages_table(plain: StagesRun, cast: StagesRun) -> Table:
@@ -173,9 +171,9 @@ def norm_words(ln: Stage) -> str:
 
 
 def loss_words(loss: Stage) -> str:
-    said = f"loss: {short(loss.output_dtype)}, of logits that are {short(loss.input_dtype)}"
+    words = f"loss: {short(loss.output_dtype)}, of logits that are {short(loss.input_dtype)}"
     copies = [cast for cast in loss.casts if cast.dtype == loss.input_dtype]
-    return f"{said}, copied to {short(copies[0].to_dtype)} first ({copies[0].bytes:,} B)." if copies else f"{said}."
+    return f"{words}, copied to {short(copies[0].to_dtype)} first ({copies[0].bytes:,} B)." if copies else f"{words}."
 
 
 def gradient_words(stages: Sequence[Stage], dtype: str) -> Iterator[str]:
@@ -213,13 +211,8 @@ def kept_words(plain: StagesRun, cast: StagesRun) -> str:
 
 def kept_table(run: StagesRun) -> Table:
     """Lists the tensors that each stage keeps, unless an earlier row or the caller holds their storage."""
-    columns = [
-        Column("stage", "stage"),
-        Column("what", "keeps"),
-        Column("dtype", "dtype"),
-        Column("shape", "shape"),
-        Column("bytes", "B", format=","),
-    ]
+    titles = {"stage": "stage", "what": "keeps", "dtype": "dtype", "shape": "shape"}
+    columns = [*(Column(key, title) for key, title in titles.items()), Column("bytes", "B", format=",")]
     rows: list[list[Cell]] = [
         [stage.name, kept.what, short(kept.dtype), f"({','.join(map(str, kept.shape))})", kept.bytes]
         for stage in run.stages

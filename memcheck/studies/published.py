@@ -36,27 +36,27 @@ Row = dict[str, Any]
 
 
 def read_published(name: str) -> list[dict[str, str]]:
+    """The rows of a published table as text."""
     with (DATA / name).open(newline="", encoding="utf-8") as lines:
         return list(csv.DictReader(lines))
 
 
 def published_table() -> list[Row]:
-    """The rows of memcheck_pyt's table: operator, batch, query_len, kv_len, dim, forward_bytes, backward_bytes and
-    status.
-    """
+    """memcheck_pyt's table: operator, batch, query_len, kv_len, dim, forward_bytes, backward_bytes, status."""
     return [
         {
             "operator": row["operator"],
             **{name: int(row[name]) for name in ("batch", "query_len", "kv_len", "dim")},
-            "forward_bytes": bytes_of(row["forward_mib"]),
-            "backward_bytes": bytes_of(row["backward_mib"]),
+            "forward_bytes": parse_mib(row["forward_mib"]),
+            "backward_bytes": parse_mib(row["backward_mib"]),
             "status": row["status"],
         }
         for row in read_published(MEMCHECK_PYT)
     ]
 
 
-def bytes_of(mib: str) -> int | None:
+def parse_mib(mib: str) -> int | None:
+    """The bytes of a number of MiB; None for an empty cell."""
     return round(float(mib) * MIB) if mib else None
 
 
@@ -69,9 +69,7 @@ def published_operator(record: Record) -> str | None:
 
 
 def is_comparable(record: Record) -> bool:
-    """True if the record has the published settings: float32, training, causal, and the published core dimension or
-    heads.
-    """
+    """True if the record has the published dtype, mode, mask, core dimension and heads."""
     return (
         record.dtype == "float32"
         and record.mode == "train"
@@ -100,8 +98,8 @@ def figures_of(record: Record) -> Figures:
     if record.forward_peak_bytes is not None:
         sizes = highest(record.forward_peak_bytes, record.backward_peak_bytes)
         return Figures(*sizes, predicted or f"measured on {record.device}")
-    theory = {field: sum(terms.values()) for field, terms in (record.theory or {}).items()}
-    return Figures(*highest(theory.get("forward_peak_bytes"), theory.get("backward_peak_bytes")), "by formula")
+    sums = {field: sum(terms.values()) for field, terms in (record.terms or {}).items()}
+    return Figures(*highest(sums.get("forward_peak_bytes"), sums.get("backward_peak_bytes")), "by formula")
 
 
 def highest(forward: int | None, backward: int | None) -> tuple[int | None, int | None]:
@@ -118,11 +116,12 @@ def published_rows(records: Sequence[Record]) -> list[Row]:
         shape = (record.bsz, record.query_len, record.kv_len or record.query_len, record.dim)
         published = table.get((published_operator(record), *shape))
         if published is not None and is_comparable(record):
-            rows.append(beside(published, record))
+            rows.append(compared(published, record))
     return rows
 
 
-def beside(published: Row, record: Record) -> Row:
+def compared(published: Row, record: Record) -> Row:
+    """A published row with our figures and the ratios."""
     ours = figures_of(record)
     forward, both = published["forward_bytes"], published["backward_bytes"]
     workspace = 0 if published["operator"] in WITHOUT_PRODUCTS else CUBLAS_WORKSPACE_BYTES
@@ -138,17 +137,17 @@ def beside(published: Row, record: Record) -> Row:
         "ours_source": ours.source,
         "forward_ratio": ratio(forward, ours.forward),
         "backward_ratio": ratio(both, ours.both),
-        "forward_ratio_less_workspaces": ratio(less(forward, workspace), less(ours.forward, ours.workspace)),
-        "backward_ratio_less_workspaces": ratio(less(both, 2 * workspace), less(ours.both, ours.workspace)),
+        "forward_ratio_less_workspaces": ratio(forward, ours.forward, workspace, ours.workspace),
+        "backward_ratio_less_workspaces": ratio(both, ours.both, 2 * workspace, ours.workspace),
     }
 
 
-def less(size: int | None, workspace: int) -> int | None:
-    return None if size is None else size - workspace
-
-
-def ratio(published: float | None, ours: float | None) -> float | None:
-    return published / ours if published is not None and ours else None
+def ratio(published: float | None, ours: float | None, *workspaces: int) -> float | None:
+    """published / ours. workspaces: subtracted from the published figure and from ours."""
+    if published is None or ours is None:
+        return None
+    published, ours = (size - less for size, less in zip((published, ours), workspaces or (0, 0), strict=True))
+    return published / ours if ours else None
 
 
 def in_mib(size: float | None, verdict: str) -> Cell:
@@ -205,26 +204,21 @@ def published_summary(rows: Sequence[Row]) -> Table:
         Column("operator", "published"),
         Column("figure", "figure"),
         Column("rows", "rows"),
-        *(Column(f"ratio_{name}", name, format=".2f") for name in ("least", "median", "most")),
-        *(
-            Column(f"less_workspaces_{name}", f"less workspaces, {name}", format=".2f")
-            for name in ("least", "median", "most")
-        ),
     ]
+    for key, words in (("ratio", ""), ("less_workspaces", "less workspaces, ")):
+        columns += [Column(f"{key}_{name}", words + name, format=".2f") for name in ("least", "median", "most")]
     cells: list[list[Cell]] = []
-    for ours in dict.fromkeys(row["ours"] for row in rows):
+    contenders = list(dict.fromkeys(row["ours"] for row in rows))
+    for ours in contenders:
         mine = [row for row in rows if row["ours"] == ours]
-        for phase, title in (("forward", "forward"), ("backward", "with backward")):
+        for phase, figure in (("forward", "forward"), ("backward", "with backward")):
             ratios = [row[f"{phase}_ratio"] for row in mine]
             fair = spread([row[f"{phase}_ratio_less_workspaces"] for row in mine])
             known = sum(ratio is not None for ratio in ratios)
-            cells.append([ours, mine[0]["operator"], title, known, *spread(ratios), *fair])
-    notes = [
-        f"{ours}: {words}." for ours in dict.fromkeys(row["ours"] for row in rows) if (words := rescued(rows, ours))
-    ]
-    return Table(
-        "published summary", "Published / ours: how many times as much the published one needs", columns, cells, notes
-    )
+            cells.append([ours, mine[0]["operator"], figure, known, *spread(ratios), *fair])
+    notes = [f"{ours}: {words}." for ours in contenders if (words := rescued(rows, ours))]
+    heading = "Published / ours: how many times as much the published one needs"
+    return Table("published summary", heading, columns, cells, notes)
 
 
 def spread(ratios: Sequence[float | None]) -> list[Cell]:
@@ -258,40 +252,29 @@ def cs336_pairs(records: Sequence[Record]) -> Iterator[tuple[dict[str, str], Rec
         if not alike or record.heads not in (None, 1) or record.core_dim not in (None, record.dim):
             continue
         for row in rows:
-            own = not (record.operator or "").startswith("cs336/") or (row["compiled"] == "True") == bool(
-                record.compiled
-            )
-            if own and (int(row["d_model"]), int(row["seq_len"])) == (record.dim, record.query_len) == (
-                record.dim,
-                record.kv_len,
-            ):
+            is_compiled = row["compiled"] == "True"
+            own = not (record.operator or "").startswith("cs336/") or is_compiled == bool(record.compiled)
+            sizes = int(row["d_model"]), int(row["seq_len"]), int(row["seq_len"])
+            if own and sizes == (record.dim, record.query_len, record.kv_len):
                 yield row, record
 
 
 def cs336_comparison(records: Sequence[Record]) -> Table:
-    columns = [
-        Column("d_model", "d_model"),
-        Column("seq_len", "seq_len"),
-        Column("compiled", "published"),
-        Column("ours", "ours"),
-    ]
+    columns = [Column("d_model", "d_model"), Column("seq_len", "seq_len")]
+    columns += [Column("compiled", "published"), Column("ours", "ours")]
     for name in CS336_FIGURES:
         words = name.removesuffix("_mib").replace("_", " ")
         columns += [
             Column(f"published_{name}", f"{words}, published", "MiB", ".6g"),
             Column(f"ours_{name}", "ours", "MiB", ".2f"),
+            Column(f"ratio_{name}", "published / ours", "", ".2f"),
         ]
-        columns.append(Column(f"ratio_{name}", "published / ours", "", ".2f"))
     rows: list[list[Cell]] = []
     for row, record in cs336_pairs(records):
-        cells: list[Cell] = [
-            record.dim,
-            record.query_len,
-            "compiled" if row["compiled"] == "True" else "eager",
-            record.operator,
-        ]
+        published_as: Cell = "compiled" if row["compiled"] == "True" else "eager"
+        cells: list[Cell] = [record.dim, record.query_len, published_as, record.operator]
         for name, read in CS336_FIGURES.items():
-            published, ours = bytes_of(row[name]), read(record)
+            published, ours = parse_mib(row[name]), read(record)
             cells += [float(row[name]), in_mib(ours, record.status), ratio(published, ours)]
         rows.append(cells)
     notes = [
@@ -302,6 +285,7 @@ def cs336_comparison(records: Sequence[Record]) -> Table:
 
 
 def published_tables(records: Sequence[Record]) -> list[Table]:
+    """The tables that compare these records with published figures."""
     tables = []
     if rows := published_rows(records):
         tables += [published_summary(rows), published_comparison(rows)]

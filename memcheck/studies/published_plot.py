@@ -1,4 +1,4 @@
-"""Plots how many times as much memory the published operators need as ours, one dot per shape."""
+"""Plots the memory of the published operators divided by ours, one dot per shape."""
 
 from __future__ import annotations
 
@@ -48,9 +48,8 @@ def published_figure(rows: Sequence[Row], styles: Mapping[str, Style], *, title:
     edge = set_ratio_axis(panels[0], [ratio for row in rows for phase in PHASES if (ratio := ratio_of(row, phase))])
     for ax, phase in zip(panels, PHASES, strict=True):
         for place, name in enumerate(names):
-            draw_strip(
-                ax, [row for row in rows if row["ours"] == name], phase, place, drawn[name], edge, known_capacity(rows)
-            )
+            strip = [row for row in rows if row["ours"] == name]
+            draw_strip(ax, strip, phase, place, drawn[name], edge, known_capacity(rows))
         ax.set_title(PHASES[phase])
         ax.set_xlabel("published / ours, library workspaces set aside")
         ax.axvline(1, color="black", lw=0.8, ls=":", label="_one")

@@ -1,7 +1,8 @@
-"""Compares predictions with figures published for GPUs: every row, its verdict, and the difference."""
+"""Tables of predictions beside figures published for GPUs: every row, its verdict, and the difference."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from memcheck.bench.catalog import make_case
 from memcheck.bench.predict import predict_memory
 from memcheck.predict.replay import Prediction
+from memcheck.predict.trace import WORKSPACE
 from memcheck.report.tables import Cell, Column, Table, Verdict
 from memcheck.studies.bluewalm_module import predict_published
 from memcheck.studies.published import CS336, CS336_BATCH, MIB, SHAPE, Row, published_table, read_published
@@ -79,18 +81,16 @@ def cs336_cells(row: dict[str, str]) -> list[Cell]:
     peaks = [float(row[f"{phase}_peak_mib"]) - before for phase in ("forward", "backward")]
     predicted = [Verdict("not predicted")] * 4 if is_compiled else cs336_figures(length, dim)
     pairs = zip([saved, *peaks, peaks[1]], predicted, strict=True)
-    cells: list[Cell] = [dim, length, "compiled" if is_compiled else "eager"]
-    return [*cells, *(cell for pair in pairs for cell in pair)]
+    return [dim, length, "compiled" if is_compiled else "eager", *itertools.chain.from_iterable(pairs)]
 
 
 def cs336_figures(length: int, dim: int) -> Sequence[Cell]:
-    """MiB beyond the inputs and cuBLAS's workspaces."""
+    """Predicted MiB without the inputs and cuBLAS's workspaces."""
     prediction = predict_cs336(length, dim)
     saved = (prediction.record.saved_bytes or 0) / MIB
-    forward, backward = (
-        sum(size for name, size in prediction.terms[f"{phase}_peak_bytes"].items() if not is_before(name)) / MIB
-        for phase in ("forward", "backward")
-    )
+    terms = [prediction.terms[f"{phase}_peak_bytes"].items() for phase in ("forward", "backward")]
+    excluded = ("q", "k", "v", WORKSPACE, f"{WORKSPACE} 2")
+    forward, backward = (sum(size for name, size in sizes if name not in excluded) / MIB for sizes in terms)
     return [saved, forward, backward, backward + saved]
 
 
@@ -98,7 +98,3 @@ def predict_cs336(length: int, dim: int) -> Prediction:
     sizes: dict[str, Any] = {"bsz": CS336_BATCH, "query_len": length, "kv_len": length, "dim": dim, "heads": 1}
     case = make_case("cs336/naive", core_dim=None, factor=None, **sizes)
     return predict_memory(case, CS336_GPU, torch_version=CS336_TORCH)
-
-
-def is_before(name: str) -> bool:
-    return name in ("q", "k", "v") or name.startswith("cuBLAS workspace")

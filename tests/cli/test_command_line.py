@@ -9,11 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from json_lines import write_json_lines
 
 from memcheck.__main__ import command_names, main, normalise
 from memcheck.cli.commands import info
 from memcheck.core.errors import MemcheckError
-from memcheck.core.record import Record, write_json_lines
+from memcheck.core.record import Record
 
 
 def run_memcheck(*words: str) -> subprocess.CompletedProcess[str]:

@@ -11,15 +11,15 @@ from plotted import labelled, points, texts
 
 from memcheck.__main__ import main
 from memcheck.bench import catalog
-from memcheck.bench.capacity import Frontier, Search, find_frontier, frontier_curve, resized
+from memcheck.bench.capacity import Capacity, Search, capacity_curve, find_capacity, resized
 from memcheck.bench.catalog import Case, check_case, make_case, make_combinator_case
 from memcheck.bench.predict import predict_memory
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.predict.replay import Prediction
-from memcheck.report.capacity import frontier_table
-from memcheck.report.plots.capacity import Edge, frontier_figure, plot_frontier
+from memcheck.report.capacity import capacity_table
+from memcheck.report.plots.capacity import Edge, capacity_figure, plot_capacity
 from memcheck.report.tables import data_rows, to_text
 
 GPU = Device("box", "cuda", (8, 0), 2**30, 2**30, "made up")
@@ -55,7 +55,7 @@ def judge(fits: Callable[[int], bool], tried: list[int] | None = None, no: str =
 @pytest.mark.parametrize("start", [None, 1, 77, 4096, 10**6])
 def test_the_last_that_fits_and_the_first_that_does_not(largest: int, start: int | None) -> None:
     tried: list[int] = []
-    found = find_frontier(attention(), "seq_len", GPU, start=start, predict=judge(lambda n: n <= largest, tried))
+    found = find_capacity(attention(), "seq_len", GPU, start=start, predict=judge(lambda n: n <= largest, tried))
     assert (found.largest, found.next_size, found.gaps) == (largest, largest + 1, ())
     assert found.at is not None
     assert found.beyond is not None
@@ -67,13 +67,13 @@ def test_the_last_that_fits_and_the_first_that_does_not(largest: int, start: int
 @pytest.mark.parametrize("largest", [100, 5000])
 def test_steps(largest: int) -> None:
     tried: list[int] = []
-    found = find_frontier(attention(), "seq_len", GPU, step=64, predict=judge(lambda n: n <= largest, tried))
+    found = find_capacity(attention(), "seq_len", GPU, step=64, predict=judge(lambda n: n <= largest, tried))
     assert (found.largest, found.next_size) == (largest // 64 * 64, largest // 64 * 64 + 64)
     assert all(size % 64 == 0 for size in tried)
 
 
 def test_nothing_fits() -> None:
-    found = find_frontier(attention(), "seq_len", GPU, predict=judge(lambda n: False))
+    found = find_capacity(attention(), "seq_len", GPU, predict=judge(lambda n: False))
     assert (found.largest, found.at, found.unpredicted) == (0, None, None)
     assert found.beyond is not None
     assert found.case.kv_len == 1
@@ -81,7 +81,7 @@ def test_nothing_fits() -> None:
 
 def test_nothing_is_known() -> None:
     tried: list[int] = []
-    found = find_frontier(attention(), "seq_len", GPU, predict=judge(lambda n: False, tried, no="skipped"))
+    found = find_capacity(attention(), "seq_len", GPU, predict=judge(lambda n: False, tried, no="skipped"))
     assert (found.largest, found.unpredicted) == (0, "skipped, as it happens")
     assert len(tried) < 10
 
@@ -89,7 +89,7 @@ def test_nothing_is_known() -> None:
 @pytest.mark.parametrize("most", [1, 100, 256, 1000])
 def test_the_search_has_an_end(most: int) -> None:
     tried: list[int] = []
-    found = find_frontier(attention(), "seq_len", GPU, most=most, predict=judge(lambda n: True, tried))
+    found = find_capacity(attention(), "seq_len", GPU, most=most, predict=judge(lambda n: True, tried))
     assert (found.largest, found.beyond) == (most, None)
     assert max(tried) == most
 
@@ -105,7 +105,7 @@ def test_the_search_has_an_end(most: int) -> None:
     ],
 )
 def test_a_larger_size_that_fits_all_the_same_is_found(fits, largest: int, gap: int) -> None:
-    found = find_frontier(attention(), "seq_len", GPU, start=1, predict=judge(fits))
+    found = find_capacity(attention(), "seq_len", GPU, start=1, predict=judge(fits))
     assert found.largest == largest
     assert fits(found.largest)
     assert not fits(found.next_size)
@@ -123,7 +123,7 @@ def test_sizes_keep_to_what_operators_take() -> None:
         tried.append(check_case(case).dim)
         return verdict(case, "ok" if case.dim <= 1000 else "oom")
 
-    assert find_frontier(heads, "dim", GPU, step=6, predict=predict).step == 12
+    assert find_capacity(heads, "dim", GPU, step=6, predict=predict).step == 12
     assert all(dim % 4 == 0 for dim in tried)
     token = make_combinator_case("combinator", bsz=1, query_len=8, dim=64)
     assert resized(token, "seq_len", 9).kv_len is None
@@ -136,11 +136,11 @@ def test_sizes_keep_to_what_operators_take() -> None:
 )
 def test_predictions_agree_with_the_answer(name: str, axis: str) -> None:
     """By predict_memory itself: as many bytes as there are fit, and one step more does not."""
-    found = find_frontier(attention(name), axis, SMALL)
+    found = find_capacity(attention(name), axis, SMALL)
     assert found.largest > 0
     for size, status in ((found.largest, "ok"), (found.next_size, "oom")):
         assert predict_memory(resized(found.case, axis, size), SMALL).record.status == status
-    limited = find_frontier(attention(name), axis, SMALL, limit_bytes=2**28)
+    limited = find_capacity(attention(name), axis, SMALL, limit_bytes=2**28)
     assert 0 < limited.largest < found.largest
 
 
@@ -151,7 +151,7 @@ def test_a_curve_begins_where_the_last_search_ended() -> None:
         tried.append(case.bsz)
         return verdict(case, "ok" if case.bsz * case.query_len <= 2**20 else "oom")
 
-    curve = frontier_curve(attention(), "seq_len", "bsz", [4, 1, 2], GPU, predict=predict)
+    curve = capacity_curve(attention(), "seq_len", "bsz", [4, 1, 2], GPU, predict=predict)
     assert [(x, found.largest) for x, found in curve] == [(1, 2**20), (2, 2**19), (4, 2**18)]
     assert [found.case.bsz for _, found in curve] == [1, 2, 4]
     assert tried.count(4) < tried.count(1)
@@ -167,7 +167,7 @@ def test_a_curve_begins_where_the_last_search_ended() -> None:
 )
 def test_searches_that_cannot_be(axis: str, device: Device, more: dict[str, int], words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        find_frontier(attention(), axis, device, **more)
+        find_capacity(attention(), axis, device, **more)
 
 
 def test_no_size_is_predicted_twice() -> None:
@@ -180,19 +180,19 @@ def test_no_size_is_predicted_twice() -> None:
 # The table and the command.
 
 
-def some_frontiers() -> list[Frontier]:
+def some_capacities() -> list[Capacity]:
     rules: dict[str, Callable[[int], bool]] = {
         "naive": lambda n: n <= (900 if n % 64 else 1024),
         "softplus": lambda n: True,
         "linear": lambda n: False,
     }
-    found = [find_frontier(attention(name), "seq_len", GPU, most=2**12, predict=judge(rules[name])) for name in rules]
+    found = [find_capacity(attention(name), "seq_len", GPU, most=2**12, predict=judge(rules[name])) for name in rules]
     unknown = judge(lambda n: False, no="skipped")
-    return [*found, find_frontier(attention("softmax"), "seq_len", GPU, most=2**12, predict=unknown)]
+    return [*found, find_capacity(attention("softmax"), "seq_len", GPU, most=2**12, predict=unknown)]
 
 
 def test_the_table_says_how_each_search_ended() -> None:
-    table = frontier_table(some_frontiers())
+    table = capacity_table(some_capacities())
     rows = {row["operator"]: row for row in data_rows(table)}
     assert {name: row["largest"] for name, row in rows.items()} == {
         **{"naive": 1024, "softplus": 2**12, "linear": 0, "softmax": None},
@@ -227,7 +227,7 @@ SIZES = ["--bsz", "2", "--dim", "64", "--heads", "4", "--device", "512MiB"]
 def test_json_is_one_object_with_both_sides_of_the_edge(fit) -> None:
     said = fit(*SIZES, "--attention-type", "naive,softplus,flex")
     assert said["device"]["usable_bytes"] == 512 * 2**20
-    naive, softplus, flex = said["frontiers"]
+    naive, softplus, flex = said["capacities"]
     assert 0 < naive["largest"] < softplus["largest"]
     for row in (naive, softplus):
         assert row["next"] == row["largest"] + 1
@@ -255,7 +255,7 @@ def test_what_is_looked_for(fit, find: str, step: int) -> None:
     sizes = [word for flag, value in given if flag != f"--{find}" for word in (flag, value)]
     steps = [] if find == "dim" else ["--step", str(step)]
     said = fit(*sizes, "--find", find, *steps, "--device", "256MiB", "--attention-type", "naive")
-    (row,) = said["frontiers"]
+    (row,) = said["capacities"]
     assert row["step"] == step
     assert row["largest"] % step == 0
     field = {"seq-len": "query_len"}.get(find, find)
@@ -264,15 +264,15 @@ def test_what_is_looked_for(fit, find: str, step: int) -> None:
 
 def test_a_core_dimension_that_is_given_stays(fit) -> None:
     flags = ["--find", "dim", "--attention-type", "softplus", "--device", "256MiB", "--heads", "4"]
-    (row,) = fit(*flags, "--core-dim", "4", "--up-to", "64")["frontiers"]
+    (row,) = fit(*flags, "--core-dim", "4", "--up-to", "64")["capacities"]
     assert (row["record"]["dim"], row["record"]["core_dim"]) == (64, 4)
-    (row,) = fit(*flags, "--up-to", "64")["frontiers"]
+    (row,) = fit(*flags, "--up-to", "64")["capacities"]
     assert (row["record"]["dim"], row["record"]["core_dim"]) == (64, 64)
 
 
 def test_modes_and_dtypes(fit) -> None:
     def largest(*flags: str) -> int:
-        (row,) = fit(*SIZES, "--attention-type", "naive", *flags)["frontiers"]
+        (row,) = fit(*SIZES, "--attention-type", "naive", *flags)["capacities"]
         return int(row["largest"])
 
     assert largest("--mode", "inference") > largest("--mode", "train")
@@ -340,7 +340,7 @@ def drawn(monkeypatch) -> list:
     """What the command draws, and how, but not drawn."""
     calls: list = []
     monkeypatch.setattr(
-        "memcheck.cli.commands.fit.plot_frontier", lambda edges, path, **how: calls.append((edges, how))
+        "memcheck.cli.commands.fit.plot_capacity", lambda edges, path, **how: calls.append((edges, how))
     )
     return calls
 
@@ -355,7 +355,7 @@ def drawn(monkeypatch) -> list:
     ],
 )
 def test_what_a_picture_is_drawn_against(drawn, tmp_path: Path, flags: str, along: str, places: list[int]) -> None:
-    picture = ["--plot", str(tmp_path / "frontier.png"), "--device", "256MiB"]
+    picture = ["--plot", str(tmp_path / "capacity.png"), "--device", "256MiB"]
     assert main(["fit", "--attention-type", "naive,flex", *flags.split(), *picture]) == 0
     ((edges, how),) = drawn
     assert how["along"] == along
@@ -365,20 +365,20 @@ def test_what_a_picture_is_drawn_against(drawn, tmp_path: Path, flags: str, alon
 
 
 def test_one_picture_is_drawn_against_one_size(drawn, tmp_path: Path, capsys) -> None:
-    picture = ["--plot", str(tmp_path / "frontier.png"), "--device", "256MiB"]
+    picture = ["--plot", str(tmp_path / "capacity.png"), "--device", "256MiB"]
     assert main(["fit", "--attention-type", "naive", "--bsz", "1,2", "--dim", "32,64", *picture]) == 2
     printed = capsys.readouterr()
     assert "--plot draws against one size: give a single value to one of --bsz and --dim" in printed.err
     assert (printed.out, printed.err.count("\n")) == ("", 1)
 
 
-def test_the_frontier_as_a_picture(tmp_path: Path) -> None:
+def test_the_capacity_as_a_picture(tmp_path: Path) -> None:
     curves = {
         "naive": [Edge(1, 1000), Edge(2, 700), Edge(4, 0)],
         "softplus": [Edge(1, 4096, open=True), Edge(2, 4096, open=True), Edge(4, 2000)],
     }
-    path = tmp_path / "frontier.svg"
-    figure = plot_frontier(curves, path, styles={}, found="seq_len", along="bsz", title="Where it ends", note="and so")
+    path = tmp_path / "capacity.svg"
+    figure = plot_capacity(curves, path, styles={}, found="seq_len", along="bsz", title="Where it ends", note="and so")
     (ax,) = figure.axes
     assert points(ax) == {
         "naive": [(1, 1000), (2, 700)],
@@ -395,5 +395,5 @@ def test_the_frontier_as_a_picture(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_nothing_is_still_one() -> None:
-    figure = frontier_figure({"naive": [Edge(1, 0)]}, {}, found="dim", along="seq_len", title="")
+    figure = capacity_figure({"naive": [Edge(1, 0)]}, {}, found="dim", along="seq_len", title="")
     assert len(labelled(figure.axes[0], "_nothing")) == 1

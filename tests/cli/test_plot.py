@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from json_lines import write_json_lines
 from plotted import MIB, grid, record
 
 from memcheck.__main__ import main
-from memcheck.core.record import write_json_lines
 
 
 @pytest.fixture
@@ -51,7 +51,7 @@ def test_what_was_asked_for(results: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--kind", "pie"], "--kind pie is unknown; known: memory, prediction, theory, savings, time, decode"),
+        (["--kind", "pie"], "--kind pie is unknown; known: memory, prediction, terms, savings, time, decode"),
         (["--x", "batch"], "--x batch is unknown; known: seq-len, query-len, kv-len, dim"),
         (["--y", "saved"], "--y saved is unknown; known: device_total_bytes"),
         (["--y", "saved_bytes", "--kind", "memory"], "leave one of them out"),

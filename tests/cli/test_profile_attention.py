@@ -14,8 +14,9 @@ import torch
 
 from memcheck.__main__ import main
 from memcheck.bench import catalog
+from memcheck.bench.sweep.store import read_records
 from memcheck.cli.cases import seconds_per_case
-from memcheck.core.record import Record, read_json_lines
+from memcheck.core.record import Record
 from memcheck.core.units import format_bytes, parse_bytes
 from memcheck.measure.measurement import machine_facts
 from memcheck.measure.tracker import track
@@ -61,7 +62,7 @@ def test_a_table_and_three_files(tmp_path, capsys) -> None:
 def test_records_survive_the_files(profile, tmp_path) -> None:
     code, records = profile(*SMALL)
     assert code == 0
-    assert list(read_json_lines(tmp_path / "records.jsonl")) == records
+    assert read_records(tmp_path) == records
     assert [(row.operator, row.backend, row.status) for row in records] == [
         ("naive", "eager", "ok"),
         ("softmax", "flash (cpu)", "ok"),
@@ -238,7 +239,7 @@ def test_what_is_known_to_exceed_the_machine_is_skipped(profile) -> None:
     code, (record,) = profile("--attention-type", "softplus", "--seq-len", "99999999999999", "--device", "cpu")
     assert (code, record.status, record.oom_phase) == (0, "skipped", "forward")
     assert re.fullmatch(r"predicted: forward peak .*, above the .* that this machine has left", record.reason)
-    assert record.theory["forward_peak_bytes"]["q"] == 4 * 256 * 99999999999999
+    assert record.terms["forward_peak_bytes"]["q"] == 4 * 256 * 99999999999999
 
 
 def test_inputs_beyond_the_machine_are_out_of_memory(profile) -> None:
@@ -294,7 +295,7 @@ def test_decoding_is_a_table_of_its_own(tmp_path, capsys) -> None:
     flags = ["--mode", "decode", "--kv-len", "16,8", "--bsz", "2", "--attention-type", "naive,softplus,flex"]
     assert main(["profile-attention", *SMALL[2:], *flags, "--output", str(tmp_path)]) == 0
     out = capsys.readouterr().out
-    records = list(read_json_lines(tmp_path / "records.jsonl"))
+    records = read_records(tmp_path)
     assert [(record.kv_len, record.query_len, record.status) for record in records[:3]] == [
         (8, 1, "ok"),
         (8, 1, "ok"),
@@ -336,7 +337,7 @@ def test_explanations_follow_the_table(tmp_path, capsys, monkeypatch) -> None:
 def test_traces_and_snapshots_are_files_of_their_own(tmp_path, capsys, monkeypatch) -> None:
     written = []
 
-    def write(fn, *inputs, path, parameters, backward):
+    def write(fn, *inputs, path, parameters, backward, optimizer_step):
         assert backward
         assert fn(*inputs).shape == inputs[0].shape
         written.append(path.name)
@@ -456,7 +457,7 @@ def test_rows_before_a_crash_are_kept(profile, tmp_path, monkeypatch) -> None:
 
     replace_operator(monkeypatch, "softmax", interrupt)
     assert main(["profile-attention", *SMALL, "--output", str(tmp_path)]) == 130
-    assert [record.operator for record in read_json_lines(tmp_path / "records.jsonl")] == ["naive"]
+    assert [record.operator for record in read_records(tmp_path)] == ["naive"]
 
 
 def test_records_of_other_cases_are_kept(profile, tmp_path) -> None:
@@ -544,9 +545,7 @@ def test_predictions_are_rows_of_their_own_kind(profile, tmp_path, mode: str) ->
         ("naive", "predicted"),
         ("softplus", "predicted"),
     ]
-    assert sorted(map(Record.to_json, read_json_lines(tmp_path / "records.jsonl"))) == sorted(
-        map(Record.to_json, records)
-    )
+    assert sorted(map(Record.to_json, read_records(tmp_path))) == sorted(map(Record.to_json, records))
     both = pair(records).both
     assert len(both) == 2
     for measured, predicted in both:

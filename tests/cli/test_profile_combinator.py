@@ -9,7 +9,8 @@ import sys
 import pytest
 
 from memcheck.__main__ import main
-from memcheck.core.record import Record, read_json_lines
+from memcheck.bench.sweep.store import read_records
+from memcheck.core.record import Record
 from memcheck.report.plots import plot_memory
 
 SMALL = ["--bsz", "2", "--query-len", "8", "--dim", "16", "--no-time", "--device", "cpu"]
@@ -44,7 +45,7 @@ def test_a_table_and_three_files(tmp_path, capsys) -> None:
 def test_records(profile, tmp_path, flags: list[str], operator: str) -> None:
     code, (record,) = profile(*SMALL, *flags)
     assert code == 0
-    assert list(read_json_lines(tmp_path / "records.jsonl")) == [record]
+    assert read_records(tmp_path) == [record]
     assert (record.operator, record.backend, record.status) == (operator, "memcheck cpu", "ok")
     assert (record.bsz, record.query_len, record.dim) == (2, 8, 16)
     assert (record.kv_len, record.causal, record.heads, record.core_dim, record.factor) == (None,) * 5

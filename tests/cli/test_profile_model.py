@@ -83,7 +83,7 @@ def disagreements(of: ModelCase) -> dict[str, object]:
 
 
 @pytest.mark.parametrize(("attention", "mode"), [*itertools.product(ATTENTIONS, MODES)])
-def test_predicted_is_measured(attention: str, mode: str) -> None:
+def test_predictions_equal_measurements(attention: str, mode: str) -> None:
     of = case(attention_type=attention, mode=mode)
     assert disagreements(of) == {}
     on_one_thread = predict_model(of, threads=1)
@@ -421,7 +421,7 @@ LAYOUTS = {
 def test_projections_take_what_is_predicted(name: str, layout: str, dense_grad: bool, dtype: torch.dtype) -> None:
     from memcheck.core.workload import Workload
     from memcheck.predict.scratch import Target
-    from memcheck.predict.trace import Run
+    from memcheck.predict.trace import TracedRun
 
     operator = getattr(memcheck, name)
     shape, strides = (3, 700, 24), LAYOUTS[layout]
@@ -431,8 +431,8 @@ def test_projections_take_what_is_predicted(name: str, layout: str, dense_grad: 
     storage = torch.empty(3 * 700 * 48, dtype=dtype, device="meta")
     meta = [storage.as_strided(shape, strides).detach(), torch.empty_like(w, device="meta")]
     meta = [tensor.requires_grad_() for tensor in meta]
-    subject = Workload(case(mode="backward"), operator, tuple(meta), ((), ()), ("x", "w"))
-    trace = Run(Target("cpu", torch.get_num_threads()), dense_grad=dense_grad).trace(subject)
+    workload = Workload(case(mode="backward"), operator, tuple(meta), ((), ()), ("x", "w"))
+    trace = TracedRun(Target("cpu", torch.get_num_threads()), dense_grad=dense_grad).trace(workload)
     peaks = {
         phase: max(sum(piece.bytes for piece in trace.tape.alive(event)) for event in range(first, last + 1))
         for phase, (first, last) in trace.phases.items()

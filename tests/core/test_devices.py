@@ -1,4 +1,4 @@
-"""GPUs by name: what they have to give, where that is known from, and how they are asked for."""
+"""GPUs by name: their memory, the sources of these figures, and the names that are accepted."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_device_has_less_to_give_than_it_has_and_says_how_that_is_known(device
 
 
 def test_the_fullest_row_that_ran_fits_the_a100() -> None:
-    """Its 39,689 MiB of blocks are in 39,746 MiB of segments, which is more than the rule would have said."""
+    """Its 39,689 MiB of blocks are in 39,746 MiB of segments, which is more than the rule gives."""
     a100 = DEVICES["A100-40GB"]
     assert a100.usable_bytes == 39_746 * MIB > a100.total_bytes - CONTEXT_BYTES
     assert "memcheck_pyt" in a100.source

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from memcheck.bench.models.case import make_model_case, prepare_model
-from memcheck.bench.models.predict import kept_of
+from memcheck.bench.models.predict import kept_by_path
 from memcheck.bench.models.profile import profile_model_case
 from memcheck.core.model_record import FIGURES, by_layer, components_of
 from memcheck.nn.decoder import ATTENTIONS
@@ -27,7 +27,7 @@ VARIANTS = (
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: "-".join(map(str, variant.values())) or "plain")
 @pytest.mark.parametrize("attention", ATTENTIONS)
-def test_predicted_is_measured(attention: str, variant: dict[str, object]) -> None:
+def test_predictions_equal_measurements(attention: str, variant: dict[str, object]) -> None:
     gc.collect()
     torch.cuda.empty_cache()
     case = make_model_case("tiny", attention_type=attention, bsz=2, context=256, device="cuda:0", **variant)
@@ -45,6 +45,6 @@ def test_predicted_is_measured(attention: str, variant: dict[str, object]) -> No
 def test_every_part_keeps_what_its_formula_says(attention: str, autocast: str | None) -> None:
     case = make_model_case("tiny", attention_type=attention, mode="backward", autocast=autocast, device="cuda:0")
     formulas = profile_model_case(case, timed=False).formulas
-    kept = components_of(by_layer(kept_of(prepare_model(case)), case.sizes.layers))
+    kept = components_of(by_layer(kept_by_path(prepare_model(case)), case.sizes.layers))
     known = {name: size for name, size in kept.items() if name in formulas}
     assert known == {name: formulas[name]["value"] for name in known}

@@ -49,9 +49,9 @@ def measured(case: Case) -> Record:
     torch.cuda.empty_cache()
     if torch.cuda.memory_reserved():
         pytest.skip("something else of this process is on the GPU")
-    subject = prepare(case)
+    workload = prepare(case)
     return measure_memory(
-        subject.operator, *subject.inputs, parameters=subject.parameters, backward=subject.backward, device="cuda:0"
+        workload.operator, *workload.inputs, parameters=workload.parameters, backward=workload.backward, device="cuda:0"
     )
 
 

@@ -1,4 +1,4 @@
-"""A record in detail: who is alive at its peaks, what is saved, and where two roads to saved_bytes disagree."""
+"""Details of a record: tensors alive at the peaks, saved tensors, and the two counts of saved_bytes."""
 
 import json
 import math

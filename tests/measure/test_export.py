@@ -1,4 +1,4 @@
-"""Snapshots that torch's viewer reads, traces with their shares, and NVTX ranges."""
+"""Snapshots for torch's viewer, traces with shares of time, and NVTX ranges."""
 
 import gzip
 import itertools
@@ -43,7 +43,7 @@ def test_torch_tools_read_a_snapshot_of_the_cpu(snapshot):
 
 
 def test_a_snapshot_peaks_where_the_record_does(snapshot, inputs):
-    """As the viewer counts: blocks of the end that no event allocated were there from the start."""
+    """Bytes alive as the viewer counts them: blocks at the end that no event allocated existed from the start."""
     [trace] = snapshot["device_traces"]
     allocated = {entry["addr"] for entry in trace if entry["action"] == "alloc"}
     blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
@@ -84,8 +84,10 @@ def test_a_snapshot_of_cuda_is_torch_s_own(monkeypatch, tmp_path):
     said = []
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *args, **options: said.append(args[0]))
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: said.append(path))
-    monkeypatch.setattr(tracing, "Run", lambda subject: type("Run", (), {"measure": lambda *args: said.append("run")}))
-    monkeypatch.setattr(tracing, "Subject", lambda *args: type("Subject", (), {"device": torch.device("cuda", 0)}))
+    monkeypatch.setattr(
+        tracing, "MeasuredRun", lambda call: type("Run", (), {"measure": lambda *args: said.append("run")})
+    )
+    monkeypatch.setattr(tracing, "MeasuredCall", lambda *args: type("Call", (), {"device": torch.device("cuda", 0)}))
     path = tracing.write_snapshot(torch.exp, path=str(tmp_path / "memory.pickle"))
     assert said == ["all", "run", str(path), None]
 

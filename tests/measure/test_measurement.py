@@ -1,4 +1,4 @@
-"""Records of measurements: exact integers, worked out by hand."""
+"""Records of measurements against exact integers, computed by hand."""
 
 import gc
 import math
@@ -11,7 +11,7 @@ from torch.nn import functional
 
 import memcheck
 from memcheck.measure.measurement import measure_memory, measure_time
-from memcheck.measure.run import Run, Subject
+from memcheck.measure.run import MeasuredCall, MeasuredRun
 from memcheck.measure.timeline import record_timeline
 
 BYTES = (
@@ -170,14 +170,16 @@ def conv_relu():
     ],
 )
 def test_allocator_and_hooks_agree_on_saved_bytes(fn, inputs):
-    run = Run(Subject(fn, inputs(), {}, (), True, None), hooks=True)
+    run = MeasuredRun(MeasuredCall(fn, inputs(), {}, (), True, None), hooks=True)
     record = run.measure()
     assert record.saved_bytes == run.saved_by_hooks
 
 
 def test_numbers_are_saved_behind_the_back_of_hooks():
-    """An operand that was a Python number is a tensor of 8 bytes, which autograd keeps without asking hooks."""
-    run = Run(Subject(lambda q: torch.softmax(q / math.sqrt(5), -1), (leaf(7),), {}, (), True, None), hooks=True)
+    """A Python number as operand becomes a tensor of 8 bytes, which autograd keeps without calling hooks."""
+    run = MeasuredRun(
+        MeasuredCall(lambda q: torch.softmax(q / math.sqrt(5), -1), (leaf(7),), {}, (), True, None), hooks=True
+    )
     assert run.measure().saved_bytes == 8
     assert run.saved_by_hooks == 0
 
@@ -300,7 +302,7 @@ def fake(*shape):
 
 @pytest.mark.parametrize("kind", [meta, fake])
 def test_tensors_without_data_are_refused_by_name(kind):
-    """Their bytes would be 0."""
+    """Meta tensors would count as 0 bytes."""
     x, real = kind(3, 4), leaf(3, 4)
     name = kind.__name__
     told = re.escape(f"must have data to be measured, got a {name} tensor of shape (3, 4); memcheck.predict_memory")
@@ -326,7 +328,7 @@ def weights():
 
 
 def stepping(make_step, parameters=None, **more):
-    """The record of y = x w with a step of AdamW: of the optimizer itself, or what make_step makes of it."""
+    """The record of y = x w with a step of AdamW: its own, or the one that make_step returns."""
     weight = weights()
     optimizer = torch.optim.AdamW([weight], foreach=False)
     step = optimizer.step if make_step is None else make_step(optimizer)
@@ -391,7 +393,7 @@ def test_the_state_of_an_optimizer_is_alive_in_every_phase(make_step, parameters
 
 
 def test_gradients_are_alive_as_the_step_leaves_them():
-    """zero_grad(set_to_none=False) keeps them; the new ones are added to them."""
+    """zero_grad(set_to_none=False) keeps the gradients, and new ones are added to them."""
     record, _ = stepping(set_to_zero)
     forward, backward, optimizer = STEADY
     assert tuple(getattr(record, name) for name in PEAKS) == (forward + N, backward + N, optimizer)
@@ -399,7 +401,7 @@ def test_gradients_are_alive_as_the_step_leaves_them():
 
 
 def test_how_often_an_optimizer_steps():
-    """Twice where it has no state yet, else once; every pass of the details is one step more."""
+    """The step runs twice without a state, else once; each pass of the details is another step."""
     weight = weights()
     optimizer = torch.optim.AdamW([weight])
     counts = []
@@ -507,7 +509,7 @@ def test_no_backward_under_inference_mode():
 
 @pytest.mark.parametrize("share", [0.5, 0.8, 0.9, 0.95, 0.99])
 def test_a_backward_that_failed_leaves_nothing_to_the_next(share: float) -> None:
-    """Autograd's queue holds the gradients of the branches that were not reached."""
+    """After a failure, autograd's queue holds the gradients of branches that were not reached."""
 
     def branches(x: torch.Tensor) -> torch.Tensor:
         return torch.stack([(x * i).repeat(8 if i == 6 else 1, 1).exp().sum() for i in range(8)]).sum()

@@ -1,4 +1,4 @@
-"""The CUDA halves of trackers and measurements, on a stand-in for torch.cuda: no GPU is needed."""
+"""The CUDA code of trackers and measurements, with a substitute for torch.cuda, so without a GPU."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_cuda_refusals_are_observed(cuda):
 
 
 def run_on_stand_in(cuda):
-    """Forward asks for 300 bytes and keeps 100 and a workspace of 64; backward asks for 200 and a workspace of 32."""
+    """The forward requests 300 bytes, keeps 100 and a workspace of 64; the backward requests 200 and 32."""
 
     class Function(torch.autograd.Function):
         @staticmethod

@@ -1,4 +1,4 @@
-"""One case over time: the events add up to what is measured, and have the names of what allocated them."""
+"""Timelines: events add up to the measured bytes and are named after the operators that allocated them."""
 
 import itertools
 import os
@@ -95,7 +95,7 @@ def test_parameters_and_nested_arguments_have_names():
 
 
 def test_threads_within_an_operator_allocate_on_its_account():
-    """The backward of the CPU's fused attention asks for scratch in its parallel loops."""
+    """The backward of the CPU's fused attention allocates scratch in its parallel loops."""
     q, k, v = (leaf(1, 4, 512, 32) for _ in range(3))
     timeline = record_timeline(functional.scaled_dot_product_attention, q, k, v)
     ours = [name for name in names(timeline, "backward") if not name.startswith("gradient")]
@@ -128,7 +128,7 @@ def test_ranges_and_factories_are_not_names():
 
 
 def test_blocks_from_before_are_counted_when_they_go():
-    """A cache from an earlier call is let go within this one: less is alive, and the measurement says so, too."""
+    """A call that frees a cache of an earlier call leaves fewer bytes alive, also in the measurement."""
     cache = {}
 
     def cached(x):

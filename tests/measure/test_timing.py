@@ -1,4 +1,4 @@
-"""What makes times doubtful: with times that tests make up, since real ones prove nothing."""
+"""Doubts about times, tested with made-up times, because real ones vary."""
 
 import os
 
@@ -19,7 +19,7 @@ def idle_machine(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """Passes that take as long as a test says: forward_ms.extend([...]); backward takes nothing."""
+    """A clock for passes of given durations: forward_ms.extend([...]). The backward takes no time."""
 
     class Clock:
         def __init__(self):
@@ -37,7 +37,7 @@ def clock(monkeypatch):
 
     clock = Clock()
     monkeypatch.setattr(measurement.time, "perf_counter", clock.perf_counter)
-    monkeypatch.setattr(machines.CpuMachine, "milliseconds", lambda self, run: clock.milliseconds(run))
+    monkeypatch.setattr(machines.Machine, "milliseconds", lambda self, run: clock.milliseconds(run))
     return clock
 
 
@@ -57,18 +57,18 @@ def test_passes_that_warm_up_do_not_count(clock):
     assert clock.forward_ms == []
 
 
-def test_wide_quartiles_are_doubted():
-    assert timing.doubts("forward", [1.0, 1.3, 1.0, 1.3, 1.0, 1.3, 1.0, 1.3]) == (
+def test_wide_quartiles_are_a_doubt():
+    assert timing.doubts_of_times("forward", [1.0, 1.3, 1.0, 1.3, 1.0, 1.3, 1.0, 1.3]) == (
         "forward times scatter: the middle half of them spans 26% of the median",
     )
-    assert timing.doubts("forward", [1.0, 1.1] * 4) == ()
+    assert timing.doubts_of_times("forward", [1.0, 1.1] * 4) == ()
 
 
 def test_drift_is_doubted():
-    assert timing.doubts("backward", [1.0, 1.0, 1.0, 1.0, 1.15, 1.15, 1.15, 1.15]) == (
+    assert timing.doubts_of_times("backward", [1.0, 1.0, 1.0, 1.0, 1.15, 1.15, 1.15, 1.15]) == (
         "backward times drift: median 1 ms in the first half of the passes, 1.15 ms in the second",
     )
-    assert timing.doubts("backward", [1.0, 1.0, 5.0, 1.0, 1.0]) == ()  # one in the middle is in neither half
+    assert timing.doubts_of_times("backward", [1.0, 1.0, 5.0, 1.0, 1.0]) == ()  # one in the middle is in neither half
 
 
 def test_too_few_passes_are_doubted(clock):
@@ -91,7 +91,7 @@ def test_no_pass_begins_that_would_end_too_late(clock):
     assert measured["doubts"] == ("times of only 2 passes of the 10 asked for",)
 
 
-def test_where_time_is_short_passes_that_warm_up_are_fewer(clock):
+def test_a_short_limit_leaves_fewer_warm_up_passes(clock):
     measured = timed(clock, [900.0, 700.0, 700.0], max_seconds=2)
     assert (measured["passes"], measured["forward_ms"]) == (1, 700.0)
     measured = timed(clock, [9000.0, 700.0], max_seconds=2)
@@ -112,7 +112,7 @@ GPU-9-9-9, 300, 1024
 
 @pytest.fixture
 def nvidia_smi(monkeypatch):
-    """What nvidia-smi lists, on a machine where torch sees the GPU 1-2-3."""
+    """Sets the output of nvidia-smi on a machine where torch sees the GPU 1-2-3."""
 
     def says(text):
         done = machines.subprocess.CompletedProcess([], 0, text, "")

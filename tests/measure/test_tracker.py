@@ -1,4 +1,4 @@
-"""Trackers count to the byte and leave no trace."""
+"""Trackers count to the byte and change nothing."""
 
 import ctypes
 import gc

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from ops import error_bounds
 from ops.checks import (
     CPU_LEVELS,
     DEVICE,
@@ -62,7 +63,7 @@ def contract(low_memory: bool = False) -> Contract:
     def bounds(grad_y: Tensor, x: Tensor, weight: Tensor) -> list[Bound]:
         E = x.shape[-1]
         rows = x.numel() // max(E, 1)
-        of_each = reference.combinator_bounds(grad_y, x, weight)
+        of_each = error_bounds.combinator_bounds(grad_y, x, weight)
         # The pre-activations, and their gradients, are in the dtype of x.
         return [Bound(values, n, stored=True) for values, n in zip(of_each, (E, 3 * E, E + rows), strict=True)]
 
@@ -106,7 +107,7 @@ def test_bounds_are_the_formulas_without_cancellation() -> None:
         grad_a @ weight[0] + grad_b @ weight[1],
         torch.stack([grad_a.T @ x, grad_b.T @ x]),
     )
-    torch.testing.assert_close(reference.combinator_bounds(grad_y, x, weight), expected)
+    torch.testing.assert_close(error_bounds.combinator_bounds(grad_y, x, weight), expected)
 
 
 @MODES

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from ops import error_bounds
 from ops.checks import (
     CPU_LEVELS,
     DEVICE,
@@ -83,7 +84,7 @@ def contract(factor: int = 8, mode: str = "causal", **more: Any) -> Contract:
     options = {"factor": factor, **MODES[mode], **more}
 
     def bounds(grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
-        of_all = reference.compressed_attention_bounds(grad_y, q, k, v, **options)
+        of_all = error_bounds.compressed_attention_bounds(grad_y, q, k, v, **options)
         return [Bound(bound, terms=k.shape[2], stored=True) for bound in of_all]
 
     return Contract(
@@ -97,7 +98,7 @@ def pooled_contract(kv_len: int, factor: int = 8, mode: str = "causal", **more: 
     options = {"factor": factor, "kv_len": kv_len, **MODES[mode], **more}
 
     def bounds(grad_y: Tensor, q: Tensor, kc: Tensor, vc: Tensor) -> list[Bound]:
-        of_all = reference.compressed_attention_pooled_bounds(grad_y, q, kc, vc, **options)
+        of_all = error_bounds.compressed_attention_pooled_bounds(grad_y, q, kc, vc, **options)
         return [Bound(bound, terms=kv_len, stored=True) for bound in of_all]
 
     return Contract(
@@ -415,7 +416,7 @@ def assert_steps_are_right(dtype: torch.dtype, prompt: int, factor: int, n: int 
     options = {"factor": factor, "strict": strict}
     (q, k, v), grad_y = make_inputs(2, 4, 2, T, T, 35, dtype)
     truth = reference.compressed_attention(*doubles([q, k, v]), **options)
-    bound = reference.compressed_attention_bounds(*doubles([grad_y, q, k, v]), **options)[0]
+    bound = error_bounds.compressed_attention_bounds(*doubles([grad_y, q, k, v]), **options)[0]
     state = compressed_attention_state(k[:, :, :prompt], v[:, :, :prompt], factor=factor) if prompt else None
     for begin in range(prompt, T, n):
         new = slice(begin, min(begin + n, T))

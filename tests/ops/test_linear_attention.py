@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from ops import error_bounds
 from ops.checks import (
     CPU_LEVELS,
     DEVICE,
@@ -84,8 +85,8 @@ def contract(causal: bool = True, feature_map: str = "elu+1", eps: float = 1e-6)
     options = {"causal": causal, "feature_map": feature_map, "eps": eps}
 
     def bounds(grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
-        of_y = reference.linear_attention_bound(q, k, v, **options)
-        of_gradients = reference.linear_attention_gradient_bounds(grad_y, q, k, v, **options)
+        of_y = error_bounds.linear_attention_bound(q, k, v, **options)
+        of_gradients = error_bounds.linear_attention_gradient_bounds(grad_y, q, k, v, **options)
         return [Bound(bound, terms=k.shape[2]) for bound in (of_y, *of_gradients)]
 
     return Contract(
@@ -373,7 +374,7 @@ def assert_step_is_right(
     if feature_map == "identity":
         q, k = q.abs(), k.abs()
     truth = reference.linear_attention(*doubles([q, k, v]), causal=True, **options)
-    bound = reference.linear_attention_bound(*doubles([q, k, v]), causal=True, **options)
+    bound = error_bounds.linear_attention_bound(*doubles([q, k, v]), causal=True, **options)
     state, done = None, 0
     for now in range(max(prompt, 1), T + 1):
         new, last = slice(done, now), slice(now - 1, now)

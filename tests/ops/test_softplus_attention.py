@@ -8,6 +8,7 @@ import re
 
 import pytest
 import torch
+from ops import error_bounds
 from ops.checks import (
     CPU_LEVELS,
     DEVICE,
@@ -70,8 +71,8 @@ def contract(causal: bool = True, eps: float = 1e-6) -> Contract:
     options = {"causal": causal, "eps": eps}
 
     def bounds(grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
-        of_y = reference.softplus_attention_bound(q, k, v, **options)
-        of_gradients = reference.softplus_attention_gradient_bounds(grad_y, q, k, v, **options)
+        of_y = error_bounds.softplus_attention_bound(q, k, v, **options)
+        of_gradients = error_bounds.softplus_attention_gradient_bounds(grad_y, q, k, v, **options)
         return [Bound(bound, terms=k.shape[2]) for bound in (of_y, *of_gradients)]
 
     return Contract(
@@ -296,7 +297,7 @@ def assert_step_is_right(dtype: torch.dtype, prompt: int, eps: float = 1e-6) -> 
     T = prompt + 4
     (q, k, v), _ = make_inputs(3, T, T, 35, dtype)
     truth = reference.softplus_attention(*doubles([q, k, v]), eps=eps)
-    bound = reference.softplus_attention_bound(*doubles([q, k, v]), eps=eps)
+    bound = error_bounds.softplus_attention_bound(*doubles([q, k, v]), eps=eps)
     state, done = None, 0
     for now in range(max(prompt, 1), T + 1):
         new = slice(done, now)

@@ -1,4 +1,4 @@
-"""The model of the CUDA caching allocator, by what the allocator is known to do."""
+"""The model of the CUDA caching allocator, against the known behaviour of the allocator."""
 
 from __future__ import annotations
 

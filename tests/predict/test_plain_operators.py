@@ -1,4 +1,4 @@
-"""Operators that are listed to take nothing beside their outputs take nothing: each alone, on real tensors."""
+"""Operators that are listed to allocate nothing but their outputs do so, each alone on real tensors."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def layouts(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 class Alone(TorchDispatchMode):
-    """Of every operator that runs: what was allocated beside its results and what its rule says, and the call."""
+    """For every operator that runs: the bytes allocated besides its results, those of its rule, and the call."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -218,10 +218,10 @@ def test_the_cost_of_tracking_passes_is_that_of_the_results():
 
 
 def test_the_table_of_the_documentation_holds_the_committed_records():
-    from memcheck.core.record import read_json_lines
+    from memcheck.bench.sweep.store import read_records
     from memcheck.report import LiveRows, Screen, answer
 
-    records = list(read_json_lines(ROOT / "benchmarks/results/quick/records.jsonl"))
+    records = read_records(ROOT / "benchmarks/results/quick")
     assert len(records) == 25
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for text, width, shown in ((readme, 80, records[-5:]), (documentation(), 120, records)):
@@ -246,7 +246,7 @@ def test_the_table_of_models_holds_the_committed_records():
     assert to_text(parts_table(records[1])) in text
 
 
-def test_the_frontier_of_the_documentation_is_what_fit_says(capsys, monkeypatch):
+def test_the_capacity_of_the_documentation_is_what_fit_says(capsys, monkeypatch):
     """Only answers without unknowns are compared; the others hold until more is known of them."""
     from memcheck.__main__ import main
 
@@ -254,7 +254,7 @@ def test_the_frontier_of_the_documentation_is_what_fit_says(capsys, monkeypatch)
     text = documentation()
     (command,) = re.findall(r"^\$ memcheck (fit .*--dim 512 --heads 8)$", text, re.MULTILINE)
     assert main([*command.split(), "--attention-type", "naive,softmax", "--format", "json"]) == 0
-    known = [row for row in json.loads(capsys.readouterr().out)["frontiers"] if not row["unknown"]]
+    known = [row for row in json.loads(capsys.readouterr().out)["capacities"] if not row["unknown"]]
     assert known
     for row in known:
         assert re.search(rf"^{row['operator']} +{row['largest']:,} ", text, re.MULTILINE)

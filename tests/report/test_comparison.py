@@ -7,9 +7,10 @@ import json
 from pathlib import Path
 
 import pytest
+from json_lines import write_json_lines
 
 from memcheck.__main__ import main
-from memcheck.core.record import Record, write_json_lines
+from memcheck.core.record import Record
 from memcheck.measure import timing
 from memcheck.report import compare, comparison_table, comparison_words, environment_changes
 from memcheck.report.comparison import byte_change, time_change
@@ -74,8 +75,8 @@ def test_times_are_compared_beyond_noise(median, quartiles, words) -> None:
         ({"passes": 2}, False, False),
         ({"doubts": ("times of only 3 passes of the 10 asked for",)}, False, False),
         ({"doubts": ("the machine was busy before the timing began: load average 9.0 on 2 cores",)}, False, False),
-        ({"doubts": timing.doubts("forward", [1.0] * 4 + [1.2] * 4)}, False, True),
-        ({"doubts": timing.doubts("backward", [1.0, 1.5] * 4)}, True, False),
+        ({"doubts": timing.doubts_of_times("forward", [1.0] * 4 + [1.2] * 4)}, False, True),
+        ({"doubts": timing.doubts_of_times("backward", [1.0, 1.5] * 4)}, True, False),
         ({"doubts": timing.doubts_of_passes(8, 8, warmed_up=False)}, False, False),
         ({"doubts": ("saved_tensors are not known: no storage",)}, True, True),
     ],

@@ -10,9 +10,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from json_lines import write_json_lines
 
 from memcheck.__main__ import main
-from memcheck.core.record import Record, write_json_lines
+from memcheck.core.record import Record
 from memcheck.report import html_page
 
 HOSTILE = '</td></table><script>alert("x")</script><img src=x onerror=alert(1)> & "quoted"'

@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from json_lines import write_json_lines
 
 from memcheck.__main__ import main
 from memcheck.bench.catalog import make_case
 from memcheck.bench.profile import profile_case
 from memcheck.bench.sweep.store import read_records
-from memcheck.core.record import Record, write_json_lines
+from memcheck.core.record import Record
 from memcheck.core.units import format_time, three_digits
 from memcheck.report import (
     LiveRows,
@@ -449,11 +450,11 @@ def test_the_answer_names_the_most_and_the_least() -> None:
 
 
 def test_out_of_memory_says_what_is_needed_in_all() -> None:
-    theory = {"forward_peak_bytes": {"scores": 100 * MIB}, "backward_peak_bytes": {"scores": 150 * MIB}}
-    (words,) = answer([out_of_memory(theory=theory)])
+    terms = {"forward_peak_bytes": {"scores": 100 * MIB}, "backward_peak_bytes": {"scores": 150 * MIB}}
+    (words,) = answer([out_of_memory(terms=terms)])
     assert "64 MiB requested, 70 MiB in use; the case needs 150 MiB in all" in words
     # Not where a phase is unknown.
-    (words,) = answer([out_of_memory(theory={"forward_peak_bytes": {"scores": 100 * MIB}})])
+    (words,) = answer([out_of_memory(terms={"forward_peak_bytes": {"scores": 100 * MIB}})])
     assert "in all" not in words
 
 
@@ -547,14 +548,14 @@ def test_scaling_by_dimension_and_by_keys_alone() -> None:
     assert not scaling_table([measured()]).rows
 
 
-def test_accounting_sets_theory_beside_measured() -> None:
-    theory = {
+def test_accounting_sets_predicted_beside_measured() -> None:
+    terms = {
         "forward_peak_bytes": {"q": 10, "k": 10, "v": 10, "y": 10, "probabilities": 100, "scores": 100},
         "saved_bytes": {"probabilities": 100},
         "backward_peak_bytes": {"q": 10, "k": 10, "v": 10, "y": 10, "grad_y, expanded": 4, "gradient": 200, "dv": 10},
     }
     row = record(
-        theory=theory,
+        terms=terms,
         input_bytes=30,
         output_bytes=10,
         parameter_bytes=0,
@@ -573,10 +574,10 @@ def test_accounting_sets_theory_beside_measured() -> None:
     )
     rows = {(line["moment"], line["component"]): line for line in data_rows(accounting_table(row))}
     for part, size in {"inputs": 30, "output": 10, "parameters": 0, "gradients": 30, "workspace": 100}.items():
-        assert (rows["in all", part]["theory_bytes"], rows["in all", part]["difference_bytes"]) == (size, 0), part
+        assert (rows["in all", part]["predicted_bytes"], rows["in all", part]["difference_bytes"]) == (size, 0), part
     total = rows["peak forward", "sum"]
-    assert (total["theory_bytes"], total["measured_bytes"], total["difference_bytes"]) == (240, 243, 3)
-    assert rows["peak forward", "not in the theory"]["measured_as"] == "aten::full"
+    assert (total["predicted_bytes"], total["measured_bytes"], total["difference_bytes"]) == (240, 243, 3)
+    assert rows["peak forward", "not predicted"]["measured_as"] == "aten::full"
     assert rows["peak forward", "scores"]["measured_as"] == "aten::mul or aten::_softmax"
     assert rows["peak forward", "q"]["measured_bytes"] is None
     assert rows["kept for backward", "probabilities"]["measured_as"] == "(5, 5) float32"
@@ -584,39 +585,39 @@ def test_accounting_sets_theory_beside_measured() -> None:
 
 
 def test_accounting_of_a_peak_before_the_output_is_there() -> None:
-    theory = {
+    terms = {
         "forward_peak_bytes": {"q": 10, "scores": 100},
         "saved_bytes": {"scores": 20},
         "backward_peak_bytes": {"q": 10, "y": 10, "scores": 20, "grad y expanded": 4, "d scores": 200},
     }
-    rows = {line["component"]: line for line in data_rows(accounting_table(record(theory=theory)))}
-    assert rows["output"]["theory_bytes"] == 10
+    rows = {line["component"]: line for line in data_rows(accounting_table(record(terms=terms)))}
+    assert rows["output"]["predicted_bytes"] == 10
     # 244 less inputs, output, what is kept, the gradient of q and the one that came in.
-    assert rows["workspace"]["theory_bytes"] == 190
-    decoding = record(mode="decode", theory={**theory, "state_bytes": {"keys": 5}}, state_bytes=5, input_bytes=9)
+    assert rows["workspace"]["predicted_bytes"] == 190
+    decoding = record(mode="decode", terms={**terms, "state_bytes": {"keys": 5}}, state_bytes=5, input_bytes=9)
     rows = {line["component"]: line for line in data_rows(accounting_table(decoding))}
-    assert rows["keys"]["theory_bytes"] == 5
-    assert rows["inputs"]["theory_bytes"] is None
+    assert rows["keys"]["predicted_bytes"] == 5
+    assert rows["inputs"]["predicted_bytes"] is None
 
 
 def test_accounting_agrees_with_a_measurement() -> None:
-    """Of naive attention, the theory's parts are the record's, each to the byte."""
+    """Of naive attention, the predicted parts are the record's, each to the byte."""
     from memcheck.bench.catalog import make_case
     from memcheck.bench.predict import closed_terms
     from memcheck.bench.profile import profile_case
 
     case = make_case("naive", heads=2, core_dim=None, factor=None, bsz=2, query_len=32, kv_len=48, dim=16)
     row = profile_case(case, timed=False)
-    row.theory = closed_terms(case)
+    row.terms = closed_terms(case)
     for line in data_rows(accounting_table(row)):
         assert line["difference_bytes"] in (0, None), line
     assert sum(line["difference_bytes"] == 0 for line in data_rows(accounting_table(row))) >= 8
 
 
-def test_accounting_without_theory_says_so() -> None:
+def test_accounting_without_terms_says_so() -> None:
     table = accounting_table(measured())
-    assert any("No formula" in note for note in table.notes)
-    assert all(line["theory_bytes"] is None for line in data_rows(table))
+    assert any("No terms" in note for note in table.notes)
+    assert all(line["predicted_bytes"] is None for line in data_rows(table))
 
 
 def test_the_summary_says_who_needs_least_and_most_and_what_failed() -> None:

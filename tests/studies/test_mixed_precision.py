@@ -1,4 +1,4 @@
-"""`memcheck mixed-precision`: sums against arithmetic done otherwise, the dtype and bytes of every stage, underflow."""
+"""`memcheck mixed-precision`: sums against independent arithmetic, dtypes and bytes of every stage, underflow."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ DTYPES = pytest.mark.parametrize("dtype", SIXTEEN, ids=["bf16", "fp16"])
 
 
 def rounded(x: float, dtype: torch.dtype) -> float:
-    """x in the dtype, to nearest, ties to even; for normal numbers."""
+    """x rounded to the dtype, to nearest with ties to even; for normal numbers."""
     mantissa, exponent = math.frexp(x)
     return math.ldexp(round(math.ldexp(mantissa, BITS[dtype])), exponent - BITS[dtype])
 
@@ -85,7 +85,7 @@ def test_sums_are_those_of_numpy(accumulator: type, addend: type, expected: torc
 
 
 def test_the_experiment() -> None:
-    """The values, where sums stop, and the errors; the first four of 0.01 are those of a well-known exercise."""
+    """Sums, where they stop, and errors; the first four of 0.01 are those of a well-known exercise."""
     found = {(it.steps, it.accumulator_dtype, it.addend_dtype, it.converted): it for it in accumulate()}
     assert len(found) == len(SUMS) * len(COMBINATIONS)
     sums = [
@@ -141,7 +141,7 @@ def test_one_call_rounds_once(way: str, value: float, steps: int, dtype: torch.d
 @DTYPES
 @pytest.mark.parametrize(("value", "steps"), SUMS)
 def test_layer_norm_is_a_loop(value: float, steps: int, dtype: torch.dtype) -> None:
-    """torch's CPU kernel adds in 16 bits, in 2.11 and 2.13; one that does not some day is right to the last bit."""
+    """torch's CPU kernel adds in 16 bits in 2.11 and 2.13. A later one that does not must be exact to the last bit."""
     threads = torch.get_num_threads()
     it = library_sum("the gradient of LayerNorm's bias, one thread", value, steps, dtype)
     assert it.result_dtype == "float32"
@@ -152,14 +152,14 @@ def test_layer_norm_is_a_loop(value: float, steps: int, dtype: torch.dtype) -> N
 
 @DTYPES
 def test_a_state_is_in_float32_from_token_to_token(dtype: torch.dtype) -> None:
-    """As many calls as keys end in the state of one call."""
+    """One call per key gives the same state as one call with all keys."""
     one, key, state = torch.ones(1, 1, 1, 1, dtype=dtype), torch.full((1, 1, 1, 1), 0.01, dtype=dtype), None
     for _ in range(1000):
         _, state = memcheck.linear_attention_step(one, key, one, state, feature_map="identity")
     assert state[1].item() == library_sum("the state of memcheck.linear_attention_step", 0.01, 1000, dtype).sum
 
 
-def test_one_call_is_said_to_be_what_it_is() -> None:
+def test_each_library_call_is_described() -> None:
     sums = [it for it in library_sums() if it.way in ("x @ ones", "torch.sum(x)")]
     looped = [dataclasses.replace(it, rounded_once=it.way != "x @ ones", sum=1.0) for it in sums]
     loop = {(f"{it.steps} x {it.value:g}", it.addend_dtype): 1.0 for it in sums}
@@ -188,7 +188,7 @@ def test_sums_are_explained() -> None:
 
 @pytest.fixture(scope="module", params=SIXTEEN, ids=["bf16", "fp16"])
 def both(request: pytest.FixtureRequest) -> tuple[StagesRun, StagesRun]:
-    """Without autocast and with it."""
+    """Runs without and with autocast."""
     return run_stages(request.param, autocast=False), run_stages(request.param, autocast=True)
 
 
@@ -271,7 +271,7 @@ def test_copies_of_parameters(both: tuple[StagesRun, StagesRun]) -> None:
 
 @DTYPES
 def test_the_cache_holds_one_copy_of_each(dtype: torch.dtype) -> None:
-    """A second use of a weight in the same region makes no more of them."""
+    """A second use of a weight in the same region makes no further copy."""
     network, x, _ = make_network("cpu")
     saved: list[Tensor] = []
     x = x.requires_grad_()  # so that the weight is kept
@@ -297,7 +297,7 @@ def test_observations(both: tuple[StagesRun, StagesRun]) -> None:
 
 
 def test_observations_are_of_what_was_seen() -> None:
-    """As of a GPU, where the layer norm's output is float32; and of no autocast at all."""
+    """For a GPU, where the layer norm's output is float32, and without autocast."""
     ln = Stage("ln", "float32", "bfloat16", "float32", (), (), "float32", "float32", None)
     assert norm_words(ln) == "ln: bf16 in, fp32 out, with parameters in fp32; its mean and 1/std are kept in no dtype."
     plain = run_stages(torch.bfloat16, autocast=False)

@@ -1,4 +1,4 @@
-"""Our rows beside published tables: which are comparable, what is set beside what, and the ratios."""
+"""Our records and published tables: which rows are comparable, and their ratios."""
 
 from __future__ import annotations
 
@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+from json_lines import write_json_lines
 
 from memcheck.__main__ import main
-from memcheck.core.record import Record, write_json_lines
+from memcheck.core.record import Record
 from memcheck.report.tables import data_rows
 from memcheck.studies.published import (
     CS336,
@@ -25,7 +26,7 @@ MIB = 2**20
 
 
 def record(operator: str = "softplus", **fields: object) -> Record:
-    """Of the published row softplus,64,512,512,512: 385 and 721 MiB."""
+    """A record for the published row softplus,64,512,512,512: 385 and 721 MiB."""
     values = {
         "bsz": 64,
         "query_len": 512,
@@ -116,9 +117,9 @@ def test_a_gpu_is_compared_by_what_torch_says_there() -> None:
 
 
 def test_a_skipped_case_is_compared_by_its_formula() -> None:
-    theory = {"forward_peak_bytes": {"q": 2 * MIB, "y": MIB}, "backward_peak_bytes": {"q": MIB}}
+    terms = {"forward_peak_bytes": {"q": 2 * MIB, "y": MIB}, "backward_peak_bytes": {"q": MIB}}
     unmeasured = {"forward_peak_bytes": None, "backward_peak_bytes": None, "status": "skipped"}
-    (row,) = published_rows([record(theory=theory, **unmeasured)])
+    (row,) = published_rows([record(terms=terms, **unmeasured)])
     assert (row["ours_forward_bytes"], row["ours_backward_bytes"]) == (3 * MIB, 3 * MIB)
     assert row["ours_source"] == "by formula"
     (row,) = published_rows([record(**unmeasured)])

@@ -1,4 +1,4 @@
-"""Whole models as cases: their sizes, the loss that is measured, and the optimizer's step after it."""
+"""Whole models as cases: their sizes, and the workload of a case with its loss and its optimizer's step."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.core.case import DEFAULT_FACTOR, DTYPES, SHORT_DTYPES
 from memcheck.core.errors import UsageError
+from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.workload import Workload
 from memcheck.measure.compile import compiled
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, Decoder
@@ -24,7 +24,7 @@ MODES = ("forward", "backward", "train")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """E, F, the number of layers, H and V."""
+    """The sizes of a decoder: E, F, the number of layers, H and V."""
 
     dim: int
     feed_forward_dim: int
@@ -68,10 +68,12 @@ class ModelCase:
 
     @property
     def sizes(self) -> ModelSize:
+        """The sizes that `size` names."""
         return SIZES[self.size]
 
     @property
     def kind(self) -> str:
+        """The device's type: "cpu", "cuda" or "meta"."""
         return self.device.partition(":")[0]
 
 
@@ -103,9 +105,8 @@ def check_known(flag: str, name: str, known: Any) -> None:
 
 
 def parameter_tensors(case: ModelCase) -> int:
-    """Number of parameter tensors: embedding, head, norm, and per layer two norms, four projections and the
-    feed-forward's.
-    """
+    """The number of parameter tensors."""
+    # Embedding, head and norm; per layer two norms, four projections and the feed-forward's.
     return 3 + case.sizes.layers * (6 + (3 if case.feed_forward == "swiglu" else 1))
 
 
@@ -129,34 +130,31 @@ def build_decoder(case: ModelCase) -> Decoder:
 
 @overflow_as_out_of_memory()
 def prepare_model(case: ModelCase, kind: str | None = None) -> Workload:
-    """The case's model, what is run of it, and the tensors that this is given.
+    """The workload of the case: the model's logits in "forward" mode, else its loss.
 
-    kind: what the case is of, "cpu" or "cuda", where its device is "meta".
+    kind: the device that a case on "meta" stands for, "cpu" or "cuda".
     """
     decoder = build_decoder(case).requires_grad_()
     autocast = autocast_of(case, kind or case.kind)
     if case.kind == "meta":
         decoder.set_checkpointing(case.checkpointing, lambda: (nullcontext(), autocast()))
     run = ModelRun(decoder, autocast, case.compiled)
-    tokens = token_ids(case, 2 if run.has_loss(case.mode) else 1)
-    optimizer = make_optimizer(decoder, kind or case.kind) if case.mode == "train" else None
-    owned = {"model": decoder} if optimizer is None else {"model": decoder, "AdamW": optimizer_state(optimizer)}
-    operator = run.loss if run.has_loss(case.mode) else run.logits
-    step = None if optimizer is None else optimizer.step
-    return Workload(case, operator, tokens, ((), owned), ("tokens", "targets"), optimizer_step=step)
+    operator, tensors = (run.logits, 1) if case.mode == "forward" else (run.loss, 2)
+    owners: dict[str, Any] = {"model": decoder}
+    step = None
+    if case.mode == "train":
+        optimizer = make_optimizer(decoder, kind or case.kind)
+        owners["AdamW"], step = optimizer_state(optimizer), optimizer.step
+    return Workload(case, operator, token_ids(case, tensors), ((), owners), ("tokens", "targets"), optimizer_step=step)
 
 
 class ModelRun:
-    """Runs a decoder: its logits or its loss."""
+    """Computes a decoder's logits or its loss, under autocast and compiled if asked."""
 
     def __init__(self, decoder: Decoder, autocast: Callable[[], AbstractContextManager[Any]], compile_: bool) -> None:
         self.decoder = decoder
         self.call = compiled(decoder) if compile_ else decoder
         self.autocast = autocast
-
-    @staticmethod
-    def has_loss(mode: str) -> bool:
-        return mode != "forward"
 
     def logits(self, tokens: Tensor) -> Tensor:
         """tokens (B,S) -> (B,S,V)"""
@@ -171,6 +169,7 @@ class ModelRun:
 
 
 def autocast_of(case: ModelCase, kind: str) -> Callable[[], AbstractContextManager[Any]]:
+    """Makes the case's autocast context; on "meta" with the rules of the kind."""
     if case.autocast is None:
         return nullcontext
     dtype = DTYPES[case.autocast]
@@ -190,9 +189,7 @@ def token_ids(case: ModelCase, count: int) -> tuple[Tensor, ...]:
 
 
 def make_optimizer(decoder: Decoder, kind: str) -> torch.optim.AdamW:
-    """AdamW in torch's default implementation for the device, after one step on zero gradients, so that its state
-    exists.
-    """
+    """AdamW as torch implements it on the device by default, after one step on zero gradients, so that it has state."""
     optimizer = torch.optim.AdamW(decoder.parameters(), foreach=kind == "cuda")
     for parameter in decoder.parameters():
         parameter.grad = torch.zeros_like(parameter)

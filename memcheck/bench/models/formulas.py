@@ -1,4 +1,4 @@
-"""Closed formulas for the memory of the decoder: what is kept for backward, part by part, and what training holds.
+"""Closed formulas for the memory of the decoder: what each part keeps for backward, and what training holds.
 
 The letters are those of memcheck.report.models.LETTERS.
 """
@@ -22,6 +22,7 @@ class Formula:
 
 
 def evaluate(text: str, letters: dict[str, int]) -> int:
+    """The value of a formula."""
     return sum(
         math.prod(int(word) if word.isdigit() else letters[word] for word in term.split())
         for term in text.split(" + ")
@@ -30,6 +31,7 @@ def evaluate(text: str, letters: dict[str, int]) -> int:
 
 
 def letters_of(case: ModelCase) -> dict[str, int]:
+    """The value of each letter."""
     sizes = case.sizes
     w = DTYPES[case.dtype].itemsize
     letters = {"B": case.bsz, "S": case.context, "E": sizes.dim, "F": sizes.feed_forward_dim, "H": sizes.heads}
@@ -44,9 +46,8 @@ def formula(text: str, case: ModelCase) -> Formula:
 
 
 def parameters(case: ModelCase) -> str:
-    """The number of parameters: embedding, head, norms, four projections, and three feed-forward or two combinator
-    matrices.
-    """
+    """The number of parameters."""
+    # Embedding, head, norms, four projections, and three matrices of the feed-forward or two of the combinator.
     feed_forward = "3 L E F" if case.feed_forward == "swiglu" else "2 L E E"
     return f"2 V E + E + 4 L E E + {feed_forward} + 2 L E"
 
@@ -66,8 +67,10 @@ def held_formulas(case: ModelCase, kind: str) -> dict[str, Formula]:
 
 
 def kept_formulas(case: ModelCase, kind: str) -> dict[str, Formula]:
-    """Component -> what it keeps for backward; those of a layer begin with "layer.". CUDA's fused softmax attention is
-    left out, with the projection after it: what it keeps is its backend's."""
+    """Component -> what it keeps for backward; the components of a layer begin with "layer.".
+
+    CUDA's fused softmax attention and the projection after it are left out, because they depend on the backend.
+    """
     if case.mode == "forward":
         return {}
     texts = {f"layer.{name}": text for name, text in layer(case, kind) if not is_of_backend(name, case, kind)}
@@ -80,11 +83,13 @@ def kept_formulas(case: ModelCase, kind: str) -> dict[str, Formula]:
 
 
 def is_of_backend(name: str, case: ModelCase, kind: str) -> bool:
+    """Whether what the component keeps depends on CUDA's attention backend."""
     softmax = kind == "cuda" and case.attention_type == "softmax" and not case.checkpointing
     return softmax and name in ("attention.attend", "attention.out_proj")
 
 
 def layer(case: ModelCase, kind: str) -> Iterator[tuple[str, str]]:
+    """(component, formula) of one layer."""
     if case.checkpointing:
         yield "input", "B S E w"
         return
@@ -117,9 +122,7 @@ def projections(case: ModelCase) -> Iterator[tuple[str, str]]:
 
 
 def attention(case: ModelCase, kind: str) -> str:
-    """q, k and v; naive also keeps probabilities and the mask, softmax y and one number per row; see the operators'
-    pages.
-    """
+    """q, k and v; naive also keeps probabilities and the mask, softmax y and one number per row."""
     if case.attention_type == "naive":
         # CUDA's autocast computes the softmax in float32.
         scores = "B H S S n + B H S S a" if kind == "cuda" and case.autocast else "B H S S a"

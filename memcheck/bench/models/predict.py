@@ -12,31 +12,29 @@ import torch
 
 from memcheck.bench.models.case import ModelCase, prepare_model
 from memcheck.bench.models.formulas import held_formulas, kept_formulas
-from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UnsupportedError
 from memcheck.core.model_record import FIGURES, Activations, ModelRecord, by_layer
 from memcheck.core.record import PHASES
+from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.workload import Workload
 from memcheck.measure.modules import kept_by_component
-from memcheck.predict.replay import Prediction, Replay, basis_of, blank, target_for
+from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_for
 from memcheck.predict.scratch import Target
-from memcheck.predict.trace import OnTarget, Run, Tape, Trace, Tracer
+from memcheck.predict.trace import OnTarget, Tape, Trace, TracedRun, Tracer
 
 
 @dataclass(frozen=True)
 class ModelTrace:
+    """A traced model."""
+
     trace: Trace
     activations: Activations | None
     held: dict[str, int]  # Record field -> bytes.
 
 
 def predict_model(
-    case: ModelCase,
-    device: Device | str = "cpu",
-    *,
-    limit_bytes: int | None = None,
-    threads: int | None = None,
+    case: ModelCase, device: Device | str = "cpu", *, limit_bytes: int | None = None, threads: int | None = None
 ) -> Prediction:
     """The record that measuring the case on the device would give; arguments as of memcheck.predict_memory.
 
@@ -45,7 +43,7 @@ def predict_model(
     """
     device = device_named(device) if isinstance(device, str) else device
     target = target_for(device, threads)
-    record = describe(blank(ModelRecord, device, target), case)
+    record = describe_model(blank_record(ModelRecord, device, target), case)
     try:
         model = traced_model(dataclasses.replace(case, device="meta", compiled=False), target)
     except torch.OutOfMemoryError as error:
@@ -58,25 +56,21 @@ def predict_model(
     prediction = Replay(model.trace, case, device, record, limit_bytes, basis=basis).prediction()
     for name, size in model.held.items():
         setattr(record, name, size)
-    record.theory = {field: by_kind(terms) for field, terms in prediction.terms.items()}
+    record.terms = {field: by_kind(terms) for field, terms in prediction.terms.items()}
     record.note_peak()
-    record.activations, record.bounds = model.activations, bounds_of(prediction)
+    # The highest peak is a bound if a phase's peak is one.
+    peaks = {"peak_bytes"} if any(f"{phase}_peak_bytes" in prediction.bounds for phase in PHASES) else set()
+    record.activations, record.bounds = model.activations, tuple(sorted(prediction.bounds | peaks))
     return compiled_prediction(prediction) if case.compiled else prediction
 
 
-def describe(record: ModelRecord, case: ModelCase) -> ModelRecord:
-    """Fills in the case's fields and closed formulas."""
-    sizes = case.sizes
+def describe_model(record: ModelRecord, case: ModelCase) -> ModelRecord:
+    """The record with the case's fields and closed formulas."""
     kind = record.device or case.kind
-    fields: dict[str, Any] = {
-        "operator": case.attention_type,
-        "query_len": case.context,
-        "kv_len": case.context,
-        "causal": True,
-    }
-    fields |= {name: getattr(case, name) for name in CASE_FIELDS}
-    fields |= {"dim": sizes.dim, "heads": None if case.attention_type == "softplus" else sizes.heads}
-    fields |= {name: getattr(sizes, name) for name in ("feed_forward_dim", "layers", "vocabulary")}
+    fields: dict[str, Any] = {"operator": case.attention_type, "query_len": case.context, "kv_len": case.context}
+    fields |= {"causal": True, **vars(case.sizes), **{name: getattr(case, name) for name in CASE_FIELDS}}
+    if case.attention_type == "softplus":
+        fields["heads"] = None
     held = held_formulas(case, kind)
     # The compiler decides what is kept.
     formulas = held if case.compiled else {**held, **kept_formulas(case, kind)}
@@ -91,63 +85,50 @@ def describe(record: ModelRecord, case: ModelCase) -> ModelRecord:
 CASE_FIELDS = ("size", "feed_forward", "bsz", "factor", "mode", "dtype", "autocast", "checkpointing", "compiled")
 
 
-def bounds_of(prediction: Prediction) -> tuple[str, ...]:
-    """The bounds; the highest peak is a bound if a phase's peak is one."""
-    peaks = {"peak_bytes"} if any(f"{phase}_peak_bytes" in prediction.bounds for phase in PHASES) else set()
-    return tuple(sorted(prediction.bounds | peaks))
-
-
 @functools.lru_cache(maxsize=32)
 @overflow_as_out_of_memory()
 def traced_model(case: ModelCase, target: Target) -> ModelTrace:
-    subject = prepare_model(case, target.kind)
-    held = held_bytes(subject, target)
-    activations = None if case.mode == "forward" else traced_activations(subject, target, case.sizes.layers)
+    """The trace of the case on "meta", with what its components keep and what the model holds."""
+    workload = prepare_model(case, target.kind)
+    held, activations = held_bytes(workload, target), None
+    if case.mode != "forward":
+        with Tracer(Tape(), target) as tracer, OnTarget(tracer):
+            kept = kept_by_path(workload, lambda tensor: tracer.piece_of(tensor) is not None)
+        activations = by_layer(kept, case.sizes.layers)
     # Last, because it leaves gradients behind.
-    return ModelTrace(Run(target).trace(subject), activations, held)
+    return ModelTrace(TracedRun(target).trace(workload), activations, held)
 
 
-def traced_activations(subject: Workload, target: Target, layers: int) -> Activations:
-    with Tracer(Tape(), target) as tracer, OnTarget(tracer):
-        return by_layer(kept_of(subject, lambda tensor: tracer.piece_of(tensor) is not None), layers)
-
-
-def kept_of(subject: Workload, counts: Callable[[torch.Tensor], bool] | None = None) -> dict[str, int]:
-    """Component -> bytes kept for backward by one more forward, counting tensors on the model's device unless `counts`
-    says otherwise.
-    """
-    decoder = subject.parameters[1]["model"]
+def kept_by_path(workload: Workload, counts: Callable[[torch.Tensor], bool] | None = None) -> dict[str, int]:
+    """Module path -> bytes kept for backward by one more forward; of tensors on the model's device, or as `counts`."""
+    decoder = workload.parameters[1]["model"]
     place = decoder.embedding.weight.device
     counts = counts or (lambda tensor: tensor.device == place)
-    return kept_by_component(decoder, lambda: subject.operator(*subject.inputs), subject.inputs, counts=counts)
+    return kept_by_component(decoder, lambda: workload.operator(*workload.inputs), workload.inputs, counts=counts)
 
 
-def held_bytes(subject: Workload, target: Target | None = None) -> dict[str, int]:
+def held_bytes(workload: Workload, target: Target | None = None) -> dict[str, int]:
     """Bytes held by the model and its optimizer. AdamW's step counters are CPU tensors and count only for the CPU."""
-    owned = subject.parameters[1]
+    owned = workload.parameters[1]
     sizes = {
-        "parameter_bytes": sum(map(size_of, owned["model"].parameters())),
-        "buffer_bytes": sum(map(size_of, owned["model"].buffers())),
+        "parameter_bytes": sum(tensor.nbytes for tensor in owned["model"].parameters()),
+        "buffer_bytes": sum(tensor.nbytes for tensor in owned["model"].buffers()),
     }
     if "AdamW" in owned:
         on_cpu = target is not None and target.kind == "cpu"
         states = [tensor for tensors in owned["AdamW"].values() for tensor in tensors]
         place = owned["model"].embedding.weight.device
-        sizes["optimizer_bytes"] = sum(size_of(state) for state in states if on_cpu or state.device == place)
+        sizes["optimizer_bytes"] = sum(state.nbytes for state in states if on_cpu or state.device == place)
     return sizes
-
-
-def size_of(tensor: torch.Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
 
 
 def by_kind(terms: Mapping[str, int]) -> dict[str, int]:
     """Terms of all layers combined, because terms per tensor would dominate the record."""
-    found: dict[str, int] = {}
+    sums: dict[str, int] = {}
     for name, size in terms.items():
         kind = KINDS.get(name.partition(".")[0]) or name.rstrip("0123456789 ")
-        found[kind] = found.get(kind, 0) + size
-    return found
+        sums[kind] = sums.get(kind, 0) + size
+    return sums
 
 
 KINDS = {"model": "model", "dmodel": "gradients", "AdamW": "AdamW"}
@@ -161,7 +142,7 @@ def compiled_prediction(prediction: Prediction) -> Prediction:
         if name not in ("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_bytes"):
             setattr(record, name, None)
     record.status, record.reason, record.exact = "skipped", f"not predicted: {why}", False
-    record.activations, record.theory, record.bounds, record.doubts = None, None, (), (why,)
+    record.activations, record.terms, record.bounds, record.doubts = None, None, (), (why,)
     record.basis = None
     return dataclasses.replace(prediction, terms={}, exact=False, unknown=(why,), bounds=frozenset())
 

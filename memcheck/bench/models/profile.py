@@ -1,4 +1,4 @@
-"""Runs and measures one model case, with the prediction beside it. Every outcome is a record."""
+"""Measures one model case, and predicts it, too. Every outcome is a record."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from memcheck.bench.models.case import ModelCase, prepare_model
-from memcheck.bench.models.predict import describe, held_bytes, kept_of, predict_model, predicted_figures
-from memcheck.core.devices import Device, device_named
+from memcheck.bench.models.predict import describe_model, held_bytes, kept_by_path, predict_model, predicted_figures
+from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord, by_layer
 from memcheck.core.record import PHASES, Record
@@ -23,9 +23,9 @@ from memcheck.core.workload import Workload
 from memcheck.measure import timing
 from memcheck.measure.compile import with_generated_code
 from memcheck.measure.export import write_snapshot, write_trace
-from memcheck.measure.measurement import Times, machine_facts, measure_memory, time_passes
+from memcheck.measure.measurement import machine_facts, measure_memory, time_passes
 from memcheck.measure.modules import ranges_around_modules
-from memcheck.measure.run import Subject as MeasuredSubject
+from memcheck.measure.run import MeasuredCall
 from memcheck.measure.tracker import track
 from memcheck.predict.replay import Prediction
 
@@ -42,15 +42,16 @@ def profile_model_case(
     limit_bytes: int | None = None,
     nvtx: bool = False,
 ) -> ModelRecord:
-    """Memory first, then what each component keeps, then time, in passes of their own.
+    """The record of a model: its memory, then what each component keeps, then its time, in separate passes.
 
-    A case that by its prediction does not fit into what the machine has left is not run: "skipped", with the figures
-    that were predicted. One that runs out of limit_bytes is "oom", and any error is a row. nvtx: a range around
-    every module, where memcheck.measure.export.nvtx_ranges is open, too.
+    A case whose prediction exceeds the memory that the machine has left is not run; its status is "skipped". A case
+    that exceeds limit_bytes is "oom", and errors are recorded. nvtx: a range around every module, for use inside
+    memcheck.measure.export.nvtx_ranges.
     """
-    record = describe(ModelRecord(**machine_facts(case.device)), case)
+    record = describe_model(ModelRecord(**machine_facts(case.device)), case)
     try:
-        prediction = predict_model(case, here(case.device), limit_bytes=limit_bytes)
+        here = dataclasses.replace(device_named(case.device), usable_bytes=None)  # Without a limit of its own.
+        prediction = predict_model(case, here, limit_bytes=limit_bytes)
         record.predicted = predicted_figures(prediction)
         refusal = beyond_this_machine(prediction, record)
         if refusal is not None:
@@ -67,12 +68,8 @@ def profile_model_case(
         return dataclasses.replace(record, status="error", reason=f"{type(error).__name__}: {error}")
 
 
-def here(name: str) -> Device:
-    """This machine as a device without a memory limit of its own."""
-    return dataclasses.replace(device_named(name), usable_bytes=None)
-
-
 def beyond_this_machine(prediction: Prediction, record: ModelRecord) -> str | None:
+    """Why the prediction exceeds the machine; None if it does not."""
     room = record.device_free_bytes if record.device == "cpu" else record.device_total_bytes
     known = [getattr(prediction.record, f"{phase}_peak_bytes") for phase in PHASES]
     peak = max((peak for peak in known if peak is not None), default=None)
@@ -87,91 +84,56 @@ def measured(
     room = min(limit_bytes or sys.maxsize, record.device_free_bytes or sys.maxsize) if record.device == "cpu" else None
     room = limit_bytes if room is None else room
     with track(device=case.device, saved=False, limit_bytes=room):
-        subject = prepare_model(case)
-    found = measured_memory(subject, room)
-    taken: dict[str, Any] = {name: getattr(found, name) for name in TAKEN_OVER}
-    record = dataclasses.replace(record, **{**taken, **held_bytes(subject)})
+        workload = prepare_model(case)
+    memory = measured_memory(workload, room)
+    taken: dict[str, Any] = {name: getattr(memory, name) for name in TAKEN_OVER.split()}
+    record = dataclasses.replace(record, **{**taken, **held_bytes(workload)})
     record.note_peak()
     if record.status == "ok" and case.mode != "forward" and not case.compiled:
-        record.activations = by_layer(kept_of(subject), case.sizes.layers)
+        record.activations = by_layer(kept_by_path(workload), case.sizes.layers)
     if timed and record.status == "ok":
-        with module_ranges(subject) if nvtx and torch.cuda.is_available() else nullcontext():
-            note_times(record, subject, passes)
+        with module_ranges(workload) if nvtx and torch.cuda.is_available() else nullcontext():
+            note_times(record, workload, passes)
     return record
 
 
 # Fields taken from the operator's record.
-TAKEN_OVER = (
-    "status",
-    "oom_phase",
-    "oom_requested_bytes",
-    "oom_in_use_bytes",
-    "reason",
-    "input_bytes",
-    "output_bytes",
-    "saved_bytes",
-    "gradient_bytes",
-    "forward_peak_bytes",
-    "backward_peak_bytes",
-    "optimizer_peak_bytes",
-    "workspace_bytes",
-    "library_workspace_bytes",
-    "forward_max_allocated_bytes",
-    "backward_max_allocated_bytes",
-    "reserved_bytes",
-    "doubts",
-)
+TAKEN_OVER = """
+    status oom_phase oom_requested_bytes oom_in_use_bytes reason input_bytes output_bytes saved_bytes
+    gradient_bytes forward_peak_bytes backward_peak_bytes optimizer_peak_bytes workspace_bytes
+    library_workspace_bytes forward_max_allocated_bytes backward_max_allocated_bytes reserved_bytes doubts
+"""
 
 
-def measured_memory(subject: Workload, limit_bytes: int | None) -> Record:
+def measured_memory(workload: Workload, limit_bytes: int | None) -> Record:
     def run() -> Record:
-        return measure_memory(
-            subject.operator,
-            *subject.inputs,
-            parameters=subject.parameters,
-            backward=subject.backward,
-            optimizer_step=subject.optimizer_step,
-            limit_bytes=limit_bytes,
-        )
+        return measure_memory(workload.operator, *workload.inputs, limit_bytes=limit_bytes, **workload.options)
 
-    if subject.case.compiled:
+    if workload.case.compiled:
         # Runs once before to compile, with the same hooks open, because torch.compile depends on them.
         with_generated_code(run)
     return run()
 
 
-def note_times(record: ModelRecord, subject: Workload, passes: int | None) -> None:
+def note_times(record: ModelRecord, workload: Workload, passes: int | None) -> None:
     times = time_passes(
-        MeasuredSubject(
-            subject.operator,
-            subject.inputs,
-            {},
-            subject.parameters,
-            subject.backward,
-            None,
-            subject.optimizer_step,
-        ),
+        MeasuredCall(workload.operator, workload.inputs, {}, device=None, **workload.options),
         warmup=WARMUP,
         passes=passes or DEFAULT_PASSES,
         max_seconds=None if passes else TIMING_SECONDS,
     )
     record.doubts += times.doubts
     record.passes = len(times.passes)
-    record.times = summaries(times)
+    columns = {phase: times.of(phase) for phase in PHASES}
+    columns["total"] = [sum(run.values()) for run in times.passes]
+    record.times = {name: statistics_of(column) for name, column in columns.items() if column}
     for phase in PHASES:
         for name, value in timing.summary(f"{phase}_ms", times.of(phase)).items():
             setattr(record, name, value)
 
 
-def summaries(times: Times) -> dict[str, dict[str, float]]:
-    """Summaries of each phase that ran, and of the whole pass."""
-    columns = {phase: times.of(phase) for phase in PHASES}
-    columns["total"] = [sum(run.values()) for run in times.passes]
-    return {name: summary(column) for name, column in columns.items() if column}
-
-
-def summary(milliseconds: Sequence[float]) -> dict[str, float]:
-    """Mean, deviation and median. deviation: of the sample; 0 for a single pass."""
+def statistics_of(milliseconds: Sequence[float]) -> dict[str, float]:
+    """Mean, sample deviation (0 for a single pass) and median."""
     return {
         "mean_ms": statistics.fmean(milliseconds),
         "deviation_ms": statistics.stdev(milliseconds) if len(milliseconds) > 1 else 0.0,
@@ -181,21 +143,16 @@ def summary(milliseconds: Sequence[float]) -> dict[str, float]:
 
 def snapshot_model(case: ModelCase, path: Path) -> Path:
     """Writes the memory of one pass over time; see memcheck.measure.export.write_snapshot."""
-    subject = prepare_model(case)
-    return write_snapshot(subject.operator, *subject.inputs, path=path, **arguments_of(subject))
+    workload = prepare_model(case)
+    return write_snapshot(workload.operator, *workload.inputs, path=path, **workload.options)
 
 
 def trace_model(case: ModelCase, path: Path) -> list[dict[str, Any]]:
     """Writes torch.profiler's trace of a pass, with a range for every module, and returns who took the time."""
-    subject = prepare_model(case)
-    with module_ranges(subject, torch.profiler.record_function):
-        return write_trace(subject.operator, *subject.inputs, path=path, **arguments_of(subject))
+    workload = prepare_model(case)
+    with module_ranges(workload, torch.profiler.record_function):
+        return write_trace(workload.operator, *workload.inputs, path=path, **workload.options)
 
 
-def module_ranges(subject: Workload, kind: Any = torch.cuda.nvtx.range) -> AbstractContextManager[None]:
-    return ranges_around_modules(subject.parameters[1]["model"], kind)
-
-
-def arguments_of(subject: Workload) -> dict[str, Any]:
-    names = ("parameters", "backward", "optimizer_step")
-    return {name: getattr(subject, name) for name in names}
+def module_ranges(workload: Workload, kind: Any = torch.cuda.nvtx.range) -> AbstractContextManager[None]:
+    return ranges_around_modules(workload.parameters[1]["model"], kind)

@@ -23,8 +23,7 @@ from memcheck.core.errors import UsageError
 RANGE = re.compile(r"(\d+):(\d+):([x+])(\d+)")
 LONGEST_LIST = 10_000
 
-# What a grid says of itself is the value of every flag; `grid` lists parts that each say more.
-# TOML files have the same form.
+# The defaults of every flag. A preset or a TOML file overrides them; the parts in its `grid` override it in turn.
 BASE: dict[str, Any] = {
     "attention-type": "naive,softmax,softplus,linear-causal,compressed",
     "bsz": 1,
@@ -37,20 +36,12 @@ BASE: dict[str, Any] = {
 }
 PRESETS: dict[str, dict[str, Any]] = {
     # Memory against length, and against dimension.
-    "quick": {
-        "grid": [
-            {"seq-len": "256:2048:x2", "dim": 256},
-            {"seq-len": 1024, "dim": "64:512:x2"},
-        ],
-    },
+    "quick": {"grid": [{"seq-len": "256:2048:x2", "dim": 256}, {"seq-len": 1024, "dim": "64:512:x2"}]},
     "memcheck-pyt": {
         "attention-type": "memcheck-pyt/naive,memcheck-pyt/softmax,memcheck-pyt/softplus,memcheck-pyt/combinator",
         "bsz": 64,
         "heads": 8,
-        "grid": [
-            {"seq-len": "512:8192:x2", "dim": "32:8192:x2"},
-            {"seq-len": "32:8192:x2", "dim": "128:2048:x2"},
-        ],
+        "grid": [{"seq-len": "512:8192:x2", "dim": "32:8192:x2"}, {"seq-len": "32:8192:x2", "dim": "128:2048:x2"}],
     },
     "cs336": {
         "attention-type": "cs336/naive",
@@ -95,19 +86,15 @@ class Grid:
         for mode, dtype, bsz, heads, core_dim, factor in itertools.product(
             self.mode, self.dtype, self.bsz, self.heads, self.core_dim, self.factor
         ):
-            fields = {
-                "mode": mode,
-                "dtype": SHORT_DTYPES.get(dtype, dtype),
-                "bsz": bsz,
-                "compiled": self.compile,
-                "device": device,
-            }
+            dtype = SHORT_DTYPES.get(dtype, dtype)
+            fields = {"mode": mode, "dtype": dtype, "bsz": bsz, "compiled": self.compile, "device": device}
             sizes = {"heads": heads, "core_dim": core_dim, "factor": factor, "causal": self.causal}
             for dim, (query_len, kv_len), operator in itertools.product(self.dim, self.lengths, self.operators):
                 yield any_case(operator, {**fields, "dim": dim, "query_len": query_len}, {"kv_len": kv_len, **sizes})
 
 
 def any_case(operator: str, fields: dict[str, Any], attention_fields: dict[str, Any]) -> Case:
+    """The case of an attention or a combinator. An invalid one is returned, too; refusal() has its reason."""
     try:
         if CONTENDERS[operator].kind == "combinator":
             return make_combinator_case(operator, **fields)
@@ -119,8 +106,8 @@ def any_case(operator: str, fields: dict[str, Any], attention_fields: dict[str, 
 def multiply_out(grids: list[Grid], device: str) -> list[Case]:
     """The cases of all grids, each once.
 
-    That a few combinations fit no operator lies in the nature of a grid, and they will be rows that say so. An operator
-    without any that fits is a mistake.
+    A combination that its operator does not accept stays, and becomes a row with the reason. UsageError: an operator
+    accepts none of its combinations.
     """
     cases = list(dict.fromkeys(case for grid in grids for case in grid.cases(device)))
     can_run = {case.operator for case in cases if refusal(case) is None}
@@ -140,6 +127,7 @@ def refusal(case: Case) -> str | None:
 
 
 def check_names(flag: str, names: list[str], known: list[str]) -> None:
+    """UsageError if a name is not known."""
     for name in names:
         if name not in known:
             raise UsageError(f"{flag} {name} is unknown; known: {', '.join(known)}")

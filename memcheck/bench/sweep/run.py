@@ -1,4 +1,4 @@
-"""Runs sweeps: many cases, from small to large, each in a process that may die, with a record for every one."""
+"""Runs sweeps: many cases, from small to large, in worker processes, with a record for every case."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from memcheck.bench.predict import closed_bytes, closed_terms
 from memcheck.bench.profile import CPU_SECONDS, TIMING_SECONDS, predicted_failure
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.store import FILE, Store, read_rows
-from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process, blank
+from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
 
@@ -95,25 +95,26 @@ def run_sweep(
     progress: Callable[[Progress], None] | None = None,
     command: str | None = None,
 ) -> list[Record]:
-    """A record of each case, in the order given; those that are in the folder already are not run again.
+    """The record of each case, in the order given. Cases that are in the folder already are not run again.
 
-    executor: any of concurrent.futures, e.g. dask's client.get_executor(pure=False); it stays the caller's. Each case
-    gets a new process there. Without one, cases run in processes of this machine, which are replaced when they die.
-    workers: cases running at once; 1, the number of devices, or the executor's own number, unless given.
+    executor: any of concurrent.futures, e.g. dask's client.get_executor(pure=False); the caller closes it. Each case
+        gets a new process there. Without one, cases run in processes of this machine, which are replaced if they die.
+    workers: cases running at once; by default the number of devices, the executor's own number, or 1.
     devices: CUDA devices, one for each worker; the cases name theirs "cuda:0".
     isolate: a new process for each case.
-    limit_bytes: out of memory beyond it. Without one, a CPU's free memory is the limit.
-    max_seconds: for a case; 60 on a CPU and none on CUDA unless given, 0 for none. It cuts timing, then the case.
+    limit_bytes: a larger case runs out of memory. Without it, a CPU's free memory is the limit.
+    max_seconds: for a case; by default 60 on a CPU and none on CUDA; 0 for none. It ends the timing, then the case.
     passes, timed: see memcheck.bench.profile.profile_case.
     plugins: Python files, or modules, that register contenders.
     retry: runs again what ended as "error", "killed", "timeout" or "skipped".
-    progress: told how far the sweep is, with each new record.
-    command: how the sweep was asked for, kept in sweep.json.
+    progress: called at the start and with each new record.
+    command: the command line, which sweep.json keeps.
     """
     settings = Settings(limit_bytes, max_seconds, passes, timed, load_plugins(plugins))
-    at_once = number_of_workers(executor, workers, devices)
-    with submission(executor, at_once, devices, isolate) as submit, Store(Path(folder)) as store:
-        sweep = Sweep(settings, submit, at_once, store, progress)
+    if workers is None:
+        workers = len(devices) if devices else getattr(executor, "_max_workers", 1)
+    with submission(executor, workers, devices, isolate) as submit, Store(Path(folder)) as store:
+        sweep = Sweep(settings, submit, workers, store, progress)
         sweep.look_up(cases, store.records, retry)
         manifest = write_manifest(store.folder, command, sweep.machines)
         sweep.run([case for case in dict.fromkeys(cases) if case not in sweep.known], total=len(set(cases)))
@@ -143,12 +144,6 @@ def find_done(
     return sweep.known
 
 
-def number_of_workers(executor: Executor | None, workers: int | None, devices: Sequence[str] | None) -> int:
-    if workers is not None:
-        return workers
-    return len(devices) if devices else getattr(executor, "_max_workers", 1)
-
-
 def load_plugins(plugins: Sequence[str | Path]) -> tuple[str, ...]:
     """Loads the plugins here, and returns their names for other processes."""
     names = tuple(str(Path(name).resolve()) if str(name).endswith(".py") else str(name) for name in plugins)
@@ -157,13 +152,22 @@ def load_plugins(plugins: Sequence[str | Path]) -> tuple[str, ...]:
     return names
 
 
-def source_of(plugin: str) -> str:
-    """A digest of a loaded plugin, so that a contender whose code has changed counts as another."""
-    path = plugin if plugin.endswith(".py") else sys.modules[plugin].__file__
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else plugin
+def code_of(case: Case, plugins: Sequence[str]) -> list[str] | None:
+    """Digests of the loaded plugins, so that a contender whose code has changed counts as another one."""
+    if case.operator in BUILT_IN:
+        return None
+    paths = {plugin: plugin if plugin.endswith(".py") else sys.modules[plugin].__file__ for plugin in plugins}
+    return [hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else name for name, path in paths.items()]
+
+
+def digest(value: list[Any]) -> str:
+    """A short digest of a JSON value."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class Sweep:
+    """One sweep in progress: what is known, what is left, and how jobs are sent to workers."""
+
     def __init__(
         self,
         settings: Settings,
@@ -193,7 +197,7 @@ class Sweep:
 
     def run(self, cases: list[Case], total: int) -> None:
         """Runs the remaining cases: first those decided without a run, then from small to large."""
-        self.left, self.total = dict.fromkeys(sorted(cases, key=size_of)), total
+        self.left, self.total = dict.fromkeys(sorted(cases, key=estimated_bytes)), total
         self.progress(Progress(None, tuple(self.left), total))
         for case in list(self.left):
             if (verdict := self.foreseen(case)) is not None:
@@ -229,11 +233,11 @@ class Sweep:
         self.progress(Progress(record, tuple(self.left), self.total))
 
     def foreseen(self, case: Case) -> Record | None:
-        """The record of a case that cannot run, or that exceeds the limit or the machine in theory."""
+        """The record of a case that cannot run, or that exceeds the limit or the machine by its prediction."""
         if (reason := refusal(case)) is not None:
-            return dataclasses.replace(blank(case), status="skipped", reason=reason)
+            return Record(**case.fields(), status="skipped", reason=reason)
         failure = predicted_failure(case, self.machines[case.device], self.settings.limit_bytes)
-        return dataclasses.replace(blank(case), **failure, theory=closed_terms(case)) if failure else None
+        return Record(**case.fields(), **failure, terms=closed_terms(case)) if failure else None
 
     def learned(self, case: Case) -> Record | None:
         """The record of a case that is larger than one that ran out of memory or time."""
@@ -242,7 +246,7 @@ class Sweep:
             if (late or out_of_memory(record)) and is_above(case, smaller):
                 status, what = ("timeout", "took too long") if late else ("skipped", "was out of memory")
                 reason = f"not run: a smaller case, {shape(smaller)}, {what}"
-                return dataclasses.replace(blank(case), status=status, reason=reason, theory=closed_terms(case))
+                return Record(**case.fields(), status=status, reason=reason, terms=closed_terms(case))
         return None
 
     def machine(self, case: Case) -> Record:
@@ -257,14 +261,12 @@ class Sweep:
         """A key that equal runs share."""
         settings, machine = self.settings, self.machines[case.device]
         environment = {field: getattr(machine, field) for field in ENVIRONMENT}
-        asked = {"limit_bytes": settings.limit_bytes, "passes": settings.passes, "timed": settings.timed}
-        code = None if case.operator in BUILT_IN else [source_of(plugin) for plugin in settings.plugins]
-        said = [{**dataclasses.asdict(case), "device": None}, environment, asked, code]
-        return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:16]
+        limits = {"limit_bytes": settings.limit_bytes, "passes": settings.passes, "timed": settings.timed}
+        return digest([{**case.fields(), "device": None}, environment, limits, code_of(case, settings.plugins)])
 
 
 def out_of_memory(record: Record) -> bool:
-    """True if the case ran out of memory, or was skipped because the machine is too small."""
+    """True if the case ran out of memory, or was skipped after it did because the machine has less than the limit."""
     return record.status == "oom" or record.oom_requested_bytes is not None
 
 
@@ -284,8 +286,8 @@ def shape(case: Case | Record) -> str:
     return " ".join(f"{letter}{size}" for letter, size in sizes if size is not None)
 
 
-def size_of(case: Case) -> int:
-    """Estimated bytes: from the closed terms, else inputs and output. Cases are ordered by it."""
+def estimated_bytes(case: Case) -> int:
+    """The highest peak by the closed terms, else the bytes of inputs and output. Cases are ordered by it."""
     if refusal(case) is not None:
         return 0
     if sizes := closed_bytes(case):
@@ -303,7 +305,7 @@ def outcome(future: Future[Record], case: Case) -> Record:
     except Exception as error:
         # dask gives up on a task after several workers in a row died of it.
         status = "killed" if type(error).__name__ == "KilledWorker" else "error"
-        return dataclasses.replace(blank(case), status=status, reason=f"{type(error).__name__}: {error}")
+        return Record(**case.fields(), status=status, reason=f"{type(error).__name__}: {error}")
 
 
 @contextmanager
@@ -372,13 +374,9 @@ def write_manifest(
 ) -> dict[str, Any]:
     """Writes sweep.json: command, environment and start, and after the end also the outcome."""
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    facts = {device: dataclasses.asdict(record) for device, record in machines.items()}
-    known = {device: {name: value for name, value in fact.items() if value} for device, fact in facts.items()}
-    manifest: dict[str, Any] = {
-        "command": command,
-        "environment": next(iter(known.values()), {}),
-        "started": started or now,
-    }
+    facts = dataclasses.asdict(next(iter(machines.values()))) if machines else {}
+    environment = {name: value for name, value in facts.items() if value}
+    manifest: dict[str, Any] = {"command": command, "environment": environment, "started": started or now}
     if records is not None:
         manifest |= {"ended": now, "statuses": dict(Counter(record.status for record in records))}
     path = folder / MANIFEST

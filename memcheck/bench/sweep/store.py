@@ -26,7 +26,7 @@ def read_records(folder: Path | str) -> list[Record]:
 
 
 def read_rows(folder: Path) -> dict[str, Record]:
-    """The same, by key. It may be called while a sweep is writing."""
+    """The newest record of each key, by key. The file may be read while a sweep is writing it."""
     try:
         data = (folder / FILE).read_bytes()
     except OSError as error:
@@ -86,14 +86,14 @@ class Store:
             ) from None
 
     def _load(self) -> dict[str, Record]:
-        found = dict(rows(whole_lines(self.folder / FILE), self.folder))
-        if any(key.startswith("line ") for key in found):
+        records = dict(rows(whole_lines(self.folder / FILE), self.folder))
+        if any(key.startswith("line ") for key in records):
             raise UsageError(f"--output {self.folder} holds records that no sweep wrote: name another folder")
-        return found
+        return records
 
 
 def whole_lines(path: Path) -> bytes:
-    """The lines of the file, without an unfinished last line."""
+    """The lines of the file. An unfinished last line is cut off, with a note on stderr."""
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole < len(data):
@@ -117,4 +117,5 @@ def rows(data: bytes, folder: Path) -> Iterator[tuple[str, Record]]:
 
 
 def note(folder: Path, what: str) -> None:
+    """Prints what was wrong with the file on stderr."""
     print(f"note: {folder / FILE}: {what}", file=sys.stderr)

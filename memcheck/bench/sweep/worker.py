@@ -27,10 +27,11 @@ import torch
 
 from memcheck.bench.catalog import CONTENDERS, Case
 from memcheck.bench.plugins import load_plugin
-from memcheck.bench.profile import profile_case, unmeasured
+from memcheck.bench.profile import profile_case
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
+from memcheck.measure.measurement import machine_facts
 
 
 @dataclass(frozen=True)
@@ -69,24 +70,22 @@ class CaseProcess:
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self.environment = environment or {}
         self._process: subprocess.Popen[str] | None = None
-        self._said: IO[bytes] | None = None  # Its stderr.
+        self._stderr: IO[bytes] | None = None
         self._closed = False
         self._asking = threading.RLock()
 
     def ask(self, job: Job) -> Record:
+        """The record of the job. If the process ends before its final answer, the record says why."""
         with self._asking:
-            return self._ask(job)
-
-    def _ask(self, job: Job) -> Record:
-        process = self._running()
-        record, final = blank(job.case), False
-        with deadline(process, job.max_seconds) as overrun:
-            for answer in exchange(process, job):
-                record, final = Record.from_json(json.dumps(answer["record"])), answer["final"]
-                if final:
-                    return record
-            self._explain(record, job, process.wait(), overrun.is_set())
-        return record
+            process = self._running()
+            record = Record(**job.case.fields())
+            with deadline(process, job.max_seconds) as overrun:
+                for answer in exchange(process, job):
+                    record = Record.from_json(json.dumps(answer["record"]))
+                    if answer["final"]:
+                        return record
+                self._explain(record, job, process.wait(), overrun.is_set())
+            return record
 
     def end(self) -> None:
         """Kills the process. The next job gets a new one."""
@@ -99,7 +98,7 @@ class CaseProcess:
     def _close_files(self) -> None:
         process = self._process
         pipes = (process.stdin, process.stdout) if process is not None else ()
-        for file in (*pipes, self._said):
+        for file in (*pipes, self._stderr):
             if file is not None:
                 with suppress(BrokenPipeError):  # Discards unwritten input.
                     file.close()
@@ -113,13 +112,15 @@ class CaseProcess:
             raise RuntimeError("no job is taken any more")
         if self._process is None or self._process.poll() is not None:
             self._close_files()
-            self._said = tempfile.TemporaryFile()  # noqa: SIM115
+            self._stderr = tempfile.TemporaryFile()  # noqa: SIM115
+            # The process imports the same memcheck as this one, not a folder of that name in the current directory.
+            import_path = {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=self._said,
-                env={**os.environ, **import_path(), **self.environment},
+                stderr=self._stderr,
+                env={**os.environ, **import_path, **self.environment},
                 text=True,
                 start_new_session=True,  # Ctrl-C is handled by the sweep, which ends its processes itself.
             )
@@ -127,11 +128,11 @@ class CaseProcess:
                 self.end()
                 raise RuntimeError("no job is taken any more")
             assert self._process.stdout is not None
-            self._process.stdout.readline()  # "ready": importing torch is not on the case's account
+            self._process.stdout.readline()  # "ready": importing torch is not part of the case's time.
         return self._process
 
     def _explain(self, record: Record, job: Job, code: int, overrun: bool) -> None:
-        """Explains why the process ended before its final answer; `record` may already hold the memory."""
+        """Records why the process ended before its final answer. The record may already hold the memory."""
         if overrun and record.forward_peak_bytes is not None:
             record.doubts += (f"the timing was cut off: {job.max_seconds:g} s were allowed for the case",)
         elif overrun:
@@ -144,17 +145,12 @@ class CaseProcess:
             record.status, record.reason = "error", f"its process ended with exit code {code}{self._last_words()}"
 
     def _last_words(self) -> str:
-        if self._said is None:
+        if self._stderr is None:
             return ""
-        self._said.seek(0)
-        lines = self._said.read().decode(errors="replace").split("\n")
+        self._stderr.seek(0)
+        lines = self._stderr.read().decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "")
         return f": {last}" if last else ""
-
-
-def blank(case: Case) -> Record:
-    """A record with the case's own fields."""
-    return Record(**{name: value for name, value in dataclasses.asdict(case).items() if name != "device"})
 
 
 def exchange(process: subprocess.Popen[str], job: Job) -> Iterator[dict[str, Any]]:
@@ -192,11 +188,6 @@ def kill_group(process: subprocess.Popen[str]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-def import_path() -> dict[str, str]:
-    """Makes the process import the same memcheck as this one, not a folder of that name in the current directory."""
-    return {"PYTHONPATH": os.pathsep.join(sys.path), "PYTHONSAFEPATH": "1"}
-
-
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -208,7 +199,8 @@ def serve() -> None:
     """The worker's main loop: reads jobs, writes answers, until stdin ends."""
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # Output of contenders must not mix with the answers.
-        volunteer_for_oom_killer()
+        with suppress(OSError):  # If memory runs out, the kernel should kill this process, not the sweep.
+            Path("/proc/self/oom_score_adj").write_text("1000")
         jobs = read_jobs()
         print("ready", file=answers, flush=True)
 
@@ -231,7 +223,7 @@ def work(job: Job, on_memory: Callable[[Record], None]) -> Record:
             )
         forget_the_last_case()
         if job.facts_only:
-            return unmeasured(job.case)
+            return Record(**machine_facts(job.case.device))
         record = profile_case(
             job.case,
             passes=job.passes,
@@ -241,15 +233,15 @@ def work(job: Job, on_memory: Callable[[Record], None]) -> Record:
             skip_predicted=True,
             on_memory=on_memory,
         )
-        return undecided(record, job)
+        return skipped_if_undecided(record, job)
     except MemcheckError as error:
-        return dataclasses.replace(blank(job.case), status="error", reason=str(error))
+        return Record(**job.case.fields(), status="error", reason=str(error))
     except Exception as error:
-        return dataclasses.replace(blank(job.case), status="error", reason=f"{type(error).__name__}: {error}")
+        return Record(**job.case.fields(), status="error", reason=f"{type(error).__name__}: {error}")
 
 
-def undecided(record: Record, job: Job) -> Record:
-    """True for an out-of-memory case on a CPU with less room than the limit: it says nothing about the limit."""
+def skipped_if_undecided(record: Record, job: Job) -> Record:
+    """Marks an out-of-memory case as skipped if the CPU had less room than the limit, which is then untested."""
     room = record.device_free_bytes
     if record.status == "oom" and record.device == "cpu" and room and job.limit_bytes and room < job.limit_bytes:
         record.status = "skipped"
@@ -281,12 +273,6 @@ def read_jobs() -> queue.Queue[Job]:
 
     threading.Thread(target=read, daemon=True).start()
     return jobs
-
-
-def volunteer_for_oom_killer() -> None:
-    """If the machine runs out of memory, the kernel should kill this process, not the sweep or the desktop."""
-    with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from memcheck.bench.capacity import FLAGS, MOST, Frontier, find_frontier, frontier_curve, frontier_object, known_axes
+from memcheck.bench.capacity import FLAGS, MOST, Capacity, capacity_curve, capacity_object, find_capacity, known_axes
 from memcheck.bench.catalog import CONTENDERS, DTYPES, MODES, SHORT_DTYPES, Case
 from memcheck.bench.plugins import load_plugin
 from memcheck.bench.sweep.grid import any_case, check_names, refusal
@@ -20,8 +20,8 @@ from memcheck.cli.options import add_device_arguments, predicted_device
 from memcheck.core.devices import Device
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.report import render
-from memcheck.report.capacity import FOUND, frontier_table, room_words, shared_words
-from memcheck.report.plots.capacity import Edge, plot_frontier
+from memcheck.report.capacity import FOUND, capacity_table, room_words, shared_words
+from memcheck.report.plots.capacity import Edge, plot_capacity
 from memcheck.report.plots.style import FORMATS
 
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}
@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory-limit", type=size("--memory-limit"), metavar="40GiB", help="if less than it has")
     parser.add_argument("--step", type=count("--step"), default=1, metavar="N", help="only multiples of N; default: 1")
     parser.add_argument("--up-to", type=count("--up-to"), default=MOST, metavar="N", help="look no further")
-    parser.add_argument("--plot", type=picture, metavar="FILE", help="the frontier as .png, .svg or .pdf")
+    parser.add_argument("--plot", type=picture, metavar="FILE", help="the capacity as .png, .svg or .pdf")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="of stdout; default: table")
     parser.add_argument("--plugin", type=load_plugin, action="append", metavar="FILE.py", help="operators of yours")
 
@@ -71,32 +71,32 @@ def run(args: argparse.Namespace) -> int:
     if args.plot:
         make_room("--plot", args.plot)
     how: dict[str, Any] = {"limit_bytes": args.memory_limit, "step": args.step, "most": args.up_to}
-    frontiers = [look(case, axis, device, how) for case in cases]
+    capacities = [look(case, axis, device, how) for case in cases]
     if args.format == "json":
-        print(json.dumps(result(args, device, frontiers), indent=1))
+        print(json.dumps(result(args, device, capacities), indent=1))
     else:
-        print(render([frontier_table(frontiers, args.memory_limit)], "table", sys.stdout))
+        print(render([capacity_table(capacities, args.memory_limit)], "table", sys.stdout))
     if along:
-        draw(frontiers, along, args, how)
+        draw(capacities, along, args, how)
         print(f"\nWrote {args.plot}", file=sys.stderr if args.format == "json" else sys.stdout)
     return 0
 
 
-def look(case: Case, axis: str, device: Device, how: dict[str, Any]) -> Frontier:
+def look(case: Case, axis: str, device: Device, how: dict[str, Any]) -> Capacity:
     try:
-        return find_frontier(case, axis, device, **how)
+        return find_capacity(case, axis, device, **how)
     except MemcheckError:
         raise
     except Exception as error:  # The operator's own code fails on meta tensors.
         raise MemcheckError(f"{case.operator} cannot be predicted: {type(error).__name__}: {error}") from error
 
 
-def result(args: argparse.Namespace, device: Device, frontiers: list[Frontier]) -> dict[str, object]:
+def result(args: argparse.Namespace, device: Device, capacities: list[Capacity]) -> dict[str, object]:
     return {
         "device": asdict(device),
         "limit_bytes": args.memory_limit,
         "find": args.find,
-        "frontiers": [frontier_object(frontier) for frontier in frontiers],
+        "capacities": [capacity_object(capacity) for capacity in capacities],
     }
 
 
@@ -135,23 +135,23 @@ def make_one(args: argparse.Namespace, name: str, *, bsz: int, dim: int, length:
     return case
 
 
-def draw(frontiers: list[Frontier], along: str, args: argparse.Namespace, how: dict[str, Any]) -> None:
-    axis, device = frontiers[0].axis, frontiers[0].device
+def draw(capacities: list[Capacity], along: str, args: argparse.Namespace, how: dict[str, Any]) -> None:
+    axis, device = capacities[0].axis, capacities[0].device
     curves = {
-        case.operator: frontier_curve(case, axis, along, drawn_sizes(args, along, case), device, **how)
-        for case in first_of_each(frontiers)
+        case.operator: capacity_curve(case, axis, along, drawn_sizes(args, along, case), device, **how)
+        for case in first_of_each(capacities)
     }
     edges = {name: edges_of(curve) for name, curve in curves.items() if not curve[0][1].unpredicted}
     left_out = [name for name in curves if name not in edges]
     try:
-        plot_frontier(
+        plot_capacity(
             edges,
             args.plot,
             styles={name: contender.style for name, contender in CONTENDERS.items()},
             found=axis,
             along=along,
-            title=f"The largest {FOUND[axis]} that fits {device.name} ({room_words(frontiers[0], args.memory_limit)})",
-            subtitle=f"predicted: {shared_words(frontiers, axis, along)}",
+            title=f"The largest {FOUND[axis]} that fits {device.name} ({room_words(capacities[0], args.memory_limit)})",
+            subtitle=f"predicted: {shared_words(capacities, axis, along)}",
             note=f"not predicted: {', '.join(left_out)}" if left_out else "",
         )
     except OSError as error:
@@ -172,12 +172,12 @@ def drawn_sizes(args: argparse.Namespace, along: str, case: Case) -> list[int]:
     return given if len(given) > 1 else [given[0] * factor for factor in FACTORS]
 
 
-def first_of_each(frontiers: list[Frontier]) -> list[Case]:
-    return list({frontier.case.operator: frontier.case for frontier in reversed(frontiers)}.values())[::-1]
+def first_of_each(capacities: list[Capacity]) -> list[Case]:
+    return list({capacity.case.operator: capacity.case for capacity in reversed(capacities)}.values())[::-1]
 
 
-def edges_of(curve: list[tuple[int, Frontier]]) -> list[Edge]:
-    return [Edge(x, frontier.largest, open=frontier.beyond is None) for x, frontier in curve]
+def edges_of(curve: list[tuple[int, Capacity]]) -> list[Edge]:
+    return [Edge(x, capacity.largest, open=capacity.beyond is None) for x, capacity in curve]
 
 
 def picture(text: str) -> Path:

@@ -92,7 +92,7 @@ def by_formula() -> Iterator[Record]:
     for row in published_table():
         for case in cases_of(row):
             values = {name: value for name, value in dataclasses.asdict(case).items() if name != "device"}
-            yield Record(**values, status="skipped", reason="by formula", device=case.device, theory=closed_terms(case))
+            yield Record(**values, status="skipped", reason="by formula", device=case.device, terms=closed_terms(case))
 
 
 def cases_of(row: dict[str, Any]) -> list[Case]:

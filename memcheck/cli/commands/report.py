@@ -51,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--scaling", action="store_true", help="factors per doubling and fitted exponents")
     parser.add_argument(
-        "--accounting", action="store_true", help="what each case's memory went to, theory beside measured"
+        "--accounting", action="store_true", help="what each case's memory went to, predicted beside measured"
     )
     parser.add_argument("--cs336", action="store_true", help="every row under the columns of cs336's published table")
     parser.add_argument("--format", choices=FORMATS, default="table", help="of stdout; default: table")

@@ -18,7 +18,6 @@ from typing import Any, TextIO
 import torch
 
 from memcheck.bench.catalog import CONTENDERS, Case
-from memcheck.bench.operators import overflow_as_out_of_memory
 from memcheck.bench.plugins import load_plugin
 from memcheck.bench.profile import find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
@@ -31,6 +30,7 @@ from memcheck.cli.options import add_gpu_argument, predicted_device
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
+from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.units import format_bytes, format_time
 from memcheck.report import Screen, answer, doubt_lines, failure_note, is_predicted, write_tables
 from memcheck.report.plots import write_plots

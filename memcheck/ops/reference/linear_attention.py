@@ -19,7 +19,7 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str = "elu+1", eps: float = 1e-6
 ) -> Tensor:
     """q (B,H,S,D), k (B,Hkv,T,D), v (B,Hkv,T,Dv) -> y (B,H,S,Dv), with autograd. See memcheck.linear_attention."""
-    weights, v = _weights(features(q, feature_map), features(k, feature_map), causal), _per_head(v, q)
+    weights, v = weights_of(features(q, feature_map), features(k, feature_map), causal), per_head(v, q)
     return (weights @ v) / (weights.sum(-1, keepdim=True) + eps)
 
 
@@ -48,77 +48,16 @@ def linear_attention_chunked(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e
     return torch.cat(pieces, 2)
 
 
-# float32's smallest normal number. The error of a smaller one is in proportion to this, so bounds have none smaller.
-SMALLEST = 2.0**-126
-
-
-def linear_attention_bound(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str = "elu+1", eps: float = 1e-6
-) -> Tensor:
-    """What rounding errors of y are in proportion to: the same formula with |phi(q)|, |phi(k)| and |v|.
-
-    Of a denominator that cancels (identity), the error is in proportion to |den| and its terms.
-    """
-    phi_q, phi_k = features(q, feature_map), features(k, feature_map)
-    denominator = _weights(phi_q, phi_k, causal).sum(-1, keepdim=True) + eps
-    weights = _weights(_size(phi_q), _size(phi_k), causal)
-    mean = (weights @ _per_head(v.abs(), q)) / denominator.abs()
-    return mean * _condition(weights, denominator, eps)
-
-
-def linear_attention_gradient_bounds(
-    grad_y: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool = False,
-    feature_map: str = "elu+1",
-    eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for grad_q, grad_k, grad_v, in the shapes of q, k, v: their formulas with |.| and every minus a plus."""
-    phi_q, phi_k = features(q, feature_map), features(k, feature_map)
-    denominator = _weights(phi_q, phi_k, causal).sum(-1, keepdim=True) + eps
-    size_q, size_k = _size(phi_q), _size(phi_k)
-    weights = _weights(size_q, size_k, causal)
-    condition = _condition(weights, denominator, eps)
-    phi_k_heads, v_heads = _per_head(size_k, q), _per_head(v.abs(), q)
-    h = grad_y.abs() / denominator.abs() * condition
-    delta = (h * (weights @ v_heads) / denominator.abs()).sum(-1, keepdim=True)
-    products = _weights(h, v.abs(), causal) + _visible(delta.expand(-1, -1, -1, k.shape[2]), causal)
-    grad_q = (products @ phi_k_heads) * _slope(size_q, feature_map)
-    grad_k = _over_group(products.mT @ size_q, k) * _slope(size_k, feature_map)
-    return grad_q, grad_k, _over_group(weights.mT @ h, v)
-
-
-def _size(phi: Tensor) -> Tensor:
-    return phi.abs().clamp(min=SMALLEST)
-
-
-def _condition(weights: Tensor, denominator: Tensor, eps: float) -> Tensor:
-    """(sum of |terms| of the denominator) / |denominator|: 1 where none is negative."""
-    return (weights.sum(-1, keepdim=True) + eps) / denominator.abs()
-
-
-def _per_head(x: Tensor, q: Tensor) -> Tensor:
+def per_head(x: Tensor, q: Tensor) -> Tensor:
     """(B,Hkv,T,.) -> (B,H,T,.)"""
     return x.repeat_interleave(q.shape[1] // max(x.shape[1], 1), 1)
 
 
-def _over_group(x: Tensor, like: Tensor) -> Tensor:
-    """(B,H,T,.) -> (B,Hkv,T,.), summed."""
-    return x.unflatten(1, (like.shape[1], -1)).sum(2) if like.shape[1] else x
-
-
-def _visible(weights: Tensor, causal: bool) -> Tensor:
+def visible(weights: Tensor, causal: bool) -> Tensor:
     """(B,H,S,T), 0 where the query does not see the key."""
     return weights.tril(weights.shape[3] - weights.shape[2]) if causal else weights
 
 
-def _weights(x: Tensor, y: Tensor, causal: bool) -> Tensor:
+def weights_of(x: Tensor, y: Tensor, causal: bool) -> Tensor:
     """x (B,H,S,.), y (B,Hkv,T,.) -> their products (B,H,S,T) where the query sees the key."""
-    return _visible(x @ _per_head(y, x).mT, causal)
-
-
-def _slope(phi: Tensor, feature_map: str) -> Tensor:
-    return torch.ones_like(phi) if feature_map == "identity" else phi.clamp(max=1)
+    return visible(x @ per_head(y, x).mT, causal)

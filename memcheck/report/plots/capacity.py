@@ -31,7 +31,7 @@ class Edge:
 
 
 @in_house_style
-def frontier_figure(
+def capacity_figure(
     curves: Mapping[str, Sequence[Edge]],
     styles: Mapping[str, Style],
     *,
@@ -63,9 +63,9 @@ def frontier_figure(
     return figure
 
 
-def plot_frontier(curves: Mapping[str, Sequence[Edge]], path: Path | str, **how: Any) -> Figure:
-    """Builds the figure as frontier_figure does, and writes it to `path`."""
-    figure: Figure = frontier_figure(curves, **how)
+def plot_capacity(curves: Mapping[str, Sequence[Edge]], path: Path | str, **how: Any) -> Figure:
+    """Builds the figure as capacity_figure does, and writes it to `path`."""
+    figure: Figure = capacity_figure(curves, **how)
     save(figure, path)
     return figure
 

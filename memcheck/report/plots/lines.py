@@ -104,7 +104,7 @@ def expected(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
 
 def predicted(line: Line, quantity: Quantity, limit: float) -> list[tuple[int, float]]:
     """Cases that were not run, with the value of their terms, up to a limit."""
-    skipped = [(x, quantity.theory(record)) for x, record in line.points if quantity.missing(record) == "skipped"]
+    skipped = [(x, quantity.from_terms(record)) for x, record in line.points if quantity.missing(record) == "skipped"]
     return [(x, float(size)) for x, size in skipped if size and size <= limit]
 
 

@@ -20,6 +20,7 @@ from memcheck.report.plots.memory import (
     memory_lines,
     memory_overview,
 )
+from memcheck.report.plots.predictions import has_prediction, has_terms, prediction_lines, terms_lines
 from memcheck.report.plots.savings import savings_bars, standard_among
 from memcheck.report.plots.series import (
     AXES,
@@ -36,12 +37,11 @@ from memcheck.report.plots.series import (
     views_along,
 )
 from memcheck.report.plots.style import check_formats, inline_svg, save
-from memcheck.report.plots.theory import has_prediction, has_theory, prediction_lines, theory_lines
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = ("memory", "prediction", "theory", "savings", "time", "decode")
+KINDS = ("memory", "prediction", "terms", "savings", "time", "decode")
 
 
 @dataclass(frozen=True)
@@ -161,7 +161,7 @@ class RecordGroup:
                 prediction_lines,
                 lambda view: has_prediction(view.records),
             ),
-            **typical("theory", "theory beside measurement", theory_lines, lambda view: has_theory(view.records)),
+            **typical("terms", "predicted terms beside measurement", terms_lines, lambda view: has_terms(view.records)),
             **typical(
                 "savings",
                 f"how many times less than {standard}",

@@ -70,7 +70,7 @@ def standard_bytes(record: Record, quantity: Quantity) -> tuple[float, bool] | N
     """The standard's bytes, and whether they are predicted."""
     if (size := quantity.value(record)) is not None:
         return size, False
-    predicted = quantity.theory(record)
+    predicted = quantity.from_terms(record)
     return (predicted, True) if predicted is not None else None
 
 

@@ -65,9 +65,9 @@ class Quantity:
         sizes = [getattr(record, name) for name in self.fields]
         return None if any(size is None for size in sizes) else max(sizes)
 
-    def theory(self, record: Record) -> int | None:
+    def from_terms(self, record: Record) -> int | None:
         """The same value, computed from the record's terms."""
-        terms = [(record.theory or {}).get(name) for name in self.fields]
+        terms = [(record.terms or {}).get(name) for name in self.fields]
         return (
             max(sum((named or {}).values()) for named in terms) if all(named is not None for named in terms) else None
         )

@@ -1,4 +1,4 @@
-"""Sweeps: a row for every case, whatever becomes of the case, and none of them twice."""
+"""Sweeps: every case gets one row, however it ends, and none runs twice."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memcheck.bench.catalog import Case, make_case, make_combinator_case
 from memcheck.bench.plugins import load_plugin
 from memcheck.bench.sweep.run import LocalProcesses, Progress, find_done, is_above, run_sweep, visible_device
 from memcheck.bench.sweep.store import FILE, read_records
-from memcheck.bench.sweep.worker import CaseProcess, Job, blank, work
+from memcheck.bench.sweep.worker import CaseProcess, Job, work
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
 
@@ -30,10 +30,14 @@ def case(operator: str = "softmax", length: int = 8, **fields: Any) -> Case:
     return make_case(operator, **{**sizes, **fields})
 
 
-class Answers(Executor):
-    """Says of each case what the test says, and remembers which cases were asked."""
+def finished(case: Case) -> Record:
+    return Record(**case.fields())
 
-    def __init__(self, answer: Callable[[Case], Record | Exception] = blank, **machine: Any) -> None:
+
+class Answers(Executor):
+    """An executor that gives the answers of the test, and records the cases it was asked for."""
+
+    def __init__(self, answer: Callable[[Case], Record | Exception] = finished, **machine: Any) -> None:
         self.answer = answer
         self.machine = {"device": "cpu", "device_name": "abacus", "device_total_bytes": 2**40, **machine}
         self.asked: list[Case] = []
@@ -52,10 +56,10 @@ class Answers(Executor):
 
 
 def ends(status: str, **fields: Any) -> Callable[[Case], Record]:
-    return lambda case: dataclasses.replace(blank(case), status=status, **fields)
+    return lambda case: Record(**case.fields(), status=status, **fields)
 
 
-def test_a_row_for_every_case_in_the_order_given(tmp_path) -> None:
+def test_every_case_has_a_row_in_the_given_order(tmp_path) -> None:
     cases = [case(length=16), case(length=8), make_combinator_case("combinator", bsz=1, query_len=8, dim=16), case()]
     answers = Answers()
     records = run_sweep(cases, tmp_path, executor=answers)
@@ -69,7 +73,7 @@ def test_a_row_for_every_case_in_the_order_given(tmp_path) -> None:
     assert {record.device_name for record in records} == {"abacus"}
 
 
-def test_from_small_to_large(tmp_path) -> None:
+def test_cases_run_from_small_to_large(tmp_path) -> None:
     answers = Answers()
     cases = [case("naive", 64), case("naive", 512), case("softplus", 512), case("naive", 8)]
     run_sweep(cases, tmp_path, executor=answers)
@@ -128,7 +132,7 @@ def test_retry_is_for_what_may_go_better(tmp_path) -> None:
 
 
 def test_above_out_of_memory_nothing_runs(tmp_path) -> None:
-    answers = Answers(lambda case: ends("oom")(case) if case.query_len >= 16 else blank(case))
+    answers = Answers(lambda case: ends("oom")(case) if case.query_len >= 16 else finished(case))
     cases = [case(length=8), case(length=16), case(length=32), case(length=8, bsz=9), case(length=32, dtype="float64")]
     records = run_sweep(cases, tmp_path, executor=answers)
     assert [record.status for record in records] == ["ok", "oom", "skipped", "ok", "oom"]
@@ -190,7 +194,7 @@ def test_a_wrong_case_is_a_row(tmp_path) -> None:
 
 
 def test_a_broken_executor_ends_the_sweep_and_keeps_its_rows(tmp_path) -> None:
-    answers = Answers(lambda case: blank(case) if case.query_len < 16 else BrokenProcessPool("it died"))
+    answers = Answers(lambda case: finished(case) if case.query_len < 16 else BrokenProcessPool("it died"))
     with pytest.raises(MemcheckError, match="the executor takes no more cases: BrokenProcessPool it died"):
         run_sweep([case(), case(length=16)], tmp_path, executor=answers)
     assert [record.query_len for record in read_records(tmp_path)] == [8]
@@ -203,7 +207,7 @@ def test_a_worker_that_dies_of_a_case_costs_that_case(tmp_path) -> None:
     killed, error, ok = run_sweep(
         [case(bsz=1), case(bsz=2), case(bsz=3)],
         tmp_path,
-        executor=Answers(lambda case: {1: KilledWorker("gone"), 2: OSError("lost")}.get(case.bsz) or blank(case)),
+        executor=Answers(lambda case: {1: KilledWorker("gone"), 2: OSError("lost")}.get(case.bsz) or finished(case)),
     )
     assert (killed.status, killed.reason) == ("killed", "KilledWorker: gone")
     assert (error.status, error.reason) == ("error", "OSError: lost")
@@ -319,7 +323,7 @@ def sweep_of(names: str, folder: Path, plugin: Path, **settings: Any) -> dict[st
     return {record.operator: record for record in run_sweep(cases, folder, plugins=[plugin], **settings)}
 
 
-def test_whatever_a_case_does_it_gets_a_row(tmp_path, plugin) -> None:
+def test_every_outcome_of_a_case_is_a_row(tmp_path, plugin) -> None:
     records = sweep_of("kill crash refuse chatter naive", tmp_path, plugin, max_seconds=0, passes=3)
     assert [record.status for record in records.values()] == ["killed", "error", "error", "ok", "ok"]
     assert records["kill"].reason == "its process was killed by SIGKILL"
@@ -329,8 +333,8 @@ def test_whatever_a_case_does_it_gets_a_row(tmp_path, plugin) -> None:
     assert len(read_records(tmp_path)) == 5
 
 
-def test_what_takes_too_long_is_cut(tmp_path, plugin) -> None:
-    """First the timing, which leaves the memory known, then the case."""
+def test_a_case_that_takes_too_long_ends(tmp_path, plugin) -> None:
+    """The limit ends the timing first, and then the case."""
     records = sweep_of("sleep slow", tmp_path, plugin, max_seconds=3)
     assert (records["sleep"].status, records["slow"].status) == ("timeout", "ok")
     assert records["sleep"].reason == "stopped after 3 s (--max-seconds-per-case)"
@@ -370,7 +374,7 @@ def test_a_contender_of_this_process_alone_is_told_from_a_plugin(tmp_path, monke
 
 
 def test_a_process_ends_with_the_one_that_asked() -> None:
-    """As after kill -9 of the sweep: the pipe closes."""
+    """The pipe closes, as after kill -9 of the sweep."""
     process = CaseProcess()
     process.ask(Job(case(), facts_only=True))
     child = process._process
@@ -382,16 +386,16 @@ def test_a_process_ends_with_the_one_that_asked() -> None:
 def test_a_closed_process_leaves_no_file_open() -> None:
     process = CaseProcess()
     process.ask(Job(case(), facts_only=True))
-    child, said = process._process, process._said
+    child, stderr = process._process, process._stderr
     assert child is not None
-    assert said is not None
+    assert stderr is not None
     process.close()
-    assert (child.stdin.closed, child.stdout.closed, said.closed) == (True, True, True)
+    assert (child.stdin.closed, child.stdout.closed, stderr.closed) == (True, True, True)
     with pytest.raises(RuntimeError, match="no job is taken any more"):
         process.ask(Job(case(), facts_only=True))
 
 
-def test_a_process_that_nobody_listens_to_ends() -> None:
+def test_a_worker_ends_with_its_sweep() -> None:
     process = CaseProcess()
     process.ask(Job(case(), facts_only=True))
     child = process._process

@@ -1,4 +1,4 @@
-"""The store of a sweep: what was appended is there, whatever ended the one who appended."""
+"""A sweep's store: appended rows survive any end of the process that wrote them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_newest_of_a_key_counts(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("half", [b'{"key": "key 2", "bs', b"\0\0\0", '"é'.encode()[:-1]])
-def test_half_a_line_at_the_end_is_cut_off(tmp_path, capsys, half: bytes) -> None:
+def test_an_unfinished_last_line_is_cut_off(tmp_path, capsys, half: bytes) -> None:
     fill(tmp_path, 2)
     whole = (tmp_path / FILE).read_bytes()
     (tmp_path / FILE).write_bytes(whole + half)
@@ -57,7 +57,7 @@ def test_half_a_line_at_the_end_is_cut_off(tmp_path, capsys, half: bytes) -> Non
     assert capsys.readouterr().err == ""
 
 
-def test_a_broken_line_in_the_middle_costs_itself(tmp_path, capsys) -> None:
+def test_only_a_broken_line_is_left_out(tmp_path, capsys) -> None:
     fill(tmp_path, 1)
     with (tmp_path / FILE).open("ab") as file:
         file.write(b'\0\0\0\n[1]\n\xff\n{"key": "key 9", "bsz": 1, "query_len": "x"}\n')
@@ -78,18 +78,24 @@ def test_a_broken_line_in_the_middle_costs_itself(tmp_path, capsys) -> None:
         ("operator", "\ud800", "operator must be a string, got '\\ud800'"),
         ("causal", 1, "causal must be true or false, got 1"),
         ("doubts", "late", "doubts must be a list, got 'late'"),
-        ("theory", {"saved_bytes": {"q": "4"}}, "theory.saved_bytes.q must be a whole number, got '4'"),
+        ("terms", {"saved_bytes": {"q": "4"}}, "terms.saved_bytes.q must be a whole number, got '4'"),
         ("saved_tensors", [1], "saved_tensors must be an object, got 1"),
         ("status", None, "status must be a string, got None"),
         ("schema", 2, "its schema is 2, and this memcheck reads 1"),
     ],
 )
-def test_a_record_of_another_kind_costs_itself(tmp_path, capsys, field: str, value: object, said: str) -> None:
+def test_only_a_record_with_wrong_types_is_left_out(tmp_path, capsys, field: str, value: object, said: str) -> None:
     fill(tmp_path, 2)
     first, second = map(json.loads, (tmp_path / FILE).read_text().splitlines())
     (tmp_path / FILE).write_text("".join(json.dumps(row) + "\n" for row in (first, {**second, field: value})))
     assert sizes(tmp_path) == [0]
     assert capsys.readouterr().err == f"note: {tmp_path / FILE}: line 2 was left out: {said}\n"
+
+
+def test_terms_are_read_under_their_older_name() -> None:
+    terms = {"saved_bytes": {"q": 4}}
+    assert Record.from_json(json.dumps({"theory": terms})).terms == terms
+    assert Record.from_json(Record(terms=terms).to_json()).terms == terms
 
 
 def test_records_of_other_commands_are_read_and_left_alone(tmp_path) -> None:
@@ -135,7 +141,7 @@ def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch) -> None:
 
 @pytest.mark.isolated
 def test_a_file_that_may_not_grow_leaves_whole_rows(tmp_path) -> None:
-    """The system itself refuses, in the middle of a line."""
+    """The system refuses a write in the middle of a line."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (5000, resource.RLIM_INFINITY))
     with pytest.raises(StoreError, match="takes no more rows: File too large"):
         fill(tmp_path, 100)

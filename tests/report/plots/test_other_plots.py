@@ -1,4 +1,4 @@
-"""Theory, savings, time, one case over time, and the published tables, as pictures."""
+"""Predicted terms, savings, time, one case over time, and the published tables, as pictures."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.report.plots import plot_timeline
 from memcheck.report.plots.lines import time_lines
+from memcheck.report.plots.predictions import prediction_lines, terms_lines
 from memcheck.report.plots.savings import savings_bars
 from memcheck.report.plots.series import views_along
-from memcheck.report.plots.theory import prediction_lines, theory_lines
 from memcheck.report.plots.timeline import MOST_LAYERS, MOST_STEPS, layers_of
 from memcheck.studies.published_plot import plot_published
 
@@ -23,29 +23,29 @@ def view(records: list[Record]):
     return only
 
 
-def with_theory(row: Record, forward: int, backward: int) -> Record:
-    row.theory = {"forward_peak_bytes": {"q": 1, "rest": forward - 1}, "backward_peak_bytes": {"all": backward}}
+def with_terms(row: Record, forward: int, backward: int) -> Record:
+    row.terms = {"forward_peak_bytes": {"q": 1, "rest": forward - 1}, "backward_peak_bytes": {"all": backward}}
     return row
 
 
-def test_theory_is_a_line_and_measurement_the_marks_on_it() -> None:
+def test_predicted_terms_are_a_line_and_measurement_the_marks_on_it() -> None:
     records = [
-        with_theory(record("naive", 256, MIB, 4 * MIB), MIB, 4 * MIB),
-        with_theory(record("naive", 512, MIB, 6 * MIB), MIB, 5 * MIB),
-        with_theory(record("naive", 1024, None, None, status="skipped"), MIB, 9 * MIB),
+        with_terms(record("naive", 256, MIB, 4 * MIB), MIB, 4 * MIB),
+        with_terms(record("naive", 512, MIB, 6 * MIB), MIB, 5 * MIB),
+        with_terms(record("naive", 1024, None, None, status="skipped"), MIB, 9 * MIB),
         record("softplus", 256, MIB, MIB),
     ]
-    both, difference = theory_lines(view(records), STYLES, title="", subtitle="").axes
-    assert labelled(both, "_theory naive") == [[(256, 4 * MIB), (512, 5 * MIB), (1024, 9 * MIB)]]
+    both, difference = terms_lines(view(records), STYLES, title="", subtitle="").axes
+    assert labelled(both, "_terms naive") == [[(256, 4 * MIB), (512, 5 * MIB), (1024, 9 * MIB)]]
     assert points(both) == {"naive": [(256, 4 * MIB), (512, 6 * MIB)]}
     assert labelled(both, "_predicted") == [[(1024, 9 * MIB)]]
     assert points(difference) == {"naive": [(256, 0), (512, pytest.approx(0.2))]}
     assert texts(difference) == {"naive +20 % at most"}
 
 
-def test_theory_that_is_met_to_the_byte_is_exact() -> None:
-    records = [with_theory(record("naive", length, MIB, 2 * MIB), MIB, 2 * MIB) for length in (256, 512)]
-    _, difference = theory_lines(view(records), STYLES, title="", subtitle="").axes
+def test_predicted_terms_that_are_met_to_the_byte_is_exact() -> None:
+    records = [with_terms(record("naive", length, MIB, 2 * MIB), MIB, 2 * MIB) for length in (256, 512)]
+    _, difference = terms_lines(view(records), STYLES, title="", subtitle="").axes
     assert texts(difference) == {"naive exact"}
 
 
@@ -57,7 +57,7 @@ def test_a_prediction_beside_measurement_has_its_ratio() -> None:
         *(prediction("softplus", n, MIB, MIB) for n in (256, 512)),
     ]
     both, ratio = prediction_lines(view(records), STYLES, title="", subtitle="").axes
-    assert labelled(both, "_theory naive") == [[(n, 4 * MIB) for n in (256, 512, 1024)]]
+    assert labelled(both, "_terms naive") == [[(n, 4 * MIB) for n in (256, 512, 1024)]]
     assert points(both)["naive"] == [(256, 4 * MIB), (512, 6 * MIB)]
     assert labelled(both, "_predicted") == [[(1024, 4 * MIB)]]
     assert points(ratio)["naive"] == [(256, 0), (512, 0.5)]
@@ -68,7 +68,7 @@ def test_a_prediction_beside_measurement_has_its_ratio() -> None:
 
 def test_savings_are_labelled_with_the_factor() -> None:
     records = grid({"softplus": 4, "naive": 40, "worse": 80}, [256, 512], [64])
-    records.append(with_theory(record("naive", 1024, None, None, status="skipped"), MIB, 2 * 100 * 1024 * 64))
+    records.append(with_terms(record("naive", 1024, None, None, status="skipped"), MIB, 2 * 100 * 1024 * 64))
     records.append(record("softplus", 1024, 4 * 1024 * 64, 8 * 1024 * 64))
     records += [record("naive", 2048, None, None, status="oom"), record("softplus", 2048, MIB, MIB)]
     records.append(record("worse", 1024, None, None, status="oom", oom_phase="forward"))

@@ -166,11 +166,11 @@ SKIPPED = {"status": "skipped", "reason": "predicted"}
 
 
 def predicted(length: int, size: int) -> Record:
-    theory = {"forward_peak_bytes": {"scores": size, "q": MIB}, "backward_peak_bytes": {"scores": 2 * size}}
-    return record("naive", length, None, None, theory=theory, **SKIPPED)
+    terms = {"forward_peak_bytes": {"scores": size, "q": MIB}, "backward_peak_bytes": {"scores": 2 * size}}
+    return record("naive", length, None, None, terms=terms, **SKIPPED)
 
 
-def test_a_predicted_case_is_hollow_at_what_theory_says(plot) -> None:
+def test_a_predicted_case_is_hollow_at_its_predicted_height(plot) -> None:
     figure = plot([record("naive", 256, MIB, 2 * MIB), predicted(512, 4 * MIB)])
     forward, both = figure.axes
     assert labelled(forward, "_predicted") == [[(512, 5 * MIB)]]
@@ -181,7 +181,7 @@ def test_a_predicted_case_is_hollow_at_what_theory_says(plot) -> None:
     assert "not run" in figure.get_supxlabel()
 
 
-def test_without_theory_or_far_above_a_linear_axis_it_has_a_row(plot) -> None:
+def test_without_terms_or_far_above_a_linear_axis_it_has_a_row(plot) -> None:
     unknown = record("naive", 512, None, None, **SKIPPED)
     _, both = plot([record("naive", 256, MIB, MIB), unknown]).axes
     assert marks(both, "skipped") == [("#D55E00", [512])]

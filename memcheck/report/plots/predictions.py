@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 Values = list[tuple[int, float]]
 
 
-def theory(line: Line, quantity: Quantity) -> Values:
+def from_terms(line: Line, quantity: Quantity) -> Values:
     if line.predicted:
         return []
-    return [(x, float(size)) for x, record in line.points if (size := quantity.theory(record))]
+    return [(x, float(size)) for x, record in line.points if (size := quantity.from_terms(record))]
 
 
 @dataclass(frozen=True)
@@ -39,14 +39,14 @@ class Expectation:
     ratio: bool  # Otherwise differences are shown as a percentage.
 
 
-THEORY = Expectation(theory, "theory, from the shapes alone", "measured less theory", ratio=False)
+TERMS = Expectation(from_terms, "predicted, from the shapes alone", "measured less predicted", ratio=False)
 PREDICTION = Expectation(expected, "predicted", "measured / predicted", ratio=True)
 
 
-def has_theory(records: Sequence[Record]) -> bool:
+def has_terms(records: Sequence[Record]) -> bool:
     quantity = memory_quantities(records)[-1]
     measured = [record for record in records if not is_predicted(record)]
-    return any(quantity.theory(record) is not None and quantity.value(record) is not None for record in measured)
+    return any(quantity.from_terms(record) is not None and quantity.value(record) is not None for record in measured)
 
 
 def has_prediction(records: Sequence[Record]) -> bool:
@@ -84,7 +84,7 @@ def expectation_figure(
     return figure
 
 
-theory_lines = functools.partial(expectation_figure, expectation=THEORY)
+terms_lines = functools.partial(expectation_figure, expectation=TERMS)
 prediction_lines = functools.partial(expectation_figure, expectation=PREDICTION)
 
 
@@ -97,7 +97,7 @@ def differences(line: Line, quantity: Quantity, expectation: Expectation) -> Val
 def draw_both(ax: Axes, line: Line, quantity: Quantity, expectation: Expectation) -> None:
     wanted, found = expectation.of(line, quantity), measured(line, quantity)
     ax.plot(
-        *zip(*wanted, strict=True), color=line.style.colour, ls=line.style.dash, lw=1.2, label=f"_theory {line.name}"
+        *zip(*wanted, strict=True), color=line.style.colour, ls=line.style.dash, lw=1.2, label=f"_terms {line.name}"
     )
     found = [(x, value) for x, value in found if value > 0]
     if found:

@@ -1,0 +1,203 @@
+"""What rounding errors are in proportion to: each operator's formulas with absolute values and every minus a plus."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from memcheck.ops.reference import compressed_attention, linear_attention
+from memcheck.ops.reference.softplus_attention import softplus
+
+# float32's smallest normal number. The error of a smaller number is in proportion to this one.
+SMALLEST = 2.0**-126
+
+
+def softplus_attention_bound(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6) -> Tensor:
+    """What rounding errors of y are in proportion to: the same formula with |v|. softplus is positive as it is."""
+    weights, gate = softplus(k), softplus(q).clamp(min=SMALLEST)
+    z, a = _sums(weights, q, causal), _sums(weights.clamp(min=SMALLEST) * v.abs(), q, causal)
+    return gate * (a / (z + eps)).transpose(1, 2)
+
+
+def softplus_attention_gradient_bounds(
+    grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for the gradients: their formulas with |g|, |v| and every minus a plus.
+
+    grad_y (B,S,R), q, k, v as above -> for grad_q (B,S,R), grad_k and grad_v (B,R,T).
+    """
+    g, gate = grad_y.abs().transpose(1, 2), q.transpose(1, 2)  # (B,R,S)
+    weights, slopes = softplus(k).clamp(min=SMALLEST), torch.sigmoid(k).clamp(min=SMALLEST)  # (B,R,T)
+    z, a = _sums(softplus(k), q, causal), _sums(weights * v.abs(), q, causal)
+    m = a / (z + eps)
+    w = g * softplus(gate).clamp(min=SMALLEST) / (z + eps)
+    later_w, later_wm = _later_sums(w, k, causal), _later_sums(w * m, k, causal)
+    grad_q = g * m * torch.sigmoid(gate).clamp(min=SMALLEST)
+    return grad_q.transpose(1, 2), slopes * (v.abs() * later_w + later_wm), weights * later_w
+
+
+def _sums(x: Tensor, q: Tensor, causal: bool) -> Tensor:
+    """(B,R,T) -> (B,R,S) or (B,R,1): over the keys that each query sees."""
+    if not causal:
+        return x.sum(2, keepdim=True)
+    return x.cumsum(2)[:, :, x.shape[2] - q.shape[1] :]
+
+
+def _later_sums(x: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """(B,R,S) -> (B,R,T) or (B,R,1): over the queries that see each key."""
+    if not causal:
+        return x.sum(2, keepdim=True)
+    # A key before the first query is seen by all of them.
+    return torch.nn.functional.pad(x, (k.shape[2] - x.shape[2], 0)).flip(2).cumsum(2).flip(2)
+
+
+def linear_attention_bound(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str = "elu+1", eps: float = 1e-6
+) -> Tensor:
+    """What rounding errors of y are in proportion to: the same formula with |phi(q)|, |phi(k)| and |v|.
+
+    Of a denominator that cancels (identity), the error is in proportion to |den| and its terms.
+    """
+    phi_q, phi_k = linear_attention.features(q, feature_map), linear_attention.features(k, feature_map)
+    denominator = linear_attention.weights_of(phi_q, phi_k, causal).sum(-1, keepdim=True) + eps
+    weights = linear_attention.weights_of(_size(phi_q), _size(phi_k), causal)
+    mean = (weights @ linear_attention.per_head(v.abs(), q)) / denominator.abs()
+    return mean * _condition(weights, denominator, eps)
+
+
+def linear_attention_gradient_bounds(
+    grad_y: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    feature_map: str = "elu+1",
+    eps: float = 1e-6,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same for grad_q, grad_k, grad_v, in the shapes of q, k, v: their formulas with |.| and every minus a plus."""
+    phi_q, phi_k = linear_attention.features(q, feature_map), linear_attention.features(k, feature_map)
+    denominator = linear_attention.weights_of(phi_q, phi_k, causal).sum(-1, keepdim=True) + eps
+    size_q, size_k = _size(phi_q), _size(phi_k)
+    weights = linear_attention.weights_of(size_q, size_k, causal)
+    condition = _condition(weights, denominator, eps)
+    phi_k_heads, v_heads = linear_attention.per_head(size_k, q), linear_attention.per_head(v.abs(), q)
+    h = grad_y.abs() / denominator.abs() * condition
+    delta = (h * (weights @ v_heads) / denominator.abs()).sum(-1, keepdim=True)
+    products = linear_attention.weights_of(h, v.abs(), causal) + linear_attention.visible(
+        delta.expand(-1, -1, -1, k.shape[2]), causal
+    )
+    grad_q = (products @ phi_k_heads) * _slope(size_q, feature_map)
+    grad_k = _over_group(products.mT @ size_q, k) * _slope(size_k, feature_map)
+    return grad_q, grad_k, _over_group(weights.mT @ h, v)
+
+
+def _size(phi: Tensor) -> Tensor:
+    return phi.abs().clamp(min=SMALLEST)
+
+
+def _condition(weights: Tensor, denominator: Tensor, eps: float) -> Tensor:
+    """(sum of |terms| of the denominator) / |denominator|: 1 where none is negative."""
+    return (weights.sum(-1, keepdim=True) + eps) / denominator.abs()
+
+
+def _over_group(x: Tensor, like: Tensor) -> Tensor:
+    """(B,H,T,.) -> (B,Hkv,T,.), summed."""
+    return x.unflatten(1, (like.shape[1], -1)).sum(2) if like.shape[1] else x
+
+
+def _slope(phi: Tensor, feature_map: str) -> Tensor:
+    return torch.ones_like(phi) if feature_map == "identity" else phi.clamp(max=1)
+
+
+def compressed_attention_bounds(
+    grad_y: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What rounding errors of y and of the gradients of q, k, v are in proportion to; shapes as theirs."""
+    sizes = compressed_attention.compress(k.abs(), factor), compressed_attention.compress(v.abs(), factor)
+    hidden = compressed_attention.hidden_from(q, sizes[0], factor, k.shape[2], causal, strict)
+    of_y, of_q, of_kc, of_vc = _compressed_bounds(
+        grad_y, q, compressed_attention.compress(k, factor), *sizes, hidden, scale
+    )
+    lengths = compressed_attention.block_lengths(k.shape[2], factor, k)
+    spread = [(x / lengths[:, None]).repeat_interleave(lengths.long(), 2) for x in (of_kc, of_vc)]
+    return of_y, of_q, spread[0], spread[1]
+
+
+def compressed_attention_pooled_bounds(
+    grad_y: Tensor,
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    *,
+    factor: int,
+    kv_len: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The same for keys and values that are compressed already."""
+    hidden = compressed_attention.hidden_from(q, kc, factor, kv_len, causal, strict)
+    return _compressed_bounds(grad_y, q, kc, kc.abs(), vc.abs(), hidden, scale)
+
+
+def _compressed_bounds(
+    grad_y: Tensor,
+    q: Tensor,
+    kc: Tensor,
+    size_k: Tensor,
+    size_v: Tensor,
+    hidden: Tensor,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The formulas with |q|, |k|, |v|, |g| and every minus a plus, times 1 + the largest scale |q||k| of the query:
+    an error of a score is in proportion to that, and weights have the relative error that scores have as it is.
+
+    size_k, size_v (B,Hkv,C,D): the means of |k| and |v|; hidden (S,C).
+    """
+    Hkv = kc.shape[1]
+    size_k = size_k.masked_fill(compressed_attention.absent_blocks(kc)[..., None], 0)
+    weights = compressed_attention.weights_of(q, compressed_attention.over_heads(kc, q), hidden, scale)  # (B,H,S,C)
+    size_k, size_v, size_q, g = (
+        compressed_attention.over_heads(size_k, q),
+        compressed_attention.over_heads(size_v, q),
+        q.abs(),
+        grad_y.abs(),
+    )
+    factor_of_scores = abs(compressed_attention.scale_of(q, scale))
+    sizes = (factor_of_scores * size_q @ size_k.mT).masked_fill(hidden, 0)  # (B,H,S,C)
+    largest = pad(sizes, (1, 0)).amax(3, keepdim=True)
+    weights = weights.clamp(min=SMALLEST).masked_fill(hidden, 0) * (1 + largest)
+    of_y = weights @ size_v
+    delta = (g * of_y).sum(3, keepdim=True)
+    grad_scores = factor_of_scores * weights * (g @ size_v.mT + delta)
+    per_head = [grad_scores.mT @ size_q, weights.mT @ g]  # (B,H,C,D)
+    of_k, of_v = (x.unflatten(1, (Hkv, -1)).sum(2) if Hkv else x for x in per_head)
+    return of_y, grad_scores @ size_k, of_k, of_v
+
+
+def combinator_bounds(grad_y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What rounding errors of y (...,E), grad_x (...,E) and grad_weight (2,E,E) are in proportion to.
+
+    The pre-activations a and b are sums of products, whose errors are in proportion to the same sums without signs;
+    what follows from them is the derivative of each formula with every factor's absolute value.
+    """
+    a, b = x @ weight[0].mT, (x @ weight[1].mT).abs()  # (...,E)
+    of_a, of_b = x.abs() @ weight[0].abs().mT, x.abs() @ weight[1].abs().mT
+    gate, slope = softplus(a).clamp(min=SMALLEST), torch.sigmoid(a).clamp(min=SMALLEST)
+    g = grad_y.abs()
+    of_y = gate * of_b + slope * b * of_a
+    of_da = g * (slope * of_b + slope * (1 - slope) * b * of_a)
+    of_db = g * (gate + slope * of_a)
+    of_x = of_da @ weight[0].abs() + of_db @ weight[1].abs()
+    of_weight = torch.stack([torch.einsum("...i,...j->ij", of_pair, x.abs()) for of_pair in (of_da, of_db)])
+    return of_y, of_x, of_weight
