@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import inspect
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-from memcheck.__main__ import Parser, command_names
+from memcheck.cli.parsers import COMMANDS, command_parser, split_help
 from memcheck.core.record import Record
 from memcheck.core.version import __version__
 
@@ -37,36 +36,46 @@ def cell(text: str) -> str:
 
 
 def flag_table(parser: argparse.ArgumentParser) -> str:
-    """A row per option of a command: its flags, its default, and its help."""
-    rows = ["| flag | default | meaning |", "| --- | --- | --- |"]
+    """A row per option of a command: its flags, and its help."""
+    rows = ["| flag | meaning |", "| --- | --- |"]
     for action in parser._actions:
-        if isinstance(action, argparse._HelpAction):
-            continue
-        flags = ", ".join(f"`{flag}`" for flag in action.option_strings) or f"`{action.dest}`"
-        default = "" if action.default in (None, False, argparse.SUPPRESS, []) else f"`{action.default}`"
-        rows.append(f"| {flags} | {cell(default)} | {cell((action.help or '').replace('%%', '%'))} |")
+        if not isinstance(action, argparse._HelpAction):
+            value = "|".join(map(str, action.choices)) if action.choices else str(action.metavar or action.dest.upper())
+            words = [f"{flag} {value}" if action.nargs != 0 else flag for flag in action.option_strings] or [value]
+            flags = ", ".join(f"`{cell(word)}`" for word in words)
+            rows.append(f"| {flags} | {cell((action.help or '').replace('%%', '%'))} |")
     return "\n".join(rows)
 
 
 def command_page() -> str:
-    """Every command with its options, as `memcheck COMMAND --help` lists them."""
+    """Every command with its options and examples, as `memcheck COMMAND --help` lists them."""
     parts = ["# Commands and flags", "This page is generated from the command line's own parsers."]
-    for name in command_names():
-        module = importlib.import_module(f"memcheck.cli.commands.{name.replace('-', '_')}")
-        parser = Parser(prog=f"memcheck {name}", description=module.__doc__, allow_abbrev=False)
-        module.add_arguments(parser)
-        parts += [f"## memcheck {name}", (module.__doc__ or "").strip(), flag_table(parser)]
+    for name in COMMANDS:
+        description, examples = split_help(name)
+        shown = "\n".join(["```console", *(f"$ {example}" for example in examples), "```"])
+        parts += [f"## memcheck {name}", description, shown, flag_table(command_parser(name))]
     return "\n\n".join(parts) + "\n"
 
 
 def record_page() -> str:
-    """The fields of a record, with the comments that stand beside them in the source."""
-    rows = ["| field | type | meaning |", "| --- | --- | --- |"]
-    comments = dict(re.findall(r"^    (\w+): [^#\n]*#\s*(.*)$", inspect.getsource(Record), re.MULTILINE))
-    for field in dataclasses.fields(Record):
-        rows.append(f"| `{field.name}` | `{cell(str(field.type))}` | {cell(comments.get(field.name, ''))} |")
+    """The fields of a record by section, with the comments that stand beside or above them in the source."""
     intro = "One record per case, in `records.jsonl`. Sizes are bytes; unknown is null, never 0."
-    return f"# Fields of a record\n\n{intro}\n\n" + "\n".join(rows) + "\n"
+    lines = ["# Fields of a record", "", intro]
+    types = {field.name: field.type for field in dataclasses.fields(Record)}
+    above: list[str] = []  # Comment lines since the last field.
+    for line in inspect.getsource(Record).splitlines():
+        code, _, comment = line.partition("  # ")
+        name = code.strip().partition(":")[0]
+        if line.strip().startswith("# "):
+            above.append(line.strip().removeprefix("# "))
+        elif name in types and code.startswith(f"    {name}: "):
+            if above and not comment and len(above) > 1:
+                comment, above = " ".join(above), []
+            if above:
+                lines += ["", f"## {above[0].rstrip('.')}", "", "| field | type | meaning |", "| --- | --- | --- |"]
+            lines.append(f"| `{name}` | `{cell(str(types[name]))}` | {cell(comment)} |")
+            above = []
+    return "\n".join(lines) + "\n"
 
 
 def as_written(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:

@@ -7,24 +7,17 @@ import codecs
 import importlib
 import io
 import os
-import pkgutil
 import re
 import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memcheck import __version__
-from memcheck.cli import commands
-from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.cli.parsers import COMMANDS, command_parser, split_help
+from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
+from memcheck.core.version import __version__
 
 NEGATIVE = re.compile(r"-(\.?\d|(inf|nan)$)", re.IGNORECASE)
-
-
-class Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, without the usage dump."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message} (see {self.prog} --help)")
+WITHOUT_TORCH = ("compare", "completion")  # Commands that need no torch.
 
 
 def normalise(argv: Sequence[str]) -> list[str]:
@@ -58,23 +51,28 @@ def spelled(error: UnicodeError) -> tuple[str | bytes, int]:
 codecs.register_error("memcheck", spelled)
 
 
-def command_names() -> list[str]:
-    return sorted(module.name.replace("_", "-") for module in pkgutil.iter_modules(commands.__path__))
-
-
-def command_help() -> str:
-    names = command_names()
-    width = max(map(len, names)) + 2
-    lines = []
-    for name in names:
-        module = importlib.import_module(f"memcheck.cli.commands.{name.replace('-', '_')}")
-        lines.append(f"  {name:{width}}{(module.__doc__ or '').strip()}")
-    return "\n".join(lines)
-
-
 def show_help() -> None:
-    print("usage: memcheck COMMAND [OPTIONS]   (memcheck COMMAND --help lists the options)\n")
-    print(f"commands:\n{command_help()}")
+    print("usage: memcheck COMMAND [OPTIONS]   (memcheck COMMAND --help lists the options)\n\ncommands:")
+    width = max(map(len, COMMANDS)) + 2
+    for name in COMMANDS:
+        print(f"  {name:{width}}{split_help(name)[0]}")
+    print("\nexamples:\n  memcheck profile-attention\n  memcheck predict --seq-len 16384 --device A100-40GB")
+
+
+def load_package() -> None:
+    """Executes memcheck/__init__.py if the command line was started without it. Announces it: torch takes a while."""
+    if hasattr(sys.modules["memcheck"], "__all__"):
+        return
+    terminal = sys.stderr is not None and sys.stderr.isatty()
+    if terminal:
+        print("memcheck: loading torch ...", end="", file=sys.stderr, flush=True)
+    try:
+        importlib.reload(sys.modules["memcheck"])
+    except ImportError as error:
+        raise MemcheckError(str(error)) from error
+    finally:
+        if terminal:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def dispatch(argv: Sequence[str]) -> int:
@@ -82,15 +80,26 @@ def dispatch(argv: Sequence[str]) -> int:
     if command in ("-h", "--help"):
         show_help()
         return 0
-    if command == "--version":
+    if command in ("-V", "--version"):
         print(f"memcheck {__version__}")
         return 0
-    if command not in command_names():
-        raise UsageError(f"there is no command '{command}', only {', '.join(command_names())} (see memcheck --help)")
-    module = importlib.import_module(f"memcheck.cli.commands.{command.replace('-', '_')}")
-    parser = Parser(prog=f"memcheck {command}", description=module.__doc__, allow_abbrev=False)
-    module.add_arguments(parser)
-    return int(module.run(parser.parse_args(rest, argparse.Namespace(words=[command, *rest]))))
+    if command not in COMMANDS:
+        known = [*COMMANDS, "--help", "--version"]
+        raise UsageError(
+            f"there is no command '{command}', only {', '.join(COMMANDS)}{did_you_mean(command, known)} "
+            "(see memcheck --help)"
+        )
+    try:
+        args = command_parser(command).parse_args(rest, argparse.Namespace(words=[command, *rest]))
+    except SystemExit:  # --help was printed.
+        return 0
+    if command not in WITHOUT_TORCH:
+        load_package()
+    for name in getattr(args, "plugin", None) or ():
+        from memcheck.bench.plugins import load_plugin
+
+        load_plugin(name)
+    return int(importlib.import_module(f"memcheck.cli.commands.{command.replace('-', '_')}").run(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The door of `python -m memcheck.gradcheck` = `memcheck gradcheck`."""
+"""`python -m memcheck.gradcheck` = `memcheck gradcheck`."""
 
 from memcheck.__main__ import door
 

@@ -1,4 +1,4 @@
-"""The door of `python -m memcheck.profile_attention` = `memcheck profile-attention`."""
+"""`python -m memcheck.profile_attention` = `memcheck profile-attention`."""
 
 from memcheck.__main__ import door
 

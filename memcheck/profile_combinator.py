@@ -1,4 +1,4 @@
-"""The door of `python -m memcheck.profile_combinator` = `memcheck profile-combinator`."""
+"""`python -m memcheck.profile_combinator` = `memcheck profile-combinator`."""
 
 from memcheck.__main__ import door
 

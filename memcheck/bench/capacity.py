@@ -16,7 +16,7 @@ from typing import Any
 from memcheck.bench.catalog import Case, check_case
 from memcheck.bench.predict import predict_memory
 from memcheck.core.devices import Device
-from memcheck.core.errors import UsageError
+from memcheck.core.errors import UsageError, unknown_name
 from memcheck.predict.replay import Prediction
 
 AXES = ("seq_len", "bsz", "dim")
@@ -87,7 +87,7 @@ def find_capacity(
     UsageError: the axis is unknown, or the device has no limit.
     """
     if axis not in AXES:
-        raise UsageError(f"--find {axis.replace('_', '-')} is unknown; known: {', '.join(known_axes())}")
+        raise unknown_name("--find", axis.replace("_", "-"), known_axes())
     if device.usable_bytes is None and limit_bytes is None:
         raise UsageError(f"--device {device.name} has no limit to find: give it one, as --memory-limit 16GiB")
     if axis == "dim":

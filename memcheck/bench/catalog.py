@@ -20,7 +20,7 @@ from memcheck.bench import decode as decoding
 from memcheck.bench import operators
 from memcheck.bench.decode import Decoding
 from memcheck.core.case import DEFAULT_FACTOR, DTYPES, MODES, SHORT_DTYPES, Case, Operator, Terms
-from memcheck.core.errors import UsageError
+from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.style import Style
 from memcheck.ops.combinator import combinator
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
@@ -68,7 +68,7 @@ def check_case(case: Case) -> Case:
         if size is not None and size < 1:
             raise UsageError(f"--{name.replace('_', '-')} must be at least 1, got {size}")
     if case.operator not in CONTENDERS:
-        raise unknown_operator(case.operator)
+        raise unknown_name("--attention-type", case.operator, attention_types())
     contender = CONTENDERS[case.operator]
     has = {
         "kv_len": contender.kind == "attention",
@@ -79,7 +79,7 @@ def check_case(case: Case) -> Case:
     for name in ("bsz", "query_len", "dim", *(name for name, needed in has.items() if needed)):
         case.size(name)
     if case.dtype not in DTYPES:
-        raise UsageError(f"--dtype {case.dtype} is unknown; known: {', '.join((*SHORT_DTYPES, *DTYPES))}")
+        raise unknown_name("--dtype", case.dtype, (*SHORT_DTYPES, *DTYPES))
     if case.mode not in MODES:
         raise UsageError(f"--mode must be one of {', '.join(MODES)}, got {case.mode}")
     if case.mode == "decode" and case.query_len != 1:
@@ -106,10 +106,6 @@ def combinator_types() -> list[str]:
     return [name for name, contender in CONTENDERS.items() if contender.kind == "combinator"]
 
 
-def unknown_operator(name: str) -> UsageError:
-    return UsageError(f"--attention-type {name} is unknown; known: {', '.join(attention_types())}")
-
-
 def make_case(
     operator: str,
     *,
@@ -122,7 +118,7 @@ def make_case(
 ) -> Case:
     """A checked case of an attention, with only the sizes that its operator has. A decoding step takes one query."""
     if operator not in attention_types():
-        raise unknown_operator(operator)
+        raise unknown_name("--attention-type", operator, attention_types())
     contender = CONTENDERS[operator]
     if fields.get("mode") == "decode":
         fields["query_len"] = 1
@@ -141,7 +137,7 @@ def make_case(
 def make_combinator_case(operator: str, **fields: Any) -> Case:
     """A checked case of a combinator, which has no keys."""
     if operator not in combinator_types():
-        raise UsageError(f"--combinator-type {operator} is unknown; known: {', '.join(combinator_types())}")
+        raise unknown_name("--combinator-type", operator, combinator_types())
     return check_case(Case(operator, kv_len=None, causal=None, **fields))
 
 

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from memcheck.core.errors import UsageError
+from memcheck.core.errors import UsageError, did_you_mean
 from memcheck.core.units import format_bytes, parse_bytes
 
 TABLE = Path(__file__).parents[1] / "data" / "devices.csv"
@@ -99,7 +99,8 @@ def objection_to(text: str, matches: list[str]) -> str:
         return f"one of several: {', '.join(matches)}"
     if re.fullmatch(r"\d+(\.\d+)?", text):
         return f"no GPU, and a size needs a unit: {text} what? write {text}GiB; known: cpu, and {', '.join(DEVICES)}"
-    return f"unknown; known: cpu, a size such as 40GiB, and {', '.join(DEVICES)}"
+    similar = did_you_mean(text.upper(), DEVICES)
+    return f"unknown; known: cpu, a size such as 40GiB, and {', '.join(DEVICES)}{similar}"
 
 
 def matching(name: str) -> list[str]:

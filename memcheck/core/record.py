@@ -28,49 +28,49 @@ class Record:
     """One case, where it ran, how it ended, and the bytes and milliseconds it took."""
 
     # The case.
-    schema: int = SCHEMA
-    source: str = "measured"  # "measured" or "predicted". Reports never mix the two.
+    schema: int = SCHEMA  # Version of this format.
+    source: str = "measured"  # "measured" or "predicted". Records of the two kinds are never mixed up or substituted.
     operator: str | None = None  # The contender's name in the catalog.
-    bsz: int | None = None
-    query_len: int | None = None
-    kv_len: int | None = None
+    bsz: int | None = None  # Batch size B.
+    query_len: int | None = None  # Number of queries S.
+    kv_len: int | None = None  # Number of keys T, or tokens of the state in decoding.
     dim: int | None = None  # Token dimension E.
     heads: int | None = None  # None if the operator has no heads.
     core_dim: int | None = None  # Core dimension R of softplus attention.
     factor: int | None = None  # Block length of compressed attention.
     dtype: str | None = None  # "float32", ...
-    causal: bool | None = None
+    causal: bool | None = None  # The mask that was applied; None if the operator has no such option.
     mode: str | None = None  # "train", "inference" or "decode".
-    compiled: bool | None = None
+    compiled: bool | None = None  # Under torch.compile.
 
     # Where it ran.
     device: str | None = None  # "cpu" or "cuda".
-    device_index: int | None = None
-    device_name: str | None = None
-    device_uuid: str | None = None
-    device_total_bytes: int | None = None
-    device_free_bytes: int | None = None  # At the start.
-    torch_version: str | None = None
-    memcheck_version: str | None = None
+    device_index: int | None = None  # Of a CUDA device.
+    device_name: str | None = None  # The driver's or the processor's name.
+    device_uuid: str | None = None  # Of a CUDA device.
+    device_total_bytes: int | None = None  # Memory of the device.
+    device_free_bytes: int | None = None  # Memory that was free at the start.
+    torch_version: str | None = None  # The torch that ran.
+    memcheck_version: str | None = None  # The memcheck that ran.
     allocator: str | None = None  # Allocator settings.
-    threads: int | None = None
+    threads: int | None = None  # Threads of torch on the CPU.
     backend: str | None = None  # The implementation that really ran.
     backend_reason: str | None = None  # Why it is not the requested one.
 
     # How it ended.
     status: str = "ok"  # ok, oom, unsupported, error, timeout, killed or skipped.
     oom_phase: str | None = None  # "forward", "backward" or "optimizer".
-    oom_requested_bytes: int | None = None
-    oom_in_use_bytes: int | None = None
-    reason: str | None = None
+    oom_requested_bytes: int | None = None  # The request that failed.
+    oom_in_use_bytes: int | None = None  # What was allocated at that moment.
+    reason: str | None = None  # Why the status is not ok, in words.
 
     # What the caller holds.
-    input_bytes: int | None = None
-    output_bytes: int | None = None
-    parameter_bytes: int | None = None
+    input_bytes: int | None = None  # Inputs.
+    output_bytes: int | None = None  # Outputs.
+    parameter_bytes: int | None = None  # Parameters.
     optimizer_bytes: int | None = None  # State of the optimizer, such as AdamW's two moments.
     # What the operator needs.
-    forward_peak_bytes: int | None = None  # Highest sum alive during the forward, with inputs and library workspaces
+    forward_peak_bytes: int | None = None  # Highest sum alive during the forward, with inputs and library workspaces.
     saved_bytes: int | None = None  # Alive after the forward, less inputs, parameters and outputs.
     backward_peak_bytes: int | None = None  # Highest sum alive during the backward alone.
     optimizer_peak_bytes: int | None = None  # Highest sum alive during the optimizer's step after the backward.
@@ -82,18 +82,18 @@ class Record:
     reserved_bytes: int | None = None  # Segments of the CUDA caching allocator.
 
     # Time: median and quartiles, from passes without memory tracking.
-    forward_ms: float | None = None
-    forward_ms_quartiles: tuple[float, float] | None = None
-    backward_ms: float | None = None
-    backward_ms_quartiles: tuple[float, float] | None = None
-    optimizer_ms: float | None = None
-    optimizer_ms_quartiles: tuple[float, float] | None = None
-    passes: int | None = None
+    forward_ms: float | None = None  # Median.
+    forward_ms_quartiles: tuple[float, float] | None = None  # First and third quartile.
+    backward_ms: float | None = None  # Median.
+    backward_ms_quartiles: tuple[float, float] | None = None  # First and third quartile.
+    optimizer_ms: float | None = None  # Median.
+    optimizer_ms_quartiles: tuple[float, float] | None = None  # First and third quartile.
+    passes: int | None = None  # Timed passes.
 
     # Decoding: the state after kv_len tokens. The peaks are those of one step.
-    state_bytes: int | None = None
-    state_bytes_per_sequence: float | None = None
-    state_bytes_per_token: float | None = None
+    state_bytes: int | None = None  # The whole state.
+    state_bytes_per_sequence: float | None = None  # state_bytes / bsz.
+    state_bytes_per_token: float | None = None  # state_bytes / (bsz * kv_len).
 
     # In detail.
     doubts: tuple[str, ...] = ()  # Reasons why a figure may be off, as sentences.

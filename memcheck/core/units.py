@@ -1,4 +1,4 @@
-"""Converts bytes to and from text, and times to text. KiB, MiB, GiB are powers of 2^10; KB, MB, GB powers of 10^3."""
+"""Converts bytes, lists of sizes and times to and from text. KiB, MiB, GiB are powers of 2^10; KB, MB, GB of 10^3."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import re
 from fractions import Fraction
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+RANGE = re.compile(r"(\d+):(\d+):([x+])(\d+)")
+LONGEST_LIST = 10_000
 
 
 def parse_bytes(text: str) -> int:
@@ -29,6 +31,35 @@ def format_bytes(size: float) -> str:
         size /= 1024
         units.pop(0)
     return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"
+
+
+def parse_sizes(text: str) -> list[int]:
+    """Parses "8", "16,32", "256:16384:x2" (doubling), "100:500:+100", or several with commas. ValueError otherwise."""
+    sizes = [size for word in text.split(",") for size in parse_range(word.strip())]
+    if len(sizes) > LONGEST_LIST:
+        raise ValueError(f"must list at most {LONGEST_LIST} sizes, got {len(sizes)}")
+    return list(dict.fromkeys(sizes))
+
+
+def parse_range(word: str) -> list[int]:
+    found = RANGE.fullmatch(word)
+    if found is None:
+        if not re.fullmatch(r"-?\d+", word):
+            raise ValueError(f"must look like 8, 16,32, 256:16384:x2 or 100:500:+100, got {word!r}")
+        return [at_least_one(int(word), word)]
+    start, stop, step = (at_least_one(int(found[group]), word) for group in (1, 2, 4))
+    if stop < start or (found[3], step) == ("x", 1):
+        raise ValueError(f"must go up from its start to its stop, got {word!r}")
+    sizes = [start]
+    while len(sizes) <= LONGEST_LIST and (size := sizes[-1] * step if found[3] == "x" else sizes[-1] + step) <= stop:
+        sizes.append(size)
+    return sizes
+
+
+def at_least_one(size: int, word: str) -> int:
+    if not 1 <= size < 2**63:
+        raise ValueError(f"must be at least 1 and below 2^63, got {word!r}")
+    return size
 
 
 def format_time(milliseconds: float) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.gradcheck import GradcheckError
 
-from memcheck.core.errors import UsageError
+from memcheck.core.errors import unknown_name
 from memcheck.ops.combinator import combinator
 from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
 from memcheck.ops.linear_attention import linear_attention
@@ -164,7 +164,7 @@ def configurations_of(names: Sequence[str]) -> list[Configuration]:
     """The configurations of these operators; of all operators without names."""
     for name in names:
         if name not in operators():
-            raise UsageError(f"--operator {name} is unknown; known: {', '.join(operators())}")
+            raise unknown_name("--operator", name, operators())
     return [configuration for configuration in CONFIGURATIONS if not names or configuration.operator in names]
 
 

@@ -205,8 +205,8 @@ def published_summary(rows: Sequence[Row]) -> Table:
         Column("figure", "figure"),
         Column("rows", "rows"),
     ]
-    for key, words in (("ratio", ""), ("less_workspaces", "less workspaces, ")):
-        columns += [Column(f"{key}_{name}", words + name, format=".2f") for name in ("least", "median", "most")]
+    for key, prefix in (("ratio", ""), ("less_workspaces", "less workspaces, ")):
+        columns += [Column(f"{key}_{name}", prefix + name, format=".2f") for name in ("least", "median", "most")]
     cells: list[list[Cell]] = []
     contenders = list(dict.fromkeys(row["ours"] for row in rows))
     for ours in contenders:

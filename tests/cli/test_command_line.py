@@ -1,20 +1,40 @@
 """The shell around the commands: names, errors, exit codes."""
 
 import argparse
+import contextlib
+import fcntl
 import io
 import json
 import os
+import pty
+import shlex
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
 from json_lines import write_json_lines
 
-from memcheck.__main__ import command_names, main, normalise
+from memcheck.__main__ import main, normalise
+from memcheck.bench.capacity import known_axes
+from memcheck.bench.catalog import attention_types, combinator_types
+from memcheck.bench.models.case import MODES as MODEL_MODES
+from memcheck.bench.models.case import SIZES
+from memcheck.bench.sweep.grid import PRESETS
+from memcheck.cli import options, parsers
 from memcheck.cli.commands import info
-from memcheck.core.errors import MemcheckError
+from memcheck.cli.commands.plot import AXES
+from memcheck.cli.parsers import COMMANDS, command_parser, split_help
+from memcheck.core.case import MODES, SHORT_DTYPES
+from memcheck.core.devices import DEVICES
+from memcheck.core.errors import MemcheckError, unknown_name
 from memcheck.core.record import Record
+from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
+from memcheck.ops.gradcheck import operators
+from memcheck.report.plots.pictures import KINDS
+from memcheck.report.plots.style import FORMATS
 
 
 def run_memcheck(*words: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +58,7 @@ def test_underscores_in_names_but_not_in_values() -> None:
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 0
     printed = capsys.readouterr().out
-    for name in command_names():
+    for name in COMMANDS:
         assert f"  {name} " in printed
 
 
@@ -46,6 +66,10 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "said"),
     [
         (["sing"], "there is no command 'sing'"),
+        (["predcit"], "; did you mean predict?"),
+        (["info", "--fromat", "json"], "unrecognized arguments: --fromat json; did you mean --format?"),
+        (["sweep", "--preset", "quik"], "; did you mean quick?"),
+        (["fit", "--mode", "trian"], "; did you mean train?"),
         (["info", "--format", "xml"], "invalid choice: 'xml'"),
         (["info", "--for", "json"], "unrecognized arguments: --for"),
     ],
@@ -58,6 +82,104 @@ def test_a_usage_error_is_one_line(words: list[str], said: str, capsys: pytest.C
     assert said in printed.err
     assert "--help" in printed.err
     assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("predict --attention-type softmx", "; did you mean softmax?"),
+        ("predict --attention-type flash", "; did you mean softmax/flash?"),
+        ("predict --device A100-40BG", "; did you mean A100-40GB?"),
+        ("fit --device T4 --attention-type softpuls", "; did you mean softplus?"),
+        ("sweep --dry-run --dtype flaot16", "; did you mean float16"),
+        ("profile-model --size smal", "; did you mean small?"),
+        ("profile-combinator --combinator-type combinater", "; did you mean combinator"),
+        ("gradcheck --operator softplus", "; did you mean softplus_attention?"),
+        ("mixed-precision --dtype pf16", "; did you mean"),
+    ],
+)
+def test_what_was_probably_meant_is_named(words: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_name_like_no_other_has_no_suggestion() -> None:
+    assert str(unknown_name("--x", "sky", ["seq-len"])) == "--x sky is unknown; known: seq-len"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_ends_in_examples_that_parse(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([name, "--help"]) == 0
+    printed = capsys.readouterr().out
+    description, examples = split_help(name)
+    assert description in printed
+    assert 2 <= len(examples) <= 3
+    assert printed.rstrip().splitlines()[-len(examples) :] == [f"  {example}" for example in examples]
+    for example in examples:
+        command, *words = shlex.split(example.partition(" >")[0])[1:]
+        assert (example.split()[0], command) == ("memcheck", name)
+        command_parser(name).parse_args(words)
+
+
+def test_help_lists_the_names_that_there_are() -> None:
+    """The modules that define them import torch, which parsers do not."""
+    assert (*options.ATTENTION_TYPES,) == (*attention_types(),)
+    assert (*options.COMBINATOR_TYPES,) == (*combinator_types(),)
+    assert options.MODES == MODES
+    assert list(parsers.PRESETS) == list(PRESETS)
+    texts = {name: " ".join(command_parser(name).format_help().split()) for name in COMMANDS}
+    for name, known in {
+        "fit": known_axes(),
+        "gradcheck": operators(),
+        "mixed-precision": ("bf16", "fp16"),
+        "plot": (*KINDS, *AXES, *FORMATS),
+        "profile-model": (*SIZES, *ATTENTIONS, *FEED_FORWARDS, *MODEL_MODES, *SHORT_DTYPES),
+        "predict": (*DEVICES, *SHORT_DTYPES),
+    }.items():
+        assert [word for word in known if word not in texts[name]] == []
+
+
+def test_a_terminal_shows_that_torch_is_loaded_and_how_much_is_left() -> None:
+    command = [sys.executable, "-m", "memcheck", "fit", "--device", "256MiB", "--attention-type", "naive,softplus"]
+    terminal, stderr = pty.openpty()
+    fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as process:
+        os.close(stderr)
+        shown = b""
+        with contextlib.suppress(OSError):  # The other end of a terminal is closed.
+            while part := os.read(terminal, 1000):
+                shown += part
+        out, _ = process.communicate(timeout=60)
+    os.close(terminal)
+    assert process.returncode == 0
+    assert out.startswith(b"The largest sequence length")
+    assert shown.startswith(b"memcheck: loading torch ...")
+    assert b"fit" in shown
+    assert b" left" in shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_flags_and_names(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    for word in ("profile-attention", "fail-on-oom", "softmax/flash", "A100-40GB", "memcheck-pyt"):
+        assert word in script
+
+
+def test_bash_completes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+
+    def completed(*words: str) -> set[str]:
+        code = f"source ./script; COMP_WORDS=({' '.join(words)}); COMP_CWORD={len(words) - 1}; _shtab_memcheck; "
+        code += 'printf "%s\\n" "${COMPREPLY[@]}"'
+        done = subprocess.run(["bash", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return set(done.stdout.split())
+
+    assert completed("memcheck", "pre") == {"predict"}
+    assert completed("memcheck", "predict", "--fail") == {"--fail-on-oom"}
+    assert completed("memcheck", "sweep", "--preset", "q") == {"quick"}
+    assert completed("memcheck", "fit", "--device", "H100-80GB-S") == {"H100-80GB-SXM"}
 
 
 @pytest.mark.parametrize(
@@ -140,12 +262,12 @@ def folders(tmp_path_factory):
         ("plot {}/good --attention-type flex", "--attention-type flex is not among"),
         ("compare {}/good {}/nothing", "no case in common"),
         ("compare {}/good", "AFTER"),
-        ("compare {}/good {}/good --fail-on-growth 4", "--fail-on-growth 4: 4 what? write 4GiB or 4B"),
+        ("compare {}/good {}/good --fail-on-growth 4", "4 what? write 4GiB or 4B"),
         ("compare {}/good {}/good --fail-on-growth -1GiB", "--fail-on-growth must look like"),
         ("published --plot {}/x.xyz", "--plot"),
         ("predict --device 24", "24 what? write 24GiB"),
         ("predict --device -24GiB", "--device -24GiB is unknown"),
-        ("predict --memory-limit 40", "--memory-limit 40: 40 what?"),
+        ("predict --memory-limit 40", "40 what?"),
         ("predict --memory-limit -1GiB", "--memory-limit must look like"),
         ("predict --memory-limit inf", "--memory-limit must look like"),
         ("predict --bsz nan", "--bsz must be a whole number, got 'nan'"),
@@ -161,7 +283,7 @@ def folders(tmp_path_factory):
         ("fit --device T4 --up-to 0", "--up-to must be at least 1"),
         ("fit --device T4 --plot {}/file/x.png", "--plot"),
         ("fit --device T4 --plot {}/empty", "--plot must name a file"),
-        ("fit --device T4 --seq-len 8", "--find seq-len looks for it"),
+        ("fit --device T4 --seq-len 8", "--find seq-len searches for this size"),
         ("fit --device T4 --dim 1:9:x0", "--dim"),
         ("fit --device 24", "24 what?"),
         ("sweep --config {}/broken.toml --dry-run", "--config"),

@@ -239,6 +239,14 @@ def test_json_is_one_object_with_both_sides_of_the_edge(fit) -> None:
     assert flex["reason"]
 
 
+def test_the_exit_code_for_scripts(capsys) -> None:
+    flags = ["fit", "--attention-type", "naive", "--fail-on-oom", "--heads", "1", "--dim", "16", "--up-to", "64"]
+    assert main([*flags, "--device", "256MiB"]) == 0
+    assert main([*flags, "--device", "1KiB"]) == 3
+    assert main([*flags, "--device", "256MiB", "--attention-type", "flex"]) == 3
+    assert main([*(flag for flag in flags if flag != "--fail-on-oom"), "--device", "1KiB"]) == 0
+
+
 def test_a_table_for_several_sizes(capsys) -> None:
     flags = ["--attention-type", "naive,combinator", "--bsz", "1,2", "--device", "256MiB", "--dim", "64"]
     assert main(["fit", *flags]) == 0
@@ -287,8 +295,11 @@ def test_modes_and_dtypes(fit) -> None:
     [
         ("--device toaster", "--device toaster is unknown; known: cpu, a size such as 40GiB, and T4"),
         ("--device cpu", "--device cpu has no limit to find: give it one, as --memory-limit 16GiB"),
-        ("--device T4 --seq-len 512", "--find seq-len looks for it: leave out --seq-len, or find another one"),
-        ("--device T4 --find bsz --bsz 4", "--find bsz looks for it: leave out --bsz"),
+        (
+            "--device T4 --seq-len 512",
+            "--find seq-len searches for this size: leave out --seq-len, or find another one",
+        ),
+        ("--device T4 --find bsz --bsz 4", "--find bsz searches for this size: leave out --bsz"),
         ("--device T4 --find heads", "--find"),
         ("--device T4 --attention-type soft", "--attention-type soft is unknown; known: naive"),
         ("--device T4 --dtype int8", "--dtype int8 is unknown"),

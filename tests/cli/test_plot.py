@@ -78,6 +78,6 @@ def test_a_folder_without_records(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_nothing_to_draw_is_said(results: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plot", str(results), "--kind", "decode"]) == 1
-    assert "nothing to draw of 4 records" in capsys.readouterr().err
+    assert "nothing to draw in the 4 records" in capsys.readouterr().err
     write_json_lines([record("naive", 256, MIB, MIB, saved_bytes=None)], results / "records.jsonl")
     assert main(["plot", str(results), "--y", "saved_bytes"]) == 1

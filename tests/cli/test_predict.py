@@ -33,6 +33,20 @@ def test_a_case_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert {field.name for field in dataclasses.fields(Record)} <= found.keys()
 
 
+@pytest.mark.parametrize(
+    ("flags", "code"),
+    [
+        ([*SMALL, "--device", "T4"], 0),
+        (ISSUE, 3),
+        ([*SMALL, "--attention-type", "flex", "--device", "T4"], 3),
+        (["--device", "A3"], 2),
+    ],
+)
+def test_the_exit_code_for_scripts(capsys: pytest.CaptureFixture[str], flags: list[str], code: int) -> None:
+    assert main(["predict", *flags, "--fail-on-oom"]) == code
+    assert main(["predict", *flags]) == (code if code == 2 else 0)
+
+
 def test_every_figure_is_the_sum_of_its_terms(capsys: pytest.CaptureFixture[str]) -> None:
     found = predicted(capsys, *SMALL, "--device", "H200", "--attention-type", "memcheck-pyt/naive")
     assert {"forward_max_allocated_bytes", "backward_max_allocated_bytes", "reserved_bytes"} <= found["terms"].keys()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import re
@@ -14,8 +13,9 @@ import torch
 
 from memcheck.__main__ import main
 from memcheck.bench import catalog
+from memcheck.bench.sweep.run import Settings
 from memcheck.bench.sweep.store import read_records
-from memcheck.cli.cases import seconds_per_case
+from memcheck.core.case import Case
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes, parse_bytes
 from memcheck.measure.measurement import machine_facts
@@ -169,7 +169,7 @@ def test_time_is_measured_unless_refused(profile) -> None:
         ("--no-such-flag", "--no-such-flag"),
         ("--memory-limit lots", "--memory-limit must look like 40GiB, 512MiB, 40GB or 4096B, got 'lots'"),
         ("--memory-limit 0", "--memory-limit must be at least one byte"),
-        ("--memory-limit 40", "--memory-limit 40: 40 what? write 40GiB or 40B"),
+        ("--memory-limit 40", "--memory-limit: 40: 40 what? write 40GiB or 40B"),
         ("--memory-limit -1GiB", "--memory-limit must look like 40GiB, 512MiB, 40GB or 4096B, got '-1GiB'"),
         ("--output=", "--output must name a folder, got ''"),
         ("--seq-len 9999999999999999999999", "--seq-len must be below 2^63, got 9999999999999999999999"),
@@ -287,8 +287,8 @@ def test_no_second_is_left_for_times(profile) -> None:
 def test_a_cpu_has_a_minute_for_a_case() -> None:
     given = {None: (60.0, None), 0.0: (None, None), 7.0: (7.0, 7.0)}
     for asked, (on_cpu, on_cuda) in given.items():
-        args = argparse.Namespace(max_seconds_per_case=asked)
-        assert (seconds_per_case(args, "cpu"), seconds_per_case(args, "cuda:0")) == (on_cpu, on_cuda)
+        settings = Settings(max_seconds=asked)
+        assert (settings.seconds(Case("naive")), settings.seconds(Case("naive", device="cuda:0"))) == (on_cpu, on_cuda)
 
 
 def test_decoding_is_a_table_of_its_own(tmp_path, capsys) -> None:
@@ -354,7 +354,7 @@ def test_traces_and_snapshots_are_files_of_their_own(tmp_path, capsys, monkeypat
     assert main(["profile-attention", *flags, "--attention-type", "naive", "--trace", str(tmp_path / "t.json.gz")]) == 0
     assert written == ["s.pickle", "t.json.gz"]
     out = capsys.readouterr().out
-    assert "naive, who took the time:" in out
+    assert "naive, what took the time:" in out
     assert "aten::bmm" in out
     assert f"{tmp_path}/s.pickle, {tmp_path}/t.json.gz" in out
     written.clear()

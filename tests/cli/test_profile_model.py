@@ -360,7 +360,7 @@ def test_predict_runs_nothing(
         (("--autocast", "--dtype", "bf16"), "--autocast needs parameters in float32, got --dtype bfloat16"),
         (("--device", "A100-40GB"), "--device A100-40GB is no device of this machine"),
         (("--device-from-this-gpu",), "--device-from-this-gpu is for --predict"),
-        (("--predict", "--trace", "x.json"), "--trace is of a single case that runs"),
+        (("--predict", "--trace", "x.json"), "--trace needs a single case that runs"),
         (("--trace", "/dev/null/x.json"), "--trace /dev/null/x.json cannot be written to"),
     ],
 )
@@ -382,7 +382,7 @@ def test_snapshot_and_trace(capsys: pytest.CaptureFixture[str], tmp_path: Path) 
     assert phases == {"forward", "backward", "optimizer"}
     names = {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]}
     assert {"layers.0", "attend", "optimizer"} <= names
-    assert "who took the time" in out
+    assert "what took the time" in out
 
 
 @pytest.mark.slow

@@ -287,8 +287,8 @@ def test_long_sweeps_say_so_first(tmp_path, capsys, monkeypatch) -> None:
     )
     assert main(["sweep", "--preset", "memcheck-pyt", "--device", "cpu", "--output", str(tmp_path)]) == 130
     printed = capsys.readouterr()
-    assert " hours of arithmetic on a CPU; Ctrl-C keeps what is done" in printed.out
-    assert "the same command goes on: memcheck sweep --preset memcheck-pyt" in printed.err
+    assert " hours of arithmetic on a CPU; Ctrl-C keeps finished cases" in printed.out
+    assert "the same command continues: memcheck sweep --preset memcheck-pyt" in printed.err
 
 
 def test_errors_are_seen_in_the_exit_code(tmp_path, no_files, monkeypatch, sleepers) -> None:
@@ -369,7 +369,7 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(tmp_path, sleepers) -> 
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130
     assert err.strip().splitlines() == [
-        f"stopped; what is done is kept in {folder}, and the same command goes on: memcheck sweep "
+        f"stopped; finished cases are kept in {folder}, and the same command continues: memcheck sweep "
         f"--output {folder} {' '.join(flags)} --max-seconds-per-case 0"
     ]
     assert workers
@@ -384,7 +384,7 @@ def test_a_full_disk_ends_the_sweep_in_one_line(tmp_path) -> None:
     full = subprocess.run(command(tmp_path, *SMALL), capture_output=True, text=True, timeout=300, preexec_fn=limit)
     assert full.returncode == 1
     (line,) = full.stderr.splitlines()
-    assert f"{tmp_path / FILE} takes no more rows: File too large; what is done is kept in {tmp_path}, and" in line
+    assert f"{tmp_path / FILE} takes no more rows: File too large; finished cases are kept in {tmp_path}, and" in line
     done = rows(tmp_path)
     assert 0 < len(done) < 4
     assert subprocess.run(command(tmp_path, *SMALL), capture_output=True, timeout=300).returncode == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +10,7 @@ import pytest
 import torch
 
 from memcheck.cli.options import add_device_arguments, predicted_device
+from memcheck.cli.parsers import Parser
 from memcheck.core.devices import (
     CONTEXT_BYTES,
     DEVICES,
@@ -164,7 +164,7 @@ def test_no_gpu_here(flags: str) -> None:
 
 
 def flagged(flags: str):
-    parser = argparse.ArgumentParser()
+    parser = Parser()
     add_device_arguments(parser)
     return predicted_device(parser.parse_args(flags.split()))
 

@@ -130,9 +130,9 @@ def test_shares_as_text():
         {"name": name, "calls": 1, "self_ms": ms, "share": ms / 10} for name, ms in zip("abc", (7, 2, 1), strict=True)
     ]
     assert tracing.format_shares(rows, top=2).splitlines() == [
-        "  self, ms  share  calls  name",
-        "     7.000  70.0%      1  a",
-        "     3.000  30.0%      2  2 others",
+        "self time  share  calls  name",
+        "  7.00 ms  70.0%      1  a",
+        "  3.00 ms  30.0%      2  2 others",
     ]
     assert len(tracing.format_shares(rows).splitlines()) == 4
 

@@ -66,7 +66,7 @@ def test_wide_quartiles_are_a_doubt():
 
 def test_drift_is_doubted():
     assert timing.doubts_of_times("backward", [1.0, 1.0, 1.0, 1.0, 1.15, 1.15, 1.15, 1.15]) == (
-        "backward times drift: median 1 ms in the first half of the passes, 1.15 ms in the second",
+        "backward times drift: median 1.00 ms in the first half of the passes, 1.15 ms in the second",
     )
     assert timing.doubts_of_times("backward", [1.0, 1.0, 5.0, 1.0, 1.0]) == ()  # one in the middle is in neither half
 

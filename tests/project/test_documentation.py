@@ -3,6 +3,7 @@
 import doctest
 import json
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -266,3 +267,42 @@ def test_the_cost_of_a_predicted_sweep_is_that_of_the_results():
     sweep = f"takes {whole['seconds']:.0f} s on two busy cores, {whole['cpu_seconds']:.1f} s of it computing"
     assert f"1,000 predictions {sweep}" in documentation()
     assert f"(its tables and pictures: {files['cpu_seconds']:.0f} s of computing;" in documentation()
+
+
+@pytest.fixture(scope="module")
+def pages():
+    """docs/conf.py, which generates pages from the code."""
+    return runpy.run_path(str(ROOT / "docs/conf.py"))
+
+
+def test_the_page_of_commands_has_every_flag_and_example(pages):
+    from memcheck.cli.parsers import COMMANDS, command_parser, split_help
+
+    sections = re.split(r"^## memcheck (.*)$", pages["command_page"](), flags=re.MULTILINE)[1:]
+    assert sections[::2] == list(COMMANDS)
+    for name, text in zip(sections[::2], sections[1::2], strict=True):
+        flags = {flag for action in command_parser(name)._actions for flag in action.option_strings} - {"-h", "--help"}
+        assert set(re.findall(r"(?<=`)--[\w-]+", text)) == flags
+        assert re.findall(r"^\$ (.*)$", text, re.MULTILINE) == split_help(name)[1]
+        assert "|  |" not in text
+
+
+def test_the_page_of_records_explains_every_field(pages):
+    import dataclasses
+
+    from memcheck.core.record import Record
+
+    rows = re.findall(r"^\| `(\w+)` \| `.*` \| (.+) \|$", pages["record_page"](), re.MULTILINE)
+    assert [name for name, _ in rows] == [field.name for field in dataclasses.fields(Record)]
+
+
+def test_links_to_generated_pages_are_to_their_headings(pages):
+    headings = {
+        name: {
+            heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", pages[function](), re.MULTILINE)
+        }
+        for name, function in (("commands", "command_page"), ("records", "record_page"))
+    }
+    links = re.findall(r"generated/(\w+)\.md#([\w-]+)", documentation())
+    assert links
+    assert [link for link in links if link[1] not in headings[link[0]]] == []

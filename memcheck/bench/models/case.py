@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from memcheck.core.case import DEFAULT_FACTOR, DTYPES, SHORT_DTYPES
-from memcheck.core.errors import UsageError
+from memcheck.core.errors import UsageError, unknown_name
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.workload import Workload
 from memcheck.measure.compile import compiled
@@ -89,7 +89,7 @@ def make_model_case(
     check_known("--feed-forward", case.feed_forward, FEED_FORWARDS)
     check_known("--mode", case.mode, MODES)
     if case.dtype not in DTYPES:
-        raise UsageError(f"--dtype {case.dtype} is unknown; known: {', '.join((*SHORT_DTYPES, *DTYPES))}")
+        raise unknown_name("--dtype", case.dtype, (*SHORT_DTYPES, *DTYPES))
     for name in ("bsz", "context", "factor"):
         given = getattr(case, name)
         if given is not None and given < 1:
@@ -101,7 +101,7 @@ def make_model_case(
 
 def check_known(flag: str, name: str, known: Any) -> None:
     if name not in known:
-        raise UsageError(f"{flag} {name} is unknown; known: {', '.join(known)}")
+        raise unknown_name(flag, name, known)
 
 
 def parameter_tensors(case: ModelCase) -> int:

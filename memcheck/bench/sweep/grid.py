@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +17,7 @@ from memcheck.bench.catalog import (
     make_case,
     make_combinator_case,
 )
-from memcheck.core.errors import UsageError
-
-RANGE = re.compile(r"(\d+):(\d+):([x+])(\d+)")
-LONGEST_LIST = 10_000
+from memcheck.core.errors import UsageError, unknown_name
 
 # The defaults of every flag. A preset or a TOML file overrides them; the parts in its `grid` override it in turn.
 BASE: dict[str, Any] = {
@@ -130,33 +126,4 @@ def check_names(flag: str, names: list[str], known: list[str]) -> None:
     """UsageError if a name is not known."""
     for name in names:
         if name not in known:
-            raise UsageError(f"{flag} {name} is unknown; known: {', '.join(known)}")
-
-
-def parse_sizes(text: str) -> list[int]:
-    """Parses "8", "16,32", "256:16384:x2" (doubling), "100:500:+100", or several with commas. ValueError otherwise."""
-    sizes = [size for word in text.split(",") for size in parse_range(word.strip())]
-    if len(sizes) > LONGEST_LIST:
-        raise ValueError(f"must list at most {LONGEST_LIST} sizes, got {len(sizes)}")
-    return list(dict.fromkeys(sizes))
-
-
-def parse_range(word: str) -> list[int]:
-    found = RANGE.fullmatch(word)
-    if found is None:
-        if not re.fullmatch(r"-?\d+", word):
-            raise ValueError(f"must look like 8, 16,32, 256:16384:x2 or 100:500:+100, got {word!r}")
-        return [at_least_one(int(word), word)]
-    start, stop, step = (at_least_one(int(found[group]), word) for group in (1, 2, 4))
-    if stop < start or (found[3], step) == ("x", 1):
-        raise ValueError(f"must go up from its start to its stop, got {word!r}")
-    sizes = [start]
-    while len(sizes) <= LONGEST_LIST and (size := sizes[-1] * step if found[3] == "x" else sizes[-1] + step) <= stop:
-        sizes.append(size)
-    return sizes
-
-
-def at_least_one(size: int, word: str) -> int:
-    if not 1 <= size < 2**63:
-        raise ValueError(f"must be at least 1 and below 2^63, got {word!r}")
-    return size
+            raise unknown_name(flag, name, known)

@@ -1,39 +1,16 @@
-"""Two folders of results, case by case: memory to the byte, time beyond noise."""
+"""`memcheck compare`: two folders of results, case by case."""
 
 from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 from typing import TextIO
 
 from memcheck.bench.sweep.store import read_records
-from memcheck.cli.cases import size
-from memcheck.cli.commands.report import FORMATS
 from memcheck.core.errors import UsageError
 from memcheck.report import compare, comparison_table, comparison_words, environment_changes, render
 from memcheck.report.cases import CASE_FIELDS, describe
 from memcheck.report.comparison import Comparison
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("before", type=Path, metavar="BEFORE", help="a folder with a records.jsonl")
-    parser.add_argument("after", type=Path, metavar="AFTER", help="another")
-    parser.add_argument(
-        "--fail-on-growth",
-        nargs="?",
-        const=0,
-        type=size("--fail-on-growth"),
-        metavar="SIZE",
-        help="exit code 1 where a memory figure is higher (by more than, say, 4KiB), a case does not fit any more, "
-        "or a case of BEFORE is missing",
-    )
-    parser.add_argument(
-        "--allow-missing",
-        action="store_true",
-        help="with --fail-on-growth: cases of BEFORE may be missing in AFTER, or have lost their figures there",
-    )
-    parser.add_argument("--format", choices=FORMATS, default="table", help="of stdout; default: table")
 
 
 def run(args: argparse.Namespace) -> int:

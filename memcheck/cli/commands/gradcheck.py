@@ -1,4 +1,4 @@
-"""Gradients of the operators against central differences, in float64."""
+"""`memcheck gradcheck`: gradients of the operators against central differences."""
 
 from __future__ import annotations
 
@@ -9,18 +9,9 @@ import sys
 import textwrap
 
 from memcheck.bench.profile import find_device
-from memcheck.ops.gradcheck import Outcome, check, configurations_of, operators
+from memcheck.ops.gradcheck import Outcome, check, configurations_of
 
 LINE = "{:<22} {:<76} {:>13} {:>9}  {}"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    known = ", ".join(operators())
-    parser.add_argument(
-        "--operator", action="append", default=[], metavar="NAME", help=f"repeatable; {known}; default: all"
-    )
-    parser.add_argument("--device", help="cpu, cuda or cuda:1; default: cuda where there is one")
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="of stdout; default: table")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,5 +37,5 @@ def line(outcome: Outcome) -> str:
 
 def summary(outcomes: list[Outcome]) -> str:
     failed = sum(not outcome.ok for outcome in outcomes)
-    said = f"{failed} of {len(outcomes)} FAILED" if failed else f"all {len(outcomes)} ok"
-    return f"{said} (torch.autograd.gradcheck: |analytic - numeric| <= 1e-5 + 1e-3 |numeric|, float64)"
+    words = f"{failed} of {len(outcomes)} FAILED" if failed else f"all {len(outcomes)} ok"
+    return f"{words} (torch.autograd.gradcheck: |analytic - numeric| <= 1e-5 + 1e-3 |numeric|, float64)"

@@ -1,4 +1,4 @@
-"""What is installed, how it was built, and what it runs on."""
+"""`memcheck info`: versions, the build, kernels, and the devices of this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from memcheck._extension import _C
 from memcheck.core.version import __version__
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="default: text")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -76,17 +72,17 @@ def lines(facts: dict[str, Any]) -> Iterator[str]:
     for section, values in facts.items():
         yield section
         for name, value in values.items():
-            yield f"  {name if section in ('kernels', 'allocator') else name.replace('_', ' ')}: {spoken(value)}"
+            yield f"  {name if section in ('kernels', 'allocator') else name.replace('_', ' ')}: {text_of(value)}"
         if not values:
             yield "  none"
 
 
-def spoken(value: Any) -> str:
+def text_of(value: Any) -> str:
     if value is None or value == []:
         return "none"
     if isinstance(value, list):
         separator = ", " if len(value) < 4 else " "
-        return separator.join(map(spoken, value))
+        return separator.join(map(text_of, value))
     if isinstance(value, dict):
         return f"{value['name']}, {value['memory_bytes'] / 2**30:.1f} GiB, capability {value['capability']}"
     return str(value)

@@ -1,4 +1,4 @@
-"""Our rows beside published tables: of a folder of results, or by formula without a run."""
+"""`memcheck published`: our figures beside published tables."""
 
 from __future__ import annotations
 
@@ -9,64 +9,36 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from memcheck.bench.catalog import CONTENDERS, Case, make_case, make_combinator_case
+from memcheck.bench.catalog import Case, make_case, make_combinator_case
 from memcheck.bench.predict import closed_terms
 from memcheck.bench.sweep.store import read_records
-from memcheck.cli.cases import make_room
-from memcheck.cli.commands.report import FORMATS, write_output
+from memcheck.cli.cases import make_room, styles_of_contenders
+from memcheck.cli.commands.report import write_output
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
 from memcheck.report import render
 from memcheck.studies.published import published_rows, published_table, published_tables
 from memcheck.studies.published_plot import plot_published
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "folders",
-        nargs="*",
-        type=Path,
-        metavar="DIR",
-        help="folders with a records.jsonl; default: every published row by formula",
-    )
-    parser.add_argument("--format", choices=FORMATS, default="table", help="of stdout; default: table")
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="write the tables there, too: Markdown, LaTeX, JSON and CSV"
-    )
-    parser.add_argument(
-        "--predict", action="store_true", help="every published row predicted for the GPU that it was measured on"
-    )
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the ratios as .png, .svg or .pdf")
+from memcheck.studies.published_predictions import cs336_predictions, memcheck_pyt_predictions
 
 
 def run(args: argparse.Namespace) -> int:
     if args.predict:
-        return show_predictions(args)
-    records = (
-        [record for folder in args.folders for record in read_records(folder)] if args.folders else list(by_formula())
-    )
-    tables = published_tables(records)
-    if not tables:
-        raise MemcheckError(
-            f"none of the {len(records)} rows of {', '.join(map(str, args.folders))} has a published counterpart: "
-            "memcheck_pyt's are of batch 64 in fp32, cs336's of batch 8 with one head"
-        )
+        if args.folders or args.plot:
+            raise UsageError("--predict is for the published rows alone: leave out folders and --plot")
+        tables = [memcheck_pyt_predictions(), cs336_predictions()]
+    else:
+        read = (record for folder in args.folders for record in read_records(folder))
+        records = list(read if args.folders else by_formula())
+        tables = published_tables(records)
+        if not tables:
+            raise MemcheckError(
+                f"none of the {len(records)} rows of {', '.join(map(str, args.folders))} has a published counterpart: "
+                "memcheck_pyt's are of batch 64 in fp32, cs336's of batch 8 with one head"
+            )
     written = write_output(tables, args.output, "published") if args.output else []
     if args.plot:
         written.append(draw(records, args.plot))
-    print(render(tables, args.format, sys.stdout))
-    if written:
-        print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)
-    return 0
-
-
-def show_predictions(args: argparse.Namespace) -> int:
-    from memcheck.studies.published_predictions import cs336_predictions, memcheck_pyt_predictions
-
-    if args.folders or args.plot:
-        raise UsageError("--predict takes no folders and draws no --plot: it is about the published rows alone")
-    tables = [memcheck_pyt_predictions(), cs336_predictions()]
-    written = write_output(tables, args.output, "published") if args.output else []
     print(render(tables, args.format, sys.stdout))
     if written:
         print(f"\nWrote {', '.join(map(str, written))}", file=sys.stderr)
@@ -78,10 +50,10 @@ def draw(records: Sequence[Record], path: Path) -> Path:
     if not rows:
         raise MemcheckError("--plot draws rows that memcheck_pyt published, and there are none")
     sources = ", ".join(dict.fromkeys(row["ours_source"] for row in rows))
-    styles = {name: contender.style for name, contender in CONTENDERS.items()}
     make_room("--plot", path)
     try:
-        plot_published(rows, path, styles=styles, subtitle=f"{len(rows)} rows of an A100 with 40 GB; ours {sources}")
+        subtitle = f"{len(rows)} rows of an A100 with 40 GB; ours {sources}"
+        plot_published(rows, path, styles=styles_of_contenders(), subtitle=subtitle)
     except (OSError, ValueError) as error:
         raise UsageError(f"--plot {path} cannot be written: {error}") from None
     return path

@@ -1,4 +1,4 @@
-"""Tables, scaling, accounting and a page for a browser, from folders of results."""
+"""`memcheck report`: tables, scaling, accounting and a page for a browser."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memcheck.bench.catalog import CONTENDERS
 from memcheck.bench.sweep.store import read_records
-from memcheck.cli.cases import add_table_arguments, make_room
+from memcheck.cli.cases import make_room, styles_of_contenders
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.report import (
@@ -34,37 +33,10 @@ from memcheck.report import (
 )
 from memcheck.studies.published import published_rows, published_tables
 
-FORMATS = ("table", "markdown", "csv", "latex", "json")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folders", nargs="+", type=Path, metavar="DIR", help="folders with a records.jsonl")
-    parser.add_argument(
-        "--case", metavar="NAME=VALUE[,..]", help="only these rows: operator=softplus,seq-len=512,dim=64"
-    )
-    parser.add_argument(
-        "--pivot",
-        action="append",
-        default=[],
-        metavar="FIELD[,..]",
-        help="length by dimension: forward_ms, saved_bytes",
-    )
-    parser.add_argument("--scaling", action="store_true", help="factors per doubling and fitted exponents")
-    parser.add_argument(
-        "--accounting", action="store_true", help="what each case's memory went to, predicted beside measured"
-    )
-    parser.add_argument("--cs336", action="store_true", help="every row under the columns of cs336's published table")
-    parser.add_argument("--format", choices=FORMATS, default="table", help="of stdout; default: table")
-    parser.add_argument(
-        "--output", type=Path, metavar="FOLDER", help="write the tables there, too: Markdown, LaTeX, JSON and CSV"
-    )
-    add_table_arguments(parser)
-    parser.add_argument("--html", type=Path, metavar="FILE", help="write one self-contained page")
-
 
 def run(args: argparse.Namespace) -> int:
     records = read_selected(args.folders, args.case)
-    tables = asked_tables(records, args)
+    tables = requested_tables(records, args)
     usual = not tables
     tables = tables or main_tables(records, args.units)
     # Printed first, so that files are written even if the reader of stdout leaves, as `| head` does.
@@ -100,9 +72,8 @@ def read_selected(folders: Sequence[Path], case: str | None) -> list[Record]:
     return selected
 
 
-def asked_tables(records: Sequence[Record], args: argparse.Namespace) -> list[Table]:
-    fields = [check_pivot(word.strip()) for words in args.pivot for word in words.split(",")]
-    tables = [table for field in fields for table in pivot_tables(records, field)]
+def requested_tables(records: Sequence[Record], args: argparse.Namespace) -> list[Table]:
+    tables = [table for field in map(check_pivot, args.pivot) for table in pivot_tables(records, field)]
     tables += [scaling_table(records)] if args.scaling else []
     tables += [accounting_table(record) for record in records] if args.accounting else []
     return tables + (cs336_tables(records) if args.cs336 else [])
@@ -113,7 +84,7 @@ def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
     from memcheck.studies.published_plot import published_picture
 
     make_room("--html", args.html)
-    styles = {name: contender.style for name, contender in CONTENDERS.items()}
+    styles = styles_of_contenders()
     sweeps = [sweep for folder in args.folders if (sweep := read_sweep(folder))]
     rows = published_rows(records)
     plots = svg_plots(records, styles=styles, more=[published_picture(rows, styles)] if rows else [])
@@ -129,7 +100,7 @@ def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
 def read_sweep(folder: Path) -> dict[str, Any] | None:
     """The sweep's manifest: command, environment and start. None if no sweep wrote the folder."""
     try:
-        said = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
+        manifest = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return said if isinstance(said, dict) else None
+    return manifest if isinstance(manifest, dict) else None

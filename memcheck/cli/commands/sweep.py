@@ -1,4 +1,4 @@
-"""A grid of cases, with tables and plots; the same command again goes on where the last one stopped."""
+"""`memcheck sweep`: a grid of cases, from flags, presets and TOML files."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
+from tqdm import tqdm
 
 from memcheck.bench.catalog import CONTENDERS, Case
 from memcheck.bench.plugins import load_plugin
@@ -24,9 +25,9 @@ from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predict import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
-from memcheck.cli.cases import count, folder, print_answer, seconds, size, sizes
-from memcheck.cli.commands.profile_attention import make_lengths
-from memcheck.cli.options import add_gpu_argument, predicted_device
+from memcheck.cli.cases import print_answer, progress_bar, styles_of_contenders
+from memcheck.cli.options import make_lengths, predicted_device
+from memcheck.cli.parsers import command_parser
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
@@ -35,105 +36,22 @@ from memcheck.core.units import format_bytes, format_time
 from memcheck.report import Screen, answer, doubt_lines, failure_note, is_predicted, write_tables
 from memcheck.report.plots import write_plots
 
-LENGTHS = {"seq_len", "query_len", "kv_len"}
-GRID = LENGTHS | {"attention_type", "bsz", "dim", "heads", "core_dim", "factor", "dtype", "mode", "causal", "compile"}
-NO_OPTIONS: dict[str, Any] = {
-    **dict.fromkeys(("device", "memory_limit", "passes", "no_time", "max_seconds_per_case", "isolate", "workers")),
-    **dict.fromkeys(("devices", "dask", "retry", "dry_run", "preset")),
-    **dict.fromkeys(("predict", "predict_only", "device_from_this_gpu")),
-    "plugin": [],
-    "output": Path("results"),
-    "format": "table",
+LENGTHS = ("seq_len", "query_len", "kv_len")
+GRID = {
+    *LENGTHS,
+    *("attention_type", "bsz", "dim", "heads", "core_dim", "factor", "dtype", "mode", "causal", "compile"),
 }
 # Flags for real runs only.
 RUNNING = ("passes", "no_time", "max_seconds_per_case", "isolate", "workers", "devices", "dask", "predict")
-BAR = "{desc} {percentage:3.0f}%|{bar}| {elapsed}, {remaining} left"
 Values = dict[str, Any]  # Argument -> value, for the given flags.
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.set_defaults(parser=parser)  # Flags that read presets and TOML files.
-    parser.add_argument("--preset", choices=PRESETS, help="default: quick, where no other flag says what to run")
-    parser.add_argument("--config", metavar="FILE.toml", help="flags as TOML keys; [[grid]] tables are added up")
-    add_grid_arguments(parser.add_argument_group("grid", "every combination is a case; N: 8 or 16,32 or 256:16384:x2"))
-    add_measuring_arguments(parser.add_argument_group("measuring"))
-    add_running_arguments(parser.add_argument_group("running"))
-    add_predicting_arguments(parser.add_argument_group("predicting"))
-
-
-def add_grid_arguments(group: argparse._ArgumentGroup) -> None:
-    known = ", ".join(CONTENDERS)
-    group.add_argument(
-        "--attention-type", action="append", metavar="NAME[,NAME]", help=f"repeatable; {known}; combinators join in"
-    )
-    for flag, meaning in (
-        ("bsz", "batch sizes B"),
-        ("seq-len", "S and T at once"),
-        ("query-len", "S; default: --kv-len"),
-        ("kv-len", "T; default: --query-len"),
-        ("dim", "token dimensions E"),
-        ("heads", "H, where there are heads"),
-        ("core-dim", "R, softplus only; default: --dim"),
-        ("factor", "compressed only: positions to a block; default: 8"),
-    ):
-        group.add_argument(f"--{flag}", type=sizes(f"--{flag}"), metavar="N", help=meaning)
-    group.add_argument("--dtype", type=words, metavar="NAME[,NAME]", help="fp32, bf16, fp16, fp64")
-    group.add_argument("--mode", type=words, metavar="NAME[,NAME]", help="train, inference, decode")
-    group.add_argument("--compile", action=argparse.BooleanOptionalAction, help="under torch.compile")
-    group.add_argument("--causal", action=argparse.BooleanOptionalAction, help="default: --causal")
-
-
-def add_measuring_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--device", help="cpu, cuda or cuda:1, with --predict-only a GPU by name or size; default: cuda, else cpu"
-    )
-    group.add_argument(
-        "--memory-limit",
-        type=size("--memory-limit"),
-        metavar="40GiB",
-        help="OOM above this; B, KiB, MiB, GiB, KB, MB or GB",
-    )
-    group.add_argument("--passes", type=count("--passes"), metavar="N", help="timed passes; default: 10, or 3 s")
-    group.add_argument("--no-time", action="store_const", const=True, help="memory only")
-    group.add_argument(
-        "--max-seconds-per-case",
-        type=seconds("--max-seconds-per-case"),
-        metavar="S",
-        help="cuts timed passes, then the case; default: 60 on a CPU, 0 (none) on CUDA",
-    )
-
-
-def add_running_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--isolate", action="store_const", const=True, help="a new process for each case")
-    group.add_argument("--workers", type=count("--workers"), metavar="N", help="cases at once; default: 1")
-    group.add_argument("--devices", type=words, metavar="0,1", help="CUDA devices, a worker on each")
-    group.add_argument("--dask", metavar="ADDRESS", help="a dask scheduler whose workers run the cases")
-    group.add_argument(
-        "--plugin",
-        type=load_plugin,
-        action="append",
-        metavar="FILE.py",
-        help="a file or module that registers operators of yours (memcheck.bench.catalog.register); repeatable",
-    )
-    group.add_argument(
-        "--retry", action="store_const", const=True, help="run error, killed, timeout and skipped rows again"
-    )
-    group.add_argument("--dry-run", action="store_const", const=True, help="list the cases, run none")
-    group.add_argument("--output", type=folder, metavar="DIR", help="where rows are kept; default: results")
-    group.add_argument("--format", choices=("table", "json"), help="of stdout; default: table")
-
-
-def add_predicting_arguments(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--predict-only", action="store_const", const=True, help="run nothing: a predicted row for every case"
-    )
-    group.add_argument("--predict", action="store_const", const=True, help="a predicted row beside every measured one")
-    add_gpu_argument(group)
 
 
 def run(args: argparse.Namespace) -> int:
     parts = read_parts(args)
-    options = argparse.Namespace(**{**NO_OPTIONS, **parts[0]})
+    defaults = {"output": Path("results"), "format": "table", "plugin": []}
+    options = argparse.Namespace(**{**vars(args), **defaults, **parts[0]})
+    for plugin in options.plugin:
+        load_plugin(plugin)
     device = device_to_predict(args, options)
     grids = [read_grid(part) for part in parts]
     cases = multiply_out(grids, device.kind if device and options.predict_only else device_of(options))
@@ -149,10 +67,10 @@ def run(args: argparse.Namespace) -> int:
         records = [] if options.predict_only else sweep(cases, options, command, out)
         records += predictions
     except KeyboardInterrupt:
-        print(f"\nstopped; {goes_on(options, command)}", file=sys.stderr)
+        print(f"\nstopped; {resume_words(options, command)}", file=sys.stderr)
         return 130
     except StoreError as error:
-        raise StoreError(f"{error}; {goes_on(options, command)}") from None
+        raise StoreError(f"{error}; {resume_words(options, command)}") from None
     print(f"\n{summary(records)}", file=out, flush=True)
     print(f"\nWrote {write_files(options)}", file=out)
     step = f"Next: memcheck report {options.output} --html page.html\n  writes all tables and plots as one page."
@@ -178,21 +96,23 @@ def announce(cases: list[Case], options: argparse.Namespace, out: TextIO) -> Non
     hours = sum(map(settings_of(options).expected_seconds, cases)) / 3600
     if cases[0].device == "cpu" and hours > 0.5:
         print(
-            f"{len(cases)} cases, up to {hours:.1f} hours of arithmetic on a CPU; Ctrl-C keeps what is done", file=out
+            f"{len(cases)} cases, up to {hours:.1f} hours of arithmetic on a CPU; Ctrl-C keeps finished cases", file=out
         )
 
 
 def read_parts(args: argparse.Namespace) -> list[Values]:
-    """The arguments of each part of the grid: preset, then file, then command line; later ones win."""
-    given = values_of(args)
+    """The values of each part of the grid: preset, then file, then command line; later ones win."""
+    given, source = values_of(args), f"--config {args.config}"
     file = read_toml(args.config) if args.config else {}
-    preset = given.get("preset", file.get("preset"))
-    lower = parts_of(args.parser, file, f"--config {args.config}")
-    if preset is None and not GRID & (set(given) | set().union(*lower)):
+    shared, grids = split_grids(file, source)
+    lower = [parse_settings(over(shared, grid), source) for grid in grids]
+    preset = given.get("preset", shared.get("preset"))
+    if preset is None and not GRID & set().union(given, *lower):
         preset = "quick"
-    base = parse(args.parser, BASE, "")
-    presets = parts_of(args.parser, PRESETS[preset] if preset else {}, "")
-    return [over(base, upper, part, given, {"preset": preset}) for upper in presets for part in lower]
+    base, _ = split_grids(BASE, "")
+    of_preset, preset_grids = split_grids(PRESETS[preset] if preset else {}, "")
+    upper = [parse_settings(over(base, of_preset, grid), "") for grid in preset_grids]
+    return [over(first, second, given, {"preset": preset}) for first in upper for second in lower]
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -210,21 +130,20 @@ def read_toml(path: str) -> dict[str, Any]:
     return settings
 
 
-def parts_of(parser: argparse.ArgumentParser, settings: dict[str, Any], source: str) -> list[Values]:
-    """One part for each [[grid]], with the values above all of them."""
-    shared = parse(parser, {name: value for name, value in settings.items() if name != "grid"}, source)
+def split_grids(settings: Values, source: str) -> tuple[Values, list[Values]]:
+    """The values for all parts, and those of each [[grid]] table."""
     grids = settings.get("grid", [{}])
     if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids) or not grids:
         raise UsageError(f"{source}: grid must be a table, [[grid]]")
-    parts = [parse(parser, grid, source) for grid in grids]
-    for name in set().union(*parts) - GRID:
-        raise UsageError(
-            f"{source}: {name.replace('_', '-')} is for the whole sweep, and goes above the first [[grid]]"
-        )
-    return [over(shared, part) for part in parts]
+    shared, *grids = ({key.replace("-", "_"): grid[key] for key in grid} for grid in (settings, *grids))
+    shared.pop("grid", None)
+    for name in set(parse_settings(over(*grids), source)) - GRID:
+        flag = name.replace("_", "-")
+        raise UsageError(f"{source}: {flag} is for the whole sweep, and goes above the first [[grid]]")
+    return shared, grids
 
 
-def parse(parser: argparse.ArgumentParser, settings: dict[str, Any], source: str) -> Values:
+def parse_settings(settings: Values, source: str) -> Values:
     """Parses names and values as if they were flags."""
     words = []
     for name, value in settings.items():
@@ -234,30 +153,29 @@ def parse(parser: argparse.ArgumentParser, settings: dict[str, Any], source: str
         else:
             words.append(f"{flag}={','.join(map(str, value)) if isinstance(value, list) else value}")
     try:
-        return values_of(parser.parse_args(words))
+        return values_of(command_parser("sweep").parse_args(words))
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
 
 
 def values_of(args: argparse.Namespace) -> Values:
-    return {name: value for name, value in vars(args).items() if value is not None and name not in ("parser", "words")}
+    return {name: value for name, value in vars(args).items() if value is not None and name != "words"}
 
 
 def over(*layers: Values) -> Values:
     """Merges layers; later ones win. A length in one layer replaces all lengths of earlier layers."""
     result: Values = {}
     for layer in layers:
-        if LENGTHS & set(layer):
+        if set(LENGTHS) & set(layer):
             result = {name: value for name, value in result.items() if name not in LENGTHS}
         result |= layer
     return result
 
 
 def read_grid(values: Values) -> Grid:
-    names = [name.strip() for given in values["attention_type"] for name in given.split(",")]
-    lengths = make_lengths(argparse.Namespace(**{**dict.fromkeys(LENGTHS), **values, "mode": None}), [])
-    others = {name: values[name] for name in GRID - LENGTHS - {"attention_type"} if name in values}
-    return Grid(list(dict.fromkeys(names)), lengths, **others)
+    lengths = make_lengths(None, *(values.get(name) for name in LENGTHS), default=[])
+    others = {name: values[name] for name in GRID - {*LENGTHS, "attention_type"} if name in values}
+    return Grid(list(dict.fromkeys(values["attention_type"])), lengths, **others)
 
 
 def device_of(options: argparse.Namespace) -> str:
@@ -319,9 +237,7 @@ def dask_executor(address: str | None) -> Iterator[tuple[Executor | None, int | 
 @contextmanager
 def shown_progress(options: argparse.Namespace, out: TextIO) -> Iterator[Callable[[Progress], None]]:
     """Prints a line per case; on a terminal also a bar with the estimated time left."""
-    from tqdm import tqdm
-
-    with tqdm(total=1.0, file=sys.stderr, disable=not sys.stderr.isatty(), bar_format=BAR, leave=False) as bar:
+    with progress_bar(1.0) as bar:
 
         def show(progress: Progress) -> None:
             left = expected_seconds(progress.left, options)
@@ -346,16 +262,8 @@ def expected_seconds(cases: Sequence[Case], options: argparse.Namespace) -> floa
 
 def title(case: Case | Record) -> str:
     """ "naive  B1 S256 T256 E256 H4 float32 inference" """
-    more = [case.mode] if case.mode != "train" else []
-    return " ".join(
-        [
-            f"{case.operator:<23}",
-            shape(case),
-            str(case.dtype),
-            *(["compiled"] if case.compiled else []),
-            *map(str, more),
-        ]
-    )
+    compiled, mode = "compiled" if case.compiled else "", "" if case.mode == "train" else case.mode
+    return " ".join(filter(None, (f"{case.operator:<23}", shape(case), case.dtype, compiled, mode)))
 
 
 def line(record: Record) -> str:
@@ -373,32 +281,31 @@ def figures(record: Record) -> str:
 
 
 def summary(records: Sequence[Record]) -> str:
-    measured = [record for record in records if not is_predicted(record)]
-    predicted = [record for record in records if is_predicted(record)]
+    measured, predicted = ([row for row in records if is_predicted(row) == wanted] for wanted in (False, True))
     parts = [counted(measured)] if measured or not predicted else []
-    return "; ".join([*parts, *([f"predicted: {counted(predicted)}"] if predicted else [])])
+    return "; ".join([*parts, f"predicted: {counted(predicted)}"] if predicted else parts)
 
 
 def counted(records: Sequence[Record]) -> str:
     counts = Counter(record.status for record in records)
-    words = f"{len(records)} cases: {', '.join(f'{number} {status}' for status, number in counts.most_common())}"
+    words = ", ".join(f"{number} {status}" for status, number in counts.most_common())
     again = counts["error"] + counts["killed"] + counts["timeout"]
-    return words + ("; --retry runs error, killed and timeout again" if again else "")
+    return f"{len(records)} cases: {words}" + ("; --retry runs error, killed and timeout again" if again else "")
 
 
-def goes_on(options: argparse.Namespace, command: str) -> str:
-    return f"what is done is kept in {options.output}, and the same command goes on: {command}"
+def resume_words(options: argparse.Namespace, command: str) -> str:
+    return f"finished cases are kept in {options.output}, and the same command continues: {command}"
 
 
 def write_files(options: argparse.Namespace) -> str:
     """Writes tables and plots of everything in the folder, and describes the files."""
     output, records = options.output, read_records(options.output)
-    styles = {name: contender.style for name, contender in CONTENDERS.items()}
     try:
         tables = write_tables(records, output)
-        plots = write_plots(records, output, styles=styles, title=f"sweep {options.preset or ''}".strip())
+        title = f"sweep {options.preset or ''}".strip()
+        plots = write_plots(records, output, styles=styles_of_contenders(), title=title)
     except OSError as error:
-        raise MemcheckError(f"all rows are in {output}, but not their tables and plots: {error}") from None
+        raise MemcheckError(f"the rows are in {output}, but tables and plots could not be written: {error}") from None
     return f"{output / FILE}, {first_of(tables)} and {first_of(plots)}"
 
 
@@ -415,15 +322,15 @@ def list_cases(cases: list[Case], options: argparse.Namespace, device: Device | 
             done = find_done(cases, options.output, executor=executor, retry=bool(options.retry), **measuring(options))
     to_do = "to predict" if options.predict_only else "to run"
     verdicts = {case: (done[case].status, None) if case in done else foreseen(case) or (to_do, None) for case in cases}
-    said = f"{len(cases)} cases, {len(done)} of them done in {options.output}"
+    total = f"{len(cases)} cases, {len(done)} of them done in {options.output}"
     if options.format == "json":
         rows = [{**asdict(case), "status": status, "reason": reason} for case, (status, reason) in verdicts.items()]
         print("[" + ",\n ".join(map(json.dumps, rows)) + "]")
-        print(said, file=sys.stderr)
+        print(total, file=sys.stderr)
     else:
         for case, (status, reason) in verdicts.items():
             print(f"{title(case)}: {reason or status}")
-        print(f"\n{said}")
+        print(f"\n{total}")
     return 0
 
 
@@ -458,7 +365,3 @@ def predicting(options: argparse.Namespace) -> dict[str, Any]:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     return Settings(**measuring(options), max_seconds=options.max_seconds_per_case)
-
-
-def words(text: str) -> list[str]:
-    return [word.strip() for word in text.split(",")]

@@ -7,8 +7,9 @@ from collections import Counter
 import pytest
 
 from memcheck.bench.catalog import CONTENDERS, Case
-from memcheck.bench.sweep.grid import Grid, multiply_out, parse_sizes, refusal
+from memcheck.bench.sweep.grid import Grid, multiply_out, refusal
 from memcheck.core.errors import UsageError
+from memcheck.core.units import parse_sizes
 
 
 def grid(operators: str, **axes: object) -> Grid:

@@ -1,0 +1,486 @@
+"""The commands and their flags. Nothing here imports torch, so that --help and usage errors answer at once.
+
+Each command is a function that adds its flags. Its docstring is the command's help: what it does, then examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from pathlib import Path
+from typing import Any, NoReturn
+
+from memcheck.cli.options import (
+    ATTENTION_TYPES,
+    COMBINATOR_TYPES,
+    DECODER_TYPES,
+    DEFAULT_SIZES,
+    DEFAULT_TYPES,
+    MODES,
+    add_device_arguments,
+    add_gpu_argument,
+    count,
+    counts,
+    file,
+    folder,
+    seconds,
+    size,
+    sizes,
+    words,
+)
+from memcheck.core.devices import DEVICES
+from memcheck.core.errors import UsageError, did_you_mean
+
+REPORT_FORMATS = ("table", "markdown", "csv", "latex", "json")
+PRESETS = ("quick", "memcheck-pyt", "cs336", "ato")
+METAVARS: dict[Any, str] = {
+    count: "N",
+    counts: "N[,N]",
+    sizes: "N[,N]",
+    size: "40GiB",
+    seconds: "S",
+    file: "FILE",
+    folder: "DIR",
+}
+# Flags that several commands have.
+FLAGS: dict[str, dict[str, Any]] = {
+    "--attention-type": {"help": f"{', '.join(ATTENTION_TYPES)}, or an operator of --plugin"},
+    "--bsz": {"help": "batch size B", "metavar": "N"},
+    "--dim": {"help": "token dimension E", "metavar": "N"},
+    "--heads": {"help": "number of heads H, for operators that have heads", "metavar": "N"},
+    "--seq-len": {"help": "both lengths, S and T", "metavar": "N"},
+    "--query-len": {"help": "number of queries S; default: --kv-len", "metavar": "N"},
+    "--kv-len": {
+        "help": "number of keys T, or tokens of the state in --mode decode; default: --query-len",
+        "metavar": "N",
+    },
+    "--core-dim": {"help": "core dimension of softplus attention; default: --dim", "metavar": "N"},
+    "--factor": {"help": "positions per block of compressed attention; default: 8", "metavar": "N"},
+    "--dtype": {"help": "fp32, bf16, fp16, fp64, or torch's names; default: fp32", "default": "float32"},
+    "--mode": {
+        "help": "train: forward and backward; inference: forward; decode: one step from a state; default: train",
+        "choices": MODES,
+        "default": "train",
+    },
+    "--device": {"help": "cpu, cuda or cuda:1; default: cuda if there is a GPU"},
+    "--memory-limit": {"help": "out of memory above this; units: B, KiB, MiB, GiB, KB, MB, GB", "type": size},
+    "--passes": {"help": "timed passes; default: 10, or as many as fit into 3 s", "type": count},
+    "--max-seconds-per-case": {
+        "help": "no timed pass of a case begins after S seconds; 0: no limit; default: 60 on a CPU, else 0",
+        "type": seconds,
+    },
+    "--plugin": {
+        "help": "a file or module that registers your operators (memcheck.bench.catalog.register); repeatable",
+        "action": "append",
+        "metavar": "FILE.py",
+    },
+    "--output": {
+        "help": "folder of the results; records of the same cases are replaced, others stay; default: results",
+        "type": folder,
+    },
+    "--format": {"help": "format of stdout; default: table", "choices": ("table", "json"), "default": "table"},
+    "--snapshot": {"help": "write memory over time for the viewer at pytorch.org/memory_viz", "type": file},
+    "--trace": {"help": "write torch.profiler's trace, and print which kernels took the time", "type": file},
+}
+
+
+def add(parser: argparse._ActionsContainer, *flags: str, more: str = "", **changes: Any) -> None:
+    """Adds flags: as FLAGS describes them, with changes. more: added to the help."""
+    for flag in flags:
+        settings = {**FLAGS.get(flag, {}), **changes}
+        if more:
+            settings["help"] += f"; {more}"
+        if metavar := METAVARS.get(settings.get("type")):
+            settings.setdefault("metavar", metavar)
+        parser.add_argument(flag, **settings)
+
+
+def add_names(parser: argparse._ActionsContainer, flag: str, more: str = "repeatable", **changes: Any) -> None:
+    """Adds a flag that takes a list of names, and may be repeated."""
+    add(parser, flag, action="extend", type=words, metavar="NAME[,NAME]", more=more, **changes)
+
+
+def add_switches(parser: argparse._ActionsContainer, default: bool | None = False, **switches: str) -> None:
+    """Adds flags without a value, by their names and help texts."""
+    for name, meaning in switches.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", action="store_true", default=default, help=meaning)
+
+
+def add_table_switches(parser: argparse._ActionsContainer, units: bool = True) -> None:
+    """Adds the flags that say how much a table shows."""
+    if units:
+        add_switches(parser, units="bytes also in U, the bytes of one main tensor, and per query and key")
+    add_switches(parser, doubts="every doubt about a figure, below the table")
+
+
+def add_causal(parser: argparse._ActionsContainer, default: bool | None = True) -> None:
+    meaning = "each query sees only the keys up to its own position; default: --causal"
+    parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=default, help=meaning)
+
+
+def add_result_folders(parser: argparse.ArgumentParser, nargs: str = "+", more: str = "") -> None:
+    parser.add_argument("folders", nargs=nargs, type=Path, metavar="DIR", help=f"folders with a records.jsonl{more}")
+    add(parser, "--format", choices=REPORT_FORMATS)
+    meaning = "also write the tables there: Markdown, LaTeX, JSON and CSV"
+    parser.add_argument("--output", type=Path, metavar="FOLDER", help=meaning)
+
+
+def compare(parser: argparse.ArgumentParser) -> None:
+    """Compares two folders of results, case by case: memory to the byte, times beyond noise.
+
+    memcheck compare before/ after/
+    memcheck compare before/ after/ --fail-on-growth
+    memcheck compare before/ after/ --fail-on-growth 4KiB --allow-missing
+    """
+    parser.add_argument("before", type=Path, metavar="BEFORE", help="a folder with a records.jsonl")
+    parser.add_argument("after", type=Path, metavar="AFTER", help="another folder")
+    growth = "exit code 1 if a memory figure grew by more than this (by default 0), or a case failed or is missing"
+    add(parser, "--fail-on-growth", nargs="?", const=0, type=size, metavar="SIZE", help=growth)
+    missing = "with --fail-on-growth: cases of BEFORE may be missing, or without figures, in AFTER"
+    add_switches(parser, allow_missing=missing)
+    add(parser, "--format", choices=REPORT_FORMATS)
+
+
+def completion(parser: argparse.ArgumentParser) -> None:
+    """Prints a completion script for a shell.
+
+    memcheck completion bash > ~/.local/share/bash-completion/completions/memcheck
+    memcheck completion zsh > ~/.zfunc/_memcheck
+    memcheck completion fish > ~/.config/fish/completions/memcheck.fish
+    """
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
+
+
+def fit(parser: argparse.ArgumentParser) -> None:
+    """Predicts the largest length, batch or dimension that fits a device, operators side by side; runs nothing.
+
+    memcheck fit --device H100-80GB --bsz 8 --dim 512 --heads 8
+    memcheck fit --device A100-40GB --find bsz --seq-len 4096
+    memcheck fit --device 24GiB --mode inference --dtype bf16 --bsz 1:64:x2 --plot frontier.png
+    """
+    axes = ("seq-len", "bsz", "dim")
+    add(parser, "--find", choices=axes, default="seq-len", help="the size to maximise; default: seq-len")
+    add_names(parser, "--attention-type", more=f"repeatable; default: {','.join(DEFAULT_TYPES)}")
+    add(parser, "--bsz", type=sizes, more="default: 1")
+    add(parser, "--seq-len", type=sizes, more="in --mode decode tokens of the state; default: 1024")
+    add(parser, "--dim", type=sizes, more="default: 256")
+    add(parser, "--heads", type=count, default=4, more="default: 4")
+    add(parser, "--core-dim", "--factor", type=count)
+    add(parser, "--dtype", "--mode")
+    add_causal(parser)
+    add_device_arguments(parser)
+    add(parser, "--memory-limit", help="a limit below the device's memory")
+    add(parser, "--step", type=count, default=1, help="try only multiples of N; default: 1")
+    add(parser, "--up-to", type=count, default=2**30, help="end of the search; default: 2^30")
+    add(parser, "--plot", type=file, help="draw the largest sizes as .png, .svg or .pdf")
+    add_switches(parser, fail_on_oom="exit code 3 unless every operator fits at some size")
+    add(parser, "--format", "--plugin")
+
+
+def gradcheck(parser: argparse.ArgumentParser) -> None:
+    """Compares the gradients of the operators with central differences, in float64.
+
+    memcheck gradcheck
+    memcheck gradcheck --operator softplus_attention --device cpu
+    """
+    known = (
+        "softplus_attention, linear_attention, compressed_attention, compressed_attention_pooled, linear_r, linear_l"
+    )
+    all_of_them = f"{known}, combinator; repeatable; default: all"
+    add(parser, "--operator", action="append", default=[], metavar="NAME", help=all_of_them)
+    add(parser, "--device", "--format")
+
+
+def info(parser: argparse.ArgumentParser) -> None:
+    """Shows versions, the build, kernels, and the devices of this machine.
+
+    memcheck info
+    memcheck info --format json
+    """
+    add(parser, "--format", choices=("text", "json"), default="text", help="format of stdout; default: text")
+
+
+def mixed_precision(parser: argparse.ArgumentParser) -> None:
+    """Shows what 16-bit arithmetic does to numbers: long sums by dtype, and the stages of a network under autocast.
+
+    memcheck mixed-precision
+    memcheck mixed-precision --dtype fp16 --format json
+    """
+    add(parser, "--dtype", default="bf16", help="what autocast casts to: bf16 or fp16; default: bf16")
+    add(parser, "--device", "--format")
+
+
+def plot(parser: argparse.ArgumentParser) -> None:
+    """Draws the records of a folder of results.
+
+    memcheck plot results/
+    memcheck plot results/ --kind memory,time --format pdf --output figures/
+    memcheck plot results/ --y saved_bytes --x dim --log
+    """
+    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder with a records.jsonl")
+    kinds = "every picture of these kinds: memory, prediction, theory, savings, time, decode; default: what makes sense"
+    add_names(parser, "--kind", help=kinds)
+    add(parser, "--x", metavar="AXIS", help="seq-len, query-len, kv-len or dim; default: what varies")
+    add(parser, "--y", metavar="FIELD", help="a field of the records in bytes or ms, such as saved_bytes")
+    scale = parser.add_mutually_exclusive_group()
+    scale.add_argument("--log", dest="log", action="store_true", default=None, help="logarithmic axes only")
+    scale.add_argument("--linear", dest="log", action="store_false", help="linear axes only; default: both")
+    add_names(parser, "--attention-type", help="only these operators; default: all")
+    add(parser, "--title", default="", help="text before the title of each picture")
+    add(parser, "--output", help="folder of the pictures, which are replaced; default: beside the records")
+    formats = "png, svg, pdf; default: png,svg"
+    parser.add_argument("--format", type=words, default="png,svg", metavar="NAME[,NAME]", help=formats)
+
+
+def predict(parser: argparse.ArgumentParser) -> None:
+    """Predicts the memory of a case on any device, as sums of named terms; runs nothing.
+
+    memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
+    memcheck predict --attention-type softplus --mode decode --kv-len 100000 --device 24GiB
+    memcheck predict --seq-len 16384 --device H100-80GB --fail-on-oom
+    """
+    combinators = f"also {', '.join(COMBINATOR_TYPES)}; default: naive"
+    add(parser, "--attention-type", default="naive", metavar="NAME", more=combinators)
+    for flag, default in DEFAULT_SIZES.items():
+        add(parser, f"--{flag}", type=count, more=f"default: {default}")
+    add(parser, "--seq-len", type=count, more="default: 1024")
+    add(parser, "--query-len", "--kv-len", "--core-dim", "--factor", type=count)
+    add_causal(parser)
+    add(parser, "--dtype", "--mode")
+    add_device_arguments(parser)
+    add(parser, "--memory-limit", help="a limit below the device's memory")
+    add(parser, "--threads", type=count, help="threads of a CPU; default: those of torch here")
+    add_switches(
+        parser,
+        compile="the case runs under torch.compile, for which nothing is predicted",
+        dense_grad="the gradient of the output is a full tensor",
+        expandable_segments="as with PYTORCH_ALLOC_CONF=expandable_segments:True",
+        fail_on_oom="exit code 3 unless the case is predicted to fit",
+    )
+    add(parser, "--format", "--plugin")
+
+
+def profile_attention(parser: argparse.ArgumentParser) -> None:
+    """Measures memory and time of attention operators: a table, records and a plot.
+
+    memcheck profile-attention
+    memcheck profile-attention --attention-type naive,softplus --seq-len 1024,2048 --dtype bf16 --memory-limit 100MiB
+    memcheck profile-attention --attention-type naive --seq-len 1024 --explain --predict
+    """
+    add(parser, "--preset", choices=PRESETS[:1], default="quick", help="values of flags not given; default: quick")
+    add_names(parser, "--attention-type", more=f"repeatable; default: {','.join(DEFAULT_TYPES)}")
+    for flag, default in DEFAULT_SIZES.items():
+        add(parser, f"--{flag}", type=count, more=f"default: {default}")
+    add(parser, "--seq-len", type=counts, metavar="N[,N]", more="default: 256 to 4096")
+    add(parser, "--query-len", "--kv-len", type=counts, metavar="N[,N]")
+    add(parser, "--core-dim", "--factor", type=count)
+    add_causal(parser)
+    add_case_flags(parser)
+
+
+def profile_combinator(parser: argparse.ArgumentParser) -> None:
+    """Measures memory and time of the combinator: a table, records and a plot.
+
+    memcheck profile-combinator --bsz 64 --query-len 512 --dim 128
+    memcheck profile-combinator --combinator-type combinator,combinator-low-memory --no-time
+    """
+    add(parser, "--bsz", type=count, default=64, more="default: 64")
+    add(parser, "--dim", type=count, default=128, more="default: 128")
+    add(parser, "--query-len", type=counts, metavar="N[,N]", help="lengths S; default: 512, or 1 in --mode decode")
+    add_names(parser, "--combinator-type", help=f"{', '.join(COMBINATOR_TYPES)}; default: combinator")
+    add_switches(parser, low_memory="combinator-low-memory: computes its pre-activations again, does not keep them")
+    add_case_flags(parser)
+
+
+def add_case_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the commands that run operators case by case."""
+    add(parser, "--dtype", "--mode", "--device", "--memory-limit", "--passes", "--max-seconds-per-case")
+    add_switches(
+        parser,
+        compile="run under torch.compile, which compiles before the measurement",
+        no_time="measure memory only",
+        predict="a predicted row under each measured one, and their ratio",
+        nvtx="mark passes with NVTX ranges, for Nsight Systems",
+    )
+    add(parser, "--output", default=Path("results"))
+    add(parser, "--format", "--plugin")
+    add_table_switches(parser)
+    explain = "list the N (10) largest tensors alive at each peak and kept for backward, by what allocated them"
+    add(parser, "--explain", type=count, nargs="?", const=10, help=explain)
+    timeline = "draw memory over time by what allocated it, as .png, .svg or .pdf; one file per case"
+    add(parser, "--timeline", type=file, help=timeline)
+    add(parser, "--snapshot", "--trace", more="one file per case")
+
+
+def profile_model(parser: argparse.ArgumentParser) -> None:
+    """Measures and predicts memory and time of a whole decoder: parameters, gradients, AdamW and activations.
+
+    memcheck profile-model --size small --attention-type naive,softplus
+    memcheck profile-model --size xl --context 1024 --bsz 4 --checkpointing --predict --device A100-80GB
+    memcheck profile-model --autocast bf16 --components --output results/model
+    """
+    for flag, known, default in (
+        ("--size", "tiny, mini, small, medium, large, xl, 2.7B, all", "tiny"),
+        ("--attention-type", f"{', '.join(DECODER_TYPES)}, all of them causal", "softmax"),
+        ("--feed-forward", "swiglu, combinator, combinator-low-memory", "swiglu"),
+        ("--mode", "forward: no gradients; backward: forward and backward; train: and a step of AdamW", "train"),
+        ("--dtype", "dtype of the parameters: fp32, bf16, fp16, fp64", "fp32"),
+    ):
+        meaning = f"{known}; default: {default}"
+        parser.add_argument(flag, type=words, default=[default], metavar="NAME[,NAME]", help=meaning)
+    add(parser, "--context", type=counts, default=[128], help="lengths S; default: 128")
+    add(parser, "--bsz", type=count, default=1, more="default: 1")
+    add(parser, "--factor", type=count)
+    autocast = "compute products in bf16 (if no name is given) or fp16, with parameters in fp32"
+    add(parser, "--autocast", nargs="?", const="bf16", metavar="DTYPE", help=autocast)
+    layers = "keep only each layer's input and run the layer again in the backward; default: --no-checkpointing"
+    add(parser, "--checkpointing", action=argparse.BooleanOptionalAction, default=False, help=layers)
+    add_switches(
+        parser,
+        compile="run under torch.compile, for which nothing is predicted",
+        predict="predict only: run and allocate nothing",
+        no_time="measure memory only",
+        components="a table of what each part keeps; printed for a single case anyway",
+        nvtx="mark passes and modules with NVTX ranges, for Nsight Systems",
+    )
+    add(parser, "--device", metavar="NAME", more=f"with --predict also {', '.join(DEVICES)}, or a size")
+    add_gpu_argument(parser)
+    add(parser, "--memory-limit")
+    add(parser, "--passes", help="timed passes; default: 10, or as many as fit into 10 s")
+    add(parser, "--snapshot", "--trace", more="for a single case")
+    add(parser, "--output", default=Path("results"))
+    add(parser, "--format")
+    add_table_switches(parser, units=False)
+
+
+def published(parser: argparse.ArgumentParser) -> None:
+    """Sets our figures beside published tables: those of result folders, or by formula without a run.
+
+    memcheck published
+    memcheck published results/ --plot ratios.png
+    memcheck published --predict
+    """
+    add_result_folders(parser, "*", more="; default: by formula")
+    add_switches(parser, predict="predict every published row for the GPU that it was measured on")
+    add(parser, "--plot", type=Path, metavar="FILE", help="draw the ratios as .png, .svg or .pdf")
+
+
+def report(parser: argparse.ArgumentParser) -> None:
+    """Prints tables, scaling and accounting of result folders, and writes a page for a browser.
+
+    memcheck report results/
+    memcheck report results/ --html page.html
+    memcheck report results/ --pivot forward_ms,saved_bytes --format markdown
+    """
+    add_result_folders(parser)
+    add_table_switches(parser)
+    rows = "only these rows, such as operator=softplus,seq-len=512,dim=64"
+    add(parser, "--case", metavar="NAME=VALUE[,..]", help=rows)
+    pivot = "a table by length and dimension for each field, such as forward_ms or saved_bytes"
+    add_names(parser, "--pivot", default=[], help=pivot)
+    add_switches(
+        parser,
+        scaling="factors per doubling, and fitted exponents",
+        accounting="each case's memory by tensor: theory beside measurement",
+        cs336="every row in the columns of cs336's published table",
+    )
+    add(parser, "--html", type=Path, metavar="FILE", help="write one self-contained page")
+
+
+def sweep(parser: argparse.ArgumentParser) -> None:
+    """Runs a grid of cases, with tables and plots. The same command again continues where the last one stopped.
+
+    memcheck sweep
+    memcheck sweep --preset memcheck-pyt --memory-limit 40GiB --output results/memcheck-pyt
+    memcheck sweep --attention-type naive,softplus --bsz 8 --seq-len 256:16384:x2 --dim 16,32,64,128 --dry-run
+    """
+    # All defaults are None, so that flags can be told from values of presets and TOML files.
+    add(parser, "--preset", choices=PRESETS, help="a known grid; default: quick, if no flag names a case")
+    add(parser, "--config", metavar="FILE.toml", help="flags as TOML keys; [[grid]] tables are added up")
+
+    grid = parser.add_argument_group("grid", "every combination is a case; N: 8 or 16,32 or 256:16384:x2")
+    add_names(grid, "--attention-type", more=f"also {', '.join(COMBINATOR_TYPES)}; repeatable")
+    add(grid, "--bsz", "--seq-len", "--query-len", "--kv-len", "--dim", "--heads", "--core-dim", "--factor", type=sizes)
+    add(grid, "--dtype", type=words, default=None, metavar="NAME[,NAME]")
+    add(grid, "--mode", type=words, default=None, choices=None, metavar="NAME[,NAME]")
+    add(grid, "--compile", action=argparse.BooleanOptionalAction, help="run under torch.compile")
+    add_causal(grid, default=None)
+
+    measuring = parser.add_argument_group("measuring")
+    add(measuring, "--device", more="with --predict-only a GPU by name or size")
+    add(measuring, "--memory-limit", "--passes")
+    add(measuring, "--max-seconds-per-case", more="a case that takes longer is ended")
+    add_switches(measuring, None, no_time="measure memory only")
+
+    running = parser.add_argument_group("running")
+    add_switches(
+        running,
+        None,
+        isolate="a new process for each case",
+        retry="run rows again that ended as error, killed, timeout or skipped",
+        dry_run="list the cases, run none",
+    )
+    add(running, "--workers", type=count, help="cases at the same time; default: 1")
+    add(running, "--devices", type=words, metavar="0,1", help="CUDA devices, with a worker on each")
+    add(running, "--dask", metavar="ADDRESS", help="a dask scheduler whose workers run the cases")
+    add(running, "--plugin")
+    add(running, "--output", help="folder of the results; default: results")
+    add(running, "--format", default=None)
+
+    predicting = parser.add_argument_group("predicting")
+    add_switches(
+        predicting,
+        None,
+        predict_only="run nothing: a predicted row for every case",
+        predict="a predicted row beside every measured one",
+    )
+    add_gpu_argument(predicting)
+
+
+COMMANDS = {
+    add_flags.__name__.replace("_", "-"): add_flags
+    for add_flags in (
+        *(compare, completion, fit, gradcheck, info, mixed_precision, plot, predict, profile_attention),
+        *(profile_combinator, profile_model, published, report, sweep),
+    )
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """Ends in a UsageError of one line, which names what was probably meant."""
+
+    def error(self, message: str) -> NoReturn:
+        # argparse writes "argument --bsz: must be at least 1".
+        message = message.removeprefix("argument ").replace(": must ", " must ", 1)
+        if message.startswith("unrecognized arguments: "):
+            flag = message.split()[2].partition("=")[0]
+            message += did_you_mean(flag, self._option_string_actions)
+        raise UsageError(f"{message} (see {self.prog} --help)")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            raise argparse.ArgumentError(
+                action, error.message + did_you_mean(str(value), map(str, action.choices or ()))
+            ) from None
+
+
+def split_help(name: str) -> tuple[str, list[str]]:
+    """What the command does, and its examples."""
+    description, _, examples = inspect.cleandoc(COMMANDS[name].__doc__ or "").partition("\n\n")
+    return description, examples.splitlines()
+
+
+def command_parser(name: str) -> Parser:
+    """The parser of one command. Its help ends in the examples."""
+    description, examples = split_help(name)
+    parser = Parser(
+        prog=f"memcheck {name}",
+        description=description,
+        epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    COMMANDS[name](parser)
+    return parser

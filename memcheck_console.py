@@ -1,0 +1,13 @@
+"""The console script `memcheck`. Beside the package, as importing anything inside it would load torch first."""
+
+import importlib.util
+import sys
+
+
+def main() -> int:
+    """Runs the command line with the package in place but not executed: it does that if a command needs it."""
+    if "memcheck" not in sys.modules and (spec := importlib.util.find_spec("memcheck")):
+        sys.modules["memcheck"] = importlib.util.module_from_spec(spec)
+    from memcheck.__main__ import main
+
+    return main()
