@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <memory>
 #include <optional>
 #include <string>
 #include <utility>
@@ -14,6 +15,8 @@
 #include "compressed_attention/compressed_attention.h"
 #include "linear_attention/linear_attention.h"
 #include "memory/allocation_timeline.h"
+#include "memory/peak_ledger.h"
+#include "memory/python_line.h"
 #include "memory/tracking_allocator.h"
 #include "softplus_attention/softplus_attention.h"
 #ifdef MEMCHECK_WITH_CUDA
@@ -57,10 +60,91 @@ static std::vector<std::pair<int, std::string>> paths(const memcheck::Allocation
   return rows;
 }
 
-static void bind_timeline(py::module_& m) {
-  using memcheck::AllocationTimeline;
-  py::class_<AllocationTimeline>(m, "AllocationTimeline")
+// (path, line, module, phase, kind); phase and kind by their numbers.
+static py::tuple site_tuple(const memcheck::Site& site) {
+  return py::make_tuple(site.path, site.line, site.module, static_cast<int>(site.phase), static_cast<int>(site.kind));
+}
+
+static memcheck::Site site_of(int path, int line, int module, int phase, int kind) {
+  return {path, line, module, static_cast<memcheck::Phase>(phase), static_cast<memcheck::Kind>(kind)};
+}
+
+static py::list alive_list(const std::vector<memcheck::PeakLedger::Alive>& alive) {
+  py::list rows;
+  for (const auto& row : alive) rows.append(py::make_tuple(site_tuple(row.site), row.bytes, row.blocks));
+  return rows;
+}
+
+static py::tuple moment_tuple(const memcheck::PeakLedger::Moment& moment) {
+  return py::make_tuple(moment.bytes, moment.event, moment.seconds, moment.step, site_tuple(moment.site));
+}
+
+static py::list point_list(const memcheck::PeakLedger& ledger) {
+  py::list rows;
+  for (const auto& point : ledger.points()) {
+    rows.append(py::make_tuple(point.event, point.seconds, point.bytes, py::tuple(py::cast(point.layers))));
+  }
+  return rows;
+}
+
+static void bind_ledger(py::module_& m) {
+  using memcheck::Kind, memcheck::PeakLedger;
+  py::class_<PeakLedger, std::shared_ptr<PeakLedger>>(m, "PeakLedger")
       .def(py::init<>())
+      .def(
+          "allocate",
+          [](PeakLedger& ledger, uintptr_t address, int64_t bytes, int path, int line, int module, int phase,
+             int kind) { ledger.allocate(address, bytes, site_of(path, line, module, phase, kind)); },
+          py::arg("address"), py::arg("bytes"), py::arg("path") = 0, py::arg("line") = 0, py::arg("module") = 0,
+          py::arg("phase") = 0, py::arg("kind") = 0)
+      .def("refuse", [](PeakLedger& ledger, int64_t bytes, int path, int line, int module, int phase,
+                        int kind) { ledger.refuse(bytes, site_of(path, line, module, phase, kind)); })
+      .def("release", &PeakLedger::release, py::arg("address"), py::arg("bytes"))
+      .def("set_kind", [](PeakLedger& ledger, uintptr_t address, int kind,
+                          std::optional<int> module) { ledger.set_kind(address, static_cast<Kind>(kind), module); })
+      .def("set_kind_like", [](PeakLedger& ledger, uintptr_t address, int kind,
+                               uintptr_t other) { ledger.set_kind_like(address, static_cast<Kind>(kind), other); })
+      .def("end_step", &PeakLedger::end_step)
+      .def("set_seconds", &PeakLedger::set_seconds, "replaces the clock")
+      .def_property_readonly("events", &PeakLedger::events)
+      .def_property_readonly("steps", &PeakLedger::steps)
+      .def_property_readonly("level", &PeakLedger::level, "bytes alive now")
+      .def_property_readonly("seconds", &PeakLedger::seconds, "since the ledger was made")
+      .def(
+          "peak", [](const PeakLedger& ledger) { return moment_tuple(ledger.peak()); },
+          "(bytes, event, seconds, optimizer steps before, site)")
+      .def("phase_peaks", &PeakLedger::phase_peaks, "the highest sum after an allocation of each phase")
+      .def(
+          "alive_at_peak", [](const PeakLedger& ledger) { return alive_list(ledger.alive_at_peak()); },
+          "(site, bytes, blocks) of each site")
+      .def_property_readonly("refusals", &PeakLedger::refusals)
+      .def(
+          "last_refusal",
+          [](const PeakLedger& ledger) {
+            const auto& last = ledger.last_refusal();
+            return py::make_tuple(moment_tuple(last.moment), last.requested_bytes, alive_list(last.alive));
+          },
+          "(moment, requested bytes, what was alive)")
+      .def("points", &point_list, "(event, seconds, bytes, bytes by layer) of the highest sum of each group of events")
+      .def_property_readonly("events_per_point", &PeakLedger::events_per_point);
+  m.def("set_python_lines", [](std::vector<std::string> skipped_prefixes, const py::object& engine_code) {
+    memcheck::set_python_lines(std::move(skipped_prefixes), engine_code.inc_ref().ptr());
+  });
+  m.def("python_lines", &memcheck::python_lines, "(file, line, function) of each number");
+}
+
+static void bind_timeline(py::module_& m) {
+  using memcheck::AllocationTimeline, memcheck::Kind;
+  py::class_<AllocationTimeline>(m, "AllocationTimeline")
+      .def(py::init<std::shared_ptr<memcheck::PeakLedger>, int64_t>(), py::arg("ledger") = py::none(),
+           py::arg("least_bytes") = 0)
+      .def("set_module", &AllocationTimeline::set_module, "of this thread; returns the one before")
+      .def("begin_step", &AllocationTimeline::begin_step)
+      .def("end_step", &AllocationTimeline::end_step)
+      .def("set_kind", [](AllocationTimeline& timeline, uintptr_t address, int kind,
+                          std::optional<int> module) { timeline.set_kind(address, static_cast<Kind>(kind), module); })
+      .def("set_kind_like", [](AllocationTimeline& timeline, uintptr_t address, int kind,
+                               uintptr_t other) { timeline.set_kind_like(address, static_cast<Kind>(kind), other); })
       .def("__len__", &AllocationTimeline::size, "events so far")
       .def("close", &AllocationTimeline::close)
       .def("events", &events,
@@ -177,6 +261,7 @@ PYBIND11_MODULE(_C, m) {
   m.doc() = "memcheck's compiled half: operators (torch.ops.memcheck), their memory plans, the tracking allocator";
   bind_build(m);
   bind_memory(m);
+  bind_ledger(m);
   bind_timeline(m);
   bind_plans(m);
 }

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from memcheck.cli.parsers import COMMANDS, command_parser, split_help
+from memcheck.cli.parsers import COMMANDS, command_parser, split_help, words_before_script
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
 from memcheck.core.version import __version__
 
@@ -76,7 +76,7 @@ def load_package() -> None:
 
 
 def dispatch(argv: Sequence[str]) -> int:
-    command, *rest = normalise(argv) or ["--help"]
+    command = (normalise(argv[:1]) or ["--help"])[0]
     if command in ("-h", "--help"):
         show_help()
         return 0
@@ -90,6 +90,9 @@ def dispatch(argv: Sequence[str]) -> int:
             "(see memcheck --help)"
         )
     try:
+        # A command that runs a script leaves the script's words as they are.
+        end = 1 + words_before_script(argv[1:]) if command == "run" else len(argv)
+        rest = [*normalise(argv[:end])[1:], *argv[end:]]
         args = command_parser(command).parse_args(rest, argparse.Namespace(words=[command, *rest]))
     except SystemExit:  # --help was printed.
         return 0

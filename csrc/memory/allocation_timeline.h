@@ -3,8 +3,12 @@
 
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
+
+#include "memory/peak_ledger.h"
+#include "memory/python_line.h"
 
 namespace memcheck {
 
@@ -27,9 +31,13 @@ struct OperatorPath {
 // Records from construction to close(), on all threads; one at a time. It sees what the tracking allocator sees, and so
 // needs an AllocationTracker that is open. OpenMP's threads allocate on account of the operator that the thread which
 // opened the timeline, or one that runs backward, was in last.
+//
+// With a ledger, no event is kept: each changes the ledger, with its line of Python if it has least_bytes or more, and
+// with the module and the phase that it happened in. What an autograd node allocates has the line and the module of the
+// forward operator that made the node.
 class AllocationTimeline {
  public:
-  AllocationTimeline();
+  explicit AllocationTimeline(std::shared_ptr<PeakLedger> ledger = nullptr, int64_t least_bytes = 0);
   ~AllocationTimeline();
   AllocationTimeline(const AllocationTimeline&) = delete;
   AllocationTimeline& operator=(const AllocationTimeline&) = delete;
@@ -38,6 +46,13 @@ class AllocationTimeline {
   void close();
   std::vector<AllocationEvent> events() const;
   std::vector<OperatorPath> paths() const;
+
+  // What the calling thread is in. Without effect once the recording is closed, as are the others.
+  int set_module(int module);  // returns the one before
+  void begin_step();
+  void end_step();
+  void set_kind(uintptr_t address, Kind kind, std::optional<int> module);
+  void set_kind_like(uintptr_t address, Kind kind, uintptr_t other);
 
   struct Recording;
 
@@ -49,7 +64,8 @@ class AllocationTimeline {
 // nothing, at the cost of one load, while no timeline is open.
 class TimelineGuard {
  public:
-  TimelineGuard();
+  // of an allocation: its bytes
+  explicit TimelineGuard(int64_t bytes = 0);
   ~TimelineGuard();
   TimelineGuard(const TimelineGuard&) = delete;
   TimelineGuard& operator=(const TimelineGuard&) = delete;
@@ -57,9 +73,11 @@ class TimelineGuard {
   bool is_open() const { return recording_ != nullptr; }
   AllocationTimeline::Recording& recording() const { return *recording_; }
   void note(const void* data, int64_t bytes);
+  void note_refusal(int64_t bytes);
 
  private:
   AllocationTimeline::Recording* recording_;
+  PythonLine line_;
 };
 
 }  // namespace memcheck

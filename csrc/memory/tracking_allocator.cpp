@@ -122,11 +122,16 @@ void* allocate_block(size_t bytes) {
 
 // Counts a block and gets it: the total that includes it, and where it lies.
 std::pair<int64_t, void*> take(size_t bytes) {
-  TimelineGuard timeline;
-  const int64_t level = reserve(bytes);
-  void* data = allocate_block(bytes);
-  timeline.note(data, bytes);
-  return {level, data};
+  TimelineGuard timeline(bytes);
+  try {
+    const int64_t level = reserve(bytes);
+    void* data = allocate_block(bytes);
+    timeline.note(data, bytes);
+    return {level, data};
+  } catch (const c10::OutOfMemoryError&) {
+    timeline.note_refusal(bytes);
+    throw;
+  }
 }
 
 // Returns the total without the block, whose memory is still to be freed.

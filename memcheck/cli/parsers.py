@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -218,7 +219,7 @@ def plot(parser: argparse.ArgumentParser) -> None:
     memcheck plot results/ --y saved_bytes --x dim --log
     """
     parser.add_argument("folder", type=Path, metavar="DIR", help="a folder with a records.jsonl")
-    kinds = "every picture of these kinds: memory, prediction, theory, savings, time, decode; default: what makes sense"
+    kinds = "every picture of these kinds: memory, prediction, terms, savings, time, decode; default: what makes sense"
     add_names(parser, "--kind", help=kinds)
     add(parser, "--x", metavar="AXIS", help="seq-len, query-len, kv-len or dim; default: what varies")
     add(parser, "--y", metavar="FIELD", help="a field of the records in bytes or ms, such as saved_bytes")
@@ -381,10 +382,26 @@ def report(parser: argparse.ArgumentParser) -> None:
     add_switches(
         parser,
         scaling="factors per doubling, and fitted exponents",
-        accounting="each case's memory by tensor: theory beside measurement",
+        accounting="each case's memory by tensor: prediction beside measurement",
         cs336="every row in the columns of cs336's published table",
     )
     add(parser, "--html", type=Path, metavar="FILE", help="write one self-contained page")
+
+
+def run(parser: argparse.ArgumentParser) -> None:
+    """Runs a script, unchanged, and reports its memory: the peak, what was alive then, and the picture over time.
+
+    memcheck run train.py --epochs 1
+    memcheck run --memory-limit 8GiB --output results/train train.py
+    memcheck run -m package.train
+    """
+    parser.add_argument("script", nargs=argparse.REMAINDER, metavar="SCRIPT ARGS", help="as for python")
+    parser.add_argument(
+        "-m", dest="module", nargs=argparse.REMAINDER, metavar="MODULE ARGS", help="a module, as for python -m"
+    )
+    add(parser, "--device", metavar="NAME", help="whose memory: cpu, cuda, cuda:1; default: cuda if there is a GPU")
+    add(parser, "--memory-limit", help="OutOfMemoryError above this; units: B, KiB, MiB, GiB, KB, MB, GB")
+    add(parser, "--output", default=Path("results"), help="folder of run.html, run.png, run.json; default: results")
 
 
 def sweep(parser: argparse.ArgumentParser) -> None:
@@ -441,7 +458,7 @@ COMMANDS = {
     add_flags.__name__.replace("_", "-"): add_flags
     for add_flags in (
         *(compare, completion, fit, gradcheck, info, mixed_precision, plot, predict, profile_attention),
-        *(profile_combinator, profile_model, published, report, sweep),
+        *(profile_combinator, profile_model, published, report, run, sweep),
     )
 }
 
@@ -464,6 +481,15 @@ class Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(
                 action, error.message + did_you_mean(str(value), map(str, action.choices or ()))
             ) from None
+
+
+def words_before_script(words: Sequence[str]) -> int:
+    """How many of the words come before SCRIPT or -m of `memcheck run`. Its flags but --help take a value."""
+    place = 0
+    while place < len(words) and words[place].startswith("-") and words[place] not in ("-m", "--"):
+        takes_next = words[place] not in ("-h", "--help") and "=" not in words[place]
+        place += 2 if takes_next else 1
+    return place
 
 
 def split_help(name: str) -> tuple[str, list[str]]:

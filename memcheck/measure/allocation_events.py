@@ -70,10 +70,14 @@ class CpuRecorder:
         ]
 
 
+def restart_cuda_memory_history() -> None:
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="all", clear_history=True)
+
+
 @contextmanager
 def cuda_memory_history() -> Iterator[None]:
     """Restarts torch's recording of its CUDA allocator, with tracebacks of allocations."""
-    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="all", clear_history=True)
+    restart_cuda_memory_history()
     try:
         yield
     finally:

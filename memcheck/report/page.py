@@ -29,6 +29,29 @@ def html_page(
     plots: (caption, inline SVG). sweeps: the contents of each DIR/sweep.json. tables: replace the usual ones.
     more_tables: follow the collapsed ones.
     """
+    first, more = page_tables(records) if tables is None else (list(tables), [])
+    return render_page(
+        title=title,
+        paragraphs=summary(records),
+        plots=plots,
+        tables=first,
+        folded=[*more, *more_tables],
+        facts=environment_facts(records),
+        sweeps=[sweep_object(sweep) for sweep in sweeps],
+    )
+
+
+def render_page(
+    *,
+    title: str,
+    paragraphs: Sequence[str],
+    plots: Sequence[tuple[str, str]],
+    tables: Sequence[Table],
+    folded: Sequence[Table] = (),
+    facts: Mapping[str, str],
+    sweeps: Sequence[Mapping[str, Any]] = (),
+) -> str:
+    """A page of these parts. folded: tables that are collapsed at first. sweeps: commands and where they ran."""
     import jinja2
 
     environment = jinja2.Environment(
@@ -38,15 +61,14 @@ def html_page(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    first, more = page_tables(records) if tables is None else (list(tables), [])
     return environment.get_template(TEMPLATE).render(
         title=title,
-        paragraphs=summary(records),
+        paragraphs=paragraphs,
         plots=plots,
-        tables=[table_object(table) for table in first],
-        folded=[table_object(table) for table in (*more, *more_tables)],
-        facts=environment_facts(records),
-        sweeps=[sweep_object(sweep) for sweep in sweeps],
+        tables=[table_object(table) for table in tables],
+        folded=[table_object(table) for table in folded],
+        facts=facts,
+        sweeps=sweeps,
     )
 
 

@@ -4,9 +4,11 @@ import pytest
 import torch
 
 import memcheck
+from memcheck.core.script_record import Line
 from memcheck.measure import machine as machines
 from memcheck.measure import measurement
 from memcheck.measure import tracker as tracking
+from memcheck.measure.script import ScriptWatch
 from memcheck.measure.timeline import record_timeline
 
 
@@ -23,6 +25,8 @@ class FakeCuda:
         self.observers = []
         self.trace = None  # of device 0, while memory history is recorded
         self.address = 4096
+        self.metadata = ""
+        self.python = []  # Python's frames, the innermost first.
 
     def allocate(self, count):
         self.current += count
@@ -54,8 +58,13 @@ class FakeCuda:
     def note(self, action, address, count, functions=()):
         if self.trace is not None:
             frames = [{"name": name, "filename": "Operators.cpp", "line": 1} for name in functions]
+            frames += self.python
             entry = {"action": action, "addr": address, "size": count, "stream": 0, "frames": frames}
+            entry |= {"time_us": 10**6 + 1000 * self.current, "user_metadata": self.metadata}
             self.trace.append(entry)
+
+    def set_metadata(self, text):
+        self.metadata = text
 
     def record_history(self, enabled, **options):
         self.trace = [] if enabled else None
@@ -82,6 +91,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset_peak)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", fake.record_history)
     monkeypatch.setattr(torch.cuda.memory, "_snapshot", fake.snapshot)
+    monkeypatch.setattr(torch.cuda.memory, "_set_memory_metadata", fake.set_metadata)
     monkeypatch.setattr(machines, "_compute_processes", lambda uuid: [])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: fake.current)
@@ -246,6 +256,45 @@ def test_cuda_timelines_come_from_torch_s_trace(cuda):
     assert (timeline.alive[timeline.peak["forward"]], record.forward_peak_bytes) == (400, 400)
     assert (timeline.alive[timeline.peak["backward"]], record.backward_peak_bytes) == (350, 350)
     assert cuda.trace is None
+
+
+def test_a_script_on_cuda(cuda):
+    """The history is folded at every step, so that it stays short, and blocks outlive it."""
+    line = {"name": "train", "filename": "/home/me/train.py", "line": 12}
+    inner = {"name": "linear", "filename": f"{torch.__path__[0]}/nn/functional.py", "line": 3}
+    addmm, node = "at::_ops::addmm::call(at::Tensor const&)", "torch::autograd::AddmmBackward0::apply()"
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight])
+    lengths = []
+
+    class Model(torch.nn.Module):
+        def forward(self):
+            return cuda.allocate_traced(100, addmm)
+
+    cuda.python = [inner, line]
+    with ScriptWatch(torch.device("cuda:0")) as watch:
+        kept = cuda.allocate_traced(10)
+        for _ in range(3):
+            activation = Model()()
+            scratch = cuda.allocate_traced(30, addmm, node)
+            cuda.free_traced(scratch, 30)
+            cuda.free_traced(activation, 100)
+            optimizer.step()
+            lengths.append(len(cuda.trace))
+        cuda.note("oom", 0, 5000, [addmm])
+    assert cuda.trace is None
+    assert max(lengths) <= 1
+    record = watch.record(["train.py"], 1, torch.OutOfMemoryError("CUDA"))
+    assert (record.device, record.peak.bytes, record.peak.step, record.steps) == ("cuda:0", 140, 0, 3)
+    assert record.peak.seconds == 0.13
+    assert {(each.place.operator, each.place.module, each.place.phase, each.bytes) for each in record.alive} == {
+        (f"{inner['filename']}:3 linear", None, "elsewhere", 10),
+        ("aten::addmm", "Model", "forward", 100),
+        ("AddmmBackward0", None, "backward", 30),
+    }
+    assert {each.place.line for each in record.alive} == {Line("/home/me/train.py", 12, "train")}
+    assert (record.refusals, record.refusal.requested_bytes, record.refusal.moment.bytes) == (1, 5000, 10)
+    assert (record.left_bytes, record.doubts, kept > 0) == (10, [], True)
 
 
 def test_cuda_times_come_from_events(cuda, monkeypatch):

@@ -218,6 +218,39 @@ def test_the_cost_of_tracking_passes_is_that_of_the_results():
         assert f"| {row['model']}, {sizes} | +{costs[0]:.0f} % | +{costs[1]:.0f} % |\n" in documentation()
 
 
+def test_the_cost_of_memcheck_run_is_that_of_the_results():
+    rows = json.loads((ROOT / "benchmarks/results/script_steps.json").read_text())["rows"]
+    watched = [row for row in rows if row["contender"] == "memcheck run"]
+    assert len(watched) == 2
+    for row in watched:
+        sizes = "B{} S{} E{}".format(*row["shape"])
+        assert f"| {row['model']}, {sizes} | +{100 * (row['ratio'] - 1):.0f} % |\n" in documentation()
+
+
+@pytest.mark.isolated
+def test_the_report_of_the_example_script_is_what_memcheck_run_says(tmp_path, capsys, monkeypatch):
+    from memcheck.__main__ import main
+
+    def steady(text):
+        """Without seconds, and without the number of events: torch makes some on its first use of a module."""
+        return re.sub(r"after [\d.e+-]+ s\b|[\d,]+ allocations", "some", text)
+
+    def report(*flags):
+        code = main(["run", "--device", "cpu", "--output", str(tmp_path), *flags, "docs/examples/train.py"])
+        assert code == bool(flags)
+        return steady(capsys.readouterr().err)
+
+    monkeypatch.chdir(ROOT)
+    page = steady((ROOT / "docs/run.md").read_text())
+    whole = report().partition("\n\nWrote")[0].strip()
+    if torch.__version__.startswith("2.13."):  # Others have other names and numbers of small blocks.
+        assert whole in page
+    peak = re.compile(r"The peak was [\d.]+ MiB")
+    assert peak.findall(whole) == peak.findall(page)[:1]
+    refused = re.search(r"^Memory ran out.*$", report("--memory-limit", "64MiB"), re.MULTILINE)
+    assert refused[0].partition(" in use")[0] in page
+
+
 def test_the_table_of_the_documentation_holds_the_committed_records():
     from memcheck.bench.sweep.store import read_records
     from memcheck.report import LiveRows, Screen, answer

@@ -122,14 +122,14 @@ def thinned(stack: Layers, keep: Sequence[int]) -> Layers:
     return Layers([stack.steps[place] for place in places], layers)
 
 
-def draw_layers(ax: Axes, stack: Layers) -> None:
+def draw_layers(ax: Axes, stack: Layers, edge: float = 0.5) -> None:
     # The last event gets the same width as any other.
     steps = [*stack.steps, *[step + 1 for step in stack.steps[-1:]]]
     below, handles = [0] * len(steps), []
     for number, (name, sizes) in enumerate(stack.layers.items()):
         levels = [*sizes, *sizes[-1:]]
         above = [low + size if size > 0 else low for low, size in zip(below, levels, strict=True)]
-        look: dict[str, Any] = {"edgecolor": "white", "hatch": HATCHES[number % len(HATCHES)], "lw": 0.5}
+        look: dict[str, Any] = {"edgecolor": "white", "hatch": HATCHES[number % len(HATCHES)], "lw": edge}
         colour = OTHERS_COLOUR if name.rpartition(" ")[2] in OTHERS else COLOURS[number % len(COLOURS)]
         layer = ax.fill_between(steps, below, above, step="post", facecolor=colour, label=name, **look)
         handles.append(layer)

@@ -1,0 +1,131 @@
+#include "memory/peak_ledger.h"
+
+#include <algorithm>
+#include <limits>
+
+namespace memcheck {
+namespace {
+
+constexpr size_t kMostPoints = 2048;
+constexpr int64_t kNoLevel = std::numeric_limits<int64_t>::min();
+
+int layer_of(const Site& site) {
+  return site.kind != Kind::Plain ? static_cast<int>(site.kind) - 1 : 4 + static_cast<int>(site.phase);
+}
+
+}  // namespace
+
+double PeakLedger::seconds() const {
+  if (given_seconds_) return *given_seconds_;
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
+}
+
+int PeakLedger::account_of(const Site& site) {
+  const auto [found, is_new] = known_.try_emplace({site.path, site.line, site.module, site.phase, site.kind},
+                                                  static_cast<int>(accounts_.size()));
+  if (is_new) accounts_.push_back({site, {}, {}, peaks_});
+  return found->second;
+}
+
+// An account is brought up to the latest peak when it next changes: since that peak it has not, so what it holds is
+// what it held then. A new peak therefore costs the same however many accounts there are.
+void PeakLedger::change(int account, int64_t bytes, int64_t blocks) {
+  Account& changed = accounts_[account];
+  if (changed.settled < peaks_) {
+    changed.at_peak = changed.now;
+    changed.settled = peaks_;
+  }
+  changed.now.bytes += bytes;
+  changed.now.blocks += blocks;
+  layers_[layer_of(changed.site)] += bytes;
+}
+
+void PeakLedger::begin_event() {
+  if (events_ % events_per_point_ == 0) {
+    if (points_.size() == kMostPoints) {
+      for (size_t i = 0; i < kMostPoints / 2; ++i) {
+        const Point &first = points_[2 * i], &second = points_[2 * i + 1];
+        points_[i] = second.bytes > first.bytes ? second : first;
+      }
+      points_.resize(kMostPoints / 2);
+      events_per_point_ *= 2;
+    }
+    if (events_ % events_per_point_ == 0) points_.push_back({0, 0, kNoLevel, {}});
+  }
+  ++events_;
+}
+
+void PeakLedger::end_event() {
+  if (level_ > points_.back().bytes) points_.back() = {events_, seconds(), level_, layers_};
+}
+
+void PeakLedger::allocate(uintptr_t address, int64_t bytes, const Site& site) {
+  begin_event();
+  const int account = account_of(site);
+  change(account, bytes, 1);
+  blocks_[address] = {bytes, account};
+  level_ += bytes;
+  int64_t& phase_peak = phase_peaks_[static_cast<int>(site.phase)];
+  phase_peak = std::max(phase_peak, level_);
+  if (level_ > peak_.bytes) {
+    ++peaks_;
+    peak_ = {level_, events_, seconds(), steps_, site};
+  }
+  end_event();
+}
+
+void PeakLedger::release(uintptr_t address, int64_t bytes) {
+  begin_event();
+  const auto block = blocks_.find(address);
+  if (block == blocks_.end()) {
+    change(account_of({}), -bytes, 0);
+  } else {
+    change(block->second.account, -bytes, -1);
+    blocks_.erase(block);
+  }
+  level_ -= bytes;
+  end_event();
+}
+
+void PeakLedger::set_kind(uintptr_t address, Kind kind, std::optional<int> module) {
+  const auto block = blocks_.find(address);
+  if (block == blocks_.end()) return;
+  Site site = accounts_[block->second.account].site;
+  site.kind = kind;
+  if (module) site.module = *module;
+  const int account = account_of(site);
+  change(block->second.account, -block->second.bytes, -1);
+  change(account, block->second.bytes, 1);
+  block->second.account = account;
+}
+
+void PeakLedger::set_kind_like(uintptr_t address, Kind kind, uintptr_t other) {
+  const auto block = blocks_.find(other);
+  if (block == blocks_.end()) return set_kind(address, kind, std::nullopt);
+  set_kind(address, kind, accounts_[block->second.account].site.module);
+}
+
+void PeakLedger::refuse(int64_t bytes, const Site& site) {
+  ++refusals_;
+  last_refusal_ = {{level_, events_, seconds(), steps_, site}, bytes, {}};
+  for (const Account& account : accounts_) {
+    if (account.now.bytes != 0) {
+      last_refusal_.alive.push_back({account.site, account.now.bytes, account.now.blocks});
+    }
+  }
+}
+
+void PeakLedger::end_step() {
+  ++steps_;
+}
+
+std::vector<PeakLedger::Alive> PeakLedger::alive_at_peak() const {
+  std::vector<Alive> alive;
+  for (const Account& account : accounts_) {
+    const Count& then = account.settled < peaks_ ? account.now : account.at_peak;
+    if (then.bytes != 0) alive.push_back({account.site, then.bytes, then.blocks});
+  }
+  return alive;
+}
+
+}  // namespace memcheck

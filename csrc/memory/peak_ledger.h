@@ -1,0 +1,122 @@
+// What is alive by the place that allocated it, now and at the peak. Its size does not grow with the number of events.
+#pragma once
+
+#include <array>
+#include <chrono>
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <tuple>
+#include <unordered_map>
+#include <vector>
+
+namespace memcheck {
+
+enum class Phase : uint8_t { Elsewhere, Forward, Backward, OptimizerStep };
+enum class Kind : uint8_t { Plain, Parameter, Buffer, Gradient, OptimizerState };
+
+// Where a block was allocated, and what it holds. The numbers are indices into lists that the caller keeps; 0 is none.
+struct Site {
+  int path = 0;    // operators and autograd nodes
+  int line = 0;    // of Python
+  int module = 0;  // whose forward ran
+  Phase phase = Phase::Elsewhere;
+  Kind kind = Kind::Plain;
+};
+
+// The picture's layers: the four kinds that have a name, then the four phases for blocks of the plain kind.
+constexpr int kLayers = 8;
+using Layers = std::array<int64_t, kLayers>;
+
+class PeakLedger {
+ public:
+  // The sum that was alive after an event, and the event's site.
+  struct Moment {
+    int64_t bytes = 0;
+    int64_t event = 0;  // counted from 1; 0 is the beginning
+    double seconds = 0;
+    int64_t step = 0;  // optimizer steps that had ended
+    Site site;
+  };
+  struct Alive {
+    Site site;
+    int64_t bytes;
+    int64_t blocks;
+  };
+  struct Refusal {
+    Moment moment;
+    int64_t requested_bytes = 0;
+    std::vector<Alive> alive;
+  };
+  // The highest sum of several events in a row.
+  struct Point {
+    int64_t event;
+    double seconds;
+    int64_t bytes;
+    Layers layers;
+  };
+
+  void allocate(uintptr_t address, int64_t bytes, const Site& site);
+  // A block that is not known was there before; its bytes become negative ones of Site{}.
+  void release(uintptr_t address, int64_t bytes);
+  // Says what a block holds; nothing happens if the address is not that of a block.
+  void set_kind(uintptr_t address, Kind kind, std::optional<int> module);
+  // The kind, and the module of another block.
+  void set_kind_like(uintptr_t address, Kind kind, uintptr_t other);
+  void refuse(int64_t bytes, const Site& site);
+  void end_step();
+
+  int64_t events() const { return events_; }
+  int64_t steps() const { return steps_; }
+  int64_t level() const { return level_; }
+  const Moment& peak() const { return peak_; }
+  const std::array<int64_t, 4>& phase_peaks() const { return phase_peaks_; }
+  std::vector<Alive> alive_at_peak() const;
+  int64_t refusals() const { return refusals_; }
+  const Refusal& last_refusal() const { return last_refusal_; }
+  const std::vector<Point>& points() const { return points_; }
+  int64_t events_per_point() const { return events_per_point_; }
+  double seconds() const;
+  // Replaces the clock, for events that are noted after they happened.
+  void set_seconds(double seconds) { given_seconds_ = seconds; }
+
+ private:
+  struct Count {
+    int64_t bytes = 0;
+    int64_t blocks = 0;
+  };
+  struct Account {
+    Site site;
+    Count now;
+    Count at_peak;  // as of the peak numbered `settled`
+    int64_t settled = 0;
+  };
+  struct Block {
+    int64_t bytes;
+    int account;
+  };
+
+  int account_of(const Site& site);
+  void change(int account, int64_t bytes, int64_t blocks);
+  void begin_event();
+  void end_event();
+
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+  std::optional<double> given_seconds_;
+  std::vector<Account> accounts_;
+  std::map<std::tuple<int, int, int, Phase, Kind>, int> known_;
+  std::unordered_map<uintptr_t, Block> blocks_;
+  int64_t events_ = 0;
+  int64_t steps_ = 0;
+  int64_t level_ = 0;
+  Layers layers_{};
+  int64_t peaks_ = 0;
+  Moment peak_;
+  std::array<int64_t, 4> phase_peaks_{};
+  int64_t refusals_ = 0;
+  Refusal last_refusal_;
+  std::vector<Point> points_;
+  int64_t events_per_point_ = 1;
+};
+
+}  // namespace memcheck

@@ -1,0 +1,59 @@
+"""Runs a script, unchanged, and reports its memory: the peak, what was alive then, and the picture over time."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from memcheck.cli.cases import make_room
+from memcheck.core.errors import UsageError
+from memcheck.core.script import prepare
+from memcheck.core.script_record import ScriptRecord
+from memcheck.core.tensors import resolve_device
+from memcheck.measure.script import run_script
+from memcheck.report.plots.script import plot_script
+from memcheck.report.plots.style import inline_svg
+from memcheck.report.script import script_page, script_report, script_title
+from memcheck.report.tables import Screen
+
+FILES = ("run.html", "run.png", "run.json")
+
+
+def run(args: argparse.Namespace) -> int:
+    command = args.script if args.module is None else ["-m", *args.module]
+    if not (args.module or args.script):
+        raise UsageError("there is no SCRIPT and no -m MODULE to run (see memcheck run --help)")
+    device = chosen_device(args.device)
+    output = args.output.absolute()  # The script may change the current folder.
+    for name in FILES:
+        make_room("--output", output / name)
+    record = run_script(prepare(command), command, device=device, limit_bytes=args.memory_limit)
+    sys.stdout.flush()
+    # On stderr, because stdout is the script's.
+    print(f"\n{script_report(record, Screen.of(sys.stderr))}", file=sys.stderr)
+    write_files(record, output)
+    print(f"\nWrote {', '.join(str(args.output / name) for name in FILES)}", file=sys.stderr)
+    return record.exit_code
+
+
+def chosen_device(name: str | None) -> torch.device:
+    try:
+        device = resolve_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), ())
+    except (RuntimeError, ValueError, AssertionError) as error:
+        raise UsageError(f"--device {name}: {str(error).partition(chr(10))[0]}") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError(f"--device {name}: there is no GPU here that torch can use")
+    return device
+
+
+def write_files(record: ScriptRecord, output: Path) -> None:
+    page, picture, data = (output / name for name in FILES)
+    title = script_title(record)
+    figure = plot_script(record, picture, title=title, subtitle=f"on {record.device}")
+    page.write_text(script_page(record, inline_svg(figure, "run", title)), encoding="utf-8")
+    data.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,104 @@
+"""What a script needed: its peak, what was alive then, and its memory over time. Sizes are bytes; unknown is None."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+# Names of csrc/memory/peak_ledger.h's phases and kinds, in its order.
+PHASES = ("elsewhere", "forward", "backward", "optimizer step")
+KINDS = (None, "parameters", "buffers", "gradients", "optimizer state")
+# The layers of the picture: each kind that has a name, then the rest by the phase that allocated it.
+LAYERS = (*[kind for kind in KINDS if kind], *[f"from {phase}" for phase in PHASES])
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of Python."""
+
+    file: str
+    number: int
+    function: str
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where memory was allocated, and what it holds."""
+
+    operator: str  # The operator or autograd node.
+    phase: str  # One of PHASES.
+    kind: str | None = None  # One of KINDS.
+    module: str | None = None  # "GPT.layers.0.attention", or of parameters that no forward used yet "Linear".
+    line: Line | None = None
+
+    @property
+    def layer(self) -> str:
+        return self.kind or f"from {self.phase}"
+
+
+@dataclass(frozen=True)
+class Alive:
+    """The blocks of one place that were alive at a moment."""
+
+    place: Place
+    bytes: int
+    blocks: int
+
+
+@dataclass(frozen=True)
+class Moment:
+    """An allocation, and the sum that was alive after it."""
+
+    bytes: int
+    event: int  # Counted from 1.
+    seconds: float  # Since the script began.
+    step: int  # Optimizer steps that had ended.
+    place: Place
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """An allocation that failed, and what was alive."""
+
+    requested_bytes: int
+    moment: Moment
+    alive: list[Alive]
+
+
+@dataclass(frozen=True)
+class Level:
+    """The highest sum of some events in a row."""
+
+    event: int
+    seconds: float
+    bytes: int
+    layers: tuple[int, ...]  # In the order of LAYERS; they add up to bytes.
+
+
+@dataclass
+class ScriptRecord:
+    command: list[str]  # SCRIPT ARGS or -m MODULE ARGS.
+    device: str  # "cpu" or "cuda:0": whose memory this is.
+    limit_bytes: int | None
+    peak: Moment
+    alive: list[Alive]  # At the peak; they add up to it.
+    phase_peaks: dict[str, int]  # The highest sum after an allocation in each phase.
+    left_bytes: int  # Alive at the end of the script.
+    other_peaks: dict[str, int]  # Of the other devices that the script used.
+    levels: list[Level]
+    events_per_level: int
+    events: int  # Allocations and frees.
+    steps: int  # Optimizer steps.
+    seconds: float
+    refusals: int
+    refusal: Refusal | None  # The last one.
+    least_bytes: int  # Smaller allocations have no line.
+    exit_code: int
+    error: str | None  # "ValueError: ..." of a script that failed.
+    ran_out: bool  # That error says that memory ran out.
+    doubts: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def alive_then(self) -> list[Alive]:
+        """What was alive when memory ran out; for any other script, at the peak."""
+        return self.refusal.alive if self.ran_out and self.refusal is not None else self.alive

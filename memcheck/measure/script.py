@@ -1,0 +1,510 @@
+"""Runs a script under a tracker, and notes what is alive by operator, module and line of Python.
+
+Nothing grows with the length of the script: a ledger in C++ adds up what is alive by the place that allocated it, now
+and at the peak, and keeps the level over time in at most 2048 points.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+import tempfile
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.nn.modules import module as module_hooks
+from torch.optim import optimizer as optimizer_hooks
+
+from memcheck._extension import _C
+from memcheck.core.script_record import KINDS, PHASES, Alive, Level, Line, Moment, Place, Refusal, ScriptRecord
+from memcheck.core.tensors import storages_in, tensors_in
+from memcheck.core.version import __version__
+from memcheck.measure.allocation_events import (
+    NODE,
+    allocated_by,
+    cuda_memory_history,
+    restart_cuda_memory_history,
+    stack_of,
+)
+from memcheck.measure.tracker import MemoryTracker
+
+# Smaller allocations are counted, but the line of Python is not looked up for each of them.
+LEAST_BYTES = 4096
+PARAMETER, BUFFER, GRADIENT, OPTIMIZER_STATE = range(1, len(KINDS))
+MEMCHECK, TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+# Modules that only wrap another one, by the name under which they hold it.
+WRAPPED = ("_orig_mod", "module")
+
+
+class Mark(NamedTuple):
+    """What the block at an address holds. The module is a number, or that of the block at the address `like`."""
+
+    address: int
+    kind: int
+    module: int | None = None
+    like: int | None = None
+
+
+class Recorder(Protocol):
+    """Fills a ledger from its construction to close()."""
+
+    ledger: Any  # A _C.PeakLedger.
+
+    def set_module(self, module: int) -> int: ...  # The number of the module whose forward runs; returns the last one.
+    def begin_step(self) -> None: ...
+    def end_step(self) -> None: ...
+    def mark(self, marks: Iterable[Mark]) -> None: ...
+    def stacks(self) -> Sequence[tuple[str, ...]]: ...  # Operators of each path.
+    def lines(self) -> Sequence[Line | None]: ...
+    def close(self) -> None: ...
+
+
+class CpuRecorder:
+    """Records the tracking allocator, which must be installed."""
+
+    def __init__(self) -> None:
+        skipped = [f"{TORCH}{os.sep}", f"{MEMCHECK}{os.sep}", "<", *inductor_folders()]
+        _C.set_python_lines(skipped, torch.autograd.graph._engine_run_backward.__code__)
+        self.ledger = _C.PeakLedger()
+        self._timeline = _C.AllocationTimeline(self.ledger, LEAST_BYTES)
+        self.set_module = self._timeline.set_module
+        self.begin_step = self._timeline.begin_step
+        self.end_step = self._timeline.end_step
+
+    def mark(self, marks: Iterable[Mark]) -> None:
+        for mark in marks:
+            if mark.like is None:
+                self._timeline.set_kind(mark.address, mark.kind, mark.module)
+            else:
+                self._timeline.set_kind_like(mark.address, mark.kind, mark.like)
+
+    def stacks(self) -> list[tuple[str, ...]]:
+        stacks: list[tuple[str, ...]] = [()]
+        for outer, name in self._timeline.paths()[1:]:
+            stacks.append((*stacks[outer], name))
+        return stacks
+
+    def lines(self) -> list[Line | None]:
+        return [None, *(Line(*line) for line in _C.python_lines()[1:])]
+
+    def close(self) -> None:
+        self._timeline.close()
+
+
+def inductor_folders() -> list[str]:
+    """Where torch.compile writes the code that it generates."""
+    named = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return [os.path.join(tempfile.gettempdir(), "torchinductor_"), *([named] if named else [])]
+
+
+class Numbers:
+    """Things in the order of their first use. Number 0 is `nothing`."""
+
+    def __init__(self, nothing: Any) -> None:
+        self.things = [nothing]
+        self._numbers: dict[Hashable, int] = {}
+
+    def of(self, thing: Hashable) -> int:
+        number = self._numbers.setdefault(thing, len(self.things))
+        if number == len(self.things):
+            self.things.append(thing)
+        return number
+
+
+class CudaRecorder:
+    """Records torch's CUDA caching allocator, in requested bytes: folds its history into the ledger at every step.
+
+    A block's module is known where a forward allocated it, as the history has no forward lines of autograd nodes. It
+    ends a recording of the user's.
+    """
+
+    # Modules that are entered before the history is folded, in a script without optimizer steps.
+    MOST_MODULES = 10_000
+
+    def __init__(self, device: int) -> None:
+        self.ledger = _C.PeakLedger()
+        self._device = device
+        self._paths, self._lines = Numbers(()), Numbers(None)
+        self._own = threading.local()  # Like torch's metadata.
+        self._entered = 0
+        self._start: float | None = None
+        self._history = ExitStack()
+        self._history.enter_context(cuda_memory_history())
+
+    def set_module(self, module: int) -> int:
+        outer = int(getattr(self._own, "module", 0))
+        self._own.module = module
+        self._tell()
+        self._entered += 1
+        if self._entered > self.MOST_MODULES:
+            self.fold()
+        return outer
+
+    def begin_step(self) -> None:
+        self._own.in_step = True
+        self._tell()
+
+    def end_step(self) -> None:
+        self._own.in_step = False
+        self._tell()
+        self.fold()
+        self.ledger.end_step()
+
+    def mark(self, marks: Iterable[Mark]) -> None:
+        self.fold()
+        for mark in marks:
+            if mark.like is None:
+                self.ledger.set_kind(mark.address, mark.kind, mark.module)
+            else:
+                self.ledger.set_kind_like(mark.address, mark.kind, mark.like)
+
+    def stacks(self) -> Sequence[tuple[str, ...]]:
+        return self._paths.things
+
+    def lines(self) -> Sequence[Line | None]:
+        return self._lines.things
+
+    def close(self) -> None:
+        with self._history:  # torch discards the history when the recording ends.
+            torch.cuda.memory._set_memory_metadata("")
+            self.fold()
+
+    def fold(self) -> None:
+        """Moves the history into the ledger, and begins it anew."""
+        self._entered = 0
+        entries = torch.cuda.memory._snapshot()["device_traces"][self._device]
+        restart_cuda_memory_history()
+        for entry in entries:
+            self._note(entry)
+
+    def _tell(self) -> None:
+        """Attaches the module to the allocations that follow."""
+        module, in_step = getattr(self._own, "module", 0), getattr(self._own, "in_step", False)
+        torch.cuda.memory._set_memory_metadata(f"memcheck {module} {int(in_step)}")
+
+    def _note(self, entry: dict[str, Any]) -> None:
+        microseconds = entry.get("time_us", 0)
+        self._start = microseconds if self._start is None else self._start
+        self.ledger.set_seconds((microseconds - self._start) / 1e6)
+        if entry["action"] == "free_completed":
+            self.ledger.release(entry["addr"], entry["size"])
+        elif entry["action"] in ("alloc", "oom"):
+            frames = entry.get("frames", ())
+            stack = stack_of(frames)
+            told = re.match(r"memcheck (\d+) (\d)", entry.get("user_metadata") or "")
+            module, in_step = map(int, told.groups()) if told else (0, 0)
+            kind = GRADIENT if any("AccumulateGrad" in name for name in stack) else 0
+            phase = 2 if any(name.startswith(NODE) for name in stack) else 1 if module else 3 * in_step
+            place = (self._paths.of(stack), self._lines.of(line_among(frames)), module, phase, kind)
+            if entry["action"] == "oom":
+                self.ledger.refuse(entry["size"], *place)
+            else:
+                self.ledger.allocate(entry["addr"], entry["size"], *place)
+
+
+def line_among(frames: Iterable[dict[str, Any]]) -> Line | None:
+    """The innermost line of Python that is neither torch's nor memcheck's."""
+    for frame in frames:
+        file = str(frame["filename"])
+        if file.endswith(".py") and not file.startswith((str(TORCH), str(MEMCHECK))):
+            return Line(file, frame["line"], frame["name"])
+    return None
+
+
+class ByIdentity:
+    """Values of objects that may have no hash. An entry ends with its object."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[Any], int]] = {}
+
+    def get(self, thing: Any) -> int | None:
+        entry = self._entries.get(id(thing))
+        return entry[1] if entry is not None else None
+
+    def set(self, thing: Any, value: int) -> None:
+        key = id(thing)
+        self._entries[key] = (weakref.ref(thing, lambda _: self._entries.pop(key, None)), value)
+
+
+class ModuleWatch:
+    """Tells a recorder which module's forward runs, which optimizer steps, and what parameters and states are."""
+
+    def __init__(self, recorder: Recorder, device: torch.device) -> None:
+        self.names = Numbers(None)
+        self._recorder = recorder
+        self._device = device
+        self._numbers = ByIdentity()  # Module -> number of its name.
+        self._named = ByIdentity()  # Outermost module -> address of its first parameter when it was named.
+        self._states = ByIdentity()  # Optimizer -> size of its state when it was marked.
+        self._own = threading.local()
+        self._hooks = ExitStack()
+
+    def open(self) -> None:
+        # torch.compile warns of hooks, which do nothing in what it compiles.
+        warnings.filterwarnings("ignore", "Using `torch.compile.module.` when there are global hooks")
+        self._hooks.callback(forget_filter, warnings.filters[0])
+        for handle in (
+            module_hooks.register_module_parameter_registration_hook(self._register(PARAMETER)),
+            module_hooks.register_module_buffer_registration_hook(self._register(BUFFER)),
+            module_hooks.register_module_forward_pre_hook(self._enter),
+            module_hooks.register_module_forward_hook(self._leave, always_call=True),
+            optimizer_hooks.register_optimizer_step_pre_hook(self._begin_step),
+            optimizer_hooks.register_optimizer_step_post_hook(self._end_step),
+        ):
+            self._hooks.callback(handle.remove)
+
+    def close(self) -> None:
+        self._hooks.close()
+
+    def _register(self, kind: int) -> Callable[..., None]:
+        def register(module: torch.nn.Module, name: str, tensor: torch.Tensor | None) -> None:
+            if not torch.compiler.is_compiling():
+                number = self.names.of(type(module).__name__)
+                self._recorder.mark(Mark(address, kind, number) for address in self._addresses(tensor))
+
+        return register
+
+    def _enter(self, module: torch.nn.Module, _inputs: Any) -> None:
+        # Compiled code has no modules, and a call out of it would break its graph.
+        if torch.compiler.is_compiling():
+            return
+        outer = self._own.__dict__.setdefault("modules", [])
+        if not outer:
+            self._name_modules(module)
+        number = self._numbers.get(module)
+        if number is None:
+            number = self.names.of(type(module).__name__)
+            self._numbers.set(module, number)
+        outer.append(self._recorder.set_module(number))
+
+    def _leave(self, _module: torch.nn.Module, _inputs: Any, _outputs: Any) -> None:
+        if not torch.compiler.is_compiling() and self._own.modules:
+            self._recorder.set_module(self._own.modules.pop())
+
+    def _name_modules(self, root: torch.nn.Module) -> None:
+        """Names the modules of the outermost one, and its parameters and buffers; again if they have moved."""
+        held = inside(root)
+        parameters = (each for _, module in modules_in(held) for each in module._parameters.values())
+        first = next((address for each in parameters for address in self._addresses(each)), 0)
+        if self._named.get(root) == first:
+            return
+        self._named.set(root, first)
+        marks: list[Mark] = []
+        for path, module in modules_in(held, type(held).__name__):
+            number = self.names.of(path)
+            self._numbers.set(module, number)
+            for kind, tensors in ((PARAMETER, module._parameters), (BUFFER, module._buffers)):
+                addresses = [address for tensor in tensors.values() for address in self._addresses(tensor)]
+                marks += [Mark(address, kind, number) for address in addresses]
+        self._recorder.mark(marks)
+
+    def _begin_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if self._states.get(optimizer) is None:
+            self._states.set(optimizer, 0)
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            self._recorder.mark(Mark(address, PARAMETER) for each in parameters for address in self._addresses(each))
+        self._recorder.begin_step()
+
+    def _end_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
+        self._recorder.end_step()
+        size = sum(len(state) for state in optimizer.state.values() if isinstance(state, dict))
+        if size != self._states.get(optimizer):
+            self._states.set(optimizer, size)
+            self._recorder.mark(
+                Mark(address, OPTIMIZER_STATE, like=next(self._addresses(parameter), 0))
+                for parameter, state in optimizer.state.items()
+                for tensor in tensors_in(state)
+                for address in self._addresses(tensor)
+            )
+
+    def _addresses(self, tensor: Any) -> Iterator[int]:
+        """Of the tensor's storages on the device."""
+        with suppress(RuntimeError, ValueError, NotImplementedError):  # Without data, as on meta.
+            for storage in storages_in(tensor) if isinstance(tensor, torch.Tensor) else ():
+                if storage.device.type == self._device.type and storage.data_ptr():
+                    yield storage.data_ptr()
+
+
+def forget_filter(entry: Any) -> None:
+    with suppress(ValueError):
+        warnings.filters.remove(entry)  # type: ignore[attr-defined]
+
+
+def modules_in(
+    module: torch.nn.Module, path: str = "", seen: set[int] | None = None
+) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Each module once, with its path. Unlike named_modules(), it takes modules that have no hash."""
+    seen = set() if seen is None else seen
+    if id(module) not in seen:
+        seen.add(id(module))
+        yield path, module
+        for name, child in module._modules.items():
+            if child is not None:
+                yield from modules_in(child, f"{path}.{name}", seen)
+
+
+def inside(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that torch.compile or a data-parallel wrapper holds; any other module is itself."""
+    for name in WRAPPED if type(module).__module__.startswith("torch.") else ():
+        if isinstance(held := module._modules.get(name), torch.nn.Module) and len(module._modules) == 1:
+            return inside(held)
+    return module
+
+
+class ScriptWatch:
+    """Tracks and records between `with` and its end. record() is for afterwards."""
+
+    def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
+        self.device = device
+        self.tracker = MemoryTracker(device=device, limit_bytes=limit_bytes, saved=False)
+        self._limit_bytes = limit_bytes
+        self._other_peaks: dict[str, int] = {}
+        self._left_bytes = 0
+        self._seconds = 0.0
+
+    def __enter__(self) -> ScriptWatch:
+        self.tracker.__enter__()
+        self._recorder: Recorder = CudaRecorder(self.device.index) if self.device.type == "cuda" else CpuRecorder()
+        self._modules = ModuleWatch(self._recorder, self.device)
+        self._modules.open()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._modules.close()
+        self._recorder.close()
+        self._seconds = self._recorder.ledger.seconds
+        self._left_bytes = self._recorder.ledger.level
+        peaks = {name: figures.peak_bytes for name, figures in self.tracker.by_device.items()}
+        self._other_peaks = {name: peak for name, peak in peaks.items() if peak and name != str(self.device)}
+        self.tracker.__exit__(kind, error, traceback)
+
+    def record(self, command: Sequence[str], exit_code: int, error: BaseException | None) -> ScriptRecord:
+        ledger, naming = self._recorder.ledger, _Naming(self._recorder, self._modules.names.things)
+        peak = naming.moment(ledger.peak())
+        doubts = []
+        if peak.bytes != self.tracker.peak_bytes:
+            doubts = [f"the recorder's peak is {peak.bytes:,} bytes and the tracker's {self.tracker.peak_bytes:,}"]
+        return ScriptRecord(
+            command=list(command),
+            device=str(self.device),
+            limit_bytes=self._limit_bytes,
+            peak=peak,
+            alive=naming.alive(ledger.alive_at_peak()),
+            phase_peaks=dict(zip(PHASES, ledger.phase_peaks(), strict=True)),
+            left_bytes=self._left_bytes,
+            other_peaks=self._other_peaks,
+            levels=[Level(*point) for point in ledger.points()],
+            events_per_level=ledger.events_per_point,
+            events=ledger.events,
+            steps=ledger.steps,
+            seconds=self._seconds,
+            refusals=ledger.refusals,
+            refusal=naming.refusal(*ledger.last_refusal()) if ledger.refusals else None,
+            least_bytes=LEAST_BYTES if self.device.type == "cpu" else 0,
+            exit_code=exit_code,
+            error=None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0],
+            ran_out=isinstance(error, torch.OutOfMemoryError),
+            doubts=doubts,
+            environment={
+                "torch": str(torch.__version__),
+                "memcheck": __version__,
+                "threads": str(torch.get_num_threads()),
+            },
+        )
+
+
+class _Naming:
+    """Turns the ledger's numbers into names."""
+
+    def __init__(self, recorder: Recorder, modules: Sequence[str | None]) -> None:
+        self._operators = [allocated_by(stack) for stack in recorder.stacks()]
+        self._lines = recorder.lines()
+        self._modules = modules
+
+    def place(self, path: int, line: int, module: int, phase: int, kind: int) -> Place:
+        return Place(self._operators[path], PHASES[phase], KINDS[kind], self._modules[module], self._lines[line])
+
+    def moment(self, moment: tuple[Any, ...]) -> Moment:
+        size, event, seconds, step, site = moment
+        return Moment(size, event, seconds, step, self.place(*site))
+
+    def alive(self, rows: Iterable[tuple[Any, ...]]) -> list[Alive]:
+        """Largest first; sites whose names are the same are one."""
+        sums: dict[Place, tuple[int, int]] = {}
+        for site, size, blocks in rows:
+            place = self.place(*site)
+            before = sums.get(place, (0, 0))
+            sums[place] = before[0] + size, before[1] + blocks
+        return sorted((Alive(place, *figures) for place, figures in sums.items()), key=lambda alive: -alive.bytes)
+
+    def refusal(self, moment: tuple[Any, ...], requested_bytes: int, alive: list[tuple[Any, ...]]) -> Refusal:
+        return Refusal(requested_bytes, self.moment(moment), self.alive(alive))
+
+
+def run_script(
+    call: Callable[[], object], command: Sequence[str], *, device: torch.device, limit_bytes: int | None = None
+) -> ScriptRecord:
+    """Calls what core.script prepared, under a tracker, as Python runs a script: a traceback of the script alone goes
+    to stderr, and threads are waited for. The record has the exit code that Python would have given.
+    """
+    owner = os.getpid()
+    with ScriptWatch(device, limit_bytes) as watch:
+        error = error_of(call)
+        if os.getpid() != owner:  # A child that the script forked ends as Python would end it.
+            sys.exit(show(error))
+        exit_code = show(error)
+        wait_for_threads()
+    return watch.record(command, exit_code, None if isinstance(error, SystemExit) else error)
+
+
+def error_of(call: Callable[[], object]) -> BaseException | None:
+    try:
+        call()
+    except BaseException as error:
+        return error
+    return None
+
+
+def show(error: BaseException | None) -> int:
+    """Prints what Python prints of an error that ends a script, and returns its exit code."""
+    if error is None:
+        return 0
+    if isinstance(error, SystemExit):
+        if error.code is None or isinstance(error.code, int):
+            return error.code or 0
+        print(error.code, file=sys.stderr)
+        return 1
+    traceback = error.__traceback__
+    while traceback is not None and is_ours(traceback):
+        traceback = traceback.tb_next
+    sys.excepthook(type(error), error.with_traceback(traceback), traceback)
+    return 130 if isinstance(error, KeyboardInterrupt) else 1
+
+
+def is_ours(traceback: TracebackType) -> bool:
+    file = traceback.tb_frame.f_code.co_filename
+    return file.startswith(f"{MEMCHECK}{os.sep}") or file == "<frozen runpy>" or Path(file).name == "runpy.py"
+
+
+def wait_for_threads() -> None:
+    """As Python does at the end of a script. Threads of an executor wait for work, and end with the process."""
+    executors = sys.modules.get("concurrent.futures.thread")
+    waiting = getattr(executors, "_threads_queues", ())
+    with suppress(KeyboardInterrupt):
+        for thread in threading.enumerate():
+            if not thread.daemon and thread is not threading.current_thread() and thread not in waiting:
+                thread.join()

@@ -1,0 +1,213 @@
+"""Reports what a script needed: text, tables and an HTML page."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from memcheck.core.script_record import LAYERS, Alive, Line, Moment, Place, ScriptRecord
+from memcheck.core.units import UNITS, format_bytes
+from memcheck.report.page import render_page
+from memcheck.report.tables import Cell, Column, Screen, Table, to_text
+
+# Rows of a table in text and on the page; the rest is combined in one row.
+MOST_ROWS, MOST_ROWS_OF_PAGE = 12, 200
+OUTSIDE = "outside of modules"
+NO_LINE = "no line of Python"
+FORMAT = ",.2f"
+# On a narrow screen the last of these columns are left out first.
+IMPORTANCE = (
+    *("from forward", "from backward", "parameters", "optimizer state", "gradients"),
+    *("from elsewhere", "from optimizer step", "buffers"),
+)
+
+
+def script_report(record: ScriptRecord, screen: Screen | None = None) -> str:
+    """The report as text."""
+    screen = screen or Screen()
+    first = [screen.fill(line) if screen.width else line for line in paragraphs(record)]
+    return "\n\n".join(["\n".join(first), *(to_text(table, screen) for table in tables(record, MOST_ROWS))])
+
+
+def script_page(record: ScriptRecord, svg: str) -> str:
+    """The report as an HTML page with the picture."""
+    title = script_title(record)
+    return render_page(
+        title=title,
+        paragraphs=paragraphs(record),
+        plots=[(f"{title}: what was alive, by what it holds", svg)],
+        tables=tables(record, MOST_ROWS_OF_PAGE),
+        facts={"device": record.device, **record.environment},
+        sweeps=[{"command": f"memcheck run {shlex.join(record.command)}", "started": None, "facts": {}}],
+    )
+
+
+def script_title(record: ScriptRecord) -> str:
+    name = record.command[1] if record.command[:1] == ["-m"] else Path(record.command[0]).name
+    return f"Memory of {name}"
+
+
+def paragraphs(record: ScriptRecord) -> list[str]:
+    """How the script ended, its peak, and what was left out."""
+    lines = [ending(record), *out_of_memory(record), peak_sentence(record)]
+    phases = [f"{phase} {format_bytes(size)}" for phase, size in record.phase_peaks.items() if size]
+    if len(phases) > 1:
+        lines.append(f"Highest after an allocation in each phase: {', '.join(phases)}.")
+    lines += [f"Of {device}, the peak was {format_bytes(size)}." for device, size in record.other_peaks.items()]
+    lines.append(thinning(record))
+    return [*lines, *(f"Doubt: {doubt}." for doubt in record.doubts)]
+
+
+def ending(record: ScriptRecord) -> str:
+    steps = f", {counted(record.steps, 'optimizer step')}" if record.steps else ""
+    how = "ended" if record.error is None else f"failed ({record.error})"
+    return (
+        f"{shlex.join(record.command)} {how} after {record.seconds:.3g} s with exit code {record.exit_code}: "
+        f"{record.events:,} allocations and frees on {record.device}{steps}."
+    )
+
+
+def out_of_memory(record: ScriptRecord) -> list[str]:
+    last = record.refusal
+    if last is None:
+        return ["Memory ran out."] if record.ran_out else []
+    limit = "" if record.limit_bytes is None else f" of {format_bytes(record.limit_bytes)}"
+    asked = (
+        f"{last.moment.place.operator} asked for {format_bytes(last.requested_bytes)} with "
+        f"{format_bytes(last.moment.bytes)}{limit} in use, {where(last.moment, record)}"
+    )
+    if record.ran_out:
+        return [f"Memory ran out: {asked}."]
+    return [f"{counted(record.refusals, 'allocation')} failed, and the script went on. The last one: {asked}."]
+
+
+def peak_sentence(record: ScriptRecord) -> str:
+    peak = record.peak
+    if not peak.bytes:
+        return f"It allocated no memory of tensors on {record.device}."
+    return (
+        f"The peak was {format_bytes(peak.bytes)} ({peak.bytes:,} bytes) after {peak.seconds:.3g} s, when "
+        f"{peak.place.operator} allocated {where(peak, record)}. "
+        f"At the end {format_bytes(record.left_bytes)} were alive."
+    )
+
+
+def where(moment: Moment, record: ScriptRecord) -> str:
+    place = moment.place
+    phase = "outside of any phase" if place.phase == "elsewhere" else f"in the {place.phase}"
+    step = f" of step {moment.step + 1}" if record.steps and place.phase != "elsewhere" else ""
+    module = f", in {place.module}" if place.module else ""
+    line = f", at {shown_line(place.line)}" if place.line else ""
+    return f"{phase}{step}{module}{line}"
+
+
+def thinning(record: ScriptRecord) -> str:
+    """What the report does not hold."""
+    points = (
+        "The picture has every event"
+        if record.events_per_level == 1
+        else f"Each point of the picture is the highest of {record.events_per_level} allocations and frees in a row"
+    )
+    small = f"; blocks below {format_bytes(record.least_bytes)} have no line" if record.least_bytes else ""
+    return f"{points}{small}. The peak and what was alive then are exact."
+
+
+def tables(record: ScriptRecord, most: int) -> list[Table]:
+    moment = "when memory ran out" if record.ran_out and record.refusal else "at the peak"
+    alive, unit = record.alive_then, unit_of(size_of(record.alive_then))
+    return [
+        module_table(alive, f"Alive {moment}, by module, {unit}", unit, most),
+        group_table(alive, "operators", f"Alive {moment}, by operator", "operator", operator_of, unit, most),
+        group_table(alive, "lines", f"Alive {moment}, by line of Python", "line", line_of, unit, most),
+    ]
+
+
+def unit_of(whole: int) -> str:
+    return "KiB" if whole < 8 * UNITS["MIB"] else "MiB" if whole < 64 * UNITS["GIB"] else "GiB"
+
+
+def in_unit(size: int, unit: str) -> float:
+    return size / UNITS[unit.upper()]
+
+
+def module_table(alive: Sequence[Alive], title: str, unit: str, most: int) -> Table:
+    """What is alive by module, in a column per layer; each row adds up to its sum."""
+    sums: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for each in alive:
+        sums[each.place.module or OUTSIDE][each.place.layer] += each.bytes
+    names = sorted(sums, key=lambda name: -sum(sums[name].values()))
+    groups = [(name, [name]) for name in names[:most]]
+    if rest := names[most:]:
+        groups.append((f"{len(rest)} others", rest))
+    if len(names) > 1:
+        groups.append(("all", names))
+    rows: list[list[Cell]] = []
+    for label, members in groups:
+        layers = [sum(sums[name][layer] for name in members) for layer in LAYERS]
+        rows.append([label, *(in_unit(size, unit) if size else None for size in layers), in_unit(sum(layers), unit)])
+    keys = [f"{layer.replace(' ', '_')}_{unit.lower()}" for layer in LAYERS]
+    columns = [
+        Column(key, layer, "", FORMAT, rank=1 + IMPORTANCE.index(layer))
+        for key, layer in zip(keys, LAYERS, strict=True)
+    ]
+    notes = ["from forward, from backward, ...: all other blocks, by the phase that allocated them."]
+    ends = Column("module", "module"), Column(unit.lower(), "sum", "", FORMAT)
+    return Table("modules", title, [ends[0], *columns, ends[1]], rows, notes)
+
+
+def group_table(
+    alive: Sequence[Alive], name: str, title: str, heading: str, key: Callable[[Place], str], unit: str, most: int
+) -> Table:
+    """What is alive by the key, largest first, and the rest combined; the rows add up to the whole."""
+    groups: dict[str, list[Alive]] = defaultdict(list)
+    for each in alive:
+        groups[key(each.place)].append(each)
+    ordered = sorted(groups.items(), key=lambda item: -size_of(item[1]))
+    if rest := ordered[most:]:
+        ordered = [*ordered[:most], (f"{len(rest)} others", [each for _, members in rest for each in members])]
+    whole = size_of(alive) or 1
+    rows: list[list[Cell]] = [
+        [
+            label,
+            in_unit(size_of(members), unit),
+            100 * size_of(members) / whole,
+            sum(each.blocks for each in members),
+        ]
+        for label, members in ordered
+    ]
+    columns = [
+        Column(heading, heading),
+        Column(unit.lower(), unit, "", FORMAT),
+        Column("percent", "%", "", ".1f"),
+        Column("blocks", "blocks", "", ","),
+    ]
+    return Table(name, title, columns, rows)
+
+
+def size_of(alive: Iterable[Alive]) -> int:
+    return sum(each.bytes for each in alive)
+
+
+def operator_of(place: Place) -> str:
+    return place.operator
+
+
+def line_of(place: Place) -> str:
+    return shown_line(place.line) if place.line else NO_LINE
+
+
+def shown_line(line: Line) -> str:
+    """ "train.py:12 (main)", with the path from the current folder, or the last two folders of any other."""
+    path = Path(line.file)
+    if path.is_relative_to(os.getcwd()):
+        name = str(path.relative_to(os.getcwd()))
+    else:
+        name = "/".join(path.parts[-3:]) if len(path.parts) > 4 else str(path)
+    return f"{name}:{line.number} ({line.function})"
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

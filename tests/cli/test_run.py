@@ -1,0 +1,176 @@
+"""memcheck run: a script or module as python runs it, and a report however it ends."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from memcheck.__main__ import main
+from memcheck.cli.commands.run import own_words
+
+ROOT = Path(__file__).parents[2]
+PLAIN = """
+import os, sys
+print(sys.argv, __name__, __file__, os.path.samefile(sys.path[0], os.path.dirname(os.path.abspath(__file__))))
+print(sys.modules["__main__"].__dict__ is globals())
+"""
+TENSORS = """
+import sys, torch
+kept = [torch.ones(1000, 100) for _ in range(5)]
+"""
+
+
+def python(folder, *words, code=0):
+    """The process, run in the folder; the code is what it must end with."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == code, done.stderr
+    return done
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch, capsys):
+    """Runs `memcheck run` in this process on a script with the text; returns the exit code, stdout, stderr, record."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+
+    def run_text(text, *words, flags=()):
+        (tmp_path / "script.py").write_text(text)
+        code = main(["run", "--output", "out", "--device", "cpu", *flags, "script.py", *words])
+        record = json.loads((tmp_path / "out" / "run.json").read_text())
+        alive = (record["refusal"] or {}).get("alive") if record["ran_out"] else record["alive"]
+        level = record["refusal"]["moment"]["bytes"] if record["ran_out"] else record["peak"]["bytes"]
+        assert sum(row["bytes"] for row in alive) == level
+        assert (tmp_path / "out" / "run.png").stat().st_size > 10_000
+        return code, *capsys.readouterr(), record
+
+    return run_text
+
+
+def test_words_of_the_script_are_left_alone(run):
+    code, out, err, _record = run(
+        "import sys\nprint(sys.argv)", "--a_b", "-1", "--memory-limit", "x", "-m", "--", "c_d=e_f"
+    )
+    assert (code, out) == (0, "['script.py', '--a_b', '-1', '--memory-limit', 'x', '-m', '--', 'c_d=e_f']\n")
+    assert "It allocated no memory of tensors on cpu." in err
+    assert own_words(["--output", "out", "--memory-limit=1GiB", "a.py", "--b"]) == 3
+    assert own_words(["--output", "out", "-m", "a.b", "--b"]) == 2
+
+
+def test_the_report_names_the_peak_and_its_line(run):
+    code, out, err, record = run(TENSORS)
+    assert (code, out, record["exit_code"], record["error"]) == (0, "", 0, None)
+    assert record["peak"]["bytes"] == 2_000_000
+    assert "The peak was 1.91 MiB (2,000,000 bytes)" in err
+    assert re.search(r"script.py:3 \(<(listcomp|module)>\) +1,953.12 +100.0 +5", err)
+    assert "Wrote out/run.html, out/run.png, out/run.json" in err
+    page = Path("out/run.html").read_text()
+    assert "<svg" in page
+    assert "memcheck run script.py" in page
+    assert "http" not in re.sub(r'xmlns[:\w]*="[^"]*"|http://www.w3.org/\S*', "", page)
+
+
+@pytest.mark.parametrize(
+    ("ending", "code", "error"),
+    [
+        ("sys.exit(3)", 3, None),
+        ("sys.exit()", 0, None),
+        ("sys.exit('a word')", 1, None),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt: "),
+        ("raise ValueError('no such luck')", 1, "ValueError: no such luck"),
+        ("this is no Python", 1, "SyntaxError"),
+    ],
+)
+def test_a_script_that_ends_early_has_its_report_and_exit_code(run, ending, code, error):
+    got, _, err, record = run(TENSORS + ending)
+    assert (got, record["exit_code"]) == (code, code)
+    assert record["error"] is error or record["error"].startswith(error)
+    assert ("a word" in err) == ("a word" in ending)
+    if error != "SyntaxError":
+        assert record["peak"]["bytes"] == 2_000_000
+
+
+def test_memory_that_runs_out_is_reported_where_it_did(run):
+    code, _, err, record = run(TENSORS, flags=["--memory-limit", "1MB"])
+    assert (code, record["ran_out"], record["refusal"]["moment"]["bytes"]) == (1, True, 800_000)
+    assert "torch.OutOfMemoryError: memcheck: tried to allocate 400000 bytes with 800000 bytes in use" in err
+    assert "Memory ran out: aten::ones asked for 391 KiB with 781 KiB of 977 KiB in use, outside of any phase" in err
+    assert "Alive when memory ran out, by line of Python" in err
+
+
+def test_threads_are_waited_for(run):
+    code, out, _err, record = run(
+        """
+import threading, time, torch
+def late():
+    time.sleep(0.2)
+    print("late", torch.ones(5000).nbytes)
+threading.Thread(target=late).start()
+"""
+    )
+    assert (code, out) == (0, "late 20000\n")
+    assert record["peak"]["bytes"] == 20_000
+
+
+def test_a_forked_child_has_no_report(tmp_path):
+    (tmp_path / "script.py").write_text(
+        """
+import os, sys, torch
+child = os.fork()
+kept = torch.ones(500)
+if child == 0:
+    sys.exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+    )
+    done = python(tmp_path, "-m", "memcheck", "run", "--device=cpu", "script.py")
+    assert done.stdout == "7\n"
+    assert done.stderr.count("The peak was 1.95 KiB") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "there is no SCRIPT and no -m MODULE"),
+        (["missing.py"], "there is no script 'missing.py'"),
+        (["-m", "no.such.module"], "there is no module 'no.such.module'"),
+        (["--device", "tpu", "a.py"], "--device tpu"),
+        (["--memory-limit", "lots", "a.py"], "--memory-limit must look like 40GiB"),
+    ],
+)
+def test_what_cannot_run_is_said_in_one_line(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["run", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_scripts_and_modules_see_what_python_shows_them(tmp_path):
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "other.py").write_text("value = 3\n")
+    (package / "module.py").write_text(f"from .other import value\nprint(value, __spec__.name)\n{PLAIN}")
+    (tmp_path / "script.py").write_text(PLAIN)
+    for words in (["script.py", "a", "--b_c"], ["-m", "package.module", "a", "-b"]):
+        done = python(tmp_path, "-m", "memcheck", "run", "--device=cpu", *words)
+        assert done.stdout == python(tmp_path, *words).stdout
+        assert (tmp_path / "results" / "run.html").is_file()
+
+
+def test_a_traceback_is_the_scripts_own(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text("def fail():\n    raise ValueError('no such luck')\n\nfail()\n")
+    plain = python(tmp_path, str(script), code=1).stderr
+    done = python(tmp_path, "-m", "memcheck", "run", "--device=cpu", str(script), code=1)
+    assert done.stderr.startswith(plain + "\n")
+    assert "failed (ValueError: no such luck)" in done.stderr

@@ -1,0 +1,330 @@
+"""What is alive in a script, by operator, module and line: the ledger, the lines, the modules, the optimizer."""
+
+import random
+import threading
+import warnings
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import optimizer as optimizer_hooks
+from torch.utils.checkpoint import checkpoint
+
+from memcheck._extension import _C
+from memcheck.core.script_record import LAYERS, Line
+from memcheck.measure.script import LEAST_BYTES, ScriptWatch
+
+CPU = torch.device("cpu")
+ROWS = 512
+
+
+def line_of(comment):
+    """The number of the line in this file that ends with the comment."""
+    lines = Path(__file__).read_text().splitlines()
+    return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {comment}"))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(64, 128)  # up's weights
+        self.down = nn.Linear(128, 64)
+        self.register_buffer("scale", torch.ones(4096))
+
+    def forward(self, x):
+        hidden = torch.tanh(self.up(x))  # up and tanh
+        return self.down(hidden)  # down
+
+
+def recorded(call, limit_bytes=None):
+    """Of call(), while what it returns is alive."""
+    with ScriptWatch(CPU, limit_bytes) as watch:
+        error = kept = None
+        try:
+            kept = call()
+        except torch.OutOfMemoryError as refused:
+            error = refused
+        error = error and error.with_traceback(None)
+    record = watch.record(["test"], 0, error)
+    assert record.peak.bytes == watch.tracker.peak_bytes
+    assert sum(alive.bytes for alive in record.alive) == record.peak.bytes
+    assert all(sum(level.layers) == level.bytes for level in record.levels)
+    assert max((level.bytes for level in record.levels), default=0) == record.peak.bytes
+    assert not record.doubts
+    del kept
+    return record
+
+
+def summed(alive, key):
+    sums = Counter()
+    for each in alive:
+        sums[key(each.place)] += each.bytes
+    return sums
+
+
+def train(steps=2):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(steps):
+        loss = model(torch.randn(ROWS, 64)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()  # backward
+        optimizer.step()  # step
+    return model, optimizer, loss
+
+
+def test_the_ledger_keeps_what_was_alive_at_the_first_highest_sum():
+    generator = random.Random(0)
+    for _ in range(30):
+        ledger, alive, best, best_alive, levels = _C.PeakLedger(), {}, 0, {}, []
+        for address in range(1, 300):
+            if alive and generator.random() < 0.45:
+                victim = generator.choice(list(alive))
+                ledger.release(victim, alive.pop(victim)[0])
+            elif alive and generator.random() < 0.2:
+                other = generator.choice(list(alive))
+                kind, module = generator.randrange(5), generator.randrange(3)
+                ledger.set_kind(other, kind, module)
+                size, (path, line, _, phase, _) = alive[other]
+                alive[other] = size, (path, line, module, phase, kind)
+                continue
+            else:
+                site = (*(generator.randrange(3) for _ in range(3)), generator.randrange(4), 0)
+                alive[address] = generator.randrange(1, 100), site
+                ledger.allocate(address, alive[address][0], *site)
+            levels.append(sum(size for size, _ in alive.values()))
+            if levels[-1] > best:
+                best, best_alive = levels[-1], dict(alive)
+        sums, blocks = Counter(), Counter()
+        for size, site in best_alive.values():
+            sums[site] += size
+            blocks[site] += 1
+        assert ledger.peak()[0] == best
+        found = {site: (size, count) for site, size, count in ledger.alive_at_peak()}
+        assert found == {site: (sums[site], blocks[site]) for site in sums}
+        assert [point[2] for point in ledger.points()] == levels
+        assert ledger.level == levels[-1]
+
+
+def test_long_scripts_take_bounded_memory_and_keep_their_peak():
+    ledger = _C.PeakLedger()
+    highest = defaultdict(int)
+    for turn in range(20_000):
+        size = 1000 + turn % 777 if turn != 12_345 else 5000
+        ledger.allocate(4096 + turn % 7, size, 0, 0, 0, 1, 0)
+        highest[2 * turn] = size
+        ledger.release(4096 + turn % 7, size)
+    points = ledger.points()
+    assert (ledger.events, ledger.peak()[:2]) == (40_000, (5000, 2 * 12_345 + 1))
+    assert len(points) <= 2048
+    assert max(point[2] for point in points) == 5000
+    assert all(2 * 1000 > point[2] >= 1000 or point[2] == 5000 for point in points)
+    assert len(ledger.alive_at_peak()) == 1
+
+    def loop():
+        for turn in range(3000):
+            with torch.profiler.record_function(f"range {turn}"):
+                torch.empty(5000).exp_()
+
+    with ScriptWatch(CPU) as watch:
+        loop()
+    record = watch.record(["test"], 0, None)
+    assert record.events >= 6000
+    assert len(record.levels) <= 2048
+    assert record.events_per_level > 1
+    assert len(watch._recorder.stacks()) < 10
+
+
+def test_lines_modules_and_kinds_of_a_training_script():
+    record = recorded(train)
+    kinds = summed(record.alive, lambda place: place.kind)
+    weights = sum(parameter.nbytes for parameter in Net().parameters())
+    assert (kinds["parameters"], kinds["buffers"]) == (weights, 4 * 4096)
+    # The peak is in the second step, before or after its gradients replace the first step's.
+    assert kinds["optimizer state"] == 2 * weights + 4 * 4  # AdamW counts its steps in tensors.
+    assert record.steps == 2
+    assert record.peak.step == 1
+    of_up = [alive for alive in record.alive if alive.place.module == "Net.up"]
+    assert {alive.place.kind for alive in of_up} >= {"parameters", "optimizer state"}
+    lines = {alive.place.line and alive.place.line.number for alive in of_up if alive.place.kind == "parameters"}
+    assert line_of("up's weights") in lines
+    state = [alive for alive in record.alive if alive.place.kind == "optimizer state" and alive.place.line]
+    assert {alive.place.line for alive in state} == {Line(__file__, line_of("step"), "train")}
+    assert {alive.place.module for alive in state} == {"Net.up", "Net.down"}
+    assert record.phase_peaks["forward"] > 0
+    assert record.phase_peaks["backward"] == record.peak.bytes
+    assert record.phase_peaks["optimizer step"] > 0
+    assert record.left_bytes > 3 * weights
+
+
+def test_a_backward_has_the_lines_and_modules_of_its_forward():
+    model, x = Net(), torch.randn(ROWS, 64)
+    grown = torch.randn(ROWS, 64, requires_grad=True)
+
+    def backward():
+        model(x + grown).sum().backward()  # sum
+        return grown.grad, [parameter.grad for parameter in model.parameters()]
+
+    with ScriptWatch(CPU) as watch:
+        kept = backward()
+        watch._recorder.ledger.allocate(1, 2**30)  # The moment of the peak is the end.
+    alive = [each for each in watch.record(["test"], 0, None).alive if each.bytes < 2**30]
+    gradients = {
+        (each.place.operator, each.place.module, each.place.line.number): each.bytes
+        for each in alive
+        if each.place.kind == "gradients"
+    }
+    assert gradients == {
+        # Sums of bias gradients are the engine's own, and the gradient of the sum x + grown is that of x.
+        ("AddmmBackward0", "Net.up", line_of("up and tanh")): (128 * 64 + 128 + ROWS * 64) * 4,
+        ("AddmmBackward0", "Net.down", line_of("down")): (64 * 128 + 64) * 4,
+    }
+    assert sum(gradients.values()) == sum(tensor.nbytes for tensor in [kept[0], *kept[1]])
+
+
+def test_a_checkpoint_that_runs_again_has_the_lines_of_its_forward():
+    x = torch.randn(ROWS, 64, requires_grad=True)
+
+    def work(x):
+        return x.exp().sin()  # twice
+
+    record = recorded(lambda: checkpoint(work, x, use_reentrant=False).sum().backward())
+    assert record.peak.place.phase == "backward"
+    again = [each for each in record.alive if each.place.operator == "aten::exp"]
+    again += [each for each in record.alive if "SinBackward" in each.place.operator]
+    assert {each.place.line.number for each in again} == {line_of("twice")}
+
+
+def test_a_function_in_python_has_its_own_lines():
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2  # in forward
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * 2  # in backward
+
+    x = torch.randn(ROWS, 64, requires_grad=True)
+    record = recorded(lambda: (Double.apply(x), torch.autograd.grad(Double.apply(x).sum(), x)))
+    lines = {each.place.line.number for each in record.alive if each.place.line}
+    assert {line_of("in forward"), line_of("in backward")} <= lines
+
+
+def test_small_blocks_have_no_line_but_count():
+    record = recorded(lambda: [torch.empty(LEAST_BYTES - 1, dtype=torch.uint8), torch.empty(7), torch.empty(2048)])
+    assert [(each.bytes, each.blocks, bool(each.place.line)) for each in record.alive] == [
+        (8192, 1, True),
+        (LEAST_BYTES + 27, 2, False),
+    ]
+
+
+def test_a_refusal_says_who_asked_and_what_was_alive():
+    kept = []
+
+    def fill():
+        for _ in range(10):
+            kept.append(torch.ones(1000, 100))  # filled
+
+    record = recorded(fill, limit_bytes=1_000_000)
+    assert record.ran_out
+    assert record.refusals == 1
+    assert record.refusal.requested_bytes == 400_000
+    assert record.refusal.moment.bytes == 800_000 == sum(each.bytes for each in record.alive_then)
+    assert record.refusal.moment.place.line.number == line_of("filled")
+    assert {each.place.line.number for each in record.alive_then} == {line_of("filled")}
+
+    def recover():
+        try:
+            return torch.empty(10**6)
+        except torch.OutOfMemoryError:
+            return torch.empty(10**5)
+
+    kept.clear()
+    record = recorded(recover, limit_bytes=10**6)
+    assert (record.refusals, record.ran_out, record.peak.bytes) == (1, False, 400_000)
+    assert record.alive_then is record.alive
+
+
+def test_threads_are_in_modules_of_their_own():
+    class Wait(nn.Module):
+        def __init__(self, own):
+            super().__init__()
+            self.own = own
+
+        def forward(self, both, kept):
+            both.wait()
+            kept.append(torch.ones(self.own))
+            both.wait()
+
+    class Other(Wait):
+        pass
+
+    both, kept = threading.Barrier(2), []
+
+    def work():
+        threads = [
+            threading.Thread(target=kind(size), args=(both, kept)) for kind, size in ((Wait, 5000), (Other, 7000))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    record = recorded(work)
+    assert summed(record.alive, lambda place: place.module) == {"Wait": 20_000, "Other": 28_000}
+    assert {each.place.phase for each in record.alive} == {"forward"}
+
+
+def test_scripts_do_what_they_did_without():
+    """Compiled regions stay whole, modules need no hash, and a module that fails is left again."""
+
+    class Unhashable(nn.Module):
+        __hash__ = None
+
+        def forward(self, x):
+            return x + 1
+
+    class Failing(nn.Module):
+        def forward(self, x):
+            raise ValueError("no")
+
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def work():
+        with warnings.catch_warnings(record=True) as warned:
+            torch.compile(Net(), backend=backend, fullgraph=True)(torch.randn(ROWS, 64))
+        assert not warned
+        Unhashable()(torch.ones(3))
+        with pytest.raises(ValueError, match="no"):
+            nn.Sequential(Failing())(torch.ones(3))
+        return torch.ones(2000)
+
+    record = recorded(work)
+    assert len(graphs) == 1
+    assert record.levels[-1].layers[LAYERS.index("from elsewhere")] >= 8000
+    assert not nn.modules.module._global_forward_hooks
+    assert not nn.modules.module._global_forward_pre_hooks
+    assert not nn.modules.module._global_parameter_registration_hooks
+    assert not optimizer_hooks._global_optimizer_pre_hooks
+
+
+def test_the_picture_shows_what_blocks_hold():
+    weights = sum(parameter.nbytes for parameter in Net().parameters())
+    with ScriptWatch(CPU) as watch:
+        kept = train()
+    at_the_end = dict(zip(LAYERS, watch.record(["test"], 0, None).levels[-1].layers, strict=True))
+    assert {name: size for name, size in at_the_end.items() if size} == {
+        "parameters": weights,
+        "buffers": 4 * 4096,
+        "gradients": weights,
+        "optimizer state": 2 * weights + 4 * 4,
+        "from elsewhere": 4,  # The loss.
+    }
+    del kept
