@@ -153,8 +153,9 @@ if CUDA:
 if CUDA and not torch.cuda.is_available():
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
 COMPILER = compiler_version()
-# at::parallel_for is serial without. Compiled, but not linked: torch's own OpenMP runtime stays the only one.
-COMPILE_FLAGS += ["-include", "common/parallel_clang.h"] if "clang" in COMPILER else ["-fopenmp"]
+# at::parallel_for is serial without OpenMP. It is compiled but not linked, so that torch's runtime stays the only one.
+# For clang see csrc/common/torch/parallel.cpp.
+COMPILE_FLAGS += [] if "clang" in COMPILER else ["-fopenmp"]
 # `make asan`: the same sources in a build folder of their own, at a level at which a kernel compiles in minutes.
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
 SANITIZE = SANITIZERS if os.environ.get("MEMCHECK_ASAN") else []

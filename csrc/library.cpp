@@ -1,5 +1,5 @@
-// The Python module memcheck._C. Operators register themselves with the dispatcher, each in its own folder; what is
-// bound here is what is not an operator: the build, the plans and the allocator.
+// The Python module memcheck._C. Operators register themselves with the dispatcher, each in its own folder. Bound here
+// is everything else: facts about the build, the plans of operators, and the tracking allocator.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -32,7 +32,7 @@ static void bind_build(py::module_& m) {
   m.def("cpu_level", [] { return memcheck::cpu_level_name(memcheck::cpu_level()); });
   m.def("cpu_levels", &memcheck::cpu_levels);
 #ifdef MEMCHECK_WITH_CUDA
-  // The default stream: there is nothing to order a kernel against that touches no memory.
+  // On the default stream: a kernel that touches no memory needs no order.
   m.def("cuda_probe", [] { return launch_cuda_probe(nullptr); });
 #endif
 }
@@ -43,7 +43,7 @@ static std::optional<std::pair<int64_t, int64_t>> refusal(const memcheck::Alloca
   return std::pair(last->requested_bytes, last->in_use_bytes);
 }
 
-// (address, bytes, path, (shape, dtype) or None) of each.
+// Returns (address, bytes, path, (shape, dtype) or None) for each event.
 static py::list events(const memcheck::AllocationTimeline& timeline) {
   py::list rows;
   for (const memcheck::AllocationEvent& event : timeline.events()) {
@@ -172,20 +172,20 @@ static memcheck::Dtype dtype_named(const std::string& name) {
   throw py::value_error("dtype must be float64, float32, float16 or bfloat16, got '" + name + "'");
 }
 
-// Whose kernels a plan is of. CUDA's needs neither a GPU nor a build with its kernels.
+// Whether a plan is asked for CUDA. Plans of CUDA need neither a GPU nor a build with CUDA kernels.
 static bool is_cuda(const std::string& device) {
   if (device != "cpu" && device != "cuda") throw py::value_error("device must be cpu or cuda, got '" + device + "'");
   return device == "cuda";
 }
 
-// The bytes an operator takes beside its inputs, outputs and gradients, from the very structs that size its scratch.
+// The bytes that an operator needs beside inputs, outputs and gradients, from the plan that its glue allocates by.
 static std::map<std::string, int64_t> softplus_attention_plan(int64_t B, int64_t S, int64_t T, int64_t R, bool causal,
                                                               const std::string& dtype, int64_t threads,
                                                               const std::string& device) {
   const memcheck::SoftplusAttentionShape shape{B, S, T, R, causal};
   const memcheck::Dtype type = dtype_named(dtype);
-  const auto plan = is_cuda(device) ? memcheck::softplus_attention_plan_cuda(shape, type)
-                                    : memcheck::softplus_attention_plan_cpu(shape, type, threads);
+  const auto plan_of = is_cuda(device) ? memcheck::softplus_attention_plan_cuda : memcheck::softplus_attention_cpu.plan;
+  const auto plan = plan_of(shape, type, threads);
   const int64_t carries = 2 * B * shape.carries() * R * memcheck::acc_bytes(type);
   return {{"carries", carries},
           {"forward_scratch", plan.forward_sums_bytes + (plan.forward_uses_carries ? carries : 0)},
@@ -200,8 +200,8 @@ static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H
                                                             const std::string& device) {
   const memcheck::LinearAttentionShape shape{B, H, Hkv, S, T, D, Dv, causal, memcheck::FeatureMap::EluPlusOne};
   const memcheck::Dtype type = dtype_named(dtype);
-  const auto plan = is_cuda(device) ? memcheck::linear_attention_plan_cuda(shape, type)
-                                    : memcheck::linear_attention_plan_cpu(shape, type, threads);
+  const auto plan_of = is_cuda(device) ? memcheck::linear_attention_plan_cuda : memcheck::linear_attention_cpu.plan;
+  const auto plan = plan_of(shape, type, threads);
   return {{"forward_states", plan.forward_states_bytes},
           {"forward_scratch", plan.forward_states_bytes + plan.forward_scratch_bytes},
           {"backward_rows", plan.rows_bytes},
@@ -211,8 +211,8 @@ static std::map<std::string, int64_t> linear_attention_plan(int64_t B, int64_t H
 
 static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, const std::string& dtype, bool copies,
                                                       const std::string& device) {
-  const auto plan = is_cuda(device) ? memcheck::combinator_plan_cuda(N, E, dtype_named(dtype), copies)
-                                    : memcheck::combinator_plan_cpu(N, E, dtype_named(dtype), copies);
+  const auto plan_of = is_cuda(device) ? memcheck::combinator_plan_cuda : memcheck::combinator_cpu.plan;
+  const auto plan = plan_of(N, E, dtype_named(dtype), copies);
   return {{"rows", plan.rows},         {"preactivations", plan.preactivations_bytes},
           {"chunk", plan.chunk_bytes}, {"copy", plan.copy_bytes},
           {"wide", plan.wide_bytes},   {"sums", plan.sums_bytes}};
@@ -225,8 +225,9 @@ static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64
   const int64_t C = (T + factor - 1) / factor;
   const memcheck::CompressedAttentionShape shape{B, H, Hkv, S, T, D, C, factor, causal, false};
   const memcheck::Dtype type = dtype_named(dtype);
-  const auto plan = is_cuda(device) ? memcheck::compressed_attention_plan_cuda(shape, type)
-                                    : memcheck::compressed_attention_plan_cpu(shape, type, threads);
+  const auto plan_of =
+      is_cuda(device) ? memcheck::compressed_attention_plan_cuda : memcheck::compressed_attention_cpu.plan;
+  const auto plan = plan_of(shape, type, threads);
   return {{"lse", B * H * S * memcheck::acc_bytes(type)},
           {"compressed", 2 * B * Hkv * C * D * memcheck::element_bytes(type)},
           {"forward_scratch", plan.forward_scratch_bytes},

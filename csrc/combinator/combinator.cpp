@@ -1,53 +1,22 @@
 #include "combinator/combinator.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <array>
 #include <tuple>
 
-#include "common/allocate.h"
-#include "common/checks.h"
-#include "common/device.h"
-#include "common/matrix.h"
-#include "common/product.h"
+#include "common/torch/allocate.h"
+#include "common/torch/checks.h"
+#include "common/torch/device.h"
+#include "common/torch/matrix.h"
+#include "common/torch/product.h"
+#include "common/torch/registration.h"
 
 namespace memcheck {
 namespace {
 
 constexpr const char* kForward = "combinator";
 constexpr const char* kBackward = "combinator_backward";
-
-struct Cpu : OnCpu {
-  using OnCpu::OnCpu;
-  static CombinatorPlan plan(int64_t N, int64_t E, Dtype dtype, bool copies) {
-    return combinator_plan_cpu(N, E, dtype, copies);
-  }
-  void forward(const CombinatorForward& p, Dtype dtype) const { combinator_forward_cpu(p, dtype); }
-  void backward(const CombinatorBackward& p, Dtype dtype) const { combinator_backward_cpu(p, dtype); }
-  void copy(const CombinatorCopy& p, Dtype dtype) const { combinator_copy_cpu(p, dtype); }
-  // sum (+)= a b, where sum is in the dtype of a and b: the plan widens those of 16 bits.
-  static void sum_product(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, bool adds) {
-    multiply(sum, a, b, adds);
-  }
-};
-
-#ifdef MEMCHECK_WITH_CUDA
-struct Cuda : OnCuda {
-  using OnCuda::OnCuda;
-  static CombinatorPlan plan(int64_t N, int64_t E, Dtype dtype, bool copies) {
-    return combinator_plan_cuda(N, E, dtype, copies);
-  }
-  void forward(const CombinatorForward& p, Dtype dtype) const { combinator_forward_cuda(p, dtype, stream); }
-  void backward(const CombinatorBackward& p, Dtype dtype) const { combinator_backward_cuda(p, dtype, stream); }
-  void copy(const CombinatorCopy& p, Dtype dtype) const { combinator_copy_cuda(p, dtype, stream); }
-  // The same, or in float32 of a and b in 16 bits.
-  static void sum_product(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, bool adds) {
-    const bool same = sum.scalar_type() == a.scalar_type();
-    same ? multiply(sum, a, b, adds) : multiply_into_float(sum, a, b, adds);
-  }
-};
-#endif
 
 using Gradients = std::tuple<at::Tensor, at::Tensor>;
 
@@ -76,7 +45,7 @@ std::tuple<at::Tensor, at::Tensor> empty_outputs(const at::Tensor& x, bool keep_
   return {empty_result(x.sym_sizes(), x.options()), empty_result(kept, x.options())};
 }
 
-// x (...,E) as the kernels see it, where data is its memory: leading dimensions that lie one behind the other are one.
+// The rows of x (...,E), whose memory is data. Leading dimensions that lie one behind the other become one.
 CombinatorRows rows_of(const char* op, const char* name, const at::Tensor& x, void* data) {
   CombinatorRows rows;
   rows.data = data;
@@ -111,7 +80,7 @@ CombinatorRows from_row(CombinatorRows rows, int64_t first) {
   return rows;
 }
 
-// x (...,E) as the matrix (N,E) that GEMM takes in place, undefined where strides forbid it.
+// x (...,E) as a matrix (N,E) that GEMM takes in place; undefined if its strides forbid that.
 at::Tensor matrix_of(const char* op, const char* name, const at::Tensor& x) {
   const CombinatorRows rows = rows_of(op, name, x, nullptr);
   if (rows.dimensions > 1) return {};
@@ -128,44 +97,49 @@ at::Tensor weight_matrix(const at::Tensor& weight) {
   return matrix.defined() ? matrix : weight.contiguous().view({2 * weight.size(1), weight.size(2)});
 }
 
-template <typename Device>
-CombinatorPlan plan_for(const char* op, const at::Tensor& x) {
+CombinatorPlan plan_for(const CombinatorKernels& kernels, const char* op, const at::Tensor& x) {
   const int64_t E = x.size(-1);
-  return Device::plan(x.numel() / E, E, dtype_of(x), /*copies=*/!matrix_of(op, "x", x).defined());
+  return kernels.plan(x.numel() / E, E, dtype_of(x), /*copies=*/!matrix_of(op, "x", x).defined());
 }
 
-// The rows of x (...,E), read or written a chunk (count,E) at a time: in place where GEMM can, else in `copy` (rows,E).
-template <typename Device>
+// The rows of x (...,E), read or written a chunk (count,E) at a time: in place if GEMM can do that, else by way of
+// `copy` (rows,E).
 class Chunks {
  public:
-  Chunks(const char* op, const Device& device, at::Tensor x, at::Tensor copy)
-      : op_(op), device_(device), x_(std::move(x)), matrix_(matrix_of(op, "x", x_)), copy_(std::move(copy)) {}
+  Chunks(const char* op, Kernel<CombinatorCopy> copy_rows, const DeviceScope& device, at::Tensor x, at::Tensor copy)
+      : op_(op),
+        copy_rows_(copy_rows),
+        device_(device),
+        x_(std::move(x)),
+        matrix_(matrix_of(op, "x", x_)),
+        copy_(std::move(copy)) {}
 
   at::Tensor read(int64_t first, int64_t count) const {
-    const at::Tensor chunk = room(first, count);
-    if (!matrix_.defined())
-      device_.copy({count, chunk.size(1), from_row(read_rows(op_, "x", x_), first), written_rows(op_, "x", chunk)},
-                   dtype_of(x_));
+    const at::Tensor chunk = memory_for(first, count);
+    if (!matrix_.defined()) copy(count, from_row(read_rows(op_, "x", x_), first), written_rows(op_, "x", chunk));
     return chunk;
   }
 
-  // Where a chunk is to be written, and what brings it home.
-  at::Tensor room(int64_t first, int64_t count) const {
+  // The memory that a chunk is written to. write() then brings it to x.
+  at::Tensor memory_for(int64_t first, int64_t count) const {
     return matrix_.defined() ? matrix_.narrow(0, first, count) : copy_.narrow(0, 0, count);
   }
   void write(const at::Tensor& chunk, int64_t first) const {
     if (!matrix_.defined())
-      device_.copy(
-          {chunk.size(0), chunk.size(1), read_rows(op_, "x", chunk), from_row(written_rows(op_, "x", x_), first)},
-          dtype_of(x_));
+      copy(chunk.size(0), read_rows(op_, "x", chunk), from_row(written_rows(op_, "x", x_), first));
   }
 
-  // All rows, where they are contiguous; else undefined.
+  // All rows, if they are contiguous; else undefined.
   at::Tensor contiguous() const { return matrix_.defined() && matrix_.is_contiguous() ? matrix_ : at::Tensor(); }
 
  private:
+  void copy(int64_t count, const CombinatorRows& from, const CombinatorRows& to) const {
+    copy_rows_({count, x_.size(-1), from, to}, dtype_of(x_), device_.stream);
+  }
+
   const char* op_;
-  const Device& device_;
+  Kernel<CombinatorCopy> copy_rows_;
+  const DeviceScope& device_;
   at::Tensor x_;
   at::Tensor matrix_;
   at::Tensor copy_;
@@ -175,11 +149,11 @@ at::Tensor empty_copy(const CombinatorPlan& plan, const at::Tensor& x) {
   return plan.copy_bytes > 0 ? at::empty({plan.rows, x.size(-1)}, x.options()) : at::Tensor();
 }
 
-// Where the pre-activations of a chunk are, and how many rows it has: in scratch, or, if they are more than that holds,
-// in the last rows of the result, which are not written yet.
+// The memory of the pre-activations of chunks, which decides how many rows a chunk has: scratch, or for larger chunks
+// the last rows of the result, which are not written yet.
 class Pairs {
  public:
-  // lender: the result (N,E), contiguous, or undefined. lent_rows: of it at most, of one chunk.
+  // lender: the result (N,E), contiguous, or undefined. lent_rows: the most rows of a chunk in the result.
   Pairs(const CombinatorPlan& plan, int64_t E, at::Tensor lender, int64_t lent_rows, const at::TensorOptions& options)
       : rows_(plan.rows),
         lent_rows_(lender.defined() ? lent_rows : 0),
@@ -189,7 +163,7 @@ class Pairs {
   int64_t next_rows(int64_t left) const { return combinator_next_rows(left, rows_, lent_rows_); }
 
   // (count,2E)
-  at::Tensor room(int64_t count) const {
+  at::Tensor memory_for(int64_t count) const {
     if (count <= rows_) return scratch_.narrow(0, 0, count);
     return lender_.narrow(0, lender_.size(0) - 2 * count, 2 * count).view({count, scratch_.size(1)});
   }
@@ -201,7 +175,7 @@ class Pairs {
   at::Tensor lender_;
 };
 
-// run(first row, rows) for every chunk of N rows. next_rows(left): of the next one.
+// Calls run(first row, count) for every chunk of N rows, of which the next has next_rows(left).
 template <typename Next, typename Run>
 void for_chunks(int64_t N, const Next& next_rows, const Run& run) {
   for (int64_t first = 0, count; first < N; first += count) {
@@ -217,23 +191,22 @@ std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& x, const at::T
   return empty_outputs(x, keep_preactivations);
 }
 
-template <typename Device>
-std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor& weight, bool low_memory,
-                                           bool keep_preactivations) {
+std::tuple<at::Tensor, at::Tensor> forward(const CombinatorKernels& kernels, const at::Tensor& x,
+                                           const at::Tensor& weight, bool low_memory, bool keep_preactivations) {
   const auto outputs = forward_meta(x, weight, low_memory, keep_preactivations);
   const auto& [y, preactivations] = outputs;
   if (y.numel() == 0) return outputs;
   const int64_t E = x.size(-1), N = x.numel() / E;
-  const Device device(x);
-  const CombinatorPlan plan = plan_for<Device>(kForward, x);
-  const Chunks<Device> tokens(kForward, device, x, empty_copy(plan, x));
+  const DeviceScope device(x);
+  const CombinatorPlan plan = plan_for(kernels, kForward, x);
+  const Chunks tokens(kForward, kernels.copy, device, x, empty_copy(plan, x));
   const at::Tensor matrix = weight_matrix(weight);
   const at::Tensor y_rows = y.view({N, E});
   const auto run = [&](int64_t first, at::Tensor pair) {
     const int64_t count = pair.size(0);
     at::mm_out(pair, tokens.read(first, count), matrix.t());
     const at::Tensor y_chunk = y_rows.narrow(0, first, count);
-    device.forward({count, E, pair.const_data_ptr(), y_chunk.mutable_data_ptr()}, dtype_of(x));
+    kernels.forward({count, E, pair.const_data_ptr(), y_chunk.mutable_data_ptr()}, dtype_of(x), device.stream);
   };
   if (keep_preactivations) {
     const at::Tensor kept = preactivations.view({N, 2 * E});
@@ -244,12 +217,12 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& x, const at::Tensor
     const Pairs pairs(plan, E, y_rows, plan.lent_rows, x.options());
     for_chunks(
         N, [&](int64_t left) { return pairs.next_rows(left); },
-        [&](int64_t first, int64_t count) { run(first, pairs.room(count)); });
+        [&](int64_t first, int64_t count) { run(first, pairs.memory_for(count)); });
   }
   return outputs;
 }
 
-// Shapes as in the forward. What is not needed for the gradients that are wanted may be left out.
+// Shapes as in the forward. Inputs that the wanted gradients do not need may be undefined.
 Gradients check_backward(const at::Tensor& grad_y, const at::Tensor& x, const at::Tensor& weight,
                          const at::Tensor& preactivations, const std::array<bool, 2>& wanted) {
   check_tokens(kBackward, "grad_y", grad_y);
@@ -267,18 +240,12 @@ Gradients check_backward(const at::Tensor& grad_y, const at::Tensor& x, const at
   if (x.defined()) check_sizes("x", x, "(...,E)", grad_y.sym_sizes());
   if (preactivations.defined()) check_sizes("preactivations", preactivations, "(...,2E)", preactivation_sizes(grad_y));
   if (weight.defined()) check_weight(kBackward, weight, grad_y, "grad_y");
-  // Where they were not kept they were contiguous.
   const c10::SymInt E = grad_y.sym_size(-1);
-  Gradients gradients;
-  if (wanted[0])
-    std::get<0>(gradients) = x.defined() ? empty_gradient(x) : empty_result(grad_y.sym_sizes(), grad_y.options());
-  if (wanted[1])
-    std::get<1>(gradients) = weight.defined() ? empty_gradient(weight) : empty_result({2, E, E}, grad_y.options());
-  return gradients;
+  return {empty_gradient(wanted[0], x, grad_y.sym_sizes(), grad_y.options()),
+          empty_gradient(wanted[1], weight, {2, E, E}, grad_y.options())};
 }
 
 // grad_weight = the sum over chunks of grad_pair^T x. In 16-bit types it is formed in float32 and rounded once.
-template <typename Device>
 class WeightGradient {
  public:
   WeightGradient(at::Tensor grad_weight, const CombinatorPlan& plan) : grad_weight_(std::move(grad_weight)) {
@@ -295,7 +262,7 @@ class WeightGradient {
   void add(const at::Tensor& grad_pair, const at::Tensor& x) {
     if (!grad_weight_.defined()) return;
     const at::Tensor left = widened(grad_pair, 0), right = widened(x, grad_pair.numel());
-    Device::sum_product(sum_, left.t(), right, /*adds=*/!first_);
+    multiply(sum_, left.t(), right, /*adds=*/!first_);
     first_ = false;
   }
 
@@ -323,9 +290,8 @@ Gradients backward_meta(const at::Tensor& grad_y, const std::optional<at::Tensor
                         preactivations.value_or(at::Tensor()), output_mask);
 }
 
-template <typename Device>
-Gradients backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x_or_none,
-                   const std::optional<at::Tensor>& weight_or_none,
+Gradients backward(const CombinatorKernels& kernels, const at::Tensor& grad_y,
+                   const std::optional<at::Tensor>& x_or_none, const std::optional<at::Tensor>& weight_or_none,
                    const std::optional<at::Tensor>& preactivations_or_none, std::array<bool, 2> output_mask) {
   const Gradients gradients = backward_meta(grad_y, x_or_none, weight_or_none, preactivations_or_none, output_mask);
   // Clang captures no structured bindings.
@@ -337,31 +303,31 @@ Gradients backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x_
   }
   const int64_t E = grad_y.size(-1), N = grad_y.numel() / E;
   const at::Tensor& tokens = x_or_none ? *x_or_none : grad_x;
-  const Device device(tokens);
-  const CombinatorPlan plan = plan_for<Device>(kBackward, tokens);
+  const DeviceScope device(tokens);
+  const CombinatorPlan plan = plan_for(kernels, kBackward, tokens);
   const at::Tensor kept = preactivations_or_none ? preactivations_or_none->contiguous().view({N, 2 * E}) : at::Tensor();
   const at::Tensor matrix = grad_x.defined() || !kept.defined() ? weight_matrix(*weight_or_none) : at::Tensor();
   const CombinatorRows grad_rows = read_rows(kBackward, "grad_y", grad_y);
-  // x has been read when grad_x is written.
+  // One copy serves both: a chunk of x has been read when that of grad_x is written.
   const at::Tensor copy = empty_copy(plan, tokens);
   const bool reads_x = grad_weight.defined() || !kept.defined();
-  const auto chunks_of = [&](const at::Tensor& x) { return Chunks<Device>(kBackward, device, x, copy); };
+  const auto chunks_of = [&](const at::Tensor& x) { return Chunks(kBackward, kernels.copy, device, x, copy); };
   const auto x_chunks = reads_x ? std::optional(chunks_of(*x_or_none)) : std::nullopt;
   const auto grad_x_chunks = grad_x.defined() ? std::optional(chunks_of(grad_x)) : std::nullopt;
-  // grad_weight is a sum over chunks that reads and writes all of it for each: the fewer, the better.
+  // Every chunk reads and writes all of grad_weight, so fewer and larger chunks are faster.
   const Pairs pairs(plan, E, grad_x_chunks ? grad_x_chunks->contiguous() : at::Tensor(), plan.lent_rows > 0 ? N : 0,
                     grad_y.options());
-  WeightGradient<Device> sum(grad_weight, plan);
+  WeightGradient sum(grad_weight, plan);
   const auto run = [&](int64_t first, int64_t count) {
     const at::Tensor x = reads_x ? x_chunks->read(first, count) : at::Tensor();
-    at::Tensor grad_pair = pairs.room(count);
+    at::Tensor grad_pair = pairs.memory_for(count);
     if (!kept.defined()) at::mm_out(grad_pair, x, matrix.t());
     const at::Tensor pair = kept.defined() ? kept.narrow(0, first, count) : grad_pair;
-    device.backward({count, E, pair.const_data_ptr(), from_row(grad_rows, first), grad_pair.mutable_data_ptr()},
-                    dtype_of(grad_y));
+    kernels.backward({count, E, pair.const_data_ptr(), from_row(grad_rows, first), grad_pair.mutable_data_ptr()},
+                     dtype_of(grad_y), device.stream);
     sum.add(grad_pair, x);
     if (!grad_x.defined()) return;
-    at::Tensor grad_x_chunk = grad_x_chunks->room(first, count);
+    at::Tensor grad_x_chunk = grad_x_chunks->memory_for(first, count);
     at::mm_out(grad_x_chunk, grad_pair, matrix);
     grad_x_chunks->write(grad_x_chunk, first);
   };
@@ -370,41 +336,14 @@ Gradients backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x_
   return gradients;
 }
 
-template <typename Device>
-void register_kernels(torch::Library& m) {
-  m.impl("combinator", forward<Device>);
-  m.impl("combinator_backward", backward<Device>);
-}
-
-#ifndef MEMCHECK_HOST_CUDA
-TORCH_LIBRARY_FRAGMENT(memcheck, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
-      "combinator(Tensor x, Tensor weight, *, bool low_memory=False, bool keep_preactivations=False)"
-      " -> (Tensor y, Tensor preactivations)",
-      tags);
-  m.def(
-      "combinator_backward(Tensor grad_y, Tensor? x, Tensor? weight, Tensor? preactivations, *, bool[2] output_mask)"
-      " -> (Tensor grad_x, Tensor grad_weight)",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-  register_kernels<Cpu>(m);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
-  m.impl("combinator", forward_meta);
-  m.impl("combinator_backward", backward_meta);
-}
-
-#endif
-
-#ifdef MEMCHECK_WITH_CUDA
-TORCH_LIBRARY_IMPL(memcheck, MEMCHECK_CUDA_KEY, m) {
-  register_kernels<Cuda>(m);
-}
-#endif
+const Registration registration(
+    MEMCHECK_KERNELS(combinator),
+    OperatorRow{"combinator(Tensor x, Tensor weight, *, bool low_memory=False, bool keep_preactivations=False)"
+                " -> (Tensor y, Tensor preactivations)",
+                forward_meta, forward, /*cast_inputs=*/2},
+    OperatorRow{"combinator_backward(Tensor grad_y, Tensor? x, Tensor? weight, Tensor? preactivations, *,"
+                " bool[2] output_mask) -> (Tensor grad_x, Tensor grad_weight)",
+                backward_meta, backward});
 
 }  // namespace
 }  // namespace memcheck

@@ -3,25 +3,25 @@
 #include <cstdint>
 
 #include "common/dtype.h"
+#include "common/kernel.h"
 #include "common/macros.h"
-#include "common/stream.h"
 
-// Combinator: what its kernels are given, and what it needs beside its inputs. No torch here.
+// Combinator: the parameters of its kernels, and the memory they need.
 //
 //     (a, b) = x W^T          y = softplus(a) b          x (N,E), W (2E,E), a and b (N,E) side by side in one (N,2E)
 //     da = g b sigmoid(a)     db = g softplus(a)         dx = (da, db) W     dW = (da, db)^T x
 //
-// N is the product of all leading dimensions of x. The products are the library's GEMM; the kernels here do what is
-// elementwise, on a chunk of rows at a time, while it is still in the cache.
+// N is the product of all leading dimensions of x. The library's GEMM forms the products. The kernels here are
+// elementwise, and run on a chunk of rows at a time, while it is still in the cache.
 
 namespace memcheck {
 
-// Rows of E elements in memory of any strides. Row r is element (r / inner sizes, ...) of the leading dimensions.
+// Rows of E elements, of any strides. Row r has index r in the leading dimensions, counted in their order.
 struct CombinatorRows {
   static constexpr int64_t kLeading = 16;
 
   void* data = nullptr;
-  int64_t first = 0;  // row 0 of what is handed over is this one
+  int64_t first = 0;  // the row that at(0) means
   int64_t dimensions = 0;
   int64_t size[kLeading] = {};
   int64_t stride[kLeading] = {};  // in elements
@@ -61,32 +61,33 @@ struct CombinatorCopy {
   CombinatorRows to;    // (rows,E)
 };
 
-void combinator_forward_cpu(const CombinatorForward& p, Dtype dtype);
-void combinator_backward_cpu(const CombinatorBackward& p, Dtype dtype);
-void combinator_copy_cpu(const CombinatorCopy& p, Dtype dtype);
-
-void combinator_forward_cuda(const CombinatorForward& p, Dtype dtype, cudaStream_t stream);
-void combinator_backward_cuda(const CombinatorBackward& p, Dtype dtype, cudaStream_t stream);
-void combinator_copy_cuda(const CombinatorCopy& p, Dtype dtype, cudaStream_t stream);
-
-// How many rows go at a time, and what that takes. By shape and dtype only: whatever the threads or the GPU, the
-// products are the same.
+// The rows of chunks, and the memory they need. They depend on shape and dtype only, so that the products are the same
+// for any number of threads and on any GPU.
 struct CombinatorPlan {
   int64_t rows;                  // of a chunk whose pre-activations are in scratch
   int64_t kept_rows;             // of a chunk of the forward that keeps them
-  int64_t lent_rows;             // of a chunk of the forward whose pre-activations are in memory that y lends, or 0
+  int64_t lent_rows;             // of a chunk of the forward whose pre-activations are in memory of y, or 0
   int64_t preactivations_bytes;  // (N,2E), kept for the backward in performance mode
   int64_t chunk_bytes;           // (rows,2E), pre-activations that are not kept, and their gradients
-  int64_t copy_bytes;            // (rows,E), where GEMM cannot read x or write grad_x in place
-  int64_t wide_bytes;            // (rows,3E) in float32, of which grad_weight is formed where the weight is 16-bit and
-                                 // GEMM has no float32 product of 16-bit matrices
-  int64_t sums_bytes;            // (2,E,E) in float32: where it is formed then
+  int64_t copy_bytes;            // (rows,E), if GEMM cannot read x or write grad_x in place
+  int64_t wide_bytes;            // (rows,3E) in float32, to form grad_weight if the weight is 16-bit and GEMM has no
+                                 // float32 product of 16-bit matrices
+  int64_t sums_bytes;            // (2,E,E) in float32: grad_weight before it is rounded to 16 bits
 };
+
+struct CombinatorKernels {
+  CombinatorPlan (*plan)(int64_t N, int64_t E, Dtype dtype, bool copies);
+  Kernel<CombinatorForward> forward;
+  Kernel<CombinatorBackward> backward;
+  Kernel<CombinatorCopy> copy;
+};
+extern const CombinatorKernels combinator_cpu;
+extern const CombinatorKernels combinator_cuda;
 
 constexpr int64_t kCombinatorChunkBytes = int64_t{4} << 20;
 
-// A chunk takes at most a sixteenth of x, or 4 MiB if that is more.
-// copies: GEMM cannot read x and write its gradient where they are. wide_bytes: of an element, beside the chunk.
+// The scratch of a chunk takes at most a sixteenth of the bytes of x, or 4 MiB if that is more.
+// copies: GEMM cannot read x and write its gradient in place. wide_bytes: of an element, beside the chunk.
 inline CombinatorPlan combinator_chunks(int64_t N, int64_t E, Dtype dtype, bool copies, int64_t wide_bytes) {
   const int64_t item = element_bytes(dtype);
   const int64_t copied = copies ? item : 0;
@@ -110,12 +111,12 @@ inline CombinatorPlan combinator_plan_cpu(int64_t N, int64_t E, Dtype dtype, boo
   return combinator_chunks(N, E, dtype, copies, element_bytes(dtype) < 4 ? 3 * 4 : 0);
 }
 
-// What a GEMM writes and a kernel reads next is still in the L2 cache, of 40 MB or more.
+// What a GEMM writes and the next kernel reads should fit in the L2 cache, of 40 MB or more.
 constexpr int64_t kCombinatorCacheBytes = int64_t{32} << 20;
 
-// A GEMM of few rows leaves most of a GPU idle. So the forward that keeps all pre-activations forms them in one; and
-// where a result (N,E) is not written yet it lends its memory: while n rows of it are left, a third of them is a chunk,
-// whose pre-activations (n/3,2E) take the place of the other two.
+// A GEMM of few rows leaves most of a GPU idle. So the forward that keeps all pre-activations forms them in one GEMM.
+// Else a part of the result (N,E) that is not written yet serves as scratch: of its last n rows, a third is a chunk,
+// whose pre-activations (n/3,2E) lie in the other two thirds.
 inline CombinatorPlan combinator_plan_cuda(int64_t N, int64_t E, Dtype dtype, bool copies) {
   CombinatorPlan plan = combinator_chunks(N, E, dtype, copies, 0);
   if (copies) return plan;
@@ -125,10 +126,10 @@ inline CombinatorPlan combinator_plan_cuda(int64_t N, int64_t E, Dtype dtype, bo
   return plan;
 }
 
-// Tiles of GEMMs are 64 to 256 rows.
+// GEMMs work on tiles of 64 to 256 rows.
 constexpr int64_t kCombinatorLentMultiple = 256;
 
-// Rows of the next chunk, of `left`, where up to `lent` of them may be in lent memory.
+// The rows of the next chunk, if `left` rows are left. Pre-activations of up to `lent` rows may be in memory of y.
 inline int64_t combinator_next_rows(int64_t left, int64_t rows, int64_t lent) {
   const int64_t third = left / 3 < lent ? left / 3 : lent;
   const int64_t whole_tiles = third / kCombinatorLentMultiple * kCombinatorLentMultiple;

@@ -4,12 +4,12 @@
 #include "combinator/combinator.h"
 #include "common/cpu_level.h"
 #include "common/dtype_cpu.h"
+#include "common/formulas.h"
+#include "common/integer.h"
 #include "common/parallel.h"
-#include "common/softplus.h"
-#include "common/tile.h"
 
-// A row is dealt with in blocks of a length that the compiler knows, in the accumulation type; only the last block of a
-// row may be shorter.
+// A row is computed in blocks, in the accumulation type. The length of a block is known to the compiler; the last block
+// of a row may be shorter, and zeros then pad it.
 
 namespace memcheck {
 namespace {
@@ -17,7 +17,6 @@ namespace {
 constexpr int64_t kBlock = 64;
 constexpr int64_t kTaskElements = 8192;
 
-// What of a shorter block is not there becomes 0.
 template <typename scalar_t, typename acc_t>
 MEMCHECK_INLINE void load_block(const scalar_t* from, int64_t count, acc_t* to) {
   if (count == kBlock) {
@@ -71,7 +70,7 @@ MEMCHECK_INLINE void forward_rows_body(const CombinatorForward& p, int64_t begin
   }
 }
 
-// y = softplus(a) b: da = g b sigmoid(a), db = g softplus(a).
+// grad_a and grad_b, which replace a and b.
 template <typename scalar_t>
 MEMCHECK_INLINE void backward_rows_body(const CombinatorBackward& p, int64_t begin, int64_t end) {
   using acc_t = acc_type<scalar_t>;
@@ -89,9 +88,9 @@ MEMCHECK_INLINE void backward_rows_body(const CombinatorBackward& p, int64_t beg
       load_block(pair + p.E + column, count, b);
       load_strided_block(grad_y + column * stride, stride, count, g);
       for (int64_t i = 0; i < kBlock; ++i) {
-        const auto both = softplus_and_sigmoid(a[i]);
-        a[i] = g[i] * b[i] * both.sigmoid;
-        b[i] = g[i] * both.softplus;
+        const auto gradients = combinator_gradients(g[i], softplus_and_sigmoid(a[i]), b[i]);
+        a[i] = gradients.grad_a;
+        b[i] = gradients.grad_b;
       }
       store_block(a, count, grad_pair + column);
       store_block(b, count, grad_pair + p.E + column);
@@ -99,8 +98,10 @@ MEMCHECK_INLINE void backward_rows_body(const CombinatorBackward& p, int64_t beg
   }
 }
 
-MEMCHECK_PER_CPU_LEVEL(forward_rows, (const CombinatorForward& p, int64_t begin, int64_t end), (p, begin, end))
-MEMCHECK_PER_CPU_LEVEL(backward_rows, (const CombinatorBackward& p, int64_t begin, int64_t end), (p, begin, end))
+MEMCHECK_PER_CPU_LEVEL(scalar_t, forward_rows, (const CombinatorForward& p, int64_t begin, int64_t end),
+                       (p, begin, end))
+MEMCHECK_PER_CPU_LEVEL(scalar_t, backward_rows, (const CombinatorBackward& p, int64_t begin, int64_t end),
+                       (p, begin, end))
 
 template <typename scalar_t>
 void copy_rows(const CombinatorCopy& p, int64_t begin, int64_t end) {
@@ -112,32 +113,35 @@ void copy_rows(const CombinatorCopy& p, int64_t begin, int64_t end) {
   }
 }
 
-// run(begin, end) over all rows; a task is enough of them to be worth a thread.
+// Calls run(begin, end) on ranges of rows. A task is as many rows as are worth a thread.
 template <typename Run>
 void parallel_rows(int64_t rows, int64_t E, const Run& run) {
   const int64_t rows_each = std::max<int64_t>(1, kTaskElements / std::max<int64_t>(E, 1));
-  parallel_tasks((rows + rows_each - 1) / rows_each,
+  parallel_tasks(ceil_div(rows, rows_each),
                  [&](int64_t begin, int64_t end, int) { run(begin * rows_each, std::min(rows, end * rows_each)); });
 }
 
 }  // namespace
 
-void combinator_forward_cpu(const CombinatorForward& p, Dtype dtype) {
+void combinator_forward_cpu(const CombinatorForward& p, Dtype dtype, cudaStream_t) {
   with_scalar_type(dtype, [&](auto scalar) {
     parallel_rows(p.rows, p.E, [&](int64_t begin, int64_t end) { forward_rows<decltype(scalar)>(p, begin, end); });
   });
 }
 
-void combinator_backward_cpu(const CombinatorBackward& p, Dtype dtype) {
+void combinator_backward_cpu(const CombinatorBackward& p, Dtype dtype, cudaStream_t) {
   with_scalar_type(dtype, [&](auto scalar) {
     parallel_rows(p.rows, p.E, [&](int64_t begin, int64_t end) { backward_rows<decltype(scalar)>(p, begin, end); });
   });
 }
 
-void combinator_copy_cpu(const CombinatorCopy& p, Dtype dtype) {
+void combinator_copy_cpu(const CombinatorCopy& p, Dtype dtype, cudaStream_t) {
   with_scalar_type(dtype, [&](auto scalar) {
     parallel_rows(p.rows, p.E, [&](int64_t begin, int64_t end) { copy_rows<decltype(scalar)>(p, begin, end); });
   });
 }
+
+const CombinatorKernels combinator_cpu{combinator_plan_cpu, combinator_forward_cpu, combinator_backward_cpu,
+                                       combinator_copy_cpu};
 
 }  // namespace memcheck

@@ -1,222 +1,180 @@
-#include <cstdint>
 #include <type_traits>
 
 #include "combinator/combinator.h"
+#include "common/formulas.cuh"
 #include "common/integer.h"
-#include "common/kernel.cuh"
-#include "common/softplus.cuh"
+#include "common/tile.cuh"
 
-// A block takes some rows, of which its threads take pieces: 16 bytes wherever all addresses allow it, else single
-// elements, by the same code. These kernels read what a GEMM wrote, and wait for memory alone.
+// A block takes some rows, and its threads take packs of them: 16 bytes if all addresses allow it, else single
+// elements, by the same code. These kernels read what a GEMM wrote, and memory alone limits their speed.
 
 namespace memcheck {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kVectorBytes = 16;
-constexpr int kRows = 2;  // of each thread, all of whose loads are on the way at once
+constexpr int kThreadRows = 2;  // rows of each thread, all loaded before the first is used
 
 // How a block of threads lies over rows of E elements.
 struct Tiling {
-  int log_across;  // 2^log_across threads along a row; the others take further rows
+  int log_across;  // 2^log_across threads along a row; the other threads take further rows
 
   __device__ int across() const { return 1 << log_across; }
   __device__ int column() const { return static_cast<int>(threadIdx.x) & (across() - 1); }
-  // Row i of this thread's, in block `block`.
+  // This thread's row i in block `block`.
   __device__ int64_t row(int64_t block, int i) const {
     const int down = kThreads >> log_across;
-    return (block * kRows + i) * down + (static_cast<int>(threadIdx.x) >> log_across);
+    return (block * kThreadRows + i) * down + (static_cast<int>(threadIdx.x) >> log_across);
   }
 };
-
-template <typename scalar_t, int kCount>
-struct alignas(sizeof(scalar_t) * kCount) Piece {
-  scalar_t value[kCount];
-};
-
-template <int kCount, typename scalar_t>
-__device__ __forceinline__ Piece<scalar_t, kCount> load(const scalar_t* from) {
-  Piece<scalar_t, kCount> piece;
-  if constexpr (kCount == 1) {
-    piece.value[0] = *from;
-  } else {
-    static_assert(sizeof(piece) == kVectorBytes);
-    const uint4 bits = *reinterpret_cast<const uint4*>(from);
-    __builtin_memcpy(&piece, &bits, kVectorBytes);
-  }
-  return piece;
-}
-
-template <typename scalar_t, int kCount>
-__device__ __forceinline__ void store(const Piece<scalar_t, kCount>& piece, scalar_t* to) {
-  if constexpr (kCount == 1) {
-    *to = piece.value[0];
-  } else {
-    uint4 bits;
-    __builtin_memcpy(&bits, &piece, kVectorBytes);
-    *reinterpret_cast<uint4*>(to) = bits;
-  }
-}
-
-template <int kCount, typename scalar_t>
-__device__ __forceinline__ Piece<scalar_t, kCount> load_strided(const scalar_t* from, int64_t stride) {
-  Piece<scalar_t, kCount> piece;
-  if (stride == 0) {
-    const scalar_t all = *from;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) piece.value[i] = all;
-    return piece;
-  }
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) piece.value[i] = from[i * stride];
-  return piece;
-}
 
 // y = softplus(a) b.
 template <typename scalar_t, int kCount>
-__device__ __forceinline__ Piece<scalar_t, kCount> forward_piece(const Piece<scalar_t, kCount>& a,
-                                                                 const Piece<scalar_t, kCount>& b) {
-  Piece<scalar_t, kCount> y;
+__device__ __forceinline__ Pack<scalar_t, kCount> forward_pack(const Pack<scalar_t, kCount>& a,
+                                                               const Pack<scalar_t, kCount>& b) {
+  Pack<scalar_t, kCount> y;
 #pragma unroll
   for (int i = 0; i < kCount; ++i)
-    y.value[i] = from_acc<scalar_t>(softplus_on_device<scalar_t>(to_acc(a.value[i])) * to_acc(b.value[i]));
+    y.values[i] = from_acc<scalar_t>(softplus_on_device<scalar_t>(to_acc(a.values[i])) * to_acc(b.values[i]));
   return y;
 }
 
-// y = softplus(a) b: da = g b sigmoid(a), db = g softplus(a), which take the places of a and b.
+// Replaces a and b by their gradients.
 template <typename scalar_t, int kCount>
-__device__ __forceinline__ void backward_piece(const Piece<scalar_t, kCount>& g, Piece<scalar_t, kCount>& a,
-                                               Piece<scalar_t, kCount>& b) {
+__device__ __forceinline__ void backward_pack(const Pack<scalar_t, kCount>& g, Pack<scalar_t, kCount>& a,
+                                              Pack<scalar_t, kCount>& b) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
-    const auto grad = to_acc(g.value[i]);
-    const auto both = softplus_and_sigmoid_on_device<scalar_t>(to_acc(a.value[i]));
-    a.value[i] = from_acc<scalar_t>(grad * to_acc(b.value[i]) * both.sigmoid);
-    b.value[i] = from_acc<scalar_t>(grad * both.softplus);
+    const auto grad = to_acc(g.values[i]);
+    const auto both = softplus_and_sigmoid_on_device<scalar_t>(to_acc(a.values[i]));
+    const auto gradients = combinator_gradients(grad, both, to_acc(b.values[i]));
+    a.values[i] = from_acc<scalar_t>(gradients.grad_a);
+    b.values[i] = from_acc<scalar_t>(gradients.grad_b);
   }
 }
 
 template <typename scalar_t, int kCount>
 __global__ void __launch_bounds__(kThreads) forward_kernel(CombinatorForward p, Tiling tiling) {
-  // The last rows first: GEMM wrote them last, and they are in the cache still.
+  // The last rows first: GEMM wrote them last, so they are still in the cache.
   const int64_t block = gridDim.x - 1 - blockIdx.x;
   for (int64_t column = tiling.column() * kCount; column < p.E; column += tiling.across() * kCount) {
-    Piece<scalar_t, kCount> a[kRows], b[kRows];
+    Pack<scalar_t, kCount> a[kThreadRows], b[kThreadRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kThreadRows; ++i) {
       const int64_t row = tiling.row(block, i);
       if (row >= p.rows) continue;
       const scalar_t* pair = static_cast<const scalar_t*>(p.preactivations) + row * 2 * p.E + column;
-      a[i] = load<kCount>(pair);
-      b[i] = load<kCount>(pair + p.E);
+      a[i] = load_pack<kCount>(pair);
+      b[i] = load_pack<kCount>(pair + p.E);
     }
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kThreadRows; ++i) {
       const int64_t row = tiling.row(block, i);
-      if (row < p.rows) store(forward_piece(a[i], b[i]), static_cast<scalar_t*>(p.y) + row * p.E + column);
+      if (row < p.rows) store_pack(forward_pack(a[i], b[i]), static_cast<scalar_t*>(p.y) + row * p.E + column);
     }
   }
 }
 
-// grad_vectors: grad_y can be read as the pre-activations are.
+// grad_packed: grad_y can be read in the same packs as the pre-activations.
 template <typename scalar_t, int kCount>
 __global__ void __launch_bounds__(kThreads)
-    backward_kernel(const __grid_constant__ CombinatorBackward p, Tiling tiling, bool grad_vectors) {
+    backward_kernel(const __grid_constant__ CombinatorBackward p, Tiling tiling, bool grad_packed) {
   const int64_t block = gridDim.x - 1 - blockIdx.x;
   const int64_t stride = p.grad_y.column_stride;
   for (int64_t column = tiling.column() * kCount; column < p.E; column += tiling.across() * kCount) {
-    // Before anything is loaded: with many leading dimensions that takes divisions.
-    const scalar_t* grad_y[kRows];
+    // The addresses come before all loads, because many leading dimensions take many divisions.
+    const scalar_t* grad_y[kThreadRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) grad_y[i] = p.grad_y.template at<scalar_t>(tiling.row(block, i)) + column * stride;
-    Piece<scalar_t, kCount> a[kRows], b[kRows], g[kRows];
+    for (int i = 0; i < kThreadRows; ++i)
+      grad_y[i] = p.grad_y.template at<scalar_t>(tiling.row(block, i)) + column * stride;
+    Pack<scalar_t, kCount> a[kThreadRows], b[kThreadRows], g[kThreadRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kThreadRows; ++i) {
       const int64_t row = tiling.row(block, i);
       if (row >= p.rows) continue;
       const scalar_t* pair = static_cast<const scalar_t*>(p.preactivations) + row * 2 * p.E + column;
-      a[i] = load<kCount>(pair);
-      b[i] = load<kCount>(pair + p.E);
-      g[i] = grad_vectors ? load<kCount>(grad_y[i]) : load_strided<kCount>(grad_y[i], stride);
+      a[i] = load_pack<kCount>(pair);
+      b[i] = load_pack<kCount>(pair + p.E);
+      g[i] = grad_packed ? load_pack<kCount>(grad_y[i]) : gather_pack<kCount>(grad_y[i], stride, kCount);
     }
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kThreadRows; ++i) {
       const int64_t row = tiling.row(block, i);
       if (row >= p.rows) continue;
       scalar_t* grad_pair = static_cast<scalar_t*>(p.grad_preactivations) + row * 2 * p.E + column;
-      backward_piece(g[i], a[i], b[i]);
-      store(a[i], grad_pair);
-      store(b[i], grad_pair + p.E);
+      backward_pack(g[i], a[i], b[i]);
+      store_pack(a[i], grad_pair);
+      store_pack(b[i], grad_pair + p.E);
     }
   }
 }
 
-// Rows of words: elements, or as many of them as are 16 bytes.
+// Rows of words; a word is an element, or as many elements as 16 bytes hold.
 template <typename word_t>
 __global__ void __launch_bounds__(kThreads) copy_rows_kernel(const __grid_constant__ CombinatorCopy p, Tiling tiling) {
   for (int64_t column = tiling.column(); column < p.E; column += tiling.across()) {
-    word_t x[kRows];
+    word_t x[kThreadRows];
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kThreadRows; ++i) {
       const int64_t row = tiling.row(blockIdx.x, i);
       if (row < p.rows) x[i] = p.from.template at<word_t>(row)[column];
     }
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
+    for (int i = 0; i < kThreadRows; ++i) {
       const int64_t row = tiling.row(blockIdx.x, i);
       if (row < p.rows) p.to.template at<word_t>(row)[column] = x[i];
     }
   }
 }
 
-constexpr int kTile = 32;
+constexpr int kCopyTile = 32;
 
 template <typename word_t>
 struct CopyTile {
-  word_t value[kTile][kTile + 1];  // (rows,columns)
+  word_t values[kCopyTile][kCopyTile + 1];  // (rows,columns)
 };
 
-// run(row, column) within the tile for this thread's share, neighbours along rows or along columns.
+// Calls run(row, column) for this thread's elements of the tile; neighbouring threads are neighbours along rows or
+// along columns.
 template <typename Run>
 __device__ __forceinline__ void for_tile(bool along_rows, int rows, int columns, const Run& run) {
-  const int fast = static_cast<int>(threadIdx.x) % kTile;
-  for (int slow = static_cast<int>(threadIdx.x) / kTile; slow < kTile; slow += kThreads / kTile) {
+  const int fast = static_cast<int>(threadIdx.x) % kCopyTile;
+  for (int slow = static_cast<int>(threadIdx.x) / kCopyTile; slow < kCopyTile; slow += kThreads / kCopyTile) {
     const int row = along_rows ? fast : slow, column = along_rows ? slow : fast;
     if (row < rows && column < columns) run(row, column);
   }
 }
 
-// Where neighbours in memory are not neighbours along a row: through shared memory, so that both sides go along their
-// own.
+// For rows whose elements are not contiguous on one side. The copy goes through shared memory, so that neighbouring
+// threads read and write neighbouring addresses.
 template <typename word_t>
 __global__ void __launch_bounds__(kThreads)
     copy_tiles_kernel(const __grid_constant__ CombinatorCopy p, bool from_along_rows, bool to_along_rows) {
   auto& tile = shared<CopyTile<word_t>>();
-  const int64_t across = (p.E + kTile - 1) / kTile;
-  const int64_t first_row = blockIdx.x / across * kTile, first_column = blockIdx.x % across * kTile;
-  const int rows = static_cast<int>(p.rows - first_row < kTile ? p.rows - first_row : kTile);
-  const int columns = static_cast<int>(p.E - first_column < kTile ? p.E - first_column : kTile);
+  const int64_t across = (p.E + kCopyTile - 1) / kCopyTile;
+  const int64_t first_row = blockIdx.x / across * kCopyTile, first_column = blockIdx.x % across * kCopyTile;
+  const int rows = static_cast<int>(p.rows - first_row < kCopyTile ? p.rows - first_row : kCopyTile);
+  const int columns = static_cast<int>(p.E - first_column < kCopyTile ? p.E - first_column : kCopyTile);
   for_tile(from_along_rows, rows, columns, [&](int row, int column) {
     const word_t* from = p.from.template at<word_t>(first_row + row);
-    tile.value[row][column] = from[(first_column + column) * p.from.column_stride];
+    tile.values[row][column] = from[(first_column + column) * p.from.column_stride];
   });
   __syncthreads();
   for_tile(to_along_rows, rows, columns, [&](int row, int column) {
     word_t* to = p.to.template at<word_t>(first_row + row);
-    to[(first_column + column) * p.to.column_stride] = tile.value[row][column];
+    to[(first_column + column) * p.to.column_stride] = tile.values[row][column];
   });
 }
 
 // ---- launches
 
 bool is_aligned(const void* data) {
-  return reinterpret_cast<uintptr_t>(data) % kVectorBytes == 0;
+  return reinterpret_cast<uintptr_t>(data) % kPackBytes == 0;
 }
 
-// Whether every row begins at a multiple of 16 bytes, and its elements lie side by side.
-bool has_vectors(const CombinatorRows& x, int64_t item) {
+// Whether every row begins at a multiple of 16 bytes and is contiguous.
+bool is_packed(const CombinatorRows& x, int64_t item) {
   bool all = is_aligned(x.data) && x.column_stride == 1;
-  for (int64_t d = 0; d < x.dimensions; ++d) all = all && x.stride[d] * item % kVectorBytes == 0;
+  for (int64_t d = 0; d < x.dimensions; ++d) all = all && x.stride[d] * item % kPackBytes == 0;
   return all;
 }
 
@@ -224,22 +182,22 @@ bool along_rows(const CombinatorRows& x) {
   return x.dimensions > 0 && x.stride[x.dimensions - 1] < x.column_stride;
 }
 
-Tiling tiling_of(int64_t pieces) {
+Tiling tiling_of(int64_t packs) {
   Tiling tiling{0};
-  while ((1 << tiling.log_across) < kThreads && (int64_t{1} << tiling.log_across) < pieces) ++tiling.log_across;
+  while ((1 << tiling.log_across) < kThreads && (int64_t{1} << tiling.log_across) < packs) ++tiling.log_across;
   return tiling;
 }
 
 dim3 grid_of(int64_t rows, Tiling tiling) {
-  const int64_t of_block = (kThreads >> tiling.log_across) * kRows;
+  const int64_t of_block = (kThreads >> tiling.log_across) * kThreadRows;
   return dim3(static_cast<unsigned>(ceil_div(rows, of_block)));
 }
 
-// run(elements of a piece, as a constant, tiling)
+// Calls run(elements of a pack, as a constant, tiling).
 template <typename scalar_t, typename Run>
-void with_pieces(bool vectors, int64_t E, const Run& run) {
-  constexpr int kCount = kVectorBytes / static_cast<int>(sizeof(scalar_t));
-  if (vectors && E % kCount == 0) return run(std::integral_constant<int, kCount>{}, tiling_of(E / kCount));
+void with_packs(bool packed, int64_t E, const Run& run) {
+  constexpr int kCount = kPackSize<scalar_t>;
+  if (packed && E % kCount == 0) return run(std::integral_constant<int, kCount>{}, tiling_of(E / kCount));
   run(std::integral_constant<int, 1>{}, tiling_of(E));
 }
 
@@ -254,17 +212,17 @@ void copy_rows(const CombinatorCopy& p, cudaStream_t stream) {
   launch({"combinator_copy", grid_of(p.rows, tiling), dim3(kThreads), 0, stream}, copy_rows_kernel<word_t>, p, tiling);
 }
 
-// element_t: any type of the size of an element.
+// element_t is any type of the size of an element.
 template <typename element_t>
 void copy_words(const CombinatorCopy& p, cudaStream_t stream) {
-  constexpr int64_t kCount = kVectorBytes / sizeof(element_t);
+  constexpr int64_t kCount = kPackBytes / sizeof(element_t);
   if (p.from.column_stride != 1 || p.to.column_stride != 1) {
-    const dim3 tiles(static_cast<unsigned>(ceil_div(p.rows, kTile) * ceil_div(p.E, kTile)));
+    const dim3 tiles(static_cast<unsigned>(ceil_div(p.rows, kCopyTile) * ceil_div(p.E, kCopyTile)));
     launch({"combinator_copy", tiles, dim3(kThreads), sizeof(CopyTile<element_t>), stream},
            copy_tiles_kernel<element_t>, p, along_rows(p.from), along_rows(p.to));
     return;
   }
-  if (p.E % kCount == 0 && has_vectors(p.from, sizeof(element_t)) && has_vectors(p.to, sizeof(element_t)))
+  if (p.E % kCount == 0 && is_packed(p.from, sizeof(element_t)) && is_packed(p.to, sizeof(element_t)))
     return copy_rows<uint4>({p.rows, p.E / kCount, in_words(p.from, kCount), in_words(p.to, kCount)}, stream);
   copy_rows<element_t>(p, stream);
 }
@@ -274,7 +232,7 @@ void copy_words(const CombinatorCopy& p, cudaStream_t stream) {
 void combinator_forward_cuda(const CombinatorForward& p, Dtype dtype, cudaStream_t stream) {
   with_device_type(dtype, [&](auto scalar) {
     using scalar_t = decltype(scalar);
-    with_pieces<scalar_t>(is_aligned(p.preactivations) && is_aligned(p.y), p.E, [&](auto count, Tiling tiling) {
+    with_packs<scalar_t>(is_aligned(p.preactivations) && is_aligned(p.y), p.E, [&](auto count, Tiling tiling) {
       launch({"combinator_forward", grid_of(p.rows, tiling), dim3(kThreads), 0, stream},
              forward_kernel<scalar_t, count.value>, p, tiling);
     });
@@ -282,13 +240,13 @@ void combinator_forward_cuda(const CombinatorForward& p, Dtype dtype, cudaStream
 }
 
 void combinator_backward_cuda(const CombinatorBackward& p, Dtype dtype, cudaStream_t stream) {
-  const bool vectors = is_aligned(p.preactivations) && is_aligned(p.grad_preactivations);
-  const bool grad_vectors = has_vectors(p.grad_y, element_bytes(dtype));
+  const bool packed = is_aligned(p.preactivations) && is_aligned(p.grad_preactivations);
+  const bool grad_packed = is_packed(p.grad_y, element_bytes(dtype));
   with_device_type(dtype, [&](auto scalar) {
     using scalar_t = decltype(scalar);
-    with_pieces<scalar_t>(vectors, p.E, [&](auto count, Tiling tiling) {
+    with_packs<scalar_t>(packed, p.E, [&](auto count, Tiling tiling) {
       launch({"combinator_backward", grid_of(p.rows, tiling), dim3(kThreads), 0, stream},
-             backward_kernel<scalar_t, count.value>, p, tiling, grad_vectors);
+             backward_kernel<scalar_t, count.value>, p, tiling, grad_packed);
     });
   });
 }
@@ -303,5 +261,8 @@ void combinator_copy_cuda(const CombinatorCopy& p, Dtype dtype, cudaStream_t str
       return copy_words<uint64_t>(p, stream);
   }
 }
+
+const CombinatorKernels combinator_cuda{combinator_plan_cuda, combinator_forward_cuda, combinator_backward_cuda,
+                                        combinator_copy_cuda};
 
 }  // namespace memcheck

@@ -4,9 +4,9 @@
 
 namespace memcheck {
 
-// sum += x, where rest is what rounding has left out of the sum so far (Kahan): however many x there are, the error is
-// that of a few. T is a number or a vector of them. The rest of a sum that overflows is dropped, so that the sum stays
-// infinite, as a plain sum does, instead of becoming NaN.
+// Compensated summation (Kahan): sum += x, where `rest` is what rounding has left out of the sum so far. The error is
+// that of a few additions, however many there were. T is a number or a vector of numbers. When a sum overflows its rest
+// is dropped, so that the sum stays infinite, as a plain sum does, instead of becoming NaN.
 template <typename T>
 MEMCHECK_INLINE void add_to_sum(const T& x, T& sum, T& rest) {
   const T with_rest = x + rest;

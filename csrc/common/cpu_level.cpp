@@ -9,7 +9,7 @@ namespace {
 CpuLevel machine_level() {
 #if MEMCHECK_CPU_HAS_LEVELS
   __builtin_cpu_init();
-  // f16c is not asked for: older clangs do not know the name, and no processor has avx2 without it.
+  // f16c is not checked: older clangs do not know its name, and every processor with avx2 has it.
   if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("fma")) return CpuLevel::Default;
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

@@ -4,18 +4,18 @@
 #include <vector>
 
 // One binary runs on any x86-64 and chooses its vector instructions when it is first used. A loop that gains from wide
-// vectors is written once, as an always-inline function template `name_body`; MEMCHECK_PER_CPU_LEVEL compiles it once
-// per level, each in a plain function that carries the level's attribute (a lambda would not be compiled at the level
-// of the function around it), and defines `name`, which calls the one for this machine.
+// vectors is written once, as an always-inline function template `name_body`. MEMCHECK_PER_CPU_LEVEL compiles it once
+// per level, each time in a plain function with the level's attribute (a lambda would not be compiled at the level of
+// the function around it, unless it is inlined), and defines `name`, which calls the one for this machine.
 #if defined(__x86_64__) && defined(__GNUC__)
 #define MEMCHECK_CPU_HAS_LEVELS 1
 #define MEMCHECK_TARGET_AVX2 __attribute__((target("avx2,fma,f16c")))
 #define MEMCHECK_AVX512_FEATURES "avx2,fma,f16c,avx512f,avx512bw,avx512dq,avx512vl"
 #if defined(__clang__)
-// clang takes the full width of its own accord, and knows no target("prefer-vector-width=").
+// clang uses the full width anyway, and does not know target("prefer-vector-width=").
 #define MEMCHECK_TARGET_AVX512 __attribute__((target(MEMCHECK_AVX512_FEATURES)))
 #else
-// Left to itself gcc stays at 256 bits.
+// Without the last word gcc uses vectors of 256 bits.
 #define MEMCHECK_TARGET_AVX512 __attribute__((target(MEMCHECK_AVX512_FEATURES ",prefer-vector-width=512")))
 #endif
 #else
@@ -28,43 +28,44 @@ namespace memcheck {
 
 enum class CpuLevel { Default, Avx2, Avx512 };
 
-// The highest level this machine has, or the one MEMCHECK_CPU=default|avx2|avx512 lowers it to. Chosen once.
+// The highest level of this machine, or the lower one that MEMCHECK_CPU=default|avx2|avx512 asks for. Chosen once.
 // Throws std::invalid_argument on a value that is none of these, or a level that this machine lacks.
 CpuLevel cpu_level();
 
 const char* cpu_level_name(CpuLevel level);
 
-// The names of the levels this machine has, lowest first.
+// The names of this machine's levels, lowest first.
 std::vector<std::string> cpu_levels();
 
 }  // namespace memcheck
 
-#define MEMCHECK_LEVEL_FUNCTION(name, level, attribute, parameters, arguments) \
-  template <typename scalar_t>                                                 \
-  attribute void name##_##level parameters {                                   \
-    name##_body<scalar_t> arguments;                                           \
+// `type` is the template parameter of `name_body`, as the parameters spell it.
+#define MEMCHECK_LEVEL_FUNCTION(type, name, level, attribute, parameters, arguments) \
+  template <typename type>                                                           \
+  attribute void name##_##level parameters {                                         \
+    name##_body<type> arguments;                                                     \
   }
 
 #if MEMCHECK_CPU_HAS_LEVELS
-#define MEMCHECK_PER_CPU_LEVEL(name, parameters, arguments)                            \
-  MEMCHECK_LEVEL_FUNCTION(name, default, , parameters, arguments)                      \
-  MEMCHECK_LEVEL_FUNCTION(name, avx2, MEMCHECK_TARGET_AVX2, parameters, arguments)     \
-  MEMCHECK_LEVEL_FUNCTION(name, avx512, MEMCHECK_TARGET_AVX512, parameters, arguments) \
-  template <typename scalar_t>                                                         \
-  void name parameters {                                                               \
-    switch (cpu_level()) {                                                             \
-      case CpuLevel::Avx512:                                                           \
-        return name##_avx512<scalar_t> arguments;                                      \
-      case CpuLevel::Avx2:                                                             \
-        return name##_avx2<scalar_t> arguments;                                        \
-      case CpuLevel::Default:                                                          \
-        return name##_default<scalar_t> arguments;                                     \
-    }                                                                                  \
+#define MEMCHECK_PER_CPU_LEVEL(type, name, parameters, arguments)                            \
+  MEMCHECK_LEVEL_FUNCTION(type, name, default, , parameters, arguments)                      \
+  MEMCHECK_LEVEL_FUNCTION(type, name, avx2, MEMCHECK_TARGET_AVX2, parameters, arguments)     \
+  MEMCHECK_LEVEL_FUNCTION(type, name, avx512, MEMCHECK_TARGET_AVX512, parameters, arguments) \
+  template <typename type>                                                                   \
+  void name parameters {                                                                     \
+    switch (cpu_level()) {                                                                   \
+      case CpuLevel::Avx512:                                                                 \
+        return name##_avx512<type> arguments;                                                \
+      case CpuLevel::Avx2:                                                                   \
+        return name##_avx2<type> arguments;                                                  \
+      case CpuLevel::Default:                                                                \
+        return name##_default<type> arguments;                                               \
+    }                                                                                        \
   }
 #else
-#define MEMCHECK_PER_CPU_LEVEL(name, parameters, arguments) \
-  template <typename scalar_t>                              \
-  void name parameters {                                    \
-    name##_body<scalar_t> arguments;                        \
+#define MEMCHECK_PER_CPU_LEVEL(type, name, parameters, arguments) \
+  template <typename type>                                        \
+  void name parameters {                                          \
+    name##_body<type> arguments;                                  \
   }
 #endif

@@ -4,7 +4,7 @@
 
 namespace memcheck {
 
-// The dtypes every operator has.
+// The dtypes of all operators.
 enum class Dtype { Float64, Float32, Float16, BFloat16 };
 
 // Bytes of one element.

@@ -11,9 +11,9 @@
 #include "common/dtype.h"
 #include "common/macros.h"
 
-// What every CUDA kernel is written with: how it is launched, how it comes by shared memory, and its number types. The
-// same file compiles for the host under a stand-in for the CUDA language (host_cuda/), so it says neither <<<>>> nor
-// extern __shared__, and kernels do not return before their last barrier: they predicate.
+// What every CUDA kernel uses: launches, shared memory and number types. The kernels' files are also compiled for the
+// host, with the stand-in for the CUDA language in host_cuda/. So kernels use launch and shared, not <<<>>> and
+// extern __shared__, and no thread returns before the last barrier of its block: it only skips work.
 
 namespace memcheck {
 
@@ -27,17 +27,18 @@ struct Launch {
 
 // ---- the GPU
 
-// What every GPU of compute capability 8.0 or later gives a block of shared memory: 8.6, 8.9 and 12.0 no more.
+// The shared memory that a block may have on every GPU of compute capability 8.0 or later. 8.6, 8.9 and 12.0 allow no
+// more.
 constexpr size_t kSharedBytesEverywhere = 99 << 10;
 
-// Of the current GPU; 0 where CUDA does not answer.
+// An attribute of the current GPU, or 0 if CUDA returns an error.
 inline int gpu_attribute(cudaDeviceAttr attribute) {
   int device = 0, value = 0;
   if (cudaGetDevice(&device) != cudaSuccess) return 0;
   return cudaDeviceGetAttribute(&value, attribute, device) == cudaSuccess ? value : 0;
 }
 
-// Whether a block may have so many bytes of shared memory on the current GPU.
+// Whether a block may have that much shared memory on the current GPU.
 inline bool fits_in_a_block(size_t shared_bytes) {
   return shared_bytes <= kSharedBytesEverywhere ||
          shared_bytes <= static_cast<size_t>(gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin));
@@ -47,7 +48,7 @@ inline bool fits_in_a_block(size_t shared_bytes) {
 
 #if defined(MEMCHECK_HOST_CUDA)
 
-// The last parameter of a function that can fail there: the line that calls it.
+// The last parameter of a function that can fail on the host: the line of the call.
 #define MEMCHECK_CALLER , [[maybe_unused]] host_cuda::Where caller = host_cuda::Where::here()
 
 template <typename... Params, typename... Args>
@@ -81,7 +82,7 @@ cudaError_t queue(const Launch& with, void (*kernel)(Params...), const Args&... 
   return cudaLaunchKernelEx(&config, kernel, static_cast<Params>(args)...);
 }
 
-// The block's shared memory, of which the launch asked for sizeof(Shared) bytes or more.
+// The block's shared memory. The launch must ask for sizeof(Shared) bytes or more.
 template <typename Shared>
 __device__ __forceinline__ Shared& shared() {
   extern __shared__ __align__(128) unsigned char shared_bytes_of_the_launch[];
@@ -94,7 +95,7 @@ inline std::string written(dim3 size) {
   return "(" + std::to_string(size.x) + "," + std::to_string(size.y) + "," + std::to_string(size.z) + ")";
 }
 
-// Why a launch failed, in a line.
+// One line that says why a launch failed.
 inline std::string launch_failure(const Launch& with, cudaError_t status) {
   const int major = gpu_attribute(cudaDevAttrComputeCapabilityMajor);
   if (major > 0 && major < 8)
@@ -106,7 +107,8 @@ inline std::string launch_failure(const Launch& with, cudaError_t status) {
          std::to_string(gpu_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin)) + " at most";
 }
 
-// CUDA keeps the error of a launch until somebody asks for it: it is taken back, or torch's next check would find it.
+// Throws for a failed launch. CUDA keeps the error until it is read, and torch's next check would report it again; so
+// it is read here.
 inline void check_launch(const Launch& with, cudaError_t status) {
   if (status == cudaSuccess) return;
   const std::string failure = launch_failure(with, status);
@@ -114,7 +116,7 @@ inline void check_launch(const Launch& with, cudaError_t status) {
   throw std::runtime_error(failure);
 }
 
-// The kernel, queued on the stream. An empty grid is no work. Throws what CUDA says against it.
+// Queues the kernel on the stream, or does nothing if the grid is empty. Throws if CUDA refuses the launch.
 template <typename... Params, typename... Args>
 void launch(const Launch& with, void (*kernel)(Params...), const Args&... args) {
   if (with.grid.x == 0 || with.grid.y == 0 || with.grid.z == 0) return;
@@ -160,7 +162,7 @@ MEMCHECK_INLINE __nv_bfloat16 from_acc<__nv_bfloat16>(float x) {
   return __float2bfloat16_rn(x);
 }
 
-// run(scalar_t{}) for the device's type of a dtype.
+// Calls run(scalar_t{}) with the device's type for a dtype.
 template <typename Run>
 void with_device_type(Dtype dtype, const Run& run) {
   switch (dtype) {

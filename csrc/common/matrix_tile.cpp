@@ -6,6 +6,35 @@
 #include "common/dtype_cpu.h"
 
 namespace memcheck {
+namespace {
+
+// run(scalar_t{}) for the C++ type of a dtype whose accumulation type is acc_t. Inlined as `run` must be, so that both
+// are compiled for the instructions of the function around them.
+template <typename acc_t, typename Run>
+MEMCHECK_INLINE void with_element_type(Dtype dtype, const Run& run) {
+  if constexpr (std::is_same_v<acc_t, double>) {
+    run(double{});
+  } else if (dtype == Dtype::Float32) {
+    run(float{});
+  } else if (dtype == Dtype::BFloat16) {
+    run(BFloat16{});
+  } else {
+    run(Half{});
+  }
+}
+
+// Elements `stride` apart become a line, and the way back.
+template <typename from_t, typename to_t>
+MEMCHECK_INLINE void gather_line(const from_t* from, int64_t stride, int64_t count, to_t* to) {
+  if (stride == 1) return convert_line(from, count, to);
+  for (int64_t i = 0; i < count; ++i) to[i] = static_cast<to_t>(from[i * stride]);
+}
+
+template <typename from_t, typename to_t>
+MEMCHECK_INLINE void scatter_line(const from_t* from, int64_t count, to_t* to, int64_t stride) {
+  if (stride == 1) return convert_line(from, count, to);
+  for (int64_t i = 0; i < count; ++i) to[i * stride] = static_cast<to_t>(from[i]);
+}
 
 template <typename scalar_t, typename acc_t>
 MEMCHECK_INLINE void load_rows_of(const MatrixPlace& from, int64_t rows, int64_t columns, acc_t* to,
@@ -16,12 +45,7 @@ MEMCHECK_INLINE void load_rows_of(const MatrixPlace& from, int64_t rows, int64_t
     acc_t* line = to + row * to_stride;
     for (int64_t column = 0; column < padded; column += kTileLanes) {
       const int64_t count = columns - column < kTileLanes ? columns - column : kTileLanes;
-      if (from.column_stride == 1) {
-        convert_line(source + column, count, line + column);
-      } else {
-        for (int64_t i = 0; i < count; ++i)
-          line[column + i] = static_cast<acc_t>(source[(column + i) * from.column_stride]);
-      }
+      gather_line(source + column * from.column_stride, from.column_stride, count, line + column);
       for (int64_t i = count; i < kTileLanes; ++i) line[column + i] = acc_t(0);
     }
   }
@@ -35,42 +59,76 @@ MEMCHECK_INLINE void store_rows_of(const MatrixPlace& to, int64_t rows, int64_t 
     const acc_t* line = from + row * from_stride;
     for (int64_t column = 0; column < columns; column += kTileLanes) {
       const int64_t count = columns - column < kTileLanes ? columns - column : kTileLanes;
-      if (to.column_stride == 1) {
-        convert_line(line + column, count, target + column);
-      } else {
-        for (int64_t i = 0; i < count; ++i)
-          target[(column + i) * to.column_stride] = static_cast<scalar_t>(line[column + i]);
-      }
+      scatter_line(line + column, count, target + column * to.column_stride, to.column_stride);
     }
+  }
+}
+
+// Full lines have a loop of their own, without a branch in it: it is as fast as the memory.
+MEMCHECK_INLINE bool has_full_lines(const MatrixPlace& x, int64_t columns) {
+  return x.column_stride == 1 && columns == kTileLanes;
+}
+
+template <typename scalar_t, typename acc_t>
+MEMCHECK_INLINE void load_tile_of(const MatrixPlace& from, int64_t rows, int64_t columns, acc_t* __restrict tile) {
+  const scalar_t* first = static_cast<const scalar_t*>(from.data);
+  if (rows_lie_side_by_side(from)) {
+    alignas(64) acc_t lines[kTileElements];
+    for (int64_t column = 0; column < columns; ++column)
+      convert_line(first + column * from.column_stride, rows, lines + column * kTileRows);
+    for (int64_t i = columns * kTileRows; i < kTileElements; ++i) lines[i] = acc_t(0);
+    transpose_tile(lines, tile);
+  } else if (has_full_lines(from, columns)) {
+    for (int64_t row = 0; row < rows; ++row)
+      convert_line(first + row * from.row_stride, kTileLanes, tile + row * kTileLanes);
+  } else {
+    load_rows_of<scalar_t>(from, rows, columns, tile, kTileLanes);
+  }
+}
+
+template <typename scalar_t, typename acc_t>
+MEMCHECK_INLINE void store_tile_of(const MatrixPlace& to, int64_t rows, int64_t columns, const acc_t* __restrict tile) {
+  scalar_t* first = static_cast<scalar_t*>(to.data);
+  if (rows_lie_side_by_side(to)) {
+    alignas(64) acc_t lines[kTileElements];
+    transpose_tile(tile, lines);
+    for (int64_t column = 0; column < columns; ++column)
+      convert_line(lines + column * kTileRows, rows, first + column * to.column_stride);
+  } else if (has_full_lines(to, columns)) {
+    for (int64_t row = 0; row < rows; ++row)
+      convert_line(tile + row * kTileLanes, kTileLanes, first + row * to.row_stride);
+  } else {
+    store_rows_of<scalar_t>(to, rows, columns, tile, kTileLanes);
   }
 }
 
 template <typename acc_t>
 MEMCHECK_INLINE void load_rows_body(Dtype dtype, const MatrixPlace& from, int64_t rows, int64_t columns, acc_t* to,
                                     int64_t to_stride) {
-  if constexpr (std::is_same_v<acc_t, double>) {
-    load_rows_of<double>(from, rows, columns, to, to_stride);
-  } else if (dtype == Dtype::Float32) {
-    load_rows_of<float>(from, rows, columns, to, to_stride);
-  } else if (dtype == Dtype::BFloat16) {
-    load_rows_of<c10::BFloat16>(from, rows, columns, to, to_stride);
-  } else {
-    load_rows_of<c10::Half>(from, rows, columns, to, to_stride);
-  }
+  with_element_type<acc_t>(dtype, [&](auto element) MEMCHECK_INLINE_LAMBDA {
+    load_rows_of<decltype(element)>(from, rows, columns, to, to_stride);
+  });
 }
 
 template <typename acc_t>
 MEMCHECK_INLINE void store_rows_body(Dtype dtype, const MatrixPlace& to, int64_t rows, int64_t columns,
                                      const acc_t* from, int64_t from_stride) {
-  if constexpr (std::is_same_v<acc_t, double>) {
-    store_rows_of<double>(to, rows, columns, from, from_stride);
-  } else if (dtype == Dtype::Float32) {
-    store_rows_of<float>(to, rows, columns, from, from_stride);
-  } else if (dtype == Dtype::BFloat16) {
-    store_rows_of<c10::BFloat16>(to, rows, columns, from, from_stride);
-  } else {
-    store_rows_of<c10::Half>(to, rows, columns, from, from_stride);
-  }
+  with_element_type<acc_t>(dtype, [&](auto element) MEMCHECK_INLINE_LAMBDA {
+    store_rows_of<decltype(element)>(to, rows, columns, from, from_stride);
+  });
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void load_tile_body(Dtype dtype, const MatrixPlace& from, int64_t rows, int64_t columns, acc_t* tile) {
+  with_element_type<acc_t>(
+      dtype, [&](auto element) MEMCHECK_INLINE_LAMBDA { load_tile_of<decltype(element)>(from, rows, columns, tile); });
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void store_tile_body(Dtype dtype, const MatrixPlace& to, int64_t rows, int64_t columns,
+                                     const acc_t* tile) {
+  with_element_type<acc_t>(
+      dtype, [&](auto element) MEMCHECK_INLINE_LAMBDA { store_tile_of<decltype(element)>(to, rows, columns, tile); });
 }
 
 template <typename acc_t>
@@ -81,32 +139,39 @@ MEMCHECK_INLINE void transpose_rows_body(const acc_t* from, int64_t from_stride,
       transpose_tile(from + column, to + column * to_stride, from_stride);
       continue;
     }
-    alignas(64) acc_t lines[kTile];
+    alignas(64) acc_t lines[kTileElements];
     for (int64_t row = 0; row < rows; ++row)
       convert_line(from + row * from_stride + column, kTileLanes, lines + row * kTileLanes);
-    for (int64_t i = rows * kTileLanes; i < kTile; ++i) lines[i] = acc_t(0);
+    for (int64_t i = rows * kTileLanes; i < kTileElements; ++i) lines[i] = acc_t(0);
     if (to_stride == kTileRows) {
       transpose_tile(lines, to + column * to_stride);
       continue;
     }
-    alignas(64) acc_t turned[kTile];
-    transpose_tile(lines, turned);
+    alignas(64) acc_t transposed[kTileElements];
+    transpose_tile(lines, transposed);
     for (int64_t row = 0; row < kTileRows; ++row)
-      convert_line(turned + row * kTileLanes, kTileLanes, to + (column + row) * to_stride);
+      convert_line(transposed + row * kTileLanes, kTileLanes, to + (column + row) * to_stride);
   }
 }
 
-// scalar_t is the accumulation type here.
-MEMCHECK_PER_CPU_LEVEL(load_rows,
-                       (Dtype dtype, const MatrixPlace& from, int64_t rows, int64_t columns, scalar_t* to,
+}  // namespace
+
+MEMCHECK_PER_CPU_LEVEL(acc_t, load_rows,
+                       (Dtype dtype, const MatrixPlace& from, int64_t rows, int64_t columns, acc_t* to,
                         int64_t to_stride),
                        (dtype, from, rows, columns, to, to_stride))
-MEMCHECK_PER_CPU_LEVEL(store_rows,
-                       (Dtype dtype, const MatrixPlace& to, int64_t rows, int64_t columns, const scalar_t* from,
+MEMCHECK_PER_CPU_LEVEL(acc_t, store_rows,
+                       (Dtype dtype, const MatrixPlace& to, int64_t rows, int64_t columns, const acc_t* from,
                         int64_t from_stride),
                        (dtype, to, rows, columns, from, from_stride))
-MEMCHECK_PER_CPU_LEVEL(transpose_rows,
-                       (const scalar_t* from, int64_t from_stride, int64_t rows, int64_t columns, scalar_t* to,
+MEMCHECK_PER_CPU_LEVEL(acc_t, load_tile,
+                       (Dtype dtype, const MatrixPlace& from, int64_t rows, int64_t columns, acc_t* tile),
+                       (dtype, from, rows, columns, tile))
+MEMCHECK_PER_CPU_LEVEL(acc_t, store_tile,
+                       (Dtype dtype, const MatrixPlace& to, int64_t rows, int64_t columns, const acc_t* tile),
+                       (dtype, to, rows, columns, tile))
+MEMCHECK_PER_CPU_LEVEL(acc_t, transpose_rows,
+                       (const acc_t* from, int64_t from_stride, int64_t rows, int64_t columns, acc_t* to,
                         int64_t to_stride),
                        (from, from_stride, rows, columns, to, to_stride))
 
@@ -114,6 +179,10 @@ template void load_rows(Dtype, const MatrixPlace&, int64_t, int64_t, float*, int
 template void load_rows(Dtype, const MatrixPlace&, int64_t, int64_t, double*, int64_t);
 template void store_rows(Dtype, const MatrixPlace&, int64_t, int64_t, const float*, int64_t);
 template void store_rows(Dtype, const MatrixPlace&, int64_t, int64_t, const double*, int64_t);
+template void load_tile(Dtype, const MatrixPlace&, int64_t, int64_t, float*);
+template void load_tile(Dtype, const MatrixPlace&, int64_t, int64_t, double*);
+template void store_tile(Dtype, const MatrixPlace&, int64_t, int64_t, const float*);
+template void store_tile(Dtype, const MatrixPlace&, int64_t, int64_t, const double*);
 template void transpose_rows(const float*, int64_t, int64_t, int64_t, float*, int64_t);
 template void transpose_rows(const double*, int64_t, int64_t, int64_t, double*, int64_t);
 

@@ -5,9 +5,8 @@
 
 #include "common/kernel.cuh"
 
-// The instructions that C++ has no words for. Each has a body for the host, for the stand-in of host_cuda/; on a GPU
-// the suite compares those with the hardware before anything else. All but cp_async are for whole warps: every lane
-// calls.
+// PTX instructions that C++ has no syntax for. Each also has a body for the host (host_cuda/); on a GPU the tests first
+// compare the host bodies with the hardware. For mma and ldmatrix every lane of a warp must call.
 
 namespace memcheck {
 
@@ -19,7 +18,7 @@ __device__ __forceinline__ uint32_t shared_address(const void* in_shared) {
 
 #endif
 
-// Two 16-bit values in a register, the first in the low half.
+// Two 16-bit values in one register; the first is in the low half.
 template <typename scalar_t>
 MEMCHECK_INLINE uint32_t pack_pair(scalar_t low, scalar_t high) {
   uint16_t bits[2];
@@ -29,7 +28,8 @@ MEMCHECK_INLINE uint32_t pack_pair(scalar_t low, scalar_t high) {
   return static_cast<uint32_t>(bits[0]) | static_cast<uint32_t>(bits[1]) << 16;
 }
 
-// d (16,8) += a (16,16) b (16,8), products of 16-bit values summed in float32. Of lane l, with g = l / 4 and c = l % 4:
+// d (16,8) += a (16,16) b (16,8): products of 16-bit values, summed in float32. Lane l, with g = l / 4 and c = l % 4,
+// has
 //   a[0] = A[g][2c, 2c+1]      a[1] = A[g+8][2c, 2c+1]    a[2] = A[g][2c+8, 2c+9]    a[3] = A[g+8][2c+8, 2c+9]
 //   b[0] = B[2c, 2c+1][g]      b[1] = B[2c+8, 2c+9][g]
 //   d[0], d[1] = D[g][2c, 2c+1]                           d[2], d[3] = D[g+8][2c, 2c+1]
@@ -52,8 +52,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
 #endif
 }
 
-// Four 8x8 matrices of 16-bit values out of shared memory. Lane l gives the address of row l % 8 of matrix l / 8, 16
-// bytes aligned to 16, and is handed r[i] = matrix i [l / 4][2 (l % 4), 2 (l % 4) + 1].
+// Loads four 8x8 matrices of 16-bit values from shared memory. Lane l passes the address of row l % 8 of matrix l / 8,
+// 16 bytes aligned to 16, and receives r[i] = matrix i [l / 4][2 (l % 4), 2 (l % 4) + 1].
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row MEMCHECK_CALLER) {
 #if defined(MEMCHECK_HOST_CUDA)
   host_cuda::ldmatrix_x4(r, row, false, caller);
@@ -65,7 +65,7 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* row ME
 #endif
 }
 
-// The same of the transposed matrices: r[i] = matrix i [2 (l % 4), 2 (l % 4) + 1][l / 4].
+// The same for transposed matrices: r[i] = matrix i [2 (l % 4), 2 (l % 4) + 1][l / 4].
 __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], const void* row MEMCHECK_CALLER) {
 #if defined(MEMCHECK_HOST_CUDA)
   host_cuda::ldmatrix_x4(r, row, true, caller);
@@ -77,15 +77,16 @@ __device__ __forceinline__ void ldmatrix_x4_transposed(uint32_t (&r)[4], const v
 #endif
 }
 
-// 16 bytes from global to shared memory, both aligned to 16, that arrive when cp_async_wait says so; zeros where
-// `there` is false, and nothing is read. Of this thread alone: others see them after a barrier.
-__device__ __forceinline__ void cp_async_16(void* in_shared, const void* in_global, bool there = true MEMCHECK_CALLER) {
+// Begins to copy 16 bytes from global to shared memory, both aligned to 16. If `exists` is false, it reads nothing and
+// stores zeros. The bytes have arrived for this thread after cp_async_wait, for other threads after a barrier.
+__device__ __forceinline__ void cp_async_16(void* in_shared, const void* in_global,
+                                            bool exists = true MEMCHECK_CALLER) {
 #if defined(MEMCHECK_HOST_CUDA)
-  host_cuda::cp_async_16(in_shared, in_global, there, caller);
+  host_cuda::cp_async_16(in_shared, in_global, exists, caller);
 #else
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
                :
-               : "r"(shared_address(in_shared)), "l"(in_global), "r"(there ? 16 : 0)
+               : "r"(shared_address(in_shared)), "l"(in_global), "r"(exists ? 16 : 0)
                : "memory");
 #endif
 }
@@ -99,7 +100,7 @@ __device__ __forceinline__ void cp_async_commit() {
 #endif
 }
 
-// Until all groups but the last kPending have arrived.
+// Waits until all groups but the last kPending have arrived.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait() {
 #if defined(MEMCHECK_HOST_CUDA)
@@ -117,7 +118,7 @@ inline float flushed(float x) {
 
 #endif
 
-// 2^x, 2 units in the last place off.
+// 2^x, with an error of 2 units in the last place.
 __device__ __forceinline__ float exp2_approximate(float x) {
 #if defined(MEMCHECK_HOST_CUDA)
   return exp2f(x);
@@ -128,7 +129,7 @@ __device__ __forceinline__ float exp2_approximate(float x) {
 #endif
 }
 
-// 1 / x, 1 unit in the last place off.
+// 1 / x, with an error of 1 unit in the last place.
 __device__ __forceinline__ float reciprocal_approximate(float x) {
 #if defined(MEMCHECK_HOST_CUDA)
   return 1.0f / x;
@@ -139,7 +140,7 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
 #endif
 }
 
-// The same two as the hardware has them, an instruction each: numbers below 2^-126 are 0, given or returned.
+// The same functions in one instruction each: arguments and results below 2^-126 are taken as 0.
 __device__ __forceinline__ float exp2_flushed(float x) {
 #if defined(MEMCHECK_HOST_CUDA)
   return flushed(exp2f(flushed(x)));

@@ -6,8 +6,8 @@
 
 namespace memcheck {
 
-// A tensor of kRank dimensions as a kernel sees it: where it begins, and its strides in elements. Null where there is
-// none.
+// A tensor of kRank dimensions for a kernel: the address of its first element, and its strides in elements. Null stands
+// for no tensor.
 template <int kRank>
 struct Strided {
   void* data = nullptr;

@@ -7,7 +7,7 @@
 #include "common/integer.h"
 #include "common/macros.h"
 
-// Loops over registers must be gone before the compiler decides what lives in memory.
+// Loops over registers must be unrolled before the compiler decides which variables are in memory.
 #if defined(__clang__)
 #define MEMCHECK_UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -17,8 +17,8 @@
 namespace memcheck {
 namespace {
 
-// What becomes of a product: it takes the place of what is there, times a factor for each row or not, or joins it, with
-// what rounding leaves out or not.
+// What is done with a product: it replaces the result, as it is or times a factor for each row, or it is added to the
+// result, without or with the rest of the sum.
 enum class Ending { Set, Scale, Add, AddWithRest };
 
 template <typename acc_t>
@@ -26,10 +26,8 @@ struct Product {
   int64_t M, N;
   TileTerm<acc_t> term;
   TileTerm<acc_t> growing;
-  acc_t* to;
-  int64_t to_stride;
+  TileResult<acc_t> to;
   const acc_t* factors;
-  acc_t* rest;
   NextPair* next;
 };
 
@@ -38,7 +36,7 @@ struct VectorOf {
   typedef acc_t type __attribute__((vector_size(kBytes)));
 };
 
-// sums += rows of a from m on times columns of b from n on; every step of k is a row of b times a column of a.
+// sums += (rows of a from m on) (columns of b from n on). A step of k multiplies a row of b by a column of a.
 template <int kRows, int kVectors, typename acc_t, typename Vector>
 MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t K, int64_t m, int64_t n,
                                     Vector (&sums)[kRows][kVectors]) {
@@ -62,8 +60,8 @@ MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t K, int6
 template <Ending kEnding, int kRows, int kVectors, typename acc_t, typename Vector>
 MEMCHECK_INLINE void end_block(const Product<acc_t>& p, int64_t m, int64_t n, const Vector (&sums)[kRows][kVectors]) {
   constexpr int kLanes = sizeof(Vector) / sizeof(acc_t);
-  acc_t* to = p.to + m * p.to_stride + n;
-  acc_t* rests = kEnding == Ending::AddWithRest ? p.rest + m * p.to_stride + n : nullptr;
+  acc_t* to = p.to.data + m * p.to.stride + n;
+  acc_t* rests = kEnding == Ending::AddWithRest ? p.to.rest + m * p.to.stride + n : nullptr;
   MEMCHECK_UNROLL
   for (int i = 0; i < kRows; ++i) {
     MEMCHECK_UNROLL
@@ -83,12 +81,12 @@ MEMCHECK_INLINE void end_block(const Product<acc_t>& p, int64_t m, int64_t n, co
       }
       std::memcpy(to + j * kLanes, &result, sizeof(Vector));
     }
-    to += p.to_stride;
-    if constexpr (kEnding == Ending::AddWithRest) rests += p.to_stride;
+    to += p.to.stride;
+    if constexpr (kEnding == Ending::AddWithRest) rests += p.to.stride;
   }
 }
 
-// kRows x kVectors registers of sums.
+// A block of the product, with kRows x kVectors registers of sums.
 template <Ending kEnding, int kBytes, int kRows, int kVectors, typename acc_t>
 MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n, int64_t next_rows) {
   using Vector = typename VectorOf<acc_t, kBytes>::type;
@@ -99,12 +97,12 @@ MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n
     for (int j = 0; j < kVectors; ++j) sums[i][j] = Vector{};
   }
   multiply_block(p.term, p.term.K, m, n, sums);
-  if (p.next != nullptr) p.next->expect(next_rows);
+  if (p.next != nullptr) p.next->prefetch(next_rows);
   if (p.growing.b != nullptr) multiply_block(p.growing, p.growing.K + m + kRows, m, n, sums);
   end_block<kEnding>(p, m, n, sums);
 }
 
-// Columns from n on in steps of kVectors vectors, as far as they go; returns where they end.
+// The columns from n on, in steps of kVectors vectors. Returns the first column that is left.
 template <Ending kEnding, int kBytes, int kRows, int kVectors, typename acc_t>
 MEMCHECK_INLINE int64_t product_columns(const Product<acc_t>& p, int64_t n) {
   constexpr int64_t kStep = kVectors * kBytes / sizeof(acc_t);
@@ -118,7 +116,7 @@ MEMCHECK_INLINE int64_t product_columns(const Product<acc_t>& p, int64_t n) {
   return n;
 }
 
-// AVX-512 has 32 registers. Of 16 sums, 8 are in flight at a time; what is left holds a row of b.
+// AVX-512 has 32 registers: 16 for sums, of which 8 are being added to at a time, and some for a row of b.
 #if MEMCHECK_CPU_HAS_LEVELS
 template <Ending kEnding, typename acc_t>
 MEMCHECK_TARGET_AVX512 void product_avx512(const Product<acc_t>& p) {
@@ -149,35 +147,34 @@ void multiply_at_level(const Product<acc_t>& p) {
 template <Ending kEnding, typename acc_t>
 void multiply(const Product<acc_t>& p) {
   multiply_at_level<kEnding>(p);
-  if (p.next != nullptr) p.next->expect(p.next->rows);
+  if (p.next != nullptr) p.next->prefetch(p.next->rows);
 }
 
 }  // namespace
 
 template <typename acc_t>
-void tile_product(TileProduct how, int64_t M, int64_t N, int64_t K, const TileFactor<acc_t>& a, const acc_t* b,
-                  int64_t b_stride, acc_t* to, int64_t to_stride, acc_t* rest, NextPair* next) {
-  const Product<acc_t> p{M, N, {K, a, b, b_stride}, {}, to, to_stride, nullptr, rest, next};
+void tile_product(TileProduct how, int64_t M, int64_t N, const TileTerm<acc_t>& term, const TileResult<acc_t>& to,
+                  NextPair* next) {
+  const Product<acc_t> p{M, N, term, {}, to, nullptr, next};
   if (how == TileProduct::Set) return multiply<Ending::Set>(p);
-  if (rest == nullptr) return multiply<Ending::Add>(p);
+  if (to.rest == nullptr) return multiply<Ending::Add>(p);
   multiply<Ending::AddWithRest>(p);
 }
 
 template <typename acc_t>
 void tile_rows(int64_t M, int64_t N, const TileTerm<acc_t>& full, const TileTerm<acc_t>& growing, const acc_t* factors,
-               acc_t* to, int64_t to_stride, NextPair* next) {
-  const Product<acc_t> p{M, N, full, growing, to, to_stride, factors, nullptr, next};
+               const TileResult<acc_t>& to, NextPair* next) {
+  const Product<acc_t> p{M, N, full, growing, to, factors, next};
   if (factors == nullptr) return multiply<Ending::Set>(p);
   multiply<Ending::Scale>(p);
 }
 
-template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<float>&, const float*, int64_t,
-                           float*, int64_t, float*, NextPair*);
-template void tile_product(TileProduct, int64_t, int64_t, int64_t, const TileFactor<double>&, const double*, int64_t,
-                           double*, int64_t, double*, NextPair*);
-template void tile_rows(int64_t, int64_t, const TileTerm<float>&, const TileTerm<float>&, const float*, float*, int64_t,
-                        NextPair*);
-template void tile_rows(int64_t, int64_t, const TileTerm<double>&, const TileTerm<double>&, const double*, double*,
-                        int64_t, NextPair*);
+template void tile_product(TileProduct, int64_t, int64_t, const TileTerm<float>&, const TileResult<float>&, NextPair*);
+template void tile_product(TileProduct, int64_t, int64_t, const TileTerm<double>&, const TileResult<double>&,
+                           NextPair*);
+template void tile_rows(int64_t, int64_t, const TileTerm<float>&, const TileTerm<float>&, const float*,
+                        const TileResult<float>&, NextPair*);
+template void tile_rows(int64_t, int64_t, const TileTerm<double>&, const TileTerm<double>&, const double*,
+                        const TileResult<double>&, NextPair*);
 
 }  // namespace memcheck

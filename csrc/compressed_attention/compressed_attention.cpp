@@ -2,16 +2,16 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <array>
 #include <cmath>
 #include <tuple>
 
-#include "common/allocate.h"
-#include "common/checks.h"
-#include "common/device.h"
+#include "common/torch/allocate.h"
+#include "common/torch/checks.h"
+#include "common/torch/device.h"
+#include "common/torch/registration.h"
 
 namespace memcheck {
 namespace {
@@ -21,39 +21,9 @@ constexpr const char* kBackward = "compressed_attention_backward";
 constexpr const char* kPooled = "compressed_attention_pooled";
 constexpr const char* kPooledBackward = "compressed_attention_pooled_backward";
 
-// Of blocks, so that no product of positions overflows.
+// The limits of factor and kv_len, so that no product of positions overflows.
 constexpr int64_t kLongest = int64_t{1} << 31;
 constexpr int64_t kMostPositions = int64_t{1} << 62;
-
-struct Cpu : OnCpu {
-  using OnCpu::OnCpu;
-  auto plan(const CompressedAttentionShape& shape, Dtype dtype) const {
-    return compressed_attention_plan_cpu(shape, dtype, threads);
-  }
-  void pool(const CompressedAttentionPooling& p, Dtype dtype) const { compressed_attention_pool_cpu(p, dtype); }
-  void forward(const CompressedAttentionForward& p, Dtype dtype) const { compressed_attention_forward_cpu(p, dtype); }
-  void backward(const CompressedAttentionBackward& p, Dtype dtype) const {
-    compressed_attention_backward_cpu(p, dtype);
-  }
-};
-
-#ifdef MEMCHECK_WITH_CUDA
-struct Cuda : OnCuda {
-  using OnCuda::OnCuda;
-  auto plan(const CompressedAttentionShape& shape, Dtype dtype) const {
-    return compressed_attention_plan_cuda(shape, dtype);
-  }
-  void pool(const CompressedAttentionPooling& p, Dtype dtype) const {
-    compressed_attention_pool_cuda(p, dtype, stream);
-  }
-  void forward(const CompressedAttentionForward& p, Dtype dtype) const {
-    compressed_attention_forward_cuda(p, dtype, stream);
-  }
-  void backward(const CompressedAttentionBackward& p, Dtype dtype) const {
-    compressed_attention_backward_cuda(p, dtype, stream);
-  }
-};
-#endif
 
 struct Options {
   int64_t factor;
@@ -61,7 +31,7 @@ struct Options {
   std::optional<double> scale;
 };
 
-// Sizes, symbolic while torch.compile traces.
+// Symbolic while torch.compile traces.
 struct Sizes {
   c10::SymInt B, H, Hkv, S, T, D, C;
 
@@ -87,7 +57,7 @@ c10::SymInt blocks_of(const c10::SymInt& T, int64_t factor) {
   return (T + (factor - 1)) / factor;
 }
 
-// q, and keys of whatever length under their own name; T and C are left to the caller.
+// q, and keys k or kc of any length. The caller sets T and C.
 Sizes check_heads(const char* op, const at::Tensor& q, const char* k_name, const char* k_letters, const at::Tensor& k) {
   check_rank(op, "q", q, 4, "(B,H,S,D)");
   check_rank(op, k_name, k, 4, k_letters);
@@ -117,7 +87,7 @@ Sizes check_inputs(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
   return n;
 }
 
-// vc may be undefined where nobody reads it.
+// vc may be undefined unless it is needed.
 Sizes check_pooled(const char* op, const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc,
                    const c10::SymInt& kv_len, const Options& options, bool needs_vc) {
   Sizes n = check_heads(op, q, "kc", "(B,Hkv,C,D)", kc);
@@ -162,29 +132,28 @@ ForwardResult forward_meta(const at::Tensor& q, const at::Tensor& k, const at::T
   return {empty_output(n, q), empty_lse(n, q, keep), empty_compressed(n, q, keep), empty_compressed(n, q, keep)};
 }
 
-template <typename Device>
-void run_forward(const Device& device, const CompressedAttentionShape& shape, const Options& options,
-                 const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc, const at::Tensor& y,
-                 const at::Tensor& lse, bool keep, const at::Tensor& scratch) {
-  const CompressedAttentionForward p{shape,
-                                     scale_of(shape, options),
-                                     reads<4>(q),
-                                     reads<4>(kc),
-                                     reads<4>(vc),
-                                     writes<4>(y),
-                                     keep ? lse.mutable_data_ptr() : nullptr,
-                                     scratch.mutable_data_ptr()};
-  device.forward(p, dtype_of(q));
+// lse is undefined if it is not kept.
+CompressedAttentionForward forward_parameters(const CompressedAttentionShape& shape, const Options& options,
+                                              const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc,
+                                              const at::Tensor& y, const at::Tensor& lse, const at::Tensor& scratch) {
+  return {shape,
+          scale_of(shape, options),
+          reads<4>(q),
+          reads<4>(kc),
+          reads<4>(vc),
+          writes<4>(y),
+          lse.defined() ? lse.mutable_data_ptr() : nullptr,
+          scratch.mutable_data_ptr()};
 }
 
-template <typename Device>
-ForwardResult forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, int64_t factor, bool causal,
-                      bool strict, std::optional<double> scale, bool keep) {
+ForwardResult forward(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k,
+                      const at::Tensor& v, int64_t factor, bool causal, bool strict, std::optional<double> scale,
+                      bool keep) {
   const Options options{factor, causal, strict, scale};
   const Sizes n = check_inputs(q, k, v, options);
   const CompressedAttentionShape shape = n.shape(options);
-  const Device device(q);
-  const auto plan = device.plan(shape, dtype_of(q));
+  const DeviceScope device(q);
+  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, keep);
   const at::Tensor kc = empty_compressed(n, q);
@@ -192,8 +161,9 @@ ForwardResult forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor
   const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
   const CompressedAttentionPooling pooling{shape,         reads<4>(k),   reads<4>(v),
                                            writes<4>(kc), writes<4>(vc), scratch.mutable_data_ptr()};
-  device.pool(pooling, dtype_of(q));
-  run_forward(device, shape, options, q, kc, vc, y, lse, keep, scratch);
+  kernels.pool(pooling, dtype_of(q), device.stream);
+  kernels.forward(forward_parameters(shape, options, q, kc, vc, y, keep ? lse : at::Tensor(), scratch), dtype_of(q),
+                  device.stream);
   if (keep) return {y, lse, kc, vc};
   return {y, lse, empty_compressed(n, q, false), empty_compressed(n, q, false)};
 }
@@ -204,18 +174,19 @@ PooledResult pooled_meta(const at::Tensor& q, const at::Tensor& kc, const at::Te
   return {empty_output(n, q), empty_lse(n, q, keep)};
 }
 
-template <typename Device>
-PooledResult pooled(const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc, int64_t factor, c10::SymInt kv_len,
-                    bool causal, bool strict, std::optional<double> scale, bool keep) {
+PooledResult pooled(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& kc,
+                    const at::Tensor& vc, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
+                    std::optional<double> scale, bool keep) {
   const Options options{factor, causal, strict, scale};
   const Sizes n = check_pooled(kPooled, q, kc, vc, kv_len, options, true);
   const CompressedAttentionShape shape = n.shape(options);
-  const Device device(q);
-  const auto plan = device.plan(shape, dtype_of(q));
+  const DeviceScope device(q);
+  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, keep);
   const at::Tensor scratch = empty_bytes(plan.pooled_forward_scratch_bytes, q);
-  run_forward(device, shape, options, q, kc, vc, y, lse, keep, scratch);
+  kernels.forward(forward_parameters(shape, options, q, kc, vc, y, keep ? lse : at::Tensor(), scratch), dtype_of(q),
+                  device.stream);
   return {y, lse};
 }
 
@@ -224,53 +195,59 @@ PooledResult pooled(const at::Tensor& q, const at::Tensor& kc, const at::Tensor&
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Mask = std::array<bool, 3>;
 
-// What the forward kept. Undefined where only the gradient of the values is wanted are vc and y; so is a y that was
-// rounded to 16 bits.
-struct Kept {
-  const at::Tensor& q;
-  const at::Tensor& kc;
-  const at::Tensor vc;
-  const at::Tensor y;
-  const at::Tensor& lse;
+// The arguments of both backward operators.
+struct BackwardInputs {
+  const at::Tensor& grad_y;  // (B,H,S,D)
+  const at::Tensor& q;       // (B,H,S,D)
+  const at::Tensor& kc;      // (B,Hkv,C,D)
+  at::Tensor vc;             // (B,Hkv,C,D), undefined if only the gradient of values is wanted
+  at::Tensor y;              // (B,H,S,D), undefined as vc is, and if y was rounded to 16 bits
+  const at::Tensor& lse;     // (B,H,S)
+  c10::SymInt kv_len;        // T
+  Options options;
+  Mask wanted;
 };
 
-Sizes check_backward(const char* op, const at::Tensor& grad_y, const Kept& kept, const c10::SymInt& kv_len,
-                     const Options& options, const Mask& wanted) {
-  const bool needs_all = wanted[0] || wanted[1];
-  const Sizes n = check_pooled(op, kept.q, kept.kc, kept.vc, kv_len, options, needs_all);
+at::Tensor defined_or_not(const std::optional<at::Tensor>& x) {
+  return x.value_or(at::Tensor());
+}
+
+Sizes check_backward(const char* op, const BackwardInputs& in) {
+  const bool needs_all = in.wanted[0] || in.wanted[1];
+  const Sizes n = check_pooled(op, in.q, in.kc, in.vc, in.kv_len, in.options, needs_all);
   const auto check_like_q = [&](const char* name, const at::Tensor& x) {
     check_rank(op, name, x, 4, "(B,H,S,D)");
     check_shape(op, name, x, "(B,H,S,D)", {n.B, n.H, n.S, n.D}, "q");
-    check_like(op, name, x, kept.q, "q");
+    check_like(op, name, x, in.q, "q");
   };
-  check_like_q("grad_y", grad_y);
-  const bool exact = acc_scalar_type(kept.q.scalar_type()) == kept.q.scalar_type();
-  if (kept.y.defined() || (needs_all && exact)) check_like_q("y", kept.y);
-  check_tensor(op, "lse", kept.lse);
-  check_shape(op, "lse", kept.lse, "(B,H,S)", {n.B, n.H, n.S}, "q");
-  check_dtype(op, "lse", kept.lse, acc_scalar_type(kept.q.scalar_type()), "the accumulation type of q");
-  check_device(op, "lse", kept.lse, kept.q, "q");
+  check_like_q("grad_y", in.grad_y);
+  const bool exact = acc_scalar_type(in.q.scalar_type()) == in.q.scalar_type();
+  if (in.y.defined() || (needs_all && exact)) check_like_q("y", in.y);
+  check_tensor(op, "lse", in.lse);
+  check_shape(op, "lse", in.lse, "(B,H,S)", {n.B, n.H, n.S}, "q");
+  check_dtype(op, "lse", in.lse, acc_scalar_type(in.q.scalar_type()), "the accumulation type of q");
+  check_device(op, "lse", in.lse, in.q, "q");
   return n;
 }
 
-template <typename Device>
-void run_backward(const Sizes& n, const Options& options, const at::Tensor& grad_y, const Kept& kept,
+// Fills the gradients. Those of keys and values have gradient_length positions, each a part of a block of block_length.
+void run_backward(const CompressedAttentionKernels& kernels, const Sizes& n, const BackwardInputs& in,
                   int64_t block_length, int64_t gradient_length, const Gradients& gradients) {
-  const CompressedAttentionShape shape = n.shape(options);
+  const CompressedAttentionShape shape = n.shape(in.options);
   const auto& [grad_q, grad_k, grad_v] = gradients;
-  const at::Tensor lse = kept.lse.contiguous();
-  const bool rounds = acc_scalar_type(kept.q.scalar_type()) != kept.q.scalar_type();
-  const Device device(kept.q);
-  const auto plan = device.plan(shape, dtype_of(kept.q));
-  const at::Tensor delta = empty_bytes(grad_k.defined() ? plan.delta_bytes : 0, kept.q);
-  const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, kept.q);
+  const at::Tensor lse = in.lse.contiguous();
+  const bool rounds = acc_scalar_type(in.q.scalar_type()) != in.q.scalar_type();
+  const DeviceScope device(in.q);
+  const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
+  const at::Tensor delta = empty_bytes(grad_k.defined() ? plan.delta_bytes : 0, in.q);
+  const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, in.q);
   const CompressedAttentionBackward p{shape,
-                                      scale_of(shape, options),
-                                      reads<4>(grad_y),
-                                      reads<4>(kept.q),
-                                      reads<4>(kept.kc),
-                                      reads<4>(kept.vc),
-                                      reads<4>(rounds ? at::Tensor() : kept.y),
+                                      scale_of(shape, in.options),
+                                      reads<4>(in.grad_y),
+                                      reads<4>(in.q),
+                                      reads<4>(in.kc),
+                                      reads<4>(in.vc),
+                                      reads<4>(rounds ? at::Tensor() : in.y),
                                       lse.const_data_ptr(),
                                       block_length,
                                       gradient_length,
@@ -279,122 +256,88 @@ void run_backward(const Sizes& n, const Options& options, const at::Tensor& grad
                                       writes<4>(grad_v),
                                       grad_k.defined() ? delta.mutable_data_ptr() : nullptr,
                                       scratch.mutable_data_ptr()};
-  device.backward(p, dtype_of(kept.q));
+  kernels.backward(p, dtype_of(in.q), device.stream);
 }
 
-// Only those that are wanted; the others stay undefined. Keys and values are not kept, their gradients' strides are.
-Gradients empty_gradients(const Sizes& n, const at::Tensor& q, c10::SymIntArrayRef grad_k_stride,
-                          c10::SymIntArrayRef grad_v_stride, const Mask& wanted) {
-  const auto room = [&](const char* name, c10::SymIntArrayRef stride) {
+// Those that are not wanted are undefined. Keys and values were not saved, but the strides of their gradients.
+Gradients empty_gradients(const Sizes& n, const BackwardInputs& in, c10::SymIntArrayRef grad_k_stride,
+                          c10::SymIntArrayRef grad_v_stride) {
+  const auto empty = [&](bool wanted, const char* name, c10::SymIntArrayRef stride) {
+    if (!wanted) return at::Tensor();
     TORCH_CHECK_VALUE(stride.size() == 4, kBackward, ": ", name, " must be 4 strides, got ", stride);
-    return at::empty_strided_symint({n.B, n.Hkv, n.T, n.D}, stride, q.options());
+    return at::empty_strided_symint({n.B, n.Hkv, n.T, n.D}, stride, in.q.options());
   };
-  return {wanted[0] ? empty_gradient(q) : at::Tensor(), wanted[1] ? room("grad_k_stride", grad_k_stride) : at::Tensor(),
-          wanted[2] ? room("grad_v_stride", grad_v_stride) : at::Tensor()};
+  return {empty_gradient(in.wanted[0], in.q), empty(in.wanted[1], "grad_k_stride", grad_k_stride),
+          empty(in.wanted[2], "grad_v_stride", grad_v_stride)};
 }
 
 Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& kc,
                         const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y, const at::Tensor& lse,
                         int64_t factor, c10::SymInt kv_len, bool causal, bool strict, std::optional<double> scale,
                         c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride, Mask output_mask) {
-  const Kept kept{q, kc, vc.value_or(at::Tensor()), y.value_or(at::Tensor()), lse};
-  const Sizes n = check_backward(kBackward, grad_y, kept, kv_len, {factor, causal, strict, scale}, output_mask);
-  return empty_gradients(n, q, grad_k_stride, grad_v_stride, output_mask);
+  const Options options{factor, causal, strict, scale};
+  const BackwardInputs in{grad_y, q, kc, defined_or_not(vc), defined_or_not(y), lse, kv_len, options, output_mask};
+  return empty_gradients(check_backward(kBackward, in), in, grad_k_stride, grad_v_stride);
 }
 
-template <typename Device>
-Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& kc,
-                   const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y, const at::Tensor& lse,
-                   int64_t factor, c10::SymInt kv_len, bool causal, bool strict, std::optional<double> scale,
-                   c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride, Mask output_mask) {
+Gradients backward(const CompressedAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
+                   const at::Tensor& kc, const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y,
+                   const at::Tensor& lse, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
+                   std::optional<double> scale, c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride,
+                   Mask output_mask) {
   const Options options{factor, causal, strict, scale};
-  const Kept kept{q, kc, vc.value_or(at::Tensor()), y.value_or(at::Tensor()), lse};
-  const Sizes n = check_backward(kBackward, grad_y, kept, kv_len, options, output_mask);
-  const Gradients gradients = empty_gradients(n, q, grad_k_stride, grad_v_stride, output_mask);
-  run_backward<Device>(n, options, grad_y, kept, factor, n.T.expect_int(), gradients);
+  const BackwardInputs in{grad_y, q, kc, defined_or_not(vc), defined_or_not(y), lse, kv_len, options, output_mask};
+  const Sizes n = check_backward(kBackward, in);
+  const Gradients gradients = empty_gradients(n, in, grad_k_stride, grad_v_stride);
+  run_backward(kernels, n, in, factor, n.T.expect_int(), gradients);
   return gradients;
 }
 
-Gradients empty_pooled_gradients(const Kept& kept, const Mask& wanted) {
-  const auto room = [](const at::Tensor& x, bool want) { return want ? empty_gradient(x) : at::Tensor(); };
-  // Where vc was not kept it was contiguous.
-  const auto room_for_vc = [&] {
-    return kept.vc.defined() ? empty_gradient(kept.vc) : empty_result(kept.kc.sym_sizes(), kept.kc.options());
-  };
-  return {room(kept.q, wanted[0]), room(kept.kc, wanted[1]), wanted[2] ? room_for_vc() : at::Tensor()};
+Gradients empty_pooled_gradients(const BackwardInputs& in) {
+  return {empty_gradient(in.wanted[0], in.q), empty_gradient(in.wanted[1], in.kc),
+          empty_gradient(in.wanted[2], in.vc, in.kc.sym_sizes(), in.kc.options())};
 }
 
 Gradients pooled_backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& kc,
                                const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y,
                                const at::Tensor& lse, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
                                std::optional<double> scale, Mask output_mask) {
-  const Kept kept{q, kc, vc.value_or(at::Tensor()), y.value_or(at::Tensor()), lse};
-  check_backward(kPooledBackward, grad_y, kept, kv_len, {factor, causal, strict, scale}, output_mask);
-  return empty_pooled_gradients(kept, output_mask);
+  const Options options{factor, causal, strict, scale};
+  const BackwardInputs in{grad_y, q, kc, defined_or_not(vc), defined_or_not(y), lse, kv_len, options, output_mask};
+  check_backward(kPooledBackward, in);
+  return empty_pooled_gradients(in);
 }
 
-template <typename Device>
-Gradients pooled_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& kc,
-                          const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y,
+Gradients pooled_backward(const CompressedAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
+                          const at::Tensor& kc, const std::optional<at::Tensor>& vc, const std::optional<at::Tensor>& y,
                           const at::Tensor& lse, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
                           std::optional<double> scale, Mask output_mask) {
   const Options options{factor, causal, strict, scale};
-  const Kept kept{q, kc, vc.value_or(at::Tensor()), y.value_or(at::Tensor()), lse};
-  const Sizes n = check_backward(kPooledBackward, grad_y, kept, kv_len, options, output_mask);
-  const Gradients gradients = empty_pooled_gradients(kept, output_mask);
-  run_backward<Device>(n, options, grad_y, kept, 1, n.C.expect_int(), gradients);
+  const BackwardInputs in{grad_y, q, kc, defined_or_not(vc), defined_or_not(y), lse, kv_len, options, output_mask};
+  const Sizes n = check_backward(kPooledBackward, in);
+  const Gradients gradients = empty_pooled_gradients(in);
+  run_backward(kernels, n, in, 1, n.C.expect_int(), gradients);
   return gradients;
 }
 
-template <typename Device>
-void register_kernels(torch::Library& m) {
-  m.impl("compressed_attention", forward<Device>);
-  m.impl("compressed_attention_backward", backward<Device>);
-  m.impl("compressed_attention_pooled", pooled<Device>);
-  m.impl("compressed_attention_pooled_backward", pooled_backward<Device>);
-}
-
-#ifndef MEMCHECK_HOST_CUDA
-TORCH_LIBRARY_FRAGMENT(memcheck, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
-      "compressed_attention(Tensor q, Tensor k, Tensor v, *, int factor, bool causal=True, bool strict=False,"
-      " float? scale=None, bool keep=False) -> (Tensor y, Tensor lse, Tensor kc, Tensor vc)",
-      tags);
-  m.def(
-      "compressed_attention_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse, *,"
-      " int factor, SymInt kv_len, bool causal, bool strict, float? scale, SymInt[] grad_k_stride,"
-      " SymInt[] grad_v_stride, bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
-      tags);
-  m.def(
-      "compressed_attention_pooled(Tensor q, Tensor kc, Tensor vc, *, int factor, SymInt kv_len, bool causal=True,"
-      " bool strict=False, float? scale=None, bool keep_lse=False) -> (Tensor y, Tensor lse)",
-      tags);
-  m.def(
-      "compressed_attention_pooled_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse, *,"
-      " int factor, SymInt kv_len, bool causal, bool strict, float? scale, bool[3] output_mask)"
-      " -> (Tensor grad_q, Tensor grad_kc, Tensor grad_vc)",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-  register_kernels<Cpu>(m);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
-  m.impl("compressed_attention", forward_meta);
-  m.impl("compressed_attention_backward", backward_meta);
-  m.impl("compressed_attention_pooled", pooled_meta);
-  m.impl("compressed_attention_pooled_backward", pooled_backward_meta);
-}
-
-#endif
-
-#ifdef MEMCHECK_WITH_CUDA
-TORCH_LIBRARY_IMPL(memcheck, MEMCHECK_CUDA_KEY, m) {
-  register_kernels<Cuda>(m);
-}
-#endif
+const Registration registration(
+    MEMCHECK_KERNELS(compressed_attention),
+    OperatorRow{"compressed_attention(Tensor q, Tensor k, Tensor v, *, int factor, bool causal=True, bool strict=False,"
+                " float? scale=None, bool keep=False) -> (Tensor y, Tensor lse, Tensor kc, Tensor vc)",
+                forward_meta, forward, /*cast_inputs=*/3},
+    OperatorRow{
+        "compressed_attention_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y, Tensor lse, *,"
+        " int factor, SymInt kv_len, bool causal, bool strict, float? scale, SymInt[] grad_k_stride,"
+        " SymInt[] grad_v_stride, bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+        backward_meta, backward},
+    OperatorRow{"compressed_attention_pooled(Tensor q, Tensor kc, Tensor vc, *, int factor, SymInt kv_len,"
+                " bool causal=True, bool strict=False, float? scale=None, bool keep_lse=False)"
+                " -> (Tensor y, Tensor lse)",
+                pooled_meta, pooled, /*cast_inputs=*/3},
+    OperatorRow{"compressed_attention_pooled_backward(Tensor grad_y, Tensor q, Tensor kc, Tensor? vc, Tensor? y,"
+                " Tensor lse, *, int factor, SymInt kv_len, bool causal, bool strict, float? scale,"
+                " bool[3] output_mask) -> (Tensor grad_q, Tensor grad_kc, Tensor grad_vc)",
+                pooled_backward_meta, pooled_backward});
 
 }  // namespace
 }  // namespace memcheck

@@ -1,41 +1,41 @@
 #include <cmath>
-#include <cstdint>
 
-#include "compressed_attention/compressed_attention_rows.cuh"
-#include "compressed_attention/compressed_attention_tiles.cuh"
+#include "compressed_attention/compressed_attention_rows_cuda.cuh"
 
 // The backward in the accumulation type. With p = softmax(scale q . kc), dp = grad_y . vc and delta = grad_y . y =
 // sum_j p_j dp_j the gradient of a score is ds = p (dp - delta), and so
 //     grad_q = scale sum_j ds_j kc_j     grad_kc = scale sum_i ds_i q_i     grad_vc = sum_i p_i grad_y_i
-// Query-stationary for delta and grad_q, key-stationary for the others, each of which has thread blocks of its own.
+// A block of threads for delta and grad_q has a tile of queries and goes through the keys. One for grad_kc or grad_vc
+// has a tile of keys and goes through the queries.
 
 namespace memcheck {
-namespace compressed {
+namespace compressed_cuda {
+namespace {
 
-// ---- query-stationary
+// ---- tiles of queries
 
 template <typename acc_t>
 struct QueryGradientShared {
   SharedTile<acc_t> q;
   SharedTile<acc_t> grad_y;
   SharedTile<acc_t> kc;
-  SharedTile<acc_t> vc;  // then gradients of scores
+  SharedTile<acc_t> vc;  // then the gradients of scores
   Totals<acc_t> grad_q;
   int64_t limit[TileSize<acc_t>::kSize];
   acc_t shift[TileSize<acc_t>::kSize];
   acc_t delta[TileSize<acc_t>::kSize];
 };
 
-// How many blocks each row of the tile sees, and its lse, as it is subtracted.
+// Stores how many blocks each row of the tile sees, and the shift of its scores, from its lse.
 template <typename acc_t>
 __device__ __forceinline__ void describe_rows(const CompressedAttentionBackward& p, const QueryWork& work,
                                               QueryGradientShared<acc_t>& memory) {
   if (threadIdx.x < TileSize<acc_t>::kSize) {
     const int64_t row = work.row + threadIdx.x;
-    const bool there = row < work.of.group * p.shape.S;
-    memory.limit[threadIdx.x] = there ? p.shape.visible(row / work.of.group) : 0;
+    const bool exists = row < work.of.group * p.shape.S;
+    memory.limit[threadIdx.x] = exists ? p.shape.visible(row / work.of.group) : 0;
     memory.shift[threadIdx.x] =
-        there ? shift_of(static_cast<const acc_t*>(p.lse)[query_index(p.shape, work.of, row)]) : acc_t(0);
+        exists ? softmax_shift(static_cast<const acc_t*>(p.lse)[query_index(p.shape, work.of, row)]) : acc_t(0);
   }
   __syncthreads();
 }
@@ -52,29 +52,29 @@ struct Matrices {
         vc(keys_of<scalar_t>(p.shape, p.vc, p.shape.C, of)) {}
 };
 
-// The weights of a tile of blocks from `key` on, and their gradients.
+// Forms the weights of a tile of blocks from `key` on, and their gradients.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void weigh_keys(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
-                                           const QueryWork& work, bool queries_are_there, int64_t key,
+                                           const QueryWork& work, bool queries_are_loaded, int64_t key,
                                            QueryGradientShared<acc_t>& memory, ThreadTile<acc_t>& weights,
                                            ThreadTile<acc_t>& grad_weights) {
   const auto scale = static_cast<acc_t>(p.scale);
-  multiply_rows(of.q, work.row, queries_are_there, of.kc, key, memory.q, memory.kc, weights);
-  multiply_rows(of.grad_y, work.row, queries_are_there, of.vc, key, memory.grad_y, memory.vc, grad_weights);
+  multiply_rows(of.q, work.row, queries_are_loaded, of.kc, key, memory.q, memory.kc, weights);
+  multiply_rows(of.grad_y, work.row, queries_are_loaded, of.vc, key, memory.grad_y, memory.vc, grad_weights);
 #pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
+  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
     const acc_t shift = memory.shift[row_of(i)];
     const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
 #pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kColumns; ++j) {
-      const acc_t weight = exp(scaled(weights[i][j], scale) - shift);
+    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
+      const acc_t weight = softmax_weight<CudaMaths<acc_t>>(scaled(weights[i][j], scale), shift);
       weights[i][j] = spread_column(j) < seen ? weight : acc_t(0);
     }
   }
 }
 
-// delta = grad_y . y, one chain of products over D, as the gradient of a weight is: where a query sees one block these
-// are the same numbers, and the gradient of the score is 0 as it should.
+// delta = grad_y . y, in one chain of products over D like the gradient of a weight. If a query sees one block, both
+// are the same number, and the gradient of the score is exactly 0.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
                                              const QueryWork& work, QueryGradientShared<acc_t>& memory) {
@@ -94,26 +94,26 @@ __device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& 
   __syncthreads();
 }
 
-// delta = sum_j p_j dp_j, where y was rounded to 16 bits: its error would be that of every score's gradient at once.
+// delta = sum_j p_j dp_j, because y was rounded to 16 bits, and its error would be in the gradient of every score.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void delta_from_weights(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
                                                    const QueryWork& work, QueryGradientShared<acc_t>& memory) {
   constexpr int kSize = TileSize<acc_t>::kSize;
-  acc_t delta[TileSize<acc_t>::kRows] = {};
+  acc_t delta[TileSize<acc_t>::kThreadRows] = {};
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     ThreadTile<acc_t> weights, grad_weights;
-    const bool queries_are_there = stays<acc_t>(p.shape.D) && tile > work.begin;
-    weigh_keys(p, of, work, queries_are_there, tile * kSize, memory, weights, grad_weights);
+    const bool queries_are_loaded = stays<acc_t>(p.shape.D) && tile > work.begin;
+    weigh_keys(p, of, work, queries_are_loaded, tile * kSize, memory, weights, grad_weights);
 #pragma unroll
-    for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
+    for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
       acc_t sum = acc_t(0);
 #pragma unroll
-      for (int j = 0; j < TileSize<acc_t>::kColumns; ++j) sum += weights[i][j] * grad_weights[i][j];
+      for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) sum += weights[i][j] * grad_weights[i][j];
       delta[i] += sum;
     }
   }
 #pragma unroll
-  for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
+  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
 #pragma unroll
     for (int bits = kColumnLanes / 2; bits > 0; bits /= 2) delta[i] += __shfl_xor_sync(~0u, delta[i], bits);
     if (column_lane() == 0) memory.delta[row_of(i)] = delta[i];
@@ -121,7 +121,7 @@ __device__ __forceinline__ void delta_from_weights(const CompressedAttentionBack
   __syncthreads();
 }
 
-// Of the same queries, a tile of columns of grad_q.
+// Forms a tile of columns of grad_q of the same queries.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void query_gradient(const CompressedAttentionBackward& p, const Matrices<scalar_t>& of,
                                                const QueryWork& work, QueryGradientShared<acc_t>& memory) {
@@ -135,12 +135,12 @@ __device__ __forceinline__ void query_gradient(const CompressedAttentionBackward
     const int64_t key = tile * Size::kSize;
     weigh_keys(p, of, work, all_columns && tile > work.begin, key, memory, weights, grad_weights);
 #pragma unroll
-    for (int i = 0; i < Size::kRows; ++i) {
+    for (int i = 0; i < Size::kThreadRows; ++i) {
       const acc_t delta = memory.delta[row_of(i)];
       const int seen = of_tile_before<acc_t>(memory.limit[row_of(i)], key);
 #pragma unroll
-      for (int j = 0; j < Size::kColumns; ++j) {
-        const acc_t gradient = weights[i][j] * (grad_weights[i][j] - delta);
+      for (int j = 0; j < Size::kThreadColumns; ++j) {
+        const acc_t gradient = softmax_gradient_of_seen(weights[i][j], grad_weights[i][j], delta);
         weights[i][j] = spread_column(j) < seen ? gradient : acc_t(0);
       }
     }
@@ -155,15 +155,16 @@ __device__ __forceinline__ void query_gradient(const CompressedAttentionBackward
   const auto scale = static_cast<acc_t>(p.scale);
   unsigned not_finite = 0;
 #pragma unroll
-  for (int i = 0; i < Size::kRows; ++i) {
-    acc_t of_row[Size::kColumns];
+  for (int i = 0; i < Size::kThreadRows; ++i) {
+    acc_t of_row[Size::kThreadColumns];
 #pragma unroll
-    for (int j = 0; j < Size::kColumns; ++j) {
+    for (int j = 0; j < Size::kThreadColumns; ++j) {
       of_row[j] = scale * memory.grad_q.of(i, j);
       if (work.row + row_of(i) < to.count && !is_finite(of_row[j])) not_finite |= 1u << i;
     }
     if (work.row + row_of(i) < to.count)
-      store_columns<scalar_t, Size::kColumns>(to, work.row + row_of(i), work.column + joint_column<acc_t>(0), of_row);
+      store_columns<scalar_t, Size::kThreadColumns>(to, work.row + row_of(i), work.column + joint_column<acc_t>(0),
+                                                    of_row);
   }
   if (!__any_sync(~0u, not_finite != 0)) return;
   each_row_of_warp<acc_t>(
@@ -187,8 +188,8 @@ __global__ void __launch_bounds__(kThreads) query_gradient_kernel(CompressedAtte
   if (p.delta != nullptr && work.column == 0 && threadIdx.x < kSize && row < work.of.group * p.shape.S)
     static_cast<acc_t*>(p.delta)[query_index(p.shape, work.of, row)] = memory.delta[threadIdx.x];
   if (p.grad_q) return query_gradient(p, of, work, memory);
-  for (int i = 0; i < TileSize<acc_t>::kRows; ++i) {
-    // All threads of a warp go through both of its rows together.
+  for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
+    // All threads of a warp form both of its rows together.
     for (int half = 0; half < 2; ++half) {
       const int mine = static_cast<int>(threadIdx.x) / 32 * 2 + half + kRowLanes * i;
       if (work.row + mine < work.of.group * p.shape.S && !is_finite(memory.delta[mine]))
@@ -213,39 +214,39 @@ void query_gradients(const CompressedAttentionBackward& p, cudaStream_t stream) 
          query_gradient_kernel<scalar_t>, p, column_tiles);
 }
 
-// ---- key-stationary
+// ---- tiles of keys
 
 template <typename acc_t>
 struct KeyGradientShared {
   SharedTile<acc_t> kc;
   SharedTile<acc_t> vc;
-  SharedTile<acc_t> q;       // for grad_v, then weights
-  SharedTile<acc_t> grad_y;  // for grad_k, then gradients of scores
+  SharedTile<acc_t> q;       // then the weights, for grad_v
+  SharedTile<acc_t> grad_y;  // then the gradients of scores, for grad_k
   Totals<acc_t> gradient;
   int64_t first_row[TileSize<acc_t>::kSize];
 };
 
-// What a thread knows of its queries, the columns of a tile.
+// The shift and delta of a thread's queries, which are columns of a tile.
 template <typename acc_t>
 struct QueryColumns {
-  acc_t shift[TileSize<acc_t>::kColumns];
-  acc_t delta[TileSize<acc_t>::kColumns];
+  acc_t shift[TileSize<acc_t>::kThreadColumns];
+  acc_t delta[TileSize<acc_t>::kThreadColumns];
   int count;  // of the tile
 
   __device__ __forceinline__ QueryColumns(const CompressedAttentionBackward& p, const KeyHead& of, int64_t first,
                                           bool reads_delta)
       : count(static_cast<int>(smaller<int64_t>(of.group * p.shape.S - first, TileSize<acc_t>::kSize))) {
 #pragma unroll
-    for (int j = 0; j < TileSize<acc_t>::kColumns; ++j) {
-      const bool there = spread_column(j) < count;
-      const int64_t index = there ? query_index(p.shape, of, first + spread_column(j)) : 0;
-      shift[j] = there ? shift_of(static_cast<const acc_t*>(p.lse)[index]) : acc_t(0);
-      delta[j] = there && reads_delta ? static_cast<const acc_t*>(p.delta)[index] : acc_t(0);
+    for (int j = 0; j < TileSize<acc_t>::kThreadColumns; ++j) {
+      const bool exists = spread_column(j) < count;
+      const int64_t index = exists ? query_index(p.shape, of, first + spread_column(j)) : 0;
+      shift[j] = exists ? softmax_shift(static_cast<const acc_t*>(p.lse)[index]) : acc_t(0);
+      delta[j] = exists && reads_delta ? static_cast<const acc_t*>(p.delta)[index] : acc_t(0);
     }
   }
 };
 
-// The first row that sees each key of the tile.
+// Stores the first row that sees each key of the tile.
 template <typename acc_t>
 __device__ __forceinline__ void describe_keys(const CompressedAttentionShape& shape, const KeyWork& work,
                                               KeyGradientShared<acc_t>& memory) {
@@ -256,10 +257,10 @@ __device__ __forceinline__ void describe_keys(const CompressedAttentionShape& sh
   __syncthreads();
 }
 
-// Every position of block j gets its share of the block's gradient.
+// Stores the gradient of block j, divided by its length, at each of its positions.
 template <typename scalar_t, int kCount, typename acc_t = acc_type<scalar_t>>
-__device__ __forceinline__ void spread(const CompressedAttentionBackward& p, const Strided<4>& gradient,
-                                       const KeyHead& of, int64_t j, int64_t column, acc_t (&x)[kCount]) {
+__device__ __forceinline__ void store_at_positions(const CompressedAttentionBackward& p, const Strided<4>& gradient,
+                                                   const KeyHead& of, int64_t j, int64_t column, acc_t (&x)[kCount]) {
   const auto to = keys_of<scalar_t>(p.shape, gradient, p.gradient_length, of);
   const BlockPositions positions = positions_of(p, j);
 #pragma unroll
@@ -275,22 +276,23 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
   const auto scale = of_values ? acc_t(1) : static_cast<acc_t>(p.scale);
   unsigned not_finite = 0;
 #pragma unroll
-  for (int i = 0; i < Size::kRows; ++i) {
+  for (int i = 0; i < Size::kThreadRows; ++i) {
     const int64_t j = work.key + row_of(i);
     if (j >= p.shape.C) continue;
-    acc_t of_row[Size::kColumns];
+    acc_t of_row[Size::kThreadColumns];
 #pragma unroll
-    for (int x = 0; x < Size::kColumns; ++x) {
+    for (int x = 0; x < Size::kThreadColumns; ++x) {
       of_row[x] = scale * total.of(i, x);
       if (!is_finite(of_row[x])) not_finite |= 1u << i;
     }
     if (parts.count == 1) {
-      spread<scalar_t, Size::kColumns>(p, of_values ? p.grad_v : p.grad_k, work.of, j, column, of_row);
+      store_at_positions<scalar_t, Size::kThreadColumns>(p, of_values ? p.grad_v : p.grad_k, work.of, j, column,
+                                                         of_row);
       continue;
     }
     acc_t* to = parts.at(p.shape, work.part, of_values, work.of, j);
 #pragma unroll
-    for (int x = 0; x < Size::kColumns; ++x)
+    for (int x = 0; x < Size::kThreadColumns; ++x)
       if (column + x < p.shape.D) to[column + x] = of_row[x];
   }
   if (!__any_sync(~0u, not_finite != 0)) return;
@@ -299,8 +301,7 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
   });
 }
 
-// The gradient of keys, or of values: thread blocks of the one are followed by those of the other where both are
-// wanted.
+// The gradient of keys or of values. If both are wanted, the thread blocks alternate.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
     key_gradient_kernel(CompressedAttentionBackward p, KeyParts<acc_type<scalar_t>> parts, int64_t column_tiles) {
@@ -320,29 +321,29 @@ __global__ void __launch_bounds__(kThreads)
   start(memory.gradient);
   for (int64_t tile = work.begin; tile < work.end; ++tile) {
     const int64_t row = work.first_row + tile * Size::kSize;
-    const bool keys_are_there = all_columns && tile > work.begin;
+    const bool keys_are_loaded = all_columns && tile > work.begin;
     const QueryColumns<acc_t> queries(p, work.of, row, !of_values);
     ThreadTile<acc_t> weights;
-    multiply_rows(of.kc, work.key, keys_are_there, of.q, row, memory.kc, memory.q, weights);
+    multiply_rows(of.kc, work.key, keys_are_loaded, of.q, row, memory.kc, memory.q, weights);
 #pragma unroll
-    for (int i = 0; i < Size::kRows; ++i) {
+    for (int i = 0; i < Size::kThreadRows; ++i) {
       const int unseen = of_tile_before<acc_t>(memory.first_row[row_of(i)], row);
 #pragma unroll
-      for (int j = 0; j < Size::kColumns; ++j) {
-        const acc_t weight = exp(scaled(weights[i][j], scale) - queries.shift[j]);
+      for (int j = 0; j < Size::kThreadColumns; ++j) {
+        const acc_t weight = softmax_weight<CudaMaths<acc_t>>(scaled(weights[i][j], scale), queries.shift[j]);
         const bool seen = spread_column(j) >= unseen && spread_column(j) < queries.count;
         weights[i][j] = seen ? weight : acc_t(0);
       }
     }
     if (!of_values) {
       ThreadTile<acc_t> grad_weights;
-      multiply_rows(of.vc, work.key, keys_are_there, of.grad_y, row, memory.vc, memory.grad_y, grad_weights);
+      multiply_rows(of.vc, work.key, keys_are_loaded, of.grad_y, row, memory.vc, memory.grad_y, grad_weights);
 #pragma unroll
-      for (int i = 0; i < Size::kRows; ++i) {
+      for (int i = 0; i < Size::kThreadRows; ++i) {
         const int unseen = of_tile_before<acc_t>(memory.first_row[row_of(i)], row);
 #pragma unroll
-        for (int j = 0; j < Size::kColumns; ++j) {
-          const acc_t gradient = weights[i][j] * (grad_weights[i][j] - queries.delta[j]);
+        for (int j = 0; j < Size::kThreadColumns; ++j) {
+          const acc_t gradient = softmax_gradient_of_seen(weights[i][j], grad_weights[i][j], queries.delta[j]);
           const bool seen = spread_column(j) >= unseen && spread_column(j) < queries.count;
           weights[i][j] = seen ? gradient : acc_t(0);
         }
@@ -366,12 +367,12 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kJoinThreads = 256;
 
-// The parts of a gradient are added in their order, and spread over the positions of the block.
+// Adds the parts of a gradient in their order and stores it at the positions of the block.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kJoinThreads)
     join_keys_kernel(CompressedAttentionBackward p, KeyParts<acc_type<scalar_t>> parts) {
   using acc_t = acc_type<scalar_t>;
-  constexpr int kCount = TileSize<acc_t>::kColumns;
+  constexpr int kCount = TileSize<acc_t>::kThreadColumns;
   const CompressedAttentionShape& shape = p.shape;
   const int64_t chunks = ceil_div(shape.D, kCount);
   const int64_t blocks = shape.B * shape.Hkv * shape.C;
@@ -391,12 +392,12 @@ __global__ void __launch_bounds__(kJoinThreads)
     for (int i = 0; i < kCount; ++i)
       if (column + i < shape.D) sum[i] += from[column + i];
   }
-  spread<scalar_t, kCount>(p, of_values ? p.grad_v : p.grad_k, of, j, column, sum);
+  store_at_positions<scalar_t, kCount>(p, of_values ? p.grad_v : p.grad_k, of, j, column, sum);
 }
 
 template <typename scalar_t>
 void join_keys(const CompressedAttentionBackward& p, const KeyParts<acc_type<scalar_t>>& parts, cudaStream_t stream) {
-  constexpr int kCount = TileSize<acc_type<scalar_t>>::kColumns;
+  constexpr int kCount = TileSize<acc_type<scalar_t>>::kThreadColumns;
   const int64_t gradients = p.grad_k && p.grad_v ? 2 : 1;
   const int64_t threads = gradients * p.shape.B * p.shape.Hkv * p.shape.C * ceil_div(p.shape.D, kCount);
   launch({"compressed_attention_backward_join", dim3(static_cast<unsigned>(ceil_div(threads, kJoinThreads))),
@@ -429,13 +430,14 @@ void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream
   if (parts.count > 1) join_keys<scalar_t>(p, parts, stream);
 }
 
-}  // namespace compressed
+}  // namespace
+}  // namespace compressed_cuda
 
 void compressed_attention_backward_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
   with_device_type(dtype, [&](auto type) {
     using scalar_t = decltype(type);
-    if (p.grad_q || p.grad_k) compressed::query_gradients<scalar_t>(p, stream);
-    if (p.grad_k || p.grad_v) compressed::key_gradients<scalar_t>(p, dtype, stream);
+    if (p.grad_q || p.grad_k) compressed_cuda::query_gradients<scalar_t>(p, stream);
+    if (p.grad_k || p.grad_v) compressed_cuda::key_gradients<scalar_t>(p, dtype, stream);
   });
 }
 

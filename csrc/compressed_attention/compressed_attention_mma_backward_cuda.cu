@@ -1,27 +1,26 @@
 #include <cmath>
-#include <cstdint>
 #include <type_traits>
 
-#include "compressed_attention/compressed_attention_mma.cuh"
-#include "compressed_attention/compressed_attention_rows.cuh"
+#include "compressed_attention/compressed_attention_mma_cuda.cuh"
+#include "compressed_attention/compressed_attention_rows_cuda.cuh"
 
-// The backward of 16-bit types, on tensor cores; the formulas are those of compressed_attention_backward_cuda.cu.
-// Weights and the gradients of scores are rounded to 16 bits for their products with the main tensors.
+// The backward of 16-bit types on tensor cores, by the formulas of compressed_attention_backward_cuda.cu. Weights and
+// the gradients of scores are rounded to 16 bits for their products with queries, keys and grad_y.
 
 namespace memcheck {
-namespace compressed {
+namespace compressed_cuda {
 
 constexpr int kQueries = 64;
 constexpr int kKeys = 64;
 constexpr int kWide = 8;  // tiles of 8 columns in a tile of queries or keys
 static_assert(kQueries == 16 * kWarps && kKeys == 16 * kWarps);
 
-// How many of a tile that begins at `first` lie before `end`.
+// How many rows or columns of a tile that begins at `first` are before `end`.
 MEMCHECK_INLINE int half_tile_before(int64_t end, int64_t first) {
   return static_cast<int>(larger<int64_t>(0, smaller<int64_t>(end - first, 8 * kWide)));
 }
 
-// ---- query-stationary: a warp has 16 queries, with grad_q in registers
+// ---- tiles of queries: a warp has 16 queries, with grad_q in registers
 
 template <typename scalar_t, int kD>
 struct MmaQueryShared {
@@ -29,32 +28,34 @@ struct MmaQueryShared {
   HalfTile<scalar_t, kQueries, kD> grad_y;
   HalfTile<scalar_t, kKeys, kD> kc[2];
   HalfTile<scalar_t, kKeys, kD> vc[2];
-  // Here, as registers are full of sums.
+  // In shared memory, because sums take the registers.
   QueryWork work;
   KeyMatrix<scalar_t> keys, values;
 };
 
-// What a thread knows of its two rows.
-struct MmaQueryRows {
+// A thread's two queries.
+struct MmaQueries {
   int64_t limit[2];  // how many blocks each sees
-  float shift[2];    // its lse, as it is subtracted, in base 2
+  float shift[2];    // of its scores, from its lse, in base 2
   float delta[2] = {};
 
-  __device__ __forceinline__ MmaQueryRows(const CompressedAttentionBackward& p, const QueryWork& work) {
+  __device__ __forceinline__ MmaQueries(const CompressedAttentionBackward& p, const QueryWork& work) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t row = work.row + warp() * 16 + fragment_row(0, half);
-      const bool there = row < work.of.group * p.shape.S;
-      limit[half] = there ? p.shape.visible(row / work.of.group) : 0;
-      shift[half] = there ? shift_of(static_cast<const float*>(p.lse)[query_index(p.shape, work.of, row)]) * kLog2e : 0;
+      const bool exists = row < work.of.group * p.shape.S;
+      limit[half] = exists ? p.shape.visible(row / work.of.group) : 0;
+      shift[half] =
+          exists ? softmax_shift(static_cast<const float*>(p.lse)[query_index(p.shape, work.of, row)]) * kLog2e : 0;
     }
   }
 };
 
-// The weights of a tile of keys from `key` on, and their gradients; both 0 where a key is not seen.
+// Forms the weights of a tile of keys from `key` on, and their gradients; both are 0 where a query does not see the
+// key.
 template <typename scalar_t, int kD>
 __device__ __forceinline__ void weigh_keys(const MmaQueryShared<scalar_t, kD>& memory, int now, float scale,
-                                           const MmaQueryRows& rows, int64_t key, float (&weights)[1][kWide][4],
+                                           const MmaQueries& rows, int64_t key, float (&weights)[1][kWide][4],
                                            float (&grad_weights)[1][kWide][4]) {
   multiply_rows<scalar_t, 1, kWide>(memory.q, warp() * 16, memory.kc[now], weights);
   multiply_rows<scalar_t, 1, kWide>(memory.grad_y, warp() * 16, memory.vc[now], grad_weights);
@@ -74,13 +75,13 @@ __device__ __forceinline__ void weigh_keys(const MmaQueryShared<scalar_t, kD>& m
   }
 }
 
-// Goes through the tiles of keys with visit(buffer, first key).
+// Loads the tiles of keys one after the other and calls visit(buffer, first key) for each.
 template <typename scalar_t, int kD, typename Visit>
 __device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD>& memory, const Visit& visit) {
   const int tiles = static_cast<int>(memory.work.end);
   if (tiles > 0) {
-    load_later(memory.keys, 0, memory.kc[0]);
-    load_later(memory.values, 0, memory.vc[0]);
+    request_rows(memory.keys, 0, memory.kc[0]);
+    request_rows(memory.values, 0, memory.vc[0]);
   }
   cp_async_commit();
 #pragma unroll 1
@@ -90,8 +91,8 @@ __device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD>& memor
     cp_async_wait<0>();
     __syncthreads();
     if (tile + 1 < tiles) {
-      load_later(memory.keys, key + kKeys, memory.kc[1 - now]);
-      load_later(memory.values, key + kKeys, memory.vc[1 - now]);
+      request_rows(memory.keys, key + kKeys, memory.kc[1 - now]);
+      request_rows(memory.values, key + kKeys, memory.vc[1 - now]);
       cp_async_commit();
     }
     visit(now, key);
@@ -100,8 +101,8 @@ __device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD>& memor
   __syncthreads();
 }
 
-// y was rounded to 16 bits, and its error would be that of every score's gradient at once: delta = sum_j p_j dp_j takes
-// a pass of its own.
+// delta = sum_j p_j dp_j takes a pass of its own, because y was rounded to 16 bits, and its error would be in the
+// gradient of every score.
 template <typename scalar_t, int kD>
 __global__ void __launch_bounds__(kThreads) mma_query_gradient_kernel(CompressedAttentionBackward p) {
   auto& memory = shared<MmaQueryShared<scalar_t, kD>>();
@@ -114,9 +115,9 @@ __global__ void __launch_bounds__(kThreads) mma_query_gradient_kernel(Compressed
     memory.values = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of);
   }
   __syncthreads();
-  MmaQueryRows rows(p, work);
-  load_later(queries_of<scalar_t>(p.shape, p.q, work.of), work.row, memory.q);
-  load_later(queries_of<scalar_t>(p.shape, p.grad_y, work.of), work.row, memory.grad_y);
+  MmaQueries rows(p, work);
+  request_rows(queries_of<scalar_t>(p.shape, p.q, work.of), work.row, memory.q);
+  request_rows(queries_of<scalar_t>(p.shape, p.grad_y, work.of), work.row, memory.grad_y);
   through_keys(memory, [&](int now, int64_t key) {
     float weights[1][kWide][4], grad_weights[1][kWide][4];
     weigh_keys(memory, now, scale * kLog2e, rows, key, weights, grad_weights);
@@ -153,7 +154,8 @@ __global__ void __launch_bounds__(kThreads) mma_query_gradient_kernel(Compressed
     for (int n = 0; n < kWide; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float gradient = scale * weights[0][n][i] * (grad_weights[0][n][i] - rows.delta[i / 2]);
+        const float gradient =
+            softmax_gradient_of_seen(scale * weights[0][n][i], grad_weights[0][n][i], rows.delta[i / 2]);
         const bool sees = fragment_column(n) + i % 2 < half_tile_before(rows.limit[i / 2], key);
         weights[0][n][i] = sees ? gradient : 0;
       }
@@ -171,7 +173,7 @@ __global__ void __launch_bounds__(kThreads) mma_query_gradient_kernel(Compressed
   keep_rows<scalar_t, 1, kD / 8>(grad_q, first, memory.q);
   for (int index = lane(); index < 2 * kD; index += 32) {
     const int row = first + index / (kD / 8);
-    if (memory.work.row + row < count) store_chunk(memory.q, row, index % (kD / 8), to, memory.work.row + row);
+    if (memory.work.row + row < count) store_row_pack(memory.q, row, index % (kD / 8), to, memory.work.row + row);
   }
   form_again();
 }
@@ -199,10 +201,10 @@ bool query_gradients_on_tensor_cores(const CompressedAttentionBackward& p, cudaS
 template bool query_gradients_on_tensor_cores<__half>(const CompressedAttentionBackward&, cudaStream_t);
 template bool query_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionBackward&, cudaStream_t);
 
-// ---- key-stationary: a warp has 16 keys, with both of their gradients in registers
+// ---- tiles of keys: a warp has 16 keys, with both of their gradients in registers
 
-// A key that no query gives much weight has a gradient of small weights alone, and in float16 those below 2^-14 lose
-// digits: weights are multiplied with this power of two, which leaves room for the rounding of a weight of 1.
+// If no query gives a key much weight, its gradient is a sum of small weights, and in float16 weights below 2^-14 lose
+// digits. So weights are multiplied by this power of two, which still leaves room for the rounding of a weight of 1.
 template <typename scalar_t>
 constexpr int kWeightBits = std::is_same_v<scalar_t, __half> ? 14 : 0;
 template <typename scalar_t>
@@ -214,36 +216,36 @@ struct MmaKeyShared {
   HalfTile<scalar_t, kKeys, kD> vc;  // then grad_v
   HalfTile<scalar_t, kQueries, kD> q[2];
   HalfTile<scalar_t, kQueries, kD> grad_y[2];
-  float shift[2][kQueries];  // lse, as it is subtracted, in base 2, less the bits of weights
+  float shift[2][kQueries];  // of scores, from the lse, in base 2, minus kWeightBits
   float delta[2][kQueries];
-  // Here, as registers are full of sums.
-  int64_t first_row[kKeys];  // that sees each key
+  // In shared memory, because sums take the registers.
+  int64_t first_row[kKeys];  // the first row that sees each key
   KeyWork work;
   QueryMatrix<scalar_t> queries, gradients;
 };
 
-// A tile of queries from `row` on, to one of two buffers.
+// Begins to load a tile of queries from `row` on into one of two buffers.
 template <typename scalar_t, int kD>
-__device__ __forceinline__ void load_queries_later(const CompressedAttentionBackward& p, int64_t row, int buffer,
-                                                   MmaKeyShared<scalar_t, kD>& memory) {
-  load_later(memory.queries, row, memory.q[buffer]);
-  load_later(memory.gradients, row, memory.grad_y[buffer]);
+__device__ __forceinline__ void request_queries(const CompressedAttentionBackward& p, int64_t row, int buffer,
+                                                MmaKeyShared<scalar_t, kD>& memory) {
+  request_rows(memory.queries, row, memory.q[buffer]);
+  request_rows(memory.gradients, row, memory.grad_y[buffer]);
   cp_async_commit();
   if (threadIdx.x >= kQueries) return;
   const int64_t mine = row + threadIdx.x;
-  const bool there = mine < memory.queries.count;
-  const int64_t index = there ? query_index(p.shape, memory.work.of, mine) : 0;
-  const float shift = there ? shift_of(static_cast<const float*>(p.lse)[index]) * kLog2e : 0;
+  const bool exists = mine < memory.queries.count;
+  const int64_t index = exists ? query_index(p.shape, memory.work.of, mine) : 0;
+  const float shift = exists ? softmax_shift(static_cast<const float*>(p.lse)[index]) * kLog2e : 0;
   memory.shift[buffer][threadIdx.x] = shift - kWeightBits<scalar_t>;
-  if (p.grad_k) memory.delta[buffer][threadIdx.x] = there ? static_cast<const float*>(p.delta)[index] : 0;
+  if (p.grad_k) memory.delta[buffer][threadIdx.x] = exists ? static_cast<const float*>(p.delta)[index] : 0;
 }
 
-// Which queries of a tile see each of a thread's two keys: [from, to).
+// The queries [from, to) of a tile that see each of a thread's two keys.
 struct MmaSeenBy {
   int from[2];
   int to;
 
-  // first_row is that of the warp's first key.
+  // `first_row` points to that of the warp's first key.
   __device__ __forceinline__ MmaSeenBy(const int64_t* first_row, int64_t row, int64_t rows)
       : from{half_tile_before(first_row[fragment_row(0, 0)], row),
              half_tile_before(first_row[fragment_row(0, 1)], row)},
@@ -251,18 +253,18 @@ struct MmaSeenBy {
   __device__ __forceinline__ bool operator()(int half, int column) const { return column >= from[half] && column < to; }
 };
 
-// Every position of a block gets its share of the block's gradient, which tile holds.
+// Stores the gradients in `tile`, one for each block, at all positions of the block.
 template <typename scalar_t, typename Tile>
-__device__ __forceinline__ void spread_tile(const CompressedAttentionBackward& p, const KeyWork& work,
-                                            const Strided<4>& gradient, const Tile& tile) {
+__device__ __forceinline__ void store_at_positions(const CompressedAttentionBackward& p, const KeyWork& work,
+                                                   const Strided<4>& gradient, const Tile& tile) {
   const auto to = keys_of<scalar_t>(p.shape, gradient, p.gradient_length, work.of);
-  constexpr int kChunks = Tile::kColumns / 8;
+  constexpr int kPacks = Tile::kColumns / 8;
   for (int row = warp() * 16; row < warp() * 16 + 16; ++row) {
     const int64_t j = work.key + row;
     if (j >= p.shape.C) return;
     const BlockPositions positions = positions_of(p, j);
-    for (int64_t index = lane(); index < positions.length * kChunks; index += 32)
-      store_chunk(tile, row, static_cast<int>(index % kChunks), to, positions.begin + index / kChunks);
+    for (int64_t index = lane(); index < positions.length * kPacks; index += 32)
+      store_row_pack(tile, row, static_cast<int>(index % kPacks), to, positions.begin + index / kPacks);
   }
 }
 
@@ -275,10 +277,10 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int64_t j = work.key + first + fragment_row(0, half);
-    const bool there = j < p.shape.C;
+    const bool exists = j < p.shape.C;
     const float unit = of_values ? kWeightUnit<scalar_t> : 1;
-    const float share = there && parts.count == 1 ? unit / static_cast<float>(positions_of(p, j).length) : unit;
-    float* const to = there && parts.count > 1 ? parts.at(p.shape, work.part, of_values, work.of, j) : nullptr;
+    const float share = exists && parts.count == 1 ? unit / static_cast<float>(positions_of(p, j).length) : unit;
+    float* const to = exists && parts.count > 1 ? parts.at(p.shape, work.part, of_values, work.of, j) : nullptr;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n)
 #pragma unroll
@@ -291,7 +293,7 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
   }
   if (parts.count == 1) {
     keep_rows<scalar_t, 1, kColumns>(gradient, first, tile);
-    spread_tile<scalar_t>(p, work, of_values ? p.grad_v : p.grad_k, tile);
+    store_at_positions<scalar_t>(p, work, of_values ? p.grad_v : p.grad_k, tile);
   }
   if (!__any_sync(~0u, not_finite != 0)) return;
   each_row_of_fragments<1>(not_finite, [&](int row) {
@@ -322,16 +324,16 @@ __global__ void __launch_bounds__(kThreads)
   set_zero<1, kD / 8>(grad_k);
   set_zero<1, kD / 8>(grad_v);
   const int tiles = static_cast<int>(work.end - work.begin);
-  load_later(keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of), work.key, memory.kc);
-  if (p.grad_k) load_later(keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of), work.key, memory.vc);
-  if (tiles > 0) load_queries_later(p, work.first_row + work.begin * kQueries, 0, memory);
+  request_rows(keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of), work.key, memory.kc);
+  if (p.grad_k) request_rows(keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of), work.key, memory.vc);
+  if (tiles > 0) request_queries(p, work.first_row + work.begin * kQueries, 0, memory);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int now = tile % 2;
     const int64_t row = memory.work.first_row + (memory.work.begin + tile) * kQueries;
     cp_async_wait<0>();
     __syncthreads();
-    if (tile + 1 < tiles) load_queries_later(p, row + kQueries, 1 - now, memory);
+    if (tile + 1 < tiles) request_queries(p, row + kQueries, 1 - now, memory);
     const MmaSeenBy seen_by(memory.first_row + first, row, memory.queries.count);
     float weights[1][kWide][4];
     uint32_t factor[1][kWide / 2][4];
@@ -357,7 +359,7 @@ __global__ void __launch_bounds__(kThreads)
       for (int i = 0; i < 4; ++i) {
         const int query = fragment_column(n) + i % 2;
         const float weight = scale * kWeightUnit<scalar_t> * weights[0][n][i];
-        const float gradient = weight * (grad_weights[0][n][i] - memory.delta[now][query]);
+        const float gradient = softmax_gradient_of_seen(weight, grad_weights[0][n][i], memory.delta[now][query]);
         weights[0][n][i] = seen_by(i / 2, query) ? gradient : 0;
       }
     round_factor<scalar_t, 1, kWide>(weights, factor);
@@ -395,5 +397,5 @@ template bool key_gradients_on_tensor_cores<__half>(const CompressedAttentionBac
 template bool key_gradients_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionBackward&, const KeyParts<float>&,
                                                            cudaStream_t);
 
-}  // namespace compressed
+}  // namespace compressed_cuda
 }  // namespace memcheck

@@ -8,6 +8,6 @@ const char* launch_cuda_probe(cudaStream_t stream) {
   const cudaError_t status =
       cudaLaunchKernel(reinterpret_cast<const void*>(cuda_probe_kernel), dim3(1), dim3(1), nullptr, 0, stream);
   if (status == cudaSuccess) return nullptr;
-  cudaGetLastError();  // taken back, or torch's next check would find it
+  cudaGetLastError();  // otherwise torch's next check would report the error again
   return cudaGetErrorString(status);
 }

@@ -1,14 +1,15 @@
 #pragma once
 
-// The CUDA language on the host, as far as memcheck's kernels speak it. With `-include host_cuda/host_cuda.h` a .cu
-// file compiles with a C++ compiler, and its kernels run: a block at a time, every thread a fiber that runs until it
-// waits for others. It is there to find mistakes where there is no GPU, not to be fast:
-//   - threads take turns in one of three orders, so that a missing barrier changes the result or reads what is unset;
-//   - shared memory is a block of the heap of just the size of the launch, filled with NaN for every block of threads,
-//     with a fence around it, and outside of it nothing may be copied to or read from by ptx.cuh's instructions;
-//   - a launch is refused whose block asks for more shared memory than the GPU gives that this stands for;
-//   - a barrier that not all threads reach, or at different lines, a shuffle that not all lanes named call, and waiting
-//     that cannot end are errors that name kernel, block, thread and line.
+// The part of the CUDA language that memcheck's kernels use, on the host. With `-include host_cuda/host_cuda.h` a C++
+// compiler compiles a .cu file, and its kernels run: one block at a time, every thread a fiber that runs until it waits
+// for others. It finds mistakes without a GPU; it is not fast:
+//   - threads take turns in one of three orders, so that a missing barrier changes the result or reads unset memory;
+//   - shared memory is a block of the heap with exactly the size of the launch, filled with NaN for every block of
+//   threads,
+//     with a fence around it; the instructions of ptx.cuh may not copy or read outside of it;
+//   - a launch is refused if its block asks for more shared memory than the GPU that the host stands for;
+//   - these are errors that name kernel, block, thread and line: a barrier that not all threads reach, or reach at
+//     different lines; a shuffle that a named lane does not call; a deadlock.
 
 #include <cuda_runtime.h>
 
@@ -22,7 +23,7 @@
 
 #define __launch_bounds__(...)
 
-// Of the thread that runs.
+// Those of the thread that runs.
 extern uint3 threadIdx;
 extern uint3 blockIdx;
 extern dim3 blockDim;
@@ -33,7 +34,7 @@ namespace host_cuda {
 
 constexpr int kLanes = 32;
 
-// A place in the source: as a default argument, that of the call.
+// A place in the source. As a default argument it is the place of the call.
 struct Where {
   const char* file;
   int line;
@@ -43,7 +44,7 @@ struct Where {
 enum class Order { Ascending, Descending, Shuffled };
 void set_order(Order order);
 
-// Of one kernel so far: how often, and the most threads of a block and bytes of shared memory.
+// Launch statistics of one kernel: launches, and the most threads and bytes of shared memory of a block.
 struct Launches {
   int64_t count = 0;
   size_t threads = 0;
@@ -51,20 +52,21 @@ struct Launches {
 };
 const std::map<std::string, Launches>& launches();
 
-// Which GPU this is: its compute capability, and the bytes of shared memory that a block may have. An A100 at first.
+// Sets the GPU that the host stands for: its compute capability, and the shared memory that a block may have. It begins
+// as an A100.
 void stand_for(int major, int minor, size_t shared_bytes);
 
-// Runs kernel() for every thread of the grid. A launch that the GPU refuses is an error as CUDA has them, which
-// cudaGetLastError returns once, too. Throws std::runtime_error that says which rule a kernel broke, and where.
+// Runs thread() for every thread of the grid. If the GPU would refuse the launch, returns CUDA's error, which
+// cudaGetLastError also returns once. Throws std::runtime_error with the rule that a kernel broke and the place.
 cudaError_t run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
 
-// The shared memory of this block of threads, of which the launch must have asked for so many bytes.
+// The shared memory of this block of threads. The launch must have asked for that many bytes.
 void* shared_memory(size_t bytes, size_t alignment);
 
-// Both are errors, unless all of [address, address + bytes) is shared memory, and address is aligned.
+// Throws unless [address, address + bytes) is in shared memory and the address is aligned to `bytes`.
 void check_shared(const void* address, size_t bytes, Where where);
 
-// What lanes of a warp do together: they wait for each other, then `complete` sees the operand of every lane in the
+// An operation of the lanes of a warp. They wait for each other, then `complete` gets the operand of every lane in the
 // mask.
 struct Collective {
   const char* name;
@@ -72,10 +74,10 @@ struct Collective {
 };
 void meet(const Collective& collective, unsigned mask, void* operand, Where where);
 
-// The same of all threads of a block. Of those that ask, sum is how many said yes.
+// A barrier of all threads of a block. Returns how many of them passed yes.
 int sync_threads(bool yes, Where where);
 
-void copy_later(void* in_shared, const void* in_global, bool there, Where where);
+void copy_later(void* in_shared, const void* in_global, bool exists, Where where);
 void commit_copies();
 void await_copies(int pending);
 
@@ -96,7 +98,7 @@ struct Shuffle {
       if (!(mask >> lane & 1)) continue;
       Shuffle& mine = *static_cast<Shuffle*>(operands[lane]);
       const int from = source(lane, mine.argument, mine.width);
-      // A lane that is not there gives nothing that may be relied on.
+      // The value of a lane outside of the mask is undefined.
       if (mask >> from & 1) {
         mine.value = given[from];
       } else {
@@ -136,7 +138,7 @@ struct Mma {
   const uint32_t* b;
 };
 using Convert = float (*)(uint16_t bits);
-// d += a b of a warp whose lanes hold them as ptx.cuh says.
+// d += a b of a warp, in the layout that ptx.cuh describes.
 void multiply(void* const (&operands)[kLanes], Convert convert);
 
 template <typename scalar_t>
@@ -155,8 +157,8 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
 
 void ldmatrix_x4(uint32_t (&r)[4], const void* row, bool transposed, Where where);
 
-inline void cp_async_16(void* in_shared, const void* in_global, bool there, Where where) {
-  copy_later(in_shared, in_global, there, where);
+inline void cp_async_16(void* in_shared, const void* in_global, bool exists, Where where) {
+  copy_later(in_shared, in_global, exists, where);
 }
 inline void cp_async_commit() {
   commit_copies();
@@ -266,7 +268,7 @@ inline int __clz(int x) {
   return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x));
 }
 
-// Of two numbers of one type, as CUDA has them without a namespace.
+// Of two numbers of one type; CUDA has them outside of any namespace.
 template <typename T>
 T min(T a, T b) {
   return b < a ? b : a;

@@ -1,15 +1,15 @@
 #include "linear_attention/linear_attention.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <array>
 #include <string_view>
 #include <tuple>
 
-#include "common/allocate.h"
-#include "common/checks.h"
-#include "common/device.h"
+#include "common/torch/allocate.h"
+#include "common/torch/checks.h"
+#include "common/torch/device.h"
+#include "common/torch/registration.h"
 
 namespace memcheck {
 namespace {
@@ -18,29 +18,7 @@ constexpr const char* kForward = "linear_attention";
 constexpr const char* kBackward = "linear_attention_backward";
 constexpr const char* kStep = "linear_attention_step";
 
-struct Cpu : OnCpu {
-  using OnCpu::OnCpu;
-  auto plan(const LinearAttentionShape& shape, Dtype dtype) const {
-    return linear_attention_plan_cpu(shape, dtype, threads);
-  }
-  void forward(const LinearAttentionForward& p, Dtype dtype) const { linear_attention_forward_cpu(p, dtype); }
-  void backward(const LinearAttentionBackward& p, Dtype dtype) const { linear_attention_backward_cpu(p, dtype); }
-  void step(const LinearAttentionStep& p, Dtype dtype) const { linear_attention_step_cpu(p, dtype); }
-};
-
-#ifdef MEMCHECK_WITH_CUDA
-struct Cuda : OnCuda {
-  using OnCuda::OnCuda;
-  auto plan(const LinearAttentionShape& shape, Dtype dtype) const { return linear_attention_plan_cuda(shape, dtype); }
-  void forward(const LinearAttentionForward& p, Dtype dtype) const { linear_attention_forward_cuda(p, dtype, stream); }
-  void backward(const LinearAttentionBackward& p, Dtype dtype) const {
-    linear_attention_backward_cuda(p, dtype, stream);
-  }
-  void step(const LinearAttentionStep& p, Dtype dtype) const { linear_attention_step_cuda(p, dtype, stream); }
-};
-#endif
-
-// Sizes, symbolic while torch.compile traces.
+// Symbolic while torch.compile traces.
 struct Sizes {
   c10::SymInt B, H, Hkv, S, T, D, Dv;
   bool causal;
@@ -58,7 +36,7 @@ FeatureMap feature_map_named(const char* op, std::string_view name) {
   return identity ? FeatureMap::Identity : FeatureMap::EluPlusOne;
 }
 
-// Dv is that of v, or where v is not needed of grad_y.
+// Dv is that of v, or of another tensor if v is not needed.
 Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
                    std::string_view feature_map, double eps, const at::Tensor& instead_of_v = {}) {
   check_rank(op, "q", q, 4, "(B,H,S,D)");
@@ -90,14 +68,13 @@ at::Tensor forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tens
   return empty_output(check_inputs(kForward, q, k, v, causal, feature_map, eps), q);
 }
 
-template <typename Device>
-at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
-                   std::string_view feature_map, double eps) {
+at::Tensor forward(const LinearAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                   bool causal, std::string_view feature_map, double eps) {
   const Sizes n = check_inputs(kForward, q, k, v, causal, feature_map, eps);
   const LinearAttentionShape shape = n.shape();
   const at::Tensor y = empty_output(n, q);
-  const Device device(q);
-  const auto plan = device.plan(shape, dtype_of(q));
+  const DeviceScope device(q);
+  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor states = empty_bytes(plan.forward_states_bytes, q);
   const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
   const LinearAttentionForward p{shape,
@@ -108,7 +85,7 @@ at::Tensor forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v
                                  writes<4>(y),
                                  states.mutable_data_ptr(),
                                  scratch.mutable_data_ptr()};
-  device.forward(p, dtype_of(q));
+  kernels.forward(p, dtype_of(q), device.stream);
   return y;
 }
 
@@ -124,15 +101,11 @@ Sizes check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Te
 
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// Only those that are wanted; the others stay undefined.
+// Those that are not wanted are undefined.
 Gradients empty_gradients(const Sizes& n, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const std::array<bool, 3>& wanted) {
-  const auto room = [](const at::Tensor& x, bool want) { return want ? empty_gradient(x) : at::Tensor(); };
-  // Where v was not kept it was contiguous.
-  const auto room_for_v = [&] {
-    return v.defined() ? empty_gradient(v) : empty_result({n.B, n.Hkv, n.T, n.Dv}, k.options());
-  };
-  return {room(q, wanted[0]), room(k, wanted[1]), wanted[2] ? room_for_v() : at::Tensor()};
+  return {empty_gradient(wanted[0], q), empty_gradient(wanted[1], k),
+          empty_gradient(wanted[2], v, {n.B, n.Hkv, n.T, n.Dv}, k.options())};
 }
 
 Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
@@ -142,16 +115,15 @@ Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at:
   return empty_gradients(check_backward(grad_y, q, k, v, causal, feature_map, eps, output_mask), q, k, v, output_mask);
 }
 
-template <typename Device>
-Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
-                   const std::optional<at::Tensor>& v_or_none, bool causal, std::string_view feature_map, double eps,
-                   std::array<bool, 3> output_mask) {
+Gradients backward(const LinearAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
+                   const at::Tensor& k, const std::optional<at::Tensor>& v_or_none, bool causal,
+                   std::string_view feature_map, double eps, std::array<bool, 3> output_mask) {
   const at::Tensor v = v_or_none.value_or(at::Tensor());
   const Sizes n = check_backward(grad_y, q, k, v, causal, feature_map, eps, output_mask);
   const LinearAttentionShape shape = n.shape();
   const Gradients gradients = empty_gradients(n, q, k, v, output_mask);
-  const Device device(q);
-  const auto plan = device.plan(shape, dtype_of(q));
+  const DeviceScope device(q);
+  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor rows = empty_bytes(plan.rows_bytes, q);
   const at::Tensor states = empty_bytes(plan.backward_states_bytes, q);
   const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
@@ -167,7 +139,7 @@ Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tens
                                   rows.mutable_data_ptr(),
                                   states.mutable_data_ptr(),
                                   scratch.mutable_data_ptr()};
-  device.backward(p, dtype_of(q));
+  kernels.backward(p, dtype_of(q), device.stream);
   return gradients;
 }
 
@@ -198,15 +170,14 @@ StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   return empty_step(check_step(q, k, v, m, z, feature_map, eps), q, m);
 }
 
-template <typename Device>
-StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& m, const at::Tensor& z,
-                std::string_view feature_map, double eps) {
+StepResult step(const LinearAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const at::Tensor& m, const at::Tensor& z, std::string_view feature_map, double eps) {
   const Sizes n = check_step(q, k, v, m, z, feature_map, eps);
   const LinearAttentionShape shape = n.shape();
   StepResult result = empty_step(n, q, m);
   const auto& [y, new_m, new_z] = result;
-  const Device device(q);
-  const auto plan = device.plan(shape, dtype_of(q));
+  const DeviceScope device(q);
+  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
   const LinearAttentionStep p{shape,
                               eps,
@@ -219,50 +190,21 @@ StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
                               writes<4>(new_m),
                               writes<4>(new_z.unsqueeze(2)),
                               scratch.mutable_data_ptr()};
-  device.step(p, dtype_of(q));
+  kernels.step(p, dtype_of(q), device.stream);
   return result;
 }
 
-template <typename Device>
-void register_kernels(torch::Library& m) {
-  m.impl("linear_attention", forward<Device>);
-  m.impl("linear_attention_backward", backward<Device>);
-  m.impl("linear_attention_step", step<Device>);
-}
-
-#ifndef MEMCHECK_HOST_CUDA
-TORCH_LIBRARY_FRAGMENT(memcheck, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
-      "linear_attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, str feature_map=\"elu+1\", float eps=1e-06)"
-      " -> Tensor",
-      tags);
-  m.def(
-      "linear_attention_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, *, bool causal, str feature_map, float "
-      "eps, bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
-      tags);
-  m.def(
-      "linear_attention_step(Tensor q, Tensor k, Tensor v, Tensor m, Tensor z, *, str feature_map=\"elu+1\", float "
-      "eps=1e-06) -> (Tensor y, Tensor new_m, Tensor new_z)",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-  register_kernels<Cpu>(m);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
-  m.impl("linear_attention", forward_meta);
-  m.impl("linear_attention_backward", backward_meta);
-  m.impl("linear_attention_step", step_meta);
-}
-#endif
-
-#ifdef MEMCHECK_WITH_CUDA
-TORCH_LIBRARY_IMPL(memcheck, MEMCHECK_CUDA_KEY, m) {
-  register_kernels<Cuda>(m);
-}
-#endif
+const Registration registration(
+    MEMCHECK_KERNELS(linear_attention),
+    OperatorRow{"linear_attention(Tensor q, Tensor k, Tensor v, *, bool causal=False, str feature_map=\"elu+1\","
+                " float eps=1e-06) -> Tensor",
+                forward_meta, forward, /*cast_inputs=*/3},
+    OperatorRow{"linear_attention_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, *, bool causal,"
+                " str feature_map, float eps, bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+                backward_meta, backward},
+    OperatorRow{"linear_attention_step(Tensor q, Tensor k, Tensor v, Tensor m, Tensor z, *,"
+                " str feature_map=\"elu+1\", float eps=1e-06) -> (Tensor y, Tensor new_m, Tensor new_z)",
+                step_meta, step, /*cast_inputs=*/3});
 
 }  // namespace
 }  // namespace memcheck

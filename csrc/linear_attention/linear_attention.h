@@ -5,11 +5,11 @@
 
 #include "common/dtype.h"
 #include "common/integer.h"
+#include "common/kernel.h"
 #include "common/macros.h"
-#include "common/stream.h"
 #include "common/strided.h"
 
-// Linear attention: what its kernels are given, and what they need beside it. No torch here.
+// Linear attention: the parameters of its kernels, and the memory they need.
 //
 //     M_i = sum over j <= i + T - S of phi(k_j) v_j^T        z_i = the same sum of phi(k_j)
 //     den_i = phi(q_i).z_i + eps                             y_i = phi(q_i)^T M_i / den_i
@@ -48,8 +48,8 @@ struct LinearAttentionBackward {
   Strided<4> grad_y;  // (B,H,S,Dv)
   Strided<4> q;       // (B,H,S,D)
   Strided<4> k;       // (B,Hkv,T,D)
-  Strided<4> v;       // (B,Hkv,T,Dv), null when only grad_v is wanted: it does not depend on v
-  Strided<4> grad_q;  // (B,H,S,D), null when not wanted, as the next two
+  Strided<4> v;       // (B,Hkv,T,Dv), null if only grad_v is wanted, which does not depend on v
+  Strided<4> grad_q;  // (B,H,S,D), null if not wanted, as the next two
   Strided<4> grad_k;  // (B,Hkv,T,D)
   Strided<4> grad_v;  // (B,Hkv,T,Dv)
   void* rows;     // CPU (2,B,H,S): 1 / den, then delta = (grad_y.y) / den; CUDA (1+parts,B,H,S): 1 / den, then grad_y.y
@@ -57,7 +57,7 @@ struct LinearAttentionBackward {
   void* scratch;  // the plan's backward_scratch_bytes
 };
 
-// One query more, and T new keys before it: they join the state, and the query reads it.
+// Decoding: T new keys are added to the state, and one query reads it.
 struct LinearAttentionStep {
   LinearAttentionShape shape;  // S = 1
   double eps;
@@ -72,39 +72,44 @@ struct LinearAttentionStep {
   void* scratch;     // the plan's forward_scratch_bytes
 };
 
-// What the kernels take beside inputs and outputs: those of the CPU for so many threads, those of CUDA by shape and
-// dtype alone, whatever the GPU.
+// The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads, that of
+// CUDA on shape and dtype only.
 struct LinearAttentionPlan {
-  int64_t forward_states_bytes;  // of segments of the sequence, where there are few heads
+  int64_t forward_states_bytes;  // of segments of the sequence, if there are few heads
   int64_t forward_scratch_bytes;
   int64_t rows_bytes;
   int64_t backward_states_bytes;
   int64_t backward_scratch_bytes;
 };
 
-LinearAttentionPlan linear_attention_plan_cpu(const LinearAttentionShape& shape, Dtype dtype, int64_t threads);
-void linear_attention_forward_cpu(const LinearAttentionForward& p, Dtype dtype);
-void linear_attention_backward_cpu(const LinearAttentionBackward& p, Dtype dtype);
-void linear_attention_step_cpu(const LinearAttentionStep& p, Dtype dtype);
+struct LinearAttentionKernels {
+  LinearAttentionPlan (*plan)(const LinearAttentionShape& shape, Dtype dtype, int64_t threads);
+  Kernel<LinearAttentionForward> forward;
+  Kernel<LinearAttentionBackward> backward;
+  Kernel<LinearAttentionStep> step;
+};
+extern const LinearAttentionKernels linear_attention_cpu;
+extern const LinearAttentionKernels linear_attention_cuda;
 
 // ---- CUDA
 //
-// A block goes along a sequence of rows, and of columns that they see, with a state (depth,width) of the columns it has
-// passed. Queries over keys: rows are queries. Keys over queries, backward: rows are keys.
+// A block of threads goes along a sequence of rows and the columns that they see, with a state (depth,width) of the
+// columns it has passed. In the forward and for grad_q rows are queries and columns are keys; for grad_k and grad_v
+// rows are keys and columns are queries.
 
 enum class LinearAttentionRows { Queries, Keys };
 
-// Positions of a chunk, and columns of a state that one block has.
+// The positions of a chunk, and the columns of a state that one block has.
 inline int64_t linear_attention_tile(Dtype dtype) {
   return dtype == Dtype::Float64 ? 32 : 64;
 }
 
-// A sequence cut into segments, each with a state of its own in memory; one where there are blocks enough without.
+// A sequence cut into segments, each with a state of its own in memory; one segment if there are enough blocks.
 struct LinearAttentionSegments {
   int64_t count, length;
 };
 
-// Elements of a segment's state: the sum of an outer product (D,Dv), and of a vector.
+// The elements of a segment's state: the sum of an outer product (D,Dv), and of a vector.
 inline int64_t linear_attention_slot(const LinearAttentionShape& n) {
   return n.D * n.Dv + std::max(n.D, n.Dv);
 }
@@ -113,17 +118,17 @@ inline int64_t linear_attention_row_heads(const LinearAttentionShape& n, LinearA
   return n.B * (rows == LinearAttentionRows::Queries ? n.H : n.Hkv);
 }
 
-// Of columns. Causal: rows go along with them.
+// The segments of columns. If causal, rows are cut where columns are.
 inline LinearAttentionSegments linear_attention_segments(const LinearAttentionShape& n, Dtype dtype,
                                                          LinearAttentionRows rows) {
   constexpr int64_t kBlocks = 264;  // two for each of 132 multiprocessors
   constexpr int64_t kChunk = 64;
   constexpr int64_t kShortest = 256;
-  // Blocks add each tile's sum to their state plainly: n tiles err by n / 2 units in the last place of float32 or
-  // float64 at most, and the tolerance is above 32 + sqrt(positions). Segments are added up with what rounding leaves
-  // out.
+  // Blocks add each tile's sum to their state without compensation: the error of n tiles is at most n / 2 units in the
+  // last place of float32 or float64, and the tolerance is above 32 + sqrt(positions). Segments are added with
+  // compensation.
   const int64_t longest = dtype == Dtype::Float64 ? 4096 : 16384;
-  // The states are small beside keys and values, or small.
+  // States take at most this part of the bytes of the keys, or so many bytes if that is more.
   constexpr int64_t kSmallBytes = 768 << 10;
   constexpr int64_t kPartOfKeys = 16;
   const int64_t length = n.causal || rows == LinearAttentionRows::Queries ? n.T : n.S;
@@ -138,7 +143,7 @@ inline LinearAttentionSegments linear_attention_segments(const LinearAttentionSh
   return {std::max<int64_t>(1, ceil_div(length, even)), even};
 }
 
-// Not causal and cut: pieces of rows, which need no state of their own.
+// The pieces of rows. If not causal, they need no state of their own, and are cut only if columns are.
 inline LinearAttentionSegments linear_attention_pieces(const LinearAttentionShape& n, Dtype dtype,
                                                        LinearAttentionRows rows) {
   const LinearAttentionSegments columns = linear_attention_segments(n, dtype, rows);
@@ -148,15 +153,15 @@ inline LinearAttentionSegments linear_attention_pieces(const LinearAttentionShap
   return {std::max<int64_t>(1, ceil_div(length, kLength)), kLength};
 }
 
-// A state deeper than this lies in memory, not in the block.
+// A state deeper than this lies in memory, not in the shared memory of a block.
 constexpr int64_t kLinearAttentionDeepest = 256;
 
-// Elements of a block's state: rows with padding, and the sum of a vector.
+// The elements of a block's state: rows with padding, and the sum of a vector.
 MEMCHECK_INLINE constexpr int64_t linear_attention_block_state(int64_t depth, int64_t tile) {
   return ceil_div(depth, tile) * tile * (tile + 5);
 }
 
-// Of all blocks' states that lie in memory, as (depth,width) pairs.
+// The bytes of all blocks' states (depth,width), if they lie in memory.
 inline int64_t linear_attention_deep_bytes(const LinearAttentionShape& n, Dtype dtype, LinearAttentionRows rows,
                                            int64_t depth, int64_t width) {
   if (depth <= kLinearAttentionDeepest) return 0;
@@ -167,7 +172,7 @@ inline int64_t linear_attention_deep_bytes(const LinearAttentionShape& n, Dtype 
   return blocks * linear_attention_block_state(depth, tile) * acc_bytes(dtype);
 }
 
-inline LinearAttentionPlan linear_attention_plan_cuda(const LinearAttentionShape& n, Dtype dtype) {
+inline LinearAttentionPlan linear_attention_plan_cuda(const LinearAttentionShape& n, Dtype dtype, int64_t /*threads*/) {
   const auto states_bytes = [&](LinearAttentionRows rows) {
     const int64_t slots = linear_attention_segments(n, dtype, rows).count;
     return slots == 1 ? 0 : n.B * n.Hkv * slots * linear_attention_slot(n) * acc_bytes(dtype);
@@ -183,9 +188,5 @@ inline LinearAttentionPlan linear_attention_plan_cuda(const LinearAttentionShape
           (1 + parts) * n.B * n.H * n.S * acc_bytes(dtype), std::max(states_bytes(kQueries), states_bytes(kKeys)),
           std::max(deep_bytes(kQueries), deep_bytes(kKeys))};
 }
-
-void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype, cudaStream_t stream);
-void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream);
-void linear_attention_step_cuda(const LinearAttentionStep& p, Dtype dtype, cudaStream_t stream);
 
 }  // namespace memcheck

@@ -76,7 +76,7 @@ struct AllocationTimeline::Recording {
   std::vector<PathTraits> traits{{}};
   std::vector<std::map<std::string, int, std::less<>>> inner_paths{{}};  // of each path, by name
   std::unordered_map<uintptr_t, size_t> alive;                           // address -> the event of its allocation
-  Where leading;  // of the thread that opened the timeline, or of one that runs backward: what was last
+  Where leading;  // the last place of the thread that opened the timeline, or of one that runs a backward
   std::shared_ptr<PeakLedger> ledger;
   std::unordered_map<uint64_t, Origins> origins;  // by thread
   std::vector<at::CallbackHandle> callbacks;
@@ -90,8 +90,8 @@ std::atomic<Recording*> open_recording{nullptr};
 std::atomic<uint64_t> generations{0};
 std::atomic<int64_t> least_bytes_with_line{kNever};
 
-// Guards the recording. No mutex, because a child forked while a thread records has to be able to let it go. Nobody
-// waits for Python's lock while holding this one.
+// Guards the recording. It is no mutex, because a child that is forked while a thread records must be able to unlock
+// it. Nobody waits for Python's lock while holding this one.
 std::atomic_flag busy = ATOMIC_FLAG_INIT;
 
 void lock() {
@@ -102,14 +102,14 @@ void unlock() {
   busy.clear(std::memory_order_release);
 }
 
-// The recording is the parent's: it is half written, perhaps, and never looked at in the child.
+// The recording belongs to the parent. It may be half written, and the child never reads it.
 void forget_in_child() {
   open_recording = nullptr;
   least_bytes_with_line = kNever;
   unlock();
 }
 
-// Where a thread is, in the recording of that generation.
+// The path that a thread is in, valid for the recording of this generation.
 struct Position {
   uint64_t generation = 0;
   Where where;
@@ -207,13 +207,13 @@ std::unique_ptr<at::ObserverContext> enter(const at::RecordFunction& function) {
   return entered;
 }
 
-// The block under a plain CPU tensor; 0 for all that has a shape of another kind, or asks Python for it.
+// The memory block of a plain CPU tensor; 0 for a tensor without one, or whose shape is symbolic, nested or in Python.
 uintptr_t block_of(const at::Tensor& tensor) {
   const c10::TensorImpl* const implementation = tensor.unsafeGetTensorImpl();
   if (!tensor.defined() || implementation->is_python_dispatch() || implementation->has_symbolic_sizes_strides() ||
       tensor.is_nested() || !tensor.has_storage() || tensor.storage().device_type() != c10::DeviceType::CPU)
     return 0;
-  // Without checks, because a storage may refuse to show its data; it is not looked at.
+  // Without checks, because a storage may refuse access to its data. Only the address is used.
   return reinterpret_cast<uintptr_t>(tensor.storage().unsafeGetStorageImpl()->_mutable_data_ptr_no_checks().get());
 }
 
@@ -222,7 +222,7 @@ void note_shape(Recording& recording, const at::Tensor& tensor) {
   const auto block = address == 0 ? recording.alive.end() : recording.alive.find(address);
   if (block == recording.alive.end()) return;
   AllocationEvent& event = recording.events[block->second];
-  // As it was first returned; later ones, and those that fill but a part of it, are views.
+  // The first tensor that fills the block gives its shape. Later ones and those that fill a part of it are views.
   if (event.shaped || static_cast<int64_t>(tensor.nbytes()) != event.bytes) return;
   event.shaped = true;
   event.shape = tensor.sizes().vec();
@@ -378,7 +378,7 @@ TimelineGuard::TimelineGuard(int64_t bytes) : recording_(nullptr) {
   if (bytes > 0 && bytes >= least_bytes_with_line.load(std::memory_order_relaxed)) line_ = line_here();
   lock();
   recording_ = open_recording.load();
-  if (recording_ == nullptr) unlock();  // it has closed meanwhile
+  if (recording_ == nullptr) unlock();  // the timeline has closed meanwhile
 }
 
 TimelineGuard::~TimelineGuard() {

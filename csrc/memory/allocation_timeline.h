@@ -1,4 +1,4 @@
-// Every allocation and free of CPU tensor memory in their order, each with the operators it happened in.
+// Every allocation and free of CPU tensor memory, in order, each with the operators in which it happened.
 #pragma once
 
 #include <cstdint>
@@ -12,17 +12,17 @@
 
 namespace memcheck {
 
-// An allocation, or a free where bytes are negative.
+// An allocation. A free has negative bytes.
 struct AllocationEvent {
   uintptr_t address;
   int64_t bytes;  // as requested
-  int path;       // the operators it happened in: an index into AllocationTimeline::paths()
+  int path;       // the operators in which it happened: an index into AllocationTimeline::paths()
   bool shaped;    // some operator returned the block as a tensor of this shape and dtype
   std::vector<int64_t> shape;
   std::string dtype;  // "float32"
 };
 
-// A stack of operators and autograd nodes: the innermost name, and the path around it. Path 0 is outside of all.
+// A stack of operators and autograd nodes: the innermost name, and the index of the path around it. Path 0 is empty.
 struct OperatorPath {
   int outer;
   std::string name;
@@ -60,8 +60,8 @@ class AllocationTimeline {
   std::unique_ptr<Recording> recording_;
 };
 
-// Held by the allocator while it changes the sum of what is alive, so that events lie in the order of the sums. Does
-// nothing, at the cost of one load, while no timeline is open.
+// Held by the allocator while it changes the total of live bytes, so that events are in the order of the totals. While
+// no timeline is open it does nothing, and costs one load.
 class TimelineGuard {
  public:
   // of an allocation: its bytes

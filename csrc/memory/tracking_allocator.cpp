@@ -22,9 +22,9 @@ constexpr int kSlots = 64;
 constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 constexpr uint64_t kTag = 0x6d656d636865636b;  // "memcheck"
 
-// Lies at the very end of the block that malloc gave, behind the data. In front it would cost the data its alignment to
-// pages, and a small block its place in malloc's fast bins: 6 % of torch.empty(16). So the block stays one that free
-// takes.
+// Written at the end of the block that malloc gave, behind the data. In front, the data would lose its alignment to
+// pages, and small blocks would not fit malloc's fast bins: torch.empty(16) would take 6 % longer. The start of the
+// block stays the address that free takes.
 struct Footer {
   int64_t bytes;  // as requested
   uint64_t tag;
@@ -35,19 +35,19 @@ struct alignas(64) Slot {
   std::atomic<int64_t> peak{0};
   std::atomic<int64_t> baseline{0};
   std::atomic<int64_t> held{0};
-  std::atomic<int64_t> ceiling{kUnlimited};  // the total that its budget allows
+  std::atomic<int64_t> ceiling{kUnlimited};  // the largest total that its budget allows
   std::atomic<int64_t> refused_request{-1};
   std::atomic<int64_t> refused_at{0};
 };
 
-// Atomics without locks: a DataLoader forks while other threads allocate, and a lock held there would stay locked in
-// the child. All of these outlive every tensor, having no destructor.
+// Atomics instead of locks: a DataLoader forks while other threads allocate, and a lock that is held then would stay
+// locked in the child. None of these has a destructor, so they outlive every tensor.
 Slot slots[kSlots];
 std::atomic<uint64_t> open_slots{0};        // one bit per slot
-alignas(64) std::atomic<int64_t> total{0};  // bytes alive that this allocator gave out, trackers or not
+alignas(64) std::atomic<int64_t> total{0};  // live bytes of this allocator, also from before the open trackers
 std::atomic<int64_t> lowest_ceiling{kUnlimited};
 
-// Copied, because malloc need not align the end of a block.
+// The footer is copied, because malloc does not align the end of a block.
 char* footer_place(void* data) {
   return static_cast<char*>(data) + malloc_usable_size(data) - sizeof(Footer);
 }
@@ -62,7 +62,7 @@ Footer read_footer(void* data) {
   return footer;
 }
 
-// A tag that includes the address is not mistaken for one copied along with a block.
+// The tag includes the address, so that one that was copied with a block is not taken for a tag.
 uint64_t tag_of(const void* data) {
   return kTag ^ reinterpret_cast<uintptr_t>(data);
 }
@@ -100,8 +100,8 @@ void note_refusal(int64_t bytes, int64_t level) {
                    " bytes in use, over the budget of ", tightest->ceiling - before, " bytes");
 }
 
-// Returns the total that includes the bytes. One compare-and-swap checks and counts, so that a refused block is never
-// part of anyone's total.
+// Adds the bytes to the total and returns the new total. One compare-and-swap checks and counts, so that a refused
+// block is never part of any total.
 int64_t reserve(int64_t bytes) {
   int64_t level = total.load();
   do {
@@ -120,7 +120,7 @@ void* allocate_block(size_t bytes) {
   }
 }
 
-// Counts a block and gets it: the total that includes it, and where it lies.
+// Counts and allocates a block. Returns the total that includes it, and its address.
 std::pair<int64_t, void*> take(size_t bytes) {
   TimelineGuard timeline(bytes);
   try {
@@ -134,7 +134,7 @@ std::pair<int64_t, void*> take(size_t bytes) {
   }
 }
 
-// Returns the total without the block, whose memory is still to be freed.
+// Subtracts a block from the total and returns the new total. The caller frees the memory.
 int64_t give_back(const void* data, int64_t bytes) {
   TimelineGuard timeline;
   timeline.note(data, -bytes);
@@ -145,7 +145,7 @@ void release(void* data) {
   if (data == nullptr) return;
   const Footer footer = read_footer(data);
   if (footer.tag != tag_of(data)) {
-    // raw_deallocate asks the allocator of the day, which need not be the one the block came from.
+    // The block came from another allocator, perhaps not the one that is now installed; raw_deallocate asks that one.
     c10::GetDefaultCPUAllocator()->raw_deallocate(data);
     return;
   }
@@ -171,13 +171,13 @@ class TrackingAllocator final : public c10::Allocator {
   void copy_data(void* to, const void* from, size_t bytes) const override { default_copy_data(to, from, bytes); }
 };
 
-// Storages keep a pointer to the allocator they came from, so it is never destroyed.
+// Storages keep a pointer to their allocator, so it is never destroyed.
 TrackingAllocator& tracking_allocator() {
   static TrackingAllocator* const allocator = new TrackingAllocator;
   return *allocator;
 }
 
-// Opening and closing are rare and hold Python's lock, which a fork from Python holds too: no child inherits this
+// Opening and closing are rare. They hold Python's lock, and so does a fork from Python: no child inherits this mutex
 // locked.
 std::mutex trackers_mutex;
 c10::Allocator* previous_allocator = nullptr;
@@ -190,7 +190,7 @@ void install() {
 }
 
 void uninstall() {
-  // Whoever replaced us meanwhile stays.
+  // An allocator that replaced this one meanwhile stays installed.
   if (c10::GetCPUAllocator() == &tracking_allocator()) c10::SetCPUAllocator(previous_allocator);
 }
 

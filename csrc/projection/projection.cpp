@@ -3,16 +3,15 @@
 #include <ATen/ops/bmm.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
 
 #include <array>
 #include <tuple>
 
-#include "common/allocate.h"
-#include "common/checks.h"
-#include "common/device.h"
-#include "common/matrix.h"
-#include "common/product.h"
+#include "common/torch/allocate.h"
+#include "common/torch/checks.h"
+#include "common/torch/matrix.h"
+#include "common/torch/product.h"
+#include "common/torch/registration.h"
 
 namespace memcheck {
 namespace {
@@ -31,34 +30,17 @@ Sizes check_inputs(const char* op, const at::Tensor& x, const at::Tensor& w) {
   return n;
 }
 
-// (B,S,R) as (B S,R), or undefined where the strides do not allow it.
+// x (B,S,R) as a matrix (B S,R), undefined if its strides do not allow that.
 at::Tensor rows_of(const at::Tensor& x) {
   const bool merges = x.size(0) == 1 || x.size(1) == 1 || x.stride(0) == x.size(1) * x.stride(1);
   return merges && x.numel() > 0 ? x.view({x.size(0) * x.size(1), x.size(2)}) : at::Tensor();
 }
 
-struct Cpu {
-  explicit Cpu(const at::Tensor&) {}
-
-  static constexpr bool kMultipliesBatches = false;
-  static constexpr bool kMultipliesIntoFloat = false;
-};
-
-// Every product is one of torch's, whether there are kernels for CUDA or not.
-struct Cuda {
-  explicit Cuda(const at::Tensor& x) : guard(x.device()) {}
-
-  static constexpr bool kMultipliesBatches = true;    // as a single call
-  static constexpr bool kMultipliesIntoFloat = true;  // matrices of 16 bits
-  c10::DeviceGuard guard;
-};
-
-// y = x w for y (B,S,R) of any strides: one product, or one a batch entry.
-template <typename Device>
-void multiply_rows(const at::Tensor& y, const at::Tensor& x, const at::Tensor& w) {
+// y = x w for y (B,S,R) of any strides: one product, or one for every batch entry.
+void multiply_rows(const ProjectionProducts& products, const at::Tensor& y, const at::Tensor& x, const at::Tensor& w) {
   const at::Tensor y_rows = rows_of(y), x_rows = rows_of(x);
   if (y_rows.defined() && x_rows.defined()) return multiply(y_rows, x_rows, w, /*adds=*/false);
-  if (Device::kMultipliesBatches && y.size(0) > 0 && is_matrix(y.select(0, 0)) && is_matrix(x.select(0, 0))) {
+  if (products.batches && y.size(0) > 0 && is_matrix(y.select(0, 0)) && is_matrix(x.select(0, 0))) {
     const at::Tensor matrix = is_matrix(w) ? w : w.contiguous();
     at::Tensor to = y;
     at::bmm_out(to, x, matrix.expand({x.size(0), w.size(0), w.size(1)}));
@@ -72,11 +54,10 @@ at::Tensor linear_r_meta(const at::Tensor& x, const at::Tensor& w) {
   return empty_result({n.B, n.S, n.R}, x.options());
 }
 
-template <typename Device>
-at::Tensor linear_r(const at::Tensor& x, const at::Tensor& w) {
+at::Tensor linear_r(const ProjectionProducts& products, const at::Tensor& x, const at::Tensor& w) {
   const at::Tensor y = linear_r_meta(x, w);
-  const Device device(x);
-  multiply_rows<Device>(y, x, w);
+  const c10::DeviceGuard guard(x.device());
+  multiply_rows(products, y, x, w);
   return y;
 }
 
@@ -85,11 +66,10 @@ at::Tensor linear_l_meta(const at::Tensor& x, const at::Tensor& w) {
   return empty_result({n.B, n.R, n.S}, x.options());
 }
 
-template <typename Device>
-at::Tensor linear_l(const at::Tensor& x, const at::Tensor& w) {
+at::Tensor linear_l(const ProjectionProducts& products, const at::Tensor& x, const at::Tensor& w) {
   const at::Tensor y = linear_l_meta(x, w);
-  const Device device(x);
-  multiply_rows<Device>(y.transpose(1, 2), x, w);
+  const c10::DeviceGuard guard(x.device());
+  multiply_rows(products, y.transpose(1, 2), x, w);
   return y;
 }
 
@@ -103,7 +83,6 @@ Gradients check_backward(const char* op, const at::Tensor& grad, const at::Tenso
   check_rank(op, "grad_y", grad, 3, "that of y");
   check_floating(op, "grad_y", grad);
   const c10::SymInt B = grad.sym_size(0), S = grad.sym_size(1), R = grad.sym_size(2);
-  Gradients gradients;
   if (x.defined()) {
     check_rank(op, "x", x, 3, "(B,S,E)");
     check_shape(op, "x", x, "(B,S,E)", {B, S, x.sym_size(2)}, "grad_y");
@@ -114,19 +93,17 @@ Gradients check_backward(const char* op, const at::Tensor& grad, const at::Tenso
     check_shape(op, "w", w, "(E,R)", {x.defined() ? x.sym_size(2) : w.sym_size(0), R}, "x and grad_y");
     check_like(op, "w", w, grad, "grad_y");
   }
-  if (wanted[0])
-    std::get<0>(gradients) = x.defined() ? empty_gradient(x) : empty_result({B, S, w.sym_size(0)}, grad.options());
-  if (wanted[1])
-    std::get<1>(gradients) = w.defined() ? empty_gradient(w) : empty_result({x.sym_size(2), R}, grad.options());
-  return gradients;
+  const c10::SymInt E = x.defined() ? x.sym_size(2) : w.defined() ? w.sym_size(0) : c10::SymInt(0);
+  return {empty_gradient(wanted[0], x, {B, S, E}, grad.options()),
+          empty_gradient(wanted[1], w, {E, R}, grad.options())};
 }
 
-// grad_w as a sum of products. One product over all rows is formed in the dtype of w. Where there are more, those of 16
-// bits are summed in float32 and rounded once, at the end.
-template <typename Device>
+// grad_w as a sum of products. A single product over all rows is formed in the dtype of w. Several products in 16-bit
+// types are summed in float32, and the sum is rounded once.
 class WeightGradient {
  public:
-  // wide_rows: how many rows of x and grad_y become float32 at a time, where GEMM has no float32 product of 16 bits.
+  // wide_rows: the rows of x and grad_y that are converted to float32 at a time, 0 if GEMM has a float32 product of
+  // 16-bit matrices.
   WeightGradient(at::Tensor grad_w, int64_t terms, int64_t wide_rows) : grad_w_(std::move(grad_w)) {
     if (!grad_w_.defined()) return;
     if (terms == 0) grad_w_.zero_();
@@ -134,20 +111,18 @@ class WeightGradient {
     if (terms < 2 || wide == grad_w_.scalar_type()) return;
     const auto options = grad_w_.options().dtype(wide);
     sum_ = at::empty(grad_w_.sizes(), options);
-    if (!Device::kMultipliesIntoFloat) wide_ = at::empty({wide_rows, grad_w_.size(0) + grad_w_.size(1)}, options);
+    if (wide_rows > 0) wide_ = at::empty({wide_rows, grad_w_.size(0) + grad_w_.size(1)}, options);
   }
   // x (count,E), grad (count,R)
   void add(const at::Tensor& x, const at::Tensor& grad) {
     if (!grad_w_.defined()) return;
-    if (!sum_.defined()) {
-      multiply(grad_w_, x.t(), grad, adds_);
-    } else if (wide_.defined()) {
+    if (wide_.defined()) {
       for (int64_t row = 0; row < x.size(0); row += wide_.size(0)) {
         const int64_t count = std::min(wide_.size(0), x.size(0) - row);
         add_widened(x.narrow(0, row, count), grad.narrow(0, row, count));
       }
     } else {
-      multiply_into_float(sum_, x.t(), grad, adds_);
+      multiply(sum_.defined() ? sum_ : grad_w_, x.t(), grad, adds_);
     }
     adds_ = true;
   }
@@ -157,13 +132,13 @@ class WeightGradient {
 
  private:
   void add_widened(const at::Tensor& x, const at::Tensor& grad) {
-    const at::Tensor room = wide_.view({-1});
-    multiply(sum_, widened(x, room).t(), widened(grad, room.narrow(0, x.numel(), grad.numel())), adds_);
+    const at::Tensor memory = wide_.view({-1});
+    multiply(sum_, widened(x, memory).t(), widened(grad, memory.narrow(0, x.numel(), grad.numel())), adds_);
     adds_ = true;
   }
-  // Rows that are columns in memory stay so: a copy that transposes takes longer than the product.
-  static at::Tensor widened(const at::Tensor& x, const at::Tensor& room) {
-    const at::Tensor dense = room.narrow(0, 0, x.numel());
+  // The copy keeps the order of x in memory: a copy that transposes takes longer than the product.
+  static at::Tensor widened(const at::Tensor& x, const at::Tensor& memory) {
+    const at::Tensor dense = memory.narrow(0, 0, x.numel());
     const bool transposed = x.stride(0) == 1 && x.stride(1) != 1;
     return (transposed ? dense.view({x.size(1), x.size(0)}).t() : dense.view(x.sizes())).copy_(x);
   }
@@ -174,8 +149,7 @@ class WeightGradient {
   bool adds_ = false;
 };
 
-// One product over all rows, where the strides allow it.
-template <typename Device>
+// One product over all rows. Returns whether the strides allow that.
 bool backward_whole(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const Gradients& gradients) {
   const auto& [grad_x, grad_w] = gradients;
   const at::Tensor grad_rows = rows_of(grad);
@@ -185,21 +159,22 @@ bool backward_whole(const at::Tensor& grad, const at::Tensor& x, const at::Tenso
                         (!grad_x.defined() || grad_x_rows.defined());
   if (!possible) return false;
   if (grad_x.defined()) multiply(grad_x_rows, grad_rows, w.t(), /*adds=*/false);
-  WeightGradient<Device>(grad_w, /*terms=*/1, /*wide_rows=*/0).add(x_rows, grad_rows);
+  WeightGradient(grad_w, /*terms=*/1, /*wide_rows=*/0).add(x_rows, grad_rows);
   return true;
 }
 
-template <typename Device>
-void backward_in_pieces(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const Gradients& gradients) {
+void backward_in_pieces(const ProjectionProducts& products, const at::Tensor& grad, const at::Tensor& x,
+                        const at::Tensor& w, const Gradients& gradients) {
   const auto& [grad_x, grad_w] = gradients;
   const int64_t B = grad.size(0), S = grad.size(1), R = grad.size(2);
   const bool copies = B > 0 && !is_matrix(grad.select(0, 0));
   const int64_t rows = copies ? projection_piece_rows(B, S, R, grad.element_size()) : std::max<int64_t>(S, 1);
   const at::Tensor piece = copies ? at::empty({rows, R}, grad.options()) : at::Tensor();
-  const bool all_at_once = Device::kMultipliesBatches && !copies;
-  if (all_at_once && grad_x.defined()) multiply_rows<Device>(grad_x, grad, w.t());
-  const int64_t wide_rows = grad_w.defined() ? projection_wide_rows(B, S, grad_w.size(0), R, grad.element_size()) : 0;
-  WeightGradient<Device> weight(grad_w, S == 0 ? 0 : B * ((S + rows - 1) / rows), wide_rows);
+  const bool all_at_once = products.batches && !copies;
+  if (all_at_once && grad_x.defined()) multiply_rows(products, grad_x, grad, w.t());
+  const bool widens = grad_w.defined() && !products.into_float;
+  const int64_t wide_rows = widens ? projection_wide_rows(B, S, grad_w.size(0), R, grad.element_size()) : 0;
+  WeightGradient weight(grad_w, S == 0 ? 0 : B * ((S + rows - 1) / rows), wide_rows);
   for (int64_t b = 0; b < B; ++b) {
     for (int64_t s = 0; s < S; s += rows) {
       const int64_t count = std::min(rows, S - s);
@@ -212,28 +187,28 @@ void backward_in_pieces(const at::Tensor& grad, const at::Tensor& x, const at::T
   weight.finish();
 }
 
-template <typename Device>
-Gradients backward(const char* op, const at::Tensor& grad, const std::optional<at::Tensor>& x_or_none,
-                   const std::optional<at::Tensor>& w_or_none, const std::array<bool, 2>& wanted) {
+Gradients backward(const ProjectionProducts& products, const char* op, const at::Tensor& grad,
+                   const std::optional<at::Tensor>& x_or_none, const std::optional<at::Tensor>& w_or_none,
+                   const std::array<bool, 2>& wanted) {
   const at::Tensor x = x_or_none.value_or(at::Tensor());
   const at::Tensor w = w_or_none.value_or(at::Tensor());
   const Gradients gradients = check_backward(op, grad, x, w, wanted);
-  const Device device(grad);
-  if (!backward_whole<Device>(grad, x, w, gradients)) backward_in_pieces<Device>(grad, x, w, gradients);
+  const c10::DeviceGuard guard(grad.device());
+  if (!backward_whole(grad, x, w, gradients)) backward_in_pieces(products, grad, x, w, gradients);
   return gradients;
 }
 
-template <typename Device>
-Gradients linear_r_backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
-                            const std::optional<at::Tensor>& w, std::array<bool, 2> output_mask) {
-  return backward<Device>("linear_r_backward", grad_y, x, w, output_mask);
+Gradients linear_r_backward(const ProjectionProducts& products, const at::Tensor& grad_y,
+                            const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& w,
+                            std::array<bool, 2> output_mask) {
+  return backward(products, "linear_r_backward", grad_y, x, w, output_mask);
 }
 
-template <typename Device>
-Gradients linear_l_backward(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
-                            const std::optional<at::Tensor>& w, std::array<bool, 2> output_mask) {
+Gradients linear_l_backward(const ProjectionProducts& products, const at::Tensor& grad_y,
+                            const std::optional<at::Tensor>& x, const std::optional<at::Tensor>& w,
+                            std::array<bool, 2> output_mask) {
   check_rank("linear_l_backward", "grad_y", grad_y, 3, "(B,R,S)");
-  return backward<Device>("linear_l_backward", grad_y.transpose(1, 2), x, w, output_mask);
+  return backward(products, "linear_l_backward", grad_y.transpose(1, 2), x, w, output_mask);
 }
 
 Gradients linear_r_backward_meta(const at::Tensor& grad_y, const std::optional<at::Tensor>& x,
@@ -248,42 +223,16 @@ Gradients linear_l_backward_meta(const at::Tensor& grad_y, const std::optional<a
                         output_mask);
 }
 
-template <typename Device>
-void register_kernels(torch::Library& m) {
-  m.impl("linear_r", linear_r<Device>);
-  m.impl("linear_l", linear_l<Device>);
-  m.impl("linear_r_backward", linear_r_backward<Device>);
-  m.impl("linear_l_backward", linear_l_backward<Device>);
-}
-
-#ifndef MEMCHECK_HOST_CUDA
-TORCH_LIBRARY_FRAGMENT(memcheck, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  for (const char* schema : {"linear_r(Tensor x, Tensor w) -> Tensor", "linear_l(Tensor x, Tensor w) -> Tensor"})
-    m.def(schema, tags);
-  for (const char* schema : {"linear_r_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask) -> "
-                             "(Tensor grad_x, Tensor grad_w)",
-                             "linear_l_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask) -> "
-                             "(Tensor grad_x, Tensor grad_w)"})
-    m.def(schema, tags);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-  register_kernels<Cpu>(m);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
-  m.impl("linear_r", linear_r_meta);
-  m.impl("linear_l", linear_l_meta);
-  m.impl("linear_r_backward", linear_r_backward_meta);
-  m.impl("linear_l_backward", linear_l_backward_meta);
-}
-
-#endif
-
-TORCH_LIBRARY_IMPL(memcheck, MEMCHECK_CUDA_KEY, m) {
-  register_kernels<Cuda>(m);
-}
+const Registration registration(
+    tables_of_torch(projection_cpu, projection_cuda),
+    OperatorRow{"linear_r(Tensor x, Tensor w) -> Tensor", linear_r_meta, linear_r, /*cast_inputs=*/2},
+    OperatorRow{"linear_l(Tensor x, Tensor w) -> Tensor", linear_l_meta, linear_l, /*cast_inputs=*/2},
+    OperatorRow{"linear_r_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask)"
+                " -> (Tensor grad_x, Tensor grad_w)",
+                linear_r_backward_meta, linear_r_backward},
+    OperatorRow{"linear_l_backward(Tensor grad_y, Tensor? x, Tensor? w, *, bool[2] output_mask)"
+                " -> (Tensor grad_x, Tensor grad_w)",
+                linear_l_backward_meta, linear_l_backward});
 
 }  // namespace
 }  // namespace memcheck

@@ -1,14 +1,14 @@
 #include "softplus_attention/softplus_attention.h"
 
 #include <ATen/ops/empty.h>
-#include <torch/library.h>
 
 #include <array>
 #include <tuple>
 
-#include "common/allocate.h"
-#include "common/checks.h"
-#include "common/device.h"
+#include "common/torch/allocate.h"
+#include "common/torch/checks.h"
+#include "common/torch/device.h"
+#include "common/torch/registration.h"
 
 namespace memcheck {
 namespace {
@@ -17,33 +17,7 @@ constexpr const char* kForward = "softplus_attention";
 constexpr const char* kBackward = "softplus_attention_backward";
 constexpr const char* kStep = "softplus_attention_step";
 
-struct Cpu : OnCpu {
-  using OnCpu::OnCpu;
-  auto plan(const SoftplusAttentionShape& shape, Dtype dtype) const {
-    return softplus_attention_plan_cpu(shape, dtype, threads);
-  }
-  void forward(const SoftplusAttentionForward& p, Dtype dtype) const { softplus_attention_forward_cpu(p, dtype); }
-  void backward(const SoftplusAttentionBackward& p, Dtype dtype) const { softplus_attention_backward_cpu(p, dtype); }
-  void step(const SoftplusAttentionStep& p, Dtype dtype) const { softplus_attention_step_cpu(p, dtype); }
-};
-
-#ifdef MEMCHECK_WITH_CUDA
-struct Cuda : OnCuda {
-  using OnCuda::OnCuda;
-  auto plan(const SoftplusAttentionShape& shape, Dtype dtype) const {
-    return softplus_attention_plan_cuda(shape, dtype);
-  }
-  void forward(const SoftplusAttentionForward& p, Dtype dtype) const {
-    softplus_attention_forward_cuda(p, dtype, stream);
-  }
-  void backward(const SoftplusAttentionBackward& p, Dtype dtype) const {
-    softplus_attention_backward_cuda(p, dtype, stream);
-  }
-  void step(const SoftplusAttentionStep& p, Dtype dtype) const { softplus_attention_step_cuda(p, dtype, stream); }
-};
-#endif
-
-// Sizes, symbolic while torch.compile traces.
+// Symbolic while torch.compile traces.
 struct Sizes {
   c10::SymInt B, S, T, R;
   bool causal;
@@ -86,14 +60,14 @@ std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& q, const at::T
   return {empty_output(n, q), empty_carries(n, keep_carries ? n.carries() : 0, q)};
 }
 
-template <typename Device>
-std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, bool causal,
-                                           double eps, bool keep_carries) {
+std::tuple<at::Tensor, at::Tensor> forward(const SoftplusAttentionKernels& kernels, const at::Tensor& q,
+                                           const at::Tensor& k, const at::Tensor& v, bool causal, double eps,
+                                           bool keep_carries) {
   const Sizes n = check_inputs(kForward, q, k, v, causal, eps);
   const SoftplusAttentionShape shape = n.shape();
   const at::Tensor y = empty_output(n, q);
-  const Device device(q);
-  const auto plan = device.plan(shape, dtype_of(q));
+  const DeviceScope device(q);
+  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const bool uses_carries = keep_carries || plan.forward_uses_carries;
   const at::Tensor carries = empty_carries(n, uses_carries ? n.carries() : 0, q);
   const at::Tensor sums = empty_bytes(plan.forward_sums_bytes, q);
@@ -105,7 +79,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const at::Tensor& q, const at::Tensor
                                    writes<3>(y),
                                    uses_carries ? carries.mutable_data_ptr() : nullptr,
                                    sums.mutable_data_ptr()};
-  device.forward(p, dtype_of(q));
+  kernels.forward(p, dtype_of(q), device.stream);
   return {y, keep_carries ? carries : empty_carries(n, 0, q)};
 }
 
@@ -124,13 +98,11 @@ Sizes check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Te
 
 using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-// Only those that are wanted; the others stay undefined.
+// Those that are not wanted are undefined.
 Gradients empty_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                           const std::array<bool, 3>& wanted) {
-  const auto room = [](const at::Tensor& x, bool want) { return want ? empty_gradient(x) : at::Tensor(); };
-  // Where v was not kept it was contiguous.
-  const auto room_for_v = [&] { return v.defined() ? empty_gradient(v) : empty_result(k.sym_sizes(), k.options()); };
-  return {room(q, wanted[0]), room(k, wanted[1]), wanted[2] ? room_for_v() : at::Tensor()};
+  return {empty_gradient(wanted[0], q), empty_gradient(wanted[1], k),
+          empty_gradient(wanted[2], v, k.sym_sizes(), k.options())};
 }
 
 Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
@@ -141,17 +113,16 @@ Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at:
   return empty_gradients(q, k, v, output_mask);
 }
 
-template <typename Device>
-Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
-                   const std::optional<at::Tensor>& v_or_none, const at::Tensor& carries, bool causal, double eps,
-                   std::array<bool, 3> output_mask) {
+Gradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
+                   const at::Tensor& k, const std::optional<at::Tensor>& v_or_none, const at::Tensor& carries,
+                   bool causal, double eps, std::array<bool, 3> output_mask) {
   const at::Tensor v = v_or_none.value_or(at::Tensor());
   const Sizes n = check_backward(grad_y, q, k, v, carries, causal, eps, output_mask);
   const SoftplusAttentionShape shape = n.shape();
   const Gradients gradients = empty_gradients(q, k, v, output_mask);
   const at::Tensor dense_carries = carries.contiguous();
-  const Device device(q);
-  const auto plan = device.plan(shape, dtype_of(q));
+  const DeviceScope device(q);
+  const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor sums = empty_bytes(plan.backward_sums_bytes, q);
   const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
   const SoftplusAttentionBackward p{shape,
@@ -166,7 +137,7 @@ Gradients backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tens
                                     dense_carries.const_data_ptr(),
                                     sums.mutable_data_ptr(),
                                     scratch.mutable_data_ptr()};
-  device.backward(p, dtype_of(q));
+  kernels.backward(p, dtype_of(q), device.stream);
   return gradients;
 }
 
@@ -194,9 +165,8 @@ StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor&
   return empty_step(check_step(q, k, v, z, a, eps), q, z);
 }
 
-template <typename Device>
-StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& z, const at::Tensor& a,
-                double eps) {
+StepResult step(const SoftplusAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const at::Tensor& z, const at::Tensor& a, double eps) {
   const Sizes n = check_step(q, k, v, z, a, eps);
   const SoftplusAttentionShape shape = n.shape();
   StepResult result = empty_step(n, q, z);
@@ -213,52 +183,22 @@ StepResult step(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, c
                                 writes<3>(y),
                                 writes<3>(new_z.unsqueeze(1)),
                                 writes<3>(new_a.unsqueeze(1))};
-  Device(q).step(p, dtype_of(q));
+  const DeviceScope device(q);
+  kernels.step(p, dtype_of(q), device.stream);
   return result;
 }
 
-template <typename Device>
-void register_kernels(torch::Library& m) {
-  m.impl("softplus_attention", forward<Device>);
-  m.impl("softplus_attention_backward", backward<Device>);
-  m.impl("softplus_attention_step", step<Device>);
-}
-
-#ifndef MEMCHECK_HOST_CUDA
-TORCH_LIBRARY_FRAGMENT(memcheck, m) {
-  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
-  m.def(
-      "softplus_attention(Tensor q, Tensor k, Tensor v, *, bool causal=True, float eps=1e-06, bool keep_carries=False)"
-      " -> (Tensor y, Tensor carries)",
-      tags);
-  m.def(
-      "softplus_attention_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, Tensor carries, *, bool causal, float "
-      "eps,"
-      " bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
-      tags);
-  m.def(
-      "softplus_attention_step(Tensor q, Tensor k, Tensor v, Tensor z, Tensor a, *, float eps=1e-06)"
-      " -> (Tensor y, Tensor new_z, Tensor new_a)",
-      tags);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, CPU, m) {
-  register_kernels<Cpu>(m);
-}
-
-TORCH_LIBRARY_IMPL(memcheck, Meta, m) {
-  m.impl("softplus_attention", forward_meta);
-  m.impl("softplus_attention_backward", backward_meta);
-  m.impl("softplus_attention_step", step_meta);
-}
-
-#endif
-
-#ifdef MEMCHECK_WITH_CUDA
-TORCH_LIBRARY_IMPL(memcheck, MEMCHECK_CUDA_KEY, m) {
-  register_kernels<Cuda>(m);
-}
-#endif
+const Registration registration(
+    MEMCHECK_KERNELS(softplus_attention),
+    OperatorRow{"softplus_attention(Tensor q, Tensor k, Tensor v, *, bool causal=True, float eps=1e-06,"
+                " bool keep_carries=False) -> (Tensor y, Tensor carries)",
+                forward_meta, forward, /*cast_inputs=*/3},
+    OperatorRow{"softplus_attention_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, Tensor carries, *,"
+                " bool causal, float eps, bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+                backward_meta, backward},
+    OperatorRow{"softplus_attention_step(Tensor q, Tensor k, Tensor v, Tensor z, Tensor a, *, float eps=1e-06)"
+                " -> (Tensor y, Tensor new_z, Tensor new_a)",
+                step_meta, step, /*cast_inputs=*/3});
 
 }  // namespace
 }  // namespace memcheck

@@ -4,10 +4,10 @@
 
 #include "common/dtype.h"
 #include "common/integer.h"
-#include "common/stream.h"
+#include "common/kernel.h"
 #include "common/strided.h"
 
-// Softplus attention: what its kernels are given, and what they need beside it. No torch here.
+// Softplus attention: the parameters of its kernels, and the memory they need.
 //
 //     Z[b,s,r] = sum over t <= s + T - S of softplus(k[b,r,t])
 //     A[b,s,r] = the same sum of softplus(k[b,r,t]) v[b,r,t]
@@ -25,8 +25,8 @@ struct SoftplusAttentionShape {
   int64_t B, S, T, R;
   bool causal;
 
-  // Sums are formed chunk by chunk: over positions within a chunk, then over chunks. Results do not depend on who forms
-  // which.
+  // Sums are formed over the positions of a chunk, and then over chunks. So results do not depend on which thread forms
+  // which sum.
   int64_t key_chunks() const { return (T + kCarrySpacing - 1) / kCarrySpacing; }
   int64_t query_chunks() const { return (S + kCarrySpacing - 1) / kCarrySpacing; }
   // Causal: Z and A at the end of every full chunk. Not causal: over all keys.
@@ -40,7 +40,7 @@ struct SoftplusAttentionForward {
   Strided<3> k;   // (B,R,T)
   Strided<3> v;   // (B,R,T)
   Strided<3> y;   // (B,S,R)
-  void* carries;  // (2,B,carries,R): Z, then A; null when nobody reads them and the plan does without
+  void* carries;  // (2,B,carries,R): Z, then A; null if no backward follows and the plan needs none
   void* sums;     // the plan's forward_sums_bytes
 };
 
@@ -50,8 +50,8 @@ struct SoftplusAttentionBackward {
   Strided<3> grad_y;    // (B,S,R)
   Strided<3> q;         // (B,S,R)
   Strided<3> k;         // (B,R,T)
-  Strided<3> v;         // (B,R,T), null when only grad_v is wanted: it does not depend on v
-  Strided<3> grad_q;    // (B,S,R), null when not wanted, as the next two
+  Strided<3> v;         // (B,R,T), null if only grad_v is wanted, which does not depend on v
+  Strided<3> grad_q;    // (B,S,R), null if not wanted, as the next two
   Strided<3> grad_k;    // (B,R,T)
   Strided<3> grad_v;    // (B,R,T)
   const void* carries;  // (2,B,carries,R)
@@ -59,7 +59,7 @@ struct SoftplusAttentionBackward {
   void* scratch;        // the plan's backward_scratch_bytes
 };
 
-// One query more, and T new keys before it: their sums join the state, and the query reads it.
+// Decoding: the sums of T new keys are added to the state, and one query reads it.
 struct SoftplusAttentionStep {
   int64_t B, T, R;
   double eps;
@@ -73,8 +73,8 @@ struct SoftplusAttentionStep {
   Strided<3> new_a;  // (B,1,R)
 };
 
-// What the kernels take beside inputs and outputs: those of the CPU for so many threads, those of CUDA by shape and
-// dtype alone, whatever the GPU.
+// The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads, that of
+// CUDA on shape and dtype only.
 struct SoftplusAttentionPlan {
   bool forward_uses_carries;  // even when no backward will read them
   int64_t forward_sums_bytes;
@@ -82,14 +82,20 @@ struct SoftplusAttentionPlan {
   int64_t backward_scratch_bytes;
 };
 
-SoftplusAttentionPlan softplus_attention_plan_cpu(const SoftplusAttentionShape& shape, Dtype dtype, int64_t threads);
-void softplus_attention_forward_cpu(const SoftplusAttentionForward& p, Dtype dtype);
-void softplus_attention_backward_cpu(const SoftplusAttentionBackward& p, Dtype dtype);
-void softplus_attention_step_cpu(const SoftplusAttentionStep& p, Dtype dtype);
+struct SoftplusAttentionKernels {
+  SoftplusAttentionPlan (*plan)(const SoftplusAttentionShape& shape, Dtype dtype, int64_t threads);
+  Kernel<SoftplusAttentionForward> forward;
+  Kernel<SoftplusAttentionBackward> backward;
+  Kernel<SoftplusAttentionStep> step;
+};
+extern const SoftplusAttentionKernels softplus_attention_cpu;
+extern const SoftplusAttentionKernels softplus_attention_cuda;
 
-// CUDA: a block of threads takes so many channels of one batch entry and goes through all their positions, unless such
-// blocks are too few to keep a GPU busy: then every few chunks have a block of their own, for which everything that is
-// summed over positions is read once more. Half of a large GPU's multiprocessors take in about as much as that leaves.
+// ---- CUDA
+//
+// A block of threads takes some channels of one batch entry, and all their positions. If such blocks are too few to
+// keep a GPU busy, every few chunks have a block of their own, and whatever is summed over positions is read once more.
+// Half of the multiprocessors of a large GPU read about as fast as all of them read twice as much.
 constexpr int64_t kSoftplusCudaChannels = 32;
 constexpr int64_t kSoftplusFewCudaBlocks = 64;
 
@@ -97,15 +103,13 @@ inline bool softplus_attention_splits_on_cuda(const SoftplusAttentionShape& shap
   return chunks > 1 && shape.B * ceil_div(shape.R, kSoftplusCudaChannels) < kSoftplusFewCudaBlocks;
 }
 
-inline SoftplusAttentionPlan softplus_attention_plan_cuda(const SoftplusAttentionShape& shape, Dtype dtype) {
+inline SoftplusAttentionPlan softplus_attention_plan_cuda(const SoftplusAttentionShape& shape, Dtype dtype,
+                                                          int64_t /*threads*/) {
   const int64_t slot = shape.B * shape.R * acc_bytes(dtype);
   const int64_t keys = softplus_attention_splits_on_cuda(shape, shape.key_chunks()) ? shape.key_chunks() : 0;
   const int64_t queries = softplus_attention_splits_on_cuda(shape, shape.query_chunks()) ? shape.query_chunks() : 1;
   if (shape.causal) return {keys > 0, 0, keys > 0 ? 2 * (keys - 1) * slot : 0, 0};
   return {true, 2 * keys * slot, queries * slot, 0};
 }
-void softplus_attention_forward_cuda(const SoftplusAttentionForward& p, Dtype dtype, cudaStream_t stream);
-void softplus_attention_backward_cuda(const SoftplusAttentionBackward& p, Dtype dtype, cudaStream_t stream);
-void softplus_attention_step_cuda(const SoftplusAttentionStep& p, Dtype dtype, cudaStream_t stream);
 
 }  // namespace memcheck

@@ -43,7 +43,7 @@ def on_host(tmp_path_factory: pytest.TempPathFactory) -> Results:
     program = tmp_path_factory.mktemp("ptx") / "on_host"
     flags = ["-std=c++17", "-O1", "-Wall", "-Werror", "-Wno-unknown-pragmas", "-DMEMCHECK_HOST_CUDA", f"-I{CSRC}"]
     stand_in = ["-isystem", include, "-include", "host_cuda/host_cuda.h"]
-    sources = ["-x", "c++", PROGRAM, CSRC / "host_cuda/host_cuda.cpp"]
+    sources = ["-x", "c++", PROGRAM, *library.HOST_SOURCES]
     subprocess.run(["g++", *flags, *stand_in, *sources, "-o", program], check=True)
     return results_of(program)
 

@@ -1,7 +1,7 @@
-"""CUDA kernels on the host: a library in which they take the place of the CPU's, behind the same operators.
+"""CUDA kernels on the host: a library whose kernels replace the CPU's behind the same operators.
 
-The same .cu files, compiled by a C++ compiler under csrc/host_cuda, and the operators' glue. Loading it replaces
-what the dispatcher calls for tensors of the CPU, so that every test of an operator is one of its CUDA kernels.
+It has the .cu files, compiled by a C++ compiler with csrc/host_cuda, and the operators' glue. After it is loaded, the
+dispatcher calls it for tensors of the CPU, so that every test of an operator tests its CUDA kernels.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ import memcheck  # noqa: F401  (its kernels are registered first, and then repla
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 ORDERS = ("ascending", "descending", "shuffled")
-# Compute capability: the bytes of shared memory that a block of threads may have, by CUDA's programming guide.
+# The stand-in for the CUDA language.
+HOST_SOURCES = sorted((CSRC / "host_cuda").glob("*.cpp"))
+# Bytes of shared memory that a block of threads may have, by compute capability (CUDA programming guide).
 SHARED_BYTES = {
     "7.0": 96 << 10,
     "7.5": 64 << 10,
@@ -31,12 +33,12 @@ SHARED_BYTES = {
     "10.0": 227 << 10,
     "12.0": 99 << 10,
 }
-# torch's glue calls these; they are in memcheck._C too, which exports nothing.
+# The glue calls these. memcheck._C has them too, but exports nothing.
 COMMON = ["common/cpu_level.cpp"]
 
 
 def cuda_include() -> Path | None:
-    """Where CUDA's headers are, of which a compiler needs no more."""
+    """The folder of CUDA's headers, or None. A C++ compiler needs nothing else of CUDA."""
     nvcc = shutil.which("nvcc")
     homes = [os.environ.get("CUDA_HOME"), Path(nvcc).resolve().parents[1] if nvcc else None, "/usr/local/cuda"]
     for home in homes:
@@ -50,7 +52,7 @@ def sanitizes() -> bool:
 
 
 def flags() -> list[str]:
-    """Of a compiler for both glue and kernels."""
+    """Flags of the C++ compiler, for glue and kernels."""
     with_warnings = ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-fno-math-errno", "-fvisibility=hidden"]
     speed = ["-O2"]
     if sanitizes():
@@ -61,7 +63,8 @@ def flags() -> list[str]:
 
 
 def kernel_sources(folder: Path) -> list[Path]:
-    """For each .cu a file that torch's builder takes for C++. Written only where it is new, so that ninja can tell."""
+    """A C++ file for each .cu, as torch's builder wants it. An unchanged file is not written again, so that ninja sees
+    that it is unchanged."""
     paths = []
     for kernel in sorted(CSRC.rglob("*_cuda.cu")):
         if kernel.parent.name == "cuda_probe":
@@ -75,19 +78,19 @@ def kernel_sources(folder: Path) -> list[Path]:
 
 
 def glue_sources() -> list[Path]:
-    """Of every operator that has kernels, and of the projections, which need none."""
+    """The glue of every operator that has kernels, and of the projections, which need none."""
     folders = {kernel.parent for kernel in CSRC.rglob("*_cuda.cu")} - {CSRC / "cuda_probe"} | {CSRC / "projection"}
     return [folder / f"{folder.name}.cpp" for folder in sorted(folders)]
 
 
 def load() -> None:
-    """Builds what changed, and loads it. Raises FileNotFoundError where there are no headers of CUDA."""
+    """Builds what changed, and loads it. Raises FileNotFoundError if CUDA's headers are not installed."""
     include = cuda_include()
     if include is None:
         raise FileNotFoundError("no cuda_fp16.h: CUDA_HOME names no toolkit, and nvcc is not on PATH")
     folder = ROOT / "build" / f"host-cuda-torch-{torch.__version__}{'-asan' if sanitizes() else ''}"
     folder.mkdir(parents=True, exist_ok=True)
-    sources = [*kernel_sources(folder), *glue_sources(), CSRC / "host_cuda" / "host_cuda.cpp"]
+    sources = [*kernel_sources(folder), *glue_sources(), *HOST_SOURCES]
     sources += [CSRC / name for name in COMMON]
     cpp_extension.load(
         name="memcheck_host_cuda",
@@ -106,7 +109,7 @@ def load() -> None:
 
 
 def this_gpu() -> str:
-    """The compute capability of the GPU that the host stands for: that of an A100, unless the environment says."""
+    """The compute capability of the GPU that the host stands for: an A100's, or MEMCHECK_HOST_CUDA_GPU."""
     capability = os.environ.get("MEMCHECK_HOST_CUDA_GPU", "8.0")
     if capability not in SHARED_BYTES:
         raise ValueError(f"MEMCHECK_HOST_CUDA_GPU must be one of {', '.join(SHARED_BYTES)}, got '{capability}'")
@@ -117,20 +120,20 @@ _library: ctypes.CDLL | None = None
 
 
 def set_order(order: str) -> None:
-    """In which order the threads of a block take turns."""
+    """Sets the order in which the threads of a block take turns: one of ORDERS."""
     assert _library is not None
     _library.host_cuda_set_order(ORDERS.index(order))
 
 
 def stand_for(capability: str) -> None:
-    """From now on launches are refused that a GPU of this compute capability refuses."""
+    """Sets the GPU that the host stands for; launches that it would refuse are refused."""
     assert _library is not None
     major, minor = capability.split(".")
     _library.host_cuda_stand_for(int(major), int(minor), SHARED_BYTES[capability])
 
 
 def last_error() -> int:
-    """CUDA's error that nobody has asked for yet, 0 where there is none."""
+    """CUDA's error that nobody has read yet, or 0."""
     assert _library is not None
     code: int = _library.host_cuda_peek_at_last_error()
     return code
@@ -138,7 +141,7 @@ def last_error() -> int:
 
 @dataclass(frozen=True)
 class Launches:
-    """Of one kernel: how often, and the most threads of a block and bytes of shared memory."""
+    """Launch statistics of one kernel: launches, and the most threads and bytes of shared memory of a block."""
 
     count: int
     threads: int
@@ -151,7 +154,7 @@ def forget_launches() -> None:
 
 
 def launches() -> dict[str, Launches]:
-    """Of this process so far, or since they were forgotten, by the name of the kernel."""
+    """Statistics by kernel name, of this process, since the last call of forget_launches."""
     assert _library is not None
     lines = [line.split("\t") for line in _library.host_cuda_launches().decode().splitlines()]
     return {kernel: Launches(*map(int, numbers)) for kernel, *numbers in lines}

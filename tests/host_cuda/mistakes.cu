@@ -1,4 +1,5 @@
-// Kernels with mistakes that a GPU may forgive or not: each ends in an error under the stand-in, or under a sanitizer.
+// Kernels with mistakes, which a GPU may or may not report. On the host each ends in an error, some only under a
+// sanitizer.
 //     mistakes NAME [ascending | descending | shuffled]
 // runs one and prints its results.
 
@@ -93,7 +94,7 @@ __global__ void copied_kernel(float* to, const float* from, bool waits) {
   to[i] = row.values[i];
 }
 
-// On the GPU that allows least: the launch is refused, and the next one runs as if that had not been.
+// On the GPU that allows least shared memory. If the launch is refused, CUDA's error must not stay behind.
 void ask_for(size_t shared_bytes, float* to) {
   host_cuda::stand_for(8, 6, kSharedBytesEverywhere);
   try {

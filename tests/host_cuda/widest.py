@@ -1,5 +1,5 @@
-"""What asks most of a block's shared memory: every operator forward, backward and decoding, at the dtypes and widths up
-to which it has kernels or tiles of their own, and with more than a chunk of keys for a block."""
+"""The cases that need most shared memory: every operator forward, backward and decoding, at every dtype, at every width
+for which it has a kernel or tile size of its own, with more than a chunk of keys for a block."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Widest:
     name: str
     contract: Contract
     make_inputs: Callable[[], tuple[list[Tensor], Tensor]]
-    # Every GPU forms the sums in the same order.
+    # Whether every GPU forms the sums in the same order.
     same_everywhere: bool
 
 

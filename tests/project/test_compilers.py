@@ -1,5 +1,6 @@
 """Every C++ file compiles with the oldest gcc we promise, with clang, and for aarch64, without a warning."""
 
+import re
 import subprocess
 import sysconfig
 from collections.abc import Callable
@@ -32,11 +33,13 @@ COMPILERS = {
     # gcc sees indices out of bounds, and what may be uninitialised, only where it optimises. The others need not
     # see them again: -O0 still generates code, where clang finds instructions that a function may not use.
     "gcc 11": ("g++-11", ["-std=c++17", "-O1", "-fopenmp"]),
-    "clang": ("clang++", ["-std=c++20", "-O0", "-include", "common/parallel_clang.h"]),
+    "clang": ("clang++", ["-std=c++20", "-O0"]),
     "aarch64": ("aarch64-linux-gnu-g++", ["-std=c++17", "-fsyntax-only", "-fopenmp"]),
 }
 # The glue and the autograd of operators.
-REGISTERING = [source for source in SOURCES if "#include <torch/library.h>" in source.read_text()]
+REGISTERING = [
+    source for source in SOURCES if re.search(r"common/torch/(registration|autograd)\.h", source.read_text())
+]
 
 
 def units_of(compiler: str) -> dict[str, list[Path]]:

@@ -47,7 +47,7 @@ def written_kernels(path: Path) -> list[str]:
 
 
 GLUE = sorted(
-    path for path in CSRC.rglob("*.cpp") if re.search("MEMCHECK_WITH_CUDA|MEMCHECK_CUDA_KEY", path.read_text())
+    path for path in CSRC.rglob("*.cpp") if re.search("MEMCHECK_WITH_CUDA|torch/registration.h", path.read_text())
 )
 
 

@@ -9,7 +9,7 @@ import pytest
 from host_cuda import library
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [ROOT / "tests/host_cuda/mistakes.cu", ROOT / "csrc/host_cuda/host_cuda.cpp"]
+SOURCES = [ROOT / "tests/host_cuda/mistakes.cu", *library.HOST_SOURCES]
 SANITIZERS = ["-g", "-O1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 ORDERS = pytest.mark.parametrize("order", library.ORDERS)
 

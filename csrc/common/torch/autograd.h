@@ -1,0 +1,303 @@
+#pragma once
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/AutogradState.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "common/torch/checks.h"
+
+// What autograd runs in place of an operator. An operator is named by a type:
+//
+//     struct Forward {
+//       static constexpr const char* name = "softplus_attention";
+//       using Schema = Tensor(const Tensor& q, ...);  // as C++ calls it
+//     };
+
+namespace memcheck {
+
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::Function;
+using torch::autograd::variable_list;
+
+// ---- calls through the dispatcher
+
+template <typename Op>
+const c10::TypedOperatorHandle<typename Op::Schema>& operator_handle() {
+  static const auto handle = c10::Dispatcher::singleton()
+                                 .findSchemaOrThrow((std::string("memcheck::") + Op::name).c_str(), "")
+                                 .template typed<typename Op::Schema>();
+  return handle;
+}
+
+// The operator, with autograd.
+template <typename Op, typename... Args>
+auto call_operator(Args&&... args) {
+  return operator_handle<Op>().call(std::forward<Args>(args)...);
+}
+
+// The operator's kernel of the device.
+template <typename Op, typename... Args>
+auto call_below_autograd(Args&&... args) {
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  return operator_handle<Op>().call(std::forward<Args>(args)...);
+}
+
+// ---- tensors among arguments and results
+
+inline void append_tensor(variable_list& list, const Tensor& x) {
+  list.push_back(x);
+}
+inline void append_tensor(variable_list& list, const std::optional<Tensor>& x) {
+  list.push_back(x.value_or(Tensor()));
+}
+template <typename T>
+void append_tensor(variable_list&, const T&) {}
+
+// The tensors among some values; those that are missing are undefined.
+template <typename... Values>
+variable_list tensors_among(const Values&... values) {
+  variable_list list;
+  (append_tensor(list, values), ...);
+  return list;
+}
+
+inline variable_list list_of(const Tensor& result) {
+  return {result};
+}
+template <typename... Tensors>
+variable_list list_of(const std::tuple<Tensors...>& result) {
+  return std::apply([](const Tensors&... tensors) { return variable_list{tensors...}; }, result);
+}
+
+// The first tensors of a list, as the result of an operator.
+template <typename Result>
+struct ResultOf;
+template <>
+struct ResultOf<Tensor> {
+  static Tensor from(const variable_list& list) { return list[0]; }
+};
+template <typename... Tensors>
+struct ResultOf<std::tuple<Tensors...>> {
+  static std::tuple<Tensors...> from(const variable_list& list) {
+    return from(list, std::index_sequence_for<Tensors...>());
+  }
+
+ private:
+  template <size_t... i>
+  static std::tuple<Tensors...> from(const variable_list& list, std::index_sequence<i...>) {
+    return {list[i]...};
+  }
+};
+
+// An argument of the backward operator that may not have been saved.
+inline std::optional<Tensor> if_defined(const Tensor& x) {
+  return x.defined() ? std::optional<Tensor>(x) : std::nullopt;
+}
+
+// What a forward kept for its backward, as an output: without elements unless it was asked for. How many elements are
+// kept may depend on a length, and tracing notes whether an output is contiguous, which would fix the length.
+inline Tensor kept_output(const Tensor& kept, bool asked_for, int64_t dimension) {
+  if (asked_for) return kept;
+  std::vector<c10::SymInt> sizes = kept.sym_sizes().vec();
+  sizes[dimension] = 0;
+  return at::empty_symint(sizes, kept.options());
+}
+
+// Which of the first inputs want a gradient from the backward that is running.
+template <size_t kInputs>
+std::array<bool, kInputs> wanted_gradients(const AutogradContext* ctx) {
+  std::array<bool, kInputs> wanted;
+  for (size_t i = 0; i < kInputs; ++i) wanted[i] = ctx->needs_input_grad(i);
+  return wanted;
+}
+
+// ---- what operators refuse
+
+// Each argument is a tensor, and all are on one device. Checked first, because the dispatcher chooses a kernel by the
+// devices of all arguments together.
+inline void check_tensors(const char* op, const c10::FunctionSchema& schema, const variable_list& inputs) {
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    const char* name = schema.arguments()[i].name().c_str();
+    check_tensor(op, name, inputs[i]);
+    check_device(op, name, inputs[i], inputs[0], schema.arguments()[0].name().c_str());
+  }
+}
+
+inline bool wants_gradient(const variable_list& inputs) {
+  if (!at::GradMode::is_enabled()) return false;
+  for (const Tensor& x : inputs)
+    if (x.defined() && x.requires_grad()) return true;
+  return false;
+}
+
+// The transforms of torch.func cannot run an autograd function of C++. Their own message does not name the operator.
+inline void refuse_torch_func(const char* op) {
+  const auto& transforms = at::functorch::functorchTLSAccessor();
+  if (!transforms) return;
+  bool supported = true;
+  try {
+    transforms->checkSupportsCppAutogradFunction();
+  } catch (const c10::Error&) {
+    supported = false;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(supported, op,
+                              ": torch.func (grad, vjp, jacrev, hessian) cannot differentiate it; use "
+                              "torch.autograd.grad, or ",
+                              op, " of memcheck.ops.reference, which is plain PyTorch");
+}
+
+inline void refuse_gradient(const char* op, const variable_list& inputs) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!wants_gradient(inputs), op,
+                              ": has no gradient, and an argument requires one; call it under torch.no_grad()");
+}
+
+// No operator computes tangents. If no input requires a gradient, nothing else would notice that a tangent is lost.
+inline void refuse_forward_mode(const char* op, const variable_list& inputs) {
+  if (!c10::AutogradState::get_tls_state().get_fw_grad_mode()) return;
+  for (const Tensor& x : inputs)
+    TORCH_CHECK_NOT_IMPLEMENTED(!x.defined() || !x._fw_grad(/*level=*/0).defined(), op,
+                                ": forward-mode differentiation is not implemented");
+}
+
+// ---- double backward
+
+// Returns gradients as they are. Differentiating them raises.
+struct NoDoubleBackward : Function<NoDoubleBackward> {
+  static variable_list forward(AutogradContext* ctx, const std::string& op, const variable_list& gradients,
+                               at::TensorList) {
+    ctx->saved_data["op"] = op;
+    return gradients;
+  }
+  static variable_list backward(AutogradContext* ctx, const variable_list&) {
+    const std::string& op = ctx->saved_data["op"].toStringRef();
+    TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": double backward is not implemented; differentiate ", op,
+                                " of memcheck.ops.reference, which is plain PyTorch");
+    return {};
+  }
+};
+
+// The gradients, which may be undefined, such that differentiating them for any of the inputs raises.
+inline variable_list raise_when_differentiated(const char* op, variable_list gradients, at::TensorList inputs) {
+  refuse_torch_func(op);
+  variable_list defined;
+  for (const Tensor& x : gradients)
+    if (x.defined()) defined.push_back(x);
+  const auto guarded = NoDoubleBackward::apply(std::string(op), defined, inputs);
+  size_t next = 0;
+  for (Tensor& x : gradients)
+    if (x.defined()) x = guarded[next++];
+  return gradients;
+}
+
+// The same for gradients that a backward operator computed from these inputs, which may be undefined.
+inline variable_list refuse_double_backward(const char* op, const variable_list& gradients,
+                                            const variable_list& inputs) {
+  if (!wants_gradient(inputs)) return gradients;
+  variable_list defined;
+  for (const Tensor& x : inputs)
+    if (x.defined()) defined.push_back(x);
+  return raise_when_differentiated(op, gradients, defined);
+}
+
+// Whether an input of the forward whose backward is running, counted among its tensors, required a gradient. This
+// backward may have been asked for that gradient or not.
+inline bool required_gradient(size_t input) {
+  const auto running = torch::autograd::get_current_node();
+  return running && running->next_edges()[input].is_valid();
+}
+
+// The same for gradients that depend on inputs through tensors that the forward computed from them and saved. Autograd
+// does not know of this dependence and would take those inputs for constants, even if the gradients require a gradient
+// through grad_y or another input. In place of the inputs stand tensors whose edges are those of the running backward.
+inline variable_list refuse_double_backward_through_kept(const char* op, const variable_list& gradients,
+                                                         const Tensor& grad_y) {
+  const auto running = torch::autograd::get_current_node();
+  if (!at::GradMode::is_enabled() || !running) return gradients;
+  variable_list inputs{grad_y};
+  for (const auto& edge : running->next_edges()) {
+    if (!edge.is_valid()) continue;
+    inputs.push_back(at::empty({0}, grad_y.options()));
+    torch::autograd::impl::set_gradient_edge(inputs.back(), edge);
+  }
+  return raise_when_differentiated(op, gradients, inputs);
+}
+
+// ---- what is registered for the Autograd key
+
+template <typename Op, typename Schema = typename Op::Schema>
+struct AutogradKernels;
+
+template <typename Op, typename Result, typename... Args>
+struct AutogradKernels<Op, Result(Args...)> {
+  // Runs Node, which saves what the backward reads, if an input requires a gradient.
+  template <typename Node>
+  static Result differentiable(Args... args) {
+    const variable_list inputs = checked_inputs(args...);
+    if (wants_gradient(inputs)) {
+      refuse_torch_func(Op::name);
+      return ResultOf<Result>::from(Node::apply(std::forward<Args>(args)...));
+    }
+    return call_below_autograd<Op>(std::forward<Args>(args)...);
+  }
+
+  // Gradients that raise when they are differentiated.
+  static Result backward(Args... args) {
+    static const std::string name = std::string(Op::name).substr(0, std::string(Op::name).rfind("_backward"));
+    const variable_list inputs = tensors_among(args...);
+    refuse_forward_mode(name.c_str(), inputs);
+    const Result gradients = call_below_autograd<Op>(args...);
+    return ResultOf<Result>::from(refuse_double_backward(name.c_str(), list_of(gradients), inputs));
+  }
+
+  static Result without_gradient(Args... args) {
+    refuse_gradient(Op::name, checked_inputs(args...));
+    return call_below_autograd<Op>(std::forward<Args>(args)...);
+  }
+
+  static constexpr size_t kArguments = sizeof...(Args);
+
+ private:
+  static variable_list checked_inputs(const Args&... args) {
+    const variable_list inputs = tensors_among(args...);
+    check_tensors(Op::name, operator_handle<Op>().schema(), inputs);
+    refuse_forward_mode(Op::name, inputs);
+    return inputs;
+  }
+};
+
+// What a Node returns from its backward: the gradients of the first arguments of its operator, undefined for the
+// others.
+template <typename Op>
+variable_list gradients_of(variable_list gradients) {
+  gradients.resize(AutogradKernels<Op>::kArguments);
+  return gradients;
+}
+
+template <typename Op, typename Node>
+void register_differentiable(torch::Library& m) {
+  m.impl(Op::name, AutogradKernels<Op>::template differentiable<Node>);
+}
+
+template <typename Op>
+void register_backward(torch::Library& m) {
+  m.impl(Op::name, AutogradKernels<Op>::backward);
+}
+
+template <typename Op>
+void register_without_gradient(torch::Library& m) {
+  m.impl(Op::name, AutogradKernels<Op>::without_gradient);
+}
+
+}  // namespace memcheck

@@ -1,0 +1,56 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/addmm.h>
+#include <ATen/ops/mm.h>
+
+#include <algorithm>
+#include <cstdint>
+
+// Matrix products by the library's GEMM.
+
+namespace memcheck {
+
+// sum (M,N) = a (M,K) b (K,N), or += if it `adds`, all of one dtype.
+inline void multiply_same(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool adds) {
+  if (adds) {
+    sum.addmm_(a, b);
+  } else {
+    at::mm_out(sum, a, b);
+  }
+}
+
+#ifndef MEMCHECK_HOST_CUDA
+
+// The same of 16-bit matrices whose product is formed in float32. torch has it for CUDA only.
+inline void multiply_into_float(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool adds) {
+  if (adds) {
+    at::addmm_out(sum, sum, a, b, at::kFloat);
+  } else {
+    at::mm_out(sum, a, b, at::kFloat);
+  }
+}
+
+#else
+
+// On the host a and b are converted to float32, a part of K at a time: so little that it does not show in measurements.
+inline void multiply_into_float(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool adds) {
+  constexpr int64_t kBytes = 256 << 10;
+  const int64_t K = a.size(1), row_bytes = 4 * std::max<int64_t>(1, a.size(0) + b.size(1));
+  const int64_t step = std::max<int64_t>(1, kBytes / row_bytes);
+  if (K == 0 && !adds) sum.zero_();
+  for (int64_t k = 0; k < K; k += step) {
+    const int64_t count = std::min(step, K - k);
+    multiply_same(sum, a.narrow(1, k, count).to(at::kFloat), b.narrow(0, k, count).to(at::kFloat), adds || k > 0);
+  }
+}
+
+#endif
+
+// sum (M,N) = a (M,K) b (K,N), or += if it `adds`. The product of 16-bit matrices may be in float32, where the device
+// has that.
+inline void multiply(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, bool adds) {
+  sum.scalar_type() == a.scalar_type() ? multiply_same(sum, a, b, adds) : multiply_into_float(sum, a, b, adds);
+}
+
+}  // namespace memcheck

@@ -1,0 +1,132 @@
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <string>
+#include <type_traits>
+#include <utility>
+
+// How operators are made known to torch: a row for each, of which Registration registers the schema, the kernels of
+// every device, Meta and autocast. What autograd registers is in common/torch/autograd.h.
+
+namespace memcheck {
+
+// The tables of an operator, each for tensors of one device; null where this build has none.
+template <typename Kernels>
+struct KernelTables {
+  const Kernels* cpu;
+  const Kernels* cuda;
+};
+
+// The tables op##_cpu and op##_cuda, as far as this build has them. In the build for host_cuda/ the kernels of CUDA run
+// on tensors of the CPU.
+#if defined(MEMCHECK_HOST_CUDA)
+#define MEMCHECK_KERNELS(op)                               \
+  KernelTables<std::remove_const_t<decltype(op##_cuda)>> { \
+    &op##_cuda, nullptr                                    \
+  }
+#elif defined(MEMCHECK_WITH_CUDA)
+#define MEMCHECK_KERNELS(op)                               \
+  KernelTables<std::remove_const_t<decltype(op##_cuda)>> { \
+    &op##_cpu, &op##_cuda                                  \
+  }
+#else
+#define MEMCHECK_KERNELS(op)                              \
+  KernelTables<std::remove_const_t<decltype(op##_cpu)>> { \
+    &op##_cpu, nullptr                                    \
+  }
+#endif
+
+// The tables of an operator without kernels of its own, which every build has.
+template <typename Kernels>
+KernelTables<Kernels> tables_of_torch([[maybe_unused]] const Kernels& cpu, const Kernels& cuda) {
+#if defined(MEMCHECK_HOST_CUDA)
+  return {&cuda, nullptr};
+#else
+  return {&cpu, &cuda};
+#endif
+}
+
+// An operator of the dispatcher.
+template <typename Meta, typename Run>
+struct OperatorRow {
+  const char* schema;
+  Meta* meta;              // meta(arguments...) checks arguments and allocates results
+  Run* run;                // run(kernels, arguments...) does the same and fills the results
+  size_t cast_inputs = 0;  // under autocast the first so many arguments, all tensors, are cast to its dtype
+};
+template <typename Meta, typename Run>
+OperatorRow(const char*, Meta*, Run*, size_t = 0) -> OperatorRow<Meta, Run>;
+
+// An argument as an operator gets it under autocast.
+inline at::Tensor autocast_argument(c10::DeviceType device, bool casts, const at::Tensor& x) {
+  return casts ? at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device) : x;
+}
+template <typename T>
+const T& autocast_argument(c10::DeviceType, bool, const T& x) {
+  return x;
+}
+
+// Registers its rows with the dispatcher as long as it lives: for that of the program.
+class Registration {
+ public:
+  template <typename Kernels, typename... Rows>
+  explicit Registration(const KernelTables<Kernels>& tables, const Rows&... rows) {
+    (add(tables, rows), ...);
+  }
+
+ private:
+  template <typename Kernels, typename Result, typename... Args>
+  void add(const KernelTables<Kernels>& tables,
+           const OperatorRow<Result(Args...), Result(const Kernels&, Args...)>& row) {
+    const std::string schema = row.schema, name = schema.substr(0, schema.find('('));
+#ifndef MEMCHECK_HOST_CUDA
+    // The host's CUDA replaces kernels of operators that are registered already.
+    schemas_.def(row.schema, {at::Tag::pt2_compliant_tag});
+    meta_.impl(name.c_str(), row.meta);
+    if (row.cast_inputs > 0) {
+      autocast_cpu_.impl(name.c_str(), with_autocast<Result, Args...>(name, c10::kCPU, row.cast_inputs));
+      autocast_cuda_.impl(name.c_str(), with_autocast<Result, Args...>(name, c10::kCUDA, row.cast_inputs));
+    }
+#endif
+    if (tables.cpu) cpu_.impl(name.c_str(), with_kernels(*tables.cpu, row.run));
+    if (tables.cuda) cuda_.impl(name.c_str(), with_kernels(*tables.cuda, row.run));
+  }
+
+  template <typename Kernels, typename Result, typename... Args>
+  static auto with_kernels(const Kernels& kernels, Result (*run)(const Kernels&, Args...)) {
+    return [&kernels, run](Args... args) -> Result { return run(kernels, std::forward<Args>(args)...); };
+  }
+
+  // The operator in the dtype of autocast, as torch's own attention. Inside, autocast is off.
+  template <typename Result, typename... Args>
+  static auto with_autocast(const std::string& name, c10::DeviceType device, size_t cast_inputs) {
+    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("memcheck::" + name).c_str(), "");
+    return [op = op.template typed<Result(Args...)>(), device, cast_inputs](Args... args) -> Result {
+      const c10::impl::ExcludeDispatchKeyGuard off(
+          c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
+      return call_cast(op, device, cast_inputs, std::index_sequence_for<Args...>(), args...);
+    };
+  }
+
+  template <typename Op, size_t... position, typename... Args>
+  static auto call_cast(const Op& op, c10::DeviceType device, size_t cast_inputs, std::index_sequence<position...>,
+                        const Args&... args) {
+    return op.call(autocast_argument(device, position < cast_inputs, args)...);
+  }
+
+  static torch::Library implementations(c10::DispatchKey key) {
+    return torch::Library(torch::Library::IMPL, "memcheck", key, __FILE__, __LINE__);
+  }
+
+  torch::Library schemas_{torch::Library::FRAGMENT, "memcheck", std::nullopt, __FILE__, __LINE__};
+  torch::Library cpu_ = implementations(c10::DispatchKey::CPU);
+  torch::Library cuda_ = implementations(c10::DispatchKey::CUDA);
+  torch::Library meta_ = implementations(c10::DispatchKey::Meta);
+  torch::Library autocast_cpu_ = implementations(c10::DispatchKey::AutocastCPU);
+  torch::Library autocast_cuda_ = implementations(c10::DispatchKey::AutocastCUDA);
+};
+
+}  // namespace memcheck

@@ -1,0 +1,167 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+#include "common/arena.h"
+#include "common/dtype_cpu.h"
+#include "common/formulas.h"
+#include "common/integer.h"
+#include "common/matrix_tile.h"
+#include "common/parallel.h"
+#include "common/tile_product.h"
+#include "compressed_attention/compressed_attention.h"
+
+// What pooling, forward and backward share on the CPU: matrices, sums and products in scratch, and tasks.
+//
+// Query-stationary (forward, grad_q): a task is one tile of queries, and goes through the blocks that they see. Scores
+// have 32 queries along the lanes, so that maxima and sums over blocks are vertical. Key-stationary (grad_k, grad_v): a
+// task is one tile of blocks, and goes through the queries that see them. Blocks lie along the lanes. Either way a
+// score is one chain of products over D, except for the very few queries of decoding.
+//
+// A query that does not see a block has a weight of 0 in the product of their tiles, and 0 times a NaN or an infinity
+// is NaN. So a tile whose result is not finite is computed a second time, carefully: a weight of 0 then adds nothing,
+// and a block whose keys are all -inf has a score of -inf.
+
+namespace memcheck::compressed_cpu {
+
+constexpr int64_t kQueries = 64;  // a tile of queries
+constexpr int64_t kBlocks = 64;   // a tile of blocks that queries go through
+constexpr int64_t kLanes = kTileColumns;
+constexpr int64_t kChunkTiles = 8;  // tiles to a chunk of sums
+
+// Tasks in the order first, last, second, last but one, ...: when causal, two neighbours together have equal cost.
+MEMCHECK_INLINE int64_t front_and_back(int64_t index, int64_t count) {
+  return index % 2 == 0 ? index / 2 : count - 1 - index / 2;
+}
+
+// Calls run(begin, end, scratch) on every worker, each with its own part of the memory.
+template <typename Scratch, typename Run>
+void run_with_scratch(int64_t tasks, void* memory, const CompressedAttentionShape& shape, const Run& run) {
+  const int64_t bytes = scratch_bytes<Scratch>(shape);
+  parallel_tasks(tasks, [&](int64_t begin, int64_t end, int worker) {
+    Arena arena = arena_of(memory, bytes, worker);
+    run(begin, end, Scratch(arena, shape));
+  });
+}
+
+// ---- sums
+
+template <typename acc_t>
+MEMCHECK_INLINE void fill_zero(acc_t* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) to[i + lane] = acc_t(0);
+}
+
+// to += from
+template <typename acc_t>
+MEMCHECK_INLINE void add(int64_t count, const acc_t* __restrict from, acc_t* __restrict to) {
+  for (int64_t i = 0; i < count; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) to[i + lane] += from[i + lane];
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void scale_all(int64_t count, acc_t factor, acc_t* x) {
+  for (int64_t i = 0; i < count; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) x[i + lane] *= factor;
+}
+
+// A sum over tiles in three levels, each from zero: within a tile, the tiles of a chunk, the chunks before. Rounding
+// errors of equal terms all have one sign, so they grow with the longest level instead of the sequence.
+template <typename acc_t>
+struct SumOfTiles {
+  acc_t* chunk;  // (rows,columns), as the next
+  acc_t* total;
+
+  SumOfTiles(Arena& arena, int64_t elements) : chunk(arena.take<acc_t>(elements)), total(arena.take<acc_t>(elements)) {}
+
+  MEMCHECK_INLINE void start(int64_t count) const {
+    fill_zero(chunk, count);
+    fill_zero(total, count);
+  }
+  MEMCHECK_INLINE void end_chunk(int64_t count) const {
+    add(count, chunk, total);
+    fill_zero(chunk, count);
+  }
+};
+
+// ---- matrices and products
+
+// Rows that a product reads: in scratch, or in memory.
+template <typename acc_t>
+struct MatrixView {
+  const acc_t* data;
+  int64_t stride;
+
+  MEMCHECK_INLINE const acc_t* row(int64_t i) const { return data + i * stride; }
+};
+
+// Rows in memory that lie as a product needs them are read there. Others are loaded to scratch.
+template <typename acc_t>
+MEMCHECK_INLINE MatrixView<acc_t> view_rows(Dtype dtype, const MatrixPlace& place, int64_t rows, int64_t columns,
+                                            acc_t* scratch) {
+  if (lies_as_scratch<acc_t>(dtype, place, columns)) return {static_cast<const acc_t*>(place.data), place.row_stride};
+  load_rows(dtype, place, rows, columns, scratch, padded_columns(columns));
+  return {scratch, padded_columns(columns)};
+}
+
+// to (rows,kLanes) = a (rows,D) b (D,kLanes)
+template <typename acc_t>
+MEMCHECK_INLINE void multiply_rows(int64_t rows, const MatrixView<acc_t>& a, const acc_t* b, int64_t D, acc_t* to) {
+  tile_product<acc_t>(TileProduct::Set, rows, kLanes, {D, {a.data, a.stride}, b, kLanes}, {to, kLanes});
+}
+
+// Whether all elements are finite. The columns that pad x are 0.
+template <typename acc_t>
+MEMCHECK_INLINE bool all_finite(int64_t count, const acc_t* x) {
+  alignas(64) acc_t zeros[kLanes] = {};
+  for (int64_t i = 0; i < count; i += kLanes)
+    for (int64_t lane = 0; lane < kLanes; ++lane) zeros[lane] += x[i + lane] * acc_t(0);
+  acc_t zero = acc_t(0);
+  for (int64_t lane = 0; lane < kLanes; ++lane) zero += zeros[lane];
+  return zero == acc_t(0);
+}
+
+// Whether all elements of a key, `stride` apart, are -inf. No query sees the block of such a key.
+template <typename acc_t>
+MEMCHECK_INLINE bool is_absent(const acc_t* key, int64_t stride, int64_t D) {
+  int64_t i = 0;
+  while (i < D && key[i * stride] == minus_infinity<acc_t>()) ++i;
+  return i == D && D > 0;
+}
+
+// to (M,columns) = weights (M,K) b (K,columns), carefully or not. Every element is the same chain either way.
+template <typename acc_t>
+MEMCHECK_INLINE void multiply_weights(bool careful, int64_t M, int64_t columns, int64_t K,
+                                      const TileFactor<acc_t>& weights, const MatrixView<acc_t>& b,
+                                      acc_t* __restrict to) {
+  if (!careful) return tile_product<acc_t>(TileProduct::Set, M, columns, {K, weights, b.data, b.stride}, {to, columns});
+  fill_zero(to, M * columns);
+  for (int64_t row = 0; row < M; ++row)
+    for (int64_t k = 0; k < K; ++k) {
+      const acc_t weight = weights.data[row * weights.row_stride + k * weights.column_stride];
+      if (weight == acc_t(0)) continue;
+      for (int64_t i = 0; i < columns; i += kLanes)
+        for (int64_t lane = 0; lane < kLanes; ++lane) to[row * columns + i + lane] += weight * b.row(k)[i + lane];
+    }
+}
+
+// ---- passes: their tasks, the bytes of scratch of one worker, and what they run
+
+int64_t pool_tasks(const CompressedAttentionShape& shape);
+int64_t pool_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);
+void pool(const CompressedAttentionPooling& p, Dtype dtype);
+
+int64_t query_tasks(const CompressedAttentionShape& shape);
+int64_t forward_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);
+void forward(const CompressedAttentionForward& p, Dtype dtype);
+
+int64_t query_gradient_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);
+void query_gradients(const CompressedAttentionBackward& p, Dtype dtype);  // and delta
+
+int64_t key_tasks(const CompressedAttentionShape& shape);
+int64_t key_gradient_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);
+void key_gradients(const CompressedAttentionBackward& p, Dtype dtype);  // of keys and values
+
+}  // namespace memcheck::compressed_cpu

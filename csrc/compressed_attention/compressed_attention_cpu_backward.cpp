@@ -1,0 +1,414 @@
+#include "common/cpu_level.h"
+#include "compressed_attention/compressed_attention_cpu_queries.h"
+
+// Backward. y = sum_j p_j vc_j with p = softmax(scale q . kc). With dp_j = grad_y . vc_j and delta = grad_y . y =
+// sum_j p_j dp_j, the gradient of score j is ds_j = p_j (dp_j - delta). Over blocks j and queries i:
+//
+//     grad_q_i = scale sum_j ds_ij kc_j     grad_kc_j = scale sum_i ds_ij q_i     grad_vc_j = sum_i p_ij grad_y_i
+//
+// grad_q is query-stationary, the others are key-stationary.
+
+namespace memcheck::compressed_cpu {
+namespace {
+
+// ---- gradients of queries
+
+template <typename acc_t>
+struct QueryScratch {
+  acc_t* kc;  // kBlocks x D, as the next
+  acc_t* vc;
+  acc_t* grad_lanes;  // D x kLanes for every kLanes queries, as the next
+  acc_t* q_lanes;
+  acc_t* product;         // kQueries x D
+  SumOfTiles<acc_t> sum;  // kQueries x D
+  acc_t* scores;          // kBlocks x kLanes, as the next
+  acc_t* grad_weights;
+
+  QueryScratch(Arena& arena, const CompressedAttentionShape& shape)
+      : kc(arena.take<acc_t>(kBlocks * padded_columns(shape.D))),
+        vc(arena.take<acc_t>(kBlocks * padded_columns(shape.D))),
+        grad_lanes(arena.take<acc_t>(kQueries * padded_columns(shape.D))),
+        q_lanes(arena.take<acc_t>(kQueries * padded_columns(shape.D))),
+        product(arena.take<acc_t>(kQueries * padded_columns(shape.D))),
+        sum(arena, kQueries * padded_columns(shape.D)),
+        scores(arena.take<acc_t>(kBlocks * kLanes)),
+        grad_weights(arena.take<acc_t>(kBlocks * kLanes)) {}
+};
+
+// q and grad_y along the lanes.
+template <typename acc_t>
+MEMCHECK_INLINE void load_lanes(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
+                                const QueryScratch<acc_t>& x) {
+  const int64_t columns = padded_columns(p.shape.D);
+  load_queries(dtype, p.q, tile, p.shape.D, x.product);
+  put_along_lanes(x.product, tile.rows(), columns, x.q_lanes);
+  load_queries(dtype, p.grad_y, tile, p.shape.D, x.product);
+  put_along_lanes(x.product, tile.rows(), columns, x.grad_lanes);
+}
+
+// A tile of blocks from j on, as a tile of queries sees it.
+template <typename acc_t>
+struct SeenBlocks {
+  Sight<acc_t> sight;
+  MatrixView<acc_t> kc, vc;
+
+  MEMCHECK_INLINE SeenBlocks(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile, int64_t j,
+                             int64_t end, const QueryScratch<acc_t>& x)
+      : sight(p.shape, tile, j, end - j < kBlocks ? end - j : kBlocks),
+        kc(view_rows(dtype, rows_at(dtype, p.kc, tile.b, tile.key_head, j), sight.blocks, p.shape.D, x.kc)),
+        vc(view_rows(dtype, rows_at(dtype, p.vc, tile.b, tile.key_head, j), sight.blocks, p.shape.D, x.vc)) {}
+
+  // Scores of the queries from `first` on, and the gradients of their weights.
+  MEMCHECK_INLINE void score(const CompressedAttentionBackward& p, int64_t first, const QueryScratch<acc_t>& x,
+                             bool careful) const {
+    const int64_t skipped = first * padded_columns(p.shape.D);
+    multiply_rows(sight.blocks, kc, x.q_lanes + skipped, p.shape.D, x.scores);
+    multiply_rows(sight.blocks, vc, x.grad_lanes + skipped, p.shape.D, x.grad_weights);
+    sight.scale_and_hide(first, static_cast<acc_t>(p.scale), x.scores);
+    if (careful) hide_absent(sight.blocks, kc, p.shape.D, x.scores);
+  }
+};
+
+// delta = grad_y . y, one chain of products over D, as the gradient of a weight is: where a query sees one block these
+// are the same numbers, and the gradient of the score is 0 as it should be.
+template <typename acc_t>
+MEMCHECK_INLINE void delta_from_y(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
+                                  const QueryScratch<acc_t>& x, acc_t* delta) {
+  const int64_t D = p.shape.D;
+  const int64_t columns = padded_columns(D);
+  acc_t* y_lanes = x.sum.total;
+  load_queries(dtype, p.y, tile, D, x.product);
+  put_along_lanes(x.product, tile.rows(), columns, y_lanes);
+  for (int64_t first = 0; first < tile.rows(); first += kLanes)
+    for (int64_t i = first * columns; i < first * columns + D * kLanes; i += kLanes)
+      for (int64_t lane = 0; lane < kLanes; ++lane) delta[first + lane] += y_lanes[i + lane] * x.grad_lanes[i + lane];
+}
+
+// delta += sum_j p_j dp_j over a tile of blocks.
+template <typename acc_t>
+MEMCHECK_INLINE void add_weighted(int64_t blocks, const acc_t* shift, const acc_t* scores, const acc_t* grad_weights,
+                                  acc_t* delta) {
+  alignas(64) acc_t sum[kLanes] = {};
+  for (int64_t j = 0; j < blocks; ++j)
+    for (int64_t lane = 0; lane < kLanes; ++lane)
+      sum[lane] += weighted(softmax_weight(scores[j * kLanes + lane], shift[lane]), grad_weights[j * kLanes + lane]);
+  for (int64_t lane = 0; lane < kLanes; ++lane) delta[lane] += sum[lane];
+}
+
+// delta = sum_j p_j dp_j, where y was rounded to 16 bits: its error would be that of every score's gradient at once.
+template <typename acc_t>
+MEMCHECK_INLINE void delta_from_weights(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
+                                        const QueryScratch<acc_t>& x, bool careful, const acc_t* shift, acc_t* delta) {
+  const int64_t end = end_of_blocks(p.shape, tile);
+  for (int64_t j = 0; j < end; j += kBlocks) {
+    const SeenBlocks<acc_t> seen(p, dtype, tile, j, end, x);
+    for (int64_t first = 0; first < tile.rows(); first += kLanes) {
+      seen.score(p, first, x, careful);
+      add_weighted(seen.sight.blocks, shift + first, x.scores, x.grad_weights, delta + first);
+    }
+  }
+}
+
+// The numbers of each query of a tile that gradients of scores need.
+template <typename acc_t>
+struct QueryNumbers {
+  alignas(64) acc_t shift[kQueries] = {};  // lse, as it is subtracted
+  alignas(64) acc_t delta[kQueries] = {};
+
+  MEMCHECK_INLINE QueryNumbers(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
+                               const QueryScratch<acc_t>& x, bool careful) {
+    for (int64_t row = 0; row < tile.rows(); ++row)
+      shift[row] = softmax_shift(static_cast<const acc_t*>(p.lse)[query_index(p.shape, tile, row)]);
+    if (p.y) {
+      delta_from_y(p, dtype, tile, x, delta);
+    } else {
+      delta_from_weights(p, dtype, tile, x, careful, shift, delta);
+    }
+    if (p.delta == nullptr) return;
+    for (int64_t row = 0; row < tile.rows(); ++row)
+      static_cast<acc_t*>(p.delta)[query_index(p.shape, tile, row)] = delta[row];
+  }
+
+  MEMCHECK_INLINE bool finite(int64_t rows) const {
+    acc_t zero = acc_t(0);
+    for (int64_t row = 0; row < rows; ++row) zero += delta[row] * acc_t(0);
+    return zero == acc_t(0);
+  }
+};
+
+// scores (blocks,kLanes) become their gradients.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_scores(int64_t blocks, const acc_t* shift, const acc_t* delta,
+                                          const acc_t* __restrict grad_weights, acc_t* __restrict scores) {
+  for (int64_t j = 0; j < blocks; ++j)
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
+      const int64_t i = j * kLanes + lane;
+      scores[i] = softmax_gradient(softmax_weight(scores[i], shift[lane]), grad_weights[i], delta[lane]);
+    }
+}
+
+// grad_q / scale of a tile of queries, in scratch.
+template <typename acc_t>
+MEMCHECK_INLINE void sum_over_blocks(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
+                                     const QueryScratch<acc_t>& x, const QueryNumbers<acc_t>& of, bool careful) {
+  const int64_t columns = padded_columns(p.shape.D);
+  const int64_t rows = tile.rows();
+  const int64_t end = end_of_blocks(p.shape, tile);
+  x.sum.start(rows * columns);
+  int64_t tiles = 0;
+  for (int64_t j = 0; j < end; j += kBlocks) {
+    const SeenBlocks<acc_t> seen(p, dtype, tile, j, end, x);
+    const int64_t blocks = seen.sight.blocks;
+    for (int64_t first = 0; first < rows; first += kLanes) {
+      const int64_t count = rows - first < kLanes ? rows - first : kLanes;
+      seen.score(p, first, x, careful);
+      differentiate_scores(blocks, of.shift + first, of.delta + first, x.grad_weights, x.scores);
+      const TileFactor<acc_t> grad_scores{x.scores, 1, kLanes};
+      multiply_weights(careful, count, columns, blocks, grad_scores, seen.kc, x.product + first * columns);
+    }
+    add(rows * columns, x.product, x.sum.chunk);
+    if (++tiles % kChunkTiles == 0) x.sum.end_chunk(rows * columns);
+  }
+  x.sum.end_chunk(rows * columns);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void query_gradient_task(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
+                                         const QueryScratch<acc_t>& x) {
+  const int64_t size = tile.rows() * padded_columns(p.shape.D);
+  load_lanes(p, dtype, tile, x);
+  for (const bool careful : {false, true}) {
+    const QueryNumbers<acc_t> of(p, dtype, tile, x, careful);
+    if (!careful && !of.finite(tile.rows())) continue;
+    if (!p.grad_q) return;
+    sum_over_blocks(p, dtype, tile, x, of, careful);
+    if (!careful && !all_finite(size, x.sum.total)) continue;
+    scale_all(size, static_cast<acc_t>(p.scale), x.sum.total);
+    return store_queries(dtype, p.grad_q, tile, p.shape.D, x.sum.total);
+  }
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void query_gradient_tasks_body(const CompressedAttentionBackward& p, Dtype dtype, int64_t begin,
+                                               int64_t end, const QueryScratch<acc_t>& x) {
+  for (int64_t index = begin; index < end; ++index) query_gradient_task(p, dtype, query_tile(p.shape, index), x);
+}
+
+MEMCHECK_PER_CPU_LEVEL(acc_t, query_gradient_tasks,
+                       (const CompressedAttentionBackward& p, Dtype dtype, int64_t begin, int64_t end,
+                        const QueryScratch<acc_t>& x),
+                       (p, dtype, begin, end, x))
+
+// ---- gradients of keys and values, over the query heads of the group
+
+template <typename acc_t>
+struct KeyScratch {
+  acc_t* kc_lanes;  // D x kLanes, as the next
+  acc_t* vc_lanes;
+  acc_t* product;  // kLanes x D
+  acc_t* q;        // kQueries x D, as the next
+  acc_t* grad_y;
+  acc_t* weights;  // kQueries x kLanes, as the next
+  acc_t* grad_weights;
+  SumOfTiles<acc_t> grad_k;  // kLanes x D, as the next
+  SumOfTiles<acc_t> grad_v;
+
+  KeyScratch(Arena& arena, const CompressedAttentionShape& shape)
+      : kc_lanes(arena.take<acc_t>(kLanes * padded_columns(shape.D))),
+        vc_lanes(arena.take<acc_t>(kLanes * padded_columns(shape.D))),
+        product(arena.take<acc_t>(kLanes * padded_columns(shape.D))),
+        q(arena.take<acc_t>(kQueries * padded_columns(shape.D))),
+        grad_y(arena.take<acc_t>(kQueries * padded_columns(shape.D))),
+        weights(arena.take<acc_t>(kQueries * kLanes)),
+        grad_weights(arena.take<acc_t>(kQueries * kLanes)),
+        grad_k(arena, kLanes * padded_columns(shape.D)),
+        grad_v(arena, kLanes * padded_columns(shape.D)) {}
+};
+
+struct KeyTile {
+  int64_t b, key_head, j, blocks;
+};
+
+KeyTile key_tile(const CompressedAttentionShape& shape, int64_t index) {
+  const int64_t tiles = ceil_div(shape.C, kLanes);
+  const int64_t j = front_and_back(index % tiles, tiles) * kLanes;
+  return {index / tiles / shape.Hkv, index / tiles % shape.Hkv, j, std::min(kLanes, shape.C - j)};
+}
+
+// to (D,kLanes) = a tile of kc or vc with blocks along the lanes.
+template <typename acc_t>
+MEMCHECK_INLINE void load_lanes(Dtype dtype, const Strided<4>& x, const KeyTile& tile, int64_t D, acc_t* rows,
+                                acc_t* to) {
+  const int64_t columns = padded_columns(D);
+  load_rows(dtype, rows_at(dtype, x, tile.b, tile.key_head, tile.j), tile.blocks, D, rows, columns);
+  transpose_rows(rows, columns, tile.blocks, columns, to, kLanes);
+}
+
+// Queries from s on of one head.
+struct QueryRange {
+  int64_t head, s, count;
+};
+
+// scores (count,kLanes) become the weights of softmax, 0 where a query does not see a block.
+template <typename acc_t>
+MEMCHECK_INLINE void weights_of_scores(const CompressedAttentionBackward& p, const KeyTile& tile,
+                                       const QueryRange& queries, const acc_t* lse, acc_t* __restrict scores) {
+  // A loop of its own: fused with the subtraction, a score would be rounded otherwise than in its lse.
+  scale_all(queries.count * kLanes, static_cast<acc_t>(p.scale), scores);
+  const bool all_seen = p.shape.visible(queries.s) >= tile.j + tile.blocks;
+  for (int64_t row = 0; row < queries.count; ++row) {
+    acc_t* line = scores + row * kLanes;
+    const acc_t shift = softmax_shift(lse[row]);
+    for (int64_t lane = 0; lane < kLanes; ++lane) line[lane] = softmax_weight(line[lane], shift);
+    if (all_seen) continue;
+    const int64_t seen = p.shape.visible(queries.s + row) - tile.j;
+    for (int64_t lane = seen < 0 ? 0 : seen; lane < kLanes; ++lane) line[lane] = acc_t(0);
+  }
+}
+
+// weights (count,kLanes) of absent blocks become 0.
+template <typename acc_t>
+MEMCHECK_INLINE void drop_absent(int64_t count, const KeyTile& tile, int64_t D, const acc_t* kc_lanes, acc_t* weights) {
+  for (int64_t lane = 0; lane < tile.blocks; ++lane) {
+    if (!is_absent(kc_lanes + lane, kLanes, D)) continue;
+    for (int64_t row = 0; row < count; ++row) weights[row * kLanes + lane] = acc_t(0);
+  }
+}
+
+// grad_weights (rows,kLanes) become the gradients of the scores.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_weights(int64_t rows, const acc_t* delta, const acc_t* __restrict weights,
+                                           acc_t* __restrict grad_weights) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t i = row * kLanes; i < (row + 1) * kLanes; ++i)
+      grad_weights[i] = softmax_gradient(weights[i], grad_weights[i], delta[row]);
+}
+
+// sum += a^T b, with a (rows,kLanes) and b (rows,D).
+template <typename acc_t>
+MEMCHECK_INLINE void add_product(bool careful, int64_t rows, const KeyTile& tile, int64_t columns, const acc_t* a,
+                                 const MatrixView<acc_t>& b, acc_t* product, const SumOfTiles<acc_t>& sum) {
+  const TileFactor<acc_t> transposed{a, 1, kLanes};
+  multiply_weights(careful, tile.blocks, columns, rows, transposed, b, product);
+  add(tile.blocks * columns, product, sum.chunk);
+}
+
+// Adds what some queries give to the gradients of a tile of blocks.
+template <typename acc_t>
+MEMCHECK_INLINE void add_queries(const CompressedAttentionBackward& p, Dtype dtype, const KeyTile& tile,
+                                 const QueryRange& queries, const KeyScratch<acc_t>& x, bool careful) {
+  const int64_t D = p.shape.D;
+  const int64_t columns = padded_columns(D);
+  const int64_t rows = queries.count;
+  const int64_t index = (tile.b * p.shape.H + queries.head) * p.shape.S + queries.s;
+  const auto q = view_rows(dtype, rows_at(dtype, p.q, tile.b, queries.head, queries.s), rows, D, x.q);
+  const auto grad_y = view_rows(dtype, rows_at(dtype, p.grad_y, tile.b, queries.head, queries.s), rows, D, x.grad_y);
+  multiply_rows(rows, q, x.kc_lanes, D, x.weights);
+  weights_of_scores(p, tile, queries, static_cast<const acc_t*>(p.lse) + index, x.weights);
+  if (careful) drop_absent(rows, tile, D, x.kc_lanes, x.weights);
+  if (p.grad_v) add_product(careful, rows, tile, columns, x.weights, grad_y, x.product, x.grad_v);
+  if (!p.grad_k) return;
+  multiply_rows(rows, grad_y, x.vc_lanes, D, x.grad_weights);
+  differentiate_weights(rows, static_cast<const acc_t*>(p.delta) + index, x.weights, x.grad_weights);
+  add_product(careful, rows, tile, columns, x.grad_weights, q, x.product, x.grad_k);
+}
+
+// grad_k / scale and grad_v of a tile of blocks, in scratch.
+template <typename acc_t>
+MEMCHECK_INLINE void sum_over_queries(const CompressedAttentionBackward& p, Dtype dtype, const KeyTile& tile,
+                                      const KeyScratch<acc_t>& x, bool careful) {
+  const int64_t size = kLanes * padded_columns(p.shape.D);
+  const auto end_chunks = [&]() MEMCHECK_INLINE_LAMBDA {
+    x.grad_k.end_chunk(size);
+    x.grad_v.end_chunk(size);
+  };
+  x.grad_k.start(size);
+  x.grad_v.start(size);
+  const int64_t begin = p.shape.first_query(tile.j);
+  int64_t tiles = 0;
+  for (int64_t i = 0; i < p.shape.group(); ++i) {
+    for (int64_t s = begin; s < p.shape.S; s += kQueries) {
+      const int64_t count = p.shape.S - s < kQueries ? p.shape.S - s : kQueries;
+      add_queries(p, dtype, tile, {tile.key_head * p.shape.group() + i, s, count}, x, careful);
+      if (++tiles % kChunkTiles == 0) end_chunks();
+    }
+  }
+  end_chunks();
+}
+
+// Every position of a block gets its share of the block's gradient.
+template <typename acc_t>
+MEMCHECK_INLINE void store_shares(const CompressedAttentionBackward& p, Dtype dtype, const KeyTile& tile,
+                                  const Strided<4>& to, acc_t* gradients) {
+  const int64_t columns = padded_columns(p.shape.D);
+  for (int64_t i = 0; i < tile.blocks; ++i) {
+    const int64_t t = (tile.j + i) * p.block_length;
+    const int64_t left = p.gradient_length - t;
+    const int64_t length = left < p.block_length ? left : p.block_length;
+    acc_t* row = gradients + i * columns;
+    for (int64_t column = 0; column < columns; ++column) row[column] /= static_cast<acc_t>(length);
+    store_rows(dtype, rows_at(dtype, to, tile.b, tile.key_head, t), length, p.shape.D, row, 0);
+  }
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void key_gradient_task(const CompressedAttentionBackward& p, Dtype dtype, const KeyTile& tile,
+                                       const KeyScratch<acc_t>& x) {
+  const int64_t size = kLanes * padded_columns(p.shape.D);
+  load_lanes(dtype, p.kc, tile, p.shape.D, x.product, x.kc_lanes);
+  if (p.grad_k) load_lanes(dtype, p.vc, tile, p.shape.D, x.product, x.vc_lanes);
+  for (const bool careful : {false, true}) {
+    sum_over_queries(p, dtype, tile, x, careful);
+    if (all_finite(size, x.grad_k.total) && all_finite(size, x.grad_v.total)) break;
+  }
+  if (p.grad_k) {
+    scale_all(size, static_cast<acc_t>(p.scale), x.grad_k.total);
+    store_shares(p, dtype, tile, p.grad_k, x.grad_k.total);
+  }
+  if (p.grad_v) store_shares(p, dtype, tile, p.grad_v, x.grad_v.total);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void key_gradient_tasks_body(const CompressedAttentionBackward& p, Dtype dtype, int64_t begin,
+                                             int64_t end, const KeyScratch<acc_t>& x) {
+  for (int64_t index = begin; index < end; ++index) key_gradient_task(p, dtype, key_tile(p.shape, index), x);
+}
+
+MEMCHECK_PER_CPU_LEVEL(acc_t, key_gradient_tasks,
+                       (const CompressedAttentionBackward& p, Dtype dtype, int64_t begin, int64_t end,
+                        const KeyScratch<acc_t>& x),
+                       (p, dtype, begin, end, x))
+
+}  // namespace
+
+int64_t query_gradient_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype) {
+  return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<QueryScratch<decltype(acc)>>(shape); });
+}
+
+int64_t key_tasks(const CompressedAttentionShape& shape) {
+  return shape.B * shape.Hkv * ceil_div(shape.C, kLanes);
+}
+
+int64_t key_gradient_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype) {
+  return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<KeyScratch<decltype(acc)>>(shape); });
+}
+
+void query_gradients(const CompressedAttentionBackward& p, Dtype dtype) {
+  with_acc_type(dtype, [&](auto acc) {
+    using acc_t = decltype(acc);
+    run_with_scratch<QueryScratch<acc_t>>(
+        query_tasks(p.shape), p.scratch, p.shape,
+        [&](int64_t begin, int64_t end, const auto& x) { query_gradient_tasks<acc_t>(p, dtype, begin, end, x); });
+  });
+}
+
+void key_gradients(const CompressedAttentionBackward& p, Dtype dtype) {
+  with_acc_type(dtype, [&](auto acc) {
+    using acc_t = decltype(acc);
+    run_with_scratch<KeyScratch<acc_t>>(
+        key_tasks(p.shape), p.scratch, p.shape,
+        [&](int64_t begin, int64_t end, const auto& x) { key_gradient_tasks<acc_t>(p, dtype, begin, end, x); });
+  });
+}
+
+}  // namespace memcheck::compressed_cpu

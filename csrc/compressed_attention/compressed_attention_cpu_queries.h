@@ -1,0 +1,93 @@
+#pragma once
+
+#include "compressed_attention/compressed_attention_cpu.h"
+
+// Tiles of queries, and what they see of a tile of blocks: for the forward and for grad_q.
+
+namespace memcheck::compressed_cpu {
+
+// Positions from s on of some heads, one head after the other: more than one head only where sequences are short.
+struct QueryTile {
+  int64_t b, key_head, head, heads, s, positions;
+
+  MEMCHECK_INLINE int64_t rows() const { return heads * positions; }
+  MEMCHECK_INLINE int64_t position(int64_t row) const { return s + row % positions; }
+};
+
+QueryTile query_tile(const CompressedAttentionShape& shape, int64_t index);
+
+// The end of the blocks that some query of a tile sees.
+MEMCHECK_INLINE int64_t end_of_blocks(const CompressedAttentionShape& shape, const QueryTile& tile) {
+  return shape.visible(tile.s + tile.positions - 1);
+}
+
+// Element `row` of a tile in a (B,H,S) tensor.
+MEMCHECK_INLINE int64_t query_index(const CompressedAttentionShape& shape, const QueryTile& tile, int64_t row) {
+  return (tile.b * shape.H + tile.head + row / tile.positions) * shape.S + tile.position(row);
+}
+
+// to (rows,padded_columns(D)) = a tile of x, (B,H,S,D).
+template <typename acc_t>
+MEMCHECK_INLINE void load_queries(Dtype dtype, const Strided<4>& x, const QueryTile& tile, int64_t D, acc_t* to) {
+  const int64_t columns = padded_columns(D);
+  for (int64_t head = 0; head < tile.heads; ++head)
+    load_rows(dtype, rows_at(dtype, x, tile.b, tile.head + head, tile.s), tile.positions, D,
+              to + head * tile.positions * columns, columns);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void store_queries(Dtype dtype, const Strided<4>& x, const QueryTile& tile, int64_t D,
+                                   const acc_t* from) {
+  const int64_t columns = padded_columns(D);
+  for (int64_t head = 0; head < tile.heads; ++head)
+    store_rows(dtype, rows_at(dtype, x, tile.b, tile.head + head, tile.s), tile.positions, D,
+               from + head * tile.positions * columns, columns);
+}
+
+// to (lane tiles,columns,kLanes) = from (rows,columns) with queries along the lanes, and 0 where there are none.
+template <typename acc_t>
+MEMCHECK_INLINE void put_along_lanes(const acc_t* from, int64_t rows, int64_t columns, acc_t* to) {
+  for (int64_t first = 0; first < rows; first += kLanes)
+    transpose_rows(from + first * columns, columns, rows - first < kLanes ? rows - first : kLanes, columns,
+                   to + first * columns, kLanes);
+}
+
+// What a tile of queries sees of a tile of blocks.
+template <typename acc_t>
+struct Sight {
+  int64_t blocks;              // in the tile
+  int64_t by_all;              // all queries see the first so many
+  acc_t limit[kQueries] = {};  // each query sees the first so many
+
+  MEMCHECK_INLINE Sight(const CompressedAttentionShape& shape, const QueryTile& tile, int64_t j, int64_t count)
+      : blocks(count), by_all(count) {
+    const int64_t fewest = shape.visible(tile.s) - j;
+    if (fewest >= blocks) return;
+    by_all = fewest > 0 ? fewest : 0;
+    for (int64_t row = 0; row < tile.rows(); ++row) {
+      const int64_t seen = shape.visible(tile.position(row)) - j;
+      limit[row] = static_cast<acc_t>(seen < 0 ? 0 : seen < blocks ? seen : blocks);
+    }
+  }
+
+  // scores (blocks,kLanes) of the queries from `first` on: times scale, and -inf where a query does not see the block.
+  MEMCHECK_INLINE void scale_and_hide(int64_t first, acc_t scale, acc_t* scores) const {
+    scale_all(by_all * kLanes, scale, scores);
+    for (int64_t j = by_all; j < blocks; ++j)
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        acc_t& score = scores[j * kLanes + lane];
+        score = static_cast<acc_t>(j) < limit[first + lane] ? score * scale : minus_infinity<acc_t>();
+      }
+  }
+};
+
+// Scores (blocks,kLanes) of absent blocks become -inf.
+template <typename acc_t>
+MEMCHECK_INLINE void hide_absent(int64_t blocks, const MatrixView<acc_t>& kc, int64_t D, acc_t* scores) {
+  for (int64_t j = 0; j < blocks; ++j) {
+    if (!is_absent(kc.row(j), 1, D)) continue;
+    for (int64_t lane = 0; lane < kLanes; ++lane) scores[j * kLanes + lane] = minus_infinity<acc_t>();
+  }
+}
+
+}  // namespace memcheck::compressed_cpu

@@ -1,0 +1,257 @@
+#pragma once
+
+#include "compressed_attention/compressed_attention_tiles_cuda.cuh"
+
+// Tiles of 16-bit values and their products on tensor cores, summed in float32. Each warp of a block has some rows of a
+// product, in tiles of 16 rows and 8 columns. Of such a tile thread 4 g + c has columns 2 c and 2 c + 1 of rows g and
+// g + 8.
+
+namespace memcheck {
+namespace compressed_cuda {
+
+constexpr int kWarps = kThreads / 32;
+constexpr float kLog2e = 1.44269504088896341f;
+constexpr float kLn2 = 0.693147180559945309f;
+
+__device__ __forceinline__ int lane() {
+  return static_cast<int>(threadIdx.x) % 32;
+}
+__device__ __forceinline__ int warp() {
+  return static_cast<int>(threadIdx.x) / 32;
+}
+
+// Rows of a multiple of 64 columns. Pack i of a row, of 8 values, is at place i ^ (row % 8), so that the same
+// pack of 8 rows is spread over all banks.
+template <typename scalar_t, int kTileRows, int kTileColumns>
+struct alignas(128) HalfTile {
+  static constexpr int kRows = kTileRows;
+  static constexpr int kColumns = kTileColumns;
+  scalar_t x[kTileRows * kTileColumns];
+
+  __device__ __forceinline__ scalar_t* pack(int row, int index) {
+    return &x[row * kTileColumns + (index ^ (row & 7)) * 8];
+  }
+  __device__ __forceinline__ const scalar_t* pack(int row, int index) const {
+    return &x[row * kTileColumns + (index ^ (row & 7)) * 8];
+  }
+};
+
+// Begins to load rows from `row` on; zeros where none exist. They have arrived after cp_async_wait and a barrier.
+template <typename scalar_t, bool kGrouped, int kRows, int kColumns>
+__device__ __forceinline__ void request_rows(const HeadMatrix<scalar_t, kGrouped>& all, int64_t row,
+                                             HalfTile<scalar_t, kRows, kColumns>& to) {
+  using Packs = TilePacks<scalar_t, kRows, kColumns, kThreads>;
+  const Packs mine;
+  const auto from = all.from(row);
+  const int count = static_cast<int>(smaller<int64_t>(from.count, kRows));
+  const auto place = [&](int tile_row) { return to.pack(tile_row, mine.column / Packs::kSize); };
+  const auto exists = [&](int tile_row) { return tile_row < count; };
+  if (from.packed && (!kGrouped || from.group == 1)) {
+    // The loop of request_tile, written out with a moving pointer: in any other form the gradient of q spills more.
+    const bool column_exists = mine.column < from.columns;
+    const scalar_t* source = from.data + mine.row * from.position_stride + mine.column;
+    const int64_t step = Packs::kStep * from.position_stride;
+#pragma unroll
+    for (int i = 0; i < Packs::kCount; ++i) {
+      const int tile_row = mine.row + i * Packs::kStep;
+      cp_async_16(place(tile_row), source, column_exists && exists(tile_row));
+      source += step;
+    }
+    return;
+  }
+  // Not unrolled: addresses that the compiler keeps from tile to tile take registers that sums need.
+  request_tile<1>(
+      mine, from.layout(), [&](int tile_row) { return from.near(tile_row) + mine.column * from.column_stride; }, place,
+      exists);
+}
+
+// ---- operands
+
+// Where a lane finds its row of the first packs of an operand. The packs that are 2 step further differ by one
+// exclusive or, so that their addresses need no registers.
+template <typename Tile>
+struct Operand {
+  const Tile& tile;
+  int place;
+
+  // Rows from `row` on. Lanes 0 to 15 have the first pack, lanes 16 to 31 the second.
+  __device__ __forceinline__ static Operand down(const Tile& tile, int row) {
+    return at(tile, row + lane() % 16, lane() / 16);
+  }
+  // Lanes 0 to 7 have the first pack of 8 rows, lanes 8 to 15 the second; the other lanes have those of the next 8
+  // rows.
+  __device__ __forceinline__ static Operand across(const Tile& tile, int row) {
+    return at(tile, row + lane() % 8 + lane() / 16 * 8, lane() / 8 % 2);
+  }
+  __device__ __forceinline__ static Operand at(const Tile& tile, int row, int index) {
+    return {tile, row * Tile::kColumns + (index ^ (row & 7)) * 8};
+  }
+  __device__ __forceinline__ const void* row(int further, int step) const {
+    return &tile.x[(place ^ (16 * step)) + further * Tile::kColumns];
+  }
+};
+
+__device__ __forceinline__ uint32_t rounded_pair(__half, float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  uint32_t bits;
+  __builtin_memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+__device__ __forceinline__ uint32_t rounded_pair(__nv_bfloat16, float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  uint32_t bits;
+  __builtin_memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+
+// A warp's part of a product: kTall tiles of 16 rows by kWide tiles of 8 columns.
+template <int kTall, int kWide>
+using WarpTile = float[kTall][kWide][4];
+
+// The same, rounded, as the first factor of a product over its columns.
+template <int kTall, int kWide>
+using WarpFactor = uint32_t[kTall][kWide / 2][4];
+
+template <int kTall, int kWide>
+__device__ __forceinline__ void set_zero(WarpTile<kTall, kWide>& c) {
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int n = 0; n < kWide; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) c[m][n][i] = 0;
+}
+
+template <typename scalar_t, int kTall, int kWide>
+__device__ __forceinline__ void round_factor(const WarpTile<kTall, kWide>& c, WarpFactor<kTall, kWide>& a) {
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int n = 0; n < kWide; ++n) {
+      a[m][n / 2][n % 2 * 2] = rounded_pair(scalar_t(), c[m][n][0], c[m][n][1]);
+      a[m][n / 2][n % 2 * 2 + 1] = rounded_pair(scalar_t(), c[m][n][2], c[m][n][3]);
+    }
+}
+
+// c += a b for two tiles of 8 columns of c.
+template <typename scalar_t, int kTall, int kWide>
+__device__ __forceinline__ void multiply_pair(const uint32_t (&a)[kTall][4], const uint32_t (&b)[4], int pair,
+                                              WarpTile<kTall, kWide>& c) {
+  const uint32_t left[2] = {b[0], b[1]};
+  const uint32_t right[2] = {b[2], b[3]};
+#pragma unroll
+  for (int m = 0; m < kTall; ++m) {
+    mma_m16n8k16<scalar_t>(c[m][2 * pair], a[m], left);
+    mma_m16n8k16<scalar_t>(c[m][2 * pair + 1], a[m], right);
+  }
+}
+
+// c = a b^T for the rows of a from row_of_a on and the first rows of b.
+template <typename scalar_t, int kTall, int kWide, typename TileA, typename TileB>
+__device__ __forceinline__ void multiply_rows(const TileA& a, int row_of_a, const TileB& b, WarpTile<kTall, kWide>& c) {
+  static_assert(TileA::kColumns == TileB::kColumns);
+  const auto first = Operand<TileA>::down(a, row_of_a);
+  const auto second = Operand<TileB>::across(b, 0);
+  set_zero<kTall, kWide>(c);
+#pragma unroll
+  for (int step = 0; step < TileA::kColumns / 16; ++step) {
+    uint32_t of_a[kTall][4];
+#pragma unroll
+    for (int m = 0; m < kTall; ++m) ldmatrix_x4(of_a[m], first.row(16 * m, step));
+#pragma unroll
+    for (int pair = 0; pair < kWide / 2; ++pair) {
+      uint32_t of_b[4];
+      ldmatrix_x4(of_b, second.row(16 * pair, step));
+      multiply_pair<scalar_t, kTall, kWide>(of_a, of_b, pair, c);
+    }
+  }
+}
+
+// c += a b
+template <typename scalar_t, int kTall, int kDeep, int kWide, typename Tile>
+__device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, const Tile& b,
+                                            WarpTile<kTall, kWide>& c) {
+  static_assert(8 * kWide == Tile::kColumns && 8 * kDeep == Tile::kRows);
+  const auto second = Operand<Tile>::down(b, 0);
+#pragma unroll
+  for (int step = 0; step < kDeep / 2; ++step) {
+    uint32_t of_a[kTall][4];
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) of_a[m][i] = a[m][step][i];
+#pragma unroll
+    for (int pair = 0; pair < kWide / 2; ++pair) {
+      uint32_t of_b[4];
+      ldmatrix_x4_transposed(of_b, second.row(16 * step, pair));
+      multiply_pair<scalar_t, kTall, kWide>(of_a, of_b, pair, c);
+    }
+  }
+}
+
+// The row of this thread's c[m][n][2 half + i], counted from the warp's first row, and the column of c[m][n][2 half].
+__device__ __forceinline__ int fragment_row(int m, int half) {
+  return 16 * m + 8 * half + lane() / 4;
+}
+__device__ __forceinline__ int fragment_column(int n) {
+  return 8 * n + lane() % 4 * 2;
+}
+
+// Calls run(row) for each row of the warp, counted from its first, that a thread marks with bit 2 m + half for
+// fragment_row(m, half).
+template <int kTall, typename Run>
+__device__ __forceinline__ void each_row_of_fragments(unsigned marked, const Run& run) {
+  __syncwarp();
+  for (int i = 0; i < 2 * kTall; ++i) {
+    const unsigned yes = __ballot_sync(~0u, marked >> i & 1);
+    for (int row = 0; row < 8; ++row)
+      if ((yes >> (4 * row) & 0xfu) != 0) run(8 * i + row);
+  }
+}
+
+// Stores c, rounded, in rows of a tile that only this warp uses.
+template <typename scalar_t, int kTall, int kWide, typename Tile>
+__device__ __forceinline__ void keep_rows(const WarpTile<kTall, kWide>& c, int row, Tile& to) {
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kWide; ++n)
+        *reinterpret_cast<uint32_t*>(to.pack(row + fragment_row(m, half), n) + lane() % 4 * 2) =
+            rounded_pair(scalar_t(), c[m][n][2 * half], c[m][n][2 * half + 1]);
+  __syncwarp();
+}
+
+// Copies a pack of a tile to a row in memory.
+template <typename scalar_t, bool kGrouped, typename Tile>
+__device__ __forceinline__ void store_row_pack(const Tile& from, int row_of_tile, int index,
+                                               const HeadMatrix<scalar_t, kGrouped>& to, int64_t row) {
+  const int column = index * kPackSize<scalar_t>;
+  if (column >= to.columns) return;
+  write_pack(load_pack(from.pack(row_of_tile, index)), to.at(row) + column * to.column_stride, to.layout(), column);
+}
+
+// to *= factor
+template <int kTall, int kWide>
+__device__ __forceinline__ void scale_all(float factor, WarpTile<kTall, kWide>& to) {
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int n = 0; n < kWide; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[m][n][i] *= factor;
+}
+
+__device__ __forceinline__ float largest_of_row(float x) {
+  x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
+  return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+__device__ __forceinline__ float sum_of_row(float x) {
+  x += __shfl_xor_sync(~0u, x, 1);
+  return x + __shfl_xor_sync(~0u, x, 2);
+}
+
+}  // namespace compressed_cuda
+}  // namespace memcheck

@@ -1,0 +1,255 @@
+#include <cmath>
+
+#include "compressed_attention/compressed_attention_mma_cuda.cuh"
+#include "compressed_attention/compressed_attention_rows_cuda.cuh"
+
+// The forward of 16-bit types on tensor cores. A block of threads has a tile of queries. Each warp has 16 or 32 of its
+// rows, with y in registers. Keys and values are loaded in tiles; if there is room for two, the next tile is loaded
+// while this one is computed. Scores are in base 2: weights are 2^(s log2(e) - max), rounded to 16 bits for the product
+// with the values.
+
+namespace memcheck {
+namespace compressed_cuda {
+
+constexpr int kKeys = 64;
+
+// kStages: tiles of keys and values, 1 or 2.
+template <typename scalar_t, int kD, int kStages = 2>
+struct MmaForwardShared {
+  static constexpr int kTall = kD > 128 ? 1 : 2;  // tiles of 16 queries in a warp, by the registers they need
+  static constexpr int kQueries = 16 * kTall * kWarps;
+
+  HalfTile<scalar_t, kQueries, kD> q;  // then y
+  HalfTile<scalar_t, kKeys, kD> kc[kStages];
+  HalfTile<scalar_t, kKeys, kD> vc[kStages];
+  int64_t limit[kQueries];  // how many blocks each row sees
+  // In shared memory, because sums take the registers.
+  QueryWork work;
+  KeyMatrix<scalar_t> keys, values;
+};
+
+// The maxima of the scores of a thread's rows, and its part of the sums of weights relative to them.
+template <int kTall>
+struct MmaSoftmax {
+  float max[kTall][2];
+  float sum[kTall][2];
+
+  __device__ __forceinline__ MmaSoftmax() {
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        max[m][half] = minus_infinity<float>();
+        sum[m][half] = 0;
+      }
+  }
+
+  // Replaces products by weights; the scores are `scale`, above 0, times the products. Makes y and the sums relative to
+  // the new maximum.
+  template <int kWide, int kColumns>
+  __device__ __forceinline__ void add(float scale, WarpTile<kTall, kWide>& scores, WarpTile<kTall, kColumns>& y) {
+    float rescale[kTall][2];
+    bool rises = false;
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = scores[m][0][2 * half];
+#pragma unroll
+        for (int n = 0; n < kWide; ++n)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) highest = fmaxf(highest, scores[m][n][i]);
+        highest = fmaxf(max[m][half], scale * largest_of_row(highest));
+        const float shift = softmax_shift(highest);
+        rescale[m][half] = exp2_approximate(max[m][half] - shift);
+        rises = rises || !(rescale[m][half] == 1);
+        max[m][half] = highest;
+        float total = 0;
+#pragma unroll
+        for (int n = 0; n < kWide; ++n)
+#pragma unroll
+          for (int i = 2 * half; i < 2 * half + 2; ++i) {
+            scores[m][n][i] = exp2_approximate(scores[m][n][i] * scale - shift);
+            total += scores[m][n][i];
+          }
+        sum[m][half] = softmax_sum(sum[m][half], rescale[m][half], total);
+      }
+    // After the first tiles a maximum seldom rises.
+    if (!__any_sync(~0u, rises)) return;
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) y[m][n][i] *= rescale[m][i / 2];
+  }
+};
+
+// Sets scores to -inf where a query does not see the block. `limit` points to that of the warp's first row.
+template <int kTall, int kWide>
+__device__ __forceinline__ void hide_keys(const int64_t* limit, int64_t key, WarpTile<kTall, kWide>& scores) {
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t left = limit[fragment_row(m, half)] - key;
+      const int seen = static_cast<int>(larger<int64_t>(0, smaller<int64_t>(left, 8 * kWide)));
+#pragma unroll
+      for (int n = 0; n < kWide; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (fragment_column(n) + i >= seen) scores[m][n][2 * half + i] = minus_infinity<float>();
+    }
+}
+
+// y = sum of weighted values / sum of weights, and 0 for a query that sees no block, or only scores of -inf.
+template <typename scalar_t, int kD, int kStages, int kTall, int kColumns>
+__device__ __forceinline__ void finish_queries(const CompressedAttentionForward& p, const QueryWork& work,
+                                               const ForwardParts<float>& parts, const MmaSoftmax<kTall>& softmax,
+                                               MmaForwardShared<scalar_t, kD, kStages>& memory,
+                                               WarpTile<kTall, kColumns>& y) {
+  const CompressedAttentionShape& shape = p.shape;
+  const int64_t rows = work.of.group * shape.S;
+  const int first = warp() * 16 * kTall;
+  unsigned not_finite = 0;
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = sum_of_row(softmax.sum[m][half]);
+      const int row_of_tile = first + fragment_row(m, half);
+      const int64_t row = work.row + row_of_tile;
+      const bool sees = sum != 0;
+      const float inverse = sees ? 1 / sum : 0;
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+        for (int i = 2 * half; i < 2 * half + 2; ++i) {
+          // If the weights are 0, the sum of weighted values is 0 or not finite.
+          y[m][n][i] *= inverse;
+          if (!is_finite(y[m][n][i])) not_finite |= 1u << (2 * m + half);
+        }
+      if (row >= rows) continue;
+      const int64_t index = query_index(shape, work.of, row);
+      const float lse = sees ? (softmax_shift(softmax.max[m][half]) + log2f(sum)) * kLn2 : minus_infinity<float>();
+      const bool writes_lse = lane() % 4 == 0;
+      if (parts.count == 1) {
+        if (writes_lse && p.lse != nullptr) static_cast<float*>(p.lse)[index] = lse;
+        continue;
+      }
+      const int64_t of_part = work.part * shape.B * shape.H * shape.S + index;
+      if (writes_lse) parts.lse[of_part] = lse;
+#pragma unroll
+      for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (fragment_column(n) + i < shape.D)
+            parts.y[of_part * shape.D + fragment_column(n) + i] = y[m][n][2 * half + i];
+    }
+  if (parts.count == 1) {
+    const auto to = queries_of<scalar_t>(shape, p.y, work.of);
+    keep_rows<scalar_t, kTall, kColumns>(y, first, memory.q);
+    for (int index = lane(); index < 16 * kTall * kColumns; index += 32) {
+      const int row = first + index / kColumns;
+      if (work.row + row < rows) store_row_pack(memory.q, row, index % kColumns, to, work.row + row);
+    }
+  }
+  if (!__any_sync(~0u, not_finite != 0)) return;
+  each_row_of_fragments<kTall>(not_finite, [&](int row) {
+    if (work.row + first + row < rows)
+      attend_row<scalar_t>(p, work, kKeys, 8 * kColumns, parts, work.row + first + row);
+  });
+}
+
+template <typename scalar_t, int kD, int kStages>
+__global__ void __launch_bounds__(kThreads, 2)
+    mma_forward_kernel(CompressedAttentionForward p, ForwardParts<float> parts) {
+  using Shared = MmaForwardShared<scalar_t, kD, kStages>;
+  constexpr int kTall = Shared::kTall;
+  auto& memory = shared<Shared>();
+  const QueryWork work = query_work(p.shape, blockIdx.x, Shared::kQueries, kKeys, 1, kD, parts.count);
+  const auto q = queries_of<scalar_t>(p.shape, p.q, work.of);
+  if (threadIdx.x == 0) {
+    memory.work = work;
+    memory.keys = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of);
+    memory.values = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of);
+  }
+  if (threadIdx.x < Shared::kQueries) {
+    const int64_t row = work.row + threadIdx.x;
+    memory.limit[threadIdx.x] = row < q.count ? p.shape.visible(row / work.of.group) : 0;
+  }
+  __syncthreads();
+  const float scale = static_cast<float>(p.scale) * kLog2e;
+  const bool rises = scale > 0;  // then the largest product has the largest score
+  const int first = warp() * 16 * kTall;
+  const int tiles = static_cast<int>(work.end - work.begin);
+  MmaSoftmax<kTall> softmax;
+  float y[kTall][kD / 8][4];
+  set_zero<kTall, kD / 8>(y);
+  request_rows(q, work.row, memory.q);
+  const auto request_keys = [&](int64_t key, int stage) {
+    request_rows(memory.keys, key, memory.kc[stage]);
+    request_rows(memory.values, key, memory.vc[stage]);
+    cp_async_commit();
+  };
+  if (tiles > 0) request_keys(work.begin * kKeys, 0);
+  cp_async_commit();
+#pragma unroll 1
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int now = tile % kStages;
+    const int64_t key = (memory.work.begin + tile) * kKeys;
+    cp_async_wait<0>();
+    __syncthreads();
+    if (kStages > 1 && tile + 1 < tiles) request_keys(key + kKeys, kStages - 1 - now);
+    float scores[kTall][kKeys / 8][4];
+    multiply_rows<scalar_t, kTall, kKeys / 8>(memory.q, first, memory.kc[now], scores);
+    if (!rises) scale_all<kTall, kKeys / 8>(scale, scores);
+    // The first row sees fewest blocks.
+    if (key + kKeys > memory.limit[0]) hide_keys<kTall, kKeys / 8>(memory.limit + first, key, scores);
+    softmax.add(rises ? scale : 1, scores, y);
+    uint32_t weights[kTall][kKeys / 16][4];
+    round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
+    add_product<scalar_t, kTall, kKeys / 8, kD / 8>(weights, memory.vc[now], y);
+    if (kStages == 1 && tile + 1 < tiles) {
+      __syncthreads();
+      request_keys(key + kKeys, 0);
+    }
+  }
+  cp_async_wait<0>();
+  __syncthreads();
+  finish_queries(p, memory.work, parts, softmax, memory, y);
+}
+
+template <typename scalar_t, int kD, int kStages = 2>
+void forward_of_width(const CompressedAttentionForward& p, const ForwardParts<float>& parts, cudaStream_t stream) {
+  using Shared = MmaForwardShared<scalar_t, kD, kStages>;
+  const CompressedAttentionShape& shape = p.shape;
+  const int64_t row_tiles = ceil_div(shape.group() * shape.S, Shared::kQueries);
+  const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * row_tiles * parts.count);
+  launch({"compressed_attention_forward_mma", dim3(blocks), dim3(kThreads), sizeof(Shared), stream},
+         mma_forward_kernel<scalar_t, kD, kStages>, p, parts);
+}
+
+template <typename scalar_t>
+bool forward_on_tensor_cores(const CompressedAttentionForward& p, const ForwardParts<float>& parts,
+                             cudaStream_t stream) {
+  if (p.shape.D > 256) return false;
+  if (p.shape.D <= 64) {
+    forward_of_width<scalar_t, 64>(p, parts, stream);
+  } else if (p.shape.D <= 128) {
+    forward_of_width<scalar_t, 128>(p, parts, stream);
+  } else if (fits_in_a_block(sizeof(MmaForwardShared<scalar_t, 256>))) {
+    forward_of_width<scalar_t, 256>(p, parts, stream);
+  } else {
+    forward_of_width<scalar_t, 256, 1>(p, parts, stream);
+  }
+  return true;
+}
+
+template bool forward_on_tensor_cores<__half>(const CompressedAttentionForward&, const ForwardParts<float>&,
+                                              cudaStream_t);
+template bool forward_on_tensor_cores<__nv_bfloat16>(const CompressedAttentionForward&, const ForwardParts<float>&,
+                                                     cudaStream_t);
+
+}  // namespace compressed_cuda
+}  // namespace memcheck

@@ -1,0 +1,150 @@
+#include <cstring>
+#include <utility>
+
+#include "host_cuda/block.h"
+
+// What the running thread calls: shared memory, barriers, collectives of a warp, and the instructions of ptx.cuh.
+
+namespace host_cuda {
+
+void* shared_memory(size_t bytes, size_t alignment) {
+  const Block& block = *block_running;
+  if (bytes > block.memory.bytes())
+    fail(block, &current(),
+         "uses " + std::to_string(bytes) + " bytes of shared memory, launched with " +
+             std::to_string(block.memory.bytes()));
+  if (alignment > kFenceBytes) fail(block, &current(), "shared memory is aligned to 128 bytes");
+  return block.memory.begin();
+}
+
+void check_shared(const void* address, size_t bytes, Where where) {
+  const Block& block = *block_running;
+  if (!block.memory.holds(address, bytes))
+    fail(block, &current(), "an address outside of shared memory at " + written(where));
+  if (reinterpret_cast<uintptr_t>(address) % bytes != 0)
+    fail(block, &current(),
+         "an address that is not aligned to " + std::to_string(bytes) + " bytes at " + written(where));
+}
+
+void meet(const Collective& collective, unsigned mask, void* operand, Where where) {
+  Thread& thread = current();
+  const unsigned linear = threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+  if (!(mask >> linear % kLanes & 1))
+    fail(*block_running, &thread, std::string(collective.name) + " does not name its own lane, at " + written(where));
+  thread.collective = collective;
+  thread.mask = mask;
+  thread.operand = operand;
+  thread.where = where;
+  thread.state = State::AtCollective;
+  running->pause();
+}
+
+int sync_threads(bool yes, Where where) {
+  Thread& thread = current();
+  thread.yes = yes;
+  thread.where = where;
+  thread.state = State::AtBarrier;
+  running->pause();
+  return thread.count;
+}
+
+void copy_later(void* in_shared, const void* in_global, bool exists, Where where) {
+  check_shared(in_shared, 16, where);
+  if (exists && reinterpret_cast<uintptr_t>(in_global) % 16 != 0)
+    fail(*block_running, &current(),
+         "cp_async_16 from an address that is not aligned to 16 bytes at " + written(where));
+  current().open_copies.push_back({in_shared, in_global, exists});
+}
+
+void commit_copies() {
+  Thread& thread = current();
+  thread.groups.push_back(std::move(thread.open_copies));
+  thread.open_copies.clear();
+}
+
+void await_copies(int pending) {
+  Thread& thread = current();
+  while (thread.groups.size() > static_cast<size_t>(pending)) {
+    for (const Copy& copy : thread.groups.front()) {
+      if (copy.exists) {
+        std::memcpy(copy.to, copy.from, 16);
+      } else {
+        std::memset(copy.to, 0, 16);
+      }
+    }
+    thread.groups.pop_front();
+  }
+}
+
+unsigned ballot(const char* name, unsigned mask, bool yes, Where where) {
+  struct Vote {
+    bool yes;
+    unsigned result;
+  } operand{yes, 0};
+  const auto complete = [](void* const(&operands)[kLanes], unsigned named) {
+    unsigned result = 0;
+    for (int lane = 0; lane < kLanes; ++lane)
+      if (named >> lane & 1 && static_cast<Vote*>(operands[lane])->yes) result |= 1u << lane;
+    for (int lane = 0; lane < kLanes; ++lane)
+      if (named >> lane & 1) static_cast<Vote*>(operands[lane])->result = result;
+  };
+  meet({name, complete}, mask, &operand, where);
+  return operand.result;
+}
+
+namespace {
+
+uint16_t half_of(uint32_t pair, int which) {
+  return static_cast<uint16_t>(pair >> (16 * which));
+}
+
+}  // namespace
+
+void multiply(void* const (&operands)[kLanes], Convert convert) {
+  float a[16][16], b[16][8];
+  for (int lane = 0; lane < kLanes; ++lane) {
+    const Mma& mine = *static_cast<const Mma*>(operands[lane]);
+    const int row = lane / 4, column = lane % 4 * 2;
+    for (int i = 0; i < 2; ++i) {
+      for (int part = 0; part < 4; ++part)
+        a[row + part % 2 * 8][column + part / 2 * 8 + i] = convert(half_of(mine.a[part], i));
+      for (int part = 0; part < 2; ++part) b[column + part * 8 + i][row] = convert(half_of(mine.b[part], i));
+    }
+  }
+  for (int lane = 0; lane < kLanes; ++lane) {
+    float* d = static_cast<const Mma*>(operands[lane])->d;
+    for (int i = 0; i < 4; ++i) {
+      const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
+      double sum = 0;
+      for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[row][k]) * static_cast<double>(b[k][column]);
+      d[i] = static_cast<float>(static_cast<double>(d[i]) + sum);
+    }
+  }
+}
+
+void ldmatrix_x4(uint32_t (&r)[4], const void* row, bool transposed, Where where) {
+  check_shared(row, 16, where);
+  struct Load {
+    uint32_t* r;
+    const void* row;
+    bool transposed;
+  } operand{r, row, transposed};
+  const auto complete = [](void* const(&operands)[kLanes], unsigned) {
+    uint16_t matrices[4][8][8];
+    for (int lane = 0; lane < kLanes; ++lane)
+      std::memcpy(matrices[lane / 8][lane % 8], static_cast<const Load*>(operands[lane])->row, 16);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const Load& mine = *static_cast<const Load*>(operands[lane]);
+      const int fixed = lane / 4, first = lane % 4 * 2;
+      for (int i = 0; i < 4; ++i) {
+        const auto& m = matrices[i];
+        const uint32_t low = mine.transposed ? m[first][fixed] : m[fixed][first];
+        const uint32_t high = mine.transposed ? m[first + 1][fixed] : m[fixed][first + 1];
+        mine.r[i] = low | high << 16;
+      }
+    }
+  };
+  meet({transposed ? "ldmatrix_x4_transposed" : "ldmatrix_x4", complete}, ~0u, &operand, where);
+}
+
+}  // namespace host_cuda

@@ -1,0 +1,314 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "common/arena.h"
+#include "common/compensated_sum.h"
+#include "common/formulas.h"
+#include "common/integer.h"
+#include "common/matrix_tile.h"
+#include "common/tile_product.h"
+#include "linear_attention/linear_attention.h"
+
+// What forward, backward and step share on the CPU: tasks, matrices in scratch, the state, and rows of operands.
+//
+// A task has one key head of one batch entry. It goes along the sequence in chunks of 32 positions: within a chunk
+// queries and keys meet in a 32 x 32 matrix, and the state holds the sums over everything before. Where there are few
+// heads, the sequence is cut into segments: each first sums its own state, then starts from the sum of the states
+// before.
+
+namespace memcheck::linear_cpu {
+
+constexpr int64_t kChunk = kTileRows;
+constexpr int64_t kLongChunk = 2 * kChunk;  // where positions are only summed
+
+// ---- tasks and segments
+
+constexpr int64_t kFewTasks = 8;
+constexpr int64_t kMostSegments = 16;  // of all heads together, about
+// The length of a segment is a multiple of kSegmentStep. Each segment has a state in memory: it has at least
+// kPositionsPerValueElement times as many positions as a value has elements, so that the states are small beside keys
+// and values.
+constexpr int64_t kSegmentStep = 16 * kChunk;
+constexpr int64_t kPositionsPerValueElement = 32;
+
+// Positions of one segment of a sequence. Where there are enough tasks without segments, all positions.
+inline int64_t segment_length(const LinearAttentionShape& shape, int64_t length) {
+  const int64_t heads = std::max<int64_t>(1, shape.B * shape.Hkv);
+  if (heads >= kFewTasks) return std::max<int64_t>(length, 1);
+  const int64_t even = ceil_div(length, ceil_div(kMostSegments, heads));
+  return std::max<int64_t>(1, ceil_div(std::max(even, kPositionsPerValueElement * shape.Dv), kSegmentStep)) *
+         kSegmentStep;
+}
+
+inline int64_t segments(const LinearAttentionShape& shape, int64_t length) {
+  return std::max<int64_t>(1, ceil_div(length, segment_length(shape, length)));
+}
+
+// Causal, queries go along with keys, and so do their segments.
+inline int64_t query_segments(const LinearAttentionShape& n) {
+  return segments(n, n.causal ? n.T : n.S);
+}
+
+inline bool splits(const LinearAttentionShape& shape) {
+  return segments(shape, shape.T) > 1 || segments(shape, shape.S) > 1;
+}
+
+struct Task {
+  int64_t b;
+  int64_t key_head;
+  int64_t segment;
+};
+
+inline Task task_of(const LinearAttentionShape& shape, int64_t index, int64_t segments) {
+  return {index / segments / shape.Hkv, index / segments % shape.Hkv, index % segments};
+}
+
+struct Range {
+  int64_t begin, end;
+  MEMCHECK_INLINE int64_t count() const { return end - begin; }
+};
+
+inline Range segment_range(const LinearAttentionShape& shape, int64_t length, int64_t segment) {
+  const int64_t step = segment_length(shape, length);
+  return {segment * step, std::min(length, (segment + 1) * step)};
+}
+
+// The query heads that read the key head of a task.
+MEMCHECK_INLINE Range query_heads(const LinearAttentionShape& n, const Task& task) {
+  return {task.key_head * n.group(), (task.key_head + 1) * n.group()};
+}
+
+// Rows of a chunk of queries of one head. Row 0 of the chunk is at `position`, which is negative where the first keys
+// have no query; `rows` are those that have one.
+struct ChunkQueries {
+  int64_t b, head, position;
+  Range rows;
+
+  MEMCHECK_INLINE MatrixPlace place(Dtype dtype, const Strided<4>& x) const {
+    return rows_at(dtype, x, b, head, position + rows.begin);
+  }
+};
+
+// What the tasks of one pass do.
+enum class Phase {
+  Whole,      // a task goes along the whole sequence
+  KeySums,    // a task sums one segment of keys into its slot
+  Queries,    // a task attends for one segment, from the sums of the segments it sees
+  QuerySums,  // backward: a task sums one segment of queries into its slot
+  Keys,       // backward: a task writes the gradients of one segment of keys
+};
+
+// One pass over tasks that do the same. Params are those of the forward, the backward or the step.
+template <typename Params>
+struct Pass {
+  const Params& p;
+  Dtype dtype;
+  Phase phase;
+  int64_t pieces;         // tasks of a key head
+  int64_t scratch_bytes;  // of a worker
+};
+
+// ---- matrices in scratch
+
+template <typename acc_t>
+struct Matrix {
+  acc_t* data;
+  int64_t stride;
+
+  MEMCHECK_INLINE Matrix(acc_t* first, int64_t row_stride) : data(first), stride(row_stride) {}
+  MEMCHECK_INLINE Matrix(Arena& arena, int64_t rows, int64_t columns)
+      : data(arena.take<acc_t>(rows * padded_columns(columns))), stride(padded_columns(columns)) {}
+
+  MEMCHECK_INLINE acc_t* row(int64_t i) const { return data + i * stride; }
+  MEMCHECK_INLINE Matrix rows_from(int64_t i) const { return {row(i), stride}; }
+  MEMCHECK_INLINE TileFactor<acc_t> factor(int64_t first_row) const { return {row(first_row), stride}; }
+  MEMCHECK_INLINE TileResult<acc_t> result(int64_t first_row) const { return {row(first_row), stride}; }
+};
+
+// The product of `count` rows or columns of a, with rows of b.
+template <typename acc_t>
+MEMCHECK_INLINE TileTerm<acc_t> term(int64_t count, const TileFactor<acc_t>& a, const Matrix<acc_t>& b) {
+  return {count, a, b.data, b.stride};
+}
+
+// Rows of a matrix in memory that lie as they would in scratch.
+template <typename acc_t>
+MEMCHECK_INLINE Matrix<acc_t> in_memory(const MatrixPlace& x) {
+  return {static_cast<acc_t*>(x.data), x.row_stride};
+}
+
+// ---- the state
+
+// The sum over positions of an outer product, (rows,columns), and behind it that of a vector, (keys).
+struct StateShape {
+  int64_t rows, columns, keys;
+  int64_t matrix_size() const { return rows * padded_columns(columns); }
+  int64_t size() const { return matrix_size() + padded_columns(keys); }
+};
+
+// M (D,Dv) and z (D).
+inline StateShape forward_state(const LinearAttentionShape& n) {
+  return {n.D, n.Dv, n.D};
+}
+
+// M^T (Dv,D) and z (D), or N^T (Dv,D) and n (D).
+inline StateShape backward_state(const LinearAttentionShape& n) {
+  return {n.Dv, n.D, n.D};
+}
+
+template <typename acc_t>
+struct State {
+  StateShape shape;
+  Matrix<acc_t> total;
+  Matrix<acc_t> rest;  // what rounding has left out of it, so that errors do not grow with the number of positions
+
+  State(const StateShape& of, Arena& arena)
+      : shape(of),
+        total(arena.take<acc_t>(of.size()), padded_columns(of.columns)),
+        rest(arena.take<acc_t>(of.size()), padded_columns(of.columns)) {}
+
+  MEMCHECK_INLINE acc_t* vector_of(const Matrix<acc_t>& part) const { return part.data + shape.matrix_size(); }
+
+  MEMCHECK_INLINE void clear() {
+    for (int64_t i = 0; i < shape.size(); ++i) total.data[i] = rest.data[i] = acc_t(0);
+  }
+
+  // The sum of the states in slots [first, last), which lie one after the other.
+  MEMCHECK_INLINE void start_from(const acc_t* slots, Range range) {
+    clear();
+    for (int64_t slot = range.begin; slot < range.end; ++slot) {
+      const acc_t* from = slots + slot * shape.size();
+      for (int64_t i = 0; i < shape.size(); ++i) add_to_sum(from[i], total.data[i], rest.data[i]);
+    }
+  }
+
+  // Adds the sum over the rows of a chunk of a b^T, and of weights (null: 1) times x.
+  MEMCHECK_INLINE void add_chunk(int64_t rows, const TileFactor<acc_t>& a, const Matrix<acc_t>& b, const acc_t* weights,
+                                 const acc_t* x, NextPair* next = nullptr) {
+    tile_product<acc_t>(TileProduct::Add, shape.rows, total.stride, term(rows, a.transposed(), b),
+                        {total.data, total.stride, rest.data}, next);
+    const int64_t stride = padded_columns(shape.keys);
+    for (int64_t i = 0; i < stride; i += kTileLanes) {
+      alignas(64) acc_t sum[kTileLanes] = {};
+      for (int64_t row = 0; row < rows; ++row) {
+        const acc_t weight = weights == nullptr ? acc_t(1) : weights[row];
+        for (int64_t lane = 0; lane < kTileLanes; ++lane) sum[lane] += weight * x[row * stride + i + lane];
+      }
+      for (int64_t lane = 0; lane < kTileLanes; ++lane)
+        add_to_sum(sum[lane], vector_of(total)[i + lane], vector_of(rest)[i + lane]);
+    }
+  }
+
+  MEMCHECK_INLINE void store(acc_t* to) {
+    for (int64_t i = 0; i < shape.size(); ++i) to[i] = total.data[i];
+  }
+};
+
+// The slots of one head's segments, behind `slots_before` slots of another kind.
+template <typename acc_t>
+MEMCHECK_INLINE acc_t* slots_of(void* states, const LinearAttentionShape& n, const StateShape& state, const Task& task,
+                                int64_t slots_before, int64_t slots) {
+  const int64_t head = task.b * n.Hkv + task.key_head;
+  return static_cast<acc_t*>(states) + (slots_before + head * slots) * state.size();
+}
+
+// ---- features
+
+template <typename acc_t>
+MEMCHECK_INLINE void map_lanes(const acc_t* __restrict from, acc_t* __restrict to) {
+  for (int64_t lane = 0; lane < kTileLanes; ++lane) to[lane] = elu_plus_one(from[lane], exp_minus_abs(from[lane]));
+}
+
+// phi of a line, into another line or in place, with zeros in the columns that pad it.
+template <typename acc_t>
+MEMCHECK_INLINE void map_line(const acc_t* from, int64_t columns, int64_t padded, acc_t* to) {
+  for (int64_t column = 0; column < padded; column += kTileLanes) {
+    if (from == to) {
+      alignas(64) acc_t x[kTileLanes];
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) x[lane] = from[column + lane];
+      map_lanes(x, to + column);
+    } else {
+      map_lanes(from + column, to + column);
+    }
+  }
+  for (int64_t i = columns; i < padded; ++i) to[i] = acc_t(0);
+}
+
+// phi(x) of some rows (rows,D). Prefetches the rows of two matrices meanwhile.
+template <typename acc_t>
+MEMCHECK_INLINE void load_features(const LinearAttentionShape& n, Dtype dtype, const MatrixPlace& x, int64_t rows,
+                                   const NextRows& next, const NextRows& other_next, const Matrix<acc_t>& to) {
+  const bool identity = n.feature_map == FeatureMap::Identity;
+  const bool direct = !identity && lies_as_scratch<acc_t>(dtype, x, n.D);
+  if (!direct) load_rows(dtype, x, rows, n.D, to.data, to.stride);
+  const Matrix<acc_t> from = direct ? in_memory<acc_t>(x) : to;
+  for (int64_t row = 0; row < rows; ++row) {
+    next.prefetch(row);
+    other_next.prefetch(row);
+    if (!identity) map_line(from.row(row), n.D, to.stride, to.row(row));
+  }
+}
+
+// phi'(x) from phi(x).
+template <typename acc_t>
+MEMCHECK_INLINE acc_t feature_derivative(FeatureMap map, acc_t phi) {
+  return map == FeatureMap::Identity ? acc_t(1) : elu_plus_one_derivative_of_value(phi);
+}
+
+// ---- rows of a chunk
+
+// Causal: a query sees the keys of its chunk up to its own row.
+template <typename acc_t>
+MEMCHECK_INLINE void mask_later_keys(const Matrix<acc_t>& scores, Range rows) {
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    acc_t* line = scores.row(row);
+    for (int64_t i = 0; i < kChunk; ++i) line[i] = i <= row ? line[i] : acc_t(0);
+  }
+}
+
+// to = a b in the columns of keys that some row of a block sees. The other columns of the block are undefined.
+template <typename acc_t>
+MEMCHECK_INLINE void multiply_visible(const Matrix<acc_t>& a, Range rows, int64_t depth, const Matrix<acc_t>& b,
+                                      const Matrix<acc_t>& to) {
+  for (int64_t row = rows.begin, end; row < rows.end; row = end) {
+    const int64_t columns = (row / kProductColumns + 1) * kProductColumns;
+    end = std::min(rows.end, columns);
+    tile_product(TileProduct::Set, end - row, columns, term(depth, a.factor(row), b), to.result(row));
+  }
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void clear_rows(const Matrix<acc_t>& x, Range rows) {
+  for (int64_t i = rows.begin * x.stride; i < rows.end * x.stride; ++i) x.data[i] = acc_t(0);
+}
+
+template <int64_t kCount, typename acc_t>
+MEMCHECK_INLINE void sum_pairs(const acc_t* __restrict from, acc_t* __restrict to) {
+  for (int64_t i = 0; i < kCount; ++i) to[i] = from[2 * i] + from[2 * i + 1];
+}
+
+// to (kChunk) = the sum over the lanes of each row, (kChunk,kTileLanes).
+template <typename acc_t>
+MEMCHECK_INLINE void sum_lanes(const Matrix<acc_t>& partial, acc_t* __restrict to) {
+  static_assert(kTileLanes == 32);
+  alignas(64) acc_t half[16 * kChunk], quarter[8 * kChunk], eighth[4 * kChunk], sixteenth[2 * kChunk];
+  for (int64_t row = 0; row < kChunk; ++row)
+    for (int64_t lane = 0; lane < 16; ++lane)
+      half[row * 16 + lane] = partial.row(row)[lane] + partial.row(row)[lane + 16];
+  sum_pairs<8 * kChunk>(half, quarter);
+  sum_pairs<4 * kChunk>(quarter, eighth);
+  sum_pairs<2 * kChunk>(eighth, sixteenth);
+  sum_pairs<kChunk>(sixteenth, to);
+}
+
+// ---- passes
+
+int64_t forward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype);   // of one worker
+int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype);  // of one worker
+void forward(const LinearAttentionForward& p, Dtype dtype);
+void backward(const LinearAttentionBackward& p, Dtype dtype);
+void step(const LinearAttentionStep& p, Dtype dtype);
+
+}  // namespace memcheck::linear_cpu

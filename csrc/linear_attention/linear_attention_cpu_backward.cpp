@@ -1,0 +1,440 @@
+#include "common/cpu_level.h"
+#include "common/dtype_cpu.h"
+#include "common/parallel.h"
+#include "linear_attention/linear_attention_cpu.h"
+
+// Backward. With h = g / den, delta = (g.y) / den, N_j = sum over the queries i that see j of phi(q_i) h_i^T and n_j =
+// the same sum of delta_i phi(q_i):
+//
+//     grad phi(q_i) = M_i h_i - delta_i z_i     grad phi(k_j) = N_j v_j - n_j     grad v_j = N_j^T phi(k_j)
+//
+// g.y = phi(q).(M h), so y is not needed. Queries come first, along the sequence with M and z. They leave 1 / den and
+// delta for the way back with N and n.
+
+namespace memcheck::linear_cpu {
+namespace {
+
+// The matrices of a chunk, a row for each position.
+template <typename acc_t>
+struct BackwardScratch {
+  State<acc_t> keys;                         // M^T, z
+  State<acc_t> queries;                      // N^T, n; causal: in the place of `keys`, which is not needed any more
+  Matrix<acc_t> n;                           // N (D,Dv)
+  Matrix<acc_t> q, k, grad_q, grad_k, z;     // (kChunk,D): phi(q), phi(k), the gradients of these, and running z
+  Matrix<acc_t> k_transposed, v_transposed;  // (D,kChunk), (Dv,kChunk)
+  Matrix<acc_t> g, v, grad_v;                // (kChunk,Dv)
+  Matrix<acc_t> scores, products;            // phi(q) phi(k)^T, g v^T (kChunk,kChunk)
+  Matrix<acc_t> partial;                     // sums along rows before their lanes are added (kChunk,kTileLanes)
+
+  BackwardScratch(Arena& arena, const LinearAttentionShape& shape)
+      : keys(backward_state(shape), arena),
+        queries(shape.causal ? keys : State<acc_t>(backward_state(shape), arena)),
+        n(arena, padded_columns(shape.D), shape.Dv),
+        q(arena, kChunk, shape.D),
+        k(arena, kChunk, shape.D),
+        grad_q(arena, kChunk, shape.D),
+        grad_k(arena, kChunk, shape.D),
+        z(arena, kChunk, shape.D),
+        k_transposed(arena, padded_columns(shape.D), kChunk),
+        v_transposed(arena, padded_columns(shape.Dv), kChunk),
+        g(arena, kChunk, shape.Dv),
+        v(arena, kChunk, shape.Dv),
+        grad_v(arena, kChunk, shape.Dv),
+        scores(arena, kChunk, kChunk),
+        products(arena, kChunk, kChunk),
+        partial(arena, kChunk, kTileLanes) {}
+};
+
+// 1 / den and delta of each query of one head, in memory.
+template <typename acc_t>
+struct QueryNumbers {
+  acc_t* inverse;
+  acc_t* delta;
+
+  MEMCHECK_INLINE QueryNumbers(const LinearAttentionBackward& p, const ChunkQueries& queries)
+      : inverse(static_cast<acc_t*>(p.rows) + (queries.b * p.shape.H + queries.head) * p.shape.S + queries.position),
+        delta(inverse + p.shape.B * p.shape.H * p.shape.S) {}
+};
+
+// ---- loads
+
+// phi(x) of rows of a chunk, (rows,D), and values, (rows,Dv). The next chunk begins `ahead` positions further.
+template <typename acc_t>
+MEMCHECK_INLINE void load_pair(const LinearAttentionShape& n, Dtype dtype, const MatrixPlace& x,
+                               const MatrixPlace& values, int64_t rows, int64_t ahead, const Matrix<acc_t>& to,
+                               const Matrix<acc_t>& to_values) {
+  NextRows next_values{};
+  if (values.data != nullptr) {
+    load_rows(dtype, values, rows, n.Dv, to_values.data, to_values.stride);
+    next_values = rows_after(dtype, values, ahead, n.Dv);
+  }
+  load_features(n, dtype, x, rows, rows_after(dtype, x, ahead, n.D), next_values, to);
+}
+
+// phi(k) and v of a chunk of keys.
+template <typename acc_t>
+MEMCHECK_INLINE void load_keys(const LinearAttentionBackward& p, Dtype dtype, const Task& task, int64_t t,
+                               int64_t count, int64_t ahead, BackwardScratch<acc_t>& x) {
+  const MatrixPlace values = p.v ? rows_at(dtype, p.v, task.b, task.key_head, t) : MatrixPlace{};
+  load_pair(p.shape, dtype, rows_at(dtype, p.k, task.b, task.key_head, t), values, count, ahead, x.k, x.v);
+  if (!p.v) clear_rows(x.v, {0, count});
+}
+
+// phi(q) and g of rows of a chunk of queries.
+template <typename acc_t>
+MEMCHECK_INLINE void load_queries(const LinearAttentionBackward& p, Dtype dtype, const ChunkQueries& queries,
+                                  int64_t ahead, BackwardScratch<acc_t>& x) {
+  const Range rows = queries.rows;
+  load_pair(p.shape, dtype, queries.place(dtype, p.q), queries.place(dtype, p.grad_y), rows.count(), ahead,
+            x.q.rows_from(rows.begin), x.g.rows_from(rows.begin));
+}
+
+// h = g / den
+template <typename acc_t>
+MEMCHECK_INLINE void divide_by_denominators(const acc_t* inverse, Range rows, BackwardScratch<acc_t>& x) {
+  for (int64_t row = rows.begin; row < rows.end; ++row)
+    for (int64_t i = 0; i < x.g.stride; ++i) x.g.row(row)[i] *= inverse[row];
+}
+
+// ---- states
+
+// M^T += v^T phi(k) and z += phi(k).
+template <typename acc_t>
+MEMCHECK_INLINE void add_keys(int64_t count, BackwardScratch<acc_t>& x) {
+  x.keys.add_chunk(count, x.v.factor(0), x.k, nullptr, x.k.data);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void sum_keys(const LinearAttentionBackward& p, Dtype dtype, const Task& task, Range keys,
+                              BackwardScratch<acc_t>& x) {
+  for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
+    const int64_t count = std::min(kChunk, keys.end - t);
+    load_keys(p, dtype, task, t, count, kChunk, x);
+    add_keys(count, x);
+  }
+}
+
+// N^T += h^T phi(q) and n += delta phi(q).
+template <typename acc_t>
+MEMCHECK_INLINE void add_queries(const LinearAttentionBackward& p, const ChunkQueries& queries,
+                                 BackwardScratch<acc_t>& x) {
+  const int64_t first = queries.rows.begin;
+  x.queries.add_chunk(queries.rows.count(), x.g.factor(first), x.q.rows_from(first),
+                      QueryNumbers<acc_t>(p, queries).delta + first, x.q.row(first));
+}
+
+// N from N^T.
+template <typename acc_t>
+MEMCHECK_INLINE void transpose_query_state(const LinearAttentionShape& n, BackwardScratch<acc_t>& x) {
+  const Matrix<acc_t>& total = x.queries.total;
+  for (int64_t row = 0; row < n.Dv; row += kTileRows)
+    transpose_rows(total.row(row), total.stride, std::min<int64_t>(kTileRows, n.Dv - row), total.stride, x.n.data + row,
+                   x.n.stride);
+}
+
+// ---- gradients of queries
+
+// z of every row: that of the state, and of the first `keys` rows of phi(k) up to the row.
+template <typename acc_t>
+MEMCHECK_INLINE void running_key_sums(int64_t rows, int64_t keys, BackwardScratch<acc_t>& x) {
+  const acc_t* before = x.keys.vector_of(x.keys.total);
+  for (int64_t i = 0; i < x.z.stride; i += kTileLanes) {
+    alignas(64) acc_t sum[kTileLanes] = {};
+    for (int64_t row = 0; row < rows; ++row) {
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+        if (row < keys) sum[lane] += x.k.row(row)[i + lane];
+        x.z.row(row)[i + lane] = before[i + lane] + sum[lane];
+      }
+    }
+  }
+}
+
+// to (kChunk) = a.b of each row.
+template <typename acc_t>
+MEMCHECK_INLINE void dots(const Matrix<acc_t>& a, const Matrix<acc_t>& b, Range rows, const Matrix<acc_t>& partial,
+                          acc_t* to) {
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const acc_t* x = a.row(row);
+    const acc_t* y = b.row(row);
+    alignas(64) acc_t sums[kTileLanes] = {};
+    for (int64_t i = 0; i < a.stride; i += kTileLanes)
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) sums[lane] += x[i + lane] * y[i + lane];
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) partial.row(row)[lane] = sums[lane];
+  }
+  sum_lanes(partial, to);
+}
+
+// grad_q = M h, from the state and from the `keys` keys at hand.
+template <typename acc_t>
+MEMCHECK_INLINE void multiply_by_key_sums(const LinearAttentionShape& n, Range rows, int64_t keys,
+                                          BackwardScratch<acc_t>& x) {
+  const int64_t first = rows.begin;
+  TileTerm<acc_t> seen{};
+  if (keys > 0) {
+    multiply_visible(x.g, rows, n.Dv, x.v_transposed, x.products);
+    mask_later_keys(x.products, rows);
+    seen = term(first, x.products.factor(first), x.k);
+  }
+  tile_rows<acc_t>(rows.count(), x.grad_q.stride, term(n.Dv, x.g.factor(first), x.keys.total), seen, nullptr,
+                   x.grad_q.result(first));
+}
+
+// phi(q) and h of rows of a chunk, and grad_q if it is wanted. Leaves 1 / den and delta. Everything is formed with h
+// instead of g, because phi(q).(M g) may overflow where phi(q).(M h) = g.y does not.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_queries(const LinearAttentionBackward& p, Dtype dtype, const ChunkQueries& queries,
+                                           int64_t keys, BackwardScratch<acc_t>& x) {
+  const LinearAttentionShape& n = p.shape;
+  const Range rows = queries.rows;
+  const QueryNumbers<acc_t> kept(p, queries);
+  load_queries(p, dtype, queries, kChunk, x);
+  alignas(64) acc_t inverse[kChunk];
+  dots(x.q, x.z, rows, x.partial, inverse);
+  for (int64_t row = rows.begin; row < rows.end; ++row)
+    inverse[row] = acc_t(1) / (inverse[row] + static_cast<acc_t>(p.eps));
+  divide_by_denominators(inverse, rows, x);
+  multiply_by_key_sums(n, rows, keys, x);
+  alignas(64) acc_t g_dot_y[kChunk];
+  dots(x.q, x.grad_q, rows, x.partial, g_dot_y);
+  for (int64_t row = rows.begin; row < rows.end; ++row) {
+    const acc_t delta = g_dot_y[row] * inverse[row];
+    acc_t* grad_q = x.grad_q.row(row);
+    for (int64_t i = 0; i < x.grad_q.stride; ++i)
+      grad_q[i] = (grad_q[i] - delta * x.z.row(row)[i]) * feature_derivative(n.feature_map, x.q.row(row)[i]);
+    kept.inverse[row] = inverse[row];
+    kept.delta[row] = delta;
+  }
+  if (p.grad_q)
+    store_rows(dtype, queries.place(dtype, p.grad_q), rows.count(), n.D, x.grad_q.row(rows.begin), x.grad_q.stride);
+}
+
+// Causal, along the sequence: grad_q, 1 / den and delta.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_along(const LinearAttentionBackward& p, Dtype dtype, const Task& task, Range keys,
+                                         BackwardScratch<acc_t>& x) {
+  const LinearAttentionShape& n = p.shape;
+  const Range heads = query_heads(n, task);
+  for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
+    const int64_t count = std::min(kChunk, keys.end - t);
+    const int64_t s = t - (n.T - n.S);
+    load_keys(p, dtype, task, t, count, kChunk, x);
+    if (s + count > 0) {
+      transpose_rows(x.v.data, x.v.stride, count, x.v.stride, x.v_transposed.data, kChunk);
+      running_key_sums(count, count, x);
+      for (int64_t head = heads.begin; head < heads.end; ++head)
+        differentiate_queries(p, dtype, {task.b, head, s, {std::max<int64_t>(-s, 0), count}}, count, x);
+    }
+    if (t + kChunk < n.T) add_keys(count, x);
+  }
+}
+
+// Not causal: every query sees what the state of keys holds. grad_q, and N and n of these queries.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_all_queries(const LinearAttentionBackward& p, Dtype dtype, const Task& task,
+                                               Range range, BackwardScratch<acc_t>& x) {
+  const Range heads = query_heads(p.shape, task);
+  running_key_sums(kChunk, 0, x);
+  for (int64_t head = heads.begin; head < heads.end; ++head) {
+    for (int64_t s = range.begin; s < range.end; s += kChunk) {
+      const ChunkQueries queries{task.b, head, s, {0, std::min(kChunk, range.end - s)}};
+      differentiate_queries(p, dtype, queries, 0, x);
+      add_queries(p, queries, x);
+    }
+  }
+}
+
+// ---- gradients of keys
+
+// grad phi(k) = N v - n and grad_v = N^T phi(k) of a chunk, from the later queries in the state.
+template <typename acc_t>
+MEMCHECK_INLINE void key_gradients_of_state(const LinearAttentionShape& n, int64_t count, BackwardScratch<acc_t>& x) {
+  tile_product(TileProduct::Set, count, x.grad_k.stride, term(n.Dv, x.v.factor(0), x.queries.total),
+               x.grad_k.result(0));
+  const acc_t* later = x.queries.vector_of(x.queries.total);
+  for (int64_t row = 0; row < count; ++row)
+    for (int64_t i = 0; i < x.grad_k.stride; ++i) x.grad_k.row(row)[i] -= later[i];
+  tile_product(TileProduct::Set, count, x.grad_v.stride, term(n.D, x.k.factor(0), x.n), x.grad_v.result(0));
+}
+
+// Adds to these what the queries of the same chunk give.
+template <typename acc_t>
+MEMCHECK_INLINE void key_gradients_of_chunk(const LinearAttentionBackward& p, const ChunkQueries& queries, int64_t keys,
+                                            BackwardScratch<acc_t>& x) {
+  const Range rows = queries.rows;
+  const int64_t first = rows.begin;
+  const acc_t* delta = QueryNumbers<acc_t>(p, queries).delta;
+  multiply_visible(x.g, rows, p.shape.Dv, x.v_transposed, x.products);
+  for (int64_t row = first; row < rows.end; ++row)
+    for (int64_t i = 0; i < kChunk; ++i) x.products.row(row)[i] -= delta[row];
+  mask_later_keys(x.products, rows);
+  tile_product(TileProduct::Add, keys, x.grad_k.stride,
+               term(rows.count(), x.products.factor(first).transposed(), x.q.rows_from(first)), x.grad_k.result(0));
+  multiply_visible(x.q, rows, p.shape.D, x.k_transposed, x.scores);
+  mask_later_keys(x.scores, rows);
+  tile_product(TileProduct::Add, keys, x.grad_v.stride,
+               term(rows.count(), x.scores.factor(first).transposed(), x.g.rows_from(first)), x.grad_v.result(0));
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void store_key_gradients(const LinearAttentionBackward& p, Dtype dtype, const Task& task, int64_t t,
+                                         int64_t count, BackwardScratch<acc_t>& x) {
+  const LinearAttentionShape& n = p.shape;
+  for (int64_t i = 0; i < count * x.k.stride; ++i) x.grad_k.data[i] *= feature_derivative(n.feature_map, x.k.data[i]);
+  if (p.grad_k)
+    store_rows(dtype, rows_at(dtype, p.grad_k, task.b, task.key_head, t), count, n.D, x.grad_k.data, x.grad_k.stride);
+  if (p.grad_v)
+    store_rows(dtype, rows_at(dtype, p.grad_v, task.b, task.key_head, t), count, n.Dv, x.grad_v.data, x.grad_v.stride);
+}
+
+// Causal, back: grad_k and grad_v, or only N and n.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_back(const LinearAttentionBackward& p, Dtype dtype, const Task& task, Range keys,
+                                        bool sums_only, BackwardScratch<acc_t>& x) {
+  const LinearAttentionShape& n = p.shape;
+  const Range heads = query_heads(n, task);
+  for (int64_t t = keys.begin + (keys.end - 1 - keys.begin) / kChunk * kChunk; t >= keys.begin; t -= kChunk) {
+    const int64_t count = std::min(kChunk, keys.end - t);
+    const int64_t s = t - (n.T - n.S);
+    const Range rows{std::min(std::max<int64_t>(-s, 0), count), count};
+    if (!sums_only) {
+      load_keys(p, dtype, task, t, count, -kChunk, x);
+      transpose_rows(x.k.data, x.k.stride, count, x.k.stride, x.k_transposed.data, kChunk);
+      transpose_rows(x.v.data, x.v.stride, count, x.v.stride, x.v_transposed.data, kChunk);
+      transpose_query_state(n, x);
+      key_gradients_of_state(n, count, x);
+    }
+    for (int64_t head = heads.begin; head < heads.end && rows.count() > 0; ++head) {
+      const ChunkQueries queries{task.b, head, s, rows};
+      load_queries(p, dtype, queries, -kChunk, x);
+      divide_by_denominators(QueryNumbers<acc_t>(p, queries).inverse, rows, x);
+      if (!sums_only) key_gradients_of_chunk(p, queries, count, x);
+      add_queries(p, queries, x);
+    }
+    if (!sums_only) store_key_gradients(p, dtype, task, t, count, x);
+  }
+}
+
+// Not causal: what the state of queries holds sees every key.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_all_keys(const LinearAttentionBackward& p, Dtype dtype, const Task& task, Range keys,
+                                            BackwardScratch<acc_t>& x) {
+  transpose_query_state(p.shape, x);
+  for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
+    const int64_t count = std::min(kChunk, keys.end - t);
+    load_keys(p, dtype, task, t, count, kChunk, x);
+    key_gradients_of_state(p.shape, count, x);
+    store_key_gradients(p, dtype, task, t, count, x);
+  }
+}
+
+// ---- tasks
+
+template <typename acc_t>
+MEMCHECK_INLINE acc_t* key_slots(const LinearAttentionBackward& p, const Task& task, const StateShape& state) {
+  return slots_of<acc_t>(p.states, p.shape, state, task, 0, segments(p.shape, p.shape.T));
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE acc_t* query_slots(const LinearAttentionBackward& p, const Task& task, const StateShape& state) {
+  const LinearAttentionShape& n = p.shape;
+  // Causal: the sums of keys have been read when those of queries are written in their place.
+  const int64_t slots_before = n.causal ? 0 : n.B * n.Hkv * segments(n, n.T);
+  return slots_of<acc_t>(p.states, n, state, task, slots_before, query_segments(n));
+}
+
+// M and z of the keys that the task's queries see before they go along with their own; KeySums: of the task's keys.
+template <typename acc_t>
+MEMCHECK_INLINE void start_key_state(const Pass<LinearAttentionBackward>& pass, const Task& task, Range keys,
+                                     BackwardScratch<acc_t>& x) {
+  const LinearAttentionShape& n = pass.p.shape;
+  if (pass.phase == Phase::Queries) {
+    const Range before{0, n.causal ? task.segment : segments(n, n.T)};
+    return x.keys.start_from(key_slots<acc_t>(pass.p, task, x.keys.shape), before);
+  }
+  x.keys.clear();
+  if (pass.phase == Phase::KeySums || !n.causal) sum_keys(pass.p, pass.dtype, task, keys, x);
+}
+
+// grad_q. Not causal: and N and n of the task's queries.
+template <typename acc_t>
+MEMCHECK_INLINE void query_part(const Pass<LinearAttentionBackward>& pass, const Task& task, Range keys,
+                                BackwardScratch<acc_t>& x) {
+  const LinearAttentionShape& n = pass.p.shape;
+  if (n.causal) return differentiate_along(pass.p, pass.dtype, task, keys, x);
+  const Range queries = pass.phase == Phase::Whole ? Range{0, n.S} : segment_range(n, n.S, task.segment);
+  x.queries.clear();
+  differentiate_all_queries(pass.p, pass.dtype, task, queries, x);
+}
+
+// grad_k and grad_v; QuerySums: N and n of the task's queries.
+template <typename acc_t>
+MEMCHECK_INLINE void key_part(const Pass<LinearAttentionBackward>& pass, const Task& task, Range keys,
+                              BackwardScratch<acc_t>& x) {
+  const LinearAttentionShape& n = pass.p.shape;
+  if (pass.phase == Phase::Keys) {
+    const Range after{n.causal ? task.segment + 1 : 0, query_segments(n)};
+    x.queries.start_from(query_slots<acc_t>(pass.p, task, x.queries.shape), after);
+  } else if (n.causal) {
+    x.queries.clear();
+  }
+  if (!n.causal) return differentiate_all_keys(pass.p, pass.dtype, task, keys, x);
+  differentiate_back(pass.p, pass.dtype, task, keys, pass.phase == Phase::QuerySums, x);
+}
+
+// Each part occurs once, because all of it is inlined here.
+template <typename acc_t>
+MEMCHECK_INLINE void backward_task(const Pass<LinearAttentionBackward>& pass, const Task& task,
+                                   BackwardScratch<acc_t>& x) {
+  const LinearAttentionBackward& p = pass.p;
+  const bool whole = pass.phase == Phase::Whole;
+  const bool has_queries = whole || pass.phase == Phase::Queries;
+  const bool has_keys = whole ? p.grad_k || p.grad_v : pass.phase == Phase::QuerySums || pass.phase == Phase::Keys;
+  const Range keys = whole ? Range{0, p.shape.T} : segment_range(p.shape, p.shape.T, task.segment);
+  const int64_t own_slot = task.segment * x.keys.shape.size();
+  if (has_queries || pass.phase == Phase::KeySums) start_key_state(pass, task, keys, x);
+  if (has_queries) query_part(pass, task, keys, x);
+  if (has_keys) key_part(pass, task, keys, x);
+  if (pass.phase == Phase::KeySums) x.keys.store(key_slots<acc_t>(p, task, x.keys.shape) + own_slot);
+  if (pass.phase == Phase::QuerySums || (pass.phase == Phase::Queries && !p.shape.causal))
+    x.queries.store(query_slots<acc_t>(p, task, x.queries.shape) + own_slot);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void backward_tasks_body(const Pass<LinearAttentionBackward>& pass, int64_t begin, int64_t end,
+                                         int worker) {
+  Arena arena = arena_of(pass.p.scratch, pass.scratch_bytes, worker);
+  BackwardScratch<acc_t> x(arena, pass.p.shape);
+  for (int64_t index = begin; index < end; ++index) backward_task(pass, task_of(pass.p.shape, index, pass.pieces), x);
+}
+
+MEMCHECK_PER_CPU_LEVEL(acc_t, backward_tasks,
+                       (const Pass<LinearAttentionBackward>& pass, int64_t begin, int64_t end, int worker),
+                       (pass, begin, end, worker))
+
+template <typename acc_t>
+void run_backward(const LinearAttentionBackward& p, Dtype dtype, Phase phase, int64_t pieces) {
+  const Pass<LinearAttentionBackward> pass{p, dtype, phase, pieces, scratch_bytes<BackwardScratch<acc_t>>(p.shape)};
+  parallel_tasks(p.shape.B * p.shape.Hkv * pieces,
+                 [&](int64_t begin, int64_t end, int worker) { backward_tasks<acc_t>(pass, begin, end, worker); });
+}
+
+}  // namespace
+
+int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype) {
+  return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<BackwardScratch<decltype(acc)>>(n); });
+}
+
+void backward(const LinearAttentionBackward& p, Dtype dtype) {
+  with_acc_type(dtype, [&](auto acc) {
+    using acc_t = decltype(acc);
+    const LinearAttentionShape& n = p.shape;
+    if (!splits(n)) return run_backward<acc_t>(p, dtype, Phase::Whole, 1);
+    run_backward<acc_t>(p, dtype, Phase::KeySums, segments(n, n.T));
+    run_backward<acc_t>(p, dtype, Phase::Queries, query_segments(n));
+    if (!p.grad_k && !p.grad_v) return;
+    if (n.causal) run_backward<acc_t>(p, dtype, Phase::QuerySums, query_segments(n));
+    run_backward<acc_t>(p, dtype, Phase::Keys, segments(n, n.T));
+  });
+}
+
+}  // namespace memcheck::linear_cpu

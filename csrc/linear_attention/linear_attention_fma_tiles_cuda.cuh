@@ -1,0 +1,228 @@
+#pragma once
+
+#include "linear_attention/linear_attention_scan_cuda.cuh"
+
+// Tiles in the accumulation type in shared memory, how they are loaded, and their products by fused multiply-adds. A
+// thread has 4 x 4 elements of a tile.
+
+namespace memcheck {
+namespace linear_cuda {
+
+template <typename acc_t>
+constexpr int kTileSize = sizeof(acc_t) == sizeof(double) ? 32 : 64;
+template <typename acc_t>
+constexpr int kSide = kTileSize<acc_t> / 4;  // threads along a tile
+template <typename acc_t>
+constexpr int kThreads = kSide<acc_t> * kSide<acc_t>;
+template <typename acc_t>
+constexpr int kTileStride = kTileSize<acc_t> + 4;  // rows of a tile begin in different banks
+template <typename acc_t>
+constexpr int kBlocksAtOnce = sizeof(acc_t) == sizeof(double) ? 1 : 2;  // on a multiprocessor
+// Terms of a sum's first level. The next levels are a tile, and all tiles.
+constexpr int kLevel = 16;
+
+template <typename acc_t>
+using Four = Pack<acc_t, 4>;
+
+// Lines of a chunk, with kTileSize columns each.
+template <typename acc_t, int kLines>
+struct ChunkTile {
+  Four<acc_t> fours[kLines * kTileStride<acc_t> / 4];
+
+  __device__ __forceinline__ acc_t* row(int i) { return reinterpret_cast<acc_t*>(fours) + i * kTileStride<acc_t>; }
+  __device__ __forceinline__ const acc_t* row(int i) const {
+    return reinterpret_cast<const acc_t*>(fours) + i * kTileStride<acc_t>;
+  }
+};
+
+template <typename acc_t>
+__device__ __forceinline__ int thread_x() {
+  return static_cast<int>(threadIdx.x) % kSide<acc_t>;
+}
+
+template <typename acc_t>
+__device__ __forceinline__ int thread_y() {
+  return static_cast<int>(threadIdx.x) / kSide<acc_t>;
+}
+
+// The sum over the threads of one y, formed in the same order by all of them.
+template <typename acc_t>
+__device__ __forceinline__ acc_t sum_along_x(acc_t x) {
+  for (int distance = kSide<acc_t> / 2; distance > 0; distance /= 2) x += __shfl_xor_sync(0xffffffffu, x, distance);
+  return x;
+}
+
+// ---- from memory to tiles
+
+// Loads a tile of the factor from `column` on, kCount elements at a time; zeros where nothing exists. `from` is the
+// head's first element or null, and `scale` its 1 / den or null.
+template <int kCount, typename scalar_t, typename acc_t, int kLines>
+__device__ __forceinline__ void load_packs(const ScanFactor& factor, const scalar_t* from, const acc_t* scale,
+                                           const Lines& lines, int64_t column, int64_t columns,
+                                           ChunkTile<acc_t, kLines>& to) {
+  using Packs = TilePacks<scalar_t, kLines, kTileSize<acc_t>, kThreads<acc_t>, kCount>;
+  constexpr int kAtOnce = Packs::kCount < 4 ? Packs::kCount : 4;
+  const Packs mine;
+  const int at = mine.column;
+  const bool in_line = from != nullptr && column + at < columns;
+  if (from != nullptr) from += lines.first * factor.x.stride[2] + (column + at) * factor.x.stride[3];
+#pragma unroll 1
+  for (int batch = 0; batch < Packs::kCount; batch += kAtOnce) {
+    Pack<scalar_t, kCount> packs[kAtOnce] = {};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int line = mine.row + (batch + i) * Packs::kStep;
+      if (in_line && lines.has(line)) packs[i] = load_pack<kCount>(from + line * factor.x.stride[2]);
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int line = mine.row + (batch + i) * Packs::kStep;
+      const bool exists = in_line && lines.has(line);
+      const acc_t weight = exists && scale != nullptr ? scale[lines.first + line] : acc_t(1);
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) {
+        const acc_t x = to_acc(packs[i].values[j]);
+        const acc_t value = factor.mapped ? elu_plus_one(x, exp_minus_abs(x)) : x;
+        to.row(line)[at + j] = exists ? value * weight : acc_t(0);
+      }
+    }
+  }
+}
+
+template <typename scalar_t, typename acc_t, int kLines>
+__device__ __forceinline__ void load_chunk(const Scan& scan, const ScanFactor& factor, int64_t b, int64_t head,
+                                           const Lines& lines, int64_t column, int64_t columns,
+                                           ChunkTile<acc_t, kLines>& to) {
+  const scalar_t* from = factor.x ? factor.x.at<scalar_t>(b, head, 0, 0) : nullptr;
+  const acc_t* scale =
+      factor.scaled ? static_cast<const acc_t*>(scan.inverse) + query_row(scan.shape, b, head) : nullptr;
+  if (factor.packed)
+    load_packs<kPackSize<scalar_t>>(factor, from, scale, lines, column, columns, to);
+  else
+    load_packs<1>(factor, from, scale, lines, column, columns, to);
+}
+
+// ---- products
+
+template <typename acc_t, int kThreadRows, int kColumns>
+__device__ __forceinline__ void add(const acc_t (&from)[kThreadRows][kColumns], acc_t (&to)[kThreadRows][kColumns]) {
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+    for (int j = 0; j < kColumns; ++j) to[i][j] += from[i][j];
+}
+
+// sum[i][j] += the product, over `depth` columns, of rows y + kSide i of a and x + kSide j of b.
+template <typename acc_t, int kLines, int kThreadRows>
+__device__ __forceinline__ void add_scores(const ChunkTile<acc_t, kLines>& a, const ChunkTile<acc_t, kLines>& b,
+                                           int depth, acc_t (&sum)[kThreadRows][kThreadRows]) {
+#pragma unroll 1
+  for (int level = 0; level < depth; level += kLevel) {
+    acc_t part[kThreadRows][kThreadRows] = {};
+#pragma unroll 1
+    for (int k = level; k < min(level + kLevel, depth); k += 4) {
+      Four<acc_t> of_a[kThreadRows], of_b[kThreadRows];
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i) {
+        of_a[i] = load_pack<4>(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k);
+        of_b[i] = load_pack<4>(b.row(thread_x<acc_t>() + kSide<acc_t> * i) + k);
+      }
+#pragma unroll
+      for (int kk = 0; kk < 4; ++kk)
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+          for (int j = 0; j < kThreadRows; ++j) part[i][j] += of_a[i].values[kk] * of_b[j].values[kk];
+    }
+    add(part, sum);
+  }
+}
+
+// out += a x, where the rows of x begin at `rows` and are kTileStride apart.
+template <typename acc_t, int kLines, int kThreadRows>
+__device__ __forceinline__ void add_product(const ChunkTile<acc_t, kLines>& a, const acc_t* rows, int depth,
+                                            acc_t (&out)[kThreadRows][4]) {
+#pragma unroll 1
+  for (int level = 0; level < depth; level += kLevel) {
+    acc_t part[kThreadRows][4] = {};
+#pragma unroll 1
+    for (int k = level; k < min(level + kLevel, depth); k += 4) {
+      Four<acc_t> of_a[kThreadRows];
+#pragma unroll
+      for (int i = 0; i < kThreadRows; ++i) of_a[i] = load_pack<4>(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + k);
+#pragma unroll
+      for (int kk = 0; kk < 4; ++kk) {
+        const Four<acc_t> of_x = load_pack<4>(rows + (k + kk) * kTileStride<acc_t> + 4 * thread_x<acc_t>());
+#pragma unroll
+        for (int i = 0; i < kThreadRows; ++i)
+#pragma unroll
+          for (int j = 0; j < 4; ++j) part[i][j] += of_a[i].values[kk] * of_x.values[j];
+      }
+    }
+    add(part, out);
+  }
+}
+
+// state += b^T x over the lines of a chunk.
+template <typename acc_t, int kLines>
+__device__ __forceinline__ void add_outer(const ChunkTile<acc_t, kLines>& b, const ChunkTile<acc_t, kLines>& x,
+                                          int lines, acc_t* state) {
+  acc_t sum[4][4] = {};
+#pragma unroll 1
+  for (int level = 0; level < lines; level += kLevel) {
+    acc_t part[4][4] = {};
+#pragma unroll 4
+    for (int line = level; line < min(level + kLevel, lines); ++line) {
+      const Four<acc_t> of_b = load_pack<4>(b.row(line) + 4 * thread_y<acc_t>());
+      const Four<acc_t> of_x = load_pack<4>(x.row(line) + 4 * thread_x<acc_t>());
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j) part[i][j] += of_b.values[i] * of_x.values[j];
+    }
+    add(part, sum);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    acc_t* to = state + (4 * thread_y<acc_t>() + i) * kTileStride<acc_t> + 4 * thread_x<acc_t>();
+    Four<acc_t> total = load_pack<4>(to);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) total.values[j] += sum[i][j];
+    store_pack(total, to);
+  }
+}
+
+// Adds this thread's share of the product of a row's first columns and a vector; a null vector means ones.
+template <typename acc_t, int kLines, int kThreadRows>
+__device__ __forceinline__ void add_row_dots(const ChunkTile<acc_t, kLines>& a, const acc_t* vector, int columns,
+                                             acc_t (&sum)[kThreadRows]) {
+  const int column = 4 * thread_x<acc_t>();
+  if (column >= columns) return;
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i) {
+    const Four<acc_t> x = load_pack<4>(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + column);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum[i] += x.values[j] * (vector == nullptr ? acc_t(1) : vector[column + j]);
+  }
+}
+
+// to[column] += the sum over a tile's rows, weighted unless `weights` is null.
+template <typename acc_t, int kLines>
+__device__ __forceinline__ void add_column_sums(const ChunkTile<acc_t, kLines>& x, const acc_t* weights, acc_t* to) {
+  Four<acc_t> sum = {};
+#pragma unroll
+  for (int i = 0; i < kLines / kSide<acc_t>; ++i) {
+    const int line = thread_x<acc_t>() + kSide<acc_t> * i;
+    const Four<acc_t> row = load_pack<4>(x.row(line) + 4 * thread_y<acc_t>());
+#pragma unroll
+    for (int j = 0; j < 4; ++j) sum.values[j] += row.values[j] * (weights == nullptr ? acc_t(1) : weights[line]);
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const acc_t total = sum_along_x(sum.values[j]);
+    if (thread_x<acc_t>() == 0) to[4 * thread_y<acc_t>() + j] += total;
+  }
+}
+
+}  // namespace linear_cuda
+}  // namespace memcheck

@@ -1,0 +1,231 @@
+#pragma once
+
+#include <algorithm>
+
+#include "common/formulas.h"
+#include "common/tile.cuh"
+#include "linear_attention/linear_attention.h"
+
+// y and all gradients of linear attention are one scan. Of a row i, over the columns j that it sees,
+//
+//     out_i = sum of (a_i.b_j - bias) x_j
+//
+//              rows     a        b              x              bias
+//     y        queries  phi(q)   phi(k)         v                        then / den: the same sum with x = 1, + eps
+//     grad q   queries  g        v              phi(k)         (g.y)_i   then phi'(q) / den
+//     grad k   keys     v        g              phi(q) / den   (g.y)_j   then phi'(k)
+//     grad v   keys     phi(k)   phi(q) / den   g
+//
+// where g is the gradient of y. If 1 / den is known before grad q, then a is g / den and the bias is (g.y) / den,
+// because products with g alone may overflow. A block goes along the sequence in chunks. Rows and columns of the same
+// chunk form a matrix of scores; columns of earlier chunks are in a state, the sum of b_j x_j^T (depth,width). If the
+// rows are keys, which see later queries, the scan goes backwards. If there are few heads, the sequence is cut into
+// segments: one launch sums the columns of each segment, one adds the segments up, and one scans all segments at once.
+
+namespace memcheck {
+namespace linear_cuda {
+
+enum class ScanKind {
+  Output,
+  Denominators,  // as Output, but stores 1 / den and g.y of every query
+  GradQ,
+  GradK,
+  GradV,
+};
+
+// The kernel's name in errors.
+inline const char* name_of(ScanKind kind, bool on_tensor_cores) {
+  switch (kind) {
+    case ScanKind::Output:
+      return on_tensor_cores ? "linear_attention_forward_tensor" : "linear_attention_forward";
+    case ScanKind::Denominators:
+      return "linear_attention_backward_rows";
+    case ScanKind::GradQ:
+      return on_tensor_cores ? "linear_attention_backward_q_tensor" : "linear_attention_backward_q";
+    case ScanKind::GradK:
+      return on_tensor_cores ? "linear_attention_backward_k_tensor" : "linear_attention_backward_k";
+    case ScanKind::GradV:
+      break;
+  }
+  return on_tensor_cores ? "linear_attention_backward_v_tensor" : "linear_attention_backward_v";
+}
+
+// A scan without segments is Whole. Else Sums forms the states of segments, and Pieces the results.
+enum class ScanPhase { Whole, Sums, Pieces };
+
+// x (B,heads,length,columns), or phi(x) if mapped; times 1 / den of its query if scaled. Null means zeros.
+struct ScanFactor {
+  Strided<4> x;
+  bool mapped;
+  bool scaled;
+  bool packed;  // may be read 16 bytes at a time
+};
+
+struct Scan {
+  LinearAttentionShape shape;
+  double eps;
+  ScanKind kind;
+  ScanPhase phase;
+  int64_t depth;  // of a and b
+  int64_t width;  // of x and out
+  ScanFactor a, b, x;
+  Strided<4> out;   // (B,H,S,width) or (B,Hkv,T,width); null when not wanted
+  Strided<4> last;  // read at the end. Denominators: g; GradQ: q; GradK: k
+  bool out_packed;  // may be written as many bytes at a time as the kernel stores
+  bool last_packed;
+  void* inverse;    // (B,H,S): 1 / den
+  void* products;   // (parts,B,H,S): parts of g.y
+  void* states;     // (B,Hkv,segments,slot): state (depth,width), then the sum of a vector
+  void* deep;       // states of blocks that are too deep for shared memory
+  Strided<4> m, z;  // initial sums, null for zeros: (B,Hkv,depth,width), (B,Hkv,1,depth)
+  Strided<4> new_m, new_z;
+  LinearAttentionSegments segments, pieces;
+
+  MEMCHECK_INLINE bool rows_are_queries() const { return kind != ScanKind::GradK && kind != ScanKind::GradV; }
+  MEMCHECK_INLINE bool has_denominator() const { return kind == ScanKind::Output || kind == ScanKind::Denominators; }
+  MEMCHECK_INLINE bool has_bias() const { return kind == ScanKind::GradQ || kind == ScanKind::GradK; }
+  MEMCHECK_INLINE bool backwards() const { return shape.causal && !rows_are_queries(); }
+  MEMCHECK_INLINE int64_t rows() const { return rows_are_queries() ? shape.S : shape.T; }
+  MEMCHECK_INLINE int64_t columns() const { return rows_are_queries() ? shape.T : shape.S; }
+  // Causal: a key's time is its position, a query's that of the last key it sees.
+  MEMCHECK_INLINE int64_t delay_of_queries() const { return shape.causal ? shape.T - shape.S : 0; }
+  MEMCHECK_INLINE int64_t row_delay() const { return rows_are_queries() ? delay_of_queries() : 0; }
+  MEMCHECK_INLINE int64_t column_delay() const { return rows_are_queries() ? 0 : delay_of_queries(); }
+  MEMCHECK_INLINE int64_t slot() const { return depth * width + (depth > width ? depth : width); }
+};
+
+struct Range {
+  int64_t begin, end;
+};
+
+MEMCHECK_INLINE Range piece_of(const LinearAttentionSegments& cut, int64_t piece, int64_t length) {
+  const int64_t begin = piece * cut.length;
+  const int64_t end = begin + cut.length;
+  return {begin < length ? begin : length, end < length ? end : length};
+}
+
+// The part of the scan that a block computes.
+struct ScanWork {
+  int64_t b, row_head, key_head;
+  int64_t first_column_head, column_heads;
+  int64_t part;  // of the width
+  int64_t piece;
+};
+
+MEMCHECK_INLINE ScanWork scan_work(const Scan& scan, int64_t index, int64_t parts) {
+  const LinearAttentionShape& n = scan.shape;
+  const bool sums = scan.phase == ScanPhase::Sums;
+  const int64_t pieces = scan.phase == ScanPhase::Whole ? 1 : sums ? scan.segments.count : scan.pieces.count;
+  const int64_t group = n.group();
+  const int64_t heads = sums || !scan.rows_are_queries() ? n.Hkv : n.H;
+  const int64_t rows_a_key_head = heads == n.Hkv ? 1 : group;
+  ScanWork work;
+  work.part = index % parts;
+  work.piece = index / parts % pieces;
+  work.row_head = index / parts / pieces % heads;
+  work.b = index / parts / pieces / heads;
+  work.key_head = work.row_head / rows_a_key_head;
+  work.first_column_head = scan.rows_are_queries() ? work.key_head : work.key_head * group;
+  work.column_heads = scan.rows_are_queries() ? 1 : group;
+  return work;
+}
+
+// The lines of a chunk that exist: line i, for i in [begin, end), is at position first + i.
+struct Lines {
+  int64_t first;
+  int begin, end;
+
+  MEMCHECK_INLINE bool has(int i) const { return i >= begin && i < end; }
+};
+
+MEMCHECK_INLINE Lines lines_at(int64_t time, int64_t end_time, int64_t delay, int64_t length, int chunk) {
+  const int64_t first = time - delay;
+  const int64_t begin = first < 0 ? (-first < chunk ? -first : chunk) : 0;
+  int64_t end = end_time - time < length - first ? end_time - time : length - first;
+  end = end < chunk ? end : chunk;
+  return {first, static_cast<int>(begin), static_cast<int>(end > begin ? end : begin)};
+}
+
+// Rows and columns of one chunk. If the scan is not causal, a time is a position of either.
+struct Chunk {
+  Lines rows, columns;
+  bool has_rows, has_columns;
+};
+
+// The times that a block goes through: first columns alone, then rows, with their columns if the scan is causal.
+struct ScanRanges {
+  Range columns;
+  Range rows;
+
+  MEMCHECK_INLINE int column_chunks(int size) const {
+    return static_cast<int>(ceil_div(columns.end - columns.begin, size));
+  }
+  MEMCHECK_INLINE int row_chunks(int size) const { return static_cast<int>(ceil_div(rows.end - rows.begin, size)); }
+};
+
+MEMCHECK_INLINE ScanRanges ranges_of(const Scan& scan, const ScanWork& work) {
+  const bool causal = scan.shape.causal;
+  const Range none = {0, 0};
+  if (scan.phase == ScanPhase::Sums)
+    return {piece_of(scan.segments, work.piece, causal ? scan.shape.T : scan.columns()), none};
+  if (scan.phase == ScanPhase::Pieces)
+    return {none, piece_of(scan.pieces, work.piece, causal ? scan.shape.T : scan.rows())};
+  return {causal ? none : Range{0, scan.columns()}, Range{0, causal ? scan.shape.T : scan.rows()}};
+}
+
+MEMCHECK_INLINE Chunk chunk_of(const Scan& scan, const Range& range, int64_t number, bool sums, int size) {
+  const int64_t last = ceil_div(range.end - range.begin, size) - 1;
+  const int64_t time = range.begin + (!sums && scan.backwards() ? last - number : number) * size;
+  Chunk chunk = {};
+  if (!sums) chunk.rows = lines_at(time, range.end, scan.row_delay(), scan.rows(), size);
+  if (sums || scan.shape.causal) chunk.columns = lines_at(time, range.end, scan.column_delay(), scan.columns(), size);
+  chunk.has_rows = chunk.rows.begin < chunk.rows.end;
+  chunk.has_columns = chunk.columns.begin < chunk.columns.end;
+  return chunk;
+}
+
+// Index of 1 / den and g.y of the first query of a head.
+MEMCHECK_INLINE int64_t query_row(const LinearAttentionShape& n, int64_t b, int64_t head) {
+  return (b * n.H + head) * n.S;
+}
+
+// The state of a segment in memory.
+template <typename acc_t>
+__device__ __forceinline__ acc_t* slot_of(const Scan& scan, const ScanWork& work, int64_t segment) {
+  const int64_t head = work.b * scan.shape.Hkv + work.key_head;
+  return static_cast<acc_t*>(scan.states) + (head * scan.segments.count + segment) * scan.slot();
+}
+
+// Whether scans of the shape run on tensor cores: 16-bit types whose products have many terms, so that the errors of
+// splitting the factors in two are small beside those of the sum. The tiles must also fit the shared memory of the
+// current GPU.
+bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype);
+
+// Queues a scan on tensor cores. GradQ also stores what Denominators would, which has no kernel there.
+void scan_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream);
+
+// Queues a scan by fused multiply-adds.
+void scan_by_fma(const Scan& scan, Dtype dtype, cudaStream_t stream);
+
+// Replaces the state of each segment by the sum of the segments before it in the direction of the scan; not causal: the
+// first by the sum of all.
+void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream);
+
+// Calls run(scan, blocks) for each phase of a scan, and adds up the segments in between.
+template <typename Run>
+void run_phases(Scan scan, Dtype dtype, cudaStream_t stream, const Run& run) {
+  const LinearAttentionShape& n = scan.shape;
+  const int64_t row_heads = n.B * (scan.rows_are_queries() ? n.H : n.Hkv);
+  if (scan.segments.count == 1) {
+    scan.phase = ScanPhase::Whole;
+    return run(scan, row_heads);
+  }
+  scan.phase = ScanPhase::Sums;
+  run(scan, n.B * n.Hkv * scan.segments.count);
+  add_up_segments(scan, dtype, stream);
+  scan.phase = ScanPhase::Pieces;
+  run(scan, row_heads * scan.pieces.count);
+}
+
+}  // namespace linear_cuda
+}  // namespace memcheck

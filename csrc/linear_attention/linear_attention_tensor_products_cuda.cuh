@@ -1,0 +1,204 @@
+#pragma once
+
+#include "linear_attention/linear_attention_tensor_tiles_cuda.cuh"
+
+// Products of a scan on tensor cores: with the state, of the rows and columns of a chunk, and those that are added to
+// the state.
+
+namespace memcheck {
+namespace linear_cuda {
+
+// ---- fragments
+
+// Loads rows [row, row + 16) and columns [column, column + 16) as operand a of mma; transposed: as two operands b of
+// the columns.
+template <bool kTransposed, int kStride>
+__device__ __forceinline__ void load_along_rows(uint32_t (&r)[4], const bf16 (&tile)[kChunk][kStride], int row,
+                                                int column, int lane) {
+  const bf16* from = &tile[row + lane % 16][column + lane / 16 * 8];
+  if constexpr (kTransposed)
+    ldmatrix_x4_transposed(r, from);
+  else
+    ldmatrix_x4(r, from);
+}
+
+// The same with the quarters in the other order: as two operands b of the rows; transposed: as operand a of the
+// columns.
+template <bool kTransposed, int kStride>
+__device__ __forceinline__ void load_along_columns(uint32_t (&r)[4], const bf16 (&tile)[kChunk][kStride], int row,
+                                                   int column, int lane) {
+  const bf16* from = &tile[row + lane % 8 + lane / 16 * 8][column + lane / 8 % 2 * 8];
+  if constexpr (kTransposed)
+    ldmatrix_x4_transposed(r, from);
+  else
+    ldmatrix_x4(r, from);
+}
+
+// d += a b for split factors, without the products that are as small as the splitting error. `half` tells which half of
+// the loaded values is b.
+template <int kA, int kB>
+__device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[kA][4], const uint32_t (&b)[kB][4],
+                                         int half) {
+#pragma unroll
+  for (int i = 0; i < kA; ++i)
+#pragma unroll
+    for (int j = 0; j < kB; ++j) {
+      if (i + j >= (kA > kB ? kA : kB)) continue;
+      const uint32_t of_b[2] = {b[j][2 * half], b[j][2 * half + 1]};
+      mma_m16n8k16<bf16>(d, a[i], of_b);
+    }
+}
+
+// ---- products
+
+// out += a times the state.
+template <typename T>
+__device__ __forceinline__ void read_state(const SharedTiles<T>& s, const State<T>& state, Out<T>& out) {
+  const Place at;
+#pragma unroll
+  for (int k = 0; k < T::kSize / 16; ++k) {
+    uint32_t b[T::kSlabTiles][T::kStateParts][4];  // [column tile of 16][part][two b]
+#pragma unroll
+    for (int tile = 0; tile < T::kSlabTiles; ++tile)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const float(&from)[4] = state.part[tile][2 * k + r % 2];
+        uint32_t parts[T::kStateParts];
+        split(from[r / 2 * 2], from[r / 2 * 2 + 1], parts);
+#pragma unroll
+        for (int part = 0; part < T::kStateParts; ++part) b[tile][part][r] = parts[part];
+      }
+#pragma unroll
+    for (int row = 0; row < kRowTiles; ++row) {
+      uint32_t a[T::kFactorParts][4];
+#pragma unroll
+      for (int part = 0; part < T::kFactorParts; ++part)
+        load_along_rows<false>(a[part], s.a.part[part], 16 * row, 16 * k, at.lane);
+#pragma unroll
+      for (int tile = 0; tile < T::kOutTiles; ++tile) multiply(out.part[row][tile], a, b[tile / 2], tile % 2);
+    }
+  }
+}
+
+// Stores the scores of a warp's 16 rows in their tile; 0 where a row does not see a column.
+template <typename T>
+__device__ __forceinline__ void form_scores(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
+  const Place at;
+  const bool forwards = scan.rows_are_queries();
+  float scores[kChunk / 8][4] = {};
+#pragma unroll 1
+  for (int k = 0; k < T::kSize / 16; ++k) {
+    uint32_t a[T::kFactorParts][4];
+#pragma unroll
+    for (int part = 0; part < T::kFactorParts; ++part)
+      load_along_rows<false>(a[part], s.a.part[part], 16 * at.warp, 16 * k, at.lane);
+#pragma unroll
+    for (int tile = 0; tile < kChunk / 16; ++tile) {
+      if (forwards ? tile > at.warp : tile < at.warp) continue;
+      uint32_t b[T::kFactorParts][4];
+#pragma unroll
+      for (int part = 0; part < T::kFactorParts; ++part)
+        load_along_columns<false>(b[part], s.b.part[part], 16 * tile, 16 * k, at.lane);
+      multiply(scores[2 * tile], a, b, 0);
+      multiply(scores[2 * tile + 1], a, b, 1);
+    }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = 16 * at.warp + at.group + 8 * half;
+    float sum = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < kChunk / 8; ++tile) {
+      float2 pair;
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int column = 8 * tile + at.pair + j;
+        const bool sees = (forwards ? column <= row : column >= row) && chunk.columns.has(column);
+        const float bias = scan.kind == ScanKind::GradK ? s.bias[column] : 0.0f;
+        const float value = sees ? scores[tile][2 * half + j] - bias : 0.0f;
+        (j == 0 ? pair.x : pair.y) = value;
+        sum += value;
+      }
+      *reinterpret_cast<float2*>(&s.scores[row][8 * tile + at.pair]) = pair;
+    }
+    if (scan.kind != ScanKind::Output) continue;
+    sum += __shfl_xor_sync(0xffffffffu, sum, 1);
+    sum += __shfl_xor_sync(0xffffffffu, sum, 2);
+    if (at.pair == 0) s.denominator[row] += sum;
+  }
+}
+
+// Loads 16 rows and columns of scores as operand a of mma, in three parts: a row may have a single score, so they keep
+// the precision of float.
+template <typename T>
+__device__ __forceinline__ void load_scores(uint32_t (&a)[3][4], const SharedTiles<T>& s, int row, int column) {
+  const Place at;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair =
+        *reinterpret_cast<const float2*>(&s.scores[row + at.group + i % 2 * 8][column + at.pair + i / 2 * 8]);
+    uint32_t parts[3];
+    split(pair.x, pair.y, parts);
+#pragma unroll
+    for (int part = 0; part < 3; ++part) a[part][i] = parts[part];
+  }
+}
+
+// out += scores x, over the columns that a row of a tile sees.
+template <typename T>
+__device__ __forceinline__ void read_chunk(const Scan& scan, const SharedTiles<T>& s, Out<T>& out) {
+  const Place at;
+  const bool forwards = scan.rows_are_queries();
+#pragma unroll 1
+  for (int k = 0; k < kChunk / 16; ++k) {
+    uint32_t b[T::kSlabTiles][T::kValueParts][4];
+#pragma unroll
+    for (int tile = 0; tile < T::kSlabTiles; ++tile)
+#pragma unroll
+      for (int part = 0; part < T::kValueParts; ++part)
+        load_along_rows<true>(b[tile][part], s.x.part[part], 16 * k, T::kSlab * at.warp + 16 * tile, at.lane);
+#pragma unroll
+    for (int row = 0; row < kRowTiles; ++row) {
+      if (forwards ? k > row : k < row) continue;
+      uint32_t a[3][4];
+      load_scores(a, s, 16 * row, 16 * k);
+#pragma unroll
+      for (int tile = 0; tile < T::kOutTiles; ++tile) multiply(out.part[row][tile], a, b[tile / 2], tile % 2);
+    }
+  }
+}
+
+// state += b^T x. The sum over the chunk is formed first, because tensor cores round sums towards 0.
+template <typename T>
+__device__ __forceinline__ void add_to_state(const SharedTiles<T>& s, State<T>& state) {
+  const Place at;
+#pragma unroll
+  for (int depth = 0; depth < T::kSize / 16; ++depth) {
+    float sum[T::kSlabTiles][2][4] = {};
+#pragma unroll 1
+    for (int k = 0; k < kChunk / 16; ++k) {
+      uint32_t b[T::kFactorParts][4];
+#pragma unroll
+      for (int part = 0; part < T::kFactorParts; ++part)
+        load_along_rows<true>(b[part], s.b.part[part], 16 * k, 16 * depth, at.lane);
+#pragma unroll
+      for (int tile = 0; tile < T::kSlabTiles; ++tile) {
+        uint32_t a[T::kValueParts][4];
+#pragma unroll
+        for (int part = 0; part < T::kValueParts; ++part)
+          load_along_columns<true>(a[part], s.x.part[part], 16 * k, T::kSlab * at.warp + 16 * tile, at.lane);
+        multiply(sum[tile][0], a, b, 0);
+        multiply(sum[tile][1], a, b, 1);
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < T::kSlabTiles; ++tile)
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) state.part[tile][2 * depth + half][i] += sum[tile][half][i];
+  }
+}
+
+}  // namespace linear_cuda
+}  // namespace memcheck

@@ -1,0 +1,285 @@
+#pragma once
+
+#include "linear_attention/linear_attention_scan_cuda.cuh"
+
+// Tiles of scans on tensor cores, and how they are loaded. A chunk is 64 positions. A block of 4 warps has all of the
+// width, a quarter for each warp, which keeps its part of the state in registers.
+//
+// Only values in memory may have the precision of 16 bits. Features and states are split: x = high + low, both
+// bfloat16, 16 bits together. The product of two such sums is formed as high high + high low + low high. The errors
+// average out over the depth. They may not average out in scores, and little may be left of the states of GradQ and
+// GradK: those are split in three. bfloat16 has the range of float32, which float16 does not have: values of float16
+// are also split, which is exact.
+
+namespace memcheck {
+namespace linear_cuda {
+
+using bf16 = __nv_bfloat16;
+
+constexpr int kChunk = 64;
+constexpr int kWarps = 4;
+constexpr int kThreads = 32 * kWarps;
+constexpr int kRowTiles = kChunk / 16;
+
+// kFeatures: a and b are features and x is not (Output, GradV); otherwise x is (GradQ, GradK).
+template <typename scalar_t, int kSize_, bool kFeatures_>
+struct Traits {
+  using scalar = scalar_t;
+  static constexpr int kSize = kSize_;  // depth and width, with padding
+  static constexpr bool kFeatures = kFeatures_;
+  static constexpr int kPlainParts = std::is_same_v<scalar_t, bf16> ? 1 : 2;
+  static constexpr int kFactorParts = kFeatures ? 2 : kPlainParts;  // of a and b
+  static constexpr int kValueParts = kFeatures ? kPlainParts : 2;   // of x
+  // Of the state. Gradients of queries and keys are differences, which may cancel.
+  static constexpr int kStateParts = kFeatures ? 2 : 3;
+  static constexpr int kStride = kSize + 8;     // rows of a tile begin in different banks
+  static constexpr int kSlab = kSize / kWarps;  // a warp's columns
+  static constexpr int kOutTiles = kSlab / 8;
+  static constexpr int kSlabTiles = kSlab / 16;
+  static constexpr int kDepthTiles = kSize / 8;
+  using Packs = TilePacks<scalar_t, kChunk, kSize, kThreads>;
+};
+
+template <int kParts, int kStride>
+struct alignas(16) SplitTile {
+  bf16 part[kParts][kChunk][kStride];
+};
+
+template <typename T>
+struct SharedTiles {
+  static constexpr int kScoresStride = kChunk + 8;
+  static constexpr int kRunningStride = T::kSize + 8;
+  using Line = typename T::scalar[T::kStride];
+
+  SplitTile<T::kFactorParts, T::kStride> b;
+  SplitTile<T::kValueParts, T::kStride> x;
+  union {
+    struct {
+      SplitTile<T::kFactorParts, T::kStride> a;
+      union {
+        float scores[kChunk][kScoresStride];
+        Line staged[kChunk];  // with features: results before they are stored
+      };
+    };
+    float running[kChunk][kRunningStride];  // GradQ: z of every row, after the scores were read
+  };
+  alignas(16) Line last[T::kFeatures ? 1 : kChunk];  // without features: q or k, then results before they are stored
+  float vector[T::kSize];                            // of the state: Output: sum of b_j; GradQ, GradK: of (bias) x_j
+  float sums[kWarps][T::kSize];                      // what each warp's lines of the chunk add to it
+  float scale[kChunk];                               // 1 / den of queries that are columns
+  float bias[kChunk];                                // their g.y
+  float denominator[kChunk];
+  float row_sums[kWarps][kChunk][2];
+  // What the block computes. The state needs the registers.
+  ScanWork work;
+  ScanRanges ranges;
+  Chunk chunk;
+
+  __device__ __forceinline__ Line* results() { return T::kFeatures ? staged : last; }
+};
+
+// A thread's place in its warp and in the fragments of mma.
+struct Place {
+  int warp, lane;
+  int group;  // lane / 4: the row of a fragment
+  int pair;   // 2 (lane % 4): its columns
+
+  __device__ __forceinline__ Place()
+      : warp(static_cast<int>(threadIdx.x) / 32),
+        lane(static_cast<int>(threadIdx.x) % 32),
+        group(lane / 4),
+        pair(lane % 4 * 2) {}
+};
+
+template <typename T>
+struct State {
+  float part[T::kSlabTiles][T::kDepthTiles][4];  // transposed: [column][depth] as mma's d
+};
+
+template <typename T>
+struct Out {
+  float part[kRowTiles][T::kOutTiles][4];
+};
+
+__device__ __forceinline__ uint32_t packed(float low_half, float high_half) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low_half, high_half);
+  uint32_t bits;
+  __builtin_memcpy(&bits, &pair, sizeof(bits));
+  return bits;
+}
+
+__device__ __forceinline__ float low_half(uint32_t pair) {
+  return __uint_as_float(pair << 16);
+}
+
+__device__ __forceinline__ float high_half(uint32_t pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+// Splits two numbers into sums of bfloat16, the high parts first.
+template <int kParts>
+__device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts]) {
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    parts[part] = packed(x, y);
+    x -= low_half(parts[part]);
+    y -= high_half(parts[part]);
+  }
+}
+
+// ---- from memory to tiles
+
+// Begins to load a chunk of x; zeros where nothing exists. It has arrived for this thread after cp_async_wait.
+template <typename T>
+__device__ __forceinline__ void request_lines(const Strided<4>& x, bool packed, int64_t b, int64_t head,
+                                              const Lines& lines, int64_t columns,
+                                              typename T::scalar (*tile)[T::kStride]) {
+  using scalar_t = typename T::scalar;
+  const typename T::Packs packs;
+  const scalar_t* from = x ? x.at<scalar_t>(b, head, lines.first, packs.column) : nullptr;
+  // The loop of request_tile, written out: with D = 128 the kernels use every register, and in any other form they
+  // spill more of them.
+#pragma unroll 2
+  for (int i = 0; i < packs.kCount; ++i) {
+    const int line = packs.row + i * packs.kStep;
+    scalar_t* to = &tile[line][packs.column];
+    if (packed) {
+      const bool exists = x && lines.has(line) && packs.column < columns;
+      cp_async_16(to, exists ? from + line * x.stride[2] : static_cast<const scalar_t*>(x.data), exists);
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const bool exists = x && lines.has(line) && packs.column + j < columns;
+        to[j] = exists ? from[line * x.stride[2] + j * x.stride[3]] : from_acc<scalar_t>(0.0f);
+      }
+    }
+  }
+}
+
+// Begins to load a chunk of a factor into the place of its high parts.
+template <typename T, int kParts>
+__device__ __forceinline__ void request_lines(const ScanFactor& factor, int64_t b, int64_t head, const Lines& lines,
+                                              int64_t columns, SplitTile<kParts, T::kStride>& tile) {
+  request_lines<T>(factor.x, factor.packed, b, head, lines, columns,
+                   reinterpret_cast<typename T::scalar(*)[T::kStride]>(tile.part[0]));
+}
+
+__device__ __forceinline__ float fast_exp(float x) {
+  constexpr float kLog2e = 1.44269504088896341f;
+  return exp2_approximate(x * kLog2e);
+}
+
+// phi'(x)
+__device__ __forceinline__ float fast_derivative(FeatureMap map, float x) {
+  return map == FeatureMap::Identity ? 1.0f : elu_plus_one_derivative(x, fast_exp(x));
+}
+
+// Replaces what this thread loaded by phi of it, times its scale, in parts. Calls add(line, values) for each pack.
+template <typename T, int kParts, typename Add>
+__device__ __forceinline__ void split_factor(const ScanFactor& factor, const Lines& lines, int64_t columns,
+                                             const float* scale, SplitTile<kParts, T::kStride>& tile, const Add& add) {
+  using scalar_t = typename T::scalar;
+  const typename T::Packs packs;
+  const int column = packs.column;
+#pragma unroll 1
+  for (int i = 0; i < packs.kCount; ++i) {
+    const int line = packs.row + i * packs.kStep;
+    const auto pack = load_pack(reinterpret_cast<const scalar_t*>(&tile.part[0][line][column]));
+    const float weight = factor.scaled ? scale[line] : 1.0f;
+    float values[8];
+    Pack<uint32_t> parts[kParts];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float x = to_acc(pack.values[j]);
+      const bool exists = lines.has(line) && column + j < columns && factor.x;
+      values[j] = exists ? (factor.mapped ? elu_plus_one(x, fast_exp(x)) : x) * weight : 0.0f;
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      uint32_t pair[kParts];
+      split(values[2 * j], values[2 * j + 1], pair);
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) parts[part].values[j] = pair[part];
+      // Sums are formed from the values that tensor cores read, so that equal terms cancel in the end.
+      static_assert(kParts == 2, "one part needs no splitting");
+      values[2 * j] = low_half(pair[0]) + low_half(pair[1]);
+      values[2 * j + 1] = high_half(pair[0]) + high_half(pair[1]);
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part)
+      store_pack(parts[part], reinterpret_cast<uint32_t*>(&tile.part[part][line][column]));
+    add(line, values);
+  }
+}
+
+// Stores the sums of a thread's 8 columns over all lines of its warp; one of the lanes with the same columns stores
+// them.
+template <typename T>
+__device__ __forceinline__ void store_column_sums(float (&sums)[8], float (&to)[kWarps][T::kSize]) {
+  const typename T::Packs packs;
+  const Place at;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+#pragma unroll
+    for (int distance = packs.kPerRow; distance < 32; distance *= 2)
+      sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], distance);
+    if (at.lane < packs.kPerRow) to[at.warp][packs.column + j] = sums[j];
+  }
+}
+
+// Splits a. For Output also forms each row's product with the sum of b_j so far. One part alone stays as it was loaded.
+template <typename T>
+__device__ __forceinline__ void split_a(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
+  if constexpr (T::kFactorParts == 2) {
+    const typename T::Packs packs;
+    split_factor<T>(scan.a, chunk.rows, scan.depth, nullptr, s.a, [&](int line, const float(&values)[8]) {
+      if (scan.kind != ScanKind::Output) return;
+      float sum = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sum += values[j] * s.vector[packs.column + j];
+#pragma unroll
+      for (int distance = packs.kPerRow / 2; distance > 0; distance /= 2)
+        sum += __shfl_xor_sync(0xffffffffu, sum, distance);
+      if (packs.column == 0) s.denominator[line] = sum;
+    });
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void split_b(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
+  if constexpr (T::kFactorParts == 2) {
+    float sums[8] = {};
+    split_factor<T>(scan.b, chunk.columns, scan.depth, s.scale, s.b, [&](int, const float(&values)[8]) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sums[j] += values[j];
+    });
+    if (scan.kind == ScanKind::Output) store_column_sums<T>(sums, s.sums);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void split_x(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
+  if constexpr (T::kValueParts == 2) {
+    float sums[8] = {};
+    split_factor<T>(scan.x, chunk.columns, scan.width, s.scale, s.x, [&](int line, const float(&values)[8]) {
+      const float weight = scan.kind == ScanKind::GradK ? s.bias[line] : 1.0f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) sums[j] += values[j] * weight;
+    });
+    if (scan.has_bias()) store_column_sums<T>(sums, s.sums);
+  }
+}
+
+// Loads 1 / den and g.y of queries that are columns; 0 where none exist.
+template <typename T>
+__device__ __forceinline__ void load_query_rows(const Scan& scan, int64_t b, int64_t head, const Lines& queries,
+                                                SharedTiles<T>& s) {
+  const int line = static_cast<int>(threadIdx.x);
+  if (scan.rows_are_queries() || line >= kChunk) return;
+  const int64_t at = query_row(scan.shape, b, head) + queries.first + line;
+  s.scale[line] = queries.has(line) ? static_cast<const float*>(scan.inverse)[at] : 0.0f;
+  s.bias[line] = queries.has(line) ? static_cast<const float*>(scan.products)[at] : 0.0f;
+}
+
+}  // namespace linear_cuda
+}  // namespace memcheck

@@ -1,0 +1,165 @@
+#pragma once
+
+#include <cstdint>
+
+#include "common/compensated_sum.h"
+#include "common/integer.h"
+#include "common/matrix_tile.h"
+#include "softplus_attention/softplus_attention.h"
+
+// What forward, backward and step share on the CPU: tasks, sums over positions, and tiles of the operands.
+//
+// A task is one block of kTileLanes channels of one batch entry. It goes through all chunks of positions in their order
+// or, where that gives few tasks, takes one chunk. The sums of a chunk start at zero, and the sums of the chunks before
+// are added where they are used. So both ways give the same bits.
+
+namespace memcheck::softplus_cpu {
+
+constexpr int64_t kFewTasks = 8;
+
+inline int64_t channel_blocks(const SoftplusAttentionShape& shape) {
+  return ceil_div(shape.R, kTileLanes);
+}
+
+// Whether every chunk is a task of its own. This depends on the shape only, because the bytes of the plan must not
+// depend on the machine.
+inline bool splits(const SoftplusAttentionShape& shape, int64_t chunks) {
+  return chunks > 1 && shape.B * channel_blocks(shape) < kFewTasks;
+}
+
+struct Task {
+  int64_t b;
+  int64_t r;      // first channel
+  int lanes;      // channels
+  int64_t chunk;  // 0 where a task is all chunks
+};
+
+MEMCHECK_INLINE Task task_of(const SoftplusAttentionShape& shape, int64_t index, int64_t chunks) {
+  const int64_t blocks = ceil_div(shape.R, kTileLanes);
+  const int64_t block = index / chunks % blocks;
+  const int64_t r = block * kTileLanes;
+  const int64_t lanes = shape.R - r < kTileLanes ? shape.R - r : kTileLanes;
+  return {index / chunks / blocks, r, static_cast<int>(lanes), index % chunks};
+}
+
+// ---- sums
+
+// Sums in memory, (planes,B,slots,R).
+template <typename acc_t>
+struct Sums {
+  acc_t* data;
+  int64_t B, slots, R;
+
+  Sums() = default;
+  Sums(void* memory, const SoftplusAttentionShape& shape, int64_t slot_count)
+      : data(static_cast<acc_t*>(memory)), B(shape.B), slots(slot_count), R(shape.R) {}
+
+  MEMCHECK_INLINE acc_t* at(int64_t plane, int64_t slot, const Task& task) const {
+    return data + ((plane * B + task.b) * slots + slot) * R + task.r;
+  }
+  MEMCHECK_INLINE void load(int64_t plane, int64_t slot, const Task& task, acc_t* lanes) const {
+    const acc_t* from = at(plane, slot, task);
+    for (int lane = 0; lane < task.lanes; ++lane) lanes[lane] = from[lane];
+  }
+  MEMCHECK_INLINE void store(int64_t plane, int64_t slot, const Task& task, const acc_t* lanes) const {
+    acc_t* to = at(plane, slot, task);
+    for (int lane = 0; lane < task.lanes; ++lane) to[lane] = lanes[lane];
+  }
+};
+
+// A sum over rows in three levels, each from zero: the rows of a tile, the tiles of a chunk, the chunks before.
+// Rounding errors of equal terms all have one sign, so they grow with the number of terms in a level. The number of
+// chunks has no limit: they are added with a compensated sum.
+template <typename acc_t>
+struct RunningSum {
+  alignas(64) acc_t before[kTileLanes] = {};
+  alignas(64) acc_t rest[kTileLanes] = {};  // of before
+  alignas(64) acc_t chunk[kTileLanes] = {};
+
+  // Each row of the tile becomes the sum over all rows up to it; reversed: from it on.
+  template <bool reversed>
+  MEMCHECK_INLINE void scan(acc_t* __restrict tile, int64_t rows) {
+    alignas(64) acc_t local[kTileLanes] = {};
+    for (int64_t step = 0; step < rows; ++step) {
+      acc_t* row = tile + (reversed ? rows - 1 - step : step) * kTileLanes;
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+        local[lane] += row[lane];
+        row[lane] = before[lane] + (chunk[lane] + local[lane]);
+      }
+    }
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) chunk[lane] += local[lane];
+  }
+
+  MEMCHECK_INLINE void end_chunk() {
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+      add_to_sum(chunk[lane], before[lane], rest[lane]);
+      chunk[lane] = acc_t(0);
+    }
+  }
+};
+
+// Two sums over the same rows: Z and A, or in the backward W and X.
+template <typename acc_t>
+struct RunningPair {
+  RunningSum<acc_t> first, second;
+
+  MEMCHECK_INLINE void load(const Sums<acc_t>& sums, int64_t slot, const Task& task) {
+    sums.load(0, slot, task, first.before);
+    sums.load(1, slot, task, second.before);
+  }
+  MEMCHECK_INLINE void store(const Sums<acc_t>& sums, int64_t slot, const Task& task) const {
+    sums.store(0, slot, task, first.before);
+    sums.store(1, slot, task, second.before);
+  }
+  MEMCHECK_INLINE void end_chunk() {
+    first.end_chunk();
+    second.end_chunk();
+  }
+};
+
+// Each slot becomes the sum of itself and all slots before it (reversed: after it), added one by one, as a task over
+// all chunks adds them.
+template <typename acc_t>
+void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed);
+
+extern template void scan_slots(const Sums<float>&, int64_t, bool);
+extern template void scan_slots(const Sums<double>&, int64_t, bool);
+
+// ---- tiles
+
+// A tile of q, y or one of their gradients, (B,S,R), from position s on.
+MEMCHECK_INLINE MatrixPlace query_tile(Dtype dtype, const Strided<3>& x, const Task& task, int64_t s) {
+  const int64_t first = task.b * x.stride[0] + s * x.stride[1] + task.r * x.stride[2];
+  return {element_at(dtype, x.data, first), x.stride[1], x.stride[2]};
+}
+
+// A tile of k, v or one of their gradients, (B,R,T), from position t on.
+MEMCHECK_INLINE MatrixPlace key_tile(Dtype dtype, const Strided<3>& x, const Task& task, int64_t t) {
+  const int64_t first = task.b * x.stride[0] + task.r * x.stride[1] + t * x.stride[2];
+  return {element_at(dtype, x.data, first), x.stride[2], x.stride[1]};
+}
+
+MEMCHECK_INLINE int rows_from(int64_t position, int64_t end) {
+  return static_cast<int>(end - position < kTileRows ? end - position : kTileRows);
+}
+
+MEMCHECK_INLINE int64_t chunk_end(int64_t chunk, int64_t length) {
+  const int64_t end = (chunk + 1) * kCarrySpacing;
+  return end < length ? end : length;
+}
+
+// Causal, a query's last key is T - S positions further in time. Returns the first of `rows` keys from t on that is the
+// last key of a query, or `rows` where none is.
+MEMCHECK_INLINE int first_row_with_query(const SoftplusAttentionShape& shape, int64_t t, int rows) {
+  const int64_t s = t - (shape.T - shape.S);
+  return s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
+}
+
+// ---- passes
+
+int64_t backward_scratch_bytes(Dtype dtype);  // of one worker, causal
+void forward(const SoftplusAttentionForward& p, Dtype dtype);
+void backward(const SoftplusAttentionBackward& p, Dtype dtype);
+void step(const SoftplusAttentionStep& p, Dtype dtype);
+
+}  // namespace memcheck::softplus_cpu

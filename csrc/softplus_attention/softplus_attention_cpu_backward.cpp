@@ -1,0 +1,348 @@
+#include "common/cpu_level.h"
+#include "common/dtype_cpu.h"
+#include "common/formulas.h"
+#include "common/parallel.h"
+#include "softplus_attention/softplus_attention_cpu.h"
+
+// Backward. W and X of a key are the sums of w and w m over the queries that see it (softplus_query_gradients,
+// softplus_key_gradients).
+
+namespace memcheck::softplus_cpu {
+namespace {
+
+// ---- tiles
+
+// What a worker keeps of positions of keys: those of a chunk between the pass along the sums and the pass back, or
+// those of a tile.
+template <typename acc_t, int64_t kPositions>
+struct KeyScratch {
+  acc_t softplus_k[kPositions * kTileLanes];
+  acc_t sigmoid_k[kPositions * kTileLanes];
+  acc_t v[kPositions * kTileLanes];
+  acc_t w[kPositions * kTileLanes];   // Z, then w, then W, then grad_v
+  acc_t wm[kPositions * kTileLanes];  // A, then w m, then X, then grad_k
+};
+
+template <typename acc_t>
+using ChunkScratch = KeyScratch<acc_t, kCarrySpacing>;
+
+// One tile of it.
+template <typename acc_t>
+struct KeyTile {
+  acc_t *softplus_k, *sigmoid_k, *v, *w, *wm;
+
+  template <int64_t kPositions>
+  MEMCHECK_INLINE KeyTile(KeyScratch<acc_t, kPositions>& scratch, int64_t position)
+      : softplus_k(scratch.softplus_k + position * kTileLanes),
+        sigmoid_k(scratch.sigmoid_k + position * kTileLanes),
+        v(scratch.v + position * kTileLanes),
+        w(scratch.w + position * kTileLanes),
+        wm(scratch.wm + position * kTileLanes) {}
+};
+
+// Positions of a tile. The next tile begins `ahead` positions further.
+struct Span {
+  int64_t begin;
+  int rows;
+  int64_t ahead;
+};
+
+// softplus(k), sigmoid(k) and v of a tile of keys.
+template <typename acc_t>
+MEMCHECK_INLINE void load_keys(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task, const Span& span,
+                               const KeyTile<acc_t>& x) {
+  const MatrixPlace k = key_tile(dtype, p.k, task, span.begin);
+  const MatrixPlace v = key_tile(dtype, p.v ? p.v : p.k, task, span.begin);
+  load_tile(dtype, k, span.rows, task.lanes, x.softplus_k);
+  if (p.v) {
+    load_tile(dtype, v, span.rows, task.lanes, x.v);
+  } else {
+    for (int64_t i = 0; i < span.rows * kTileLanes; ++i) x.v[i] = acc_t(0);
+  }
+  const NextTile<acc_t> next_k(dtype, k, span.ahead);
+  const NextTile<acc_t> next_v(dtype, v, span.ahead);
+  for (int64_t row = 0; row < span.rows; ++row) {
+    next_k.prefetch(row);
+    next_v.prefetch(row);
+    for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
+      const SoftplusSigmoid<acc_t> k = softplus_and_sigmoid(x.softplus_k[i]);
+      x.softplus_k[i] = k.softplus;
+      x.sigmoid_k[i] = k.sigmoid;
+    }
+  }
+}
+
+// grad_q of a tile of queries. w and w m replace Z and A.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_queries(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
+                                           const Span& span, bool write_grad_q, acc_t* z_to_w, acc_t* a_to_wm) {
+  alignas(64) acc_t q[kTileElements];
+  alignas(64) acc_t g[kTileElements];
+  const MatrixPlace q_place = query_tile(dtype, p.q, task, span.begin);
+  const MatrixPlace g_place = query_tile(dtype, p.grad_y, task, span.begin);
+  load_tile(dtype, q_place, span.rows, task.lanes, q);
+  load_tile(dtype, g_place, span.rows, task.lanes, g);
+  const NextTile<acc_t> next_q(dtype, q_place, span.ahead);
+  const NextTile<acc_t> next_g(dtype, g_place, span.ahead);
+  const NextTile<acc_t> next_grad_q(dtype, query_tile(dtype, p.grad_q ? p.grad_q : p.q, task, span.begin), span.ahead);
+  const acc_t eps = static_cast<acc_t>(p.eps);
+  for (int64_t row = 0; row < span.rows; ++row) {
+    next_q.prefetch(row);
+    next_g.prefetch(row);
+    next_grad_q.prefetch(row);
+    for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
+      const acc_t inverse = acc_t(1) / (z_to_w[i] + eps);
+      const acc_t m = a_to_wm[i] * inverse;
+      const auto gradients = softplus_query_gradients(g[i], softplus_and_sigmoid(q[i]), inverse, m);
+      q[i] = gradients.grad_q;
+      z_to_w[i] = gradients.w;
+      a_to_wm[i] = gradients.wm;
+    }
+  }
+  if (write_grad_q && p.grad_q)
+    store_tile(dtype, query_tile(dtype, p.grad_q, task, span.begin), span.rows, task.lanes, q);
+}
+
+// grad_v and grad_k replace W and X in a row of a tile of keys.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_key_row(const acc_t* softplus_k, const acc_t* sigmoid_k, const acc_t* v,
+                                           acc_t* __restrict w_to_grad_v, acc_t* __restrict wm_to_grad_k) {
+  for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+    const SoftplusSigmoid<acc_t> k{softplus_k[lane], sigmoid_k[lane]};
+    const auto gradients = softplus_key_gradients(k, v[lane], w_to_grad_v[lane], wm_to_grad_k[lane]);
+    wm_to_grad_k[lane] = gradients.grad_k;
+    w_to_grad_v[lane] = gradients.grad_v;
+  }
+}
+
+// grad_k and grad_v of a tile of keys, from W and X of each.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_keys(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
+                                        const Span& span, const KeyTile<acc_t>& x) {
+  const MatrixPlace grad_k = key_tile(dtype, p.grad_k ? p.grad_k : p.k, task, span.begin);
+  const MatrixPlace grad_v = key_tile(dtype, p.grad_v ? p.grad_v : p.k, task, span.begin);
+  const NextTile<acc_t> next_grad_k(dtype, grad_k, span.ahead);
+  const NextTile<acc_t> next_grad_v(dtype, grad_v, span.ahead);
+  for (int64_t row = 0; row < span.rows; ++row) {
+    const int64_t i = row * kTileLanes;
+    next_grad_k.prefetch(row);
+    next_grad_v.prefetch(row);
+    differentiate_key_row(x.softplus_k + i, x.sigmoid_k + i, x.v + i, x.w + i, x.wm + i);
+  }
+  if (p.grad_v) store_tile(dtype, grad_v, span.rows, task.lanes, x.w);
+  if (p.grad_k) store_tile(dtype, grad_k, span.rows, task.lanes, x.wm);
+}
+
+// ---- chunks
+
+// Causal, along the sums: grad_q of one chunk, and w and w m of its queries in the rows of their last keys.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_along(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
+                                         int64_t chunk, bool write_grad_q, const Sums<acc_t>& carries,
+                                         ChunkScratch<acc_t>& scratch) {
+  RunningPair<acc_t> sums;
+  if (chunk > 0) sums.load(carries, chunk - 1, task);
+  const int64_t start = chunk * kCarrySpacing;
+  const int64_t end = chunk_end(chunk, p.shape.T);
+  for (int64_t t = start; t < end; t += kTileRows) {
+    const int rows = rows_from(t, end);
+    // Chunks come last first, so the tile after the last one of a chunk is the first of the chunk before.
+    const int64_t ahead = t + kTileRows < end ? kTileRows : start - kCarrySpacing - t;
+    const KeyTile<acc_t> x(scratch, t - start);
+    load_keys(p, dtype, task, {t, rows, ahead}, x);
+    for (int64_t i = 0; i < rows * kTileLanes; ++i) {
+      x.w[i] = x.softplus_k[i];
+      x.wm[i] = x.softplus_k[i] * x.v[i];
+    }
+    sums.first.template scan<false>(x.w, rows);
+    sums.second.template scan<false>(x.wm, rows);
+    const int first = first_row_with_query(p.shape, t, rows);
+    for (int64_t i = 0; i < first * kTileLanes; ++i) x.w[i] = x.wm[i] = acc_t(0);
+    if (first == rows) continue;
+    const Span queries{t - (p.shape.T - p.shape.S) + first, rows - first, ahead};
+    differentiate_queries(p, dtype, task, queries, write_grad_q, x.w + first * kTileLanes, x.wm + first * kTileLanes);
+  }
+}
+
+// Causal, back: grad_k and grad_v of one chunk, unless only the sums are wanted. `later` comes in as W and X over all
+// later chunks, and this chunk is added.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_back(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
+                                        int64_t chunk, bool sums_only, ChunkScratch<acc_t>& scratch,
+                                        RunningPair<acc_t>& later) {
+  const int64_t start = chunk * kCarrySpacing;
+  const int64_t end = chunk_end(chunk, p.shape.T);
+  for (int64_t t = start + (end - 1 - start) / kTileRows * kTileRows; t >= start; t -= kTileRows) {
+    const int rows = rows_from(t, end);
+    const KeyTile<acc_t> x(scratch, t - start);
+    later.first.template scan<true>(x.w, rows);
+    later.second.template scan<true>(x.wm, rows);
+    if (!sums_only) differentiate_keys(p, dtype, task, {t, rows, -kTileRows}, x);
+  }
+  later.end_chunk();
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void fill_rows(acc_t* tile, int64_t rows, const acc_t* lanes) {
+  for (int64_t row = 0; row < rows; ++row)
+    for (int64_t lane = 0; lane < kTileLanes; ++lane) tile[row * kTileLanes + lane] = lanes[lane];
+}
+
+// Not causal: grad_q of one chunk of queries, and the sum of their w.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_query_chunk(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
+                                               int64_t chunk, const RunningPair<acc_t>& totals,
+                                               RunningSum<acc_t>& w_sum) {
+  alignas(64) acc_t w[kTileElements];
+  alignas(64) acc_t wm[kTileElements];
+  const int64_t end = chunk_end(chunk, p.shape.S);
+  for (int64_t s = chunk * kCarrySpacing; s < end; s += kTileRows) {
+    const int rows = rows_from(s, end);
+    fill_rows(w, rows, totals.first.before);
+    fill_rows(wm, rows, totals.second.before);
+    differentiate_queries(p, dtype, task, {s, rows, kTileRows}, true, w, wm);
+    w_sum.template scan<false>(w, rows);
+  }
+  w_sum.end_chunk();
+}
+
+// Not causal: grad_k and grad_v of one chunk of keys. All queries see every key, so all keys have the same W, and
+// X = W m.
+template <typename acc_t>
+MEMCHECK_INLINE void differentiate_key_chunk(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
+                                             const RunningPair<acc_t>& totals, const acc_t* w_sum) {
+  alignas(64) KeyScratch<acc_t, kTileRows> scratch;
+  alignas(64) acc_t wm_sum[kTileLanes];
+  const KeyTile<acc_t> x(scratch, 0);
+  for (int lane = 0; lane < kTileLanes; ++lane)
+    wm_sum[lane] = w_sum[lane] * (totals.second.before[lane] / (totals.first.before[lane] + static_cast<acc_t>(p.eps)));
+  const int64_t end = chunk_end(task.chunk, p.shape.T);
+  for (int64_t t = task.chunk * kCarrySpacing; t < end; t += kTileRows) {
+    const Span span{t, rows_from(t, end), kTileRows};
+    load_keys(p, dtype, task, span, x);
+    fill_rows(x.w, span.rows, w_sum);
+    fill_rows(x.wm, span.rows, wm_sum);
+    differentiate_keys(p, dtype, task, span, x);
+  }
+}
+
+// ---- tasks
+
+enum class BackwardPhase {
+  AllChunks,    // a task goes through all chunks: of keys and back if causal, else of queries for grad_q and W
+  ChunkSums,    // a task sums one chunk's w, and w m if causal, into its slot (not causal: and writes grad_q)
+  CausalChunk,  // a task writes the gradients of one chunk, from the sums over later ones
+  KeyChunk,     // not causal: a task writes grad_k and grad_v of one chunk, from W
+};
+
+// One pass over tasks that do the same.
+template <typename acc_t>
+struct BackwardPass {
+  const SoftplusAttentionBackward& p;
+  Dtype dtype;
+  BackwardPhase phase;
+  Sums<acc_t> sums;  // causal and split: of w and w m, per chunk; not causal: of w, with W in the last slot
+  int64_t chunks;    // tasks of a block of channels
+
+  // Saved by the forward.
+  MEMCHECK_INLINE Sums<acc_t> carries() const {
+    // Sums can write, but these are only read.
+    return {const_cast<void*>(p.carries), p.shape, p.shape.carries()};
+  }
+};
+
+template <typename acc_t>
+MEMCHECK_INLINE void causal_task(const BackwardPass<acc_t>& pass, const Task& task, ChunkScratch<acc_t>& scratch) {
+  const SoftplusAttentionBackward& p = pass.p;
+  const bool sums_only = pass.phase == BackwardPhase::ChunkSums;
+  RunningPair<acc_t> later;
+  if (pass.phase == BackwardPhase::CausalChunk && task.chunk < pass.sums.slots) later.load(pass.sums, task.chunk, task);
+  const int64_t first = sums_only ? task.chunk + 1 : task.chunk;  // no chunk needs the sums of chunk 0
+  const int64_t last = pass.phase == BackwardPhase::AllChunks ? p.shape.key_chunks() - 1 : first;
+  for (int64_t chunk = last; chunk >= first; --chunk) {
+    differentiate_along(p, pass.dtype, task, chunk, !sums_only, pass.carries(), scratch);
+    if (sums_only || p.grad_k || p.grad_v) differentiate_back(p, pass.dtype, task, chunk, sums_only, scratch, later);
+  }
+  if (sums_only) later.store(pass.sums, task.chunk, task);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void not_causal_task(const BackwardPass<acc_t>& pass, const Task& task) {
+  const SoftplusAttentionBackward& p = pass.p;
+  RunningPair<acc_t> totals;
+  RunningSum<acc_t> w_sum;
+  totals.load(pass.carries(), 0, task);
+  if (pass.phase == BackwardPhase::KeyChunk) {
+    pass.sums.load(0, pass.sums.slots - 1, task, w_sum.before);
+    return differentiate_key_chunk(p, pass.dtype, task, totals, w_sum.before);
+  }
+  const bool all = pass.phase == BackwardPhase::AllChunks;
+  const int64_t last = all ? p.shape.query_chunks() : task.chunk + 1;
+  for (int64_t chunk = task.chunk; chunk < last; ++chunk)
+    differentiate_query_chunk(p, pass.dtype, task, chunk, totals, w_sum);
+  pass.sums.store(0, all ? 0 : task.chunk, task, w_sum.before);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void backward_tasks_body(const BackwardPass<acc_t>& pass, int64_t begin, int64_t end, int worker) {
+  for (int64_t index = begin; index < end; ++index) {
+    const Task task = task_of(pass.p.shape, index, pass.chunks);
+    if (pass.p.shape.causal) {
+      causal_task(pass, task, static_cast<ChunkScratch<acc_t>*>(pass.p.scratch)[worker]);
+    } else {
+      not_causal_task(pass, task);
+    }
+  }
+}
+
+MEMCHECK_PER_CPU_LEVEL(acc_t, backward_tasks, (const BackwardPass<acc_t>& pass, int64_t begin, int64_t end, int worker),
+                       (pass, begin, end, worker))
+
+template <typename acc_t>
+void run(const BackwardPass<acc_t>& pass) {
+  const int64_t tasks = pass.p.shape.B * channel_blocks(pass.p.shape) * pass.chunks;
+  parallel_tasks(tasks,
+                 [&](int64_t begin, int64_t end, int worker) { backward_tasks<acc_t>(pass, begin, end, worker); });
+}
+
+template <typename acc_t>
+void backward_causal(const SoftplusAttentionBackward& p, Dtype dtype) {
+  const SoftplusAttentionShape& shape = p.shape;
+  const int64_t chunks = shape.key_chunks();
+  if (!splits(shape, chunks)) return run(BackwardPass<acc_t>{p, dtype, BackwardPhase::AllChunks, {}, 1});
+  const Sums<acc_t> sums(p.sums, shape, chunks - 1);
+  if (p.grad_k || p.grad_v) {
+    run(BackwardPass<acc_t>{p, dtype, BackwardPhase::ChunkSums, sums, chunks - 1});
+    scan_slots(sums, 2, true);
+  }
+  run(BackwardPass<acc_t>{p, dtype, BackwardPhase::CausalChunk, sums, chunks});
+}
+
+template <typename acc_t>
+void backward_not_causal(const SoftplusAttentionBackward& p, Dtype dtype) {
+  const SoftplusAttentionShape& shape = p.shape;
+  const bool split = splits(shape, shape.query_chunks());
+  const Sums<acc_t> sums(p.sums, shape, split ? shape.query_chunks() : 1);
+  if (split) {
+    run(BackwardPass<acc_t>{p, dtype, BackwardPhase::ChunkSums, sums, shape.query_chunks()});
+    scan_slots(sums, 1, false);
+  } else {
+    run(BackwardPass<acc_t>{p, dtype, BackwardPhase::AllChunks, sums, 1});
+  }
+  if (p.grad_k || p.grad_v) run(BackwardPass<acc_t>{p, dtype, BackwardPhase::KeyChunk, sums, shape.key_chunks()});
+}
+
+}  // namespace
+
+int64_t backward_scratch_bytes(Dtype dtype) {
+  return with_acc_type(dtype, [](auto acc) -> int64_t { return sizeof(ChunkScratch<decltype(acc)>); });
+}
+
+void backward(const SoftplusAttentionBackward& p, Dtype dtype) {
+  with_acc_type(dtype, [&](auto acc) {
+    using acc_t = decltype(acc);
+    p.shape.causal ? backward_causal<acc_t>(p, dtype) : backward_not_causal<acc_t>(p, dtype);
+  });
+}
+
+}  // namespace memcheck::softplus_cpu

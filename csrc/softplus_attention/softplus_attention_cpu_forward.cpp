@@ -1,0 +1,255 @@
+#include <algorithm>
+
+#include "common/cpu_level.h"
+#include "common/dtype_cpu.h"
+#include "common/formulas.h"
+#include "common/parallel.h"
+#include "softplus_attention/softplus_attention_cpu.h"
+
+// Forward, and one step of decoding.
+
+namespace memcheck::softplus_cpu {
+
+template <typename acc_t>
+void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed) {
+  const int64_t blocks = ceil_div(sums.R, kTileLanes);
+  parallel_tasks(planes * sums.B * blocks, [&](int64_t begin, int64_t end, int) {
+    for (int64_t index = begin; index < end; ++index) {
+      const int64_t r = index % blocks * kTileLanes;
+      const int64_t lanes = std::min<int64_t>(sums.R - r, kTileLanes);
+      acc_t* first = sums.data + index / blocks * sums.slots * sums.R + r;
+      RunningSum<acc_t> sum;
+      for (int64_t step = 0; step < sums.slots; ++step) {
+        acc_t* slot = first + (reversed ? sums.slots - 1 - step : step) * sums.R;
+        std::copy_n(slot, lanes, sum.chunk);
+        sum.end_chunk();
+        std::copy_n(sum.before, lanes, slot);
+      }
+    }
+  });
+}
+
+template void scan_slots(const Sums<float>&, int64_t, bool);
+template void scan_slots(const Sums<double>&, int64_t, bool);
+
+namespace {
+
+// ---- chunks
+
+// weights = softplus(k) and values = softplus(k) v of a tile of keys.
+template <typename acc_t>
+MEMCHECK_INLINE void weigh_keys(const SoftplusAttentionForward& p, Dtype dtype, const Task& task, int64_t t, int rows,
+                                acc_t* weights, acc_t* values) {
+  const MatrixPlace k = key_tile(dtype, p.k, task, t);
+  const MatrixPlace v = key_tile(dtype, p.v, task, t);
+  load_tile(dtype, k, rows, task.lanes, weights);
+  load_tile(dtype, v, rows, task.lanes, values);
+  const NextTile<acc_t> next_k(dtype, k, kTileRows);
+  const NextTile<acc_t> next_v(dtype, v, kTileRows);
+  for (int64_t row = 0; row < rows; ++row) {
+    next_k.prefetch(row);
+    next_v.prefetch(row);
+    for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
+      weights[i] = softplus(weights[i]);
+      values[i] *= weights[i];
+    }
+  }
+}
+
+// y of a tile of queries from position s on. Each has its own Z and A.
+template <typename acc_t>
+MEMCHECK_INLINE void attend(const SoftplusAttentionForward& p, Dtype dtype, const Task& task, int64_t s, int rows,
+                            const acc_t* z, const acc_t* a) {
+  alignas(64) acc_t q[kTileElements];
+  const MatrixPlace q_place = query_tile(dtype, p.q, task, s);
+  const MatrixPlace y_place = query_tile(dtype, p.y, task, s);
+  load_tile(dtype, q_place, rows, task.lanes, q);
+  const NextTile<acc_t> next_q(dtype, q_place, kTileRows);
+  const NextTile<acc_t> next_y(dtype, y_place, kTileRows);
+  const acc_t eps = static_cast<acc_t>(p.eps);
+  for (int64_t row = 0; row < rows; ++row) {
+    next_q.prefetch(row);
+    next_y.prefetch(row);
+    for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i)
+      q[i] = softplus_attention_from_sums(softplus(q[i]), a[i], z[i], eps);
+  }
+  store_tile(dtype, y_place, rows, task.lanes, q);
+}
+
+// Adds one chunk of keys to Z and A. Where queries have their last keys in it (causal), writes their y.
+template <typename acc_t>
+MEMCHECK_INLINE void key_chunk(const SoftplusAttentionForward& p, Dtype dtype, const Task& task, int64_t chunk,
+                               bool write_y, RunningPair<acc_t>& sums) {
+  alignas(64) acc_t z[kTileElements];  // softplus(k), then the sum of it up to each row
+  alignas(64) acc_t a[kTileElements];  // softplus(k) v, then the sum of it up to each row
+  const int64_t end = chunk_end(chunk, p.shape.T);
+  for (int64_t t = chunk * kCarrySpacing; t < end; t += kTileRows) {
+    const int rows = rows_from(t, end);
+    weigh_keys(p, dtype, task, t, rows, z, a);
+    sums.first.template scan<false>(z, rows);
+    sums.second.template scan<false>(a, rows);
+    const int first = first_row_with_query(p.shape, t, rows);
+    if (!write_y || first == rows) continue;
+    const int64_t s = t - (p.shape.T - p.shape.S) + first;
+    attend(p, dtype, task, s, rows - first, z + first * kTileLanes, a + first * kTileLanes);
+  }
+  sums.end_chunk();
+}
+
+// y of one chunk of queries that all see the same keys.
+template <typename acc_t>
+MEMCHECK_INLINE void query_chunk(const SoftplusAttentionForward& p, Dtype dtype, const Task& task,
+                                 const RunningPair<acc_t>& sums) {
+  alignas(64) acc_t mean[kTileLanes];
+  alignas(64) acc_t q[kTileElements];
+  for (int lane = 0; lane < kTileLanes; ++lane)
+    mean[lane] = sums.second.before[lane] / (sums.first.before[lane] + static_cast<acc_t>(p.eps));
+  const int64_t end = chunk_end(task.chunk, p.shape.S);
+  for (int64_t s = task.chunk * kCarrySpacing; s < end; s += kTileRows) {
+    const int rows = rows_from(s, end);
+    const MatrixPlace q_place = query_tile(dtype, p.q, task, s);
+    const MatrixPlace y_place = query_tile(dtype, p.y, task, s);
+    load_tile(dtype, q_place, rows, task.lanes, q);
+    const NextTile<acc_t> next_q(dtype, q_place, kTileRows);
+    const NextTile<acc_t> next_y(dtype, y_place, kTileRows);
+    for (int64_t row = 0; row < rows; ++row) {
+      next_q.prefetch(row);
+      next_y.prefetch(row);
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+        acc_t& x = q[row * kTileLanes + lane];
+        x = softplus_attention_from_mean(softplus(x), mean[lane]);
+      }
+    }
+    store_tile(dtype, y_place, rows, task.lanes, q);
+  }
+}
+
+// ---- tasks of the forward
+
+enum class ForwardPhase {
+  AllChunks,    // a task goes through all chunks of keys: y if causal, and the carries
+  ChunkSums,    // a task sums one chunk of keys into its slot
+  CausalChunk,  // a task writes y for one chunk of keys, from the carry before it
+  QueryChunk,   // not causal: a task writes y for one chunk of queries
+};
+
+// One pass over tasks that do the same.
+template <typename acc_t>
+struct ForwardPass {
+  const SoftplusAttentionForward& p;
+  Dtype dtype;
+  ForwardPhase phase;
+  Sums<acc_t> sums;  // the carries, or the sums of the chunks
+  int64_t chunks;    // tasks of a block of channels
+};
+
+template <typename acc_t>
+MEMCHECK_INLINE void key_task(const ForwardPass<acc_t>& pass, const Task& task) {
+  const SoftplusAttentionShape& shape = pass.p.shape;
+  const bool all = pass.phase == ForwardPhase::AllChunks;
+  const bool writes_y = shape.causal && pass.phase != ForwardPhase::ChunkSums;
+  RunningPair<acc_t> sums;
+  if (pass.phase == ForwardPhase::CausalChunk && task.chunk > 0) sums.load(pass.sums, task.chunk - 1, task);
+  const int64_t last = all ? shape.key_chunks() : task.chunk + 1;
+  for (int64_t chunk = task.chunk; chunk < last; ++chunk) {
+    key_chunk(pass.p, pass.dtype, task, chunk, writes_y, sums);
+    if (all && writes_y && pass.sums.data != nullptr && chunk < pass.sums.slots) sums.store(pass.sums, chunk, task);
+  }
+  if (!writes_y) sums.store(pass.sums, task.chunk, task);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void forward_tasks_body(const ForwardPass<acc_t>& pass, int64_t begin, int64_t end) {
+  for (int64_t index = begin; index < end; ++index) {
+    const Task task = task_of(pass.p.shape, index, pass.chunks);
+    if (pass.phase == ForwardPhase::QueryChunk) {
+      RunningPair<acc_t> totals;
+      totals.load(pass.sums, 0, task);
+      query_chunk(pass.p, pass.dtype, task, totals);
+    } else {
+      key_task(pass, task);
+    }
+  }
+}
+
+MEMCHECK_PER_CPU_LEVEL(acc_t, forward_tasks, (const ForwardPass<acc_t>& pass, int64_t begin, int64_t end),
+                       (pass, begin, end))
+
+template <typename acc_t>
+void run(const ForwardPass<acc_t>& pass) {
+  const int64_t tasks = pass.p.shape.B * channel_blocks(pass.p.shape) * pass.chunks;
+  parallel_tasks(tasks, [&](int64_t begin, int64_t end, int) { forward_tasks<acc_t>(pass, begin, end); });
+}
+
+template <typename acc_t>
+void forward_causal(const SoftplusAttentionForward& p, Dtype dtype) {
+  const SoftplusAttentionShape& shape = p.shape;
+  const Sums<acc_t> carries(p.carries, shape, shape.carries());
+  if (!splits(shape, shape.key_chunks())) return run(ForwardPass<acc_t>{p, dtype, ForwardPhase::AllChunks, carries, 1});
+  run(ForwardPass<acc_t>{p, dtype, ForwardPhase::ChunkSums, carries, shape.carries()});
+  scan_slots(carries, 2, false);
+  run(ForwardPass<acc_t>{p, dtype, ForwardPhase::CausalChunk, carries, shape.key_chunks()});
+}
+
+template <typename acc_t>
+void forward_not_causal(const SoftplusAttentionForward& p, Dtype dtype) {
+  const SoftplusAttentionShape& shape = p.shape;
+  const Sums<acc_t> totals(p.carries, shape, 1);
+  const int64_t chunks = shape.key_chunks();
+  if (splits(shape, chunks)) {
+    const Sums<acc_t> partial(p.sums, shape, chunks);
+    run(ForwardPass<acc_t>{p, dtype, ForwardPhase::ChunkSums, partial, chunks});
+    scan_slots(partial, 2, false);
+    for (int64_t row = 0; row < 2 * shape.B; ++row)
+      std::copy_n(partial.data + (row * chunks + chunks - 1) * shape.R, shape.R, totals.data + row * shape.R);
+  } else {
+    run(ForwardPass<acc_t>{p, dtype, ForwardPhase::AllChunks, totals, 1});
+  }
+  run(ForwardPass<acc_t>{p, dtype, ForwardPhase::QueryChunk, totals, shape.query_chunks()});
+}
+
+// ---- one step
+
+// A row of a (B,1,R) state. With a stride of 0 to the next row nothing beyond the row is touched.
+MEMCHECK_INLINE MatrixPlace state_row(Dtype acc, const Strided<3>& x, const Task& task) {
+  const int64_t first = task.b * x.stride[0] + task.r * x.stride[2];
+  return {element_at(acc, x.data, first), 0, x.stride[2]};
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void step_tasks_body(const SoftplusAttentionStep& p, Dtype dtype, int64_t begin, int64_t end) {
+  const Dtype acc = sizeof(acc_t) == sizeof(double) ? Dtype::Float64 : Dtype::Float32;
+  const SoftplusAttentionShape shape{p.B, 1, p.T, p.R, false};
+  const SoftplusAttentionForward forward{shape, p.eps, p.q, p.k, p.v, p.y, nullptr, nullptr};
+  for (int64_t index = begin; index < end; ++index) {
+    const Task task = task_of(shape, index, 1);
+    RunningPair<acc_t> sums;
+    load_tile(acc, state_row(acc, p.z, task), 1, task.lanes, sums.first.before);
+    load_tile(acc, state_row(acc, p.a, task), 1, task.lanes, sums.second.before);
+    for (int64_t chunk = 0; chunk < shape.key_chunks(); ++chunk) key_chunk(forward, dtype, task, chunk, false, sums);
+    query_chunk(forward, dtype, task, sums);
+    store_tile(acc, state_row(acc, p.new_z, task), 1, task.lanes, sums.first.before);
+    store_tile(acc, state_row(acc, p.new_a, task), 1, task.lanes, sums.second.before);
+  }
+}
+
+MEMCHECK_PER_CPU_LEVEL(acc_t, step_tasks, (const SoftplusAttentionStep& p, Dtype dtype, int64_t begin, int64_t end),
+                       (p, dtype, begin, end))
+
+}  // namespace
+
+void forward(const SoftplusAttentionForward& p, Dtype dtype) {
+  with_acc_type(dtype, [&](auto acc) {
+    using acc_t = decltype(acc);
+    p.shape.causal ? forward_causal<acc_t>(p, dtype) : forward_not_causal<acc_t>(p, dtype);
+  });
+}
+
+void step(const SoftplusAttentionStep& p, Dtype dtype) {
+  with_acc_type(dtype, [&](auto acc) {
+    parallel_tasks(p.B * ceil_div(p.R, kTileLanes),
+                   [&](int64_t begin, int64_t end, int) { step_tasks<decltype(acc)>(p, dtype, begin, end); });
+  });
+}
+
+}  // namespace memcheck::softplus_cpu
