@@ -3,7 +3,7 @@
 # First, so that a missing or mismatched extension is the one error there is.
 from memcheck import _extension as _extension
 from memcheck import nn
-from memcheck.bench.predict import predict_memory
+from memcheck.bench.api import calibrate, largest, predict_memory
 from memcheck.core.version import __version__ as __version__
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import MemoryTracker, track
@@ -22,11 +22,13 @@ from memcheck.ops.softplus_attention import softplus_attention, softplus_attenti
 __all__ = [
     "CompressedAttentionState",
     "MemoryTracker",
+    "calibrate",
     "combinator",
     "compressed_attention",
     "compressed_attention_pooled",
     "compressed_attention_state",
     "compressed_attention_step",
+    "largest",
     "linear_attention",
     "linear_attention_step",
     "linear_l",

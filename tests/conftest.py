@@ -83,6 +83,8 @@ def load_host_cuda() -> None:
 
 
 def pytest_configure(config):
+    # Tables are complete where no width is given; pytest-xdist gives one to its workers.
+    os.environ.pop("COLUMNS", None)
     # In the environment, for tests that run in a process of their own.
     if config.getoption("host_cuda"):
         os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
@@ -101,7 +103,7 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers",
         "isolated(VARIABLE=value, ...): runs in a fresh process of its own, with these environment variables and a "
-        "time-out of two minutes",
+        "time-out of 400 seconds",
     )
     # Where a check that tests share fails, it shows the values it compared.
     pytest.register_assert_rewrite("ops.checks")
@@ -115,7 +117,7 @@ def pytest_pyfunc_call(pyfuncitem):
     command = [sys.executable, "-m", "pytest", "-q", f"{pyfuncitem.path}::{pyfuncitem.name}", "-p", "no:cacheprovider"]
     # Flags that pytest was given by PYTEST_ADDOPTS, such as -n, are not for a single test.
     environment = {**os.environ, **marker.kwargs, "MEMCHECK_ISOLATED": "1", "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, timeout=120)
+    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, timeout=400)
     if done.returncode != 0:
         pytest.fail(done.stdout.decode() + done.stderr.decode(), pytrace=False)
     return True

@@ -103,8 +103,7 @@ class Record:
     basis: str | None = None
     saved_tensors: list[dict[str, Any]] | None = None  # Tensors kept for backward: shape, dtype, bytes.
     alive_at_peak: list[dict[str, Any]] | None = None  # Largest first: phase, name of what allocated it, bytes.
-    # Predicted from the shapes alone: record field -> bytes alive at that moment: name -> bytes.
-    terms: dict[str, dict[str, int]] | None = None
+    terms: dict[str, dict[str, int]] | None = None  # Predicted: field -> its summands, name -> bytes alive then.
 
     def __post_init__(self) -> None:
         if self.source == "measured":

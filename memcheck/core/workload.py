@@ -23,6 +23,9 @@ class Workload:
     names: tuple[str, ...]  # Names of the operator's arguments, if known.
     state: Any = None  # In decode mode: the state, which is also the last input.
     optimizer_step: Callable[[], Any] | None = None  # Called after the backward.
+    optimizer: Any = None  # The optimizer whose step that is, if it is one.
+    warm_up: bool = False  # A step runs before, in which the optimizer makes its state.
+    module: Any = None  # The model whose modules are told apart.
 
     @property
     def backward(self) -> bool:
@@ -44,6 +47,13 @@ class Workload:
         for index, tensor in enumerate(arguments, len(self.inputs)):
             yield self._name(index), tensor
         yield from named_tensors_in(owners)
+
+    def named_state(self) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the optimizer's state: "exp_avg of layers.0.weight"."""
+        names = {id(tensor): name for name, tensor in self.named_parameters()}
+        for parameter, state in self.optimizer.state.items() if self.optimizer is not None else ():
+            owner = names.get(id(parameter), "parameter")
+            yield from ((f"{name} of {owner}", tensor) for name, tensor in named_tensors_in(state))
 
     def _name(self, index: int) -> str:
         return self.names[index] if index < len(self.names) else f"argument {index}"

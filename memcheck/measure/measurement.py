@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 
 from memcheck.core.record import PHASES, Record
-from memcheck.core.tensors import resolve_device
+from memcheck.core.tensors import resolve_device, tensors_in
 from memcheck.measure import timing
 from memcheck.measure.explain import explain
 from memcheck.measure.machine import load, machine_of
@@ -26,6 +27,10 @@ def measure_memory(
     limit_bytes: int | None = None,
     parameters: Any = (),
     optimizer_step: Callable[[], Any] | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    autocast: torch.dtype | None = None,
+    steps: int = 2,
     details: bool = False,
     **kwargs: Any,
 ) -> Record:
@@ -48,6 +53,12 @@ def measure_memory(
         The step does change the parameters. It runs once if it is an optimizer's own and every parameter has its
         state, else twice, with a forward and a backward before each. In between, gradients are set to None, as
         zero_grad() does, unless optimizer_step itself set all of them to zero in place.
+    optimizer: instead of optimizer_step: makes the optimizer of the module's parameters, whose step is then measured:
+        lambda parameters: torch.optim.AdamW(parameters).
+    loss: makes the tensor that the backward starts from out of fn's output.
+    autocast: the dtype of a torch.autocast around fn and loss.
+    steps: 1 measures the very first step, in which the optimizer makes its state; 2 and more a step in the steady
+        state.
     details: two more passes, each with its steps, fill saved_tensors and alive_at_peak, and count saved_bytes by
         another method; disagreements are in doubts.
 
@@ -61,13 +72,41 @@ def measure_memory(
     that fn returns, and caches that fn fills, count as saved. So does, with 8 bytes on the CPU, a Python number that
     autograd keeps as an operand. A keyword of fn with the name of one here must be bound with functools.partial.
     """
-    call = MeasuredCall(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
+    if optimizer is not None:
+        made = optimizer(parameters_of(fn))
+        parameters, optimizer_step = (fn, made, parameters), made.step
+    step = fn if loss is None and autocast is None else Step(fn, loss, autocast, device, (inputs, kwargs))
+    parameters = parameters if step is fn else (parameters, fn) if any(True for _ in tensors_in(fn)) else parameters
+    call = MeasuredCall(step, inputs, kwargs, parameters, backward, device, optimizer_step)
+    call.warm_up = steps > 1
     record = MeasuredRun(call, limit_bytes).measure(dense_grad)
     record.doubts += call.machine.sharing()
     # A case that exhausted the machine's memory is not repeated; one that exceeded a budget can be.
     if details and (record.status == "ok" or limit_bytes is not None):
         explain(record, call, limit_bytes, dense_grad)
     return record
+
+
+class Step:
+    """fn with a loss after it, under autocast."""
+
+    def __init__(self, fn: Any, loss: Any, autocast: torch.dtype | None, device: Any, given: Any) -> None:
+        self.fn, self.loss, self.dtype = fn, loss, autocast
+        self.kind = resolve_device(device, tensors_in(given)).type
+        self.__signature__ = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
+
+    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
+        with torch.autocast(self.kind, self.dtype, enabled=self.dtype is not None):
+            output = self.fn(*inputs, **kwargs)
+            return output if self.loss is None else self.loss(output)
+
+
+def parameters_of(fn: Any) -> list[torch.nn.Parameter]:
+    """The parameters of a module, or of the one whose method it is."""
+    owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
+    if not isinstance(owner, torch.nn.Module):
+        raise ValueError(f"optimizer needs a module with parameters, got {fn!r}")
+    return list(owner.parameters())
 
 
 def measure_time(

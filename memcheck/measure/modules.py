@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.core.tensors import StorageWeakRef, storages_on, tensors_in
+from memcheck.core.tensors import StorageWeakRef, storages_in, tensors_in
 
 
 def kept_by_component(
@@ -28,7 +28,7 @@ def kept_by_component(
     where: list[str] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        for storage in storages_on(tensor, tensor.device) if counts(tensor) else ():
+        for storage in storages_in(tensor) if counts(tensor) else ():
             kept.setdefault(StorageWeakRef(storage), (".".join(where), storage.nbytes()))
         return tensor.detach()
 
@@ -38,7 +38,7 @@ def kept_by_component(
     ):
         outputs = run()
     for tensor in tensors_in([*held, model, outputs]):
-        for storage in storages_on(tensor, tensor.device):
+        for storage in storages_in(tensor):
             kept.pop(StorageWeakRef(storage), None)
     sums: dict[str, int] = {}
     for path, size in kept.values():

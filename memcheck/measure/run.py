@@ -58,6 +58,7 @@ class MeasuredCall:
         self.parameters = list(parameters) if isinstance(parameters, Iterator) else parameters
         self.backward = backward
         self.optimizer_step = optimizer_step
+        self.warm_up = True  # With an optimizer_step that has no state yet, a step runs before the one measured.
         stepped = getattr(optimizer_step, "__self__", None)
         self.stepped = stepped if isinstance(stepped, Optimizer) else None
         self.optimizers = _optimizers_of(self.parameters, self.stepped)
@@ -162,7 +163,7 @@ class MeasuredRun:
         It is not part of a timeline.
         """
         call = self.call
-        if call.optimizer_step is None or call.has_state:
+        if call.optimizer_step is None or call.has_state or not call.warm_up:
             return True
         state_bytes = sum(storages_of(call.state, call.device).values())
         roots: list[torch.Tensor] = []

@@ -9,15 +9,40 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
-# Function names that run in the lower precision.
-LOWER = {"linear", "matmul", "__matmul__", "mm", "bmm", "addmm", "baddbmm", "scaled_dot_product_attention"}
+
+def words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+# Names of functions that run in the lower precision: read in aten/src/ATen/autocast_mode.h (CUDA) and
+# autocast_mode.cpp (CPU).
+LOWER = words("""
+    linear matmul __matmul__ mm bmm addmm addbmm baddbmm einsum linalg_vecdot linalg_multi_dot chain_matmul
+    scaled_dot_product_attention conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+    """)
+ON_CUDA_ONLY = words("addmv addr mv prelu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
 OURS = {"softplus_attention", "linear_attention", "compressed_attention", "combinator", "linear_r", "linear_l"}
-# Function names that run in float32.
-FLOAT32 = {"cpu": {"cross_entropy"}, "cuda": {"cross_entropy", "softmax", "log_softmax", "pow", "rsqrt", "sum"}}
+LOSSES = words("""
+    binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy cross_entropy_loss ctc_loss
+    hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
+    multilabel_margin_loss nll_loss nll_loss_nd
+    nll_loss2d poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss
+    """)
+# Names of functions that run in float32.
+FLOAT32 = {
+    "cpu": LOSSES
+    | words("avg_pool3d binary_cross_entropy grid_sampler polar prod quantile nanquantile stft cdist trace"),
+    "cuda": LOSSES
+    | words("""
+        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
+        native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity cosine_embedding_loss dist
+        pdist cdist renorm logsumexp prod softmax log_softmax cumprod cumsum sum norm
+        """),
+}
 
 
 class AutocastOnMeta(TorchFunctionMode):
-    """Autocast for the functions that a decoder calls. It caches casts of parameters until it ends, as torch does.
+    """Autocast by torch's lists of functions. It caches casts of parameters until it ends, as torch does.
 
     kind: "cpu" or "cuda", whose lists differ.
     """
@@ -34,7 +59,8 @@ class AutocastOnMeta(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Without the overload, as in torch.ops.memcheck.softplus_attention.default.
         name = getattr(func, "__name__", "").partition(".")[0]
-        dtype = self.dtype if name in LOWER or name in OURS else None
+        in_lower = name in LOWER or name in OURS or (self.kind == "cuda" and name in ON_CUDA_ONLY)
+        dtype = self.dtype if in_lower else None
         if name in FLOAT32[self.kind]:
             dtype = torch.float32
         args, kwargs = tree_map(lambda part: self._cast(part, dtype), (args, kwargs or {}))

@@ -33,7 +33,7 @@ OF_ONE_DTYPE = names(
     threshold_backward where
     """
 )
-# Floating-point operands must be contiguous, or they are copied.
+# Operands must be contiguous, or they are copied.
 OF_CONTIGUOUS = frozenset(["embedding", "embedding_dense_backward", "nll_loss_backward", "nll_loss_forward"])
 # Measured on the CPU by tests/predict/test_plain_operators.py, one operator at a time.
 SHOWN_ON_CPU = MAKERS | OF_ONE_DTYPE | OF_CONTIGUOUS
@@ -53,8 +53,8 @@ READ_OF_CUDA = (
     | names(
         """
     _foreach_add_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_div_ _foreach_lerp_ _foreach_mul_ _foreach_sqrt
-    _log_softmax _log_softmax_backward_data _softmax add add_ div div_ embedding eq ge gt le lt mul mul_ ne
-    nll_loss_backward nll_loss_forward rsub scatter sub sub_ tril triu
+    _log_softmax _log_softmax_backward_data _softmax add add_ div div_ embedding eq ge gt le lt mul mul_
+    native_dropout native_dropout_backward ne nll_loss_backward nll_loss_forward rsub scatter sub sub_ tril triu
     """
     )
 )
@@ -75,7 +75,7 @@ def takes_nothing(name: str, kind: str, tensors: Sequence[Tensor], outputs: Sequ
     if name in OF_ONE_DTYPE:
         return has_one_dtype(tensors, outputs)
     if name in OF_CONTIGUOUS:
-        return all(x.is_contiguous() for x in tensors if x.is_floating_point())
+        return all(x.is_contiguous() for x in tensors)
     return name in MAKERS
 
 

@@ -11,14 +11,14 @@ import torch
 
 from memcheck.core.case import Terms
 from memcheck.core.devices import Device
-from memcheck.core.record import Record
+from memcheck.core.record import PHASES, Record
 from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, PlainAllocator
 from memcheck.predict.plain_operators import SHOWN_ON_A100
 from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import Version, running, untried, version_name
-from memcheck.predict.trace import Piece, Trace
+from memcheck.predict.trace import FIRST_STEP, Piece, Trace
 
 # Fields that become lower bounds when a phase has unknown allocations.
 FIELDS_OF = {
@@ -57,11 +57,57 @@ class Prediction:
     unknown: tuple[str, ...]
     bounds: frozenset[str] = frozenset()
     basis: str = "derived"
+    trace: Trace | None = field(default=None, repr=False, compare=False)
+    moments: dict[str, int] = field(default_factory=dict, repr=False, compare=False)  # Phase -> its fullest event.
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits; None if unknown."""
+        if self.record.status not in ("ok", "oom"):
+            return None
+        return self.record.status == "ok"
+
+    @property
+    def timeline(self) -> list[tuple[str, int]]:
+        """(phase, bytes alive) after each allocation and release."""
+        if self.trace is None:
+            return []
+        phases = [(last, name) for name, (_, last) in self.trace.phases.items()]
+        return list(timeline_of(self.trace.tape.events, sorted(phases)))
+
+    @property
+    def by_module(self) -> dict[str, dict[str, int]]:
+        """Path of a module -> its bytes "saved" for backward, and those alive at the highest "peak".
+
+        The path "" has what belongs to no module.
+        """
+        if self.trace is None or not self.moments:
+            return {}
+        fullest = max(self.moments, key=lambda phase: self.record_peak(phase))
+        kinds = {"saved": self.trace.saved, "peak": self.trace.tape.alive(self.moments[fullest])}
+        found: dict[str, dict[str, int]] = {}
+        for kind, pieces in kinds.items():
+            for piece in pieces:
+                sums = found.setdefault(piece.module, {"saved": 0, "peak": 0})
+                sums[kind] += piece.bytes
+        return found
+
+    def record_peak(self, phase: str) -> int:
+        return getattr(self.record, f"{phase}_peak_bytes", None) or 0
 
     @property
     def known_terms(self) -> Terms:
         """The terms of the fields that are not bounds."""
         return {name: terms for name, terms in self.terms.items() if name not in self.bounds}
+
+
+def timeline_of(events: list[tuple[Piece, bool]], phases: list[tuple[int, str]]) -> Iterator[tuple[str, int]]:
+    alive, index = 0, 0
+    for number, (piece, taken) in enumerate(events, 1):
+        alive += piece.bytes if taken else -piece.bytes
+        while index < len(phases) - 1 and number > phases[index][0]:
+            index += 1
+        yield phases[index][1] if phases else "", alive
 
 
 # The torch version of the published A100 rows.
@@ -156,7 +202,9 @@ class Replay:
         exact = self.basis == "verified" and not unknown
         self.record.terms, self.record.exact, self.record.basis = self.terms, exact, self.basis
         self.record.doubts = (*unknown, *self._doubtful_verdict())
-        return Prediction(self.case, self.device, self.record, self.terms, exact, unknown, bounds, self.basis)
+        moments = {phase: moment.event for phase, moment in self.requested.items() if phase in PHASES}
+        found = (self.case, self.device, self.record, self.terms, exact, unknown, bounds, self.basis)
+        return Prediction(*found, self.trace, moments)
 
     def _doubtful_verdict(self) -> Iterator[str]:
         """A doubt about the verdict, if there is a limit and a phase's figures are bounds."""
@@ -191,10 +239,14 @@ class Replay:
     def _note(self, phase: str) -> None:
         if phase == "inputs":
             self._note_sum("input_bytes", self.trace.inputs)
-            self._note_sum("parameter_bytes", self.trace.parameters)
+            self._note_sum("parameter_bytes", [p for p in self.trace.parameters if p not in self.trace.inputs])
             if self.case.mode == "decode":
                 self._note_sum("state_bytes", self.trace.state)
                 self.record.note_state(self.record.state_bytes or 0, self.case.bsz, self.case.kv_len)
+            if self.trace.has_optimizer:
+                self._note_sum("optimizer_bytes", self.trace.optimizer)
+        elif phase == FIRST_STEP:
+            pass  # It has no figures.
         elif phase == "forward":
             self._note_sum("output_bytes", self.trace.outputs)
             self._note_sum("saved_bytes", self.trace.saved)
@@ -209,7 +261,7 @@ class Replay:
         record = self.record
         alive = self.trace.tape.alive(self.requested[phase].event)
         self._note_sum(f"{phase}_peak_bytes", alive)
-        held = [*self.trace.held, *self.trace.outputs, *self.trace.saved, *gradients]
+        held = [*self.trace.held, *self.trace.left, *self.trace.outputs, *self.trace.saved, *gradients]
         library = sum(piece.bytes for piece in alive if piece.is_library)
         scratch = self.requested[phase].bytes - library - sum(piece.bytes for piece in dict.fromkeys(held))
         record.workspace_bytes = max(record.workspace_bytes or 0, scratch)

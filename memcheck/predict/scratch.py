@@ -78,6 +78,10 @@ class Unlisted(Unknown):
     """A sentence about an operator without a rule: neither its scratch nor the sizes of its results are known."""
 
 
+class Varies(Unknown):
+    """A sentence about an allocation that differs from run to run, so that no single run tells it."""
+
+
 Rule = Callable[[Call], Iterator[Scratch | Unknown]]
 
 
@@ -304,7 +308,7 @@ def flash_tiles_backward(call: Call) -> Iterator[Scratch | Unknown]:
         yield Unknown("what oneDNN takes in products of 16-bit matrices")
     yield Scratch("sums of rows", threads * rows * wide)
     if threads > 1:
-        yield Unknown(f"how many of {threads} threads have their sums of rows at once")
+        yield Varies(f"how many of {threads} threads have their sums of rows at once")
 
 
 @rule("cuda", "_scaled_dot_product_flash_attention")

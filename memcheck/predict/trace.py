@@ -18,12 +18,17 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
 
-from memcheck.core.tensors import gradients_for, named_tensors_in, roots_of, tensors_in
+from memcheck.core.tensors import gradients_for, named_tensors_in, roots_of, storages_in, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers the rules of memcheck's operators
+from memcheck.predict.modules import Modules
+from memcheck.predict.on_device import ANSWERS, Mish, answer, moved, python_functions_open
+from memcheck.predict.probed import FunctionCall, Probe, Probed, Result, call_to_check, made
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
+from memcheck.predict.rnn import is_packed, onednn_lstm, recurrent, takes_onednn
 from memcheck.predict.scratch import (
     OF_THE_HOST,
     Call,
@@ -31,6 +36,7 @@ from memcheck.predict.scratch import (
     Target,
     Unknown,
     Unlisted,
+    Varies,
     call_of,
     scratch_of,
     uses_cublas,
@@ -43,22 +49,42 @@ from memcheck.predict.torch_versions import (
     running,
     untried,
 )
+from memcheck.predict.values import UNKNOWN, Values, is_meta, may_be_known
 
 # Size assumed for a storage that 64 bits cannot count; the run ends there.
 BEYOND = 2**63
 NUMBER = "number"
 ANY_PHASE = "any phase"
+FIRST_STEP = "first step"
 WORKSPACE = "cuBLAS workspace"
 # Operators whose number operand autograd may keep as a tensor.
 WITH_NUMBERS = {"add", "sub", "mul", "div", "true_divide", "multiply", "divide", "gt", "lt", "ge", "le", "eq", "ne"}
+WITH_NUMBERS |= {"add_", "sub_", "mul_", "div_"}
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 # The autograd nodes that keep it.
 KEEPERS = {"MulBackward0", "DivBackward0"}
 # Functions that choose their implementation by device internally. Modes cannot see inside, so the traced operators
 # may differ from those of the device.
-CLOSED = {"lstm", "gru", "rnn_tanh", "rnn_relu", "multi_head_attention_forward"}
-# Nodes that scatter into zeros in place, except when a mode such as Tracer is active.
-SCATTERING = {"MaxBackward0", "MinBackward0"}
+CLOSED = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
+# What a node's code writes into its first operand, except when a mode such as Tracer is active.
+WRITES_IN_PLACE = {
+    "CummaxBackward0": "aten::scatter_add",
+    "CumminBackward0": "aten::scatter_add",
+    "GatherBackward0": "aten::scatter_add",
+    "IndexBackward0": "aten::index_put",
+    "IndexSelectBackward0": "aten::index_add",
+    "KthvalueBackward0": "aten::scatter",
+    "MaxBackward0": "aten::scatter",
+    "MedianBackward1": "aten::scatter",
+    "MinBackward0": "aten::scatter",
+    "ModeBackward0": "aten::scatter",
+    "SortBackward0": "aten::scatter",
+    "SortBackward1": "aten::scatter",
+    "TopkBackward0": "aten::scatter",
+}
+IN_PLACE_OF_LOGITS = ("aten::div", "aten::mul", "aten::sub")
+# Nodes that run other operators if an element is zero.
+DEPENDS_ON_ZEROS = ("ProdBackward", "CumprodBackward")
 
 
 @dataclass(eq=False)
@@ -70,6 +96,8 @@ class Piece:
     born: int
     died: int | None = None
     is_library: bool = False
+    module: str = ""  # Path of the module that allocated it.
+    made_by: str = ""  # The operator that returned it.
 
     def alive_after(self, event: int) -> bool:
         return self.born <= event and (self.died is None or self.died > event)
@@ -87,8 +115,8 @@ class Tape:
     events: list[tuple[Piece, bool]] = field(default_factory=list)  # The piece, and whether it was allocated.
     closed: bool = False
 
-    def take(self, name: str, size: int, *, is_library: bool = False) -> Piece:
-        piece = Piece(name, size, len(self.events) + 1, is_library=is_library)
+    def take(self, name: str, size: int, *, is_library: bool = False, module: str = "") -> Piece:
+        piece = Piece(name, size, len(self.events) + 1, is_library=is_library, module=module)
         self.pieces.append(piece)
         self.events.append((piece, True))
         return piece
@@ -120,6 +148,9 @@ class Trace:
     inputs: list[Piece] = field(default_factory=list)
     parameters: list[Piece] = field(default_factory=list)
     state: list[Piece] = field(default_factory=list)
+    left: list[Piece] = field(default_factory=list)  # What the first step left behind.
+    optimizer: list[Piece] = field(default_factory=list)  # The optimizer's state, which is part of it.
+    has_optimizer: bool = False
     outputs: list[Piece] = field(default_factory=list)
     saved: list[Piece] = field(default_factory=list)
     incoming: list[Piece] = field(default_factory=list)
@@ -132,16 +163,21 @@ class Trace:
     @property
     def held(self) -> list[Piece]:
         """Tensors that the caller holds."""
-        return [*self.inputs, *self.parameters]
+        return list(dict.fromkeys([*self.inputs, *self.parameters]))
 
 
 class Tracer(TorchDispatchMode):
     """Logs the allocations of operators that run under it."""
 
-    def __init__(self, tape: Tape, target: Target) -> None:
+    def __init__(self, tape: Tape, target: Target, values: Values | None = None, probe: Probe | None = None) -> None:
         super().__init__()
         self.tape = tape
         self.target = target
+        self.values = values or Values()
+        self.probe = probe
+        self.modules = Modules()
+        self.follows_calls = False
+        self.calls: dict[str, FunctionCall] = {}  # What a check is to repeat.
         self.phase = "inputs"
         self.unknown: dict[str, dict[str, None]] = {}
         self.guessed: set[str] = set()
@@ -149,31 +185,121 @@ class Tracer(TorchDispatchMode):
         self._pieces: dict[int, Piece] = {}  # By storage.
         self._workspace: Piece | None = None
         self._hosts_number = False
+        self._is_noting = True
         self._counts_number = True  # Whether the number operand of the next operator counts.
         # torch's math attention adds a mask in place, except when a mode such as this one is active.
         self.adds_in_place = False
         self.inside = ""  # Name of the Python function that currently runs without a function mode.
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        output = as_computed(func, func(*args, **(kwargs or {})), args)
-        call = call_of(func, args, kwargs or {}, output, self.target)
+        # A function mode must not take operators that are called from here for calls of the model.
+        with torch._C.DisableTorchFunction():
+            return self._run(func, args, placed(func, args, kwargs or {}, self.target))
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func is torch.ops.aten.lift_fresh.default and self.target.kind == "cpu" and not args[0].is_meta:
+            return self.lifted(args[0])
+        if returns_numbers(func):
+            if (number := self.values.computed(func, args, kwargs)) is not UNKNOWN:
+                return number
+            if func is torch.ops.aten._local_scalar_dense.default and is_meta(args[0]):
+                if args[0].dtype == torch.bool:
+                    return self._assumed(args[0])
+                if args[0].is_floating_point():
+                    self.note_unknown(
+                        Unlisted("what follows of a number that is read, and assumed to be 1"), self.phase
+                    )
+                    return 1.0
+        output, probed = self._result(func, args, kwargs)
+        call = call_of(func, args, kwargs, output, self.target)
+        parts = scratch_of(call)
+        wanted = any(isinstance(part, Unknown) and not isinstance(part, Varies) for part in parts)
+        if wanted and probed is None and self.probe is not None:
+            probed = self.probe(func, args, kwargs, self.values)
+        if probed is not None:
+            output = as_probed(output, probed)
+            call = call_of(func, args, kwargs, output, self.target)
+            parts = parts_of(call.name, probed)
         self.operators[call.name] = None
-        scratch = [part for part in self._known(scratch_of(call)) if self._counts_number or part.name != NUMBER]
+        self.note_node()
+        scratch = [part for part in self._known(parts) if self._counts_number or part.name != NUMBER]
         self._counts_number = True
         if self.inside and keeps_number(call):
             self.note_unknown(Unlisted(f"which numbers {self.inside} keeps"), self.phase)
-        taken = [self.tape.take(part.name, part.bytes) for part in scratch if part.first]
+        taken = [self._take(part) for part in scratch if part.first]
         elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()
         if self._runs_in_place(call):
             self._hand_over(call.self, call.outputs[0])
         for position, tensor in enumerate(call.outputs):
             if position not in elsewhere:
                 self.note(tensor, call.name)
-        taken += [self.tape.take(part.name, part.bytes) for part in scratch if not part.first]
+        self._note_contents(func, args, kwargs, call)
+        taken += [self._take(part) for part in scratch if not part.first]
         self._use_library(uses_cublas(call))
         for piece in reversed(taken):
             self.tape.give_back(piece)
         return output
+
+    def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Probed | None]:
+        """What the operator returns on meta tensors, and the probe's result if one ran.
+
+        If it has no kernel for meta tensors, it is computed from known contents, or a probe runs it.
+        """
+        try:
+            return as_computed(func, func(*args, **kwargs), args), None
+        except (NotImplementedError, RuntimeError) as error:
+            if "overflow" in str(error):
+                raise
+            if (contents := self.values.computed(func, args, kwargs)) is not UNKNOWN:
+                return tree_map(lambda part: part.to("meta") if isinstance(part, Tensor) else part, contents), None
+            probed = self.probe(func, args, kwargs, self.values) if self.probe is not None else None
+            if probed is None or not probed.results or any(result.operand is not None for result in probed.results):
+                raise
+            outputs = tuple(made(result) for result in probed.results)
+            return outputs if len(outputs) > 1 else outputs[0], probed
+
+    def _assumed(self, condition: Tensor) -> bool:
+        """The value that an unknown condition is assumed to have: True for "all", False for everything else."""
+        piece = self.piece_of(condition)
+        made_by = piece.made_by if piece is not None else "a tensor"
+        self.note_unknown(
+            Unlisted(f"what follows if {made_by} is not {made_by == 'aten::all'}, as is assumed"), self.phase
+        )
+        return made_by == "aten::all"
+
+    def lifted(self, tensor: Tensor) -> Tensor:
+        """A meta tensor for one that torch.tensor made, which runs no other operator."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return self._lifted(tensor)
+
+    def _lifted(self, tensor: Tensor) -> Tensor:
+        output = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        self.note(output, "tensor")
+        if may_be_known(tensor):
+            self.values.note(output, tensor)
+        return output
+
+    def _note_contents(self, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> None:
+        if call.is_view:
+            return
+        small = all(is_meta(tensor) and may_be_known(tensor) for tensor in call.outputs)
+        contents = self.values.computed(func, args, kwargs) if small else UNKNOWN
+        if contents is not UNKNOWN:
+            known = tensors_in(contents if isinstance(contents, tuple | list) else (contents,))
+            for tensor, real in zip(call.outputs, known, strict=False):
+                self.values.note(tensor, real)
+        elif func._schema.is_mutable:
+            for argument, given in zip(func._schema.arguments, args, strict=False):
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    for tensor in tensors_in(given):
+                        self.values.forget(tensor)
+
+    def _take(self, part: Scratch) -> Piece:
+        return self.tape.take(part.name, part.bytes, module=self._module())
+
+    def _module(self) -> str:
+        node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        return self.modules.path_of(node)
 
     def _known(self, parts: Iterable[Scratch | Unknown]) -> Iterator[Scratch]:
         for part in parts:
@@ -192,7 +318,11 @@ class Tracer(TorchDispatchMode):
         """Whether the operator would write into its first operand if no mode were active."""
         if call.name == "aten::add":
             return self.adds_in_place or self._accumulates(call)
-        return call.name == "aten::scatter" and self._node_name() in SCATTERING
+        node = self._node_name()
+        if node == "BinaryCrossEntropyWithLogitsBackward0" and call.name in IN_PLACE_OF_LOGITS:
+            piece = self.piece_of(call.self)
+            return piece is not None and piece.made_by in ("aten::add", "aten::sub", "aten::sigmoid")
+        return bool(node) and WRITES_IN_PLACE.get(node) == call.name
 
     def _accumulates(self, call: Call) -> bool:
         """Whether autograd's engine adds a gradient to an earlier one in place, because nothing else holds that."""
@@ -206,6 +336,11 @@ class Tracer(TorchDispatchMode):
     def piece_of(self, tensor: Tensor) -> Piece | None:
         """The piece of the tensor's storage, if it was allocated under this mode."""
         return self._pieces.get(tensor.untyped_storage()._cdata)
+
+    def pieces_of(self, tensor: Tensor) -> list[Piece]:
+        with torch._C.DisableTorchFunction():
+            found = [self._pieces.get(storage._cdata) for storage in storages_in(tensor)]
+        return [piece for piece in found if piece is not None]
 
     def drop_library_workspaces(self) -> None:
         """Frees cuBLAS's workspace."""
@@ -234,20 +369,33 @@ class Tracer(TorchDispatchMode):
         finally:
             self._hosts_number = False
 
+    @contextmanager
+    def not_noted(self) -> Iterator[None]:
+        """Inside, allocations do not count."""
+        self._is_noting = False
+        try:
+            yield
+        finally:
+            self._is_noting = True
+
     def note(self, tensor: Tensor, name: str) -> None:
-        """Allocates a piece for the tensor's storage, unless it has one."""
+        """Allocates a piece for each of the tensor's storages that has none."""
+        for storage in storages_in(tensor) if self._is_noting else ():
+            self._note_storage(storage, name)
+
+    def _note_storage(self, storage: torch.UntypedStorage, name: str) -> None:
         # Numbers that an optimizer keeps are real CPU tensors.
-        if not (tensor.is_meta or (tensor.is_cpu and self.phase == "inputs" and self.target.kind == "cpu")):
-            return
-        storage = tensor.untyped_storage()
+        counts = self.phase == "inputs" and self.target.kind == "cpu" and storage.device.type == "cpu"
         size = storage.nbytes()
-        if size == 0 or storage._cdata in self._pieces:
+        if not (counts or storage.device.type == "meta") or size == 0 or storage._cdata in self._pieces:
             return
         if self._hosts_number:
             if self.target.kind != "cpu":
                 return
             name = NUMBER
-        self._keep(storage, self.tape.take(self._node_name() or name, size))
+        piece = self.tape.take(self._node_name() or name, size, module=self._module())
+        piece.made_by = name
+        self._keep(storage, piece)
 
     def _let_go(self, key: int) -> None:
         if (piece := self._pieces.pop(key, None)) is not None:
@@ -263,6 +411,12 @@ class Tracer(TorchDispatchMode):
         self._pieces[storage._cdata] = piece
         weakref.finalize(storage, self._let_go, storage._cdata)
 
+    def note_node(self) -> None:
+        """Records a doubt if the running autograd node chooses its operators by contents."""
+        node = self._node_name()
+        if node.startswith(DEPENDS_ON_ZEROS):
+            self.note_unknown(Unlisted(f"whether {node} meets a zero"), self.phase)
+
     def _node_name(self) -> str:
         node = torch._C._current_autograd_node() if self.phase == "backward" else None
         return node.name() if node is not None else ""
@@ -276,8 +430,56 @@ class Tracer(TorchDispatchMode):
             self.drop_library_workspaces()
 
 
+def returns_numbers(func: Any) -> bool:
+    return bool(func._schema.returns) and not any("Tensor" in str(result.type) for result in func._schema.returns)
+
+
+def placed(func: Any, args: Any, kwargs: dict[str, Any], target: Target) -> dict[str, Any]:
+    """The keyword arguments, with meta for a device that the operator is told, or takes by default, of the target."""
+    if not any(argument.name == "device" for argument in func._schema.arguments):
+        return kwargs
+    device = kwargs.get("device")
+    if device is None and (next(tensors_in(args), None) is not None or target.kind != "cpu"):
+        return kwargs
+    if device is None or device.type == target.kind:
+        return {**kwargs, "device": torch.device("meta")}
+    return kwargs
+
+
+def as_probed(output: Any, probed: Probed) -> Any:
+    """The results with the layouts that the probe returned, which a meta kernel may not know."""
+    tensors = list(tensors_in(output if isinstance(output, tuple | list) else (output,)))
+    if len(tensors) != len(probed.results):
+        return output
+    news: dict[int, Tensor] = {}
+    for tensor, result in zip(tensors, probed.results, strict=True):
+        if result.same is not None:
+            first = tensors[result.same]
+            news[id(tensor)] = news.get(id(first), first)
+        elif result.operand is None and not is_like(tensor, result):
+            news[id(tensor)] = made(result)
+    return tree_map(lambda part: news.get(id(part), part), output) if news else output
+
+
+def is_like(tensor: Tensor, result: Result) -> bool:
+    layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.untyped_storage().nbytes())
+    return layout == (result.shape, result.stride, result.storage_bytes)
+
+
+def parts_of(name: str, probed: Probed) -> list[Scratch | Unknown]:
+    if probed.doubt is not None:
+        return [
+            Scratch(f"scratch of {name}, measured alone", probed.scratch_bytes),
+            Unlisted(f"{name}: {probed.doubt}"),
+        ]
+    return [Scratch(f"scratch of {name}, measured alone", probed.scratch_bytes)] if probed.scratch_bytes else []
+
+
 def as_computed(func: Any, output: Any, args: Any) -> Any:
     """The operator's real result where its meta kernel returns something else."""
+    if func is torch.ops.aten.clone.default and args[0].layout == torch.sparse_coo:
+        x, how = args[0], {"is_coalesced": args[0].is_coalesced(), "check_invariants": False}
+        return torch.sparse_coo_tensor(x._indices().clone(), x._values().clone(), x.shape, **how)
     if func is not CPU_FLASH or args[0].dtype != torch.float64 or FLOAT64_LOGSUMEXP_ON_META.is_in(running()):
         return output
     y, logsumexp = output
@@ -289,6 +491,14 @@ def keeps_number(call: Call) -> bool:
     if call.name not in ("aten::mul", "aten::div") or isinstance(call.other, Tensor):
         return False
     return bool(call.self.requires_grad and torch.is_grad_enabled())
+
+
+def is_tensor(args: Any) -> bool:
+    return bool(args) and isinstance(args[0], Tensor)
+
+
+def wants_gradients(args: Any) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args))
 
 
 def use_counts(tensor: Tensor) -> tuple[int, int]:
@@ -345,17 +555,46 @@ class OnTarget(TorchFunctionMode):
         super().__init__()
         self.tracer = tracer
         self._hooks_around = open_hooks()
+        self._depth = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        if self.tracer.phase != "optimizer" and self.tracer.follows_calls and func not in ANSWERS:
+            self._note_call(func, args, kwargs or {})
+        self._depth += 1
+        try:
+            return self._call(func, args, kwargs)
+        finally:
+            self._depth -= 1
+
+    def _note_call(self, func: Any, args: Any, kwargs: Any) -> None:
+        """Keeps the call for a check, unless it is part of another."""
+        if self._depth:
+            return
+        with _disable_current_modes():
+            call = call_to_check(func, args, kwargs, self.tracer.values)
+            if call is not None:
+                self.tracer.calls[call.key] = call
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        target = self.tracer.target
+        said = answer(func, args, target)
+        if said is not None:
+            return said
+        func, args, kwargs = moved(func, args, kwargs or {}, target)
+        if func in (torch.tensor, torch.as_tensor) and str(kwargs.get("device")) == "meta" and not is_tensor(args):
+            kept = {name: value for name, value in kwargs.items() if name != "device"}
+            made = func(*args, **kept)
+            return made if is_meta(made) else self.tracer.lifted(made)
+        if getattr(func, "__name__", "") == "tolist":
+            with _disable_current_modes():
+                known = self.tracer.values.of(args[0])
+            if known is not None:
+                return known.tolist()
         if func is torch.nn.functional.scaled_dot_product_attention:
-            self.tracer.adds_in_place = True
-            try:
+            with self._adding_in_place():
                 return attention(self.tracer.target, *args, **kwargs)
-            finally:
-                self.tracer.adds_in_place = False
-        fuses_norms = self.tracer.target.kind == "cuda" and self.tracer.target.has(FUSED_RMS_NORM)
-        if func is torch.nn.functional.rms_norm and fuses_norms and is_fused(*args, **kwargs):
+        fuses_norms = target.kind == "cuda" and target.has(FUSED_RMS_NORM)
+        if func in (torch.nn.functional.rms_norm, torch.rms_norm) and fuses_norms and is_fused(*args, **kwargs):
             y = fused_rms_norm(*args, **kwargs)
             if y.requires_grad:
                 self.tracer.note_unknown("the partial sums of rms_norm's backward", "backward")
@@ -363,9 +602,23 @@ class OnTarget(TorchFunctionMode):
         if len(args) == 2 and isinstance(args[1], int | float) and getattr(func, "__name__", "") in WITH_NUMBERS:
             if open_hooks() != self._hooks_around:
                 return self._beyond_hooks(func, args, kwargs)
+            if torch.result_type(args[0], args[1]) != args[0].dtype or args[0].dim() == 0:
+                return self._beyond_hooks(func, args, kwargs)
             with self.tracer.number_of_the_host():
                 dtype = torch.float64 if isinstance(args[1], float) else torch.int64
                 args = (args[0], torch.scalar_tensor(args[1], dtype=dtype, device="meta"))
+        if getattr(func, "__name__", "") in CLOSED and target.kind == "cpu" and not is_packed(args):
+            with self:
+                return self._recurrent(func.__name__, args)
+        if func is torch.max_pool1d and target.kind == "cpu" and not wants_gradients(args):
+            return self._pooled(args, kwargs)
+        if func is torch.dropout and target.kind == "cuda" and args[2] and 0 < args[1] < 1 and args[0].numel():
+            return torch.native_dropout(*args[:3])[0]  # One kernel, which keeps a mask of a byte per element.
+        if func is torch._C._nn.mish and not kwargs:
+            return Mish.apply(*args)
+        if func is torch.nn.functional.linear:
+            with self._adding_in_place():
+                return func(*args, **kwargs)
         if getattr(func, "__name__", "") in CLOSED:
             self.tracer.note_unknown(Unlisted(f"what {func.__name__} runs on the device"), self.tracer.phase)
         if isinstance(func, FunctionType):
@@ -374,6 +627,24 @@ class OnTarget(TorchFunctionMode):
         if func in (torch.tensor, Tensor.new_tensor):
             self.tracer.note(output, "tensor")  # torch.tensor runs no operator.
         return output
+
+    def _pooled(self, args: Any, kwargs: Any) -> Tensor:
+        """max_pool1d, which on the CPU returns no indices unless gradients are wanted."""
+        with self.tracer.not_noted():
+            y = torch.max_pool1d(*args, **kwargs)
+        return torch.empty(y.shape, dtype=y.dtype, device="meta")
+
+    @contextmanager
+    def _adding_in_place(self) -> Iterator[None]:
+        """Inside, sums are written into their first operand, which torch does unless a mode is active."""
+        self.tracer.adds_in_place = True
+        try:
+            yield
+        finally:
+            self.tracer.adds_in_place = False
+
+    def _recurrent(self, name: str, args: Any) -> Any:
+        return onednn_lstm(*args) if name == "lstm" and takes_onednn(args) else recurrent(name, *args)
 
     def _without_mode(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a Python function, whose own calls the function mode does not see."""
@@ -400,31 +671,57 @@ def open_hooks() -> Any:
 
 
 @contextmanager
-def random_states_noted(tracer: Tracer) -> Iterator[None]:
-    """Names the copies of the random state that torch.utils.checkpoint keeps; no operator shows them."""
-    get_state = torch.get_rng_state
+def checkpoints_followed(tracer: Tracer) -> Iterator[None]:
+    """Makes torch.utils.checkpoint work on meta tensors.
 
-    def get_noted_state() -> Tensor:
-        tracer.note_unknown(Unlisted("what a checkpoint keeps of the random state"), tracer.phase)
-        return get_state()
+    Counts the copies of the random state that it keeps on the CPU, which no operator shows. Lets it compare tensors
+    without their device, because a meta tensor does not always report the same one.
+    """
+    from torch.utils import checkpoint
 
-    torch.get_rng_state = get_noted_state
+    get_state, checks = torch.get_rng_state, checkpoint._allowed_determinism_checks_to_fns
+    before = dict(checks)
+
+    def get_counted_state() -> Tensor:
+        with torch._C.DisableTorchFunction():
+            state = get_state()
+            if tracer.target.kind == "cpu":
+                piece = tracer.tape.take("random state", state.untyped_storage().nbytes())
+                weakref.finalize(state.untyped_storage(), tracer.tape.give_back, piece)
+        return state
+
+    torch.get_rng_state = get_counted_state
+    checks.update({name: lambda x: (x.shape, x.dtype) for name in checks if name != "none"})
     try:
         yield
     finally:
         torch.get_rng_state = get_state
+        checks.update(before)
 
 
 class TracedRun:
     """Runs the steps of a measurement on meta tensors, in the same order.
 
     drops_workspaces: frees cuBLAS's workspaces after each phase, as a measurement does.
+    values: contents of small inputs.
+    probe: runs operators without a rule.
+    checks: the probe compares functions that no test compares with measurements; without a probe, a doubt names them.
     """
 
-    def __init__(self, target: Target, *, dense_grad: bool = False, drops_workspaces: bool = True) -> None:
+    def __init__(
+        self,
+        target: Target,
+        *,
+        dense_grad: bool = False,
+        drops_workspaces: bool = True,
+        values: Values | None = None,
+        probe: Probe | None = None,
+        checks: bool = False,
+    ) -> None:
         counts_of_the_last()  # Collected before a mode is active that would record the search.
-        self.tracer = Tracer(Tape(), target)
+        self.tracer = Tracer(Tape(), target, values, probe)
         self.dense_grad = dense_grad
+        self.tracer.follows_calls = checks
         self.drops_workspaces = drops_workspaces
         self.result = Trace(self.tracer.tape)
 
@@ -432,7 +729,13 @@ class TracedRun:
         """Runs the workload and returns its trace. For a single use of this object."""
         if words := untried(self.tracer.target.torch_version):
             self.tracer.note_unknown(words, ANY_PHASE)
-        with self.tracer, OnTarget(self.tracer), random_states_noted(self.tracer):
+        with (
+            self.tracer,
+            OnTarget(self.tracer),
+            checkpoints_followed(self.tracer),
+            python_functions_open(),
+            self.tracer.modules.of(workload.module),
+        ):
             try:
                 self._run(workload)
             except RuntimeError as error:
@@ -443,24 +746,41 @@ class TracedRun:
                 self._end(self.tracer.phase)
             finally:
                 self.result.tape.closed = True
+        self._check_calls()
         self.result.operators = tuple(self.tracer.operators)
         self.result.unknown = {phase: tuple(words) for phase, words in self.tracer.unknown.items()}
         self.result.guessed = frozenset(self.tracer.guessed)
         return self.result
 
+    def _check_calls(self) -> None:
+        """Names the functions that take something else than predicted when they run alone."""
+        if self.tracer.target.kind != "cpu":
+            return  # Nothing is claimed to be exact.
+        for call in self.tracer.calls.values():
+            probe = self.tracer.probe
+            doubt = probe.check(call) if probe is not None else f"{call.name} was not compared with its prediction"
+            if doubt is not None:
+                self.tracer.note_unknown(Unlisted(doubt), "forward")
+
     def _run(self, workload: Workload) -> None:
         given, owned = list(workload.named_inputs()), list(workload.named_parameters())
         for name, tensor in (*owned, *given):
             self.tracer.note(tensor, name)
-        self.result.inputs, self.result.parameters = self._named(given), self._named(owned)
+        self.result.inputs, self.result.parameters = self._named(given), self._named(owned, owned=True)
         self.result.state = self._pieces(tensors_in(workload.state))
+        for name, tensor in workload.named_state():
+            self.tracer.note(tensor, name)
+        self.result.has_optimizer = workload.optimizer is not None
+        self.result.left = self.result.optimizer = self._named(workload.named_state(), owned=True)
         self._end("inputs", next_phase="forward")
+        if workload.warm_up:
+            self._first_step(workload, [*given, *owned])
         with torch.set_grad_enabled(workload.backward):
             outputs = list(named_tensors_in(workload.operator(*workload.inputs)))
         self._note_outputs(outputs)
         self._end("forward", next_phase="backward")
         roots = roots_of(output for _, output in outputs)
-        if roots:
+        if roots and workload.backward:
             self.tracer.begin_thread()
             incoming = gradients_for(roots, self.dense_grad)
             leaves = [(name, leaf) for name, leaf in (*given, *owned) if leaf.requires_grad]
@@ -470,13 +790,31 @@ class TracedRun:
                 workload.optimizer_step()
                 self._end("optimizer")
 
+    def _first_step(self, workload: Workload, named: list[tuple[str, Tensor]]) -> None:
+        """Runs the step in which an optimizer makes its state. What it leaves is held in the next steps."""
+        roots = roots_of(tensors_in(workload.operator(*workload.inputs)))
+        if roots:
+            self.tracer.phase = "backward"
+            self.tracer.begin_thread()
+            run_backward(roots, gradients_for(roots, self.dense_grad))
+            self.tracer.phase = "optimizer"
+            if workload.optimizer_step is not None:
+                workload.optimizer_step()
+        del roots
+        for _, leaf in named:
+            leaf.grad = None
+        self._end(FIRST_STEP, next_phase="forward")
+        held = set(self.result.held)
+        self.result.left = [piece for piece in self.result.tape.alive() if piece not in held and not piece.is_library]
+        self.result.optimizer = self._named(workload.named_state(), owned=True)
+
     def _note_outputs(self, outputs: list[tuple[str, Tensor]]) -> None:
         held = self.result.held
         names = ["y", *(f"output {name}" for name, _ in outputs[1:])]
         titled = [(name, output) for name, (_, output) in zip(names, outputs, strict=False)]
         new = [(name, output) for name, output in titled if self.tracer.piece_of(output) not in held]
         self.result.outputs = self._named(new)
-        known = [*held, *self.result.outputs]
+        known = {*held, *self.result.left, *self.result.outputs}
         alive = self.result.tape.alive()
         self.result.saved = [piece for piece in alive if piece not in known and not piece.is_library]
 
@@ -486,6 +824,9 @@ class TracedRun:
         run_backward(roots, incoming)
         gradients = [(f"d{name}", leaf.grad) for name, leaf in leaves if leaf.grad is not None]
         self.result.gradients = self._named(gradients)
+        for name, leaf in leaves:
+            for piece in self._pieces([] if leaf.grad is None else [leaf.grad]):
+                piece.module = module_of(name)
 
     def _end(self, phase: str, next_phase: str | None = None) -> None:
         if self.drops_workspaces:
@@ -494,16 +835,25 @@ class TracedRun:
         self.result.phases[phase] = first, len(self.result.tape.events)
         self.tracer.phase = next_phase or phase
 
-    def _named(self, named: Iterable[tuple[str, Tensor]]) -> list[Piece]:
-        """Names the pieces of the tensors. If two tensors share a storage, the first name counts."""
-        pieces: list[Piece] = []
+    def _named(self, named: Iterable[tuple[str, Tensor]], owned: bool = False) -> list[Piece]:
+        """Names the pieces of the tensors. If two tensors share a storage, the first name counts.
+
+        owned: the names are paths of parameters, which include the module.
+        """
+        pieces: dict[Piece, None] = {}
         for name, tensor in named:
             for piece in self._pieces([tensor]):
                 if piece not in pieces:
                     piece.name = name
-                    pieces.append(piece)
-        return pieces
+                    piece.module = module_of(name) if owned else piece.module
+                    pieces[piece] = None
+        return list(pieces)
 
     def _pieces(self, tensors: Iterable[Tensor]) -> list[Piece]:
-        pieces = (self.tracer.piece_of(tensor) for tensor in tensors)
-        return list({id(piece): piece for piece in pieces if piece is not None}.values())
+        found = (piece for tensor in tensors for piece in self.tracer.pieces_of(tensor))
+        return list({id(piece): piece for piece in found}.values())
+
+
+def module_of(name: str) -> str:
+    """The module of a parameter "layers.0.weight", or of its state "exp_avg of layers.0.weight"."""
+    return name.rpartition(" of ")[2].rpartition(".")[0]

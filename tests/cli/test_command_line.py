@@ -140,7 +140,8 @@ def test_help_lists_the_names_that_there_are() -> None:
 
 
 def test_a_terminal_shows_that_torch_is_loaded_and_how_much_is_left() -> None:
-    command = [sys.executable, "-m", "memcheck", "fit", "--device", "256MiB", "--attention-type", "naive,softplus"]
+    console = "import sys, memcheck_console; sys.exit(memcheck_console.main())"
+    command = [sys.executable, "-c", console, "fit", "--device", "256MiB", "--attention-type", "naive,softplus"]
     terminal, stderr = pty.openpty()
     fcntl.ioctl(stderr, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr) as process:

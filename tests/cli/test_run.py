@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from memcheck.__main__ import main
-from memcheck.cli.commands.run import own_words
+from memcheck.cli.parsers import words_before_script
 
 ROOT = Path(__file__).parents[2]
 PLAIN = """
@@ -61,8 +61,8 @@ def test_words_of_the_script_are_left_alone(run):
     )
     assert (code, out) == (0, "['script.py', '--a_b', '-1', '--memory-limit', 'x', '-m', '--', 'c_d=e_f']\n")
     assert "It allocated no memory of tensors on cpu." in err
-    assert own_words(["--output", "out", "--memory-limit=1GiB", "a.py", "--b"]) == 3
-    assert own_words(["--output", "out", "-m", "a.b", "--b"]) == 2
+    assert words_before_script(["--output", "out", "--memory-limit=1GiB", "a.py", "--b"]) == 3
+    assert words_before_script(["--output", "out", "-m", "a.b", "--b"]) == 2
 
 
 def test_the_report_names_the_peak_and_its_line(run):

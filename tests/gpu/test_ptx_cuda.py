@@ -161,6 +161,7 @@ def assert_close(found: np.ndarray, expected: np.ndarray, units: int) -> None:
     assert (apart <= units * np.spacing(np.abs(expected[finite])).astype(np.float64)).all()
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_it_compiles_for_a_gpu(require_tool: Callable[[str], str], tmp_path: Path) -> None:
     require_tool("nvcc")

@@ -312,7 +312,7 @@ MODULES: dict[str, tuple[Callable[[], torch.nn.Module], tuple[int, ...]]] = {
     "Upsample": (lambda: torch.nn.Upsample(scale_factor=2), (2, 8, 6, 6)),
     "TransformerEncoderLayer": (lambda: torch.nn.TransformerEncoderLayer(24, 4, 48, 0.0), (10, 4, 24)),
 }
-EXACT = {"Linear", "SiLU", "Softmax", "LogSoftmax", "RMSNorm", "Dropout", "CircularPad2d", "RNNCell"}
+EXACT = {"Linear", "SiLU", "Softmax", "LogSoftmax", "RMSNorm", "Dropout", "CircularPad2d", "RNNCell", "RNN", "Mish"}
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "three gradients": lambda x: torch.addcmul(x, x, x),
     "numbers": lambda x: sum(x * index for index in range(1, 4)),
@@ -339,6 +339,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "logsumexp": lambda x: x.logsumexp(-1),
 }
 EXACT_FUNCTIONS = {"three gradients", "numbers", "max", "mean", "a tensor of one's own", "attention with dropout"}
+EXACT_FUNCTIONS |= {"checkpoint", "reentrant checkpoint", "self-attention"}
 
 
 def registered(name: str, build: Callable[[Case], Callable[..., object]], shape: tuple[int, ...]) -> Case:

@@ -98,6 +98,7 @@ def run_python(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_benchmark_runs_on_the_cpu(tmp_path: Path) -> None:
     """Tiny, so that its figures say nothing; its rows are all there, those of contenders that cannot run too."""
@@ -138,6 +139,7 @@ sys.exit(gpu.run_all(gpu.arguments()))
 """
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_benchmark_goes_on_when_a_section_dies(tmp_path: Path) -> None:
     small = ["--device", "cpu", "--small", "--rounds", "1", "--only", "linear", "projection", "--output", str(tmp_path)]
@@ -151,6 +153,7 @@ def test_the_benchmark_goes_on_when_a_section_dies(tmp_path: Path) -> None:
     assert all(row["status"] == "ok" for row in projections)
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_the_benchmark_stops_in_time(tmp_path: Path) -> None:
     ended = run_python("benchmarks/gpu.py", "--device", "cpu", "--small", "--minutes", "0", "--output", str(tmp_path))
@@ -158,6 +161,7 @@ def test_the_benchmark_stops_in_time(tmp_path: Path) -> None:
     assert ended.stderr == "the ceilings of this machine were not measured: stopped: its time was up\n"
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_what_the_sanitizer_watches_runs_on_the_cpu() -> None:
     ended = run_python("tests/gpu/small_operators.py", "--device", "cpu")

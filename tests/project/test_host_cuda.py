@@ -135,6 +135,7 @@ def test_a_refused_launch_is_one_line(plain: Run, name: str, words: str) -> None
     assert run.stderr.count("\n") == 1
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_sanitizers_see_what_the_host_forgives(sanitized: Run) -> None:
     assert values(sanitized("neighbour")) == NEIGHBOURS

@@ -175,6 +175,7 @@ def in_browser(browser: str, page: Path, *flags: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("heading", "clicks", "order"),

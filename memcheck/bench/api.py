@@ -1,0 +1,162 @@
+"""The public functions that predict: a case of the catalog, any model with its inputs, and the largest that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memcheck.bench import predict as catalog
+from memcheck.core.case import Case
+from memcheck.core.devices import Device, device_named
+from memcheck.core.errors import UsageError
+from memcheck.predict.probed import Probe
+from memcheck.predict.replay import Prediction, target_for
+from memcheck.predict.torch_versions import Version
+
+if TYPE_CHECKING:
+    from memcheck.bench.probe import CpuProbe
+
+
+def predict_memory(
+    model: Callable[..., Any] | Case,
+    *inputs: Any,
+    device: Device | str | None = None,
+    optimizer: Callable[[Any], Any] | None = None,
+    loss: Callable[[Any], Any] | None = None,
+    backward: bool = True,
+    autocast: torch.dtype | None = None,
+    steps: int = 2,
+    limit_bytes: int | None = None,
+    dense_grad: bool = False,
+    threads: int | None = None,
+    expandable_segments: bool = False,
+    torch_version: Version | None = None,
+    drops_workspaces: bool = True,
+    probe: Probe | bool = True,
+    **kwargs: Any,
+) -> Prediction:
+    """The record that measuring model(*inputs, **kwargs) on the device would give. Nothing of its size is allocated.
+
+    model: a module, a method of one, or another callable; or a case of the catalog, with the device as its only input.
+        Model and inputs may be real or on meta. They are copied to meta and are not modified.
+    device: a memcheck.core.devices.Device, or a name for device_named there: "A100-40GB", "cpu", "40GiB".
+    optimizer: makes the optimizer: lambda parameters: torch.optim.AdamW(parameters). Its step follows the backward.
+    loss: makes the tensor that the backward starts from out of the model's output. By default it starts from every
+        output.
+    backward: with False the forward runs under no_grad.
+    autocast: the dtype of a torch.autocast around model and loss.
+    steps: 1 predicts the very first step, in which the optimizer makes its state; 2 and more a step in the steady
+        state.
+    limit_bytes: a budget as in memcheck.measure_memory; on CUDA a per-process limit of segments.
+    dense_grad: the gradient of each output is a full tensor, instead of one element expanded.
+    threads: of the CPU; torch's number by default. expandable_segments: as in PYTORCH_ALLOC_CONF.
+    torch_version: the version to predict for, such as (2, 7); that of this process by default. If either version is
+        newer than the newest that predictions were compared with, no figure is exact.
+    drops_workspaces: free cuBLAS's workspaces after each phase, as a measurement does. A program keeps those of both
+        of its threads.
+    probe: on the CPU, runs each operator without a rule once, alone, and stores what it allocates, in memory and in a
+        table on disk (memcheck.bench.probe.table_path). With False these operators are unknown. A Probe replaces it.
+
+    Running out of memory is a result: status "oom", the phase, the request and the bytes in use. Compiled models are
+    "skipped", and so is a model whose control flow depends on contents that are not known. Allocations that shapes do
+    not determine are named in `unknown` and in the record's doubts. On CUDA the allocator of the process has cached
+    nothing yet.
+
+    ValueError: steps is below 1, or an optimizer is given without a backward.
+    """
+    how: dict[str, Any] = {"limit_bytes": limit_bytes, "dense_grad": dense_grad}
+    how |= {"expandable_segments": expandable_segments, "drops_workspaces": drops_workspaces}
+    if isinstance(model, Case):
+        named = device or (inputs[0] if inputs else "cpu")
+        return catalog.predict_memory(model, named, threads=threads, torch_version=torch_version, **how)
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    if optimizer is not None and not backward:
+        raise ValueError("optimizer needs the gradients of a backward, got backward=False")
+    device = device or "cpu"
+    device = device_named(device) if isinstance(device, str) else device
+    target = target_for(device, threads, torch_version)
+    from memcheck.predict.model import Call, predict_call
+
+    call = Call(model, inputs, kwargs, loss, backward, optimizer, autocast, steps)
+    here = device.kind == "cpu" and target.threads == torch.get_num_threads() and torch_version is None
+    chosen = (default_probe() if here else None) if probe is True else probe or None
+    return predict_call(call, device, target, probe=chosen, **how)
+
+
+PROBES: dict[str, CpuProbe] = {}
+
+
+def default_probe() -> CpuProbe:
+    """The probe of this process, with the table on disk."""
+    from memcheck.bench.probe import CpuProbe, Table, table_path
+
+    path = table_path()
+    return PROBES.setdefault(str(path), CpuProbe(Table(path)))
+
+
+def calibrate(model: Callable[..., Any], *inputs: Any, path: Any, **how: Any) -> Prediction:
+    """Probes the operators of a call on this machine's CPU and adds them to the table at `path`.
+
+    Another machine can use the table: MEMCHECK_PROBES=path. Other arguments and the result are those of predict_memory.
+    """
+    from memcheck.bench.probe import CpuProbe, Table
+
+    return predict_memory(model, *inputs, device="cpu", probe=CpuProbe(Table(path)), **how)
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The largest size that fits, and the predictions for it and for the next size.
+
+    size: 0 if nothing fits.
+    at: the prediction at that size.
+    beyond: the prediction at the next size, which does not fit; None if every size that was allowed fits.
+    tried: the number of sizes that were predicted.
+    """
+
+    size: int
+    step: int
+    at: Prediction | None
+    beyond: Prediction | None
+    tried: int
+
+
+def largest(
+    make_inputs: Callable[[int], Any],
+    model: Callable[..., Any],
+    device: Device | str,
+    *,
+    step: int = 1,
+    most: int = 2**30,
+    start: int = 256,
+    limit_bytes: int | None = None,
+    **how: Any,
+) -> Largest:
+    """The largest size n at which model(*make_inputs(n)) fits the device. Other arguments are those of predict_memory.
+
+    make_inputs: returns the inputs of a size: a tensor, a tuple of arguments, or a dict of keyword arguments. It is
+        called with meta as the default device, so that factories allocate nothing.
+    step: sizes are its multiples. most: the largest size that is tried. start: the first size that is tried.
+
+    UsageError: the device has no limit.
+    """
+    device = device_named(device) if isinstance(device, str) else device
+    if device.usable_bytes is None and limit_bytes is None:
+        raise UsageError(f"{device.name} has no limit; set one, such as limit_bytes=16 * 2**30")
+
+    def predict(size: int) -> Prediction:
+        with torch.device("meta"):
+            made = make_inputs(size)
+        named = dict(made) if isinstance(made, dict) else {}
+        inputs = () if isinstance(made, dict) else tuple(made) if isinstance(made, tuple | list) else (made,)
+        return predict_memory(model, *inputs, device=device, limit_bytes=limit_bytes, **{**how, **named})
+
+    from memcheck.bench.capacity import Search
+
+    search = Search(predict, step, most)
+    size = search.largest(start)
+    return Largest(size, step, search.found.get(size), search.found.get(size + step), len(search.found))

@@ -1,0 +1,345 @@
+"""Measures operators one at a time on this machine: what each allocates besides its operands and results.
+
+Predictions use these figures for operators without a rule. memcheck.predict may not import the package that measures,
+so it gets the probe as an argument. The figures are kept in a table by operator, layouts, dtypes, threads, torch
+version and device. Another machine can read the table.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from memcheck.core.devices import device_named
+from memcheck.core.tensors import dtype_name, gradients_for, roots_of, storages_in, tensors_in
+from memcheck.core.workload import Workload
+from memcheck.measure.tracker import track
+from memcheck.predict.model import Call
+from memcheck.predict.probed import FunctionCall, Layout, Probed, Result
+from memcheck.predict.replay import target_for
+from memcheck.predict.trace import TracedRun
+from memcheck.predict.values import Values
+
+# Factors of the contents of floating-point operands in further runs of an operator. Unequal peaks are a doubt.
+FACTORS = (1.0, 0.001, 100.0)
+# The largest sum of operands that is probed.
+MOST_BYTES = 2**30
+
+
+def table_path() -> Path:
+    """MEMCHECK_PROBES, else a file in the user's cache."""
+    if (given := os.environ.get("MEMCHECK_PROBES")) is not None:
+        return Path(given)
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "memcheck" / "probes.jsonl"
+
+
+class Table:
+    """Probed operators by key, in memory and, with a path, in a file of JSON lines."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.path = path
+        self.found: dict[str, Probed | None] = {}
+        self.checks: dict[str, str | None] = {}  # Doubts about functions.
+        if path is not None and path.exists():
+            self._read(path)
+
+    def add(self, key: str, probed: Probed | None) -> None:
+        self.found[key] = probed
+        self._write({"key": key, "probed": probed and dataclasses.asdict(probed)})
+
+    def add_check(self, key: str, doubt: str | None) -> None:
+        self.checks[key] = doubt
+        self._write({"key": key, "doubt": doubt})
+
+    def _write(self, row: dict[str, Any]) -> None:
+        if self.path is not None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(row) + "\n")
+
+    def _read(self, path: Path) -> None:
+        """Skips a line that was cut off."""
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                row = json.loads(line)
+                if "doubt" in row:
+                    self.checks[row["key"]] = row["doubt"]
+                else:
+                    self.found[row["key"]] = row["probed"] and read_probed(row["probed"])
+            except (ValueError, KeyError, TypeError):
+                continue
+
+
+def read_probed(row: dict[str, Any]) -> Probed:
+    results = (
+        {**result, "shape": tuple(result["shape"]), "stride": tuple(result["stride"])} for result in row["results"]
+    )
+    return Probed(row["scratch_bytes"], tuple(Result(**result) for result in results), row["doubt"])
+
+
+class CpuProbe:
+    """Probes operators on real CPU tensors, each signature once."""
+
+    def __init__(self, table: Table | None = None, most_bytes: int = MOST_BYTES) -> None:
+        self.table = table or Table()
+        self.most_bytes = most_bytes
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values) -> Probed | None:
+        key = key_of(func, args, kwargs, values)
+        if key not in self.table.found:
+            self.table.add(key, self._run(func, args, kwargs, values))
+        return self.table.found[key]
+
+    def check(self, call: FunctionCall) -> str | None:
+        key = json.dumps([call.key, *environment()])
+        if key not in self.table.checks:
+            self.table.add_check(key, self._check(call))
+        return self.table.checks[key]
+
+    def _check(self, call: FunctionCall) -> str | None:
+        if sum(layout_bytes(layout) for layout in call.layouts) > self.most_bytes:
+            return f"{call.name} is too large to be compared with its prediction"
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                measured = measured_sums(call)
+        except Exception as error:  # Whatever a function says about contents that were made up.
+            return f"{call.name} was not compared with its prediction: {str(error).partition(chr(10))[0]}"
+        predicted, names = predicted_sums(call, self)
+        if measured == predicted or names:
+            return None  # What is not known is named already.
+        return f"{call.name} alone takes {measured}, and not {predicted}"
+
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values) -> Probed | None:
+        if sum(span_bytes(operand) for operand in tensors_in((args, kwargs))) > self.most_bytes:
+            return None
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = [probed(func, args, kwargs, values)]
+                found += again(func, args, kwargs, values)
+        except Exception:  # Whatever an operator says about contents that were made up.
+            return None
+        if depends_on_integers(func, args, kwargs, values):
+            return dataclasses.replace(found[0], doubt="it may depend on integers that are not known")
+        if all(other == found[0] for other in found):
+            return found[0]
+        worst = max(found, key=lambda one: one.scratch_bytes)
+        return dataclasses.replace(worst, doubt="it took different amounts for different contents")
+
+
+# Operators that take integers, and whatever these are, take the same.
+OF_ANY_INTEGERS = frozenset(
+    [
+        "adaptive_max_pool2d_backward",
+        "adaptive_max_pool3d_backward",
+        "_linalg_check_errors",
+        "embedding",
+        "mkldnn_rnn_layer_backward",
+        "fractional_max_pool2d_backward",
+        "gather",
+        "index_add",
+        "index_select",
+        "max_pool2d_with_indices_backward",
+        "max_pool3d_with_indices_backward",
+        "multi_margin_loss",
+        "multi_margin_loss_backward",
+        "nll_loss2d_backward",
+        "nll_loss2d_forward",
+        "nll_loss_backward",
+        "nll_loss_forward",
+        "scatter",
+        "scatter_add",
+        "scatter_",
+        "scatter_add_",
+    ]
+)
+
+
+def depends_on_integers(func: Any, args: Any, kwargs: Any, values: Values) -> bool:
+    """Whether an operand has unknown integers, on which the allocations of the operator may depend."""
+    if func._schema.name.removeprefix("aten::") in OF_ANY_INTEGERS or torch.Tag.pointwise in func.tags:
+        return False
+    whole = (
+        x
+        for x in tensors_in((args, kwargs))
+        if not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
+    )
+    return any(x.numel() and values.of(x) is None for x in whole)
+
+
+def with_true_workspace(func: Any, args: Any) -> Any:
+    """The arguments, with the workspace of a real forward if oneDNN reads one."""
+    if func is not torch.ops.aten.mkldnn_rnn_layer_backward.default:
+        return args
+    x, w1, w2, w3, w4, hx, cx = args[:7]
+    reverse, mode, hidden, layers, biases, train, bidirectional, sizes, batch_first, _ = args[13:]
+    how = (reverse, sizes, mode, hidden, layers, biases, bidirectional, batch_first, train)
+    with torch.enable_grad():  # without it there is no workspace
+        workspace = torch.ops.aten.mkldnn_rnn_layer(x, w1, w2, w3, w4, hx, cx, *how)[3]
+    return (*args[:-1], workspace)
+
+
+def again(func: Any, args: Any, kwargs: Any, values: Values) -> Iterator[Probed]:
+    """Runs the operator with other contents. Skips contents that it refuses."""
+    for factor in FACTORS:
+        with contextlib.suppress(Exception):
+            yield probed(func, args, kwargs, values, factor)
+
+
+def probed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values, factor: float = 1.0) -> Probed:
+    """Runs the operator once."""
+    args, kwargs = tree_map(lambda part: real(part, values, factor), (args, kwargs))
+    args = with_true_workspace(func, args)
+    operands = list(tensors_in((args, kwargs)))
+    given = {operand.untyped_storage()._cdata: index for index, operand in enumerate(operands)}
+    grown = {operand.untyped_storage()._cdata: operand.untyped_storage().nbytes() for operand in operands}
+    with track(saved=False) as memory:
+        output = func(*args, **kwargs)
+    outputs = list(tensors_in(output if isinstance(output, tuple | list) else (output,)))
+    dense = all(tensor.layout == torch.strided for tensor in outputs)
+    results = tuple(result_of(tensor, given, outputs[:index]) for index, tensor in enumerate(outputs)) if dense else ()
+    new = {storage._cdata: storage.nbytes() for tensor in outputs for storage in storages_in(tensor)}
+    made_bytes = sum(size for storage, size in new.items() if storage not in given)
+    doubt = None
+    if any(operand.untyped_storage().nbytes() != grown[operand.untyped_storage()._cdata] for operand in operands):
+        doubt = "it resized an operand"
+    elif memory.current_bytes != made_bytes:
+        doubt = "it kept memory beyond its results"
+    return Probed(memory.peak_bytes - made_bytes, results, doubt)
+
+
+def result_of(tensor: Tensor, given: dict[int, int], earlier: list[Tensor]) -> Result:
+    storage = tensor.untyped_storage()
+    same = next((index for index, other in enumerate(earlier) if other is tensor), None)
+    operand = given.get(storage._cdata)
+    layout = (tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()))
+    return Result(*layout, dtype_name(tensor), storage.nbytes(), operand, same)
+
+
+def real(part: Any, values: Values, factor: float = 1.0) -> Any:
+    """A real tensor of the same layout, with the contents if they are known.
+
+    Else integers are zeros, and floats are fractions. Batches of square matrices can be inverted and decomposed.
+    """
+    if isinstance(part, torch.device):
+        return torch.device("cpu")
+    if not isinstance(part, Tensor):
+        return part
+    known = values.of(part)
+    size = part.storage_offset() + span(part)
+    shell = torch.zeros(size, dtype=part.dtype)
+    if part.is_floating_point():
+        shell.uniform_(0.1, 0.9).mul_(factor)
+    tensor = shell.as_strided(part.shape, part.stride(), part.storage_offset())
+    if part.is_floating_point() and part.dim() > 1 and part.shape[-1] == part.shape[-2] and 0 not in part.stride():
+        tensor.diagonal(dim1=-2, dim2=-1).add_(part.shape[-1] if part.dim() > 2 else 0)
+    if known is not None and 0 not in part.stride():
+        tensor.copy_(known)
+    return tensor
+
+
+def span(tensor: Tensor) -> int:
+    """Elements from the first to the last."""
+    if tensor.numel() == 0:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def span_bytes(tensor: Tensor) -> int:
+    return int((tensor.storage_offset() + span(tensor)) * tensor.element_size())
+
+
+def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values) -> str:
+    """The operator and its arguments, the threads, torch's version and the device."""
+    words = tree_map(lambda part: described(part, values), (args, kwargs))
+    # Some operators return more where gradients are wanted.
+    return json.dumps([str(func), repr(words), f"grad {torch.is_grad_enabled()}", *environment()])
+
+
+def environment() -> tuple[str, ...]:
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{torch.get_num_threads()} threads", f"torch {torch.__version__}", f"cpu {capability}"
+
+
+def described(part: Any, values: Values) -> Any:
+    if not isinstance(part, Tensor):
+        return part
+    words = f"{dtype_name(part)}{list(part.shape)}{list(part.stride())}+{part.storage_offset()}"
+    known = None if part.is_floating_point() else values.of(part)
+    if known is not None:
+        words += hashlib.sha256(known.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return words
+
+
+def layout_bytes(layout: Layout) -> int:
+    return (
+        1 + sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
+    ) * layout.dtype.itemsize
+
+
+def tensor_of(layout: Layout, device: str) -> Tensor:
+    """A leaf of that layout on "cpu" or "meta". On the CPU it has contents as `real` makes them."""
+    shape = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+    if device == "cpu":
+        shape = real(shape, Values())
+        if layout.contents is not None and 0 not in layout.stride:
+            shape.copy_(layout.contents)
+    return shape.requires_grad_(layout.requires_grad)
+
+
+def measured_sums(call: FunctionCall) -> tuple[int, ...]:
+    """Bytes besides the operands: the forward's peak and what it leaves, then the same for the backward."""
+    tensors = [tensor_of(layout, "cpu") for layout in call.layouts]
+    with track(saved=False) as memory:
+        with torch.set_grad_enabled(call.grad):
+            output = call.run(*tensors)
+        sums = [memory.peak_bytes, memory.current_bytes]
+        roots = roots_of(tensors_in(output)) if call.grad else []
+        if roots:
+            memory.reset_peak()
+            gradients = gradients_for(roots, True)
+            torch.autograd.backward(roots, gradients)
+            sums += [memory.peak_bytes, memory.current_bytes]
+    return tuple(sums)
+
+
+def predicted_sums(call: FunctionCall, probe: CpuProbe) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """The same sums by prediction, and descriptions of unknown allocations by phase."""
+    values = Values()
+    tensors = tuple(tensor_of(layout, "meta") for layout in call.layouts)
+    for tensor, layout in zip(tensors, call.layouts, strict=True):
+        if layout.contents is not None:
+            values.note(tensor, layout.contents)
+    case = Call(call.run, backward=call.grad)
+    workload = Workload(case, call.run, tensors, ((), None), ())
+    run = TracedRun(target_for(device_named("cpu")), dense_grad=True, values=values, probe=probe)
+    trace = run.trace(workload)
+    sums: list[int] = []
+    held = sum(piece.bytes for piece in trace.tape.alive(trace.phases["inputs"][1]))
+    for phase in ("forward", "backward"):
+        if phase in trace.phases:
+            first, last = trace.phases[phase]
+            sums += peak_and_end(trace.tape.events, first, last, held)
+    return tuple(sums), trace.unknown
+
+
+def peak_and_end(events: list[Any], first: int, last: int, held: int) -> tuple[int, int]:
+    alive = sum(piece.bytes if taken else -piece.bytes for piece, taken in events[:first]) - held
+    peak = alive
+    for piece, taken in events[first:last]:
+        alive += piece.bytes if taken else -piece.bytes
+        peak = max(peak, alive)
+    return peak, alive

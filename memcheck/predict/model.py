@@ -1,0 +1,189 @@
+"""Predicts a call of any model: its forward, its backward and its optimizer's step, from shapes alone."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from memcheck.core.devices import Device
+from memcheck.core.record import Record
+from memcheck.core.tensors import dtype_name, tensors_in
+from memcheck.core.workload import Workload
+from memcheck.predict.autocast import AutocastOnMeta
+from memcheck.predict.meta_copy import meta_copy
+from memcheck.predict.on_device import python_functions_open
+from memcheck.predict.probed import Probe
+from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record
+from memcheck.predict.scratch import Target
+from memcheck.predict.trace import OnTarget, Tape, TracedRun, Tracer
+from memcheck.predict.values import Values
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a model, and what follows it.
+
+    loss: makes the tensor that the backward starts from out of the model's output; None: it starts from every output.
+    optimizer: makes the optimizer of the parameters.
+    steps: 1 is the very first step, in which the optimizer makes its state; 2 and more a step in the steady state.
+    """
+
+    model: Callable[..., Any]
+    inputs: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    loss: Callable[[Any], Any] | None = None
+    backward: bool = True
+    optimizer: Callable[[Any], Any] | None = None
+    autocast: torch.dtype | None = None
+    steps: int = 2
+    bsz: int | None = None  # Not known of any model.
+    kv_len: int | None = None
+
+    @property
+    def mode(self) -> str:
+        return "train" if self.backward else "inference"
+
+    @property
+    def name(self) -> str:
+        owner = owner_of(self.model)
+        return type(owner).__name__ if owner is not None else getattr(self.model, "__name__", repr(self.model))
+
+    @property
+    def dtype(self) -> str | None:
+        """The parameters' dtype, if they have one; else that of the inputs."""
+        for things in (owner_of(self.model), (self.inputs, self.kwargs)):
+            dtypes = {dtype_name(tensor) for tensor in tensors_in(things) if tensor.is_floating_point()}
+            if dtypes:
+                return dtypes.pop() if len(dtypes) == 1 else None
+        return None
+
+
+def predict_call(
+    call: Call,
+    device: Device,
+    target: Target,
+    *,
+    limit_bytes: int | None = None,
+    dense_grad: bool = False,
+    expandable_segments: bool = False,
+    drops_workspaces: bool = True,
+    probe: Probe | None = None,
+) -> Prediction:
+    """The record that measuring the call on the device would give.
+
+    A model that cannot be traced without data is "skipped", and the reason says why.
+    """
+    record = blank_record(Record, device, target)
+    record.operator, record.mode, record.dtype = call.name, call.mode, call.dtype
+    values = Values()
+    run = TracedRun(
+        target, dense_grad=dense_grad, drops_workspaces=drops_workspaces, values=values, probe=probe, checks=True
+    )
+    try:
+        if is_compiled(call.model):
+            raise NotImplementedError("the compiler decides what is allocated")
+        with collector_at_rest():
+            trace = run.trace(workload_of(call, target, values))
+    except (NotImplementedError, RuntimeError, AssertionError) as error:
+        if not is_for_lack_of_data(error):
+            raise
+        return stopped(call, device, record, error, run)
+    basis = basis_of(trace, record.dtype or "", device, target, expandable_segments)
+    return Replay(trace, call, device, record, limit_bytes, expandable_segments, basis=basis).prediction()
+
+
+def workload_of(call: Call, target: Target, values: Values) -> Workload:
+    """The call on meta copies of everything that it is given."""
+    model, inputs, kwargs, loss = meta_copy((call.model, call.inputs, call.kwargs, call.loss), values)
+    owner = owner_of(model)
+    parameters = list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
+    optimizer = None
+    if call.optimizer is not None and call.backward:
+        with OnTarget(Tracer(Tape(), target)), python_functions_open():
+            optimizer = call.optimizer(parameters)
+
+    def run(*given: Any) -> Any:
+        *positional, named = given
+        with autocast_of(call.autocast, target):
+            output = model(*positional, **named)
+            return output if loss is None else loss(output)
+
+    return Workload(
+        call,
+        run,
+        (*inputs, kwargs),
+        ((), owner),
+        (*argument_names(model, len(inputs)), ""),
+        optimizer_step=None if optimizer is None else optimizer.step,
+        optimizer=optimizer,
+        warm_up=optimizer is not None and call.steps > 1,
+        module=owner,
+    )
+
+
+def autocast_of(dtype: torch.dtype | None, target: Target) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else AutocastOnMeta(target.kind, dtype)
+
+
+def owner_of(model: Any) -> Any:
+    """The module that is called, or whose method is called; None for any other callable."""
+    if isinstance(model, functools.partial):
+        return owner_of(model.func)
+    if isinstance(model, torch.nn.Module):
+        return model
+    owner = getattr(model, "__self__", None)
+    return owner if isinstance(owner, torch.nn.Module) else None
+
+
+def is_compiled(model: Any) -> bool:
+    return any("OptimizedModule" in kind.__name__ for kind in type(model).__mro__) or hasattr(
+        model, "_torchdynamo_orig_callable"
+    )
+
+
+def argument_names(model: Any, count: int) -> list[str]:
+    """Names of the first positional arguments."""
+    try:
+        signature = inspect.signature(model.forward if isinstance(model, torch.nn.Module) else model)
+    except (TypeError, ValueError):  # C functions have no signature.
+        return [f"argument {index}" for index in range(count)]
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, parameter in signature.parameters.items() if parameter.kind in kinds]
+    return [*names, *(f"argument {index}" for index in range(len(names), count))][:count]
+
+
+# Parts of torch's messages when contents of a tensor without data, or properties of a missing GPU, are needed.
+LACKS = ("meta", "Meta", "data-dependent", "data is not allocated", "not compiled with CUDA")
+
+
+def is_for_lack_of_data(error: Exception) -> bool:
+    return isinstance(error, NotImplementedError) or any(word in str(error) for word in LACKS)
+
+
+def stopped(call: Call, device: Device, record: Record, error: Exception, run: TracedRun) -> Prediction:
+    """The prediction of a model that could not be traced."""
+    where = run.tracer.modules.path_of(None)
+    reason = str(error).strip().partition("\n")[0]
+    why = f"{reason} (in {where})" if where else reason
+    record.status, record.reason, record.exact, record.basis = "skipped", f"not predicted: {why}", False, None
+    record.doubts = (why,)
+    return Prediction(call, device, record, {}, False, (why,))
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Disables the garbage collector, as measurements do, so that cycles of references stay alive."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -1,0 +1,95 @@
+"""Decisions that PyTorch makes by a tensor's device, made for the target's device while tensors lie on meta."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memcheck.predict.scratch import Target
+from memcheck.predict.values import is_meta
+
+# What meta tensors report about their device.
+ANSWERS: dict[Any, Any] = {
+    Tensor.device.__get__: lambda target: torch.device("cuda:0" if target.kind == "cuda" else "cpu"),
+    Tensor.is_cpu.__get__: lambda target: target.kind == "cpu",  # type: ignore[attr-defined]
+    Tensor.is_cuda.__get__: lambda target: target.kind == "cuda",  # type: ignore[attr-defined]
+    Tensor.is_meta.__get__: lambda target: False,  # type: ignore[attr-defined]
+}
+# Modules whose functions call a function mode instead of their own bodies, and the names by which they ask.
+ASKING = ("torch.overrides", "torch.functional", "torch._tensor", "torch.nn.functional")
+QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+@contextmanager
+def python_functions_open() -> Iterator[None]:
+    """Inside, Python functions of torch run their own bodies, so that a function mode sees what they call."""
+    modules = [importlib.import_module(name) for name in ASKING]
+    before = [(module, name, getattr(module, name)) for module in modules for name in QUESTIONS]
+    for module, name, _ in before:
+        setattr(module, name, lambda *_: False)
+    try:
+        yield
+    finally:
+        for module, name, function in before:
+            setattr(module, name, function)
+
+
+class Mish(torch.autograd.Function):
+    """torch.nn.functional.mish, whose backward is one kernel on every device but meta."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return torch.empty_like(x)
+
+
+def answer(func: Any, args: Any, target: Target) -> Any:
+    """What a meta tensor reports about its device; None if func is another function."""
+    found = ANSWERS.get(func)
+    return found(target) if found is not None and is_meta(args[0]) else None
+
+
+def moved(func: Any, args: Any, kwargs: dict[str, Any], target: Target) -> tuple[Any, Any, dict[str, Any]]:
+    """The call with meta in place of the target's device.
+
+    If a meta tensor is moved to the device that it stands for, the returned call only changes its dtype and layout.
+    """
+    name = getattr(func, "__name__", "")
+    if name in ("to", "cpu", "cuda") and isinstance(args[0], Tensor):
+        return move_of(name, args, kwargs, target)
+    device = kwargs.get("device")
+    if device is not None and not isinstance(device, int) and torch.device(device).type in (target.kind, "meta"):
+        kwargs = {**kwargs, "device": torch.device("meta")}
+    return func, args, kwargs
+
+
+def move_of(name: str, args: Any, kwargs: dict[str, Any], target: Target) -> tuple[Any, Any, dict[str, Any]]:
+    tensor, *rest = args
+    memory_format: Any = kwargs.get("memory_format")
+    if name == "to":
+        extra = {key: kwargs[key] for key in ("copy",) if key in kwargs}
+        rest_of = {key: value for key, value in kwargs.items() if key not in extra and key != "other"}
+        rest = [kwargs["other"]] if "other" in kwargs else rest
+        if len(rest) > 1 and isinstance(rest[-1], bool):
+            rest = rest[:3]
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*rest, **rest_of)
+    else:
+        device, dtype, extra = torch.device(name), None, {}
+    how = {**extra, **({"memory_format": memory_format} if memory_format is not None else {})}
+    if device is not None and not is_meta(tensor):
+        how["device"] = torch.device("meta") if device.type in (target.kind, "meta") else device
+    elif device is not None and device.type not in (target.kind, "meta"):
+        raise NotImplementedError(f"a tensor moves to {device}, and what is computed there is not predicted")
+    if dtype is not None:
+        how["dtype"] = dtype
+    return Tensor.to, (tensor,), how or {"dtype": tensor.dtype}

@@ -1,0 +1,170 @@
+"""What a probe returns about an operator that ran alone on the device, and the calls of functions that it checks.
+
+Operators without a rule are measured. That does not show what PyTorch decides above the operators: which operators a
+function runs on the device, and what a backward writes in place if no mode is active. So each function of a model is
+run once, alone, with its backward, and compared with its prediction.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from memcheck.predict.values import Values, is_meta
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that the operator returned.
+
+    operand: the number of the operand whose storage it shares, or None.
+    same: the number of the earlier result that is the same tensor, or None.
+    """
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: str
+    storage_bytes: int
+    operand: int | None = None
+    same: int | None = None
+
+
+@dataclass(frozen=True)
+class Probed:
+    """The result of a probe.
+
+    scratch_bytes: the operator's peak besides operands and results.
+    doubt: why that may differ in another run.
+    """
+
+    scratch_bytes: int
+    results: tuple[Result, ...]
+    doubt: str | None = None
+
+
+class Probe(Protocol):
+    """Runs operators and functions on the device for a prediction."""
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values) -> Probed | None:
+        """Runs an operator alone; its arguments are on meta. None: it did not run."""
+
+    def check(self, call: FunctionCall) -> str | None:
+        """Runs a function alone and compares it with its prediction. A doubt, or None where they agree."""
+
+
+def made(result: Result) -> Tensor:
+    """A meta tensor as the operator returned it."""
+    storage = torch.UntypedStorage(result.storage_bytes, device="meta")
+    shell = torch.empty(0, dtype=getattr(torch, result.dtype), device="meta")
+    return shell.set_(storage, result.offset, result.shape, result.stride)
+
+
+# Functions that tests compare with measurements in many shapes and layouts: they need no check.
+PLAIN_NAMES = """
+    __getitem__ add alias arange cat chunk clone contiguous cos detach div dropout empty_like exp expand expand_as
+    flatten float full full_like gt lt ge le eq ne linear log matmul mean mul neg ones ones_like permute pow relu
+    reshape rsqrt scalar_tensor scaled_dot_product_attention sigmoid silu sin size softmax split sqrt squeeze stack sub
+    sum t tanh tensor to transpose type_as unbind unsqueeze view where zeros zeros_like
+    """
+PLAIN = frozenset(PLAIN_NAMES.split())
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A tensor without its data."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+    contents: Tensor | None = None
+
+    def __repr__(self) -> str:
+        known = None if self.contents is None else self.contents.flatten().tolist()
+        return f"{self.dtype}{self.shape}{self.stride}{self.requires_grad}{known}"
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """A call of a function, with layouts for tensors."""
+
+    function: Any
+    args: Any
+    kwargs: Any
+    grad: bool  # Whether gradients were wanted.
+
+    @property
+    def name(self) -> str:
+        return getattr(self.function, "__name__", str(self.function))
+
+    @property
+    def key(self) -> str:
+        return f"{self.name} {self.args!r} {self.kwargs!r} {self.grad}"
+
+    def run(self, *tensors: Tensor) -> Any:
+        """Calls the function with these tensors in place of its layouts.
+
+        If it writes into its first tensor, it gets a copy, which is returned.
+        """
+        given = iter(tensors)
+        args, kwargs = tree_map(
+            lambda part: next(given) if isinstance(part, Layout) else part,
+            (self.args, self.kwargs),
+            is_leaf=lambda part: isinstance(part, Layout),
+        )
+        if not self.writes:
+            return self.function(*args, **kwargs)
+        first = args[0].clone()
+        self.function(first, *args[1:], **kwargs)
+        return first
+
+    @property
+    def writes(self) -> bool:
+        return self.name == "__setitem__" or (self.name.endswith("_") and not self.name.endswith("__"))
+
+    @property
+    def layouts(self) -> list[Layout]:
+        found: list[Layout] = []
+
+        def note(part: Any) -> None:
+            if isinstance(part, Layout):
+                found.append(part)
+
+        tree_map(note, (self.args, self.kwargs), is_leaf=lambda part: isinstance(part, Layout))
+        return found
+
+
+def call_to_check(func: Any, args: Any, kwargs: Any, values: Values) -> FunctionCall | None:
+    """The call, if a check can repeat it: its arguments are tensors and plain values. Else None."""
+    name = getattr(func, "__name__", "")
+    if name in PLAIN or name in ("__get__", "__set__", "__delete__"):
+        return None
+
+    def layout(part: Any) -> Any:
+        if not isinstance(part, Tensor):
+            return part
+        known = None if part.is_floating_point() or part.is_complex() else values.of(part)
+        contents = None if known is None else known.clone()
+        return Layout(tuple(part.shape), tuple(part.stride()), part.dtype, part.requires_grad, contents)
+
+    args_, kwargs_ = tree_map(layout, (args, kwargs))
+    call = FunctionCall(func, args_, kwargs_, torch.is_grad_enabled())
+    return call if call.layouts and is_repeatable(args, kwargs) else None
+
+
+def is_repeatable(args: Any, kwargs: Any) -> bool:
+    leaves: list[Any] = []
+    tree_map(leaves.append, (args, kwargs))
+    return all(is_plain(leaf) for leaf in leaves)
+
+
+def is_plain(leaf: Any) -> bool:
+    if isinstance(leaf, Tensor):
+        return leaf.layout == torch.strided and is_meta(leaf)
+    plain = (bool, int, float, complex, str, slice, torch.dtype, torch.device, torch.memory_format, torch.layout)
+    return leaf is None or leaf is Ellipsis or isinstance(leaf, plain)

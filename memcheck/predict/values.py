@@ -1,0 +1,84 @@
+"""The contents of small tensors on meta, as far as they are known, for models whose control flow depends on them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from memcheck.core.tensors import tensors_in
+
+# Elements up to which contents are followed: positions, masks and token ids, but no activations.
+MOST_INTEGERS, MOST_FLOATS = 2**16, 2**10
+
+
+UNKNOWN = object()
+
+
+class Values:
+    """Real storages beside meta storages. Views need no care: a tensor's contents are read from its storage."""
+
+    def __init__(self) -> None:
+        self._real: dict[int, torch.UntypedStorage] = {}
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """A real tensor with the contents, or None if they are unknown. Views of a storage share its memory."""
+        if not is_meta(tensor):
+            return tensor if tensor.device.type == "cpu" else None
+        real = self._real.get(tensor.untyped_storage()._cdata)
+        if real is None:
+            return None
+        shell = torch.empty(0, dtype=tensor.dtype)
+        return shell.set_(real, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+    def note(self, tensor: Tensor, contents: Tensor) -> None:
+        """Stores the contents of a real tensor of the same shape."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes() == 0 or storage._cdata in self._real:
+            return
+        self._real[storage._cdata] = torch.UntypedStorage(storage.nbytes())
+        weakref.finalize(storage, self._real.pop, storage._cdata, None)
+        own = self.of(tensor)
+        assert own is not None
+        if 0 not in own.stride():
+            own.copy_(contents)
+        else:  # An expanded tensor: every element of the storage once.
+            one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in own.stride())
+            own[one].copy_(contents[one])
+
+    def forget(self, tensor: Tensor) -> None:
+        self._real.pop(tensor.untyped_storage()._cdata, None)
+
+    def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What the operator returns for the known contents of its operands; UNKNOWN if any is unknown."""
+        operands = list(tensors_in((args, kwargs)))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return UNKNOWN
+        reals = {id(operand): self.of(operand) for operand in operands}
+        if any(real is None for real in reals.values()) or not all(may_be_known(operand) for operand in operands):
+            return UNKNOWN
+        if not operands and "device" not in {argument.name for argument in func._schema.arguments}:
+            return UNKNOWN
+
+        def real(part: Any) -> Any:
+            if isinstance(part, Tensor):
+                return reals[id(part)]
+            return torch.device("cpu") if isinstance(part, torch.device) else part
+
+        args, kwargs = tree_map(real, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def is_meta(tensor: Tensor) -> bool:
+    return tensor.layout != torch.strided or tensor.untyped_storage().device.type == "meta"
+
+
+def may_be_known(tensor: Tensor) -> bool:
+    """Whether the contents of such a tensor are followed."""
+    if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 8 * MOST_INTEGERS:
+        return False
+    is_real = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.numel() <= (MOST_FLOATS if is_real else MOST_INTEGERS)

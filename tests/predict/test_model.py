@@ -1,0 +1,297 @@
+"""Any model is predicted as it is measured, from real or meta tensors, and nothing of its size is allocated."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import memcheck
+from memcheck.bench.probe import CpuProbe, Table
+from memcheck.core.errors import UsageError
+from memcheck.core.record import Record
+from memcheck.measure.measurement import measure_memory
+from memcheck.measure.tracker import track
+from memcheck.predict.replay import Prediction
+
+pytestmark = pytest.mark.cpu
+
+FIGURES = ("input_bytes", "output_bytes", "parameter_bytes", "optimizer_bytes", "forward_peak_bytes", "saved_bytes")
+FIGURES += ("backward_peak_bytes", "gradient_bytes", "workspace_bytes", "optimizer_peak_bytes")
+
+
+@pytest.fixture(autouse=True)
+def a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # which takes numbers of 8 bytes
+    monkeypatch.setenv("MEMCHECK_PROBES", str(tmp_path / "probes.jsonl"))
+    return tmp_path / "probes.jsonl"
+
+
+class Tied(nn.Module):
+    """A language model whose embedding is its head, with normalization, dropout and a keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 16)
+        self.norm = nn.LayerNorm(16)
+        self.layers = nn.ModuleList([nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True) for _ in range(2)])
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(
+        self, tokens: Tensor, *, scale: float = 1.0, extra: dict[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        x = self.embedding(tokens) * scale
+        if extra is not None:
+            x = x + extra["bias"]
+        for layer in self.layers:
+            x = layer(x)
+        return {"logits": self.head(self.norm(x))}
+
+
+def loss_of(output: dict[str, Tensor]) -> Tensor:
+    return output["logits"].square().mean()
+
+
+def tokens() -> Tensor:
+    return torch.randint(50, (3, 10))
+
+
+def figures(record: Record) -> dict[str, Any]:
+    return {name: getattr(record, name) for name in FIGURES}
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters)
+
+
+HOW: dict[str, dict[str, Any]] = {
+    "training": {"optimizer": adamw, "loss": loss_of},
+    "the first step": {"optimizer": adamw, "loss": loss_of, "steps": 1},
+    "momentum": {"optimizer": lambda parameters: torch.optim.SGD(parameters, momentum=0.9), "loss": loss_of},
+    "no optimizer": {"loss": loss_of},
+    "every output": {},
+    "inference": {"backward": False},
+    "keywords": {"loss": loss_of, "scale": 2.0, "extra": {"bias": torch.ones(3, 10, 16)}},
+}
+
+
+@pytest.mark.parametrize("name", HOW)
+def test_a_model_is_predicted_exactly(name: str) -> None:
+    model, ids = Tied(), tokens()
+    prediction = memcheck.predict_memory(model, ids, **HOW[name])
+    assert prediction.unknown == ()
+    assert prediction.exact
+    assert figures(prediction.record) == figures(measure_memory(model, ids, **HOW[name]))
+
+
+def test_the_first_step_peaks_elsewhere() -> None:
+    """Then there is no state until the optimizer makes it."""
+    first, later = (
+        memcheck.predict_memory(Tied(), tokens(), **HOW[name]).record for name in ("the first step", "training")
+    )
+    assert first.forward_peak_bytes is not None
+    assert later.forward_peak_bytes is not None
+    assert later.forward_peak_bytes == first.forward_peak_bytes + (later.optimizer_bytes or 0)
+    assert not first.optimizer_bytes
+
+
+def test_a_model_on_meta_is_predicted_alike() -> None:
+    real = memcheck.predict_memory(Tied(), tokens(), **HOW["training"])
+    with torch.device("meta"):
+        model, ids = Tied(), tokens()
+    model.head.weight = model.embedding.weight
+    meta = memcheck.predict_memory(model, ids, **HOW["training"])
+    assert figures(meta.record) == figures(real.record)
+
+
+def test_the_model_stays_as_it_is() -> None:
+    model, ids = Tied(), tokens()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    memcheck.predict_memory(model, ids, **HOW["training"])
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert all(parameter.grad is None and parameter.device.type == "cpu" for parameter in model.parameters())
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_nothing_of_its_size_is_allocated() -> None:
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU())
+    x = torch.zeros(1000, 1000)
+    with track() as memory:
+        prediction = memcheck.predict_memory(model, x, device="RTX-4090", optimizer=adamw)
+    assert prediction.record.backward_peak_bytes is not None
+    assert prediction.record.backward_peak_bytes > 10_000_000
+    assert memory.peak_bytes < 10_000
+
+
+def test_modules_are_told_apart() -> None:
+    prediction = memcheck.predict_memory(Tied(), tokens(), **HOW["training"])
+    record = prediction.record
+    modules = prediction.by_module
+    assert sum(sums["saved"] for sums in modules.values()) == record.saved_bytes
+    peak = max(record.forward_peak_bytes or 0, record.backward_peak_bytes or 0, record.optimizer_peak_bytes or 0)
+    assert sum(sums["peak"] for sums in modules.values()) == peak
+    assert modules["layers.1.linear1"]["peak"] >= 3 * 32 * 16 * 4  # weight and AdamW's two moments
+    assert modules["norm"]["saved"] > 0
+
+
+def test_the_timeline_has_the_peaks() -> None:
+    prediction = memcheck.predict_memory(Tied(), tokens(), **HOW["training"])
+    for phase in ("forward", "backward", "optimizer"):
+        peak = max(size for name, size in prediction.timeline if name == phase)
+        assert peak == getattr(prediction.record, f"{phase}_peak_bytes")
+
+
+def test_it_fits_or_runs_out() -> None:
+    model, x = nn.Linear(1000, 1000), torch.zeros(100, 1000)
+    assert memcheck.predict_memory(model, x, device="40GiB").fits
+    prediction = memcheck.predict_memory(model, x, limit_bytes=4_000_000)
+    assert prediction.fits is False
+    assert prediction.record.status == "oom"
+
+
+def test_the_largest_size_that_fits() -> None:
+    model = nn.Linear(100, 100)
+    found = memcheck.largest(lambda n: torch.zeros(n, 100), model, "cpu", limit_bytes=1_000_000, backward=False)
+    assert found.at is not None
+    assert found.beyond is not None
+    assert (found.at.fits, found.beyond.fits) == (True, False)
+    assert found.size == (1_000_000 - 100 * 100 * 4 - 400) // 800
+    with pytest.raises(UsageError, match="no limit"):
+        memcheck.largest(lambda n: torch.zeros(n, 100), model, "cpu")
+
+
+class Asking(nn.Module):
+    """Asks for the contents of what `question` returns."""
+
+    def __init__(self, question: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.question = question
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2.0 if self.question(x) else x * x
+
+
+def predicted(question: Callable[[Tensor], Any], x: Tensor) -> Prediction:
+    return memcheck.predict_memory(Asking(question), x)
+
+
+def test_small_contents_are_known() -> None:
+    ids = torch.arange(10)
+    for question in (
+        lambda x: (x[1:] - x[:-1] == 1).all(),
+        lambda x: torch.arange(3, device=x.device).max().item() == 2,
+        lambda x: x.tolist()[-1] == 9,
+        lambda x: int(x.max()) == 9,
+    ):
+        prediction = predicted(question, ids)
+        assert prediction.exact, prediction.unknown
+        assert figures(prediction.record) == figures(measure_memory(Asking(question), ids))
+
+
+def test_an_assumption_is_named() -> None:
+    prediction = predicted(lambda x: (x < 0).any(), torch.rand(2000))
+    assert not prediction.exact
+    assert prediction.unknown == ("what follows if aten::any is not False, as is assumed",)
+
+
+def test_contents_that_are_not_known_stop_it() -> None:
+    prediction = predicted(lambda x: x.argmax().item(), torch.rand(2000))
+    assert prediction.fits is None
+    assert prediction.record.status == "skipped"
+    assert "not predicted" in (prediction.record.reason or "")
+
+
+def test_an_error_of_the_model_is_raised() -> None:
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        memcheck.predict_memory(nn.Linear(3, 4), torch.zeros(2, 5))
+
+
+def test_compiled_models_are_skipped() -> None:
+    prediction = memcheck.predict_memory(torch.compile(nn.Linear(3, 4)), torch.zeros(2, 3))
+    assert (prediction.record.status, prediction.unknown) == ("skipped", ("the compiler decides what is allocated",))
+
+
+def test_without_a_probe_operators_are_named() -> None:
+    prediction = memcheck.predict_memory(nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8), probe=False)
+    assert not prediction.exact
+    assert "what aten::convolution takes beside its outputs" in prediction.unknown
+    assert "forward_peak_bytes" in prediction.bounds
+
+
+def test_without_a_probe_no_function_is_taken_for_granted() -> None:
+    x = torch.rand(4, 4, requires_grad=True)
+    prediction = memcheck.predict_memory(torch.cumsum, x, dim=0, probe=False)
+    assert not prediction.exact
+
+
+def test_a_function_that_differs_is_named() -> None:
+    """Its backward on meta tensors is another one than on the CPU."""
+    x = torch.eye(6).repeat(2, 1, 1).requires_grad_()
+    prediction = memcheck.predict_memory(lambda x: torch.linalg.cholesky(x), x)
+    assert any(words.startswith("linalg_cholesky alone takes") for words in prediction.unknown)
+    measured = measure_memory(lambda x: torch.linalg.cholesky(x), x)
+    assert prediction.record.backward_peak_bytes != measured.backward_peak_bytes
+
+
+def test_scratch_that_depends_on_contents_is_named() -> None:
+    """The matrix exponential takes more terms of a larger matrix."""
+    prediction = memcheck.predict_memory(torch.matrix_exp, torch.rand(8, 8), backward=False)
+    assert prediction.unknown == ("aten::linalg_matrix_exp: it took different amounts for different contents",)
+
+
+def test_a_table_is_carried_along(a_table_of_its_own: Path) -> None:
+    model, x = nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8)
+    memcheck.calibrate(model, x, path=a_table_of_its_own)
+    lines = a_table_of_its_own.read_text().splitlines()
+    assert any("convolution" in json.loads(line)["key"] for line in lines)
+    a_table_of_its_own.write_text("\n".join([*lines, '{"key": "cut o']))
+
+    class Unused(CpuProbe):
+        def _run(self, *args: Any) -> Any:
+            raise AssertionError("the table has it")
+
+        _check = _run
+
+    assert memcheck.predict_memory(model, x, probe=Unused(Table(a_table_of_its_own))).exact
+
+
+def test_a_gpu_that_is_not_here() -> None:
+    model = Tied()
+    prediction = memcheck.predict_memory(model, tokens(), device="RTX-4090", **HOW["training"])
+    assert prediction.fits
+    assert not prediction.exact
+    assert prediction.record.device == "cuda"
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    assert prediction.record.optimizer_bytes == 2 * 4 * elements  # its step counters lie on the host
+
+
+def test_dropout_on_a_gpu_keeps_a_mask_of_bytes() -> None:
+    x = torch.zeros(8, 20, 48, requires_grad=True)
+    assert memcheck.predict_memory(nn.Dropout(0.2), x, device="RTX-4090").record.saved_bytes == x.numel()
+
+
+def test_wrong_arguments() -> None:
+    with pytest.raises(ValueError, match="steps must be at least 1"):
+        memcheck.predict_memory(nn.Linear(3, 4), torch.zeros(2, 3), steps=0)
+    with pytest.raises(ValueError, match="backward=False"):
+        memcheck.predict_memory(nn.Linear(3, 4), torch.zeros(2, 3), optimizer=adamw, backward=False)
+
+
+def test_a_dataclass_of_tensors() -> None:
+    @dataclasses.dataclass
+    class Batch:
+        x: Tensor
+        y: Tensor
+
+    def fn(batch: Batch) -> Tensor:
+        return batch.x * batch.y
+
+    batch = Batch(torch.rand(5), torch.rand(5))
+    assert figures(memcheck.predict_memory(fn, batch).record) == figures(measure_memory(fn, batch))
