@@ -157,7 +157,7 @@ def fit(parser: argparse.ArgumentParser) -> None:
 
     memcheck fit --device H100-80GB --bsz 8 --dim 512 --heads 8
     memcheck fit --device A100-40GB --find bsz --seq-len 4096
-    memcheck fit --device 24GiB --mode inference --dtype bf16 --bsz 1:64:x2 --plot frontier.png
+    memcheck fit --device 24GiB --mode inference --dtype bf16 --bsz 1:64:x2 --plot capacity.png
     """
     axes = ("seq-len", "bsz", "dim")
     add(parser, "--find", choices=axes, default="seq-len", help="the size to maximise; default: seq-len")

@@ -14,8 +14,8 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Names of functions that run in the lower precision: read in aten/src/ATen/autocast_mode.h (CUDA) and
-# autocast_mode.cpp (CPU).
+# Names of functions that run in the lower precision. CUDA's lists were compared with torch 2.13's ATen/autocast_mode.h;
+# those of the CPU, which are in no header, were not.
 LOWER = words("""
     linear matmul __matmul__ mm bmm addmm addbmm baddbmm einsum linalg_vecdot linalg_multi_dot chain_matmul
     scaled_dot_product_attention conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
@@ -37,6 +37,9 @@ FLOAT32 = {
         acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
         native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity cosine_embedding_loss dist
         pdist cdist renorm logsumexp prod softmax log_softmax cumprod cumsum sum norm
+        linalg_vector_norm linalg_matrix_norm upsample_nearest1d upsample_nearest2d upsample_nearest3d
+        _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d
+        upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
         """),
 }
 
