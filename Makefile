@@ -41,12 +41,13 @@ profile: $(BUILD)  ## Memory of attention on this machine, from a bare machine o
 
 test: lint $(BUILD)  ## Lint, build, the tests, and the operators' tests on CUDA kernels on the host
 	$(PYTEST) -m "not ci" $(PYTEST_FLAGS)
-	$(PYTEST) --host-cuda -m "not slow" tests/ops tests/host_cuda $(PYTEST_FLAGS)
+	$(PYTEST) --host-cuda -m "not slow and not ci" tests/ops tests/host_cuda $(PYTEST_FLAGS)
 
 ci: $(BUILD) $(DEVELOPMENT) docs  ## What make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation
 	$(BIN)/python tests/host_cuda/resources.py
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
 	$(PYTEST) -m ci
+	$(PYTEST) --host-cuda -m "ci and not slow" tests/ops tests/host_cuda
 
 test-fast: $(BUILD) $(DEVELOPMENT)  ## The tests without the slow ones, under three minutes
 	$(PYTEST) -m "not slow and not ci" $(PYTEST_FLAGS)

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -123,6 +124,7 @@ def pytest_pyfunc_call(pyfuncitem):
     return True
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects by marker
 def pytest_collection_modifyitems(config, items):
     on_host = "MEMCHECK_TEST_HOST_CUDA" in os.environ
     on_cpu = not on_host and os.environ.get("MEMCHECK_TEST_DEVICE", "cpu") == "cpu"
@@ -131,11 +133,13 @@ def pytest_collection_modifyitems(config, items):
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
-    items[:] = skipped_once(items)
+    items[:] = without_repeated_skips(items)
+    if on_host:
+        mark_combinations(items)
 
 
-def skipped_once(items):
-    """All tests, but of those that lack a GPU, say, each with the first of its parameters alone: one skip says it."""
+def without_repeated_skips(items):
+    """Yields the items. A test that is skipped, for lack of a GPU say, is kept with its first parameters only."""
     seen = set()
     for item in items:
         if any(marker.args[:1] == (True,) for marker in item.iter_markers("skipif")):
@@ -143,3 +147,27 @@ def skipped_once(items):
                 continue
             seen.add((item.path, item.originalname))
         yield item
+
+
+def mark_combinations(items):
+    """Marks as ci the items of which every value of every parametrize also occurs in an unmarked item of the same test.
+
+    The host runs CUDA kernels slowly. `make test` therefore runs each value (a shape, a dtype, a layout) at least once,
+    and `make ci` the other combinations. The order is by a hash, so that values are combined at random.
+    """
+    seen = set()
+    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+        values = {(item.path, item.originalname, value) for value in parameter_values(item)}
+        if not values or item.get_closest_marker("slow"):
+            continue
+        if values <= seen:
+            item.add_marker("ci")
+        seen |= values
+
+
+def parameter_values(item):
+    """Yields the names and the value of each parametrize of the item, as text."""
+    for marker in item.iter_markers("parametrize"):
+        names = marker.args[0]
+        names = [name.strip() for name in names.split(",")] if isinstance(names, str) else names
+        yield repr([(name, item.callspec.params[name]) for name in names])

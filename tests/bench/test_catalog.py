@@ -345,6 +345,7 @@ def test_flex_has_no_gradients_on_the_cpu() -> None:
     assert record.compiled
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.isolated
 def test_compiled_contenders_are_compiled() -> None:

@@ -116,10 +116,18 @@ def test_what_is_not_known_is_named_and_is_a_bound() -> None:
     assert not predicted["exact"] or not predicted["bounds"]
 
 
+# Formulas are those of a component, so make test varies one component at a time.
+BLOCKS = [
+    pytest.param(
+        attention, feed_forward, marks=() if attention == "softplus" or feed_forward == "swiglu" else pytest.mark.ci
+    )
+    for attention, feed_forward in itertools.product(ATTENTIONS, FEED_FORWARDS)
+]
+
+
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("autocast", [None, "bfloat16"])
-@pytest.mark.parametrize("feed_forward", FEED_FORWARDS)
-@pytest.mark.parametrize("attention", ATTENTIONS)
+@pytest.mark.parametrize(("attention", "feed_forward"), BLOCKS)
 def test_every_part_keeps_what_its_formula_says(
     attention: str, feed_forward: str, autocast: str | None, checkpointing: bool
 ) -> None:
@@ -156,8 +164,8 @@ def test_formulas_are_sums_of_products() -> None:
 
 
 def test_a_gpu_that_is_not_here() -> None:
-    of = make_model_case("xl", bsz=4, context=1024)
-    small, large = (predict_model(of, name).record for name in ("A100-40GB", "H200"))
+    of = make_model_case("small", bsz=16, context=1024)
+    small, large = (predict_model(of, name).record for name in ("T4", "H200"))
     assert (small.status, small.oom_phase) == ("oom", "forward")
     assert large.status == "ok"
     # AdamW on CUDA updates all tensors at once, with a square root for each parameter beside them.

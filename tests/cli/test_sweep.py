@@ -392,6 +392,7 @@ def test_a_full_disk_ends_the_sweep_in_one_line(tmp_path) -> None:
     assert len(rows(tmp_path)) == 4
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 @pytest.mark.isolated
 def test_dask_with_a_worker_that_dies(tmp_path) -> None:

@@ -30,16 +30,22 @@ SUM_UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0
 
 Function = Callable[..., Tensor]
 
-# Each in a process of its own. The highest is that of all other tests.
+
+def level_marks(level: str) -> list[pytest.MarkDecorator]:
+    """Marks of a test at one CPU level, which runs in a process of its own.
+
+    All other tests run at the highest level, so this one is for CI.
+    """
+    marks = [pytest.mark.cpu, pytest.mark.isolated(MEMCHECK_CPU=level)]
+    if level != "default":
+        marks.append(pytest.mark.slow)
+    if level == _C.cpu_levels()[-1] != "default":
+        marks.append(pytest.mark.ci)
+    return marks
+
+
 CPU_LEVELS = pytest.mark.parametrize(
-    "level",
-    [
-        pytest.param(
-            level,
-            marks=[pytest.mark.cpu, pytest.mark.isolated(MEMCHECK_CPU=level), *([pytest.mark.slow] if i > 0 else [])],
-        )
-        for i, level in enumerate(_C.cpu_levels())
-    ],
+    "level", [pytest.param(level, marks=level_marks(level)) for level in _C.cpu_levels()]
 )
 
 

@@ -74,7 +74,9 @@ def test_the_cpu_level_is_lowered(level: str) -> None:
         assert f"MEMCHECK_CPU={level} asks for more than this machine has" in said
 
 
-@pytest.mark.parametrize("value", ["", "AVX2", "sse"])
+@pytest.mark.parametrize(
+    "value", ["", pytest.param("AVX2", marks=pytest.mark.ci), pytest.param("sse", marks=pytest.mark.ci)]
+)
 def test_a_wrong_cpu_level_fails_the_import(value: str) -> None:
     said = import_error("import memcheck", MEMCHECK_CPU=value)
     assert f"MEMCHECK_CPU must be default, avx2 or avx512, got '{value}'" in said
@@ -94,7 +96,12 @@ def setup_for_cuda(tmp_path: Path, torch_has: str = "", **environment: str) -> s
 
 
 @pytest.mark.parametrize(
-    ("listed", "old"), [("7.5", "7.5"), ("6.1 7.5+PTX;8.0;9.0a", "6.1, 7.5+PTX"), ("Turing;Ampere", "Turing")]
+    ("listed", "old"),
+    [
+        pytest.param("7.5", "7.5", marks=pytest.mark.ci),
+        ("6.1 7.5+PTX;8.0;9.0a", "6.1, 7.5+PTX"),
+        pytest.param("Turing;Ampere", "Turing", marks=pytest.mark.ci),
+    ],
 )
 def test_building_for_old_gpus_is_refused_in_a_line(listed: str, old: str, tmp_path: Path) -> None:
     ended = setup_for_cuda(tmp_path, TORCH_CUDA_ARCH_LIST=listed)
@@ -183,7 +190,7 @@ def test_without_torch_pip_says_what_to_do(tmp_path: Path) -> None:
         pytest.param(
             ["-c", "from setuptools import build_meta; build_meta.build_editable('.')"],
             id="editable",
-            marks=pytest.mark.slow,
+            marks=[pytest.mark.ci, pytest.mark.slow],
         ),
     ],
 )

@@ -19,6 +19,7 @@ def compile_with(tool: str, *words: str | Path) -> None:
     assert ended.returncode == 0, ended.stderr[-20_000:]
 
 
+@pytest.mark.ci
 @pytest.mark.slow
 def test_cpu_kernels_compile_without_torch(require_tool: Callable[[str], str]) -> None:
     """CUDA kernels do so in test_cuda_compile.py."""

@@ -410,7 +410,7 @@ def test_a_worker_ends_with_its_sweep() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["threads", "processes"])
+@pytest.mark.parametrize("kind", [pytest.param("threads", marks=pytest.mark.ci), "processes"])
 def test_executors_of_the_standard_library(tmp_path, plugin, kind: str) -> None:
     spawn = multiprocessing.get_context("spawn")
     with ThreadPoolExecutor(2) if kind == "threads" else ProcessPoolExecutor(2, mp_context=spawn) as executor:
