@@ -43,7 +43,7 @@ test: lint $(BUILD)  ## Lint, build, the tests, and the operators' tests on CUDA
 	$(PYTEST) -m "not ci" $(PYTEST_FLAGS)
 	$(PYTEST) --host-cuda -m "not slow and not ci" tests/ops tests/host_cuda $(PYTEST_FLAGS)
 
-ci: $(BUILD) $(DEVELOPMENT) docs  ## What make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation
+ci: $(BUILD) $(DEVELOPMENT) docs  ## What make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations
 	$(BIN)/python tests/host_cuda/resources.py
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
 	$(PYTEST) -m ci

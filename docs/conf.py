@@ -1,4 +1,7 @@
-"""Sphinx: the pages beside this file, the API from docstrings, and tables that are generated from the code."""
+"""Sphinx: the pages beside this file, the API from docstrings, and reference pages that are generated from the code.
+
+python docs/conf.py writes the reference pages only.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,6 @@ autodoc_typehints = "none"
 suppress_warnings = ["myst.xref_missing"]
 
 DOCS = Path(__file__).parent
-GENERATED = DOCS / "generated"
 
 
 def cell(text: str) -> str:
@@ -88,10 +90,21 @@ def as_written(app: Any, what: str, name: str, obj: Any, options: Any, lines: li
 
 def setup(app: Any) -> None:
     app.connect("autodoc-process-docstring", as_written)
-    (GENERATED / "notebooks").mkdir(parents=True, exist_ok=True)
+    notebooks = DOCS / "generated" / "notebooks"
+    notebooks.mkdir(parents=True, exist_ok=True)
     for notebook in (DOCS.parent / "notebooks").glob("*.ipynb"):
-        shutil.copyfile(notebook, GENERATED / "notebooks" / notebook.name)
+        shutil.copyfile(notebook, notebooks / notebook.name)
+    write_reference()
+
+
+def write_reference() -> None:
+    """Writes the generated pages to docs/reference/. They are committed, so that links to them work on GitHub."""
     for name, text in (("commands", command_page()), ("records", record_page())):
-        path = GENERATED / f"{name}.md"
+        path = DOCS / "reference" / f"{name}.md"
+        path.parent.mkdir(exist_ok=True)
         if not path.exists() or path.read_text(encoding="utf-8") != text:
             path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":  # python docs/conf.py
+    write_reference()

@@ -99,13 +99,6 @@ def pytest_configure(config):
         # that wait leave their core to another worker.
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    config.addinivalue_line("markers", "cpu: about the kernels of the CPU alone")
-    config.addinivalue_line("markers", "host_cuda: needs --host-cuda")
-    config.addinivalue_line(
-        "markers",
-        "isolated(VARIABLE=value, ...): runs in a fresh process of its own, with these environment variables and a "
-        "time-out of 400 seconds",
-    )
     # Where a check that tests share fails, it shows the values it compared.
     pytest.register_assert_rewrite("ops.checks")
 

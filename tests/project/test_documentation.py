@@ -330,13 +330,19 @@ def test_the_page_of_records_explains_every_field(pages):
     assert [name for name, _ in rows] == [field.name for field in dataclasses.fields(Record)]
 
 
-def test_links_to_generated_pages_are_to_their_headings(pages):
+@pytest.mark.parametrize(("name", "function"), [("commands", "command_page"), ("records", "record_page")])
+def test_the_committed_reference_pages_are_current(pages, name, function):
+    committed = (ROOT / f"docs/reference/{name}.md").read_text(encoding="utf-8")
+    assert committed == pages[function](), "python docs/conf.py writes the pages again"
+
+
+def test_links_to_reference_pages_are_to_their_headings(pages):
     headings = {
         name: {
             heading.lower().replace(" ", "-") for heading in re.findall(r"^#+ (.*)$", pages[function](), re.MULTILINE)
         }
         for name, function in (("commands", "command_page"), ("records", "record_page"))
     }
-    links = re.findall(r"generated/(\w+)\.md#([\w-]+)", documentation())
+    links = re.findall(r"reference/(\w+)\.md#([\w-]+)", documentation())
     assert links
     assert [link for link in links if link[1] not in headings[link[0]]] == []
