@@ -53,7 +53,10 @@ inline bool fits_in_a_block(size_t shared_bytes) {
 
 template <typename... Params, typename... Args>
 cudaError_t queue(const Launch& with, void (*kernel)(Params...), const Args&... args) {
-  return host_cuda::run(with.kernel, with.grid, with.block, with.shared_bytes, [&] { kernel(args...); });
+  const auto thread = [&] { kernel(args...); };
+  // By reference: std::function would copy it to memory that counters take for the GPU's.
+  return host_cuda::run(with.kernel, reinterpret_cast<const void*>(kernel), with.grid, with.block, with.shared_bytes,
+                        std::ref(thread));
 }
 
 template <typename Shared>

@@ -4,6 +4,8 @@
 #include <sstream>
 #include <stdexcept>
 
+#include "host_cuda/counters.h"
+
 namespace host_cuda {
 
 Block* block_running = nullptr;
@@ -135,6 +137,7 @@ class Scheduler {
       lane_of(warp, lane)->state = State::Runnable;
     }
     collective.complete(operands, mask);
+    count_collective(warp, collective.name, mask);
   }
 
   int count(State state) const {
@@ -159,6 +162,7 @@ class Scheduler {
       thread.count = said;
       thread.state = State::Runnable;
     }
+    count_barrier();
     return true;
   }
 
@@ -195,7 +199,9 @@ void run_block(const BlockLaunch& launch, uint64_t number) {
   for (size_t i = 0; i < count; ++i) block.threads[i].index = index_in(i, launch.block);
   blockIdx = block.index;
   block_running = &block;
+  count_block(block);
   Scheduler(block, launch.order).run();
+  count_block_end();
   if (!block.memory.fence_stands()) fail(block, nullptr, "wrote beside its shared memory");
 }
 

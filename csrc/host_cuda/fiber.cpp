@@ -5,7 +5,7 @@
 
 #include <new>
 
-#include "host_cuda/thread.h"
+#include "host_cuda/counters.h"
 
 namespace host_cuda {
 
@@ -56,7 +56,9 @@ Fiber::Fiber() {
 void Fiber::resume(Thread& thread) {
   thread_ = &thread;
   threadIdx = thread.index;
+  count_thread(&thread, stack_, kStackBytes);
   switch_to(scheduler, context_);
+  count_thread(nullptr, nullptr, 0);
   arrived_in(scheduler);
 }
 

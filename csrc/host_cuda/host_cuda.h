@@ -56,9 +56,11 @@ const std::map<std::string, Launches>& launches();
 // as an A100.
 void stand_for(int major, int minor, size_t shared_bytes);
 
-// Runs thread() for every thread of the grid. If the GPU would refuse the launch, returns CUDA's error, which
-// cudaGetLastError also returns once. Throws std::runtime_error with the rule that a kernel broke and the place.
-cudaError_t run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread);
+// Runs thread() for every thread of the grid; it calls the kernel's function. If the GPU would refuse the launch,
+// returns CUDA's error, which cudaGetLastError also returns once. Throws std::runtime_error with the rule that a kernel
+// broke and the place.
+cudaError_t run(const char* kernel, const void* function, dim3 grid, dim3 block, size_t shared_bytes,
+                const std::function<void()>& thread);
 
 // The shared memory of this block of threads. The launch must have asked for that many bytes.
 void* shared_memory(size_t bytes, size_t alignment);

@@ -2,6 +2,7 @@
 #include <utility>
 
 #include "host_cuda/block.h"
+#include "host_cuda/counters.h"
 
 // What the running thread calls: shared memory, barriers, collectives of a warp, and the instructions of ptx.cuh.
 
@@ -53,7 +54,7 @@ void copy_later(void* in_shared, const void* in_global, bool exists, Where where
   if (exists && reinterpret_cast<uintptr_t>(in_global) % 16 != 0)
     fail(*block_running, &current(),
          "cp_async_16 from an address that is not aligned to 16 bytes at " + written(where));
-  current().open_copies.push_back({in_shared, in_global, exists});
+  current().open_copies.push_back(count_copy({in_shared, in_global, exists}, __builtin_return_address(0)));
 }
 
 void commit_copies() {
@@ -64,6 +65,7 @@ void commit_copies() {
 
 void await_copies(int pending) {
   Thread& thread = current();
+  count_await(thread, static_cast<size_t>(pending));
   while (thread.groups.size() > static_cast<size_t>(pending)) {
     for (const Copy& copy : thread.groups.front()) {
       if (copy.exists) {
@@ -124,6 +126,7 @@ void multiply(void* const (&operands)[kLanes], Convert convert) {
 
 void ldmatrix_x4(uint32_t (&r)[4], const void* row, bool transposed, Where where) {
   check_shared(row, 16, where);
+  count_shared_read(row, __builtin_return_address(0));
   struct Load {
     uint32_t* r;
     const void* row;

@@ -2,7 +2,7 @@
 #include <string>
 #include <utility>
 
-#include "host_cuda/block.h"
+#include "host_cuda/counters.h"
 
 // Launches, the part of CUDA's library that kernel.cuh calls, and functions for tests.
 
@@ -57,7 +57,8 @@ void stand_for(int major, int minor, size_t shared_bytes) {
   gpu = {major, minor, shared_bytes};
 }
 
-cudaError_t run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, const std::function<void()>& thread) {
+cudaError_t run(const char* kernel, const void* function, dim3 grid, dim3 block, size_t shared_bytes,
+                const std::function<void()>& thread) {
   static std::mutex one_at_a_time;
   const std::lock_guard<std::mutex> lock(one_at_a_time);
   const uint64_t blocks = uint64_t{grid.x} * grid.y * grid.z;
@@ -72,7 +73,9 @@ cudaError_t run(const char* kernel, dim3 grid, dim3 block, size_t shared_bytes, 
   failure = nullptr;
   try {
     const BlockLaunch launch{kernel, grid, block, shared_bytes, thread_order};
+    count_launch(kernel, function, launch);
     for (uint64_t i = 0; i < blocks; ++i) run_block(launch, thread_order == Order::Descending ? blocks - 1 - i : i);
+    count_launch_end();
   } catch (...) {
     // Fibers that stopped within a thread cannot be used again, nor deleted.
     for (auto& fiber : fibers) fiber.release();

@@ -33,6 +33,9 @@ struct Copy {
   void* to;
   const void* from;
   bool exists;
+  // For counters: the address of the code that asks, and how much the thread had done.
+  uintptr_t code = 0;
+  int64_t work = 0;
 };
 
 struct Thread {

@@ -1,0 +1,167 @@
+// Kernels whose counts are known, for a build that counts (csrc/host_cuda/counters.h), and kernels with races.
+//     counted NAME
+// runs one and prints its counts.
+
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <string>
+
+#include "common/tile.cuh"
+#include "host_cuda/counters.h"
+
+namespace {
+
+using namespace memcheck;
+
+constexpr int kThreads = 256;
+constexpr int kCount = 1024;
+
+__global__ void copy_kernel(float* to, const float* from, int stride) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  to[i] = from[i * stride];
+}
+
+__global__ void copy_packs_kernel(float* to, const float* from) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  store_pack(load_pack(from + 4 * i), to + 4 * i);
+}
+
+// As the kernels use packs: values are taken out one by one, which a GPU still loads by one instruction.
+__global__ void scale_packs_kernel(float* to, const float* from) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  const Pack<float> pack = load_pack(from + 4 * i);
+  Pack<float> scaled;
+  scaled.values[0] = 2 * pack.values[0];
+  scaled.values[1] = 3 * pack.values[1];
+  scaled.values[2] = 4 * pack.values[2];
+  scaled.values[3] = 5 * pack.values[3];
+  store_pack(scaled, to + 4 * i);
+}
+
+// A tile of 32 by 32 numbers. A row of kWidth numbers in shared memory.
+template <int kWidth>
+__global__ void transpose_kernel(float* to, const float* from) {
+  struct Tile {
+    float values[32][kWidth];
+  };
+  auto& tile = shared<Tile>().values;
+  for (unsigned row = threadIdx.y; row < 32; row += blockDim.y) tile[row][threadIdx.x] = from[row * 32 + threadIdx.x];
+  __syncthreads();
+  for (unsigned row = threadIdx.y; row < 32; row += blockDim.y) to[row * 32 + threadIdx.x] = tile[threadIdx.x][row];
+}
+
+struct Numbers {
+  float values[kThreads];
+};
+
+__global__ void shared_race_kernel(float* to, const float* from) {
+  float* values = shared<Numbers>().values;
+  values[threadIdx.x] = from[threadIdx.x];
+  to[threadIdx.x] = values[(threadIdx.x + 1) % kThreads];
+}
+
+// Every warp keeps to itself, so that __syncwarp is enough.
+__global__ void warp_kernel(float* to, const float* from, bool waits) {
+  float* values = shared<Numbers>().values;
+  values[threadIdx.x] = from[threadIdx.x];
+  if (waits) __syncwarp();
+  to[threadIdx.x] = values[threadIdx.x ^ 1];
+}
+
+__global__ void global_race_kernel(float* to) {
+  to[threadIdx.x] = static_cast<float>(blockIdx.x);
+}
+
+__global__ void global_read_race_kernel(float* to) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  to[i] = to[(i + kThreads) % kCount];
+}
+
+__global__ void reduction_kernel(float* to, const float* from) {
+  float sum = from[blockIdx.x * blockDim.x + threadIdx.x];
+  for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+  if (threadIdx.x % 32 == 0) to[(blockIdx.x * blockDim.x + threadIdx.x) / 32] = sum;
+}
+
+// Copies tiles of kThreads packs. Tile i + 1 is asked for before tile i is read (`early`), or after that.
+constexpr int kTiles = 4;
+struct Stages {
+  float values[2][4 * kThreads];
+};
+__global__ void pipeline_kernel(float* to, const float* from, bool early, bool barrier) {
+  auto& stages = shared<Stages>();
+  const unsigned at = 4 * threadIdx.x;
+  const auto request = [&](int tile) {
+    cp_async_16(&stages.values[tile % 2][at], from + tile * 4 * kThreads + at);
+    cp_async_commit();
+  };
+  request(0);
+  for (int tile = 0; tile < kTiles; ++tile) {
+    if (early && tile + 1 < kTiles) {
+      request(tile + 1);
+      cp_async_wait<1>();
+    } else {
+      cp_async_wait<0>();
+    }
+    __syncthreads();
+    store_pack(load_pack(&stages.values[tile % 2][(at + 4) % (4 * kThreads)]), to + tile * 4 * kThreads + at);
+    if (barrier) __syncthreads();
+    if (!early && tile + 1 < kTiles) request(tile + 1);
+  }
+}
+
+struct Matrix {
+  __nv_bfloat16 values[16][16];
+};
+__global__ void product_kernel(float* to) {
+  auto& matrix = shared<Matrix>();
+  for (unsigned i = threadIdx.x; i < 256; i += 32) matrix.values[i / 16][i % 16] = __float2bfloat16_rn(1.0f);
+  __syncwarp();
+  uint32_t a[4];
+  ldmatrix_x4(a, &matrix.values[threadIdx.x % 16][threadIdx.x / 16 * 8]);
+  const uint32_t b[2] = {a[0], a[1]};
+  float d[4] = {0, 0, 0, 0};
+  for (int i = 0; i < 3; ++i) mma_m16n8k16<__nv_bfloat16>(d, a, b);
+  for (int i = 0; i < 4; ++i) to[4 * threadIdx.x + static_cast<unsigned>(i)] = d[i];
+}
+
+template <typename... Params, typename... Args>
+void run(void (*kernel)(Params...), dim3 grid, dim3 block, size_t bytes, Args... args) {
+  launch({"counted", grid, block, bytes, nullptr}, kernel, args...);
+}
+
+}  // namespace
+
+int main(int count, char** words) {
+  const std::string name = count > 1 ? words[1] : "";
+  constexpr size_t kBytes = 32 * kCount * sizeof(float);
+  auto* from = static_cast<float*>(std::aligned_alloc(128, kBytes));
+  auto* to = static_cast<float*>(std::aligned_alloc(128, kBytes));
+  std::memset(from, 0, kBytes);
+  const dim3 grid(kCount / kThreads), block(kThreads), square(32, 8);
+  try {
+    if (name == "copy") run(copy_kernel, grid, block, 0, to, from, 1);
+    if (name == "strided copy") run(copy_kernel, grid, block, 0, to, from, 8);
+    if (name == "copy one number") run(copy_kernel, grid, block, 0, to, from, 0);
+    if (name == "copy packs") run(copy_packs_kernel, grid, block, 0, to, from);
+    if (name == "scale packs") run(scale_packs_kernel, grid, block, 0, to, from);
+    if (name == "shifted copy") run(copy_kernel, grid, block, 0, to, from + 1, 1);
+    if (name == "transpose") run(transpose_kernel<32>, dim3(1), square, 32 * 32 * 4, to, from);
+    if (name == "padded transpose") run(transpose_kernel<33>, dim3(1), square, 32 * 33 * 4, to, from);
+    if (name == "shared race") run(shared_race_kernel, dim3(1), block, sizeof(Numbers), to, from);
+    if (name == "warp race") run(warp_kernel, dim3(1), block, sizeof(Numbers), to, from, false);
+    if (name == "warp") run(warp_kernel, dim3(1), block, sizeof(Numbers), to, from, true);
+    if (name == "global race") run(global_race_kernel, dim3(2), block, 0, to);
+    if (name == "global read race") run(global_read_race_kernel, grid, block, 0, to);
+    if (name == "reduction") run(reduction_kernel, grid, block, 0, to, from);
+    if (name == "late pipeline") run(pipeline_kernel, dim3(1), block, sizeof(Stages), to, from, false, true);
+    if (name == "pipeline") run(pipeline_kernel, dim3(1), block, sizeof(Stages), to, from, true, true);
+    if (name == "pipeline race") run(pipeline_kernel, dim3(1), block, sizeof(Stages), to, from, true, false);
+    if (name == "product") run(product_kernel, dim3(1), dim3(32), sizeof(Matrix), to);
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
+  std::fputs(host_cuda::written_counts().c_str(), stdout);
+}

@@ -1,0 +1,152 @@
+"""The counters of CUDA kernels on the host give known counts for known kernels, and name races."""
+
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from host_cuda import counters, library
+
+ROOT = Path(__file__).resolve().parents[2]
+KERNELS = ROOT / "tests/host_cuda/counted.cu"
+
+Run = Callable[[str], subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], str]) -> Run:
+    for tool in ("nvcc", "g++", "addr2line"):
+        require_tool(tool)
+    compiler = shutil.which("g++")
+    folder = tmp_path_factory.mktemp("counted")
+    common = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *counters.DEFINES, f"-I{ROOT / 'csrc'}"]
+    common += ["-isystem", library.cuda_include(), "-include", "host_cuda/host_cuda.h", "-Wno-unknown-pragmas", "-c"]
+    objects = []
+    for source in (KERNELS, *library.HOST_SOURCES):
+        flags = counters.INSTRUMENTED if source == KERNELS else ["-O2"]
+        objects.append(folder / f"{source.stem}.o")
+        subprocess.run([compiler, *common, *flags, "-x", "c++", source, "-o", objects[-1]], check=True)
+    subprocess.run([compiler, *objects, "-o", folder / "counted"], check=True)
+
+    def run(name: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([folder / "counted", name], capture_output=True, text=True, timeout=60)
+
+    return run
+
+
+def counts(run: Run, name: str) -> counters.LaunchCounts:
+    done = run(name)
+    assert done.returncode == 0, done.stderr
+    (launch,) = counters.parsed(done.stdout)
+    return launch
+
+
+def line_of(words: str, occurrence: int = 0) -> int:
+    lines = KERNELS.read_text().splitlines()
+    return [number for number, line in enumerate(lines, 1) if words in line][occurrence]
+
+
+@pytest.mark.parametrize(
+    ("name", "requests", "sectors", "distinct", "distinct_sectors"),
+    [
+        ("copy", 32, 128, 4096, 128),
+        # One number of every sector.
+        ("strided copy", 32, 1024, 4096, 1024),
+        ("copy one number", 32, 32, 4, 1),
+        # A sector more for every warp; only one more of all.
+        ("shifted copy", 32, 160, 4096, 129),
+        ("copy packs", 32, 512, 16384, 512),
+        ("scale packs", 32, 512, 16384, 512),
+    ],
+)
+def test_requests_and_sectors_of_a_copy(
+    run: Run, name: str, requests: int, sectors: int, distinct: int, distinct_sectors: int
+) -> None:
+    launch = counts(run, name)
+    assert launch["blocks"] == 4
+    assert launch["threads"] == 256
+    assert launch["global_read_requests"] == requests
+    assert launch["global_read_units"] == sectors
+    assert launch["global_read_distinct"] == distinct
+    assert launch["global_read_distinct_sectors"] == distinct_sectors
+    bytes_copied = 16384 if "packs" in name else 4096
+    assert launch["global_read_bytes"] == launch["global_write_bytes"] == bytes_copied
+    assert launch["global_write_units"] == launch["global_write_least"] == bytes_copied // 32
+    assert launch["shared_read_bytes"] == launch["shared_write_bytes"] == 0
+
+
+@pytest.mark.parametrize(("name", "turns"), [("transpose", 32 * 32), ("padded transpose", 32)])
+def test_bank_conflicts_of_a_transpose(run: Run, name: str, turns: int) -> None:
+    launch = counts(run, name)
+    assert launch["shared_write_units"] == 32
+    assert launch["shared_read_units"] == turns
+    assert launch["shared_read_least"] == 32
+    assert launch["shared_read_bytes"] == launch["shared_write_bytes"] == 4096
+    assert launch["barriers"] == 1
+    (place,) = [place for place in launch.places if place["shared"] and not place["writes"]]
+    assert place["worst"] == turns // 32
+
+
+def test_a_reduction_by_shuffles(run: Run) -> None:
+    launch = counts(run, "reduction")
+    assert launch["__shfl_xor_sync"] == 32 * 5
+    assert launch["global_read_units"] == 128
+    # A number of every warp. A sector holds those of eight warps.
+    assert launch["global_write_bytes"] == 128
+    assert launch["global_write_requests"] == launch["global_write_units"] == 32
+    assert launch["global_write_distinct_sectors"] == 4
+    assert launch["shared_read_bytes"] == launch["barriers"] == 0
+
+
+def test_a_product_of_matrices(run: Run) -> None:
+    launch = counts(run, "product")
+    assert launch["mma_m16n8k16"] == 3
+    # Rows of 32 bytes without padding: of eight rows, two begin at every second bank in turn.
+    assert launch["ldmatrix_x4"] == launch["shared_read_requests"] == 1
+    assert launch["shared_read_least"] == 4
+    assert launch["shared_read_units"] == 8
+
+
+@pytest.mark.parametrize(("name", "idle", "tiles_in_flight"), [("late pipeline", 4, 4), ("pipeline", 1, 7)])
+def test_copies_in_flight(run: Run, name: str, idle: int, tiles_in_flight: int) -> None:
+    """With a tile asked for ahead of time only the first wait is idle."""
+    launch = counts(run, name)
+    assert launch["copies"] == 4 * 256
+    assert launch["awaits"] == 4 * 256
+    assert launch["idle_awaits"] == idle * 256
+    assert launch["bytes_in_flight"] == tiles_in_flight * 16 * 256
+    # Reads through cp.async count as the others.
+    assert launch["global_read_units"] == launch["global_write_units"] == 512
+    assert launch["shared_write_units"] == launch["shared_write_least"] == 128
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "shared race",
+            ["block (0,0,0)", "shared memory", "thread (0,0,0) reads at", "thread (1,0,0) writes at"]
+            + [f"counted.cu:{line_of('(threadIdx.x + 1) % kThreads')}", f":{line_of('values[threadIdx.x] = from')}"],
+        ),
+        ("warp race", [f"counted.cu:{line_of('values[threadIdx.x ^ 1]')}"]),
+        (
+            "global race",
+            ["global memory", "block (0,0,0) writes at", "block (1,0,0), thread (0,0,0) writes at"]
+            + [f"counted.cu:{line_of('static_cast<float>(blockIdx.x)')}"],
+        ),
+        ("global read race", ["block (0,0,0) reads at", f"counted.cu:{line_of('(i + kThreads) % kCount')}"]),
+        # A copy that is asked for while other threads still read its place.
+        ("pipeline race", ["shared memory", "reads at", "writes at", f"counted.cu:{line_of('cp_async_16(')}"]),
+    ],
+)
+def test_a_race_is_named(run: Run, name: str, words: list[str]) -> None:
+    done = run(name)
+    assert done.returncode == 1
+    assert done.stderr.startswith("counted: ")
+    for word in words:
+        assert word in done.stderr
+
+
+def test_syncwarp_orders_a_warp(run: Run) -> None:
+    assert counts(run, "warp")["__syncwarp"] == 8
