@@ -31,7 +31,7 @@ ifneq ($(shell $(BUILT_FOR) 2>&1),$(shell cat $(BUILD) 2>&1))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-fast ci lint docs bench notebooks asan check-cuda gpu clean
+.PHONY: help profile test test-fast ci lint docs bench notebooks asan check-cuda count-cuda gpu clean
 
 help:  ## This list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -45,6 +45,7 @@ test: lint $(BUILD)  ## Lint, build, the tests, and the operators' tests on CUDA
 
 ci: $(BUILD) $(DEVELOPMENT) docs  ## What make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations
 	$(BIN)/python tests/host_cuda/resources.py
+	$(BIN)/python tests/host_cuda/count.py --check
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
 	$(PYTEST) -m ci
 	$(PYTEST) --host-cuda -m "ci and not slow" tests/ops tests/host_cuda
@@ -85,6 +86,9 @@ check-cuda: $(BUILD) $(DEVELOPMENT)  ## CUDA kernels without a GPU: compiled by 
 	$(BIN)/python tests/host_cuda/resources.py
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
 	$(PYTEST) --host-cuda -m "not slow" tests/ops tests/host_cuda $(PYTEST_FLAGS)
+
+count-cuda: $(BUILD) $(DEVELOPMENT)  ## What the CUDA kernels would do on a GPU, counted on the host; ARGS=--lines: by line
+	$(BIN)/python tests/host_cuda/count.py $(ARGS)
 
 gpu:  ## Everything that needs a GPU, with the torch that is there; STEP="build values" runs these steps
 	benchmarks/gpu.sh $(STEP)

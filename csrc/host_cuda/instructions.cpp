@@ -1,3 +1,4 @@
+#include <cmath>
 #include <cstring>
 #include <utility>
 
@@ -100,6 +101,47 @@ uint16_t half_of(uint32_t pair, int which) {
   return static_cast<uint16_t>(pair >> (16 * which));
 }
 
+// 2^exponent, for the exponents of normal numbers.
+double power_of_two(int exponent) {
+  const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
+  double value;
+  std::memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// The exponent of a normal number.
+int exponent_of(double x) {
+  uint64_t bits;
+  std::memcpy(&bits, &x, sizeof(bits));
+  return static_cast<int>(bits >> 52 & 0x7FF) - 1023;
+}
+
+float towards_zero(double x) {
+  const auto nearest = static_cast<float>(x);
+  return std::fabs(static_cast<double>(nearest)) > std::fabs(x) ? std::nextafter(nearest, 0.0f) : nearest;
+}
+
+// d plus the products of kTogether pairs, as tensor cores add them: products are exact, all addends are cut to the bits
+// of a float32 with the largest exponent among them, and so is their sum. Tensor cores of compute capability 8.0 and
+// later keep some bits more (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021), and later ones add more
+// products at once: their errors are smaller.
+constexpr int kTogether = 8;
+float sum_of_products(float d, const double (&products)[kTogether]) {
+  constexpr int kFractionBits = 23;
+  double largest = std::fabs(static_cast<double>(d));
+  double plain = static_cast<double>(d);
+  for (const double product : products) {
+    largest = std::max(largest, std::fabs(product));
+    plain += product;
+  }
+  if (!std::isfinite(plain) || largest == 0) return static_cast<float>(plain);
+  const int unit = exponent_of(largest) - kFractionBits;
+  const double scale = power_of_two(-unit);
+  auto sum = static_cast<int64_t>(static_cast<double>(d) * scale);
+  for (const double product : products) sum += static_cast<int64_t>(product * scale);
+  return towards_zero(static_cast<double>(sum) * power_of_two(unit));
+}
+
 }  // namespace
 
 void multiply(void* const (&operands)[kLanes], Convert convert) {
@@ -117,9 +159,12 @@ void multiply(void* const (&operands)[kLanes], Convert convert) {
     float* d = static_cast<const Mma*>(operands[lane])->d;
     for (int i = 0; i < 4; ++i) {
       const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-      double sum = 0;
-      for (int k = 0; k < 16; ++k) sum += static_cast<double>(a[row][k]) * static_cast<double>(b[k][column]);
-      d[i] = static_cast<float>(static_cast<double>(d[i]) + sum);
+      for (int k = 0; k < 16; k += kTogether) {
+        double products[kTogether];
+        for (int j = 0; j < kTogether; ++j)
+          products[j] = static_cast<double>(a[row][k + j]) * static_cast<double>(b[k + j][column]);
+        d[i] = sum_of_products(d[i], products);
+      }
     }
   }
 }

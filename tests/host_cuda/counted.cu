@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <string>
+#include <utility>
 
 #include "common/tile.cuh"
 #include "host_cuda/counters.h"
@@ -126,6 +127,16 @@ __global__ void product_kernel(float* to) {
   for (int i = 0; i < 4; ++i) to[4 * threadIdx.x + static_cast<unsigned>(i)] = d[i];
 }
 
+// d plus 16 products of 1 and `b`, in every element.
+__global__ void rounding_kernel(float* to, float d0, float b0) {
+  uint32_t a[4], b[2];
+  for (uint32_t& pair : a) pair = pack_pair(__float2bfloat16_rn(1.0f), __float2bfloat16_rn(1.0f));
+  for (uint32_t& pair : b) pair = pack_pair(__float2bfloat16_rn(b0), __float2bfloat16_rn(b0));
+  float d[4] = {d0, d0, d0, d0};
+  mma_m16n8k16<__nv_bfloat16>(d, a, b);
+  for (int i = 0; i < 4; ++i) to[4 * threadIdx.x + static_cast<unsigned>(i)] = d[i];
+}
+
 template <typename... Params, typename... Args>
 void run(void (*kernel)(Params...), dim3 grid, dim3 block, size_t bytes, Args... args) {
   launch({"counted", grid, block, bytes, nullptr}, kernel, args...);
@@ -162,6 +173,16 @@ int main(int count, char** words) {
   } catch (const std::exception& error) {
     std::fprintf(stderr, "%s\n", error.what());
     return 1;
+  }
+  if (name == "rounding") {
+    constexpr std::pair<float, float> kSums[] = {{3.0f, 0.5f},     {1.0f, 0x1p-20f},  {1.0f, 0x1.8p-23f},
+                                                 {1.0f, 0x1p-24f}, {1.0f, -0x1p-24f}, {-1.0f, 0x1.8p-23f},
+                                                 {0.0f, 0x1p-130f}};
+    for (const auto& [d, b] : kSums) {
+      run(rounding_kernel, dim3(1), dim3(32), 0, to, d, b);
+      std::printf("%a %a\n", static_cast<double>(to[0]), static_cast<double>(to[127]));
+    }
+    return 0;
   }
   std::fputs(host_cuda::written_counts().c_str(), stdout);
 }

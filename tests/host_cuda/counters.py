@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-DEFINES = ["-DMEMCHECK_HOST_CUDA", "-DHOST_CUDA_COUNTS", "-g1"]
+DEFINES = ["-DHOST_CUDA_COUNTS", "-g1"]
 # The compiler reports every load and store. Copies of packs stay whole, as on a GPU; loops are not made vectors.
 INSTRUMENTED = ["-O1", "-fno-tree-sra", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
 
@@ -24,6 +24,10 @@ class LaunchCounts:
     def __getitem__(self, name: str) -> int:
         """Zero for a collective that the kernel does not call. Raises KeyError for other names."""
         return self.numbers.get(name, 0) if name.startswith(COLLECTIVES) else self.numbers[name]
+
+    def collectives(self) -> int:
+        """How often the lanes of a warp met, but for products."""
+        return sum(n for name, n in self.numbers.items() if name.startswith(COLLECTIVES) and "mma" not in name)
 
 
 # How the names of collectives begin.

@@ -9,10 +9,13 @@ from __future__ import annotations
 import ctypes
 import os
 import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from host_cuda import counters
 from torch.utils import cpp_extension
 
 import memcheck  # noqa: F401  (its kernels are registered first, and then replaced)
@@ -62,13 +65,16 @@ def flags() -> list[str]:
     return [*with_warnings, *speed, "-U_FORTIFY_SOURCE", "-DMEMCHECK_HOST_CUDA", "-DMEMCHECK_WITH_CUDA"]
 
 
+def kernels() -> list[Path]:
+    """The .cu files of the operators."""
+    return [path for path in sorted(CSRC.rglob("*_cuda.cu")) if path.parent.name != "cuda_probe"]
+
+
 def kernel_sources(folder: Path) -> list[Path]:
     """A C++ file for each .cu, as torch's builder wants it. An unchanged file is not written again, so that ninja sees
     that it is unchanged."""
     paths = []
-    for kernel in sorted(CSRC.rglob("*_cuda.cu")):
-        if kernel.parent.name == "cuda_probe":
-            continue
+    for kernel in kernels():
         path = folder / f"{kernel.stem}.cpp"
         text = f'#include "host_cuda/host_cuda.h"\n#include "{kernel.relative_to(CSRC)}"\n'
         if not path.is_file() or path.read_text() != text:
@@ -83,20 +89,46 @@ def glue_sources() -> list[Path]:
     return [folder / f"{folder.name}.cpp" for folder in sorted(folders)]
 
 
-def load() -> None:
-    """Builds what changed, and loads it. Raises FileNotFoundError if CUDA's headers are not installed."""
+def instrumented_objects(folder: Path, include: Path) -> list[Path]:
+    """An object for each .cu, whose loads and stores the compiler reports to the counters. Compiles what changed; then
+    the library in the folder is removed, so that it is linked again."""
+
+    def build(kernel: Path) -> tuple[Path, bool]:
+        made, needs = folder / f"{kernel.stem}.o", folder / f"{kernel.stem}.d"
+        if made.is_file() and needs.is_file():
+            depends = [Path(name) for name in needs.read_text().replace("\\\n", " ").partition(":")[2].split()]
+            if all(path.is_file() and path.stat().st_mtime <= made.stat().st_mtime for path in depends):
+                return made, False
+        command = [os.environ.get("CXX", "c++"), "-std=c++17", "-fPIC", *flags(), *counters.DEFINES]
+        command += [*counters.INSTRUMENTED, f"-I{CSRC}", "-isystem", str(include), "-include", "host_cuda/host_cuda.h"]
+        subprocess.run([*command, "-x", "c++", "-MD", "-MF", needs, "-c", kernel, "-o", made], check=True)
+        return made, True
+
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        built = list(pool.map(build, kernels()))
+    if any(is_new for _, is_new in built):
+        (folder / "memcheck_host_cuda.so").unlink(missing_ok=True)
+    return [made for made, _ in built]
+
+
+def load(*, counts: bool = False) -> None:
+    """Builds what changed, and loads it; with counts, a build that counts. Raises FileNotFoundError if CUDA's headers
+    are not installed."""
     include = cuda_include()
     if include is None:
         raise FileNotFoundError("no cuda_fp16.h: CUDA_HOME names no toolkit, and nvcc is not on PATH")
-    folder = ROOT / "build" / f"host-cuda-torch-{torch.__version__}{'-asan' if sanitizes() else ''}"
+    kind = "-counts" if counts else "-asan" if sanitizes() else ""
+    folder = ROOT / "build" / f"host-cuda-torch-{torch.__version__}{kind}"
     folder.mkdir(parents=True, exist_ok=True)
-    sources = [*kernel_sources(folder), *glue_sources(), *HOST_SOURCES]
-    sources += [CSRC / name for name in COMMON]
+    sources = [*glue_sources(), *HOST_SOURCES, *(CSRC / name for name in COMMON)]
+    if not counts:
+        sources += kernel_sources(folder)
+    objects = instrumented_objects(folder, include) if counts else []
     cpp_extension.load(
         name="memcheck_host_cuda",
         sources=[str(source) for source in sources],
-        extra_cflags=flags(),
-        extra_ldflags=["-fsanitize=address,undefined"] if sanitizes() else [],
+        extra_cflags=[*flags(), *(counters.DEFINES if counts else [])],
+        extra_ldflags=["-fsanitize=address,undefined"] if sanitizes() else [str(path) for path in objects],
         extra_include_paths=[str(CSRC), str(include)],
         build_directory=str(folder),
         is_python_module=False,
@@ -105,6 +137,8 @@ def load() -> None:
     _library = ctypes.CDLL(str(folder / "memcheck_host_cuda.so"))
     _library.host_cuda_launches.restype = ctypes.c_char_p
     _library.host_cuda_stand_for.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
+    if counts:
+        _library.host_cuda_counts.restype = ctypes.c_char_p
     stand_for(this_gpu())
 
 
@@ -158,3 +192,20 @@ def launches() -> dict[str, Launches]:
     assert _library is not None
     lines = [line.split("\t") for line in _library.host_cuda_launches().decode().splitlines()]
     return {kernel: Launches(*map(int, numbers)) for kernel, *numbers in lines}
+
+
+def loaded_path() -> str:
+    """The file of the library."""
+    assert _library is not None
+    return str(_library._name)
+
+
+def forget_counts() -> None:
+    assert _library is not None
+    _library.host_cuda_forget_counts()
+
+
+def counts() -> list[counters.LaunchCounts]:
+    """The launches since the last call of forget_counts, of a build that counts."""
+    assert _library is not None
+    return counters.parsed(_library.host_cuda_counts().decode())

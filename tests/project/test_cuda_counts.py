@@ -5,8 +5,9 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
-from host_cuda import counters, library
+from host_cuda import count, counters, library
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "tests/host_cuda/counted.cu"
@@ -20,7 +21,15 @@ def run(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], 
         require_tool(tool)
     compiler = shutil.which("g++")
     folder = tmp_path_factory.mktemp("counted")
-    common = ["-std=c++17", "-Wall", "-Wextra", "-Werror", *counters.DEFINES, f"-I{ROOT / 'csrc'}"]
+    common = [
+        "-std=c++17",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-DMEMCHECK_HOST_CUDA",
+        *counters.DEFINES,
+        f"-I{ROOT / 'csrc'}",
+    ]
     common += ["-isystem", library.cuda_include(), "-include", "host_cuda/host_cuda.h", "-Wno-unknown-pragmas", "-c"]
     objects = []
     for source in (KERNELS, *library.HOST_SOURCES):
@@ -126,14 +135,19 @@ def test_copies_in_flight(run: Run, name: str, idle: int, tiles_in_flight: int) 
     [
         (
             "shared race",
-            ["block (0,0,0)", "shared memory", "thread (0,0,0) reads at", "thread (1,0,0) writes at"]
-            + [f"counted.cu:{line_of('(threadIdx.x + 1) % kThreads')}", f":{line_of('values[threadIdx.x] = from')}"],
+            [
+                "block (0,0,0): a race in shared memory: thread (0,0,0) reads at",
+                f"counted.cu:{line_of('(threadIdx.x + 1) % kThreads')}, thread (1,0,0) writes at",
+                f"counted.cu:{line_of('values[threadIdx.x] = from')}",
+            ],
         ),
         ("warp race", [f"counted.cu:{line_of('values[threadIdx.x ^ 1]')}"]),
         (
             "global race",
-            ["global memory", "block (0,0,0) writes at", "block (1,0,0), thread (0,0,0) writes at"]
-            + [f"counted.cu:{line_of('static_cast<float>(blockIdx.x)')}"],
+            [
+                "a race in global memory: block (0,0,0) writes at",
+                f"counted.cu:{line_of('static_cast<float>(blockIdx.x)')}, block (1,0,0), thread (0,0,0) writes at",
+            ],
         ),
         ("global read race", ["block (0,0,0) reads at", f"counted.cu:{line_of('(i + kThreads) % kCount')}"]),
         # A copy that is asked for while other threads still read its place.
@@ -150,3 +164,27 @@ def test_a_race_is_named(run: Run, name: str, words: list[str]) -> None:
 
 def test_syncwarp_orders_a_warp(run: Run) -> None:
     assert counts(run, "warp")["__syncwarp"] == 8
+
+
+def test_products_are_cut_as_tensor_cores_cut_them(run: Run) -> None:
+    """d plus 16 products of 1 and b, eight at a time: of each addend the bits below the last bit of the largest one are
+    lost, towards zero."""
+    done = run("rounding")
+    assert done.returncode == 0, done.stderr
+    results = [tuple(float.fromhex(word) for word in line.split()) for line in done.stdout.splitlines()]
+    unit = 2.0**-23  # the last bit of 1
+    # After eight products 1 - 8 unit is below 1, and keeps a bit more.
+    cut_once = -1.0 + 8 * unit + 8 * 1.5 * unit
+    expected = [3.0 + 16 * 0.5, 1.0 + 16 * 2.0**-20, 1.0 + 16 * unit, 1.0, 1.0, cut_once, 16 * 2.0**-130]
+    assert results == [(value, value) for value in expected]
+
+
+def test_a_count_that_grows_is_named() -> None:
+    stored = pd.read_csv(count.STORED)
+    assert count.growths(stored, stored) == []
+    grown = stored.copy()
+    grown.loc[0, "barriers"] += 1
+    grown.loc[1, "kernel"] = "a new kernel"
+    first, second = count.growths(grown, stored)
+    assert first.endswith(f"barriers {stored['barriers'][0]} -> {stored['barriers'][0] + 1}")
+    assert second.endswith("a new kernel: not stored")
