@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -30,8 +29,6 @@ ATTENTIONS: dict[str, Callable[..., Any]] = {
     "softplus": softplus_attention,
 }
 FEED_FORWARDS = ("swiglu", "combinator", "combinator-low-memory")
-
-Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 class Rotary(torch.nn.Module):
@@ -133,8 +130,6 @@ class DecoderLayer(torch.nn.Module):
         self.feed_forward_norm = torch.nn.RMSNorm(dim, eps=1e-5, **place)
         self.feed_forward = feed_forward
         self.checkpointing = False
-        # Contexts of a checkpointed forward and of its repetition in the backward; see torch.utils.checkpoint.
-        self.checkpoint_contexts: Callable[[], Contexts] | None = None
 
     def extra_repr(self) -> str:
         return f"checkpointing={self.checkpointing}"
@@ -142,9 +137,8 @@ class DecoderLayer(torch.nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not (self.checkpointing and torch.is_grad_enabled()):
             return self.run(x)
-        # Nothing in a layer is random. torch.compile accepts only a context_fn that returns dispatch modes.
-        contexts: Any = {} if self.checkpoint_contexts is None else {"context_fn": self.checkpoint_contexts}
-        y: Tensor = checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=False, **contexts)
+        # Nothing in a layer is random.
+        y: Tensor = checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=False)
         return y
 
     def run(self, x: Tensor) -> Tensor:
@@ -222,14 +216,12 @@ class Decoder(torch.nn.Module):
                 last = name.endswith(("out_proj.weight", "down_proj.weight"))
                 torch.nn.init.normal_(weight, std=0.02 / ((2 * len(self.layers)) ** 0.5 if last else 1))
 
-    def set_checkpointing(self, on: bool, contexts: Callable[[], Contexts] | None = None) -> None:
-        """Turns checkpointing on or off in every layer. contexts: torch.utils.checkpoint's context_fn."""
+    def set_checkpointing(self, on: bool) -> None:
+        """Turns checkpointing on or off in every layer."""
         # Not self.layers alone: torch.compile and parallel training wrap layers in modules of their own.
         for layer in self.modules():
             if isinstance(layer, DecoderLayer):
                 layer.checkpointing = on
-                if contexts is not None:
-                    layer.checkpoint_contexts = contexts
 
     def forward(self, tokens: Tensor) -> Tensor:
         if tokens.dim() != 2 or tokens.shape[1] > self.context:

@@ -1,82 +1,219 @@
-"""torch.autocast for meta tensors, on which torch's own autocast has no effect, with the rules of the CPU or CUDA."""
+"""torch.autocast on meta tensors, with the casts of the CPU or of CUDA.
+
+torch.autocast works by dispatch keys of devices and leaves meta tensors alone. Here the operators that it casts get
+kernels of a dispatch key that no device uses. These read the state that torch.autocast sets, so that a model may enter
+it anywhere. Which operators are cast is read from torch's dispatcher; how, is in the tables below.
+"""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._pytree import tree_map
+
+from memcheck.core.tensors import tensors_in
+from memcheck.predict.values import is_meta
 
 
 def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Names of functions that run in the lower precision. CUDA's lists were compared with torch 2.13's ATen/autocast_mode.h;
-# those of the CPU, which are in no header, were not.
-LOWER = words("""
-    linear matmul __matmul__ mm bmm addmm addbmm baddbmm einsum linalg_vecdot linalg_multi_dot chain_matmul
-    scaled_dot_product_attention conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
-    """)
-ON_CUDA_ONLY = words("addmv addr mv prelu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell")
-OURS = {"softplus_attention", "linear_attention", "compressed_attention", "combinator", "linear_r", "linear_l"}
-LOSSES = words("""
-    binary_cross_entropy_with_logits cosine_embedding_loss cross_entropy cross_entropy_loss ctc_loss
-    hinge_embedding_loss huber_loss kl_div l1_loss margin_ranking_loss mse_loss multi_margin_loss
-    multilabel_margin_loss nll_loss nll_loss_nd
-    nll_loss2d poisson_nll_loss smooth_l1_loss soft_margin_loss triplet_margin_loss
-    """)
-# Names of functions that run in float32.
-FLOAT32 = {
-    "cpu": LOSSES
-    | words("avg_pool3d binary_cross_entropy grid_sampler polar prod quantile nanquantile stft cdist trace"),
-    "cuda": LOSSES
+# Kind of device -> the key of its autocast, and a key that no device of this process uses with that device's name.
+KEYS = {
+    "cpu": ("AutocastCPU", DispatchKey.AutocastIPU, "ipu"),
+    "cuda": ("AutocastCUDA", DispatchKey.AutocastHPU, "hpu"),
+}
+# Operators that cast to the lower precision. Those of CUDA are AT_FORALL_LOWER_PRECISION_FP in torch 2.13's
+# ATen/autocast_mode.h. Those of the CPU were observed.
+OURS = words("softplus_attention linear_attention compressed_attention combinator linear_r linear_l")
+LOWER = {
+    "cpu": OURS
     | words("""
-        acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow softplus layer_norm
-        native_layer_norm rms_norm group_norm frobenius_norm nuclear_norm cosine_similarity cosine_embedding_loss dist
-        pdist cdist renorm logsumexp prod softmax log_softmax cumprod cumsum sum norm
-        linalg_vector_norm linalg_matrix_norm upsample_nearest1d upsample_nearest2d upsample_nearest3d
-        _upsample_nearest_exact1d _upsample_nearest_exact2d _upsample_nearest_exact3d upsample_linear1d
-        upsample_bilinear2d upsample_bicubic2d upsample_trilinear3d _upsample_bilinear2d_aa _upsample_bicubic2d_aa
+        _addmm_activation _convolution _native_multi_head_attention addbmm addmm baddbmm bmm conv1d conv2d conv3d
+        conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d linalg_vecdot linear matmul mkldnn_rnn_layer mm
+        prelu scaled_dot_product_attention
+        """),
+    "cuda": OURS
+    | words("""
+        _convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv
+        addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
+        convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear
+        lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
         """),
 }
+# Operators that cast to the widest dtype of their operands.
+PROMOTE = {
+    "cpu": words("cat index_copy stack"),
+    "cuda": words("""
+        addcdiv addcmul atan2 bilinear cross dot grid_sampler index_put scatter_add tensordot vdot
+        """),
+}
+# Operators of CUDA that compute in float32 without a cast of their operands: AT_FORALL_FP32_SET_OPT_DTYPE, and norm.
+WIDE_RESULT = words("cumprod cumsum linalg_matrix_norm linalg_vector_norm log_softmax norm prod softmax sum")
+# All other operators with a kernel for autocast cast to float32.
 
 
-class AutocastOnMeta(TorchFunctionMode):
-    """Autocast by torch's lists of functions. It caches casts of parameters until it ends, as torch does.
+class Casts:
+    """The casts on one kind of device. Casts of parameters are kept until torch clears its own.
 
-    kind: "cpu" or "cuda", whose lists differ.
+    kind: "cpu" or "cuda".
     """
 
-    def __init__(self, kind: str, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.kind, self.dtype = kind, dtype
-        self._kept: dict[int, Tensor] = {}
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}  # The parameter keeps its identity valid.
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The lower precision; None while autocast is not enabled."""
+        return torch.get_autocast_dtype(self.kind) if torch.is_autocast_enabled(self.kind) else None
+
+    def clear(self) -> None:
         self._kept.clear()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Without the overload, as in torch.ops.memcheck.softplus_attention.default.
-        name = getattr(func, "__name__", "").partition(".")[0]
-        in_lower = name in LOWER or name in OURS or (self.kind == "cuda" and name in ON_CUDA_ONLY)
-        dtype = self.dtype if in_lower else None
-        if name in FLOAT32[self.kind]:
-            dtype = torch.float32
-        args, kwargs = tree_map(lambda part: self._cast(part, dtype), (args, kwargs or {}))
-        return func(*args, **kwargs)
+    def call(self, op: Any, args: Any, kwargs: Any) -> Any:
+        name = base_name(op)
+        if self.dtype is None:
+            return op(*args, **kwargs)
+        if self.kind == "cuda" and name == "binary_cross_entropy":
+            raise RuntimeError("torch.nn.functional.binary_cross_entropy is unsafe to autocast on CUDA")
+        if self.kind == "cuda" and name in WIDE_RESULT:
+            return self._call_with_wide_result(op, args, kwargs)
+        args, kwargs = self.cast(name, args, kwargs)
+        return op(*args, **kwargs)
 
-    def _cast(self, part: Any, dtype: torch.dtype | None) -> Any:
-        """Casts a tensor. float64 stays unchanged."""
-        if dtype is None or not isinstance(part, Tensor) or not part.is_floating_point() or part.dtype == torch.float64:
+    def cast(self, name: str, args: Any, kwargs: Any) -> Any:
+        """The arguments of the operator as autocast passes them on."""
+        if self.dtype is None:
+            return args, kwargs
+        dtype: torch.dtype = torch.float32
+        if name in LOWER[self.kind]:
+            dtype = self.dtype
+        elif name in PROMOTE[self.kind]:
+            wide = any(x.dtype == torch.float32 for x in tensors_in((args, kwargs)) if self._is_eligible(x))
+            dtype = torch.float32 if wide else self.dtype
+
+        def cast(thing: Any) -> Any:
+            return tree_map(lambda part: self._cast(part, dtype), thing)
+
+        # Compilers evaluate the arguments of torch's call from the last to the first, and so order the graph's nodes.
+        kwargs = {key: cast(kwargs[key]) for key in reversed(kwargs)}
+        return tuple(cast(argument) for argument in reversed(args))[::-1], kwargs
+
+    def _call_with_wide_result(self, op: Any, args: Any, kwargs: Any) -> Any:
+        if not self._is_eligible(args[0]):
+            return op(*args, **kwargs)
+        if base_name(op) == "norm":
+            op = torch.ops.aten.norm.ScalarOpt_dtype if len(args) < 3 else torch.ops.aten.norm.ScalarOpt_dim_dtype
+            return op(*args, **kwargs, dtype=torch.float32)
+        names = [argument.name for argument in op._schema.arguments]
+        values = {**dict(zip(names, args, strict=False)), **kwargs}
+        if values.get("dtype") is None:
+            values["dtype"] = torch.float32
+        return op(**values)
+
+    def _is_eligible(self, tensor: Tensor) -> bool:
+        return tensor.is_floating_point() and tensor.dtype != torch.float64 and (self.kind == "cpu" or is_meta(tensor))
+
+    def _cast(self, part: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(part, Tensor) or not self._is_eligible(part) or part.dtype == dtype:
             return part
-        if part.dtype == dtype:
-            return part
-        if not (part.is_leaf and part.requires_grad and dtype == self.dtype):
+        is_parameter = part.is_leaf and part.requires_grad and not part._is_view() and part.dtype == torch.float32
+        if not (is_parameter and dtype == self.dtype and torch.is_autocast_cache_enabled()):
             return part.to(dtype)
         if id(part) not in self._kept:
-            self._kept[id(part)] = part.to(dtype)
-        return self._kept[id(part)]
+            self._kept[id(part)] = part, part.to(dtype)
+        return self._kept[id(part)][1]
+
+
+FOLLOWED: list[Casts] = []
+
+
+@contextmanager
+def autocast_followed(kind: str) -> Iterator[None]:
+    """Inside, torch.autocast has its effects on meta tensors, which stand for tensors on the kind of device.
+
+    torch.autocast("cuda") is then possible without a GPU.
+    """
+    register_kernels(kind)
+    _, key, device = KEYS[kind]
+    casts = Casts(kind)
+    clear = torch.clear_autocast_cache
+
+    def clear_both() -> None:
+        casts.clear()
+        clear()
+
+    before = torch.is_autocast_enabled(device)
+    FOLLOWED.append(casts)
+    torch.set_autocast_enabled(device, True)
+    try:
+        with (
+            mock.patch("torch.clear_autocast_cache", clear_both),
+            mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+            mock.patch("torch.cuda.is_bf16_supported", return_value=True),
+            torch._C._IncludeDispatchKeyGuard(key),
+        ):
+            yield
+    finally:
+        torch.set_autocast_enabled(device, before)
+        FOLLOWED.remove(casts)
+
+
+def cast_for(name: str, args: Any, kwargs: Any) -> Any:
+    """The arguments as autocast passes them to the operator, for functions that are not called themselves."""
+    with torch._C.DisableTorchFunction():
+        return FOLLOWED[-1].cast(name, args, kwargs) if FOLLOWED else (args, kwargs)
+
+
+def dtype_in_use(kind: str) -> torch.dtype | None:
+    """The dtype of the autocast that is enabled for the kind of device, or None."""
+    return Casts(kind).dtype
+
+
+def base_name(op: Any) -> str:
+    """Without namespace and overload."""
+    name: str = op.name()
+    return name.partition("::")[2].partition(".")[0]
+
+
+def listed(kind: str) -> list[Any]:
+    """The operators of torch and of memcheck that autocast casts on the kind of device."""
+    key = KEYS[kind][0]
+    names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(("aten::", "memcheck::"))]
+    return [named_op(name) for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)]
+
+
+def named_op(name: str) -> Any:
+    """The operator of a name such as "aten::norm.Scalar"."""
+    space, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, space), packet), overload or "default")
+
+
+@functools.cache
+def register_kernels(kind: str) -> list[torch.library.Library]:
+    """Registers kernels for the operators that autocast casts. Returns the registrations, which must stay alive."""
+    _, key, _ = KEYS[kind]
+    others = torch.library.Library("_", "IMPL")
+    others.fallback(torch.library.fallthrough_kernel, key.name)
+    libraries = {space: torch.library.Library(space, "IMPL") for space in ("aten", "memcheck")}
+    for op in listed(kind):
+        libraries[op.namespace].impl(op.name(), kernel_for(op, key), key.name)
+    return [others, *libraries.values()]
+
+
+def kernel_for(op: Any, key: DispatchKey) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key)), torch._C.DisableTorchFunction():
+            return FOLLOWED[-1].call(op, args, kwargs)
+
+    return kernel

@@ -16,7 +16,6 @@ from memcheck.core.devices import Device
 from memcheck.core.record import Record
 from memcheck.core.tensors import dtype_name, tensors_in
 from memcheck.core.workload import Workload
-from memcheck.predict.autocast import AutocastOnMeta
 from memcheck.predict.meta_copy import meta_copy
 from memcheck.predict.on_device import python_functions_open
 from memcheck.predict.probed import Probe
@@ -111,7 +110,7 @@ def workload_of(call: Call, target: Target, values: Values) -> Workload:
 
     def run(*given: Any) -> Any:
         *positional, named = given
-        with autocast_of(call.autocast, target):
+        with autocast_of(call.autocast, target.kind):
             output = model(*positional, **named)
             return output if loss is None else loss(output)
 
@@ -128,8 +127,8 @@ def workload_of(call: Call, target: Target, values: Values) -> Workload:
     )
 
 
-def autocast_of(dtype: torch.dtype | None, target: Target) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is None else AutocastOnMeta(target.kind, dtype)
+def autocast_of(dtype: torch.dtype | None, kind: str) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype is None else torch.autocast(kind, dtype)
 
 
 def owner_of(model: Any) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from memcheck.predict.autocast import dtype_in_use
 from memcheck.predict.values import Values, is_meta
 
 
@@ -97,6 +98,7 @@ class FunctionCall:
     args: Any
     kwargs: Any
     grad: bool  # Whether gradients were wanted.
+    autocast: torch.dtype | None = None  # On the CPU, the only device that is checked.
 
     @property
     def name(self) -> str:
@@ -104,7 +106,8 @@ class FunctionCall:
 
     @property
     def key(self) -> str:
-        return f"{self.name} {self.args!r} {self.kwargs!r} {self.grad}"
+        words = f"{self.name} {self.args!r} {self.kwargs!r} {self.grad}"
+        return f"{words} {self.autocast}" if self.autocast else words
 
     def run(self, *tensors: Tensor) -> Any:
         """Calls the function with these tensors in place of its layouts.
@@ -117,11 +120,12 @@ class FunctionCall:
             (self.args, self.kwargs),
             is_leaf=lambda part: isinstance(part, Layout),
         )
-        if not self.writes:
-            return self.function(*args, **kwargs)
-        first = args[0].clone()
-        self.function(first, *args[1:], **kwargs)
-        return first
+        with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
+            if not self.writes:
+                return self.function(*args, **kwargs)
+            first = args[0].clone()
+            self.function(first, *args[1:], **kwargs)
+            return first
 
     @property
     def writes(self) -> bool:
@@ -153,7 +157,7 @@ def call_to_check(func: Any, args: Any, kwargs: Any, values: Values) -> Function
         return Layout(tuple(part.shape), tuple(part.stride()), part.dtype, part.requires_grad, contents)
 
     args_, kwargs_ = tree_map(layout, (args, kwargs))
-    call = FunctionCall(func, args_, kwargs_, torch.is_grad_enabled())
+    call = FunctionCall(func, args_, kwargs_, torch.is_grad_enabled(), dtype_in_use("cpu"))
     return call if call.layouts and is_repeatable(args, kwargs) else None
 
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from memcheck.core.tensors import gradients_for, named_tensors_in, roots_of, storages_in, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers the rules of memcheck's operators
+from memcheck.predict.autocast import autocast_followed, cast_for
 from memcheck.predict.modules import Modules
 from memcheck.predict.on_device import ANSWERS, Mish, answer, moved, python_functions_open
 from memcheck.predict.probed import FunctionCall, Probe, Probed, Result, call_to_check, made
@@ -591,8 +592,11 @@ class OnTarget(TorchFunctionMode):
             if known is not None:
                 return known.tolist()
         if func is torch.nn.functional.scaled_dot_product_attention:
+            args, kwargs = cast_for("scaled_dot_product_attention", args, kwargs)
             with self._adding_in_place():
                 return attention(self.tracer.target, *args, **kwargs)
+        if func in (torch.nn.functional.rms_norm, torch.rms_norm) and target.kind == "cuda":
+            args, kwargs = cast_for("rms_norm", args, kwargs)
         fuses_norms = target.kind == "cuda" and target.has(FUSED_RMS_NORM)
         if func in (torch.nn.functional.rms_norm, torch.rms_norm) and fuses_norms and is_fused(*args, **kwargs):
             y = fused_rms_norm(*args, **kwargs)
@@ -733,6 +737,7 @@ class TracedRun:
             self.tracer,
             OnTarget(self.tracer),
             checkpoints_followed(self.tracer),
+            autocast_followed(self.tracer.target.kind),
             python_functions_open(),
             self.tracer.modules.of(workload.module),
         ):

@@ -26,7 +26,6 @@ from memcheck.measure.measurement import measure_memory, measure_time
 from memcheck.measure.modules import kept_by_component
 from memcheck.measure.tracker import track
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
-from memcheck.predict.autocast import AutocastOnMeta
 
 pytestmark = pytest.mark.cpu
 
@@ -250,47 +249,6 @@ def test_components_survive_a_module_that_fails() -> None:
         kept_by_component(model, lambda: model(torch.ones(2, 3)))
     assert not model[0]._forward_hooks
     assert not model[0]._forward_pre_hooks
-
-
-FUNCTIONS = {
-    "linear": lambda x, w: torch.nn.functional.linear(x, w),
-    "matmul": lambda x, w: x @ w,
-    "softmax": lambda x, w: torch.softmax(torch.nn.functional.linear(x, w), -1),
-    "silu": lambda x, w: torch.nn.functional.silu(torch.nn.functional.linear(x, w)) * x,
-    "rms_norm": lambda x, w: torch.nn.functional.rms_norm(x, (8,), w[0], 1e-5),
-    "cat": lambda x, w: torch.cat([torch.nn.functional.linear(x, w)] * 2, -1),
-    "cross_entropy": lambda x, w: torch.nn.functional.cross_entropy(
-        torch.nn.functional.linear(x, w).flatten(0, 1), torch.zeros(10, dtype=torch.int64, device=x.device)
-    ),
-    "sdpa": lambda x, w: torch.nn.functional.scaled_dot_product_attention(x[None], x[None], x[None]),
-    "softplus_attention": lambda x, w: memcheck.softplus_attention(x, x.mT, x.mT),
-    "linear_r": lambda x, w: memcheck.linear_r(x, w),
-    "combinator": lambda x, w: memcheck.combinator(x, w.expand(2, 8, 8)),
-}
-
-
-@pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_on_meta_is_autocast(name: str, dtype: torch.dtype) -> None:
-    def result(device: str, context: object) -> tuple[torch.dtype, torch.dtype]:
-        x = torch.ones(2, 5, 8, device=device, requires_grad=True)
-        w = torch.ones(8, 8, device=device, requires_grad=True)
-        with context:
-            y = FUNCTIONS[name](x, w)
-        return y.dtype, x.grad_fn
-
-    assert result("meta", AutocastOnMeta("cpu", dtype)) == result("cpu", torch.autocast("cpu", dtype))
-
-
-def test_autocast_on_meta_casts_a_weight_once() -> None:
-    w = torch.ones(8, 8, device="meta", requires_grad=True)
-    kept: list[torch.Tensor] = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor.detach()), lambda tensor: tensor)
-    with AutocastOnMeta("cpu", torch.bfloat16), hooks:
-        x = torch.ones(2, 8, device="meta", requires_grad=True)
-        torch.nn.functional.linear(torch.nn.functional.linear(x, w), w)
-    storages = [tensor.untyped_storage()._cdata for tensor in kept if tensor.numel() == 64]
-    assert (len(storages), len(set(storages))) == (2, 1)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:

@@ -17,7 +17,6 @@ from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.workload import Workload
 from memcheck.measure.compile import compiled
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, Decoder
-from memcheck.predict.autocast import AutocastOnMeta
 
 MODES = ("forward", "backward", "train")
 
@@ -136,8 +135,6 @@ def prepare_model(case: ModelCase, kind: str | None = None) -> Workload:
     """
     decoder = build_decoder(case).requires_grad_()
     autocast = autocast_of(case, kind or case.kind)
-    if case.kind == "meta":
-        decoder.set_checkpointing(case.checkpointing, lambda: (nullcontext(), autocast()))
     run = ModelRun(decoder, autocast, case.compiled)
     operator, tensors = (run.logits, 1) if case.mode == "forward" else (run.loss, 2)
     owners: dict[str, Any] = {"model": decoder}
@@ -169,13 +166,11 @@ class ModelRun:
 
 
 def autocast_of(case: ModelCase, kind: str) -> Callable[[], AbstractContextManager[Any]]:
-    """Makes the case's autocast context; on "meta" with the rules of the kind."""
+    """Makes the case's autocast context, on the kind of device."""
     if case.autocast is None:
         return nullcontext
     dtype = DTYPES[case.autocast]
-    if case.kind == "meta":
-        return lambda: AutocastOnMeta(kind, dtype)
-    return lambda: torch.autocast(case.kind, dtype)
+    return lambda: torch.autocast(kind, dtype)
 
 
 def token_ids(case: ModelCase, count: int) -> tuple[Tensor, ...]:

@@ -77,9 +77,19 @@ def kept_formulas(case: ModelCase, kind: str) -> dict[str, Formula]:
     texts |= {
         "norm": norm(kind),
         "head": reading("V E", case),
-        "loss": "B S V n + n" if case.autocast else "B S V w + w",
+        "loss": loss(case, kind),
     }
     return {name: formula(text, case) for name, text in texts.items()}
+
+
+def loss(case: ModelCase, kind: str) -> str:
+    """The log-probabilities and the sum of the targets' weights.
+
+    Under autocast they are in float32; on CUDA they are computed in the lower precision, kept, and then cast.
+    """
+    if not case.autocast:
+        return "B S V w + w"
+    return "B S V a + B S V n + n" if kind == "cuda" else "B S V n + n"
 
 
 def is_of_backend(name: str, case: ModelCase, kind: str) -> bool:

@@ -19,6 +19,7 @@ from memcheck.core.record import PHASES
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.workload import Workload
 from memcheck.measure.modules import kept_by_component
+from memcheck.predict.autocast import autocast_followed
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_for
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace import OnTarget, Tape, Trace, TracedRun, Tracer
@@ -92,7 +93,7 @@ def traced_model(case: ModelCase, target: Target) -> ModelTrace:
     workload = prepare_model(case, target.kind)
     held, activations = held_bytes(workload, target), None
     if case.mode != "forward":
-        with Tracer(Tape(), target) as tracer, OnTarget(tracer):
+        with autocast_followed(target.kind), Tracer(Tape(), target) as tracer, OnTarget(tracer):
             kept = kept_by_path(workload, lambda tensor: tracer.piece_of(tensor) is not None)
         activations = by_layer(kept, case.sizes.layers)
     # Last, because it leaves gradients behind.
