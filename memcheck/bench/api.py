@@ -12,6 +12,7 @@ from memcheck.bench import predict as catalog
 from memcheck.core.case import Case
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
+from memcheck.core.step import check_step
 from memcheck.predict.probed import Probe
 from memcheck.predict.replay import Prediction, target_for
 from memcheck.predict.torch_versions import Version
@@ -29,6 +30,9 @@ def predict_memory(
     backward: bool = True,
     autocast: torch.dtype | None = None,
     steps: int = 2,
+    accumulate: int = 1,
+    clip_grad_norm: float | None = None,
+    set_to_none: bool = True,
     limit_bytes: int | None = None,
     dense_grad: bool = False,
     threads: int | None = None,
@@ -47,9 +51,13 @@ def predict_memory(
     loss: makes the tensor that the backward starts from out of the model's output. By default it starts from every
         output.
     backward: with False the forward runs under no_grad.
-    autocast: the dtype of a torch.autocast around model and loss.
+    autocast: the dtype of a torch.autocast around model and loss. A model may also enter torch.autocast itself.
     steps: 1 predicts the very first step, in which the optimizer makes its state; 2 and more a step in the steady
         state.
+    accumulate: backwards of a step. The figures are those of the last one, in which the gradients of the others are
+        alive.
+    clip_grad_norm: the norm to which gradients are clipped before the optimizer's step.
+    set_to_none: with False, zero_grad keeps the gradients, as zeros.
     limit_bytes: a budget as in memcheck.measure_memory; on CUDA a per-process limit of segments.
     dense_grad: the gradient of each output is a full tensor, instead of one element expanded.
     threads: of the CPU; torch's number by default. expandable_segments: as in PYTORCH_ALLOC_CONF.
@@ -65,23 +73,22 @@ def predict_memory(
     not determine are named in `unknown` and in the record's doubts. On CUDA the allocator of the process has cached
     nothing yet.
 
-    ValueError: steps is below 1, or an optimizer is given without a backward.
+    ValueError: steps or accumulate is below 1, an optimizer or accumulate is given without a backward, or
+    clip_grad_norm or set_to_none=False without an optimizer.
     """
     how: dict[str, Any] = {"limit_bytes": limit_bytes, "dense_grad": dense_grad}
     how |= {"expandable_segments": expandable_segments, "drops_workspaces": drops_workspaces}
     if isinstance(model, Case):
         named = device or (inputs[0] if inputs else "cpu")
         return catalog.predict_memory(model, named, threads=threads, torch_version=torch_version, **how)
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
-    if optimizer is not None and not backward:
-        raise ValueError("optimizer needs the gradients of a backward, got backward=False")
+    check_step(steps, accumulate, backward, optimizer, clip_grad_norm, set_to_none)
     device = device or "cpu"
     device = device_named(device) if isinstance(device, str) else device
     target = target_for(device, threads, torch_version)
     from memcheck.predict.model import Call, predict_call
 
-    call = Call(model, inputs, kwargs, loss, backward, optimizer, autocast, steps)
+    ways = (loss, backward, optimizer, autocast, steps, accumulate, clip_grad_norm, set_to_none)
+    call = Call(model, inputs, kwargs, *ways)
     here = device.kind == "cpu" and target.threads == torch.get_num_threads() and torch_version is None
     chosen = (default_probe() if here else None) if probe is True else probe or None
     return predict_call(call, device, target, probe=chosen, **how)

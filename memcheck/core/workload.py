@@ -25,6 +25,8 @@ class Workload:
     optimizer_step: Callable[[], Any] | None = None  # Called after the backward.
     optimizer: Any = None  # The optimizer whose step that is, if it is one.
     warm_up: bool = False  # A step runs before, in which the optimizer makes its state.
+    accumulate: int = 1  # Backwards of a step.
+    set_to_none: bool = True  # As in Optimizer.zero_grad.
     module: Any = None  # The model whose modules are told apart.
 
     @property

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from memcheck.core.record import PHASES, Record
+from memcheck.core.step import check_step, clipped_step
 from memcheck.core.tensors import resolve_device, tensors_in
 from memcheck.measure import timing
 from memcheck.measure.explain import explain
@@ -31,6 +32,9 @@ def measure_memory(
     loss: Callable[[Any], Any] | None = None,
     autocast: torch.dtype | None = None,
     steps: int = 2,
+    accumulate: int = 1,
+    clip_grad_norm: float | None = None,
+    set_to_none: bool = True,
     details: bool = False,
     **kwargs: Any,
 ) -> Record:
@@ -59,11 +63,18 @@ def measure_memory(
     autocast: the dtype of a torch.autocast around fn and loss.
     steps: 1 measures the very first step, in which the optimizer makes its state; 2 and more a step in the steady
         state.
+    accumulate: backwards of a step, each after a forward on the same inputs. The last one is measured, in which the
+        gradients of the others are alive. Gradients of inputs do not accumulate.
+    clip_grad_norm: the norm to which torch.nn.utils.clip_grad_norm_ clips the gradients of the optimizer's parameters
+        before its step. What it takes is part of optimizer_peak_bytes.
+    set_to_none: with False the optimizer's zero_grad keeps the gradients, as zeros, so that they are alive in the
+        forward of a step in the steady state.
     details: two more passes, each with its steps, fill saved_tensors and alive_at_peak, and count saved_bytes by
         another method; disagreements are in doubts.
 
-    ValueError: an input, parameter or output is a meta or fake tensor, which has no data to measure, or another
-    argument is wrong. If no output requires grad there is no backward, and a doubt says why.
+    ValueError: an input, parameter or output is a meta or fake tensor, which has no data to measure; clip_grad_norm or
+    set_to_none=False is given without `optimizer`; or another argument is wrong. If no output requires grad there is no
+    backward, and a doubt says why.
     memcheck.track lists what is counted on the CPU and what is not.
 
     Running out of memory is a result: status "oom", with the figures known until then. Any other error of fn is
@@ -72,13 +83,14 @@ def measure_memory(
     that fn returns, and caches that fn fills, count as saved. So does, with 8 bytes on the CPU, a Python number that
     autograd keeps as an operand. A keyword of fn with the name of one here must be bound with functools.partial.
     """
+    check_step(steps, accumulate, backward, optimizer, clip_grad_norm, set_to_none)
     if optimizer is not None:
         made = optimizer(parameters_of(fn))
-        parameters, optimizer_step = (fn, made, parameters), made.step
+        parameters, optimizer_step = (fn, made, parameters), clipped_step(made, clip_grad_norm)
     step = fn if loss is None and autocast is None else Step(fn, loss, autocast, device, (inputs, kwargs))
     parameters = parameters if step is fn else (parameters, fn) if any(True for _ in tensors_in(fn)) else parameters
     call = MeasuredCall(step, inputs, kwargs, parameters, backward, device, optimizer_step)
-    call.warm_up = steps > 1
+    call.warm_up, call.accumulate, call.set_to_none = steps > 1, accumulate, set_to_none
     record = MeasuredRun(call, limit_bytes).measure(dense_grad)
     record.doubts += call.machine.sharing()
     # A case that exhausted the machine's memory is not repeated; one that exceeded a budget can be.

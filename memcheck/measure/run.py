@@ -59,6 +59,8 @@ class MeasuredCall:
         self.backward = backward
         self.optimizer_step = optimizer_step
         self.warm_up = True  # With an optimizer_step that has no state yet, a step runs before the one measured.
+        self.accumulate = 1  # Backwards of a step. The last one is measured.
+        self.set_to_none = True  # As in Optimizer.zero_grad.
         stepped = getattr(optimizer_step, "__self__", None)
         self.stepped = stepped if isinstance(stepped, Optimizer) else None
         self.optimizers = _optimizers_of(self.parameters, self.stepped)
@@ -146,7 +148,7 @@ class MeasuredRun:
         """Runs everything once and returns the record."""
         self.machine.drop_library_workspaces()
         with _collector_at_rest(), gradients_aside(self.call.leaves), self.memory:
-            if self._first_step(dense_grad) and self._attempt("forward", self._forward):
+            if self._before(dense_grad) and self._attempt("forward", self._forward):
                 if not roots_of(self.outputs):
                     self.record.doubts += _why_no_backward(self.call, self.outputs)
                 elif (
@@ -157,27 +159,42 @@ class MeasuredRun:
         self.record.reserved_bytes = self.machine.reserved_bytes()
         return self.record
 
-    def _first_step(self, dense_grad: bool) -> bool:
-        """Runs a step in which the optimizer makes its state, before the measured one. False if out of memory.
+    def _before(self, dense_grad: bool) -> bool:
+        """Runs what precedes the measured pass. False if out of memory.
 
-        It is not part of a timeline.
+        That is a step in which the optimizer makes its state, and the step's other passes. They are not part of a
+        timeline.
         """
         call = self.call
-        if call.optimizer_step is None or call.has_state or not call.warm_up:
-            return True
         state_bytes = sum(storages_of(call.state, call.device).values())
+        first_step = call.optimizer_step is not None and not call.has_state and call.warm_up
+        if first_step and call.optimizer_step is not None:
+            if (ran := self._pass(dense_grad)) is not True:
+                return ran is None
+            if not self._attempt("optimizer", call.optimizer_step, nullcontext):
+                return False
+            _clear_gradients(call)
+        for _ in range(call.accumulate - 1):
+            if (ran := self._pass(dense_grad)) is not True:
+                return ran is None
+            _drop_gradients(call.given)
+        if first_step or call.accumulate > 1:
+            self._note_left(state_bytes)
+        return True
+
+    def _pass(self, dense_grad: bool) -> bool | None:
+        """Runs a forward and a backward. False if out of memory; None if there is nothing to run a backward from."""
         roots: list[torch.Tensor] = []
-        if not self._attempt("forward", lambda: roots.extend(roots_of(tensors_in(call.forward()))), nullcontext):
+        if not self._attempt("forward", lambda: roots.extend(roots_of(tensors_in(self.call.forward()))), nullcontext):
             return False
         if not roots:
-            return True
+            return None
         backward = functools.partial(torch.autograd.backward, roots)
-        if not self._attempt("backward", lambda: backward(gradients_for(roots, dense_grad)), nullcontext):
-            return False
-        if not self._attempt("optimizer", call.optimizer_step, nullcontext):
-            return False
-        roots.clear()
-        _clear_gradients(call.leaves)
+        return self._attempt("backward", lambda: backward(gradients_for(roots, dense_grad)), nullcontext)
+
+    def _note_left(self, state_bytes: int) -> None:
+        """Records what earlier passes left behind, where the optimizer had state_bytes before."""
+        call = self.call
         self.machine.drop_library_workspaces()
         self._left_bytes = self.memory.current_bytes
         self._left_gradients = storages_of(_gradients_of(call.leaves), call.device)
@@ -186,9 +203,8 @@ class MeasuredRun:
         self.memory.reset_peak()
         self.memory.forget_saved()
         self._note_held()
-        if not call.optimizers and not self.record.optimizer_bytes:
+        if call.optimizer_step is not None and not call.optimizers and not self.record.optimizer_bytes:
             self.record.doubts += (NO_STATE,)
-        return True
 
     def _attempt(self, phase: str, run: Callable[[], Any], around: Phase | None = None) -> bool:
         try:
@@ -287,11 +303,26 @@ def _gradients_of(leaves: list[torch.Tensor]) -> list[torch.Tensor]:
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
-def _clear_gradients(leaves: list[torch.Tensor]) -> None:
-    """Sets gradients to None, as zero_grad() does, unless the step itself set all of them to zero in place."""
-    if any((gradient._values() if gradient.is_sparse else gradient).any() for gradient in _gradients_of(leaves)):
-        for leaf in leaves:
-            leaf.grad = None
+def _clear_gradients(call: MeasuredCall) -> None:
+    """Clears gradients as zero_grad does; those of inputs are dropped, because the next inputs are others.
+
+    If the step itself set all gradients to zero in place, they stay.
+    """
+    gradients = _gradients_of(call.leaves)
+    if not any((gradient._values() if gradient.is_sparse else gradient).any() for gradient in gradients):
+        return
+    if call.set_to_none:
+        _drop_gradients(call.leaves)
+        return
+    _drop_gradients(call.given)
+    for gradient in _gradients_of(call.leaves):
+        gradient.zero_()
+
+
+def _drop_gradients(tensors: list[torch.Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.is_leaf:
+            tensor.grad = None
 
 
 def _let_go_of_failed_backward(device: torch.device) -> None:

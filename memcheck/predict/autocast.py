@@ -19,6 +19,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
+from memcheck.predict.on_device import no, yes
 from memcheck.predict.values import is_meta
 
 
@@ -158,8 +159,8 @@ def autocast_followed(kind: str) -> Iterator[None]:
     try:
         with (
             mock.patch("torch.clear_autocast_cache", clear_both),
-            mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
-            mock.patch("torch.cuda.is_bf16_supported", return_value=True),
+            mock.patch("torch.cuda.amp.common.amp_definitely_not_available", no),
+            mock.patch("torch.cuda.is_bf16_supported", yes),
             torch._C._IncludeDispatchKeyGuard(key),
         ):
             yield

@@ -14,6 +14,7 @@ import torch
 
 from memcheck.core.devices import Device
 from memcheck.core.record import Record
+from memcheck.core.step import clipped_step
 from memcheck.core.tensors import dtype_name, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.predict.meta_copy import meta_copy
@@ -32,6 +33,7 @@ class Call:
     loss: makes the tensor that the backward starts from out of the model's output; None: it starts from every output.
     optimizer: makes the optimizer of the parameters.
     steps: 1 is the very first step, in which the optimizer makes its state; 2 and more a step in the steady state.
+    accumulate, clip_grad_norm, set_to_none: as in memcheck.measure_memory.
     """
 
     model: Callable[..., Any]
@@ -42,6 +44,9 @@ class Call:
     optimizer: Callable[[Any], Any] | None = None
     autocast: torch.dtype | None = None
     steps: int = 2
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+    set_to_none: bool = True
     bsz: int | None = None  # Not known of any model.
     kv_len: int | None = None
 
@@ -120,9 +125,11 @@ def workload_of(call: Call, target: Target, values: Values) -> Workload:
         (*inputs, kwargs),
         ((), owner),
         (*argument_names(model, len(inputs)), ""),
-        optimizer_step=None if optimizer is None else optimizer.step,
+        optimizer_step=None if optimizer is None else clipped_step(optimizer, call.clip_grad_norm),
         optimizer=optimizer,
         warm_up=optimizer is not None and call.steps > 1,
+        accumulate=call.accumulate,
+        set_to_none=call.set_to_none,
         module=owner,
     )
 

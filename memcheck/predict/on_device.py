@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,21 +24,31 @@ ANSWERS: dict[Any, Any] = {
 }
 # Modules whose functions call a function mode instead of their own bodies, and the names by which they ask.
 ASKING = ("torch.overrides", "torch.functional", "torch._tensor", "torch.nn.functional")
+LISTING = ("torch.utils._foreach_utils", "torch.nn.utils.clip_grad")
 QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+
+def no(*_: Any) -> bool:
+    return False
+
+
+def yes(*_: Any) -> bool:
+    return True
 
 
 @contextmanager
 def python_functions_open() -> Iterator[None]:
-    """Inside, Python functions of torch run their own bodies, so that a function mode sees what they call."""
+    """Inside, Python functions of torch run their own bodies, so that a function mode sees what they call.
+
+    Functions of lists of tensors take meta tensors for those of a device that has kernels for lists.
+    """
     modules = [importlib.import_module(name) for name in ASKING]
-    before = [(module, name, getattr(module, name)) for module in modules for name in QUESTIONS]
-    for module, name, _ in before:
-        setattr(module, name, lambda *_: False)
-    try:
+    with ExitStack() as stack:
+        for module, name in itertools.product(modules, QUESTIONS):
+            stack.enter_context(mock.patch.object(module, name, no))
+        for name in LISTING:
+            stack.enter_context(mock.patch(f"{name}._device_has_foreach_support", yes))
         yield
-    finally:
-        for module, name, function in before:
-            setattr(module, name, function)
 
 
 class Mish(torch.autograd.Function):

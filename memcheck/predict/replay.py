@@ -18,7 +18,7 @@ from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, Pla
 from memcheck.predict.plain_operators import SHOWN_ON_A100
 from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import Version, running, untried, version_name
-from memcheck.predict.trace import FIRST_STEP, Piece, Trace
+from memcheck.predict.trace import BEFORE, Piece, Trace
 
 # Fields that become lower bounds when a phase has unknown allocations.
 FIELDS_OF = {
@@ -245,8 +245,8 @@ class Replay:
                 self.record.note_state(self.record.state_bytes or 0, self.case.bsz, self.case.kv_len)
             if self.trace.has_optimizer:
                 self._note_sum("optimizer_bytes", self.trace.optimizer)
-        elif phase == FIRST_STEP:
-            pass  # It has no figures.
+        elif phase == BEFORE:
+            pass  # They have no figures.
         elif phase == "forward":
             self._note_sum("output_bytes", self.trace.outputs)
             self._note_sum("saved_bytes", self.trace.saved)

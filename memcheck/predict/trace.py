@@ -56,7 +56,7 @@ from memcheck.predict.values import UNKNOWN, Values, is_meta, may_be_known
 BEYOND = 2**63
 NUMBER = "number"
 ANY_PHASE = "any phase"
-FIRST_STEP = "first step"
+BEFORE = "before"  # Earlier steps, and earlier backwards of the step.
 WORKSPACE = "cuBLAS workspace"
 # Operators whose number operand autograd may keep as a tensor.
 WITH_NUMBERS = {"add", "sub", "mul", "div", "true_divide", "multiply", "divide", "gt", "lt", "ge", "le", "eq", "ne"}
@@ -778,8 +778,8 @@ class TracedRun:
         self.result.has_optimizer = workload.optimizer is not None
         self.result.left = self.result.optimizer = self._named(workload.named_state(), owned=True)
         self._end("inputs", next_phase="forward")
-        if workload.warm_up:
-            self._first_step(workload, [*given, *owned])
+        if workload.warm_up or workload.accumulate > 1:
+            self._before(workload, given, owned)
         with torch.set_grad_enabled(workload.backward):
             outputs = list(named_tensors_in(workload.operator(*workload.inputs)))
         self._note_outputs(outputs)
@@ -795,23 +795,38 @@ class TracedRun:
                 workload.optimizer_step()
                 self._end("optimizer")
 
-    def _first_step(self, workload: Workload, named: list[tuple[str, Tensor]]) -> None:
-        """Runs the step in which an optimizer makes its state. What it leaves is held in the next steps."""
+    def _before(self, workload: Workload, given: list[tuple[str, Tensor]], owned: list[tuple[str, Tensor]]) -> None:
+        """Runs the step in which an optimizer makes its state, and the step's earlier passes.
+
+        What they leave is held in the measured pass. Later passes are like the second one, unless gradients are
+        sparse, which grow.
+        """
+        inputs, parameters = ([tensor for _, tensor in named] for named in (given, owned))
+        if workload.warm_up:
+            self._pass(workload)
+            self.tracer.phase = "optimizer"
+            if workload.optimizer_step is not None:
+                workload.optimizer_step()
+            clear_gradients(inputs, set_to_none=True)
+            clear_gradients(parameters, workload.set_to_none)
+        for number in range(1, workload.accumulate):
+            if number > 1 and not any(x.grad is not None and x.grad.is_sparse for x in parameters):
+                break
+            self._pass(workload)
+            clear_gradients(inputs, set_to_none=True)
+        self._end(BEFORE, next_phase="forward")
+        held = set(self.result.held)
+        self.result.left = [piece for piece in self.result.tape.alive() if piece not in held and not piece.is_library]
+        self.result.optimizer = self._named(workload.named_state(), owned=True)
+
+    def _pass(self, workload: Workload) -> None:
+        """Runs a forward and a backward."""
+        self.tracer.phase = "forward"
         roots = roots_of(tensors_in(workload.operator(*workload.inputs)))
         if roots:
             self.tracer.phase = "backward"
             self.tracer.begin_thread()
             run_backward(roots, gradients_for(roots, self.dense_grad))
-            self.tracer.phase = "optimizer"
-            if workload.optimizer_step is not None:
-                workload.optimizer_step()
-        del roots
-        for _, leaf in named:
-            leaf.grad = None
-        self._end(FIRST_STEP, next_phase="forward")
-        held = set(self.result.held)
-        self.result.left = [piece for piece in self.result.tape.alive() if piece not in held and not piece.is_library]
-        self.result.optimizer = self._named(workload.named_state(), owned=True)
 
     def _note_outputs(self, outputs: list[tuple[str, Tensor]]) -> None:
         held = self.result.held
@@ -857,6 +872,14 @@ class TracedRun:
     def _pieces(self, tensors: Iterable[Tensor]) -> list[Piece]:
         found = (piece for tensor in tensors for piece in self.tracer.pieces_of(tensor))
         return list({id(piece): piece for piece in found}.values())
+
+
+def clear_gradients(tensors: list[Tensor], set_to_none: bool) -> None:
+    for tensor in tensors:
+        if set_to_none:
+            tensor.grad = None
+        elif tensor.grad is not None:
+            tensor.grad.zero_()
 
 
 def module_of(name: str) -> str:

@@ -82,6 +82,74 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
+def mlp() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 10)), torch.randn(16, 32)
+
+
+def convolutions() -> tuple[nn.Module, Tensor]:
+    layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    return nn.Sequential(*layers), torch.randn(2, 3, 12, 12)
+
+
+def words_of_a_language() -> tuple[nn.Module, Tensor]:
+    return nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 16)), torch.randint(50, (3, 7))
+
+
+def encoder() -> tuple[nn.Module, Tensor]:
+    return nn.TransformerEncoderLayer(16, 2, 32, 0.1, batch_first=True), torch.randn(2, 8, 16)
+
+
+STEPS: dict[str, dict[str, Any]] = {
+    "accumulated": {"accumulate": 4},
+    "accumulated, stepped": {"accumulate": 3, "optimizer": adamw},
+    "clipped": {"clip_grad_norm": 1.0, "optimizer": adamw},
+    "gradients kept": {"set_to_none": False, "optimizer": adamw},
+    "all": {"accumulate": 2, "clip_grad_norm": 1.0, "set_to_none": False, "optimizer": adamw},
+    "all, the first step": {"accumulate": 2, "clip_grad_norm": 1.0, "optimizer": adamw, "steps": 1},
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize("make", [mlp, convolutions, words_of_a_language, encoder])
+def test_a_step_is_predicted_exactly(make: Callable[[], tuple[nn.Module, Tensor]], name: str) -> None:
+    model, x = make()
+    prediction = memcheck.predict_memory(model, x, **STEPS[name])
+    assert prediction.exact, prediction.unknown
+    assert figures(prediction.record) == figures(measure_memory(model, x, **STEPS[name]))
+
+
+def test_gradients_of_earlier_passes_are_alive() -> None:
+    """In the last forward of a step, and, where zero_grad keeps them, in every forward."""
+    model, x = mlp()
+    gradients = sum(parameter.nbytes for parameter in model.parameters())
+    plain = memcheck.predict_memory(model, x, optimizer=adamw).record
+    for how in ({"accumulate": 2}, {"set_to_none": False}):
+        record = memcheck.predict_memory(model, x, optimizer=adamw, **how).record
+        assert record.forward_peak_bytes == (plain.forward_peak_bytes or 0) + gradients
+
+
+def test_a_long_accumulation_costs_no_more_to_predict() -> None:
+    model, x = mlp()
+    two, many = (memcheck.predict_memory(model, x, accumulate=count) for count in (2, 1000))
+    assert two.trace is not None
+    assert many.trace is not None
+    assert len(two.trace.tape.events) == len(many.trace.tape.events)
+
+
+def test_clipping_on_a_gpu_takes_lists() -> None:
+    model, x = mlp()
+    prediction = memcheck.predict_memory(model, x, device="RTX-4090", **STEPS["clipped"])
+    assert prediction.trace is not None
+    assert {"aten::_foreach_norm", "aten::_foreach_mul_"} <= set(prediction.trace.operators)
+
+
+def test_inputs_do_not_accumulate() -> None:
+    model, x = mlp()
+    once, often = (measure_memory(model, x.clone().requires_grad_(), accumulate=count) for count in (1, 3))
+    assert once.gradient_bytes == often.gradient_bytes
+    assert once.saved_bytes == often.saved_bytes
+
+
 @pytest.mark.parametrize("name", HOW)
 def test_a_model_is_predicted_exactly(name: str) -> None:
     model, ids = Tied(), tokens()
@@ -282,6 +350,18 @@ def test_wrong_arguments() -> None:
         memcheck.predict_memory(nn.Linear(3, 4), torch.zeros(2, 3), steps=0)
     with pytest.raises(ValueError, match="backward=False"):
         memcheck.predict_memory(nn.Linear(3, 4), torch.zeros(2, 3), optimizer=adamw, backward=False)
+
+
+@pytest.mark.parametrize("function", [memcheck.predict_memory, memcheck.measure_memory])
+def test_arguments_of_a_step_that_do_not_fit_together(function: Callable[..., Any]) -> None:
+    for words, how in {
+        "accumulate must be at least 1": {"accumulate": 0},
+        "accumulate needs the gradients": {"accumulate": 2, "backward": False},
+        "clip_grad_norm needs an optimizer": {"clip_grad_norm": 1.0},
+        "set_to_none=False needs an optimizer": {"set_to_none": False},
+    }.items():
+        with pytest.raises(ValueError, match=words):
+            function(nn.Linear(3, 4), torch.zeros(2, 3), **how)
 
 
 def test_a_dataclass_of_tensors() -> None:
