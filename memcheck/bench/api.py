@@ -18,6 +18,7 @@ from memcheck.predict.replay import Prediction, target_for
 from memcheck.predict.torch_versions import Version
 
 if TYPE_CHECKING:
+    from memcheck.bench.capacity import Search
     from memcheck.bench.probe import CpuProbe
 
 
@@ -131,6 +132,12 @@ class Largest:
     beyond: Prediction | None
     tried: int
 
+    @classmethod
+    def of(cls, search: Search, start: int) -> Largest:
+        """What the search finds if it begins at that size."""
+        size, found = search.largest(start), search.found
+        return cls(size, search.step, found.get(size), found.get(size + search.step), len(found))
+
 
 def largest(
     make_inputs: Callable[[int], Any],
@@ -164,6 +171,4 @@ def largest(
 
     from memcheck.bench.capacity import Search
 
-    search = Search(predict, step, most)
-    size = search.largest(start)
-    return Largest(size, step, search.found.get(size), search.found.get(size + step), len(search.found))
+    return Largest.of(Search(predict, step, most), start)

@@ -11,7 +11,7 @@ import torch
 
 from memcheck.core.case import Terms
 from memcheck.core.devices import Device
-from memcheck.core.record import PHASES, Record
+from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, PlainAllocator
@@ -37,6 +37,16 @@ COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *itertools.chain.fr
 
 
 @dataclass(frozen=True)
+class Peak:
+    """The moment when most is alive: its phase, the bytes, the module that allocated last, and what is alive."""
+
+    phase: str
+    bytes: int
+    module: str
+    alive: list[Piece]
+
+
+@dataclass(frozen=True)
 class Prediction:
     """The record that a measurement would give, and how its figures are known.
 
@@ -58,7 +68,7 @@ class Prediction:
     bounds: frozenset[str] = frozenset()
     basis: str = "derived"
     trace: Trace | None = field(default=None, repr=False, compare=False)
-    moments: dict[str, int] = field(default_factory=dict, repr=False, compare=False)  # Phase -> its fullest event.
+    refused: Piece | None = field(default=None, repr=False, compare=False)  # What there was no room for.
 
     @property
     def fits(self) -> bool | None:
@@ -76,24 +86,31 @@ class Prediction:
         return list(timeline_of(self.trace.tape.events, sorted(phases)))
 
     @property
+    def peak(self) -> Peak | None:
+        """The moment of all phases when most is alive, whether it fits or not. None if nothing was traced."""
+        if self.trace is None:
+            return None
+        sums = [size for _, size in self.timeline]
+        top = max(sums, default=0)
+        event = len(sums) - sums[::-1].index(top) if sums else 0
+        piece = self.trace.tape.events[event - 1][0] if sums else None
+        return Peak(self.trace.phase_of(event), top, piece.module if piece else "", self.trace.tape.alive(event))
+
+    @property
     def by_module(self) -> dict[str, dict[str, int]]:
         """Path of a module -> its bytes "saved" for backward, and those alive at the highest "peak".
 
         The path "" has what belongs to no module.
         """
-        if self.trace is None or not self.moments:
+        peak = self.peak
+        if self.trace is None or peak is None:
             return {}
-        fullest = max(self.moments, key=lambda phase: self.record_peak(phase))
-        kinds = {"saved": self.trace.saved, "peak": self.trace.tape.alive(self.moments[fullest])}
         found: dict[str, dict[str, int]] = {}
-        for kind, pieces in kinds.items():
+        for kind, pieces in {"saved": self.trace.saved, "peak": peak.alive}.items():
             for piece in pieces:
                 sums = found.setdefault(piece.module, {"saved": 0, "peak": 0})
                 sums[kind] += piece.bytes
         return found
-
-    def record_peak(self, phase: str) -> int:
-        return getattr(self.record, f"{phase}_peak_bytes", None) or 0
 
     @property
     def known_terms(self) -> Terms:
@@ -183,6 +200,7 @@ class Replay:
     requested: dict[str, Moment] = field(default_factory=dict)
     allocated: dict[str, Moment] = field(default_factory=dict)
     basis: str = "derived"
+    refused: Piece | None = None
 
     def prediction(self) -> Prediction:
         """Replays the trace and returns the prediction."""
@@ -202,9 +220,8 @@ class Replay:
         exact = self.basis == "verified" and not unknown
         self.record.terms, self.record.exact, self.record.basis = self.terms, exact, self.basis
         self.record.doubts = (*unknown, *self._doubtful_verdict())
-        moments = {phase: moment.event for phase, moment in self.requested.items() if phase in PHASES}
         found = (self.case, self.device, self.record, self.terms, exact, unknown, bounds, self.basis)
-        return Prediction(*found, self.trace, moments)
+        return Prediction(*found, self.trace, self.refused)
 
     def _doubtful_verdict(self) -> Iterator[str]:
         """A doubt about the verdict, if there is a limit and a phase's figures are bounds."""
@@ -287,10 +304,11 @@ class Replay:
         record = self.record
         record.status = "oom"
         request = f"{format_bytes(error.requested_bytes)} requested with {format_bytes(error.in_use_bytes)} in use"
+        self.refused = self.trace.tape.events[self.event - 1][0] if self.event else None
         if phase == "inputs":
             record.reason = f"the inputs alone do not fit: {request}"
             return
-        record.oom_phase, record.oom_requested_bytes = phase, error.requested_bytes
+        record.oom_phase, record.oom_requested_bytes = self.trace.phase_of(self.event), error.requested_bytes
         self._note_sum("oom_in_use_bytes", self.trace.tape.alive(self.event - 1))
         record.reason = f"predicted: {request}, of {format_bytes(self.allocator.limit_bytes or 0)}"
 

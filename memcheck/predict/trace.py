@@ -138,6 +138,7 @@ class Trace:
 
     phases: name -> (first event, last event) of "inputs", "forward", "backward" and "optimizer". The last event of a
         phase is the first of the next.
+    first_step: (last event, name) of each phase before the measured pass: of the first step, and of earlier passes.
     operators: the names of all operators that ran, each once.
     unknown: phase, or ANY_PHASE -> descriptions of allocations whose sizes are unknown.
     guessed: phases in which even sizes of results are unknown.
@@ -146,6 +147,7 @@ class Trace:
 
     tape: Tape
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)
+    first_step: list[tuple[int, str]] = field(default_factory=list)
     inputs: list[Piece] = field(default_factory=list)
     parameters: list[Piece] = field(default_factory=list)
     state: list[Piece] = field(default_factory=list)
@@ -165,6 +167,11 @@ class Trace:
     def held(self) -> list[Piece]:
         """Tensors that the caller holds."""
         return list(dict.fromkeys([*self.inputs, *self.parameters]))
+
+    def phase_of(self, event: int) -> str:
+        """The phase of an event, also within the first step."""
+        ends = [(last, name) for name, (_, last) in self.phases.items()]
+        return next((name for last, name in sorted([*self.first_step, *ends]) if event <= last), "inputs")
 
 
 class Tracer(TorchDispatchMode):
@@ -807,6 +814,7 @@ class TracedRun:
             self.tracer.phase = "optimizer"
             if workload.optimizer_step is not None:
                 workload.optimizer_step()
+            self._end_in_first_step("optimizer")
             clear_gradients(inputs, set_to_none=True)
             clear_gradients(parameters, workload.set_to_none)
         for number in range(1, workload.accumulate):
@@ -823,10 +831,11 @@ class TracedRun:
         """Runs a forward and a backward."""
         self.tracer.phase = "forward"
         roots = roots_of(tensors_in(workload.operator(*workload.inputs)))
+        self._end_in_first_step("forward", "backward")
         if roots:
-            self.tracer.phase = "backward"
             self.tracer.begin_thread()
             run_backward(roots, gradients_for(roots, self.dense_grad))
+        self._end_in_first_step("backward")
 
     def _note_outputs(self, outputs: list[tuple[str, Tensor]]) -> None:
         held = self.result.held
@@ -853,6 +862,10 @@ class TracedRun:
             self.tracer.drop_library_workspaces()
         first = max((last for _, last in self.result.phases.values()), default=0)
         self.result.phases[phase] = first, len(self.result.tape.events)
+        self.tracer.phase = next_phase or phase
+
+    def _end_in_first_step(self, phase: str, next_phase: str | None = None) -> None:
+        self.result.first_step.append((len(self.result.tape.events), phase))
         self.tracer.phase = next_phase or phase
 
     def _named(self, named: Iterable[tuple[str, Tensor]], owned: bool = False) -> list[Piece]:
