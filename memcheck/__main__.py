@@ -93,9 +93,11 @@ def dispatch(argv: Sequence[str]) -> int:
         # A command that runs a script leaves the script's words as they are.
         end = 1 + words_before_script(argv[1:]) if command == "run" else len(argv)
         rest = [*normalise(argv[:end])[1:], *argv[end:]]
-        args = command_parser(command).parse_args(rest, argparse.Namespace(words=[command, *rest]))
+        parser = command_parser(command)
+        args = parser.parse_args(rest, argparse.Namespace(words=[command, *rest]))
     except SystemExit:  # --help was printed.
         return 0
+    parser.check(args)
     if command not in WITHOUT_TORCH:
         load_package()
     for name in getattr(args, "plugin", None) or ():

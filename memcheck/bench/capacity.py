@@ -146,6 +146,10 @@ class Search:
                 return low * self.step
             low, high = self.bracket(again)
 
+    def nearest(self, start: int) -> int:
+        """A size that fits, if the next one does not; larger ones are not tried. 0 if none fits."""
+        return self.bisect(*self.bracket(min(max(start // self.step, 1), self.top))) * self.step
+
     def bracket(self, count: int) -> tuple[int, int]:
         """Two numbers of steps: one that fits (or 0), and a larger one that does not (or the end plus one)."""
         if self.fits(count * self.step):

@@ -8,6 +8,7 @@ import os
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 from memcheck.core.errors import MemcheckError, UsageError
 
@@ -20,7 +21,7 @@ def load_plugin(name: str) -> str:
     try:
         with redirect_stdout(sys.stderr):  # stdout may be JSON that another program reads.
             if name.endswith(".py") or os.sep in name:
-                _import_file(Path(name))
+                import_file(Path(name))
             else:
                 importlib.import_module(name)
     except MemcheckError as error:
@@ -30,7 +31,8 @@ def load_plugin(name: str) -> str:
     return name
 
 
-def _import_file(path: Path) -> None:
+def import_file(path: Path) -> ModuleType:
+    """The module of a file, which is loaded once. UsageError: it is no file of Python."""
     if not path.is_file():
         raise UsageError("there is no such file")
     if path.suffix != ".py":
@@ -39,7 +41,7 @@ def _import_file(path: Path) -> None:
     # once.
     name = f"memcheck plugin {path.resolve()}"
     if name in sys.modules:
-        return
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -50,3 +52,4 @@ def _import_file(path: Path) -> None:
     except BaseException:
         del sys.modules[name]
         raise
+    return module

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memcheck.core.devices import device_named
+from memcheck.core.errors import UsageError
 from memcheck.core.tensors import dtype_name, gradients_for, roots_of, storages_in, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.measure.tracker import track
@@ -138,6 +139,44 @@ class CpuProbe:
             return found[0]
         worst = max(found, key=lambda one: one.scratch_bytes)
         return dataclasses.replace(worst, doubt="it took different amounts for different contents")
+
+
+class CarriedProbe(CpuProbe):
+    """A table of another machine. It runs nothing: operators that the table lacks are unknown.
+
+    place: the threads, the torch version and the device of the rows that count.
+    """
+
+    def __init__(self, table: Table, place: tuple[str, ...]) -> None:
+        super().__init__(table)
+        self.place = place
+
+    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values) -> Probed | None:
+        return self.table.found.get(key_of(func, args, kwargs, values, self.place))
+
+    def check(self, call: FunctionCall) -> str | None:
+        untried = f"{call.name} was not compared with its prediction"
+        return self.table.checks.get(json.dumps([call.key, *self.place]), untried)
+
+    @property
+    def threads(self) -> int:
+        return int(self.place[0].split()[0])
+
+    @classmethod
+    def of(cls, path: Path, threads: int | None = None) -> CarriedProbe:
+        """The table in that file, with the rows of so many threads.
+
+        UsageError: it has none, rows of several machines, or of another torch version.
+        """
+        table = Table(path)
+        places = {tuple(json.loads(key)[-3:]) for key in (*table.found, *table.checks)}
+        found = [place for place in places if threads is None or place[0] == f"{threads} threads"]
+        if len(found) != 1:
+            known = "; ".join(sorted(map(", ".join, places))) or "no rows"
+            raise UsageError(f"--calibration {path}: one machine is needed, choose by --threads; it has {known}")
+        if found[0][1] != environment()[1]:
+            raise UsageError(f"--calibration {path} is of {found[0][1]}, and this is {environment()[1]}")
+        return cls(table, found[0])
 
 
 # Operators that take integers, and whatever these are, take the same.
@@ -262,11 +301,13 @@ def span_bytes(tensor: Tensor) -> int:
     return int((tensor.storage_offset() + span(tensor)) * tensor.element_size())
 
 
-def key_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values) -> str:
-    """The operator and its arguments, the threads, torch's version and the device."""
+def key_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values, place: tuple[str, ...] | None = None
+) -> str:
+    """The operator and its arguments, the threads, torch's version and the device; by default those of this process."""
     words = tree_map(lambda part: described(part, values), (args, kwargs))
     # Some operators return more where gradients are wanted.
-    return json.dumps([str(func), repr(words), f"grad {torch.is_grad_enabled()}", *environment()])
+    return json.dumps([str(func), repr(words), f"grad {torch.is_grad_enabled()}", *(place or environment())])
 
 
 def environment() -> tuple[str, ...]:

@@ -19,6 +19,17 @@ ATTENTION_TYPES = (
 COMBINATOR_TYPES = ("combinator", "combinator-low-memory", "memcheck-pyt/combinator")
 DECODER_TYPES = ("naive", "softmax", "linear", "compressed", "softplus")  # Of memcheck.nn.Decoder.
 MODES = ("train", "inference", "decode")
+# Optimizers of models by name: the class in torch.optim, and options.
+OPTIMIZERS: dict[str, tuple[str, dict[str, float]] | None] = {
+    "none": None,
+    "sgd": ("SGD", {}),
+    "sgd-momentum": ("SGD", {"momentum": 0.9}),
+    "adam": ("Adam", {}),
+    "adamw": ("AdamW", {}),
+    "adagrad": ("Adagrad", {}),
+    "adafactor": ("Adafactor", {}),
+    "rmsprop": ("RMSprop", {}),
+}
 # The defaults of the commands that compare attentions.
 DEFAULT_TYPES = ["naive", "softmax", "softplus", "linear-causal", "compressed"]
 DEFAULT_SIZES = {"bsz": 1, "dim": 256, "heads": 4}
@@ -80,6 +91,14 @@ def file(text: str) -> Path:
     if not text or Path(text).is_dir():
         raise argparse.ArgumentTypeError(f"must name a file, got {text!r}")
     return Path(text)
+
+
+def reference(text: str) -> str:
+    """Checks the form "package.module:function" or "FILE.py:function"."""
+    place, colon, name = text.rpartition(":")
+    if not (place and colon and all(word.isidentifier() for word in name.split("."))):
+        raise argparse.ArgumentTypeError(f"must look like package.module:function or FILE.py:function, got {text!r}")
+    return text
 
 
 def gpu_index(text: str) -> int:

@@ -6,8 +6,9 @@ Each command is a function that adds its flags. Its docstring is the command's h
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,12 +19,14 @@ from memcheck.cli.options import (
     DEFAULT_SIZES,
     DEFAULT_TYPES,
     MODES,
+    OPTIMIZERS,
     add_device_arguments,
     add_gpu_argument,
     count,
     counts,
     file,
     folder,
+    reference,
     seconds,
     size,
     sizes,
@@ -41,6 +44,7 @@ METAVARS: dict[Any, str] = {
     size: "40GiB",
     seconds: "S",
     file: "FILE",
+    reference: "FILE.py:NAME",
     folder: "DIR",
 }
 # Flags that several commands have.
@@ -119,11 +123,107 @@ def add_causal(parser: argparse._ActionsContainer, default: bool | None = True) 
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=default, help=meaning)
 
 
+# Flags that belong to operators of the catalog, and those that belong to models.
+OF_OPERATORS = (
+    "attention-type",
+    "query-len",
+    "kv-len",
+    "dim",
+    "heads",
+    "core-dim",
+    "factor",
+    "causal",
+    "compile",
+    "plot",
+)
+OF_MODELS = ("autocast", "optimizer", "loss", "checkpointing", "attention", "steps", "build-on", "calibration")
+OF_MODELS += ("no-changes", "doubts")
+DTYPE_OF_MODELS = "dtype of parameters and floating-point inputs; default: as the model is built"
+
+
+def add_model_flags(parser: Parser) -> None:
+    """Adds the flags that name a model and a step of it."""
+    group = parser.add_argument_group("models", "any model, in place of an operator of --attention-type")
+    returns = "a function that returns (model, inputs); its parameters bsz and seq_len get --bsz and --seq-len"
+    source = group.add_mutually_exclusive_group()
+    add(source, "--model", type=reference, help=returns)
+    config = "a config.json of Hugging Face transformers (pip install 'memcheck[transformers]'); nothing is downloaded"
+    add(source, "--hf-config", type=file, help=config)
+    optimizers = f"{', '.join(OPTIMIZERS)}; default: adamw, whose step follows the backward"
+    add(group, "--optimizer", choices=tuple(OPTIMIZERS), metavar="NAME", help=optimizers)
+    autocast = "products in bf16 (if no name is given) or fp16, with parameters as they are"
+    add(group, "--autocast", nargs="?", const="bf16", choices=("bf16", "fp16"), help=autocast)
+    layers = "keep only each layer's input and run the layer again in the backward"
+    add_switches(group, None, checkpointing=layers)
+    attention = "attention of a model of --hf-config; default: sdpa if it has it"
+    add(group, "--attention", choices=("sdpa", "eager"), help=attention)
+    loss = "a function of the model's output; default: output.loss if it has one, else every output"
+    add(group, "--loss", type=reference, help=loss)
+    steps = "1: the very first step, in which the optimizer makes its state; 2: a later one; default: 2"
+    add(group, "--steps", type=count, help=steps)
+    build = "cpu: build the model of --model with real tensors; default: meta, floating-point tensors without data"
+    add(group, "--build-on", choices=("meta", "cpu"), help=build)
+
+
+def add_model_output_flags(parser: Parser, no_changes: str) -> None:
+    group = parser.add_argument_group("output of models")
+    table = "a table of memcheck calibrate; the prediction is for the CPU, threads and torch that wrote it"
+    add(group, "--calibration", type=file, help=table)
+    add_switches(group, no_changes=no_changes)
+    add_table_switches(group, units=False)
+
+
+def check_model_flags(args: argparse.Namespace) -> None:
+    """UsageError: flags that do not belong together."""
+    files = {"--model": (args.model or "").rpartition(":")[0], "--loss": (args.loss or "").rpartition(":")[0]}
+    files = {name: file for name, file in files.items() if file.endswith(".py")}
+    files |= {name: getattr(args, name[2:].replace("-", "_"), None) for name in ("--hf-config", "--calibration")}
+    for name, path in files.items():
+        if path and not Path(path).is_file():
+            raise UsageError(f"{name}: there is no file {path}")
+    flag = "--model" if args.model else "--hf-config" if args.hf_config else None
+    foreign = OF_OPERATORS if flag else OF_MODELS
+    for name in foreign:
+        if getattr(args, name.replace("-", "_"), None) not in (None, False):
+            needs = f"is for operators, not for {flag}" if flag else "needs --model or --hf-config"
+            raise UsageError(f"--{name} {needs}")
+    if flag and args.mode == "decode":
+        raise UsageError(f"--mode decode is for operators, not for {flag}")
+    if getattr(args, "calibration", None) and args.device not in (None, "cpu"):
+        raise UsageError(f"--calibration is of a CPU, and --device {args.device} is none")
+    if args.attention and not args.hf_config:
+        raise UsageError("--attention needs --hf-config; a factory of --model chooses its own")
+    if args.mode == "inference":
+        for name in ("optimizer", "checkpointing", "loss"):
+            if getattr(args, name) not in (None, "none"):
+                raise UsageError(f"--{name} needs a backward, which --mode inference has not")
+    if args.hf_config and importlib.util.find_spec("transformers") is None:
+        raise UsageError("--hf-config needs transformers: pip install 'memcheck[transformers]'")
+
+
 def add_result_folders(parser: argparse.ArgumentParser, nargs: str = "+", more: str = "") -> None:
     parser.add_argument("folders", nargs=nargs, type=Path, metavar="DIR", help=f"folders with a records.jsonl{more}")
     add(parser, "--format", choices=REPORT_FORMATS)
     meaning = "also write the tables there: Markdown, LaTeX, JSON and CSV"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=meaning)
+
+
+def calibrate(parser: Parser) -> None:
+    """Runs the operators of a model once each, alone, on this machine's CPU and writes what they take to a table.
+
+    memcheck calibrate --model train.py:make --bsz 8
+    memcheck calibrate --hf-config config.json --bsz 8 --seq-len 512 --output cpu.jsonl
+    """
+    add(parser, "--bsz", type=count)
+    add(parser, "--seq-len", type=count, help="length of a sequence")
+    add(parser, "--dtype", default=None, help=DTYPE_OF_MODELS)
+    add(parser, "--mode", choices=MODES[:2], help="train: forward and backward; inference: forward; default: train")
+    add(parser, "--threads", type=count, help="threads of torch; default: those of torch here")
+    add_model_flags(parser)
+    table = "the table; what it has already is not run again; default: calibration.jsonl"
+    add(parser, "--output", type=file, metavar="FILE", default=Path("calibration.jsonl"), help=table)
+    add(parser, "--format")
+    parser.check = check_model_flags
 
 
 def compare(parser: argparse.ArgumentParser) -> None:
@@ -152,11 +252,11 @@ def completion(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell")
 
 
-def fit(parser: argparse.ArgumentParser) -> None:
-    """Predicts the largest length, batch or dimension that fits a device, operators side by side; runs nothing.
+def fit(parser: Parser) -> None:
+    """Predicts the largest length, batch or dimension that fits a device, of operators or any model; runs nothing.
 
     memcheck fit --device H100-80GB --bsz 8 --dim 512 --heads 8
-    memcheck fit --device A100-40GB --find bsz --seq-len 4096
+    memcheck fit --hf-config config.json --find bsz --seq-len 4096 --device A100-40GB
     memcheck fit --device 24GiB --mode inference --dtype bf16 --bsz 1:64:x2 --plot capacity.png
     """
     axes = ("seq-len", "bsz", "dim")
@@ -165,17 +265,21 @@ def fit(parser: argparse.ArgumentParser) -> None:
     add(parser, "--bsz", type=sizes, more="default: 1")
     add(parser, "--seq-len", type=sizes, more="in --mode decode tokens of the state; default: 1024")
     add(parser, "--dim", type=sizes, more="default: 256")
-    add(parser, "--heads", type=count, default=4, more="default: 4")
+    add(parser, "--heads", type=count, more="default: 4")
     add(parser, "--core-dim", "--factor", type=count)
-    add(parser, "--dtype", "--mode")
-    add_causal(parser)
+    add(parser, "--dtype", default=None, more=f"of models: {DTYPE_OF_MODELS}")
+    add(parser, "--mode")
+    add_causal(parser, None)
     add_device_arguments(parser)
     add(parser, "--memory-limit", help="a limit below the device's memory")
-    add(parser, "--step", type=count, default=1, help="try only multiples of N; default: 1")
+    add(parser, "--step", type=count, help="try only multiples of N; default: 1, and 64 for lengths of a model")
     add(parser, "--up-to", type=count, default=2**30, help="end of the search; default: 2^30")
     add(parser, "--plot", type=file, help="draw the largest sizes as .png, .svg or .pdf")
     add_switches(parser, fail_on_oom="exit code 3 unless every operator fits at some size")
+    add_model_flags(parser)
+    add_model_output_flags(parser, "do not predict what would allow more")
     add(parser, "--format", "--plugin")
+    parser.check = check_model_flags
 
 
 def gradcheck(parser: argparse.ArgumentParser) -> None:
@@ -233,21 +337,22 @@ def plot(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--format", type=words, default="png,svg", metavar="NAME[,NAME]", help=formats)
 
 
-def predict(parser: argparse.ArgumentParser) -> None:
-    """Predicts the memory of a case on any device, as sums of named terms; runs nothing.
+def predict(parser: Parser) -> None:
+    """Predicts the memory of an operator or of any model on any device; runs nothing.
 
     memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
-    memcheck predict --attention-type softplus --mode decode --kv-len 100000 --device 24GiB
-    memcheck predict --seq-len 16384 --device H100-80GB --fail-on-oom
+    memcheck predict --model train.py:make --bsz 8 --optimizer adamw --device RTX-4090 --fail-on-oom
+    memcheck predict --hf-config config.json --bsz 8 --seq-len 4096 --dtype bf16 --checkpointing --device RTX-4090
     """
     combinators = f"also {', '.join(COMBINATOR_TYPES)}; default: naive"
-    add(parser, "--attention-type", default="naive", metavar="NAME", more=combinators)
+    add(parser, "--attention-type", metavar="NAME", more=combinators)
     for flag, default in DEFAULT_SIZES.items():
         add(parser, f"--{flag}", type=count, more=f"default: {default}")
     add(parser, "--seq-len", type=count, more="default: 1024")
     add(parser, "--query-len", "--kv-len", "--core-dim", "--factor", type=count)
-    add_causal(parser)
-    add(parser, "--dtype", "--mode")
+    add_causal(parser, None)
+    add(parser, "--dtype", default=None, more=f"of models: {DTYPE_OF_MODELS}")
+    add(parser, "--mode")
     add_device_arguments(parser)
     add(parser, "--memory-limit", help="a limit below the device's memory")
     add(parser, "--threads", type=count, help="threads of a CPU; default: those of torch here")
@@ -258,7 +363,10 @@ def predict(parser: argparse.ArgumentParser) -> None:
         expandable_segments="as with PYTORCH_ALLOC_CONF=expandable_segments:True",
         fail_on_oom="exit code 3 unless the case is predicted to fit",
     )
+    add_model_flags(parser)
+    add_model_output_flags(parser, "do not predict what would need less")
     add(parser, "--format", "--plugin")
+    parser.check = check_model_flags
 
 
 def profile_attention(parser: argparse.ArgumentParser) -> None:
@@ -457,14 +565,19 @@ def sweep(parser: argparse.ArgumentParser) -> None:
 COMMANDS = {
     add_flags.__name__.replace("_", "-"): add_flags
     for add_flags in (
-        *(compare, completion, fit, gradcheck, info, mixed_precision, plot, predict, profile_attention),
+        *(calibrate, compare, completion, fit, gradcheck, info, mixed_precision, plot, predict, profile_attention),
         *(profile_combinator, profile_model, published, report, run, sweep),
     )
 }
 
 
 class Parser(argparse.ArgumentParser):
-    """Ends in a UsageError of one line, which names what was probably meant."""
+    """Ends in a UsageError of one line, which names what was probably meant.
+
+    check: raises a UsageError for flags that do not belong together.
+    """
+
+    check: Callable[[argparse.Namespace], None] = staticmethod(lambda args: None)
 
     def error(self, message: str) -> NoReturn:
         # argparse writes "argument --bsz: must be at least 1".

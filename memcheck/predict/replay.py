@@ -18,7 +18,7 @@ from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, Pla
 from memcheck.predict.plain_operators import SHOWN_ON_A100
 from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import Version, running, untried, version_name
-from memcheck.predict.trace import BEFORE, Piece, Trace
+from memcheck.predict.trace import ANY_PHASE, BEFORE, Piece, Trace
 
 # Fields that become lower bounds when a phase has unknown allocations.
 FIELDS_OF = {
@@ -38,12 +38,19 @@ COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *itertools.chain.fr
 
 @dataclass(frozen=True)
 class Peak:
-    """The moment when most is alive: its phase, the bytes, the module that allocated last, and what is alive."""
+    """The moment when most is alive.
+
+    module, operator: what allocated last: the path of the module, and the name of the operator or of autograd's node.
+    alive: what is alive.
+    is_bound: allocations of the phase are unknown, so the peak may be higher.
+    """
 
     phase: str
     bytes: int
     module: str
+    operator: str
     alive: list[Piece]
+    is_bound: bool
 
 
 @dataclass(frozen=True)
@@ -93,8 +100,10 @@ class Prediction:
         sums = [size for _, size in self.timeline]
         top = max(sums, default=0)
         event = len(sums) - sums[::-1].index(top) if sums else 0
-        piece = self.trace.tape.events[event - 1][0] if sums else None
-        return Peak(self.trace.phase_of(event), top, piece.module if piece else "", self.trace.tape.alive(event))
+        last = self.trace.tape.events[event - 1][0] if sums else Piece("", 0, 0)
+        phase = self.trace.phase_of(event)
+        is_bound = not {phase, ANY_PHASE}.isdisjoint(self.trace.unknown)
+        return Peak(phase, top, last.module, last.name, self.trace.tape.alive(event), is_bound)
 
     @property
     def by_module(self) -> dict[str, dict[str, int]]:

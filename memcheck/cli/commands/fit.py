@@ -7,10 +7,11 @@ import itertools
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from typing import Any
 
-from memcheck.bench.capacity import FLAGS, Capacity, capacity_curve, capacity_object, find_capacity
+from memcheck.bench.capacity import FLAGS, Capacity, Search, capacity_curve, capacity_object, find_capacity
 from memcheck.bench.catalog import CONTENDERS, DTYPES, SHORT_DTYPES, Case
 from memcheck.bench.sweep.grid import check_names
 from memcheck.cli.cases import (
@@ -21,20 +22,37 @@ from memcheck.cli.cases import (
     progress_bar,
     styles_of_contenders,
 )
-from memcheck.cli.options import DEFAULT_TYPES, predicted_device
+from memcheck.cli.models import SIZES, Setting, Study
+from memcheck.cli.options import DEFAULT_SIZES, DEFAULT_TYPES, predicted_device
 from memcheck.core.devices import Device
 from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.report import render
+from memcheck.predict.replay import Prediction
+from memcheck.report import Screen, render
 from memcheck.report.capacity import FOUND, capacity_table, room_words, shared_words
-from memcheck.report.plots.capacity import Edge, plot_capacity
+from memcheck.report.model_prediction import (
+    SIZE_WORDS,
+    Edge,
+    certainty,
+    edge_verdict,
+    edges_table,
+    need_of,
+    room_of,
+)
+from memcheck.report.plots.capacity import Edge as Point
+from memcheck.report.plots.capacity import plot_capacity
 
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}
 # The axis of the picture if no size has several values, and the factors of the given value.
 DRAWN_AGAINST = {"seq_len": "bsz", "bsz": "seq_len", "dim": "bsz"}
+# Of models: the steps of a search, and the sizes that are tried first.
+STEPS = {"bsz": 1, "seq_len": 64}
+FIRST_SIZES = {"bsz": 8, "seq_len": 1024}
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.model or args.hf_config:
+        return fit_model(args)
     axis, device = args.find.replace("-", "_"), predicted_device(args)
     cases = list(make_cases(args, axis))
     along = None
@@ -42,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         check_picture("--plot", args.plot)
         along = drawn_against(args, axis)
         make_room("--plot", args.plot)
-    how: dict[str, Any] = {"limit_bytes": args.memory_limit, "step": args.step, "most": args.up_to}
+    how: dict[str, Any] = {"limit_bytes": args.memory_limit, "step": args.step or 1, "most": args.up_to}
     capacities: list[Capacity] = []
     curves: dict[str, list[tuple[int, Capacity]]] = {}
     with progress_bar(len(cases), "fit") as bar:
@@ -69,6 +87,89 @@ def run(args: argparse.Namespace) -> int:
     return DOES_NOT_FIT if args.fail_on_oom and any(capacity.at is None for capacity in capacities) else 0
 
 
+def fit_model(args: argparse.Namespace) -> int:
+    axis = args.find.replace("-", "_")
+    setting = model_setting(args, axis)
+    study = Study.of(args, setting)
+    if room_of(study.device, args.memory_limit) is None:
+        raise UsageError(f"--device {study.device.name} has no limit to find: give it one, as --memory-limit 16GiB")
+    step = args.step or STEPS[axis]
+    if args.up_to < step:
+        raise UsageError(f"--up-to must be at least the step of {step}, got {args.up_to}")
+    with progress_bar(0, "fit") as bar:
+        edges = list(edges_of(study, axis, step, args, bar))
+    if args.format == "json":
+        print(json.dumps(model_object(edges, study, axis, step, args.memory_limit), indent=1))
+    else:
+        screen = Screen.of(sys.stdout)
+        print(screen.fill(edge_verdict(edges[0], axis, step, args.memory_limit)))
+        known = edges[0].at or edges[0].beyond
+        if known is not None:
+            words = replace(study.setting, **{axis: edges[0].size or step}).words()
+            print(screen.fill(f"{words}; {certainty(known)}"))
+            if args.doubts:
+                print(*(screen.fill(f"doubt: {doubt}") for doubt in known.record.doubts), sep="\n")
+        print(f"\n{render([edges_table(edges, axis, step)], 'table', sys.stdout)}")
+    return DOES_NOT_FIT if args.fail_on_oom and edges[0].at is None else 0
+
+
+def model_setting(args: argparse.Namespace, axis: str) -> Setting:
+    """The setting of the flags, with a first value for the size that is searched."""
+    if axis not in FIRST_SIZES:
+        raise UsageError("--find dim is for operators; of models: bsz and seq-len")
+    if getattr(args, axis) is not None:
+        raise UsageError(f"--find {args.find} searches for this size: leave out {FLAGS[axis]}, or find another one")
+    for name in SIZES:
+        given = getattr(args, name)
+        if given is not None and len(given) > 1:
+            raise UsageError(f"{FLAGS[name]} must be a single value for a model, got {len(given)}")
+        setattr(args, name, given[0] if given else None)
+    return replace(Setting.of(args), **{axis: min(FIRST_SIZES[axis], args.up_to)})
+
+
+def edges_of(study: Study, axis: str, step: int, args: argparse.Namespace, bar: Any) -> Iterator[Edge]:
+    """The largest size that fits, as it is and with each single change."""
+
+    def search(setting: Setting) -> Search:
+        def predict(size: int) -> Prediction:
+            bar.set_description_str(f"fit: trying {SIZE_WORDS[axis]} {size:,}")
+            return study.predict(replace(setting, **{axis: size}))
+
+        return Search(predict, step, args.up_to)
+
+    def edge(flags: str, found: Search, size: int) -> Edge:
+        return Edge(flags, size, found.found.get(size), found.found.get(size + step))
+
+    whole = search(study.setting)
+    size = whole.largest(getattr(study.setting, axis))
+    first = edge("as it is", whole, size)
+    yield first
+    base = first.at or first.beyond
+    if args.no_changes or base is None or base.fits is None or first.beyond is None:
+        return
+    for flag, setting in study.changes(base, axis).items():
+        other = search(setting)
+        with suppress(UsageError):
+            yield edge(flag, other, other.nearest(max(size, step)))
+
+
+def model_object(edges: list[Edge], study: Study, axis: str, step: int, limit_bytes: int | None) -> dict[str, Any]:
+    first = edges[0]
+    return {
+        "device": asdict(study.device),
+        "limit_bytes": limit_bytes,
+        "find": axis.replace("_", "-"),
+        "step": step,
+        "largest": first.size if first.at else None if first.beyond and first.beyond.fits is None else 0,
+        "record": asdict(first.at.record) if first.at else None,
+        "next_record": asdict(first.beyond.record) if first.beyond else None,
+        "changes": [
+            {"change": edge.flags, "largest": edge.size, "need_bytes": edge.at and need_of(edge.at)}
+            for edge in edges[1:]
+        ],
+    }
+
+
 def look(case: Case, axis: str, device: Device, how: dict[str, Any]) -> Capacity:
     try:
         return find_capacity(case, axis, device, **how)
@@ -84,22 +185,22 @@ def make_cases(args: argparse.Namespace, axis: str) -> Iterator[Case]:
         raise UsageError(f"--find {args.find} searches for this size: leave out {FLAGS[axis]}, or find another one")
     names = list(dict.fromkeys(args.attention_type or DEFAULT_TYPES))
     check_names("--attention-type", names, list(CONTENDERS))
-    check_names("--dtype", [args.dtype], [*SHORT_DTYPES, *DTYPES])
+    check_names("--dtype", [args.dtype or "float32"], [*SHORT_DTYPES, *DTYPES])
     given = {name: getattr(args, name) or default for name, default in DEFAULTS.items()}
+    heads = args.heads or DEFAULT_SIZES["heads"]
     # A multiple of the heads that differs from a given core dimension.
-    given[axis] = [2 * args.heads if args.core_dim == args.heads else args.heads]
+    given[axis] = [2 * heads if args.core_dim == heads else heads]
     for bsz, dim, length, name in itertools.product(given["bsz"], given["dim"], given["seq_len"], names):
         attention_fields = {
             "kv_len": length,
-            "heads": args.heads,
+            "heads": heads,
             "core_dim": args.core_dim,
             "factor": args.factor,
-            "causal": args.causal,
+            "causal": args.causal is not False,
         }
         query_len = 1 if args.mode == "decode" else length
-        yield make_any_case(
-            name, attention_fields, bsz=bsz, dim=dim, query_len=query_len, dtype=args.dtype, mode=args.mode
-        )
+        dtype = args.dtype or "float32"
+        yield make_any_case(name, attention_fields, bsz=bsz, dim=dim, query_len=query_len, dtype=dtype, mode=args.mode)
 
 
 def draw(
@@ -110,7 +211,7 @@ def draw(
     left_out = [name for name in curves if name not in known]
     try:
         plot_capacity(
-            {name: [Edge(x, found.largest, open=found.beyond is None) for x, found in known[name]] for name in known},
+            {name: [Point(x, found.largest, open=found.beyond is None) for x, found in known[name]] for name in known},
             args.plot,
             styles=styles_of_contenders(),
             found=axis,

@@ -1,0 +1,442 @@
+"""`memcheck predict`, `fit` and `calibrate` with --model and --hf-config."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import memcheck
+from memcheck.__main__ import main
+from memcheck.cli.models import FloatsOnMeta, checkpointed
+
+ROOT = Path(__file__).parents[2]
+SOURCE = """
+import torch
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+class Net(nn.Module):
+    def __init__(self, width, depth=3):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width) for _ in range(depth))
+        self.head = nn.Linear(width, 10)
+
+    def forward(self, x, times=None):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x if times is None else x * times)
+
+
+def make(bsz=8, seq_len=64, width=32):
+    print("the factory speaks")
+    return Net(width), torch.randn(bsz, seq_len, width)
+
+
+def required(bsz):
+    return Net(32), (torch.randn(bsz, 32), torch.ones(bsz, 1))
+
+
+def named():
+    return Net(32), {"x": torch.randn(4, 32), "times": torch.ones(4, 1)}
+
+
+def vast():
+    return nn.Linear(1_000_000, 1_000_000), torch.zeros(1, 1_000_000)
+
+
+def reads():
+    if torch.ones(1).item() != 1:
+        raise AssertionError
+    return Net(32), torch.randn(4, 32)
+
+
+def flat():
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU()), torch.randn(2, 8)
+
+
+def square(output):
+    return output.square().mean()
+
+
+def wrong():
+    return 3
+
+
+def fails():
+    raise KeyError("no weights")
+
+
+number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A current folder with net.py, and a table of probes that nothing else uses."""
+    (tmp_path / "net.py").write_text(SOURCE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "net", raising=False)
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # which takes numbers of 8 bytes
+    monkeypatch.setenv("MEMCHECK_PROBES", str(tmp_path / "probes.jsonl"))
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    """What the command prints as JSON."""
+    assert main([*words, "--format", "json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def predicted(capsys: pytest.CaptureFixture[str], *words: str) -> Any:
+    return said(capsys, "predict", *words, "--no-changes")
+
+
+def net() -> Any:
+    spec = importlib.util.spec_from_file_location("net_of_the_test", "net.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+FIGURES = ("input_bytes", "parameter_bytes", "optimizer_bytes", "forward_peak_bytes", "saved_bytes")
+FIGURES += ("backward_peak_bytes", "gradient_bytes", "optimizer_peak_bytes", "output_bytes")
+
+
+@pytest.mark.parametrize("reference", ["net.py:make", "net:make"])
+def test_a_model_is_predicted_as_it_is_measured(reference: str, capsys: pytest.CaptureFixture[str]) -> None:
+    found = predicted(capsys, "--model", reference, "--device", "cpu")
+    model, x = net().make()
+    measured = memcheck.measure_memory(model, x, optimizer=torch.optim.AdamW)
+    assert {name: found[name] for name in FIGURES} == {name: getattr(measured, name) for name in FIGURES}
+    assert (found["operator"], found["bsz"], found["query_len"], found["exact"]) == ("Net", 8, 64, True)
+    peaks = [measured.forward_peak_bytes, measured.backward_peak_bytes, measured.optimizer_peak_bytes]
+    assert found["need_bytes"] == max(size for size in peaks if size)
+    assert sum(sums["peak"] for sums in found["modules"].values()) == found["need_bytes"]
+
+
+def test_checkpoints_are_predicted_as_they_are_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    found = predicted(capsys, "--model", "net.py:make", "--device", "cpu", "--checkpointing", "--optimizer", "sgd")
+    model, x = net().make()
+    assert checkpointed(model)
+    measured = memcheck.measure_memory(model, x, optimizer=torch.optim.SGD)
+    assert {name: found[name] for name in FIGURES} == {name: getattr(measured, name) for name in FIGURES}
+
+
+def test_flags_change_the_step(capsys: pytest.CaptureFixture[str]) -> None:
+    def need(*flags: str) -> int:
+        return int(predicted(capsys, "--model", "net.py:make", "--device", "cpu", *flags)["need_bytes"])
+
+    plain = need()
+    assert need("--bsz", "16") > plain
+    assert need("--seq-len", "32") < plain
+    assert need("--dtype", "bf16") < plain
+    assert need("--mode", "inference") < plain
+    assert need("--checkpointing") < plain
+    assert need("--loss", "net.py:square") != plain
+    states = [
+        predicted(capsys, "--model", "net.py:make", "--device", "cpu", *flags)["optimizer_bytes"]
+        for flags in (["--optimizer", "none"], ["--optimizer", "sgd-momentum"], [], ["--steps", "1"])
+    ]
+    assert states[0] is None
+    assert 0 < states[1] < states[2]
+    assert states[3] == 0  # Before the very first step there is none.
+
+
+def test_the_verdict_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["predict", "--model", "net.py:make", "--device", "cpu"]
+    assert main([*flags, "--memory-limit", "500KiB", "--fail-on-oom"]) == 3
+    out = " ".join(capsys.readouterr().out.split())
+    found = predicted(capsys, *flags[1:], "--memory-limit", "500KiB")
+    assert out.startswith("Net does not fit cpu: a training step needs ")
+    assert f"It runs out in the {found['oom_phase']}, in {found['oom_module']} (" in out
+    assert f"The peak would be in the {found['peak_phase']}, in {found['peak_module']} (" in out
+    assert (found["fits"], found["usable_bytes"]) == (False, 500 * 1024)
+    assert main([*flags, "--memory-limit", "5MiB", "--fail-on-oom"]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("Net fits cpu: a training step needs ")
+    assert "blocks.*.up" in out
+
+
+def test_every_change_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "net.py:make", "--device", "cpu"]
+    changes = said(capsys, "predict", *flags)["changes"]
+    assert [change["change"] for change in changes] == [
+        *("--checkpointing", "--bsz 4", "--autocast bf16", "--optimizer adafactor")
+    ]
+    for change in changes:
+        assert predicted(capsys, *flags, *change["change"].split())["need_bytes"] == change["need_bytes"]
+
+
+def test_all_changes_together_are_the_last_resort(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "net.py:make", "--device", "cpu", "--memory-limit", "300KiB"]
+    changes = said(capsys, "predict", *flags)["changes"]
+    *single, last = changes
+    assert not any(change["fits"] for change in single)
+    assert last["change"] == " ".join(change["change"] for change in single)
+    assert last["need_bytes"] < min(change["need_bytes"] for change in single)
+
+
+def test_a_model_without_layers_has_no_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
+    changes = said(capsys, "predict", "--model", "net.py:flat", "--device", "cpu")["changes"]
+    assert [change["change"] for change in changes] == ["--autocast bf16", "--optimizer adafactor"]
+
+
+def test_nothing_of_its_size_is_made(capsys: pytest.CaptureFixture[str]) -> None:
+    found = predicted(capsys, "--model", "net.py:vast", "--device", "RTX-4090")
+    assert (found["fits"], found["parameter_bytes"]) == (False, 4 * (10**12 + 10**6))
+
+
+def test_integers_are_real_and_floats_are_not() -> None:
+    with FloatsOnMeta():
+        assert torch.arange(3).tolist() == [0, 1, 2]
+        assert torch.linspace(0, 1, 3).tolist() == [0, 0.5, 1]
+        assert torch.ones(2, dtype=torch.bool).all()
+        assert torch.full((2,), 3).tolist() == [3, 3]
+        for made in (torch.randn(2), torch.arange(0.5, 2.0), torch.full((2,), -1.0), torch.nn.Linear(2, 2).weight):
+            assert made.device.type == "meta"
+
+
+def test_inputs_by_position_and_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    by_position = predicted(capsys, "--model", "net.py:required", "--bsz", "4", "--device", "cpu")
+    by_name = predicted(capsys, "--model", "net.py:named", "--device", "cpu")
+    assert by_position["need_bytes"] == by_name["need_bytes"]
+
+
+def test_a_model_that_reads_its_tensors_is_built_for_real(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["predict", "--model", "net.py:reads", "--device", "cpu"]
+    assert main(flags) == 1
+    assert "--build-on cpu builds with real tensors" in capsys.readouterr().err
+    assert main([*flags, "--build-on", "cpu"]) == 0
+
+
+def test_doubts_are_counted_and_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["predict", "--model", "net.py:make", "--device", "24GiB", "--no-changes"]
+    assert main(flags) == 0
+    out = capsys.readouterr().out
+    assert "(--doubts)" in out
+    assert "\ndoubt: " not in out
+    assert main([*flags, "--doubts"]) == 0
+    assert "\ndoubt: cuBLAS's workspace" in capsys.readouterr().out
+
+
+WRONG = {
+    "predict --model net.py": "--model must look like package.module:function or FILE.py:function, got 'net.py'",
+    "predict --model nothing.py:make": "--model: there is no file nothing.py",
+    "predict --model net.py:mak": "net.py has no mak; did you mean make?",
+    "predict --model net.py:number": "number is no function",
+    "predict --model no_such_package:make": "--model no_such_package:make cannot be imported: ModuleNotFoundError",
+    "predict --model net.py:wrong": "must return a pair, (model, inputs), got int",
+    "predict --model net.py:required": "--bsz is missing: net.py:required needs its parameter bsz",
+    "predict --model net.py:named --bsz 4": "--bsz: net.py:named takes no parameter bsz, but no parameters",
+    "predict --model net.py:flat --checkpointing": "--checkpointing: Sequential has no switch for it",
+    "predict --model net.py:make --heads 4": "--heads is for operators, not for --model",
+    "predict --model net.py:make --mode decode": "--mode decode is for operators",
+    "predict --model net.py:make --mode inference --optimizer adamw": "--optimizer needs a backward",
+    "predict --model net.py:make --optimizer adamv": "; did you mean adamw",
+    "predict --model net.py:make --dtype int8": "--dtype int8 is unknown",
+    "predict --model net.py:make --attention eager": "--attention needs --hf-config",
+    "predict --model net.py:make --hf-config net.py": "not allowed with argument --model",
+    "predict --optimizer adamw": "--optimizer needs --model or --hf-config",
+    "predict --doubts": "--doubts needs --model or --hf-config",
+    "predict --hf-config nothing.json": "--hf-config: there is no file nothing.json",
+    "predict --model net.py:make --calibration net.py --device T4": "--calibration is of a CPU, and --device T4 is none",
+    "fit --model net.py:make --device cpu --find bsz": "--device cpu has no limit to find",
+    "fit --model net.py:make --device T4 --find dim": "--find dim is for operators",
+    "fit --model net.py:make --device T4 --find bsz --bsz 4": "--find bsz searches for this size: leave out --bsz",
+    "fit --model net.py:make --device T4 --find bsz --seq-len 4,8": "--seq-len must be a single value for a model, got 2",
+    "fit --model net.py:make --device T4 --find bsz --step 8 --up-to 4": "--up-to must be at least the step of 8, got 4",
+    "calibrate": "there is no model to calibrate",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_wrong_flags_end_in_one_line(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words.split()) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert WRONG[words] in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_a_factory_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--model", "net.py:fails"]) == 1
+    assert "--model net.py:fails failed: KeyError: 'no weights'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words", ["predict --optimizer adamw", "fit --model no.py:make", "calibrate --hf-config no.json"]
+)
+def test_usage_errors_need_no_torch(words: str) -> None:
+    code = "import sys, memcheck_console; code = memcheck_console.main(); print('torch' in sys.modules); sys.exit(code)"
+    command = [sys.executable, "-c", code, *words.split()]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (ended.returncode, ended.stdout) == (2, "False\n")
+
+
+# fit.
+
+
+@pytest.mark.parametrize("find", ["bsz", "seq-len"])
+def test_the_largest_size_of_a_model(find: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "net.py:make", "--device", "cpu", "--memory-limit", "1MiB", "--optimizer", "sgd"]
+    step = {"bsz": 1, "seq-len": 64}[find]
+    found = said(capsys, "fit", *flags, "--find", find)
+    assert found["largest"] > 0
+    for size, fits in ((found["largest"], True), (found["largest"] + step, False)):
+        assert predicted(capsys, *flags, f"--{find}", str(size))["fits"] is fits
+    (checkpoints,) = [change for change in found["changes"] if change["change"] == "--checkpointing"]
+    assert checkpoints["largest"] > found["largest"]
+    for size, fits in ((checkpoints["largest"], True), (checkpoints["largest"] + step, False)):
+        assert predicted(capsys, *flags, "--checkpointing", f"--{find}", str(size))["fits"] is fits
+
+
+def test_the_verdict_about_the_largest_size(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["fit", "--model", "net.py:make", "--find", "bsz", "--no-changes", "--device", "cpu", "--memory-limit"]
+    assert main([*flags, "2MiB"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith("The largest batch that fits cpu is ")
+    assert " 2 MiB are usable. It runs out in the " in out
+    assert main([*flags, "1KiB", "--fail-on-oom"]) == 3
+    assert capsys.readouterr().out.startswith("Not even batch 1 fits cpu: a training step needs ")
+    assert main([*flags, "8MiB", "--up-to", "2"]) == 0
+    assert "more may fit (--up-to)" in " ".join(capsys.readouterr().out.split())
+
+
+# calibrate.
+
+
+def test_a_calibration_is_carried(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    flags = ["--model", "net.py:make", "--bsz", "2"]
+    table = ["--calibration", "table.jsonl"]
+    done = said(capsys, "calibrate", *flags, "--output", "table.jsonl")
+    assert done["new"] == done["operators"] + done["functions"] > 0
+    assert said(capsys, "calibrate", *flags, "--output", "table.jsonl")["new"] == 0
+    here = predicted(capsys, *flags, "--device", "cpu")
+    monkeypatch.setattr("memcheck.bench.probe.CpuProbe._run", None)  # Nothing may run where the table is read.
+    monkeypatch.setattr("memcheck.bench.probe.CpuProbe._check", None)
+    carried = predicted(capsys, *flags, *table)
+    assert (carried["exact"], carried["need_bytes"]) == (True, here["need_bytes"])
+    other = predicted(capsys, "--model", "net.py:make", "--bsz", "3", *table)
+    assert not other["exact"]
+    assert other["unknown"]
+
+
+def test_a_calibration_of_several_machines_needs_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
+    place = json.dumps(["aten::add", "3 threads", f"torch {torch.__version__}", "cpu old"])
+    rows = [
+        json.dumps({"key": place, "probed": None}),
+        json.dumps({"key": place.replace("3 t", "4 t"), "probed": None}),
+    ]
+    Path("table.jsonl").write_text("\n".join(rows))
+    flags = ["predict", "--model", "net.py:make", "--calibration", "table.jsonl"]
+    assert main(flags) == 2
+    assert "one machine is needed, choose by --threads; it has 3 threads" in capsys.readouterr().err
+    assert predicted(capsys, *flags[1:], "--threads", "4")["threads"] == 4
+    Path("table.jsonl").write_text(json.dumps({"key": place.replace(torch.__version__, "1.0"), "probed": None}))
+    assert main(flags) == 2
+    assert "is of torch 1.0, and this is torch" in capsys.readouterr().err
+
+
+# Operators of the catalog.
+
+
+def test_what_would_make_an_operator_fit_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["predict", "--bsz", "8", "--seq-len", "512", "--device", "cpu", "--memory-limit", "40MiB"]
+    assert main(flags) == 0
+    table = capsys.readouterr().out.partition("What would help, one change at a time")[2]
+    lines = {line.partition("  ")[0]: " yes " in f"{line} " for line in table.splitlines() if line.startswith("--")}
+    assert {"--bsz 4", "--dtype bf16", "--attention-type softmax"} <= lines.keys()
+    for change, fits in lines.items():
+        words = change.split()
+        assert main([*flags, *words, "--fail-on-oom"]) == (0 if fits else 3), change
+    assert lines["--attention-type softmax"]
+
+
+# Models of transformers.
+
+
+@pytest.fixture
+def llama(monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A tiny configuration."""
+    pytest.importorskip("transformers")
+    spec = importlib.util.spec_from_file_location("zoo_of_models", ROOT / "benchmarks" / "zoo.py")
+    assert spec is not None
+    assert spec.loader is not None
+    zoo = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "zoo_of_models", zoo)
+    spec.loader.exec_module(zoo)
+    zoo.with_stubs_of_torchvision()
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 128, "max_position_embeddings": 64}
+    Path("config.json").write_text(json.dumps({"model_type": "llama", "architectures": ["LlamaForCausalLM"], **sizes}))
+    return Path("config.json")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_configuration_is_predicted_as_it_is_measured(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    flags = ["--hf-config", str(llama), "--bsz", "2", "--seq-len", "24", "--device", "cpu"]
+    found = predicted(capsys, *flags, "--attention", "eager")
+    config = transformers.LlamaConfig.from_json_file(str(llama))
+    config._attn_implementation, config.use_cache = "eager", False
+    ids, labels = torch.ones(2, 24, dtype=torch.int64), torch.ones(2, 24, dtype=torch.int64)
+    how: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loss": lambda output: output.loss}
+    model = transformers.LlamaForCausalLM(config)
+    measured = memcheck.measure_memory(model, input_ids=ids, labels=labels, **how)
+    assert {name: found[name] for name in FIGURES} == {name: getattr(measured, name) for name in FIGURES}
+    assert (found["operator"], found["fits"]) == ("LlamaForCausalLM", True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_helps_a_configuration(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--hf-config", str(llama), "--bsz", "2", "--seq-len", "64", "--device", "cpu", "--attention", "eager"]
+    changes = {change["change"]: change["need_bytes"] for change in said(capsys, "predict", *flags)["changes"]}
+    assert {"--checkpointing", "--bsz 1", "--attention sdpa", "--autocast bf16"} <= changes.keys()
+    flags[-1] = "sdpa"
+    assert predicted(capsys, *flags)["need_bytes"] == changes["--attention sdpa"]
+    flags = ["--hf-config", str(llama), "--seq-len", "16", "--device", "cpu", "--memory-limit", "2MiB"]
+    assert said(capsys, "fit", *flags, "--find", "bsz", "--no-changes")["largest"] > 1
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_configurations_end_in_one_line(llama: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for text, words in (
+        ("[", "--hf-config wrong.json cannot be read"),
+        ("{}", "it has no model_type"),
+        ('{"model_type": "lama"}', "transformers has no model_type lama; did you mean llama?"),
+    ):
+        Path("wrong.json").write_text(text)
+        assert main(["predict", "--hf-config", "wrong.json", "--device", "cpu"]) == 2
+        printed = capsys.readouterr()
+        assert words in printed.err
+        assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert main(["predict", "--hf-config", str(llama), "--seq-len", "999", "--device", "cpu", "--no-changes"]) == 0
+    assert "note: max_position_embeddings is 64" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    Path("config.json").write_text("{}")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert main(["predict", "--hf-config", "config.json"]) == 2
+    printed = capsys.readouterr().err
+    assert "--hf-config needs transformers: pip install 'memcheck[transformers]'" in printed
+    assert printed.count("\n") == 1
