@@ -3,7 +3,7 @@
 # First, so that a missing or mismatched extension is the one error there is.
 from memcheck import _extension as _extension
 from memcheck import nn
-from memcheck.bench.api import calibrate, largest, predict_memory
+from memcheck.bench.api import calibrate, largest, predict_memory, write_record
 from memcheck.core.version import __version__ as __version__
 from memcheck.measure.measurement import measure_memory
 from memcheck.measure.tracker import MemoryTracker, track
@@ -39,4 +39,5 @@ __all__ = [
     "softplus_attention",
     "softplus_attention_step",
     "track",
+    "write_record",
 ]

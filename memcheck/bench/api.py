@@ -1,9 +1,13 @@
-"""The public functions that predict: a case of the catalog, any model with its inputs, and the largest that fits."""
+"""The public functions that predict: a case of the catalog, any model with its inputs, and the largest that fits; and
+the one that writes a record.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +16,7 @@ from memcheck.bench import predict as catalog
 from memcheck.core.case import Case
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
+from memcheck.core.record import Record
 from memcheck.core.step import check_step
 from memcheck.predict.probed import Probe
 from memcheck.predict.replay import Prediction, target_for
@@ -172,3 +177,21 @@ def largest(
     from memcheck.bench.capacity import Search
 
     return Largest.of(Search(predict, step, most), start)
+
+
+def write_record(folder: Path | str, record: Record, *, name: str) -> Path:
+    """Writes the record to folder/records.jsonl as the case `name`, for memcheck compare, report and plot.
+
+    A measured record replaces the measured one of that name, and a predicted record the predicted one; all other lines
+    stay as they are. Processes may write to a folder at the same time. The folder is created if needed.
+
+    Returns the path of the file. TypeError: it is no record; that of a prediction is prediction.record.
+    ValueError: the name is empty or longer than a line.
+    """
+    if not isinstance(record, Record):
+        raise TypeError(f"write_record takes a Record, such as prediction.record, got {type(record).__name__}")
+    if len(name.splitlines()) != 1 or not name.strip():
+        raise ValueError(f"name must be one line of text, got {name!r}")
+    from memcheck.bench.sweep.store import replace_row
+
+    return replace_row(Path(folder), f"{record.source}: {name}", dataclasses.replace(record, operator=name))

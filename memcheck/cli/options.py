@@ -8,7 +8,7 @@ from pathlib import Path
 
 from memcheck.core.devices import DEVICES, Device, device_named, this_gpu
 from memcheck.core.errors import UsageError
-from memcheck.core.units import parse_bytes, parse_sizes
+from memcheck.core.units import Growth, parse_bytes, parse_growth, parse_sizes
 
 # Names that help texts list. The modules that define them import torch; a test compares them.
 ATTENTION_TYPES = (
@@ -63,6 +63,14 @@ def size(text: str) -> int:
     """Parses bytes: "40GiB"."""
     try:
         return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def growth(text: str) -> Growth:
+    """Parses how much a figure may grow: "5%", "4KiB"."""
+    try:
+        return parse_growth(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

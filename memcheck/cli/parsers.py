@@ -26,6 +26,7 @@ from memcheck.cli.options import (
     counts,
     file,
     folder,
+    growth,
     reference,
     seconds,
     size,
@@ -34,14 +35,17 @@ from memcheck.cli.options import (
 )
 from memcheck.core.devices import DEVICES
 from memcheck.core.errors import UsageError, did_you_mean
+from memcheck.core.units import Growth
 
 REPORT_FORMATS = ("table", "markdown", "csv", "latex", "json")
+RESULTS = "a folder of results: with records.jsonl, models.jsonl, or both"
 PRESETS = ("quick", "memcheck-pyt", "cs336", "ato")
 METAVARS: dict[Any, str] = {
     count: "N",
     counts: "N[,N]",
     sizes: "N[,N]",
     size: "40GiB",
+    growth: "5%",
     seconds: "S",
     file: "FILE",
     reference: "FILE.py:NAME",
@@ -202,7 +206,7 @@ def check_model_flags(args: argparse.Namespace) -> None:
 
 
 def add_result_folders(parser: argparse.ArgumentParser, nargs: str = "+", more: str = "") -> None:
-    parser.add_argument("folders", nargs=nargs, type=Path, metavar="DIR", help=f"folders with a records.jsonl{more}")
+    parser.add_argument("folders", nargs=nargs, type=Path, metavar="DIR", help=f"folders of results{more}")
     add(parser, "--format", choices=REPORT_FORMATS)
     meaning = "also write the tables there: Markdown, LaTeX, JSON and CSV"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=meaning)
@@ -230,13 +234,16 @@ def compare(parser: argparse.ArgumentParser) -> None:
     """Compares two folders of results, case by case: memory to the byte, times beyond noise.
 
     memcheck compare before/ after/
-    memcheck compare before/ after/ --fail-on-growth
+    memcheck compare before/ after/ --fail-on-growth 5%
     memcheck compare before/ after/ --fail-on-growth 4KiB --allow-missing
     """
-    parser.add_argument("before", type=Path, metavar="BEFORE", help="a folder with a records.jsonl")
+    parser.add_argument("before", type=Path, metavar="BEFORE", help=RESULTS)
     parser.add_argument("after", type=Path, metavar="AFTER", help="another folder")
-    growth = "exit code 1 if a memory figure grew by more than this (by default 0), or a case failed or is missing"
-    add(parser, "--fail-on-growth", nargs="?", const=0, type=size, metavar="SIZE", help=growth)
+    meaning = (
+        "exit code 1 if a memory figure grew by more than 5%% of itself, more than 4KiB, or with 5%%,4KiB by more than "
+        "both; by default at all; and if a case failed or is missing"
+    )
+    add(parser, "--fail-on-growth", nargs="?", const=Growth(), type=growth, help=meaning)
     missing = "with --fail-on-growth: cases of BEFORE may be missing, or without figures, in AFTER"
     add_switches(parser, allow_missing=missing)
     add(parser, "--format", choices=REPORT_FORMATS)
@@ -322,8 +329,11 @@ def plot(parser: argparse.ArgumentParser) -> None:
     memcheck plot results/ --kind memory,time --format pdf --output figures/
     memcheck plot results/ --y saved_bytes --x dim --log
     """
-    parser.add_argument("folder", type=Path, metavar="DIR", help="a folder with a records.jsonl")
-    kinds = "every picture of these kinds: memory, prediction, terms, savings, time, decode; default: what makes sense"
+    parser.add_argument("folder", type=Path, metavar="DIR", help=RESULTS)
+    kinds = (
+        "every picture of these kinds: memory, prediction, terms, savings, time, decode, models; default: what makes "
+        "sense"
+    )
     add_names(parser, "--kind", help=kinds)
     add(parser, "--x", metavar="AXIS", help="seq-len, query-len, kv-len or dim; default: what varies")
     add(parser, "--y", metavar="FIELD", help="a field of the records in bytes or ms, such as saved_bytes")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 from fractions import Fraction
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -22,6 +23,31 @@ def parse_bytes(text: str) -> int:
     if size < 1:
         raise ValueError(f"must be at least one byte, got {text!r}")
     return size
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How much a figure may grow: by so many bytes, or by this percentage of itself, whichever is more."""
+
+    bytes: int = 0
+    percent: Fraction = Fraction(0)
+
+    def __str__(self) -> str:
+        limits = [f"{float(self.percent):g} %"] if self.percent else []
+        limits += [format_bytes(self.bytes)] if self.bytes else []
+        return " and ".join(limits) or "0 B"
+
+    def allows(self, before: int, after: int) -> bool:
+        return after - before <= max(self.bytes, before * self.percent / 100)
+
+
+def parse_growth(text: str) -> Growth:
+    """Parses "4KiB", "5%", or both with a comma between them: "5%,4KiB". ValueError otherwise."""
+    growth = Growth()
+    for word in text.split(","):
+        found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", word)
+        growth = Growth(growth.bytes, Fraction(found[1])) if found else Growth(parse_bytes(word), growth.percent)
+    return growth
 
 
 def format_bytes(size: float) -> str:

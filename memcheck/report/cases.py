@@ -14,8 +14,10 @@ from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import PHASES, Record
 from memcheck.core.units import format_bytes
 
+# size, feed_forward, autocast and checkpointing are those of whole models.
 CASE_FIELDS = (
     "operator",
+    "size",
     "bsz",
     "query_len",
     "kv_len",
@@ -27,6 +29,9 @@ CASE_FIELDS = (
     "causal",
     "mode",
     "compiled",
+    "feed_forward",
+    "autocast",
+    "checkpointing",
 )
 WORDS = {
     "bsz": "batch {}",
@@ -36,8 +41,13 @@ WORDS = {
     "heads": "{} heads",
     "core_dim": "core dim {}",
     "factor": "factor {}",
+    "autocast": "autocast {}",
 }
-YES_AND_NO = {"causal": ("causal", "not causal"), "compiled": ("compiled", "not compiled")}
+YES_AND_NO = {
+    "causal": ("causal", "not causal"),
+    "compiled": ("compiled", "not compiled"),
+    "checkpointing": ("activation checkpoints", "no activation checkpoints"),
+}
 # Fields of a record in plain words, in tables and sentences.
 FIELD_WORDS = {
     "forward_peak_bytes": "peak forward",
@@ -55,12 +65,26 @@ FIELD_WORDS = {
     "optimizer_bytes": "optimizer",
     "workspace_bytes": "workspace",
     "library_workspace_bytes": "library workspace",
+    "buffer_bytes": "buffers",
+    "peak_bytes": "peak",
 }
 NEEDS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes")  # The main figures.
+PHASE_WORDS = {"forward": "the forward", "backward": "the backward", "optimizer": "the optimizer's step"}
+
+
+def is_model(record: Record) -> bool:
+    """True of the record of a whole model."""
+    return isinstance(record, ModelRecord)
+
+
+def has_sizes(record: Record) -> bool:
+    """False of the record of a callable that is no case of the catalog, which memcheck.write_record has named."""
+    return record.query_len is not None
 
 
 def case_of(record: Record) -> tuple[Any, ...]:
-    return tuple(getattr(record, field) for field in CASE_FIELDS)
+    """The settings that make a case. A callable that is no case of the catalog is known by its name alone."""
+    return tuple(getattr(record, field, None) for field in CASE_FIELDS) if has_sizes(record) else (record.operator,)
 
 
 def place_of(record: Record) -> str | None:
@@ -69,11 +93,11 @@ def place_of(record: Record) -> str | None:
 
 
 def values_of(records: Iterable[Record], field: str) -> set[Any]:
-    return {getattr(record, field) for record in records} - {None}
+    return {getattr(record, field, None) for record in records} - {None}
 
 
 def values_in_order(records: Iterable[Record], field: str) -> list[Any]:
-    return [value for value in dict.fromkeys(getattr(record, field) for record in records) if value is not None]
+    return [value for value in dict.fromkeys(getattr(record, field, None) for record in records) if value is not None]
 
 
 def varying(records: Sequence[Record], fields: Sequence[str] = CASE_FIELDS) -> list[str]:
@@ -85,8 +109,10 @@ def describe(record: Record, fields: Sequence[str]) -> str:
     """Describes a case: "softplus, S 512, T 512, dim 64"; one length if S and T are equal."""
     words: list[str] = []
     for name in fields:
-        value = getattr(record, name)
-        if value is None or (name == "core_dim" and value == record.dim) or (name == "compiled" and not value):
+        value = getattr(record, name, None)
+        if value is None or (name == "core_dim" and value == record.dim):
+            continue
+        if name in ("compiled", "checkpointing") and not value:
             continue
         if name == "kv_len" and value == record.query_len and "query_len" in fields:
             words[-1] = f"S = T = {value}"
@@ -122,7 +148,8 @@ def phases_of(record: Record) -> tuple[str, ...]:
     """The phases that the case runs."""
     if record.mode not in ("train", "backward"):
         return PHASES[:1]
-    return PHASES if isinstance(record, ModelRecord) and record.mode == "train" else PHASES[:2]
+    steps = is_model(record) or record.optimizer_peak_bytes is not None
+    return PHASES if steps and record.mode == "train" else PHASES[:2]
 
 
 def need(record: Record) -> int | None:
@@ -160,7 +187,7 @@ def settings_of(record: Record, besides: Sequence[str]) -> tuple[Any, ...]:
     """The case's settings and device without some fields. A core dimension equal to dim is not a setting of its own."""
     fields = [field for field in CASE_FIELDS if field not in besides]
     follows = "dim" in besides and record.core_dim == record.dim
-    values = (None if field == "core_dim" and follows else getattr(record, field) for field in fields)
+    values = (None if field == "core_dim" and follows else getattr(record, field, None) for field in fields)
     return (*values, place_of(record), record.device_name, record.source)
 
 
@@ -187,7 +214,7 @@ def select(records: Sequence[Record], wanted: Mapping[str, str]) -> list[Record]
 def reads_as(record: Record, field: str, text: str) -> bool:
     fields = ("query_len", "kv_len") if field == "seq_len" else (field,)
     # The combinator has no keys; its query length is its sequence length.
-    values = [getattr(record, name) for name in fields]
+    values = [getattr(record, name, None) for name in fields]
     return any(value is not None for value in values) and all(
         value is None or str(value).lower() == text.lower() for value in values
     )

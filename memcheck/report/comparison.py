@@ -8,7 +8,7 @@ from typing import Any
 
 from memcheck.core.doubts import FEW_PASSES, doubts_about
 from memcheck.core.record import Record
-from memcheck.core.units import format_bytes
+from memcheck.core.units import Growth, format_bytes
 from memcheck.report.cases import (
     CASE_FIELDS,
     FIELD_WORDS,
@@ -32,6 +32,9 @@ EXACT_BYTES = (
     "output_bytes",
     "parameter_bytes",
     "gradient_bytes",
+    "optimizer_bytes",
+    "optimizer_peak_bytes",
+    "buffer_bytes",
     "workspace_bytes",
     "library_workspace_bytes",
     "state_bytes",
@@ -46,6 +49,8 @@ ENVIRONMENT = (
     "allocator",
     "threads",
 )
+MAIN_BYTES = (*NEEDS, "optimizer_peak_bytes")  # Those with a column of their own.
+NONE = Growth()
 Key = tuple[Any, ...]
 # The medians of identical code differ by up to this factor from one day to the next, however steady each day is.
 DRIFT = 1.02
@@ -62,9 +67,9 @@ class Comparison:
     only_after: list[Record] = field(default_factory=list)
     beside: dict[int, str] = field(default_factory=dict)  # of measured records, by id: measured / predicted
 
-    def grown(self, beyond: int = 0) -> list[tuple[Record, Record]]:
-        """The pairs in which a memory figure is more than `beyond` bytes higher, or a case that fitted does not fit."""
-        return [pair for pair in self.pairs if grew(*pair, beyond)]
+    def grown(self, allowed: Growth = NONE) -> list[tuple[Record, Record]]:
+        """The pairs in which a memory figure grew by more than is allowed, or a case that fitted does not fit."""
+        return [pair for pair in self.pairs if grew(*pair, allowed)]
 
     def missing(self) -> list[Record]:
         """The records of `before` whose case is not in `after`, or has lost its memory figures there."""
@@ -113,7 +118,7 @@ def peak_ratio(measured: Record, predicted: Record) -> str | None:
 
 def byte_differences(before: Record, after: Record) -> dict[str, int]:
     """Figures that both know and that differ."""
-    pairs = {name: (getattr(before, name), getattr(after, name)) for name in EXACT_BYTES}
+    pairs = {name: (getattr(before, name, None), getattr(after, name, None)) for name in EXACT_BYTES}
     return {name: new - old for name, (old, new) in pairs.items() if None not in (old, new) and new != old}
 
 
@@ -122,13 +127,34 @@ def lost_figures(before: Record, after: Record) -> bool:
     if before.status != "ok" or after.status in DOES_NOT_FIT:
         return False
     return after.status in NO_FIGURES or any(
-        getattr(before, name) is not None and getattr(after, name) is None for name in NEEDS
+        getattr(before, name) is not None and getattr(after, name) is None for name in MAIN_BYTES
     )
 
 
-def grew(before: Record, after: Record, beyond: int = 0) -> bool:
-    fits_no_longer = before.status == "ok" and after.status in DOES_NOT_FIT
-    return fits_no_longer or any(change > beyond for change in byte_differences(before, after).values())
+def grew(before: Record, after: Record, allowed: Growth = NONE) -> bool:
+    return fits_no_longer(before, after) or bool(growths(before, after, allowed))
+
+
+def fits_no_longer(before: Record, after: Record) -> bool:
+    return before.status == "ok" and after.status in DOES_NOT_FIT
+
+
+def growths(before: Record, after: Record, allowed: Growth = NONE) -> list[str]:
+    """Figures that grew by more than is allowed. The parts of a peak have no percentage of their own."""
+    changed = byte_differences(before, after)
+    judged = (*MAIN_BYTES, "state_bytes") if allowed.percent else changed
+    return [
+        name for name in judged if name in changed and not allowed.allows(getattr(before, name), getattr(after, name))
+    ]
+
+
+def growth_words(before: Record, after: Record, allowed: Growth) -> str:
+    """ "peak forward 4 KiB -> 5 KiB, +1,024 B (+25 %)", of each figure that grew too much."""
+    words = [verdict_change(before, after)] if fits_no_longer(before, after) else []
+    for name in growths(before, after, allowed):
+        old, new = (format_bytes(getattr(record, name)) for record in (before, after))
+        words.append(f"{FIELD_WORDS[name]} {old} -> {new}, {byte_change(before, after, name)}")
+    return "; ".join(words)
 
 
 def byte_change(before: Record, after: Record, name: str) -> str | None:
@@ -174,7 +200,7 @@ def other_changes(before: Record, after: Record) -> str | None:
     changes = [
         f"{name.removesuffix('_bytes').replace('_', ' ')} {size:+,} B"
         for name, size in byte_differences(before, after).items()
-        if name not in NEEDS
+        if name not in MAIN_BYTES
     ]
     if before.backend != after.backend:
         changes.append(f"backend {before.backend} -> {after.backend}")
@@ -185,12 +211,14 @@ def other_changes(before: Record, after: Record) -> str | None:
 
 def comparison_table(comparison: Comparison) -> Table:
     both = [record for pair in comparison.pairs for record in pair]
-    fields = [name for name in CASE_FIELDS if name in {"operator", "query_len", "kv_len", *varying(both)}]
+    always = {"operator", "size", "query_len", "kv_len"}
+    fields = [name for name in CASE_FIELDS if name in {*always, *varying(both)}]
+    sizes = [name for name in MAIN_BYTES if name in NEEDS or any(getattr(record, name) is not None for record in both)]
     rows: list[list[Cell]] = [
         [
             describe(after, fields),
             verdict_change(before, after),
-            *(byte_change(before, after, name) for name in NEEDS),
+            *(byte_change(before, after, name) for name in sizes),
             *(time_change(before, after, phase) for phase in ("forward", "backward")),
             other_changes(before, after),
             prediction_change(comparison, before, after),
@@ -200,7 +228,7 @@ def comparison_table(comparison: Comparison) -> Table:
     columns = [
         Column("case", "case"),
         Column("status", "verdict"),
-        *(Column(name.replace("_bytes", "_change"), FIELD_WORDS[name]) for name in NEEDS),
+        *(Column(name.replace("_bytes", "_change"), FIELD_WORDS[name]) for name in sizes),
         Column("forward_time_change", "forward time", rank=2),
         Column("backward_time_change", "backward time", rank=2),
         Column("other_changes", "other changes", rank=3),

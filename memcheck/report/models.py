@@ -8,9 +8,37 @@ from types import SimpleNamespace
 
 from memcheck.core.model_record import ModelRecord, components_of, total
 from memcheck.core.units import format_bytes
-from memcheck.report.cases import FIELD_WORDS, NEEDS, failure_note, need, phases_of
-from memcheck.report.rows import BELOW, SHORT_DTYPES, live_layout, mib_column, predicted_cells, row_and_note
-from memcheck.report.summary import against, exact_size, listed, times_as_much
+from memcheck.report.cases import (
+    FIELD_WORDS,
+    NEEDS,
+    PHASE_WORDS,
+    common_case,
+    count_of,
+    failure_note,
+    is_predicted,
+    need,
+    phases_of,
+    ratio_words,
+    varying,
+)
+from memcheck.report.rows import (
+    BELOW,
+    SHORT_DTYPES,
+    attribute,
+    live_layout,
+    mib_column,
+    predicted_cells,
+    row_and_note,
+)
+from memcheck.report.summary import (
+    against,
+    doubt_lines,
+    exact_size,
+    listed,
+    times_as_much,
+    what_was_measured,
+    what_was_predicted,
+)
 from memcheck.report.tables import SPREAD, TIME, Cell, Column, Screen, Table
 
 LETTERS = (
@@ -60,6 +88,8 @@ COLUMNS = [
     Column("deviation", "time", format=SPREAD, read=deviation, width=4, rank=6),
 ]
 
+CASE = 5  # Columns of the case; the others are figures.
+
 
 class ModelRows:
     """The rows of models that run one after another. timed: there will be times."""
@@ -105,6 +135,45 @@ def model_title(records: Sequence[ModelRecord]) -> str:
     words += ["compiled"] if first.compiled else []
     words += [f"predicted, {first.basis or 'unknown'}"] if first.source == "predicted" else []
     return ", ".join(words)
+
+
+SETTINGS = ("bsz", "factor", "feed_forward", "checkpointing", "compiled", "source", "status")  # Shown where they vary.
+FOR_PROGRAMS = ("dim", "heads", "autocast", "layers", "parameters", "passes", "device", "device_name", "torch_version")
+
+
+def models_table(records: Sequence[ModelRecord]) -> Table:
+    """One row per model, with its prediction if it was measured and predicted."""
+    changing = varying(records, SETTINGS)
+    settings = [
+        attribute(name, name.replace("_", " "), "all" if name in changing else "programs", rank=6) for name in SETTINGS
+    ]
+    case = [attribute("query_len", "S") if column.key == "query_len" else column for column in COLUMNS[:CASE]]
+    columns = [
+        *case,
+        *settings,
+        *(attribute(name, name.replace("_", " "), "programs") for name in FOR_PROGRAMS),
+        *COLUMNS[CASE:],
+        Column("peak_by_predicted", "peak, measured / predicted", rank=3, read=peak_by_predicted),
+        Column("note", "note", read=lambda record: failure_note(record) or None),
+    ]
+    table = Table.of("models", f"{count_of(records)} of whole models: {common_case(records)}", columns, records)
+    table.notes = [LEGEND, *doubt_lines(records)]
+    return table
+
+
+def peak_by_predicted(record: ModelRecord) -> Cell:
+    """ "same", or "1.02 x". None if the peak was not predicted, or only a bound of it."""
+    predicted = SimpleNamespace(**{"peak_bytes": None, "bounds": (), **(record.predicted or {})})
+    return None if "peak_bytes" in predicted.bounds else ratio_words(record, predicted, "peak_bytes")
+
+
+def model_summary(records: Sequence[ModelRecord]) -> list[str]:
+    """Paragraphs: which models were measured or predicted, what the largest needs, and what is doubtful."""
+    measured = [record for record in records if not is_predicted(record)]
+    predicted = [record for record in records if is_predicted(record)]
+    lines = [f"Whole models: {what_was_measured(measured)}"] if measured else []
+    lines += [f"Whole models: {what_was_predicted(predicted)}"] if predicted else []
+    return [*lines, *model_answer(measured or predicted), *doubt_lines(records)]
 
 
 HELD_FORMULAS = ("parameters", "parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_bytes")
@@ -168,11 +237,11 @@ def peak_words(record: ModelRecord) -> str:
     """ "small with softmax at S 128 needs 1.97 GiB at its peak, in the optimizer's step: 97 % of it is ..." """
     size = need(record) or 0
     (phase,) = [name for name in phases_of(record) if getattr(record, f"{name}_peak_bytes") == size][:1]
-    where = {"forward": "the forward", "backward": "the backward", "optimizer": "the optimizer's step"}[phase]
     held = sum(getattr(record, field) or 0 for field in HELD)
     words = f"{record.size} with {attention(record)} at S {record.query_len} needs {format_bytes(size)} at its peak, "
     share = f"{min(held / size, 1):.0%}" if size else "0%"
-    return f"{words}in {where}. Parameters, gradients and AdamW's state are {format_bytes(held)}, {share} of that."
+    words += f"in {PHASE_WORDS[phase]}. Parameters, gradients and AdamW's state are {format_bytes(held)}"
+    return f"{words}, {share} of that."
 
 
 def next_model_step(records: Sequence[ModelRecord], limit_bytes: int | None = None) -> str:

@@ -8,7 +8,9 @@ from typing import Any
 
 from memcheck.core.record import Record
 from memcheck.report.accounting import accounting_table
-from memcheck.report.records import growth_tables, main_tables
+from memcheck.report.cases import is_model
+from memcheck.report.models import parts_table
+from memcheck.report.records import growth_tables, main_tables, models_among
 from memcheck.report.summary import environment_facts, size_of, summary, when
 from memcheck.report.tables import Table, is_number, text_of
 
@@ -76,9 +78,10 @@ def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
     """The main tables, and the tables that are collapsed at first."""
     growth = growth_tables(records)
     scaling = [table for table in growth if table.name == "scaling"]
-    runs = [record for record in records if record.mode != "decode"]
+    runs = [record for record in records if record.mode != "decode" and not is_model(record)]
     accounts = [accounting_table(record) for record in largest_of_each(runs)]
-    return main_tables(records) + scaling, [*growth[len(scaling) :], *accounts]
+    parts = [parts_table(record) for record in models_among(records) if record.formulas]
+    return main_tables(records) + scaling, [*growth[len(scaling) :], *accounts, *parts]
 
 
 def largest_of_each(records: Sequence[Record]) -> list[Record]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memcheck.core.errors import UsageError
+from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.report.cases import (
     CASE_FIELDS,
@@ -16,6 +17,8 @@ from memcheck.report.cases import (
     describe,
     failure_note,
     groups_besides,
+    has_sizes,
+    is_model,
     lengths,
     place_of,
     settings_of,
@@ -23,6 +26,7 @@ from memcheck.report.cases import (
     values_of,
     varying,
 )
+from memcheck.report.models import models_table
 from memcheck.report.predictions import prediction_table
 from memcheck.report.rows import (
     BACKEND,
@@ -124,11 +128,13 @@ def records_table(records: Sequence[Record], units: bool = False) -> Table:
     held = ("input_bytes", "output_bytes", "parameter_bytes")
     parts = ("gradient_bytes", "workspace_bytes", "library_workspace_bytes", "reserved_bytes")
     more = (*parts, "forward_max_allocated_bytes", "backward_max_allocated_bytes")
+    steps = any(record.optimizer_peak_bytes is not None for record in records)
     columns = [
         *case_columns(records),
         status_column(records),
         *(mib_column(field, audience="programs") for field in held),
         *figure_columns(units),
+        *([mib_column("optimizer_peak_bytes")] if steps else []),
         *(mib_column(field, audience="programs") for field in more),
         *(
             attribute(name, name.replace("_", " "), "programs")
@@ -260,17 +266,24 @@ def pivot_title(field: str) -> str:
 
 
 def main_tables(records: Sequence[Record], units: bool = False) -> list[Table]:
-    """All rows, and the tables of decoding, predictions and cs336 cases, as far as there are any."""
+    """All rows, and the tables of decoding, predictions, cs336 cases and whole models, as far as there are any."""
+    models = models_among(records)
+    records = [record for record in records if not is_model(record)]
     runs = [record for record in records if record.mode != "decode"]
     tables = [records_table(runs, units)] if runs else []
     tables += [decode_table(records)] if len(runs) < len(records) else []
+    tables += [models_table(models)] if models else []
     tables += [beside] if (beside := prediction_table(records)).rows else []
     return tables + cs336_tables([record for record in runs if (record.operator or "").startswith("cs336/")])
 
 
+def models_among(records: Sequence[Record]) -> list[ModelRecord]:
+    return [record for record in records if isinstance(record, ModelRecord)]
+
+
 def growth_tables(records: Sequence[Record]) -> list[Table]:
-    """Scaling, and the standard pivots that have a value."""
-    runs = [record for record in records if record.mode != "decode"]
+    """Scaling, and the standard pivots that have a value, of the cases that have sizes."""
+    runs = [record for record in records if record.mode != "decode" and has_sizes(record) and not is_model(record)]
     known = [field for field in STANDARD_PIVOTS if any(getattr(record, field) is not None for record in runs)]
     scaling = scaling_table(runs)
     return ([scaling] if scaling.rows else []) + [stacked_pivot(runs, field) for field in known]

@@ -127,6 +127,8 @@ def lengths_column(records: Sequence[Any]) -> Column:
     """S and T for people: one number where they are equal."""
 
     def read(record: Record) -> Cell:
+        if record.query_len is None:
+            return None
         words = str(record.kv_len) if record.mode == "decode" and record.kv_len else lengths(record)
         return int(words) if words.isdecimal() else words
 

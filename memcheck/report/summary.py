@@ -13,11 +13,14 @@ from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
 from memcheck.report.cases import (
     CASE_FIELDS,
+    PHASE_WORDS,
     common_case,
     count_of,
     describe,
     failure_note,
     groups_besides,
+    has_sizes,
+    is_model,
     is_predicted,
     need,
     pair,
@@ -54,11 +57,18 @@ NUMBER = re.compile(r"\d[\d.,]*")
 
 
 def summary(records: Sequence[Record]) -> list[str]:
-    """Paragraphs: what was measured where, the answer, what is missing or doubtful."""
+    """Paragraphs: what was measured where, the answer, what is missing or doubtful; whole models after operators."""
+    models = [record for record in records if is_model(record)]
+    if models:
+        from memcheck.report.models import model_summary  # It needs the sentences of this module.
+
+        operators = [record for record in records if not is_model(record)]
+        return [*(summary(operators) if operators else []), *model_summary(models)]
     predictions = [record for record in records if is_predicted(record)]
     if predictions and len(predictions) < len(records):
         measured = [record for record in records if not is_predicted(record)]
-        return [*summary(measured), what_was_predicted(predictions), agreement(pair(records).both)]
+        pairs = pair(records).both
+        return [*summary(measured), what_was_predicted(predictions), *([agreement(pairs)] if pairs else [])]
     first = what_was_predicted(records) if predictions else what_was_measured(records)
     return [first, *answer(records), *what_is_missing(records), *doubt_lines(records)]
 
@@ -112,6 +122,10 @@ def most_and_least(records: Sequence[Record]) -> Iterator[str]:
     """Compares operators at the largest case that most of them finished, for each dtype, mode and device. An operator
     that has no other beside it is compared with itself at a smaller size.
     """
+    named = sorted((record for record in records if not has_sizes(record) and need(record)), key=need_or_0)
+    if named:
+        yield f"{growth(named[-1:], ()).removesuffix('.')}{f', the most of {len(named)}' if len(named) > 1 else ''}."
+    records = [record for record in records if has_sizes(record)]
     changing = varying(records)
     for group in groups_besides(records, ("bsz", "query_len", "kv_len", "dim", *OPERATORS_OWN)):
         known = [record for record in group if need(record) is not None]
@@ -120,6 +134,10 @@ def most_and_least(records: Sequence[Record]) -> Iterator[str]:
             yield ranking(max(shapes, key=lambda shape: (len(shape), size_of(shape[0]))), changing)
         elif known:
             yield growth(sorted(known, key=size_of), changing)
+
+
+def need_or_0(record: Record) -> int:
+    return need(record) or 0
 
 
 def size_of(record: Record) -> int:
@@ -160,8 +178,8 @@ def growth(records: Sequence[Record], changing: Sequence[str]) -> str:
     largest = records[-1]
     size = need(largest) or 0
     (phase,) = [name for name in phases_of(largest) if getattr(largest, f"{name}_peak_bytes") == size][:1]
-    words = f"{name_among(largest, records)} needs {format_bytes(size)} at its peak, in the {phase}"
-    words += f", at {place_words(largest, changing)}"
+    words = f"{name_among(largest, records)} needs {format_bytes(size)} at its peak, in {PHASE_WORDS[phase]}"
+    words += f", at {place_words(largest, changing)}" if has_sizes(largest) else ""
     smaller = [record for record in records if size_of(record) < size_of(largest) and need(record)]
     if not smaller:
         return f"{words}."
@@ -188,7 +206,7 @@ def who_ran_out(records: Sequence[Record]) -> Iterator[str]:
         first = min(mine, key=size_of)
         more = f", and in {count_of(mine[1:])} more" if len(mine) > 1 else ""
         where = describe(first, ("bsz", "query_len", "kv_len", "dim", "dtype"))
-        yield f"{operator} ran out of memory at {where} ({failure_note(first)}){more}."
+        yield f"{operator} ran out of memory{f' at {where}' if where else ''} ({failure_note(first)}){more}."
 
 
 def what_is_missing(records: Sequence[Record]) -> Iterator[str]:

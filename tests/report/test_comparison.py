@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from fractions import Fraction
 from pathlib import Path
 
 import pytest
 from json_lines import write_json_lines
 
 from memcheck.__main__ import main
+from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
+from memcheck.core.units import Growth, parse_growth
 from memcheck.measure import timing
 from memcheck.report import compare, comparison_table, comparison_words, environment_changes
 from memcheck.report.comparison import byte_change, time_change
@@ -176,6 +179,81 @@ def test_growth_may_be_let_pass_up_to_a_size(run) -> None:
     code, out, err = run([BASE], grown, "--fail-on-growth", "much")
     assert (code, out) == (2, "")
     assert "--fail-on-growth must look like 40GiB" in err
+
+
+@pytest.mark.parametrize(
+    ("allowed", "saved", "code"),
+    [
+        ("5%", 1024 + 51, 0),
+        ("5%", 1024 + 52, 1),
+        ("0.1 %", 1024 + 1, 0),
+        ("0.1 %", 1024 + 2, 1),
+        ("100B,5%", 1024 + 100, 0),
+        ("5%,100B", 1024 + 101, 1),
+        ("10%,1B", 1024 + 102, 0),
+    ],
+)
+def test_growth_may_be_let_pass_up_to_a_percentage(run, allowed: str, saved: int, code: int) -> None:
+    assert run([BASE], [changed(saved_bytes=saved)], "--fail-on-growth", allowed)[0] == code
+
+
+def test_a_percentage_is_of_peaks_and_not_of_their_parts(run) -> None:
+    more = changed(workspace_bytes=64, gradient_bytes=64)
+    assert run([changed(gradient_bytes=1)], [more], "--fail-on-growth", "5%")[0] == 0
+    assert run([changed(gradient_bytes=1)], [more], "--fail-on-growth", "62B")[0] == 1
+    assert run([BASE], [changed(status="oom")], "--fail-on-growth", "500%")[0] == 1
+    # Of nothing, every percentage is nothing.
+    assert run([changed(saved_bytes=0)], [changed(saved_bytes=1)], "--fail-on-growth", "500%")[0] == 1
+
+
+def test_every_case_that_grew_is_named_with_its_figures(run) -> None:
+    after = [changed(saved_bytes=2048), changed(dim=32, status="oom")]
+    _, out, _ = run([BASE, changed(dim=32)], after, "--fail-on-growth", "5%,1B")
+    assert "2 of 2 cases grew by more than 5 % and 1 B, or fit no longer:\n" in out
+    assert "float32, train: kept for backward 1 KiB -> 2 KiB, +1,024 B (+1e+02 %)\n" in out
+    assert "dim 32, float32, train: ok -> oom\n" in out
+
+
+def test_what_may_grow_is_parsed() -> None:
+    assert parse_growth(" 5 % ") == Growth(percent=5)
+    assert parse_growth("4KiB,0.5%") == Growth(4096, Fraction(1, 2))
+    for text in ("5", "%", "5%%", "-5%", ""):
+        with pytest.raises(ValueError, match=r"what\?|must look like"):
+            parse_growth(text)
+
+
+def test_steps_of_an_optimizer_are_compared(run) -> None:
+    step = changed(optimizer_peak_bytes=9000, optimizer_bytes=2000)
+    (row,) = data_rows(comparison_table(compare([step], [changed(optimizer_peak_bytes=9900, optimizer_bytes=2000)])))
+    assert row["optimizer_peak_change"] == "+900 B (+10 %)"
+    assert run([step], [changed(optimizer_peak_bytes=9900)], "--fail-on-growth", "9%")[0] == 1
+    assert run([step], [changed(optimizer_peak_bytes=9900)], "--fail-on-growth", "10%")[0] == 0
+    assert "optimizer_peak_change" not in data_rows(comparison_table(compare([BASE], [BASE])))[0]
+
+
+def model(**fields: object) -> ModelRecord:
+    sizes = {"forward_peak_bytes": 4096, "saved_bytes": 1024, "backward_peak_bytes": 8192}
+    values = {"size": "tiny", "feed_forward": "swiglu", "checkpointing": False, "optimizer_peak_bytes": 8192, **sizes}
+    case = {"operator": "naive", "query_len": 128, "kv_len": 128, "mode": "train", "device": "cpu"}
+    return ModelRecord(**{**values, **case, **fields})  # type: ignore[arg-type]
+
+
+def test_whole_models_are_compared(tmp_path: Path, capsys) -> None:
+    before = [model(), model(size="small"), model(checkpointing=True), model(autocast="bfloat16")]
+    after = [model(), model(size="small", optimizer_peak_bytes=9000), model(checkpointing=True)]
+    for name, records in (("before", before), ("after", after)):
+        (tmp_path / name).mkdir()
+        write_json_lines(records, tmp_path / name / "models.jsonl")
+    # A folder may also hold records of operators.
+    write_json_lines([BASE], tmp_path / "before" / "records.jsonl")
+    folders = [str(tmp_path / "before"), str(tmp_path / "after")]
+    assert main(["compare", *folders, "--fail-on-growth", "5%"]) == 1
+    out = capsys.readouterr().out
+    assert "naive, tiny, S = T = 128, activation checkpoints  ok" in out
+    assert "naive, small, S = T = 128, train, swiglu: peak optimizer 8 KiB -> 8.79 KiB, +808 B (+9.9 %)\n" in out
+    assert "2 of 5 cases of" in out
+    assert "\n  naive, tiny, S = T = 128, train, swiglu, autocast bfloat16\n" in out
+    assert main(["compare", *folders, "--fail-on-growth", "10%", "--allow-missing"]) == 0
 
 
 def test_missing_cases_fail_unless_allowed(run) -> None:

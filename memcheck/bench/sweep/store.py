@@ -1,4 +1,7 @@
-"""Stores records in DIR/records.jsonl, one line per case, written as soon as the case is done."""
+"""Stores records in DIR/records.jsonl, one line per case, written as soon as the case is done.
+
+DIR/models.jsonl, the records of whole models, is read here, too.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ import json
 import os
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar
 
 from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 
+R = TypeVar("R", bound=Record)
 FILE = "records.jsonl"
+MODELS = "models.jsonl"
 
 
 class StoreError(MemcheckError):
@@ -25,15 +33,70 @@ def read_records(folder: Path | str) -> list[Record]:
     return list(read_rows(Path(folder)).values())
 
 
+def read_results(folder: Path | str) -> list[Record]:
+    """The records of operators, as read_records gives them, and then those of whole models, each a ModelRecord."""
+    models = Path(folder) / MODELS
+    if not models.exists():
+        return read_records(folder)
+    records = read_records(folder) if (Path(folder) / FILE).exists() else []
+    return [*records, *read_lines(models, ModelRecord).values()]
+
+
 def read_rows(folder: Path) -> dict[str, Record]:
     """The newest record of each key, by key. The file may be read while a sweep is writing it."""
+    return read_lines(folder / FILE, Record)
+
+
+def read_lines(path: Path, kind: type[R]) -> dict[str, R]:
     try:
-        data = (folder / FILE).read_bytes()
+        data = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"{folder} holds no {FILE} that can be read: {error.strerror}") from None
+        raise UsageError(f"{path.parent} holds no {path.name} that can be read: {error.strerror}") from None
     if data and not data.endswith(b"\n"):
-        note(folder, "its last line was left out: it was never finished")
-    return dict(rows(data, folder))
+        note(path, "its last line was left out: it was never finished")
+    return dict(rows(data, path, kind))
+
+
+def replace_row(folder: Path, key: str, record: Record) -> Path:
+    """Writes the record in place of the one with that key, else as the last; all other lines stay as they are.
+
+    Processes may do so in a folder at the same time. Returns the path of the file.
+    """
+    path = folder / FILE
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(path):
+        lines = whole_lines(path).splitlines(keepends=True)
+        place = next((place for place, line in enumerate(lines) if key_of(line) == key), len(lines))
+        lines[place : place + 1] = [line_of(key, record)]
+        beside = path.with_suffix(".tmp")
+        beside.write_bytes(b"".join(lines))
+        beside.replace(path)
+    return path
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Waits until no other process writes the file, and keeps them waiting. It is created if needed."""
+    while True:
+        with path.open("ab") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            # Another process may have replaced the file while this one waited for the lock.
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                yield
+                return
+
+
+def line_of(key: str, record: Record) -> bytes:
+    return json.dumps({"key": key, **json.loads(record.to_json())}).encode() + b"\n"
+
+
+def key_of(line: bytes) -> object:
+    """The key of a line; None if it has none or is no JSON."""
+    try:
+        values = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return values.get("key") if isinstance(values, dict) else None
 
 
 class Store:
@@ -65,7 +128,7 @@ class Store:
         os.close(self._file)
 
     def append(self, key: str, record: Record) -> None:
-        line = json.dumps({"key": key, **json.loads(record.to_json())}).encode() + b"\n"
+        line = line_of(key, record)
         end = os.fstat(self._file).st_size
         try:
             while line:
@@ -86,7 +149,8 @@ class Store:
             ) from None
 
     def _load(self) -> dict[str, Record]:
-        records = dict(rows(whole_lines(self.folder / FILE), self.folder))
+        path = self.folder / FILE
+        records = dict(rows(whole_lines(path), path, Record))
         if any(key.startswith("line ") for key in records):
             raise UsageError(f"--output {self.folder} holds records that no sweep wrote: name another folder")
         return records
@@ -102,20 +166,20 @@ def whole_lines(path: Path) -> bytes:
     return data[:whole]
 
 
-def rows(data: bytes, folder: Path) -> Iterator[tuple[str, Record]]:
+def rows(data: bytes, path: Path, kind: type[R]) -> Iterator[tuple[str, R]]:
     """(key, record) of each line; the key of a line without one is "line N"."""
     *lines, _ = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
-            record = Record.from_json(line.decode())
+            record = kind.from_json(line.decode())
             key = json.loads(line).get("key")
             yield key if key and isinstance(key, str) else f"line {number}", record
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-            note(folder, f"line {number} was left out: it is no JSON")
+            note(path, f"line {number} was left out: it is no JSON")
         except ValueError as error:
-            note(folder, f"line {number} was left out: {error}")
+            note(path, f"line {number} was left out: {error}")
 
 
-def note(folder: Path, what: str) -> None:
+def note(path: Path, what: str) -> None:
     """Prints what was wrong with the file on stderr."""
-    print(f"note: {folder / FILE}: {what}", file=sys.stderr)
+    print(f"note: {path}: {what}", file=sys.stderr)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 
-from memcheck.bench.sweep.store import read_records
+from memcheck.bench.sweep.store import read_results
 from memcheck.cli.cases import styles_of_contenders
 from memcheck.core.errors import MemcheckError, UsageError, unknown_name
 from memcheck.core.record import Record
@@ -20,7 +20,7 @@ AXES = {"seq-len": "length", "query-len": "query_len", "kv-len": "kv_len", "dim"
 def run(args: argparse.Namespace) -> int:
     request = make_request(args)
     formats = check_formats(args.format)
-    records = chosen(read_records(args.folder), args.attention_type or [])
+    records = chosen(read_results(args.folder), args.attention_type or [])
     output = args.output or args.folder
     try:
         paths = write_plots(

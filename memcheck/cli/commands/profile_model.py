@@ -7,7 +7,7 @@ import dataclasses
 import itertools
 import json
 import sys
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import TextIO, cast
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             append_record(lines, record)
             records.append(record)
             bar.update()
-    drop_replaced(lines, ModelRecord, model_and_place)
+    drop_replaced(lines, ModelRecord, case_and_place)
     plot_models(records, picture, title="Memory of a decoder", subtitle=model_title(records))
     print(f"\n{rows.legend()}", file=out)
     print_doubts([record for record in records if record.source == "measured"], args.doubts, rows.screen, out)
@@ -150,8 +150,3 @@ def inspect(case: ModelCase, record: ModelRecord, args: argparse.Namespace, out:
     if args.trace is not None and record.status == "ok":
         print(f"\nwhat took the time:\n{format_shares(trace_model(case, args.trace))}", file=out)
         yield args.trace
-
-
-def model_and_place(record: ModelRecord) -> Hashable:
-    more = (record.size, record.feed_forward, record.autocast, record.checkpointing)
-    return *more, case_and_place(record)

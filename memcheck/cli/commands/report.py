@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from memcheck.bench.sweep.store import read_records
+from memcheck.bench.sweep.store import read_results
 from memcheck.cli.cases import make_room, styles_of_contenders
 from memcheck.core.errors import UsageError
+from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.report import (
     Screen,
@@ -31,6 +32,8 @@ from memcheck.report import (
     summary,
     write_files,
 )
+from memcheck.report.cases import has_sizes, is_model
+from memcheck.report.models import parts_table
 from memcheck.studies.published import published_rows, published_tables
 
 
@@ -62,7 +65,7 @@ def write_output(tables: Sequence[Table], folder: Path, stem: str = "tables") ->
 
 def read_selected(folders: Sequence[Path], case: str | None) -> list[Record]:
     wanted = parse_wanted(case) if case else {}
-    records = [record for folder in folders for record in read_records(folder)]
+    records = [record for folder in folders for record in read_results(folder)]
     selected = select(records, wanted)
     if not selected:
         where = ", ".join(map(str, folders))
@@ -73,10 +76,17 @@ def read_selected(folders: Sequence[Path], case: str | None) -> list[Record]:
 
 
 def requested_tables(records: Sequence[Record], args: argparse.Namespace) -> list[Table]:
-    tables = [table for field in map(check_pivot, args.pivot) for table in pivot_tables(records, field)]
-    tables += [scaling_table(records)] if args.scaling else []
-    tables += [accounting_table(record) for record in records] if args.accounting else []
-    return tables + (cs336_tables(records) if args.cs336 else [])
+    sized = [record for record in records if has_sizes(record) and not is_model(record)]
+    if not sized and (args.pivot or args.scaling or args.cs336):
+        raise UsageError("--pivot, --scaling and --cs336 need cases of operators: these folders hold none")
+    tables = [table for field in map(check_pivot, args.pivot) for table in pivot_tables(sized, field)]
+    tables += [scaling_table(sized)] if args.scaling else []
+    tables += [accounting_of(record) for record in records] if args.accounting else []
+    return tables + (cs336_tables(sized) if args.cs336 else [])
+
+
+def accounting_of(record: Record) -> Table:
+    return parts_table(record) if isinstance(record, ModelRecord) else accounting_table(record)
 
 
 def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
@@ -86,9 +96,10 @@ def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
     make_room("--html", args.html)
     styles = styles_of_contenders()
     sweeps = [sweep for folder in args.folders if (sweep := read_sweep(folder))]
-    rows = published_rows(records)
+    operators = [record for record in records if not is_model(record)]
+    rows = published_rows(operators)
     plots = svg_plots(records, styles=styles, more=[published_picture(rows, styles)] if rows else [])
-    more = published_tables([record for record in records if record.mode != "decode"])
+    more = published_tables([record for record in operators if record.mode != "decode"])
     page = html_page(records, title="What attention costs", plots=plots, sweeps=sweeps, more_tables=more)
     try:
         args.html.write_text(page, encoding="utf-8")

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.cases import on_measured_devices
+from memcheck.report.cases import has_sizes, on_measured_devices
 from memcheck.report.plots.lines import (
     MISSING_WORDS,
     beside_words,
@@ -139,7 +139,7 @@ def has_bar(record: Record, quantity: Quantity) -> bool:
 
 def shape_words(view: View) -> str:
     """ "at sequence length 512", or "at query length 4, key length 8" """
-    if not view.records:
+    if not any(map(has_sizes, view.records)):
         return ""
     queries, keys = (position(view.records[0], axis) for axis in ("query_len", "kv_len"))
     return f"at sequence length {keys}" if queries == keys else f"at query length {queries}, key length {keys}"

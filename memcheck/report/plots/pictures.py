@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.cases import common_case
+from memcheck.report.cases import common_case, has_sizes
 from memcheck.report.plots.lines import line_figure, time_lines, time_quantities
 from memcheck.report.plots.memory import (
     decode_bars,
@@ -20,6 +21,7 @@ from memcheck.report.plots.memory import (
     memory_lines,
     memory_overview,
 )
+from memcheck.report.plots.models import model_bars
 from memcheck.report.plots.predictions import has_prediction, has_terms, prediction_lines, terms_lines
 from memcheck.report.plots.savings import savings_bars, standard_among
 from memcheck.report.plots.series import (
@@ -41,7 +43,7 @@ from memcheck.report.plots.style import check_formats, inline_svg, save
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-KINDS = ("memory", "prediction", "terms", "savings", "time", "decode")
+KINDS = ("memory", "prediction", "terms", "savings", "time", "decode", "models")
 
 
 @dataclass(frozen=True)
@@ -115,11 +117,21 @@ def choose_pictures(
 ) -> list[Picture]:
     """Chooses the pictures. Records of different dtypes, modes, devices or batch sizes go into separate pictures."""
     pictures: list[Picture] = []
-    for setting, group in split_settings(records):
+    models = [record for record in records if isinstance(record, ModelRecord)]
+    for setting, group in split_settings([record for record in records if not isinstance(record, ModelRecord)]):
         words = setting_words(setting)
         topic = ", ".join(filter(None, (title, words)))
         pictures += RecordGroup(group, styles, topic, slug(words), request or Request()).pictures()
-    return [*pictures, *more]
+    return [*pictures, *model_pictures(models, title, request or Request()), *more]
+
+
+def model_pictures(models: Sequence[ModelRecord], title: str, request: Request) -> Iterator[Picture]:
+    """Whole models as bars, if no field or axis was requested."""
+    wanted = request.kinds is None or "models" in request.kinds
+    if models and wanted and request.quantity is None and request.x is None:
+        words, subtitle = heading(title, "memory of whole models"), common_case(models)
+        draw = functools.partial(model_bars, models, title=words, subtitle=subtitle)
+        yield Picture("models", f"{words}; {subtitle}.", draw)
 
 
 Draw = Callable[..., "Figure"]
@@ -220,8 +232,11 @@ class RecordGroup:
     def bar_pictures(
         self, stem: str, words: str, draw: Draw, shows: Callable[[View], object] = lambda view: True
     ) -> Iterator[Picture]:
-        """Bars for single shapes."""
-        views = [view for view in views_along(self.records, natural_axis(self.records)) if shows(view)]
+        """Bars for single shapes, or for records that have no sizes."""
+        shapes = views_along(self.records, natural_axis(self.records))
+        if not any(map(has_sizes, self.records)):
+            shapes = [View("length", {}, self.records)]
+        views = [view for view in shapes if shows(view)]
         for number, view in enumerate(views):
             name = f"{stem}-{fixed_slug(view)}" if len(views) > 1 else stem
             yield self.line_picture(view, name, words, draw, main=number == len(views) - 1)

@@ -12,7 +12,7 @@ from typing import Any
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.cases import is_predicted, on_measured_devices
+from memcheck.report.cases import has_sizes, is_predicted, on_measured_devices
 from memcheck.report.plots.style import distinct_styles
 
 # Records that differ in one of these fields never share a plot.
@@ -179,13 +179,19 @@ def split_settings(records: Sequence[Record]) -> list[tuple[dict[str, Any], list
     """Groups of records that may share a plot, each with the values in which it differs from the other groups."""
     records = on_measured_devices(records)
     kinds = [(*shared(records, name),) for name in SETTING]
-    kinds.append(tuple("token operators" if record.kv_len is None else "attention" for record in records))
+    kinds.append(tuple(map(kind_of, records)))
     names = [*SETTING, "kind"]
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for key, record in zip(zip(*kinds, strict=True), records, strict=True):
         groups.setdefault(key, []).append(record)
     differing = [number for number in range(len(names)) if len({key[number] for key in groups}) > 1]
     return [({names[number]: key[number] for number in differing}, rows) for key, rows in groups.items()]
+
+
+def kind_of(record: Record) -> str:
+    if not has_sizes(record):
+        return "callables"
+    return "token operators" if record.kv_len is None else "attention"
 
 
 def shared(records: Sequence[Record], name: str) -> list[Any]:

@@ -1,0 +1,195 @@
+"""What compare, report and plot read: records of operators, of whole models, and of a caller's own callables."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import memcheck
+from memcheck.__main__ import main
+from memcheck.bench.sweep.store import read_records, read_results
+from memcheck.core.model_record import ModelRecord
+from memcheck.core.record import Record
+from memcheck.report import summary
+from memcheck.report.models import models_table
+from memcheck.report.plots import choose_pictures
+from memcheck.report.tables import data_rows
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "benchmarks/results/model"
+QUICK = ROOT / "benchmarks/results/quick"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    shutil.copy(MODELS / "models.jsonl", tmp_path)
+    return tmp_path
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[int, str, str]:
+    code = main(list(map(str, words)))
+    return code, *capsys.readouterr()
+
+
+def test_a_report_of_whole_models(folder: Path, capsys) -> None:
+    code, out, err = run(capsys, "report", folder)
+    assert (code, err) == (0, "")
+    assert out.startswith("Whole models: 5 cases of naive, softmax, linear, compressed and softplus (cpu,")
+    assert "small with softplus at S 128 needs 1.97 GiB at its peak, in the optimizer's step." in out
+    assert "small  naive            128  train  fp32       490.67     490.67  981.33  1609.13    132.21" in out
+    assert "2021.64  782 ms  ±2%  same" in out  # Measured / predicted.
+
+
+def test_a_report_of_a_folder_that_holds_both(folder: Path, capsys) -> None:
+    shutil.copy(QUICK / "records.jsonl", folder)
+    code, out, _ = run(capsys, "report", folder, "--html", folder / "page.html", "--output", folder / "tables")
+    assert code == 0
+    assert out.count("25 cases") == 2
+    assert out.count("5 cases of whole models") == 1
+    assert "At S = T = 4096, naive needs 28 times as much as softplus" in out
+    page = (folder / "page.html").read_text()
+    assert "Memory of whole models" in page
+    assert "small, softmax, S 128, train, fp32: 128,625,408 parameters" in page
+    (rows,) = [
+        table["rows"] for table in json.loads((folder / "tables/tables.json").read_text()) if table["name"] == "models"
+    ]
+    assert [row["operator"] for row in rows] == ["naive", "softmax", "linear (causal)", "compressed", "softplus"]
+    assert rows[0]["peak_by_predicted"] == "same"
+    # The published tables are of operators: whole models are not compared with them.
+    assert run(capsys, "report", folder, "--case", "size=small")[1].count("S = T") == 0
+
+
+def test_other_tables_of_whole_models(folder: Path, capsys) -> None:
+    code, out, _ = run(capsys, "report", folder, "--accounting", "--case", "operator=softmax")
+    assert code == 0
+    assert out.startswith("small, softmax, S 128, train, fp32: 128,625,408 parameters")
+    for flags in (["--scaling"], ["--pivot", "saved_bytes"], ["--cs336"]):
+        code, out, err = run(capsys, "report", folder, *flags)
+        assert (code, out) == (2, "")
+        assert "need cases of operators: these folders hold none" in err
+
+
+def test_pictures_of_whole_models(folder: Path, capsys) -> None:
+    code, out, _ = run(capsys, "plot", folder, "--format", "svg")
+    assert (code, out) == (0, f"Wrote {folder / 'models.svg'}\n")
+    assert "kept for backward" in (folder / "models.svg").read_text()
+    records = [*read_records(QUICK), *read_results(folder)]
+    names = [picture.name for picture in choose_pictures(records, styles={}, title="")]
+    assert {"memory", "models"} <= set(names)
+    assert run(capsys, "plot", folder, "--kind", "memory")[0] == 1
+    assert run(capsys, "plot", folder, "--kind", "models", "--format", "svg")[0] == 0
+
+
+def test_a_prediction_of_a_model_says_what_it_is() -> None:
+    measured, *_ = read_results(MODELS)
+    assert isinstance(measured, ModelRecord)
+    predicted = ModelRecord.from_json(measured.to_json())
+    predicted.source, predicted.basis, predicted.device_name, predicted.predicted = "predicted", "derived", "T4", None
+    assert summary([predicted])[0] == "Whole models: 1 case predicted for T4: 1 fit, 0 run out of memory; 1 derived."
+    assert [row["source"] for row in data_rows(models_table([measured, predicted]))] == ["measured", "predicted"]
+
+
+def test_a_folder_without_results(tmp_path: Path, capsys) -> None:
+    for command in ("report", "plot"):
+        code, out, err = run(capsys, command, tmp_path)
+        assert (code, out) == (2, "")
+        assert "holds no records.jsonl" in err
+
+
+def own_record(rows: int = 8) -> Record:
+    return memcheck.measure_memory(torch.nn.Linear(4, 4), torch.ones(rows, 4, requires_grad=True))
+
+
+def test_a_record_of_a_callable_is_written_and_read(tmp_path: Path, capsys) -> None:
+    model, x = torch.nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
+    record = memcheck.measure_memory(model, x)
+    before, after = tmp_path / "before", tmp_path / "after"
+    assert memcheck.write_record(before, record, name="linear") == before / "records.jsonl"
+    step = memcheck.measure_memory(model, x, optimizer=lambda parameters: torch.optim.AdamW(parameters))
+    memcheck.write_record(before, step, name="a step")
+    assert [read.operator for read in read_records(before)] == ["linear", "a step"]
+    assert record.operator is None  # The caller's record is not changed.
+
+    _, out, err = run(capsys, "report", before)
+    assert err == ""
+    assert "2 cases of linear and a step" in out
+    assert "a step needs " in out
+    assert "in the optimizer's step, the most of 2." in out
+    assert "None" not in out
+    assert run(capsys, "report", before, "--html", before / "page.html", "--output", before)[0] == 0
+    code, out, _ = run(capsys, "plot", before, "--format", "svg")
+    assert (code, out) == (0, f"Wrote {before / 'memory.svg'}\n")
+
+    memcheck.write_record(after, memcheck.measure_memory(model, torch.randn(64, 64, requires_grad=True)), name="linear")
+    memcheck.write_record(after, step, name="a step")
+    assert run(capsys, "compare", before, before, "--fail-on-growth")[0] == 0
+    code, out, _ = run(capsys, "compare", before, after, "--fail-on-growth", "5%")
+    assert code == 1
+    assert "1 of 2 cases grew by more than 5 %" in out
+    assert "\n  linear, train: peak forward" in out
+
+
+def test_a_record_of_the_same_name_is_replaced(tmp_path: Path) -> None:
+    names = ["one", "two", "three"]
+    for name in names:
+        memcheck.write_record(tmp_path, own_record(), name=name)
+    before = (tmp_path / "records.jsonl").read_bytes().splitlines()
+    memcheck.write_record(tmp_path, own_record(16), name="two")
+    after = (tmp_path / "records.jsonl").read_bytes().splitlines()
+    assert [read.operator for read in read_records(tmp_path)] == names
+    assert (after[0], after[2]) == (before[0], before[2])
+    assert after[1] != before[1]
+    assert list(tmp_path.iterdir()) == [tmp_path / "records.jsonl"]
+
+
+def test_a_prediction_stands_beside_the_measurement(tmp_path: Path, capsys) -> None:
+    model, x = torch.nn.Linear(4, 4), torch.ones(8, 4, requires_grad=True)
+    for record in (memcheck.measure_memory(model, x), memcheck.predict_memory(model, x).record):
+        memcheck.write_record(tmp_path, record, name="linear")
+    assert [read.source for read in read_records(tmp_path)] == ["measured", "predicted"]
+    assert "figures are as predicted, to the byte" in run(capsys, "report", tmp_path)[1]
+
+
+def test_a_record_joins_those_of_a_sweep(tmp_path: Path, capsys) -> None:
+    words = ["--attention-type", "softplus", "--seq-len", "16", "--dim", "8", "--no-time", "--output", tmp_path]
+    assert run(capsys, "sweep", *words)[0] == 0
+    memcheck.write_record(tmp_path, own_record(), name="linear")
+    code, _, err = run(capsys, "sweep", *words)
+    assert code == 0, err
+    assert [read.operator for read in read_records(tmp_path)] == ["softplus", "linear"]
+
+
+def test_what_write_record_refuses(tmp_path: Path) -> None:
+    prediction = memcheck.predict_memory(torch.nn.Linear(4, 4), torch.ones(8, 4))
+    with pytest.raises(TypeError, match=r"prediction\.record, got Prediction"):
+        memcheck.write_record(tmp_path, prediction, name="linear")  # type: ignore[arg-type]
+    for name in ("", " ", "two\nlines"):
+        with pytest.raises(ValueError, match="one line of text"):
+            memcheck.write_record(tmp_path, prediction.record, name=name)
+    assert list(tmp_path.iterdir()) == []
+
+
+WRITE = """
+import sys
+import torch
+from memcheck import measure_memory, write_record
+record = measure_memory(torch.nn.Linear(4, 4), torch.ones(8, 4))
+for number in range(40):
+    write_record(sys.argv[1], record, name=f"{sys.argv[2]} {number}")
+"""
+
+
+def test_processes_write_to_one_folder(tmp_path: Path) -> None:
+    def write(name: str) -> None:
+        subprocess.run([sys.executable, "-c", WRITE, str(tmp_path), name], check=True, timeout=120)
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(write, ("one", "two")))
+    assert len(read_records(tmp_path)) == 80
