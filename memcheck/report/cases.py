@@ -106,9 +106,9 @@ def varying(records: Sequence[Record], fields: Sequence[str] = CASE_FIELDS) -> l
 
 
 def describe(record: Record, fields: Sequence[str]) -> str:
-    """Describes a case: "softplus, S 512, T 512, dim 64"; one length if S and T are equal."""
+    """Describes a case: "softplus, S 512, T 512, dim 64"; one length if S and T are equal; or a callable's name."""
     words: list[str] = []
-    for name in fields:
+    for name in fields if has_sizes(record) else {"operator"} & set(fields):
         value = getattr(record, name, None)
         if value is None or (name == "core_dim" and value == record.dim):
             continue

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 from memcheck.core.script_record import LAYERS, Alive, Line, Moment, Place, ScriptRecord
@@ -30,6 +30,24 @@ def script_report(record: ScriptRecord, screen: Screen | None = None) -> str:
     screen = screen or Screen()
     first = [screen.fill(line) if screen.width else line for line in paragraphs(record)]
     return "\n\n".join(["\n".join(first), *(to_text(table, screen) for table in tables(record, MOST_ROWS))])
+
+
+def limit_report(record: ScriptRecord, limit_bytes: int, peaks: Mapping[str, int]) -> str:
+    """Why a test is above its limit: its peaks by device, and what was alive at the peak of the recorded one."""
+    limit = f"its limit is {format_bytes(limit_bytes)}"
+    lines = [
+        f"The test needed {format_bytes(peak)} of torch memory on {device}, and {limit} "
+        f"({peak:,} and {limit_bytes:,} bytes)."
+        for device, peak in peaks.items()
+    ]
+    if record.device not in peaks:
+        return "\n".join(lines)
+    place = record.peak.place
+    lines.append(f"It was highest when {place.operator} allocated {where(record.peak, record)}.")
+    unit = unit_of(record.peak.bytes)
+    title = f"Alive at the peak, by operator and line of Python, {unit}"
+    table = group_table(record.alive, "alive", title, "operator and line", operator_and_line, unit, MOST_ROWS)
+    return "\n".join([*lines, "", to_text(table, Screen())])
 
 
 def script_page(record: ScriptRecord, svg: str) -> str:
@@ -193,6 +211,11 @@ def size_of(alive: Iterable[Alive]) -> int:
 
 def operator_of(place: Place) -> str:
     return place.operator
+
+
+def operator_and_line(place: Place) -> str:
+    name = f"{place.kind} ({place.operator})" if place.kind else place.operator
+    return f"{name}, {line_of(place)}"
 
 
 def line_of(place: Place) -> str:

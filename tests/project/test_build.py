@@ -198,7 +198,8 @@ def test_only_what_changed_is_compiled_again(build: list[str], tmp_path: Path) -
     for name in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "README.md").touch()
-    (tmp_path / "memcheck_console.py").touch()
+    for module in ("memcheck_console", "memcheck_pytest"):
+        (tmp_path / f"{module}.py").touch()
     (tmp_path / "memcheck" / "core").mkdir(parents=True)
     (tmp_path / "memcheck" / "__init__.py").touch()
     (tmp_path / "memcheck" / "core" / "__init__.py").touch()

@@ -4,6 +4,9 @@ import doctest
 import json
 import re
 import runpy
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,10 +109,50 @@ def test_combinator_equals_its_docstring():
     torch.testing.assert_close(memcheck.combinator(x, weight), names["y"])
 
 
+def python_of(text):
+    """The blocks of Python."""
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("source", python_of(README), ids=lambda source: source.partition("\n")[0])
+def test_each_block_of_the_readme_runs_alone(source, tmp_path):
+    code = f"import os; os.chdir({str(tmp_path)!r})\n{source}"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_workflow_of_the_documentation_compares_what_its_script_writes(tmp_path, monkeypatch, capsys):
+    yaml = pytest.importorskip("yaml")
+    from memcheck.__main__ import main
+
+    page = (ROOT / "docs/ci.md").read_text(encoding="utf-8")
+    (source,) = [source for source in python_of(page) if "write_record" in source]
+    (workflow,) = re.findall(r"```yaml\n(.*?)```", page, re.DOTALL)
+    steps = yaml.safe_load(workflow)["jobs"]["memory"]["steps"]
+    commands = [line for step in steps for line in step.get("run", "").splitlines() if line.startswith("memcheck ")]
+    for name, text in ((".", source), ("base", source), ("grown", source.replace("4, 256,", "4, 320,"))):
+        (tmp_path / name).mkdir(exist_ok=True)
+        monkeypatch.chdir(tmp_path / name)
+        exec(text, {})
+    monkeypatch.chdir(tmp_path)
+    assert len(commands) == 2
+    assert [main(shlex.split(command.partition(">>")[0])[1:]) for command in commands] == [0, 0]
+    assert "| training step | ok | same | same | same | same |" in capsys.readouterr().out
+    assert (tmp_path / "memory.html").exists()
+    assert main(["compare", "memory", "grown/memory", "--fail-on-growth", "10%"]) == 1
+    (shown,) = re.findall(r"```text\n(2 of 2 cases grew.*?)```", page, re.DOTALL)
+    if torch.__version__.startswith("2.13."):  # Others may need other bytes.
+        assert shown in capsys.readouterr().out
+
+
 @pytest.mark.slow
 @pytest.mark.isolated
 def test_the_python_of_the_documentation_runs(tmp_path, monkeypatch):
-    sources = re.findall(r"```python\n(.*?)```", documentation(), re.DOTALL)
+    # Tests that a page shows are run by tests/cli/test_pytest_plugin.py.
+    sources = [source for source in python_of(documentation()) if "def test_" not in source]
     small = {name: torch.randn(1, 2, 64, 16, requires_grad=True) for name in "qkv"}
     names = {
         "model": torch.nn.Linear(8, 4),
@@ -122,7 +165,8 @@ def test_the_python_of_the_documentation_runs(tmp_path, monkeypatch):
     for source in sources:
         exec(source, names)
         names |= small  # The README's own are 128 times as long.
-    assert {path.name for path in tmp_path.iterdir()} == {"timeline.png", "memory.pickle", "trace.json.gz", "results"}
+    written = {"timeline.png", "memory.pickle", "trace.json.gz", "results", "memory"}
+    assert {path.name for path in tmp_path.iterdir()} == written
     assert len(names["records"]) == 4
 
 

@@ -133,7 +133,7 @@ def test_a_record_of_a_callable_is_written_and_read(tmp_path: Path, capsys) -> N
     code, out, _ = run(capsys, "compare", before, after, "--fail-on-growth", "5%")
     assert code == 1
     assert "1 of 2 cases grew by more than 5 %" in out
-    assert "\n  linear, train: peak forward" in out
+    assert "\n  linear: peak forward" in out
 
 
 def test_a_record_of_the_same_name_is_replaced(tmp_path: Path) -> None:

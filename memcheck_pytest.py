@@ -1,0 +1,75 @@
+"""The pytest plugin: a limit on a test's memory of tensors, and a fixture that counts it.
+
+Beside the package, as importing anything inside it would load torch whenever pytest starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    import torch
+
+    from memcheck import MemoryTracker
+
+MARKER = (
+    "memcheck_limit(limit, device=None): fails the test if its peak of torch memory, on this device or on any, is "
+    "above the limit, such as '24 MiB'"
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", MARKER)
+
+
+@pytest.fixture
+def memcheck_memory() -> Iterator[MemoryTracker]:
+    """A memcheck.MemoryTracker that is open during the test: peak_bytes, current_bytes, reset_peak(), by_device.
+
+    It counts a GPU's memory if torch can use one, else the CPU's, above what was alive when the fixture was set up.
+    """
+    import torch
+
+    import memcheck
+
+    # Without hooks on autograd, which torch.func refuses.
+    with memcheck.track(device="cuda" if torch.cuda.is_available() else "cpu", saved=False) as memory:
+        yield memory
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    marker = item.get_closest_marker("memcheck_limit")
+    if marker is None:
+        return (yield)
+    from memcheck.measure.script import ScriptWatch
+    from memcheck.report.script import limit_report
+
+    try:
+        limit_bytes, device, named = parse_limit(*marker.args, **marker.kwargs)
+    except (TypeError, ValueError, RuntimeError) as error:
+        pytest.fail(f"{item.nodeid}: memcheck_limit: {error}", pytrace=False)
+    with ScriptWatch(device) as watch:
+        result = yield
+    record = watch.record([item.nodeid], 0, None)
+    peaks = {record.device: record.peak.bytes, **({} if named else record.other_peaks)}
+    over = {name: peak for name, peak in peaks.items() if peak > limit_bytes}
+    if over:
+        pytest.fail(limit_report(record, limit_bytes, over), pytrace=False)
+    return result
+
+
+def parse_limit(limit: str, device: str | None = None) -> tuple[int, torch.device, bool]:
+    """The bytes, the device whose blocks are named, and whether the limit is for this device alone."""
+    import torch
+
+    from memcheck.core.tensors import resolve_device
+    from memcheck.core.units import parse_bytes
+
+    if not isinstance(limit, str):
+        raise TypeError(f"limit must be a text such as '24 MiB', got {limit!r}")
+    name = device or ("cuda" if torch.cuda.is_initialized() else "cpu")
+    return parse_bytes(limit), resolve_device(name, ()), device is not None
