@@ -171,7 +171,7 @@ CONTENDERS: dict[str, Contender] = {
             "softmax attention, whole score matrix",
             operators.masked(naive_attention),
             Style("#D55E00", "s", "--"),
-            decode=Decoding(decoding.cached(functools.partial(naive_attention, causal=False)), decoding.cache),
+            decode=decoding.with_cache(functools.partial(naive_attention, causal=False)),
             **EAGER,
         ),
         headed(
@@ -187,7 +187,7 @@ CONTENDERS: dict[str, Contender] = {
             "F.scaled_dot_product_attention, torch's choice of backend",
             operators.build_softmax,
             Style("#0072B2", "^", "-."),
-            decode=Decoding(decoding.cached(scaled_dot_product_attention), decoding.cache),
+            decode=decoding.with_cache(scaled_dot_product_attention),
         ),
         softmax_contender(
             "softmax/math", "SDPA, math backend forced", SDPBackend.MATH, Style("#E69F00", "v", (0, (1, 1)))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -13,6 +15,7 @@ from memcheck.core.case import Case, Terms
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UnsupportedError
 from memcheck.core.record import Record
+from memcheck.core.workload import Workload
 from memcheck.measure.sdpa_backend import fused_backend
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_for
 from memcheck.predict.scratch import Target
@@ -47,7 +50,7 @@ def predict_memory(
     the allocator of the process has cached nothing yet.
     """
     device = device_named(device) if isinstance(device, str) else device
-    modes = {"expandable_segments": expandable_segments, "drops_workspaces": drops_workspaces}
+    modes: Any = {"expandable_segments": expandable_segments, "drops_workspaces": drops_workspaces}
     return predicted_for(target_for(device, threads, torch_version), case, device, limit_bytes, dense_grad, **modes)
 
 
@@ -60,14 +63,15 @@ def predicted_for(
     *,
     expandable_segments: bool = False,
     drops_workspaces: bool = True,
+    make: Callable[[Case], Workload] = prepare,
 ) -> Prediction:
-    """The prediction for a target; arguments as of predict_memory."""
+    """The prediction for a target; arguments as of predict_memory. make: makes the workload of a case on meta."""
     record = dataclasses.replace(blank_record(Record, device, target), **case.fields())
     contender = CONTENDERS[case.operator]
     if case.compiled:
         return unpredicted(case, device, record, "the compiler decides what is allocated")
     try:
-        trace = traced(contender, dataclasses.replace(case, device="meta"), target, dense_grad, drops_workspaces)
+        trace = traced(contender, dataclasses.replace(case, device="meta"), target, dense_grad, drops_workspaces, make)
     except UnsupportedError as error:
         record.status, record.reason, record.basis = "unsupported", str(error), None
         return Prediction(case, device, record, {}, False, ())
@@ -91,9 +95,16 @@ def unpredicted(case: Case, device: Device, record: Record, why: str) -> Predict
 
 
 @functools.lru_cache(maxsize=128)
-def traced(contender: Contender, case: Case, target: Target, dense_grad: bool, drops_workspaces: bool) -> Trace:
+def traced(
+    contender: Contender,
+    case: Case,
+    target: Target,
+    dense_grad: bool,
+    drops_workspaces: bool,
+    make: Callable[[Case], Workload],
+) -> Trace:
     """Traces the case. contender: passed explicitly because names can be registered again."""
-    return TracedRun(target, dense_grad=dense_grad, drops_workspaces=drops_workspaces).trace(prepare(case))
+    return TracedRun(target, dense_grad=dense_grad, drops_workspaces=drops_workspaces).trace(make(case))
 
 
 # The fields that a measured record's terms cover.

@@ -351,6 +351,7 @@ def predict(parser: Parser) -> None:
     """Predicts the memory of an operator or of any model on any device; runs nothing.
 
     memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
+    memcheck predict --mode decode --kv-len 8192 --dim 4096 --heads 32 --kv-heads 8 --layers 32 --device A100-40GB
     memcheck predict --model train.py:make --bsz 8 --optimizer adamw --device RTX-4090 --fail-on-oom
     memcheck predict --hf-config config.json --bsz 8 --seq-len 4096 --dtype bf16 --checkpointing --device RTX-4090
     """
@@ -376,7 +377,17 @@ def predict(parser: Parser) -> None:
     add_model_flags(parser)
     add_model_output_flags(parser, "do not predict what would need less")
     add(parser, "--format", "--plugin")
+    add_decoding_flags(parser.add_argument_group("a model that decodes, in --mode decode"))
     parser.check = check_model_flags
+
+
+def add_decoding_flags(group: argparse._ActionsContainer) -> None:
+    """Adds the flags of a KV cache, or of the state of another attention."""
+    add(group, "--layers", type=count, help="attention layers, each with a cache; default: 1")
+    add(group, "--kv-heads", type=count, help="heads of keys and values; default: --heads")
+    add(group, "--block-size", type=count, help="tokens per block of a paged cache; default: 1")
+    add(group, "--weights", type=size, help="what the model's weights take beside the caches; default: 0B")
+    add_switches(group, concatenate="a step makes a longer cache beside the old one, as torch.cat does")
 
 
 def profile_attention(parser: argparse.ArgumentParser) -> None:

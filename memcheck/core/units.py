@@ -38,7 +38,8 @@ class Growth:
         return " and ".join(limits) or "0 B"
 
     def allows(self, before: int, after: int) -> bool:
-        return after - before <= max(self.bytes, before * self.percent / 100)
+        grown = after - before
+        return grown <= self.bytes or grown * 100 <= before * self.percent
 
 
 def parse_growth(text: str) -> Growth:

@@ -118,7 +118,9 @@ def peak_ratio(measured: Record, predicted: Record) -> str | None:
 
 def byte_differences(before: Record, after: Record) -> dict[str, int]:
     """Figures that both know and that differ."""
-    pairs = {name: (getattr(before, name, None), getattr(after, name, None)) for name in EXACT_BYTES}
+    pairs: dict[str, tuple[Any, Any]] = {
+        name: (getattr(before, name, None), getattr(after, name, None)) for name in EXACT_BYTES
+    }
     return {name: new - old for name, (old, new) in pairs.items() if None not in (old, new) and new != old}
 
 

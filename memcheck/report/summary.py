@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from memcheck.core.doubts import reason_in_short
+from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
 from memcheck.report.cases import (
@@ -58,7 +59,7 @@ NUMBER = re.compile(r"\d[\d.,]*")
 
 def summary(records: Sequence[Record]) -> list[str]:
     """Paragraphs: what was measured where, the answer, what is missing or doubtful; whole models after operators."""
-    models = [record for record in records if is_model(record)]
+    models = [record for record in records if isinstance(record, ModelRecord)]
     if models:
         from memcheck.report.models import model_summary  # It needs the sentences of this module.
 

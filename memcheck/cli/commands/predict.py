@@ -11,6 +11,7 @@ from typing import Any
 from memcheck.bench.changes import single_changes
 from memcheck.bench.predict import predict_memory
 from memcheck.cli.cases import DOES_NOT_FIT, make_any_case, note_unused_flags
+from memcheck.cli.decoding import check_flags, predict_decoding
 from memcheck.cli.models import Study, classes_of
 from memcheck.cli.options import DEFAULT_SIZES, make_lengths, predicted_device
 from memcheck.core.case import Case
@@ -23,7 +24,13 @@ from memcheck.report.tables import Screen
 
 
 def run(args: argparse.Namespace) -> int:
-    prediction = predict_model(args) if args.model or args.hf_config else predict_operator(args)
+    check_flags(args)
+    if args.model or args.hf_config:
+        prediction = predict_model(args)
+    elif args.mode == "decode":
+        prediction = predict_decoding(args, make_case(args))
+    else:
+        prediction = predict_operator(args)
     return DOES_NOT_FIT if args.fail_on_oom and prediction.record.status != "ok" else 0
 
 
@@ -83,7 +90,6 @@ def prediction_object(prediction: Prediction) -> dict[str, Any]:
 
 def predict_operator(args: argparse.Namespace) -> Prediction:
     case, device = make_case(args), predicted_device(args)
-    note_unused_flags(args, [case])
     how = {"dense_grad": args.dense_grad, "threads": args.threads, "expandable_segments": args.expandable_segments}
     prediction = predict_memory(case, device, limit_bytes=args.memory_limit, **how)
     if args.format == "json":
@@ -118,4 +124,6 @@ def make_case(args: argparse.Namespace) -> Case:
         "causal": args.causal is not False,
     }
     more = {"query_len": query_len, "dtype": args.dtype or "float32", "mode": args.mode, "compiled": args.compile}
-    return make_any_case(name, attention_fields, **sizes, **more)
+    case = make_any_case(name, attention_fields, **sizes, **more)
+    note_unused_flags(args, [case])
+    return case

@@ -1,0 +1,142 @@
+"""What the decoding states of a whole model take, such as its KV cache, and how many sequences fit on a device."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+from memcheck.bench.capacity import Search
+from memcheck.bench.catalog import CONTENDERS
+from memcheck.bench.decode import Decoding, cached, grouped, in_place, one_token
+from memcheck.bench.predict import predicted_for
+from memcheck.core.case import Case
+from memcheck.core.devices import Device
+from memcheck.core.errors import UnsupportedError, UsageError
+from memcheck.core.tensors import tensors_in
+from memcheck.core.workload import Workload
+from memcheck.predict.replay import Prediction, target_for
+
+
+@dataclass(frozen=True)
+class CachedModel:
+    """Attention layers that decode, each with a state of its own.
+
+    case: one layer in decode mode. Its heads are those of the queries, and dim is heads times the size of a head.
+    kv_heads: heads of keys and values, each of which serves heads / kv_heads queries; None: as many as heads.
+    block_size: positions per block of a paged cache. A sequence takes whole blocks.
+    concatenates: a step makes a new cache beside the old one, as torch.cat does, in place of writing into it.
+    weights_bytes: what the model's weights take beside the states.
+
+    UsageError: the operator has no decoding step, or does not have what an argument is about.
+    """
+
+    case: Case
+    kv_heads: int | None = None
+    layers: int = 1
+    block_size: int = 1
+    concatenates: bool = False
+    weights_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        name, heads = self.case.operator, self.case.heads
+        if CONTENDERS[name].decode is None:
+            raise UsageError(f"--attention-type {name} has no decoding step")
+        if self.kv_heads is not None and (heads is None or heads % self.kv_heads):
+            words = f"{heads} heads" if heads else "no heads"
+            raise UsageError(f"--kv-heads must divide --heads, got {self.kv_heads}, and {name} has {words}")
+        if self.decoding.attend is None and (self.block_size > 1 or self.concatenates):
+            flag = "--concatenate" if self.concatenates else "--block-size"
+            raise UsageError(f"{flag} is for a cache of keys and values, which {name} does not have")
+
+    @property
+    def decoding(self) -> Decoding:
+        decoding = CONTENDERS[self.case.operator].decode
+        assert decoding is not None
+        return decoding
+
+    def layer(self, bsz: int) -> Case:
+        """One layer with so many sequences, in whole blocks."""
+        blocks = -(-self.case.size("kv_len") // self.block_size)
+        return dataclasses.replace(self.case, bsz=bsz, kv_len=blocks * self.block_size)
+
+    def state_bytes(self, bsz: int = 1) -> int:
+        """The states of all layers, for so many sequences."""
+        return self.layers * bytes_of_state(self.layer(1), self.kv_heads) * bsz
+
+    @property
+    def bytes_per_token(self) -> float:
+        """By how much the states of a sequence grow per token, over many tokens. 0 if they do not grow."""
+        more = self.block_size * (self.case.factor or 1)
+        layer = self.layer(1)
+        longer = dataclasses.replace(layer, kv_len=layer.size("kv_len") + more)
+        return self.layers * (bytes_of_state(longer, self.kv_heads) - bytes_of_state(layer, self.kv_heads)) / more
+
+    def bytes_beside(self, bsz: int) -> int:
+        """The weights, and the states of the layers that do not run at the moment."""
+        return self.weights_bytes + self.state_bytes(bsz) // self.layers * (self.layers - 1)
+
+    def predict_step(
+        self, device: Device, bsz: int | None = None, *, limit_bytes: int | None = None, threads: int | None = None
+    ) -> Prediction:
+        """The prediction of one layer's step on what the rest of the model leaves of the device.
+
+        So its status says whether the whole model fits. bsz: sequences; those of the case by default.
+        """
+        case = self.layer(self.case.bsz if bsz is None else bsz)
+        beside = self.bytes_beside(case.bsz)
+        usable, limit = (None if room is None else max(room - beside, 1) for room in (device.usable_bytes, limit_bytes))
+        left = dataclasses.replace(device, usable_bytes=usable)
+        step = functools.partial(step_workload, kv_heads=self.kv_heads, concatenates=self.concatenates)
+        return predicted_for(target_for(device, threads), case, left, limit, make=step)
+
+    def need_bytes(self, device: Device, *, threads: int | None = None) -> int | None:
+        """The weights, all states and the step of one layer. None if a step is not predicted."""
+        unlimited = dataclasses.replace(device, usable_bytes=None)
+        peak = self.predict_step(unlimited, threads=threads).record.forward_peak_bytes
+        return None if peak is None else self.bytes_beside(self.case.bsz) + peak
+
+    def most_sequences(
+        self, device: Device, *, limit_bytes: int | None = None, threads: int | None = None
+    ) -> int | None:
+        """The largest number of sequences that fits. None if there is no limit."""
+        rooms = [room for room in (device.usable_bytes, limit_bytes) if room is not None]
+        if not rooms:
+            return None
+        most = (min(rooms) - self.weights_bytes) // self.state_bytes()
+        if most < 1:
+            return 0
+
+        def predict(bsz: int) -> Prediction:
+            return self.predict_step(device, bsz, limit_bytes=limit_bytes, threads=threads)
+
+        return Search(predict, 1, most).largest(most)
+
+
+def key_case(case: Case, kv_heads: int | None) -> Case:
+    """The case with the heads of keys and values."""
+    if kv_heads is None or case.heads is None:
+        return case
+    return dataclasses.replace(case, heads=kv_heads, dim=case.dim // case.heads * kv_heads)
+
+
+@functools.lru_cache
+def bytes_of_state(case: Case, kv_heads: int | None) -> int:
+    """The state of one layer."""
+    decoding = CONTENDERS[case.operator].decode
+    assert decoding is not None
+    state = decoding.state(dataclasses.replace(key_case(case, kv_heads), device="meta"))
+    return sum(tensor.untyped_storage().nbytes() for tensor in tensors_in(state))
+
+
+def step_workload(case: Case, *, kv_heads: int | None, concatenates: bool) -> Workload:
+    """The step of one layer. The new token's key and value are the last of the cache's T unless it concatenates."""
+    contender, keys = CONTENDERS[case.operator], key_case(case, kv_heads)
+    decoding = contender.decode
+    if decoding is None:
+        raise UnsupportedError(f"{case.operator} has no decoding step")
+    (q, *_), (_, k, v) = contender.inputs(one_token(case)), contender.inputs(one_token(keys))
+    step, state = decoding.step(case), decoding.state(keys)
+    if decoding.attend is not None:
+        step = (cached if concatenates else in_place)(grouped(decoding.attend))(case)
+    return Workload(case, step, (q, k, v, state), ((), ()), ("q", "k", "v", "state"), state)

@@ -1,0 +1,180 @@
+"""memcheck predict --mode decode: what a model's KV cache takes, and how many sequences fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from memcheck.__main__ import main
+from memcheck.bench.catalog import make_case
+from memcheck.bench.kv_cache import CachedModel, step_workload
+from memcheck.core.case import Case
+from memcheck.core.devices import device_named
+from memcheck.core.errors import UsageError
+from memcheck.measure.measurement import measure_memory
+
+ROOT = Path(__file__).parents[2]
+LLAMA = ("--dim", "4096", "--heads", "32", "--kv-heads", "8", "--layers", "32", "--dtype", "bf16")
+# Keys and values of 8 heads of 128, 2 bytes each, in 32 layers.
+TOKEN = 2 * 8 * 128 * 2 * 32
+
+
+def decoding(operator: str = "softmax", **fields: object) -> Case:
+    sizes = {"bsz": 3, "kv_len": 40, "dim": 48, "heads": 6, "core_dim": None, "factor": 4, "dtype": "float32"}
+    return make_case(operator, query_len=1, mode="decode", **{**sizes, **fields})  # type: ignore[arg-type]
+
+
+def said(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> str:
+    assert main(["predict", "--mode", "decode", *words]) == code
+    return capsys.readouterr().out
+
+
+def cache(capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> dict[str, float]:
+    return json.loads(said(capsys, *words, "--format", "json", code=code))["cache"]
+
+
+def test_a_cache_per_token_per_sequence_and_per_gpu(capsys) -> None:
+    words = ("--attention-type", "softmax", *LLAMA, "--bsz", "4", "--kv-len", "8190", "--device", "A100-40GB")
+    found = cache(capsys, *words, "--block-size", "16", "--weights", "16GB")
+    assert found["bytes_per_token"] == TOKEN == 131072
+    assert found["bytes_per_sequence"] == 8192 * TOKEN
+    assert found["bytes"] == 4 * 8192 * TOKEN
+    step = found["need_bytes"] - found["bytes"] - 16 * 10**9
+    assert 0 < step < 2**20
+    assert found["sequences"] == 23
+    assert cache(capsys, *words)["bytes_per_sequence"] == 8190 * TOKEN
+    # Without weights there is room for more.
+    room = device_named("A100-40GB").usable_bytes or 0
+    assert 23 < cache(capsys, *words, "--block-size", "16")["sequences"] <= room // (8192 * TOKEN)
+
+
+def test_the_second_copy_of_a_concatenation_counts_only_if_asked(capsys) -> None:
+    words = ("--attention-type", "softmax", *LLAMA, "--kv-len", "1024", "--device", "cpu")
+    once, twice = cache(capsys, *words), cache(capsys, *words, "--concatenate")
+    longer = 1025 * TOKEN // 32
+    assert twice["bytes"] == once["bytes"]
+    assert longer <= twice["need_bytes"] - once["need_bytes"] < longer + 2**12
+
+
+@pytest.mark.parametrize("operator", ["naive", "softmax", "linear-causal", "compressed"])
+@pytest.mark.parametrize("kv_heads", [None, 2])
+@pytest.mark.parametrize("concatenates", [False, True])
+def test_the_step_of_a_layer_is_predicted_to_the_byte(operator: str, kv_heads: int | None, concatenates: bool) -> None:
+    if concatenates and operator not in ("naive", "softmax"):
+        return
+    model = CachedModel(decoding(operator), kv_heads, concatenates=concatenates)
+    predicted = model.predict_step(device_named("cpu"))
+    workload = step_workload(model.case, kv_heads=kv_heads, concatenates=concatenates)
+    measured = measure_memory(workload.operator, *workload.inputs, backward=False)
+    assert predicted.record.forward_peak_bytes == measured.forward_peak_bytes
+    assert predicted.record.state_bytes == model.state_bytes(3)
+
+
+@pytest.mark.parametrize("operator", ["naive", "softmax", "linear-causal", "compressed"])
+def test_fewer_heads_of_keys_give_the_attention_of_repeated_ones(operator: str) -> None:
+    import torch
+
+    case = decoding(operator)
+    grouped = step_workload(case, kv_heads=2, concatenates=False)
+    q, k, v, state = grouped.inputs
+    whole = step_workload(case, kv_heads=None, concatenates=False)
+
+    def repeated(x: object) -> object:
+        return x.repeat_interleave(3, 1) if isinstance(x, torch.Tensor) else x
+
+    kind = (lambda parts: tuple(parts)) if type(state) is tuple else (lambda parts: type(state)(*parts))
+    expected, _ = whole.operator(q, repeated(k), repeated(v), kind(map(repeated, state)))
+    y, _ = grouped.operator(q, k, v, state)
+    torch.testing.assert_close(y, expected)
+
+
+def test_states_that_do_not_grow(capsys) -> None:
+    found = cache(
+        capsys, "--attention-type", "softplus", "--kv-len", "1000", "--dim", "64", "--layers", "3", "--device", "cpu"
+    )
+    assert (found["bytes_per_token"], found["bytes_per_sequence"]) == (0, 3 * 2 * 64 * 4)
+    assert found["sequences"] is None
+    out = said(capsys, "--attention-type", "linear-causal", "--kv-len", "1000", "--device", "cpu")
+    assert "state per sequence of 1,000 tokens" in out
+    assert "cpu has no limit of its own; with --memory-limit the largest batch is found" in out
+    compressed = CachedModel(decoding("compressed"), layers=5)
+    assert compressed.bytes_per_token == 5 * 2 * 48 * 4 / 4
+
+
+def test_the_largest_batch_is_the_last_that_fits() -> None:
+    model = CachedModel(decoding(dim=64, heads=4), 2, layers=4, weights_bytes=50_000)
+    cpu, limit = device_named("cpu"), 10**6
+    most = model.most_sequences(cpu, limit_bytes=limit)
+    assert most
+    assert most > 3
+    for bsz, status in ((most, "ok"), (most + 1, "oom")):
+        assert model.predict_step(cpu, bsz, limit_bytes=limit).record.status == status
+        need = dataclasses.replace(model, case=decoding(dim=64, heads=4, bsz=bsz)).need_bytes(cpu)
+        assert need is not None
+        assert (need <= limit) == (status == "ok")
+    assert model.most_sequences(cpu, limit_bytes=50_001) == 0
+
+
+def test_the_verdict_is_about_all_layers(capsys) -> None:
+    words = ("--attention-type", "softmax", *LLAMA, "--kv-len", "8192", "--bsz", "16", "--device", "cpu")
+    assert "verdict: ok, it fits" in said(capsys, *words, "--memory-limit", "17GiB", "--fail-on-oom")
+    out = said(capsys, *words, "--memory-limit", "15GiB", "--fail-on-oom", code=3)
+    assert "verdict: oom, it does not fit; it needs 16 GiB" in out
+    assert "largest batch: 14 sequences of 8,192 tokens in the 15 GiB of cpu" in out
+    assert "verdict: oom" in said(capsys, *words, "--memory-limit", "17GiB", "--weights", "2GiB")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kv-heads", "2"], "--kv-heads is for --mode decode, got --mode train"),
+        (["--concatenate", "--mode", "inference"], "--concatenate is for --mode decode, got --mode inference"),
+        (["--mode", "decode", "--kv-heads", "3"], "--kv-heads must divide --heads, got 3, and naive has 4 heads"),
+        (["--mode", "decode", "--attention-type", "softplus", "--kv-heads", "2"], "got 2, and softplus has no heads"),
+        (
+            ["--mode", "decode", "--attention-type", "linear", "--block-size", "2"],
+            "--block-size is for a cache of keys",
+        ),
+        (["--mode", "decode", "--attention-type", "flex"], "are not for --mode decode"),
+        (["--mode", "decode", "--attention-type", "cs336/naive"], "cs336/naive has no decoding step"),
+        (["--mode", "decode", "--layers", "0"], "--layers must be at least 1, got 0"),
+        (["--mode", "decode", "--weights", "16"], "--weights: 16: 16 what? write 16GiB or 16B"),
+    ],
+)
+def test_wrong_flags_are_one_line(capsys, words: list[str], message: str) -> None:
+    assert main(["predict", *words, "--device", "cpu"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_a_model_without_a_decoding_step_is_refused() -> None:
+    with pytest.raises(UsageError, match="no decoding step"):
+        CachedModel(
+            make_case(
+                "cs336/naive",
+                query_len=1,
+                mode="decode",
+                kv_len=8,
+                bsz=1,
+                dim=8,
+                heads=None,
+                core_dim=None,
+                factor=None,
+                dtype="float32",
+            )
+        )
+
+
+def test_the_cache_of_the_documentation_is_what_predict_says(capsys) -> None:
+    page = (ROOT / "docs/predict.md").read_text(encoding="utf-8")
+    (command, shown) = re.findall(
+        r"^\$ memcheck (predict [^\n]*--mode decode[^\n]*)\n(.*?)^\.\.\.$", page, re.MULTILINE | re.DOTALL
+    )[0]
+    assert main(command.split()) == 0
+    assert shown.strip() in capsys.readouterr().out
