@@ -6,7 +6,6 @@ import functools
 import inspect
 import itertools
 import re
-import string
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -162,7 +161,8 @@ def combinator_contender(name: str, title: str, build: Callable[[Case], Operator
 
 OURS: Any = {"backend": lambda case: f"memcheck {case.device.partition(':')[0]}"}
 EAGER: Any = {"backend": lambda case: "eager"}
-# Colour-blind-safe colours of Okabe and Ito; markers and dashes distinguish lines in greyscale.
+# Colour-blind-safe colours of Okabe and Ito; markers and dashes distinguish lines in greyscale. A tuple is a polygon
+# (0) or a star (1) of so many corners, turned by so many degrees.
 CONTENDERS: dict[str, Contender] = {
     contender.name: contender
     for contender in (
@@ -276,7 +276,7 @@ CONTENDERS: dict[str, Contender] = {
             "softmax attention as memcheck_pyt ran it, with a projection",
             operators.build_memcheck_pyt_naive,
             operators.headless_inputs,
-            Style("#FF9966", "$N$", (0, (9, 1))),
+            Style("#FF9966", (4, 0, 20), (0, (9, 1))),
             has_heads=True,
             **EAGER,
         ),
@@ -285,25 +285,25 @@ CONTENDERS: dict[str, Contender] = {
             "F.scaled_dot_product_attention as memcheck_pyt ran it, on three dimensions",
             operators.build_memcheck_pyt_softmax,
             operators.headless_inputs,
-            Style("#6699CC", "$S$", (0, (9, 3))),
+            Style("#6699CC", (3, 1, 0), (0, (9, 3))),
         ),
         softplus_contender(
             "memcheck-pyt/softplus",
             "softplus attention, memcheck's operator, on memcheck_pyt's shapes",
-            Style("#117733", "$P$", (0, (3, 3))),
+            Style("#117733", (6, 1, 0), (0, (3, 3))),
         ),
         combinator_contender(
             "memcheck-pyt/combinator",
             "combinator, memcheck's operator, on memcheck_pyt's shapes",
             lambda case: combinator,
-            Style("#CC6677", "$C$", (0, (1, 5))),
+            Style("#CC6677", (5, 0, 36), (0, (1, 5))),
         ),
         Contender(
             "cs336/naive",
             "softmax attention with a softmax written by hand, no heads and no mask",
             lambda case: cs336_attention,
             operators.headless_inputs,
-            Style("#DDAA33", "$3$", (0, (4, 4))),
+            Style("#DDAA33", (4, 1, 45), (0, (4, 4))),
             causal=False,
             **EAGER,
         ),
@@ -352,7 +352,7 @@ def register(
         title,
         (lambda case: functools.partial(fn, causal=bool(case.causal))) if asks else (lambda case: fn),
         inputs or (operators.head_inputs if has_heads else operators.headless_inputs),
-        style or unused_style(name),
+        style or unused_style(),
         unfused="custom",
         terms=terms,
         causal=causal,
@@ -373,15 +373,15 @@ def takes_keyword(fn: Operator, keyword: str) -> bool:
 
 
 SPARE_COLOURS = ("#EE3377", "#33BBEE", "#BBCC33", "#661100", "#7733CC", "#225555", "#B38867", "#777777")
+SPARE_MARKERS = ((4, 1, 0), (7, 1, 0), (3, 1, 60), (5, 1, 36), (8, 1, 0), (3, 0, 30), (6, 1, 30), (3, 0, 90))
 
 
-def unused_style(name: str) -> Style:
-    """The first spare colour, a letter of the name as marker, and an unused dash."""
+def unused_style() -> Style:
+    """The first spare colour and shape, and an unused dash."""
     styles = [contender.style for contender in CONTENDERS.values()]
     colours, markers, dashes = ({getattr(style, field) for style in styles} for field in ("colour", "marker", "dash"))
-    letters = [f"${letter}$" for letter in [*name.upper(), *string.ascii_uppercase] if letter.isalnum()]
     return Style(
         next((colour for colour in SPARE_COLOURS if colour not in colours), "#777777"),
-        next((letter for letter in letters if letter not in markers), "x"),
+        next((marker for marker in SPARE_MARKERS if marker not in markers), "x"),
         next(dash for length in itertools.count(10) if (dash := (0, (length, 3))) not in dashes),
     )

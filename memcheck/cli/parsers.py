@@ -571,6 +571,8 @@ def sweep(parser: argparse.ArgumentParser) -> None:
     add(running, "--dask", metavar="ADDRESS", help="a dask scheduler whose workers run the cases")
     add(running, "--plugin")
     add(running, "--output", help="folder of the results; default: results")
+    pictures = "also each panel of an overview as a picture of its own, as memcheck plot draws them"
+    add_switches(running, None, all_pictures=pictures)
     add(running, "--format", default=None)
 
     predicting = parser.add_argument_group("predicting")

@@ -8,8 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Style:
-    """Colour, marker and dash of an operator's lines, in matplotlib's words."""
+    """Colour, marker and dash of an operator's lines, in matplotlib's words. The marker is a shape, not a letter."""
 
     colour: str
-    marker: str
+    marker: Any
     dash: Any = "-"

@@ -133,6 +133,16 @@ def test_rows_tables_and_plots(tmp_path, capsys) -> None:
     assert manifest["environment"]["torch_version"] == records[0].torch_version
 
 
+@pytest.mark.parametrize(
+    ("flags", "count"), [([], 3), (["--all-pictures"], 7)], ids=["overviews", "a picture for each panel, too"]
+)
+def test_a_grid_of_two_axes_has_few_pictures(tmp_path, flags: list[str], count: int) -> None:
+    grid = ["--attention-type", "naive,softplus", "--seq-len", "8,16", "--dim", "16,32", "--heads", "2"]
+    predicted = ["--predict-only", "--device", "A100-40GB"]
+    assert main(["sweep", *grid, *predicted, *flags, "--output", str(tmp_path)]) == 0
+    assert len([path for path in tmp_path.iterdir() if path.suffix == ".png"]) == count
+
+
 def test_a_closed_stdout_costs_no_row(tmp_path, monkeypatch, no_files) -> None:
     monkeypatch.setattr("sys.stdout", None)
     assert main(["sweep", *SMALL, "--output", str(tmp_path)]) == 0

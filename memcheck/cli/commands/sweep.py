@@ -303,7 +303,8 @@ def write_files(options: argparse.Namespace) -> str:
     try:
         tables = write_tables(records, output)
         title = f"sweep {options.preset or ''}".strip()
-        plots = write_plots(records, output, styles=styles_of_contenders(), title=title)
+        every = bool(options.all_pictures)
+        plots = write_plots(records, output, styles=styles_of_contenders(), title=title, every=every)
     except OSError as error:
         raise MemcheckError(f"the rows are in {output}, but tables and plots could not be written: {error}") from None
     return f"{output / FILE}, {first_of(tables)} and {first_of(plots)}"

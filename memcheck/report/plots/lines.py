@@ -34,7 +34,7 @@ NAME_GAP = 13
 KEY_POINTS = 14
 NAME_POINTS = 22
 # A filled mark: the case ran. A hollow mark: it was not run.
-MISSING_MARKS = {"oom": "X", "skipped": "X", "timeout": "$T$", "killed": "$K$"}
+MISSING_MARKS = {"oom": "X", "skipped": "X", "timeout": r"$\mathbf{T}$", "killed": r"$\mathbf{K}$"}
 MISSING_WORDS = {"oom": "OOM", "skipped": "not run", "timeout": "timeout", "killed": "killed"}
 MISSING_HELP = {
     "oom": "\u2716 out of memory",

@@ -76,18 +76,20 @@ def write_plots(
     formats: Sequence[str] = ("png", "svg"),
     request: Request | None = None,
     more: Sequence[Picture] = (),
+    every: bool = True,
 ) -> list[Path]:
-    """Writes every picture that the records allow into the folder; files of the same name are replaced.
+    """Writes the pictures that the records allow into the folder; files of the same name are replaced.
 
-    more: further pictures, written after these.
+    more: further pictures, written after these. every: also those that show a part of another picture.
     """
     formats = check_formats(formats)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
     for picture in choose_pictures(records, styles=styles, title=title, request=request, more=more):
-        figure = picture.draw()
-        paths += [save(figure, folder / f"{picture.name}.{suffix}") for suffix in formats]
+        if picture.main or every:
+            figure = picture.draw()
+            paths += [save(figure, folder / f"{picture.name}.{suffix}") for suffix in formats]
     return paths
 
 

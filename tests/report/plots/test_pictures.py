@@ -137,6 +137,14 @@ def test_files_of_each_format(tmp_path) -> None:
         write_plots(records, tmp_path, styles=STYLES, title="One", formats=["gif"])
 
 
+def test_overviews_alone(tmp_path) -> None:
+    records, how = grid(OPERATORS, [256, 512], [64, 128]), {"styles": STYLES, "title": "", "formats": ["svg"]}
+    overviews = ["memory-length.svg", "memory-dim.svg", "savings.svg"]
+    assert [path.name for path in write_plots(records, tmp_path, every=False, **how)] == overviews
+    every = {path.name for path in write_plots(records, tmp_path, **how)}
+    assert every > {*overviews, "memory-length-dim-64.svg", "memory-dim-length-512.svg"}
+
+
 def test_the_same_records_are_the_same_file(tmp_path) -> None:
     def drawn() -> bytes:
         records, request = grid(OPERATORS, [256, 512], [64]), Request(kinds=["memory"], log=True)

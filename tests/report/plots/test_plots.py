@@ -220,10 +220,14 @@ def test_names_without_a_style_are_told_apart() -> None:
 
 
 def test_contenders_are_told_apart_without_colour() -> None:
+    from matplotlib.lines import Line2D
+
     from memcheck.bench.catalog import CONTENDERS
 
     styles = [(contender.style.marker, str(contender.style.dash)) for contender in CONTENDERS.values()]
     assert [style for style in styles if styles.count(style) > 1] == []
+    # A letter as a marker looks like a misprint.
+    assert all(isinstance(marker, tuple) or marker in Line2D.filled_markers for marker, _ in styles)
 
 
 def test_zero_has_no_place_on_a_logarithmic_axis_and_is_said() -> None:
