@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from memcheck.core.style import Style
 from memcheck.report.plots.pictures import Picture
-from memcheck.report.plots.style import GREY, distinct_styles, in_house_style, look_of, new_figure, save
+from memcheck.report.plots.scales import set_ticks
+from memcheck.report.plots.style import add_note, distinct_styles, in_house_style, look_of, new_panels, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -43,8 +44,8 @@ def published_figure(rows: Sequence[Row], styles: Mapping[str, Style], *, title:
     """One strip per operator of ours, with a dot for each shape that has both figures."""
     names = list(dict.fromkeys(row["ours"] for row in rows))[::-1]
     drawn = distinct_styles(names, styles)
-    figure = new_figure(9.6, 1.9 + 0.8 * max(len(names), 1), title, subtitle)
-    panels = figure.subplots(1, len(PHASES), sharey=True, sharex=True)
+    shared = {"around": 1.3, "sharey": True, "sharex": True}
+    figure, panels = new_panels(len(PHASES), title, subtitle, panel=0.6 + 0.8 * max(len(names), 1), **shared)
     edge = set_ratio_axis(panels[0], [ratio for row in rows for phase in PHASES if (ratio := ratio_of(row, phase))])
     for ax, phase in zip(panels, PHASES, strict=True):
         for place, name in enumerate(names):
@@ -56,7 +57,7 @@ def published_figure(rows: Sequence[Row], styles: Mapping[str, Style], *, title:
         ax.grid(axis="x")
     panels[0].set_yticks(range(len(names)), [strip_name(rows, name) for name in names])
     panels[0].set_ylim(-0.6, max(len(names), 1) - 0.4)
-    figure.supxlabel(NOTE, fontsize=9, color=GREY)
+    add_note(figure, NOTE)
     return figure
 
 
@@ -109,15 +110,11 @@ def known_capacity(rows: Sequence[Row]) -> float:
 
 def set_ratio_axis(ax: Axes, ratios: Sequence[float]) -> float:
     """Sets the axis, and returns the position of the out-of-memory marks at the right edge."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     low, high = math.log2(min([*ratios, 1.0])), math.log2(max([*ratios, 2.0]))
     edge = high + 0.12 * (high - low)
     ax.set_xscale("log", base=2)
     ax.set_xlim(2.0 ** (low - 0.06 * (high - low)), 2.0 ** (edge + 0.05 * (high - low)))
-    ax.xaxis.set_major_locator(FixedLocator(ratio_ticks(2.0**low, 2.0**high)))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.3g}x"))
-    ax.xaxis.set_minor_locator(NullLocator())
+    set_ticks(ax.xaxis, ratio_ticks(2.0**low, 2.0**high), lambda x: f"{x:.3g}x")
     return float(2.0**edge)
 
 

@@ -16,7 +16,7 @@ from memcheck.core.script import prepare
 from memcheck.core.script_record import ScriptRecord
 from memcheck.core.tensors import resolve_device
 from memcheck.measure.script import run_script
-from memcheck.report.plots.script import plot_script
+from memcheck.report.plots.script import plot_script, script_figure
 from memcheck.report.plots.style import inline_svg
 from memcheck.report.script import script_page, script_report, script_title
 from memcheck.report.tables import Screen
@@ -54,6 +54,8 @@ def chosen_device(name: str | None) -> torch.device:
 def write_files(record: ScriptRecord, output: Path) -> None:
     page, picture, data = (output / name for name in FILES)
     title = script_title(record)
-    figure = plot_script(record, picture, title=title, subtitle=f"on {record.device}")
-    page.write_text(script_page(record, inline_svg(figure, "run", title)), encoding="utf-8")
+    how = {"title": title, "subtitle": f"on {record.device}"}
+    plot_script(record, picture, **how)
+    svg = inline_svg(lambda: script_figure(record, **how), "run", title)
+    page.write_text(script_page(record, svg), encoding="utf-8")
     data.write_text(json.dumps(dataclasses.asdict(record), indent=1) + "\n", encoding="utf-8")

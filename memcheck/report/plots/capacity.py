@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from memcheck.core.style import Style
 from memcheck.report.plots.lines import Name, name_lines
-from memcheck.report.plots.scales import ROW, axes_points, set_x
-from memcheck.report.plots.style import GREY, distinct_styles, in_house_style, look_of, new_figure, save
+from memcheck.report.plots.scales import ROW, axes_points, set_ticks, set_x
+from memcheck.report.plots.style import add_note, distinct_styles, in_house_style, look_of, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,8 +53,9 @@ def capacity_figure(
     ax.set_xlabel(WORDS[along])
     ax.set_ylabel(f"largest {WORDS[found]} that fits")
     set_x(ax, {edge.x for edges in curves.values() for edge in edges}, log=True)
-    if notes := "; ".join(filter(None, [explained(curves), note])):
-        figure.supxlabel(notes, fontsize=9, color=GREY)
+    edges = [edge for edges in curves.values() for edge in edges]
+    unended = "hollow: the search ended there, more may fit" if any(edge.open for edge in edges) else ""
+    add_note(figure, unended, "\u2716 nothing fits" if rows else "", note)
     figure.draw_without_rendering()  # The layout must be settled before distances in points are computed.
     set_sizes(ax, [edge.largest for edges in curves.values() for edge in edges if edge.largest], len(rows))
     for number, name in enumerate(rows):
@@ -81,8 +82,6 @@ def draw_edges(ax: Axes, name: str, edges: Sequence[Edge], style: Style) -> None
 
 def set_sizes(ax: Axes, sizes: Sequence[int], rows: int) -> None:
     """Sets a logarithmic axis of sizes, with room below it for rows of marks."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
     low, high = math.log2(min(sizes, default=1)), math.log2(max(sizes, default=2))
     margin = 0.06 * max(high - low, 1)
     share = min(ROW * rows / axes_points(ax), 0.7)
@@ -90,9 +89,7 @@ def set_sizes(ax: Axes, sizes: Sequence[int], rows: int) -> None:
     ax.set_yscale("log", base=2)
     ax.set_ylim(2.0 ** (low - margin - room), 2.0 ** (high + margin))
     powers = range(math.ceil(low - margin), math.floor(high + margin) + 1)
-    ax.yaxis.set_major_locator(FixedLocator([2.0**power for power in powers[:: math.ceil(len(powers) / 9) or 1]]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
-    ax.yaxis.set_minor_locator(NullLocator())
+    set_ticks(ax.yaxis, [2.0**power for power in powers[:: math.ceil(len(powers) / 9) or 1]], lambda y: f"{y:,.0f}")
 
 
 def mark_nothing(ax: Axes, places: Sequence[int], row: int, style: Style) -> None:
@@ -110,9 +107,3 @@ def last_name(name: str, edges: Sequence[Edge], style: Style) -> Name:
     edge = last(edges)
     assert edge is not None
     return Name(f"{name} {edge.largest:,}{' or more' if edge.open else ''}", float(edge.largest), style, edge.open)
-
-
-def explained(curves: Mapping[str, Sequence[Edge]]) -> str:
-    edges = [edge for edges in curves.values() for edge in edges]
-    parts = ["hollow: the search ended there, more may fit"] if any(edge.open for edge in edges) else []
-    return "; ".join(parts + (["\u2716 nothing fits"] if any(not edge.largest for edge in edges) else []))

@@ -21,13 +21,12 @@ from memcheck.report.plots.series import (
     refuse_mixed,
     undrawn_note,
 )
-from memcheck.report.plots.style import GREY, in_house_style, look_of, new_figure, shade_of
+from memcheck.report.plots.style import add_note, in_house_style, look_of, new_panels, shade_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
-    from matplotlib.transforms import Transform
 
 # Points between two names, from the axes to the mark of a name, and from the axes to the name itself.
 NAME_GAP = 13
@@ -37,11 +36,13 @@ NAME_POINTS = 22
 MISSING_MARKS = {"oom": "X", "skipped": "X", "timeout": r"$\mathbf{T}$", "killed": r"$\mathbf{K}$"}
 MISSING_WORDS = {"oom": "OOM", "skipped": "not run", "timeout": "timeout", "killed": "killed"}
 MISSING_HELP = {
-    "oom": "\u2716 out of memory",
     "skipped": "hollow: not run, at the predicted height or in a row of its own",
     "timeout": "T time-out",
     "killed": "K killed",
 }
+BESIDE_HELP = "dashed: predicted; in brackets measured / predicted, = to the byte"
+HOLLOW_HELP = "hollow: predicted, not run"
+HOLLOW: dict[str, Any] = {"mfc": "white", "mew": 1.3}
 
 
 @dataclass(frozen=True)
@@ -62,22 +63,26 @@ def line_figure(
     refuse_mixed(view.records)
     quantities = quantities(view.records) if callable(quantities) else quantities
     lines = view.lines(styles)
-    rows = missing_rows(lines, quantities)
+    # The lines that have unfinished cases; each gets a row of marks of its own at the top edge.
+    rows = [
+        line.name for line in lines if any(quantity.missing(row) for _, row in line.points for quantity in quantities)
+    ]
+    # On linear axes, one huge prediction would flatten all measurements.
+    sizes = [value for line in lines for quantity in quantities for _, value in measured(line, quantity)]
+    limit = math.inf if log or not sizes else 1.25 * max(sizes)
     # Each row of marks needs extra height, and each name needs room beside the panel.
-    height = 4.4 + ROW * len(rows) / 72 + max(0, len(lines) - 12) * NAME_GAP / 72
-    figure = new_figure(9.6 if len(quantities) > 1 else 6.8, height, title, subtitle)
-    panels = figure.subplots(1, len(quantities), sharey=True, squeeze=False)[0]
+    height = 3.4 + ROW * len(rows) / 72 + max(0, len(lines) - 12) * NAME_GAP / 72
+    figure, panels = new_panels(len(quantities), title, subtitle, panel=height, around=1.0, sharey=True)
     for ax, quantity in zip(panels, quantities, strict=True):
-        draw_lines(ax, lines, quantity, predicted_limit(lines, quantities, log=log), log=log)
-        dress(ax, view, quantity, log=log)
-    panels[0].set_ylabel(common_label(quantities))
-    if note := notes(view.records, lines, quantities):
-        figure.supxlabel(note, fontsize=9, color=GREY)
+        draw_lines(ax, lines, quantity, limit, log=log)
+        dress(ax, view, quantity.title, log=log)
+    label_left(panels, common_label(quantities))
+    add_note(figure, *notes(lines, quantities), undrawn_note(view.records))
     figure.draw_without_rendering()  # The layout must be settled before distances in points are computed.
     set_y(panels[0], drawn_values(panels), quantities[0].unit, log=log, rows=len(rows))
     for ax, quantity in zip(panels, quantities, strict=True):
-        mark_missing(ax, lines, quantity, rows, predicted_limit(lines, quantities, log=log))
-        name_lines(ax, end_names(lines, quantity, predicted_limit(lines, quantities, log=log)), len(rows))
+        mark_missing(ax, lines, quantity, rows, limit)
+        name_lines(ax, end_names(lines, quantity, limit), len(rows))
     return figure
 
 
@@ -86,8 +91,15 @@ def common_label(quantities: Sequence[Quantity]) -> str:
     return labels.pop() if len(labels) == 1 else "memory, inputs and output included"
 
 
-def dress(ax: Axes, view: View, quantity: Quantity, *, log: bool) -> None:
-    ax.set_title(quantity.title)
+def label_left(panels: Sequence[Axes], label: str) -> None:
+    """Writes the label beside the leftmost panel of each row."""
+    for ax in panels:
+        if ax.get_subplotspec().is_first_col():
+            ax.set_ylabel(label)
+
+
+def dress(ax: Axes, view: View, title: str, *, log: bool) -> None:
+    ax.set_title(title)
     ax.set_xlabel(view.label)
     ax.grid()
     set_x(ax, view.positions, log=log)
@@ -108,18 +120,14 @@ def predicted(line: Line, quantity: Quantity, limit: float) -> list[tuple[int, f
     return [(x, float(size)) for x, size in skipped if size and size <= limit]
 
 
-def predicted_limit(lines: Sequence[Line], quantities: Sequence[Quantity], *, log: bool) -> float:
-    """The limit for predicted values: on linear axes, one huge prediction would flatten all measurements."""
-    sizes = [value for line in lines for quantity in quantities for _, value in measured(line, quantity)]
-    return float("inf") if log or not sizes else 1.25 * max(sizes)
-
-
 def draw_lines(ax: Axes, lines: Sequence[Line], quantity: Quantity, limit: float, *, log: bool) -> None:
     for line in lines:
         points = [(x, value) for x, value in measured(line, quantity) if value > 0 or not log]
         if points:
             draw_quartiles(ax, line, quantity)
-            ax.plot(*zip(*points, strict=True), label=line.name, **line_look(line, quantity))
+            dash = "-" if expected(line, quantity) else line.style.dash
+            hollow = HOLLOW if line.predicted else {}
+            ax.plot(*zip(*points, strict=True), label=line.name, **look_of(line.style, ls=dash, **hollow))
         if beside := [(x, value) for x, value in expected(line, quantity) if 0 < value <= limit]:
             # Drawn over the solid line, so that both are visible where they coincide.
             colour = shade_of(line.style.colour)
@@ -127,13 +135,7 @@ def draw_lines(ax: Axes, lines: Sequence[Line], quantity: Quantity, limit: float
         if guesses := predicted(line, quantity, limit):
             bridge = [*points[-1:], *guesses] if points and points[-1][0] < guesses[0][0] else guesses
             ax.plot(*zip(*bridge, strict=True), color=line.style.colour, lw=0.8, ls=(0, (1, 3)), label="_bridge")
-            ax.plot(*zip(*guesses, strict=True), label="_predicted", **look_of(line.style, mfc="white", mew=1.3))
-
-
-def line_look(line: Line, quantity: Quantity) -> dict[str, Any]:
-    """Line properties: solid if measured with a prediction beside it, hollow if only predicted."""
-    look = look_of(line.style, ls="-" if expected(line, quantity) else line.style.dash)
-    return {**look, "mfc": "white", "mew": 1.3} if line.predicted else look
+            ax.plot(*zip(*guesses, strict=True), label="_predicted", **look_of(line.style, **HOLLOW))
 
 
 def draw_quartiles(ax: Axes, line: Line, quantity: Quantity) -> None:
@@ -141,13 +143,6 @@ def draw_quartiles(ax: Axes, line: Line, quantity: Quantity) -> None:
     known = [(x, *span) for x, span in spans if span is not None and span[0] > 0]
     if known:
         ax.vlines(*zip(*known, strict=True), color=line.style.colour, lw=3, alpha=0.45, label="_quartiles")
-
-
-def missing_rows(lines: Sequence[Line], quantities: Sequence[Quantity]) -> list[str]:
-    """The lines that have unfinished cases; each gets its own row at the top edge."""
-    return [
-        line.name for line in lines if any(quantity.missing(row) for _, row in line.points for quantity in quantities)
-    ]
 
 
 def missing_points(line: Line, quantity: Quantity, limit: float) -> Iterator[tuple[int, str]]:
@@ -161,36 +156,29 @@ def missing_points(line: Line, quantity: Quantity, limit: float) -> Iterator[tup
 def mark_missing(ax: Axes, lines: Sequence[Line], quantity: Quantity, rows: Sequence[str], limit: float) -> None:
     """Marks unfinished cases in a row of their own, as their value is not known."""
     for line in lines:
-        endings = dict(missing_points(line, quantity, limit))
-        if not endings:
+        places: dict[str, list[int]] = {}
+        for x, how in missing_points(line, quantity, limit):
+            places.setdefault(how, []).append(x)
+        if not places:
             continue
-        y = row_height(ax, rows.index(line.name))
-        ax.axhline(y_of(ax, y), color=line.style.colour, lw=0.6, alpha=0.4, ls=":", label="_row")
-        for how in dict.fromkeys(endings.values()):
-            places = [x for x, ending in endings.items() if ending == how]
-            draw_marks(ax, places, y, how, line.style, hollow=line.predicted)
-        words = ", ".join(MISSING_WORDS[how] for how in dict.fromkeys(endings.values()))
-        look = mark_look(next(iter(endings.values())), line.style, hollow=line.predicted)
-        name_in_margin(ax, y, f"{line.name} {words}", look)
-
-
-def draw_marks(ax: Axes, places: Sequence[int], y: float, how: str, style: Style, *, hollow: bool) -> None:
-    top, look = ax.get_xaxis_transform(), mark_look(how, style, hollow=hollow)
-    ax.plot(places, [y] * len(places), transform=top, clip_on=False, label=f"_{how}", **look)
-
-
-def mark_look(how: str, style: Style, *, hollow: bool = False) -> dict[str, Any]:
-    face = "white" if hollow or how == "skipped" else style.colour
-    return look_of(style, marker=MISSING_MARKS[how], mfc=face, ms=8)
-
-
-def row_height(ax: Axes, row: int) -> float:
-    """The middle of a row, counted from the top edge, as a fraction of the axes' height."""
-    return 1 - ROW * (row + 0.5) / axes_points(ax)
-
-
-def y_of(ax: Axes, share: float) -> float:
-    return float(ax.transData.inverted().transform(ax.transAxes.transform((0, share)))[1])
+        height = 1 - ROW * (rows.index(line.name) + 0.5) / axes_points(ax)  # As a fraction of the axes' height.
+        ax.plot(
+            [0, 1],
+            [height] * 2,
+            transform=ax.transAxes,
+            color=line.style.colour,
+            lw=0.6,
+            alpha=0.4,
+            ls=":",
+            label="_row",
+        )
+        looks = []
+        for how, xs in places.items():
+            face = "white" if line.predicted or how == "skipped" else line.style.colour
+            looks.append(look_of(line.style, marker=MISSING_MARKS[how], mfc=face, ms=8))
+            top = ax.get_xaxis_transform()
+            ax.plot(xs, [height] * len(xs), transform=top, clip_on=False, label=f"_{how}", **looks[-1])
+        name_in_margin(ax, height, f"{line.name} {', '.join(MISSING_WORDS[how] for how in places)}", looks[0])
 
 
 def end_names(lines: Sequence[Line], quantity: Quantity, limit: float) -> list[Name]:
@@ -221,31 +209,29 @@ def name_lines(ax: Axes, names: Sequence[Name], rows: int) -> None:
     shares = [float(ax.transAxes.inverted().transform(ax.transData.transform((1, name.value)))[1]) for name in names]
     wanted = [max(share, 0.0) * height for share in shares]
     for name, share, at in zip(names, wanted, spread(wanted, NAME_GAP, height - ROW * rows - 4), strict=True):
-        lead(ax, share / height, at / height, name.style)
+        # A thin line leads from the edge of the axes to the name.
+        thin = {"arrowstyle": "-", "color": name.style.colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 0}
+        place = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        ax.annotate("", (1, share / height), (KEY_POINTS - 5, at - share), arrowprops=thin, **place)
         face = "white" if name.hollow else name.style.colour
         name_in_margin(ax, at / height, name.text, look_of(name.style, mfc=face))
-
-
-def lead(ax: Axes, share: float, at: float, style: Style) -> None:
-    """Draws a thin line from the edge of the axes to the name."""
-    shift = (KEY_POINTS - 5, (at - share) * axes_points(ax))
-    thin = {"arrowstyle": "-", "color": style.colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 0}
-    ax.annotate("", (1, share), shift, xycoords="axes fraction", textcoords="offset points", arrowprops=thin)
+    # Long names must leave room for the panel.
+    room = 60 * ax.figure.get_figwidth() / ax.get_gridspec().ncols
+    longest = max((len(text.get_text()) for text in ax.texts), default=1)
+    for text in ax.texts:
+        text.set_fontsize(min(10, room / max(longest, 1)))
 
 
 def name_in_margin(ax: Axes, share: float, text: str, look: dict[str, Any]) -> None:
     """Draws a mark and a name at a given height of the axes."""
-    ax.plot([1], [share], transform=margin(ax, KEY_POINTS), clip_on=False, label="_key", **look)
-    ax.text(1, share, text, transform=margin(ax, NAME_POINTS), va="center")
+    from matplotlib.transforms import offset_copy
 
-
-def margin(ax: Axes, points: float) -> Transform:
-    """Converts an offset in points to the right of the axes into axes coordinates."""
-    from matplotlib.transforms import ScaledTranslation
-
-    figure = ax.get_figure(root=True)
-    assert figure is not None
-    return ax.transAxes + ScaledTranslation(points / 72, 0, figure.dpi_scale_trans)
+    mark, name = (
+        offset_copy(ax.transAxes, ax.get_figure(root=True), x=points, units="points")
+        for points in (KEY_POINTS, NAME_POINTS)
+    )
+    ax.plot([1], [share], transform=mark, clip_on=False, label="_key", **look)
+    ax.text(1, share, text, transform=name, va="center")
 
 
 def spread(wanted: Sequence[float], gap: float, highest: float) -> list[float]:
@@ -267,23 +253,22 @@ def drawn_values(panels: Collection[Axes]) -> list[float]:
     return [y for ax in panels for y in (ax.dataLim.y0, ax.dataLim.y1) if math.isfinite(y)]
 
 
-def notes(records: Sequence[Record], lines: Sequence[Line], quantities: Sequence[Quantity]) -> str:
-    """Explains the marks that the figure uses, and names the cases that it leaves out."""
-    endings = {
-        how for line in lines for quantity in quantities for _, row in line.points if (how := quantity.missing(row))
-    }
-    parts = [MISSING_HELP[how] for how in MISSING_HELP if how in endings and how != "oom"]
-    beside = any(expected(line, quantity) for line in lines for quantity in quantities)
-    parts += ["dashed: predicted; in brackets measured / predicted, = to the byte"] if beside else []
-    parts += ["hollow: predicted, not run"] if any(line.predicted for line in lines) else []
-    nothing = [
-        line.name
-        for line in lines
-        if all(value == 0 for _, value in measured(line, quantities[0])) and measured(line, quantities[0])
+def notes(lines: Sequence[Line], quantities: Sequence[Quantity]) -> list[str]:
+    """Explains the marks that the figure uses."""
+    endings = {quantity.missing(row) for line in lines for quantity in quantities for _, row in line.points}
+    first = {line.name: [value for _, value in measured(line, quantities[0])] for line in lines}
+    nothing = [name for name, values in first.items() if values and not any(values)]
+    return [
+        *(words for how, words in MISSING_HELP.items() if how in endings),
+        *beside_notes(lines, quantities),
+        f"0 throughout: {', '.join(nothing)}" if nothing else "",
     ]
-    if nothing:
-        parts.append(f"0 throughout: {', '.join(nothing)}")
-    return "; ".join([*parts, *filter(None, [undrawn_note(records)])])
+
+
+def beside_notes(lines: Sequence[Line], quantities: Sequence[Quantity]) -> list[str]:
+    """Explains how predictions are drawn, if there are any."""
+    beside = any(expected(line, quantity) for line in lines for quantity in quantities)
+    return [BESIDE_HELP if beside else "", HOLLOW_HELP if any(line.predicted for line in lines) else ""]
 
 
 def named_lines(ax: Axes) -> list[Line2D]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +14,9 @@ from memcheck.core.record import Record
 from memcheck.core.style import Style
 from memcheck.report.cases import has_sizes, on_measured_devices
 from memcheck.report.plots.lines import (
+    HOLLOW_HELP,
     MISSING_WORDS,
+    beside_notes,
     beside_words,
     common_label,
     draw_lines,
@@ -39,7 +42,16 @@ from memcheck.report.plots.series import (
     undrawn_note,
     views_along,
 )
-from memcheck.report.plots.style import GREY, HATCHES, distinct_styles, in_house_style, look_of, new_figure, save
+from memcheck.report.plots.style import (
+    GREY,
+    HATCHES,
+    add_note,
+    distinct_styles,
+    in_house_style,
+    look_of,
+    new_panels,
+    save,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -87,8 +99,8 @@ def bar_figure(view: View, styles: Mapping[str, Style], *, quantities: Quantitie
     quantities = quantities(view.records) if callable(quantities) else quantities
     lines = view.lines(styles)
     bars = [line for line in lines if any(has_bar(row, quantity) for _, row in line.points for quantity in quantities)]
-    figure = new_figure(9.6 if len(quantities) > 1 else 6.8, 1.6 + 0.36 * max(len(bars), 2), title, subtitle)
-    panels = figure.subplots(1, len(quantities), sharey=True, sharex=True, squeeze=False)[0]
+    height = 0.6 + 0.36 * max(len(bars), 2)
+    figure, panels = new_panels(len(quantities), title, subtitle, panel=height, around=1.0, sharey=True, sharex=True)
     for ax, quantity in zip(panels, quantities, strict=True):
         draw_bars(ax, bars, quantity)
         ax.set_title(quantity.title)
@@ -100,16 +112,8 @@ def bar_figure(view: View, styles: Mapping[str, Style], *, quantities: Quantitie
     # Leaves room for the number at the end of the longest bar.
     panels[0].set_xlim(0, (1.45 if any(line.predictions for line in bars) else 1.3) * highest)
     set_linear_ticks(panels[0].xaxis, highest, quantities[0].unit)
-    note = "; ".join(filter(None, [bar_note(bars, quantities), undrawn_note(view.records)]))
-    if note:
-        figure.supxlabel(note, fontsize=9, color=GREY)
+    add_note(figure, *beside_notes(bars, quantities), undrawn_note(view.records))
     return figure
-
-
-def bar_note(lines: Sequence[Line], quantities: Sequence[Quantity]) -> str:
-    beside = any(expected(line, quantity) for line in lines for quantity in quantities)
-    parts = ["dashed: predicted; in brackets measured / predicted, = to the byte"] if beside else []
-    return "; ".join(parts + (["hollow: predicted, not run"] if any(line.predicted for line in lines) else []))
 
 
 def draw_bars(ax: Axes, lines: Sequence[Line], quantity: Quantity) -> None:
@@ -164,15 +168,12 @@ def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title
     # Styles are chosen once, so that an operator looks the same in every panel.
     names = dict.fromkeys(line.name for view in views for line in view.lines(styles))
     drawn = distinct_styles(names, styles)
-    columns = 2 if len(views) in (2, 4) else min(COLUMNS, len(views))
-    rows = math.ceil(len(views) / columns)
     marks = {name: row for row, name in enumerate(unfinished(views, drawn, quantity))}
     panel_height = 2.0 + SMALL_ROW * len(marks) / 72
-    figure = new_figure(9.6, 1.5 + panel_height * rows, title, subtitle)
-    panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
-    for ax in panels[len(views) :]:
-        ax.set_visible(False)
-    panels = panels[: len(views)]
+    columns = 2 if len(views) in (2, 4) else COLUMNS
+    shared: dict[str, Any] = {"columns": columns, "narrow_columns": 2, "sharex": True, "sharey": True}
+    figure, panels = new_panels(len(views), title, subtitle, panel=panel_height, around=1.5, **shared)
+    columns = panels[0].get_gridspec().ncols
     for number, (ax, view) in enumerate(zip(panels, views, strict=True)):
         draw_panel(ax, view, view.lines(drawn), quantity, bottom=number + columns >= len(views))
     add_key(figure, drawn, f"{AXES[views[0].x]}; {quantity.label}")
@@ -215,20 +216,23 @@ def add_key(figure: Figure, styles: Mapping[str, Style], axes_words: str) -> Non
     from matplotlib.lines import Line2D
 
     handles = [
-        Line2D([], [], color=s.colour, marker=s.marker, ls=s.dash, ms=MARKER + 1, label=name)
-        for name, s in styles.items()
+        *(Line2D([], [], label=name, **look_of(style, ls=style.dash, ms=MARKER + 1)) for name, style in styles.items()),
+        Line2D([], [], marker="x", color="black", ls="none", label="crossed: out of memory, or not finished"),
+        Line2D([], [], marker="o", mfc="white", color=GREY, ls="none", label=HOLLOW_HELP),
     ]
-    handles.append(
-        Line2D([], [], marker="x", color="black", ls="none", label="crossed: out of memory, or not finished")
-    )
-    handles.append(Line2D([], [], marker="o", mfc="white", color=GREY, ls="none", label="hollow: predicted, not run"))
-    figure.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=4,
-        frameon=False,
-        fontsize=9,
-        title=axes_words,
-        title_fontsize=9,
-        handlelength=4,
-    )
+    columns = key_columns([str(handle.get_label()) for handle in handles], figure.get_figwidth() * 72)
+    rows = math.ceil(len(handles) / columns)
+    figure.set_figheight(figure.get_figheight() + 0.19 * max(rows - 2, 0))  # There is room for two rows.
+    how: dict[str, Any] = {"frameon": False, "fontsize": 9, "title_fontsize": 9, "handlelength": 4}
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, title=axes_words, **how)
+
+
+def key_columns(labels: Sequence[str], points: float) -> int:
+    """The most columns, up to 4, whose labels are not wider than so many points."""
+    for columns in (4, 3, 2):
+        rows, longer = divmod(len(labels), columns)
+        ends = itertools.accumulate([rows + 1] * longer + [rows] * (columns - longer), initial=0)
+        widths = [max(map(len, labels[first:last]), default=0) for first, last in itertools.pairwise(ends)]
+        if sum(5 * width + 60 for width in widths) <= points:
+            return columns
+    return 1

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core.model_record import ModelRecord
+from memcheck.core.units import format_bytes
 from memcheck.report.plots.style import GREY, in_house_style, new_figure, save
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ PARTS = {
     "saved_bytes": ("kept for backward", "#DDCC77", "\\\\\\"),
 }
 OOM = "#AA0000"
+FLAGS = {"autocast": "autocast {}", "checkpointing": "checkpoints", "compiled": "compiled"}
 ABSENT = {"autocast": "no autocast", "checkpointing": "no checkpoints", "compiled": "eager"}
 REST = ("the rest of the peak", "#CC6677", "---")
 
@@ -33,6 +35,9 @@ def plot_models(records: Sequence[ModelRecord], path: Path, *, title: str, subti
 @in_house_style
 def model_bars(records: Sequence[ModelRecord], *, title: str, subtitle: str) -> Figure:
     drawn = [record for record in records if record.peak_bytes or record.status == "oom"]
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
     figure = new_figure(7.6, 1.7 + 0.34 * max(len(drawn), 2), title, subtitle)
     ax = figure.subplots()
     unit, name = (GIB, "GiB") if max((record.peak_bytes or 0 for record in drawn), default=0) >= GIB else (MIB, "MiB")
@@ -42,7 +47,13 @@ def model_bars(records: Sequence[ModelRecord], *, title: str, subtitle: str) -> 
     ax.invert_yaxis()
     ax.set_xlabel(f"bytes, {name}")
     ax.grid(axis="x")
-    figure.legend(handles=handles(), loc="outside lower center", ncols=3, frameon=False)
+    bars = [
+        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=part)
+        for part, colour, hatch in (*PARTS.values(), REST)
+    ]
+    peak = Line2D([], [], marker="D", color="black", ls="none", markersize=5, label="peak, not all at once")
+    figure.legend(handles=[*bars, peak], loc="outside lower center", ncols=3, frameon=False)
+    draw_capacities(ax, drawn, unit)
     if not drawn:
         ax.text(0.5, 0.5, "no case has a peak", ha="center", color=GREY, transform=ax.transAxes)
     return figure
@@ -63,32 +74,41 @@ def draw_bar(ax: Axes, place: int, record: ModelRecord, unit: int) -> None:
     ax.plot([peak], [place], marker="D", color="black", markersize=5, ls="none")
 
 
-def handles() -> list[Any]:
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-
-    bars = [
-        Patch(facecolor=colour, hatch=hatch, edgecolor="white", label=name)
-        for name, colour, hatch in (*PARTS.values(), REST)
-    ]
-    return [*bars, Line2D([], [], marker="D", color="black", ls="none", markersize=5, label="peak, not all at once")]
+def draw_capacities(ax: Axes, records: Sequence[ModelRecord], unit: int) -> None:
+    """Draws a line at the memory of each GPU. One that is far beyond all bars is only named below them."""
+    on_gpu = [record for record in records if record.device == "cuda" and record.device_total_bytes]
+    sizes = {record.device_name or "the GPU": record.device_total_bytes or 0 for record in on_gpu}
+    longest = ax.dataLim.x1 or 1
+    far = []
+    for name, size in sizes.items():
+        if size / unit > 3 * longest:
+            far.append(f"{name} has {format_bytes(size)}, {size / unit / longest:.0f} times as much as the longest bar")
+            continue
+        ax.axvline(size / unit, color=OOM, lw=1.2, ls="--", label="_capacity")
+        text = f"memory of {name}: {format_bytes(size)}"
+        ax.annotate(
+            text,
+            (size / unit, 1),
+            (-3, 2),
+            ha="right",
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            color=OOM,
+        )
+    if sizes:
+        ax.set_xlim(0, 1.05 * max([longest, *(size / unit for size in sizes.values() if size / unit <= 3 * longest)]))
+    ax.set_xlabel("\n".join([ax.get_xlabel(), *far]))
 
 
 def labels_of(records: Sequence[ModelRecord]) -> list[str]:
     """Labels that show only the fields in which the records differ."""
     fields = ("size", "operator", "query_len", "mode", "dtype", "autocast", "checkpointing", "compiled", "source")
     varying = [name for name in fields if len({getattr(record, name) for record in records}) > 1] or ["operator"]
-    return [label_of(record, varying) for record in records]
-
-
-def label_of(record: ModelRecord, fields: Sequence[str]) -> str:
-    words = [word(name, getattr(record, name)) for name in fields]
-    return ", ".join(filter(None, words)) or ", ".join(ABSENT[name] for name in fields)
+    labels = (", ".join(filter(None, (word(name, getattr(record, name)) for name in varying))) for record in records)
+    return [label or ", ".join(ABSENT[name] for name in varying) for label in labels]
 
 
 def word(field: str, value: Any) -> str:
-    if field in ("checkpointing", "compiled"):
-        return {"checkpointing": "checkpoints", "compiled": "compiled"}[field] if value else ""
-    if field == "autocast":
-        return f"autocast {value}" if value else ""
+    if field in FLAGS:
+        return FLAGS[field].format(value) if value else ""
     return f"S {value}" if field == "query_len" else str(value)

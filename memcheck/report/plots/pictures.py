@@ -103,7 +103,7 @@ def svg_plots(
     """(caption, inline SVG) of the main pictures, for one HTML page."""
     pictures = choose_pictures(records, styles=styles, title=title, more=more)
     return [
-        (picture.caption, inline_svg(picture.draw(), f"plot-{picture.name}", picture.caption))
+        (picture.caption, inline_svg(picture.draw, f"plot-{picture.name}", picture.caption))
         for picture in pictures
         if picture.main
     ]

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 from memcheck.core.record import Record
 from memcheck.core.style import Style
 from memcheck.report.cases import is_predicted, pair
-from memcheck.report.plots.lines import Name, dress, expected, measured, name_lines
+from memcheck.report.plots.lines import HOLLOW, Name, dress, expected, measured, name_lines
 from memcheck.report.plots.memory import memory_quantities
-from memcheck.report.plots.scales import format_value, set_x, set_y
+from memcheck.report.plots.scales import format_value, set_y
 from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed
-from memcheck.report.plots.style import GREY, in_house_style, look_of, new_figure
+from memcheck.report.plots.style import add_note, in_house_style, look_of, new_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -61,26 +61,31 @@ def expectation_figure(
     """Left: expected and measured on one scale. Right: the relative difference."""
     refuse_mixed(view.records)
     quantity = memory_quantities(view.records)[-1]
-    lines = [line for line in view.lines(styles) if expectation.of(line, quantity)]
-    figure = new_figure(9.6, 4.5, title, subtitle)
-    both, difference = figure.subplots(1, 2)
-    for line in lines:
-        draw_both(both, line, quantity, expectation)
-        draw_difference(difference, line, quantity, expectation)
-    dress(both, view, quantity, log=log)
-    both.set_title(f"{quantity.title}: bytes")
+    lines = [(line, wanted) for line in view.lines(styles) if (wanted := expectation.of(line, quantity))]
+    figure, (both, difference) = new_panels(2, title, subtitle, panel=3.5, around=1.0)
+    off: list[tuple[Line, Values]] = []  # x -> measured / expected - 1
+    for line, wanted in lines:
+        found = measured(line, quantity)
+        draw_both(both, line, wanted, [(x, value) for x, value in found if value > 0])
+        if shares := [(x, value / dict(wanted)[x] - 1) for x, value in found if dict(wanted).get(x)]:
+            difference.plot(*zip(*shares, strict=True), label=line.name, **look_of(line.style, ls=line.style.dash))
+            off.append((line, shares))
+    dress(both, view, f"{quantity.title}: bytes", log=log)
     both.set_ylabel("memory, inputs and output included")
-    difference.set_title(expectation.difference)
-    difference.set_xlabel(view.label)
-    difference.grid()
-    set_x(difference, view.positions, log=log)
-    set_difference_axis(difference, [differences(line, quantity, expectation) for line in lines], expectation)
-    figure.supxlabel(f"lines: {expectation.lines}; marks: measured; hollow: not run", fontsize=9, color=GREY)
+    dress(difference, view, expectation.difference, log=log)
+    set_difference_axis(difference, [share for _, shares in off for _, share in shares], expectation)
+    add_note(figure, f"lines: {expectation.lines}", "marks: measured", "hollow: not run")
     figure.draw_without_rendering()
-    set_y(both, [value for line in lines for _, value in expectation.of(line, quantity)], quantity.unit, log=log)
-    name_lines(both, [expected_name(line, quantity, expectation) for line in lines], 0)
-    apart = [line for line in lines if differences(line, quantity, expectation)]
-    name_lines(difference, [difference_name(line, quantity, expectation) for line in apart], 0)
+    set_y(both, [value for _, wanted in lines for _, value in wanted], quantity.unit, log=log)
+    ends = [(line, wanted[-1][1]) for line, wanted in lines]
+    name_lines(
+        both, [Name(f"{line.name} {format_value(end, quantity.unit)}", end, line.style) for line, end in ends], 0
+    )
+    names = [
+        Name(f"{line.name} {furthest_words([share for _, share in shares], expectation)}", shares[-1][1], line.style)
+        for line, shares in off
+    ]
+    name_lines(difference, names, 0)
     return figure
 
 
@@ -88,40 +93,25 @@ terms_lines = functools.partial(expectation_figure, expectation=TERMS)
 prediction_lines = functools.partial(expectation_figure, expectation=PREDICTION)
 
 
-def differences(line: Line, quantity: Quantity, expectation: Expectation) -> Values:
-    """x -> measured / expected - 1."""
-    wanted = dict(expectation.of(line, quantity))
-    return [(x, value / wanted[x] - 1) for x, value in measured(line, quantity) if wanted.get(x)]
-
-
-def draw_both(ax: Axes, line: Line, quantity: Quantity, expectation: Expectation) -> None:
-    wanted, found = expectation.of(line, quantity), measured(line, quantity)
-    ax.plot(
-        *zip(*wanted, strict=True), color=line.style.colour, ls=line.style.dash, lw=1.2, label=f"_terms {line.name}"
-    )
-    found = [(x, value) for x, value in found if value > 0]
+def draw_both(ax: Axes, line: Line, wanted: Values, found: Values) -> None:
+    look = {"color": line.style.colour, "ls": line.style.dash, "lw": 1.2}
+    ax.plot(*zip(*wanted, strict=True), label=f"_terms {line.name}", **look)
     if found:
         ax.plot(*zip(*found, strict=True), label=line.name, **look_of(line.style))
     if not_run := [point for point in wanted if point[0] not in dict(found)]:
-        ax.plot(*zip(*not_run, strict=True), label="_predicted", **look_of(line.style, mfc="white", mew=1.3))
+        ax.plot(*zip(*not_run, strict=True), label="_predicted", **look_of(line.style, **HOLLOW))
 
 
-def draw_difference(ax: Axes, line: Line, quantity: Quantity, expectation: Expectation) -> None:
-    if points := differences(line, quantity, expectation):
-        ax.plot(*zip(*points, strict=True), label=line.name, **look_of(line.style, ls=line.style.dash))
+def set_difference_axis(ax: Axes, shares: Sequence[float], expectation: Expectation) -> None:
+    from matplotlib.ticker import MaxNLocator
 
-
-def set_difference_axis(ax: Axes, found: Sequence[Values], expectation: Expectation) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
-
-    shares = [share for values in found for _, share in values]
     # The axis spans at least 1 %, so that rounding noise does not look large.
     low, high = min([*shares, -0.01]), max([*shares, 0.01])
     margin = 0.08 * (high - low)
     ax.set_ylim(low - margin, high + margin)
     ax.axhline(0, color="black", lw=0.8, ls=":", label="_zero")
     ax.yaxis.set_major_locator(MaxNLocator(6))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: difference_words(y, expectation)))
+    ax.yaxis.set_major_formatter(lambda share, _: difference_words(share, expectation))
 
 
 def difference_words(share: float, expectation: Expectation) -> str:
@@ -131,18 +121,10 @@ def difference_words(share: float, expectation: Expectation) -> str:
     return "0" if abs(share) < 1e-9 else f"{100 * share:+.3g} %"
 
 
-def expected_name(line: Line, quantity: Quantity, expectation: Expectation) -> Name:
-    value = expectation.of(line, quantity)[-1][1]
-    return Name(f"{line.name} {format_value(value, quantity.unit)}", value, line.style)
-
-
-def difference_name(line: Line, quantity: Quantity, expectation: Expectation) -> Name:
-    found = [share for _, share in differences(line, quantity, expectation)]
-    furthest = max(found, key=abs)
+def furthest_words(shares: Sequence[float], expectation: Expectation) -> str:
+    furthest = max(shares, key=abs)
     if furthest == 0:
-        words = "exact"
-    elif expectation.ratio:
-        words = f"{1 + furthest:.4g} x at most" if furthest > 0 else f"{1 + furthest:.4g} x at least"
-    else:
-        words = f"{100 * furthest:+.2g} % at most"
-    return Name(f"{line.name} {words}", found[-1], line.style)
+        return "exact"
+    if expectation.ratio:
+        return f"{1 + furthest:.4g} x at {'most' if furthest > 0 else 'least'}"
+    return f"{100 * furthest:+.2g} % at most"

@@ -11,9 +11,9 @@ from memcheck.core.record import Record
 from memcheck.core.style import Style
 from memcheck.report.plots.lines import MISSING_WORDS
 from memcheck.report.plots.memory import memory_quantities
-from memcheck.report.plots.scales import x_ticks
+from memcheck.report.plots.scales import set_ticks, x_ticks
 from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed
-from memcheck.report.plots.style import GREY, HATCHES, in_house_style, new_figure
+from memcheck.report.plots.style import GREY, HATCHES, add_note, in_house_style, new_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,24 +45,16 @@ def savings_bars(
     quantity = memory_quantities(view.records)[-1]
     base = {x: record for line in lines if line.name == standard for x, record in line.points}
     others = [line for line in lines if line.name != standard and ratios(line, base, quantity)]
-    columns = min(COLUMNS, max(len(others), 1))
-    rows = max(math.ceil(len(others) / columns), 1)
-    figure = new_figure(9.6 if columns > 1 else 6.8, 1.0 + 2.1 * rows, title, subtitle)
-    panels = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
+    figure, panels = new_panels(len(others), title, subtitle, panel=2.1, around=1.0, columns=COLUMNS, sharey=True)
     places = sorted(x_ticks(view.positions))[-MOST_BARS:]
     for number, ax in enumerate(panels):
-        if number < len(others):
-            draw_ratios(ax, others[number], base, quantity, places, HATCHES[number % len(HATCHES)])
-            ax.set_xlabel(view.label if number + columns >= len(others) else "")
-        else:
-            ax.set_visible(False)
-    set_ratio_axis(figure.axes, others, base, quantity)
+        draw_ratios(ax, others[number], base, quantity, places, HATCHES[number % len(HATCHES)])
+        columns = ax.get_gridspec().ncols
+        ax.set_xlabel(view.label if number + columns >= len(others) else "")
+    set_ratio_axis(figure.axes[0], others, base, quantity)
     figure.supylabel(f"{standard} / operator", fontsize=10)
-    figure.supxlabel(
-        f"peak memory, {quantity.title.lower()}; dotted: as much as {standard}; hollow: {standard} predicted, not run",
-        fontsize=9,
-        color=GREY,
-    )
+    what = f"peak memory, {quantity.title.lower()}"
+    add_note(figure, what, f"dotted: as much as {standard}", f"hollow: {standard} predicted, not run")
     return figure
 
 
@@ -124,17 +116,10 @@ def format_factor(ratio: float) -> str:
     return f"{ratio:.0f}x" if ratio >= 20 else f"{ratio:.1f}x" if ratio >= 1.95 else f"{ratio:.2f}x"
 
 
-def set_ratio_axis(
-    panels: Sequence[Axes], others: Sequence[Line], base: Mapping[int, Record], quantity: Quantity
-) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
+def set_ratio_axis(ax: Axes, others: Sequence[Line], base: Mapping[int, Record], quantity: Quantity) -> None:
     values = [ratio for line in others for ratio, _ in ratios(line, base, quantity).values()] or [1.0]
     low, high = math.floor(math.log2(min(*values, 1.0))), math.ceil(math.log2(max(*values, 1.5)))
     span = high - low
-    for ax in panels[:1]:
-        ax.set_yscale("log", base=2)
-        ax.set_ylim(2.0 ** (low - (0.04 if low == 0 else 0.14) * span), 2.0 ** (high + 0.12 * span))
-        ax.yaxis.set_major_locator(FixedLocator([2.0**power for power in range(low, high + 1, math.ceil(span / 5))]))
-        ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}x"))
-        ax.yaxis.set_minor_locator(NullLocator())
+    ax.set_yscale("log", base=2)
+    ax.set_ylim(2.0 ** (low - (0.04 if low == 0 else 0.14) * span), 2.0 ** (high + 0.12 * span))
+    set_ticks(ax.yaxis, [2.0**power for power in range(low, high + 1, math.ceil(span / 5))], lambda y: f"{y:g}x")

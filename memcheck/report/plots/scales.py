@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING
 
 from memcheck.core.units import format_bytes, format_time
@@ -29,21 +29,26 @@ def x_ticks(lengths: Collection[int]) -> list[int]:
     return ticks
 
 
-def set_x(ax: Axes, positions: Collection[int], *, log: bool) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+def set_ticks(axis: Axis, ticks: Sequence[float], text: Callable[[float], str]) -> None:
+    """Sets ticks at these values alone, and their text."""
+    from matplotlib.ticker import FixedLocator, NullLocator
 
+    axis.set_major_locator(FixedLocator(list(ticks)))
+    axis.set_major_formatter(lambda value, _: text(value))
+    axis.set_minor_locator(NullLocator())
+
+
+def set_x(ax: Axes, positions: Collection[int], *, log: bool) -> None:
     if log:
         ax.set_xscale("log", base=2)
         # Set explicitly: if no case finished, there are no points from which matplotlib could derive it.
         margin = max(max(positions) / min(positions), 2) ** 0.06
         ax.set_xlim(min(positions) / margin, max(positions) * margin)
-        ax.xaxis.set_major_locator(FixedLocator(x_ticks(positions)))
+        ticks = x_ticks(positions)
     else:
         ax.set_xlim(0, 1.05 * max(positions))
-        step = power_of_two_above(max(positions) / 6)
-        ax.xaxis.set_major_locator(FixedLocator(list(range(0, max(positions) + 1, max(int(step), 1)))))
-    ax.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x:.0f}"))
-    ax.xaxis.set_minor_locator(NullLocator())
+        ticks = list(range(0, max(positions) + 1, max(int(power_of_two_above(max(positions) / 6)), 1)))
+    set_ticks(ax.xaxis, ticks, lambda x: f"{x:.0f}")
 
 
 def set_y(ax: Axes, values: Sequence[float], unit: str, *, log: bool, rows: int = 0) -> None:
@@ -53,10 +58,22 @@ def set_y(ax: Axes, values: Sequence[float], unit: str, *, log: bool, rows: int 
         highest = max(values, default=1.0) or 1.0
         ax.set_ylim(0, 1.06 * highest / (1 - share))
         set_linear_ticks(ax.yaxis, highest, unit)
-    elif unit == "bytes":
-        set_log_bytes(ax, [value for value in values if value > 0] or [2.0**20], share)
+        return
+    values = [value for value in values if value > 0] or [2.0**20 if unit == "bytes" else 1.0]
+    if unit == "bytes":
+        # Ticks at powers of two, as powers of ten are hard to read in MiB.
+        base, low, high = 2.0, math.floor(math.log2(min(values))) - 0.2, math.ceil(math.log2(max(values)) + 0.1)
+        powers = range(math.ceil(low), high + 1)
+        ticks = [2.0**power for power in powers[:: math.ceil((len(powers) - 1) / 8)]]
     else:
-        set_log_ms(ax, [value for value in values if value > 0] or [1.0], share)
+        base, low, high = 10.0, math.log10(min(values)) - 0.1, math.log10(max(values)) + 0.1
+        # A range below two decades needs additional ticks.
+        steps = (1,) if math.floor(high) - math.ceil(low) > 1 else (1, 2, 5)
+        powers = range(math.floor(low), math.ceil(high) + 1)
+        ticks = [step * 10.0**power for power in powers for step in steps if low <= math.log10(step) + power <= high]
+    ax.set_yscale("log", base=base)
+    ax.set_ylim(base**low, base ** (high + (high - low) * share / (1 - share)))
+    set_ticks(ax.yaxis, ticks, lambda y: format_value(y, unit))
 
 
 def axes_points(ax: Axes) -> float:
@@ -70,41 +87,11 @@ def power_of_two_above(value: float) -> float:
 
 
 def set_linear_ticks(axis: Axis, highest: float, unit: str) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
-    if unit == "bytes":
-        step = power_of_two_above(highest / 5)
-        axis.set_major_locator(FixedLocator([step * count for count in range(int(highest / step) + 1)]))
-    else:
-        axis.set_major_locator(MaxNLocator(6))
-    axis.set_major_formatter(FuncFormatter(lambda y, _: format_value(y, unit) if y else "0"))
-
-
-def set_log_bytes(ax: Axes, sizes: Sequence[float], share: float) -> None:
-    """Ticks at powers of two, as powers of ten are hard to read in MiB."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    low, high = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)) + 0.1)
-    room = (high - low + 0.2) * share / (1 - share)
-    ax.set_yscale("log", base=2)
-    ax.set_ylim(2.0 ** (low - 0.2), 2.0 ** (high + room))
-    ax.yaxis.set_major_locator(
-        FixedLocator([2.0**power for power in range(low, high + 1, math.ceil((high - low) / 8))])
+    step = power_of_two_above(highest / 5)
+    set_ticks(
+        axis, [step * count for count in range(int(highest / step) + 1)], lambda y: format_value(y, unit) if y else "0"
     )
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_bytes(y)))
-    ax.yaxis.set_minor_locator(NullLocator())
-
-
-def set_log_ms(ax: Axes, times: Sequence[float], share: float) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    low, high = math.log10(min(times)) - 0.1, math.log10(max(times)) + 0.1
-    ax.set_yscale("log")
-    ax.set_ylim(10.0**low, 10.0 ** (high + (high - low) * share / (1 - share)))
-    decades = range(math.ceil(low), math.floor(high) + 1)
-    # A range below two decades needs additional ticks.
-    steps = (1,) if len(decades) > 2 else (1, 2, 5)
-    ticks = [step * 10.0**power for power in range(math.floor(low), math.ceil(high) + 1) for step in steps]
-    ax.yaxis.set_major_locator(FixedLocator([tick for tick in ticks if 10.0**low <= tick <= 10.0**high]))
-    ax.yaxis.set_major_formatter(FuncFormatter(lambda y, _: format_time(y)))
-    ax.yaxis.set_minor_locator(NullLocator())
+    if unit != "bytes":
+        axis.set_major_locator(MaxNLocator(6))

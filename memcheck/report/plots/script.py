@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from memcheck.core.script_record import LAYERS, ScriptRecord
 from memcheck.core.units import format_bytes
-from memcheck.report.plots.scales import set_linear_ticks
-from memcheck.report.plots.style import in_house_style, new_figure, save
-from memcheck.report.plots.timeline import Layers, draw_layers
+from memcheck.report.plots.style import in_house_style, save
+from memcheck.report.plots.timeline import Layers, Peak, mark_peaks, stack_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,33 +27,21 @@ def plot_script(record: ScriptRecord, path: Path | str, *, title: str, subtitle:
 
 @in_house_style
 def script_figure(record: ScriptRecord, *, title: str, subtitle: str = "") -> Figure:
-    figure = new_figure(9.6, 4.8, title, subtitle)
-    ax = figure.subplots()
-    stack = layers_over_time(record)
+    # The limit is shown unless it is so far above the peak that it would flatten the picture.
+    limit = record.limit_bytes or 0
+    limit = limit if limit < 3 * record.peak.bytes else 0
     # Edges would hide layers that are narrower.
-    draw_layers(ax, stack, edge=0)
-    figure.draw_without_rendering()
-    limit = shown_limit(record)
-    top = max(record.peak.bytes, limit) or 1
-    lowest = min((size for sizes in stack.layers.values() for size in sizes), default=0)
-    ax.set_ylim(1.1 * min(lowest, 0), 1.2 * top)
+    figure, ax = stack_figure(layers_over_time(record), title, subtitle, top=max(record.peak.bytes, limit), edge=0)
     ax.set_xlim(0, record.events + 1)
-    set_linear_ticks(ax.yaxis, top, "bytes")
-    ax.set_xlabel("allocations and frees, in order")
-    ax.set_ylabel("alive")
     show_seconds(ax, record)
     if limit:
         ax.axhline(limit, color="black", lw=0.8, ls="--", label="_limit")
         place: dict[str, Any] = {"xytext": (-4, 3), "textcoords": "offset points", "ha": "right", "va": "bottom"}
         ax.annotate(f"limit {format_bytes(limit)}", (record.events, limit), **place)
-    mark_peak(ax, record)
+    peak = record.peak
+    text = f"peak {format_bytes(peak.bytes)}, {peak.place.phase}"
+    mark_peaks(ax, [Peak(peak.event, peak.bytes, text, *ax.get_xlim())])
     return figure
-
-
-def shown_limit(record: ScriptRecord) -> int:
-    """The limit, or 0 if it is so far above the peak that it would flatten the picture."""
-    limit = record.limit_bytes or 0
-    return limit if limit < 3 * record.peak.bytes else 0
 
 
 def layers_over_time(record: ScriptRecord) -> Layers:
@@ -71,11 +58,3 @@ def show_seconds(ax: Axes, record: ScriptRecord) -> None:
     upper = ax.secondary_xaxis("top")
     upper.set_xticks([level.event for level in chosen], [f"{level.seconds:.3g} s" for level in chosen], fontsize=9)
     upper.tick_params(length=3)
-
-
-def mark_peak(ax: Axes, record: ScriptRecord) -> None:
-    peak = record.peak
-    ax.plot([peak.event], [peak.bytes], marker="v", color="black", ms=7, clip_on=False, label="_peak")
-    side, shift = ("left", -4) if peak.event < 0.7 * record.events else ("right", 4)
-    style: dict[str, Any] = {"xytext": (shift, 7), "textcoords": "offset points", "ha": side, "va": "bottom"}
-    ax.annotate(f"peak {format_bytes(peak.bytes)}, {peak.place.phase}", (peak.event, peak.bytes), **style)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import functools
 import io
+import math
 import re
+import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
@@ -14,11 +17,15 @@ from memcheck.core.errors import UsageError
 from memcheck.core.style import Style
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 GREY = "#666666"
 GRID = "#dddddd"
 FORMATS = ("png", "svg", "pdf")
+# Inches. At a width of 9 inches, 10-point text has 12 pixels on a web page; at the narrow width, 10 on a phone.
+WIDE, NARROW = 9.6, 4.8
+widest: ContextVar[float] = ContextVar("widest", default=WIDE)  # Figures are at most as wide.
 # Text is stored as text in SVG, and element ids are the same in every run.
 RC = {
     "figure.dpi": 100,
@@ -112,13 +119,53 @@ def in_house_style(draw: Callable[P, T]) -> Callable[P, T]:
     return styled
 
 
+def is_narrow() -> bool:
+    return widest.get() < WIDE
+
+
 def new_figure(width: float, height: float, title: str, subtitle: str = "") -> Figure:
-    """A new figure outside pyplot. At a width of 9 inches, 10-point text has 12 pixels on a web page."""
+    """A new figure outside pyplot."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(f"{title}\n{subtitle}" if subtitle else title, fontsize=11)
+    figure = Figure(figsize=(min(width, widest.get()), height), layout="constrained")
+    figure.suptitle(fitted(figure, f"{title}\n{subtitle}" if subtitle else title, 11), fontsize=11)
     return figure
+
+
+def new_panels(
+    count: int,
+    title: str,
+    subtitle: str,
+    *,
+    panel: float,
+    around: float,
+    columns: int = 2,
+    narrow_columns: int = 1,
+    **share: bool,
+) -> tuple[Figure, list[Axes]]:
+    """A figure of panels, with at most so many columns.
+
+    panel, around: the height in inches of a panel, and of all that is around the panels.
+    """
+    columns = max(min(narrow_columns if is_narrow() else columns, count), 1)
+    rows = max(math.ceil(count / columns), 1)
+    figure = new_figure(WIDE if columns > 1 else 6.8, around + panel * rows, title, subtitle)
+    panels = list(figure.subplots(rows, columns, squeeze=False, **share).flat)
+    for ax in panels[count:]:
+        ax.set_visible(False)
+    return figure, panels[:count]
+
+
+def add_note(figure: Figure, *parts: str) -> None:
+    """Writes the parts that are not empty below the panels."""
+    if note := "; ".join(filter(None, parts)):
+        figure.supxlabel(fitted(figure, note, 9), fontsize=9, color=GREY)
+
+
+def fitted(figure: Figure, text: str, size: float) -> str:
+    """The text in lines that fit the figure's width. A letter is about half as wide as its size."""
+    letters = int(figure.get_figwidth() * 72 / (0.54 * size))
+    return "\n".join(textwrap.fill(line, letters, break_on_hyphens=False) for line in text.splitlines())
 
 
 @in_house_style
@@ -138,19 +185,42 @@ def check_formats(formats: Iterable[str]) -> tuple[str, ...]:
     return formats
 
 
+def inline_svg(draw: Callable[[], Figure], prefix: str, caption: str) -> str:
+    """Two <svg> elements for an HTML page, as wide as their container: for a wide window and for a narrow one.
+
+    Each is hidden in the other's window. They have no prologue, and their ids and rules are unique.
+    """
+    parts = []
+    for widest_here, name, elsewhere in (
+        (WIDE, prefix, "max-width: 34rem"),
+        (NARROW, f"{prefix}-narrow", "min-width: 34.01rem"),
+    ):
+        token = widest.set(widest_here)
+        try:
+            figure = draw()
+        finally:
+            widest.reset(token)
+        # Relative to the widest figure, so that the text of all figures is of one size.
+        share = figure.get_figwidth() / widest_here
+        parts.append(
+            svg_element(figure, name, caption, share, f"@media ({elsewhere}) {{ #{name} {{ display: none }} }}")
+        )
+    return "\n".join(parts)
+
+
 @in_house_style
-def inline_svg(figure: Figure, prefix: str, caption: str) -> str:
-    """An <svg> element for an HTML page, without a prologue, with unique ids and rules, as wide as its container."""
+def svg_element(figure: Figure, name: str, caption: str, share: float, rule: str) -> str:
+    """The figure as an <svg> element. share: its width in the container. rule: further CSS."""
     from xml.sax.saxutils import escape
 
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata=NO_METADATA)
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].strip()
-    svg = re.sub(r'\bid="', f'id="{prefix}-', svg)
-    svg = re.sub(r'(href="|url\()#', rf"\1#{prefix}-", svg)
+    svg = re.sub(r'\bid="', f'id="{name}-', svg)
+    svg = re.sub(r'(href="|url\()#', rf"\1#{name}-", svg)
     # The global rule would also apply to the page's own elements.
-    svg = svg.replace("*{stroke-linejoin", f"#{prefix} *{{stroke-linejoin")
-    head = f'<svg id="{prefix}" role="img" style="max-width:100%;height:auto"'
+    svg = svg.replace("*{stroke-linejoin", f"#{name} *{{stroke-linejoin").replace("</style>", f" {rule}</style>", 1)
+    head = f'<svg id="{name}" role="img" style="max-width:{share:.1%};height:auto"'
     title = f"<title>{escape(caption)}</title>"
     return re.sub(r"<svg\b([^>]*)>", lambda found: f"{head}{found[1]}>\n {title}", svg, count=1)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from memcheck.core.units import format_bytes
 from memcheck.report.plots.scales import set_linear_ticks
-from memcheck.report.plots.style import COLOURS, HATCHES, in_house_style, new_figure, save
+from memcheck.report.plots.style import COLOURS, HATCHES, WIDE, in_house_style, is_narrow, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -66,20 +66,34 @@ def plot_timeline(
 
 @in_house_style
 def timeline_figure(timeline: Timeline, *, title: str, subtitle: str) -> Figure:
-    figure = new_figure(9.6, 4.8, title, subtitle)
+    figure, ax = stack_figure(layers_of(timeline), title, subtitle)
+    mark_phases(ax, timeline)
+    columns = dict(zip(timeline.steps, zip(*timeline.series.values(), strict=True), strict=False))
+    phases = {name: (first, last + 1) for name, first, last in timeline.phases}
+    peaks = []
+    for phase, step in timeline.peak.items():
+        if step in columns:
+            text = f"{phase} peak {format_bytes(sum(columns[step]))}"
+            top = sum(size for size in columns[step] if size > 0)
+            # Centred on the step.
+            peaks.append(Peak(step + 0.5, top, text, *phases.get(phase, ax.get_xlim())))
+    mark_peaks(ax, peaks)
+    return figure
+
+
+def stack_figure(stack: Layers, title: str, subtitle: str, *, top: float = 0, edge: float = 0.5) -> tuple[Figure, Axes]:
+    """The layers on axes of bytes that reach to `top` at least. edge: the width of the layers' edges."""
+    figure = new_figure(WIDE, 6.4 if is_narrow() else 4.8, title, subtitle)
     ax = figure.subplots()
-    stack = layers_of(timeline)
-    draw_layers(ax, stack)
+    draw_layers(ax, stack, edge)
     figure.draw_without_rendering()
-    highest = max(stack.tops, default=0) or 1
+    highest = max([top, *stack.tops]) or 1
     lowest = min((size for sizes in stack.layers.values() for size in sizes), default=0)
     ax.set_ylim(1.1 * min(lowest, 0), 1.2 * highest)
     set_linear_ticks(ax.yaxis, highest, "bytes")
     ax.set_xlabel("allocations and frees, in order")
     ax.set_ylabel("alive")
-    mark_phases(ax, timeline)
-    mark_peaks(ax, timeline)
-    return figure
+    return figure, ax
 
 
 def layers_of(timeline: Timeline) -> Layers:
@@ -122,7 +136,7 @@ def thinned(stack: Layers, keep: Sequence[int]) -> Layers:
     return Layers([stack.steps[place] for place in places], layers)
 
 
-def draw_layers(ax: Axes, stack: Layers, edge: float = 0.5) -> None:
+def draw_layers(ax: Axes, stack: Layers, edge: float) -> None:
     # The last event gets the same width as any other.
     steps = [*stack.steps, *[step + 1 for step in stack.steps[-1:]]]
     below, handles = [0] * len(steps), []
@@ -140,7 +154,10 @@ def draw_layers(ax: Axes, stack: Layers, edge: float = 0.5) -> None:
     # Matplotlib omits labels that begin with an underscore, such as _softmax_backward_data.
     names = [f" {short(name)}" if name.startswith("_") else short(name) for name in stack.layers]
     # The legend lists the layers from top to bottom.
-    ax.legend(handles[::-1], names[::-1], loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False, fontsize=9)
+    how: dict[str, Any] = {"loc": "center left", "bbox_to_anchor": (1.01, 0.5)}
+    if is_narrow():
+        how = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17), "ncols": 2}
+    ax.legend(handles[::-1], names[::-1], frameon=False, fontsize=9, **how)
 
 
 def short(name: str) -> str:
@@ -158,14 +175,36 @@ def mark_phases(ax: Axes, timeline: Timeline) -> None:
         ax.set_xlim(timeline.steps[0], timeline.steps[-1] + 1)
 
 
-def mark_peaks(ax: Axes, timeline: Timeline) -> None:
-    columns = dict(zip(timeline.steps, zip(*timeline.series.values(), strict=True), strict=False))
-    first, last = ax.get_xlim()
-    for phase, step in timeline.peak.items():
-        if step in columns:
-            # Centred on the step.
-            x, top = step + 0.5, sum(size for size in columns[step] if size > 0)
-            ax.plot([x], [top], marker="v", color="black", ms=7, clip_on=False, label="_peak")
-            side, shift = ("left", -4) if (step - first) / (last - first) < 0.7 else ("right", 4)
-            text = f"{phase} peak {format_bytes(sum(columns[step]))}"
-            ax.annotate(text, (x, top), (shift, 7), textcoords="offset points", ha=side, va="bottom")
+@dataclass(frozen=True)
+class Peak:
+    """A peak to mark at (x, top). Its text should stay between first and last."""
+
+    x: float
+    top: float
+    text: str
+    first: float
+    last: float
+
+
+def mark_peaks(ax: Axes, peaks: Sequence[Peak]) -> None:
+    """Marks the peaks, with their texts where they cross no phase and no other text, if there is such a place."""
+    from matplotlib.transforms import Bbox
+
+    taken: list[Bbox] = []
+    low, high = ax.get_xlim()
+    for peak in peaks:
+        ax.plot([peak.x], [peak.top], marker="v", color="black", ms=7, clip_on=False, label="_peak")
+        label = ax.annotate(peak.text, (peak.x, peak.top), textcoords="offset points", xytext=(0, 7), va="bottom")
+        sides = ["left", "right"] if (peak.x - low) / (high - low) < 0.7 else ["right", "left"]
+        places = [
+            (span, lift, side) for span in ((peak.first, peak.last), (low, high)) for lift in (7, 20) for side in sides
+        ]
+        for (first, last), lift, side in places:
+            label.set(ha=side, position=(-4 if side == "left" else 4, lift))
+            box = label.get_window_extent()
+            left, right = (ax.transData.transform((x, 0))[0] for x in (first, last))
+            if left - 1 <= box.x0 and box.x1 <= right + 1 and not any(box.overlaps(other) for other in taken):
+                break
+        if (first, last) != (peak.first, peak.last):  # The text crosses the line between two phases.
+            label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 1})
+        taken.append(label.get_window_extent())

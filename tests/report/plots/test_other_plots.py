@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import types
 
 import pytest
 from plotted import MIB, STYLES, grid, labelled, marks, points, prediction, record, texts
 
 from memcheck.core.errors import UsageError
+from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.report.plots import plot_timeline
 from memcheck.report.plots.lines import time_lines
+from memcheck.report.plots.models import model_bars
 from memcheck.report.plots.predictions import prediction_lines, terms_lines
 from memcheck.report.plots.savings import savings_bars
 from memcheck.report.plots.series import views_along
 from memcheck.report.plots.timeline import MOST_LAYERS, MOST_STEPS, layers_of
 from memcheck.studies.published_plot import plot_published
+
+GIB = 2**30
 
 
 def view(records: list[Record]):
@@ -131,6 +136,23 @@ def test_a_case_over_time(tmp_path) -> None:
     assert highest == [MIB, 5 * MIB, 6 * MIB]
 
 
+def test_labels_of_close_peaks_do_not_cross(tmp_path) -> None:
+    """Neither each other nor, where there is room, the line between the phases."""
+    sizes = [MIB] * 100
+    sizes[38], sizes[42], sizes[44] = 9 * MIB, 9 * MIB, 9 * MIB
+    phases = [("forward", 0, 39), ("backward", 40, 99)]
+    timeline = make_timeline({"q": sizes}, phases=phases, peak={"forward": 38, "backward": 42, "step": 44})
+    figure = plot_timeline(timeline, tmp_path / "timeline.png", title="")
+    (ax,) = figure.axes
+    figure.draw_without_rendering()
+    labels = [text for text in ax.texts if "peak" in text.get_text()]
+    boxes = [label.get_window_extent() for label in labels]
+    line = ax.transData.transform((40, 0))[0]
+    assert boxes[0].x1 <= line + 1
+    assert boxes[1].x0 >= line - 1
+    assert not any(one.overlaps(other) for one, other in itertools.combinations(boxes, 2))
+
+
 def test_small_layers_are_one() -> None:
     series = {f"tensor {number}": [number + 1, 0] for number in range(MOST_LAYERS + 5)}
     stack = layers_of(make_timeline(series, peak={"forward": 0}))
@@ -162,6 +184,30 @@ def test_what_was_freed_unseen_hangs_below(tmp_path) -> None:
 def test_an_empty_timeline_is_a_picture(tmp_path, series: dict[str, list[int]]) -> None:
     plot_timeline(make_timeline(series), tmp_path / "timeline.png")
     assert (tmp_path / "timeline.png").stat().st_size > 1000
+
+
+def model(size: int, **fields: object) -> ModelRecord:
+    values = {
+        "operator": "naive",
+        "device": "cuda",
+        "device_name": "T4",
+        "device_total_bytes": 15 * GIB,
+        "status": "ok",
+    }
+    return ModelRecord(**{**values, "parameter_bytes": size * GIB, "peak_bytes": size * GIB, **fields})  # type: ignore[arg-type]
+
+
+def test_bars_of_models_show_what_the_gpu_has() -> None:
+    (ax,) = model_bars([model(8), model(12, operator="softplus")], title="", subtitle="").axes
+    assert [line.get_xdata()[0] for line in ax.get_lines() if line.get_label() == "_capacity"] == [15]
+    assert texts(ax) == {"memory of T4: 15 GiB"}
+    assert ax.get_xlim()[1] > 15
+    # A GPU far larger than all bars is named, so that the bars stay long.
+    (ax,) = model_bars([model(1, device_name="H200", device_total_bytes=100 * GIB)], title="", subtitle="").axes
+    assert ax.get_xlim()[1] < 2
+    assert ax.get_xlabel().splitlines()[1:] == ["H200 has 100 GiB, 100 times as much as the longest bar"]
+    (ax,) = model_bars([model(8, device="cpu")], title="", subtitle="").axes
+    assert not [line for line in ax.get_lines() if line.get_label() == "_capacity"]
 
 
 def row(ours: str, length: int, published: int | None, needed: int | None, **fields: object) -> dict[str, object]:

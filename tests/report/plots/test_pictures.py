@@ -170,13 +170,21 @@ def test_inline_images_share_a_page() -> None:
     assert "<?xml" not in page
     assert "<!DOCTYPE" not in page
     # A rule for all elements would reach those of the page.
-    assert re.findall(r"<style[^>]*>(.)", page) == ["#"] * len(images)
+    assert re.findall(r"<style[^>]*>(.)", page) == ["#"] * 2 * len(images)
     for caption, svg in images:
-        root = ElementTree.fromstring(svg)
-        assert root.find("{http://www.w3.org/2000/svg}title").text == caption
-        words = " ".join(root.itertext())
-        assert "<naive> & co" in words
-        assert "sequence length" in words
+        pair = ElementTree.fromstring(f"<div>{svg}</div>")
+        for root in pair:
+            assert root.find("{http://www.w3.org/2000/svg}title").text == caption
+            words = " ".join(root.itertext())
+            assert "<naive> & co" in words
+            assert "sequence length" in words
+        # One for wide windows, with panels side by side, and one for narrow windows, with panels in a column.
+        wide, narrow = ([float(size) for size in root.attrib["viewBox"].split()[2:]] for root in pair)
+        assert wide[0] > wide[1]
+        assert narrow[0] == pytest.approx(4.8 * 72)
+        assert narrow[1] > narrow[0] or "savings" in pair[0].attrib["id"]
+        hidden = re.findall(r"@media \((\w+)-width: [\d.]+rem\) { #([\w-]+) { display: none } }", svg)
+        assert hidden == [("max", pair[0].attrib["id"]), ("min", pair[1].attrib["id"])]
 
 
 def test_the_users_matplotlib_stays_as_it_was() -> None:
