@@ -62,8 +62,10 @@ def progress_bar(total: float, title: str = "") -> tqdm[Any]:
     return tqdm(desc=title, total=total, file=sys.stderr, disable=hidden, bar_format=words, leave=False)
 
 
-def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int:
-    """Runs the cases and prints each row when it is done. title: of the plot. Returns the exit code.
+def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str, note: str = "") -> int:
+    """Runs the cases and prints each row when it is done. Returns the exit code.
+
+    title: of the plot. note: a line of the header.
 
     records.jsonl grows a line per case, so that a crash loses none. At the end, the earlier records of the same cases
     are dropped, those of others stay, and the other files are written.
@@ -79,6 +81,8 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str) -> int
     predictions: list[Record] = []
     how = {"units": args.units, "predicted": args.predict, "timed": not args.no_time}
     rows = LiveRows(cases, **how, screen=Screen.of(out))
+    if note:
+        print(rows.screen.fill(note), file=out, flush=True)
     for record, prediction in profile_all(cases, args, rows, out):
         records.append(record)
         append_record(lines, record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Container
 from pathlib import Path
 
 from memcheck.core.devices import DEVICES, Device, device_named, this_gpu
@@ -33,6 +34,10 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, float]] | None] = {
 # The defaults of the commands that compare attentions.
 DEFAULT_TYPES = ["naive", "softmax", "softplus", "linear-causal", "compressed"]
 DEFAULT_SIZES = {"bsz": 1, "dim": 256, "heads": 4}
+# On a GPU, the sizes of a layer of a language model.
+GPU_SIZES = {"bsz": 4, "dim": 2048, "heads": 16}
+GPU_LENGTHS = [512, 1024, 2048, 4096, 8192]
+GPU_DTYPE = "bfloat16"
 
 
 def count(text: str) -> int:
@@ -162,6 +167,19 @@ def add_gpu_argument(parser: argparse._ActionsContainer) -> None:
         metavar="N",
         help="this machine's GPU N (0), with the memory that is free on it now",
     )
+
+
+def gpu_words(given: Container[str]) -> str:
+    """Says which defaults of a GPU hold for the flags that are not given. "" if all are given."""
+    words = {
+        "dtype": "bf16",
+        "bsz": f"batch {GPU_SIZES['bsz']}",
+        "dim": f"dim {GPU_SIZES['dim']}",
+        "heads": f"{GPU_SIZES['heads']} heads",
+        "seq_len": f"lengths {GPU_LENGTHS[0]} to {GPU_LENGTHS[-1]}",
+    }
+    used = ", ".join(text for name, text in words.items() if name not in given)
+    return f"defaults of a GPU, where no flag says otherwise: {used}" if used else ""
 
 
 def predicted_device(args: argparse.Namespace) -> Device:

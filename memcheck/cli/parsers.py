@@ -18,6 +18,8 @@ from memcheck.cli.options import (
     DECODER_TYPES,
     DEFAULT_SIZES,
     DEFAULT_TYPES,
+    GPU_LENGTHS,
+    GPU_SIZES,
     MODES,
     OPTIMIZERS,
     add_device_arguments,
@@ -400,11 +402,13 @@ def profile_attention(parser: argparse.ArgumentParser) -> None:
     add(parser, "--preset", choices=PRESETS[:1], default="quick", help="values of flags not given; default: quick")
     add_names(parser, "--attention-type", more=f"repeatable; default: {','.join(DEFAULT_TYPES)}")
     for flag, default in DEFAULT_SIZES.items():
-        add(parser, f"--{flag}", type=count, more=f"default: {default}")
-    add(parser, "--seq-len", type=counts, metavar="N[,N]", more="default: 256 to 4096")
+        add(parser, f"--{flag}", type=count, more=f"default: {default}, on a GPU {GPU_SIZES[flag]}")
+    lengths = f"default: 256 to 4096, on a GPU {GPU_LENGTHS[0]} to {GPU_LENGTHS[-1]}"
+    add(parser, "--seq-len", type=counts, metavar="N[,N]", more=lengths)
     add(parser, "--query-len", "--kv-len", type=counts, metavar="N[,N]")
     add(parser, "--core-dim", "--factor", type=count)
     add_causal(parser)
+    add(parser, "--dtype", default=None, more="on a GPU bf16")
     add_case_flags(parser)
 
 
@@ -419,12 +423,13 @@ def profile_combinator(parser: argparse.ArgumentParser) -> None:
     add(parser, "--query-len", type=counts, metavar="N[,N]", help="lengths S; default: 512, or 1 in --mode decode")
     add_names(parser, "--combinator-type", help=f"{', '.join(COMBINATOR_TYPES)}; default: combinator")
     add_switches(parser, low_memory="combinator-low-memory: computes its pre-activations again, does not keep them")
+    add(parser, "--dtype")
     add_case_flags(parser)
 
 
 def add_case_flags(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the commands that run operators case by case."""
-    add(parser, "--dtype", "--mode", "--device", "--memory-limit", "--passes", "--max-seconds-per-case")
+    add(parser, "--mode", "--device", "--memory-limit", "--passes", "--max-seconds-per-case")
     add_switches(
         parser,
         compile="run under torch.compile, which compiles before the measurement",
@@ -547,7 +552,7 @@ def sweep(parser: argparse.ArgumentParser) -> None:
     grid = parser.add_argument_group("grid", "every combination is a case; N: 8 or 16,32 or 256:16384:x2")
     add_names(grid, "--attention-type", more=f"also {', '.join(COMBINATOR_TYPES)}; repeatable")
     add(grid, "--bsz", "--seq-len", "--query-len", "--kv-len", "--dim", "--heads", "--core-dim", "--factor", type=sizes)
-    add(grid, "--dtype", type=words, default=None, metavar="NAME[,NAME]")
+    add(grid, "--dtype", type=words, default=None, metavar="NAME[,NAME]", more="on a GPU bf16")
     add(grid, "--mode", type=words, default=None, choices=None, metavar="NAME[,NAME]")
     add(grid, "--compile", action=argparse.BooleanOptionalAction, help="run under torch.compile")
     add_causal(grid, default=None)

@@ -104,6 +104,32 @@ def test_flags_reach_the_record(profile, flags: str, expected: dict[str, object]
     assert {field: getattr(record, field) for field in expected} == expected
 
 
+def cases_on(device: str, monkeypatch: pytest.MonkeyPatch, *flags: str) -> tuple[list[Case], str]:
+    """The cases that the command would run if the machine had this device, and the note in its header."""
+    ran: list[tuple[list[Case], str]] = []
+    command = "memcheck.cli.commands.profile_attention"
+    monkeypatch.setattr(f"{command}.find_device", lambda name: device)
+    monkeypatch.setattr(f"{command}.run_cases", lambda cases, args, title, note: ran.append((cases, note)) or 0)
+    assert main(["profile-attention", *flags]) == 0
+    return ran[0]
+
+
+def test_a_gpu_has_the_sizes_of_a_real_layer(monkeypatch) -> None:
+    cases, note = cases_on("cuda:0", monkeypatch)
+    assert {(case.dtype, case.bsz, case.dim, case.device) for case in cases} == {("bfloat16", 4, 2048, "cuda:0")}
+    assert {case.heads for case in cases} == {16, None}
+    assert sorted({case.query_len for case in cases}) == [512, 1024, 2048, 4096, 8192]
+    words = "bf16, batch 4, dim 2048, 16 heads, lengths 512 to 8192"
+    assert note == f"defaults of a GPU, where no flag says otherwise: {words}"
+    cases, note = cases_on("cuda:0", monkeypatch, "--dtype", "fp32", "--bsz", "2", "--kv-len", "64", "--dim", "64")
+    assert {(case.dtype, case.bsz, case.dim, case.query_len) for case in cases} == {("float32", 2, 64, 64)}
+    assert note == "defaults of a GPU, where no flag says otherwise: 16 heads"
+    cases, note = cases_on("cpu", monkeypatch)
+    assert {(case.dtype, case.bsz, case.dim) for case in cases} == {("float32", 1, 256)}
+    assert sorted({case.query_len for case in cases}) == [256, 512, 1024, 2048, 4096]
+    assert note == ""
+
+
 def test_types_are_a_list_or_repeated(profile) -> None:
     _, records = profile(*SMALL, "--attention-type", "softplus,naive", "--attention-type", "softmax/math,naive")
     assert [record.operator for record in records] == ["softplus", "naive", "softmax/math"]

@@ -19,6 +19,7 @@ import pytest
 from memcheck.__main__ import main
 from memcheck.bench import catalog
 from memcheck.bench.sweep.store import FILE, Store, read_records
+from memcheck.core.devices import device_named
 from memcheck.core.record import Record
 from memcheck.report import pair
 
@@ -217,6 +218,42 @@ def test_a_file_says_what_flags_say(tmp_path, plan) -> None:
     # The command line goes over it.
     cases = plan("--config", str(path), "--dtype", "fp32", "--kv-len", "128", "--attention-type", "softplus")
     assert cases == [f"softplus B2 S128 T128 E{dim} R{dim} float32: to run" for dim in (16, 32, 64)]
+
+
+def test_a_gpu_has_the_sizes_of_a_real_layer(plan, monkeypatch, tmp_path, capsys) -> None:
+    monkeypatch.setattr("memcheck.cli.commands.sweep.find_device", lambda name: "cuda:0")
+    quick = plan("--attention-type", "softplus", "--preset", "quick")
+    assert "softplus B4 S8192 T8192 E2048 R2048 bfloat16: to run" in quick
+    assert "softplus B4 S4096 T4096 E512 R512 bfloat16: to run" in quick
+    assert len(quick) == 5 + 4 - 1
+    assert plan("--attention-type", "naive", "--seq-len", "64") == ["naive B4 S64 T64 E2048 H16 bfloat16: to run"]
+    given = [
+        "--attention-type",
+        "naive",
+        "--seq-len",
+        "64",
+        "--bsz",
+        "2",
+        "--dtype",
+        "fp32",
+        "--dim",
+        "32",
+        "--heads",
+        "2",
+    ]
+    assert plan(*given) == ["naive B2 S64 T64 E32 H2 float32: to run"]
+    # Presets of published tables keep their sizes.
+    assert "memcheck-pyt/naive B64 S8192 T8192 E8192 H8 float32: to run" in plan("--preset", "memcheck-pyt")
+    monkeypatch.setattr("memcheck.cli.commands.sweep.find_device", lambda name: "cpu")
+    assert "naive B1 S2048 T2048 E256 H4 float32: to run" in plan()
+
+
+def test_the_header_names_the_defaults_of_a_gpu(tmp_path, capsys, no_files, monkeypatch) -> None:
+    monkeypatch.setattr("memcheck.cli.commands.sweep.predicted_device", lambda options: device_named("A100-40GB"))
+    sizes = ["--attention-type", "softplus", "--seq-len", "64", "--dim", "64"]
+    assert main(["sweep", *sizes, "--predict-only", "--output", str(tmp_path)]) == 0
+    first, *_ = capsys.readouterr().out.splitlines()
+    assert first == "defaults of a GPU, where no flag says otherwise: bf16, batch 4, 16 heads"
 
 
 def test_a_file_over_a_preset(tmp_path, plan) -> None:

@@ -7,7 +7,15 @@ import argparse
 from memcheck.bench.catalog import SHORT_DTYPES, make_case
 from memcheck.bench.profile import find_device
 from memcheck.cli.cases import run_cases
-from memcheck.cli.options import DEFAULT_SIZES, DEFAULT_TYPES, make_lengths
+from memcheck.cli.options import (
+    DEFAULT_SIZES,
+    DEFAULT_TYPES,
+    GPU_DTYPE,
+    GPU_LENGTHS,
+    GPU_SIZES,
+    gpu_words,
+    make_lengths,
+)
 
 DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096]
 
@@ -15,8 +23,12 @@ DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096]
 def run(args: argparse.Namespace) -> int:
     """Runs the cases from small to large, so that an early end loses only the largest."""
     device = find_device(args.device)
-    sizes = {name: getattr(args, name) or default for name, default in DEFAULT_SIZES.items()}
-    lengths = make_lengths(args.mode, args.seq_len, args.query_len, args.kv_len, default=DEFAULT_LENGTHS)
+    on_gpu = device != "cpu"
+    sizes = {name: getattr(args, name) or default for name, default in (GPU_SIZES if on_gpu else DEFAULT_SIZES).items()}
+    lengths = make_lengths(
+        args.mode, args.seq_len, args.query_len, args.kv_len, default=GPU_LENGTHS if on_gpu else DEFAULT_LENGTHS
+    )
+    dtype = args.dtype or (GPU_DTYPE if on_gpu else "float32")
     cases = [
         make_case(
             name,
@@ -25,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
             kv_len=kv_len,
             core_dim=args.core_dim,
             factor=args.factor,
-            dtype=SHORT_DTYPES.get(args.dtype, args.dtype),
+            dtype=SHORT_DTYPES.get(dtype, dtype),
             causal=args.causal,
             mode=args.mode,
             compiled=args.compile,
@@ -34,4 +46,6 @@ def run(args: argparse.Namespace) -> int:
         for query_len, kv_len in lengths
         for name in dict.fromkeys(args.attention_type or DEFAULT_TYPES)
     ]
-    return run_cases(cases, args, title="Peak memory of attention")
+    given = {name for name in ("dtype", *GPU_SIZES) if getattr(args, name)}
+    given |= {"seq_len"} if args.seq_len or args.query_len or args.kv_len else set()
+    return run_cases(cases, args, title="Peak memory of attention", note=gpu_words(given) if on_gpu else "")

@@ -26,7 +26,7 @@ from memcheck.bench.sweep.predict import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
 from memcheck.cli.cases import print_answer, progress_bar, styles_of_contenders
-from memcheck.cli.options import make_lengths, predicted_device
+from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, gpu_words, make_lengths, predicted_device
 from memcheck.cli.parsers import command_parser
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError
@@ -41,26 +41,29 @@ GRID = {
     *LENGTHS,
     *("attention_type", "bsz", "dim", "heads", "core_dim", "factor", "dtype", "mode", "causal", "compile"),
 }
+GPU_BASE: dict[str, Any] = {**GPU_SIZES, "seq-len": GPU_LENGTHS, "dtype": GPU_DTYPE}
+GPU_QUICK = {"grid": [{"seq-len": GPU_LENGTHS, "dim": GPU_SIZES["dim"]}, {"seq-len": 4096, "dim": "512:4096:x2"}]}
 # Flags for real runs only.
 RUNNING = ("passes", "no_time", "max_seconds_per_case", "isolate", "workers", "devices", "dask", "predict")
 Values = dict[str, Any]  # Argument -> value, for the given flags.
 
 
 def run(args: argparse.Namespace) -> int:
-    parts = read_parts(args)
     defaults = {"output": Path("results"), "format": "table", "plugin": []}
-    options = argparse.Namespace(**{**vars(args), **defaults, **parts[0]})
+    options = argparse.Namespace(**{**vars(args), **defaults, **read_parts(args)[0]})
     for plugin in options.plugin:
         load_plugin(plugin)
     device = device_to_predict(args, options)
-    grids = [read_grid(part) for part in parts]
-    cases = multiply_out(grids, device.kind if device and options.predict_only else device_of(options))
+    place = device.kind if device and options.predict_only else device_of(options)
+    # The defaults are those of a GPU of this machine, not of one that is only named for a prediction.
+    named = options.predict_only and not str(options.device or "cuda").startswith("cuda")
+    parts = read_parts(args, on_gpu=place != "cpu" and not named)
+    cases = multiply_out([read_grid(part) for part in parts], place)
     if options.dry_run:
         return list_cases(cases, options, device)
     out = sys.stderr if options.format == "json" else sys.stdout
     command = shlex.join(["memcheck", *args.words])
-    if not options.predict_only:
-        announce(cases, options, out)
+    announce(cases, parts, options, out)
     try:
         # Predictions first: they are quick, and sweep.json describes the last run.
         predictions = predict(cases, device, options, command, out) if device else []
@@ -92,7 +95,12 @@ def device_to_predict(args: argparse.Namespace, options: argparse.Namespace) -> 
     return device_named(device_of(options)) if options.predict else None
 
 
-def announce(cases: list[Case], options: argparse.Namespace, out: TextIO) -> None:
+def announce(cases: list[Case], parts: list[Values], options: argparse.Namespace, out: TextIO) -> None:
+    """Says which defaults of a GPU hold, and whether the sweep takes long."""
+    if note := parts[0].get("note"):
+        print(Screen.of(out).fill(note), file=out, flush=True)
+    if options.predict_only:
+        return
     hours = sum(map(settings_of(options).expected_seconds, cases)) / 3600
     if cases[0].device == "cpu" and hours > 0.5:
         print(
@@ -100,8 +108,11 @@ def announce(cases: list[Case], options: argparse.Namespace, out: TextIO) -> Non
         )
 
 
-def read_parts(args: argparse.Namespace) -> list[Values]:
-    """The values of each part of the grid: preset, then file, then command line; later ones win."""
+def read_parts(args: argparse.Namespace, on_gpu: bool = False) -> list[Values]:
+    """The values of each part of the grid: preset, then file, then command line; later ones win.
+
+    on_gpu: the defaults and the quick preset are those of a GPU, and "note" says so.
+    """
     given, source = values_of(args), f"--config {args.config}"
     file = read_toml(args.config) if args.config else {}
     shared, grids = split_grids(file, source)
@@ -109,10 +120,16 @@ def read_parts(args: argparse.Namespace) -> list[Values]:
     preset = given.get("preset", shared.get("preset"))
     if preset is None and not GRID & set().union(given, *lower):
         preset = "quick"
-    base, _ = split_grids(BASE, "")
-    of_preset, preset_grids = split_grids(PRESETS[preset] if preset else {}, "")
+    named: Values = {"preset": preset}
+    defaults, grid_of = BASE, PRESETS.get(preset, {})
+    if on_gpu and preset in (None, "quick"):  # Other presets repeat published sizes.
+        defaults, grid_of = {**BASE, **GPU_BASE}, GPU_QUICK if preset else {}
+        chosen = set(given).union(*lower)
+        named["note"] = gpu_words(chosen | {"seq_len"} if chosen & {*LENGTHS} else chosen)
+    base, _ = split_grids(defaults, "")
+    of_preset, preset_grids = split_grids(grid_of, "")
     upper = [parse_settings(over(base, of_preset, grid), "") for grid in preset_grids]
-    return [over(first, second, given, {"preset": preset}) for first in upper for second in lower]
+    return [over(first, second, given, named) for first in upper for second in lower]
 
 
 def read_toml(path: str) -> dict[str, Any]:
