@@ -39,6 +39,7 @@ from memcheck.report.plots.style import FORMATS
 from memcheck.report.rows import PREDICTED
 
 R = TypeVar("R", bound=Record)
+T = TypeVar("T")
 DOES_NOT_FIT = 3  # The exit code of --fail-on-oom.
 
 
@@ -60,6 +61,14 @@ def progress_bar(total: float, title: str = "") -> tqdm[Any]:
     hidden = not sys.stderr.isatty()
     tqdm.monitor_interval = 0  # No thread of tqdm beside a measurement.
     return tqdm(desc=title, total=total, file=sys.stderr, disable=hidden, bar_format=words, leave=False)
+
+
+def watch(items: Sequence[T], title: str = "plots") -> Iterator[T]:
+    """The items one by one, beside a bar."""
+    with progress_bar(len(items), title) as bar:
+        for item in items:
+            yield item
+            bar.update()
 
 
 def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str, note: str = "") -> int:

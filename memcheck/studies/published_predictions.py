@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from memcheck.bench.catalog import make_case
@@ -30,7 +30,8 @@ CS336_NOTES = [
 ]
 
 
-def memcheck_pyt_predictions() -> Table:
+def memcheck_pyt_predictions(watch: Callable[[Sequence[Row]], Iterable[Row]] = iter) -> Table:
+    """The published rows, each beside its prediction. watch: passes the rows on one by one, as tqdm does."""
     columns = [Column("operator", "published"), *SHAPE]
     columns += [Column("published_status", "published"), Column("predicted_status", "predicted")]
     for phase, title in (("forward", "forward"), ("backward", "with backward")):
@@ -39,7 +40,7 @@ def memcheck_pyt_predictions() -> Table:
             Column(f"predicted_{phase}_mib", "predicted", "MiB", ".2f"),
             Column(f"{phase}_difference_mib", "difference", "MiB", "+.0f"),
         ]
-    rows = [predicted_cells(row, predict_published(row)) for row in published_table()]
+    rows = [predicted_cells(row, predict_published(row)) for row in watch(published_table())]
     same = sum(row[5] == row[6] and not any(row[index] for index in (9, 12)) for row in rows)
     title = f"memcheck_pyt's table, predicted: {same} of {len(rows)} rows to the MiB, with their verdicts"
     return Table("published predicted", title, columns, rows, NOTES)

@@ -6,7 +6,7 @@ import argparse
 import dataclasses
 
 from memcheck.bench.sweep.store import read_results
-from memcheck.cli.cases import styles_of_contenders
+from memcheck.cli.cases import styles_of_contenders, watch
 from memcheck.core.errors import MemcheckError, UsageError, unknown_name
 from memcheck.core.record import Record
 from memcheck.report.plots import Request, write_plots
@@ -23,9 +23,8 @@ def run(args: argparse.Namespace) -> int:
     records = chosen(read_results(args.folder), args.attention_type or [])
     output = args.output or args.folder
     try:
-        paths = write_plots(
-            records, output, styles=styles_of_contenders(), title=args.title, formats=formats, request=request
-        )
+        how = {"formats": formats, "request": request, "watch": watch}
+        paths = write_plots(records, output, styles=styles_of_contenders(), title=args.title, **how)
     except OSError as error:
         raise UsageError(f"--output {output} cannot be written to: {error.strerror}") from None
     if not paths:

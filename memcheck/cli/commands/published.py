@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from memcheck.bench.catalog import Case, make_case, make_combinator_case
 from memcheck.bench.predict import closed_terms
 from memcheck.bench.sweep.store import read_records
-from memcheck.cli.cases import make_room, styles_of_contenders
+from memcheck.cli.cases import make_room, styles_of_contenders, watch
 from memcheck.cli.commands.report import write_output
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
@@ -26,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
     if args.predict:
         if args.folders or args.plot:
             raise UsageError("--predict is for the published rows alone: leave out folders and --plot")
-        tables = [memcheck_pyt_predictions(), cs336_predictions()]
+        tables = [memcheck_pyt_predictions(functools.partial(watch, title="predict")), cs336_predictions()]
     else:
         read = (record for folder in args.folders for record in read_records(folder))
         records = list(read if args.folders else by_formula())

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memcheck.bench.sweep.store import read_results
-from memcheck.cli.cases import make_room, styles_of_contenders
+from memcheck.cli.cases import make_room, styles_of_contenders, watch
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
@@ -98,7 +98,8 @@ def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
     sweeps = [sweep for folder in args.folders if (sweep := read_sweep(folder))]
     operators = [record for record in records if not is_model(record)]
     rows = published_rows(operators)
-    plots = svg_plots(records, styles=styles, more=[published_picture(rows, styles)] if rows else [])
+    more_plots = [published_picture(rows, styles)] if rows else []
+    plots = svg_plots(records, styles=styles, more=more_plots, watch=watch)
     more = published_tables([record for record in operators if record.mode != "decode"])
     page = html_page(records, title="What attention costs", plots=plots, sweeps=sweeps, more_tables=more)
     try:

@@ -25,7 +25,7 @@ from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predict import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
-from memcheck.cli.cases import print_answer, progress_bar, styles_of_contenders
+from memcheck.cli.cases import print_answer, progress_bar, styles_of_contenders, watch
 from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, gpu_words, make_lengths, predicted_device
 from memcheck.cli.parsers import command_parser
 from memcheck.core.devices import Device, device_named
@@ -320,8 +320,8 @@ def write_files(options: argparse.Namespace) -> str:
     try:
         tables = write_tables(records, output)
         title = f"sweep {options.preset or ''}".strip()
-        every = bool(options.all_pictures)
-        plots = write_plots(records, output, styles=styles_of_contenders(), title=title, every=every)
+        how = {"every": bool(options.all_pictures), "watch": watch}
+        plots = write_plots(records, output, styles=styles_of_contenders(), title=title, **how)
     except OSError as error:
         raise MemcheckError(f"the rows are in {output}, but tables and plots could not be written: {error}") from None
     return f"{output / FILE}, {first_of(tables)} and {first_of(plots)}"

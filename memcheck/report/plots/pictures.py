@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -67,6 +67,9 @@ class Request:
     log: bool | None = None
 
 
+Watch = Callable[[Sequence[Picture]], Iterable[Picture]]
+
+
 def write_plots(
     records: Sequence[Record],
     folder: Path | str,
@@ -77,19 +80,21 @@ def write_plots(
     request: Request | None = None,
     more: Sequence[Picture] = (),
     every: bool = True,
+    watch: Watch = iter,
 ) -> list[Path]:
     """Writes the pictures that the records allow into the folder; files of the same name are replaced.
 
-    more: further pictures, written after these. every: also those that show a part of another picture.
+    more: further pictures, written after these. every: also those that show a part of another picture. watch: passes
+    the pictures on one by one, as tqdm does.
     """
     formats = check_formats(formats)
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    for picture in choose_pictures(records, styles=styles, title=title, request=request, more=more):
-        if picture.main or every:
-            figure = picture.draw()
-            paths += [save(figure, folder / f"{picture.name}.{suffix}") for suffix in formats]
+    pictures = choose_pictures(records, styles=styles, title=title, request=request, more=more)
+    for picture in watch([picture for picture in pictures if picture.main or every]):
+        figure = picture.draw()
+        paths += [save(figure, folder / f"{picture.name}.{suffix}") for suffix in formats]
     return paths
 
 
@@ -99,13 +104,13 @@ def svg_plots(
     styles: Mapping[str, Style],
     title: str = "",
     more: Sequence[Picture] = (),
+    watch: Watch = iter,
 ) -> list[tuple[str, str]]:
-    """(caption, inline SVG) of the main pictures, for one HTML page."""
+    """(caption, inline SVG) of the main pictures, for one HTML page. watch: as of write_plots."""
     pictures = choose_pictures(records, styles=styles, title=title, more=more)
     return [
         (picture.caption, inline_svg(picture.draw, f"plot-{picture.name}", picture.caption))
-        for picture in pictures
-        if picture.main
+        for picture in watch([picture for picture in pictures if picture.main])
     ]
 
 

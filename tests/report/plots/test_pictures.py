@@ -137,6 +137,21 @@ def test_files_of_each_format(tmp_path) -> None:
         write_plots(records, tmp_path, styles=STYLES, title="One", formats=["gif"])
 
 
+def test_progress_is_told_of_each_picture(tmp_path) -> None:
+    seen: list[str] = []
+
+    def watch(pictures):
+        for picture in pictures:
+            yield picture
+            seen.append(picture.name)
+
+    records, how = grid(OPERATORS, [256], [64]), {"styles": STYLES, "title": "", "watch": watch}
+    write_plots(records, tmp_path, formats=["svg"], **how)
+    assert seen == ["memory"]
+    svg_plots(records, **how)
+    assert seen == ["memory"] * 2
+
+
 def test_overviews_alone(tmp_path) -> None:
     records, how = grid(OPERATORS, [256, 512], [64, 128]), {"styles": STYLES, "title": "", "formats": ["svg"]}
     overviews = ["memory-length.svg", "memory-dim.svg", "savings.svg"]
