@@ -1,4 +1,4 @@
-"""What the operators' tests share: the tolerance rule, layouts in memory, and how an operator is run and asked."""
+"""Shared by the operators' tests: the tolerance rule, memory layouts, and functions that run an operator."""
 
 from __future__ import annotations
 
@@ -14,17 +14,18 @@ from torch import Tensor
 
 from memcheck._extension import _C
 
-# Where tests make their tensors, and whose kernels they test: those of CUDA may run on the CPU's tensors (--host-cuda).
+# The device of the tests' tensors, and the device whose kernels are tested. With --host-cuda they differ: CUDA kernels
+# run on CPU tensors.
 DEVICE = os.environ.get("MEMCHECK_TEST_DEVICE", "cpu")
 KERNELS = "cuda" if "MEMCHECK_TEST_HOST_CUDA" in os.environ else DEVICE
-# There they take their time.
+# CUDA kernels are slow on the host.
 ON_HOST = KERNELS != DEVICE
-HERE = "cuda:0" if DEVICE == "cuda" else DEVICE  # as a tensor there says it
+HERE = "cuda:0" if DEVICE == "cuda" else DEVICE  # as printed in error messages
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 HALF_DTYPES = (torch.float16, torch.bfloat16)
 
-# Rounding a result to its dtype; float32 and float64 are the accumulation type, which the second term covers.
+# Unit roundoff of a result. 0 for float32 and float64: they are accumulation types, which SUM_UNIT covers.
 RESULT_UNIT = {torch.float64: 0.0, torch.float32: 0.0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 SUM_UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-24, torch.float16: 2.0**-24, torch.bfloat16: 2.0**-24}
 
@@ -51,16 +52,16 @@ CPU_LEVELS = pytest.mark.parametrize(
 
 @dataclass(frozen=True)
 class Bound:
-    """What rounding errors are in proportion to: the formula in float64 with every term's absolute value."""
+    """Scale of rounding errors: the formula in float64 with the absolute value of every term."""
 
     values: Tensor
-    terms: int  # that are summed
-    stored: bool = False  # an intermediate is held in the dtype of the inputs
+    terms: int  # number of terms in the sum
+    stored: bool = False  # whether an intermediate is stored in the dtype of the inputs
 
 
 @dataclass(frozen=True)
 class Contract:
-    """An operator, its float64 truth, and bounds(grad_y, *inputs) for y and the gradient of every input."""
+    """An operator, its reference, and bounds(grad_y, *inputs) for y and the gradient of every input."""
 
     function: Function
     reference: Function
@@ -68,13 +69,13 @@ class Contract:
 
 
 def tolerance(truth: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
-    """u |truth| + (32 + sqrt(terms)) 2^-24 bound, and u bound where an intermediate is stored in the dtype."""
+    """Returns u |truth| + (32 + sqrt(terms)) 2^-24 bound, plus u bound if an intermediate is stored in the dtype."""
     unit = RESULT_UNIT[dtype]
     values = bound.values.to(truth.device)
     allowed = unit * truth.abs() + (32 + math.sqrt(bound.terms)) * SUM_UNIT[dtype] * values
     if bound.stored:
         allowed = allowed + unit * values
-    # Below its smallest normal number a dtype's spacing is constant.
+    # The spacing of a dtype is constant below its smallest normal number.
     info = torch.finfo(dtype)
     return allowed + info.smallest_normal * info.eps / 2
 
@@ -94,7 +95,7 @@ def assert_within(actual: Tensor, truth: Tensor, bound: Bound, name: str = "") -
 
 
 def run(function: Function, inputs: Sequence[Tensor], grad_y: Tensor) -> list[Tensor]:
-    """y and the gradients as the operator lays them out."""
+    """Returns y and the gradients of all inputs, with the strides that the operator gave them."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, grad_y)]
@@ -105,7 +106,7 @@ def generator(seed: int = 1) -> torch.Generator:
 
 
 def run_truth(reference: Function, inputs: Sequence[Tensor], grad_y: Tensor) -> list[Tensor]:
-    """The same of the reference, in float64, on the CPU."""
+    """Returns y and the gradients of the reference, in float64 on the CPU."""
     with torch.device("cpu"):
         return run(reference, [x.cpu() for x in doubles(inputs)], grad_y.double().cpu())
 
@@ -117,9 +118,9 @@ def doubles(tensors: Sequence[Tensor]) -> list[Tensor]:
 def assert_contract(
     contract: Contract, inputs: Sequence[Tensor], grad_y: Tensor, *, against_plain: bool = False
 ) -> list[Tensor]:
-    """Values and gradients keep to the tolerance rule. Returns what was computed.
+    """Asserts that values and gradients are within the tolerance. Returns y and the gradients.
 
-    against_plain: in 16-bit types also to twice the largest error of plain PyTorch in that dtype.
+    against_plain: in 16-bit types, the largest error must also be at most twice that of plain PyTorch in that dtype.
     """
     results = run(contract.function, inputs, grad_y)
     truths = run_truth(contract.reference, inputs, grad_y)
@@ -137,7 +138,7 @@ def assert_contract(
 
 
 def largest_error(actual: Tensor, truth: Tensor) -> float:
-    """NaN counts as infinitely wrong."""
+    """Returns the largest absolute error; NaN counts as infinite."""
     return (actual.double().cpu() - truth).abs().nan_to_num(nan=math.inf).max().item() if actual.numel() else 0.0
 
 
@@ -156,12 +157,12 @@ def first_dimension_inside(x: Tensor) -> Tensor:
 
 
 def heads_inside(x: Tensor) -> Tensor:
-    """(B,H,S,D) as a projection makes it, a view of (B,S,H,D); with fewer dimensions, (B,S,R) as a view of (S,B,R)."""
+    """Returns (B,H,S,D) as a view of (B,S,H,D), as projections make it; (B,S,R) as a view of (S,B,R)."""
     return x.transpose(-3, -2).contiguous().transpose(-3, -2) if x.dim() > 2 else x
 
 
 def every_second(x: Tensor, dim: int) -> Tensor:
-    """Between the values there is NaN, for whoever takes strides for granted."""
+    """Returns x with stride 2 along dim. NaN lies between the values, so that ignoring the stride is noticed."""
     dim %= x.dim()
     gaps = torch.full_like(x, math.nan)
     both = torch.stack([x, gaps], dim + 1).flatten(dim, dim + 1)
@@ -176,7 +177,7 @@ def expanded(x: Tensor, dim: int) -> Tensor:
     return x.narrow(dim, 0, 1).expand_as(x)
 
 
-# A dense tensor -> one of the same shape that lies differently. Expanding changes the values.
+# Functions from a dense tensor to one of the same shape with other strides. Expanding changes the values.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "dense": lambda x: x,
     "transposed": transposed,
@@ -193,7 +194,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def laid_out(tensors: Sequence[Tensor], layout: str) -> Iterator[list[Tensor]]:
-    """The layout for each tensor alone, then for all; all as they are just once."""
+    """Yields the tensors with the layout applied to each one alone, then to all; "dense" only once."""
     change = LAYOUTS[layout]
     for i in range(len(tensors) if layout != "dense" else 0):
         yield [change(x) if i == j else x for j, x in enumerate(tensors)]
@@ -201,7 +202,7 @@ def laid_out(tensors: Sequence[Tensor], layout: str) -> Iterator[list[Tensor]]:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Every element of a block of memory exactly once."""
+    """Returns whether x covers every element of a block of memory exactly once."""
     expected = 1
     for stride, size in sorted((s, n) for s, n in zip(x.stride(), x.shape, strict=True) if n != 1):
         if stride != expected:
@@ -211,7 +212,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def assert_strides(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
-    """y is contiguous; a gradient lies like its input where that is dense, else it is contiguous."""
+    """Asserts that y is contiguous, and that a gradient has the strides of a dense input, else is contiguous."""
     y, *gradients = results
     assert y.is_contiguous()
     for x, gradient in zip(inputs, gradients, strict=True):
@@ -219,21 +220,21 @@ def assert_strides(results: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
 
 
 def subsets(names: int) -> list[tuple[bool, ...]]:
-    """Which inputs require a gradient: all choices but none."""
+    """Returns all non-empty choices of inputs that require a gradient."""
     return [mask for mask in product((False, True), repeat=names) if any(mask)]
 
 
 def run_subset(
     function: Function, inputs: Sequence[Tensor], mask: Sequence[bool], grad_y: Tensor
 ) -> list[Tensor | None]:
-    """The .grad of every input, None for those that ask for none."""
+    """Returns the .grad of every input, None where the mask is False."""
     leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
     function(*leaves).backward(grad_y)
     return [leaf.grad for leaf in leaves]
 
 
 def saved_for_backward(function: Callable[[], Tensor]) -> list[Tensor]:
-    """What autograd keeps while the function runs."""
+    """Returns the tensors that autograd saves while the function runs."""
     saved: list[Tensor] = []
 
     def pack(x: Tensor) -> Tensor:
@@ -246,7 +247,7 @@ def saved_for_backward(function: Callable[[], Tensor]) -> list[Tensor]:
 
 
 class NoGradient(torch.autograd.Function):
-    """Passes x on, and hands back no gradient at all."""
+    """The identity, whose backward returns no gradient."""
 
     @staticmethod
     def forward(ctx, x):
@@ -258,7 +259,7 @@ class NoGradient(torch.autograd.Function):
 
 
 def gradients_moved_by_autograd(function: Function, inputs: Sequence[Tensor], grad_y: Tensor) -> list[int]:
-    """Which inputs' .grad is not the memory that the operator wrote: AccumulateGrad copied it."""
+    """Returns the indices of inputs whose .grad is a copy that AccumulateGrad made of the operator's gradient."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     written: dict[int, int] = {}
     for i, leaf in enumerate(leaves):

@@ -1,4 +1,4 @@
-"""What rounding errors are in proportion to: each operator's formulas with absolute values and every minus a plus."""
+"""Scales of rounding errors: each operator's formulas with absolute values and every minus replaced by a plus."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.nn.functional import pad
 from memcheck.ops.reference import compressed_attention, linear_attention
 from memcheck.ops.reference.softplus_attention import softplus
 
-# float32's smallest normal number. The error of a smaller number is in proportion to this one.
+# float32's smallest normal number. Smaller numbers have an absolute error in proportion to this one.
 SMALLEST = 2.0**-126
 
 
 def softplus_attention_bound(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6) -> Tensor:
-    """What rounding errors of y are in proportion to: the same formula with |v|. softplus is positive as it is."""
+    """Returns the scale of rounding errors of y: the same formula with |v|. softplus is positive anyway."""
     weights, gate = softplus(k), softplus(q).clamp(min=SMALLEST)
     z, a = _sums(weights, q, causal), _sums(weights.clamp(min=SMALLEST) * v.abs(), q, causal)
     return gate * (a / (z + eps)).transpose(1, 2)
@@ -23,7 +23,7 @@ def softplus_attention_bound(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = 
 def softplus_attention_gradient_bounds(
     grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for the gradients: their formulas with |g|, |v| and every minus a plus.
+    """Returns the scales for the gradients: their formulas with |g|, |v| and every minus replaced by a plus.
 
     grad_y (B,S,R), q, k, v as above -> for grad_q (B,S,R), grad_k and grad_v (B,R,T).
     """
@@ -38,26 +38,26 @@ def softplus_attention_gradient_bounds(
 
 
 def _sums(x: Tensor, q: Tensor, causal: bool) -> Tensor:
-    """(B,R,T) -> (B,R,S) or (B,R,1): over the keys that each query sees."""
+    """Sums (B,R,T) over the keys that each query sees: (B,R,S), or (B,R,1) if not causal."""
     if not causal:
         return x.sum(2, keepdim=True)
     return x.cumsum(2)[:, :, x.shape[2] - q.shape[1] :]
 
 
 def _later_sums(x: Tensor, k: Tensor, causal: bool) -> Tensor:
-    """(B,R,S) -> (B,R,T) or (B,R,1): over the queries that see each key."""
+    """Sums (B,R,S) over the queries that see each key: (B,R,T), or (B,R,1) if not causal."""
     if not causal:
         return x.sum(2, keepdim=True)
-    # A key before the first query is seen by all of them.
+    # All queries see the keys before the first query.
     return torch.nn.functional.pad(x, (k.shape[2] - x.shape[2], 0)).flip(2).cumsum(2).flip(2)
 
 
 def linear_attention_bound(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str = "elu+1", eps: float = 1e-6
 ) -> Tensor:
-    """What rounding errors of y are in proportion to: the same formula with |phi(q)|, |phi(k)| and |v|.
+    """Returns the scale of rounding errors of y: the same formula with |phi(q)|, |phi(k)| and |v|.
 
-    Of a denominator that cancels (identity), the error is in proportion to |den| and its terms.
+    If the denominator's terms cancel (identity features), its error is in proportion to the sum of their sizes.
     """
     phi_q, phi_k = linear_attention.features(q, feature_map), linear_attention.features(k, feature_map)
     denominator = linear_attention.weights_of(phi_q, phi_k, causal).sum(-1, keepdim=True) + eps
@@ -76,7 +76,7 @@ def linear_attention_gradient_bounds(
     feature_map: str = "elu+1",
     eps: float = 1e-6,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The same for grad_q, grad_k, grad_v, in the shapes of q, k, v: their formulas with |.| and every minus a plus."""
+    """Returns the scales for grad_q, grad_k, grad_v, in the shapes of q, k, v."""
     phi_q, phi_k = linear_attention.features(q, feature_map), linear_attention.features(k, feature_map)
     denominator = linear_attention.weights_of(phi_q, phi_k, causal).sum(-1, keepdim=True) + eps
     size_q, size_k = _size(phi_q), _size(phi_k)
@@ -98,12 +98,12 @@ def _size(phi: Tensor) -> Tensor:
 
 
 def _condition(weights: Tensor, denominator: Tensor, eps: float) -> Tensor:
-    """(sum of |terms| of the denominator) / |denominator|: 1 where none is negative."""
+    """Returns (sum of |terms| of the denominator) / |denominator|: 1 if no term is negative."""
     return (weights.sum(-1, keepdim=True) + eps) / denominator.abs()
 
 
 def _over_group(x: Tensor, like: Tensor) -> Tensor:
-    """(B,H,T,.) -> (B,Hkv,T,.), summed."""
+    """Sums the heads of a group: (B,H,T,.) -> (B,Hkv,T,.)."""
     return x.unflatten(1, (like.shape[1], -1)).sum(2) if like.shape[1] else x
 
 
@@ -122,7 +122,7 @@ def compressed_attention_bounds(
     strict: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What rounding errors of y and of the gradients of q, k, v are in proportion to; shapes as theirs."""
+    """Returns the scales of rounding errors of y and of the gradients of q, k, v, in their shapes."""
     sizes = compressed_attention.compress(k.abs(), factor), compressed_attention.compress(v.abs(), factor)
     hidden = compressed_attention.hidden_from(q, sizes[0], factor, k.shape[2], causal, strict)
     of_y, of_q, of_kc, of_vc = _compressed_bounds(
@@ -145,7 +145,7 @@ def compressed_attention_pooled_bounds(
     strict: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The same for keys and values that are compressed already."""
+    """Returns the scales for keys and values that are compressed already."""
     hidden = compressed_attention.hidden_from(q, kc, factor, kv_len, causal, strict)
     return _compressed_bounds(grad_y, q, kc, kc.abs(), vc.abs(), hidden, scale)
 
@@ -159,8 +159,10 @@ def _compressed_bounds(
     hidden: Tensor,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The formulas with |q|, |k|, |v|, |g| and every minus a plus, times 1 + the largest scale |q||k| of the query:
-    an error of a score is in proportion to that, and weights have the relative error that scores have as it is.
+    """Returns the formulas with |q|, |k|, |v|, |g| and plus for minus, times 1 + the largest scale |q||k| of the query.
+
+    The error of a score is in proportion to that product, and an absolute error of a score is a relative error of its
+    weight.
 
     size_k, size_v (B,Hkv,C,D): the means of |k| and |v|; hidden (S,C).
     """
@@ -186,10 +188,10 @@ def _compressed_bounds(
 
 
 def combinator_bounds(grad_y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What rounding errors of y (...,E), grad_x (...,E) and grad_weight (2,E,E) are in proportion to.
+    """Returns the scales of rounding errors of y (...,E), grad_x (...,E) and grad_weight (2,E,E).
 
-    The pre-activations a and b are sums of products, whose errors are in proportion to the same sums without signs;
-    what follows from them is the derivative of each formula with every factor's absolute value.
+    The pre-activations a and b are sums of products. Their errors are in proportion to the sums of absolute values.
+    Errors of later values are in proportion to the derivative of each formula with the absolute value of every factor.
     """
     a, b = x @ weight[0].mT, (x @ weight[1].mT).abs()  # (...,E)
     of_a, of_b = x.abs() @ weight[0].abs().mT, x.abs() @ weight[1].abs().mT

@@ -1,6 +1,6 @@
-"""What holds for every operator alike: under autograd, torch.compile, autocast, and on tensors without memory.
+"""Tests that every operator passes: autograd, torch.compile, autocast and meta tensors.
 
-What is special to one, such as what it keeps for backward, is tested in its own file.
+Each operator's own properties, such as the tensors it saves for backward, are tested in its own file.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ Sizes = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Operator:
-    name: str  # as its errors give it
-    function: Function  # of the inputs alone
-    shapes: Callable[..., tuple[Sizes, ...]]  # of the inputs, by the sizes below
+    name: str  # as in its error messages
+    function: Function  # its arguments are the inputs
+    shapes: Callable[..., tuple[Sizes, ...]]  # from sizes, such as those below, to the shapes of the inputs
     small: Sizes
     middle: Sizes
-    large: Sizes  # work for several threads
-    # No two sizes of the first are equal, nor equal to a constant of a shape: torch.compile would take them for one.
+    large: Sizes  # enough work for several threads
+    # Sizes of the first are distinct, and differ from constants in shapes: torch.compile would take equal ones for one.
     traced: tuple[Sizes, Sizes, Sizes]
     roles: Callable[[Tensor], tuple[Tensor, ...]]  # all inputs as views of one square tensor (2,4,4)
     linear_in: tuple[int, ...]  # inputs whose gradient does not depend on themselves
-    free: tuple[int, ...] = ()  # inputs of which nothing is kept but copies
+    free: tuple[int, ...] = ()  # inputs that are not saved for backward, except as copies
 
     def inputs(self, sizes: Sizes, dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
-        """The inputs, and a gradient of y."""
+        """Returns the inputs and a gradient of y."""
         random = generator()
         shapes = self.shapes(*sizes)
         of_y = self.function(*(torch.empty(shape, device="meta") for shape in shapes)).shape
@@ -71,7 +71,7 @@ SOFTPLUS = Operator(
     small=(2, 5, 7, 3),
     middle=(2, 70, 300, 40),
     large=(1, 300, 700, 33),
-    # One graph serves every length that has two carries or more.
+    # One graph serves all lengths with two or more carries.
     traced=((3, 5, 600, 7), (2, 30, 900, 4), (4, 70, 1200, 5)),
     roles=lambda x: (x, x.mT, x),
     linear_in=(2,),
@@ -132,7 +132,7 @@ LINEAR_L = replace(LINEAR_R, name="linear_l", function=memcheck.linear_l)
 
 
 def variants(operator: Operator, *options: dict[str, bool]) -> dict[str, Operator]:
-    """The operator with each of the options, by a name that says which."""
+    """Returns the operator with each of the options; names include the options."""
 
     def name(given: dict[str, bool]) -> str:
         return " ".join([operator.name, *(f"{key}={value}" for key, value in given.items())])
@@ -172,7 +172,7 @@ def test_the_same_bits_again(it: Operator) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EVERY
 def test_gradients_that_are_asked_for(it: Operator, layout: str) -> None:
-    """Their bits and strides are the same, whichever others are."""
+    """Bits and strides of a gradient do not depend on which other gradients are computed."""
     for sizes in (it.middle, it.large) if layout == "dense" and not ON_HOST else (it.middle,):
         inputs, grad_y = it.inputs(sizes)
         inputs = [LAYOUTS[layout](x) for x in inputs]
@@ -212,7 +212,7 @@ def test_an_undefined_gradient_stays_undefined(it: Operator) -> None:
 
 @EVERY
 def test_backward_twice_adds_up(it: Operator) -> None:
-    """What was kept is not written to."""
+    """Backward does not write to saved tensors."""
     leaves, grad_y = it.leaves(it.middle)
     y = it.function(*leaves)
     y.backward(grad_y, retain_graph=True)
@@ -225,13 +225,13 @@ def test_backward_twice_adds_up(it: Operator) -> None:
 
 @EVERY
 def test_one_tensor_in_every_role(it: Operator) -> None:
-    """Its gradient is the sum of those of the roles."""
+    """The gradient of a tensor that is passed as every input is the sum of the inputs' gradients."""
     x = torch.randn(2, 4, 4, dtype=torch.float64)
     leaf, apart = x.clone().requires_grad_(), x.clone().requires_grad_()
     y = it.function(*it.roles(leaf))
     grad_y = torch.randn_like(y)
     y.backward(grad_y)
-    # As if the views had nothing in common.
+    # The views as separate inputs.
     views = it.roles(apart)
     _, *gradients = run(it.function, views, grad_y)
     torch.autograd.backward(views, gradients)
@@ -258,7 +258,7 @@ def test_a_kept_input_changed_in_place_is_an_error(it: Operator) -> None:
 
 @EVERY
 def test_forward_mode_raises(it: Operator) -> None:
-    """Without an input that requires a gradient, nothing but the operator could say that a tangent is lost."""
+    """Without an input that requires a gradient, only the operator can report that a tangent is lost."""
     for dual in range(len(it.shapes(*it.small))):
         inputs, _ = it.inputs(it.small)
         with forward_ad.dual_level():
@@ -285,10 +285,9 @@ def subsets_of(it: Operator) -> list[tuple[bool, ...]]:
 @pytest.mark.parametrize("grad_y_wanted", [False, True])
 @EVERY
 def test_double_backward_raises(it: Operator, grad_y_wanted: bool, dtype: torch.dtype) -> None:
-    """Through every input and the gradient of y, also where an input is frozen: backward was not given all then. And
-    for one gradient that is asked for without the others.
+    """Raises for every input and for the gradient of y, also if an input is frozen or only one gradient is computed.
 
-    Each alone, with allow_unused: a derivative that autograd knows nothing of would be None, which is read as 0.
+    Each is differentiated alone with allow_unused: a missing derivative would be None, which reads as 0.
     """
     message = f"{it.name}: double backward is not implemented; differentiate {it.name} of memcheck.ops.reference"
     for mask in subsets_of(it):
@@ -311,7 +310,7 @@ def test_double_backward_raises(it: Operator, grad_y_wanted: bool, dtype: torch.
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @EVERY
 def test_a_penalty_on_a_gradient_raises(it: Operator, dtype: torch.dtype) -> None:
-    """Beside a loss that has a gradient too, which would hide that the penalty has none."""
+    """The loss beside the penalty has a gradient, which would hide that the penalty has none."""
     for mask in subsets_of(it):
         inputs, grad_y = it.inputs(it.small, dtype)
         wanted = [i for i, x in enumerate(mask) if x]
@@ -323,7 +322,7 @@ def test_a_penalty_on_a_gradient_raises(it: Operator, dtype: torch.dtype) -> Non
             loss = y.sum() + gradient.square().sum()
             with pytest.raises(NotImplementedError, match=f"{it.name}: double backward is not implemented"):
                 loss.backward(retain_graph=True)
-            # Which runs only what leads to the leaves.
+            # autograd.grad runs only the nodes that lead to the leaves.
             with pytest.raises(NotImplementedError, match=f"{it.name}: double backward is not implemented"):
                 torch.autograd.grad(loss, leaves, retain_graph=True)
 
@@ -354,7 +353,7 @@ def test_gradients_of_torch_func_raise(it: Operator) -> None:
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @EVERY
 def test_vmap(it: Operator) -> None:
-    """Forward, and torch.autograd through it."""
+    """vmap of the forward, and torch.autograd through it."""
     inputs, grad_y = it.inputs(it.small)
     pairs = [torch.stack([x, -x]) for x in inputs]
     mapped = run(torch.func.vmap(it.function), pairs, torch.stack([grad_y, grad_y]))
@@ -364,7 +363,7 @@ def test_vmap(it: Operator) -> None:
 
 @pytest.mark.isolated
 def test_context_parallel_is_refused() -> None:
-    """It gives a process the keys of its own shard, and would have to exchange them in the operator's place."""
+    """context_parallel gives a process only the keys of its own shard; the operator would need the others."""
     from torch.distributed import destroy_process_group, init_process_group
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor.experimental import context_parallel
@@ -399,7 +398,7 @@ def test_context_parallel_is_refused() -> None:
 @pytest.mark.parametrize("dynamic", [True, False])
 @EVERY
 def test_compile(it: Operator, dynamic: bool) -> None:
-    """Traced without a break; with dynamic=True one graph serves every shape."""
+    """torch.compile traces the operator without a graph break; with dynamic=True one graph serves every shape."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
     torch._dynamo.reset()
@@ -416,7 +415,7 @@ def test_compile(it: Operator, dynamic: bool) -> None:
 @pytest.mark.slow
 @EACH
 def test_compile_with_inductor(it: Operator) -> None:
-    """Amid operations that it fuses."""
+    """The operator stands between operations that Inductor fuses."""
     torch._dynamo.reset()
 
     def curved(first: Tensor, second: Tensor, *more: Tensor) -> Tensor:
@@ -430,7 +429,7 @@ def test_compile_with_inductor(it: Operator) -> None:
 
 @EVERY
 def test_autocast(it: Operator) -> None:
-    """Runs in the autocast dtype, as torch's own operators; leaves get gradients of their own dtype."""
+    """The operator runs in the autocast dtype, as torch's own do; leaves get gradients in their own dtype."""
     leaves, grad_y = it.leaves(it.middle)
     with torch.autocast(DEVICE, torch.bfloat16):
         y = it.function(*leaves)
@@ -443,7 +442,7 @@ def test_autocast(it: Operator) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @EVERY
 def test_meta(it: Operator, dtype: torch.dtype) -> None:
-    """Shapes, dtypes and strides without memory."""
+    """Meta tensors have the shapes, dtypes and strides of results."""
     dense, grad_y = it.inputs(it.small if ON_HOST else it.middle, dtype)
     for name, change in LAYOUTS.items():
         inputs = [change(x) for x in dense]

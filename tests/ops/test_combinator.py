@@ -1,4 +1,4 @@
-"""The combinator: the contract, claim by claim."""
+"""The combinator: values, gradients, strides, saved tensors, memory and errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def contract(low_memory: bool = False) -> Contract:
         E = x.shape[-1]
         rows = x.numel() // max(E, 1)
         of_each = error_bounds.combinator_bounds(grad_y, x, weight)
-        # The pre-activations, and their gradients, are in the dtype of x.
+        # The pre-activations and their gradients are stored in the dtype of x.
         return [Bound(values, n, stored=True) for values, n in zip(of_each, (E, 3 * E, E + rows), strict=True)]
 
     return Contract(functools.partial(combinator, low_memory=low_memory), reference.combinator, bounds)
@@ -97,7 +97,7 @@ def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, low_me
 
 
 def test_bounds_are_the_formulas_without_cancellation() -> None:
-    """Where all is positive and the gate's pre-activation large, y = a b: each counts what comes of a and what of b."""
+    """With positive values and a large gate, y = a b, and each bound is the sum of the parts due to a and to b."""
     (x, weight), grad_y = make_inputs((5, 7), torch.float64)
     x, weight, grad_y = 20 * x.abs(), 20 * weight.abs(), grad_y.abs()
     a, b = x @ weight[0].T, x @ weight[1].T
@@ -112,8 +112,8 @@ def test_bounds_are_the_formulas_without_cancellation() -> None:
 
 @MODES
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_so_many_rows_that_a_result_lends_its_memory(dtype: torch.dtype, low_memory: bool) -> None:
-    """On CUDA, where more rows are left than a third of which fits the chunk. The CPU's chunks are of far fewer."""
+def test_a_result_serves_as_scratch_if_there_are_many_rows(dtype: torch.dtype, low_memory: bool) -> None:
+    """Concerns CUDA, where a third of the remaining rows exceeds a chunk. Chunks on the CPU have far fewer rows."""
     rows = 30_000 if KERNELS == "cpu" else 80_000
     inputs, grad_y = make_inputs((rows, 60), dtype)
     assert plan_of(inputs[0])["rows"] + 256 < rows // 3
@@ -123,7 +123,7 @@ def test_so_many_rows_that_a_result_lends_its_memory(dtype: torch.dtype, low_mem
 
 @pytest.mark.skipif(KERNELS == "cpu", reason="on the CPU chunks stay in the cache")
 def test_products_on_cuda_are_of_many_rows() -> None:
-    """All at once where the pre-activations are kept, else and in the backward a third of what is left at a time."""
+    """All rows at once if the pre-activations are kept; else, and in the backward, a third of the remaining rows."""
     (x, weight), grad_y = make_inputs((80_000, 60))
     leaves = [x.requires_grad_(), weight.requires_grad_()]
     rows, left, chunks = plan_of(x)["rows"], 80_000, 0
@@ -177,7 +177,7 @@ def test_every_cpu_level(level: str) -> None:
 
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 def test_many_chunks_do_not_lose_grad_weight(dtype: torch.dtype) -> None:
-    """A 16-bit sum of equal terms would stop growing at 256 of the first: it is formed in float32 over all rows."""
+    """A 16-bit sum of equal terms would stop growing at 256 terms; the sum over all rows is formed in float32."""
     x, weight = torch.ones(20_000, 30, dtype=dtype), torch.zeros(2, 30, 30, dtype=dtype)
     assert KERNELS == "cuda" or plan_of(x)["rows"] < 20_000
     grad_y = torch.full((), 2.0**-6, dtype=dtype).expand(x.shape)
@@ -203,7 +203,7 @@ def test_any_strides(layout: str, dtype: torch.dtype, low_memory: bool) -> None:
 
 @MODES
 def test_many_leading_dimensions_in_any_order(low_memory: bool) -> None:
-    """More than one chunk of rows that lie anywhere but one behind the other."""
+    """Several chunks of rows that are not adjacent in memory."""
     (x, weight), grad_y = make_inputs((7, 5, 6, 11, 9, 33))
     x, grad_y = x.permute(4, 0, 3, 5, 2, 1), grad_y.permute(3, 4, 1, 5, 2, 0)
     x, grad_y = x.contiguous().permute(1, 5, 4, 2, 0, 3), grad_y.contiguous().permute(5, 2, 4, 0, 1, 3)
@@ -222,7 +222,7 @@ def test_chunks_of_strided_rows(low_memory: bool) -> None:
 @MODES
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_cost_only_what_is_planned(layout: str, low_memory: bool) -> None:
-    """x and its gradient take a chunk where GEMM cannot use them in place, weight and its gradient a copy."""
+    """If GEMM cannot use them in place, x and its gradient take a chunk, and weight and its gradient a copy."""
     (x, weight), grad_y = make_inputs((3, 7000, 40))
     for x_, weight_, grad in laid_out([x, weight, grad_y], layout):
         plan = plan_of(x_)
@@ -244,7 +244,7 @@ def test_strides_cost_only_what_is_planned(layout: str, low_memory: bool) -> Non
 
 
 def reads_in_place(x: Tensor) -> bool:
-    """Whether all its rows are those of one matrix that has no gap between neighbours along one dimension."""
+    """Returns whether the rows form one matrix with stride 1 along one dimension."""
     try:
         rows = x.view(-1, x.shape[-1])
     except RuntimeError:
@@ -256,7 +256,7 @@ def reads_in_place(x: Tensor) -> bool:
 
 
 def saved_bytes_beside(inputs: list[Tensor], mask: tuple[bool, bool], low_memory: bool) -> tuple[list[bool], int]:
-    """Which inputs are kept, and the bytes of what else is."""
+    """Returns the inputs that are saved for backward, and the bytes of all other saved tensors."""
     leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
     saved = saved_for_backward(lambda: combinator(*leaves, low_memory=low_memory))
     pointers = [x.data_ptr() for x in saved]
@@ -266,7 +266,7 @@ def saved_bytes_beside(inputs: list[Tensor], mask: tuple[bool, bool], low_memory
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_only_what_backward_reads_is_kept(dtype: torch.dtype) -> None:
-    """Performance: a frozen weight keeps no x, a frozen x no weight. Low memory: both, and nothing else."""
+    """By default, a frozen weight saves no x and a frozen x no weight. Low memory saves both and nothing else."""
     inputs, _ = make_inputs((3, 70, 40), dtype)
     twice = 2 * inputs[0].nbytes
     assert saved_bytes_beside(inputs, (True, True), low_memory=False) == ([True, True], twice)
@@ -341,7 +341,7 @@ def test_nan_stays_in_its_row() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("N", "E"), [(1, 1), (100, 127), (8192, 512), (262_144, 64), (512, 4096), (3, 600_000)])
 def test_chunks_keep_to_their_share(N: int, E: int, dtype: torch.dtype, copies: bool, device: str) -> None:
-    """A sixteenth of x, or 4 MiB if that is more, for everything of a chunk together, unless a single row is more."""
+    """A chunk's buffers take a sixteenth of x, or 4 MiB if that is more, or one row if that is more."""
     plan = _C.combinator_plan(N=N, E=E, dtype=str(dtype).removeprefix("torch."), copies=copies, device=device)
     assert bool(plan["copy"]) == copies
     assert 1 <= plan["rows"] <= N
@@ -359,16 +359,16 @@ def test_a_plan_is_of_a_device() -> None:
 
 
 def library_bytes(x: Tensor, record: Record) -> int:
-    """oneDNN takes scratch from torch's allocator for its 16-bit products, and we do not know how much; cuBLAS says."""
+    """Returns the scratch of GEMM. oneDNN takes an unknown amount for 16-bit products; cuBLAS reports its own."""
     if DEVICE == "cuda":
         return record.library_workspace_bytes
     return 0 if x.dtype in (torch.float32, torch.float64) else MIB
 
 
 def assert_memory_is_planned(x: Tensor, weight: Tensor, low_memory: bool) -> list[Record]:
-    """Inputs, output, what is kept, the gradients, and the plan's chunks.
+    """Asserts that peaks are inputs, output, saved tensors, gradients and the plan's chunks.
 
-    Returns what was measured with an expanded and with a dense gradient of y.
+    Returns the records for an expanded and for a dense gradient of y.
     """
     leaves = [x.detach().requires_grad_(), weight.detach().requires_grad_()]
     plan = plan_of(x)
@@ -451,7 +451,7 @@ RAISES = {
         ValueError,
         "x must have at most 16 leading dimensions that do not lie one behind the other",
     ),
-    # These two never reach the operator: the words are the dispatcher's.
+    # The dispatcher raises these two before the operator is called.
     "a list": ({"x": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'x'"),
     "sparse": ({"weight": torch.ones(2, 7, 7).to_sparse()}, NotImplementedError, "'Sparse(CPU|CUDA)' backend"),
 }

@@ -1,4 +1,4 @@
-"""Compressed attention: the contract, claim by claim, of both entries."""
+"""Compressed attention and its pooled variant: values, gradients, strides, saved tensors, memory and errors."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ SHAPES = [
     (1, 6, 2, 63, 129, 33),
     (2, 2, 1, 127, 127, 64),
     (1, 2, 2, 129, 300, 40),
-    (1, 12, 1, 3, 40, 16),  # several heads to a tile of queries
+    (1, 12, 1, 3, 40, 16),  # a tile of queries has several heads
     (3, 8, 2, 1, 257, 65),  # decoding
     (2, 1, 1, 1, 129, 127),
     (1, 1, 1, 700, 700, 32),
@@ -157,10 +157,10 @@ def test_wide_heads_and_many_heads_of_a_key_head(shape: tuple[int, ...], mode: s
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("factor", [1, 2, 8, 64])
 @pytest.mark.parametrize("shape", [(2, 4, 2, 63, 129, 33), (1, 1, 1, 300, 300, 64)])
-def test_16_bits_are_as_right_as_plain_pytorch(
+def test_16_bits_are_as_accurate_as_plain_pytorch(
     shape: tuple[int, ...], factor: int, mode: str, dtype: torch.dtype
 ) -> None:
-    """At most twice its error. Both round the blocks, and so the largest error of one draw is luck: the mean of 8."""
+    """At most twice the error of plain PyTorch, as a mean over 8 seeds: both round the blocks, so one seed varies."""
     for one, keys in ((contract(factor, mode), shape[4]), (pooled_contract(shape[4], factor, mode), None)):
         ours, plain = torch.zeros(4), torch.zeros(4)
         for seed in range(8):
@@ -192,7 +192,7 @@ def test_factor_1_is_softmax_attention(causal: bool) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_pooling_and_then_attending_is_the_same(mode: str) -> None:
-    """Both entries are one kernel: the blocks in between are not rounded in float32."""
+    """Both functions run the same kernel: in float32 the blocks are not rounded in between."""
     inputs, grad_y = make_inputs(2, 4, 2, 100, 130, 40)
     q, k, _ = inputs
     whole = run(contract(8, mode).function, inputs, grad_y)
@@ -207,7 +207,7 @@ def test_pooling_and_then_attending_is_the_same(mode: str) -> None:
 @pytest.mark.parametrize("factor", [1, 5, 8])
 @pytest.mark.parametrize("strict", [False, True])
 def test_what_a_query_sees(factor: int, strict: bool) -> None:
-    """A change of the keys of a block shows from its last position on; strict, from the next one on."""
+    """A query sees a block from the block's last position on; with strict, from the next position on."""
     (q, k, v), _ = make_inputs(1, 1, 1, 30, 50, 8, torch.float64)
     before = compressed_attention(q, k, v, factor=factor, strict=strict)
     for j in range(50 // factor):
@@ -220,8 +220,8 @@ def test_what_a_query_sees(factor: int, strict: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mode", ["causal", "strict"])
-def test_who_sees_nothing_is_0(mode: str, dtype: torch.dtype) -> None:
-    """Exactly, with lse -inf and no gradient; keys that nobody sees have none either."""
+def test_queries_that_see_no_block_give_0(mode: str, dtype: torch.dtype) -> None:
+    """y and the gradient are exactly 0 and lse is -inf; keys that no query sees have gradient 0 too."""
     inputs, grad_y = make_inputs(2, 4, 2, 40, 50, 20, dtype)
     for factor in (17, 64):
         blind = sum(1 for t in range(10, 50) if (t + (mode == "causal")) // factor == 0)
@@ -235,14 +235,14 @@ def test_who_sees_nothing_is_0(mode: str, dtype: torch.dtype) -> None:
         assert not grad_v[:, :, unseen:].any()
 
 
-def test_lse_is_that_of_the_scores() -> None:
+def test_lse_is_the_logsumexp_of_the_scores() -> None:
     (q, k, v), _ = make_inputs(2, 4, 2, 40, 50, 20, torch.float64)
     _, lse, kc, _ = forward_op(q, k, v, factor=8, causal=False, keep=True)
     torch.testing.assert_close(lse, (q @ reference.over_heads(kc, q).mT / 20**0.5).logsumexp(3))
 
 
 def test_bounds_are_the_formulas_without_cancellation() -> None:
-    """Where scores are all small and v and g positive, the bounds of y and dv are their values."""
+    """With small scores and positive v and g, the bounds of y and dv are their values."""
     (q, k, v), grad_y = make_inputs(2, 4, 2, 5, 9, 3, torch.float64)
     inputs, grad_y = [q * 1e-9, k, v.abs()], grad_y.abs()
     y, _, _, grad_v = run(contract(2).reference, inputs, grad_y)
@@ -292,7 +292,7 @@ def test_any_strides(layout: str, dtype: torch.dtype, mode: str) -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_of_rows_that_are_read_in_place(layout: str) -> None:
-    """Where D is a multiple of 32, float32 rows are not copied."""
+    """If D is a multiple of 32, float32 rows are not copied."""
     (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 100, 64)
     for *inputs, grad in laid_out([q, k, v, grad_y], layout):
         for one in (contract(3), pooled_contract(300, 3)):
@@ -302,7 +302,7 @@ def test_strides_of_rows_that_are_read_in_place(layout: str) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
-    """No tensor is made contiguous on the way."""
+    """The operator makes no contiguous copy."""
     (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 300, 40)
     for *inputs, grad in laid_out([q, k, v, grad_y], layout):
         leaves = [x.detach().requires_grad_() for x in inputs]
@@ -325,7 +325,7 @@ def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("mask", subsets(3))
 def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...], dtype: torch.dtype) -> None:
-    """Not k and v: their blocks. The gradient of the values reads neither values nor y, and a y of 16 bits nobody."""
+    """Saves the blocks, not k and v. The gradient of v reads neither v's blocks nor y; a 16-bit y is never saved."""
     inputs, _ = make_inputs(2, 4, 2, 70, 100, 40, dtype)
     q, k, v = leaves = [x.requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
     outputs: list[Tensor] = []
@@ -355,7 +355,7 @@ def test_only_what_backward_reads_is_kept_of_pooled_keys(mask: tuple[bool, ...],
 
 
 def test_y_changed_in_place_is_an_error() -> None:
-    """In float32, in which it is kept."""
+    """Applies to float32, in which y is saved."""
     for one in (contract(3), pooled_contract(21, 3)):
         y = one.function(*(x.requires_grad_() for x in make_inputs(2, 4, 2, 5, 7, 3)[0]))
         with torch.no_grad():
@@ -413,7 +413,7 @@ def test_opcheck_backward(mode: str, requires_grad: bool) -> None:
 
 
 def assert_steps_are_right(dtype: torch.dtype, prompt: int, factor: int, n: int = 1, strict: bool = False) -> None:
-    """After a prompt, n positions at a time: every y is that of a causal forward over all keys."""
+    """Asserts that steps of n positions after a prompt give the y of a causal forward over all keys."""
     T = prompt + 3 * factor + n
     options = {"factor": factor, "strict": strict}
     (q, k, v), grad_y = make_inputs(2, 4, 2, T, T, 35, dtype)
@@ -445,7 +445,7 @@ def test_step(prompt: int, factor: int, strict: bool, dtype: torch.dtype) -> Non
         assert_steps_are_right(dtype, prompt, factor, n, strict)
 
 
-def test_a_state_of_nothing() -> None:
+def test_a_state_of_an_empty_prompt() -> None:
     (q, k, v), _ = make_inputs(2, 4, 2, 1, 1, 5)
     state = compressed_attention_state(k[:, :, :0], v[:, :, :0], factor=4)
     assert [tuple(x.shape) for x in state[:4]] == [(2, 2, 0, 5)] * 2 + [(2, 2, 5)] * 2
@@ -464,7 +464,7 @@ def test_step_leaves_the_old_state_alone() -> None:
 
 
 def test_autocast_of_steps() -> None:
-    """Blocks are kept in the autocast dtype, and not converted anew in every step."""
+    """The state holds blocks in the autocast dtype; they are not converted in every step."""
     (q, k, v), _ = make_inputs(2, 4, 2, 1, 9, 5)
     with torch.autocast(DEVICE, torch.bfloat16):
         state = compressed_attention_state(k[:, :, 1:], v[:, :, 1:], factor=4)
@@ -506,7 +506,7 @@ def test_big_scores_do_not_overflow(size: float, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_visible_block_has_all_the_weight(mode: str) -> None:
-    """1, whatever its score: backward rounds that as the lse did, and its keys' values get a plain sum."""
+    """The weight is 1 for any score: backward rounds the score as lse does, so the gradient of v is a plain sum."""
     factor, T = 8, 8 if mode == "not causal" else 15
     (q, k, v), grad_y = make_inputs(2, 4, 2, T, T, 40)
     *_, grad_v = run(contract(factor, mode).function, [100 * q, 100 * k, v], grad_y)
@@ -519,14 +519,14 @@ def test_one_visible_block_has_all_the_weight(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_equal_scores_and_shifted_scores(mode: str) -> None:
-    """Softmax does not care about what all scores share."""
+    """A constant added to all scores changes nothing."""
     (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 100, 40)
     for keys in (torch.zeros_like(k), k + 30 * q[:, :2, :1]):
         assert_contract(contract(3, mode), [q, keys, v], grad_y)
 
 
 def assert_as_clean(actual: Tensor, clean: Tensor) -> None:
-    """The same bits on the CPU. A GPU forms rows that a NaN reached in a product of tiles again, otherwise."""
+    """Asserts the same bits on the CPU. A GPU computes rows of a tile that has NaN again, in another order."""
     if KERNELS == "cpu":
         assert torch.equal(actual, clean)
     else:
@@ -540,7 +540,7 @@ def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
     )
 
 
-# B, H, Hkv, S, T, D, factor; of the second some thread blocks share a tile on a GPU.
+# B, H, Hkv, S, T, D, factor. With the second, thread blocks of a GPU share a tile.
 NAN_SHAPES = [(2, 4, 2, 70, 100, 40, 3), (1, 2, 1, 5, 700, 8, 2)]
 
 
@@ -553,14 +553,14 @@ NAN_CASES = [
 
 
 def visible_blocks(q: Tensor, T: int, factor: int, mode: str) -> Tensor:
-    """(S,C)"""
+    """Returns which query sees which block, (S,C)."""
     blocks = torch.empty(1, 1, -(-T // factor), 1)
     return ~reference.hidden_from(q, blocks, factor, T, mode != "not causal", mode == "strict")
 
 
 @pytest.mark.parametrize(("sizes", "mode", "dtype"), NAN_CASES)
 def test_nan_in_a_block_reaches_who_sees_it(sizes: tuple[int, ...], mode: str, dtype: torch.dtype) -> None:
-    """And of the others neither outputs nor gradients. A block that nobody sees reaches nobody, and gets zeros."""
+    """NaN reaches no other output or gradient. A block that no query sees gets a gradient of zeros."""
     *shape, factor = sizes
     B, H, Hkv, S, T, D = shape
     inputs, grad_y = make_inputs(*shape, dtype)
@@ -590,7 +590,7 @@ def test_nan_in_a_block_reaches_who_sees_it(sizes: tuple[int, ...], mode: str, d
 
 @pytest.mark.parametrize(("sizes", "mode", "dtype"), NAN_CASES)
 def test_nan_in_a_query_reaches_the_blocks_it_sees(sizes: tuple[int, ...], mode: str, dtype: torch.dtype) -> None:
-    """As a NaN in its row of grad_y does; other queries stay as they are."""
+    """So does a NaN in the query's row of grad_y. Other queries are not affected."""
     *shape, factor = sizes
     B, H, Hkv, S, T, D = shape
     (q, k, v), grad_y = make_inputs(*shape, dtype)
@@ -622,8 +622,10 @@ def test_nan_in_a_query_reaches_the_blocks_it_sees(sizes: tuple[int, ...], mode:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("padded", [(0, 30), (31, 32), (0, 100)])
 def test_keys_of_minus_infinity_hide_their_blocks(padded: tuple[int, int], mode: str, dtype: torch.dtype) -> None:
-    """One position hides all of its block, whatever the signs of q: the block gives nothing, whatever its values, and
-    gets nothing. Where no block is left y is 0."""
+    """A key of -inf hides its whole block for any signs of q: the block's values do not matter and its gradients are 0.
+
+    If a query has no other block, y is 0.
+    """
     (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 100, 40, dtype)
     k[:, :, slice(*padded)] = -math.inf
     results = _, _, grad_k, grad_v = assert_contract(contract(3, mode), [q, k, v], grad_y)
@@ -643,7 +645,7 @@ def test_keys_of_minus_infinity_hide_their_blocks(padded: tuple[int, int], mode:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scored", ["some", "all"])
 def test_scores_of_minus_infinity_weigh_nothing(scored: str, dtype: torch.dtype) -> None:
-    """By one column of the keys, as masks are put into q . k: as if the blocks were not there."""
+    """Masks can be put into one column of the keys: results are as without the masked blocks."""
     (q, k, v), grad_y = make_inputs(2, 4, 2, 70, 50, 40, dtype)
     q[..., 0] = 1
     left = slice(20, 20 if scored == "all" else None)
@@ -661,8 +663,8 @@ def test_scores_of_minus_infinity_weigh_nothing(scored: str, dtype: torch.dtype)
     assert (lse == -math.inf).all() == (scored == "all")
 
 
-def test_infinite_scores_are_no_number() -> None:
-    """As in torch's softmax: exp(inf - inf)."""
+def test_infinite_scores_give_nan() -> None:
+    """exp(inf - inf) is NaN, as in torch's softmax."""
     (q, k, v), grad_y = make_inputs(1, 1, 1, 70, 70, 40)
     k[:, :, 0] = math.inf
     y = run(contract(2).function, [q.abs(), k, v], grad_y)[0]
@@ -676,7 +678,7 @@ def test_infinite_scores_are_no_number() -> None:
     [(256, 1), (20_000, 20_000), *(pytest.param(*it, marks=pytest.mark.slow) for it in ((3000, 1), (20_000, 1000)))],
 )
 def test_equal_terms_add_up(T: int, factor: int, mode: str) -> None:
-    """Their rounding errors all have one sign, and do not cancel as those of random terms do."""
+    """Rounding errors of equal terms have the same sign and do not cancel."""
     (q, k, v), grad_y = make_inputs(1, 2, 1, min(T, 3000), T, 2)
     inputs = [x[:, :, :1].expand_as(x) for x in (q, k, v)]
     assert_contract(contract(factor, mode), inputs, grad_y[:, :, :1].expand_as(grad_y))
@@ -694,9 +696,9 @@ def test_a_long_sequence_keeps_its_accuracy(mode: str) -> None:
 
 
 def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, factor: int, causal: bool) -> list[Record]:
-    """To the byte: inputs, output, what is kept, the gradients, and the plan's scratch.
+    """Asserts to the byte that peaks are inputs, output, saved tensors, gradients and the plan's scratch.
 
-    Returns what was measured with an expanded and with a dense gradient of y.
+    Returns the records for an expanded and for a dense gradient of y.
     """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     options = {"factor": factor, "causal": causal}
@@ -732,7 +734,7 @@ def test_memory_of_pooled_keys_to_the_byte() -> None:
 
 def assert_memory_is_within_targets(q: Tensor, k: Tensor, v: Tensor, *, factor: int, causal: bool) -> None:
     records = assert_memory_is_planned(q, k, v, factor=factor, causal=causal)
-    # One number a query, in float32.
+    # lse is one float32 number per query.
     per_query = 4 / q.itemsize / q.shape[3]
     kept = 2 / factor + per_query
     for record, backward in zip(records, (7, 8), strict=True):
@@ -970,7 +972,7 @@ def test_a_first_step_of_more_queries_than_keys() -> None:
         compressed_attention_step(q, k, v, factor=2)
 
 
-def test_a_state_that_is_none() -> None:
+def test_a_state_of_another_type_is_refused() -> None:
     (q, k, v), _ = make_inputs(2, 4, 2, 1, 1, 3)
     state = compressed_attention_state(k, v, factor=4)
     for wrong, name in ((tuple(state), "tuple"), (q, "Tensor")):

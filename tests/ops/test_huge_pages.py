@@ -1,4 +1,4 @@
-"""Large results ask for huge pages: what the kernel noted about their memory says so."""
+"""Large results ask for huge pages, as the flags of their mappings in /proc/self/smaps show."""
 
 import mmap
 import platform
@@ -21,7 +21,7 @@ pytestmark = [
 
 
 def flags_of_memory_at(address: int) -> set[str]:
-    """The kernel's flags of the mapping that holds an address."""
+    """Returns the kernel's flags of the mapping that holds an address."""
     inside = False
     for line in SMAPS.read_text().splitlines():
         words = line.split()
@@ -43,7 +43,7 @@ def test_large_results_and_gradients_ask_for_huge_pages() -> None:
             assert "hg" in flags_of_memory_at(x.data_ptr() + byte)
 
 
-# Results that live at the same time, and how many of them begin one page below a border of 2 MiB.
+# Prints how many of several results begin one page below a multiple of 2 MiB.
 RESULTS_ON_A_BORDER = """
 import torch, memcheck
 
@@ -55,7 +55,7 @@ print(sum((y.data_ptr() // 4096 + 1) % 512 == 0 for y in results))
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or mmap.PAGESIZE != 4096, reason="another malloc or page")
-def test_results_that_are_mappings_begin_on_a_border() -> None:
+def test_results_with_their_own_mapping_begin_at_a_huge_page() -> None:
     done = subprocess.run([sys.executable, "-c", RESULTS_ON_A_BORDER], capture_output=True, text=True, check=True)
-    # One in 512 would by chance. There may be more holes that end before a border than are tried.
+    # By chance it would be one in 512. It need not be all: the allocator tries a limited number of places.
     assert int(done.stdout) >= 6

@@ -1,4 +1,4 @@
-"""Linear attention: the contract, claim by claim."""
+"""Linear attention: values, gradients, strides, saved tensors, memory and errors."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ SHAPES = [
     (2, 8, 8, 129, 257, 1, 63),
     (5, 2, 2, 257, 257, 33, 1),
     (3, 3, 3, 33, 300, 64, 64),
-    (1, 2, 2, 257, 513, 63, 9),  # few heads and many positions: segments are tasks of their own
+    (1, 2, 2, 257, 513, 63, 9),  # few heads and many positions: each segment is a task
     (1, 6, 3, 513, 513, 17, 5),
     (1, 5, 1, 300, 1100, 9, 15),
-    (1, 4, 2, 129, 201, 64, 40),  # in 16 bits on tensor cores, as the next three
+    (1, 4, 2, 129, 201, 64, 40),  # this and the next three run on tensor cores in 16 bits
     (2, 3, 1, 65, 70, 128, 72),
     (3, 2, 2, 3, 3, 33, 47),
     (1, 2, 1, 600, 700, 40, 64),
-    (1, 2, 1, 70, 130, 260, 9),  # states of CUDA's blocks that shared memory does not hold
+    (1, 2, 1, 70, 130, 260, 9),  # the state of a CUDA block exceeds shared memory
 ]
 NOT_CAUSAL_SHAPES = [(2, 4, 2, 129, 63, 127, 31), (1, 1, 1, 513, 1, 63, 5), (1, 4, 2, 1030, 300, 33, 9)]
 EMPTY_SHAPES = [
@@ -78,7 +78,7 @@ CASES = [
     pytest.param(2, 4, 2, 5, 0, 3, 2, False, id="(2, 4, 2, 5, 0, 3, 2) causal=False"),
 ]
 SMALL, MIDDLE, SPLIT = (2, 4, 2, 5, 7, 3, 2), (2, 8, 4, 70, 300, 40, 24), (1, 2, 1, 700, 1300, 20, 9)
-TENSOR = (1, 4, 2, 70, 130, 40, 33)  # in 16 bits on tensor cores
+TENSOR = (1, 4, 2, 70, 130, 40, 33)  # on tensor cores in 16 bits
 
 
 def contract(causal: bool = True, feature_map: str = "elu+1", eps: float = 1e-6) -> Contract:
@@ -128,8 +128,8 @@ def test_values_and_gradients(
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", [SMALL, MIDDLE, SPLIT])
-def test_features_that_come_mapped(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
-    """Positive, so that no denominator cancels."""
+def test_identity_features(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
+    """Positive inputs, so that no denominator cancels."""
     (q, k, v), grad_y = make_inputs(*shape, dtype)
     assert_contract(contract(causal, "identity"), [q.abs(), k.abs(), v], grad_y, against_plain=True)
 
@@ -137,8 +137,8 @@ def test_features_that_come_mapped(shape: tuple[int, ...], causal: bool, dtype: 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", [SMALL, MIDDLE, SPLIT])
-def test_features_of_both_signs(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
-    """A large eps keeps denominators from cancelling to nothing."""
+def test_identity_features_of_both_signs(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
+    """A large eps keeps denominators away from 0."""
     (q, k, v), grad_y = make_inputs(*shape, dtype)
     assert_contract(contract(causal, "identity", eps=1e4), [q, k, v], grad_y)
 
@@ -153,7 +153,7 @@ def test_eps_that_matters(eps: float, shift: float, causal: bool, dtype: torch.d
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_bounds_are_the_formulas_without_cancellation(causal: bool) -> None:
-    """Where v and g are positive the bounds of y and dv are their values, and dq's and dk's minus alone is turned."""
+    """With positive v and g, the bounds of y and dv are their values; in dq and dk a minus becomes a plus."""
     (q, k, v), grad_y = make_inputs(*SMALL, torch.float64)
     inputs, grad_y = [q, k, v.abs()], grad_y.abs()
     y, grad_q, grad_k, grad_v = run(contract(causal).reference, inputs, grad_y)
@@ -162,7 +162,7 @@ def test_bounds_are_the_formulas_without_cancellation(causal: bool) -> None:
     torch.testing.assert_close(grad_v, of_v)
     assert (of_q >= grad_q.abs()).all()
     assert (of_k >= grad_k.abs()).all()
-    # With one key the terms of dq are equal and cancel but for eps; the bound is twice one of them.
+    # With one key the two terms of dq differ by eps only and cancel; the bound is twice one of them.
     (q, k, v), grad_y = make_inputs(1, 1, 1, 1, 1, 4, 3, torch.float64)
     slope = reference.features(q).clamp(max=1)
     phi_q, phi_k = reference.features(q), reference.features(k)
@@ -170,7 +170,7 @@ def test_bounds_are_the_formulas_without_cancellation(causal: bool) -> None:
     torch.testing.assert_close(contract(causal).bounds(grad_y, q, k, v)[1].values, 2 * one, rtol=1e-5, atol=0)
 
 
-def test_the_ways_to_write_it_agree() -> None:
+def test_the_reference_implementations_agree() -> None:
     (q, k, v), grad_y = make_inputs(2, 3, 3, 150, 150, 5, 7, torch.float64)
     truth = run(contract().reference, [q, k, v], grad_y)
     for other in (reference.linear_attention_cumsum, reference.linear_attention_chunked):
@@ -180,7 +180,7 @@ def test_the_ways_to_write_it_agree() -> None:
 
 @pytest.mark.cpu
 def test_few_heads_are_split() -> None:
-    """Into three segments of at least 512 positions, each with a state (20,9) and a sum (20), in padded rows."""
+    """Three segments of at least 512 positions, each with a state (20,9) and a sum (20), in padded rows."""
     (q, k, v), _ = make_inputs(*SPLIT)
     worker = plan_of(q[:, :, :1], k[:, :, :1], v[:, :, :1], causal=True)["forward_scratch"]
     states = 3 * (20 * 32 + 32) * 4
@@ -188,7 +188,7 @@ def test_few_heads_are_split() -> None:
 
 
 def test_few_heads_are_split_on_cuda() -> None:
-    """Into five segments of at least 256 positions, each with a state (20,9) and a sum (20); many heads are not."""
+    """Five segments of at least 256 positions, each with a state (20,9) and a sum (20); many heads are not split."""
     plan = functools.partial(_C.linear_attention_plan, S=700, T=1300, D=20, Dv=9, causal=True, dtype="float32")
     assert plan(B=1, H=2, Hkv=1, threads=1, device="cuda")["forward_scratch"] == 5 * (20 * 9 + 20) * 4
     assert plan(B=66, H=2, Hkv=1, threads=1, device="cuda")["forward_scratch"] == 0
@@ -197,7 +197,7 @@ def test_few_heads_are_split_on_cuda() -> None:
 @pytest.mark.parametrize(("dtype", "longest"), [("float64", 4096), ("float32", 16384), ("bfloat16", 16384)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_segments_on_cuda_are_not_too_long(causal: bool, dtype: str, longest: int) -> None:
-    """Sums within a segment are plain, and err by a rounding for every 64 positions (float64: 32)."""
+    """Sums within a segment are plain and have one rounding error per 64 positions (float64: 32)."""
     sizes = {"B": 66, "H": 2, "Hkv": 2, "S": 1, "D": 64, "Dv": 64, "threads": 1, "device": "cuda"}
     plan = functools.partial(_C.linear_attention_plan, **sizes, causal=causal, dtype=dtype)
     state = 66 * 2 * (64 * 64 + 64) * (8 if dtype == "float64" else 4)
@@ -206,7 +206,7 @@ def test_segments_on_cuda_are_not_too_long(causal: bool, dtype: str, longest: in
     assert plan(T=10 * longest)["forward_scratch"] == 10 * state
 
 
-def test_a_device_that_is_none() -> None:
+def test_an_unknown_device_is_refused() -> None:
     sizes = dict.fromkeys(("B", "H", "Hkv", "S", "T", "D", "Dv", "threads"), 1)
     with pytest.raises(ValueError, match="device must be cpu or cuda, got 'tpu'"):
         _C.linear_attention_plan(**sizes, causal=True, dtype="float32", device="tpu")
@@ -256,7 +256,7 @@ def test_any_strides(layout: str, shape: tuple[int, ...], dtype: torch.dtype, ca
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
-    """No tensor is made contiguous on the way."""
+    """The operator makes no contiguous copy."""
     (q, k, v), grad_y = make_inputs(*MIDDLE)
     for *inputs, grad in laid_out([q, k, v, grad_y], layout):
         leaves = [x.detach().requires_grad_() for x in inputs]
@@ -280,14 +280,14 @@ def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...]) -> None:
     inputs, _ = make_inputs(*MIDDLE)
     q, k, v = leaves = [x.requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
     kept = saved_for_backward(lambda: linear_attention(*leaves))
-    # grad_v is N^T phi(k): v itself is not in it.
+    # grad_v is N^T phi(k), which does not need v.
     expected = [q, k, v] if mask[0] or mask[1] else [q, k]
     assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
 
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("shape", [SMALL, TENSOR])
-def test_what_is_not_asked_for_changes_no_bit(shape: tuple[int, ...], causal: bool) -> None:
+def test_frozen_inputs_change_no_bit_of_other_gradients(shape: tuple[int, ...], causal: bool) -> None:
     inputs, grad_y = make_inputs(*shape, torch.bfloat16)
     function = contract(causal).function
     all_gradients = run(function, inputs, grad_y)[1:]
@@ -368,7 +368,7 @@ def test_autocast_of_a_step_leaves_the_state() -> None:
 def assert_step_is_right(
     dtype: torch.dtype, prompt: int, feature_map: str = "elu+1", eps: float = 1e-6, shape: tuple[int, ...] = (3, 4, 2)
 ) -> None:
-    """After a prompt, token by token: every y is the last row of a forward over all keys so far."""
+    """Asserts that after a prompt, the y of each step is the last row of a forward over all keys so far."""
     T, options = prompt + 4, {"feature_map": feature_map, "eps": eps}
     (q, k, v), _ = make_inputs(*shape, T, T, 35, 20, dtype)
     if feature_map == "identity":
@@ -396,7 +396,7 @@ def test_step(prompt: int, dtype: torch.dtype) -> None:
 
 
 def test_a_state_drifts_by_a_rounding_a_step() -> None:
-    """As the docstring says: a sum of equal terms errs by one sign. Keys that come together err less."""
+    """As documented: rounding errors of a sum of equal terms have one sign. Keys of one step have smaller errors."""
     steps, before = 3000, 200_000
     q = k = torch.linspace(-3, 3, 8).view(1, 1, 1, 8)
     v = torch.linspace(0.5, 1.9, 8).view(1, 1, 1, 8)
@@ -446,7 +446,7 @@ def test_step_leaves_the_old_state_alone() -> None:
 
 @pytest.mark.parametrize(("B", "T", "D", "Dv"), [(0, 5, 3, 2), (2, 5, 0, 2), (2, 5, 3, 0), (2, 0, 3, 2)])
 def test_step_of_nothing(B: int, T: int, D: int, Dv: int) -> None:
-    """No new keys: the query reads the state as it is."""
+    """Without new keys the query reads the unchanged state."""
     (q, k, v), _ = make_inputs(B, 4, 2, 1, T, D, Dv)
     state = (torch.randn(B, 2, D, Dv), torch.rand(B, 2, D) + 1)
     y, (m, z) = linear_attention_step(q, k, v, state)
@@ -490,7 +490,7 @@ def test_the_reference_is_right_where_the_features_bend(dtype: torch.dtype) -> N
 
 
 def test_features_are_accurate() -> None:
-    """One key: z of a step is phi(k) itself, far below where elu(k) + 1 has cancelled."""
+    """With one key, z of a step is phi(k), also for k where elu(k) + 1 cancels."""
     k = torch.linspace(-87, 88, 350_001, device=DEVICE).view(1, 1, 1, -1)
     _, (_, z) = linear_attention_step(torch.ones_like(k), k, torch.ones_like(k[..., :1]))
     truth = reference.features(k.double()).view_as(z)
@@ -523,7 +523,7 @@ def finite_in_plain_pytorch(inputs: list[Tensor], grad_y: Tensor, causal: bool) 
 def test_gradients_are_finite_where_those_of_plain_pytorch_are(
     shape: tuple[int, ...], value: float, grad: float, dtype: torch.dtype, causal: bool
 ) -> None:
-    """phi(q).(M g) overflows, and phi(q).(M g) / den = g.y does not."""
+    """phi(q).(M g) overflows, but phi(q).(M g) / den = g.y does not."""
     inputs, grad_y = make_inputs(*shape, dtype)
     inputs, grad_y = [value * (1 + x.abs() / 4) for x in inputs], torch.full_like(grad_y, grad)
     assert finite_in_plain_pytorch([x.float() for x in inputs], grad_y.float(), causal)
@@ -533,7 +533,7 @@ def test_gradients_are_finite_where_those_of_plain_pytorch_are(
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("heads", [1, 9])
 def test_a_sum_that_overflows_is_infinite(heads: int, causal: bool) -> None:
-    """As in plain PyTorch, and not NaN, though sums keep what rounding leaves out."""
+    """As in plain PyTorch, it is not NaN, although sums keep a compensation term."""
     (q, k, v), _ = make_inputs(1, heads, heads, 1100, 1100, 3, 2)
     v = torch.full_like(v, 3e38)
     y = linear_attention(q, k, v, causal=causal)[:, :, 200:]
@@ -547,14 +547,14 @@ def test_a_sum_that_overflows_is_infinite(heads: int, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 @pytest.mark.parametrize("poisoned", [1, 2])
-def test_poison_stays_in_its_head_and_the_future(poisoned: int, poison: float, causal: bool) -> None:
+def test_nan_and_inf_stay_in_their_head_and_the_future(poisoned: int, poison: float, causal: bool) -> None:
     B, H, Hkv, S, T, D, Dv = 2, 4, 2, 300, 700, 35, 20
     inputs, grad_y = make_inputs(B, H, Hkv, S, T, D, Dv)
     clean = run(contract(causal).function, inputs, grad_y)
     inputs[poisoned][1, 1, 500] = poison
     y, *gradients = run(contract(causal).function, inputs, grad_y)
     spoilt = torch.zeros_like(y, dtype=torch.bool)
-    # A chunk of 32 or 64 positions meets in one product, in which 0 x poison is NaN: its earlier queries may be spoilt.
+    # All positions of a chunk (32 or 64) are in one product, and 0 x NaN is NaN, so its earlier queries may be NaN too.
     spoilt[1, 2:, 500 - (T - S) if causal else 0 :] = True
     assert not y[spoilt].isfinite().any()
     reached = spoilt.clone()
@@ -578,16 +578,16 @@ def test_nan_in_a_query_stays_in_its_position() -> None:
     ("B", "T"), [(1, 256), (8, 256), *(pytest.param(*it, marks=pytest.mark.slow) for it in ((1, 5000), (8, 1500)))]
 )
 def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
-    """As in padding. Their rounding errors all have one sign, and do not cancel as those of random terms do."""
+    """Padding consists of equal terms. Their rounding errors have the same sign and do not cancel."""
     (q, k, v), grad_y = make_inputs(B, 1, 1, T, T, 3, 2)
     inputs = [x[:, :, :1].expand_as(x) for x in (q, k, v)]
     assert_contract(contract(causal), inputs, grad_y[:, :, :1].expand_as(grad_y))
 
 
-@pytest.mark.slow  # on the host, as CUDA's kernel
+@pytest.mark.slow  # takes minutes on the host's CUDA
 @pytest.mark.parametrize("causal", [True, False])
 def test_equal_terms_add_up_however_many(causal: bool) -> None:
-    """Eight heads are not split; a state has 1,875 chunks, and an error of each would show."""
+    """Eight heads are not split. A state sums 1,875 chunks, whose rounding errors would add up."""
     (q, k, v), grad_y = make_inputs(8, 1, 1, 4, 60_000, 3, 2)
     k, v = (x[:, :, :1].expand_as(x) for x in (k, v))
     assert_contract(contract(causal), [q, k, v], grad_y)
@@ -604,9 +604,9 @@ def test_a_long_sequence_keeps_its_accuracy(heads: int) -> None:
 
 
 def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[Record]:
-    """To the byte: inputs, output, the gradients, and the plan's scratch.
+    """Asserts to the byte that peaks are inputs, output, gradients and the plan's scratch.
 
-    Returns what was measured with an expanded and with a dense gradient of y.
+    Returns the records for an expanded and for a dense gradient of y.
     """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     plan = plan_of(q, k, v, causal)
@@ -648,7 +648,7 @@ def test_memory_to_the_byte_and_within_the_targets(
 @pytest.mark.slow
 @pytest.mark.isolated
 def test_a_state_for_every_position_is_never_held() -> None:
-    """B1 H8 N65536 D64: one tensor is 128 MiB, and the states of all positions would be 64 times that."""
+    """One tensor is 128 MiB; the states of all positions would be 64 times that."""
     q, k, v = (torch.randn(1, 8, 65536, 64, requires_grad=True) for _ in range(3))
     record = measure_memory(linear_attention, q, k, v, causal=True, dense_grad=True)
     assert q.nbytes == 128 * 2**20
@@ -708,7 +708,7 @@ RAISES = {
     "eps that float32 makes 0": ({"eps": 1e-60}, ValueError, "eps must be a normal number of float32, got 1e-60"),
     "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
     "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
-    # These never reach the operator: the words are the dispatcher's.
+    # The dispatcher raises these before the operator is called.
     "a list": ({"q": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'q'"),
     "a number for the map": ({"feature_map": 1}, RuntimeError, "Expected a value of type 'str' for argument"),
     "sparse": ({"q": torch.ones(2, 4, 5, 3).to_sparse()}, NotImplementedError, "'Sparse(CPU|CUDA)' backend"),
@@ -819,14 +819,14 @@ def test_wrong_backward(wrong: str) -> None:
 
 
 def test_queries_that_see_nothing() -> None:
-    """Not causal, no keys at all: M = z = 0, so y = 0."""
+    """Without causal and without keys, M = z = 0, so y = 0."""
     (q, k, v), grad_y = make_inputs(2, 4, 2, 5, 0, 3, 2)
     y, grad_q, *_ = run(contract(causal=False).function, [q, k, v], grad_y)
     assert same_bits([y, grad_q], [torch.zeros(2, 4, 5, 2), torch.zeros(2, 4, 5, 3)])
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_first_step_of_no_tensor(name: str) -> None:
+def test_a_first_step_refuses_other_arguments(name: str) -> None:
     x = torch.ones(2, 4, 1, 3)
     letters = {"q": "(B,H,S,D)", "k": "(B,Hkv,T,D)", "v": "(B,Hkv,T,Dv)"}[name]
     for wrong, kind, message in (
@@ -840,7 +840,7 @@ def test_a_first_step_of_no_tensor(name: str) -> None:
 
 
 @pytest.mark.parametrize("state", [(), torch.ones(2, 4, 3, 3), [torch.ones(2, 4, 3)] * 3, 1.5], ids=str)
-def test_a_state_that_is_none(state: object) -> None:
+def test_a_state_of_another_type_is_refused(state: object) -> None:
     x = torch.ones(2, 4, 1, 3)
     with pytest.raises(
         TypeError, match=r"linear_attention_step: state must be a pair of tensors \(m, z\) or None, got"

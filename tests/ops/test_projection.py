@@ -1,4 +1,4 @@
-"""The projections: the contract, claim by claim."""
+"""The projections: values, gradients, strides, saved tensors, memory and errors."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_any_strides(function: Function, layout: str, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_many_pieces_do_not_lose_grad_w(function: Function, dtype: torch.dtype) -> None:
-    """16-bit sums of 400 equal products would stop growing at 256 of the first: the sum is formed in float32."""
+    """A 16-bit sum of 400 equal products would stop growing at 256 products; the sum is formed in float32."""
     x = torch.ones(400, 2, 3, dtype=dtype)
     w = torch.ones(3, 5, dtype=dtype)
     grad_y = torch.ones((), dtype=dtype).expand(400, 2, 5) if function is linear_r else torch.ones(400, 5, 2).to(dtype)
@@ -114,13 +114,13 @@ def rms_error(actual: Tensor, truth: Tensor) -> float:
 def test_grad_w_is_rounded_once(
     function: Function, shape: tuple[int, int, int, int], layout: str, dtype: torch.dtype
 ) -> None:
-    """Not once for every product that it is the sum of: its error is at most that of plain PyTorch."""
+    """grad_w is not rounded after every product that it sums: its error is at most that of plain PyTorch."""
     (x, w), grad_y = make_inputs(function, *shape, dtype)
     grad_y = LAYOUTS[layout](grad_y)
     plain = getattr(reference, function.__name__)
     _, _, truth = run(plain, [x.double(), w.double()], grad_y.double())
     ours, eager = (rms_error(run(f, [x, w], grad_y)[2], truth) for f in (function, plain))
-    # Both round once: the order of summation in float32 decides now and then about the last bit.
+    # Both round once; the order of summation in float32 sometimes changes the last bit.
     assert ours <= 1.001 * eager
 
 
@@ -129,7 +129,7 @@ def test_grad_w_is_rounded_once(
 
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_only_what_backward_reads_is_kept(function: Function) -> None:
-    """A frozen weight keeps no x, a frozen x no weight."""
+    """A frozen weight saves no x, a frozen x no weight."""
     inputs, _ = make_inputs(function, 3, 40, 35, 50)
     for mask, kept in (((True, True), inputs), ((True, False), inputs[1:]), ((False, True), inputs[:1])):
         leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
@@ -160,17 +160,17 @@ def test_opcheck(function: Function, layout: str, requires_grad: bool) -> None:
 
 
 def piece_rows(B: int, S: int, R: int, item: int) -> int:
-    """A gradient that GEMM cannot read is copied through rows of a sixteenth of it, or of 1 MiB."""
+    """Returns the rows that are copied at a time if GEMM cannot read a gradient: a sixteenth of it, or 1 MiB."""
     return min(max(max(B * S * R * item // 16, MIB) // (R * item), 1), S)
 
 
 def wide_rows(B: int, S: int, E: int, R: int, item: int) -> int:
-    """Rows of x and of the gradient become float32 together, in as many bytes."""
+    """Returns the rows of x and the gradient that are converted to float32 at a time, in as many bytes."""
     return min(max(max(B * S * R * item // 16, MIB) // (4 * (E + R)), 1), S)
 
 
 def products_of(function: Function, B: int, S: int, rows: int | None) -> int:
-    """How many products grad_w is the sum of: one if all rows are those of a matrix, else one a piece or an entry."""
+    """Returns the number of products that grad_w sums: one if all rows form a matrix, else one per piece or batch."""
     if rows is not None:
         return B * -(-S // rows)
     return 1 if function is linear_r else B
@@ -183,8 +183,8 @@ def products_of(function: Function, B: int, S: int, rows: int | None) -> int:
 def test_memory_to_the_byte(
     function: Function, shape: tuple[int, int, int, int], dense: bool, dtype: torch.dtype
 ) -> None:
-    """An expanded gradient is copied in pieces; sums of products in 16 bits take grad_w in float32, and on the CPU some
-    rows of both factors."""
+    """An expanded gradient is copied in pieces. 16-bit sums of products take a float32 grad_w, and on the CPU some
+    float32 rows of both factors."""
     B, S, E, R = shape
     (x, w), _ = make_inputs(function, *shape, dtype)
     record = measure_memory(function, x.requires_grad_(), w.requires_grad_(), dense_grad=dense)
@@ -197,8 +197,8 @@ def test_memory_to_the_byte(
     is_sum = dtype == torch.bfloat16 and products_of(function, B, S, rows) > 1
     wide = wide_rows(B, S, E, R, x.itemsize) * (E + R) if KERNELS == "cpu" else 0
     sums = (E * R + wide) * 4 if is_sum else 0
-    # oneDNN takes scratch from torch's allocator for its 16-bit products, and we do not know how much; cuBLAS says.
-    # CUDA on the host widens a part of both factors for a product in float32.
+    # oneDNN takes an unknown amount of scratch from torch's allocator for 16-bit products; cuBLAS reports its own.
+    # CUDA on the host converts a part of both factors to float32.
     widened = 2**18 if is_sum and ON_HOST else 0
     library = record.library_workspace_bytes if DEVICE == "cuda" else 0 if dtype == torch.float32 else MIB + widened
     assert 0 <= record.forward_peak_bytes - held <= library
@@ -240,7 +240,7 @@ RAISES = {
     "x elsewhere": ({"x": torch.ones(2, 5, 7, device="meta")}, ValueError, f"w must be on meta as x is, got {HERE}"),
     "no x": ({"x": None}, TypeError, "x must be a tensor, got None"),
     "no w": ({"w": None}, TypeError, "w must be a tensor, got None"),
-    # These two never reach the operator: the words are the dispatcher's.
+    # The dispatcher raises these two before the operator is called.
     "a list": ({"x": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'x'"),
     "sparse": ({"w": torch.ones(7, 3).to_sparse()}, NotImplementedError, "'Sparse(CPU|CUDA)' backend"),
 }

@@ -1,4 +1,4 @@
-"""Softplus attention: the contract, claim by claim."""
+"""Softplus attention: values, gradients, strides, saved tensors, memory and errors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ SHAPES = [
     (17, 129, 257, 1),
     (3, 257, 257, 129),
     (17, 63, 300, 63),
-    (1, 257, 513, 63),  # few channels and more than 256 positions: chunks are tasks of their own
+    (1, 257, 513, 63),  # few channels and more than 256 positions: each chunk is a task
     (2, 513, 513, 1),
     (1, 300, 300, 127),
     (3, 1, 513, 300),
@@ -117,7 +117,7 @@ def test_eps_that_matters(eps: float, shift: float, causal: bool, dtype: torch.d
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_bounds_are_the_formulas_without_cancellation(causal: bool) -> None:
-    """Where v and g are positive the bounds of y, dq and dv are their values, and dk's minus is the only one turned."""
+    """With positive v and g, the bounds of y, dq and dv are their values; only dk has a minus, which becomes a plus."""
     (q, k, v), grad_y = make_inputs(2, 5, 9, 3, torch.float64)
     inputs, grad_y = [q, k, v.abs()], grad_y.abs()
     y, grad_q, grad_k, grad_v = run(contract(causal).reference, inputs, grad_y)
@@ -129,7 +129,7 @@ def test_bounds_are_the_formulas_without_cancellation(causal: bool) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_reference_is_right_where_softplus_bends(dtype: torch.dtype) -> None:
-    """Softplus and its derivative at 0, which 16-bit inputs often hold, and far out."""
+    """Softplus and its derivative at 0, a frequent value of 16-bit inputs, and at large values."""
     x = torch.tensor([0.0, -0.0, -math.inf, -30.0, 30.0], dtype=dtype, requires_grad=True)
     values = reference.softplus(x)
     values.sum().backward()
@@ -142,11 +142,11 @@ def test_the_reference_is_right_where_softplus_bends(dtype: torch.dtype) -> None
 @pytest.mark.parametrize(
     ("S", "T", "causal"), [(700, 700, True), (300, 700, True), (700, 700, False), (700, 300, False)]
 )
-def test_both_roads_give_the_same_bits(S: int, T: int, causal: bool, dtype: torch.dtype) -> None:
-    """Few channels are split over chunks of positions; the same channels among many are not."""
+def test_splitting_over_positions_changes_no_bit(S: int, T: int, causal: bool, dtype: torch.dtype) -> None:
+    """Few channels are split over chunks of positions; the same channels among many others are not."""
     B = 32
     inputs, grad_y = make_inputs(B, S, T, 33, dtype)
-    # A forward that keeps nothing takes scratch only where it is split.
+    # A forward that saves nothing takes scratch only if it is split.
     q, k, _ = inputs
     scratch = "forward_scratch" if causal else "forward_sums"
     assert plan_of(q, k, causal)[scratch] == 0
@@ -160,8 +160,8 @@ def test_both_roads_give_the_same_bits(S: int, T: int, causal: bool, dtype: torc
 @pytest.mark.host_cuda
 @pytest.mark.slow
 @pytest.mark.parametrize("causal", [True, False])
-def test_both_roads_give_the_same_bits_where_blocks_take_several_chunks(causal: bool) -> None:
-    """33 blocks are cut into eight segments of two of nine chunks; 66 are not."""
+def test_splitting_into_segments_of_chunks_changes_no_bit(causal: bool) -> None:
+    """33 thread blocks are split into segments of two of the nine chunks; 66 are not."""
     inputs, grad_y = make_inputs(66, 2304, 2304, 1)
     whole = run(contract(causal).function, inputs, grad_y)
     part = run(contract(causal).function, [x[:33] for x in inputs], grad_y[:33])
@@ -212,7 +212,7 @@ def test_any_strides(layout: str, dtype: torch.dtype, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_strides_cost_no_byte(layout: str, causal: bool) -> None:
-    """No tensor is made contiguous on the way."""
+    """The operator makes no contiguous copy."""
     (q, k, v), grad_y = make_inputs(2, 70, 300, 40)
     for *inputs, grad in laid_out([q, k, v, grad_y], layout):
         leaves = [x.detach().requires_grad_() for x in inputs]
@@ -236,7 +236,7 @@ def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...]) -> None:
     inputs, _ = make_inputs(2, 70, 300, 40)
     q, k, v = leaves = [x.requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
     *kept, carries = saved_for_backward(lambda: softplus_attention(*leaves))
-    # grad_v is softplus(k) W: v itself is not in it.
+    # grad_v is softplus(k) W, which does not need v.
     expected = [q, k, v] if mask[0] or mask[1] else [q, k]
     assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in expected]
     assert carries.nbytes == plan_of(q, k, causal=True)["carries"]
@@ -293,7 +293,7 @@ def test_autocast_of_a_step_leaves_the_state() -> None:
 
 
 def assert_step_is_right(dtype: torch.dtype, prompt: int, eps: float = 1e-6) -> None:
-    """After a prompt, token by token: every y is the last row of a forward over all keys so far."""
+    """Asserts that after a prompt, the y of each step is the last row of a forward over all keys so far."""
     T = prompt + 4
     (q, k, v), _ = make_inputs(3, T, T, 35, dtype)
     truth = reference.softplus_attention(*doubles([q, k, v]), eps=eps)
@@ -318,7 +318,7 @@ def test_step(prompt: int, dtype: torch.dtype) -> None:
 
 
 def test_a_state_drifts_by_a_rounding_a_step() -> None:
-    """As the docstring says: a sum of equal terms errs by one sign. Keys that come together do not."""
+    """As documented: rounding errors of a sum of equal terms have one sign. Keys of one step have no such error."""
     steps, before = 3000, 200_000
     (q, k, v) = torch.zeros(1, 1, 8), torch.linspace(-3, 3, 8).view(1, 8, 1), torch.linspace(0.5, 1.9, 8).view(1, 8, 1)
     weights = reference.softplus(k.double())[..., 0]
@@ -360,7 +360,7 @@ def test_step_leaves_the_old_state_alone() -> None:
 
 @pytest.mark.parametrize(("B", "R", "T"), [(0, 3, 5), (2, 0, 5), (2, 3, 0)])
 def test_step_of_nothing(B: int, R: int, T: int) -> None:
-    """No new keys: the query reads the state as it is."""
+    """Without new keys the query reads the unchanged state."""
     (q, k, v), _ = make_inputs(B, 1, T, R)
     state = (torch.rand(B, R) + 1, torch.randn(B, R))
     y, (z, a) = softplus_attention_step(q, k, v, state)
@@ -394,7 +394,7 @@ def test_forward_mode_through_a_step_raises(dual: int) -> None:
 
 
 def assert_softplus_is_accurate() -> None:
-    """One key of a power of two, whose value is 1: y is softplus(q) itself."""
+    """Asserts that softplus is accurate: with one key that is a power of two and has value 1, y is softplus(q)."""
     q = torch.linspace(-87, 88, 350_001)[None, :, None]
     key = torch.full((1, 1, 1), 8192.0)
     y = softplus_attention(q, key, torch.ones_like(key), causal=False)
@@ -465,7 +465,7 @@ def test_nan_in_a_query_stays_in_its_position() -> None:
 @pytest.mark.parametrize("T", [256, 20_000])
 @pytest.mark.parametrize("B", [1, 20])
 def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
-    """As in padding. Their rounding errors all have one sign, and do not cancel as those of random terms do."""
+    """Padding consists of equal terms. Their rounding errors have the same sign and do not cancel."""
     (q, k, v), grad_y = make_inputs(B, T, T, 2)
     k, v, q, grad_y = (
         k[..., :1].expand_as(k),
@@ -477,19 +477,19 @@ def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
 
 
 def make_equal_terms(B: int, T: int, k: float, v: float) -> tuple[list[Tensor], Tensor]:
-    """Inputs and grad_y as make_inputs, of one channel, the same at every position."""
+    """Returns inputs and grad_y as make_inputs does, with one channel and equal positions."""
     q, keys, values, grad_y = (torch.tensor(x) for x in (0.3, k, v, 0.7))
     return [q.expand(B, T, 1), keys.expand(B, 1, T), values.expand(B, 1, T)], grad_y.expand(B, T, 1)
 
 
 LONG = [
-    # B, T, k, v: the errors of a plain sum of softplus(k) are large, and of softplus(k) v too, of the other sign.
+    # B, T, k, v: plain sums of softplus(k) and of softplus(k) v would have large errors, of opposite signs.
     pytest.param(1, 1_000_000, -0.17, 1.65, id="split"),
     pytest.param(8, 400_000, -0.02, 0.85, id="not split"),
 ]
 
 
-@pytest.mark.skipif(ON_HOST, reason="takes minutes there")
+@pytest.mark.skipif(ON_HOST, reason="takes minutes on the host's CUDA")
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(("B", "T", "k", "v"), LONG)
 def test_equal_terms_add_up_however_many(B: int, T: int, k: float, v: float, causal: bool) -> None:
@@ -505,9 +505,9 @@ def test_equal_terms_add_up_on_cuda_too(causal: bool) -> None:
     assert_contract(contract(causal), inputs, grad_y)
 
 
-@pytest.mark.skipif(ON_HOST, reason="takes minutes there")
+@pytest.mark.skipif(ON_HOST, reason="takes minutes on the host's CUDA")
 def test_a_million_random_terms_are_as_accurate_as_in_plain_pytorch() -> None:
-    """Plain PyTorch sums a float32 cumsum in float64 on the CPU."""
+    """On the CPU, plain PyTorch computes a float32 cumsum in float64."""
     inputs, grad_y = make_inputs(1, 1_000_000, 1_000_000, 1)
     results = run(contract().function, inputs, grad_y)
     plain = run(contract().reference, inputs, grad_y)
@@ -521,7 +521,7 @@ def test_a_million_random_terms_are_as_accurate_as_in_plain_pytorch() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("B", [1, 8])
 def test_a_sum_that_overflows_is_infinite(B: int, causal: bool) -> None:
-    """As in plain PyTorch, and not NaN, though sums keep what rounding leaves out."""
+    """As in plain PyTorch, it is not NaN, although sums keep a compensation term."""
     (q, k, v), _ = make_inputs(B, 1500, 1500, 2)
     v = torch.full_like(v, 3e38)
     k = k.abs()
@@ -544,9 +544,9 @@ def test_a_long_sequence_keeps_its_accuracy(R: int) -> None:
 
 
 def assert_memory_is_planned(q: Tensor, k: Tensor, v: Tensor, *, causal: bool) -> list[Record]:
-    """To the byte: inputs, output, the carries, the gradients, and the plan's scratch.
+    """Asserts to the byte that peaks are inputs, output, carries, gradients and the plan's scratch.
 
-    Returns what was measured with an expanded and with a dense gradient of y.
+    Returns the records for an expanded and for a dense gradient of y.
     """
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
     plan = plan_of(q, k, causal)
@@ -637,7 +637,7 @@ RAISES = {
     ),
     "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
     "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
-    # These three never reach the operator: the words are the dispatcher's.
+    # The dispatcher raises these three before the operator is called.
     "a list": ({"q": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'q'"),
     "a word for eps": ({"eps": "small"}, RuntimeError, "Expected a value of type 'float' for argument 'eps'"),
     "sparse": ({"q": torch.ones(2, 5, 3).to_sparse()}, NotImplementedError, "'Sparse(CPU|CUDA)' backend"),
@@ -746,14 +746,14 @@ def test_wrong_backward(wrong: str) -> None:
 
 
 def test_queries_that_see_nothing() -> None:
-    """Not causal, no keys at all: A = Z = 0, so y = 0."""
+    """Without causal and without keys, A = Z = 0, so y = 0."""
     (q, k, v), grad_y = make_inputs(2, 5, 0, 3)
     y, grad_q, *_ = run(contract(causal=False).function, [q, k, v], grad_y)
     assert same_bits([y, grad_q], [torch.zeros(2, 5, 3)] * 2)
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_a_first_step_of_no_tensor(name: str) -> None:
+def test_a_first_step_refuses_other_arguments(name: str) -> None:
     (q, k, v), _ = make_inputs(2, 1, 7, 3)
     letters = {"q": "(B,1,R)", "k": "(B,R,n)", "v": "(B,R,n)"}[name]
     for wrong, kind, message in (
@@ -776,7 +776,7 @@ def test_a_first_step_of_no_tensor(name: str) -> None:
     ],
     ids=str,
 )
-def test_a_state_that_is_none(state: object, got: str) -> None:
+def test_a_state_of_another_type_is_refused(state: object, got: str) -> None:
     (q, k, v), _ = make_inputs(2, 1, 7, 3)
     message = f"softplus_attention_step: state must be a pair of tensors (z, a) or None, got {got}"
     with pytest.raises(TypeError, match=re.escape(message)):
