@@ -1,4 +1,4 @@
-"""Gradient checks as a client of the closed bluewalm module writes them, on the device that the module chooses."""
+"""Gradient checks as clients of the closed bluewalm module write them, on the module's default device."""
 
 import bluewalm
 import torch

@@ -6,14 +6,14 @@ import training
 
 
 def angles(core_dim, length, theta=10000.0):
-    """(length,core_dim/2,2): cosines and sines"""
+    """Returns cosines and sines (length,core_dim/2,2)."""
     speeds = theta ** -(torch.arange(0, core_dim, 2).double() / core_dim)
     turns = torch.outer(torch.arange(length).double(), speeds)
     return torch.stack([turns.cos(), turns.sin()], -1)
 
 
 def rotated(x, rope):
-    """x (B,S,R), rope (S,R/2,2)"""
+    """Returns x (B,S,R) with pairs of channels rotated by rope (S,R/2,2)."""
     even, odd = x.unflatten(2, (-1, 2)).unbind(3)
     cos, sin = rope.to(x).unbind(2)
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], 3).flatten(2)

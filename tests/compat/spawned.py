@@ -1,4 +1,4 @@
-"""Two processes that multiprocessing starts run one module, which reaches them pickled: spawned.py WORD."""
+"""Starts two processes with multiprocessing, which get a module by pickle and run it: spawned.py WORD."""
 
 import sys
 

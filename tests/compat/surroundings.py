@@ -1,4 +1,4 @@
-"""What a script can see of how it is run, as JSON, and then the exit code or error it was asked for."""
+"""Prints as JSON how the script was started, then ends with the requested exit code or error."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""Client code of the closed bluewalm module, as it stands: scripts in tests/compat, each in a process of its own."""
+"""Unchanged client code of the closed bluewalm module runs: scripts in tests/compat, each in its own process."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def output_of(*words: str | Path) -> str:
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", ["gpt2_like", "llama_like"])
 def test_a_stack_trains_and_decodes(stack: str) -> None:
-    """float32 decodes with at most twice the error of a full forward in float32, as no formula bounds a whole stack."""
+    """Decoding in float32 has at most twice the error of a full forward in float32; no formula bounds a whole stack."""
     report = json.loads(output_of(SCRIPTS / f"{stack}.py", "20"))
     assert report["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
     losses = report["losses"]
@@ -65,7 +65,7 @@ def test_gradients_of_every_name() -> None:
 
 @pytest.mark.slow
 def test_processes_started_by_multiprocessing() -> None:
-    """Each imports the script again, and gets a module by pickle."""
+    """Each process imports the script again and gets a module by pickle."""
     assert output_of(SCRIPTS / "spawned.py", "word") == "bluewalm (2, 8, 8) True\ndone\n"
 
 
@@ -104,7 +104,7 @@ def test_a_module_of_a_package_that_imports_bluewalm(tmp_path: Path) -> None:
 
 
 def test_a_script_has_its_own_future_statements(tmp_path: Path) -> None:
-    """Annotations are what they name, unless the script says otherwise itself."""
+    """Annotations are evaluated unless the script itself imports annotations from __future__."""
     script = "def f(x: int) -> None: ...\nprint(f.__annotations__['x'] is int)"
     for future, real in (("", True), ("from __future__ import annotations\n", False)):
         (tmp_path / "script.py").write_text(future + script)
@@ -156,7 +156,7 @@ def test_help() -> None:
 def test_another_bluewalm_is_not_shadowed(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text("import bluewalm.softplus_attention as sa; print(sa.__file__)")
     (tmp_path / "bluewalm").mkdir()
-    assert str(ROOT) in output_of(tmp_path / "script.py")  # a folder of that name is no module
+    assert str(ROOT) in output_of(tmp_path / "script.py")  # a folder without __init__.py does not count
     (tmp_path / "bluewalm" / "__init__.py").write_text("")
     done = run_compat(tmp_path / "script.py")
     assert done.returncode == 1
@@ -187,7 +187,7 @@ def test_names_after_installing_twice() -> None:
 
 @pytest.mark.isolated
 def test_operators_of_the_extension() -> None:
-    """The values of ours, and all that opcheck asks for; fullgraph under torch.compile."""
+    """Operators have memcheck's values, pass opcheck, and compile with fullgraph."""
     compat.install()
     x, w, w_2 = torch.randn(2, 3, 8), torch.randn(8, 4), torch.randn(2, 8, 8)
     cases = {
@@ -234,7 +234,7 @@ def test_a_module_is_copied_saved_and_moved(module: torch.nn.Module) -> None:
 
 
 def test_the_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there is CUDA; one that is named, or that torch.device makes the default, comes before it."""
+    """Modules are made on the current CUDA device if there is one; a named or default device has precedence."""
     sa = importlib.import_module("memcheck.compat.softplus_attention")
     with torch.device("meta"):
         assert sa.KeyProjection(8, 4).weight.device.type == "meta"

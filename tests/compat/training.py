@@ -1,4 +1,4 @@
-"""What the two stacks share: some steps of training, then decoding against a full forward, as one line of JSON."""
+"""Shared by the two stacks: trains a few steps, compares decoding with a full forward, and prints a line of JSON."""
 
 import copy
 import json
@@ -10,7 +10,7 @@ VOCABULARY, LENGTH, PROMPT = 64, 24, 5
 
 
 def batch(generator):
-    """Sequences that count upwards from anywhere: tokens (8,LENGTH) and what comes after each"""
+    """Returns tokens (8,LENGTH) that count upwards from a random start, and their successors (8,LENGTH)."""
     starts = torch.randint(VOCABULARY, (8, 1), generator=generator)
     tokens = (starts + torch.arange(LENGTH + 1)) % VOCABULARY
     return tokens[:, :-1], tokens[:, 1:]
@@ -33,7 +33,7 @@ def train(model, steps, device):
 
 @torch.inference_mode()
 def decoded_logits(model, tokens, caches, prompt=PROMPT):
-    """A prompt, then one token at a time, with the caches that the model hands back."""
+    """Returns the logits of a prompt and then of single tokens, each with the caches returned before."""
     logits = []
     for part in tokens.split([prompt] + [1] * (tokens.shape[1] - prompt), 1):
         out, *caches = model(part, *caches)
@@ -46,13 +46,13 @@ def full_logits(model, tokens, caches):
 
 
 def traced(model, tokens):
-    """As a deployment does it: traced once on a whole sequence, and then run with any cache."""
+    """Returns the model traced on a whole sequence, as for deployment; it runs with any cache."""
     with torch.no_grad():
         return torch.jit.trace(model, (tokens, *model.empty_caches(len(tokens))), check_trace=False)
 
 
 def errors(model, tokens):
-    """Largest distances of logits from the float64 logits of a full forward."""
+    """Returns the largest distances of logits from those of a full forward in float64."""
     caches, double = model.empty_caches(len(tokens)), copy.deepcopy(model).double()
     double_caches = double.empty_caches(len(tokens))
     truth = full_logits(double, tokens, double_caches)

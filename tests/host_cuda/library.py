@@ -1,7 +1,7 @@
-"""CUDA kernels on the host: a library whose kernels replace the CPU's behind the same operators.
+"""CUDA kernels on the host: a library whose kernels replace the CPU kernels of the same operators.
 
-It has the .cu files, compiled by a C++ compiler with csrc/host_cuda, and the operators' glue. After it is loaded, the
-dispatcher calls it for tensors of the CPU, so that every test of an operator tests its CUDA kernels.
+A C++ compiler builds it from the .cu files, csrc/host_cuda and the operators' glue. Once it is loaded, the dispatcher
+calls it for CPU tensors, so that every test of an operator tests its CUDA kernels.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import memcheck  # noqa: F401  (its kernels are registered first, and then repla
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 ORDERS = ("ascending", "descending", "shuffled")
-# The stand-in for the CUDA language.
+# The implementation of the CUDA language on the host.
 HOST_SOURCES = sorted((CSRC / "host_cuda").glob("*.cpp"))
-# Bytes of shared memory that a block of threads may have, by compute capability (CUDA programming guide).
+# Maximum bytes of shared memory of a thread block by compute capability (CUDA programming guide).
 SHARED_BYTES = {
     "7.0": 96 << 10,
     "7.5": 64 << 10,
@@ -36,12 +36,12 @@ SHARED_BYTES = {
     "10.0": 227 << 10,
     "12.0": 99 << 10,
 }
-# The glue calls these. memcheck._C has them too, but exports nothing.
+# Files that the glue needs. memcheck._C contains them too, but exports no symbols.
 COMMON = ["common/cpu_level.cpp"]
 
 
 def cuda_include() -> Path | None:
-    """The folder of CUDA's headers, or None. A C++ compiler needs nothing else of CUDA."""
+    """Returns the folder of CUDA's headers, or None. Nothing else of CUDA is needed."""
     nvcc = shutil.which("nvcc")
     homes = [os.environ.get("CUDA_HOME"), Path(nvcc).resolve().parents[1] if nvcc else None, "/usr/local/cuda"]
     for home in homes:
@@ -55,24 +55,26 @@ def sanitizes() -> bool:
 
 
 def flags() -> list[str]:
-    """Flags of the C++ compiler, for glue and kernels."""
+    """Returns the C++ compiler's flags for glue and kernels."""
     with_warnings = ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-fno-math-errno", "-fvisibility=hidden"]
     speed = ["-O2"]
     if sanitizes():
         speed = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
         speed += ["-fno-sanitize=vptr"]
-    # longjmp between stacks is no overrun.
+    # _FORTIFY_SOURCE would report longjmp between stacks as an overrun.
     return [*with_warnings, *speed, "-U_FORTIFY_SOURCE", "-DMEMCHECK_HOST_CUDA", "-DMEMCHECK_WITH_CUDA"]
 
 
 def kernels() -> list[Path]:
-    """The .cu files of the operators."""
+    """Returns the .cu files of the operators."""
     return [path for path in sorted(CSRC.rglob("*_cuda.cu")) if path.parent.name != "cuda_probe"]
 
 
 def kernel_sources(folder: Path) -> list[Path]:
-    """A C++ file for each .cu, as torch's builder wants it. An unchanged file is not written again, so that ninja sees
-    that it is unchanged."""
+    """Writes a C++ file for each .cu, which torch's builder needs, and returns their paths.
+
+    Unchanged files are not written again, so that ninja does not compile them.
+    """
     paths = []
     for kernel in kernels():
         path = folder / f"{kernel.stem}.cpp"
@@ -84,14 +86,16 @@ def kernel_sources(folder: Path) -> list[Path]:
 
 
 def glue_sources() -> list[Path]:
-    """The glue of every operator that has kernels, and of the projections, which need none."""
+    """Returns the glue of every operator with kernels, and of the projections, which have none."""
     folders = {kernel.parent for kernel in CSRC.rglob("*_cuda.cu")} - {CSRC / "cuda_probe"} | {CSRC / "projection"}
     return [folder / f"{folder.name}.cpp" for folder in sorted(folders)]
 
 
 def instrumented_objects(folder: Path, include: Path) -> list[Path]:
-    """An object for each .cu, whose loads and stores the compiler reports to the counters. Compiles what changed; then
-    the library in the folder is removed, so that it is linked again."""
+    """Returns an object for each .cu, whose loads and stores the compiler reports to the counters.
+
+    If an object is compiled, the library in the folder is removed, so that it is linked again.
+    """
 
     def build(kernel: Path) -> tuple[Path, bool]:
         made, needs = folder / f"{kernel.stem}.o", folder / f"{kernel.stem}.d"
@@ -112,8 +116,10 @@ def instrumented_objects(folder: Path, include: Path) -> list[Path]:
 
 
 def load(*, counts: bool = False) -> None:
-    """Builds what changed, and loads it; with counts, a build that counts. Raises FileNotFoundError if CUDA's headers
-    are not installed."""
+    """Builds the library if needed and loads it; with counts, the build that counts loads and stores.
+
+    Raises FileNotFoundError if CUDA's headers are not installed.
+    """
     include = cuda_include()
     if include is None:
         raise FileNotFoundError("no cuda_fp16.h: CUDA_HOME names no toolkit, and nvcc is not on PATH")
@@ -143,7 +149,7 @@ def load(*, counts: bool = False) -> None:
 
 
 def this_gpu() -> str:
-    """The compute capability of the GPU that the host stands for: an A100's, or MEMCHECK_HOST_CUDA_GPU."""
+    """Returns the compute capability that the host has: MEMCHECK_HOST_CUDA_GPU, by default an A100's."""
     capability = os.environ.get("MEMCHECK_HOST_CUDA_GPU", "8.0")
     if capability not in SHARED_BYTES:
         raise ValueError(f"MEMCHECK_HOST_CUDA_GPU must be one of {', '.join(SHARED_BYTES)}, got '{capability}'")
@@ -160,14 +166,14 @@ def set_order(order: str) -> None:
 
 
 def stand_for(capability: str) -> None:
-    """Sets the GPU that the host stands for; launches that it would refuse are refused."""
+    """Sets the compute capability of the host; launches that such a GPU would refuse are refused."""
     assert _library is not None
     major, minor = capability.split(".")
     _library.host_cuda_stand_for(int(major), int(minor), SHARED_BYTES[capability])
 
 
 def last_error() -> int:
-    """CUDA's error that nobody has read yet, or 0."""
+    """Returns CUDA's pending error code, or 0."""
     assert _library is not None
     code: int = _library.host_cuda_peek_at_last_error()
     return code
@@ -175,7 +181,7 @@ def last_error() -> int:
 
 @dataclass(frozen=True)
 class Launches:
-    """Launch statistics of one kernel: launches, and the most threads and bytes of shared memory of a block."""
+    """Launch statistics of one kernel: launches, and maximum threads and bytes of shared memory per block."""
 
     count: int
     threads: int
@@ -188,7 +194,7 @@ def forget_launches() -> None:
 
 
 def launches() -> dict[str, Launches]:
-    """Statistics by kernel name, of this process, since the last call of forget_launches."""
+    """Returns this process's statistics by kernel name since the last forget_launches()."""
     assert _library is not None
     lines = [line.split("\t") for line in _library.host_cuda_launches().decode().splitlines()]
     return {kernel: Launches(*map(int, numbers)) for kernel, *numbers in lines}

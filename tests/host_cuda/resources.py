@@ -1,5 +1,5 @@
-"""Resources of the CUDA kernels: registers and spilled bytes of every instance, as ptxas reports them, and the shared
-memory of a block, from launches on the host.
+"""Prints the resources of CUDA kernels: registers and spilled bytes as ptxas reports them, and shared memory per block
+from launches on the host.
 
 python tests/host_cuda/resources.py
 """
@@ -20,7 +20,7 @@ import pandas as pd
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 ARCHITECTURES = ["arch=compute_80,code=sm_80", "arch=compute_90,code=[sm_90,compute_90]"]
-# As torch compiles kernels: without the operators of 16-bit types.
+# torch compiles kernels without CUDA's operators for 16-bit types.
 WITHOUT = ["HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS"]
 FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC", "-Xptxas=-v", f"-I{CSRC}"]
 FLAGS += [f"-D__CUDA_NO_{name}__" for name in WITHOUT]
@@ -28,7 +28,7 @@ FLAGS += [f"-gencode={architecture}" for architecture in ARCHITECTURES]
 
 
 def folder_of_this_source() -> Path:
-    """The folder of the objects of these sources, named by a hash of them, so that nothing is compiled twice."""
+    """Returns the folder for the objects of these sources. Its name is a hash of them, so that objects are reused."""
     kernels = [path for path in sorted(CSRC.rglob("*")) if path.suffix in (".cu", ".cuh", ".h")]
     of_all = hashlib.sha256(" ".join(FLAGS).encode())
     for path in kernels:
@@ -37,7 +37,7 @@ def folder_of_this_source() -> Path:
 
 
 def compile_kernel(source: Path, folder: Path) -> tuple[Path, str]:
-    """The object of one file, and ptxas' report on its kernels. Raises RuntimeError with the compiler's output."""
+    """Returns the object of one file and ptxas' report. Raises RuntimeError with the compiler's output."""
     made, log = folder / f"{source.stem}.o", folder / f"{source.stem}.log"
     if not log.is_file():
         done = subprocess.run(["nvcc", "-c", *FLAGS, source, "-o", made], capture_output=True, text=True)
@@ -48,7 +48,7 @@ def compile_kernel(source: Path, folder: Path) -> tuple[Path, str]:
 
 
 def compile_kernels() -> tuple[list[Path], dict[str, str]]:
-    """The objects of all files, and ptxas' reports by folder."""
+    """Returns the objects of all files, and ptxas' reports by folder."""
     folder = folder_of_this_source()
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
@@ -61,7 +61,7 @@ def compile_kernels() -> tuple[list[Path], dict[str, str]]:
 
 
 def demangled(names: list[str]) -> list[str]:
-    """Names as in the source, without namespaces and parameters."""
+    """Returns demangled names without namespaces and parameters."""
     tool = shutil.which("cu++filt") or shutil.which("c++filt")
     if tool is None or not names:
         return names
@@ -71,7 +71,7 @@ def demangled(names: list[str]) -> list[str]:
 
 
 def without_parameters(name: str) -> str:
-    """The name up to the first parenthesis outside of angle brackets."""
+    """Returns the name up to the first parenthesis outside of angle brackets."""
     depth = 0
     for i, letter in enumerate(name):
         depth += {"<": 1, ">": -1}.get(letter, 0)
@@ -81,7 +81,7 @@ def without_parameters(name: str) -> str:
 
 
 def resources(logs: dict[str, str]) -> list[dict[str, object]]:
-    """A row per kernel and architecture."""
+    """Returns a row per kernel and architecture."""
     return [{"operator": operator, **row} for operator, log in logs.items() for row in resources_of(log)]
 
 
@@ -106,7 +106,7 @@ def resources_of(log: str) -> list[dict[str, object]]:
 
 
 def side_by_side(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """A row for each kernel, with its architectures side by side."""
+    """Returns a row per kernel, with a column per architecture."""
     table: dict[tuple[object, object], dict[str, object]] = {}
     for row in rows:
         name = {column: row[column] for column in ("operator", "kernel")}
@@ -117,8 +117,10 @@ def side_by_side(rows: list[dict[str, object]]) -> list[dict[str, object]]:
 
 
 def shared_bytes() -> list[dict[str, object]]:
-    """A row for each kernel: the most bytes of shared memory of a block by compute capability, or None if it is not
-    launched there. Raises RuntimeError if a launch is refused."""
+    """Returns a row per kernel: maximum bytes of shared memory per block by compute capability, None if not launched.
+
+    Raises RuntimeError if a launch is refused.
+    """
     os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
     sys.path.insert(0, str(ROOT / "tests"))
     from host_cuda import library, widest
@@ -140,7 +142,7 @@ def shared_bytes() -> list[dict[str, object]]:
     return [*rows, *({"kernel": kernel} | {gpu: asked[gpu].get(kernel) for gpu in GPUS} for kernel in kernels)]
 
 
-# One compute capability for each limit of shared memory, the first that has it.
+# The first compute capability with each limit of shared memory.
 GPUS = {"8.0": "sm_80", "8.6": "sm_86, sm_89, sm_120", "9.0": "sm_90, sm_100"}
 
 

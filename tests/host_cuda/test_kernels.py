@@ -1,4 +1,4 @@
-"""CUDA kernels on the host: they do run, and the order in which threads take turns changes no bit."""
+"""CUDA kernels on the host: they are launched, and the order in which threads run changes no bit."""
 
 from collections.abc import Callable, Iterator
 
@@ -49,7 +49,7 @@ def test_the_order_of_threads_changes_no_bit(it: Operator, dtype: torch.dtype) -
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", ["dense", "every second column", "at an offset", "transposed"])
 def test_memory_is_kept_to(it: Operator, dtype: torch.dtype, layout: str) -> None:
-    """Under a sanitizer: no access outside tensors and shared memory, or at an address that a GPU would refuse."""
+    """With a sanitizer, detects access outside tensors and shared memory, and misaligned access."""
     for sizes in (it.small, it.middle) if layout == "dense" else (it.small,):
         *inputs, grad_y = [LAYOUTS[layout](x) for x in it.inputs(sizes, dtype)[0] + [it.inputs(sizes, dtype)[1]]]
         assert not any(result.isnan().any() for result in run(it.function, inputs, grad_y))
@@ -83,7 +83,7 @@ def test_decoding_runs_where_shared_memory_is_least(stand_for: Callable[[str], N
 
 
 def test_a_gpu_that_is_too_old_is_named_once(stand_for: Callable[[str], None]) -> None:
-    """The operator raises the error, and the next reader of CUDA's error finds none."""
+    """The operator raises the error and leaves no pending CUDA error."""
     x = torch.randn(1, 2, 3)
     stand_for("7.5")
     words = r"softplus_attention\S*: memcheck's CUDA kernels need a GPU of compute capability 8\.0 or later, got 7\.5"

@@ -1,5 +1,5 @@
-"""The cases that need most shared memory: every operator forward, backward and decoding, at every dtype, at every width
-for which it has a kernel or tile size of its own, with more than a chunk of keys for a block."""
+"""The cases that need most shared memory: every operator forward, backward and decoding, in every dtype and at every
+width with its own kernel or tile size, with more than one chunk of keys per block."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Widest:
     name: str
     contract: Contract
     make_inputs: Callable[[], tuple[list[Tensor], Tensor]]
-    # Whether every GPU forms the sums in the same order.
+    # Whether the order of summation is the same on every GPU.
     same_everywhere: bool
 
 
 def passes() -> Iterator[Widest]:
-    """Forward and backward."""
+    """Yields cases of forward and backward."""
     for dtype in DTYPES:
         kind = str(dtype).removeprefix("torch.")
         for causal, sizes in ((True, (64, 257, 270, 1)), (False, (1, 257, 270, 3))):
@@ -57,7 +57,7 @@ def passes() -> Iterator[Widest]:
 
 
 def steps() -> Iterator[tuple[str, Callable[[], Tensor]]]:
-    """A name, and a step of decoding."""
+    """Yields a name and a decoding step."""
     for dtype in DTYPES:
         kind = str(dtype).removeprefix("torch.")
         q, k, v = test_softplus_attention.make_inputs(2, 1, 1, 40, dtype)[0]

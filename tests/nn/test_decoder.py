@@ -1,4 +1,4 @@
-"""The decoder: the same mathematics under every name for it, causal, and as large as it says."""
+"""The decoder: equivalent attentions agree, it is causal, and it has the documented size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def decoder(attention: str = "softmax", **more: object) -> Decoder:
     torch.manual_seed(0)
     options = {"context": S, "attention": attention, "factor": 3, "dtype": torch.float64, **more}
     model = Decoder(V, E, F, LAYERS, H, **options)
-    with torch.no_grad():  # as large as the residual stream, so that an error in any part shows
+    with torch.no_grad():  # large enough that an error in any part changes the logits
         for weight in model.parameters():
             weight.copy_(torch.randn_like(weight) / 2)
     return model
@@ -40,20 +40,20 @@ def test_naive_and_softmax_are_the_same_model() -> None:
         torch.testing.assert_close(one.grad, other.grad, rtol=1e-10, atol=1e-12)
 
 
-def test_compressed_by_one_is_softmax() -> None:
+def test_compressed_with_factor_1_is_softmax() -> None:
     compressed, softmax = decoder("compressed", factor=1), decoder("softmax")
     softmax.load_state_dict(compressed.state_dict())
     torch.testing.assert_close(compressed(tokens()), softmax(tokens()), rtol=1e-12, atol=1e-12)
 
 
 def in_plain_pytorch(model: Decoder, ids: Tensor) -> Tensor:
-    """Softmax attention and SwiGLU, written out once more."""
+    """Returns the logits of a decoder with softmax attention and SwiGLU, in plain PyTorch."""
 
     def norm(x: Tensor, weight: Tensor) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
 
     def rotated(x: Tensor) -> Tensor:
-        """(B,S,H,D), pairs of channels as complex numbers"""
+        """Returns (B,S,H,D) with pairs of channels rotated as complex numbers."""
         half = x.shape[-1] // 2
         angles = torch.arange(x.shape[1])[:, None] * 1e4 ** (-torch.arange(half) / half)
         turned = torch.complex(x[..., :half], x[..., half:]) * torch.polar(torch.ones_like(angles), angles)[:, None]
@@ -75,9 +75,9 @@ def in_plain_pytorch(model: Decoder, ids: Tensor) -> Tensor:
     return norm(x, w["norm.weight"]) @ w["head.weight"].T
 
 
-def test_the_decoder_is_what_it_says() -> None:
+def test_the_decoder_equals_plain_pytorch() -> None:
     model = decoder("softmax")
-    # Angles are float32 numbers, in the decoder, and here float64's.
+    # Angles are float32 in the decoder and float64 here.
     torch.testing.assert_close(model(tokens()), in_plain_pytorch(model, tokens()), rtol=1e-5, atol=1e-5)
 
 
@@ -124,14 +124,14 @@ def test_layers_that_were_wrapped_are_checkpointed() -> None:
     assert model.layers[1].checkpointing
 
 
-def test_positions_turn_what_they_are_given() -> None:
+def test_rotary_embedding() -> None:
     rotary = Rotary(6, 8, dtype=torch.float64)
     q, k = torch.randn(2, 8, 6, dtype=torch.float64).unbind()
     turned = rotary(q)
     torch.testing.assert_close(turned[0], q[0])
     torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1))
     assert torch.equal(rotary(q.T, channel_major=True), turned.T)
-    # A product depends on the distance alone.
+    # Products depend only on the distance between positions.
     same_q, same_k = q[:1].expand(8, 6), k[:1].expand(8, 6)
     products = rotary(same_q) @ rotary(same_k).T
     torch.testing.assert_close(products.diagonal(2), products[0, 2].expand(6), rtol=1e-6, atol=1e-6)
@@ -146,7 +146,7 @@ def test_positions_turn_what_they_are_given() -> None:
         ({"factor": 0}, "Decoder: factor must be positive, got 0"),
     ],
 )
-def test_what_is_wrong_is_named(options: dict[str, object], message: str) -> None:
+def test_wrong_options_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decoder(**options)
 

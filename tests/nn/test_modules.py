@@ -53,7 +53,7 @@ attentions = pytest.mark.parametrize("build", ATTENTIONS.values(), ids=ATTENTION
 
 
 def make(build: Build, **options: object) -> torch.nn.Module:
-    """With identity features a sum of weights may come near 0 where they are not kept positive."""
+    """Returns the module. With identity features, queries and keys are kept positive: no denominator is near 0."""
     torch.manual_seed(1)
     module = build(**options)
     if getattr(module, "feature_map", "") == "identity":
@@ -87,7 +87,7 @@ def decoded(module: torch.nn.Module, x: Tensor, sizes: list[int]) -> Tensor:
 @pytest.mark.parametrize("S", [1, 2, 5, 31])
 @attentions
 def test_decoding_equals_the_forward(build: Build, S: int) -> None:
-    """After a prompt of any length, one token at a time, or several."""
+    """Prompts of several lengths, then one or several tokens at a time."""
     module, x = make(build, dtype=torch.float64), tokens(S=S, dtype=torch.float64)
     y = module(x)
     assert y.shape == x.shape
@@ -101,7 +101,7 @@ def test_decoding_equals_the_forward(build: Build, S: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF_DTYPES])
 @attentions
 def test_decoding_is_as_exact_as_the_forward(build: Build, dtype: torch.dtype) -> None:
-    """At most twice its error, or a rounding of the result."""
+    """The error is at most twice that of the forward, or one rounding of the result."""
     module = make(build, dtype=dtype)
     x = tokens(S=40, dtype=dtype)
     truth = copy.deepcopy(module).double()(x.double()).detach()
@@ -129,7 +129,7 @@ def test_without_causal_the_first_sees_the_last(name: str) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("S", [1, 2, 3, 11])
 def test_the_convolution_starts_as_the_mean(S: int, causal: bool) -> None:
-    """Of a shorter last block, too."""
+    """This holds for a shorter last block too."""
     options = {"factor": 3, "causal": causal, "dtype": torch.float64}
     mean, learned = (CompressedSelfAttention(DIM, 4, 2, compression=c, **options) for c in ("mean", "convolution"))
     assert learned.load_state_dict(mean.state_dict(), strict=False).missing_keys == [
@@ -143,7 +143,7 @@ def test_the_convolution_starts_as_the_mean(S: int, causal: bool) -> None:
 @pytest.mark.parametrize("causal", [True, False])
 @attentions
 def test_gradients(build: Build, causal: bool) -> None:
-    """Of x element by element, and of x and every parameter along one direction."""
+    """Numerical gradients of x by element, and of x and every parameter along one direction."""
     if not causal and build.keywords.get("strict"):
         pytest.skip("strict needs causal")
     module = make(build, dtype=torch.float64, causal=causal)
@@ -166,7 +166,7 @@ def test_any_strides(build: Build, layout: str) -> None:
 
 @attentions
 def test_a_step_keeps_no_graph_and_no_tokens(build: Build) -> None:
-    """Softplus and linear: a state of the same size at any length; compressed: a row a block and the open block."""
+    """States of softplus and linear have a constant size; those of compressed a row per block and an open block."""
     module, x = make(build), tokens(S=23).requires_grad_()
     y, state = module.step(x)
     assert not y.requires_grad
@@ -200,7 +200,7 @@ EXPORTED: dict[str, Build] = {
 @pytest.mark.parametrize("grad_mode", [True, False])
 @pytest.mark.parametrize("name", EXPORTED)
 def test_torch_export_for_any_length(name: str, grad_mode: bool) -> None:
-    """What is kept for backward, whose size depends on the length, is no part of the program."""
+    """The program has no saved tensors, whose sizes would depend on the length."""
     module = make(EXPORTED[name])
     length = torch.export.Dim("length", min=1, max=4096)
     with torch.set_grad_enabled(grad_mode):
@@ -211,7 +211,7 @@ def test_torch_export_for_any_length(name: str, grad_mode: bool) -> None:
 
 @pytest.mark.parametrize("grad_mode", [True, False])
 def test_torch_export_with_learned_compression(grad_mode: bool) -> None:
-    """torch's convolution and slices want two blocks or more."""
+    """torch's convolution and slices need two or more blocks."""
     module = make(partial(CompressedSelfAttention, DIM, 4, factor=4, compression="convolution"))
     blocks = torch.export.Dim("blocks", min=2, max=1024)
     with torch.set_grad_enabled(grad_mode):
@@ -234,7 +234,7 @@ def test_torch_compile(name: str) -> None:
 
 
 def test_the_cost_of_softplus_is_known() -> None:
-    """core_dim is dim by default: the weights of any attention of that dim."""
+    """core_dim is dim by default, with as many weights as any attention of that dim."""
     count = sum(parameter.numel() for parameter in SoftplusSelfAttention(DIM).parameters())
     assert count == 4 * DIM * DIM == sum(p.numel() for p in LinearSelfAttention(DIM, 2, bias=False).parameters())
 
@@ -301,7 +301,7 @@ def input_of(module: torch.nn.Module, dtype: torch.dtype = torch.float32) -> Ten
 @pytest.mark.parametrize("dtype", DTYPES)
 @modules
 def test_a_dtype(build: Build, dtype: torch.dtype) -> None:
-    """Asked for, or moved to."""
+    """The dtype is given at construction or set with to()."""
     for module in (build(dtype=dtype), build().to(dtype)):
         x = input_of(module, dtype)
         y = module(x)
@@ -323,7 +323,7 @@ def test_copies_and_state_dicts(build: Build) -> None:
 
 @modules
 def test_the_default_device_is_that_of_torch(build: Build) -> None:
-    """A module made on meta is materialised and filled as torch's own are."""
+    """A module made on meta is materialised and initialised as torch's modules are."""
     assert {parameter.device.type for parameter in build().parameters()} == {"cpu"}
     assert {parameter.device.type for parameter in build(device="meta").parameters()} == {"meta"}
     with torch.device("meta"):
@@ -337,7 +337,7 @@ def test_the_default_device_is_that_of_torch(build: Build) -> None:
 
 
 @pytest.mark.parametrize("name", ["softplus", "linear", "linear, identity", "mean", "Combinator", *SIZED])
-def test_the_docstring_is_what_it_computes(name: str) -> None:
+def test_modules_compute_what_their_docstrings_say(name: str) -> None:
     module = make(EVERY[name], dtype=torch.float64)
     x = input_of(module, torch.float64)
     names = {"memcheck": memcheck, "torch": torch, "module": module, "x": x}
@@ -386,7 +386,7 @@ def test_shape_and_print(module: torch.nn.Module, shape: tuple[int, ...], printe
 
 @pytest.mark.parametrize("build", [*(partial(cls, 60, 90) for cls in PROJECTIONS), partial(Combinator, 75)])
 def test_how_weights_start(build: Build) -> None:
-    """Uniform in +-1/sqrt((rows+cols)/2): the largest of thousands is near, the mean square a third of its square."""
+    """Uniform in +-b, b = 1/sqrt((rows+cols)/2): the largest weight is near b, and the mean square is b^2/3."""
     torch.manual_seed(1)
     module = build(dtype=torch.float64)
     bound = 1 / math.sqrt(75)
