@@ -82,7 +82,7 @@ def test_a_weight_that_was_not_named_is_a_doubt():
     assert measure_memory(lambda x: x * weight, leaf(100), details=True, parameters=[weight]).doubts == ()
 
 
-def test_function_transforms_are_explained_as_far_as_it_goes():
+def test_function_transforms_are_explained_in_part():
     record = measure_memory(torch.func.grad(lambda x: x.exp().sum()), torch.randn(100), details=True)
     assert (record.status, record.saved_tensors) == ("ok", None)
     assert sum(row["bytes"] for row in record.alive_at_peak) == record.forward_peak_bytes
@@ -110,7 +110,7 @@ def test_running_out_of_a_budget_is_explained():
     json.loads(record.to_json())
 
 
-def test_a_machine_without_memory_is_not_asked_again(monkeypatch):
+def test_details_are_left_out_if_the_machine_ran_out_of_memory(monkeypatch):
     def full(x):
         calls.append(x)
         raise torch.OutOfMemoryError("full")

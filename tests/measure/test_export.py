@@ -35,7 +35,7 @@ def snapshot(inputs, tmp_path):
 
 
 def test_torch_tools_read_a_snapshot_of_the_cpu(snapshot):
-    assert "total_allocated" in _memory_viz.segsum(snapshot)  # which checks that blocks fill their segments
+    assert "total_allocated" in _memory_viz.segsum(snapshot)  # checks that blocks fill their segments
     assert "TOTAL MEM" in _memory_viz.trace(snapshot)
     assert "MemoryViz.js" in _memory_viz.trace_plot(snapshot)
     assert "MemoryViz.js" in _memory_viz.segment_plot(snapshot)
@@ -43,7 +43,7 @@ def test_torch_tools_read_a_snapshot_of_the_cpu(snapshot):
 
 
 def test_a_snapshot_peaks_where_the_record_does(snapshot, inputs):
-    """Bytes alive as the viewer counts them: blocks at the end that no event allocated existed from the start."""
+    """Live bytes as the viewer counts them: blocks without an allocation event existed from the start."""
     [trace] = snapshot["device_traces"]
     allocated = {entry["addr"] for entry in trace if entry["action"] == "alloc"}
     blocks = [block for segment in snapshot["segments"] for block in segment["blocks"]]
@@ -117,7 +117,7 @@ def test_shares_of_cuda_are_those_of_kernels():
         event("aten::bmm", kinds.CPU, 500, 0),
         event("gemm", kinds.CUDA, 0, 3000),
         event("softmax", kinds.CUDA, 0, 1000),
-        event("forward", kinds.CUDA, 0, 4000),  # the range, as the GPU saw it
+        event("forward", kinds.CUDA, 0, 4000),  # the range on the GPU
     ]
     assert tracing._shares(averages, on_cuda=True) == [
         {"name": "gemm", "calls": 2, "self_ms": 3.0, "share": 0.75},

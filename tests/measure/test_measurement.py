@@ -58,7 +58,7 @@ def same(x):
 
 # fn, inputs, keyword arguments, the bytes in the order of BYTES.
 CASES = {
-    # Backward makes the expanded gradient contiguous once, for the product that cannot take its strides.
+    # Backward copies the expanded gradient once, because the product needs other strides.
     "matmul": (matmul, lambda: (leaf(64, 32), leaf(32, 16)), {}, (10240, 4096, 0, 14336, 0, 28676, 10240, 4096)),
     "matmul, dense": (
         matmul,
@@ -84,8 +84,8 @@ CASES = {
         {},
         (10240, 4096, 0, 14336, 0, None, None, 0),
     ),
-    # Scores and their softmax are alive at once; the softmax is saved. In backward its gradient and the scores' join,
-    # with the gradient of v; the workspace is what neither saved nor gradients explain.
+    # Scores and their softmax are alive at once; the softmax is saved. In backward, the gradients of the softmax, the
+    # scores and v are alive too. The workspace is the rest, beside saved tensors and gradients.
     "naive attention": (
         naive_attention,
         heads,
@@ -101,7 +101,7 @@ CASES = {
     "in-place chain": (in_place_chain, lambda: (leaf(100),), {}, (400, 400, 0, 1200, 400, 2404, 400, 800)),
     "output saved": (torch.exp, lambda: (leaf(100),), {}, (400, 400, 0, 800, 0, 1204, 400, 0)),
     "output aliases input": (lambda x: x.view(10, 10), lambda: (leaf(100),), {}, (400, 0, 0, 400, 0, 804, 400, 0)),
-    # Backward of sin holds the cosine beside its product; one gradient of an element for each output.
+    # Backward of sin holds the cosine and its product. Each output has a gradient of one element.
     "two outputs": (two_outputs, lambda: (leaf(100),), {}, (400, 800, 0, 1200, 0, 2008, 400, 400)),
     "input is the output": (same, lambda: (leaf(100),), {}, (400, 0, 0, 400, 0, 804, 400, 0)),
     "integers": (
@@ -111,7 +111,7 @@ CASES = {
         (184, 48, 0, 232, 0, 396, 160, 0),
     ),
     "expanded input": (torch.exp, lambda: (leaf(1).detach().expand(100),), {}, (4, 400, 0, 404, 0, None, None, 0)),
-    # A number becomes a tensor: a double that is saved, and a float beside it.
+    # A Python number becomes a tensor: a double, which is saved, and a float.
     "a Python number": (lambda x: x * 2.5, lambda: (leaf(100),), {}, (400, 400, 0, 812, 8, 1216, 400, 4)),
 }
 
@@ -175,7 +175,7 @@ def test_allocator_and_hooks_agree_on_saved_bytes(fn, inputs):
     assert record.saved_bytes == run.saved_by_hooks
 
 
-def test_numbers_are_saved_behind_the_back_of_hooks():
+def test_hooks_do_not_see_saved_numbers():
     """A Python number as operand becomes a tensor of 8 bytes, which autograd keeps without calling hooks."""
     run = MeasuredRun(
         MeasuredCall(lambda q: torch.softmax(q / math.sqrt(5), -1), (leaf(7),), {}, (), True, None), hooks=True
@@ -186,7 +186,7 @@ def test_numbers_are_saved_behind_the_back_of_hooks():
 
 def test_function_transforms_are_measured():
     transformed = torch.func.grad(lambda x: x.exp().sum())
-    transformed(torch.randn(100))  # the first call of all imports torch._dynamo, which keeps a number of its own
+    transformed(torch.randn(100))  # the first call imports torch._dynamo, which keeps a number
     record = measure_memory(transformed, torch.randn(100))
     assert (record.status, record.output_bytes, record.saved_bytes) == ("ok", 400, 0)
 
@@ -365,8 +365,8 @@ def itself(optimizer):
     return optimizer
 
 
-# Of the second step: weight and input, two moments and a count, then the output, then the gradient and the element
-# that came in. AdamW's step takes two tensors as large as the weight, and a number as a double and a float.
+# The second step holds weight and input, two moments and a count; then the output; then the gradient and the
+# element of the incoming gradient. AdamW's step allocates two tensors as large as the weight, a double and a float.
 STATE = 2 * N + 4
 STEADY = (3 * N + STATE, 4 * N + STATE + 4, 6 * N + STATE + 4 + 12)
 
@@ -400,8 +400,8 @@ def test_gradients_are_alive_as_the_step_leaves_them():
     assert (record.gradient_bytes, record.saved_bytes, record.optimizer_bytes) == (N, 0, STATE)
 
 
-def test_how_often_an_optimizer_steps():
-    """The step runs twice without a state, else once; each pass of the details is another step."""
+def test_the_number_of_optimizer_steps():
+    """The step runs twice if the optimizer has no state, else once; each pass for details runs it once more."""
     weight = weights()
     optimizer = torch.optim.AdamW([weight])
     counts = []
@@ -508,7 +508,7 @@ def test_no_backward_under_inference_mode():
 
 
 @pytest.mark.parametrize("share", [0.5, 0.8, 0.9, 0.95, 0.99])
-def test_a_backward_that_failed_leaves_nothing_to_the_next(share: float) -> None:
+def test_a_failed_backward_does_not_affect_the_next(share: float) -> None:
     """After a failure, autograd's queue holds the gradients of branches that were not reached."""
 
     def branches(x: torch.Tensor) -> torch.Tensor:

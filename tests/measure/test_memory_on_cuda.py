@@ -70,7 +70,7 @@ class FakeCuda:
         self.trace = [] if enabled else None
 
     def snapshot(self):
-        self.note("snapshot", 0, 0)  # as torch does
+        self.note("snapshot", 0, 0)  # like torch
         return {"segments": [], "device_traces": [list(self.trace), []]}
 
     def set_fraction(self, fraction, device):
@@ -177,7 +177,7 @@ def test_cuda_records_separate_library_workspaces(cuda, monkeypatch):
     assert (record.device_total_bytes, record.device_free_bytes) == (1000, 400)
     assert record.allocator == "expandable_segments:True"
     assert (record.forward_peak_bytes, record.saved_bytes) == (300, 100)
-    # What was alive before, less the workspace dropped: 0. Saved 100, workspace 32, scratch 200.
+    # Live bytes before, without the dropped workspace: 0. Saved 100, workspace 32, scratch 200.
     assert (record.backward_peak_bytes, record.library_workspace_bytes) == (332, 64)
     assert record.workspace_bytes == 200
     assert (record.forward_max_allocated_bytes, record.backward_max_allocated_bytes) == (300, 332)
@@ -205,7 +205,7 @@ def test_one_tracker_watches_every_device(cuda, monkeypatch):
     assert memory.by_device == {
         "cpu": tracking.DeviceMemory(40, 40, 0),
         "cuda:0": tracking.DeviceMemory(42, 42, 0),
-        "cuda:1": tracking.DeviceMemory(42, 42, 0),  # the stand-in has the same figures for both
+        "cuda:1": tracking.DeviceMemory(42, 42, 0),  # the substitute has the same figures for both
     }
     assert kept.nbytes == memory.current_bytes == 40
 
@@ -220,7 +220,7 @@ def test_a_device_first_used_during_the_block_counts_from_nothing(cuda, monkeypa
     assert memory.by_device["cuda:0"] == tracking.DeviceMemory(60, 40, 0)
 
 
-def test_a_gpu_in_use_by_others_is_said_in_the_row(cuda, monkeypatch):
+def test_a_gpu_in_use_by_others_is_named_in_the_record(cuda, monkeypatch):
     monkeypatch.setattr(machines, "_compute_processes", lambda uuid: [(1, 2**30), (machines.os.getpid(), 2**20)])
     record = memcheck.measure_memory(torch.exp, torch.ones(3), backward=False, device="cuda:0")
     assert record.doubts == ("the GPU is shared with process 1 (1 GiB)",)

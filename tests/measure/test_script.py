@@ -1,4 +1,4 @@
-"""What is alive in a script, by operator, module and line: the ledger, the lines, the modules, the optimizer."""
+"""Live bytes of a script by operator, module and line: the ledger, lines, modules and the optimizer."""
 
 import random
 import threading
@@ -21,7 +21,7 @@ ROWS = 512
 
 
 def line_of(comment):
-    """The number of the line in this file that ends with the comment."""
+    """Returns the number of the line in this file that ends with the comment."""
     lines = Path(__file__).read_text().splitlines()
     return next(number for number, line in enumerate(lines, 1) if line.endswith(f"# {comment}"))
 
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def recorded(call, limit_bytes=None):
-    """Of call(), while what it returns is alive."""
+    """Returns the recording of call(), made while its result is alive."""
     with ScriptWatch(CPU, limit_bytes) as watch:
         error = kept = None
         try:
@@ -169,7 +169,7 @@ def test_a_backward_has_the_lines_and_modules_of_its_forward():
 
     with ScriptWatch(CPU) as watch:
         kept = backward()
-        watch._recorder.ledger.allocate(1, 2**30)  # The moment of the peak is the end.
+        watch._recorder.ledger.allocate(1, 2**30)  # The peak is at the end.
     alive = [each for each in watch.record(["test"], 0, None).alive if each.bytes < 2**30]
     gradients = {
         (each.place.operator, each.place.module, each.place.line.number): each.bytes
@@ -177,7 +177,7 @@ def test_a_backward_has_the_lines_and_modules_of_its_forward():
         if each.place.kind == "gradients"
     }
     assert gradients == {
-        # Sums of bias gradients are the engine's own, and the gradient of the sum x + grown is that of x.
+        # The autograd engine allocates sums of bias gradients; the gradient of x + grown is also that of x.
         ("AddmmBackward0", "Net.up", line_of("up and tanh")): (128 * 64 + 128 + ROWS * 64) * 4,
         ("AddmmBackward0", "Net.down", line_of("down")): (64 * 128 + 64) * 4,
     }
@@ -221,7 +221,7 @@ def test_small_blocks_have_no_line_but_count():
     ]
 
 
-def test_a_refusal_says_who_asked_and_what_was_alive():
+def test_out_of_memory_names_the_request_and_the_live_blocks():
     kept = []
 
     def fill():
@@ -248,7 +248,7 @@ def test_a_refusal_says_who_asked_and_what_was_alive():
     assert record.alive_then is record.alive
 
 
-def test_threads_are_in_modules_of_their_own():
+def test_each_thread_has_its_own_modules():
     class Wait(nn.Module):
         def __init__(self, own):
             super().__init__()
@@ -278,8 +278,8 @@ def test_threads_are_in_modules_of_their_own():
     assert {each.place.phase for each in record.alive} == {"forward"}
 
 
-def test_scripts_do_what_they_did_without():
-    """Compiled regions stay whole, modules need no hash, and a module that fails is left again."""
+def test_recording_does_not_change_a_script():
+    """Compiled regions are not split, modules need no hash, and a module that raises ends."""
 
     class Unhashable(nn.Module):
         __hash__ = None

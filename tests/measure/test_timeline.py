@@ -44,7 +44,7 @@ def test_events_add_up_to_what_is_measured(name):
     fn, inputs, options = CASES[name]
     inputs = inputs()
     if name == "function transform":
-        fn(*inputs)  # the first call of all imports torch._dynamo, which keeps a number of its own
+        fn(*inputs)  # the first call imports torch._dynamo, which keeps a number
     record = memcheck.measure_memory(fn, *inputs, **options)
     timeline = record_timeline(fn, *inputs, **options)
     peaks = {phase: timeline.alive[step] for phase, step in timeline.peak.items()}
@@ -94,7 +94,7 @@ def test_parameters_and_nested_arguments_have_names():
     assert [block.name for block in timeline.alive_after(0)] == ["input 0", "input 1"]
 
 
-def test_threads_within_an_operator_allocate_on_its_account():
+def test_allocations_of_an_operators_threads_have_its_name():
     """The backward of the CPU's fused attention allocates scratch in its parallel loops."""
     q, k, v = (leaf(1, 4, 512, 32) for _ in range(3))
     timeline = record_timeline(functional.scaled_dot_product_attention, q, k, v)
@@ -157,7 +157,7 @@ def test_small_blocks_are_shown_together():
 
 
 @pytest.mark.isolated
-def test_where_memory_runs_out_the_timeline_ends():
+def test_the_timeline_ends_when_memory_runs_out():
     q, k, v = heads()
     timeline = record_timeline(naive_attention, q, k, v, limit_bytes=3 * N + S + 100)
     assert (timeline.record.status, [phase for phase, *_ in timeline.phases]) == ("oom", ["forward"])
@@ -185,7 +185,7 @@ def test_one_timeline_at_a_time():
     assert record_timeline(torch.exp, x).alive == [12, 24]
 
 
-def test_nothing_is_recorded_but_between_begin_and_end():
+def test_events_are_recorded_only_between_begin_and_end():
     with memcheck.track():
         recording = _C.AllocationTimeline()
         kept = torch.empty(10)
@@ -243,7 +243,7 @@ def test_a_fork_leaves_the_recording_to_the_parent():
         threads = [threading.Thread(target=churn) for _ in range(3)]
         for thread in threads:
             thread.start()
-        # The first operator of a thread under a new callback takes a lock of torch's own: no fork before that.
+        # The first operator of a thread under a new callback takes a lock inside torch; the fork must come later.
         torch.empty(100)
         everyone.wait()
         for _ in range(20):
@@ -260,14 +260,14 @@ def test_a_fork_leaves_the_recording_to_the_parent():
         assert len(recording) > 0
 
 
-# What torch says of CUDA.
+# Traces of CUDA memory from torch.
 
 
 def cpp(name):
     return {"name": name, "filename": "/torch/Operators.cpp", "line": 1}
 
 
-def test_operators_are_read_off_cpp_tracebacks():
+def test_operators_are_found_in_cpp_tracebacks():
     frames = [
         cpp("at::detail::empty_cuda(c10::ArrayRef<long>)"),
         cpp("at::_ops::mul_Tensor::redispatch(c10::DispatchKeySet, at::Tensor const&, at::Tensor const&)"),

@@ -19,7 +19,7 @@ def idle_machine(monkeypatch):
 
 @pytest.fixture
 def clock(monkeypatch):
-    """A clock for passes of given durations: forward_ms.extend([...]). The backward takes no time."""
+    """A fake clock for passes of given durations: forward_ms.extend([...]). The backward takes no time."""
 
     class Clock:
         def __init__(self):
@@ -68,7 +68,9 @@ def test_drift_is_doubted():
     assert timing.doubts_of_times("backward", [1.0, 1.0, 1.0, 1.0, 1.15, 1.15, 1.15, 1.15]) == (
         "backward times drift: median 1.00 ms in the first half of the passes, 1.15 ms in the second",
     )
-    assert timing.doubts_of_times("backward", [1.0, 1.0, 5.0, 1.0, 1.0]) == ()  # one in the middle is in neither half
+    assert (
+        timing.doubts_of_times("backward", [1.0, 1.0, 5.0, 1.0, 1.0]) == ()
+    )  # the one in the middle is in neither half
 
 
 def test_too_few_passes_are_doubted(clock):
@@ -86,7 +88,7 @@ def test_a_busy_machine_is_doubted(clock, monkeypatch):
 
 def test_no_pass_begins_that_would_end_too_late(clock):
     measured = timed(clock, [400.0] * 20, passes=10, max_seconds=1.7)
-    # Two to warm up, and two that end after 1.2 and 1.6 seconds.
+    # Two warm-up passes, and two passes that end after 1.2 and 1.6 seconds.
     assert (measured["passes"], measured["forward_ms"], clock.now) == (2, 400.0, pytest.approx(1.6))
     assert measured["doubts"] == ("times of only 2 passes of the 10 asked for",)
 
@@ -130,7 +132,7 @@ def test_other_processes_on_the_gpu_are_named(nvidia_smi, monkeypatch):
     monkeypatch.setattr(os, "getpid", lambda: 200)
     assert nvidia_smi(LISTED) == ("the GPU is shared with process 100 (512 MiB)",)
     monkeypatch.setattr(os, "getpid", lambda: 300)
-    # Not in the list of this GPU: this is a container, and one of the two is ourselves.
+    # This process is not in the GPU's list, so it runs in a container: one of the two processes is this one.
     assert nvidia_smi(LISTED) == ("the GPU is shared with 1 other process(es)",)
 
 

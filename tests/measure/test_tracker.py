@@ -1,4 +1,4 @@
-"""Trackers count to the byte and change nothing."""
+"""Trackers count to the byte and do not change results."""
 
 import ctypes
 import gc
@@ -172,7 +172,7 @@ def test_a_counter_opened_on_another_thread_closes_here():
     opened[0].close()
 
 
-# Blocks that cross the switch.
+# Blocks that are allocated or freed outside of tracking.
 
 
 def test_blocks_from_before_are_freed_after():
@@ -182,7 +182,7 @@ def test_blocks_from_before_are_freed_after():
         assert memory.current_bytes == 0
 
 
-def test_blocks_of_one_tracker_freed_under_the_next():
+def test_blocks_of_one_tracker_are_freed_under_the_next():
     with memcheck.track():
         kept = block(KIB)
     with memcheck.track() as memory:
@@ -242,7 +242,7 @@ def test_sharing_memory():
     assert values.add_(1).sum() == 5050
 
 
-# What is counted, and what is not: (bytes at the end, highest), of 1 KiB each.
+# Counted and uncounted memory of 1 KiB each: (bytes at the end, peak).
 
 
 def from_numpy(folder):
@@ -299,7 +299,7 @@ def test_memory_that_does_not_come_from_torch_is_not_counted(make, current_bytes
     with memcheck.track(saved=False) as memory:
         kept = make(tmp_path)
         assert memory.current_bytes == current_bytes
-        # torch.load(mmap=True) unpickles some hundred bytes.
+        # torch.load(mmap=True) unpickles a few hundred bytes.
         assert peak_bytes <= memory.peak_bytes < peak_bytes + KIB
     assert len(kept) == KIB
 
@@ -312,7 +312,7 @@ def test_storages_from_before_are_not_counted():
         emptied.untyped_storage().resize_(0)
         emptied.untyped_storage().resize_(2 * KIB)
         assert memory.current_bytes == 0
-        assert memory.peak_bytes < KIB  # new memory is filled in tests, from a tensor of one number
+        assert memory.peak_bytes < KIB  # tests fill new memory, from a tensor of one number
 
 
 def test_what_mkl_allocates_is_not_counted():
@@ -365,7 +365,7 @@ def test_a_fork_while_threads_allocate():
         while not stop.is_set():
             block(KIB)
 
-    block(KIB)  # whatever torch locks to initialise itself is locked here, and not in another thread during a fork
+    block(KIB)  # torch takes its locks for initialisation here, and not in another thread during a fork
     threads = [threading.Thread(target=churn) for _ in range(3)]
     with memcheck.track():
         for thread in threads:
@@ -440,7 +440,7 @@ def test_bad_budgets_are_named(limit):
         memcheck.track(limit_bytes=limit)
 
 
-# What is held, and what autograd saves.
+# Held tensors, and tensors that autograd saves.
 
 
 def test_held_bytes_count_storages_once():
@@ -492,7 +492,7 @@ def test_all_trackers_of_the_thread_see_saved_tensors():
     assert z.numel() == 100
 
 
-def test_an_inner_tracker_does_not_take_the_outer_one_along():
+def test_an_inner_tracker_does_not_close_the_outer_one():
     x = leaf(100)
     with memcheck.track(x) as outer:
         with memcheck.track(x):

@@ -25,12 +25,12 @@ def figures(allocator: CachingAllocator) -> tuple[int, int, int]:
         (MIB, MIB, 2 * MIB),
         (MIB + 1, MIB + 512, 20 * MIB),
         (10 * MIB - 512, 10 * MIB - 512, 20 * MIB),
-        # From 10 MiB on a segment of its own, which is split only for a rest of more than a MiB.
+        # From 10 MiB on, a block has its own segment, which is split only if more than 1 MiB is left.
         (10 * MIB, 10 * MIB, 10 * MIB),
         (10 * MIB + 1, 10 * MIB + 512, 12 * MIB),
         (11 * MIB, 12 * MIB, 12 * MIB),
         (11 * MIB - 512, 11 * MIB - 512, 12 * MIB),
-        # cuBLAS's workspaces.
+        # The sizes of cuBLAS workspaces.
         (8_519_680, 8_519_680, 20 * MIB),
         (32 * MIB, 32 * MIB, 32 * MIB),
     ],
@@ -41,7 +41,7 @@ def test_a_request_in_an_empty_cache(requested: int, allocated: int, reserved: i
     assert figures(allocator) == (requested, allocated, reserved)
 
 
-def test_nothing_is_no_block() -> None:
+def test_a_request_of_0_bytes_is_no_block() -> None:
     allocator = CachingAllocator()
     block = allocator.malloc(0)
     allocator.free(block)
@@ -86,14 +86,14 @@ def test_neighbours_become_one_block_again() -> None:
     allocator.free(allocator.malloc(40 * MIB))
     parts = [allocator.malloc(10 * MIB) for _ in range(4)]
     assert allocator.reserved.current == 40 * MIB
-    for index in (1, 3, 2, 0):  # between two that are free, at the end, at the beginning
+    for index in (1, 3, 2, 0):  # in the middle, at the end, between free blocks, at the beginning
         allocator.free(parts[index])
     whole = allocator.malloc(40 * MIB)
     assert whole is not None
     assert (whole.bytes, whole.address, allocator.reserved.current) == (40 * MIB, 0, 40 * MIB)
 
 
-def test_what_is_cached_goes_back_before_there_is_no_room() -> None:
+def test_cached_segments_are_released_before_memory_runs_out() -> None:
     allocator = CachingAllocator(limit_bytes=100 * MIB)
     allocator.free(allocator.malloc(60 * MIB))
     allocator.malloc(70 * MIB)
@@ -104,11 +104,11 @@ def test_what_is_cached_goes_back_before_there_is_no_room() -> None:
     allocator.malloc(30 * MIB)
 
 
-def test_a_segment_in_part_in_use_stays() -> None:
+def test_a_segment_that_is_partly_in_use_stays() -> None:
     allocator = CachingAllocator(limit_bytes=64 * MIB)
     whole = allocator.malloc(40 * MIB)
     allocator.free(whole)
-    kept = allocator.malloc(4 * MIB)  # of those 40
+    kept = allocator.malloc(4 * MIB)  # part of the 40
     with pytest.raises(OutOfMemory):
         allocator.malloc(50 * MIB)
     assert allocator.reserved.current == 40 * MIB
@@ -120,7 +120,7 @@ def test_a_segment_in_part_in_use_stays() -> None:
 def test_a_small_request_may_be_out_of_memory_beside_a_large_free_block() -> None:
     allocator = CachingAllocator(limit_bytes=41 * MIB)
     allocator.free(allocator.malloc(40 * MIB))
-    allocator.malloc(2 * MIB)  # a part of the 40
+    allocator.malloc(2 * MIB)  # part of the 40
     with pytest.raises(OutOfMemory):
         allocator.malloc(512)
 
@@ -141,12 +141,12 @@ def test_an_expandable_segment_grows_by_pages() -> None:
     first = allocator.malloc(30 * MIB)
     assert first is not None
     assert (first.bytes, allocator.reserved.current) == (30 * MIB, 40 * MIB)
-    allocator.malloc(25 * MIB)  # 10 of them are there
+    allocator.malloc(25 * MIB)  # 10 of the 25 are there already
     assert allocator.reserved.current == 60 * MIB
     allocator.malloc(512)
     assert allocator.segments() == {"pages of 20 MiB": 60 * MIB, "pages of 2 MiB, small pool": 2 * MIB}
     allocator.free(first)
-    allocator.malloc(26 * MIB)  # splits, as it would not where segments have their own size
+    allocator.malloc(26 * MIB)  # splits a block; segments that are not expandable would not be split
     assert figures(allocator)[1:] == (51 * MIB + 512, 62 * MIB)
 
 
@@ -157,7 +157,7 @@ def test_expandable_segments_give_back_whole_pages_and_fill_the_gap() -> None:
     assert second is not None
     allocator.free(first)
     allocator.empty_cache()
-    assert allocator.reserved.current == 60 * MIB  # 10 of the first's lie on the second's page
+    assert allocator.reserved.current == 60 * MIB  # 10 MiB of the first block lie on a page of the second
     again = allocator.malloc(45 * MIB)
     assert again is not None
     assert (again.address, allocator.reserved.current) == (first.address, 100 * MIB)

@@ -1,4 +1,4 @@
-"""Any model is predicted as it is measured, from real or meta tensors, and nothing of its size is allocated."""
+"""Predictions of any model equal measurements, from real or meta tensors, and allocate nothing of its size."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 class Tied(nn.Module):
-    """A language model whose embedding is its head, with normalization, dropout and a keyword."""
+    """A language model whose embedding is also its head, with normalization, dropout and a keyword argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -159,8 +159,8 @@ def test_a_model_is_predicted_exactly(name: str) -> None:
     assert figures(prediction.record) == figures(measure_memory(model, ids, **HOW[name]))
 
 
-def test_the_first_step_peaks_elsewhere() -> None:
-    """Then there is no state until the optimizer makes it."""
+def test_the_first_step_has_other_peaks() -> None:
+    """The optimizer has no state before its first step."""
     first, later = (
         memcheck.predict_memory(Tied(), tokens(), **HOW[name]).record for name in ("the first step", "training")
     )
@@ -236,7 +236,7 @@ def test_the_largest_size_that_fits() -> None:
 
 
 class Asking(nn.Module):
-    """Asks for the contents of what `question` returns."""
+    """A module whose control flow depends on question(x)."""
 
     def __init__(self, question: Callable[[Tensor], Any]) -> None:
         super().__init__()
@@ -269,7 +269,7 @@ def test_an_assumption_is_named() -> None:
     assert prediction.unknown == ("what follows if aten::any is not False, as is assumed",)
 
 
-def test_contents_that_are_not_known_stop_it() -> None:
+def test_unknown_contents_stop_the_prediction() -> None:
     prediction = predicted(lambda x: x.argmax().item(), torch.rand(2000))
     assert prediction.fits is None
     assert prediction.record.status == "skipped"
@@ -293,14 +293,14 @@ def test_without_a_probe_operators_are_named() -> None:
     assert "forward_peak_bytes" in prediction.bounds
 
 
-def test_without_a_probe_no_function_is_taken_for_granted() -> None:
+def test_without_a_probe_unknown_functions_are_not_exact() -> None:
     x = torch.rand(4, 4, requires_grad=True)
     prediction = memcheck.predict_memory(torch.cumsum, x, dim=0, probe=False)
     assert not prediction.exact
 
 
 def test_a_function_that_differs_is_named() -> None:
-    """Its backward on meta tensors is another one than on the CPU."""
+    """The function's backward differs between meta tensors and the CPU."""
     x = torch.eye(6).repeat(2, 1, 1).requires_grad_()
     prediction = memcheck.predict_memory(lambda x: torch.linalg.cholesky(x), x)
     assert any(words.startswith("linalg_cholesky alone takes") for words in prediction.unknown)
@@ -309,12 +309,12 @@ def test_a_function_that_differs_is_named() -> None:
 
 
 def test_scratch_that_depends_on_contents_is_named() -> None:
-    """The matrix exponential takes more terms of a larger matrix."""
+    """The matrix exponential computes more terms for larger values."""
     prediction = memcheck.predict_memory(torch.matrix_exp, torch.rand(8, 8), backward=False)
     assert prediction.unknown == ("aten::linalg_matrix_exp: it took different amounts for different contents",)
 
 
-def test_a_table_is_carried_along(a_table_of_its_own: Path) -> None:
+def test_a_calibration_table_replaces_probing(a_table_of_its_own: Path) -> None:
     model, x = nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8)
     memcheck.calibrate(model, x, path=a_table_of_its_own)
     lines = a_table_of_its_own.read_text().splitlines()
@@ -337,7 +337,7 @@ def test_a_gpu_that_is_not_here() -> None:
     assert not prediction.exact
     assert prediction.record.device == "cuda"
     elements = sum(parameter.numel() for parameter in model.parameters())
-    assert prediction.record.optimizer_bytes == 2 * 4 * elements  # its step counters lie on the host
+    assert prediction.record.optimizer_bytes == 2 * 4 * elements  # the step counters are on the host
 
 
 def test_dropout_on_a_gpu_keeps_a_mask_of_bytes() -> None:

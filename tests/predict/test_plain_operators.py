@@ -1,4 +1,4 @@
-"""Operators that are listed to allocate nothing but their outputs do so, each alone on real tensors."""
+"""Operators that are listed as allocating only their outputs do so; each runs alone on real tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from memcheck.predict.scratch import Scratch, Target, call_of, scratch_of
 
 pytestmark = pytest.mark.cpu
 
-# With a rule that is exact, and shown by the same calls.
+# Operators with exact rules for their scratch, which the same calls test.
 RULED = {"mean", "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "scatter"}
 UNARY = ["abs", "cos", "erf", "exp", "log", "neg", "reciprocal", "relu", "rsqrt", "sgn", "sigmoid", "sin", "sqrt"]
 UNARY += ["tanh"]
@@ -104,7 +104,7 @@ def layouts(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 class Alone(TorchDispatchMode):
-    """For every operator that runs: the bytes allocated besides its results, those of its rule, and the call."""
+    """Collects, for every operator that runs, its call and the bytes beyond results and predicted scratch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class Alone(TorchDispatchMode):
         with track(saved=False) as memory:
             output = func(*args, **kwargs)
         results = {x.untyped_storage()._cdata: x for x in tensors_in(output)}
-        # As large as on meta tensors, where a result has the memory that it needs and no more.
+        # Sizes as on meta tensors, whose storages are exactly as large as needed.
         sizes = sum(x.numel() * x.element_size() for key, x in results.items() if key not in given)
         call = call_of(func, args, kwargs, output, self.target)
         operands = list(tensors_in((args, kwargs)))
@@ -131,7 +131,7 @@ class Alone(TorchDispatchMode):
 
 @functools.cache
 def found() -> dict[str, list[tuple[int, str]]]:
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which takes a number of 8 bytes
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling allocates a number of 8 bytes
     with Alone() as alone:
         for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
             for shape in ((3, 40, 24), (7, 33), (19,)):
@@ -151,13 +151,13 @@ def run(call: Callable[[Tensor], Tensor], x: Tensor, dense: bool) -> None:
 
 
 @pytest.mark.parametrize("name", sorted(SHOWN_ON_CPU | RULED))
-def test_it_takes_nothing_but_what_is_said(name: str) -> None:
+def test_an_operator_allocates_what_is_predicted(name: str) -> None:
     calls = found()[name]
     assert calls, "no call runs it"
     assert [words for beside, words in calls if beside] == []
 
 
-def test_what_is_not_listed_is_named() -> None:
+def test_operators_without_a_rule_are_named() -> None:
     x = torch.ones(3, 4, device="meta")
     call = call_of(torch.ops.aten.gelu.default, (x,), {}, torch.empty_like(x), Target("cpu"))
     assert scratch_of(call) == ["what aten::gelu takes beside its outputs"]

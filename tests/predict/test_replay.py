@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
-import torch._dynamo  # which predictions load: once here, to be frozen with all other modules
+import torch._dynamo  # predictions load it; loaded here, conftest.py freezes it with the other modules
 
 import memcheck
 from memcheck.bench.catalog import CONTENDERS, Case, attention_types, combinator_types, make_case, make_combinator_case
@@ -59,14 +59,14 @@ SPLIT = {
 }
 SPLIT["linear-causal"], SPLIT["combinator-low-memory"] = SPLIT["linear"], SPLIT["combinator"]
 SPLIT["cs336/naive"] = SPLIT["memcheck-pyt/naive"]
-FACTORS = {300: 4, 700: 1, 1: 3}  # Of compressed attention, by the number of queries; else the default.
+FACTORS = {300: 4, 700: 1, 1: 3}  # of compressed attention, by the number of queries; default otherwise
 DTYPES = ("float32", "float64", "float16", "bfloat16")
 EAGER = [name for name, contender in CONTENDERS.items() if not contender.compiled]
-REFUSED = {"softmax/efficient", "softmax/cudnn"}  # by the CPU
+REFUSED = {"softmax/efficient", "softmax/cudnn"}  # not available on the CPU
 
 
 def case_of(operator: str, **fields: object) -> Case:
-    """A case of any contender, with the sizes that it has."""
+    """Returns a case of any contender, with those sizes that it has."""
     sizes = {"bsz": 2, "query_len": 9, "kv_len": 9, "dim": 12, "heads": 3, "core_dim": None, "factor": None, **fields}
     if operator in combinator_types():
         wanted = ("bsz", "query_len", "dim", "dtype", "mode")
@@ -75,7 +75,7 @@ def case_of(operator: str, **fields: object) -> Case:
 
 
 def cells(operator: str, further: Sequence[tuple[int, ...]] = ()) -> Iterator[tuple[Case, bool]]:
-    """Cases of different shapes, dtypes, modes and masks, each once, with whether the gradient is dense."""
+    """Yields cases of different shapes, dtypes, modes and masks, each once, and whether the gradient is dense."""
     found: dict[tuple[Case, bool], None] = {}
     shapes = [*SHAPES, *further]
     for shape, dtype, mode, causal in itertools.product(
@@ -89,7 +89,7 @@ def cells(operator: str, further: Sequence[tuple[int, ...]] = ()) -> Iterator[tu
         try:
             factor = FACTORS.get(shape[1]) if shape not in SHAPES else None
             case = case_of(operator, **sizes, factor=factor, dtype=dtype, mode=mode, causal=causal)
-        except UsageError:  # more queries than keys, and a mask
+        except UsageError:  # a mask needs at least as many keys as queries
             continue
         found[case, mode == "train" and dtype == "float16"] = None
     return iter(found)
@@ -108,14 +108,14 @@ def measured(case: Case, dense_grad: bool = False, limit_bytes: int | None = Non
 
 
 def disagreements(prediction: Prediction, record: Record) -> dict[str, tuple[object, object]]:
-    """Field -> (predicted, measured), for known fields that differ."""
+    """Returns field -> (predicted, measured) for known fields that differ."""
     names = [name for name in FIGURES if name not in prediction.bounds]
     pairs = {name: (getattr(prediction.record, name), getattr(record, name)) for name in names}
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
 
 
 def compare_all(operators: list[str], further: Sequence[tuple[int, ...]] = ()) -> tuple[int, int]:
-    """The number of cases whose known figures are as measured, and of those that are exact."""
+    """Asserts that known figures equal measured ones. Returns the numbers of cases and of exact predictions."""
     compared = exact = 0
     for operator in operators:
         for case, dense_grad in cells(operator, further):
@@ -166,7 +166,7 @@ def test_flash_attention_names_what_depends_on_threads() -> None:
     assert prediction.unknown == ("how many of 2 threads have their sums of rows at once",)
     assert prediction.bounds == {"backward_peak_bytes", "workspace_bytes"}
     assert prediction.known_terms.keys() & {"forward_peak_bytes", "backward_peak_bytes"} == {"forward_peak_bytes"}
-    sums = 9 * 4  # of the rows of a tile, in a thread
+    sums = 9 * 4  # sums of the rows of a tile, per thread
     alone = predict_memory(case_of("softmax"), threads=1)
     assert alone.exact
     assert 2 * sums in prediction.terms["backward_peak_bytes"].values()
@@ -281,7 +281,7 @@ def test_a_status_from_bounds_has_a_doubt() -> None:
     assert bound.record.status == "ok"
     assert bound.record.doubts == (*bound.unknown, "ok is the verdict of what is known: the run may need more")
     assert predict_memory(case, threads=1, limit_bytes=2**20).record.doubts == ()
-    assert predict_memory(case, threads=2).record.doubts == bound.unknown  # nothing ends it
+    assert predict_memory(case, threads=2).record.doubts == bound.unknown  # without a limit
 
 
 # Operators that are not in the catalog.
@@ -354,8 +354,8 @@ def registered(name: str, build: Callable[[Case], Callable[..., object]], shape:
 
 
 def check_unlisted(name: str, build: Callable[[Case], Callable[..., object]], shape: tuple[int, ...]) -> bool:
-    """Whether the prediction is exact; known figures must equal the measured ones in training and in inference."""
-    torch.utils.deterministic.fill_uninitialized_memory = False  # which takes a number of 8 bytes
+    """Asserts that known figures equal measured ones in training and inference. Returns whether all are exact."""
+    torch.utils.deterministic.fill_uninitialized_memory = False  # filling allocates a number of 8 bytes
     case = registered(f"tried-{name.replace(' ', '-').replace(chr(39), '')}", build, shape)
     try:
         exact = []
@@ -413,12 +413,12 @@ def in_whole_mib(size: int | None) -> int | None:
 
 @pytest.mark.parametrize("operator", ["naive", "softmax", "softplus", "combinator"])
 def test_published_rows_are_predicted_to_the_mib(operator: str) -> None:
-    """Every row with its status and phase; the closed module by its fitted model."""
+    """Status and phase of every row are predicted too; the closed module's by its fitted model."""
     rows = [row for row in PUBLISHED if row["operator"] == operator]
     assert len(rows) > 30
     for row in rows:
         record = predict_published(row).record
-        # Where not even the inputs fit, that program was in its forward.
+        # If the inputs do not fit, the published program was in its forward.
         phase = f"oom_{record.oom_phase or 'forward'}"
         assert ("ok" if record.status == "ok" else phase) == row["status"], row
         assert record.basis == "verified"
@@ -428,7 +428,7 @@ def test_published_rows_are_predicted_to_the_mib(operator: str) -> None:
 
 
 def test_the_a100s_room_is_between_the_fullest_row_that_ran_and_the_smallest_that_failed() -> None:
-    """Measured in segments, which are what runs out: only memory sizes between the two give the published statuses."""
+    """Limits apply to segments. Only memory sizes between the two rows give the published statuses."""
     device = device_named("A100-40GB")
     fullest = next(
         row for row in PUBLISHED if (row["operator"], row["query_len"], row["dim"]) == ("softmax", 8192, 256)
@@ -446,7 +446,7 @@ def test_the_a100s_room_is_between_the_fullest_row_that_ran_and_the_smallest_tha
 
 
 def test_cs336_rows_are_predicted_as_published() -> None:
-    """Figures equal the printed digits; the backward's peak includes what another pass keeps."""
+    """Figures equal the printed digits; the backward's peak includes tensors that another pass saved."""
     for row in read_published(CS336):
         if row["compiled"] == "True" or row["status"] != "ok":
             continue
@@ -619,7 +619,7 @@ def test_allocated_counts_blocks_and_reserved_segments() -> None:
 
 def test_a_limit_on_a_gpu_is_of_segments() -> None:
     case = case_of("naive", bsz=4, query_len=512, kv_len=512, dim=64, heads=2)
-    # Of a torch whose cuBLAS workspaces stay, so that the backward takes more segments than the forward.
+    # In this torch, cuBLAS workspaces stay, so that the backward takes more segments than the forward.
     predicted = functools.partial(predict_memory, case, GPU, torch_version=(2, 14))
     needed = predicted().record
     limits = range(needed.input_bytes + 2**20, 2 * needed.reserved_bytes, 2**20)
