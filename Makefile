@@ -1,30 +1,30 @@
-# One command per habit. `make profile` and `make test` start from a bare machine: Python 3.10 or later with venv and
-# headers, and a C++ compiler. Everything is installed into $(VENV).
+# `make help` lists the commands. `make profile` and `make test` need only Python 3.10 or later with venv and headers, and
+# a C++ compiler. Everything is installed into $(VENV).
 
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-# Another index to take torch from: https://download.pytorch.org/whl/cpu has it without CUDA, a tenth of the size.
+# Another package index for torch: https://download.pytorch.org/whl/cpu has it without CUDA, at a tenth of the size.
 TORCH_INDEX ?=
 PIP_FLAGS ?=
-# What pytest is told besides: make test PYTEST_FLAGS="-k softplus". With -n0 all tests run in one process.
+# More flags of pytest: make test PYTEST_FLAGS="-k softplus". With -n0 all tests run in one process.
 PYTEST_FLAGS ?=
-# What the profile is told: make profile ARGS="--device cpu".
+# Flags of the profile: make profile ARGS="--device cpu".
 ARGS ?=
-# Which notebooks are executed: make notebooks NOTEBOOKS=1_tour. All of them without.
+# Notebooks to execute, by default all: make notebooks NOTEBOOKS=1_tour.
 NOTEBOOKS ?=
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
-# A worker for every core, but no more than eight: each loads torch anew.
+# A worker per core, at most eight, because each loads torch.
 PYTEST := $(BIN)/pytest --timeout=600 --numprocesses auto --maxprocesses 8 --dist worksteal
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
-# Stamps live in the environment they describe: removing it removes them.
+# Stamps are in the environment that they describe, so that removing it removes them.
 ENVIRONMENT := $(VENV)/.torch-installed
 BUILD := $(VENV)/.memcheck-built
 DEVELOPMENT := $(VENV)/.tools-installed
-# The extension lies in the source tree, and is of one torch. The stamp says of which; where another environment has
-# built it since, it is built again, which compiles nothing that has not changed.
+# The extension is in the source tree and fits one version of torch, which the stamp names. If another environment has
+# built it since, it is built again; unchanged files are not compiled again.
 BUILT_FOR := sed -n 's/^TORCH_VERSION = //p' memcheck/_build.py
 ifneq ($(shell $(BUILT_FOR) 2>&1),$(shell cat $(BUILD) 2>&1))
 .PHONY: $(BUILD)
@@ -33,67 +33,66 @@ endif
 .DEFAULT_GOAL := help
 .PHONY: help profile test test-fast ci lint docs bench notebooks asan check-cuda count-cuda gpu clean
 
-help:  ## This list
+help:  ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
 
-profile: $(BUILD)  ## Memory of attention on this machine, from a bare machine on
+profile: $(BUILD)  ## Install, build, and profile the memory of attention on this machine
 	$(BIN)/python -m memcheck.profile_attention $(ARGS)
 
-test: lint $(BUILD)  ## Lint, build, the tests, and the operators' tests on CUDA kernels on the host
+test: lint $(BUILD)  ## Lint, build, run the tests, and the operators' tests with CUDA kernels on the host
 	$(PYTEST) -m "not ci" $(PYTEST_FLAGS)
 	$(PYTEST) --host-cuda -m "not slow and not ci" tests/ops tests/host_cuda $(PYTEST_FLAGS)
 
-ci: $(BUILD) $(DEVELOPMENT) docs  ## What make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations
+ci: $(BUILD) $(DEVELOPMENT) docs  ## Run what make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations
 	$(BIN)/python tests/host_cuda/resources.py
 	$(BIN)/python tests/host_cuda/count.py --check
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
 	$(PYTEST) -m ci
 	$(PYTEST) --host-cuda -m "ci and not slow" tests/ops tests/host_cuda
 
-test-fast: $(BUILD) $(DEVELOPMENT)  ## The tests without the slow ones, under three minutes
+test-fast: $(BUILD) $(DEVELOPMENT)  ## Run the fast tests, under three minutes
 	$(PYTEST) -m "not slow and not ci" $(PYTEST_FLAGS)
 
-lint: $(DEVELOPMENT)  ## Formats, types, layers and the usual mistakes; changes nothing
+lint: $(DEVELOPMENT)  ## Check formats, types, layers and common mistakes; changes nothing
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(CSRC)
 
-docs: $(BUILD) $(DEVELOPMENT)  ## The documentation as a site, in build/docs; warnings are errors
+docs: $(BUILD) $(DEVELOPMENT)  ## Build the documentation as a site in build/docs; warnings are errors
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
-bench: $(BUILD)  ## Every operator against its opponents, into benchmarks/results/
+bench: $(BUILD)  ## Compare every operator with its alternatives, into benchmarks/results/
 	@for operator in $(notdir $(wildcard memcheck/ops/[a-z]*.py)); do \
 	    if [ -f benchmarks/$$operator ]; then $(BIN)/python benchmarks/$$operator || exit 1; fi; \
 	done
 
-notebooks: $(BUILD) $(DEVELOPMENT)  ## The notebooks, executed in place, and their pictures; NOTEBOOKS=1_tour: that one
+notebooks: $(BUILD) $(DEVELOPMENT)  ## Execute the notebooks in place and draw their pictures; NOTEBOOKS=1_tour: only that one
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)
 
-# Both libraries are preloaded: with libasan alone the first exception that leaves torch aborts. pytest leaves the
-# process's own stderr alone, where the report of an error that ends it is written.
+# Both libraries are preloaded: with libasan alone, the first exception that leaves torch aborts the process. pytest gets
+# --capture=sys, so that a sanitizer's last report reaches stderr.
 ASAN := build/asan
 SANITIZED = ASAN_OPTIONS=detect_leaks=0:detect_stack_use_after_return=0 UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1 \
     LD_PRELOAD="$$(c++ -print-file-name=libasan.so) $$(c++ -print-file-name=libstdc++.so)"
-asan: $(BUILD) $(DEVELOPMENT)  ## The operators' tests under AddressSanitizer and UBSan, in a build of their own
+asan: $(BUILD) $(DEVELOPMENT)  ## Run the operators' tests under AddressSanitizer and UBSan, in a separate build
 	MEMCHECK_ASAN=1 MEMCHECK_CUDA=0 $(BIN)/python setup.py -q build --build-lib $(ASAN)
 	$(SANITIZED) PYTHONSAFEPATH=1 PYTHONPATH=$(ASAN) \
 	    $(BIN)/pytest --timeout=600 tests/ops --capture=sys -m "not slow" $(PYTEST_FLAGS)
 
-# nvcc compiles the kernels and reports their resources; then the kernels run on the host.
-check-cuda: $(BUILD) $(DEVELOPMENT)  ## CUDA kernels without a GPU: compiled by nvcc, run on the host, sanitized
+check-cuda: $(BUILD) $(DEVELOPMENT)  ## Check CUDA kernels without a GPU: compile with nvcc, run on the host, with sanitizers
 	$(BIN)/python tests/host_cuda/resources.py
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
 	$(PYTEST) --host-cuda -m "not slow" tests/ops tests/host_cuda $(PYTEST_FLAGS)
 
-count-cuda: $(BUILD) $(DEVELOPMENT)  ## What the CUDA kernels would do on a GPU, counted on the host; ARGS=--lines: by line
+count-cuda: $(BUILD) $(DEVELOPMENT)  ## Count the CUDA kernels' work on a GPU, on the host; ARGS=--lines: by line
 	$(BIN)/python tests/host_cuda/count.py $(ARGS)
 
-gpu:  ## Everything that needs a GPU, with the torch that is there; STEP="build values" runs these steps
+gpu:  ## Run everything that needs a GPU, with the installed torch; STEP="build values" runs these steps
 	benchmarks/gpu.sh $(STEP)
 
-clean:  ## Removes what was built, not $(VENV)
+clean:  ## Remove what was built, but not $(VENV)
 	rm -rf build dist *.egg-info memcheck/_build.py memcheck/_C.*.so .pytest_cache .mypy_cache .ruff_cache $(BUILD)
 
 $(ENVIRONMENT):

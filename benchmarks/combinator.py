@@ -1,10 +1,9 @@
-"""The combinator, in both modes, against the same maths in three lines of plain PyTorch.
+"""Compares the combinator, in both modes, with the same maths in three lines of plain PyTorch.
 
     python benchmarks/combinator.py [--rounds 15] [--output FILE]
 
-One run, two threads, B8 S2048 E512 unless told otherwise; each contender in a process of its own, with memory as torch
-gets it by default. Forward runs under no_grad, where both modes are one; forward + backward begins with .grad None and
-a dense gradient.
+By default one run, two threads, B8 S2048 E512. Each contender has its own process and torch's default memory. Forward
+runs under no_grad, where both modes are the same; forward + backward begins with .grad None and a dense gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def plain(x: Tensor, weight: Tensor) -> Tensor:
-    """Its softplus is the identity above 20."""
+    """Returns the combinator in plain PyTorch, whose softplus is the identity above 20."""
     a = x @ weight[0].T
     b = x @ weight[1].T
     return softplus(a) * b

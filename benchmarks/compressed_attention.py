@@ -1,10 +1,10 @@
-"""Compressed attention against softmax attention over the full sequence, and against the same maths in plain PyTorch.
+"""Compares compressed attention with softmax attention over the full sequence, and with plain PyTorch.
 
     python benchmarks/compressed_attention.py [--rounds 15] [--output FILE]
 
-One run, two threads, B1 H8 N4096 D64 and factor 8, causal, unless told otherwise; each contender in a process of its
-own, with memory as torch gets it by default. Forward runs under no_grad; forward + backward begins with .grad None and
-a dense gradient. Decoding is one query after the other over the blocks of N positions, against SDPA over all N.
+By default one run, two threads, B1 H8 N4096 D64, factor 8, causal. Each contender has its own process and torch's
+default memory. Forward runs under no_grad; forward + backward begins with .grad None and a dense gradient. Decoding
+runs single queries over the blocks of N positions, compared with SDPA over all N.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def prepare(name: str, shape: tuple[int, ...], factor: int, dtype: torch.dtype, 
 
 
 def decoding(name: str, inputs: list[Tensor], factor: int) -> Run:
-    """As many steps as complete a block; SDPA has its keys at hand, and appends none."""
+    """Returns a run of as many steps as complete a block. SDPA has all keys already and appends none."""
     q, k, v = (x.detach() for x in inputs)
     N = q.shape[2]
     steps = [[x[:, :, t : t + 1] for x in (q, k, v)] for t in range(N - factor, N)]

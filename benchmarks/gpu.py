@@ -1,17 +1,18 @@
-"""Every operator on a GPU, against what one would take instead: one run, one machine, side by side.
+"""Compares every operator with its alternatives on a GPU, in one run on one machine.
 
     python benchmarks/gpu.py [--device cuda] [--only SECTION ...] [--rounds 25] [--minutes 9] [--output FOLDER]
 
-First the ceilings of this machine: a copy, and products of matrices in bf16 and in fp32 without TF32. Then sections,
-each in a process of its own, which an error in one cannot take from the others. Contenders take turns, each call on
-other inputs than the one before, several times the L2 cache together; CUDA events time it, behind a pause in which the
-CPU queues all of it. Medians of all rounds. "of ceiling" is the time that the least work of the operator (every input
-read once, every result written once, its operations) takes at those ceilings, by the time measured. Peaks are requested
-bytes of everything alive, with a dense gradient; U is one main tensor.
+First it measures the ceilings of this machine: a copy, and matrix products in bf16 and in fp32 without TF32. Then it
+runs sections, each in its own process, so that an error in one does not end the others. Contenders take turns. Each
+call has other inputs than the call before; together the inputs are several times as large as the L2 cache. CUDA events
+time the calls, after a pause in which the CPU queues the launches. Times are medians of all rounds. "of ceiling" is
+the time of the operator's minimum work (each input read once, each result written once, its operations) at the
+ceilings, divided by the measured time. Peaks are requested bytes of everything alive, with a dense gradient; U is the
+size of one main tensor.
 
-Every row is written as soon as it is there, into FOLDER/bench.json and FOLDER/bench.md: FOLDER is MEMCHECK_RESULTS, or
-benchmarks/results/gpu. A contender that fails or runs out of memory is a row that says so. Exit code 1: one of
-memcheck's own failed.
+Each row is written at once into FOLDER/bench.json and FOLDER/bench.md: FOLDER is MEMCHECK_RESULTS, or
+benchmarks/results/gpu. A contender that fails or runs out of memory gives a row with the reason. The exit code is 1 if
+one of memcheck's contenders failed.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ BACKENDS = {
     "SDPA efficient": SDPBackend.EFFICIENT_ATTENTION,
     "SDPA math": SDPBackend.MATH,
 }
-HEAD = 64  # D of SDPA where the operator has no heads
+HEAD = 64  # D of SDPA if the operator has no heads
 
 
 def compiled(function: Function, small: bool) -> Function:
@@ -69,7 +70,7 @@ def sdpa(backend: SDPBackend, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> 
 
 
 def sdpa_contenders(B: int, H: int, N: int, D: int, dtype: torch.dtype, causal: bool) -> list[Contender]:
-    """On as many bytes of q, k, v."""
+    """Returns SDPA's contenders, with as many bytes of q, k, v as the operator has."""
     size, pairs = B * H * N * D * dtype.itemsize, B * H * N * N // (2 if causal else 1)
     works = (Work(4 * size, 4 * pairs * D), Work(11 * size, 14 * pairs * D))
     return [
@@ -100,7 +101,7 @@ def softplus(small: bool) -> list[Benchmark]:
 
 
 def fla_contender(B: int, H: int, N: int, D: int) -> list[Contender]:
-    """flash-linear-attention, token-major as it wants its inputs, on features as memcheck forms them inside."""
+    """Returns flash-linear-attention with the layout it needs, (B,S,H,D), and memcheck's features."""
     if importlib.util.find_spec("fla") is None:
         return []
 
@@ -124,7 +125,7 @@ def linear(small: bool) -> list[Benchmark]:
         for causal in (True, False):
             unit, products = B * H * N * D * dtype.itemsize, B * H * N * D * D
             reference = functools.partial(linear_reference.linear_attention, causal=causal)
-            # The loop over chunks takes minutes to compile; what needs no loop is the reference.
+            # The loop over chunks takes minutes to compile, so the reference without a loop is compiled.
             plain, straight = (
                 (linear_reference.linear_attention_chunked, reference) if causal else (plain_linear.plain,) * 2
             )
@@ -165,7 +166,7 @@ def products_alone(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def all_products_alone(x: Tensor, weight: Tensor, grad_y: Tensor) -> tuple[Tensor, ...]:
-    """grad_y has the shape of the pre-activations here."""
+    """Returns the combinator's products alone; here grad_y has the shape of the pre-activations."""
     matrix = weight.flatten(0, 1)
     return x @ matrix.mT, grad_y @ matrix, grad_y.mT @ x
 
@@ -215,11 +216,11 @@ SECTIONS: dict[str, Callable[[bool], list[Benchmark]]] = {
 }
 
 
-# ---- a process for every section
+# ---- one process per section
 
 
 def run_section(args: argparse.Namespace) -> None:
-    """Appends its rows to a file, a line each."""
+    """Runs a section and appends its rows to a file, one per line."""
     settings = Settings(args.device, args.rounds, args.seconds)
     if args.section == "ceilings":
         append(args.rows, ceilings(args.device, args.small))
@@ -236,7 +237,7 @@ def append(path: Path, row: Row) -> None:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """Those that are whole."""
+    """Returns the complete rows of the file."""
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -248,7 +249,7 @@ def start_section(section: str, args: argparse.Namespace, rows: Path, more: list
 
 
 def follow(child: subprocess.Popen[bytes], deadline: float, seen: Callable[[], None]) -> str | None:
-    """Until it ends; why it did, if not well."""
+    """Waits for the process, calling seen() meanwhile. Returns the reason if it failed, else None."""
     while child.poll() is None:
         if time.monotonic() > deadline:
             child.kill()
@@ -317,10 +318,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS), metavar="SECTION")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, nothing compiled: to see that it runs")
+    parser.add_argument("--small", action="store_true", help="tiny sizes without torch.compile, to test the script")
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--seconds", type=float, default=4.0, help="for the rounds of one table; three are always run")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument(
+        "--seconds", type=float, default=4.0, help="time for the rounds of one table; at least three run"
+    )
+    parser.add_argument("--minutes", type=float, default=9.0, help="time limit of the whole run")
     results = os.environ.get("MEMCHECK_RESULTS") or Path(__file__).parent / "results" / "gpu"
     parser.add_argument("--output", type=Path, default=Path(results), metavar="FOLDER")
     for hidden in ("--section", "--rows", "--ceilings"):

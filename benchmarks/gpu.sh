@@ -1,27 +1,27 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: nothing is downloaded or installed, and the python3 and torch that are there are
-# used. A step that fails does not stop the others; the table at the end, and the exit code, say which did. Each takes at
-# most ten minutes on an H200.
-# benchmarks/gpu.sh [STEP ...] runs some of them:
-#   build      the extension, its kernels by nvcc
-#   info       what was built, and what is there
-#   ptx        the instructions that C++ has no words for, against their host bodies
+# Runs everything that needs a GPU, with the installed python3 and torch; it downloads and installs nothing. A failed step
+# does not stop the others: the table at the end lists failed steps, and the exit code is 1. Each step takes at most ten
+# minutes on an H200.
+# benchmarks/gpu.sh [STEP ...] runs only these steps:
+#   build      builds the extension, with nvcc for its kernels
+#   info       memcheck info: the build and the machine
+#   ptx        inline PTX instructions, compared with their host implementations
 #   values     tests/ops with tensors on the GPU: values, gradients, layouts, bytes, opcheck, torch.compile
 #   operators  tests/gpu: streams, CUDA graphs, peaks, large tensors; timelines and statistics of CUDA memory
-#   prediction  predicted bytes against those of the caching allocator
-#   gradcheck  gradients against central differences in float64
+#   prediction  predicted bytes, compared with those of the caching allocator
+#   gradcheck  gradients, compared with central differences in float64
 #   sanitizer  compute-sanitizer on every operator: memcheck and racecheck
-#   bench      every operator against what one would take instead: bench.md, bench.json
-#   profile    the attention profile, and that of a whole model
-# Logs and results go to MEMCHECK_RESULTS, benchmarks/results/gpu unless it is set.
+#   bench      every operator, compared with its alternatives: bench.md, bench.json
+#   profile    the profiles of attentions and of a whole model
+# Logs and results go to MEMCHECK_RESULTS, by default benchmarks/results/gpu.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3}
 export MEMCHECK_RESULTS=${MEMCHECK_RESULTS:-benchmarks/results/gpu}
 results=$MEMCHECK_RESULTS
-# Scripts of other folders import memcheck from here, where it need not be installed.
+# Scripts in other folders import memcheck from here; it need not be installed.
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
-# Else torch warns at every product that its bits may change from run to run: tests ask it to.
+# Without it torch warns at every product that its bits may change from run to run, because tests turn this warning on.
 export CUBLAS_WORKSPACE_CONFIG=${CUBLAS_WORKSPACE_CONFIG:-:4096:8}
 
 run_pytest() {
@@ -34,7 +34,7 @@ step_build() { MEMCHECK_CUDA=1 "$python" setup.py build_ext --inplace; }
 step_info() { "$python" -m memcheck info; }
 step_ptx() { "$python" -m pytest -q tests/gpu/test_ptx_cuda.py; }
 step_values() { run_pytest tests/ops --device cuda -m "not cpu"; }
-# In one process: large tensors take most of the memory.
+# In one process, because large tensors take most of the memory.
 step_operators() {
     "$python" -m pytest -q tests/gpu --ignore tests/gpu/test_ptx_cuda.py --ignore tests/gpu/test_prediction_cuda.py \
         --ignore tests/gpu/test_models_cuda.py
@@ -54,7 +54,7 @@ step_sanitizer() {
         echo "skipped: compute-sanitizer is not on PATH"
         return 0
     fi
-    # The caching allocator hands out parts of its blocks: beside one tensor would be inside the next.
+    # The caching allocator divides its blocks, so that an access beyond one tensor would be inside another.
     export PYTORCH_NO_CUDA_MEMORY_CACHING=1
     said=$("$sanitizer" --error-exitcode 9 "$python" -c 'import torch; torch.zeros(1, device="cuda").item()' 2>&1)
     if [ $? -ne 0 ]; then
@@ -69,7 +69,7 @@ step_sanitizer() {
     return $status
 }
 
-# In a process of its own, which can be stopped.
+# Runs a step in its own process, which `timeout` can stop.
 if [ "${1-}" = --alone ]; then
     "step_$2"
     exit

@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py measures with: clocks, contenders side by side, rows, and their table."""
+"""The measuring part of benchmarks/gpu.py: clocks, contenders, rows and tables."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Run = Callable[[], Any]
 Row = dict[str, Any]
 
 FORWARD, BOTH = "forward", "forward + backward"
-# So long the GPU waits before each call, while the CPU queues what the call launches.
+# The GPU waits this long before each call, while the CPU queues the call's launches.
 AHEAD_CYCLES = 2_000_000
-# Inputs take turns until they are so large together: several times any L2 cache.
+# Total size of the input sets that take turns: several times any L2 cache.
 ROTATED_BYTES = 256 << 20
 
 
 @dataclass(frozen=True)
 class Work:
-    """The least that must be moved and computed: every input read once, every result written once."""
+    """Minimum bytes and operations: each input read once, each result written once."""
 
     bytes: int
     flops: int
@@ -37,10 +37,10 @@ class Work:
 
 @dataclass(frozen=True)
 class Contender:
-    """A function of the inputs, with autograd; or, where `both` is given, two that are called as they are.
+    """A function of the inputs, with autograd; or, if `both` is given, separate functions for forward and both passes.
 
-    make: builds the function, which may fail. shapes: of its inputs, where they are not those of the operator.
-    works: of the forward, and of both, where they are not those of the operator.
+    make: builds the function, which may fail. shapes: shapes of its inputs, if they differ from the operator's.
+    works: minimum work of the forward and of both passes, if it differs from the operator's.
     """
 
     name: str
@@ -55,11 +55,11 @@ class Benchmark:
     section: str
     size: str
     dtype: torch.dtype
-    shapes: tuple[tuple[int, ...], ...]  # of the inputs; the first has those of y
+    shapes: tuple[tuple[int, ...], ...]  # of the inputs; y has the shape of the first
     unit_bytes: int  # U
-    works: tuple[Work, Work]  # of the forward, and of both
+    works: tuple[Work, Work]  # of the forward, and of both passes
     contenders: tuple[Contender, ...]
-    # The last so many inputs are weights: they are divided by the root of their last dimension.
+    # The number of weights, which are the last inputs; they are divided by the root of their last dimension.
     weights: int = 0
 
 
@@ -67,7 +67,7 @@ class Benchmark:
 class Settings:
     device: str
     rounds: int
-    seconds: float  # for the rounds of one table's rows
+    seconds: float  # for the rounds of one table
     ceilings: Row = field(default_factory=dict)
 
 
@@ -82,7 +82,7 @@ class CpuClock:
 
 
 class CudaClock:
-    """Milliseconds of the GPU, which has the whole call in its queue when it begins."""
+    """Measures milliseconds on the GPU; the whole call is queued before it begins."""
 
     def __init__(self) -> None:
         self.start, self.end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -110,7 +110,7 @@ def release(device: str) -> None:
 
 
 def ceilings(device: str, small: bool) -> Row:
-    """Bytes and operations per second that a copy and products of matrices reach."""
+    """Returns bytes per second of a copy and operations per second of matrix products."""
     clock, rounds = clock_of(device), 5 if small else 30
     size = (1 << 20) if small else (1 << 28)
     taken, moved = copy_seconds(clock, torch.randn(size, device=device), rounds)
@@ -125,7 +125,7 @@ def ceilings(device: str, small: bool) -> Row:
 
 
 def copy_seconds(clock: Callable[[Run], float], source: Tensor, rounds: int) -> tuple[float, int]:
-    """And the bytes read and written."""
+    """Returns seconds of a copy, and the bytes read and written."""
     target = torch.empty_like(source)
     return seconds(clock, functools.partial(target.copy_, source), rounds), 2 * source.nbytes
 
@@ -152,7 +152,7 @@ def random_inputs(benchmark: Benchmark, contender: Contender, device: str) -> li
 
 
 class Entry:
-    """A contender with its inputs: as many sets of them as do not fit any cache together."""
+    """A contender with several sets of inputs, which together exceed any cache."""
 
     def __init__(self, benchmark: Benchmark, contender: Contender, device: str, what: str) -> None:
         self.contender, self.what = contender, what
@@ -181,7 +181,7 @@ class Entry:
             self.function(*inputs).backward(self.grad_y)
 
     def peak_bytes(self) -> int | None:
-        """Requested, of everything alive, inputs among it, but for the workspaces of libraries."""
+        """Returns the peak of requested bytes of everything alive, with inputs and without library workspaces."""
         if self.what == BOTH and self.contender.both is not None:
             return None
         record = measure_memory(self.function, *self.sets[0], backward=self.what == BOTH, dense_grad=True)
@@ -190,7 +190,7 @@ class Entry:
 
 
 def measure(benchmark: Benchmark, settings: Settings) -> Iterator[Row]:
-    """A row for every contender, for the forward and for both. One that fails is a row that says so."""
+    """Returns a row per contender for the forward and for both passes; a failed contender's row has the reason."""
     for number, what in enumerate((FORWARD, BOTH)):
         entries: dict[str, Entry] = {}
         for contender in benchmark.contenders:
@@ -219,7 +219,7 @@ def measure(benchmark: Benchmark, settings: Settings) -> Iterator[Row]:
 
 
 def time_rounds(entries: dict[str, Entry], settings: Settings) -> dict[str, list[float]]:
-    """Milliseconds in every round; the order turns, so that none gains by it."""
+    """Returns milliseconds of every round. The order rotates, so that no contender has an advantage."""
     clock, names = clock_of(settings.device), list(entries)
     times: dict[str, list[float]] = {name: [] for name in names}
     deadline = time.perf_counter() + settings.seconds
@@ -257,7 +257,7 @@ def figures_of(times: list[float]) -> Row:
 
 
 def rates(work: Work, ms: float, dtype: torch.dtype, ceilings: Row) -> Row:
-    """of_ceiling: the time that the work would take at the measured ceilings, by the time it took."""
+    """Returns rates of a row. of_ceiling: time of the work at the measured ceilings, divided by the measured time."""
     moving = work.bytes / ceilings["copy_bytes_per_second"]
     computing = work.flops / ceilings[f"{name_of(dtype)}_flops_per_second"]
     return {
@@ -271,7 +271,7 @@ def rates(work: Work, ms: float, dtype: torch.dtype, ceilings: Row) -> Row:
 def peak_of(entry: Entry, unit_bytes: int) -> Row:
     try:
         peak = entry.peak_bytes()
-    except Exception as error:  # measured in a pass of its own: the time stands
+    except Exception as error:  # peaks are measured in a separate pass, so the time remains valid
         return {"peak_bytes": None, "peak_reason": " ".join(str(error).split())[:300]}
     return {"peak_bytes": peak, "peak_units": None if peak is None else peak / unit_bytes}
 
@@ -282,7 +282,7 @@ HEADS = ("contender", "ms", "to memcheck", "rate", "of ceiling", "peak MiB", "pe
 
 
 def table(rows: Sequence[Row]) -> list[str]:
-    """Markdown lines of the rows of one benchmark and phase."""
+    """Returns the Markdown lines of one benchmark and phase."""
     ours = next((row["ms"] for row in rows if row["contender"] == "memcheck" and row["status"] == "ok"), None)
     lines = [f"| {' | '.join(HEADS)} |", "| --- |" + " ---: |" * (len(HEADS) - 1)]
     for row in sorted(rows, key=lambda row: row["status"] != "ok"):
@@ -306,7 +306,7 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 
 def document(machine: Row, ceilings: Row, rows: Sequence[Row]) -> str:
-    """The whole result as Markdown."""
+    """Returns the whole result as Markdown."""
     lines = ["# Operators on " + str(machine["device_name"]), ""]
     lines += [f"- {name}: {value}" for name, value in machine.items()]
     lines += [f"- {name}: {value:.4g}" for name, value in ceilings.items()]

@@ -1,4 +1,4 @@
-"""Times contenders side by side in one run, and writes what came out beside the machine it came from."""
+"""Times contenders in one run, and writes the results with a description of the machine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ RESULTS = Path(__file__).parent / "results"
 
 Run = Callable[[], Any]
 
-# Ways to get memory, as environment variables of a process. fresh is torch's default: a large result is new to the
-# process, in pages of 4 KiB (memcheck asks for huge ones). With huge pages torch asks for those, too. Where malloc
-# keeps what is freed, no page is new.
+# Ways to allocate memory, as environment variables of a process. fresh is torch's default: pages of a large result are
+# new, of 4 KiB each (memcheck asks for huge pages). With "huge pages", torch asks for them too. With "kept", malloc
+# keeps freed memory, so that no page is new.
 ALL_KEPT = str(1 << 33)  # bytes
 MEMORY: dict[str, dict[str, str]] = {
     "fresh": {},
@@ -36,8 +36,8 @@ MEMORY: dict[str, dict[str, str]] = {
     "kept": {"MALLOC_MMAP_THRESHOLD_": ALL_KEPT, "MALLOC_TRIM_THRESHOLD_": ALL_KEPT},
 }
 
-# Of contenders in processes of their own: a turn's calls go on for so long; and between turns there is time for the
-# threads of the last one, which look for more work for some milliseconds, to fall asleep.
+# For contenders in their own processes: the duration of a turn, and the pause between turns, in which the threads of
+# the last contender stop spinning for work.
 TURN, PAUSE = 0.5, 0.05  # seconds
 
 
@@ -50,7 +50,7 @@ def forward(function: Callable[..., Tensor], inputs: Sequence[Tensor]) -> Run:
 
 
 def forward_backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], gradient: Tensor) -> Run:
-    """Begins with .grad None, so that gradients are allocated afresh."""
+    """Runs forward and backward from .grad None, so that gradients are allocated."""
 
     def run() -> None:
         for leaf in inputs:
@@ -61,14 +61,14 @@ def forward_backward(function: Callable[..., Tensor], inputs: Sequence[Tensor], 
 
 
 def passes(what: str, function: Callable[..., Tensor], inputs: Sequence[Tensor], shape: Sequence[int]) -> Run:
-    """Forward, or forward + backward with a dense gradient of the result, which has this shape."""
+    """Returns a run of forward, or of forward + backward with a dense gradient of this shape."""
     if what == "forward":
         return forward(function, inputs)
     return forward_backward(function, inputs, torch.randn(shape, dtype=inputs[0].dtype))
 
 
 def time_rounds(contenders: Mapping[str, Run], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
-    """Milliseconds of every contender in every round; their order turns, so that none gains by it."""
+    """Returns milliseconds per contender and round. The order rotates, so that no contender has an advantage."""
     return take_turns({name: lambda run=run: milliseconds(run) for name, run in contenders.items()}, rounds, warmup)
 
 
@@ -78,10 +78,10 @@ def time_apart(
     warmup: int = 5,
     environment: Mapping[str, str] | None = None,
 ) -> dict[str, list[float]]:
-    """As time_rounds, each contender in a process of its own, so that none inherits what another left in the heap.
+    """Like time_rounds, with a process per contender, so that none inherits another's heap.
 
-    A setup, which must pickle, makes the run, in that process; all begin with the same seed, this process's number of
-    threads, and these environment variables besides. A turn is some calls, and its time their median without the first.
+    In each process a setup, which must pickle, makes the run. All have the same seed, this process's number of threads
+    and these additional environment variables. A turn is several calls; its time is their median without the first.
     """
     with ExitStack() as stack:
         stack.enter_context(mock.patch.dict(os.environ, environment or {}))
@@ -96,7 +96,7 @@ def time_apart(
         return take_turns(turns, rounds, warmup)
 
 
-_run: Run  # of the contender whose process this is
+_run: Run  # the run of this process's contender
 
 
 def _set_up(setup: Callable[[], Run], threads: int) -> None:
@@ -135,7 +135,7 @@ def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int, warmup: in
 
 
 def compare(times: Mapping[str, list[float]], base: str, **facts: Any) -> list[dict[str, Any]]:
-    """A row per contender: the median, and the median over rounds of its time by the base's in the same round."""
+    """Returns a row per contender: its median, and the median of its ratios to the base in the same round."""
     rows = []
     for name, of_name in times.items():
         ratios = [one / of_base for one, of_base in zip(of_name, times[base], strict=True)]
@@ -152,7 +152,7 @@ def figures(name: str, values: list[float]) -> dict[str, Any]:
 
 
 def write_result(name: str, rows: Any, output: Path | None = None, **facts: Any) -> Path:
-    """benchmarks/results/NAME.json, unless told otherwise; facts are those of all rows."""
+    """Writes benchmarks/results/NAME.json, or the file of --output; facts apply to all rows."""
     machine = {
         **{name: fact for name, fact in machine_facts("cpu").items() if name != "allocator"},
         "platform": f"{platform.system()} {platform.machine()}",

@@ -2,14 +2,14 @@
 
     python benchmarks/language_model.py [--steps 1200] [--minutes 18] [--seed 0] [--quick] [--output FILE]
 
-The text is generated (stories.py), over 1 MB, and its last tenth is held out. Every window of 256 characters begins at
-the start of a story, so that what a story asks for is in the window. One decoder of memcheck.nn for each attention, of
-the size "mini" of memcheck.bench.models.case: the same first weights, the same batches, AdamW with warm-up and cosine,
-gradients clipped. Every step is done by all models before the next, in turning order, so that whatever else the
-machine does costs all the same. --minutes ends the training early, and the result says so. One thread: several of a
-model this small wait for each other, the more the more others are at work.
+The text (stories.py) is generated, has over 1 MB, and its last tenth is held out. Each window of 256 characters begins
+at the start of a story, so that the words to recall are in the window. There is one decoder of memcheck.nn per
+attention, of size "mini" in memcheck.bench.models.case, with the same initial weights and batches, AdamW with warm-up
+and cosine decay, and clipped gradients. All models take a step before the next one, in rotating order, so that other
+load on the machine affects all equally. --minutes ends the training early, which the result records. Training uses one
+thread, because threads of such a small model mostly wait for each other.
 
-naive and softmax are the same mathematics: their losses agree to rounding at first, and the result says how closely.
+naive and softmax are the same mathematics. Their losses agree up to rounding at first; the result has the difference.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ HELD_OUT = 0.1
 LEARNING_RATE, LAST_RATE, WARMUP, CLIP = 3e-3, 1.5e-4, 50, 1.0
 WIDER = 4  # than the decoder's own first weights, which are meant for 768 channels and more
 EARLY = 10  # steps over which naive and softmax are compared
-WRITTEN = 200  # characters of a sample
-OPENING = 100  # stories that the result quotes
+WRITTEN = 200  # characters per sample
+OPENING = 100  # stories quoted in the result
 MEMORY = (
     "parameter_bytes",
     "gradient_bytes",
@@ -62,7 +62,7 @@ MEMORY = (
 
 
 class Text:
-    """The stories as numbers, and the windows of a part that is trained on and of one that is held out."""
+    """The stories as numbers, with windows for training and held-out windows."""
 
     def __init__(self, stories: Stories, context: int) -> None:
         self.stories, self.context = stories, context
@@ -75,7 +75,7 @@ class Text:
         self.held_out = torch.tensor([start for start in fits if start >= self.split])
 
     def windows(self, starts: Tensor) -> tuple[Tensor, Tensor]:
-        """starts (B,) -> tokens (B,S), and targets (B,S): the characters after them"""
+        """Returns tokens (B,S) from starts (B,), and targets (B,S), their next characters."""
         windows = self.ids[starts[:, None] + torch.arange(self.context + 1)]
         return windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
 
@@ -85,7 +85,7 @@ class Text:
             yield self.windows(self.training[torch.randint(len(self.training), (bsz,), generator=generator)])
 
     def unknowable_nats(self, starts: Tensor) -> float:
-        """What was chosen in the targets of these windows, by character: no loss is lower, but by luck."""
+        """Returns the entropy of the targets' choices in nats per character, a lower bound of the expected loss."""
         targets = starts[:, None] + 1 + torch.arange(self.context)
         return self.bits[targets].mean().item() * math.log(2)
 
@@ -100,7 +100,7 @@ class Text:
 
 
 class Learner:
-    """A decoder with one attention, its optimizer, and what came of its steps."""
+    """A decoder with one attention, its optimizer, and the results of its steps."""
 
     def __init__(self, case: ModelCase, seed: int) -> None:
         torch.manual_seed(seed)
@@ -132,7 +132,7 @@ class Learner:
         self.optimizer.step()
 
     def memory(self, tokens: Tensor, targets: Tensor) -> dict[str, Any]:
-        """A step of the training as it is measured and as it was predicted, in bytes."""
+        """Returns the measured and the predicted bytes of a training step."""
         owned = {"model": self.decoder, "AdamW": optimizer_state(self.optimizer)}
         record = memcheck.measure_memory(
             self.run.loss, tokens, targets, parameters=((), owned), optimizer_step=self.step
@@ -144,7 +144,7 @@ class Learner:
 
 
 def rate_at(step: int, steps: int) -> float:
-    """Rises for the first steps, then falls as half a cosine."""
+    """Returns the learning rate of a step: linear warm-up, then cosine decay."""
     if step < WARMUP:
         return LEARNING_RATE * (step + 1) / WARMUP
     turn = math.pi * (step - WARMUP) / max(steps - WARMUP, 1)
@@ -152,7 +152,7 @@ def rate_at(step: int, steps: int) -> float:
 
 
 def train(learners: list[Learner], text: Text, args: argparse.Namespace, deadline: float) -> int:
-    """Every step by all, until the last step or the deadline; how many were done."""
+    """Trains all models until the last step or the deadline. Returns the number of steps."""
     seen = text.held_out[: args.windows]
     for number, (tokens, targets) in enumerate(text.batches(args.bsz, args.steps, args.seed)):
         if number % args.every == 0:
@@ -179,7 +179,7 @@ def note_losses(learners: list[Learner], text: Text, starts: Tensor, step: int) 
 
 @torch.no_grad()
 def read(decoder: torch.nn.Module, text: Text, starts: Tensor) -> tuple[float, Tensor]:
-    """The loss over the windows, in nats, and (B,S), whether each character was the likeliest."""
+    """Returns the loss over the windows in nats, and whether each target was the likeliest character, (B,S)."""
     losses, right = [], []
     for some in starts.split(16):
         tokens, targets = text.windows(some)
@@ -190,7 +190,7 @@ def read(decoder: torch.nn.Module, text: Text, starts: Tensor) -> tuple[float, T
 
 
 def recall(right: Tensor, text: Text, starts: Tensor) -> dict[str, dict[str, int]]:
-    """By kind of word, how many were asked for, and how many had all their letters likeliest."""
+    """Returns by kind of word how many were to recall, and for how many all letters were the likeliest."""
     found: dict[str, dict[str, int]] = {}
     for start, of_window in zip(starts.tolist(), right, strict=True):
         for first, end, kind in text.stories.recalls_between(start + 1, start + text.context + 1):
@@ -202,7 +202,7 @@ def recall(right: Tensor, text: Text, starts: Tensor) -> dict[str, dict[str, int
 
 @torch.no_grad()
 def sample(decoder: torch.nn.Module, prompt: str, characters: int, context: int) -> str:
-    """What the model writes on, always the likeliest character."""
+    """Returns the model's continuation, always with the likeliest character."""
     ids = [ALPHABET.index(character) for character in prompt]
     for _ in range(characters):
         logits = decoder(torch.tensor([ids[-context:]]))[0, -1, : len(ALPHABET)]
@@ -228,7 +228,7 @@ def row_of(learner: Learner, text: Text, args: argparse.Namespace) -> dict[str, 
 
 
 def prompt_of(text: Text) -> str:
-    """The first sentence of the first story that is held out."""
+    """Returns the first sentence of the first held-out story."""
     return told_at(text, int(text.held_out[0]), ".")
 
 
@@ -237,7 +237,7 @@ def told_at(text: Text, begin: int, end: str) -> str:
 
 
 def same_mathematics(learners: list[Learner]) -> dict[str, Any]:
-    """How far naive and softmax, which differ in rounding alone, are apart."""
+    """Returns the differences between naive and softmax, which are due to rounding only."""
     naive, softmax = (next(x for x in learners if x.case.attention_type == name) for name in ("naive", "softmax"))
     apart = [abs(one - other) for one, other in zip(naive.losses, softmax.losses, strict=True)]
     return {
@@ -254,9 +254,9 @@ def parse() -> argparse.Namespace:
     sizes = (("steps", 1200), ("every", 50), ("bsz", 8), ("context", 256), ("seed", 0), ("threads", 1))
     for name, default in (*sizes, ("windows", 32), ("last-windows", 256)):
         parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--size", default="mini", choices=SIZES, help="of memcheck.bench.models.case")
-    parser.add_argument("--minutes", type=float, default=18, help="when training ends, whatever step it is at")
-    parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model, which say nothing")
+    parser.add_argument("--size", default="mini", choices=SIZES, help="a size of memcheck.bench.models.case")
+    parser.add_argument("--minutes", type=float, default=18, help="time limit of the training")
+    parser.add_argument("--quick", action="store_true", help="a few steps of a tiny model, to test the script")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     if args.quick:
@@ -296,10 +296,10 @@ def print_rows(rows: list[dict[str, Any]], facts: dict[str, Any]) -> None:
         recalled = ", ".join(f"{kind} {of['right']}/{of['asked']}" for kind, of in row["recall"].items())
         kept = row["memory"]["measured"]["saved_bytes"] / 2**20
         print(
-            f"{row['attention']:>10}: {row['bits_per_character']:.3f} bits a character, recalled {recalled}; "
-            f"{row['ms']:.0f} ms a step, {kept:.2f} MiB kept"
+            f"{row['attention']:>10}: {row['bits_per_character']:.3f} bits per character, recalled {recalled}; "
+            f"{row['ms']:.0f} ms per step, {kept:.2f} MiB kept"
         )
-    print(f"no reader can go below {facts['unknowable_nats'] / math.log(2):.3f} bits a character")
+    print(f"the entropy of the text is {facts['unknowable_nats'] / math.log(2):.3f} bits per character")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,16 @@
-"""Linear attention against plain PyTorch.
+"""Compares linear attention with plain PyTorch.
 
     python benchmarks/linear_attention.py [--rounds 15] [--output FILE]
 
-Causal: the chunked lines that a careful user would write (memcheck.ops.reference.linear_attention_chunked); the usual
-cumsum over states would hold 2 GiB for each tensor of states here. Bidirectional: the same lines without a mask, and
-their two matmuls alone, given phi(q) and phi(k) and without the division.
+Causal: the chunked reference (memcheck.ops.reference.linear_attention_chunked); the common cumsum over states would
+hold 2 GiB per tensor of states here. Bidirectional: plain PyTorch without a mask, and its two matmuls alone, given
+phi(q) and phi(k) and without the division.
 
-One run, two threads, B4 H8 N4096 D64 unless told otherwise; each contender in a process of its own. Forward runs under
-no_grad; forward + backward begins with .grad None and a dense gradient.
+By default one run, two threads, B4 H8 N4096 D64. Each contender has its own process. Forward runs under no_grad;
+forward + backward begins with .grad None and a dense gradient.
 
-Much of a forward pass can be the first touch of its result, so it is timed with three ways to get memory, the same for
-all contenders (harness.MEMORY).
+The first touch of the result can be much of a forward, so it is timed with three ways to allocate memory, the same
+for all contenders (harness.MEMORY).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Predicts the memory of a training step for every model size on GPUs that need not be here; nothing is run.
+"""Predicts the memory of a training step for every model size on several GPUs; runs nothing and needs no GPU.
 
     python benchmarks/models.py [--bsz 4] [--quick] [--output FILE]
 
-By size, at one context, on each GPU; by context, for one size; and what autocast and checkpoints of activations save.
-A few minutes: every layer of every model is gone through, on meta tensors.
+By size, at one context, on each GPU; by context, for one size; and the savings of autocast and activation
+checkpointing. It takes a few minutes, as every layer of every model is traced on meta tensors.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FIELDS = ("operator", "device_name", "size", "bsz", "query_len", "mode", "dtype"
 
 
 def cases(bsz: int, sizes: tuple[str, ...], contexts: tuple[int, ...]) -> Iterator[tuple[str, str, ModelCase]]:
-    """What it is for, a device, and the case."""
+    """Yields a purpose, a device and a case."""
     for device, size, attention in itertools.product(DEVICES, sizes, ATTENTIONS):
         yield "sizes", device, make_model_case(size, attention_type=attention, bsz=bsz, context=1024)
     for attention, context in itertools.product(ATTENTIONS, contexts):
@@ -42,7 +42,7 @@ def cases(bsz: int, sizes: tuple[str, ...], contexts: tuple[int, ...]) -> Iterat
 
 
 def row_of(about: str, device: str, case: ModelCase) -> dict[str, Any]:
-    """Whether it fits, and what it takes, or would on a device that has no end."""
+    """Returns a row: whether the case fits, and its bytes, without a limit if it does not fit."""
     record = whole = predict_model(case, device).record
     if record.status == "oom":
         whole = predict_model(case, dataclasses.replace(device_named(device), usable_bytes=None)).record
@@ -53,7 +53,7 @@ def row_of(about: str, device: str, case: ModelCase) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--bsz", type=int, default=4)
-    parser.add_argument("--quick", action="store_true", help="the tiny model alone, at two contexts")
+    parser.add_argument("--quick", action="store_true", help="only the tiny model, at two contexts")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     sizes, contexts = (("tiny",), CONTEXTS[:2]) if args.quick else (SIZES, CONTEXTS)

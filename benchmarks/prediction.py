@@ -1,10 +1,10 @@
-"""What a prediction costs: a sweep of 1,000 cells that runs nothing, its tables and pictures, and single cells.
+"""Measures the cost of predictions: a sweep of 1,000 predicted cells, its tables and pictures, and single cells.
 
     python benchmarks/prediction.py [--rounds 3] [--output FILE]
 
-The cells are of ten operators, five lengths, five dimensions, two dtypes and two batch sizes. A sweep is predict_sweep
-into a new folder, rows on the disk included; the promise is 60 s on two cores. Seconds of the processor are there, too:
-they tell how busy the machine was with other things.
+The cells are ten operators, five lengths, five dimensions, two dtypes and two batch sizes. A sweep is predict_sweep
+into a new folder, which includes writing rows to the disk; the target is 60 s on two cores. Processor seconds are
+recorded too: they show how busy the machine was otherwise.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def make_one(name: str, dtype: str, bsz: int, length: int, dim: int) -> Case:
 
 @dataclass
 class Watch:
-    """Seconds of the clock and of the processor, of each time that it ran."""
+    """A context manager that collects wall and processor seconds of each use."""
 
     seconds: list[float] = field(default_factory=list)
     cpu_seconds: list[float] = field(default_factory=list)
@@ -75,7 +75,7 @@ class Watch:
 
 
 def time_sweeps(rounds: int) -> list[dict[str, Any]]:
-    """A row for the sweep, and one for the tables and pictures of it, made once."""
+    """Returns a row for the sweep, and one for its tables and pictures, which are made once."""
     sweeps, files = Watch(), Watch()
     for _ in range(rounds):
         traced.cache_clear()
@@ -94,7 +94,7 @@ def time_sweeps(rounds: int) -> list[dict[str, Any]]:
 
 
 def time_cells(device: Device) -> list[dict[str, Any]]:
-    """A row for each operator: milliseconds of one prediction, and how the predictions ended."""
+    """Returns a row per operator: milliseconds per prediction, and the statuses of the predictions."""
     rows = []
     traced.cache_clear()
     for name in OPERATORS:

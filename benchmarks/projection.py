@@ -1,9 +1,9 @@
-"""The projections against what they stand in for: x @ w, and x @ w with its transpose made contiguous.
+"""Compares the projections with plain PyTorch: x @ w, and x @ w with its transpose made contiguous.
 
     python benchmarks/projection.py [--rounds 15] [--output FILE]
 
-One run, two threads, fp32, B8 S2048, E = R = 512, forward + backward with a dense gradient; each contender in a process
-of its own.
+One run, two threads, fp32, B8 S2048, E = R = 512, forward + backward with a dense gradient. Each contender has its own
+process.
 """
 
 from __future__ import annotations

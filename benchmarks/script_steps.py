@@ -1,10 +1,10 @@
-"""What `memcheck run` adds to a training step of two small models of plain torch.
+"""Measures the time that `memcheck run` adds to a training step of two small models in plain torch.
 
     python benchmarks/script_steps.py [--rounds 51] [--output FILE]
 
-A step is forward, backward and AdamW. A round times a step under nothing and a step under what `memcheck run` opens,
-after a step that is not timed; the median of the rounds' ratios is the result. Times are the processor's, of one
-thread: what other processes do changes them little.
+A step is forward, backward and AdamW. After an untimed step, a round times a step alone and a step with the recording
+of `memcheck run`; the result is the median of the rounds' ratios. Times are processor times of one thread, which other
+processes hardly change.
 """
 
 from __future__ import annotations

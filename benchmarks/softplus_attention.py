@@ -1,10 +1,10 @@
-"""Softplus attention against the same maths in plain PyTorch, eager and compiled, and against the exact reference.
+"""Compares softplus attention with the same maths in plain PyTorch, eager and compiled, and with the reference.
 
     python benchmarks/softplus_attention.py [--rounds 15] [--output FILE]
 
-One run, two threads, B8 S2048 R256 unless told otherwise; each contender in a process of its own, with memory as torch
-gets it by default, and with memory that malloc keeps (harness.MEMORY). Forward runs under no_grad; forward + backward
-begins with .grad None and a dense gradient.
+By default one run, two threads, B8 S2048 R256. Each contender has its own process, with torch's default memory and with
+memory that malloc keeps (harness.MEMORY). Forward runs under no_grad; forward + backward begins with .grad None and a
+dense gradient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The fewest and fastest lines of PyTorch. Its softplus is the identity above 20; the reference's is exact."""
+    """Returns softplus attention in plain PyTorch. Its softplus is the identity above 20; the reference's is exact."""
     weights = softplus(k)
     z = weights.cumsum(2).transpose(1, 2)
     a = (weights * v).cumsum(2).transpose(1, 2)

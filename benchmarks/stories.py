@@ -1,10 +1,10 @@
-"""A text of small stories, generated: letters that follow from those just before them, and words from long before.
+"""Generates a text of small stories, whose letters depend on the letters just before and whose words on earlier ones.
 
     On a windy day Ada of Brill had a kite. The old fox slept under the bridge. The lonely duck ran near the fence.
     So the windy day ended, and Ada took the kite home to Brill.
 
-Spelling and grammar are near at hand. In the last sentence four words are asked for that were said once, at the
-beginning: the day, the name, the thing and the place. Every choice is uniform, so it is known what no reader can know.
+Spelling and grammar need short memory. The last sentence repeats four words that occurred once, at the beginning: the
+day, the name, the thing and the place. Every choice is uniform, so the entropy of the text is known.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import random
 import string
 from dataclasses import dataclass, field
 
-ALPHABET = "\n .," + string.ascii_uppercase + string.ascii_lowercase  # a character's number is its place
+ALPHABET = "\n .," + string.ascii_uppercase + string.ascii_lowercase  # a character's number is its index
 
 
 def words(together: str) -> list[str]:
@@ -40,10 +40,10 @@ FILLERS = 2
 
 @dataclass
 class Stories:
-    """A text that grows story by story.
+    """A text that grows by stories.
 
-    starts: of each story. bits: of every character, what was chosen with it. recalls: (first, end, kind) of the words
-    that are asked for.
+    starts: index of each story. bits: entropy of the choice at every character. recalls: (first, end, kind) of the
+    words to recall.
     """
 
     random: random.Random
@@ -72,13 +72,13 @@ class Stories:
         self.say(word)
 
     def recalls_between(self, start: int, end: int) -> list[tuple[int, int, str]]:
-        """Those that lie there as a whole."""
+        """Returns the recalls that lie entirely in the range."""
         begin = bisect.bisect_left(self.recalls, (start,))
         past = itertools.islice(self.recalls, begin, None)
         return list(itertools.takewhile(lambda recall: recall[1] <= end, past))
 
     def tell(self) -> None:
-        """One story, under 250 characters."""
+        """Adds one story of less than 250 characters."""
         self.starts.append(self.length)
         self.say("On a ")
         day = self.choose(DAYS)
@@ -112,7 +112,7 @@ class Stories:
 
 
 def make_stories(characters: int, seed: int = 0) -> Stories:
-    """At least so many characters, in whole stories; the same for the same seed."""
+    """Returns whole stories of at least this many characters; the same for the same seed."""
     stories = Stories(random.Random(seed))
     while stories.length < characters:
         stories.tell()

@@ -1,9 +1,8 @@
-"""What tracking costs a small allocation: `torch.empty(16)` with a tracker open, against without.
+"""Measures the cost of tracking for a small allocation: `torch.empty(16)` with and without an open tracker.
 
     python benchmarks/tracking_allocator.py [--rounds 201] [--output FILE]
 
-A round times a block of allocations of either kind, in an order that turns; its ratio is one figure, and the median of
-those is the result.
+A round times a block of allocations of each kind, in alternating order. The result is the median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from harness import compare, print_rows, time_rounds, write_result
 
 import memcheck
 
-CALLS = 20_000  # of torch.empty in a block
+CALLS = 20_000  # calls of torch.empty in a block
 
 
 def plain() -> None:

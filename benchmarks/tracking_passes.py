@@ -1,10 +1,10 @@
-"""What tracking costs a forward and a backward of two small models of plain torch.
+"""Measures the cost of tracking for forward and backward of two small models in plain torch.
 
     python benchmarks/tracking_passes.py [--rounds 101] [--output FILE]
 
-"tracked, no hooks" is memcheck.track(saved=False); "tracked" adds the hooks that count what autograd saves. A round
-times every contender once, in an order that turns; its ratio is one figure, and the median of those is the result.
-Times are the processor's, of one thread: what other processes do changes them little.
+"tracked, no hooks" is memcheck.track(saved=False); "tracked" adds the hooks that count saved tensors. A round times
+every contender once, in rotating order; the result is the median of the rounds' ratios. Times are processor times of
+one thread, which other processes hardly change.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def runs(model: torch.nn.Module, x: Tensor) -> dict[str, Run]:
 
 
 def processor_time(run: Run) -> Callable[[], float]:
-    """Milliseconds of this thread, on which a backward on the CPU runs, too."""
+    """Returns processor milliseconds of this thread, on which the backward runs too."""
 
     def turn() -> float:
         start = time.thread_time()
