@@ -17,8 +17,8 @@ import torch
 
 @pytest.fixture(autouse=True)
 def poisoned_memory() -> Iterator[None]:
-    # Filling is all that is wanted of it: cuBLAS, say, may go on as it is. torch.use_deterministic_algorithms would do
-    # the same, and import the whole of torch.compile for it.
+    # This mode fills uninitialised memory and forbids no algorithm. torch.use_deterministic_algorithms would import all
+    # of torch.compile.
     torch.set_deterministic_debug_mode("warn")
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
@@ -35,14 +35,14 @@ def default_device() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_modules() -> None:
-    """Measuring memory begins with gc.collect(), which need not go through all of torch's modules every time."""
+    """Freezes loaded modules, so that the gc.collect() of each measurement does not visit them."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="session")
 def require_tool() -> Callable[[str], str]:
-    """The path of a tool. A user may do without one, and the test is skipped; under CI it fails."""
+    """Returns the path of a tool by its name. If the tool is missing, the test is skipped; under CI it fails."""
 
     def require(name: str) -> str:
         path = shutil.which(name)
@@ -59,7 +59,7 @@ BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 @pytest.fixture
 def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ModuleType]]:
-    """Imports a module of the folder benchmarks, whose name is its own there."""
+    """Imports a module of benchmarks/ by its name."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     yield importlib.import_module
     for path in BENCHMARKS.glob("*.py"):
@@ -67,10 +67,8 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Modul
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default=None, help="where tests of operators make their tensors: cpu, or cuda")
-    parser.addoption(
-        "--host-cuda", action="store_true", help="tests of operators are of their CUDA kernels, which run on the host"
-    )
+    parser.addoption("--device", default=None, help="device of the operators' tests: cpu or cuda")
+    parser.addoption("--host-cuda", action="store_true", help="test the operators' CUDA kernels, which run on the host")
 
 
 def load_host_cuda() -> None:
@@ -79,37 +77,37 @@ def load_host_cuda() -> None:
     try:
         library.load()
     except FileNotFoundError as error:
-        # A user may do without CUDA's headers; CI may not.
+        # Without CUDA's headers the run ends with success, except under CI.
         pytest.exit(f"--host-cuda: skipped, {error}", returncode=1 if os.environ.get("CI") else 0)
 
 
 def pytest_configure(config):
-    # Tables are complete where no width is given; pytest-xdist gives one to its workers.
+    # Tables have all columns unless COLUMNS is set; pytest-xdist sets it for its workers.
     os.environ.pop("COLUMNS", None)
-    # In the environment, for tests that run in a process of their own.
+    # In the environment, so that the processes of isolated tests get it.
     if config.getoption("host_cuda"):
         os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
     if device := config.getoption("device"):
         os.environ["MEMCHECK_TEST_DEVICE"] = device
-    torch.set_default_device(os.environ.get("MEMCHECK_TEST_DEVICE"))  # for what is made as tests are collected
+    torch.set_default_device(os.environ.get("MEMCHECK_TEST_DEVICE"))  # for tensors that are made during collection
     if "MEMCHECK_TEST_HOST_CUDA" in os.environ:
         load_host_cuda()
     if config.getoption("numprocesses", None):
-        # For the workers of pytest-xdist, not begun yet, and what they start. Two threads share work as many do; those
-        # that wait leave their core to another worker.
+        # For the workers of pytest-xdist, which start later, and their child processes. Two threads suffice to test
+        # parallel code; passive waiting leaves the core to other workers.
         os.environ.setdefault("OMP_NUM_THREADS", "2")
         os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    # Where a check that tests share fails, it shows the values it compared.
+    # Failed assertions in ops.checks show the compared values.
     pytest.register_assert_rewrite("ops.checks")
 
 
 def pytest_pyfunc_call(pyfuncitem):
-    """For tests that fork, exhaust a budget or change what the whole process shares."""
+    """Runs isolated tests in their own process: those that fork, exhaust a budget or change global state."""
     marker = pyfuncitem.get_closest_marker("isolated")
     if marker is None or "MEMCHECK_ISOLATED" in os.environ:
         return None
     command = [sys.executable, "-m", "pytest", "-q", f"{pyfuncitem.path}::{pyfuncitem.name}", "-p", "no:cacheprovider"]
-    # Flags that pytest was given by PYTEST_ADDOPTS, such as -n, are not for a single test.
+    # PYTEST_ADDOPTS may contain flags such as -n, which do not apply to a single test.
     environment = {**os.environ, **marker.kwargs, "MEMCHECK_ISOLATED": "1", "PYTEST_ADDOPTS": ""}
     done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, timeout=400)
     if done.returncode != 0:

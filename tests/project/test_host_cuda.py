@@ -1,10 +1,13 @@
-"""The stand-in for the CUDA language catches the mistakes it is there for, and says kernel, block, thread and line."""
+"""CUDA on the host: mistakes in kernels are reported with kernel, block, thread and line; the selection of tests."""
 
+import itertools
 import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
+import conftest
 import pytest
 from host_cuda import library
 
@@ -146,3 +149,37 @@ def test_sanitizers_see_what_the_host_forgives(sanitized: Run) -> None:
     beyond = sanitized("beyond the end")
     assert beyond.returncode != 0
     assert f"mistakes.cu:{line_of('values[i + 1] = 1')}" in beyond.stderr
+
+
+class FakeItem:
+    """A collected test with parameters."""
+
+    path = Path("test_operator.py")
+    originalname = "test_operator"
+
+    def __init__(self, slow: bool, **values: str) -> None:
+        self.slow, self.nodeid, self.ci = slow, str(values), False
+        self.callspec = SimpleNamespace(params=values)
+
+    def iter_markers(self, name: str) -> list[SimpleNamespace]:
+        return [SimpleNamespace(args=names) for names in ([("shape", "mask")], ["dtype"], ["layout"])]
+
+    def get_closest_marker(self, name: str) -> bool:
+        return self.slow
+
+    def add_marker(self, name: str) -> None:
+        self.ci = name == "ci"
+
+
+def test_make_test_runs_every_parameter_value_on_the_host() -> None:
+    rows = [("1", "causal"), ("1", "none"), ("63", "causal")]
+    values = list(itertools.product(rows, ("float64", "float32", "float16", "bfloat16"), ("dense", "strided")))
+    items = [FakeItem(False, shape=s, mask=m, dtype=dtype, layout=layout) for (s, m), dtype, layout in values]
+    slow = [FakeItem(True, shape="5000", mask="none", dtype="float64", layout="dense")]
+    conftest.mark_combinations(slow + items)
+    left = [item.callspec.params for item in items if not item.ci]
+    assert {(value["shape"], value["mask"]) for value in left} == set(rows)
+    assert {value["dtype"] for value in left} == {"float64", "float32", "float16", "bfloat16"}
+    assert {value["layout"] for value in left} == {"dense", "strided"}
+    assert 4 <= len(left) <= 9
+    assert not slow[0].ci
