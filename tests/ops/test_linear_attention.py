@@ -584,7 +584,7 @@ def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
     assert_contract(contract(causal), inputs, grad_y[:, :, :1].expand_as(grad_y))
 
 
-@pytest.mark.slow  # takes minutes on the host's CUDA
+@pytest.mark.slow  # slow on the host's CUDA
 @pytest.mark.parametrize("causal", [True, False])
 def test_equal_terms_add_up_however_many(causal: bool) -> None:
     """Eight heads are not split. A state sums 1,875 chunks, whose rounding errors would add up."""

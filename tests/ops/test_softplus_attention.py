@@ -498,7 +498,7 @@ def test_equal_terms_add_up_however_many(B: int, T: int, k: float, v: float, cau
 
 
 @pytest.mark.host_cuda
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("causal", [True, False])
 def test_equal_terms_add_up_on_cuda_too(causal: bool) -> None:
     inputs, grad_y = make_equal_terms(1, 400_000, -0.02, 0.85)
