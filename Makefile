@@ -23,6 +23,7 @@ CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name 
 ENVIRONMENT := $(VENV)/.torch-installed
 BUILD := $(VENV)/.memcheck-built
 DEVELOPMENT := $(VENV)/.tools-installed
+ZOO := $(VENV)/.zoo-installed
 # The extension is in the source tree and fits one version of torch, which the stamp names. If another environment has
 # built it since, it is built again; unchanged files are not compiled again.
 BUILT_FOR := sed -n 's/^TORCH_VERSION = //p' memcheck/_build.py
@@ -43,7 +44,7 @@ test: lint $(BUILD)  ## Lint, build, run the tests, and the operators' tests wit
 	$(PYTEST) -m "not ci" $(PYTEST_FLAGS)
 	$(PYTEST) --host-cuda -m "not slow and not ci" tests/ops tests/host_cuda $(PYTEST_FLAGS)
 
-ci: $(BUILD) $(DEVELOPMENT) docs  ## Run what make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations
+ci: $(BUILD) $(DEVELOPMENT) $(ZOO) docs  ## Run what make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations, models
 	$(BIN)/python tests/host_cuda/resources.py
 	$(BIN)/python tests/host_cuda/count.py --check
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
@@ -107,4 +108,11 @@ $(BUILD): $(ENVIRONMENT) pyproject.toml setup.py $(CSRC)
 
 $(DEVELOPMENT): pyproject.toml | $(BUILD)
 	$(PIP) install $(PIP_FLAGS) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+# Packages whose models are predicted. timm and torchvision ask for another torch, and work with this one.
+$(ZOO): Makefile | $(DEVELOPMENT)
+	$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/torch.txt
+	$(PIP) install $(PIP_FLAGS) --constraint $(VENV)/torch.txt transformers==5.23.0
+	$(PIP) install $(PIP_FLAGS) --no-deps timm==1.0.31 torchvision==0.29.2
 	@touch $@

@@ -1,6 +1,8 @@
-"""The zoo: layers, losses and whole models, each predicted and measured on the CPU.
+"""The zoo: layers, losses and whole models, each predicted and measured on the CPU, beside torch's MemTracker.
 
     python -m benchmarks.zoo [--only NAME ...] [--output FILE]
+
+torch.distributed._tools.mem_tracker.MemTracker observes two steps of the same entry on real tensors.
 
 Models of transformers, timm and torchvision are built from configurations with random weights; nothing is downloaded.
 Entries of missing packages are skipped, and the packages are named.
@@ -16,6 +18,7 @@ import importlib.util
 import json
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ import torch
 from torch import nn
 
 import memcheck
+from memcheck.core.tensors import gradients_for, roots_of, tensors_in
 
 FIGURES = (
     "input_bytes",
@@ -38,8 +42,6 @@ FIGURES = (
     "optimizer_peak_bytes",
 )
 PEAKS = ("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes")
-
-
 # Verdicts, in words.
 VERDICTS = {
     "exact": "exact in every figure, and claimed to be",
@@ -48,6 +50,13 @@ VERDICTS = {
     "off": "further off, with a doubt",
     "stopped": "not predicted, with the reason",
     "false exact": "claimed to be exact and wrong",
+}
+# What MemTracker's peak is, in words.
+TRACKED = {
+    "within 1 %": "MemTracker's peak within 1 %",
+    "within 10 %": "within 10 %",
+    "off": "further off",
+    "error": "MemTracker raised an error",
 }
 
 
@@ -63,11 +72,14 @@ class Entry:
     optimizer: Callable[[Any], Any] | None = None
     backward: bool = True
     autocast: torch.dtype | None = None
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+    set_to_none: bool = True
     needs: str | None = None  # A package.
 
     def how(self) -> dict[str, Any]:
-        names = ("loss", "optimizer", "backward", "autocast")
-        return {name: getattr(self, name) for name in names}
+        fields = (field.name for field in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in fields if name not in ("build", "needs")}
 
 
 ZOO: dict[str, Entry] = {}
@@ -130,6 +142,7 @@ layer("BatchNorm2d, eval", lambda: nn.BatchNorm2d(16).eval(), (4, 16, 12, 12))
 layer("BatchNorm3d", lambda: nn.BatchNorm3d(8), (2, 8, 6, 6, 6))
 layer("InstanceNorm1d", lambda: nn.InstanceNorm1d(16, affine=True), (4, 16, 30))
 layer("InstanceNorm2d", lambda: nn.InstanceNorm2d(16, affine=True, track_running_stats=True), (4, 16, 12, 12))
+layer("InstanceNorm3d", lambda: nn.InstanceNorm3d(8, affine=True), (2, 8, 6, 6, 6))
 layer("LocalResponseNorm", lambda: nn.LocalResponseNorm(3), (4, 16, 12, 12))
 layer("RNN", lambda: nn.RNN(24, 32, 2, batch_first=True), (4, 15, 24))
 layer("RNN, relu", lambda: nn.RNN(24, 32, nonlinearity="relu"), (15, 4, 24))
@@ -161,6 +174,8 @@ layer(
 )
 layer("TransformerDecoderLayer", lambda: nn.TransformerDecoderLayer(48, 4, 96), (18, 4, 48), (18, 4, 48))
 layer("Transformer", lambda: nn.Transformer(32, 4, 2, 2, 64), (12, 4, 32), (10, 4, 32))
+layer("TransformerEncoder", lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64), 2), (12, 4, 32))
+layer("TransformerDecoder", lambda: nn.TransformerDecoder(nn.TransformerDecoderLayer(32, 4, 64), 2), *[(12, 4, 32)] * 2)
 layer("PReLU", lambda: nn.PReLU(16), (4, 16, 12, 12))
 layer(
     "AdaptiveLogSoftmaxWithLoss",
@@ -273,6 +288,11 @@ function("fft", lambda x: torch.fft.irfft(torch.fft.rfft(x)), (8, 20, 48))
 function("fft2", lambda x: torch.fft.fft2(x).abs(), (4, 16, 16))
 function("linalg.inv", lambda x: torch.linalg.inv(x @ x.mT + torch.eye(12)), (4, 12, 12))
 function("linalg.cholesky", lambda x: torch.linalg.cholesky(x @ x.mT + torch.eye(12)), (4, 12, 12))
+function("linalg.qr", lambda x: torch.linalg.qr(x), (4, 12, 8))
+function("linalg.svd", lambda x: torch.linalg.svd(x, full_matrices=False), (4, 12, 8))
+function("linalg.eigh", lambda x: torch.linalg.eigh(x @ x.mT).eigenvalues, (4, 12, 12))
+function("linalg.solve", lambda x, y: torch.linalg.solve(x @ x.mT + torch.eye(12), y), (4, 12, 12), (4, 12, 3))
+function("linalg.det", lambda x: torch.linalg.det(x), (4, 12, 12))
 function("linalg.norm", lambda x: torch.linalg.norm(x, dim=-1), (8, 20, 48))
 function("einsum", lambda x, y: torch.einsum("bij,bjk->bik", x, y), (4, 10, 12), (4, 12, 14))
 function(
@@ -351,13 +371,17 @@ def language_model(
 ) -> None:
     """An entry that trains a language model of transformers by its own loss."""
     how = {"optimizer": adamw, **(how or {})}
+    checkpointed = how.pop("checkpointed", False)
 
     def build() -> tuple[Any, ...]:
         ids = tokens(2, 24)
         given = {"input_ids": ids, "use_cache": False} if how.get("backward", True) else {"input_ids": ids}
         if "loss" in how:
             given["labels"] = ids
-        return of_transformers(model, config, attention, **sizes), (), given
+        made = of_transformers(model, config, attention, **sizes)
+        if checkpointed:
+            made.train().gradient_checkpointing_enable()
+        return made, (), given
 
     ZOO[name] = Entry(build, needs="transformers", **how)
 
@@ -371,6 +395,7 @@ def first(output: Any) -> Any:
 
 
 LOSS = {"loss": own_loss}
+BF16 = {"autocast": torch.bfloat16}
 GPT2 = {"vocab_size": 128, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 LLAMA = {**SMALL, **KEYS, "max_position_embeddings": 64}
 language_model("GPT-2, eager", "GPT2LMHeadModel", "GPT2Config", how=LOSS, **GPT2)
@@ -382,6 +407,12 @@ language_model("Llama, eager", "LlamaForCausalLM", "LlamaConfig", how=LOSS, **LL
 language_model("Llama, sdpa", "LlamaForCausalLM", "LlamaConfig", "sdpa", how=LOSS, **LLAMA)
 language_model(
     "Llama, inference", "LlamaForCausalLM", "LlamaConfig", "sdpa", how={"backward": False, "optimizer": None}, **LLAMA
+)
+language_model("Llama, checkpointed", "LlamaForCausalLM", "LlamaConfig", how={**LOSS, "checkpointed": True}, **LLAMA)
+language_model("Llama, autocast", "LlamaForCausalLM", "LlamaConfig", how={**LOSS, **BF16}, **LLAMA)
+language_model("GPT-2, autocast", "GPT2LMHeadModel", "GPT2Config", how={**LOSS, **BF16}, **GPT2)
+language_model(
+    "GPT-2, accumulated", "GPT2LMHeadModel", "GPT2Config", how={**LOSS, "accumulate": 2, "clip_grad_norm": 1.0}, **GPT2
 )
 language_model("Mistral", "MistralForCausalLM", "MistralConfig", "sdpa", how=LOSS, **LLAMA)
 language_model("Qwen2", "Qwen2ForCausalLM", "Qwen2Config", how=LOSS, **LLAMA)
@@ -571,7 +602,14 @@ def with_stubs_of_torchvision() -> torch.library.Library:
 image_model("torchvision ResNet", of_torchvision("resnet18"), 32, "torchvision", optimizer=momentum)
 image_model("torchvision MobileNetV2", of_torchvision("mobilenet_v2"), 32, "torchvision", optimizer=sgd)
 image_model("torchvision SqueezeNet", of_torchvision("squeezenet1_1"), 64, "torchvision")
+image_model("torchvision Swin", lambda: swin_transformer(), 32, "torchvision")
 image_model("torchvision ViT", lambda: vision_transformer(), 32, "torchvision")
+
+
+def swin_transformer() -> Any:
+    with_stubs_of_torchvision()
+    kind = importlib.import_module("torchvision.models").SwinTransformer
+    return kind([4, 4], 16, [1, 1], [2, 2], [4, 4], num_classes=10)
 
 
 def vision_transformer() -> Any:
@@ -634,34 +672,102 @@ trained("MLP, inference", Mlp, backward=False)
 trained("MLP, checkpointed", Checkpointed, optimizer=adamw)
 trained("MLP, checkpointed, reentrant", Reentrant, optimizer=adamw)
 trained("MLP, autocast", Mlp, autocast=torch.bfloat16, optimizer=adamw)
+trained("MLP, autocast to float16", Mlp, autocast=torch.float16, optimizer=adamw)
+trained("MLP, autocast inside", lambda: Cast(), optimizer=adamw)
+trained("MLP, autocast inside, checkpointed", lambda: CastCheckpoints(), optimizer=adamw)
+trained("MLP, accumulated", Mlp, accumulate=3, optimizer=adamw)
+trained("MLP, clipped", Mlp, clip_grad_norm=1.0, optimizer=adamw)
+trained("MLP, gradients kept", Mlp, set_to_none=False, optimizer=momentum)
+trained("MLP, all of these", Mlp, accumulate=2, clip_grad_norm=1.0, set_to_none=False, optimizer=adamw)
+trained("MLP, compiled", lambda: torch.compile(Mlp()), optimizer=adamw)
+
+
+class Cast(Mlp):
+    """Enters autocast in its forward, and leaves it for the last layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            x = self.layers[:-1](x)
+            with torch.autocast("cpu", enabled=False):
+                return self.layers[-1](x.float())
+
+
+class CastCheckpoints(Checkpointed):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x)
 
 
 def run_entry(name: str) -> dict[str, Any]:
-    """Predicted and measured figures of an entry, and the verdict about them."""
+    """Predicted and measured figures of an entry, the verdict about them, and MemTracker's peak."""
     entry = ZOO[name]
     model, inputs, *rest = entry.build()
     kwargs = rest[0] if rest else {}
-    how = entry.how()
-    prediction = memcheck.predict_memory(model, *inputs, device="cpu", **how, **kwargs)
-    measured = memcheck.measure_memory(model, *inputs, **how, **kwargs)
+    prediction = memcheck.predict_memory(model, *inputs, device="cpu", **entry.how(), **kwargs)
+    row = {"name": name, "verdict": "stopped", "wrong": {}, "unknown": list(prediction.unknown)}
+    row["reason"] = prediction.record.reason
+    if prediction.fits is None:
+        return row
+    measured = memcheck.measure_memory(model, *inputs, **entry.how(), **kwargs)
     pairs = {field: (getattr(prediction.record, field), getattr(measured, field)) for field in FIGURES}
     wrong = {field: pair for field, pair in pairs.items() if pair[0] != pair[1]}
     unclaimed = {field for field in wrong if field in prediction.bounds}
-    if prediction.fits is None:
-        verdict = "stopped"
-    elif not wrong:
+    if not wrong:
         verdict = "exact" if prediction.exact else "equal"
     elif prediction.exact or set(wrong) - unclaimed:
         verdict = "false exact"
     else:
         verdict = "within 1 %" if all(is_near(*pairs[field]) for field in wrong) else "off"
-    return {
-        "name": name,
-        "verdict": verdict,
-        "wrong": wrong,
-        "unknown": list(prediction.unknown),
-        "reason": prediction.record.reason,
-    }
+    peak = max(getattr(measured, field) or 0 for field in PEAKS)
+    return {**row, "verdict": verdict, "wrong": wrong, "peak_bytes": peak, "memtracker": tracked(entry, peak)}
+
+
+def tracked(entry: Entry, peak: int) -> dict[str, Any]:
+    """MemTracker's error in percent of the measured peak, or what it raised."""
+    try:
+        return {"percent": round(100 * (tracked_peak(entry) - peak) / peak, 2)}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"[:120]}
+
+
+def tracked_peak(entry: Entry) -> int:
+    """MemTracker's peak of two steps of the entry on real tensors."""
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    model, inputs, *rest = entry.build()
+    kwargs = rest[0] if rest else {}
+    optimizer = entry.optimizer(model.parameters()) if entry.optimizer is not None else None
+    tracker = MemTracker()
+    tracker.track_external(model, *([] if optimizer is None else [optimizer]), *tensors_in([inputs, kwargs]))
+    with tracker:
+        for _ in range(1 if optimizer is None else 2):
+            for _ in range(entry.accumulate):
+                run_pass(entry, model, inputs, kwargs)
+                tracker.reset_mod_stats()  # Without it a module may run only once.
+            if optimizer is not None:
+                if entry.clip_grad_norm is not None:
+                    torch.nn.utils.clip_grad_norm_(model.parameters(), entry.clip_grad_norm)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=entry.set_to_none)
+    return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
+
+
+def run_pass(entry: Entry, model: Any, inputs: Any, kwargs: Any) -> None:
+    with torch.set_grad_enabled(entry.backward):
+        with torch.autocast("cpu", entry.autocast, enabled=entry.autocast is not None):
+            output = model(*inputs, **kwargs)
+            output = entry.loss(output) if entry.loss is not None else output
+        roots = roots_of(tensors_in(output))
+        if roots and entry.backward:
+            torch.autograd.backward(roots, gradients_for(roots, False))
+
+
+def kind_of(tracking: dict[str, Any]) -> str:
+    """The key of TRACKED."""
+    if "error" in tracking:
+        return "error"
+    percent = abs(tracking["percent"])
+    return "within 1 %" if percent <= 1 else "within 10 %" if percent <= 10 else "off"
 
 
 def is_near(predicted: int | None, measured: int | None) -> bool:
@@ -687,7 +793,6 @@ def main() -> None:
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     names = [name for name in ZOO if not args.only or any(name.startswith(only) for only in args.only)]
-    counts: dict[str, int] = {}
     rows = []
     for name in available(names):
         try:
@@ -700,14 +805,14 @@ def main() -> None:
                 "unknown": [],
                 "reason": f"{type(error).__name__}: {error}",
             }
-        counts[row["verdict"]] = counts.get(row["verdict"], 0) + 1
         rows.append(row)
         if row["verdict"] != "exact":
             print(
                 f"{name:34} {row['verdict']:12} {row['wrong']} {row['unknown']} {(row['reason'] or '')}"[:400],
                 flush=True,
             )
-    print(counts)
+    print(Counter(row["verdict"] for row in rows))
+    print("MemTracker:", Counter(kind_of(row["memtracker"]) for row in rows if "memtracker" in row))
     if args.output:
         args.output.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 

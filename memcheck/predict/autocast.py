@@ -27,11 +27,8 @@ def words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Kind of device -> the key of its autocast, and a key that no device of this process uses with that device's name.
-KEYS = {
-    "cpu": ("AutocastCPU", DispatchKey.AutocastIPU, "ipu"),
-    "cuda": ("AutocastCUDA", DispatchKey.AutocastHPU, "hpu"),
-}
+# Kind of device -> its name in the dispatch key of its autocast, and a device that is never here, whose key stands in.
+KEYS = {"cpu": ("CPU", "ipu"), "cuda": ("CUDA", "hpu")}
 # Operators that cast to the lower precision. Those of CUDA are AT_FORALL_LOWER_PRECISION_FP in torch 2.13's
 # ATen/autocast_mode.h. Those of the CPU were observed.
 OURS = words("softplus_attention linear_attention compressed_attention combinator linear_r linear_l")
@@ -145,7 +142,7 @@ def autocast_followed(kind: str) -> Iterator[None]:
     torch.autocast("cuda") is then possible without a GPU.
     """
     register_kernels(kind)
-    _, key, device = KEYS[kind]
+    device, key = KEYS[kind][1], key_for(kind)
     casts = Casts(kind)
     clear = torch.clear_autocast_cache
 
@@ -186,9 +183,14 @@ def base_name(op: Any) -> str:
     return name.partition("::")[2].partition(".")[0]
 
 
+def key_for(kind: str) -> Any:
+    """The dispatch key that stands in for that of the kind's autocast."""
+    return getattr(DispatchKey, f"Autocast{KEYS[kind][1].upper()}")
+
+
 def listed(kind: str) -> list[Any]:
     """The operators of torch and of memcheck that autocast casts on the kind of device."""
-    key = KEYS[kind][0]
+    key = f"Autocast{KEYS[kind][0]}"
     names = [name for name in torch._C._dispatch_get_all_op_names() if name.startswith(("aten::", "memcheck::"))]
     return [named_op(name) for name in names if torch._C._dispatch_has_kernel_for_dispatch_key(name, key)]
 
@@ -203,7 +205,7 @@ def named_op(name: str) -> Any:
 @functools.cache
 def register_kernels(kind: str) -> list[torch.library.Library]:
     """Registers kernels for the operators that autocast casts. Returns the registrations, which must stay alive."""
-    _, key, _ = KEYS[kind]
+    key = key_for(kind)
     others = torch.library.Library("_", "IMPL")
     others.fallback(torch.library.fallthrough_kernel, key.name)
     libraries = {space: torch.library.Library(space, "IMPL") for space in ("aten", "memcheck")}
@@ -212,7 +214,7 @@ def register_kernels(kind: str) -> list[torch.library.Library]:
     return [others, *libraries.values()]
 
 
-def kernel_for(op: Any, key: DispatchKey) -> Callable[..., Any]:
+def kernel_for(op: Any, key: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key)), torch._C.DisableTorchFunction():
             return FOLLOWED[-1].call(op, args, kwargs)

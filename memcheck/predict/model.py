@@ -95,8 +95,8 @@ def predict_call(
             raise NotImplementedError("the compiler decides what is allocated")
         with collector_at_rest():
             trace = run.trace(workload_of(call, target, values))
-    except (NotImplementedError, RuntimeError, AssertionError) as error:
-        if not is_for_lack_of_data(error):
+    except Exception as error:
+        if not is_for_lack_of_data(error) and not is_of_the_target(call, target):
             raise
         return stopped(call, device, record, error, run)
     basis = basis_of(trace, record.dtype or "", device, target, expandable_segments)
@@ -170,7 +170,20 @@ LACKS = ("meta", "Meta", "data-dependent", "data is not allocated", "not compile
 
 
 def is_for_lack_of_data(error: Exception) -> bool:
-    return isinstance(error, NotImplementedError) or any(word in str(error) for word in LACKS)
+    lacking = isinstance(error, (RuntimeError, AssertionError)) and any(word in str(error) for word in LACKS)
+    return isinstance(error, NotImplementedError) or lacking
+
+
+def is_of_the_target(call: Call, target: Target) -> bool:
+    """Whether an error came of predicting for a GPU: the same call can be traced for the CPU."""
+    if target.kind == "cpu":
+        return False
+    target, values = Target("cpu", target.threads), Values()
+    try:
+        TracedRun(target, values=values).trace(workload_of(call, target, values))
+    except Exception:
+        return False
+    return True
 
 
 def stopped(call: Call, device: Device, record: Record, error: Exception, run: TracedRun) -> Prediction:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import itertools
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -48,6 +48,19 @@ def python_functions_open() -> Iterator[None]:
             stack.enter_context(mock.patch.object(module, name, no))
         for name in LISTING:
             stack.enter_context(mock.patch(f"{name}._device_has_foreach_support", yes))
+        yield
+
+
+@contextmanager
+def capability_of(target: Target) -> Iterator[None]:
+    """Inside, torch.cuda.get_device_capability is the target's, if the target is a GPU."""
+
+    def capability(*_: Any) -> tuple[int, int]:
+        if target.architecture is None:
+            raise NotImplementedError("the model asks for the GPU's architecture, which is not known")
+        return target.architecture
+
+    with mock.patch("torch.cuda.get_device_capability", capability) if target.kind == "cuda" else nullcontext():
         yield
 
 

@@ -53,8 +53,9 @@ READ_OF_CUDA = (
     | names(
         """
     _foreach_add_ _foreach_addcdiv_ _foreach_addcmul_ _foreach_div_ _foreach_lerp_ _foreach_mul_ _foreach_sqrt
-    _log_softmax _log_softmax_backward_data _softmax add add_ div div_ embedding eq ge gt le lt mul mul_
-    native_dropout native_dropout_backward ne nll_loss_backward nll_loss_forward rsub scatter sub sub_ tril triu
+    _log_softmax _log_softmax_backward_data _softmax add add_ bitwise_and bitwise_not bitwise_or div div_ embedding eq
+    gather ge gelu gelu_backward gt le lt mul mul_ native_dropout native_dropout_backward ne nll_loss_backward
+    nll_loss_forward repeat rsub scatter sub sub_ tril triu
     """
     )
 )

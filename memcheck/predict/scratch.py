@@ -212,6 +212,27 @@ def scanned(call: Call) -> Iterator[Unknown]:
         yield Unknown("what the cumulative sum of a single row takes")
 
 
+@rule("cuda", "native_layer_norm", "native_layer_norm_backward")
+def layer_norm(call: Call) -> Iterator[Scratch | Unknown]:
+    """Operands are laid out; with very many rows the weight's gradient is summed in parts.
+
+    layer_norm_kernel.cu: layer_norm_cuda, layer_norm_backward_cuda and LaunchGammaBetaBackwardCUDAKernel.
+    """
+    for name in ("input", "grad_out"):
+        operand = call.values.get(name)
+        if operand is not None and not operand.is_contiguous():
+            yield Scratch(f"{name.replace('_', ' ')}, laid out", operand.nbytes, first=True)
+    if call.name.endswith("_backward") and call.mean.numel() > MANY_ROWS:
+        yield Unknown("the partial sums of layer_norm's backward")
+
+
+@rule("cuda", "index")
+def indexed(call: Call) -> Iterator[Unknown]:
+    """Indices are read in place if they are 64-bit integers; a mask is turned into such indices first."""
+    if any(index is not None and index.dtype != torch.int64 for index in call.indices):
+        yield Unlisted("what aten::index takes for a mask or 32-bit indices")
+
+
 @rule("cuda", "_softmax_backward_data")
 def softmax_backward(call: Call) -> Iterator[Scratch]:
     yield Scratch("gradient times probabilities", call.grad_output.nbytes)
@@ -325,8 +346,14 @@ def flash_splits(call: Call) -> Iterator[Unknown]:
 
 @rule("cuda", "_scaled_dot_product_flash_attention_backward")
 def flash_backward(call: Call) -> Iterator[Scratch]:
-    """Copies of y and its gradient unless they are laid out as (B,S,H,D), and dq accumulated in float32."""
-    q, S, _, D = attention_sizes(call)
+    """Copies of y and its gradient unless they are laid out as (B,S,H,D), and dq accumulated in float32.
+
+    If keys and values have fewer heads than queries, their gradients are made for every query's head first.
+    """
+    q, S, T, D = attention_sizes(call)
+    if call.key.shape[1] != q.shape[1]:
+        for name in ("dk", "dv"):
+            yield Scratch(f"{name} of every head", q.shape[0] * q.shape[1] * T * D * q.element_size())
     for name, tensor in (("gradient of y, laid out", call.grad_out), ("y, laid out", call.out)):
         if not tensor.transpose(1, 2).is_contiguous():
             yield Scratch(name, tensor.nbytes)
@@ -364,9 +391,11 @@ def cudnn_plan(call: Call) -> Iterator[Unknown]:
 OF_THE_HOST = {"aten::_scaled_dot_product_efficient_attention": (2, 3), "aten::_efficient_attention_forward": (2, 3)}
 # From this many elements per result on, CUDA's reductions may take two steps with a buffer.
 LONG_REDUCTION, FEW_SUMS = 4096, 8192
+# Up to this many rows, layer_norm's backward sums the weight's gradient in one pass.
+MANY_ROWS = 64 * 1024
 
 
-@rule("cuda", "sum", "max", "amax", "mean", "all")
+@rule("cuda", "sum", "max", "amax", "mean", "all", "linalg_vector_norm")
 def reductions(call: Call) -> Iterator[Unknown]:
     sums = max(call.outputs[0].numel(), 1)
     if sums < FEW_SUMS and call.self.numel() // sums >= LONG_REDUCTION:

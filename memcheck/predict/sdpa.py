@@ -36,6 +36,7 @@ class Attention:
     dropout: float
     scale: float | None
     lower_right: bool = False  # Causal with the last query aligned to the last key, as CausalBias can be.
+    grouped: bool = False  # Keys and values may have fewer heads than queries.
 
     @property
     def trains(self) -> bool:
@@ -63,7 +64,7 @@ def attention(
     if bias is not None:
         square = bias.seq_len_q == bias.seq_len_kv or bias.variant.name == "UPPER_LEFT"
         mask, bias, is_causal = None, None if square else bias, square
-    call = Attention(query, key, value, mask, is_causal, dropout_p, scale, lower_right=bias is not None)
+    call = Attention(query, key, value, mask, is_causal, dropout_p, scale, bias is not None, enable_gqa)
     if bias is not None:
         backend = fused_lower_right(call, target)
         if backend is not None:
@@ -71,17 +72,17 @@ def attention(
             return y
         call = dataclasses.replace(call, mask=bias._materialize(query.device), lower_right=False)
     if not (target.has(ATTENTION_OF_THREE_DIMENSIONS) and all(x.dim() == 3 for x in (query, key, value))):
-        return dispatched(call, target, enable_gqa)
+        return dispatched(call, target)
     q, k, v = (x.unsqueeze(0) for x in (query, key, value))
     while call.mask is not None and call.mask.dim() < 4:
         call = dataclasses.replace(call, mask=call.mask.unsqueeze(0))
-    return dispatched(dataclasses.replace(call, q=q, k=k, v=v), target, enable_gqa).squeeze(0)
+    return dispatched(dataclasses.replace(call, q=q, k=k, v=v), target).squeeze(0)
 
 
-def dispatched(call: Attention, target: Target, enable_gqa: bool) -> Tensor:
+def dispatched(call: Attention, target: Target) -> Tensor:
     """Calls the backend that the target chooses."""
     backend = chosen(call, target)
-    y: Tensor = math_attention(call, enable_gqa) if backend == "math" else BACKENDS[backend](call)
+    y: Tensor = math_attention(call) if backend == "math" else BACKENDS[backend](call)
     return y
 
 
@@ -133,6 +134,14 @@ def is_dense(call: Attention) -> bool:
     return all(x.dim() == 4 and x.numel() and x.stride(-1) in (1, x.shape[-1]) for x in tensors)
 
 
+def has_fitting_heads(call: Attention, takes_groups: bool) -> bool:
+    """Whether a fused kernel of CUDA takes these numbers of sequences and heads."""
+    (batch, heads), (_, kv_heads) = call.q.shape[:2], call.k.shape[:2]
+    if call.v.shape[:2] != call.k.shape[:2] or call.k.shape[0] != batch:
+        return False
+    return heads == kv_heads or (takes_groups and call.grouped and heads % kv_heads == 0)
+
+
 def cpu_flash_takes(call: Attention, target: Target) -> bool:
     alike = len({x.shape[-1] for x in (call.q, call.k, call.v)}) == 1
     mask = call.mask
@@ -146,6 +155,7 @@ def flash_takes(call: Attention, target: Target) -> bool:
     square = call.q.shape[-2] == call.k.shape[-2] or not call.causal
     return (
         is_dense(call)
+        and has_fitting_heads(call, takes_groups=True)
         and call.mask is None
         and is_half(call, target)
         and architecture >= (8, 0)
@@ -160,13 +170,14 @@ def efficient_takes(call: Attention, target: Target) -> bool:
     half = call.q.dtype in (torch.float16, torch.bfloat16)
     alignment = 8 if half and architecture >= (7, 0) else 4 if architecture >= (8, 0) else 1
     wanted = is_half(call, target) or call.q.dtype == torch.float32
-    return is_dense(call) and wanted and call.head_dim % alignment == 0
+    return is_dense(call) and has_fitting_heads(call, False) and wanted and call.head_dim % alignment == 0
 
 
 def cudnn_takes(call: Attention, target: Target) -> bool:
     architecture = target.architecture or (8, 0)
     fits = call.head_dim <= 128 and call.head_dim % 8 == 0 and call.k.shape[-2] != 1
-    return is_dense(call) and is_half(call, target) and architecture >= (8, 0) and fits
+    fits = fits and is_dense(call) and has_fitting_heads(call, takes_groups=True)
+    return fits and is_half(call, target) and architecture >= (8, 0)
 
 
 def is_half(call: Attention, target: Target) -> bool:
@@ -185,10 +196,10 @@ def additive(call: Attention) -> Tensor | None:
     return torch.where(call.mask, 0.0, hidden)
 
 
-def math_attention(call: Attention, enable_gqa: bool) -> Tensor:
+def math_attention(call: Attention) -> Tensor:
     """The math backend, called directly so that the choice of the running torch does not matter."""
     operator = aten._scaled_dot_product_attention_math
-    more = {"scale": call.scale, "enable_gqa": enable_gqa}
+    more = {"scale": call.scale, "enable_gqa": call.grouped}
     y: Tensor = operator(call.q, call.k, call.v, additive(call), call.dropout, call.causal, **more)[0]
     return y
 

@@ -26,7 +26,7 @@ from memcheck.core.workload import Workload
 from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers the rules of memcheck's operators
 from memcheck.predict.autocast import autocast_followed, cast_for
 from memcheck.predict.modules import Modules
-from memcheck.predict.on_device import ANSWERS, Mish, answer, moved, python_functions_open
+from memcheck.predict.on_device import ANSWERS, Mish, answer, capability_of, moved, python_functions_open
 from memcheck.predict.probed import FunctionCall, Probe, Probed, Result, call_to_check, made
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
 from memcheck.predict.rnn import is_packed, onednn_lstm, recurrent, takes_onednn
@@ -62,6 +62,7 @@ WORKSPACE = "cuBLAS workspace"
 WITH_NUMBERS = {"add", "sub", "mul", "div", "true_divide", "multiply", "divide", "gt", "lt", "ge", "le", "eq", "ne"}
 WITH_NUMBERS |= {"add_", "sub_", "mul_", "div_"}
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+GROUPED = torch.ops.aten._grouped_mm.default
 # The autograd nodes that keep it.
 KEEPERS = {"MulBackward0", "DivBackward0"}
 # Functions that choose their implementation by device internally. Modes cannot see inside, so the traced operators
@@ -253,6 +254,8 @@ class Tracer(TorchDispatchMode):
 
         If it has no kernel for meta tensors, it is computed from known contents, or a probe runs it.
         """
+        if func is GROUPED and self.target.kind == "cuda" and args[0].dtype != torch.bfloat16:
+            return grouped_product(*args, **kwargs), None
         try:
             return as_computed(func, func(*args, **kwargs), args), None
         except (NotImplementedError, RuntimeError) as error:
@@ -492,6 +495,18 @@ def as_computed(func: Any, output: Any, args: Any) -> Any:
         return output
     y, logsumexp = output
     return y, logsumexp.double()
+
+
+def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """The result of _grouped_mm in a dtype that its meta kernel refuses and CUDA multiplies matrix by matrix.
+
+    Groups are the first dimension of an operand with three, else the parts of a common one that offsets (G) end.
+    """
+    sizes = (left.shape[-2], right.shape[-1])
+    if left.dim() != right.dim():
+        return left.new_empty(sizes)
+    groups = len(left) if left.dim() == 3 or offsets is None else len(offsets)
+    return left.new_empty((groups, *sizes))
 
 
 def keeps_number(call: Call) -> bool:
@@ -745,6 +760,7 @@ class TracedRun:
             OnTarget(self.tracer),
             checkpoints_followed(self.tracer),
             autocast_followed(self.tracer.target.kind),
+            capability_of(self.tracer.target),
             python_functions_open(),
             self.tracer.modules.of(workload.module),
         ):

@@ -340,6 +340,51 @@ def test_a_gpu_that_is_not_here() -> None:
     assert prediction.record.optimizer_bytes == 2 * 4 * elements  # the step counters are on the host
 
 
+@pytest.mark.parametrize(
+    ("dtype", "attention", "scratch"),
+    [
+        (torch.float32, "aten::bmm", None),  # Efficient attention takes no groups.
+        (torch.bfloat16, "aten::_scaled_dot_product_flash_attention", "dk of every head"),
+    ],
+)
+def test_grouped_heads_on_a_gpu(dtype: torch.dtype, attention: str, scratch: str | None) -> None:
+    def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+    heads = (4, 2, 2)
+    qkv = [torch.zeros(2, count, 24, 8, dtype=dtype, device="meta", requires_grad=True) for count in heads]
+    prediction = memcheck.predict_memory(grouped, *qkv, device="RTX-4090")
+    assert prediction.trace is not None
+    assert attention in prediction.trace.operators
+    assert prediction.record.gradient_bytes == sum(x.nbytes for x in qkv)
+    assert scratch is None or scratch in {piece.name for piece in prediction.trace.tape.pieces}
+
+
+def test_an_error_that_only_a_gpu_gives_is_a_reason() -> None:
+    class Refusing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.is_cuda:
+                raise ValueError("there is no kernel for it")
+            return x * x
+
+    x = torch.zeros(2, 3, requires_grad=True)
+    prediction = memcheck.predict_memory(Refusing(), x, device="RTX-4090")
+    assert (prediction.fits, prediction.unknown) == (None, ("there is no kernel for it",))
+    assert memcheck.predict_memory(Refusing(), x).fits
+
+
+def test_a_model_may_ask_for_the_capability_of_a_gpu_that_is_not_here() -> None:
+    def asking(x: Tensor) -> Tensor:
+        return x * 2.0 if torch.cuda.get_device_capability(x.device) >= (9, 0) else x * x
+
+    x = torch.zeros(2, 3, requires_grad=True)
+    ada, hopper = (memcheck.predict_memory(asking, x, device=name) for name in ("RTX-4090", "H100-80GB"))
+    assert (ada.record.saved_bytes, hopper.record.saved_bytes) == (0, 0)
+    assert ada.record.backward_peak_bytes != hopper.record.backward_peak_bytes
+    unknown = memcheck.predict_memory(asking, x, device="40GiB")
+    assert "architecture" in (unknown.record.reason or "")
+
+
 def test_dropout_on_a_gpu_keeps_a_mask_of_bytes() -> None:
     x = torch.zeros(8, 20, 48, requires_grad=True)
     assert memcheck.predict_memory(nn.Dropout(0.2), x, device="RTX-4090").record.saved_bytes == x.numel()
