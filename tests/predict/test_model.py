@@ -360,6 +360,21 @@ def test_grouped_heads_on_a_gpu(dtype: torch.dtype, attention: str, scratch: str
     assert scratch is None or scratch in {piece.name for piece in prediction.trace.tape.pieces}
 
 
+@pytest.mark.parametrize(("rows", "unknown"), [(1000, ()), (70_000, ("the partial sums of layer_norm's backward",))])
+def test_layer_norm_on_a_gpu(rows: int, unknown: tuple[str, ...]) -> None:
+    x = torch.zeros(rows, 32, device="meta", requires_grad=True)
+    assert memcheck.predict_memory(nn.LayerNorm(32), x, device="RTX-4090").unknown == unknown
+
+
+def test_a_mask_as_an_index_is_named_on_a_gpu() -> None:
+    x, index = torch.zeros(8, 3), torch.tensor([0, 2])
+    plain = memcheck.predict_memory(lambda x, i: x[i], x, index, device="RTX-4090", backward=False)
+    assert plain.unknown == ()
+    masked = memcheck.predict_memory(lambda x, i: x[i], x, x[:, 0] == 0, device="RTX-4090", backward=False)
+    assert not masked.exact
+    assert masked.unknown
+
+
 def test_an_error_that_only_a_gpu_gives_is_a_reason() -> None:
     class Refusing(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
