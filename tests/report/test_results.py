@@ -126,6 +126,7 @@ def test_a_record_of_a_callable_is_written_and_read(tmp_path: Path, capsys) -> N
     assert run(capsys, "report", before, "--html", before / "page.html", "--output", before)[0] == 0
     code, out, _ = run(capsys, "plot", before, "--format", "svg")
     assert (code, out) == (0, f"Wrote {before / 'memory.svg'}\n")
+    assert "With the optimizer's step" in (before / "memory.svg").read_text()
 
     memcheck.write_record(after, memcheck.measure_memory(model, torch.randn(64, 64, requires_grad=True)), name="linear")
     memcheck.write_record(after, step, name="a step")

@@ -32,6 +32,7 @@ from memcheck.report.plots.series import (
     FORWARD,
     STATE,
     STEP,
+    WHOLE_STEP,
     Line,
     Quantities,
     Quantity,
@@ -89,7 +90,10 @@ def whole_view(records: Sequence[Record]) -> View:
 
 
 def memory_quantities(records: Sequence[Record]) -> list[Quantity]:
-    return [FORWARD, BACKWARD] if any(record.mode == "train" for record in records) else [FORWARD]
+    if all(record.mode != "train" for record in records):
+        return [FORWARD]
+    steps = any(record.optimizer_peak_bytes is not None for record in records)
+    return [FORWARD, BACKWARD, *([WHOLE_STEP] if steps else [])]
 
 
 @in_house_style

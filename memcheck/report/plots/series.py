@@ -85,6 +85,11 @@ BACKWARD = Quantity(
     ("forward_peak_bytes", "backward_peak_bytes"),
     label="memory, inputs, output and gradients included",
 )
+WHOLE_STEP = Quantity(
+    "With the optimizer's step",
+    ("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes"),
+    label="memory, the optimizer's state included",
+)
 FORWARD_TIME = Quantity("Forward", ("forward_ms",), "ms", "time, median and quartiles")
 BACKWARD_TIME = Quantity("Backward", ("backward_ms",), "ms", "time, median and quartiles")
 STATE = Quantity("State", ("state_bytes",), label="memory")
