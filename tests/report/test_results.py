@@ -124,6 +124,7 @@ def test_a_record_of_a_callable_is_written_and_read(tmp_path: Path, capsys) -> N
     assert "in the optimizer's step, the most of 2." in out
     assert "None" not in out
     assert run(capsys, "report", before, "--html", before / "page.html", "--output", before)[0] == 0
+    assert "<h1>Peak memory</h1>" in (before / "page.html").read_text()
     code, out, _ = run(capsys, "plot", before, "--format", "svg")
     assert (code, out) == (0, f"Wrote {before / 'memory.svg'}\n")
     assert "With the optimizer's step" in (before / "memory.svg").read_text()

@@ -101,7 +101,8 @@ def write_page(records: Sequence[Record], args: argparse.Namespace) -> Path:
     more_plots = [published_picture(rows, styles)] if rows else []
     plots = svg_plots(records, styles=styles, more=more_plots, watch=watch)
     more = published_tables([record for record in operators if record.mode != "decode"])
-    page = html_page(records, title="What attention costs", plots=plots, sweeps=sweeps, more_tables=more)
+    title = "What attention costs" if any(map(has_sizes, operators)) else "Peak memory"
+    page = html_page(records, title=title, plots=plots, sweeps=sweeps, more_tables=more)
     try:
         args.html.write_text(page, encoding="utf-8")
     except OSError as error:
