@@ -7,8 +7,12 @@ import dataclasses
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
 
+from memcheck.bench.catalog import make_case
 from memcheck.bench.kv_cache import CachedModel
+from memcheck.cli.models import Setting, dtype_of
 from memcheck.cli.options import predicted_device
 from memcheck.core.case import Case
 from memcheck.core.devices import Device
@@ -30,13 +34,70 @@ def check_flags(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is for --mode decode, got --mode {args.mode}")
 
 
-def predict_decoding(args: argparse.Namespace, case: Case) -> Prediction:
-    """Prints what the states of all layers take, and one layer's step. Returns the prediction that says if they fit."""
-    if case.compiled or args.dense_grad or args.expandable_segments:
-        raise UsageError("--compile, --dense-grad and --expandable-segments are not for --mode decode")
-    device = predicted_device(args)
+def of_case(args: argparse.Namespace, case: Case) -> CachedModel:
+    """The model whose layers are the case of the flags."""
+    if case.compiled:
+        raise UsageError("--compile and compiled operators are not for --mode decode")
     sizes = {"layers": args.layers or 1, "block_size": args.block_size or 1, "weights_bytes": args.weights or 0}
-    model = CachedModel(case, args.kv_heads, concatenates=args.concatenate, **sizes)
+    return CachedModel(case, args.kv_heads, concatenates=args.concatenate, **sizes)
+
+
+def of_configuration(args: argparse.Namespace) -> CachedModel:
+    """The model of --hf-config, with its own weights unless --weights is given.
+
+    UsageError: its state is not a cache of keys and values.
+    """
+    for name in ("layers", "kv_heads", "optimizer", "loss", "autocast", "checkpointing", "steps"):
+        if getattr(args, name):
+            flag = f"--{name.replace('_', '-')}"
+            raise UsageError(f"{flag} is not for --hf-config in --mode decode, got {getattr(args, name)}")
+    from memcheck.cli.hugging_face import Configuration
+
+    configuration = Configuration.read(args.hf_config)
+    dtype = dtype_of("--dtype", args.dtype)
+    setting = configuration.completed(Setting(args.bsz, args.seq_len, "inference", dtype, attention=args.attention))
+    heads, kv_heads, head_dim, layers = cache_sizes(configuration.config(), args.hf_config)
+    weights = args.weights
+    if weights is None:
+        model = configuration.model(setting)
+        weights = sum(tensor.nbytes for tensor in [*model.parameters(), *model.buffers()])
+    operator = "naive" if setting.attention == "eager" else "softmax"
+    sizes: dict[str, Any] = {"dim": heads * head_dim, "heads": heads, "core_dim": None, "factor": None}
+    how: dict[str, Any] = {"bsz": setting.bsz, "kv_len": setting.seq_len, "dtype": setting.dtype, "mode": "decode"}
+    case = make_case(operator, query_len=1, **sizes, **how)
+    return CachedModel(case, kv_heads, layers, args.block_size or 1, args.concatenate, weights)
+
+
+def cache_sizes(config: Any, path: Path) -> tuple[int, int, int, int]:
+    """Heads of the queries, heads of the keys, the size of a head, and the number of layers."""
+    text: Any = config.get_text_config()
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    others = sorted(kinds - {"full_attention", "sliding_attention", "chunked_attention"})
+    heads: Any = getattr(text, "num_attention_heads", None)
+    why = (
+        "is an encoder and a decoder"
+        if config.is_encoder_decoder
+        else "keeps compressed keys and values"
+        if getattr(text, "kv_lora_rank", None)
+        else f"has layers of {', '.join(others)}"
+        if others
+        else "has no heads of attention"
+        if not heads
+        else None
+    )
+    if why:
+        raise UsageError(f"--mode decode knows caches of keys and values; the model of {path} {why}")
+    if kinds != {"full_attention"} or getattr(text, "sliding_window", None):
+        print("note: layers with a sliding window are counted with the whole length", file=sys.stderr)
+    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return heads, getattr(text, "num_key_value_heads", None) or heads, head_dim, text.num_hidden_layers
+
+
+def predict_decoding(args: argparse.Namespace, model: CachedModel) -> Prediction:
+    """Prints what the states of all layers take, and one layer's step. Returns the prediction that says if they fit."""
+    if args.dense_grad or args.expandable_segments:
+        raise UsageError("--dense-grad and --expandable-segments are not for --mode decode")
+    case, device = model.case, predicted_device(args)
     whole = model.predict_step(device, limit_bytes=args.memory_limit, threads=args.threads)
     # For the figures, without a limit.
     step = model.predict_step(dataclasses.replace(device, usable_bytes=None), threads=args.threads)

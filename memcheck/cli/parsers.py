@@ -193,7 +193,8 @@ def check_model_flags(args: argparse.Namespace) -> None:
         if getattr(args, name.replace("-", "_"), None) not in (None, False):
             needs = f"is for operators, not for {flag}" if flag else "needs --model or --hf-config"
             raise UsageError(f"--{name} {needs}")
-    if flag and args.mode == "decode":
+    predicts_caches = flag == "--hf-config" and hasattr(args, "kv_heads")
+    if flag and args.mode == "decode" and not predicts_caches:
         raise UsageError(f"--mode decode is for operators, not for {flag}")
     if getattr(args, "calibration", None) and args.device not in (None, "cpu"):
         raise UsageError(f"--calibration is of a CPU, and --device {args.device} is none")

@@ -8,6 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
+from zoo_of_models import loaded
 
 from memcheck.__main__ import main
 from memcheck.bench.catalog import make_case
@@ -76,8 +78,6 @@ def test_the_step_of_a_layer_is_predicted_to_the_byte(operator: str, kv_heads: i
 
 @pytest.mark.parametrize("operator", ["naive", "softmax", "linear-causal", "compressed"])
 def test_fewer_heads_of_keys_give_the_attention_of_repeated_ones(operator: str) -> None:
-    import torch
-
     case = decoding(operator)
     grouped = step_workload(case, kv_heads=2, concatenates=False)
     q, k, v, state = grouped.inputs
@@ -178,3 +178,56 @@ def test_the_cache_of_the_documentation_is_what_predict_says(capsys) -> None:
     )[0]
     assert main(command.split()) == 0
     assert shown.strip() in capsys.readouterr().out
+
+
+def configuration(folder: Path, kind: str = "llama", **sizes: int) -> Path:
+    """The file of a tiny configuration of transformers."""
+    pytest.importorskip("transformers")
+    loaded().with_stubs_of_torchvision()
+    values = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    path = folder / "config.json"
+    path.write_text(json.dumps({"model_type": kind, "vocab_size": 128, **values, **sizes}))
+    return path
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_the_cache_of_a_configuration_is_that_of_transformers(tmp_path: Path, capsys) -> None:
+    path = configuration(tmp_path, num_key_value_heads=2, max_position_embeddings=64)
+    import transformers
+
+    flags = ("--hf-config", str(path), "--bsz", "3", "--seq-len", "24", "--device", "cpu")
+    found = cache(capsys, *flags)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_json_file(str(path)))
+    with torch.no_grad():
+        state = model(torch.ones(3, 24, dtype=torch.int64), use_cache=True).past_key_values
+    assert found["bytes"] == sum(layer.keys.nbytes + layer.values.nbytes for layer in state.layers)
+    tensors = {tensor.data_ptr(): tensor.nbytes for tensor in [*model.parameters(), *model.buffers()]}
+    assert found["weights_bytes"] == sum(tensors.values())
+    assert cache(capsys, *flags, "--weights", "1MiB")["weights_bytes"] == 2**20
+    for words, message in {
+        "--layers 3": "--layers is not for --hf-config in --mode decode, got 3",
+        "--optimizer adamw": "--optimizer is not for --hf-config in --mode decode",
+        "--kv-len 8": "--kv-len is for operators, not for --hf-config",
+    }.items():
+        assert main(["predict", "--mode", "decode", *flags, *words.split()]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("mamba", "layers of linear_attention"), ("t5", "an encoder and a decoder")]
+)
+def test_other_states_than_caches_are_refused(tmp_path: Path, kind: str, words: str, capsys) -> None:
+    path = configuration(tmp_path, kind)
+    assert main(["predict", "--hf-config", str(path), "--mode", "decode", "--device", "cpu"]) == 2
+    err = capsys.readouterr().err
+    assert f"the model of {path} " in err
+    assert words in err
+
+
+def test_windows_are_counted_with_the_whole_length(tmp_path: Path, capsys) -> None:
+    path = configuration(tmp_path, "mistral", num_key_value_heads=4, sliding_window=16)
+    words = ["predict", "--mode", "decode", "--hf-config", str(path), "--seq-len", "64", "--device", "cpu"]
+    assert main([*words, "--format", "json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["cache"]["bytes"] == 2 * 2 * 64 * 32 * 4
+    assert "layers with a sliding window are counted with the whole length" in err

@@ -11,7 +11,7 @@ from typing import Any
 from memcheck.bench.changes import single_changes
 from memcheck.bench.predict import predict_memory
 from memcheck.cli.cases import DOES_NOT_FIT, make_any_case, note_unused_flags
-from memcheck.cli.decoding import check_flags, predict_decoding
+from memcheck.cli.decoding import check_flags, of_case, of_configuration, predict_decoding
 from memcheck.cli.models import Study, classes_of
 from memcheck.cli.options import DEFAULT_SIZES, make_lengths, predicted_device
 from memcheck.core.case import Case
@@ -25,10 +25,12 @@ from memcheck.report.tables import Screen
 
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
-    if args.model or args.hf_config:
+    if args.mode == "decode":
+        prediction = predict_decoding(
+            args, of_configuration(args) if args.hf_config else of_case(args, make_case(args))
+        )
+    elif args.model or args.hf_config:
         prediction = predict_model(args)
-    elif args.mode == "decode":
-        prediction = predict_decoding(args, make_case(args))
     else:
         prediction = predict_operator(args)
     return DOES_NOT_FIT if args.fail_on_oom and prediction.record.status != "ok" else 0
