@@ -89,6 +89,7 @@ check-cuda: $(BUILD) $(DEVELOPMENT)  ## Check CUDA kernels without a GPU: compil
 
 count-cuda: $(BUILD) $(DEVELOPMENT)  ## Count the CUDA kernels' work on a GPU, on the host; ARGS=--lines: by line
 	$(BIN)/python tests/host_cuda/count.py $(ARGS)
+	$(if $(ARGS),,$(BIN)/python tests/host_cuda/count.py --derive)
 
 gpu:  ## Run everything that needs a GPU, with the installed torch; STEP="build values" runs these steps
 	benchmarks/gpu.sh $(STEP)

@@ -58,6 +58,7 @@ struct LaunchCounts {
   const void* function;
   dim3 grid, block;
   size_t shared_bytes;
+  uint64_t runs;                // blocks that ran
   Moved global[2], shared[2];   // reads, writes
   int64_t barriers = 0;         // of blocks
   int64_t copies = 0;           // of 16 bytes, by cp.async
@@ -469,8 +470,9 @@ Range own_module() {
 
 }  // namespace
 
-void count_launch(const char* kernel, const void* function, const BlockLaunch& launch) {
-  counted.push_back({kernel, function, launch.grid, launch.block, launch.shared_bytes, {}, {}, 0, 0, 0, 0, 0, {}, {}});
+void count_launch(const char* kernel, const void* function, const BlockLaunch& launch, uint64_t runs) {
+  counted.push_back(
+      {kernel, function, launch.grid, launch.block, launch.shared_bytes, runs, {}, {}, 0, 0, 0, 0, 0, {}, {}});
   counts = &counted.back();
   host_memory = {own_module(), stack_of_this_thread()};
   races.clear();
@@ -599,7 +601,7 @@ std::string written_counts() {
   std::ostringstream to;
   for (const LaunchCounts& of : counted) {
     to << "launch\tkernel=" << of.kernel << "\tfunction=" << offset_of(of.function)
-       << "\tblocks=" << uint64_t{of.grid.x} * of.grid.y * of.grid.z
+       << "\tblocks=" << uint64_t{of.grid.x} * of.grid.y * of.grid.z << "\truns=" << of.runs
        << "\tthreads=" << of.block.x * of.block.y * of.block.z << "\tshared=" << of.shared_bytes;
     write("global_read", of.global[0], to);
     write("global_write", of.global[1], to);

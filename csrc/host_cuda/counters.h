@@ -12,8 +12,9 @@ namespace host_cuda {
 
 #ifdef HOST_CUDA_COUNTS
 
-// A launch begins, whose kernel is the function at this address. Forgets the accesses of the launch before.
-void count_launch(const char* kernel, const void* function, const BlockLaunch& launch);
+// A launch begins, whose kernel is the function at this address, and of which `runs` blocks will run. Forgets the
+// accesses of the launch before.
+void count_launch(const char* kernel, const void* function, const BlockLaunch& launch, uint64_t runs);
 // The launch ends. Throws std::runtime_error if two threads touched the same memory without an order between them, and
 // one of them wrote: a race. Names kernel, block, threads and lines.
 void count_launch_end();
@@ -37,7 +38,7 @@ std::string written_counts();
 
 #else
 
-inline void count_launch(const char*, const void*, const BlockLaunch&) {}
+inline void count_launch(const char*, const void*, const BlockLaunch&, uint64_t) {}
 inline void count_launch_end() {}
 inline void count_block(const Block&) {}
 inline void count_block_end() {}

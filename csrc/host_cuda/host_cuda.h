@@ -56,6 +56,11 @@ const std::map<std::string, Launches>& launches();
 // as an A100.
 void stand_for(int major, int minor, size_t shared_bytes);
 
+// From now on a launch runs that many of its blocks, evenly spaced over the grid, and products of matrices are not
+// formed: for counts of large shapes. 0: all blocks run.
+void sample_blocks(uint64_t most);
+uint64_t sampled_blocks();
+
 // Runs thread() for every thread of the grid; it calls the kernel's function. If the GPU would refuse the launch,
 // returns CUDA's error, which cudaGetLastError also returns once. Throws std::runtime_error with the rule that a kernel
 // broke and the place.

@@ -16,6 +16,7 @@ namespace host_cuda {
 namespace {
 
 Order thread_order = Order::Ascending;
+uint64_t most_blocks = 0;
 std::map<std::string, Launches> launched;
 
 void note_launch(const char* kernel, size_t threads, size_t shared_bytes) {
@@ -49,6 +50,14 @@ void set_order(Order order) {
   thread_order = order;
 }
 
+void sample_blocks(uint64_t most) {
+  most_blocks = most;
+}
+
+uint64_t sampled_blocks() {
+  return most_blocks;
+}
+
 const std::map<std::string, Launches>& launches() {
   return launched;
 }
@@ -73,8 +82,12 @@ cudaError_t run(const char* kernel, const void* function, dim3 grid, dim3 block,
   failure = nullptr;
   try {
     const BlockLaunch launch{kernel, grid, block, shared_bytes, thread_order};
-    count_launch(kernel, function, launch);
-    for (uint64_t i = 0; i < blocks; ++i) run_block(launch, thread_order == Order::Descending ? blocks - 1 - i : i);
+    const uint64_t runs = most_blocks == 0 ? blocks : std::min(most_blocks, blocks);
+    count_launch(kernel, function, launch, runs);
+    for (uint64_t i = 0; i < runs; ++i) {
+      const uint64_t number = (2 * i + 1) * blocks / (2 * runs);  // i itself if all run
+      run_block(launch, thread_order == Order::Descending ? blocks - 1 - number : number);
+    }
     count_launch_end();
   } catch (...) {
     // Fibers that stopped within a thread cannot be used again, nor deleted.
@@ -149,6 +162,10 @@ __attribute__((visibility("default"))) int host_cuda_peek_at_last_error() {
 // 0 ascending, 1 descending, 2 shuffled.
 __attribute__((visibility("default"))) void host_cuda_set_order(int order) {
   host_cuda::set_order(static_cast<host_cuda::Order>(order));
+}
+
+__attribute__((visibility("default"))) void host_cuda_sample_blocks(int64_t most) {
+  host_cuda::sample_blocks(static_cast<uint64_t>(most));
 }
 
 __attribute__((visibility("default"))) void host_cuda_forget_launches() {

@@ -1,13 +1,17 @@
 """Counts of the CUDA kernels, on the host: memory that they move, bank conflicts, barriers, products; and races.
 
-python tests/host_cuda/count.py           counts, prints a table, and stores it in benchmarks/results/cuda_counts
-python tests/host_cuda/count.py --check   exit code 1 if a count is larger than the stored one
-python tests/host_cuda/count.py --lines   the lines of the kernels that cost most
+python tests/host_cuda/count.py            counts, prints tables, and stores them in benchmarks/results/cuda_counts
+python tests/host_cuda/count.py --check    exit code 1 if a count is larger than the stored one
+python tests/host_cuda/count.py --lines    the lines of the kernels that cost most
+python tests/host_cuda/count.py --derive   blocks, waves and derived times of large shapes on GPUs; stores them too
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import math
+import mmap
 import os
 import subprocess
 import sys
@@ -24,11 +28,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
 
-from host_cuda import counters, library  # noqa: E402
+from host_cuda import counters, library, occupancy  # noqa: E402
+from host_cuda.resources import REGISTERS, demangled  # noqa: E402
 
 import memcheck  # noqa: E402
+from memcheck.core.devices import ROWS as DEVICES  # noqa: E402
 
 STORED = ROOT / "benchmarks" / "results" / "cuda_counts" / "counts.csv"
+DERIVED = STORED.with_name("derived.csv")
 KEYS = ["case", "pass", "kernel"]
 # What may not grow by more than a percent: another compiler may read a value once more.
 CHECKED = [
@@ -119,8 +126,10 @@ def combinator(rows: int, E: int, dtype: torch.dtype) -> Case:
 
 
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-    """No count depends on values."""
-    return torch.zeros(shape, dtype=dtype)
+    """Zeros, of which those that nothing reads take no memory. Counts do not depend on values as long as these are
+    finite."""
+    buffer = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(buffer, dtype=dtype).view(shape)
 
 
 def spelled(dtype: torch.dtype) -> str:
@@ -139,6 +148,17 @@ def small_cases() -> Iterator[Case]:
     yield linear(1, 2, 192, 64, torch.bfloat16, causal=False)
     yield linear(1, 2, 192, 64, torch.bfloat16, Hkv=1)
     yield compressed(1, 1, 256, 128, 8, torch.bfloat16)
+
+
+def large_cases() -> Iterator[Case]:
+    """Shapes of users, of which some blocks of each launch are counted."""
+    yield softplus(8, 256, 4096, torch.bfloat16)
+    yield softplus(4, 1024, 4096, torch.bfloat16)
+    yield linear(4, 8, 4096, 64, torch.bfloat16)
+    yield linear(4, 64, 4096, 128, torch.bfloat16)
+    yield compressed(1, 8, 4096, 64, 8, torch.bfloat16)
+    yield compressed(1, 8, 4096, 64, 16, torch.bfloat16)
+    yield compressed(4, 16, 4096, 128, 8, torch.bfloat16)
 
 
 # ---- counts
@@ -161,7 +181,7 @@ def passes(case: Case) -> Iterator[Pass]:
     y = case.function(*leaves)
     yield Pass(case.name, "forward", case.forward_floor(leaves, y), library.counts())
     library.forget_counts()
-    torch.autograd.grad(y, leaves, torch.zeros_like(y))
+    torch.autograd.grad(y, leaves, zeros(*y.shape, dtype=y.dtype))
     yield Pass(case.name, "backward", case.backward_floor(leaves, y), library.counts())
 
 
@@ -176,6 +196,7 @@ def rows_of(of: Pass) -> Iterator[dict[str, object]]:
             "case": of.case,
             "pass": of.name,
             "kernel": kernel,
+            "instance": instances()[launches[0]["function"]],
             "launches": len(launches),
             "blocks": total("blocks"),
             "threads": max(launch["threads"] for launch in launches),
@@ -252,6 +273,119 @@ def growths(counts: pd.DataFrame, stored: pd.DataFrame) -> list[str]:
     return lines
 
 
+# ---- what GPUs would make of the counts
+
+GPUS = ["A100-80GB", "A40", "L40S", "H100-80GB-SXM", "RTX-5090"]
+# The binary that runs there. For 12.0 the driver compiles the PTX of 9.0, and may use other registers.
+BINARIES = {"8.0": "sm_80", "8.6": "sm_80", "8.9": "sm_80", "9.0": "sm_90", "12.0": "sm_90"}
+SAMPLED_BLOCKS = 4
+FLOPS_OF_MMA = 2 * 16 * 8 * 16
+# Of a load from global memory. Assumed: published measurements are from 400 to 800.
+LATENCY_CYCLES = 600
+
+
+def instances() -> dict[int, str]:
+    """The kernels of the library as in the source, by address."""
+    if not _instances:
+        text = subprocess.run(["nm", library.loaded_path()], capture_output=True, text=True, check=True).stdout
+        symbols = [line.split() for line in text.splitlines() if "_kernel" in line]
+        found = [(int(words[0], 16), words[2]) for words in symbols if len(words) == 3]
+        # Compilers spell numbers and truths in names alike but for these.
+        names = [name.replace("true", "1").replace("false", "0") for name in demangled([name for _, name in found])]
+        _instances.update(zip([address for address, _ in found], names, strict=True))
+    return _instances
+
+
+_instances: dict[int, str] = {}
+
+
+def registers_of(instance: str, capability: str) -> int:
+    """Of a thread. Raises KeyError for a kernel that is not stored."""
+    if not _registers:
+        for row in pd.read_csv(REGISTERS).to_dict("records"):
+            name = row["kernel"].replace("true", "1").replace("false", "0")
+            _registers[name, row["architecture"]] = row["registers"]
+    return _registers[instance, BINARIES[capability]]
+
+
+_registers: dict[tuple[str, str], int] = {}
+
+
+def derived(row: dict[str, object], gpu: dict[str, str]) -> dict[str, object]:
+    """What a kernel would do on a GPU. Times are milliseconds; the derived time is the largest of its terms, a lower
+    estimate, and no measurement. A term is NaN if the GPU's figure is not known.
+
+    memory: bytes that its blocks touch, each once for a launch, at the peak bandwidth
+    tensor: products on tensor cores, at their peak, on the multiprocessor that has most blocks
+    shared: turns of the banks of shared memory on that multiprocessor
+    latency: rounds of copies in flight, one after the other, in every wave of blocks; one round if a kernel has none
+    """
+    count = {name: int(value) for name, value in row.items() if isinstance(value, int)}
+    capability = gpu["architecture"]
+    registers = registers_of(str(row["instance"]), capability)
+    resident, limit = occupancy.blocks_per_multiprocessor(
+        capability, count["threads"], registers, count["shared_bytes"]
+    )
+    limits = occupancy.LIMITS[capability]
+    multiprocessors = int(gpu["multiprocessors"])
+    bandwidth, tensor, fma = (float(gpu[name] or "nan") for name in ("bandwidth_gb_s", "tensor_tflops", "fma_tflops"))
+    clock = fma * 1e12 / (multiprocessors * limits.fma_lanes * 2)
+    blocks = count["blocks"] // count["launches"]
+    most_blocks = math.ceil(blocks / multiprocessors) / blocks  # the share of the busiest multiprocessor
+    waves = math.ceil(blocks / (multiprocessors * resident)) if resident else math.nan
+    turns = count["shared_read_turns"] + count["shared_write_turns"]
+    # Copies of a thread, by those that are in flight when it waits.
+    copied = 16 * count["copies"] / (count["blocks"] * count["threads"])
+    rounds = copied / (count["bytes_in_flight"] / count["awaits"]) if count["bytes_in_flight"] else 1.0
+    products = count["mma"] * FLOPS_OF_MMA
+    terms = {
+        "memory": count["distinct_sectors"] * 32 / (bandwidth * 1e9),
+        "tensor": products * most_blocks / (tensor * 1e12 / multiprocessors) if products else 0.0,
+        "shared": turns * most_blocks / clock,
+        "latency": count["launches"] * waves * max(1.0, rounds) * LATENCY_CYCLES / clock,
+    }
+    longest = max(terms, key=lambda name: 0.0 if math.isnan(terms[name]) else terms[name])
+    return {
+        "gpu": gpu["name"],
+        **{name: row[name] for name in KEYS},
+        "blocks": blocks,
+        "threads": count["threads"],
+        "shared_kib": round(count["shared_bytes"] / 1024, 1),
+        "registers": registers,
+        "resident_blocks": resident,
+        "limited_by": limit,
+        "waves": waves,
+        "occupancy": round(resident * math.ceil(count["threads"] / 32) / limits.warps, 2),
+        "busy_multiprocessors": round(min(1.0, blocks / multiprocessors), 2),
+        "idle_awaits": round(count["idle_awaits"] / count["awaits"], 2) if count["awaits"] else math.nan,
+        "floor_ms": float(f"{int(row['floor']) / (bandwidth * 1e6):.3g}"),
+        **{f"{name}_ms": float(f"{1e3 * seconds:.3g}") for name, seconds in terms.items()},
+        "derived_ms": float(f"{1e3 * terms[longest]:.3g}") if resident else math.nan,
+        "longest": longest if resident else "does not launch",
+    }
+
+
+def derive(only: str) -> pd.DataFrame:
+    """A row for every large case, pass, kernel and GPU."""
+    rows = []
+    gpus = [next(row for row in DEVICES if row["name"] == name) for name in GPUS]
+    library.sample_blocks(SAMPLED_BLOCKS)
+    # What blocks that do not run would have written is zero, and finite: memory is fresh from the system.
+    m_mmap_threshold = -3
+    ctypes.CDLL(None).mallopt(m_mmap_threshold, 64 << 10)
+    # Kernels choose their variant by the shared memory that a block may have.
+    for allowed in sorted({occupancy.LIMITS[gpu["architecture"]].shared_bytes_per_block for gpu in gpus}):
+        alike = [gpu for gpu in gpus if occupancy.LIMITS[gpu["architecture"]].shared_bytes_per_block == allowed]
+        library.stand_for(alike[0]["architecture"])
+        for case in large_cases():
+            if only in case.name:
+                counted = [row for of in passes(case) for row in rows_of(of)]
+                rows += [derived(row, gpu) for gpu in alike for row in counted]
+    library.sample_blocks(0)
+    library.stand_for(library.this_gpu())
+    return pd.DataFrame(rows)
+
+
 # ---- lines
 
 
@@ -293,6 +427,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="compare with the stored counts; store nothing")
     parser.add_argument("--lines", action="store_true", help="the lines of the kernels that cost most; store nothing")
+    parser.add_argument("--derive", action="store_true", help="large shapes on GPUs; some blocks of each launch run")
     parser.add_argument("--only", default="", help="cases whose names contain this; store nothing")
     arguments = parser.parse_args()
     try:
@@ -300,6 +435,14 @@ def main() -> int:
     except FileNotFoundError as error:
         print(f"skipped, {error}")
         return 1 if os.environ.get("CI") else 0
+    if arguments.derive:
+        table = derive(arguments.only)
+        print(table.to_string(index=False, na_rep=""), "\n")
+        whole = table.groupby(["gpu", "case", "pass"], sort=False)[["floor_ms", "derived_ms"]]
+        print(whole.agg({"floor_ms": "first", "derived_ms": "sum"}).to_string())
+        if not arguments.only:
+            table.to_csv(DERIVED, index=False)
+        return 0
     rows = []
     for case in small_cases():
         if arguments.only not in case.name:

@@ -127,6 +127,14 @@ __global__ void product_kernel(float* to) {
   for (int i = 0; i < 4; ++i) to[4 * threadIdx.x + static_cast<unsigned>(i)] = d[i];
 }
 
+// Block b copies b + 1 rows of kThreads numbers, so that blocks differ as those of a causal kernel.
+__global__ void triangle_kernel(float* to, const float* from) {
+  for (unsigned row = 0; row <= blockIdx.x; ++row) {
+    const unsigned i = (blockIdx.x * (blockIdx.x + 1) / 2 + row) * kThreads + threadIdx.x;
+    to[i] = from[i];
+  }
+}
+
 // d plus 16 products of 1 and `b`, in every element.
 __global__ void rounding_kernel(float* to, float d0, float b0) {
   uint32_t a[4], b[2];
@@ -165,6 +173,11 @@ int main(int count, char** words) {
     if (name == "warp") run(warp_kernel, dim3(1), block, sizeof(Numbers), to, from, true);
     if (name == "global race") run(global_race_kernel, dim3(2), block, 0, to);
     if (name == "global read race") run(global_read_race_kernel, grid, block, 0, to);
+    if (name == "triangle") run(triangle_kernel, dim3(12), block, 0, to, from);
+    if (name == "sampled triangle") {
+      host_cuda::sample_blocks(3);
+      run(triangle_kernel, dim3(12), block, 0, to, from);
+    }
     if (name == "reduction") run(reduction_kernel, grid, block, 0, to, from);
     if (name == "late pipeline") run(pipeline_kernel, dim3(1), block, sizeof(Stages), to, from, false, true);
     if (name == "pipeline") run(pipeline_kernel, dim3(1), block, sizeof(Stages), to, from, true, true);

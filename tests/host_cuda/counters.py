@@ -22,14 +22,19 @@ class LaunchCounts:
     places: list[Numbers] = field(default_factory=list)
 
     def __getitem__(self, name: str) -> int:
-        """Zero for a collective that the kernel does not call. Raises KeyError for other names."""
-        return self.numbers.get(name, 0) if name.startswith(COLLECTIVES) else self.numbers[name]
+        """A number of the launch, or a count of all its blocks: if only some ran, those of the others are taken to be
+        alike. Zero for a collective that the kernel does not call. Raises KeyError for other names."""
+        count = self.numbers.get(name, 0) if name.startswith(COLLECTIVES) else self.numbers[name]
+        if name in OF_THE_LAUNCH or self.numbers["runs"] == self.numbers["blocks"]:
+            return count
+        return round(count * self.numbers["blocks"] / self.numbers["runs"])
 
     def collectives(self) -> int:
         """How often the lanes of a warp met, but for products."""
-        return sum(n for name, n in self.numbers.items() if name.startswith(COLLECTIVES) and "mma" not in name)
+        return sum(self[name] for name in self.numbers if name.startswith(COLLECTIVES) and "mma" not in name)
 
 
+OF_THE_LAUNCH = ("function", "blocks", "runs", "threads", "shared")
 # How the names of collectives begin.
 COLLECTIVES = ("__", "mma_", "ldmatrix_")
 

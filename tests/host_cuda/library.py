@@ -206,6 +206,12 @@ def loaded_path() -> str:
     return str(_library._name)
 
 
+def sample_blocks(most: int) -> None:
+    """From now on a launch runs that many of its blocks, evenly spaced, and results are wrong: for counts. 0: all."""
+    assert _library is not None
+    _library.host_cuda_sample_blocks(ctypes.c_int64(most))
+
+
 def forget_counts() -> None:
     assert _library is not None
     _library.host_cuda_forget_counts()

@@ -1,7 +1,8 @@
 """Prints the resources of CUDA kernels: registers and spilled bytes as ptxas reports them, and shared memory per block
 from launches on the host.
 
-python tests/host_cuda/resources.py
+python tests/host_cuda/resources.py            prints tables
+python tests/host_cuda/resources.py --store    also stores registers, for tests/host_cuda/count.py
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import pandas as pd
 
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
+REGISTERS = ROOT / "benchmarks" / "results" / "cuda_counts" / "registers.csv"
 ARCHITECTURES = ["arch=compute_80,code=sm_80", "arch=compute_90,code=[sm_90,compute_90]"]
 # torch compiles kernels without CUDA's operators for 16-bit types.
 WITHOUT = ["HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS"]
@@ -163,7 +165,10 @@ def main() -> int:
     except RuntimeError as error:
         sys.exit(str(error))
     print("Registers of a thread, and bytes of its stack and spilled:")
-    print(pd.DataFrame(side_by_side(resources(logs))).to_string(index=False, na_rep=""))
+    rows = resources(logs)
+    print(pd.DataFrame(side_by_side(rows)).to_string(index=False, na_rep=""))
+    if "--store" in sys.argv:
+        pd.DataFrame(rows).sort_values(["operator", "kernel", "architecture"]).to_csv(REGISTERS, index=False)
     return 0
 
 

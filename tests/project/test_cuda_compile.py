@@ -8,9 +8,10 @@ import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from host_cuda import library
-from host_cuda.resources import CSRC, compile_kernels, resources
+from host_cuda.resources import CSRC, REGISTERS, compile_kernels, resources
 from one_unit import one_unit
 
 pytestmark = pytest.mark.ci
@@ -40,6 +41,11 @@ def test_what_kernels_take_is_known_for_every_architecture(require_tool: Callabl
     assert sorted(kernels["sm_80"]) == sorted(kernels["sm_90"])
     instantiated = {str(name).partition("<")[0].rpartition("::")[2] for name in kernels["sm_80"]}
     assert instantiated == {name for path in CSRC.rglob("*.cu*") for name in written_kernels(path)}
+    # Derived times use the stored ones: resources.py --store.
+    stored = pd.read_csv(REGISTERS)
+    assert {(row["kernel"], row["architecture"]) for row in rows} == set(
+        zip(stored["kernel"], stored["architecture"], strict=True)
+    )
 
 
 def written_kernels(path: Path) -> list[str]:

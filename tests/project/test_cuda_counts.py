@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from host_cuda import count, counters, library
+from host_cuda import count, counters, library, occupancy
 
 ROOT = Path(__file__).resolve().parents[2]
 KERNELS = ROOT / "tests/host_cuda/counted.cu"
@@ -95,6 +95,15 @@ def test_bank_conflicts_of_a_transpose(run: Run, name: str, turns: int) -> None:
     assert launch["barriers"] == 1
     (place,) = [place for place in launch.places if place["shared"] and not place["writes"]]
     assert place["worst"] == turns // 32
+
+
+def test_some_blocks_stand_for_all(run: Run) -> None:
+    """Evenly spaced ones, of a kernel whose blocks grow."""
+    all_blocks, some = counts(run, "triangle"), counts(run, "sampled triangle")
+    assert (all_blocks["runs"], some["runs"], some["blocks"]) == (12, 3, 12)
+    for name in ("global_read_bytes", "global_read_requests", "global_write_units", "global_read_distinct_sectors"):
+        assert some[name] == pytest.approx(all_blocks[name], rel=0.1), name
+    assert all_blocks["global_read_bytes"] == 12 * 13 // 2 * 256 * 4
 
 
 def test_a_reduction_by_shuffles(run: Run) -> None:
@@ -188,3 +197,72 @@ def test_a_count_that_grows_is_named() -> None:
     first, second = count.growths(grown, stored)
     assert first.endswith(f"barriers {stored['barriers'][0]} -> {stored['barriers'][0] + 1}")
     assert second.endswith("a new kernel: not stored")
+
+
+OCCUPANCY = """
+#include <cuda_occupancy.h>
+#include <cstdio>
+int main() {
+  int major, minor, warps, shared_all, shared_block, threads, registers, shared;
+  while (std::scanf("%d.%d %d %d %d %d %d %d", &major, &minor, &warps, &shared_all, &shared_block, &threads, &registers,
+                    &shared) == 8) {
+    cudaOccDeviceProp gpu;
+    gpu.computeMajor = major;
+    gpu.computeMinor = minor;
+    gpu.maxThreadsPerBlock = 1024;
+    gpu.maxThreadsPerMultiprocessor = 32 * warps;
+    gpu.regsPerBlock = gpu.regsPerMultiprocessor = 65536;
+    gpu.warpSize = 32;
+    gpu.sharedMemPerBlock = 48 << 10;
+    gpu.sharedMemPerMultiprocessor = shared_all;
+    gpu.sharedMemPerBlockOptin = shared_block;
+    gpu.reservedSharedMemPerBlock = 1024;
+    gpu.numSms = 100;
+    cudaOccFuncAttributes kernel;
+    kernel.maxThreadsPerBlock = 1024;
+    kernel.numRegs = registers;
+    kernel.maxDynamicSharedSizeBytes = shared_block;
+    kernel.shmemLimitConfig = FUNC_SHMEM_LIMIT_OPTIN;
+    cudaOccDeviceState state;
+    state.carveoutConfig = SHAREDMEM_CARVEOUT_MAX_SHARED;
+    cudaOccResult result;
+    const int status = cudaOccMaxActiveBlocksPerMultiprocessor(&result, &gpu, &kernel, &state, threads, shared);
+    std::printf("%d\\n", status == CUDA_OCC_SUCCESS ? result.activeBlocksPerMultiprocessor : -1);
+  }
+}
+"""
+
+
+def test_resident_blocks_are_those_of_cuda(tmp_path: Path, require_tool: Callable[[str], str]) -> None:
+    """As cuda_occupancy.h has them."""
+    for tool in ("nvcc", "g++"):
+        require_tool(tool)
+    (tmp_path / "occupancy.cpp").write_text(OCCUPANCY)
+    program = tmp_path / "occupancy"
+    include = ["-isystem", library.cuda_include()]
+    subprocess.run(["g++", "-std=c++17", *include, tmp_path / "occupancy.cpp", "-o", program], check=True)
+    kernels = [
+        (capability, threads, registers, shared)
+        for capability, limits in occupancy.LIMITS.items()
+        for threads in (32, 96, 128, 256, 512, 1024)
+        for registers in (16, 40, 63, 64, 72, 128, 168, 255)
+        for shared in (0, 1, 8192, 36500, 49100, 75000, 99 << 10, limits.shared_bytes_per_block)
+        # The launch of a block that takes more than all registers fails.
+        if threads * -(-registers // 8) * 8 <= 64 << 10 and shared <= limits.shared_bytes_per_block
+    ]
+    lines = []
+    for capability, threads, registers, shared in kernels:
+        limits = occupancy.LIMITS[capability]
+        of_gpu = f"{capability} {limits.warps} {limits.shared_bytes} {limits.shared_bytes_per_block}"
+        lines.append(f"{of_gpu} {threads} {registers} {shared}")
+    done = subprocess.run([program], input="\n".join(lines), capture_output=True, text=True, check=True)
+    blocks = [occupancy.blocks_per_multiprocessor(*kernel)[0] for kernel in kernels]
+    assert blocks == [int(line) for line in done.stdout.split()]
+
+
+def test_what_limits_resident_blocks() -> None:
+    assert occupancy.blocks_per_multiprocessor("9.0", 128, 255, 1000) == (2, "registers")
+    assert occupancy.blocks_per_multiprocessor("9.0", 128, 32, 110_000) == (2, "shared memory")
+    assert occupancy.blocks_per_multiprocessor("8.6", 512, 32, 0) == (3, "warps")
+    assert occupancy.blocks_per_multiprocessor("8.6", 32, 32, 0) == (16, "blocks")
+    assert occupancy.blocks_per_multiprocessor("8.6", 128, 32, 100 << 10) == (0, "shared memory")
