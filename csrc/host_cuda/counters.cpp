@@ -154,6 +154,13 @@ struct Access {
 };
 
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
+constexpr size_t kMostPages = 1 << 14;
+uintptr_t page_number = 0;  // of the page that was touched last
+Page* page = nullptr;
+void forget_pages() {
+  pages.clear();
+  page = nullptr;
+}
 std::vector<Race> races;
 std::vector<Range> host_memory;  // what is not the GPU's: the library itself, and the stack of the launching thread
 std::vector<SharedGranule> granules;
@@ -251,13 +258,11 @@ void touch_shared(uintptr_t address, size_t bytes, bool writes, uintptr_t code, 
 }
 
 void touch_global(uintptr_t address, size_t bytes, bool writes, uintptr_t code) {
-  static uintptr_t last_page = 0;
-  static Page* page = nullptr;
   Moved& moved = counts->global[writes];
   for (uintptr_t at = address; at < address + bytes; at += kGranuleBytes) {
-    if (page == nullptr || at / Page::kBytes != last_page || page->launch != launches_so_far) {
-      last_page = at / Page::kBytes;
-      auto& owner = pages[last_page];
+    if (page == nullptr || at / Page::kBytes != page_number || page->launch != launches_so_far) {
+      page_number = at / Page::kBytes;
+      auto& owner = pages[page_number];
       if (owner == nullptr) owner = std::make_unique<Page>();
       page = owner.get();
       if (page->launch != launches_so_far) page->begin(launches_so_far);
@@ -476,6 +481,7 @@ void count_launch(const char* kernel, const void* function, const BlockLaunch& l
   counts = &counted.back();
   host_memory = {own_module(), stack_of_this_thread()};
   races.clear();
+  if (pages.size() > kMostPages) forget_pages();
   ++launches_so_far;
 }
 
@@ -673,7 +679,7 @@ __attribute__((visibility("default"))) const char* host_cuda_counts() {
 
 __attribute__((visibility("default"))) void host_cuda_forget_counts() {
   host_cuda::counted.clear();
-  host_cuda::pages.clear();
+  host_cuda::forget_pages();
 }
 }
 

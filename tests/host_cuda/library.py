@@ -116,10 +116,12 @@ def instrumented_objects(folder: Path, include: Path) -> list[Path]:
 
 
 def load(*, counts: bool = False) -> None:
-    """Builds the library if needed and loads it; with counts, the build that counts loads and stores.
+    """Builds what changed, and loads it; with counts, or MEMCHECK_HOST_CUDA_COUNTS in the environment, a build that
+    counts loads and stores, and finds races.
 
     Raises FileNotFoundError if CUDA's headers are not installed.
     """
+    counts = counts or bool(os.environ.get("MEMCHECK_HOST_CUDA_COUNTS"))
     include = cuda_include()
     if include is None:
         raise FileNotFoundError("no cuda_fp16.h: CUDA_HOME names no toolkit, and nvcc is not on PATH")

@@ -65,20 +65,22 @@ def stand_for() -> Iterator[Callable[[str], None]]:
 
 
 @pytest.mark.parametrize("it", [pytest.param(it, id=it.name) for it in widest.passes()])
-def test_kernels_run_where_shared_memory_is_least(it: widest.Widest, stand_for: Callable[[str], None]) -> None:
+def test_kernels_run_where_shared_memory_is_least_and_most(it: widest.Widest, stand_for: Callable[[str], None]) -> None:
+    """99 KiB for a block, and 227 KiB."""
     inputs, grad_y = it.make_inputs()
     stand_for("8.6")
-    results = assert_contract(it.contract, inputs, grad_y)
-    stand_for("8.0")
-    assert not it.same_everywhere or same_bits(run(it.contract.function, inputs, grad_y), results)
+    least = assert_contract(it.contract, inputs, grad_y)
+    stand_for("9.0")
+    most = run(it.contract.function, inputs, grad_y)
+    assert same_bits(most, least) if it.same_everywhere else not any(result.isnan().any() for result in most)
 
 
-def test_decoding_runs_where_shared_memory_is_least(stand_for: Callable[[str], None]) -> None:
+def test_decoding_runs_where_shared_memory_is_least_and_most(stand_for: Callable[[str], None]) -> None:
     results: dict[str, list[Tensor]] = {}
-    for gpu in ("8.6", "8.0"):
+    for gpu in ("8.6", "9.0"):
         stand_for(gpu)
         results[gpu] = [step() for _, step in widest.steps()]
-    assert same_bits(results["8.6"], results["8.0"])
+    assert same_bits(results["8.6"], results["9.0"])
     assert not any(y.isnan().any() for y in results["8.6"])
 
 
