@@ -1,7 +1,7 @@
-"""CUDA kernels on the host: a library whose kernels replace the CPU kernels of the same operators.
+"""CUDA kernels on the host: a library whose kernels replace the CPU's behind the same operators.
 
-A C++ compiler builds it from the .cu files, csrc/host_cuda and the operators' glue. Once it is loaded, the dispatcher
-calls it for CPU tensors, so that every test of an operator tests its CUDA kernels.
+It has the .cu files, compiled by a C++ compiler with csrc/host_cuda, and the operators' glue. After it is loaded, the
+dispatcher calls it for tensors of the CPU, so that every test of an operator tests its CUDA kernels.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import memcheck  # noqa: F401  (its kernels are registered first, and then repla
 ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 ORDERS = ("ascending", "descending", "shuffled")
-# The implementation of the CUDA language on the host.
+# The stand-in for the CUDA language.
 HOST_SOURCES = sorted((CSRC / "host_cuda").glob("*.cpp"))
-# Maximum bytes of shared memory of a thread block by compute capability (CUDA programming guide).
+# Bytes of shared memory that a block of threads may have, by compute capability (CUDA programming guide).
 SHARED_BYTES = {
     "7.0": 96 << 10,
     "7.5": 64 << 10,
@@ -36,12 +36,12 @@ SHARED_BYTES = {
     "10.0": 227 << 10,
     "12.0": 99 << 10,
 }
-# Files that the glue needs. memcheck._C contains them too, but exports no symbols.
+# The glue calls these. memcheck._C has them too, but exports nothing.
 COMMON = ["common/cpu_level.cpp"]
 
 
 def cuda_include() -> Path | None:
-    """Returns the folder of CUDA's headers, or None. Nothing else of CUDA is needed."""
+    """The folder of CUDA's headers, or None. A C++ compiler needs nothing else of CUDA."""
     nvcc = shutil.which("nvcc")
     homes = [os.environ.get("CUDA_HOME"), Path(nvcc).resolve().parents[1] if nvcc else None, "/usr/local/cuda"]
     for home in homes:
@@ -55,26 +55,24 @@ def sanitizes() -> bool:
 
 
 def flags() -> list[str]:
-    """Returns the C++ compiler's flags for glue and kernels."""
+    """Flags of the C++ compiler, for glue and kernels."""
     with_warnings = ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-fno-math-errno", "-fvisibility=hidden"]
     speed = ["-O2"]
     if sanitizes():
         speed = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
         speed += ["-fno-sanitize=vptr"]
-    # _FORTIFY_SOURCE would report longjmp between stacks as an overrun.
+    # longjmp between stacks is no overrun.
     return [*with_warnings, *speed, "-U_FORTIFY_SOURCE", "-DMEMCHECK_HOST_CUDA", "-DMEMCHECK_WITH_CUDA"]
 
 
 def kernels() -> list[Path]:
-    """Returns the .cu files of the operators."""
+    """The .cu files of the operators."""
     return [path for path in sorted(CSRC.rglob("*_cuda.cu")) if path.parent.name != "cuda_probe"]
 
 
 def kernel_sources(folder: Path) -> list[Path]:
-    """Writes a C++ file for each .cu, which torch's builder needs, and returns their paths.
-
-    Unchanged files are not written again, so that ninja does not compile them.
-    """
+    """A C++ file for each .cu, as torch's builder wants it. An unchanged file is not written again, so that ninja sees
+    that it is unchanged."""
     paths = []
     for kernel in kernels():
         path = folder / f"{kernel.stem}.cpp"
@@ -86,16 +84,14 @@ def kernel_sources(folder: Path) -> list[Path]:
 
 
 def glue_sources() -> list[Path]:
-    """Returns the glue of every operator with kernels, and of the projections, which have none."""
+    """The glue of every operator that has kernels, and of the projections, which need none."""
     folders = {kernel.parent for kernel in CSRC.rglob("*_cuda.cu")} - {CSRC / "cuda_probe"} | {CSRC / "projection"}
     return [folder / f"{folder.name}.cpp" for folder in sorted(folders)]
 
 
 def instrumented_objects(folder: Path, include: Path) -> list[Path]:
-    """Returns an object for each .cu, whose loads and stores the compiler reports to the counters.
-
-    If an object is compiled, the library in the folder is removed, so that it is linked again.
-    """
+    """An object for each .cu, whose loads and stores the compiler reports to the counters. Compiles what changed; then
+    the library in the folder is removed, so that it is linked again."""
 
     def build(kernel: Path) -> tuple[Path, bool]:
         made, needs = folder / f"{kernel.stem}.o", folder / f"{kernel.stem}.d"
@@ -116,10 +112,9 @@ def instrumented_objects(folder: Path, include: Path) -> list[Path]:
 
 
 def load(*, counts: bool = False) -> None:
-    """Builds what changed, and loads it; with counts, or MEMCHECK_HOST_CUDA_COUNTS in the environment, a build that
-    counts loads and stores, and finds races.
+    """Builds what changed, and loads it. Raises FileNotFoundError if CUDA's headers are not installed.
 
-    Raises FileNotFoundError if CUDA's headers are not installed.
+    counts: a build that counts and finds races, as with MEMCHECK_HOST_CUDA_COUNTS in the environment.
     """
     counts = counts or bool(os.environ.get("MEMCHECK_HOST_CUDA_COUNTS"))
     include = cuda_include()
@@ -151,7 +146,7 @@ def load(*, counts: bool = False) -> None:
 
 
 def this_gpu() -> str:
-    """Returns the compute capability that the host has: MEMCHECK_HOST_CUDA_GPU, by default an A100's."""
+    """The compute capability of the GPU that the host stands for: an A100's, or MEMCHECK_HOST_CUDA_GPU."""
     capability = os.environ.get("MEMCHECK_HOST_CUDA_GPU", "8.0")
     if capability not in SHARED_BYTES:
         raise ValueError(f"MEMCHECK_HOST_CUDA_GPU must be one of {', '.join(SHARED_BYTES)}, got '{capability}'")
@@ -168,14 +163,14 @@ def set_order(order: str) -> None:
 
 
 def stand_for(capability: str) -> None:
-    """Sets the compute capability of the host; launches that such a GPU would refuse are refused."""
+    """Sets the GPU that the host stands for; launches that it would refuse are refused."""
     assert _library is not None
     major, minor = capability.split(".")
     _library.host_cuda_stand_for(int(major), int(minor), SHARED_BYTES[capability])
 
 
 def last_error() -> int:
-    """Returns CUDA's pending error code, or 0."""
+    """CUDA's error that nobody has read yet, or 0."""
     assert _library is not None
     code: int = _library.host_cuda_peek_at_last_error()
     return code
@@ -183,7 +178,7 @@ def last_error() -> int:
 
 @dataclass(frozen=True)
 class Launches:
-    """Launch statistics of one kernel: launches, and maximum threads and bytes of shared memory per block."""
+    """Launch statistics of one kernel: launches, and the most threads and bytes of shared memory of a block."""
 
     count: int
     threads: int
@@ -196,7 +191,7 @@ def forget_launches() -> None:
 
 
 def launches() -> dict[str, Launches]:
-    """Returns this process's statistics by kernel name since the last forget_launches()."""
+    """Statistics by kernel name, of this process, since the last call of forget_launches."""
     assert _library is not None
     lines = [line.split("\t") for line in _library.host_cuda_launches().decode().splitlines()]
     return {kernel: Launches(*map(int, numbers)) for kernel, *numbers in lines}
