@@ -47,6 +47,7 @@ test: lint $(BUILD)  ## Lint, build, run the tests, and the operators' tests wit
 ci: $(BUILD) $(DEVELOPMENT) $(ZOO) docs  ## Run what make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations, models
 	$(BIN)/python tests/host_cuda/resources.py
 	$(BIN)/python tests/host_cuda/count.py --check
+	MEMCHECK_HOST_CUDA_COUNTS=1 $(PYTEST) --host-cuda tests/host_cuda -k "decoding or memory_is_kept_to and (dense or column)"
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
 	$(PYTEST) -m ci
 	$(PYTEST) --host-cuda -m "ci and not slow" tests/ops tests/host_cuda
