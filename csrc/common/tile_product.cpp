@@ -18,8 +18,8 @@ namespace memcheck {
 namespace {
 
 // What is done with a product: it replaces the result, as it is or times a factor for each row, or it is added to the
-// result, without or with the rest of the sum.
-enum class Ending { Set, Scale, Add, AddWithRest };
+// result, whose sum with a base may be wanted.
+enum class Ending { Set, Scale, Add, AddToBase };
 
 template <typename acc_t>
 struct Product {
@@ -60,29 +60,26 @@ MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t K, int6
 template <Ending kEnding, int kRows, int kVectors, typename acc_t, typename Vector>
 MEMCHECK_INLINE void end_block(const Product<acc_t>& p, int64_t m, int64_t n, const Vector (&sums)[kRows][kVectors]) {
   constexpr int kLanes = sizeof(Vector) / sizeof(acc_t);
-  acc_t* to = p.to.data + m * p.to.stride + n;
-  acc_t* rests = kEnding == Ending::AddWithRest ? p.to.rest + m * p.to.stride + n : nullptr;
   MEMCHECK_UNROLL
   for (int i = 0; i < kRows; ++i) {
+    const int64_t first = (m + i) * p.to.stride + n;
     MEMCHECK_UNROLL
     for (int j = 0; j < kVectors; ++j) {
       Vector result = sums[i][j];
+      acc_t* to = p.to.data + first + j * kLanes;
       if constexpr (kEnding == Ending::Scale) result *= p.factors[m + i];
-      if constexpr (kEnding == Ending::Add) {
-        std::memcpy(&result, to + j * kLanes, sizeof(Vector));
+      if constexpr (kEnding == Ending::Add || kEnding == Ending::AddToBase) {
+        std::memcpy(&result, to, sizeof(Vector));
         result += sums[i][j];
       }
-      if constexpr (kEnding == Ending::AddWithRest) {
-        Vector rest;
-        std::memcpy(&result, to + j * kLanes, sizeof(Vector));
-        std::memcpy(&rest, rests + j * kLanes, sizeof(Vector));
-        add_to_sum(sums[i][j], result, rest);
-        std::memcpy(rests + j * kLanes, &rest, sizeof(Vector));
+      std::memcpy(to, &result, sizeof(Vector));
+      if constexpr (kEnding == Ending::AddToBase) {
+        Vector base;
+        std::memcpy(&base, p.to.base + first + j * kLanes, sizeof(Vector));
+        base += result;
+        std::memcpy(p.to.sum + first + j * kLanes, &base, sizeof(Vector));
       }
-      std::memcpy(to + j * kLanes, &result, sizeof(Vector));
     }
-    to += p.to.stride;
-    if constexpr (kEnding == Ending::AddWithRest) rests += p.to.stride;
   }
 }
 
@@ -157,8 +154,8 @@ void tile_product(TileProduct how, int64_t M, int64_t N, const TileTerm<acc_t>& 
                   NextPair* next) {
   const Product<acc_t> p{M, N, term, {}, to, nullptr, next};
   if (how == TileProduct::Set) return multiply<Ending::Set>(p);
-  if (to.rest == nullptr) return multiply<Ending::Add>(p);
-  multiply<Ending::AddWithRest>(p);
+  if (to.sum == nullptr) return multiply<Ending::Add>(p);
+  multiply<Ending::AddToBase>(p);
 }
 
 template <typename acc_t>

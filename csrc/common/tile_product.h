@@ -2,7 +2,6 @@
 
 #include <cstdint>
 
-#include "common/compensated_sum.h"
 #include "common/macros.h"
 
 // Products of matrices in scratch, in the accumulation type (float or double): the arithmetic of attention.
@@ -44,7 +43,9 @@ template <typename acc_t>
 struct TileResult {
   acc_t* data;
   int64_t stride;
-  acc_t* rest = nullptr;  // what rounding leaves out when products are added up, (M,N) with the same stride; or null
+  // Where products are added up, the result plus `base` goes to `sum`, if it is not null: (M,N) with the same stride.
+  const acc_t* base = nullptr;
+  acc_t* sum = nullptr;
 };
 
 // The cache lines of rows that will be read next. Prefetched row by row between arithmetic, they do not wait for each

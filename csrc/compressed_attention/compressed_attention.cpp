@@ -135,7 +135,8 @@ ForwardResult forward_meta(const at::Tensor& q, const at::Tensor& k, const at::T
 // lse is undefined if it is not kept.
 CompressedAttentionForward forward_parameters(const CompressedAttentionShape& shape, const Options& options,
                                               const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc,
-                                              const at::Tensor& y, const at::Tensor& lse, const at::Tensor& scratch) {
+                                              const at::Tensor& y, const at::Tensor& lse, const at::Tensor& scratch,
+                                              int64_t threads) {
   return {shape,
           scale_of(shape, options),
           reads<4>(q),
@@ -143,7 +144,8 @@ CompressedAttentionForward forward_parameters(const CompressedAttentionShape& sh
           reads<4>(vc),
           writes<4>(y),
           lse.defined() ? lse.mutable_data_ptr() : nullptr,
-          scratch.mutable_data_ptr()};
+          scratch.mutable_data_ptr(),
+          threads};
 }
 
 ForwardResult forward(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k,
@@ -159,11 +161,11 @@ ForwardResult forward(const CompressedAttentionKernels& kernels, const at::Tenso
   const at::Tensor kc = empty_compressed(n, q);
   const at::Tensor vc = empty_compressed(n, q);
   const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
-  const CompressedAttentionPooling pooling{shape,         reads<4>(k),   reads<4>(v),
-                                           writes<4>(kc), writes<4>(vc), scratch.mutable_data_ptr()};
+  const CompressedAttentionPooling pooling{
+      shape, reads<4>(k), reads<4>(v), writes<4>(kc), writes<4>(vc), scratch.mutable_data_ptr(), device.threads};
   kernels.pool(pooling, dtype_of(q), device.stream);
-  kernels.forward(forward_parameters(shape, options, q, kc, vc, y, keep ? lse : at::Tensor(), scratch), dtype_of(q),
-                  device.stream);
+  kernels.forward(forward_parameters(shape, options, q, kc, vc, y, keep ? lse : at::Tensor(), scratch, device.threads),
+                  dtype_of(q), device.stream);
   if (keep) return {y, lse, kc, vc};
   return {y, lse, empty_compressed(n, q, false), empty_compressed(n, q, false)};
 }
@@ -185,8 +187,8 @@ PooledResult pooled(const CompressedAttentionKernels& kernels, const at::Tensor&
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, keep);
   const at::Tensor scratch = empty_bytes(plan.pooled_forward_scratch_bytes, q);
-  kernels.forward(forward_parameters(shape, options, q, kc, vc, y, keep ? lse : at::Tensor(), scratch), dtype_of(q),
-                  device.stream);
+  kernels.forward(forward_parameters(shape, options, q, kc, vc, y, keep ? lse : at::Tensor(), scratch, device.threads),
+                  dtype_of(q), device.stream);
   return {y, lse};
 }
 
@@ -255,7 +257,8 @@ void run_backward(const CompressedAttentionKernels& kernels, const Sizes& n, con
                                       writes<4>(grad_k),
                                       writes<4>(grad_v),
                                       grad_k.defined() ? delta.mutable_data_ptr() : nullptr,
-                                      scratch.mutable_data_ptr()};
+                                      scratch.mutable_data_ptr(),
+                                      device.threads};
   kernels.backward(p, dtype_of(in.q), device.stream);
 }
 

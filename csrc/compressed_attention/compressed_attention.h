@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "common/dtype.h"
 #include "common/integer.h"
 #include "common/kernel.h"
 #include "common/macros.h"
 #include "common/strided.h"
+#include "common/task_list.h"
 
 // Compressed attention: the parameters of its kernels, and the memory they need.
 //
@@ -39,22 +41,24 @@ struct CompressedAttentionShape {
 
 struct CompressedAttentionPooling {
   CompressedAttentionShape shape;
-  Strided<4> k;   // (B,Hkv,T,D)
-  Strided<4> v;   // (B,Hkv,T,D)
-  Strided<4> kc;  // (B,Hkv,C,D)
-  Strided<4> vc;  // (B,Hkv,C,D)
-  void* scratch;  // the plan's forward_scratch_bytes
+  Strided<4> k;     // (B,Hkv,T,D)
+  Strided<4> v;     // (B,Hkv,T,D)
+  Strided<4> kc;    // (B,Hkv,C,D)
+  Strided<4> vc;    // (B,Hkv,C,D)
+  void* scratch;    // the plan's forward_scratch_bytes
+  int64_t threads;  // of the plan
 };
 
 struct CompressedAttentionForward {
   CompressedAttentionShape shape;
   double scale;
-  Strided<4> q;   // (B,H,S,D)
-  Strided<4> kc;  // (B,Hkv,C,D)
-  Strided<4> vc;  // (B,Hkv,C,D)
-  Strided<4> y;   // (B,H,S,D)
-  void* lse;      // (B,H,S), null if no backward follows
-  void* scratch;  // the plan's forward_scratch_bytes, or pooled_forward_scratch_bytes
+  Strided<4> q;     // (B,H,S,D)
+  Strided<4> kc;    // (B,Hkv,C,D)
+  Strided<4> vc;    // (B,Hkv,C,D)
+  Strided<4> y;     // (B,H,S,D)
+  void* lse;        // (B,H,S), null if no backward follows
+  void* scratch;    // the plan's forward_scratch_bytes, or pooled_forward_scratch_bytes
+  int64_t threads;  // of the plan
 };
 
 struct CompressedAttentionBackward {
@@ -75,6 +79,7 @@ struct CompressedAttentionBackward {
   Strided<4> grad_v;        // (B,Hkv,gradient_length,D)
   void* delta;              // (B,H,S): grad_y . y, null if grad_k is not wanted
   void* scratch;            // the plan's backward_scratch_bytes
+  int64_t threads;          // of the plan
 };
 
 // The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads, that of
@@ -93,6 +98,8 @@ struct CompressedAttentionKernels {
   Kernel<CompressedAttentionBackward> backward;
 };
 extern const CompressedAttentionKernels compressed_attention_cpu;
+// The tasks of every pass on the CPU, for tests.
+std::vector<TaskList> compressed_attention_tasks_cpu(const CompressedAttentionShape& shape, int64_t threads);
 extern const CompressedAttentionKernels compressed_attention_cuda;
 
 // ---- CUDA

@@ -7,14 +7,22 @@ namespace memcheck {
 CompressedAttentionPlan compressed_attention_plan_cpu(const CompressedAttentionShape& shape, Dtype dtype,
                                                       int64_t threads) {
   using namespace compressed_cpu;
-  const int64_t query_workers = parallel_workers(query_tasks(shape), threads);
-  const int64_t key_workers = parallel_workers(key_tasks(shape), threads);
-  const int64_t pool_workers = parallel_workers(pool_tasks(shape), threads);
+  const int64_t used = useful_threads(shape, threads);
+  const int64_t query_workers = parallel_workers(query_tasks(shape), used);
+  const int64_t key_workers = parallel_workers(key_tasks(shape), used);
+  const int64_t pool_workers = parallel_workers(pool_tasks(shape), used);
   const int64_t forward_bytes = query_workers * forward_scratch_bytes(shape, dtype);
   return {std::max(forward_bytes, pool_workers * pool_scratch_bytes(shape, dtype)), forward_bytes,
           shape.B * shape.H * shape.S * acc_bytes(dtype),
           std::max(query_workers * query_gradient_scratch_bytes(shape, dtype),
                    key_workers * key_gradient_scratch_bytes(shape, dtype))};
+}
+
+std::vector<TaskList> compressed_attention_tasks_cpu(const CompressedAttentionShape& shape, int64_t threads) {
+  const int64_t used = compressed_cpu::useful_threads(shape, threads);
+  return {{"pooling", compressed_cpu::pool_work(shape), used},
+          {"queries", compressed_cpu::query_work(shape), used},
+          {"gradients of keys", compressed_cpu::key_work(shape), used}};
 }
 
 void compressed_attention_pool_cpu(const CompressedAttentionPooling& p, Dtype dtype, cudaStream_t) {

@@ -36,13 +36,19 @@ MEMCHECK_INLINE int64_t front_and_back(int64_t index, int64_t count) {
   return index % 2 == 0 ? index / 2 : count - 1 - index / 2;
 }
 
+// Of the threads there are, those worth waking.
+inline int64_t useful_threads(const CompressedAttentionShape& shape, int64_t threads) {
+  const int64_t scores = shape.B * shape.H * shape.S * shape.C * (shape.causal ? 1 : 2);
+  return memcheck::useful_threads((scores + shape.B * shape.Hkv * shape.T) * shape.D, threads);
+}
+
 // Calls run(begin, end, scratch) on every worker, each with its own part of the memory.
-template <typename Scratch, typename Run>
-void run_with_scratch(int64_t tasks, void* memory, const CompressedAttentionShape& shape, const Run& run) {
-  const int64_t bytes = scratch_bytes<Scratch>(shape);
-  parallel_tasks(tasks, [&](int64_t begin, int64_t end, int worker) {
-    Arena arena = arena_of(memory, bytes, worker);
-    run(begin, end, Scratch(arena, shape));
+template <typename Scratch, typename Parameters, typename Run>
+void run_with_scratch(int64_t tasks, const Parameters& p, const Run& run) {
+  const int64_t bytes = scratch_bytes<Scratch>(p.shape);
+  parallel_tasks(tasks, useful_threads(p.shape, p.threads), [&](int64_t begin, int64_t end, int worker) {
+    Arena arena = arena_of(p.scratch, bytes, worker);
+    run(begin, end, Scratch(arena, p.shape));
   });
 }
 
@@ -148,6 +154,11 @@ MEMCHECK_INLINE void multiply_weights(bool careful, int64_t M, int64_t columns, 
 }
 
 // ---- passes: their tasks, the bytes of scratch of one worker, and what they run
+
+// The keys of each task, one after the other; the next two: the scores.
+std::vector<double> pool_work(const CompressedAttentionShape& shape);
+std::vector<double> query_work(const CompressedAttentionShape& shape);
+std::vector<double> key_work(const CompressedAttentionShape& shape);
 
 int64_t pool_tasks(const CompressedAttentionShape& shape);
 int64_t pool_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);

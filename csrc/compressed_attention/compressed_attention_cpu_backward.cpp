@@ -389,6 +389,16 @@ int64_t key_tasks(const CompressedAttentionShape& shape) {
   return shape.B * shape.Hkv * ceil_div(shape.C, kLanes);
 }
 
+std::vector<double> key_work(const CompressedAttentionShape& shape) {
+  std::vector<double> work;
+  for (int64_t index = 0; index < key_tasks(shape); ++index) {
+    const KeyTile tile = key_tile(shape, index);
+    const int64_t queries = std::max<int64_t>(0, shape.S - shape.first_query(tile.j));
+    work.push_back(static_cast<double>(tile.blocks * shape.group() * queries));
+  }
+  return work;
+}
+
 int64_t key_gradient_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype) {
   return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<KeyScratch<decltype(acc)>>(shape); });
 }
@@ -396,18 +406,18 @@ int64_t key_gradient_scratch_bytes(const CompressedAttentionShape& shape, Dtype 
 void query_gradients(const CompressedAttentionBackward& p, Dtype dtype) {
   with_acc_type(dtype, [&](auto acc) {
     using acc_t = decltype(acc);
-    run_with_scratch<QueryScratch<acc_t>>(
-        query_tasks(p.shape), p.scratch, p.shape,
-        [&](int64_t begin, int64_t end, const auto& x) { query_gradient_tasks<acc_t>(p, dtype, begin, end, x); });
+    run_with_scratch<QueryScratch<acc_t>>(query_tasks(p.shape), p, [&](int64_t begin, int64_t end, const auto& x) {
+      query_gradient_tasks<acc_t>(p, dtype, begin, end, x);
+    });
   });
 }
 
 void key_gradients(const CompressedAttentionBackward& p, Dtype dtype) {
   with_acc_type(dtype, [&](auto acc) {
     using acc_t = decltype(acc);
-    run_with_scratch<KeyScratch<acc_t>>(
-        key_tasks(p.shape), p.scratch, p.shape,
-        [&](int64_t begin, int64_t end, const auto& x) { key_gradient_tasks<acc_t>(p, dtype, begin, end, x); });
+    run_with_scratch<KeyScratch<acc_t>>(key_tasks(p.shape), p, [&](int64_t begin, int64_t end, const auto& x) {
+      key_gradient_tasks<acc_t>(p, dtype, begin, end, x);
+    });
   });
 }
 

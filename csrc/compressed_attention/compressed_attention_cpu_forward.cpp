@@ -18,6 +18,15 @@ int64_t query_tasks(const CompressedAttentionShape& shape) {
   return shape.B * shape.Hkv * ceil_div(shape.group(), heads_per_tile(shape)) * ceil_div(shape.S, kQueries);
 }
 
+std::vector<double> query_work(const CompressedAttentionShape& shape) {
+  std::vector<double> work;
+  for (int64_t index = 0; index < query_tasks(shape); ++index) {
+    const QueryTile tile = query_tile(shape, index);
+    work.push_back(static_cast<double>(tile.rows() * end_of_blocks(shape, tile)));
+  }
+  return work;
+}
+
 QueryTile query_tile(const CompressedAttentionShape& shape, int64_t index) {
   const int64_t heads = heads_per_tile(shape);
   const int64_t head_tiles = ceil_div(shape.group(), heads);
@@ -232,9 +241,9 @@ int64_t forward_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype
 void forward(const CompressedAttentionForward& p, Dtype dtype) {
   with_acc_type(dtype, [&](auto acc) {
     using acc_t = decltype(acc);
-    run_with_scratch<ForwardScratch<acc_t>>(
-        query_tasks(p.shape), p.scratch, p.shape,
-        [&](int64_t begin, int64_t end, const auto& x) { forward_tasks<acc_t>(p, dtype, begin, end, x); });
+    run_with_scratch<ForwardScratch<acc_t>>(query_tasks(p.shape), p, [&](int64_t begin, int64_t end, const auto& x) {
+      forward_tasks<acc_t>(p, dtype, begin, end, x);
+    });
   });
 }
 

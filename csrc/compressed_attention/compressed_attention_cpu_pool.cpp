@@ -69,6 +69,13 @@ int64_t pool_tasks(const CompressedAttentionShape& shape) {
   return 2 * shape.B * shape.Hkv * shape.C;
 }
 
+std::vector<double> pool_work(const CompressedAttentionShape& shape) {
+  std::vector<double> work;
+  for (int64_t index = 0; index < pool_tasks(shape); ++index)
+    work.push_back(static_cast<double>(std::min(shape.factor, shape.T - index % shape.C * shape.factor)));
+  return work;
+}
+
 int64_t pool_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype) {
   return with_acc_type(dtype, [&](auto acc) { return scratch_bytes<PoolScratch<decltype(acc)>>(shape); });
 }
@@ -76,9 +83,9 @@ int64_t pool_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype) {
 void pool(const CompressedAttentionPooling& p, Dtype dtype) {
   with_acc_type(dtype, [&](auto acc) {
     using acc_t = decltype(acc);
-    run_with_scratch<PoolScratch<acc_t>>(
-        pool_tasks(p.shape), p.scratch, p.shape,
-        [&](int64_t begin, int64_t end, const auto& scratch) { pool_blocks<acc_t>(p, dtype, begin, end, scratch); });
+    run_with_scratch<PoolScratch<acc_t>>(pool_tasks(p.shape), p, [&](int64_t begin, int64_t end, const auto& scratch) {
+      pool_blocks<acc_t>(p, dtype, begin, end, scratch);
+    });
   });
 }
 

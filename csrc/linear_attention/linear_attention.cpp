@@ -84,7 +84,8 @@ at::Tensor forward(const LinearAttentionKernels& kernels, const at::Tensor& q, c
                                  reads<4>(v),
                                  writes<4>(y),
                                  states.mutable_data_ptr(),
-                                 scratch.mutable_data_ptr()};
+                                 scratch.mutable_data_ptr(),
+                                 device.threads};
   kernels.forward(p, dtype_of(q), device.stream);
   return y;
 }
@@ -138,7 +139,8 @@ Gradients backward(const LinearAttentionKernels& kernels, const at::Tensor& grad
                                   writes<4>(std::get<2>(gradients)),
                                   rows.mutable_data_ptr(),
                                   states.mutable_data_ptr(),
-                                  scratch.mutable_data_ptr()};
+                                  scratch.mutable_data_ptr(),
+                                  device.threads};
   kernels.backward(p, dtype_of(q), device.stream);
   return gradients;
 }
@@ -189,7 +191,8 @@ StepResult step(const LinearAttentionKernels& kernels, const at::Tensor& q, cons
                               writes<4>(y),
                               writes<4>(new_m),
                               writes<4>(new_z.unsqueeze(2)),
-                              scratch.mutable_data_ptr()};
+                              scratch.mutable_data_ptr(),
+                              device.threads};
   kernels.step(p, dtype_of(q), device.stream);
   return result;
 }

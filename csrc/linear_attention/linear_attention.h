@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <vector>
 
 #include "common/dtype.h"
 #include "common/integer.h"
 #include "common/kernel.h"
 #include "common/macros.h"
 #include "common/strided.h"
+#include "common/task_list.h"
 
 // Linear attention: the parameters of its kernels, and the memory they need.
 //
@@ -34,12 +36,13 @@ struct LinearAttentionShape {
 struct LinearAttentionForward {
   LinearAttentionShape shape;
   double eps;
-  Strided<4> q;   // (B,H,S,D)
-  Strided<4> k;   // (B,Hkv,T,D)
-  Strided<4> v;   // (B,Hkv,T,Dv)
-  Strided<4> y;   // (B,H,S,Dv)
-  void* states;   // the plan's forward_states_bytes
-  void* scratch;  // the plan's forward_scratch_bytes
+  Strided<4> q;     // (B,H,S,D)
+  Strided<4> k;     // (B,Hkv,T,D)
+  Strided<4> v;     // (B,Hkv,T,Dv)
+  Strided<4> y;     // (B,H,S,Dv)
+  void* states;     // the plan's forward_states_bytes
+  void* scratch;    // the plan's forward_scratch_bytes
+  int64_t threads;  // of the plan
 };
 
 struct LinearAttentionBackward {
@@ -55,6 +58,7 @@ struct LinearAttentionBackward {
   void* rows;     // CPU (2,B,H,S): 1 / den, then delta = (grad_y.y) / den; CUDA (1+parts,B,H,S): 1 / den, then grad_y.y
   void* states;   // the plan's backward_states_bytes
   void* scratch;  // the plan's backward_scratch_bytes
+  int64_t threads;  // of the plan
 };
 
 // Decoding: T new keys are added to the state, and one query reads it.
@@ -70,12 +74,13 @@ struct LinearAttentionStep {
   Strided<4> new_m;  // (B,Hkv,D,Dv)
   Strided<4> new_z;  // (B,Hkv,1,D)
   void* scratch;     // the plan's forward_scratch_bytes
+  int64_t threads;   // of the plan
 };
 
 // The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads, that of
 // CUDA on shape and dtype only.
 struct LinearAttentionPlan {
-  int64_t forward_states_bytes;  // of segments of the sequence, if there are few heads
+  int64_t forward_states_bytes;  // of segments of the sequence, if there are too few heads
   int64_t forward_scratch_bytes;
   int64_t rows_bytes;
   int64_t backward_states_bytes;
@@ -89,6 +94,8 @@ struct LinearAttentionKernels {
   Kernel<LinearAttentionStep> step;
 };
 extern const LinearAttentionKernels linear_attention_cpu;
+// The tasks of every pass on the CPU, for tests.
+std::vector<TaskList> linear_attention_tasks_cpu(const LinearAttentionShape& shape, int64_t threads);
 extern const LinearAttentionKernels linear_attention_cuda;
 
 // ---- CUDA

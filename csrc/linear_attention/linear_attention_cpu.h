@@ -4,19 +4,19 @@
 #include <cstdint>
 
 #include "common/arena.h"
-#include "common/compensated_sum.h"
 #include "common/formulas.h"
 #include "common/integer.h"
 #include "common/matrix_tile.h"
+#include "common/parallel.h"
 #include "common/tile_product.h"
 #include "linear_attention/linear_attention.h"
 
 // What forward, backward and step share on the CPU: tasks, matrices in scratch, the state, and rows of operands.
 //
 // A task has one key head of one batch entry. It goes along the sequence in chunks of 32 positions: within a chunk
-// queries and keys meet in a 32 x 32 matrix, and the state holds the sums over everything before. Where there are few
-// heads, the sequence is cut into segments: each first sums its own state, then starts from the sum of the states
-// before.
+// queries and keys meet in a 32 x 32 matrix, and the state holds the sums over everything before. A state is a sum in
+// levels, each from zero: the positions of a chunk, the chunks of a segment, the segments before. So segments can be
+// tasks of their own, with the same bits: each first sums its own state, then starts from the sum of those before.
 
 namespace memcheck::linear_cpu {
 
@@ -25,25 +25,26 @@ constexpr int64_t kLongChunk = 2 * kChunk;  // where positions are only summed
 
 // ---- tasks and segments
 
-constexpr int64_t kFewTasks = 8;
-constexpr int64_t kMostSegments = 16;  // of all heads together, about
-// The length of a segment is a multiple of kSegmentStep. Each segment has a state in memory: it has at least
-// kPositionsPerValueElement times as many positions as a value has elements, so that the states are small beside keys
-// and values.
-constexpr int64_t kSegmentStep = 16 * kChunk;
-constexpr int64_t kPositionsPerValueElement = 32;
+constexpr int64_t kShortestSegment = 512;
+constexpr int64_t kMostSegments = 512;  // of a head
+// Where segments are tasks, each has a state in memory: it has at least so many queries for every element of a value,
+// so that the states are small beside the queries.
+constexpr int64_t kQueriesPerValueElement = 16;
 
-// Positions of one segment of a sequence. Where there are enough tasks without segments, all positions.
+// Positions of one segment of a sequence. This depends on neither B nor Hkv nor threads, and so do results.
 inline int64_t segment_length(const LinearAttentionShape& shape, int64_t length) {
-  const int64_t heads = std::max<int64_t>(1, shape.B * shape.Hkv);
-  if (heads >= kFewTasks) return std::max<int64_t>(length, 1);
-  const int64_t even = ceil_div(length, ceil_div(kMostSegments, heads));
-  return std::max<int64_t>(1, ceil_div(std::max(even, kPositionsPerValueElement * shape.Dv), kSegmentStep)) *
-         kSegmentStep;
+  const int64_t queries = std::max(kShortestSegment, kQueriesPerValueElement * shape.Dv);
+  const int64_t shortest = ceil_div(queries, std::max<int64_t>(1, shape.group()));
+  return ceil_div(std::max(shortest, ceil_div(length, kMostSegments)), kLongChunk) * kLongChunk;
 }
 
 inline int64_t segments(const LinearAttentionShape& shape, int64_t length) {
   return std::max<int64_t>(1, ceil_div(length, segment_length(shape, length)));
+}
+
+// 0 where there is one segment.
+inline int64_t segment_step(const LinearAttentionShape& shape, int64_t length) {
+  return segments(shape, length) > 1 ? segment_length(shape, length) : 0;
 }
 
 // Causal, queries go along with keys, and so do their segments.
@@ -51,8 +52,24 @@ inline int64_t query_segments(const LinearAttentionShape& n) {
   return segments(n, n.causal ? n.T : n.S);
 }
 
-inline bool splits(const LinearAttentionShape& shape) {
-  return segments(shape, shape.T) > 1 || segments(shape, shape.S) > 1;
+// Of the threads there are, those worth waking.
+inline int64_t useful_threads(const LinearAttentionShape& n, int64_t threads) {
+  return memcheck::useful_threads(n.B * (n.H * n.S + n.Hkv * n.T) * n.D * n.Dv, threads);
+}
+
+// Whether segments are tasks of their own. Causal, the states of segments cost two fifths more products. Else they cost
+// nothing but memory, and a fifth of the threads' time may be lost where heads are dealt out unevenly.
+inline bool splits(const LinearAttentionShape& n, int64_t threads) {
+  if (segments(n, n.T) == 1 && segments(n, n.S) == 1) return false;
+  return busy_share(n.B * n.Hkv, useful_threads(n, threads)) < (n.causal ? 5. / 7 : 4. / 5);
+}
+
+// The states that a head has in memory. Causal, nothing starts from the sum of all segments.
+inline int64_t key_slots(const LinearAttentionShape& n) {
+  return segments(n, n.T) - (n.causal ? 1 : 0);
+}
+inline int64_t query_slots(const LinearAttentionShape& n) {
+  return query_segments(n) - (n.causal ? 1 : 0);
 }
 
 struct Task {
@@ -60,10 +77,6 @@ struct Task {
   int64_t key_head;
   int64_t segment;
 };
-
-inline Task task_of(const LinearAttentionShape& shape, int64_t index, int64_t segments) {
-  return {index / segments / shape.Hkv, index / segments % shape.Hkv, index % segments};
-}
 
 struct Range {
   int64_t begin, end;
@@ -95,7 +108,7 @@ struct ChunkQueries {
 enum class Phase {
   Whole,      // a task goes along the whole sequence
   KeySums,    // a task sums one segment of keys into its slot
-  Queries,    // a task attends for one segment, from the sums of the segments it sees
+  Queries,    // a task attends for one segment, from the sum of the segments it sees
   QuerySums,  // backward: a task sums one segment of queries into its slot
   Keys,       // backward: a task writes the gradients of one segment of keys
 };
@@ -107,7 +120,12 @@ struct Pass {
   Dtype dtype;
   Phase phase;
   int64_t pieces;         // tasks of a key head
+  int64_t first_segment;  // of the first of them
   int64_t scratch_bytes;  // of a worker
+
+  Task task(int64_t index) const {
+    return {index / pieces / p.shape.Hkv, index / pieces % p.shape.Hkv, first_segment + index % pieces};
+  }
 };
 
 // ---- matrices in scratch
@@ -158,37 +176,62 @@ inline StateShape backward_state(const LinearAttentionShape& n) {
   return {n.Dv, n.D, n.D};
 }
 
+// How much of a state is read while its sums grow.
+enum class Reading {
+  Chunks,  // after every chunk
+  Ends,    // when all segments have been added
+};
+
 template <typename acc_t>
 struct State {
   StateShape shape;
-  Matrix<acc_t> total;
-  Matrix<acc_t> rest;  // what rounding has left out of it, so that errors do not grow with the number of positions
+  int64_t segment_length;  // 0 where there is one segment; then all parts are the same
+  Matrix<acc_t> segment;   // the sum over the chunks of a segment
+  Matrix<acc_t> before;    // the sum over the segments before
+  Matrix<acc_t> seen;      // what is read: the sum of both, or if it is read when all is added, `before`
 
-  State(const StateShape& of, Arena& arena)
+  State(const StateShape& of, int64_t length, Reading reading, Arena& arena)
       : shape(of),
-        total(arena.take<acc_t>(of.size()), padded_columns(of.columns)),
-        rest(arena.take<acc_t>(of.size()), padded_columns(of.columns)) {}
+        segment_length(length),
+        segment(part(arena)),
+        before(length > 0 ? part(arena) : segment),
+        seen(length > 0 && reading == Reading::Chunks ? part(arena) : before) {}
+
+  Matrix<acc_t> part(Arena& arena) const { return {arena.take<acc_t>(shape.size()), padded_columns(shape.columns)}; }
 
   MEMCHECK_INLINE acc_t* vector_of(const Matrix<acc_t>& part) const { return part.data + shape.matrix_size(); }
 
-  MEMCHECK_INLINE void clear() {
-    for (int64_t i = 0; i < shape.size(); ++i) total.data[i] = rest.data[i] = acc_t(0);
+  // Begins a segment, after the sum over segments that a slot holds, or after none.
+  MEMCHECK_INLINE void start_from(const acc_t* slot) {
+    set(segment, segment_length == 0 ? slot : nullptr);
+    if (segment_length > 0) set(before, slot);
+    if (seen.data != before.data) set(seen, slot);
   }
 
-  // The sum of the states in slots [first, last), which lie one after the other.
-  MEMCHECK_INLINE void start_from(const acc_t* slots, Range range) {
-    clear();
-    for (int64_t slot = range.begin; slot < range.end; ++slot) {
-      const acc_t* from = slots + slot * shape.size();
-      for (int64_t i = 0; i < shape.size(); ++i) add_to_sum(from[i], total.data[i], rest.data[i]);
-    }
+  MEMCHECK_INLINE void clear() { start_from(nullptr); }
+
+  // The chunks that come next are of another segment.
+  MEMCHECK_INLINE void end_segment() {
+    if (segment_length == 0) return;
+    acc_t* __restrict to = before.data;
+    const acc_t* __restrict from = segment.data;
+    for (int64_t i = 0; i < shape.size(); ++i) to[i] += from[i];
+    set(segment, nullptr);
+    if (seen.data != before.data) set(seen, before.data);
   }
 
-  // Adds the sum over the rows of a chunk of a b^T, and of weights (null: 1) times x.
+  // Whether a segment begins at a position.
+  MEMCHECK_INLINE bool begins_at(int64_t position) const {
+    return segment_length > 0 && position % segment_length == 0;
+  }
+
+  // Adds the sum over the rows of a chunk of a b^T, and of weights (null: 1) times x. sums_only: nothing reads the
+  // state before the segment is stored.
   MEMCHECK_INLINE void add_chunk(int64_t rows, const TileFactor<acc_t>& a, const Matrix<acc_t>& b, const acc_t* weights,
-                                 const acc_t* x, NextPair* next = nullptr) {
-    tile_product<acc_t>(TileProduct::Add, shape.rows, total.stride, term(rows, a.transposed(), b),
-                        {total.data, total.stride, rest.data}, next);
+                                 const acc_t* x, bool sums_only, NextPair* next = nullptr) {
+    const bool reads = seen.data != before.data && !sums_only;
+    tile_product<acc_t>(TileProduct::Add, shape.rows, segment.stride, term(rows, a.transposed(), b),
+                        {segment.data, segment.stride, before.data, reads ? seen.data : nullptr}, next);
     const int64_t stride = padded_columns(shape.keys);
     for (int64_t i = 0; i < stride; i += kTileLanes) {
       alignas(64) acc_t sum[kTileLanes] = {};
@@ -196,23 +239,54 @@ struct State {
         const acc_t weight = weights == nullptr ? acc_t(1) : weights[row];
         for (int64_t lane = 0; lane < kTileLanes; ++lane) sum[lane] += weight * x[row * stride + i + lane];
       }
-      for (int64_t lane = 0; lane < kTileLanes; ++lane)
-        add_to_sum(sum[lane], vector_of(total)[i + lane], vector_of(rest)[i + lane]);
+      for (int64_t lane = 0; lane < kTileLanes; ++lane) vector_of(segment)[i + lane] += sum[lane];
+      for (int64_t lane = 0; reads && lane < kTileLanes; ++lane)
+        vector_of(seen)[i + lane] = vector_of(before)[i + lane] + vector_of(segment)[i + lane];
     }
   }
 
-  MEMCHECK_INLINE void store(acc_t* to) {
-    for (int64_t i = 0; i < shape.size(); ++i) to[i] = total.data[i];
+  MEMCHECK_INLINE void store_segment(acc_t* slot) const {
+    for (int64_t i = 0; i < shape.size(); ++i) slot[i] = segment.data[i];
+  }
+
+ private:
+  // A part becomes a copy, or zero.
+  MEMCHECK_INLINE void set(const Matrix<acc_t>& part, const acc_t* __restrict from) const {
+    acc_t* __restrict to = part.data;
+    if (from == nullptr) {
+      for (int64_t i = 0; i < shape.size(); ++i) to[i] = acc_t(0);
+    } else {
+      for (int64_t i = 0; i < shape.size(); ++i) to[i] = from[i];
+    }
   }
 };
 
-// The slots of one head's segments, behind `slots_before` slots of another kind.
+// States in memory, (B Hkv,slots), of segments or their sums.
 template <typename acc_t>
-MEMCHECK_INLINE acc_t* slots_of(void* states, const LinearAttentionShape& n, const StateShape& state, const Task& task,
-                                int64_t slots_before, int64_t slots) {
-  const int64_t head = task.b * n.Hkv + task.key_head;
-  return static_cast<acc_t*>(states) + (slots_before + head * slots) * state.size();
-}
+struct Slots {
+  acc_t* data;
+  int64_t heads, slots, size;
+
+  // Behind `before` slots of another kind.
+  Slots(void* states, const LinearAttentionShape& n, int64_t before, int64_t slots_of_head, const StateShape& state)
+      : data(static_cast<acc_t*>(states) + before * state.size()),
+        heads(n.B * n.Hkv),
+        slots(slots_of_head),
+        size(state.size()) {}
+
+  // Null where there is no such slot: nothing comes before the first segment, or after the last.
+  MEMCHECK_INLINE acc_t* at(const LinearAttentionShape& n, const Task& task, int64_t slot) const {
+    return slot < 0 || slot >= slots ? nullptr : data + ((task.b * n.Hkv + task.key_head) * slots + slot) * size;
+  }
+};
+
+// Each slot becomes the sum of itself and all slots of its head before it (reversed: after it), added one by one, as a
+// task over all segments adds them.
+template <typename acc_t>
+void scan_slots(const Slots<acc_t>& x, bool reversed, int64_t threads);
+
+extern template void scan_slots(const Slots<float>&, bool, int64_t);
+extern template void scan_slots(const Slots<double>&, bool, int64_t);
 
 // ---- features
 

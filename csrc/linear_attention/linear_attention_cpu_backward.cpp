@@ -27,8 +27,10 @@ struct BackwardScratch {
   Matrix<acc_t> partial;                     // sums along rows before their lanes are added (kChunk,kTileLanes)
 
   BackwardScratch(Arena& arena, const LinearAttentionShape& shape)
-      : keys(backward_state(shape), arena),
-        queries(shape.causal ? keys : State<acc_t>(backward_state(shape), arena)),
+      : keys(backward_state(shape), segment_step(shape, shape.T), shape.causal ? Reading::Chunks : Reading::Ends,
+             arena),
+        queries(shape.causal ? keys
+                             : State<acc_t>(backward_state(shape), segment_step(shape, shape.S), Reading::Ends, arena)),
         n(arena, padded_columns(shape.D), shape.Dv),
         q(arena, kChunk, shape.D),
         k(arena, kChunk, shape.D),
@@ -100,35 +102,37 @@ MEMCHECK_INLINE void divide_by_denominators(const acc_t* inverse, Range rows, Ba
 
 // M^T += v^T phi(k) and z += phi(k).
 template <typename acc_t>
-MEMCHECK_INLINE void add_keys(int64_t count, BackwardScratch<acc_t>& x) {
-  x.keys.add_chunk(count, x.v.factor(0), x.k, nullptr, x.k.data);
+MEMCHECK_INLINE void add_keys(int64_t count, bool sums_only, BackwardScratch<acc_t>& x) {
+  x.keys.add_chunk(count, x.v.factor(0), x.k, nullptr, x.k.data, sums_only);
 }
 
+// Leaves the last segment open.
 template <typename acc_t>
 MEMCHECK_INLINE void sum_keys(const LinearAttentionBackward& p, Dtype dtype, const Task& task, Range keys,
                               BackwardScratch<acc_t>& x) {
   for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
     const int64_t count = std::min(kChunk, keys.end - t);
+    if (t > keys.begin && x.keys.begins_at(t)) x.keys.end_segment();
     load_keys(p, dtype, task, t, count, kChunk, x);
-    add_keys(count, x);
+    add_keys(count, true, x);
   }
 }
 
 // N^T += h^T phi(q) and n += delta phi(q).
 template <typename acc_t>
-MEMCHECK_INLINE void add_queries(const LinearAttentionBackward& p, const ChunkQueries& queries,
+MEMCHECK_INLINE void add_queries(const LinearAttentionBackward& p, const ChunkQueries& queries, bool sums_only,
                                  BackwardScratch<acc_t>& x) {
   const int64_t first = queries.rows.begin;
   x.queries.add_chunk(queries.rows.count(), x.g.factor(first), x.q.rows_from(first),
-                      QueryNumbers<acc_t>(p, queries).delta + first, x.q.row(first));
+                      QueryNumbers<acc_t>(p, queries).delta + first, x.q.row(first), sums_only);
 }
 
 // N from N^T.
 template <typename acc_t>
 MEMCHECK_INLINE void transpose_query_state(const LinearAttentionShape& n, BackwardScratch<acc_t>& x) {
-  const Matrix<acc_t>& total = x.queries.total;
+  const Matrix<acc_t>& seen = x.queries.seen;
   for (int64_t row = 0; row < n.Dv; row += kTileRows)
-    transpose_rows(total.row(row), total.stride, std::min<int64_t>(kTileRows, n.Dv - row), total.stride, x.n.data + row,
+    transpose_rows(seen.row(row), seen.stride, std::min<int64_t>(kTileRows, n.Dv - row), seen.stride, x.n.data + row,
                    x.n.stride);
 }
 
@@ -137,7 +141,7 @@ MEMCHECK_INLINE void transpose_query_state(const LinearAttentionShape& n, Backwa
 // z of every row: that of the state, and of the first `keys` rows of phi(k) up to the row.
 template <typename acc_t>
 MEMCHECK_INLINE void running_key_sums(int64_t rows, int64_t keys, BackwardScratch<acc_t>& x) {
-  const acc_t* before = x.keys.vector_of(x.keys.total);
+  const acc_t* before = x.keys.vector_of(x.keys.seen);
   for (int64_t i = 0; i < x.z.stride; i += kTileLanes) {
     alignas(64) acc_t sum[kTileLanes] = {};
     for (int64_t row = 0; row < rows; ++row) {
@@ -175,7 +179,7 @@ MEMCHECK_INLINE void multiply_by_key_sums(const LinearAttentionShape& n, Range r
     mask_later_keys(x.products, rows);
     seen = term(first, x.products.factor(first), x.k);
   }
-  tile_rows<acc_t>(rows.count(), x.grad_q.stride, term(n.Dv, x.g.factor(first), x.keys.total), seen, nullptr,
+  tile_rows<acc_t>(rows.count(), x.grad_q.stride, term(n.Dv, x.g.factor(first), x.keys.seen), seen, nullptr,
                    x.grad_q.result(first));
 }
 
@@ -217,6 +221,7 @@ MEMCHECK_INLINE void differentiate_along(const LinearAttentionBackward& p, Dtype
   for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
     const int64_t count = std::min(kChunk, keys.end - t);
     const int64_t s = t - (n.T - n.S);
+    if (t > keys.begin && x.keys.begins_at(t)) x.keys.end_segment();
     load_keys(p, dtype, task, t, count, kChunk, x);
     if (s + count > 0) {
       transpose_rows(x.v.data, x.v.stride, count, x.v.stride, x.v_transposed.data, kChunk);
@@ -224,7 +229,7 @@ MEMCHECK_INLINE void differentiate_along(const LinearAttentionBackward& p, Dtype
       for (int64_t head = heads.begin; head < heads.end; ++head)
         differentiate_queries(p, dtype, {task.b, head, s, {std::max<int64_t>(-s, 0), count}}, count, x);
     }
-    if (t + kChunk < n.T) add_keys(count, x);
+    if (t + kChunk < keys.end) add_keys(count, false, x);
   }
 }
 
@@ -238,7 +243,7 @@ MEMCHECK_INLINE void differentiate_all_queries(const LinearAttentionBackward& p,
     for (int64_t s = range.begin; s < range.end; s += kChunk) {
       const ChunkQueries queries{task.b, head, s, {0, std::min(kChunk, range.end - s)}};
       differentiate_queries(p, dtype, queries, 0, x);
-      add_queries(p, queries, x);
+      add_queries(p, queries, true, x);
     }
   }
 }
@@ -248,9 +253,8 @@ MEMCHECK_INLINE void differentiate_all_queries(const LinearAttentionBackward& p,
 // grad phi(k) = N v - n and grad_v = N^T phi(k) of a chunk, from the later queries in the state.
 template <typename acc_t>
 MEMCHECK_INLINE void key_gradients_of_state(const LinearAttentionShape& n, int64_t count, BackwardScratch<acc_t>& x) {
-  tile_product(TileProduct::Set, count, x.grad_k.stride, term(n.Dv, x.v.factor(0), x.queries.total),
-               x.grad_k.result(0));
-  const acc_t* later = x.queries.vector_of(x.queries.total);
+  tile_product(TileProduct::Set, count, x.grad_k.stride, term(n.Dv, x.v.factor(0), x.queries.seen), x.grad_k.result(0));
+  const acc_t* later = x.queries.vector_of(x.queries.seen);
   for (int64_t row = 0; row < count; ++row)
     for (int64_t i = 0; i < x.grad_k.stride; ++i) x.grad_k.row(row)[i] -= later[i];
   tile_product(TileProduct::Set, count, x.grad_v.stride, term(n.D, x.k.factor(0), x.n), x.grad_v.result(0));
@@ -308,8 +312,9 @@ MEMCHECK_INLINE void differentiate_back(const LinearAttentionBackward& p, Dtype 
       load_queries(p, dtype, queries, -kChunk, x);
       divide_by_denominators(QueryNumbers<acc_t>(p, queries).inverse, rows, x);
       if (!sums_only) key_gradients_of_chunk(p, queries, count, x);
-      add_queries(p, queries, x);
+      if (sums_only || t > keys.begin) add_queries(p, queries, sums_only, x);
     }
+    if (t > keys.begin && x.queries.begins_at(t)) x.queries.end_segment();
     if (!sums_only) store_key_gradients(p, dtype, task, t, count, x);
   }
 }
@@ -330,16 +335,15 @@ MEMCHECK_INLINE void differentiate_all_keys(const LinearAttentionBackward& p, Dt
 // ---- tasks
 
 template <typename acc_t>
-MEMCHECK_INLINE acc_t* key_slots(const LinearAttentionBackward& p, const Task& task, const StateShape& state) {
-  return slots_of<acc_t>(p.states, p.shape, state, task, 0, segments(p.shape, p.shape.T));
+MEMCHECK_INLINE Slots<acc_t> slots_of_keys(const LinearAttentionBackward& p) {
+  return {p.states, p.shape, 0, key_slots(p.shape), backward_state(p.shape)};
 }
 
 template <typename acc_t>
-MEMCHECK_INLINE acc_t* query_slots(const LinearAttentionBackward& p, const Task& task, const StateShape& state) {
+MEMCHECK_INLINE Slots<acc_t> slots_of_queries(const LinearAttentionBackward& p) {
   const LinearAttentionShape& n = p.shape;
   // Causal: the sums of keys have been read when those of queries are written in their place.
-  const int64_t slots_before = n.causal ? 0 : n.B * n.Hkv * segments(n, n.T);
-  return slots_of<acc_t>(p.states, n, state, task, slots_before, query_segments(n));
+  return {p.states, n, n.causal ? 0 : n.B * n.Hkv * key_slots(n), query_slots(n), backward_state(n)};
 }
 
 // M and z of the keys that the task's queries see before they go along with their own; KeySums: of the task's keys.
@@ -348,11 +352,12 @@ MEMCHECK_INLINE void start_key_state(const Pass<LinearAttentionBackward>& pass, 
                                      BackwardScratch<acc_t>& x) {
   const LinearAttentionShape& n = pass.p.shape;
   if (pass.phase == Phase::Queries) {
-    const Range before{0, n.causal ? task.segment : segments(n, n.T)};
-    return x.keys.start_from(key_slots<acc_t>(pass.p, task, x.keys.shape), before);
+    const Slots<acc_t> slots = slots_of_keys<acc_t>(pass.p);
+    return x.keys.start_from(slots.at(n, task, n.causal ? task.segment - 1 : slots.slots - 1));
   }
   x.keys.clear();
   if (pass.phase == Phase::KeySums || !n.causal) sum_keys(pass.p, pass.dtype, task, keys, x);
+  if (pass.phase == Phase::Whole && !n.causal) x.keys.end_segment();
 }
 
 // grad_q. Not causal: and N and n of the task's queries.
@@ -361,9 +366,13 @@ MEMCHECK_INLINE void query_part(const Pass<LinearAttentionBackward>& pass, const
                                 BackwardScratch<acc_t>& x) {
   const LinearAttentionShape& n = pass.p.shape;
   if (n.causal) return differentiate_along(pass.p, pass.dtype, task, keys, x);
-  const Range queries = pass.phase == Phase::Whole ? Range{0, n.S} : segment_range(n, n.S, task.segment);
+  const bool whole = pass.phase == Phase::Whole;
+  const int64_t end = whole ? query_segments(n) : task.segment + 1;
   x.queries.clear();
-  differentiate_all_queries(pass.p, pass.dtype, task, queries, x);
+  for (int64_t segment = whole ? 0 : task.segment; segment < end; ++segment) {
+    differentiate_all_queries(pass.p, pass.dtype, task, segment_range(n, n.S, segment), x);
+    if (whole) x.queries.end_segment();
+  }
 }
 
 // grad_k and grad_v; QuerySums: N and n of the task's queries.
@@ -372,8 +381,7 @@ MEMCHECK_INLINE void key_part(const Pass<LinearAttentionBackward>& pass, const T
                               BackwardScratch<acc_t>& x) {
   const LinearAttentionShape& n = pass.p.shape;
   if (pass.phase == Phase::Keys) {
-    const Range after{n.causal ? task.segment + 1 : 0, query_segments(n)};
-    x.queries.start_from(query_slots<acc_t>(pass.p, task, x.queries.shape), after);
+    x.queries.start_from(slots_of_queries<acc_t>(pass.p).at(n, task, n.causal ? task.segment : query_slots(n) - 1));
   } else if (n.causal) {
     x.queries.clear();
   }
@@ -390,13 +398,12 @@ MEMCHECK_INLINE void backward_task(const Pass<LinearAttentionBackward>& pass, co
   const bool has_queries = whole || pass.phase == Phase::Queries;
   const bool has_keys = whole ? p.grad_k || p.grad_v : pass.phase == Phase::QuerySums || pass.phase == Phase::Keys;
   const Range keys = whole ? Range{0, p.shape.T} : segment_range(p.shape, p.shape.T, task.segment);
-  const int64_t own_slot = task.segment * x.keys.shape.size();
   if (has_queries || pass.phase == Phase::KeySums) start_key_state(pass, task, keys, x);
   if (has_queries) query_part(pass, task, keys, x);
   if (has_keys) key_part(pass, task, keys, x);
-  if (pass.phase == Phase::KeySums) x.keys.store(key_slots<acc_t>(p, task, x.keys.shape) + own_slot);
+  if (pass.phase == Phase::KeySums) x.keys.store_segment(slots_of_keys<acc_t>(p).at(p.shape, task, task.segment));
   if (pass.phase == Phase::QuerySums || (pass.phase == Phase::Queries && !p.shape.causal))
-    x.queries.store(query_slots<acc_t>(p, task, x.queries.shape) + own_slot);
+    x.queries.store_segment(slots_of_queries<acc_t>(p).at(p.shape, task, task.segment - pass.first_segment));
 }
 
 template <typename acc_t>
@@ -404,7 +411,7 @@ MEMCHECK_INLINE void backward_tasks_body(const Pass<LinearAttentionBackward>& pa
                                          int worker) {
   Arena arena = arena_of(pass.p.scratch, pass.scratch_bytes, worker);
   BackwardScratch<acc_t> x(arena, pass.p.shape);
-  for (int64_t index = begin; index < end; ++index) backward_task(pass, task_of(pass.p.shape, index, pass.pieces), x);
+  for (int64_t index = begin; index < end; ++index) backward_task(pass, pass.task(index), x);
 }
 
 MEMCHECK_PER_CPU_LEVEL(acc_t, backward_tasks,
@@ -413,8 +420,11 @@ MEMCHECK_PER_CPU_LEVEL(acc_t, backward_tasks,
 
 template <typename acc_t>
 void run_backward(const LinearAttentionBackward& p, Dtype dtype, Phase phase, int64_t pieces) {
-  const Pass<LinearAttentionBackward> pass{p, dtype, phase, pieces, scratch_bytes<BackwardScratch<acc_t>>(p.shape)};
-  parallel_tasks(p.shape.B * p.shape.Hkv * pieces,
+  // No key needs the sum of the first segment's queries: there is none before them.
+  const int64_t first = phase == Phase::QuerySums ? 1 : 0;
+  const int64_t bytes = scratch_bytes<BackwardScratch<acc_t>>(p.shape);
+  const Pass<LinearAttentionBackward> pass{p, dtype, phase, pieces, first, bytes};
+  parallel_tasks(p.shape.B * p.shape.Hkv * pieces, useful_threads(p.shape, p.threads),
                  [&](int64_t begin, int64_t end, int worker) { backward_tasks<acc_t>(pass, begin, end, worker); });
 }
 
@@ -428,11 +438,14 @@ void backward(const LinearAttentionBackward& p, Dtype dtype) {
   with_acc_type(dtype, [&](auto acc) {
     using acc_t = decltype(acc);
     const LinearAttentionShape& n = p.shape;
-    if (!splits(n)) return run_backward<acc_t>(p, dtype, Phase::Whole, 1);
-    run_backward<acc_t>(p, dtype, Phase::KeySums, segments(n, n.T));
+    const int64_t threads = useful_threads(n, p.threads);
+    if (!splits(n, p.threads)) return run_backward<acc_t>(p, dtype, Phase::Whole, 1);
+    run_backward<acc_t>(p, dtype, Phase::KeySums, key_slots(n));
+    scan_slots(slots_of_keys<acc_t>(p), false, threads);
     run_backward<acc_t>(p, dtype, Phase::Queries, query_segments(n));
     if (!p.grad_k && !p.grad_v) return;
-    if (n.causal) run_backward<acc_t>(p, dtype, Phase::QuerySums, query_segments(n));
+    if (n.causal) run_backward<acc_t>(p, dtype, Phase::QuerySums, query_slots(n));
+    scan_slots(slots_of_queries<acc_t>(p), n.causal, threads);
     run_backward<acc_t>(p, dtype, Phase::Keys, segments(n, n.T));
   });
 }

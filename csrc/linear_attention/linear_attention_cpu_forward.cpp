@@ -6,6 +6,28 @@
 // Forward, and one step of decoding.
 
 namespace memcheck::linear_cpu {
+
+template <typename acc_t>
+void scan_slots(const Slots<acc_t>& x, bool reversed, int64_t threads) {
+  constexpr int64_t kPart = 512;  // elements of a state
+  const int64_t parts = ceil_div(x.size, kPart);
+  parallel_tasks(x.heads * parts, threads, [&](int64_t begin, int64_t end, int) {
+    for (int64_t index = begin; index < end; ++index) {
+      const int64_t part = index % parts * kPart;
+      acc_t* head = x.data + index / parts * x.slots * x.size + part;
+      const int64_t count = std::min(kPart, x.size - part);
+      for (int64_t step = 1; step < x.slots; ++step) {
+        acc_t* __restrict slot = head + (reversed ? x.slots - 1 - step : step) * x.size;
+        const acc_t* __restrict last = reversed ? slot + x.size : slot - x.size;
+        for (int64_t i = 0; i < count; ++i) slot[i] += last[i];
+      }
+    }
+  });
+}
+
+template void scan_slots(const Slots<float>&, bool, int64_t);
+template void scan_slots(const Slots<double>&, bool, int64_t);
+
 namespace {
 
 // The matrices of a chunk, a row for each position.
@@ -21,7 +43,7 @@ struct ForwardScratch {
   Matrix<acc_t> partial;       // sums along rows before their lanes are added (kChunk,kTileLanes)
 
   ForwardScratch(Arena& arena, const LinearAttentionShape& n)
-      : state(forward_state(n), arena),
+      : state(forward_state(n), segment_step(n, n.T), n.causal ? Reading::Chunks : Reading::Ends, arena),
         q(arena, kChunk, n.D),
         k(arena, kChunk, n.D),
         k_transposed(arena, padded_columns(n.D), kChunk),
@@ -50,17 +72,20 @@ MEMCHECK_INLINE void load_keys(const LinearAttentionForward& p, Dtype dtype, con
 
 // M += phi(k)^T v and z += phi(k).
 template <typename acc_t>
-MEMCHECK_INLINE void add_keys(int64_t count, ForwardScratch<acc_t>& x) {
-  x.state.add_chunk(count, x.k.factor(0), x.values, nullptr, x.k.data, &x.next);
+MEMCHECK_INLINE void add_keys(int64_t count, bool sums_only, ForwardScratch<acc_t>& x) {
+  x.state.add_chunk(count, x.k.factor(0), x.values, nullptr, x.k.data, sums_only, &x.next);
 }
 
+// Leaves the last segment open. Causal, in the chunks of attend_along.
 template <typename acc_t>
 MEMCHECK_INLINE void sum_keys(const LinearAttentionForward& p, Dtype dtype, const Task& task, Range keys,
                               ForwardScratch<acc_t>& x) {
-  for (int64_t t = keys.begin; t < keys.end; t += kLongChunk) {
-    const int64_t count = std::min(kLongChunk, keys.end - t);
+  const int64_t step = p.shape.causal ? kChunk : kLongChunk;
+  for (int64_t t = keys.begin; t < keys.end; t += step) {
+    if (t > keys.begin && x.state.begins_at(t)) x.state.end_segment();
+    const int64_t count = std::min(step, keys.end - t);
     load_keys(p, dtype, task, t, count, x);
-    add_keys(count, x);
+    add_keys(count, true, x);
   }
 }
 
@@ -70,7 +95,7 @@ MEMCHECK_INLINE void sum_keys(const LinearAttentionForward& p, Dtype dtype, cons
 template <typename acc_t>
 MEMCHECK_INLINE void inverse_denominators(const ForwardScratch<acc_t>& x, Range rows, bool keys_at_hand, double eps,
                                           acc_t* inverse) {
-  const acc_t* z = x.state.vector_of(x.state.total);
+  const acc_t* z = x.state.vector_of(x.state.seen);
   for (int64_t row = rows.begin; row < rows.end; ++row) {
     alignas(64) acc_t sums[kTileLanes] = {};
     if (keys_at_hand)
@@ -105,7 +130,7 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, const 
   }
   alignas(64) acc_t inverse[kChunk];
   inverse_denominators(x, rows, keys > 0, p.eps, inverse);
-  tile_rows(rows.count(), x.y.stride, term(n.D, x.q.factor(first), x.state.total), seen, inverse + first, y.result(0),
+  tile_rows(rows.count(), x.y.stride, term(n.D, x.q.factor(first), x.state.seen), seen, inverse + first, y.result(0),
             &next);
   if (!direct) store_rows(dtype, y_place, rows.count(), n.Dv, y.data, y.stride);
 }
@@ -119,13 +144,14 @@ MEMCHECK_INLINE void attend_along(const LinearAttentionForward& p, Dtype dtype, 
   for (int64_t t = keys.begin; t < keys.end; t += kChunk) {
     const int64_t count = std::min(kChunk, keys.end - t);
     const int64_t s = t - (n.T - n.S);
+    if (t > keys.begin && x.state.begins_at(t)) x.state.end_segment();
     load_keys(p, dtype, task, t, count, x);
     if (s + count > 0) {
       transpose_rows(x.k.data, x.k.stride, count, x.k.stride, x.k_transposed.data, kChunk);
       for (int64_t head = heads.begin; head < heads.end; ++head)
         attend(p, dtype, {task.b, head, s, {std::max<int64_t>(-s, 0), count}}, count, x);
     }
-    if (t + kChunk < n.T) add_keys(count, x);
+    if (t + kChunk < keys.end) add_keys(count, false, x);
   }
 }
 
@@ -146,21 +172,16 @@ MEMCHECK_INLINE void forward_task(const Pass<LinearAttentionForward>& pass, cons
                                   ForwardScratch<acc_t>& x) {
   const LinearAttentionForward& p = pass.p;
   const LinearAttentionShape& n = p.shape;
-  const int64_t key_slots = segments(n, n.T);
-  acc_t* slots = slots_of<acc_t>(p.states, n, x.state.shape, task, 0, key_slots);
+  const Slots<acc_t> slots(p.states, n, 0, key_slots(n), x.state.shape);
   const bool whole = pass.phase == Phase::Whole;
   const Range keys = whole ? Range{0, n.T} : segment_range(n, n.T, task.segment);
-  x.state.clear();
-  if (pass.phase == Phase::KeySums) {
-    sum_keys(p, pass.dtype, task, keys, x);
-    x.state.store(slots + task.segment * x.state.shape.size());
-  } else if (n.causal) {
-    if (!whole) x.state.start_from(slots, {0, task.segment});
-    attend_along(p, pass.dtype, task, keys, x);
-  } else {
-    whole ? sum_keys(p, pass.dtype, task, keys, x) : x.state.start_from(slots, {0, key_slots});
-    attend_to_all(p, pass.dtype, task, whole ? Range{0, n.S} : segment_range(n, n.S, task.segment), x);
-  }
+  const int64_t seen = n.causal ? task.segment - 1 : slots.slots - 1;
+  x.state.start_from(pass.phase == Phase::Queries ? slots.at(n, task, seen) : nullptr);
+  if (pass.phase == Phase::KeySums || (whole && !n.causal)) sum_keys(p, pass.dtype, task, keys, x);
+  if (pass.phase == Phase::KeySums) return x.state.store_segment(slots.at(n, task, task.segment));
+  if (n.causal) return attend_along(p, pass.dtype, task, keys, x);
+  if (whole) x.state.end_segment();
+  attend_to_all(p, pass.dtype, task, whole ? Range{0, n.S} : segment_range(n, n.S, task.segment), x);
 }
 
 template <typename acc_t>
@@ -168,7 +189,7 @@ MEMCHECK_INLINE void forward_tasks_body(const Pass<LinearAttentionForward>& pass
                                         int worker) {
   Arena arena = arena_of(pass.p.scratch, pass.scratch_bytes, worker);
   ForwardScratch<acc_t> x(arena, pass.p.shape);
-  for (int64_t index = begin; index < end; ++index) forward_task(pass, task_of(pass.p.shape, index, pass.pieces), x);
+  for (int64_t index = begin; index < end; ++index) forward_task(pass, pass.task(index), x);
 }
 
 MEMCHECK_PER_CPU_LEVEL(acc_t, forward_tasks,
@@ -177,36 +198,47 @@ MEMCHECK_PER_CPU_LEVEL(acc_t, forward_tasks,
 
 template <typename acc_t>
 void run_forward(const LinearAttentionForward& p, Dtype dtype, Phase phase, int64_t pieces) {
-  const Pass<LinearAttentionForward> pass{p, dtype, phase, pieces, scratch_bytes<ForwardScratch<acc_t>>(p.shape)};
-  parallel_tasks(p.shape.B * p.shape.Hkv * pieces,
+  const Pass<LinearAttentionForward> pass{p, dtype, phase, pieces, 0, scratch_bytes<ForwardScratch<acc_t>>(p.shape)};
+  parallel_tasks(p.shape.B * p.shape.Hkv * pieces, useful_threads(p.shape, p.threads),
                  [&](int64_t begin, int64_t end, int worker) { forward_tasks<acc_t>(pass, begin, end, worker); });
 }
 
 // ---- one step
 
-// A head's state comes from memory, the new keys are added, the queries of the group read it, and it goes back.
+// Adds rows of a matrix in memory to rows of the state. `rows` is scratch for a chunk of them.
+template <typename acc_t>
+MEMCHECK_INLINE void add_rows(Dtype acc, const Strided<4>& from, const Task& task, int64_t count, int64_t columns,
+                              const Matrix<acc_t>& rows, acc_t* to) {
+  for (int64_t first = 0; first < count; first += kChunk) {
+    const int64_t some = std::min(kChunk, count - first);
+    load_rows(acc, rows_at(acc, from, task.b, task.key_head, first), some, columns, rows.data, rows.stride);
+    for (int64_t i = 0; i < some * rows.stride; ++i) to[first * rows.stride + i] += rows.data[i];
+  }
+}
+
+// The new keys are summed, the state from memory is added, the queries of the group read it, and it goes back.
 template <typename acc_t>
 MEMCHECK_INLINE void step_task(const LinearAttentionStep& p, Dtype dtype, const Task& task, ForwardScratch<acc_t>& x) {
   const LinearAttentionShape& n = p.shape;
   const Dtype acc = dtype == Dtype::Float64 ? Dtype::Float64 : Dtype::Float32;
-  const LinearAttentionForward forward{n, p.eps, p.q, p.k, p.v, p.y, nullptr, nullptr};
+  const LinearAttentionForward forward{n, p.eps, p.q, p.k, p.v, p.y, nullptr, nullptr, p.threads};
   State<acc_t>& state = x.state;
   const auto place = [&](const Strided<4>& whole) { return rows_at(acc, whole, task.b, task.key_head, 0); };
   state.clear();
-  load_rows(acc, place(p.m), n.D, n.Dv, state.total.data, state.total.stride);
-  load_rows(acc, place(p.z), 1, n.D, state.vector_of(state.total), padded_columns(n.D));
   sum_keys(forward, dtype, task, {0, n.T}, x);
+  state.end_segment();
+  add_rows(acc, p.m, task, n.D, n.Dv, x.y, state.seen.data);
+  add_rows(acc, p.z, task, 1, n.D, x.q, state.vector_of(state.seen));
   attend_to_all(forward, dtype, task, {0, 1}, x);
-  store_rows(acc, place(p.new_m), n.D, n.Dv, state.total.data, state.total.stride);
-  store_rows(acc, place(p.new_z), 1, n.D, state.vector_of(state.total), padded_columns(n.D));
+  store_rows(acc, place(p.new_m), n.D, n.Dv, state.seen.data, state.seen.stride);
+  store_rows(acc, place(p.new_z), 1, n.D, state.vector_of(state.seen), padded_columns(n.D));
 }
 
 template <typename acc_t>
 MEMCHECK_INLINE void step_tasks_body(const Pass<LinearAttentionStep>& pass, int64_t begin, int64_t end, int worker) {
   Arena arena = arena_of(pass.p.scratch, pass.scratch_bytes, worker);
   ForwardScratch<acc_t> x(arena, pass.p.shape);
-  for (int64_t index = begin; index < end; ++index)
-    step_task(pass.p, pass.dtype, task_of(pass.p.shape, index, pass.pieces), x);
+  for (int64_t index = begin; index < end; ++index) step_task(pass.p, pass.dtype, pass.task(index), x);
 }
 
 MEMCHECK_PER_CPU_LEVEL(acc_t, step_tasks,
@@ -222,17 +254,19 @@ int64_t forward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype) {
 void forward(const LinearAttentionForward& p, Dtype dtype) {
   with_acc_type(dtype, [&](auto acc) {
     using acc_t = decltype(acc);
-    if (!splits(p.shape)) return run_forward<acc_t>(p, dtype, Phase::Whole, 1);
-    run_forward<acc_t>(p, dtype, Phase::KeySums, segments(p.shape, p.shape.T));
-    run_forward<acc_t>(p, dtype, Phase::Queries, query_segments(p.shape));
+    const LinearAttentionShape& n = p.shape;
+    if (!splits(n, p.threads)) return run_forward<acc_t>(p, dtype, Phase::Whole, 1);
+    run_forward<acc_t>(p, dtype, Phase::KeySums, key_slots(n));
+    scan_slots(Slots<acc_t>(p.states, n, 0, key_slots(n), forward_state(n)), false, useful_threads(n, p.threads));
+    run_forward<acc_t>(p, dtype, Phase::Queries, query_segments(n));
   });
 }
 
 void step(const LinearAttentionStep& p, Dtype dtype) {
   with_acc_type(dtype, [&](auto acc) {
     using acc_t = decltype(acc);
-    const Pass<LinearAttentionStep> pass{p, dtype, Phase::Whole, 1, scratch_bytes<ForwardScratch<acc_t>>(p.shape)};
-    parallel_tasks(p.shape.B * p.shape.Hkv,
+    const Pass<LinearAttentionStep> pass{p, dtype, Phase::Whole, 1, 0, scratch_bytes<ForwardScratch<acc_t>>(p.shape)};
+    parallel_tasks(p.shape.B * p.shape.Hkv, useful_threads(p.shape, p.threads),
                    [&](int64_t begin, int64_t end, int worker) { step_tasks<acc_t>(pass, begin, end, worker); });
   });
 }

@@ -78,7 +78,8 @@ std::tuple<at::Tensor, at::Tensor> forward(const SoftplusAttentionKernels& kerne
                                    reads<3>(v),
                                    writes<3>(y),
                                    uses_carries ? carries.mutable_data_ptr() : nullptr,
-                                   sums.mutable_data_ptr()};
+                                   sums.mutable_data_ptr(),
+                                   device.threads};
   kernels.forward(p, dtype_of(q), device.stream);
   return {y, keep_carries ? carries : empty_carries(n, 0, q)};
 }
@@ -136,7 +137,8 @@ Gradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& gr
                                     writes<3>(std::get<2>(gradients)),
                                     dense_carries.const_data_ptr(),
                                     sums.mutable_data_ptr(),
-                                    scratch.mutable_data_ptr()};
+                                    scratch.mutable_data_ptr(),
+                                    device.threads};
   kernels.backward(p, dtype_of(q), device.stream);
   return gradients;
 }
@@ -171,6 +173,7 @@ StepResult step(const SoftplusAttentionKernels& kernels, const at::Tensor& q, co
   const SoftplusAttentionShape shape = n.shape();
   StepResult result = empty_step(n, q, z);
   const auto& [y, new_z, new_a] = result;
+  const DeviceScope device(q);
   const SoftplusAttentionStep p{shape.B,
                                 shape.T,
                                 shape.R,
@@ -182,8 +185,8 @@ StepResult step(const SoftplusAttentionKernels& kernels, const at::Tensor& q, co
                                 reads<3>(a.unsqueeze(1)),
                                 writes<3>(y),
                                 writes<3>(new_z.unsqueeze(1)),
-                                writes<3>(new_a.unsqueeze(1))};
-  const DeviceScope device(q);
+                                writes<3>(new_a.unsqueeze(1)),
+                                device.threads};
   kernels.step(p, dtype_of(q), device.stream);
   return result;
 }

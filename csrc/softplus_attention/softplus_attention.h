@@ -1,11 +1,13 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "common/dtype.h"
 #include "common/integer.h"
 #include "common/kernel.h"
 #include "common/strided.h"
+#include "common/task_list.h"
 
 // Softplus attention: the parameters of its kernels, and the memory they need.
 //
@@ -36,12 +38,13 @@ struct SoftplusAttentionShape {
 struct SoftplusAttentionForward {
   SoftplusAttentionShape shape;
   double eps;
-  Strided<3> q;   // (B,S,R)
-  Strided<3> k;   // (B,R,T)
-  Strided<3> v;   // (B,R,T)
-  Strided<3> y;   // (B,S,R)
-  void* carries;  // (2,B,carries,R): Z, then A; null if no backward follows and the plan needs none
-  void* sums;     // the plan's forward_sums_bytes
+  Strided<3> q;     // (B,S,R)
+  Strided<3> k;     // (B,R,T)
+  Strided<3> v;     // (B,R,T)
+  Strided<3> y;     // (B,S,R)
+  void* carries;    // (2,B,carries,R): Z, then A; null if no backward follows and the plan needs none
+  void* sums;       // the plan's forward_sums_bytes
+  int64_t threads;  // of the plan
 };
 
 struct SoftplusAttentionBackward {
@@ -57,6 +60,7 @@ struct SoftplusAttentionBackward {
   const void* carries;  // (2,B,carries,R)
   void* sums;           // the plan's backward_sums_bytes
   void* scratch;        // the plan's backward_scratch_bytes
+  int64_t threads;      // of the plan
 };
 
 // Decoding: the sums of T new keys are added to the state, and one query reads it.
@@ -71,6 +75,7 @@ struct SoftplusAttentionStep {
   Strided<3> y;      // (B,1,R)
   Strided<3> new_z;  // (B,1,R)
   Strided<3> new_a;  // (B,1,R)
+  int64_t threads;   // that may be used
 };
 
 // The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads, that of
@@ -89,6 +94,8 @@ struct SoftplusAttentionKernels {
   Kernel<SoftplusAttentionStep> step;
 };
 extern const SoftplusAttentionKernels softplus_attention_cpu;
+// The tasks of every pass on the CPU, for tests.
+std::vector<TaskList> softplus_attention_tasks_cpu(const SoftplusAttentionShape& shape, int64_t threads);
 extern const SoftplusAttentionKernels softplus_attention_cuda;
 
 // ---- CUDA

@@ -5,26 +5,31 @@
 #include "common/compensated_sum.h"
 #include "common/integer.h"
 #include "common/matrix_tile.h"
+#include "common/parallel.h"
 #include "softplus_attention/softplus_attention.h"
 
 // What forward, backward and step share on the CPU: tasks, sums over positions, and tiles of the operands.
 //
 // A task is one block of kTileLanes channels of one batch entry. It goes through all chunks of positions in their order
-// or, where that gives few tasks, takes one chunk. The sums of a chunk start at zero, and the sums of the chunks before
-// are added where they are used. So both ways give the same bits.
+// or, where that leaves threads idle, takes one chunk. The sums of a chunk start at zero, and the sums of the chunks
+// before are added where they are used. So both ways give the same bits.
 
 namespace memcheck::softplus_cpu {
-
-constexpr int64_t kFewTasks = 8;
 
 inline int64_t channel_blocks(const SoftplusAttentionShape& shape) {
   return ceil_div(shape.R, kTileLanes);
 }
 
-// Whether every chunk is a task of its own. This depends on the shape only, because the bytes of the plan must not
-// depend on the machine.
-inline bool splits(const SoftplusAttentionShape& shape, int64_t chunks) {
-  return chunks > 1 && shape.B * channel_blocks(shape) < kFewTasks;
+// Of the threads there are, those worth waking. A softplus takes as long as some 32 multiplications.
+inline int64_t useful_threads(const SoftplusAttentionShape& shape, int64_t threads) {
+  return memcheck::useful_threads(32 * shape.B * shape.R * (shape.S + 2 * shape.T), threads);
+}
+
+// Whether every chunk is a task of its own. Causal, that costs half of the arithmetic once more. Else it costs nothing
+// but memory, and a fifth of the threads' time may be lost where blocks are dealt out unevenly.
+inline bool splits(const SoftplusAttentionShape& shape, int64_t chunks, int64_t threads) {
+  const int64_t blocks = shape.B * channel_blocks(shape);
+  return chunks > 1 && busy_share(blocks, useful_threads(shape, threads)) < (shape.causal ? 2. / 3 : 4. / 5);
 }
 
 struct Task {
@@ -120,10 +125,10 @@ struct RunningPair {
 // Each slot becomes the sum of itself and all slots before it (reversed: after it), added one by one, as a task over
 // all chunks adds them.
 template <typename acc_t>
-void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed);
+void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed, int64_t threads);
 
-extern template void scan_slots(const Sums<float>&, int64_t, bool);
-extern template void scan_slots(const Sums<double>&, int64_t, bool);
+extern template void scan_slots(const Sums<float>&, int64_t, bool, int64_t);
+extern template void scan_slots(const Sums<double>&, int64_t, bool, int64_t);
 
 // ---- tiles
 

@@ -301,7 +301,7 @@ MEMCHECK_PER_CPU_LEVEL(acc_t, backward_tasks, (const BackwardPass<acc_t>& pass, 
 template <typename acc_t>
 void run(const BackwardPass<acc_t>& pass) {
   const int64_t tasks = pass.p.shape.B * channel_blocks(pass.p.shape) * pass.chunks;
-  parallel_tasks(tasks,
+  parallel_tasks(tasks, useful_threads(pass.p.shape, pass.p.threads),
                  [&](int64_t begin, int64_t end, int worker) { backward_tasks<acc_t>(pass, begin, end, worker); });
 }
 
@@ -309,11 +309,11 @@ template <typename acc_t>
 void backward_causal(const SoftplusAttentionBackward& p, Dtype dtype) {
   const SoftplusAttentionShape& shape = p.shape;
   const int64_t chunks = shape.key_chunks();
-  if (!splits(shape, chunks)) return run(BackwardPass<acc_t>{p, dtype, BackwardPhase::AllChunks, {}, 1});
+  if (!splits(shape, chunks, p.threads)) return run(BackwardPass<acc_t>{p, dtype, BackwardPhase::AllChunks, {}, 1});
   const Sums<acc_t> sums(p.sums, shape, chunks - 1);
   if (p.grad_k || p.grad_v) {
     run(BackwardPass<acc_t>{p, dtype, BackwardPhase::ChunkSums, sums, chunks - 1});
-    scan_slots(sums, 2, true);
+    scan_slots(sums, 2, true, useful_threads(shape, p.threads));
   }
   run(BackwardPass<acc_t>{p, dtype, BackwardPhase::CausalChunk, sums, chunks});
 }
@@ -321,11 +321,11 @@ void backward_causal(const SoftplusAttentionBackward& p, Dtype dtype) {
 template <typename acc_t>
 void backward_not_causal(const SoftplusAttentionBackward& p, Dtype dtype) {
   const SoftplusAttentionShape& shape = p.shape;
-  const bool split = splits(shape, shape.query_chunks());
+  const bool split = splits(shape, shape.query_chunks(), p.threads);
   const Sums<acc_t> sums(p.sums, shape, split ? shape.query_chunks() : 1);
   if (split) {
     run(BackwardPass<acc_t>{p, dtype, BackwardPhase::ChunkSums, sums, shape.query_chunks()});
-    scan_slots(sums, 1, false);
+    scan_slots(sums, 1, false, useful_threads(shape, p.threads));
   } else {
     run(BackwardPass<acc_t>{p, dtype, BackwardPhase::AllChunks, sums, 1});
   }

@@ -11,9 +11,9 @@
 namespace memcheck::softplus_cpu {
 
 template <typename acc_t>
-void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed) {
+void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed, int64_t threads) {
   const int64_t blocks = ceil_div(sums.R, kTileLanes);
-  parallel_tasks(planes * sums.B * blocks, [&](int64_t begin, int64_t end, int) {
+  parallel_tasks(planes * sums.B * blocks, threads, [&](int64_t begin, int64_t end, int) {
     for (int64_t index = begin; index < end; ++index) {
       const int64_t r = index % blocks * kTileLanes;
       const int64_t lanes = std::min<int64_t>(sums.R - r, kTileLanes);
@@ -29,8 +29,8 @@ void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed) {
   });
 }
 
-template void scan_slots(const Sums<float>&, int64_t, bool);
-template void scan_slots(const Sums<double>&, int64_t, bool);
+template void scan_slots(const Sums<float>&, int64_t, bool, int64_t);
+template void scan_slots(const Sums<double>&, int64_t, bool, int64_t);
 
 namespace {
 
@@ -178,16 +178,18 @@ MEMCHECK_PER_CPU_LEVEL(acc_t, forward_tasks, (const ForwardPass<acc_t>& pass, in
 template <typename acc_t>
 void run(const ForwardPass<acc_t>& pass) {
   const int64_t tasks = pass.p.shape.B * channel_blocks(pass.p.shape) * pass.chunks;
-  parallel_tasks(tasks, [&](int64_t begin, int64_t end, int) { forward_tasks<acc_t>(pass, begin, end); });
+  parallel_tasks(tasks, useful_threads(pass.p.shape, pass.p.threads),
+                 [&](int64_t begin, int64_t end, int) { forward_tasks<acc_t>(pass, begin, end); });
 }
 
 template <typename acc_t>
 void forward_causal(const SoftplusAttentionForward& p, Dtype dtype) {
   const SoftplusAttentionShape& shape = p.shape;
   const Sums<acc_t> carries(p.carries, shape, shape.carries());
-  if (!splits(shape, shape.key_chunks())) return run(ForwardPass<acc_t>{p, dtype, ForwardPhase::AllChunks, carries, 1});
+  if (!splits(shape, shape.key_chunks(), p.threads))
+    return run(ForwardPass<acc_t>{p, dtype, ForwardPhase::AllChunks, carries, 1});
   run(ForwardPass<acc_t>{p, dtype, ForwardPhase::ChunkSums, carries, shape.carries()});
-  scan_slots(carries, 2, false);
+  scan_slots(carries, 2, false, useful_threads(shape, p.threads));
   run(ForwardPass<acc_t>{p, dtype, ForwardPhase::CausalChunk, carries, shape.key_chunks()});
 }
 
@@ -196,10 +198,10 @@ void forward_not_causal(const SoftplusAttentionForward& p, Dtype dtype) {
   const SoftplusAttentionShape& shape = p.shape;
   const Sums<acc_t> totals(p.carries, shape, 1);
   const int64_t chunks = shape.key_chunks();
-  if (splits(shape, chunks)) {
+  if (splits(shape, chunks, p.threads)) {
     const Sums<acc_t> partial(p.sums, shape, chunks);
     run(ForwardPass<acc_t>{p, dtype, ForwardPhase::ChunkSums, partial, chunks});
-    scan_slots(partial, 2, false);
+    scan_slots(partial, 2, false, useful_threads(shape, p.threads));
     for (int64_t row = 0; row < 2 * shape.B; ++row)
       std::copy_n(partial.data + (row * chunks + chunks - 1) * shape.R, shape.R, totals.data + row * shape.R);
   } else {
@@ -220,7 +222,7 @@ template <typename acc_t>
 MEMCHECK_INLINE void step_tasks_body(const SoftplusAttentionStep& p, Dtype dtype, int64_t begin, int64_t end) {
   const Dtype acc = sizeof(acc_t) == sizeof(double) ? Dtype::Float64 : Dtype::Float32;
   const SoftplusAttentionShape shape{p.B, 1, p.T, p.R, false};
-  const SoftplusAttentionForward forward{shape, p.eps, p.q, p.k, p.v, p.y, nullptr, nullptr};
+  const SoftplusAttentionForward forward{shape, p.eps, p.q, p.k, p.v, p.y, nullptr, nullptr, 1};
   for (int64_t index = begin; index < end; ++index) {
     const Task task = task_of(shape, index, 1);
     RunningPair<acc_t> sums;
@@ -247,7 +249,7 @@ void forward(const SoftplusAttentionForward& p, Dtype dtype) {
 
 void step(const SoftplusAttentionStep& p, Dtype dtype) {
   with_acc_type(dtype, [&](auto acc) {
-    parallel_tasks(p.B * ceil_div(p.R, kTileLanes),
+    parallel_tasks(p.B * ceil_div(p.R, kTileLanes), useful_threads({p.B, 1, p.T, p.R, false}, p.threads),
                    [&](int64_t begin, int64_t end, int) { step_tasks<decltype(acc)>(p, dtype, begin, end); });
   });
 }

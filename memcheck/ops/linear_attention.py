@@ -28,10 +28,11 @@ def linear_attention(
     float64, float32, float16, bfloat16. Sums are in float32 (float64 for float64).
 
     Returns:
-        y (B,H,S,Dv), contiguous. Kept for backward: only q, k and v; the (D,Dv) states are recomputed. With fewer
-        than 8 heads in the whole batch, the sequence is cut into up to 16 segments, each with a state in memory. A
-        gradient has its input's strides. A double backward raises. A NaN or an infinity in v at one position also
-        reaches queries up to 31 positions before it, because it is multiplied by 0.
+        y (B,H,S,Dv), contiguous. Kept for backward: only q, k and v; the (D,Dv) states are recomputed. On the CPU,
+        where heads are too few for the threads, the sequence is cut into segments, each with a state in memory. The
+        number of threads changes no bit of the results. A gradient has its input's strides. A double backward raises.
+        A NaN or an infinity in v at one position also reaches queries up to 31 positions before it, because it is
+        multiplied by 0.
 
     Raises:
         ValueError: a shape, device, feature map, S > T when causal, or eps <= 0.

@@ -11,8 +11,8 @@
 namespace memcheck {
 
 // This program has one thread.
-void parallel_ranges(int64_t tasks, void (*run)(const void* body, int64_t begin, int64_t end, int worker),
-                     const void* body) {
+void parallel_ranges(int64_t tasks, int64_t /*threads*/,
+                     void (*run)(const void* body, int64_t begin, int64_t end, int worker), const void* body) {
   if (tasks > 0) run(body, 0, tasks, 0);
 }
 

@@ -104,13 +104,13 @@ def make_inputs(
     return [q, k, v], grad_y
 
 
-def plan_of(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> dict[str, int]:
+def plan_of(q: Tensor, k: Tensor, v: Tensor, causal: bool, threads: int | None = None) -> dict[str, int]:
+    """The plan for so many threads; by default those there are."""
     (B, H, S, D), (_, Hkv, T, Dv) = q.shape, v.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv}
     dtype = str(q.dtype).removeprefix("torch.")
-    return _C.linear_attention_plan(
-        **sizes, causal=causal, dtype=dtype, threads=torch.get_num_threads(), device=KERNELS
-    )
+    threads = torch.get_num_threads() if threads is None else threads
+    return _C.linear_attention_plan(**sizes, causal=causal, dtype=dtype, threads=threads, device=KERNELS)
 
 
 # ---- values and gradients
@@ -180,11 +180,20 @@ def test_the_reference_implementations_agree() -> None:
 
 @pytest.mark.cpu
 def test_few_heads_are_split() -> None:
-    """Three segments of at least 512 positions, each with a state (20,9) and a sum (20), in padded rows."""
+    """There are six segments of at least 512 queries, each with a state (20,9) and a sum (20), in padded rows.
+
+    Causal queries never start from the sum of all. One thread goes along the sequence without states in memory.
+    """
     (q, k, v), _ = make_inputs(*SPLIT)
-    worker = plan_of(q[:, :, :1], k[:, :, :1], v[:, :, :1], causal=True)["forward_scratch"]
-    states = 3 * (20 * 32 + 32) * 4
-    assert plan_of(q, k, v, causal=True)["forward_scratch"] == min(3, torch.get_num_threads()) * worker + states
+    state = (20 * 32 + 32) * 4
+    for causal, slots in ((True, 5), (False, 6)):
+        alone, shared = (plan_of(q, k, v, causal, threads) for threads in (1, 2))
+        assert alone["forward_states"] == alone["backward_states"] == 0
+        assert shared["forward_states"] == slots * state
+        assert shared["backward_states"] == (slots if causal else slots + 3) * (9 * 32 + 32) * 4
+        for scratch, states in (("forward_scratch", "forward_states"), ("backward_scratch", "backward_states")):
+            rows = shared["backward_rows"] if scratch == "backward_scratch" else 0
+            assert shared[scratch] - rows - shared[states] == 2 * (alone[scratch] - rows)
 
 
 def test_few_heads_are_split_on_cuda() -> None:
@@ -215,15 +224,54 @@ def test_an_unknown_device_is_refused() -> None:
 @pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
-    for shape in (SPLIT, (5, 4, 2, 300, 300, 33, 20)):
+    """Two heads of nine segments are split for three threads or more, one head for two."""
+    for shape in (SPLIT, (1, 4, 2, 1500, 2100, 33, 20), (1, 1, 1, 2100, 2100, 9, 70), (5, 4, 2, 300, 300, 33, 20)):
         for causal in (True, False):
             inputs, grad_y = make_inputs(*shape)
-            results = []
-            for threads in (1, 2, 3):
+            results, states = [], []
+            for threads in (1, 2, 3, 7, 16):
                 torch.set_num_threads(threads)
                 results.append(run(contract(causal).function, inputs, grad_y))
+                states.append(plan_of(*inputs, causal)["forward_states"])
                 assert same_bits(results[0], results[-1])
                 assert_memory_is_planned(*inputs, causal=causal)
+            assert states[0] == 0
+            assert states[-1] > 0
+
+
+@pytest.mark.cpu
+@pytest.mark.isolated
+def test_threads_change_no_bit_in_16_and_64_bits() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        inputs, grad_y = make_inputs(1, 4, 2, 1500, 2100, 33, 20, dtype)
+        for causal in (True, False):
+            results = []
+            for threads in (1, 7):
+                torch.set_num_threads(threads)
+                results.append(run(contract(causal).function, inputs, grad_y))
+            assert same_bits(*results)
+
+
+@pytest.mark.cpu
+@pytest.mark.isolated
+def test_threads_change_no_bit_of_a_step() -> None:
+    results = []
+    for threads in (1, 3, 16):
+        torch.set_num_threads(threads)
+        (q, k, v), _ = make_inputs(4, 8, 4, 1, 900, 40, 24)
+        y, state = linear_attention_step(q, k, v)
+        results.append([y, *state])
+        assert same_bits(results[0], results[-1])
+
+
+@pytest.mark.cpu
+def test_results_do_not_depend_on_the_batch() -> None:
+    """Segments depend on neither B nor Hkv."""
+    inputs, grad_y = make_inputs(9, 2, 2, 1100, 1100, 8, 9)
+    for causal in (True, False):
+        whole = run(contract(causal).function, inputs, grad_y)
+        alone = run(contract(causal).function, [x[3:4, 1:] for x in inputs], grad_y[3:4, 1:])
+        assert same_bits(alone, [x[3:4, 1:] for x in whole])
 
 
 @CPU_LEVELS
@@ -587,7 +635,7 @@ def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
 @pytest.mark.slow  # slow on the host's CUDA
 @pytest.mark.parametrize("causal", [True, False])
 def test_equal_terms_add_up_however_many(causal: bool) -> None:
-    """Eight heads are not split. A state sums 1,875 chunks, whose rounding errors would add up."""
+    """A state has 1,875 chunks, and an error of each would show."""
     (q, k, v), grad_y = make_inputs(8, 1, 1, 4, 60_000, 3, 2)
     k, v = (x[:, :, :1].expand_as(x) for x in (k, v))
     assert_contract(contract(causal), [q, k, v], grad_y)

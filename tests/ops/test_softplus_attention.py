@@ -92,9 +92,11 @@ def make_inputs(
     return [q, k, v], grad_y
 
 
-def plan_of(q: Tensor, k: Tensor, causal: bool) -> dict[str, int]:
+def plan_of(q: Tensor, k: Tensor, causal: bool, threads: int | None = None) -> dict[str, int]:
+    """The plan for so many threads; by default those there are."""
     (B, S, R), T = q.shape, k.shape[2]
-    options = {"dtype": str(q.dtype).removeprefix("torch."), "threads": torch.get_num_threads(), "device": KERNELS}
+    threads = torch.get_num_threads() if threads is None else threads
+    options = {"dtype": str(q.dtype).removeprefix("torch."), "threads": threads, "device": KERNELS}
     return _C.softplus_attention_plan(B=B, S=S, T=T, R=R, causal=causal, **options)
 
 
@@ -145,12 +147,12 @@ def test_the_reference_is_right_where_softplus_bends(dtype: torch.dtype) -> None
 def test_splitting_over_positions_changes_no_bit(S: int, T: int, causal: bool, dtype: torch.dtype) -> None:
     """Few channels are split over chunks of positions; the same channels among many others are not."""
     B = 32
-    inputs, grad_y = make_inputs(B, S, T, 33, dtype)
+    inputs, grad_y = make_inputs(B, S, T, 31, dtype)
     # A forward that saves nothing takes scratch only if it is split.
     q, k, _ = inputs
     scratch = "forward_scratch" if causal else "forward_sums"
-    assert plan_of(q, k, causal)[scratch] == 0
-    assert plan_of(q[:1], k[:1], causal)[scratch] > 0
+    assert plan_of(q, k, causal, threads=4)[scratch] == 0
+    assert plan_of(q[:1], k[:1], causal, threads=4)[scratch] > 0
     whole = run(contract(causal).function, inputs, grad_y)
     for b in range(B):
         alone = run(contract(causal).function, [x[b : b + 1] for x in inputs], grad_y[b : b + 1])
@@ -171,15 +173,44 @@ def test_splitting_into_segments_of_chunks_changes_no_bit(causal: bool) -> None:
 @pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit_and_only_the_planned_bytes() -> None:
-    for shape in ((1, 300, 700, 70), (17, 300, 300, 33)):
+    """Three blocks of channels are split for seven threads, one for two. On few cores threads take turns."""
+    for shape in ((1, 300, 700, 70), (1, 900, 1000, 20), (17, 300, 300, 33)):
         for causal in (True, False):
             inputs, grad_y = make_inputs(*shape)
-            results = []
-            for threads in (1, 2, 3):
+            results, scratch = [], []
+            for threads in (1, 2, 3, 7, 16):
                 torch.set_num_threads(threads)
                 results.append(run(contract(causal).function, inputs, grad_y))
+                scratch.append(plan_of(*inputs[:2], causal)["forward_scratch" if causal else "forward_sums"])
                 assert same_bits(results[0], results[-1])
                 assert_memory_is_planned(*inputs, causal=causal)
+            assert scratch[0] == 0
+            assert scratch[-1] > 0 or shape[0] > 1
+
+
+@pytest.mark.cpu
+@pytest.mark.isolated
+def test_threads_change_no_bit_in_16_and_64_bits() -> None:
+    for dtype in (torch.float64, torch.bfloat16):
+        inputs, grad_y = make_inputs(1, 700, 900, 40, dtype)
+        for causal in (True, False):
+            results = []
+            for threads in (1, 7):
+                torch.set_num_threads(threads)
+                results.append(run(contract(causal).function, inputs, grad_y))
+            assert same_bits(*results)
+
+
+@pytest.mark.cpu
+@pytest.mark.isolated
+def test_threads_change_no_bit_of_a_step() -> None:
+    results = []
+    for threads in (1, 3, 16):
+        torch.set_num_threads(threads)
+        (q, k, v), _ = make_inputs(4, 1, 900, 200)
+        y, state = softplus_attention_step(q, k, v)
+        results.append([y, *state])
+        assert same_bits(results[0], results[-1])
 
 
 @CPU_LEVELS

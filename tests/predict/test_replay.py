@@ -154,7 +154,7 @@ def test_predictions_equal_measurements_with_three_threads() -> None:
 
 
 def test_predictions_for_another_number_of_threads() -> None:
-    case = case_of("linear-causal", query_len=64, kv_len=64)
+    case = case_of("linear-causal", query_len=1024, kv_len=1024, dim=120)
     one, four = (predict_memory(case, threads=threads).record.forward_peak_bytes for threads in (1, 4))
     assert one is not None
     assert four is not None

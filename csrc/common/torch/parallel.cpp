@@ -60,9 +60,10 @@ void at::internal::invoke_parallel(int64_t begin, int64_t end, int64_t grain_siz
 
 namespace memcheck {
 
-void parallel_ranges(int64_t tasks, void (*run)(const void* body, int64_t begin, int64_t end, int worker),
-                     const void* body) {
-  at::parallel_for(0, tasks, 1, [&](int64_t begin, int64_t end) { run(body, begin, end, at::get_thread_num()); });
+void parallel_ranges(int64_t tasks, int64_t threads,
+                     void (*run)(const void* body, int64_t begin, int64_t end, int worker), const void* body) {
+  at::parallel_for(0, tasks, parallel_range(tasks, threads),
+                   [&](int64_t begin, int64_t end) { run(body, begin, end, at::get_thread_num()); });
 }
 
 }  // namespace memcheck
