@@ -9,6 +9,7 @@ from typing import Any
 from memcheck.core.record import Record
 from memcheck.report.cases import CASE_FIELDS, FIELD_WORDS, describe, failure_note
 from memcheck.report.rows import quotient, unit_bytes
+from memcheck.report.summary import doubt_lines
 from memcheck.report.tables import Cell, Column, Table
 
 # Record field -> the phase whose peak it is, as alive_at_peak names it.
@@ -136,5 +137,4 @@ def notes_of(record: Record) -> list[str]:
         notes.append("No terms are known for this case: the column of predictions is empty.")
     if record.alive_at_peak is None and record.mode != "decode":
         notes.append("The tensors alive at the peaks were not recorded: single components are predicted only.")
-    note = failure_note(record)
-    return [*notes, *([note] if note else []), *record.doubts]
+    return [*notes, *filter(None, [failure_note(record)]), *doubt_lines([record])]

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from memcheck.core.doubts import reason_in_short
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
 from memcheck.report.cases import FIELD_WORDS, NEEDS, failure_note, lengths, ratio_words
@@ -270,7 +271,7 @@ def explanation(record: Record, top: int) -> str:
         kept = "" if record.saved_bytes is None else f", {format_bytes(record.saved_bytes)}"
         lines.append(f"  kept for backward{kept}:")
         lines += largest_first(((row["bytes"], saved_name(row)) for row in record.saved_tensors), top)
-    lines += [f"  note: {doubt}" for doubt in record.doubts]
+    lines += [f"  note: {doubt}" for doubt in record.doubts if not reason_in_short(doubt)]
     return "\n".join(lines) if len(lines) > 1 else f"{lines[0]}\n  nothing is known beyond its row"
 
 

@@ -206,8 +206,9 @@ def who_ran_out(records: Sequence[Record]) -> Iterator[str]:
         mine = [record for record in failed if record.operator == operator]
         first = min(mine, key=size_of)
         more = f", and in {count_of(mine[1:])} more" if len(mine) > 1 else ""
-        where = describe(first, ("bsz", "query_len", "kv_len", "dim", "dtype"))
-        yield f"{operator} ran out of memory{f' at {where}' if where else ''} ({failure_note(first)}){more}."
+        where = describe(first, ("bsz", "query_len", "kv_len", "dim", "dtype")).removesuffix("predicted").rstrip(", ")
+        verb = "is predicted to run" if is_predicted(first) else "ran"
+        yield f"{operator} {verb} out of memory{f' at {where}' if where else ''} ({failure_note(first)}){more}."
 
 
 def what_is_missing(records: Sequence[Record]) -> Iterator[str]:
@@ -218,8 +219,9 @@ def what_is_missing(records: Sequence[Record]) -> Iterator[str]:
             operators = Counter(record.operator for record in mine)
             names = [f"{name} ({count})" if len(mine) > 1 else f"{name}" for name, count in operators.items()]
             reasons = Counter(failure_note(record) for record in mine)
-            reason, _ = reasons.most_common(1)[0]
-            yield f"{count_of(mine)} {words}: {', '.join(names)}{'; for one' if len(reasons) > 1 else ''}: {reason}"
+            reason = reasons.most_common(1)[0][0].rstrip(".")
+            example = ", for example" if len(reasons) > 1 else ""
+            yield f"{count_of(mine)} {words}: {', '.join(names)}{example}: {reason}."
 
 
 def doubt_lines(records: Sequence[Record]) -> list[str]:
@@ -230,19 +232,25 @@ def doubt_lines(records: Sequence[Record]) -> list[str]:
     if noisy:
         reasons = Counter(reason for record in noisy for reason in {*map(reason_in_short, record.doubts)} if reason)
         why = ", ".join(sorted(reasons, key=lambda reason: (-reasons[reason], reason)))
-        lines.append(f"Times of {len(noisy)} of {len(measured)} rows are noisy: {why}; bytes are not affected.")
-    for rows, words in (
-        (measured, "Figures of {} of {} rows are uncertain"),
-        ([record for record in records if is_predicted(record)], "Predictions of {} of {} rows are bounds"),
+        timed = [record for record in measured if record in noisy or record.forward_ms is not None]
+        lines.append(f"{of_rows('Times', noisy, timed)} are noisy: {why}; bytes are not affected.")
+    for rows, what, verb in (
+        (measured, "Figures", "uncertain"),
+        ([record for record in records if is_predicted(record)], "Predictions", "bounds"),
     ):
         found = Counter(doubt for record in rows for doubt in record.doubts if not reason_in_short(doubt))
         if found:
-            count = sum(any(doubt in found for doubt in record.doubts) for record in rows)
+            doubtful = [record for record in rows if any(doubt in found for doubt in record.doubts)]
             # Doubts that differ only in their numbers are one reason.
             kinds = {NUMBER.sub("", doubt): doubt for doubt, _ in reversed(found.most_common())}
             more = f"; and {len(kinds) - 1} other reasons" if len(kinds) > 2 else "; and another" * (len(kinds) - 1)
-            lines.append(f"{words.format(count, len(rows))}: {found.most_common(1)[0][0]}{more}.")
+            lines.append(f"{of_rows(what, doubtful, rows)} are {verb}: {found.most_common(1)[0][0]}{more}.")
     return lines
+
+
+def of_rows(what: str, some: Sequence[Record], rows: Sequence[Record]) -> str:
+    """ "Times of 2 of 5 rows", or "The times" of a single row."""
+    return f"{what} of {len(some)} of {len(rows)} rows" if len(rows) > 1 else f"The {what.lower()}"
 
 
 def doubt_details(records: Sequence[Record]) -> list[str]:

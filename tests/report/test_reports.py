@@ -28,6 +28,7 @@ from memcheck.report import (
     decode_table,
     doubt_details,
     doubt_lines,
+    html_page,
     next_step,
     pair,
     parse_wanted,
@@ -177,7 +178,30 @@ def test_doubts_about_bytes_are_not_doubts_about_times() -> None:
         "Figures of 2 of 3 rows are uncertain: saved_bytes differ by 8 B.",
     ]
     unknown = record(source="predicted", doubts=("the workspace of a kernel",))
-    assert doubt_lines([unknown]) == ["Predictions of 1 of 1 rows are bounds: the workspace of a kernel."]
+    assert doubt_lines([unknown]) == ["The predictions are bounds: the workspace of a kernel."]
+    # Cases without times are not counted among those whose times are steady.
+    skipped = record(status="skipped", reason="predicted")
+    (line,) = doubt_lines([measured(doubts=(BUSY.format(1),)), measured("linear"), skipped])
+    assert line.startswith("Times of 1 of 2 rows are noisy")
+
+
+def test_doubts_are_one_line_in_every_format() -> None:
+    drift = "forward times drift: median 1 ms"
+    tables = [accounting_table(measured(doubts=(BUSY.format(1), drift)))]
+    for form in ("table", "markdown", "latex"):
+        text = render(tables, form)
+        assert text.count("busy") == 1
+        assert "The times are noisy: passes drift, the machine was busy; bytes are not affected." in text
+        assert "median 1 ms" not in text
+    assert "noisy" not in next(line for line in text.splitlines() if line.startswith(r"\caption"))
+    page = html_page([measured(doubts=(BUSY.format(1), drift))], title="")
+    assert page.count("are noisy") == 2  # Under "In short" and below the table.
+
+
+def test_a_prediction_is_not_said_to_have_run_out() -> None:
+    failed = {"status": "oom", "oom_phase": "forward", "source": "predicted"}
+    (line,) = [words for words in summary([record(**failed)]) if "out of memory at" in words]
+    assert "naive is predicted to run out of memory at batch 2, " in line
     assert doubt_lines([measured()]) == []
 
 

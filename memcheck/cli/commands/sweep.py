@@ -33,7 +33,7 @@ from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.units import format_bytes, format_time
-from memcheck.report import Screen, answer, doubt_lines, failure_note, is_predicted, write_tables
+from memcheck.report import Screen, failure_note, is_predicted, summary, write_tables
 from memcheck.report.plots import write_plots
 
 LENGTHS = ("seq_len", "query_len", "kv_len")
@@ -74,10 +74,10 @@ def run(args: argparse.Namespace) -> int:
         return 130
     except StoreError as error:
         raise StoreError(f"{error}; {resume_words(options, command)}") from None
-    print(f"\n{summary(records)}", file=out, flush=True)
+    print(f"\n{counted_words(records)}", file=out, flush=True)
     print(f"\nWrote {write_files(options)}", file=out)
     step = f"Next: memcheck report {options.output} --html page.html\n  writes all tables and plots as one page."
-    print_answer([*answer(records), *doubt_lines(records), step], Screen.of(out), out)
+    print_answer([*summary(records)[1:], step], Screen.of(out), out)
     if options.format == "json":
         print("[" + ",\n ".join(record.to_json() for record in records) + "]")
     return int(any(record.status == "error" for record in records))
@@ -297,7 +297,7 @@ def figures(record: Record) -> str:
     return ", " + ", ".join(parts + ([" + ".join(times)] if times else []))
 
 
-def summary(records: Sequence[Record]) -> str:
+def counted_words(records: Sequence[Record]) -> str:
     measured, predicted = ([row for row in records if is_predicted(row) == wanted] for wanted in (False, True))
     parts = [counted(measured)] if measured or not predicted else []
     return "; ".join([*parts, f"predicted: {counted(predicted)}"] if predicted else parts)
