@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 from memcheck.core.record import Record
 from memcheck.report.cases import CASE_FIELDS, FIELD_WORDS, describe, failure_note
@@ -20,24 +18,15 @@ MOMENTS = {
     "state_bytes": "decoding",
 }
 PARTS = (
-    "input_bytes",
-    "output_bytes",
-    "parameter_bytes",
-    "gradient_bytes",
-    "workspace_bytes",
-    "library_workspace_bytes",
+    *("input_bytes", "output_bytes", "parameter_bytes", "gradient_bytes"),
+    *("workspace_bytes", "library_workspace_bytes"),
 )
 # Names that the terms use for tensors of each part.
 INPUTS, PARAMETERS, OUTPUT = ("q", "k", "v", "x"), ("weight",), "y"
 
 
-@dataclass(frozen=True)
-class Component:
-    moment: str
-    name: str
-    predicted: int | None
-    measured: int | None
-    what: str | None = None  # The measured tensor, under its own name.
+# Moment, name, predicted and measured bytes, and the measured tensor under its own name.
+Component = tuple[str, str, int | None, int | None, str | None]
 
 
 def components_of(record: Record) -> Iterator[Component]:
@@ -45,16 +34,16 @@ def components_of(record: Record) -> Iterator[Component]:
     predicted = predicted_parts(record)
     for field in PARTS:
         if (measured := getattr(record, field)) is not None or field in predicted:
-            yield Component("in all", FIELD_WORDS[field], predicted.get(field), measured)
+            yield "in all", FIELD_WORDS[field], predicted.get(field), measured, None
     for field, phase in MOMENTS.items():
-        yield from components_at(record, field, FIELD_WORDS[field], phase)
+        yield from components_at(record, field, phase)
 
 
 def predicted_parts(record: Record) -> dict[str, int]:
     """The parts of a record as sums of its terms. Empty for decoding, whose inputs are the state."""
     terms = record.terms or {}
     forward, backward = terms.get("forward_peak_bytes", {}), terms.get("backward_peak_bytes", {})
-    inputs, parameters = sum_of(forward, INPUTS), sum_of(forward, PARAMETERS)
+    inputs, parameters = (sum(forward.get(name, 0) for name in names) for names in (INPUTS, PARAMETERS))
     output = forward.get(OUTPUT, backward.get(OUTPUT))
     if not forward or output is None or record.mode == "decode":
         return {}
@@ -69,54 +58,43 @@ def predicted_parts(record: Record) -> dict[str, int]:
     return {**parts, "workspace_bytes": max(0, *scratch)}
 
 
-def sum_of(terms: Mapping[str, int], names: Sequence[str]) -> int:
-    return sum(size for name, size in terms.items() if name in names)
-
-
-def components_at(record: Record, field: str, moment: str, phase: str | None) -> Iterator[Component]:
+def components_at(record: Record, field: str, phase: str | None) -> Iterator[Component]:
     """The predicted terms, each with a measured tensor of the same size; then the other tensors and the sums."""
-    terms, measured = (record.terms or {}).get(field), getattr(record, field)
+    moment, terms, measured = FIELD_WORDS[field], (record.terms or {}).get(field), getattr(record, field)
     alive = alive_tensors(record, phase)
     left = list(alive)
     for name, size in (terms or {}).items():
         match = next((tensor for tensor in left if tensor[1] == size), None)
-        if match:
-            left.remove(match)
-        yield Component(moment, name, size, size if match else None, names_of(alive, size) if match else None)
+        if match is None:
+            yield moment, name, size, None, None
+            continue
+        left.remove(match)
+        # Size alone cannot distinguish tensors of equal size.
+        yield moment, name, size, size, " or ".join(dict.fromkeys(other for other, bytes_ in alive if bytes_ == size))
     for name, size in left:
-        yield Component(moment, "not predicted" if terms else name, None, size, name if terms else None)
+        yield moment, "not predicted" if terms else name, None, size, name if terms else None
     if terms is not None or measured is not None:
-        yield Component(moment, "sum", None if terms is None else sum(terms.values()), measured)
-
-
-def names_of(alive: Sequence[tuple[str, int]], size: int) -> str:
-    """Returns the candidate names; size alone cannot distinguish tensors of equal size."""
-    return " or ".join(dict.fromkeys(name for name, bytes_alive in alive if bytes_alive == size))
+        yield moment, "sum", None if terms is None else sum(terms.values()), measured, None
 
 
 def alive_tensors(record: Record, phase: str | None) -> list[tuple[str, int]]:
     """(name, bytes) of the tensors alive at the phase's peak, or, without a phase, of those kept for the backward."""
     if phase is None:
-        kept = record.saved_tensors or []
-        return [(shape_of(tensor), int(tensor["bytes"])) for tensor in kept]
+        kept = [(f"{tuple(one['shape'])} {one['dtype']!s}", one) for one in record.saved_tensors or []]
+        return [(name.replace("torch.", ""), int(tensor["bytes"])) for name, tensor in kept]
     alive = record.alive_at_peak or []
     return [(str(tensor["name"]), int(tensor["bytes"])) for tensor in alive if tensor.get("phase") == phase]
-
-
-def shape_of(tensor: Mapping[str, Any]) -> str:
-    return f"{tuple(tensor['shape'])} {str(tensor['dtype']).removeprefix('torch.')}"
 
 
 def accounting_table(record: Record) -> Table:
     """One row for each part of each moment."""
     unit = unit_bytes(record)
     rows: list[list[Cell]] = []
-    for component in components_of(record):
-        predicted, measured = component.predicted, component.measured
+    for moment, name, predicted, measured, what in components_of(record):
         difference = None if predicted is None or measured is None else measured - predicted
         size = predicted if measured is None else measured
         sizes = quotient(size, 2**20), quotient(size, unit)
-        rows.append([component.moment, component.name, predicted, measured, difference, *sizes, component.what])
+        rows.append([moment, name, predicted, measured, difference, *sizes, what])
     columns = [
         Column("moment", "moment"),
         Column("component", "what"),
@@ -127,14 +105,11 @@ def accounting_table(record: Record) -> Table:
         Column("u", "size", "U", ",.2f", rank=2),
         Column("measured_as", "measured as", rank=4),
     ]
-    words = describe(record, CASE_FIELDS)
-    return Table(f"accounting {words}", f"Where the memory goes: {words}", columns, rows, notes_of(record))
-
-
-def notes_of(record: Record) -> list[str]:
-    notes = [f"U = {size:,} B, one main tensor."] if (size := unit_bytes(record)) else []
+    notes = [f"U = {unit:,} B, one main tensor."] if unit else []
     if record.terms is None:
         notes.append("No terms are known for this case: the column of predictions is empty.")
     if record.alive_at_peak is None and record.mode != "decode":
         notes.append("The tensors alive at the peaks were not recorded: single components are predicted only.")
-    return [*notes, *filter(None, [failure_note(record)]), *doubt_lines([record])]
+    notes += [*filter(None, [failure_note(record)]), *doubt_lines([record])]
+    words = describe(record, CASE_FIELDS)
+    return Table(f"accounting {words}", f"Where the memory goes: {words}", columns, rows, notes)

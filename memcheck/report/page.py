@@ -75,22 +75,14 @@ def render_page(
 
 
 def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
-    """The main tables, and the tables that are collapsed at first."""
+    """The main tables, and the tables that are collapsed at first, among them the accounts of the largest cases."""
     growth = growth_tables(records)
     scaling = [table for table in growth if table.name == "scaling"]
-    runs = [record for record in records if record.mode != "decode" and not is_model(record)]
-    accounts = [accounting_table(record) for record in largest_of_each(runs)]
-    parts = [parts_table(record) for record in models_among(records) if record.formulas]
-    return main_tables(records) + scaling, [*growth[len(scaling) :], *accounts, *parts]
-
-
-def largest_of_each(records: Sequence[Record]) -> list[Record]:
-    """For each operator, the largest case that ran and has terms or a list of tensors."""
     known = [record for record in records if record.status == "ok" and (record.terms or record.alive_at_peak)]
-    largest: dict[str | None, Record] = {}
-    for record in sorted(known, key=size_of):
-        largest[record.operator] = record
-    return list(largest.values())
+    known = [record for record in known if record.mode != "decode" and not is_model(record)]
+    largest = {record.operator: record for record in sorted(known, key=size_of)}
+    parts = [parts_table(record) for record in models_among(records) if record.formulas]
+    return main_tables(records) + scaling, [*growth[len(scaling) :], *map(accounting_table, largest.values()), *parts]
 
 
 def table_object(table: Table) -> dict[str, Any]:

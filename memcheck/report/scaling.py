@@ -58,13 +58,10 @@ def fit_exponent(points: Sequence[Point]) -> Exponent | None:
         return Exponent(slope, None, None)
     residuals = sum((y - slope * x - intercept) ** 2 for x, y in zip(xs, ys, strict=True))
     spread = sum((x - statistics.fmean(xs)) ** 2 for x in xs)
-    margin = student_quantile(freedom) * math.sqrt(residuals / freedom / spread)
+    # The two-sided 95 % quantile; with more degrees of freedom than the table has, that of the normal distribution.
+    quantile = STUDENT_95[freedom - 1] if freedom <= len(STUDENT_95) else statistics.NormalDist().inv_cdf(0.975)
+    margin = quantile * math.sqrt(residuals / freedom / spread)
     return Exponent(slope, slope - margin, slope + margin)
-
-
-def student_quantile(freedom: int) -> float:
-    """The two-sided 95 % quantile of Student's t; for more degrees of freedom than the table has, the normal one."""
-    return STUDENT_95[freedom - 1] if freedom <= len(STUDENT_95) else statistics.NormalDist().inv_cdf(0.975)
 
 
 def factors_per_doubling(points: Sequence[Point]) -> list[float | None]:
@@ -110,31 +107,21 @@ def series_of(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
             yield "dim", group
 
 
-def scaling_rows(records: Sequence[Record]) -> Iterator[list[Cell]]:
-    changing = {"operator", *varying(records)}
-    for axis, group in series_of(records):
-        rows = [scaling_row(group, axis, field) for field in QUANTITIES]
-        words = describe(group[0], [field for field in CASE_FIELDS if field in changing and field not in AXES[axis]])
-        yield from ([words, axis, *row] for row in rows if row is not None)
-
-
 def scaling_row(records: Sequence[Record], axis: str, field: str) -> list[Cell] | None:
     points = points_of(records, axis, lambda record: getattr(record, field))
     if not points:
         return None
     # Only positive values can be fitted and counted.
     points = [(x, y) for x, y in points if y > 0] or points
+    span = f"{points[0][0]:g}" if len(points) == 1 else f"{points[0][0]:g} .. {points[-1][0]:g}"
     factors = " ".join("-" if factor is None else f"{factor:.2f}" for factor in factors_per_doubling(points))
-    fit = fit_exponent(points)
-    row: list[Cell] = [QUANTITIES[field], span(points), len(points), factors or None, exponent_words(fit, points)]
-    beyond_points = points_of(records, axis, lambda record: less_held(record, field)) if field in LESS_HELD else []
-    beyond = fit_exponent(beyond_points)
-    row.append(exponent_words(beyond, beyond_points) if field in LESS_HELD else None)
-    return [*row, *bounds(fit), *bounds(beyond)]
-
-
-def span(points: Sequence[Point]) -> str:
-    return f"{points[0][0]:g}" if len(points) == 1 else f"{points[0][0]:g} .. {points[-1][0]:g}"
+    beyond = points_of(records, axis, lambda record: less_held(record, field)) if field in LESS_HELD else []
+    fits = fit_exponent(points), fit_exponent(beyond)
+    words = exponent_words(fits[0], points), exponent_words(fits[1], beyond) if field in LESS_HELD else None
+    numbers: list[Cell] = []
+    for fit in fits:
+        numbers += [fit.value, fit.low, fit.high] if fit else [None] * 3
+    return [QUANTITIES[field], span, len(points), factors or None, *words, *numbers]
 
 
 def exponent_words(fit: Exponent | None, points: Sequence[Point]) -> str:
@@ -143,10 +130,6 @@ def exponent_words(fit: Exponent | None, points: Sequence[Point]) -> str:
     if not points:
         return "unknown"
     return "none taken" if all(y <= 0 for _, y in points) else "one length"
-
-
-def bounds(fit: Exponent | None) -> list[Cell]:
-    return [fit.value, fit.low, fit.high] if fit else [None, None, None]
 
 
 def scaling_table(records: Sequence[Record]) -> Table:
@@ -171,4 +154,10 @@ def scaling_table(records: Sequence[Record]) -> Table:
         "same without inputs, output and parameters, which grow with N for every operator. "
         "Cases that failed or took nothing are not counted.",
     ]
-    return Table("scaling", f"Scaling: {common_case(records)}", columns, list(scaling_rows(records)), notes)
+    changing = {"operator", *varying(records)}
+    rows = []
+    for axis, group in series_of(records):
+        words = describe(group[0], [field for field in CASE_FIELDS if field in changing and field not in AXES[axis]])
+        found = [scaling_row(group, axis, field) for field in QUANTITIES]
+        rows += [[words, axis, *row] for row in found if row is not None]
+    return Table("scaling", f"Scaling: {common_case(records)}", columns, rows, notes)

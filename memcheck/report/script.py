@@ -138,7 +138,7 @@ def tables(record: ScriptRecord, most: int) -> list[Table]:
     alive, unit = record.alive_then, unit_of(size_of(record.alive_then))
     return [
         module_table(alive, f"Alive {moment}, by module, {unit}", unit, most),
-        group_table(alive, "operators", f"Alive {moment}, by operator", "operator", operator_of, unit, most),
+        group_table(alive, "operators", f"Alive {moment}, by operator", "operator", attrgetter("operator"), unit, most),
         group_table(alive, "lines", f"Alive {moment}, by line of Python", "line", line_of, unit, most),
     ]
 
@@ -207,10 +207,6 @@ def group_table(
 
 def size_of(alive: Iterable[Alive]) -> int:
     return sum(each.bytes for each in alive)
-
-
-def operator_of(place: Place) -> str:
-    return place.operator
 
 
 def operator_and_line(place: Place) -> str:

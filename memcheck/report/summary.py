@@ -86,7 +86,8 @@ def what_was_measured(records: Sequence[Record]) -> str:
     where = common_case(records)
     cases = f"{count_of(records)} of {listed(operators)}" + (f" ({where})" if where else "")
     lengths = {record.kv_len or record.query_len for record in records} - {None}
-    spans = [span for span in (span_of(lengths, "lengths"), span_of(values_of(records, "dim"), "dim")) if span]
+    sizes = {"lengths": lengths, "dim": values_of(records, "dim")}
+    spans = [f"{word} {min(values)} to {max(values)}" for word, values in sizes.items() if len(values) > 1]
     along = f", over {' and '.join(spans)}" if spans else ""
     done = {0: "none", len(records): "all"}.get(measured, str(measured))
     return f"{cases}{along}; {done} ran to the end."
@@ -99,19 +100,10 @@ def what_was_predicted(records: Sequence[Record]) -> str:
     rest = len(records) - counts["ok"] - counts["oom"]
     parts += [f"nothing is known of {rest}"] if rest else []
     devices = listed(values_in_order(records, "device_name"))
-    return f"{count_of(records)} predicted for {devices}: {', '.join(parts)}; {bases_of(records)}."
-
-
-def bases_of(records: Sequence[Record]) -> str:
-    """ "3 verified, 2 derived, 1 with figures that are bounds": each record once."""
-    kinds = ["bounds" if record.doubts else record.basis for record in records if record.status in ("ok", "oom")]
-    counts = Counter(kinds)
+    kinds = Counter("bounds" if row.doubts else row.basis for row in records if row.status in ("ok", "oom"))
     words = {"verified": "verified", "derived": "derived", "bounds": "with figures that are bounds"}
-    return ", ".join(f"{counts[kind]} {word}" for kind, word in words.items() if counts[kind]) or "no figures"
-
-
-def span_of(values: set[Any], word: str) -> str | None:
-    return f"{word} {min(values)} to {max(values)}" if len(values) > 1 else None
+    bases = ", ".join(f"{kinds[kind]} {word}" for kind, word in words.items() if kinds[kind])
+    return f"{count_of(records)} predicted for {devices}: {', '.join(parts)}; {bases or 'no figures'}."
 
 
 def listed(words: Sequence[Any]) -> str:

@@ -23,6 +23,7 @@ from memcheck.report.plots.lines import (
     drawn_values,
     expected,
     line_figure,
+    measured,
     missing_points,
 )
 from memcheck.report.plots.scales import ROW, axes_points, format_value, set_linear_ticks, set_x, set_y
@@ -62,31 +63,25 @@ if TYPE_CHECKING:
 COLUMNS = 3
 SMALL_ROW = 9
 MARKER = 4.5
-BESIDE: dict[str, Any] = {"textcoords": "offset points", "va": "center"}
 
 
 def plot_memory(
     records: Sequence[Record], path: Path | str, *, styles: Mapping[str, Style], title: str, subtitle: str
 ) -> Figure:
-    """Plots peak memory against the size that varies, or bars for a single shape, and writes the figure to `path`."""
-    view = whole_view(records)
-    if len(view.positions) > 1:
-        figure = memory_lines(view, styles, title=title, subtitle=subtitle, log=True)
-    else:
-        figure = memory_bars(view, styles, title=title, subtitle=subtitle)
-    save(figure, path)
-    return figure
+    """Plots peak memory against the size that varies, or bars for a single shape, and writes the figure to `path`.
 
-
-def whole_view(records: Sequence[Record]) -> View:
-    """All records in one view. UsageError if more than one size varies."""
+    UsageError: more than one size varies.
+    """
     records = on_measured_devices(records)
     refuse_mixed(records)
     views = views_along(records, natural_axis(records)) or [View("length", {})]
     if len(views) > 1:
         values = "; ".join(view.fixed_words() for view in views)
         raise UsageError(f"one plot against the {AXES[views[0].x]} needs the other sizes fixed, got {values}")
-    return views[0]
+    draw = memory_lines if len(views[0].positions) > 1 else memory_bars
+    figure: Figure = draw(views[0], styles, title=title, subtitle=subtitle)
+    save(figure, path)
+    return figure
 
 
 def memory_quantities(records: Sequence[Record]) -> list[Quantity]:
@@ -102,7 +97,9 @@ def bar_figure(view: View, styles: Mapping[str, Style], *, quantities: Quantitie
     refuse_mixed(view.records)
     quantities = quantities(view.records) if callable(quantities) else quantities
     lines = view.lines(styles)
-    bars = [line for line in lines if any(has_bar(row, quantity) for _, row in line.points for quantity in quantities)]
+    known = {line.name for line in lines for quantity in quantities if measured(line, quantity)}
+    ended = {line.name for line in lines for quantity in quantities if any(missing_points(line, quantity, 0))}
+    bars = [line for line in lines if line.name in known | ended]
     height = 0.6 + 0.36 * max(len(bars), 2)
     figure, panels = new_panels(len(quantities), title, subtitle, panel=height, around=1.0, sharey=True, sharex=True)
     for ax, quantity in zip(panels, quantities, strict=True):
@@ -130,19 +127,11 @@ def draw_bars(ax: Axes, lines: Sequence[Line], quantity: Quantity) -> None:
         ax.barh(place, width, height=0.65, color=face, edgecolor=edge, hatch=hatch, label=line.name)
         text = MISSING_WORDS[how] if how else "-" if size is None else format_value(size, quantity.unit)
         text += beside_words(line, quantity) if width else ""
-        ax.annotate(text, (max(width, draw_expected(ax, place, line, quantity)), place), (4, 0), **BESIDE)
-
-
-def draw_expected(ax: Axes, place: int, line: Line, quantity: Quantity) -> float:
-    """Draws a dashed frame up to the predicted value, and returns its width."""
-    width = max((size for _, size in expected(line, quantity)), default=0.0)
-    if width:
-        ax.barh(place, width, height=0.78, fill=False, edgecolor="black", ls=(0, (4, 3)), lw=1, label="_expected")
-    return width
-
-
-def has_bar(record: Record, quantity: Quantity) -> bool:
-    return quantity.value(record) is not None or quantity.missing(record) is not None
+        # A dashed frame reaches to the predicted value.
+        frame = max((size for _, size in expected(line, quantity)), default=0.0)
+        if frame:
+            ax.barh(place, frame, height=0.78, fill=False, edgecolor="black", ls=(0, (4, 3)), lw=1, label="_expected")
+        ax.annotate(text, (max(width, frame), place), (4, 0), textcoords="offset points", va="center")
 
 
 def shape_words(view: View) -> str:

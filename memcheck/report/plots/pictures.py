@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
@@ -164,31 +164,26 @@ class RecordGroup:
 
     def kinds(self) -> dict[str, Callable[[], Iterator[Picture]]]:
         """The kinds of pictures that these records allow. Decoding steps are compared only with decoding steps."""
-
-        def typical(kind: str, words: str, draw: Draw, shows: Callable[[View], object]) -> dict[str, Any]:
-            return {kind: functools.partial(self.typical_pictures, kind, words, draw, shows)}
-
-        time = typical("time", "time, median and quartiles", time_lines, lambda view: time_quantities(view.records))
-        if self.records[0].mode == "decode":
-            return {"decode": self.decode_pictures, **time}
-        standard = standard_among({record.operator or "?" for record in self.records})
-        return {
-            "memory": self.memory_pictures,
-            **typical(
-                "prediction",
-                "prediction beside measurement",
-                prediction_lines,
-                lambda view: has_prediction(view.records),
-            ),
-            **typical("terms", "predicted terms beside measurement", terms_lines, lambda view: has_terms(view.records)),
-            **typical(
-                "savings",
-                f"how many times less than {standard}",
-                savings_bars,
-                lambda view: standard_among(line.name for line in view.lines({})),
-            ),
-            **time,
-        }
+        kinds: dict[str, tuple[str, Draw, Callable[[View], object]]] = {}
+        if self.records[0].mode != "decode":
+            standard = standard_among({record.operator or "?" for record in self.records})
+            kinds = {
+                "prediction": (
+                    "prediction beside measurement",
+                    prediction_lines,
+                    lambda view: has_prediction(view.records),
+                ),
+                "terms": ("predicted terms beside measurement", terms_lines, lambda view: has_terms(view.records)),
+                "savings": (
+                    f"how many times less than {standard}",
+                    savings_bars,
+                    lambda view: standard_among(line.name for line in view.lines({})),
+                ),
+            }
+        kinds["time"] = ("time, median and quartiles", time_lines, lambda view: time_quantities(view.records))
+        typical = {kind: functools.partial(self.typical_pictures, kind, *how) for kind, how in kinds.items()}
+        first = {"decode": self.decode_pictures} if len(kinds) == 1 else {"memory": self.memory_pictures}
+        return {**first, **typical}
 
     def axes(self) -> list[str]:
         """The requested axis, or every axis along which something varies."""
@@ -202,39 +197,30 @@ class RecordGroup:
         return [view for view in views_along(self.records, x) if len(view.positions) > 1]
 
     def memory_pictures(self) -> Iterator[Picture]:
+        """For each axis an overview of all views, and each view alone; bars if nothing varies."""
         axes = self.axes()
         for x in axes:
             views, stem = self.views(x), f"memory-{slug(x)}" if len(axes) > 1 else "memory"
             words = f"peak memory against {AXES[x]}"
             if len(views) > 1:
-                yield from self.several_views(views, stem, words)
-            elif views:
-                for log in self.scales():
-                    name = stem if log else f"{stem}-linear"
-                    yield self.line_picture(views[0], name, words, memory_lines, main=log, log=log)
+                if self.request.log is not False:
+                    yield self.overview_picture(views, stem, words)
+                for view in views:
+                    name, log = f"{stem}-{fixed_slug(view)}", bool(self.request.log)
+                    yield self.line_picture(view, name, words, memory_lines, main=False, log=log)
+                continue
+            # Logarithmic axes show how memory grows; linear axes show how much it is.
+            for log in (True, False) if self.request.log is None else (self.request.log,):
+                name = stem if log else f"{stem}-linear"
+                yield self.line_picture(views[0], name, words, memory_lines, main=log, log=log)
         if not axes and self.request.x is None:
             yield from self.bar_pictures("memory", "peak memory", memory_bars)
 
-    def scales(self) -> tuple[bool, ...]:
-        """Logarithmic axes show how memory grows; linear axes show how much it is."""
-        return (True, False) if self.request.log is None else (self.request.log,)
-
-    def several_views(self, views: list[View], stem: str, words: str) -> Iterator[Picture]:
-        """An overview of all views, and each view alone on linear axes."""
-        if self.request.log is not False:
-            yield self.overview_picture(views, stem, words)
-        for view in views:
-            log = bool(self.request.log)
-            yield self.line_picture(view, f"{stem}-{fixed_slug(view)}", words, memory_lines, main=False, log=log)
-
     def overview_picture(self, views: list[View], stem: str, words: str) -> Picture:
-        records = [record for view in views for record in view.records]
-        title, subtitle = heading(self.title, words), common_case(records)
-        return Picture(
-            self.name(stem),
-            f"{title}, logarithmic axes; {subtitle}.",
-            lambda: memory_overview(views, self.styles, title=title, subtitle=subtitle),
-        )
+        title = heading(self.title, words)
+        subtitle = common_case([record for view in views for record in view.records])
+        draw = functools.partial(memory_overview, views, self.styles, title=title, subtitle=subtitle)
+        return Picture(self.name(stem), f"{title}, logarithmic axes; {subtitle}.", draw)
 
     def bar_pictures(
         self, stem: str, words: str, draw: Draw, shows: Callable[[View], object] = lambda view: True
@@ -270,23 +256,18 @@ class RecordGroup:
     def quantity_pictures(self, quantity: Quantity) -> Iterator[Picture]:
         if not any(quantity.value(record) is not None for record in self.records):
             return
+        draw = functools.partial(line_figure, quantities=[quantity], log=self.request.log is not False)
         for x in self.axes():
-            views = self.views(x)
-            for view in views:
+            for view in (views := self.views(x)):
                 name = slug(f"{quantity.fields[0]} {x} {fixed_slug(view) if len(views) > 1 else ''}")
-                draw = functools.partial(line_figure, quantities=[quantity])
-                yield self.line_picture(view, name, quantity.title, draw, log=self.request.log is not False)
+                yield self.line_picture(view, name, quantity.title, draw)
 
     def line_picture(self, view: View, stem: str, words: str, draw: Draw, *, main: bool = True, **how: bool) -> Picture:
         title, subtitle = heading(self.title, words), common_case(view.records)
         shape = view.fixed_words()
         caption = f"{title}{f', at {shape}' if shape else ''}; {subtitle}."
-        return Picture(
-            self.name(stem),
-            caption,
-            lambda: draw(view, styles=self.styles, title=title, subtitle=subtitle, **how),
-            main,
-        )
+        picture = functools.partial(draw, view, styles=self.styles, title=title, subtitle=subtitle, **how)
+        return Picture(self.name(stem), caption, picture, main)
 
     def name(self, stem: str) -> str:
         return f"{stem}-{self.suffix}" if self.suffix else stem

@@ -58,22 +58,15 @@ def savings_bars(
     return figure
 
 
-def standard_bytes(record: Record, quantity: Quantity) -> tuple[float, bool] | None:
-    """The standard's bytes, and whether they are predicted."""
-    if (size := quantity.value(record)) is not None:
-        return size, False
-    predicted = quantity.from_terms(record)
-    return (predicted, True) if predicted is not None else None
-
-
 def ratios(line: Line, base: Mapping[int, Record], quantity: Quantity) -> dict[int, tuple[float, bool]]:
     """x -> the standard's bytes divided by this operator's, and whether the standard's bytes are predicted."""
     found = {}
     for x, record in line.points:
-        size = quantity.value(record)
-        whole = standard_bytes(base[x], quantity) if x in base else None
-        if size and whole:
-            found[x] = whole[0] / size, whole[1]
+        if x in base and (size := quantity.value(record)):
+            whole = quantity.value(base[x])
+            predicted = quantity.from_terms(base[x]) if whole is None else None
+            if whole or predicted:
+                found[x] = (whole or predicted or 0) / size, whole is None
     return found
 
 
@@ -88,8 +81,8 @@ def draw_ratios(
             face, edge = ("white", line.style.colour) if predicted else (line.style.colour, "white")
             # On a logarithmic axis bars start at 1 and go up or down.
             ax.bar(place, ratio - 1, bottom=1, width=0.75, color=face, edgecolor=edge, hatch=hatch, label=line.name)
-            above = ratio >= 1
-            label(ax, format_factor(ratio), place, ratio, above=above, fontsize=9)
+            factor = f"{ratio:.0f}x" if ratio >= 20 else f"{ratio:.1f}x" if ratio >= 1.95 else f"{ratio:.2f}x"
+            label(ax, factor, place, ratio, above=ratio >= 1, fontsize=9)
         elif words := absence(rows.get(x), base.get(x), quantity):
             label(ax, words, place, 1, above=True, rotation=90, fontsize=8, color=GREY)
     ax.axhline(1, color="black", lw=0.8, ls=":", label="_one")
@@ -110,10 +103,6 @@ def absence(record: Record | None, base: Record | None, quantity: Quantity) -> s
     if quantity.value(record) is None:
         return MISSING_WORDS.get(record.status, record.status)
     return f"standard: {MISSING_WORDS.get(base.status, base.status)}"
-
-
-def format_factor(ratio: float) -> str:
-    return f"{ratio:.0f}x" if ratio >= 20 else f"{ratio:.1f}x" if ratio >= 1.95 else f"{ratio:.2f}x"
 
 
 def set_ratio_axis(ax: Axes, others: Sequence[Line], base: Mapping[int, Record], quantity: Quantity) -> None:

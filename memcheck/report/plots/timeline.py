@@ -98,7 +98,7 @@ def stack_figure(stack: Layers, title: str, subtitle: str, *, top: float = 0, ed
 
 def layers_of(timeline: Timeline) -> Layers:
     """Chooses the names with the most bytes at a peak, then anywhere, as layers; all other names form one layer."""
-    places = peak_places(timeline)
+    places = [place for place, step in enumerate(timeline.steps) if step in timeline.peak.values()]
     highest = {name: max(map(abs, sizes), default=0) for name, sizes in timeline.series.items()}
     at_peak = {name: max([sizes[place] for place in places], default=0) for name, sizes in timeline.series.items()}
     least = LEAST_SHARE * sum(at_peak.values())
@@ -106,21 +106,11 @@ def layers_of(timeline: Timeline) -> Layers:
     names.sort(key=lambda name: (-at_peak[name] if at_peak[name] >= least else 0, -highest[name]))
     kept = names if len(names) <= MOST_LAYERS + 1 else names[:MOST_LAYERS]
     # The longest-lived layers go to the bottom, as they change least.
-    kept = sorted(kept, key=lambda name: (name in OTHERS, -lifetime(timeline, name)))
+    kept = sorted(kept, key=lambda name: (name in OTHERS, -sum(size > 0 for size in timeline.series[name])))
     layers = {name: list(timeline.series[name]) for name in kept}
     if rest := [timeline.series[name] for name in names[len(kept) :]]:
         layers[f"{len(rest)} others"] = [sum(sizes) for sizes in zip(*rest, strict=True)]
     return thinned(Layers(list(timeline.steps), layers), places)
-
-
-def lifetime(timeline: Timeline, name: str) -> int:
-    return sum(size > 0 for size in timeline.series[name])
-
-
-def peak_places(timeline: Timeline) -> list[int]:
-    """The positions of the peaks in the lists."""
-    where = {step: place for place, step in enumerate(timeline.steps)}
-    return [where[step] for step in timeline.peak.values() if step in where]
 
 
 def thinned(stack: Layers, keep: Sequence[int]) -> Layers:
