@@ -6,6 +6,7 @@ import os
 import shlex
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from memcheck.core.script_record import LAYERS, Alive, Line, Moment, Place, ScriptRecord

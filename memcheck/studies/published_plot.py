@@ -44,7 +44,7 @@ def published_figure(rows: Sequence[Row], styles: Mapping[str, Style], *, title:
     """One strip per operator of ours, with a dot for each shape that has both figures."""
     names = list(dict.fromkeys(row["ours"] for row in rows))[::-1]
     drawn = distinct_styles(names, styles)
-    shared = {"around": 1.3, "sharey": True, "sharex": True}
+    shared: dict[str, Any] = {"around": 1.3, "sharey": True, "sharex": True}
     figure, panels = new_panels(len(PHASES), title, subtitle, panel=0.6 + 0.8 * max(len(names), 1), **shared)
     edge = set_ratio_axis(panels[0], [ratio for row in rows for phase in PHASES if (ratio := ratio_of(row, phase))])
     for ax, phase in zip(panels, PHASES, strict=True):

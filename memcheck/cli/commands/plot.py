@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from typing import Any
 
 from memcheck.bench.sweep.store import read_results
 from memcheck.cli.cases import styles_of_contenders, watch
@@ -23,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
     records = chosen(read_results(args.folder), args.attention_type or [])
     output = args.output or args.folder
     try:
-        how = {"formats": formats, "request": request, "watch": watch}
+        how: dict[str, Any] = {"formats": formats, "request": request, "watch": watch}
         paths = write_plots(records, output, styles=styles_of_contenders(), title=args.title, **how)
     except OSError as error:
         raise UsageError(f"--output {output} cannot be written to: {error.strerror}") from None

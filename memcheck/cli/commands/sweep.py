@@ -121,7 +121,7 @@ def read_parts(args: argparse.Namespace, on_gpu: bool = False) -> list[Values]:
     if preset is None and not GRID & set().union(given, *lower):
         preset = "quick"
     named: Values = {"preset": preset}
-    defaults, grid_of = BASE, PRESETS.get(preset, {})
+    defaults, grid_of = BASE, PRESETS.get(preset or "", {})
     if on_gpu and preset in (None, "quick"):  # Other presets repeat published sizes.
         defaults, grid_of = {**BASE, **GPU_BASE}, GPU_QUICK if preset else {}
         chosen = set(given).union(*lower)
@@ -320,7 +320,7 @@ def write_files(options: argparse.Namespace) -> str:
     try:
         tables = write_tables(records, output)
         title = f"sweep {options.preset or ''}".strip()
-        how = {"every": bool(options.all_pictures), "watch": watch}
+        how: dict[str, Any] = {"every": bool(options.all_pictures), "watch": watch}
         plots = write_plots(records, output, styles=styles_of_contenders(), title=title, **how)
     except OSError as error:
         raise MemcheckError(f"the rows are in {output}, but tables and plots could not be written: {error}") from None

@@ -21,7 +21,7 @@ from memcheck.report.plots.series import (
     refuse_mixed,
     undrawn_note,
 )
-from memcheck.report.plots.style import add_note, in_house_style, look_of, new_panels, shade_of
+from memcheck.report.plots.style import add_note, columns_of, in_house_style, look_of, new_panels, shade_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -76,7 +76,8 @@ def line_figure(
     for ax, quantity in zip(panels, quantities, strict=True):
         draw_lines(ax, lines, quantity, limit, log=log)
         dress(ax, view, quantity.title, log=log)
-    label_left(panels, common_label(quantities))
+    for ax in panels[:: columns_of(panels[0])]:
+        ax.set_ylabel(common_label(quantities))
     add_note(figure, *notes(lines, quantities), undrawn_note(view.records))
     figure.draw_without_rendering()  # The layout must be settled before distances in points are computed.
     set_y(panels[0], drawn_values(panels), quantities[0].unit, log=log, rows=len(rows))
@@ -89,13 +90,6 @@ def line_figure(
 def common_label(quantities: Sequence[Quantity]) -> str:
     labels = {quantity.label for quantity in quantities}
     return labels.pop() if len(labels) == 1 else "memory, inputs and output included"
-
-
-def label_left(panels: Sequence[Axes], label: str) -> None:
-    """Writes the label beside the leftmost panel of each row."""
-    for ax in panels:
-        if ax.get_subplotspec().is_first_col():
-            ax.set_ylabel(label)
 
 
 def dress(ax: Axes, view: View, title: str, *, log: bool) -> None:
@@ -211,12 +205,14 @@ def name_lines(ax: Axes, names: Sequence[Name], rows: int) -> None:
     for name, share, at in zip(names, wanted, spread(wanted, NAME_GAP, height - ROW * rows - 4), strict=True):
         # A thin line leads from the edge of the axes to the name.
         thin = {"arrowstyle": "-", "color": name.style.colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 0}
-        place = {"xycoords": "axes fraction", "textcoords": "offset points"}
+        place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
         ax.annotate("", (1, share / height), (KEY_POINTS - 5, at - share), arrowprops=thin, **place)
         face = "white" if name.hollow else name.style.colour
         name_in_margin(ax, at / height, name.text, look_of(name.style, mfc=face))
     # Long names must leave room for the panel.
-    room = 60 * ax.figure.get_figwidth() / ax.get_gridspec().ncols
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    room = 60 * figure.get_figwidth() / columns_of(ax)
     longest = max((len(text.get_text()) for text in ax.texts), default=1)
     for text in ax.texts:
         text.set_fontsize(min(10, room / max(longest, 1)))

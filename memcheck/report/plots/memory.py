@@ -48,6 +48,7 @@ from memcheck.report.plots.style import (
     GREY,
     HATCHES,
     add_note,
+    columns_of,
     distinct_styles,
     in_house_style,
     look_of,
@@ -109,7 +110,7 @@ def bar_figure(view: View, styles: Mapping[str, Style], *, quantities: Quantitie
         ax.grid(axis="x")
     panels[0].set_yticks(range(len(bars)), [line.name for line in bars])
     panels[0].set_ylim(max(len(bars), 1) - 0.4, -0.6)  # The first operator stands at the top.
-    highest = max([bar.get_width() for ax in panels for bar in ax.patches], default=0) or 2.0**20
+    highest = max(0.0, *(ax.dataLim.x1 for ax in panels)) or 2.0**20
     # Leaves room for the number at the end of the longest bar.
     panels[0].set_xlim(0, (1.45 if any(line.predictions for line in bars) else 1.3) * highest)
     set_linear_ticks(panels[0].xaxis, highest, quantities[0].unit)
@@ -166,7 +167,7 @@ def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title
     columns = 2 if len(views) in (2, 4) else COLUMNS
     shared: dict[str, Any] = {"columns": columns, "narrow_columns": 2, "sharex": True, "sharey": True}
     figure, panels = new_panels(len(views), title, subtitle, panel=panel_height, around=1.5, **shared)
-    columns = panels[0].get_gridspec().ncols
+    columns = columns_of(panels[0])
     for number, (ax, view) in enumerate(zip(panels, views, strict=True)):
         draw_panel(ax, view, view.lines(drawn), quantity, bottom=number + columns >= len(views))
     add_key(figure, drawn, f"{AXES[views[0].x]}; {quantity.label}")

@@ -13,7 +13,7 @@ from memcheck.report.plots.lines import MISSING_WORDS
 from memcheck.report.plots.memory import memory_quantities
 from memcheck.report.plots.scales import set_ticks, x_ticks
 from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed
-from memcheck.report.plots.style import GREY, HATCHES, add_note, in_house_style, new_panels
+from memcheck.report.plots.style import GREY, HATCHES, add_note, columns_of, in_house_style, new_panels
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,7 +49,7 @@ def savings_bars(
     places = sorted(x_ticks(view.positions))[-MOST_BARS:]
     for number, ax in enumerate(panels):
         draw_ratios(ax, others[number], base, quantity, places, HATCHES[number % len(HATCHES)])
-        columns = ax.get_gridspec().ncols
+        columns = columns_of(ax)
         ax.set_xlabel(view.label if number + columns >= len(others) else "")
     set_ratio_axis(figure.axes[0], others, base, quantity)
     figure.supylabel(f"{standard} / operator", fontsize=10)

@@ -60,10 +60,12 @@ def set_y(ax: Axes, values: Sequence[float], unit: str, *, log: bool, rows: int 
         set_linear_ticks(ax.yaxis, highest, unit)
         return
     values = [value for value in values if value > 0] or [2.0**20 if unit == "bytes" else 1.0]
+    low: float
+    high: float
     if unit == "bytes":
         # Ticks at powers of two, as powers of ten are hard to read in MiB.
         base, low, high = 2.0, math.floor(math.log2(min(values))) - 0.2, math.ceil(math.log2(max(values)) + 0.1)
-        powers = range(math.ceil(low), high + 1)
+        powers = range(math.ceil(low), int(high) + 1)
         ticks = [2.0**power for power in powers[:: math.ceil((len(powers) - 1) / 8)]]
     else:
         base, low, high = 10.0, math.log10(min(values)) - 0.1, math.log10(max(values)) + 0.1

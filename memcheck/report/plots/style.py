@@ -141,7 +141,7 @@ def new_panels(
     around: float,
     columns: int = 2,
     narrow_columns: int = 1,
-    **share: bool,
+    **share: Any,
 ) -> tuple[Figure, list[Axes]]:
     """A figure of panels, with at most so many columns.
 
@@ -154,6 +154,13 @@ def new_panels(
     for ax in panels[count:]:
         ax.set_visible(False)
     return figure, panels[:count]
+
+
+def columns_of(ax: Axes) -> int:
+    """The number of columns of the figure that the panel belongs to."""
+    grid = ax.get_gridspec()
+    assert grid is not None
+    return grid.ncols
 
 
 def add_note(figure: Figure, *parts: str) -> None:
