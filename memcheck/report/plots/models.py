@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.units import format_bytes
-from memcheck.report.plots.style import GREY, in_house_style, new_figure, save
+from memcheck.report.plots.style import GREY, in_house_style, is_narrow, new_figure, save
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,7 +52,7 @@ def model_bars(records: Sequence[ModelRecord], *, title: str, subtitle: str) -> 
         for part, colour, hatch in (*PARTS.values(), REST)
     ]
     peak = Line2D([], [], marker="D", color="black", ls="none", markersize=5, label="peak, not all at once")
-    figure.legend(handles=[*bars, peak], loc="outside lower center", ncols=3, frameon=False)
+    figure.legend(handles=[*bars, peak], loc="outside lower center", ncols=2 if is_narrow() else 3, frameon=False)
     draw_capacities(ax, drawn, unit)
     if not drawn:
         ax.text(0.5, 0.5, "no case has a peak", ha="center", color=GREY, transform=ax.transAxes)
