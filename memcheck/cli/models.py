@@ -344,8 +344,8 @@ class Study:
             found[f"--optimizer {lighter}"] = {"optimizer": lighter}
         return {flag: dataclasses.replace(setting, **fields) for flag, fields in found.items()}
 
-    def predict_changes(self, base: Prediction) -> Iterator[Change]:
-        """The single changes, predicted. Those that the model does not allow are left out.
+    def predict_changes(self, base: Prediction) -> list[Change]:
+        """The single changes, predicted. Those that the model does not allow, or that are not predicted, are left out.
 
         If the base does not fit, nor any of them, all of them together follow.
         """
@@ -355,10 +355,11 @@ class Study:
             for flag, setting in changes.items():
                 with suppress(UsageError):
                     done[flag] = Change(flag, self.predict(setting))
-                    yield done[flag]
                 bar.update()
-        if base.fits is False and len(done) > 1 and not any(change.prediction.fits for change in done.values()):
-            yield Change(" ".join(done), self.predict(combined(self.setting, [changes[flag] for flag in done])))
+            if base.fits is False and len(done) > 1 and not any(change.prediction.fits for change in done.values()):
+                flags, setting = " ".join(done), combined(self.setting, [changes[flag] for flag in done])
+                done[flags] = Change(flags, self.predict(setting))
+        return [change for change in done.values() if change.prediction.fits is not None]
 
 
 def combined(setting: Setting, others: Sequence[Setting]) -> Setting:

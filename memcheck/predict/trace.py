@@ -115,6 +115,7 @@ class Tape:
 
     pieces: list[Piece] = field(default_factory=list)
     events: list[tuple[Piece, bool]] = field(default_factory=list)  # The piece, and whether it was allocated.
+    begun: list[tuple[int, str]] = field(default_factory=list)  # The events before a phase of a step, and its name.
     closed: bool = False
 
     def take(self, name: str, size: int, *, is_library: bool = False, module: str = "") -> Piece:
@@ -128,6 +129,10 @@ class Tape:
             self.events.append((piece, False))
             piece.died = len(self.events)
 
+    def phase_of(self, event: int) -> str:
+        """The phase of an event, of whichever step it is."""
+        return next((name for before, name in reversed(self.begun) if before < event), "inputs")
+
     def alive(self, event: int | None = None) -> list[Piece]:
         now = len(self.events) if event is None else event
         return [piece for piece in self.pieces if piece.alive_after(now)]
@@ -139,7 +144,7 @@ class Trace:
 
     phases: name -> (first event, last event) of "inputs", "forward", "backward" and "optimizer". The last event of a
         phase is the first of the next.
-    first_step: (last event, name) of each phase before the measured pass: of the first step, and of earlier passes.
+    first_gradients: of the passes before the measured one.
     operators: the names of all operators that ran, each once.
     unknown: phase, or ANY_PHASE -> descriptions of allocations whose sizes are unknown.
     guessed: phases in which even sizes of results are unknown.
@@ -148,7 +153,6 @@ class Trace:
 
     tape: Tape
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)
-    first_step: list[tuple[int, str]] = field(default_factory=list)
     inputs: list[Piece] = field(default_factory=list)
     parameters: list[Piece] = field(default_factory=list)
     state: list[Piece] = field(default_factory=list)
@@ -159,6 +163,7 @@ class Trace:
     saved: list[Piece] = field(default_factory=list)
     incoming: list[Piece] = field(default_factory=list)
     gradients: list[Piece] = field(default_factory=list)
+    first_gradients: list[Piece] = field(default_factory=list)
     operators: tuple[str, ...] = ()
     unknown: dict[str, tuple[str, ...]] = field(default_factory=dict)
     guessed: frozenset[str] = frozenset()
@@ -168,11 +173,6 @@ class Trace:
     def held(self) -> list[Piece]:
         """Tensors that the caller holds."""
         return list(dict.fromkeys([*self.inputs, *self.parameters]))
-
-    def phase_of(self, event: int) -> str:
-        """The phase of an event, also within the first step."""
-        ends = [(last, name) for name, (_, last) in self.phases.items()]
-        return next((name for last, name in sorted([*self.first_step, *ends]) if event <= last), "inputs")
 
 
 class Tracer(TorchDispatchMode):
@@ -187,7 +187,7 @@ class Tracer(TorchDispatchMode):
         self.modules = Modules()
         self.follows_calls = False
         self.calls: dict[str, FunctionCall] = {}  # What a check is to repeat.
-        self.phase = "inputs"
+        self._phase = "inputs"
         self.unknown: dict[str, dict[str, None]] = {}
         self.guessed: set[str] = set()
         self.operators: dict[str, None] = {}
@@ -199,6 +199,16 @@ class Tracer(TorchDispatchMode):
         # torch's math attention adds a mask in place, except when a mode such as this one is active.
         self.adds_in_place = False
         self.inside = ""  # Name of the Python function that currently runs without a function mode.
+
+    @property
+    def phase(self) -> str:
+        """The phase that runs."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self._phase = name
+        self.tape.begun.append((len(self.tape.events), name))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # A function mode must not take operators that are called from here for calls of the model.
@@ -830,7 +840,6 @@ class TracedRun:
             self.tracer.phase = "optimizer"
             if workload.optimizer_step is not None:
                 workload.optimizer_step()
-            self._end_in_first_step("optimizer")
             clear_gradients(inputs, set_to_none=True)
             clear_gradients(parameters, workload.set_to_none)
         for number in range(1, workload.accumulate):
@@ -847,11 +856,12 @@ class TracedRun:
         """Runs a forward and a backward."""
         self.tracer.phase = "forward"
         roots = roots_of(tensors_in(workload.operator(*workload.inputs)))
-        self._end_in_first_step("forward", "backward")
         if roots:
+            self.tracer.phase = "backward"
             self.tracer.begin_thread()
             run_backward(roots, gradients_for(roots, self.dense_grad))
-        self._end_in_first_step("backward")
+            leaves = [*workload.named_inputs(), *workload.named_parameters()]
+            self.result.first_gradients += self._gradients(leaves)
 
     def _note_outputs(self, outputs: list[tuple[str, Tensor]]) -> None:
         held = self.result.held
@@ -867,21 +877,22 @@ class TracedRun:
         name = "grad y" if self.dense_grad else "grad y, expanded"
         self.result.incoming = self._named([(name, gradient) for gradient in incoming])
         run_backward(roots, incoming)
-        gradients = [(f"d{name}", leaf.grad) for name, leaf in leaves if leaf.grad is not None]
-        self.result.gradients = self._named(gradients)
-        for name, leaf in leaves:
-            for piece in self._pieces([] if leaf.grad is None else [leaf.grad]):
+        self.result.gradients = self._gradients(leaves)
+
+    def _gradients(self, leaves: list[tuple[str, Tensor]]) -> list[Piece]:
+        """Names the pieces of the gradients. They belong to the modules of their tensors."""
+        gradients = [(name, leaf.grad) for name, leaf in leaves if leaf.grad is not None]
+        found = self._named([(f"d{name}", gradient) for name, gradient in gradients])
+        for name, gradient in gradients:
+            for piece in self._pieces([gradient]):
                 piece.module = module_of(name)
+        return found
 
     def _end(self, phase: str, next_phase: str | None = None) -> None:
         if self.drops_workspaces:
             self.tracer.drop_library_workspaces()
         first = max((last for _, last in self.result.phases.values()), default=0)
         self.result.phases[phase] = first, len(self.result.tape.events)
-        self.tracer.phase = next_phase or phase
-
-    def _end_in_first_step(self, phase: str, next_phase: str | None = None) -> None:
-        self.result.first_step.append((len(self.result.tape.events), phase))
         self.tracer.phase = next_phase or phase
 
     def _named(self, named: Iterable[tuple[str, Tensor]], owned: bool = False) -> list[Piece]:

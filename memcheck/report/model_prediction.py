@@ -103,7 +103,8 @@ def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
     assert trace is not None
     assert peak is not None
     members = dict.fromkeys(trace.saved, "kept for backward")
-    members |= dict.fromkeys(trace.gradients, "gradients") | dict.fromkeys(trace.optimizer, "optimizer state")
+    members |= dict.fromkeys([*trace.first_gradients, *trace.gradients], "gradients")
+    members |= dict.fromkeys(trace.optimizer, "optimizer state")
     members |= dict.fromkeys(trace.parameters, "parameters")
     sums: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
     paths: dict[tuple[str, str], set[str]] = defaultdict(set)

@@ -2,33 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
-import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
+from zoo_of_models import loaded
 
 import memcheck
 
 pytestmark = pytest.mark.cpu
 
 ROOT = Path(__file__).parents[2]
-
-
-def loaded() -> ModuleType:
-    """benchmarks/zoo.py, which is no part of the package."""
-    spec = importlib.util.spec_from_file_location("zoo", ROOT / "benchmarks" / "zoo.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["zoo"] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 zoo = loaded()

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
 def predict_model(args: argparse.Namespace) -> Prediction:
     study = Study.of(args)
     prediction = study.predict()
-    changes = [] if args.no_changes or prediction.fits is None else list(study.predict_changes(prediction))
+    changes = [] if args.no_changes or prediction.fits is None else study.predict_changes(prediction)
     if args.format == "json":
         print(json.dumps(model_object(prediction, changes, args.memory_limit)))
         return prediction
