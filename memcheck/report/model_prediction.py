@@ -209,6 +209,6 @@ def edges_table(edges: Sequence[Edge], axis: str, step: int) -> Table:
         sides = [need_words(side) if side is not None and side.peak else None for side in (edge.at, edge.beyond)]
         phase = edge.beyond.record.oom_phase or edge.beyond.record.status if edge.beyond else None
         rows.append([edge.flags, edge.size, sides[0], edge.size + step if edge.beyond else None, sides[1], phase])
-    return Table(
-        "edges", f"What would allow another {word}", columns, rows, ["Each line was searched in the same way."]
-    )
+    several = len(rows) > 1
+    title = f"What would allow another {word}" if several else f"The largest {word} that fits, and the next"
+    return Table("edges", title, columns, rows, ["Each line was searched in the same way."] if several else [])

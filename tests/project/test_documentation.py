@@ -296,6 +296,45 @@ def test_the_report_of_the_example_script_is_what_memcheck_run_says(tmp_path, ca
     assert refused[0].partition(" in use")[0] in page
 
 
+def questions():
+    """Command -> the lines of all outputs that docs/questions.md shows of it."""
+    page = (ROOT / "docs/questions.md").read_text(encoding="utf-8")
+    shown: dict[str, list[str]] = {}
+    for command, output in re.findall(r"```console\n\$ memcheck (.*)\n((?:.+\n|\n)*?)```", page):
+        shown.setdefault(command, []).extend(line for line in output.splitlines() if line != "...")
+    return shown
+
+
+QUESTIONS = questions()
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page shows what torch 2.13 needs")
+@pytest.mark.parametrize("command", [command for command in QUESTIONS if not command.startswith(("run ", "fit "))])
+def test_the_answers_to_the_questions_are_what_the_commands_print(command, tmp_path, capsys, monkeypatch):
+    """The lines of the page are among those of the output, in their order."""
+    from memcheck.__main__ import main
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.delenv("COLUMNS", raising=False)
+    output = ["--output", str(tmp_path)] if command.startswith("profile") else []
+    assert main([*command.split(), *output]) == 0
+    printed = iter(capsys.readouterr().out.splitlines())
+    assert QUESTIONS[command]
+    assert [line for line in QUESTIONS[command] if line not in printed] == []
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page shows what torch 2.13 needs")
+def test_the_longest_context_of_the_questions_is_predicted(capsys):
+    """Both sides of the edge, without the search."""
+    from memcheck.__main__ import main
+
+    ((command, output),) = [(command, output) for command, output in QUESTIONS.items() if command.startswith("fit ")]
+    sizes = re.search(r"fits RTX-4090 is ([\d,]+): .* With length ([\d,]+), a ", " ".join(output)).groups()
+    for size, code in zip(sizes, (0, 3), strict=True):
+        words = command.replace("docs/", f"{ROOT}/docs/").split()[1:]
+        assert main(["predict", *words, "--seq-len", size.replace(",", ""), "--fail-on-oom"]) == code
+
+
 def test_the_table_of_the_documentation_holds_the_committed_records():
     from memcheck.bench.sweep.store import read_records
     from memcheck.report import LiveRows, Screen, answer
