@@ -7,7 +7,7 @@ import json
 import os
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,8 @@ class Configuration:
         if seq_len > longest:
             print(f"note: max_position_embeddings is {longest}; a longer input may fail", file=sys.stderr)
         dtype = setting.dtype or str(getattr(text, "dtype", None) or torch.float32).removeprefix("torch.")
-        attention = setting.attention or self.model(replace(setting, dtype=dtype)).config._attn_implementation
-        return replace(setting, bsz=setting.bsz or 1, seq_len=seq_len, dtype=dtype, attention=attention)
+        attention = setting.attention or self.model(setting.but(dtype=dtype)).config._attn_implementation
+        return setting.but(bsz=setting.bsz or 1, seq_len=seq_len, dtype=dtype, attention=attention)
 
     def model(self, setting: Setting) -> Any:
         """The model, with its parameters on meta."""
@@ -120,11 +120,11 @@ def inputs_of(model: Any, setting: Setting) -> dict[str, torch.Tensor]:
     elif main == "pixel_values":
         size = getattr(config, "image_size", 224)
         height, width = size if isinstance(size, list | tuple) else (size, size)
-        shape = (bsz, getattr(config, "num_channels", 3), height, width)
-        given = {main: torch.empty(shape, dtype=dtype, device="meta")}
+        channels = getattr(config, "num_channels", 3)
+        given = {main: torch.empty(bsz, channels, height, width, dtype=dtype, device="meta")}
     elif main == "input_features" and hasattr(config, "max_source_positions"):
-        shape = (bsz, config.num_mel_bins, 2 * config.max_source_positions)
-        given = {main: torch.empty(shape, dtype=dtype, device="meta")}
+        frames = 2 * config.max_source_positions
+        given = {main: torch.empty(bsz, config.num_mel_bins, frames, dtype=dtype, device="meta")}
     else:
         raise UsageError(f"--hf-config: {type(model).__name__} takes {main}; write a factory and use --model")
     names = inspect.signature(model.forward).parameters

@@ -59,11 +59,15 @@ class Setting:
     @classmethod
     def of(cls, args: argparse.Namespace) -> Setting:
         """The setting of the command's flags. UsageError: a dtype is unknown."""
-        dtypes = {name: dtype_of(f"--{name}", getattr(args, name)) for name in ("dtype", "autocast")}
+        dtypes: dict[str, Any] = {name: dtype_of(f"--{name}", getattr(args, name)) for name in ("dtype", "autocast")}
         optimizer = "none" if args.mode == "inference" else args.optimizer or "adamw"
-        sizes = {name: getattr(args, name, None) for name in SIZES}
-        switches = {"checkpointing": bool(args.checkpointing), "attention": args.attention}
-        return cls(mode=args.mode or "train", optimizer=optimizer, **sizes, **dtypes, **switches)
+        sizes: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
+        switches: dict[str, Any] = {"checkpointing": bool(args.checkpointing), "attention": args.attention}
+        return cls(mode=args.mode, optimizer=optimizer, **sizes, **dtypes, **switches)
+
+    def but(self, **fields: Any) -> Setting:
+        """The setting with other values of some fields."""
+        return dataclasses.replace(self, **fields)
 
     def words(self) -> str:
         """ "batch 8, length 4096, bfloat16, train, adamw, checkpointing"."""
@@ -164,7 +168,7 @@ class Factory:
             if given is None and parameter is not None and parameter.default is inspect.Parameter.empty:
                 raise UsageError(f"{flag} is missing: {self.name} needs its parameter {name}")
             if given is None and parameter is not None and isinstance(parameter.default, int):
-                setting = dataclasses.replace(setting, **{name: parameter.default})
+                setting = setting.but(**{name: parameter.default})
         return setting
 
     def build(self, setting: Setting) -> Built:
@@ -220,7 +224,7 @@ def checkpointed(model: Any) -> bool:
         return True
     layers = list(repeated_layers(model)) if isinstance(model, torch.nn.Module) else []
     for layer in layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)  # type: ignore[method-assign]
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
     return bool(layers)
 
 
@@ -342,7 +346,7 @@ class Study:
             found[f"--{name} bf16"] = {name: "bfloat16"}
         if lighter := LIGHTER.get(setting.optimizer):
             found[f"--optimizer {lighter}"] = {"optimizer": lighter}
-        return {flag: dataclasses.replace(setting, **fields) for flag, fields in found.items()}
+        return {flag: setting.but(**fields) for flag, fields in found.items()}
 
     def predict_changes(self, base: Prediction) -> list[Change]:
         """The single changes, predicted. Those that the model does not allow, or that are not predicted, are left out.
@@ -365,14 +369,14 @@ class Study:
 def combined(setting: Setting, others: Sequence[Setting]) -> Setting:
     """The setting with every field in which one of the others differs."""
     fields = {name: value for other in others for name, value in vars(other).items() if value != getattr(setting, name)}
-    return dataclasses.replace(setting, **fields)
+    return setting.but(**fields)
 
 
 def optimizer_of(name: str) -> Callable[[Any], Any] | None:
     """What makes the optimizer of that name; None for "none"."""
-    if OPTIMIZERS[name] is None:
+    if (found := OPTIMIZERS[name]) is None:
         return None
-    kind, options = OPTIMIZERS[name]
+    kind, options = found
     return functools.partial(getattr(torch.optim, kind), **options)
 
 

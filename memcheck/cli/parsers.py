@@ -130,20 +130,8 @@ def add_causal(parser: argparse._ActionsContainer, default: bool | None = True) 
 
 
 # Flags that belong to operators of the catalog, and those that belong to models.
-OF_OPERATORS = (
-    "attention-type",
-    "query-len",
-    "kv-len",
-    "dim",
-    "heads",
-    "core-dim",
-    "factor",
-    "causal",
-    "compile",
-    "plot",
-)
-OF_MODELS = ("autocast", "optimizer", "loss", "checkpointing", "attention", "steps", "build-on", "calibration")
-OF_MODELS += ("no-changes", "doubts")
+OF_OPERATORS = words("attention-type,query-len,kv-len,dim,heads,core-dim,factor,causal,compile,plot")
+OF_MODELS = words("autocast,optimizer,loss,checkpointing,attention,steps,build-on,calibration,no-changes,doubts")
 DTYPE_OF_MODELS = "dtype of parameters and floating-point inputs; default: as the model is built"
 
 

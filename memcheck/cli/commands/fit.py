@@ -8,7 +8,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 from memcheck.bench.capacity import FLAGS, Capacity, Search, capacity_curve, capacity_object, find_capacity
@@ -105,7 +105,7 @@ def fit_model(args: argparse.Namespace) -> int:
         print(screen.fill(edge_verdict(edges[0], axis, step, args.memory_limit)))
         known = edges[0].at or edges[0].beyond
         if known is not None:
-            words = replace(study.setting, **{axis: edges[0].size or step}).words()
+            words = study.setting.but(**{axis: edges[0].size or step}).words()
             print(screen.fill(f"{words}; {certainty(known)}"))
             if args.doubts:
                 print(*(screen.fill(f"doubt: {doubt}") for doubt in known.record.doubts), sep="\n")
@@ -124,7 +124,7 @@ def model_setting(args: argparse.Namespace, axis: str) -> Setting:
         if given is not None and len(given) > 1:
             raise UsageError(f"{FLAGS[name]} must be a single value for a model, got {len(given)}")
         setattr(args, name, given[0] if given else None)
-    return replace(Setting.of(args), **{axis: min(FIRST_SIZES[axis], args.up_to)})
+    return Setting.of(args).but(**{axis: min(FIRST_SIZES[axis], args.up_to)})
 
 
 def edges_of(study: Study, axis: str, step: int, args: argparse.Namespace, bar: Any) -> Iterator[Edge]:
@@ -133,7 +133,7 @@ def edges_of(study: Study, axis: str, step: int, args: argparse.Namespace, bar: 
     def search(setting: Setting) -> Search:
         def predict(size: int) -> Prediction:
             bar.set_description_str(f"fit: trying {SIZE_WORDS[axis]} {size:,}")
-            return study.predict(replace(setting, **{axis: size}))
+            return study.predict(setting.but(**{axis: size}))
 
         return Search(predict, step, args.up_to)
 
