@@ -101,7 +101,7 @@ class Prediction:
         top = max(sums, default=0)
         event = len(sums) - sums[::-1].index(top) if sums else 0
         last = self.trace.tape.events[event - 1][0] if sums else Piece("", 0, 0)
-        phase = self.trace.tape.phase_of(event)
+        phase = self.trace.phase_of(event)
         is_bound = not {phase, ANY_PHASE}.isdisjoint(self.trace.unknown)
         return Peak(phase, top, last.module, last.name, self.trace.tape.alive(event), is_bound)
 
@@ -317,7 +317,7 @@ class Replay:
         if phase == "inputs":
             record.reason = f"the inputs alone do not fit: {request}"
             return
-        record.oom_phase, record.oom_requested_bytes = self.trace.tape.phase_of(self.event), error.requested_bytes
+        record.oom_phase, record.oom_requested_bytes = self.trace.phase_of(self.event), error.requested_bytes
         self._note_sum("oom_in_use_bytes", self.trace.tape.alive(self.event - 1))
         record.reason = f"predicted: {request}, of {format_bytes(self.allocator.limit_bytes or 0)}"
 

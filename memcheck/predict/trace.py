@@ -115,7 +115,7 @@ class Tape:
 
     pieces: list[Piece] = field(default_factory=list)
     events: list[tuple[Piece, bool]] = field(default_factory=list)  # The piece, and whether it was allocated.
-    begun: list[tuple[int, str]] = field(default_factory=list)  # The events before a phase of a step, and its name.
+    begun: list[tuple[int, str]] = field(default_factory=list)  # The events before a phase of a pass, and its name.
     closed: bool = False
 
     def take(self, name: str, size: int, *, is_library: bool = False, module: str = "") -> Piece:
@@ -130,7 +130,7 @@ class Tape:
             piece.died = len(self.events)
 
     def phase_of(self, event: int) -> str:
-        """The phase of an event, of whichever step it is."""
+        """The phase of an event, of whichever pass it is."""
         return next((name for before, name in reversed(self.begun) if before < event), "inputs")
 
     def alive(self, event: int | None = None) -> list[Piece]:
@@ -173,6 +173,11 @@ class Trace:
     def held(self) -> list[Piece]:
         """Tensors that the caller holds."""
         return list(dict.fromkeys([*self.inputs, *self.parameters]))
+
+    def phase_of(self, event: int) -> str:
+        """The phase of an event, also in the passes before the measured one."""
+        name = next((name for name, (first, last) in self.phases.items() if first < event <= last), "inputs")
+        return self.tape.phase_of(event) if name == BEFORE else name
 
 
 class Tracer(TorchDispatchMode):
