@@ -113,7 +113,7 @@ def test_help_ends_in_examples_that_parse(name: str, capsys: pytest.CaptureFixtu
     printed = capsys.readouterr().out
     description, examples = split_help(name)
     assert description in printed
-    assert 2 <= len(examples) <= 3
+    assert 2 <= len(examples) <= 4
     assert printed.rstrip().splitlines()[-len(examples) :] == [f"  {example}" for example in examples]
     for example in examples:
         command, *words = shlex.split(example.partition(" >")[0])[1:]
