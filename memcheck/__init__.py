@@ -1,5 +1,8 @@
 """Attention operators at the memory floor, and the truth about what any attention needs."""
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 # First, so that a missing or mismatched extension is the one error there is.
 from memcheck import _extension as _extension
 from memcheck import nn
@@ -19,9 +22,13 @@ from memcheck.ops.linear_attention import linear_attention, linear_attention_ste
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
 
+if TYPE_CHECKING:
+    from memcheck.notebook import Results, load, profile, sweep
+
 __all__ = [
     "CompressedAttentionState",
     "MemoryTracker",
+    "Results",
     "calibrate",
     "combinator",
     "compressed_attention",
@@ -33,11 +40,25 @@ __all__ = [
     "linear_attention_step",
     "linear_l",
     "linear_r",
+    "load",
     "measure_memory",
     "nn",
     "predict_memory",
+    "profile",
     "softplus_attention",
     "softplus_attention_step",
+    "sweep",
     "track",
     "write_record",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    # These need reports and the command line, which operators do without.
+    if name in ("Results", "load", "profile", "sweep"):
+        return getattr(importlib.import_module("memcheck.notebook"), name)
+    raise AttributeError(f"module 'memcheck' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

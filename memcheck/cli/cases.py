@@ -82,8 +82,6 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str, note: 
     out = sys.stderr if args.format == "json" else sys.stdout
     lines, table, picture = (args.output / name for name in ("records.jsonl", "records.csv", "memory.png"))
     check_inspection(args)
-    if (args.output / "sweep.json").exists():
-        raise UsageError(f"--output {args.output} holds a sweep, whose rows would be replaced: name another folder")
     begin_records(lines)
     note_unused_flags(args, cases)
     records: list[Record] = []
@@ -92,12 +90,18 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str, note: 
     rows = LiveRows(cases, **how, screen=Screen.of(out))
     if note:
         print(rows.screen.fill(note), file=out, flush=True)
-    for record, prediction in profile_all(cases, args, rows, out):
+    show = functools.partial(tqdm.write, file=out)
+    for record, prediction in profile_all(cases, args):
+        if not records:
+            show(f"{common_case(cases)}\n\n{rows.header()}")
         records.append(record)
         append_record(lines, record)
+        show(rows.row(record))
         if prediction is not None:
             predictions.append(prediction)
             append_record(lines, prediction)
+            show(rows.predicted_row(record, prediction))
+        out.flush()
     write_csv(drop_replaced(lines, Record, case_and_place), table)
     plot_memory(
         [*records, *predictions], picture, styles=styles_of_contenders(), title=title, subtitle=common_case(records)
@@ -130,17 +134,14 @@ def print_answer(sentences: Sequence[str], screen: Screen, out: TextIO) -> None:
     print("", *map(screen.fill, answers), step, sep="\n", file=out)
 
 
-def profile_all(
-    cases: list[Case], args: argparse.Namespace, rows: LiveRows, out: TextIO
-) -> Iterator[tuple[Record, Record | None]]:
+def profile_all(cases: list[Case], args: argparse.Namespace) -> Iterator[tuple[Record, Record | None]]:
     """The measured record of each case, and its prediction if requested."""
-    show = functools.partial(tqdm.write, file=out)
     devices: dict[str, Device] = {}
     if args.predict:  # Queried before anything runs, as the free memory of a GPU counts.
         devices = {name: device_named(name) for name in {case.device for case in cases}}
     settings = Settings(args.memory_limit, args.max_seconds_per_case, args.passes, not args.no_time)
     with progress_bar(sum(map(settings.expected_seconds, cases)), "profile") as bar:
-        for number, case in enumerate(cases):
+        for case in cases:
             with nvtx_ranges(args.nvtx), redirect_stdout(sys.stderr):  # Output of operators is discarded.
                 record = profile_case(
                     case,
@@ -150,15 +151,8 @@ def profile_all(
                     timed=not args.no_time,
                     limit_bytes=args.memory_limit,
                 )
-            if number == 0:
-                show(f"{common_case(cases)}\n\n{rows.header()}")
-            show(rows.row(record))
-            prediction = predicted_record(case, devices[case.device], args.memory_limit) if args.predict else None
-            if prediction is not None:
-                show(rows.predicted_row(record, prediction))
-            out.flush()
+            yield record, predicted_record(case, devices[case.device], args.memory_limit) if args.predict else None
             bar.update(settings.expected_seconds(case))
-            yield record, prediction
 
 
 def check_inspection(args: argparse.Namespace) -> None:
@@ -214,7 +208,9 @@ def note_unused_flags(args: argparse.Namespace, cases: list[Case]) -> None:
 
 
 def begin_records(path: Path) -> None:
-    """Creates the folder and the file if needed. UsageError if that fails."""
+    """Creates the folder and the file if needed. UsageError if that fails, or if the folder holds a sweep."""
+    if (path.parent / "sweep.json").exists():
+        raise UsageError(f"--output {path.parent} holds a sweep, whose rows would be replaced: name another folder")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()

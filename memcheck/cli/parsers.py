@@ -640,3 +640,16 @@ def command_parser(name: str) -> Parser:
     )
     COMMANDS[name](parser)
     return parser
+
+
+def words_of(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[str]:
+    """The words that set these flags, by their names with underscores or hyphens. False unsets a flag that has a no."""
+    words = []
+    for name, value in settings.items():
+        name = name.replace("_", "-")
+        if isinstance(value, bool):
+            flag = f"--{name}" if value else f"--no-{name}"
+            words += [flag] if value or flag in parser._option_string_actions else []
+        else:
+            words.append(f"--{name}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}")
+    return words

@@ -103,6 +103,7 @@ class Record:
     basis: str | None = None
     saved_tensors: list[dict[str, Any]] | None = None  # Tensors kept for backward: shape, dtype, bytes.
     alive_at_peak: list[dict[str, Any]] | None = None  # Largest first: phase, name of what allocated it, bytes.
+    over_time: dict[str, list[int]] | None = None  # Phase -> bytes alive over time, in steps of a few allocations.
     terms: dict[str, dict[str, int]] | None = None  # Predicted: field -> its summands, name -> bytes alive then.
 
     def __post_init__(self) -> None:
@@ -117,6 +118,11 @@ class Record:
 
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
+
+    def _repr_html_(self) -> str:
+        from memcheck.core.html import record_html
+
+        return record_html(self)
 
     @classmethod
     def from_json(cls: type[R], line: str) -> R:

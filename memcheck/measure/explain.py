@@ -10,12 +10,15 @@ from memcheck.measure.timeline import Timeline, recorded
 
 # Rows per phase; the rest is summed in one row.
 MOST_ROWS = 20
+# Numbers of over_time per phase.
+MOST_STEPS = 200
 
 
 def explain(record: Record, call: MeasuredCall, limit_bytes: int | None, dense_grad: bool) -> None:
-    """Fills alive_at_peak and saved_tensors, in one pass each, and adds a doubt if the passes disagree."""
+    """Fills alive_at_peak, over_time and saved_tensors, in two passes, and adds a doubt if the passes disagree."""
     timeline, _ = recorded(call, limit_bytes, dense_grad)
     record.alive_at_peak = [row for phase in timeline.peak for row in timeline.alive_at_peak(phase, MOST_ROWS)]
+    record.over_time = {name: _highest_of(timeline.alive[first : last + 1]) for name, first, last in timeline.phases}
     record.doubts += _other_peaks(record, timeline)
     try:
         timeline, run = recorded(call, limit_bytes, dense_grad, hooks=True)
@@ -29,6 +32,12 @@ def explain(record: Record, call: MeasuredCall, limit_bytes: int | None, dense_g
             for kept in run.saved_tensors
         ]
         record.doubts += _other_saved_bytes(record, timeline, run)
+
+
+def _highest_of(sizes: list[int]) -> list[int]:
+    """At most MOST_STEPS numbers: the highest of each group of neighbours."""
+    few = -(-len(sizes) // MOST_STEPS) or 1
+    return [max(sizes[first : first + few]) for first in range(0, len(sizes), few)]
 
 
 def _other_peaks(record: Record, timeline: Timeline) -> tuple[str, ...]:

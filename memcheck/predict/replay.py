@@ -121,6 +121,12 @@ class Prediction:
                 sums[kind] += piece.bytes
         return found
 
+    def _repr_html_(self) -> str:
+        from memcheck.core.html import record_html
+
+        words = ["Every figure is exact."] if self.exact else []
+        return record_html(self.record, words=words, steps=self.timeline, modules=self.by_module)
+
     @property
     def known_terms(self) -> Terms:
         """The terms of the fields that are not bounds."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from memcheck.core import html
 from memcheck.core.doubts import FEW_PASSES, doubts_about
 from memcheck.core.record import Record
 from memcheck.core.units import Growth, format_bytes
@@ -23,7 +24,7 @@ from memcheck.report.cases import (
     values_of,
     varying,
 )
-from memcheck.report.tables import Cell, Column, Table
+from memcheck.report.tables import Cell, Column, Table, to_html, to_text
 
 # Requested bytes, and so the same on every run. Blocks and segments of a caching allocator depend on what ran before.
 EXACT_BYTES = (
@@ -70,6 +71,12 @@ class Comparison:
     def grown(self, allowed: Growth = NONE) -> list[tuple[Record, Record]]:
         """The pairs in which a memory figure grew by more than is allowed, or a case that fitted does not fit."""
         return [pair for pair in self.pairs if grew(*pair, allowed)]
+
+    def __str__(self) -> str:
+        return "\n".join([to_text(comparison_table(self)), "", *comparison_words(self)])
+
+    def _repr_html_(self) -> str:
+        return html.fragment(html.listed(comparison_words(self)), to_html(comparison_table(self)))
 
     def missing(self) -> list[Record]:
         """The records of `before` whose case is not in `after`, or has lost its memory figures there."""

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
+from memcheck.core import html
 from memcheck.core.units import format_time, three_digits
 
 # Number formats besides format specifications.
@@ -78,10 +79,42 @@ class Table:
         """For each column, whether it holds a number."""
         return [any(is_number(row[position]) for row in self.rows) for position in range(len(self.columns))]
 
+    def __str__(self) -> str:
+        return to_text(self)
+
+    def _repr_html_(self) -> str:
+        return html.fragment(to_html(self))
+
     def _columns(self, keep: Iterable[bool]) -> Table:
         keep = list(keep)
         rows = [list(itertools.compress(row, keep)) for row in self.rows]
         return Table(self.name, self.title, list(itertools.compress(self.columns, keep)), rows, self.notes)
+
+
+class Tables(list[Table]):
+    """Tables, which a notebook shows one below the other."""
+
+    def __str__(self) -> str:
+        return render(self, "table")
+
+    def _repr_html_(self) -> str:
+        return html.fragment(*map(to_html, self))
+
+    def to_pandas(self) -> Any:
+        """The rows of all tables as a DataFrame, unrounded."""
+        import pandas as pd
+
+        return pd.DataFrame([row for table in self for row in data_rows(table)])
+
+
+class Sentences(list[str]):
+    """Sentences, which a notebook shows as a list."""
+
+    def __str__(self) -> str:
+        return "\n\n".join(self)
+
+    def _repr_html_(self) -> str:
+        return html.fragment(html.listed(self))
 
 
 def text_of(cell: Cell, column: Column) -> str:
@@ -215,6 +248,13 @@ def to_text(table: Table, screen: Screen | None = None) -> str:
     title = screen.paint(screen.fill(table.title), BOLD)
     lines = ["", layout.header(), *map(layout.row, table.rows)] if table.columns else []
     return "\n".join([title, *lines, *([""] if notes else []), *notes])
+
+
+def to_html(table: Table) -> str:
+    table = table.to_people()
+    rows = [[text_of(*pair) for pair in zip(row, table.columns, strict=True)] for row in table.rows]
+    body = html.table([column.heading for column in table.columns], rows, table.numeric())
+    return "\n".join([html.paragraphs([table.title], "title"), body, html.paragraphs(table.notes, "note")])
 
 
 def to_markdown(table: Table) -> str:

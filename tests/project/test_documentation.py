@@ -165,7 +165,7 @@ def test_the_python_of_the_documentation_runs(tmp_path, monkeypatch):
     for source in sources:
         exec(source, names)
         names |= small  # The README's own are 128 times as long.
-    written = {"timeline.png", "memory.pickle", "trace.json.gz", "results", "memory"}
+    written = {"timeline.png", "memory.pickle", "trace.json.gz", "results", "memory", "before"}
     assert {path.name for path in tmp_path.iterdir()} == written
     assert len(names["records"]) == 4
 

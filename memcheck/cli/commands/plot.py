@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from memcheck.bench.sweep.store import read_results
@@ -19,7 +20,7 @@ AXES = {"seq-len": "length", "query-len": "query_len", "kv-len": "kv_len", "dim"
 
 
 def run(args: argparse.Namespace) -> int:
-    request = make_request(args)
+    request = make_request(args.kind, args.x, args.y, args.log)
     formats = check_formats(args.format)
     records = chosen(read_results(args.folder), args.attention_type or [])
     output = args.output or args.folder
@@ -34,20 +35,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def make_request(args: argparse.Namespace) -> Request:
-    for kind in args.kind or ():
+def make_request(kinds: Sequence[str] | None, x: str | None, y: str | None, log: bool | None) -> Request:
+    for kind in kinds or ():
         if kind not in KINDS:
             raise unknown_name("--kind", kind, KINDS)
-    if args.kind and args.y:
+    if kinds and y:
         raise UsageError("--y draws a single field, --kind a set of pictures: leave one of them out")
-    axis = AXES.get((args.x or "").replace("_", "-"))
-    if args.x and axis is None:
-        raise unknown_name("--x", args.x, AXES)
-    field = (args.y or "").replace("-", "_")
+    axis = AXES.get((x or "").replace("_", "-"))
+    if x and axis is None:
+        raise unknown_name("--x", x, AXES)
+    field = (y or "").replace("-", "_")
     fields = [field.name for field in dataclasses.fields(Record) if field.name.endswith(("_bytes", "_ms"))]
-    if args.y and field not in fields:
-        raise unknown_name("--y", args.y, fields)
-    return Request(args.kind, axis, quantity_of(field) if field else None, args.log)
+    if y and field not in fields:
+        raise unknown_name("--y", y, fields)
+    return Request(kinds, axis, quantity_of(field) if field else None, log)
 
 
 def chosen(records: list[Record], names: list[str]) -> list[Record]:

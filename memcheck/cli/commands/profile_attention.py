@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from memcheck.bench.catalog import SHORT_DTYPES, make_case
+from memcheck.bench.catalog import SHORT_DTYPES, Case, make_case
 from memcheck.bench.profile import find_device
 from memcheck.cli.cases import run_cases
 from memcheck.cli.options import (
@@ -21,7 +21,15 @@ DEFAULT_LENGTHS = [256, 512, 1024, 2048, 4096]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs the cases from small to large, so that an early end loses only the largest."""
+    cases = cases_of(args)
+    given = {name for name in ("dtype", *GPU_SIZES) if getattr(args, name)}
+    given |= {"seq_len"} if args.seq_len or args.query_len or args.kv_len else set()
+    note = gpu_words(given) if cases[0].device != "cpu" else ""
+    return run_cases(cases, args, title="Peak memory of attention", note=note)
+
+
+def cases_of(args: argparse.Namespace) -> list[Case]:
+    """The cases of the flags, from small to large, so that an early end loses only the largest."""
     device = find_device(args.device)
     on_gpu = device != "cpu"
     sizes = {name: getattr(args, name) or default for name, default in (GPU_SIZES if on_gpu else DEFAULT_SIZES).items()}
@@ -29,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         args.mode, args.seq_len, args.query_len, args.kv_len, default=GPU_LENGTHS if on_gpu else DEFAULT_LENGTHS
     )
     dtype = args.dtype or (GPU_DTYPE if on_gpu else "float32")
-    cases = [
+    return [
         make_case(
             name,
             **sizes,
@@ -46,6 +54,3 @@ def run(args: argparse.Namespace) -> int:
         for query_len, kv_len in lengths
         for name in dict.fromkeys(args.attention_type or DEFAULT_TYPES)
     ]
-    given = {name for name in ("dtype", *GPU_SIZES) if getattr(args, name)}
-    given |= {"seq_len"} if args.seq_len or args.query_len or args.kv_len else set()
-    return run_cases(cases, args, title="Peak memory of attention", note=gpu_words(given) if on_gpu else "")

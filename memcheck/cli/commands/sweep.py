@@ -27,7 +27,7 @@ from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, s
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
 from memcheck.cli.cases import print_answer, progress_bar, styles_of_contenders, watch
 from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, gpu_words, make_lengths, predicted_device
-from memcheck.cli.parsers import command_parser
+from memcheck.cli.parsers import command_parser, words_of
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
@@ -49,26 +49,14 @@ Values = dict[str, Any]  # Argument -> value, for the given flags.
 
 
 def run(args: argparse.Namespace) -> int:
-    defaults = {"output": Path("results"), "format": "table", "plugin": []}
-    options = argparse.Namespace(**{**vars(args), **defaults, **read_parts(args)[0]})
-    for plugin in options.plugin:
-        load_plugin(plugin)
-    device = device_to_predict(args, options)
-    place = device.kind if device and options.predict_only else device_of(options)
-    # The defaults are those of a GPU of this machine, not of one that is only named for a prediction.
-    named = options.predict_only and not str(options.device or "cuda").startswith("cuda")
-    parts = read_parts(args, on_gpu=place != "cpu" and not named)
-    cases = multiply_out([read_grid(part) for part in parts], place)
+    options, cases, device = plan(args)
     if options.dry_run:
         return list_cases(cases, options, device)
     out = sys.stderr if options.format == "json" else sys.stdout
     command = shlex.join(["memcheck", *args.words])
-    announce(cases, parts, options, out)
+    announce(cases, options, out)
     try:
-        # Predictions first: they are quick, and sweep.json describes the last run.
-        predictions = predict(cases, device, options, command, out) if device else []
-        records = [] if options.predict_only else sweep(cases, options, command, out)
-        records += predictions
+        records = run_plan(options, cases, device, command, out)
     except KeyboardInterrupt:
         print(f"\nstopped; {resume_words(options, command)}", file=sys.stderr)
         return 130
@@ -83,6 +71,31 @@ def run(args: argparse.Namespace) -> int:
     return int(any(record.status == "error" for record in records))
 
 
+def plan(args: argparse.Namespace) -> tuple[argparse.Namespace, list[Case], Device | None]:
+    """The options of the whole sweep, its cases, and the device to predict for."""
+    defaults = {"output": Path("results"), "format": "table", "plugin": []}
+    options = argparse.Namespace(**{**vars(args), **defaults, **read_parts(args)[0]})
+    for plugin in options.plugin:
+        load_plugin(plugin)
+    device = device_to_predict(args, options)
+    place = device.kind if device and options.predict_only else device_of(options)
+    # The defaults are those of a GPU of this machine, not of one that is only named for a prediction.
+    named = options.predict_only and not str(options.device or "cuda").startswith("cuda")
+    parts = read_parts(args, on_gpu=place != "cpu" and not named)
+    options.note = parts[0].get("note")
+    return options, multiply_out([read_grid(part) for part in parts], place), device
+
+
+def run_plan(
+    options: argparse.Namespace, cases: list[Case], device: Device | None, command: str, out: TextIO
+) -> list[Record]:
+    """The measured records and the predicted ones, as far as they are requested. out: for a line per case."""
+    # Predictions first: they are quick, and sweep.json describes the last run.
+    predictions = predict(cases, device, options, command, out) if device else []
+    records = [] if options.predict_only else sweep(cases, options, command, out)
+    return records + predictions
+
+
 def device_to_predict(args: argparse.Namespace, options: argparse.Namespace) -> Device | None:
     """The device to predict for. None if nothing is predicted."""
     if options.predict_only:
@@ -95,10 +108,10 @@ def device_to_predict(args: argparse.Namespace, options: argparse.Namespace) -> 
     return device_named(device_of(options)) if options.predict else None
 
 
-def announce(cases: list[Case], parts: list[Values], options: argparse.Namespace, out: TextIO) -> None:
+def announce(cases: list[Case], options: argparse.Namespace, out: TextIO) -> None:
     """Says which defaults of a GPU hold, and whether the sweep takes long."""
-    if note := parts[0].get("note"):
-        print(Screen.of(out).fill(note), file=out, flush=True)
+    if options.note:
+        print(Screen.of(out).fill(options.note), file=out, flush=True)
     if options.predict_only:
         return
     hours = sum(map(settings_of(options).expected_seconds, cases)) / 3600
@@ -162,15 +175,9 @@ def split_grids(settings: Values, source: str) -> tuple[Values, list[Values]]:
 
 def parse_settings(settings: Values, source: str) -> Values:
     """Parses names and values as if they were flags."""
-    words = []
-    for name, value in settings.items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words += [flag] if value else [f"--no-{flag[2:]}"] if flag in ("--causal", "--compile") else []
-        else:
-            words.append(f"{flag}={','.join(map(str, value)) if isinstance(value, list) else value}")
+    parser = command_parser("sweep")
     try:
-        return values_of(command_parser("sweep").parse_args(words))
+        return values_of(parser.parse_args(words_of(parser, settings)))
     except UsageError as error:
         raise UsageError(f"{source}: {error}") from None
 

@@ -1,0 +1,201 @@
+"""Results: records, with the tables, sentences and pictures of the commands, which a notebook shows."""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import io
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, overload
+
+from memcheck.bench.sweep.store import FILE, read_records
+from memcheck.cli.cases import append_record, begin_records, case_and_place, drop_replaced, styles_of_contenders
+from memcheck.cli.commands.plot import make_request
+from memcheck.core import html
+from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
+from memcheck.core.record import Record, write_csv
+from memcheck.notebook.words import errors_name_keywords
+from memcheck.report import (
+    Comparison,
+    accounting_table,
+    compare,
+    cs336_tables,
+    main_tables,
+    pivot_tables,
+    prediction_table,
+    scaling_table,
+    select,
+    summary,
+)
+from memcheck.report.plots.pictures import Picture, Request, choose_pictures
+from memcheck.report.plots.style import in_house_style
+from memcheck.report.records import PIVOT_FIELDS
+from memcheck.report.tables import Sentences, Tables, to_html
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+TABLES = ("scaling", "prediction", "accounting", "cs336")
+FIELDS = [field.name for field in dataclasses.fields(Record)]
+
+
+class Results(Sequence[Record]):
+    """A sequence of records. As the last line of a cell it shows the answer, the main picture and the table."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self.records = list(records)
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> Results: ...
+    def __getitem__(self, index: int | slice) -> Record | Results:
+        return Results(self.records[index]) if isinstance(index, slice) else self.records[index]
+
+    def __iter__(self) -> Iterator[Record]:
+        return iter(self.records)
+
+    def __add__(self, other: Iterable[Record]) -> Results:
+        return Results([*self, *other])
+
+    def __repr__(self) -> str:
+        return "\n\n".join(summary(self.records)) if self.records else "no records"
+
+    def _repr_html_(self) -> str:
+        if not self.records:
+            return html.fragment(html.paragraphs(["No records."]))
+        sentences = summary(self.records)
+        tables = main_tables(self.records)
+        for table in tables:
+            table.notes = [note for note in table.notes if note not in sentences]
+        picture = next((picture for picture in self.pictures(Request()) if picture.main), None)
+        shown = [inline_png(picture)] if picture else []
+        return html.fragment(html.listed(sentences), *shown, *map(to_html, tables))
+
+    def select(self, **wanted: Any) -> Results:
+        """The records whose fields have these values: select(operator="naive", kv_len=[256, 1024]).
+
+        seq_len stands for both lengths. UsageError: there is no such field.
+        """
+        chosen = self.records
+        for name, value in wanted.items():
+            if name not in (*FIELDS, "seq_len"):
+                raise UsageError(f"select: {name}={value!r} is no field of a record{did_you_mean(name, FIELDS)}")
+            values = value if isinstance(value, list | tuple | set) else [value]
+            kept = {id(record) for one in values for record in select(chosen, {name: str(one)})}
+            chosen = [record for record in chosen if id(record) in kept]
+        return Results(chosen)
+
+    def summary(self) -> Sentences:
+        """What ran, which operators need most and least, what is missing and what is doubtful, in sentences."""
+        return Sentences(summary(self.records))
+
+    def table(self, kind: str | None = None, *, units: bool = False) -> Tables:
+        """The rows as a table.
+
+        kind: "scaling", "prediction", "accounting" or "cs336", as of `memcheck report`; or a field of the records in
+            bytes or milliseconds, such as "saved_bytes", for a table by length, and by operator or dimension.
+        units: bytes also in U, the bytes of one main tensor, and per query and key.
+
+        UsageError: the kind is unknown.
+        """
+        if kind is None:
+            return Tables(main_tables(self.records, units))
+        if kind in PIVOT_FIELDS:
+            return Tables(pivot_tables(self.records, kind))
+        if kind == "scaling":
+            return Tables([scaling_table(self.records)])
+        if kind == "prediction":
+            return Tables([prediction_table(self.records)])
+        if kind == "accounting":
+            return Tables(map(accounting_table, self.records))
+        if kind == "cs336":
+            return Tables(cs336_tables(self.records))
+        raise unknown_name("table:", kind, [*TABLES, *PIVOT_FIELDS])
+
+    def plot(
+        self,
+        kind: str | None = None,
+        *,
+        x: str | None = None,
+        y: str | None = None,
+        log: bool | None = None,
+        title: str = "",
+    ) -> Figure:
+        """The main picture of a kind, as a matplotlib figure.
+
+        kind: memory, prediction, terms, savings, time or decode; by default the first that the records allow.
+        x: seq_len, query_len, kv_len or dim; by default what varies.
+        y: a field in bytes or ms instead of a kind, such as "saved_bytes".
+        log: logarithmic axes, or with False linear ones. title: text before the title.
+
+        UsageError: a name is unknown. MemcheckError: there is nothing to draw.
+        """
+        with errors_name_keywords():
+            request = make_request([kind] if kind else None, x, y, log)
+        pictures = self.pictures(request, title)
+        if not pictures:
+            raise MemcheckError(f"there is nothing to draw in these {len(self)} records")
+        return shown(next((picture for picture in pictures if picture.main), pictures[0]).draw())
+
+    def pictures(self, request: Request, title: str = "") -> list[Picture]:
+        """Every picture that the records allow."""
+        return choose_pictures(self.records, styles=styles_of_contenders(), title=title, request=request)
+
+    def to_pandas(self) -> Any:
+        """A DataFrame with a row per record, and a column per field that any of them has."""
+        import pandas as pd
+
+        return pd.DataFrame([dataclasses.asdict(record) for record in self]).dropna(axis="columns", how="all")
+
+    def compare(self, after: Iterable[Record] | Path | str) -> Comparison:
+        """These results beside later ones, or beside those of a folder, case by case: bytes to the byte.
+
+        UsageError: the folder holds no records.
+        """
+        return compare(self.records, read_records(after) if isinstance(after, str | Path) else list(after))
+
+    def save(self, folder: Path | str) -> Path:
+        """Writes records.jsonl and records.csv, which load() and the commands read. Returns the folder.
+
+        Records of the same cases that are in the folder are replaced, others stay. UsageError: the folder cannot be
+        written to, or holds a sweep.
+        """
+        lines = Path(folder) / FILE
+        with errors_name_keywords():
+            begin_records(lines)
+        for record in self:
+            append_record(lines, record)
+        write_csv(drop_replaced(lines, Record, case_and_place), lines.with_suffix(".csv"))
+        return lines.parent
+
+
+def load(folder: Path | str, *more: Path | str) -> Results:
+    """The records of one or more folders of results, as `memcheck profile-attention`, `sweep` or save() wrote them.
+
+    UsageError: a folder holds no records.
+    """
+    return Results(record for one in (folder, *more) for record in read_records(one))
+
+
+def shown(figure: Figure) -> Figure:
+    """The figure, which a notebook shows even without %matplotlib inline."""
+    vars(figure)["_repr_png_"] = lambda: png_of(figure)
+    return figure
+
+
+@in_house_style
+def png_of(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", metadata={"Software": None})
+    return buffer.getvalue()
+
+
+def inline_png(picture: Picture) -> str:
+    data = base64.b64encode(png_of(picture.draw())).decode()
+    return f'<div class="picture"><img alt="{escape(picture.caption)}" src="data:image/png;base64,{data}"></div>'
