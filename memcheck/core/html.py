@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
@@ -134,8 +135,8 @@ def record_html(
         ]
         parts.append(table(("module", "at the peak", "kept for backward"), cells, (False, True, True)))
     parts += [
-        paragraphs([f"Alive at the peak of the {phase}:"]) + table(("", ""), largest_first(sizes), (True, False))
-        for phase, sizes in alive(record)
+        paragraphs([f"Alive {when}:"]) + table(("", ""), largest_first(sizes), (True, False))
+        for when, sizes in alive(record)
     ]
     about = "Not known: " if record.source == "predicted" and record.exact is False else ""
     doubts = [f"{about}{doubt}" if doubt.startswith("what ") else doubt for doubt in record.doubts]
@@ -148,9 +149,9 @@ def headline(record: Record) -> str:
     place = f"{how} {record.device_name or record.device}"
     case = f"{record.operator}. " if record.operator else ""
     if record.status != "ok":
-        asked, used = record.oom_requested_bytes, record.oom_in_use_bytes
-        known = record.oom_phase is not None and asked is not None and used is not None
-        more = f"{format_bytes(asked)} requested, {format_bytes(used)} in use" if known else record.reason or ""
+        asked, used, more = record.oom_requested_bytes, record.oom_in_use_bytes, record.reason or ""
+        if record.oom_phase is not None and asked is not None and used is not None:
+            more = f"{format_bytes(asked)} requested, {format_bytes(used)} in use"
         phase = f" in the {record.oom_phase}" if record.oom_phase else ""
         status = "out of memory" if record.status == "oom" else record.status
         return sentence(f"{case}{place}: {status}{phase}{f': {more}' if more else ''}")
@@ -167,14 +168,18 @@ def sentence(text: str) -> str:
 
 
 def alive(record: Record) -> Iterator[tuple[str, dict[str, int]]]:
-    """The phase with the highest peak, and the bytes alive there by name, as far as they are known."""
+    """When, and the bytes alive then by name: at the highest peak, or when there was no room, as far as it is known."""
     phases = {name: getattr(record, f"{name}_peak_bytes") or 0 for name in ("forward", "backward", "optimizer")}
     highest = max(phases, key=lambda name: phases[name])
-    sizes: dict[str, int] = dict((record.terms or {}).get(f"{highest}_peak_bytes", {}))
-    if record.alive_at_peak:
-        sizes = {}
-        for row in record.alive_at_peak:
-            if row.get("phase") == highest:
-                sizes[row["name"]] = sizes.get(row["name"], 0) + row["bytes"]
-    if sizes:
-        yield highest, sizes
+    terms = record.terms or {}
+    if record.status == "oom" and "oom_in_use_bytes" in terms:
+        yield "when there was no room", terms["oom_in_use_bytes"]
+    elif rows := [row for row in record.alive_at_peak or () if row.get("phase") == highest]:
+        counts = Counter(row["name"] for row in rows)
+        sizes: dict[str, int] = {}
+        for row in rows:
+            name = f"{row['name']} ({counts[row['name']]} tensors)" if counts[row["name"]] > 1 else row["name"]
+            sizes[name] = sizes.get(name, 0) + row["bytes"]
+        yield f"at the peak of the {highest}", sizes
+    elif record.status == "ok" and f"{highest}_peak_bytes" in terms:
+        yield f"at the peak of the {highest}", terms[f"{highest}_peak_bytes"]

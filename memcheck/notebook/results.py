@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import dataclasses
 import io
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
@@ -42,9 +42,16 @@ FIELDS = [field.name for field in dataclasses.fields(Record)]
 
 
 class Results(Sequence[Record]):
-    """A sequence of records. As the last line of a cell it shows the answer, the main picture and the table."""
+    """A sequence of records. As the last line of a cell it shows the answer, the main picture and the table.
 
-    def __init__(self, records: Iterable[Record]) -> None:
+        memcheck.Results({"mine": memcheck.measure_memory(mine, x), "theirs": memcheck.measure_memory(theirs, x)})
+
+    records: any records; with a mapping, each is shown under its name.
+    """
+
+    def __init__(self, records: Iterable[Record] | Mapping[str, Record]) -> None:
+        if isinstance(records, Mapping):
+            records = [dataclasses.replace(record, operator=name) for name, record in records.items()]
         self.records = list(records)
 
     def __len__(self) -> int:
