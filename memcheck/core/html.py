@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 STYLE = """<style>
 .memcheck { max-width: 75em; overflow-wrap: anywhere; }
-.memcheck .scroll { overflow: auto; max-height: 32em; margin: .5em 0; }
+.memcheck .scroll { overflow: auto; max-height: 48em; margin: .5em 0; }
 .memcheck table { border-collapse: collapse; margin: 0; font-variant-numeric: tabular-nums; }
 .memcheck td, .memcheck th { padding: .2em .6em; text-align: left; white-space: nowrap; vertical-align: top; }
 .memcheck td.number, .memcheck th.number { text-align: right; }
@@ -24,7 +24,7 @@ STYLE = """<style>
 .memcheck .title { font-weight: bold; }
 .memcheck .note { opacity: .75; font-size: .9em; }
 .memcheck .bar { display: inline-block; height: .8em; min-width: 1px; }
-.memcheck td.bars { width: 40%; min-width: 6em; }
+.memcheck td.bars { min-width: 12em; }
 .memcheck .picture { overflow-x: auto; }
 .memcheck .picture img { min-width: 32em; max-width: 100%; background: #fff; }
 .memcheck svg { display: block; width: 100%; max-width: 45em; height: 6em; margin: .5em 0; }

@@ -66,7 +66,7 @@ class Prediction:
     exact: the basis is "verified" and nothing is unknown, so every figure equals the measured one.
     """
 
-    case: Any  # Case or ModelCase.
+    case: Any = field(repr=False)  # Case, ModelCase, or the call of a model.
     device: Device
     record: Record
     terms: Terms
@@ -203,7 +203,7 @@ class Replay:
     """Replays a trace in a model of the device's allocator and fills the record."""
 
     trace: Trace
-    case: Any  # Case or ModelCase.
+    case: Any = field(repr=False)  # Case, ModelCase, or the call of a model.
     device: Device
     record: Record
     limit_bytes: int | None = None

@@ -72,7 +72,7 @@ class Comparison:
         """The pairs in which a memory figure grew by more than is allowed, or a case that fitted does not fit."""
         return [pair for pair in self.pairs if grew(*pair, allowed)]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n".join([to_text(comparison_table(self)), "", *comparison_words(self)])
 
     def _repr_html_(self) -> str:

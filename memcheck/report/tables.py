@@ -79,7 +79,7 @@ class Table:
         """For each column, whether it holds a number."""
         return [any(is_number(row[position]) for row in self.rows) for position in range(len(self.columns))]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return to_text(self)
 
     def _repr_html_(self) -> str:
@@ -94,7 +94,7 @@ class Table:
 class Tables(list[Table]):
     """Tables, which a notebook shows one below the other."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return render(self, "table")
 
     def _repr_html_(self) -> str:
@@ -110,7 +110,7 @@ class Tables(list[Table]):
 class Sentences(list[str]):
     """Sentences, which a notebook shows as a list."""
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         return "\n\n".join(self)
 
     def _repr_html_(self) -> str:

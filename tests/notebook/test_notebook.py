@@ -75,6 +75,7 @@ def test_a_prediction_comes_beside_each_measurement():
     assert [record.source for record in both] == ["measured", "predicted"]
     assert both[0].backward_peak_bytes == both[1].backward_peak_bytes
     assert both.table("prediction")[0].rows
+    assert "1 case predicted for cpu: 1 fit" in str(both.summary())
 
 
 def test_a_sweep_keeps_its_records_in_a_folder(tmp_path):
@@ -98,6 +99,15 @@ def test_a_sweep_without_a_folder_runs_and_keeps_nothing(tmp_path, monkeypatch, 
     assert capsys.readouterr().out == ""
 
 
+def test_records_of_other_callables_have_their_names():
+    x = torch.randn(8, 8, requires_grad=True)
+    records = {name: memcheck.measure_memory(fn, x) for name, fn in (("square", torch.square), ("sine", torch.sin))}
+    mine = memcheck.Results(records)
+    assert [record.operator for record in mine] == ["square", "sine"]
+    assert "square" in Text(mine._repr_html_()).text
+    assert records["square"].operator is None
+
+
 def test_saved_results_are_loaded_and_replaced(results, tmp_path):
     results[:3].save(tmp_path / "results")
     assert results[1:].save(tmp_path / "results") == tmp_path / "results"
@@ -119,6 +129,13 @@ def test_tables_and_sentences_are_those_of_the_commands(results):
     assert results.table("cs336")
     frame = results.table().to_pandas()
     assert list(frame["operator"]) == ["naive", "softplus"] * 2
+
+
+def test_text_is_what_print_and_a_console_show(results):
+    for shown in (results, results.table(), results.table()[0], results.summary(), results.compare(results)):
+        assert str(shown) == repr(shown)
+        assert "naive" in repr(shown)
+        assert " at 0x" not in repr(shown)
 
 
 def test_a_data_frame_has_the_fields_that_are_known(results):
@@ -179,7 +196,9 @@ def test_running_out_of_memory_is_said_first():
 
 def test_a_prediction_shows_its_modules_and_memory_over_time():
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 4))
-    page = Text(memcheck.predict_memory(model, torch.randn(3, 8), device="A100-40GB")._repr_html_())
+    prediction = memcheck.predict_memory(model, torch.randn(3, 8), device="A100-40GB")
+    page = Text(prediction._repr_html_())
+    assert " at 0x" not in repr(prediction)
     assert "Predicted for A100-40GB" in page.text
     assert "outside of modules" in page.text
     assert "svg" in page.tags
