@@ -82,6 +82,7 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str, note: 
     out = sys.stderr if args.format == "json" else sys.stdout
     lines, table, picture = (args.output / name for name in ("records.jsonl", "records.csv", "memory.png"))
     check_inspection(args)
+    refuse_sweep(args.output)
     begin_records(lines)
     note_unused_flags(args, cases)
     records: list[Record] = []
@@ -207,10 +208,14 @@ def note_unused_flags(args: argparse.Namespace, cases: list[Case]) -> None:
             print(f"note: --{field.replace('_', '-')} is not used by {', '.join(without)}", file=sys.stderr)
 
 
+def refuse_sweep(folder: Path) -> None:
+    """UsageError if the folder holds a sweep."""
+    if (folder / "sweep.json").exists():
+        raise UsageError(f"--output {folder} holds a sweep, whose rows would be replaced: name another folder")
+
+
 def begin_records(path: Path) -> None:
-    """Creates the folder and the file if needed. UsageError if that fails, or if the folder holds a sweep."""
-    if (path.parent / "sweep.json").exists():
-        raise UsageError(f"--output {path.parent} holds a sweep, whose rows would be replaced: name another folder")
+    """Creates the folder and the file if needed. UsageError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.open("ab").close()

@@ -10,11 +10,19 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from memcheck.bench.sweep.store import FILE, read_records
-from memcheck.cli.cases import append_record, begin_records, case_and_place, drop_replaced, styles_of_contenders
+from memcheck.bench.sweep.store import FILE, MODELS, read_results
+from memcheck.cli.cases import (
+    append_record,
+    begin_records,
+    case_and_place,
+    drop_replaced,
+    refuse_sweep,
+    styles_of_contenders,
+)
 from memcheck.cli.commands.plot import make_request
 from memcheck.core import html
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
+from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record, write_csv
 from memcheck.notebook.words import errors_name_keywords
 from memcheck.report import (
@@ -136,7 +144,7 @@ class Results(Sequence[Record]):
     ) -> Figure:
         """The main picture of a kind, as a matplotlib figure.
 
-        kind: memory, prediction, terms, savings, time or decode; by default the first that the records allow.
+        kind: memory, prediction, terms, savings, time, decode or models; by default the first that the records allow.
         x: seq_len, query_len, kv_len or dim; by default what varies.
         y: a field in bytes or ms instead of a kind, such as "saved_bytes".
         log: logarithmic axes, or with False linear ones. title: text before the title.
@@ -165,21 +173,24 @@ class Results(Sequence[Record]):
 
         UsageError: the folder holds no records.
         """
-        return compare(self.records, read_records(after) if isinstance(after, str | Path) else list(after))
+        return compare(self.records, read_results(after) if isinstance(after, str | Path) else list(after))
 
     def save(self, folder: Path | str) -> Path:
-        """Writes records.jsonl and records.csv, which load() and the commands read. Returns the folder.
+        """Writes records.jsonl and records.csv, and models.jsonl of whole models, which load() and the commands read.
 
-        Records of the same cases that are in the folder are replaced, others stay. UsageError: the folder cannot be
-        written to, or holds a sweep.
+        Records of the same cases that are in the folder are replaced, others stay. Returns the folder. UsageError: it
+        cannot be written to, or holds a sweep.
         """
-        lines = Path(folder) / FILE
+        folder = Path(folder)
         with errors_name_keywords():
-            begin_records(lines)
+            refuse_sweep(folder)
+            begin_records(folder / FILE)
         for record in self:
-            append_record(lines, record)
-        write_csv(drop_replaced(lines, Record, case_and_place), lines.with_suffix(".csv"))
-        return lines.parent
+            append_record(folder / (MODELS if isinstance(record, ModelRecord) else FILE), record)
+        write_csv(drop_replaced(folder / FILE, Record, case_and_place), folder / "records.csv")
+        if (folder / MODELS).exists():
+            drop_replaced(folder / MODELS, ModelRecord, case_and_place)
+        return folder
 
 
 def load(folder: Path | str, *more: Path | str) -> Results:
@@ -187,7 +198,7 @@ def load(folder: Path | str, *more: Path | str) -> Results:
 
     UsageError: a folder holds no records.
     """
-    return Results(record for one in (folder, *more) for record in read_records(one))
+    return Results(record for one in (folder, *more) for record in read_results(one))
 
 
 def shown(figure: Figure) -> Figure:

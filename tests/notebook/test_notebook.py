@@ -10,6 +10,8 @@ import pytest
 import torch
 
 import memcheck
+from memcheck.bench.models.case import make_model_case
+from memcheck.bench.models.profile import profile_model_case
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
 from memcheck.ops.reference.naive_attention import naive_attention
@@ -117,6 +119,17 @@ def test_saved_results_are_loaded_and_replaced(results, tmp_path):
     assert str(results.compare(tmp_path / "results")).endswith("4 of 4 cases took the same memory to the byte, 0 more.")
     assert (tmp_path / "results/records.csv").read_text().count("\n") == 5
     assert len(memcheck.load(tmp_path / "results", tmp_path / "results")) == 8
+
+
+def test_whole_models_are_results_too(tmp_path):
+    case = make_model_case("tiny", attention_type="softmax", context=16)
+    models = memcheck.Results([profile_model_case(case, timed=False)])
+    page = Text(models._repr_html_())
+    assert "tiny" in page.text
+    assert page.tags.count("img") == 1
+    models.save(tmp_path)
+    models.save(tmp_path)
+    assert [record.to_json() for record in memcheck.load(tmp_path)] == [models[0].to_json()]
 
 
 def test_tables_and_sentences_are_those_of_the_commands(results):
