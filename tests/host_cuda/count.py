@@ -24,9 +24,7 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
-# The modules of tests, and the kernels on the host behind the operators.
 sys.path.insert(0, str(ROOT / "tests"))
-os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
 
 from host_cuda import counters, library, occupancy  # noqa: E402
 from host_cuda.resources import REGISTERS, demangled  # noqa: E402
@@ -445,6 +443,7 @@ def main() -> int:
     parser.add_argument("--derive", action="store_true", help="large shapes on GPUs; some blocks of each launch run")
     parser.add_argument("--only", default="", help="cases whose names contain this; store nothing")
     arguments = parser.parse_args()
+    os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
     try:
         library.load(counts=True)
     except FileNotFoundError as error:
