@@ -53,11 +53,13 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    # These need reports and the command line, which operators do without.
-    if name in ("Results", "load", "profile", "sweep"):
-        return getattr(importlib.import_module("memcheck.notebook"), name)
-    raise AttributeError(f"module 'memcheck' has no attribute {name!r}")
+if not TYPE_CHECKING:  # For a type checker every name would exist.
+
+    def __getattr__(name: str) -> Any:
+        # These need reports and the command line, which operators do without.
+        if name in ("Results", "load", "profile", "sweep"):
+            return getattr(importlib.import_module("memcheck.notebook"), name)
+        raise AttributeError(f"module 'memcheck' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

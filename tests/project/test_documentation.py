@@ -296,16 +296,16 @@ def test_the_report_of_the_example_script_is_what_memcheck_run_says(tmp_path, ca
     assert refused[0].partition(" in use")[0] in page
 
 
-def questions():
-    """Command -> the lines of all outputs that docs/questions.md shows of it."""
-    page = (ROOT / "docs/questions.md").read_text(encoding="utf-8")
+def outputs(name):
+    """Command -> the lines of all outputs that the page in docs/ shows of it."""
+    page = (ROOT / "docs" / name).read_text(encoding="utf-8")
     shown: dict[str, list[str]] = {}
     for command, output in re.findall(r"```console\n\$ memcheck (.*)\n((?:.+\n|\n)*?)```", page):
         shown.setdefault(command, []).extend(line for line in output.splitlines() if line != "...")
     return shown
 
 
-QUESTIONS = questions()
+QUESTIONS = outputs("questions.md")
 
 
 @pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page shows what torch 2.13 needs")
@@ -337,6 +337,22 @@ def test_the_longest_context_of_the_questions_is_predicted(capsys):
     for size, code in zip(sizes, (0, 3), strict=True):
         words = command.replace("docs/", f"{ROOT}/docs/").split()[1:]
         assert main(["predict", *words, "--seq-len", size.replace(",", ""), "--fail-on-oom"]) == code
+
+
+@pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="the page shows what torch 2.13 needs")
+@pytest.mark.isolated  # Measured with the threads of a process of its own.
+def test_the_first_five_minutes_are_what_a_terminal_shows(tmp_path, capsys, monkeypatch):
+    """The lines of the page are among those of the output, in their order."""
+    from memcheck.__main__ import main
+
+    monkeypatch.chdir(tmp_path)
+    shown = outputs("first-minutes.md")
+    assert len(shown) == 6
+    for command, lines in shown.items():
+        code = main(command.split())
+        printed = iter("".join(capsys.readouterr()).splitlines())
+        assert code == (2 if lines[0].startswith("memcheck:") else 0)
+        assert [line for line in lines if line not in printed] == []
 
 
 def test_the_table_of_the_documentation_holds_the_committed_records():
