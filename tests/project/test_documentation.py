@@ -248,6 +248,11 @@ def test_the_figures_of_speed_are_those_of_the_results():
     assert [line for line in lines if line not in text] == []
 
 
+def test_the_scaling_of_the_documentation_is_that_of_the_results():
+    ratios = [row["ratio"] for row in rows_of("scaling") if row["contender"] == "2 threads"]
+    assert f"take {min(ratios):.2f} to {max(ratios):.2f} of the time on one" in documentation()
+
+
 def test_the_cost_of_tracking_is_that_of_the_results():
     rows = json.loads((ROOT / "benchmarks/results/tracking_allocator.json").read_text())["rows"]
     (tracked,) = [row for row in rows if row["contender"] == "tracked"]
