@@ -77,7 +77,8 @@ def growth(text: str) -> Growth:
     try:
         return parse_growth(text)
     except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
+        words = str(error).replace("must look like ", "must look like 5%, ")
+        raise argparse.ArgumentTypeError(words) from None
 
 
 def seconds(text: str) -> float:

@@ -178,7 +178,7 @@ def test_growth_may_be_let_pass_up_to_a_size(run) -> None:
     assert run([BASE], [changed(status="oom")], "--fail-on-growth", "1GiB")[0] == 1
     code, out, err = run([BASE], grown, "--fail-on-growth", "much")
     assert (code, out) == (2, "")
-    assert "--fail-on-growth must look like 40GiB" in err
+    assert "--fail-on-growth must look like 5%, 40GiB" in err
 
 
 @pytest.mark.parametrize(
