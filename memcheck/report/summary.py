@@ -100,14 +100,10 @@ def what_was_predicted(records: Sequence[Record]) -> str:
     rest = len(records) - counts["ok"] - counts["oom"]
     parts += [f"nothing is known of {rest}"] if rest else []
     devices = listed(values_in_order(records, "device_name") or values_in_order(records, "device"))
-    return f"{count_of(records)} predicted for {devices}: {', '.join(parts)}; {bases_of(records)}."
-
-
-def bases_of(records: Sequence[Record]) -> str:
-    """As "3 verified, 2 derived, 1 with figures that are bounds": each record once."""
     kinds = Counter("bounds" if row.doubts else row.basis for row in records if row.status in ("ok", "oom"))
     words = {"verified": "verified", "derived": "derived", "bounds": "with figures that are bounds"}
-    return ", ".join(f"{kinds[kind]} {word}" for kind, word in words.items() if kinds[kind]) or "no figures"
+    bases = ", ".join(f"{kinds[kind]} {word}" for kind, word in words.items() if kinds[kind])
+    return f"{count_of(records)} predicted for {devices}: {', '.join(parts)}; {bases or 'no figures'}."
 
 
 def listed(words: Sequence[Any]) -> str:
