@@ -8,6 +8,7 @@
 
 #include <array>
 #include <cstdio>
+#include <cstdlib>
 #include <memory>
 #include <sstream>
 #include <stdexcept>
@@ -66,7 +67,8 @@ struct LaunchCounts {
   int64_t idle_awaits = 0;      // of them, with no work between request and wait
   int64_t bytes_in_flight = 0;  // of the thread's copies, summed over its awaits
   std::map<std::string, int64_t> collectives;
-  std::unordered_map<uintptr_t, Place> places;  // by address of the code
+  std::unordered_map<uintptr_t, Place> places;           // by address of the code
+  std::vector<std::pair<uintptr_t, int64_t>> code_runs;  // of its basic blocks: where one begins, and how often it ran
 };
 
 std::vector<LaunchCounts> counted;
@@ -102,28 +104,28 @@ std::string line_of(uintptr_t code) {
 
 // ---- races
 
-// An access to a granule of memory. In shared memory `interval` counts barriers of all blocks so far, and `meeting` the
-// __syncwarp of the warp.
+// An access to a granule of memory. `interval` counts blocks and their barriers so far, and `meeting` the __syncwarp of
+// the warp; `code` is where the code is in its module.
 struct Touch {
   uint32_t interval = 0;
-  uint32_t meeting = 0;
-  uintptr_t code : 48;
-  uintptr_t thread : 16;
-  Touch() : code(0), thread(0) {}
+  uint32_t meeting : 22;
+  uint32_t thread : 10;
+  uint32_t code = 0;
+  Touch() : meeting(0), thread(0) {}
 };
 
 constexpr size_t kGranuleBytes = 2;  // the smallest number type of the kernels
 
-// Of shared memory. Of the threads that read since the last write that ordered them, three are kept: the last one,
-// another of its warp, and one of another warp.
-struct SharedGranule {
+// Of the threads that read since the last write that ordered them, three are kept: the last one, another of its warp,
+// and one of another warp.
+struct Granule {
   Touch write, reads[3];
 };
 
 // Of global memory, where blocks have no order.
-struct GlobalGranule {
-  uint32_t first_reader = 0, last_reader = 0, writer = 0;  // numbers of blocks, from 1
-  uintptr_t read_code = 0, write_code = 0;
+struct GlobalGranule : Granule {
+  uint32_t first_reader = 0, writer = 0;  // numbers of blocks, from 1
+  uint32_t first_read_code = 0;
 };
 
 struct Page {
@@ -140,7 +142,7 @@ struct Page {
 
 struct Race {
   std::string text;
-  uintptr_t codes[2];
+  uint32_t codes[2];
 };
 constexpr size_t kRacesTold = 8;
 
@@ -154,7 +156,7 @@ struct Access {
 };
 
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
-constexpr size_t kMostPages = 1 << 14;
+constexpr size_t kMostPages = 1 << 13;
 uintptr_t page_number = 0;  // of the page that was touched last
 Page* page = nullptr;
 void forget_pages() {
@@ -163,7 +165,7 @@ void forget_pages() {
 }
 std::vector<Race> races;
 std::vector<Range> host_memory;  // what is not the GPU's: the library itself, and the stack of the launching thread
-std::vector<SharedGranule> granules;
+std::vector<Granule> granules;
 uint32_t launches_so_far = 0, interval = 0, block_number = 0;
 
 struct Warp {
@@ -178,6 +180,12 @@ const Block* block = nullptr;
 Range shared_range, stack_range;
 const Thread* thread = nullptr;
 unsigned thread_number = 0;
+
+// How often each basic block of the code ran in this launch. A number for every byte of the module, of which only
+// touched pages take memory, and the places that have one.
+Range module;
+std::unique_ptr<int64_t, decltype(&std::free)> runs_at(nullptr, &std::free);
+std::vector<uintptr_t> ran;
 
 unsigned number_of(const uint3& index) {
   return index.x + blockDim.x * (index.y + blockDim.y * index.z);
@@ -203,61 +211,84 @@ uint32_t number_of_block(const uint3& index) {
 
 // Keeps one race for each pair of places. To tell a place takes another process.
 template <typename Tell>
-void note_race(uintptr_t one, uintptr_t other, const Tell& tell) {
+void note_race(uint32_t one, uint32_t other, const Tell& tell) {
   for (const Race& race : races)
     if ((race.codes[0] == one && race.codes[1] == other) || (race.codes[0] == other && race.codes[1] == one)) return;
   races.push_back({tell(), {one, other}});
 }
 
-const char* verb(bool writes) {
-  return writes ? "writes" : "reads";
+std::string told(bool writes, uint32_t code) {
+  return (writes ? " writes at " : " reads at ") + line_of(module.begin + code);
 }
 
-// Whether the running thread comes after the access, by a barrier or a __syncwarp of both.
-bool is_ordered(const Touch& before, unsigned by) {
-  if (before.interval != interval || before.thread == by) return true;
-  if (before.thread / kLanes != by / kLanes) return false;
-  const Warp& warp = warps[by / kLanes];
-  const uint32_t met = std::max(warp.all_met_at, warp.met_at[before.thread % kLanes][by % kLanes]);
+// Whether the second access comes after the first, by a barrier or a __syncwarp of both threads.
+bool is_ordered(const Touch& before, const Touch& now) {
+  if (before.interval != now.interval || before.thread == now.thread) return true;
+  if (before.thread / kLanes != now.thread / kLanes) return false;
+  const Warp& warp = warps[now.thread / kLanes];
+  const uint32_t met = std::max(warp.all_met_at, warp.met_at[before.thread % kLanes][now.thread % kLanes]);
   return before.meeting < met;
 }
 
-void check_order(const Touch& before, bool before_writes, unsigned by, bool writes, uintptr_t code) {
-  if (is_ordered(before, by)) return;
-  note_race(before.code, code, [&] {
-    return "block " + name_of_block(block_number - 1) + ": a race in shared memory: thread " +
-           name_of_thread(static_cast<unsigned>(before.thread)) + " " + verb(before_writes) + " at " +
-           line_of(before.code) + ", thread " + name_of_thread(by) + " " + verb(writes) + " at " + line_of(code);
+void check_order(const Touch& before, bool before_writes, const Touch& now, bool writes, const char* space) {
+  if (is_ordered(before, now)) return;
+  note_race(before.code, now.code, [&] {
+    return "block " + name_of_block(block_number - 1) + ": a race in " + space + " memory: thread " +
+           name_of_thread(before.thread) + told(before_writes, before.code) + ", thread " + name_of_thread(now.thread) +
+           told(writes, now.code);
   });
 }
 
-void touch_shared(uintptr_t address, size_t bytes, bool writes, uintptr_t code, unsigned by) {
-  Touch now;
-  now.interval = interval;
-  now.meeting = warps[by / kLanes].meetings;
-  now.code = code & 0xFFFFFFFFFFFFu;
-  now.thread = by & 0xFFFFu;
-  const uintptr_t first = (address - shared_range.begin) / kGranuleBytes;
-  const uintptr_t last = (address - shared_range.begin + bytes - 1) / kGranuleBytes;
-  for (uintptr_t i = first; i <= last; ++i) {
-    SharedGranule& granule = granules[i];
-    check_order(granule.write, true, by, writes, code);
-    if (writes) {
-      for (const Touch& read : granule.reads) check_order(read, false, by, true, code);
-      granule.write = now;
-      continue;
-    }
-    Touch* reads = granule.reads;
-    const bool is_new = reads[0].interval != interval || reads[0].thread != by;
-    if (is_new && reads[0].interval == interval) {
-      const bool same_warp = reads[0].thread / kLanes == by / kLanes;
-      reads[same_warp ? 1 : 2] = reads[0];
-    }
-    reads[0] = now;
+// Checks an access against those of the block before it, and keeps it.
+void touch(Granule& granule, const Touch& now, bool writes, const char* space) {
+  check_order(granule.write, true, now, writes, space);
+  if (writes) {
+    for (const Touch& read : granule.reads) check_order(read, false, now, true, space);
+    granule.write = now;
+    return;
   }
+  Touch* reads = granule.reads;
+  const bool is_new = reads[0].interval != now.interval || reads[0].thread != now.thread;
+  if (is_new && reads[0].interval == now.interval) {
+    const bool same_warp = reads[0].thread / kLanes == now.thread / kLanes;
+    reads[same_warp ? 1 : 2] = reads[0];
+  }
+  reads[0] = now;
 }
 
-void touch_global(uintptr_t address, size_t bytes, bool writes, uintptr_t code) {
+Touch touch_of(uintptr_t code, unsigned by) {
+  Touch now;
+  now.interval = interval;
+  now.meeting = warps[by / kLanes].meetings & 0x3FFFFFu;
+  now.thread = by & 0x3FFu;
+  now.code = static_cast<uint32_t>(code - module.begin);
+  return now;
+}
+
+void touch_shared(uintptr_t address, size_t bytes, bool writes, uintptr_t code, unsigned by) {
+  const Touch now = touch_of(code, by);
+  const uintptr_t first = (address - shared_range.begin) / kGranuleBytes;
+  const uintptr_t last = (address - shared_range.begin + bytes - 1) / kGranuleBytes;
+  for (uintptr_t i = first; i <= last; ++i) touch(granules[i], now, writes, "shared");
+}
+
+// Two blocks have no order.
+void check_blocks(const GlobalGranule& granule, const Touch& now, bool writes) {
+  const auto check = [&](uint32_t other, uint32_t other_code, bool other_writes) {
+    if (other == 0 || other == block_number) return;
+    note_race(other_code, now.code, [&] {
+      return "a race in global memory: block " + name_of_block(other - 1) + told(other_writes, other_code) +
+             ", block " + name_of_block(block_number - 1) + ", thread " + name_of_thread(now.thread) +
+             told(writes, now.code);
+    });
+  };
+  check(granule.writer, granule.write.code, true);
+  // Blocks run one after the other: if the first reader is this block, so are all.
+  if (writes) check(granule.first_reader, granule.first_read_code, false);
+}
+
+void touch_global(uintptr_t address, size_t bytes, bool writes, uintptr_t code, unsigned by) {
+  const Touch now = touch_of(code, by);
   Moved& moved = counts->global[writes];
   for (uintptr_t at = address; at < address + bytes; at += kGranuleBytes) {
     if (page == nullptr || at / Page::kBytes != page_number || page->launch != launches_so_far) {
@@ -271,27 +302,12 @@ void touch_global(uintptr_t address, size_t bytes, bool writes, uintptr_t code) 
     moved.distinct_sectors += sector ? 0 : 1;
     sector = true;
     GlobalGranule& granule = page->granules[at % Page::kBytes / kGranuleBytes];
-    const auto race = [&](uint32_t other, uintptr_t other_code, bool other_writes) {
-      note_race(other_code, code, [&] {
-        return "a race in global memory: block " + name_of_block(other - 1) + " " + verb(other_writes) + " at " +
-               line_of(other_code) + ", block " + name_of_block(block_number - 1) + ", thread " +
-               name_of_thread(thread_number) + " " + verb(writes) + " at " + line_of(code);
-      });
-    };
-    if (granule.writer != 0 && granule.writer != block_number) race(granule.writer, granule.write_code, true);
-    if (writes) {
-      // Blocks run one after the other: if the first and the last reader are this block, so are all.
-      for (const uint32_t reader : {granule.first_reader, granule.last_reader})
-        if (reader != 0 && reader != block_number) race(reader, granule.read_code, false);
-      moved.distinct += granule.writer == 0 ? static_cast<int64_t>(kGranuleBytes) : 0;
-      granule.writer = block_number;
-      granule.write_code = code;
-    } else {
-      moved.distinct += granule.first_reader == 0 ? static_cast<int64_t>(kGranuleBytes) : 0;
-      if (granule.first_reader == 0) granule.first_reader = block_number;
-      granule.last_reader = block_number;
-      granule.read_code = code;
-    }
+    check_blocks(granule, now, writes);
+    touch(granule, now, writes, "global");
+    uint32_t& first = writes ? granule.writer : granule.first_reader;
+    moved.distinct += first == 0 ? static_cast<int64_t>(kGranuleBytes) : 0;
+    if (!writes && first == 0) granule.first_read_code = now.code;
+    if (writes || first == 0) first = block_number;
   }
 }
 
@@ -422,7 +438,7 @@ void note(uintptr_t address, size_t bytes, bool writes, Space space, uintptr_t c
   (space == Space::Global ? counts->global : counts->shared)[writes].bytes += static_cast<int64_t>(bytes);
   warps[thread_number / kLanes].accesses[thread_number % kLanes].push_back(access);
   if (space == Space::Global) {
-    touch_global(address, bytes, writes, code);
+    touch_global(address, bytes, writes, code, thread_number);
   } else {
     touch_shared(address, bytes, writes, code, thread_number);
   }
@@ -477,15 +493,21 @@ Range own_module() {
 
 void count_launch(const char* kernel, const void* function, const BlockLaunch& launch, uint64_t runs) {
   counted.push_back(
-      {kernel, function, launch.grid, launch.block, launch.shared_bytes, runs, {}, {}, 0, 0, 0, 0, 0, {}, {}});
+      {kernel, function, launch.grid, launch.block, launch.shared_bytes, runs, {}, {}, 0, 0, 0, 0, 0, {}, {}, {}});
   counts = &counted.back();
-  host_memory = {own_module(), stack_of_this_thread()};
+  module = own_module();
+  host_memory = {module, stack_of_this_thread()};
+  if (runs_at == nullptr) runs_at.reset(static_cast<int64_t*>(std::calloc(module.end - module.begin, sizeof(int64_t))));
+  if (runs_at == nullptr) throw std::bad_alloc();
+  for (const uintptr_t at : ran) runs_at.get()[at] = 0;
+  ran.clear();
   races.clear();
   if (pages.size() > kMostPages) forget_pages();
   ++launches_so_far;
 }
 
 void count_launch_end() {
+  for (const uintptr_t at : ran) counts->code_runs.emplace_back(at, runs_at.get()[at]);
   if (races.empty()) return;
   std::string text = counts->kernel + ": ";
   for (size_t i = 0; i < races.size() && i < kRacesTold; ++i) text += (i > 0 ? "\n" : "") + races[i].text;
@@ -525,14 +547,16 @@ void count_barrier() {
   counts->barriers += 1;
   for (Warp& warp : warps) collect(warp);
   ++interval;
-  // Copies that have not arrived may write at any time.
+  // Copies that have not arrived may read and write at any time.
   for (const Thread& of : block->threads) {
-    const auto touch = [&](const Copy& copy) {
-      touch_shared(reinterpret_cast<uintptr_t>(copy.to), kPackBytes, true, copy.code, number_of(of.index));
+    const auto touch_both = [&](const Copy& copy) {
+      const auto from = reinterpret_cast<uintptr_t>(copy.from), to = reinterpret_cast<uintptr_t>(copy.to);
+      if (copy.exists) touch_global(from, kPackBytes, false, copy.code, number_of(of.index));
+      touch_shared(to, kPackBytes, true, copy.code, number_of(of.index));
     };
     for (const auto& group : of.groups)
-      for (const Copy& copy : group) touch(copy);
-    for (const Copy& copy : of.open_copies) touch(copy);
+      for (const Copy& copy : group) touch_both(copy);
+    for (const Copy& copy : of.open_copies) touch_both(copy);
   }
 }
 
@@ -592,7 +616,7 @@ void count_await(const Thread& waiting, size_t pending) {
 namespace {
 
 uintptr_t offset_of(const void* code) {
-  return reinterpret_cast<uintptr_t>(code) - own_module().begin;
+  return reinterpret_cast<uintptr_t>(code) - module.begin;
 }
 
 void write(const char* name, const Moved& moved, std::ostringstream& to) {
@@ -622,6 +646,7 @@ std::string written_counts() {
          << "\tshared=" << (place.space == Space::Shared) << "\twrites=" << place.writes << "\tbytes=" << place.bytes
          << "\trequests=" << place.requests << "\tunits=" << place.units << "\tleast=" << place.least
          << "\tworst=" << place.worst << '\n';
+    for (const auto& [code, runs] : of.code_runs) to << "code\tat=" << code << "\truns=" << runs << '\n';
   }
   return to.str();
 }
@@ -663,6 +688,13 @@ void __tsan_init() {}
 void __tsan_func_entry(void*) {}
 void __tsan_func_exit() {}
 void __tsan_vptr_update(void**, void*) {}
+// Called at the begin of every basic block (-fsanitize-coverage=trace-pc).
+void __sanitizer_cov_trace_pc() {
+  using namespace host_cuda;
+  if (thread == nullptr) return;
+  const uintptr_t at = reinterpret_cast<uintptr_t>(HOST_CUDA_CALLER) - module.begin;
+  if (runs_at.get()[at]++ == 0) ran.push_back(at);
+}
 // The guard of a variable in a function.
 unsigned char __tsan_atomic8_load(const volatile unsigned char* at, int) {
   return __atomic_load_n(at, __ATOMIC_ACQUIRE);

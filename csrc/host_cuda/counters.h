@@ -5,8 +5,8 @@
 #include "host_cuda/block.h"
 
 // What a build with HOST_CUDA_COUNTS counts: the loads and stores of every thread, which the compiler reports
-// (-fsanitize=thread, without its library), barriers, collectives and copies. In other builds these functions are
-// empty.
+// (-fsanitize=thread, without its library), how often each basic block of the code runs, which it reports too
+// (-fsanitize-coverage=trace-pc), barriers, collectives and copies. In other builds these functions are empty.
 
 namespace host_cuda {
 
@@ -15,8 +15,8 @@ namespace host_cuda {
 // A launch begins, whose kernel is the function at this address, and of which `runs` blocks will run. Forgets the
 // accesses of the launch before.
 void count_launch(const char* kernel, const void* function, const BlockLaunch& launch, uint64_t runs);
-// The launch ends. Throws std::runtime_error if two threads touched the same memory without an order between them, and
-// one of them wrote: a race. Names kernel, block, threads and lines.
+// The launch ends. Throws std::runtime_error if two threads of a block or two blocks touched the same memory without an
+// order between them, and one of them wrote: a race. Names kernel, block, threads and lines.
 void count_launch_end();
 void count_block(const Block& block);
 void count_block_end();
@@ -33,7 +33,7 @@ Copy count_copy(const Copy& copy, const void* caller);
 // It waits until all groups of copies but the last `pending` have arrived.
 void count_await(const Thread& thread, size_t pending);
 // A line for every launch since host_cuda_forget_counts, each followed by a line for every place in its code that
-// accesses memory: words with tabs between, NAME=NUMBER.
+// accesses memory, and one for every basic block that ran: words with tabs between, NAME=NUMBER.
 std::string written_counts();
 
 #else

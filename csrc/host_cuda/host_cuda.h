@@ -12,6 +12,7 @@
 //     different lines; a shuffle that a named lane does not call; a deadlock.
 
 #include <cuda_runtime.h>
+#include <math.h>  // exp(float) and others outside of any namespace, as CUDA has them
 
 #include <cmath>
 #include <cstdint>

@@ -1,3 +1,5 @@
+#include <dlfcn.h>
+
 #include <mutex>
 #include <string>
 #include <utility>
@@ -17,10 +19,10 @@ namespace {
 
 Order thread_order = Order::Ascending;
 uint64_t most_blocks = 0;
-std::map<std::string, Launches> launched;
+std::map<std::pair<std::string, const void*>, Launches> launched;  // by kernel and function
 
-void note_launch(const char* kernel, size_t threads, size_t shared_bytes) {
-  Launches& of = launched[kernel];
+void note_launch(const char* kernel, const void* function, size_t threads, size_t shared_bytes) {
+  Launches& of = launched[{kernel, function}];
   of.count += 1;
   of.threads = std::max(of.threads, threads);
   of.shared_bytes = std::max(of.shared_bytes, shared_bytes);
@@ -58,10 +60,6 @@ uint64_t sampled_blocks() {
   return most_blocks;
 }
 
-const std::map<std::string, Launches>& launches() {
-  return launched;
-}
-
 void stand_for(int major, int minor, size_t shared_bytes) {
   gpu = {major, minor, shared_bytes};
 }
@@ -74,7 +72,7 @@ cudaError_t run(const char* kernel, const void* function, dim3 grid, dim3 block,
   const cudaError_t refusal = answer(grid, block, shared_bytes);
   if (refusal != cudaSuccess) return last_error = refusal;
   const size_t threads = size_t{block.x} * block.y * block.z;
-  note_launch(kernel, threads, shared_bytes);
+  note_launch(kernel, function, threads, shared_bytes);
   while (fibers.size() < threads) fibers.push_back(std::make_unique<Fiber>());
   gridDim = grid;
   blockDim = block;
@@ -172,14 +170,20 @@ __attribute__((visibility("default"))) void host_cuda_forget_launches() {
   host_cuda::launched.clear();
 }
 
-// A line for every kernel launched so far, with tabs between: its name, the number of launches, the most threads of a
-// block and the most bytes of shared memory. Valid until the next call.
+// A line for every kernel and function launched so far, with tabs between: its name, the address of the function in the
+// library, the number of launches, the most threads of a block and the most bytes of shared memory. Valid until the
+// next call.
 __attribute__((visibility("default"))) const char* host_cuda_launches() {
   static std::string text;
   text.clear();
-  for (const auto& [kernel, of] : host_cuda::launches())
-    text += kernel + "\t" + std::to_string(of.count) + "\t" + std::to_string(of.threads) + "\t" +
-            std::to_string(of.shared_bytes) + "\n";
+  for (const auto& [key, of] : host_cuda::launched) {
+    Dl_info module = {};
+    dladdr(key.second, &module);
+    text += key.first + "\t" +
+            std::to_string(static_cast<const char*>(key.second) - static_cast<const char*>(module.dli_fbase)) + "\t" +
+            std::to_string(of.count) + "\t" + std::to_string(of.threads) + "\t" + std::to_string(of.shared_bytes) +
+            "\n";
+  }
   return text.c_str();
 }
 }

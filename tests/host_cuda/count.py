@@ -1,4 +1,4 @@
-"""Counts of the CUDA kernels, on the host: memory that they move, bank conflicts, barriers, products; and races.
+"""Counts of the CUDA kernels, on the host: memory that they move, bank conflicts, barriers, arithmetic; and races.
 
 python tests/host_cuda/count.py            counts, prints tables, and stores them in benchmarks/results/cuda_counts
 python tests/host_cuda/count.py --check    exit code 1 if a count is larger than the stored one
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -27,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 
 from host_cuda import counters, library, occupancy  # noqa: E402
-from host_cuda.resources import REGISTERS, demangled  # noqa: E402
+from host_cuda.resources import REGISTERS, spelled_alike  # noqa: E402
 
 import memcheck  # noqa: E402
 from memcheck.core.devices import ROWS as DEVICES  # noqa: E402
@@ -49,6 +50,9 @@ CHECKED = [
     "barriers",
     "collectives",
     "mma",
+    "fma",
+    "special",
+    "double",
     "idle_awaits",
 ]
 
@@ -59,13 +63,14 @@ CHECKED = [
 @dataclass(frozen=True)
 class Case:
     """A call whose kernels are counted. The floor is the bytes that it must move: inputs read once, outputs written
-    once; for the combinator, whose products are the library's, what its own kernels read and write."""
+    once; for the combinator, whose products are the library's, what its own kernels read and write. backward_floor is
+    None for a call without gradients."""
 
     name: str
     inputs: Callable[[], list[Tensor]]
     function: Callable[..., Tensor]
     forward_floor: Callable[[list[Tensor], Tensor], int]
-    backward_floor: Callable[[list[Tensor], Tensor], int]
+    backward_floor: Callable[[list[Tensor], Tensor], int] | None
 
 
 def attention(name: str, inputs: Callable[[], list[Tensor]], function: Callable[..., Tensor]) -> Case:
@@ -123,6 +128,52 @@ def combinator(rows: int, E: int, dtype: torch.dtype) -> Case:
     )
 
 
+def softplus_step(B: int, R: int, dtype: torch.dtype) -> Case:
+    """Of decoding: one new position, and a state."""
+    return Case(
+        f"softplus_attention_step {spelled(dtype)} B{B} R{R}",
+        lambda: [
+            zeros(B, 1, R, dtype=dtype),
+            *(zeros(B, R, 1, dtype=dtype) for _ in range(2)),
+            *(zeros(B, R, dtype=torch.float32) for _ in range(2)),
+        ],
+        lambda q, k, v, *state: memcheck.softplus_attention_step(q, k, v, state)[0],
+        lambda tensors, y: bytes_of(*tensors, y, *tensors[3:]),
+        None,
+    )
+
+
+def linear_step(B: int, H: int, D: int, dtype: torch.dtype) -> Case:
+    return Case(
+        f"linear_attention_step {spelled(dtype)} B{B} H{H} D{D}",
+        lambda: [
+            *(zeros(B, H, 1, D, dtype=dtype) for _ in range(3)),
+            zeros(B, H, D, D, dtype=torch.float32),
+            zeros(B, H, D, dtype=torch.float32),
+        ],
+        lambda q, k, v, *state: memcheck.linear_attention_step(q, k, v, state)[0],
+        lambda tensors, y: bytes_of(*tensors, y, *tensors[3:]),
+        None,
+    )
+
+
+def compressed_step(B: int, H: int, T: int, D: int, factor: int, dtype: torch.dtype) -> Case:
+    """After T positions. The floor has what the kernel moves; torch adds the new position to the sums."""
+    return Case(
+        f"compressed_attention_step {spelled(dtype)} B{B} H{H} T{T} D{D} factor {factor}",
+        lambda: [
+            *(zeros(B, H, 1, D, dtype=dtype) for _ in range(3)),
+            *(zeros(B, H, T // factor, D, dtype=dtype) for _ in range(2)),
+            *(zeros(B, H, D, dtype=torch.float32) for _ in range(2)),
+        ],
+        lambda q, k, v, *state: memcheck.compressed_attention_step(
+            q, k, v, memcheck.CompressedAttentionState(*state, 0, factor), factor=factor
+        )[0],
+        lambda tensors, y: bytes_of(tensors[0], *tensors[3:5], y),
+        None,
+    )
+
+
 def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
     """Zeros, of which those that nothing reads take no memory. Counts do not depend on values as long as these are
     finite."""
@@ -142,6 +193,9 @@ def small_cases() -> Iterator[Case]:
         yield linear(1, 2, 192, 64, dtype)
         yield compressed(1, 1, 256, 64, 8, dtype)
         yield combinator(64, 128, dtype)
+        yield softplus_step(2, 64, dtype)
+        yield linear_step(1, 2, 64, dtype)
+        yield compressed_step(1, 2, 1024, 64, 8, dtype)
     yield linear(1, 2, 128, 128, torch.bfloat16)
     yield linear(1, 2, 192, 64, torch.bfloat16, causal=False)
     yield linear(1, 2, 192, 64, torch.bfloat16, Hkv=1)
@@ -157,6 +211,11 @@ def large_cases() -> Iterator[Case]:
     yield compressed(1, 8, 4096, 64, 8, torch.bfloat16)
     yield compressed(1, 8, 4096, 64, 16, torch.bfloat16)
     yield compressed(4, 16, 4096, 128, 8, torch.bfloat16)
+    yield linear(4, 8, 4096, 64, torch.float32)
+    yield compressed(1, 8, 4096, 64, 8, torch.float32)
+    yield softplus_step(8, 1024, torch.bfloat16)
+    yield linear_step(8, 64, 128, torch.bfloat16)
+    yield compressed_step(8, 16, 32768, 128, 8, torch.bfloat16)
 
 
 # ---- counts
@@ -173,11 +232,13 @@ class Pass:
 
 
 def passes(case: Case) -> Iterator[Pass]:
-    """Forward and backward of a case. Raises RuntimeError for a race."""
-    leaves = [x.requires_grad_() for x in case.inputs()]
+    """Forward of a case, and backward if it has one. Raises RuntimeError for a race."""
+    leaves = [x.requires_grad_(case.backward_floor is not None) for x in case.inputs()]
     library.forget_counts()
     y = case.function(*leaves)
     yield Pass(case.name, "forward", case.forward_floor(leaves, y), library.counts())
+    if case.backward_floor is None:
+        return
     library.forget_counts()
     torch.autograd.grad(y, leaves, zeros(*y.shape, dtype=y.dtype))
     yield Pass(case.name, "backward", case.backward_floor(leaves, y), library.counts())
@@ -190,11 +251,14 @@ def rows_of(of: Pass) -> Iterator[dict[str, object]]:
         def total(*names: str, launches: list[counters.LaunchCounts] = launches) -> int:
             return sum(launch[name] for launch in launches for name in names)
 
+        def arithmetic(kind: str, launches: list[counters.LaunchCounts] = launches) -> int:
+            return sum(launch.arithmetic(instructions(), kind) for launch in launches)
+
         yield {
             "case": of.case,
             "pass": of.name,
             "kernel": kernel,
-            "instance": instances()[launches[0]["function"]],
+            "instance": library.instances()[launches[0]["function"]],
             "launches": len(launches),
             "blocks": total("blocks"),
             "threads": max(launch["threads"] for launch in launches),
@@ -211,6 +275,7 @@ def rows_of(of: Pass) -> Iterator[dict[str, object]]:
             "barriers": total("barriers"),
             "collectives": sum(launch.collectives() for launch in launches),
             "mma": total("mma_m16n8k16"),
+            **{kind: arithmetic(kind) for kind in counters.ARITHMETIC},
             "ldmatrix": total("ldmatrix_x4", "ldmatrix_x4_transposed"),
             "copies": total("copies"),
             "awaits": total("awaits"),
@@ -231,7 +296,7 @@ def shown(counts: pd.DataFrame) -> pd.DataFrame:
     table["distinct/floor"] = (counts["distinct_sectors"] * 32 / counts["floor"]).round(2)
     table["sectors/least"] = (moved / counts["least_sectors"]).round(2)
     table["turns/least"] = (turns / counts["least_turns"]).round(2)
-    for name in ("barriers", "mma"):
+    for name in ("barriers", "mma", "fma", "special"):
         table[f"{name}/block"] = (counts[name] / counts["blocks"]).round(1)
     table["idle awaits"] = (counts["idle_awaits"] / counts["awaits"]).round(2)
     in_flight = counts["bytes_in_flight"] / counts["awaits"] * counts["threads"]
@@ -273,40 +338,30 @@ def growths(counts: pd.DataFrame, stored: pd.DataFrame) -> list[str]:
 
 # ---- what GPUs would make of the counts
 
-GPUS = ["A100-80GB", "A40", "L40S", "H100-80GB-SXM", "RTX-5090"]
-# The binary that runs there. For 12.0 the driver compiles the PTX of 9.0, and may use other registers.
-BINARIES = {"8.0": "sm_80", "8.6": "sm_80", "8.9": "sm_80", "9.0": "sm_90", "12.0": "sm_90"}
+GPUS = ["A100-80GB", "A40", "L40S", "H100-80GB-SXM", "B200", "RTX-5090"]
 SAMPLED_BLOCKS = 4
 FLOPS_OF_MMA = 2 * 16 * 8 * 16
+# Special functions in a cycle of a multiprocessor (CUDA programming guide, "Arithmetic Instructions").
+SPECIAL_LANES = 16
 # Of a load from global memory. Assumed: published measurements are from 400 to 800.
 LATENCY_CYCLES = 600
 
 
-def instances() -> dict[int, str]:
-    """The kernels of the library as in the source, by address."""
-    if not _instances:
-        text = subprocess.run(["nm", library.loaded_path()], capture_output=True, text=True, check=True).stdout
-        symbols = [line.split() for line in text.splitlines() if "_kernel" in line]
-        found = [(int(words[0], 16), words[2]) for words in symbols if len(words) == 3]
-        # Compilers spell numbers and truths in names alike but for these.
-        names = [name.replace("true", "1").replace("false", "0") for name in demangled([name for _, name in found])]
-        _instances.update(zip([address for address, _ in found], names, strict=True))
-    return _instances
-
-
-_instances: dict[int, str] = {}
+@functools.cache
+def instructions() -> dict[int, counters.Numbers]:
+    """Arithmetic of the library's basic blocks."""
+    return counters.instructions_of(library.loaded_path())
 
 
 def registers_of(instance: str, capability: str) -> int:
-    """Of a thread. Raises KeyError for a kernel that is not stored."""
-    if not _registers:
-        for row in pd.read_csv(REGISTERS).to_dict("records"):
-            name = row["kernel"].replace("true", "1").replace("false", "0")
-            _registers[name, row["architecture"]] = row["registers"]
-    return _registers[instance, BINARIES[capability]]
+    """Of a thread, in the binary of a compute capability. Raises KeyError for a kernel that is not stored."""
+    return _registers()[instance, f"sm_{capability.replace('.', '')}"]
 
 
-_registers: dict[tuple[str, str], int] = {}
+@functools.cache
+def _registers() -> dict[tuple[str, str], int]:
+    rows = pd.read_csv(REGISTERS).to_dict("records")
+    return {(spelled_alike(row["kernel"]), row["architecture"]): row["registers"] for row in rows}
 
 
 def derived(row: dict[str, object], gpu: dict[str, str]) -> dict[str, object]:
@@ -315,6 +370,8 @@ def derived(row: dict[str, object], gpu: dict[str, str]) -> dict[str, object]:
 
     memory: bytes that its blocks touch, each once for a launch, at the peak bandwidth
     tensor: products on tensor cores, at their peak, on the multiprocessor that has most blocks
+    fma: multiply-adds, sums and products outside of tensor cores, at their peak, on that multiprocessor
+    special: exponentials, logarithms, divisions and roots, one instruction each, on that multiprocessor
     shared: turns of the banks of shared memory on that multiprocessor
     latency: rounds of copies in flight, one after the other, in every wave of blocks; one round if a kernel has none
     """
@@ -339,6 +396,8 @@ def derived(row: dict[str, object], gpu: dict[str, str]) -> dict[str, object]:
     terms = {
         "memory": count["distinct_sectors"] * 32 / (bandwidth * 1e9),
         "tensor": products * most_blocks / (tensor * 1e12 / multiprocessors) if products else 0.0,
+        "fma": count["fma"] * most_blocks / (limits.fma_lanes * clock),
+        "special": count["special"] * most_blocks / (SPECIAL_LANES * clock),
         "shared": turns * most_blocks / clock,
         "latency": count["launches"] * waves * max(1.0, rounds) * LATENCY_CYCLES / clock,
     }
@@ -393,7 +452,7 @@ def sampling_errors() -> list[str]:
         some = [row for of in passes(case) for row in rows_of(of)]
         library.sample_blocks(0)
         for whole, part in zip(everything, some, strict=True):
-            for name in ("global_read_bytes", "global_write_sectors", "shared_read_turns", "barriers", "mma"):
+            for name in ("global_read_bytes", "global_write_sectors", "shared_read_turns", "barriers", "mma", "fma"):
                 if abs(int(str(part[name])) - int(str(whole[name]))) > 0.02 * int(str(whole[name])):
                     lines.append(f"{case.name}, {whole['kernel']}: {name} {whole[name]}, by some blocks {part[name]}")
     return lines

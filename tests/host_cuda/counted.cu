@@ -79,6 +79,46 @@ __global__ void global_read_race_kernel(float* to) {
   to[i] = to[(i + kThreads) % kCount];
 }
 
+// The two stores of a thread and its neighbour touch the same number. With a barrier between them they have an order.
+__global__ void block_race_kernel(float* to, bool barrier) {
+  to[threadIdx.x] = 1;
+  if (barrier) __syncthreads();
+  to[(threadIdx.x + 1) % kThreads] = 2;
+}
+
+__global__ void block_read_race_kernel(float* to, bool barrier) {
+  const float next = to[(threadIdx.x + 1) % kThreads];
+  if (barrier) __syncthreads();
+  to[threadIdx.x] = next;
+}
+
+// The pack that a copy reads is written before the copy arrives.
+__global__ void copy_race_kernel(float* to) {
+  auto* values = shared<Numbers>().values;
+  if (threadIdx.x == 0) cp_async_16(values, to);
+  cp_async_commit();
+  __syncthreads();
+  if (threadIdx.x == 32) to[1] = 1;
+  cp_async_wait<0>();
+}
+
+// n multiply-adds a thread; in every second one a difference, a product, an exponential and a division.
+__global__ void arithmetic_kernel(float* to, const float* from, int n) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  float sum = from[i];
+  for (int j = 0; j < n; ++j) sum = fmaf(sum, from[i + static_cast<unsigned>(j)], 1.0f);
+  if (threadIdx.x % 2 == 0) sum = exp2_approximate((sum - from[i + 1]) * from[i + 2]) / from[i + 3];
+  to[i] = sum;
+}
+
+// n products and sums, which compilers make one instruction; one of them is in float64.
+__global__ void contracted_kernel(float* to, const float* from, int n) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  float sum = from[i];
+  for (int j = 0; j < n; ++j) sum += from[i + static_cast<unsigned>(j)] * from[j];
+  to[i] = static_cast<float>(static_cast<double>(sum) * 0.1);
+}
+
 __global__ void reduction_kernel(float* to, const float* from) {
   float sum = from[blockIdx.x * blockDim.x + threadIdx.x];
   for (int step = 16; step > 0; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
@@ -172,6 +212,13 @@ int main(int count, char** words) {
     if (name == "warp race") run(warp_kernel, dim3(1), block, sizeof(Numbers), to, from, false);
     if (name == "warp") run(warp_kernel, dim3(1), block, sizeof(Numbers), to, from, true);
     if (name == "global race") run(global_race_kernel, dim3(2), block, 0, to);
+    if (name == "block race") run(block_race_kernel, dim3(1), block, 0, to, false);
+    if (name == "block barrier") run(block_race_kernel, dim3(1), block, 0, to, true);
+    if (name == "block read race") run(block_read_race_kernel, dim3(1), block, 0, to, false);
+    if (name == "block read barrier") run(block_read_race_kernel, dim3(1), block, 0, to, true);
+    if (name == "copy race") run(copy_race_kernel, dim3(1), block, sizeof(Numbers), to);
+    if (name == "arithmetic") run(arithmetic_kernel, grid, block, 0, to, from, 5);
+    if (name == "contracted") run(contracted_kernel, grid, block, 0, to, from, 7);
     if (name == "global read race") run(global_read_race_kernel, grid, block, 0, to);
     if (name == "triangle") run(triangle_kernel, dim3(12), block, 0, to, from);
     if (name == "sampled triangle") {

@@ -7,6 +7,7 @@ dispatcher calls it for tensors of the CPU, so that every test of an operator te
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import shutil
 import subprocess
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 from host_cuda import counters
+from host_cuda.resources import demangled, spelled_alike
 from torch.utils import cpp_extension
 
 import memcheck  # noqa: F401  (its kernels are registered first, and then replaced)
@@ -192,9 +194,34 @@ def forget_launches() -> None:
 
 def launches() -> dict[str, Launches]:
     """Statistics by kernel name, of this process, since the last call of forget_launches."""
+    by_name: dict[str, Launches] = {}
+    for name, _, of in _launches():
+        known = by_name.get(name, Launches(0, 0, 0))
+        by_name[name] = Launches(
+            known.count + of.count, max(known.threads, of.threads), max(known.shared_bytes, of.shared_bytes)
+        )
+    return by_name
+
+
+def launches_by_function() -> dict[int, Launches]:
+    """The same by the address of the kernel's function, of which `instances` has the name."""
+    return {function: of for _, function, of in _launches()}
+
+
+def _launches() -> list[tuple[str, int, Launches]]:
     assert _library is not None
     lines = [line.split("\t") for line in _library.host_cuda_launches().decode().splitlines()]
-    return {kernel: Launches(*map(int, numbers)) for kernel, *numbers in lines}
+    return [(kernel, int(function), Launches(*map(int, numbers))) for kernel, function, *numbers in lines]
+
+
+@functools.cache
+def instances() -> dict[int, str]:
+    """The kernels of the library as in the source, by address."""
+    text = subprocess.run(["nm", loaded_path()], capture_output=True, text=True, check=True).stdout
+    symbols = [line.split() for line in text.splitlines() if "_kernel" in line]
+    found = [(int(words[0], 16), words[2]) for words in symbols if len(words) == 3]
+    names = map(spelled_alike, demangled([name for _, name in found]))
+    return dict(zip([address for address, _ in found], names, strict=True))
 
 
 def loaded_path() -> str:

@@ -1,5 +1,5 @@
-"""Prints the resources of CUDA kernels: registers and spilled bytes as ptxas reports them, and shared memory per block
-from launches on the host.
+"""Prints the resources of CUDA kernels: registers and spilled bytes as ptxas reports them, shared memory of a block
+from launches on the host, and how many blocks a multiprocessor holds at once.
 
 python tests/host_cuda/resources.py            prints tables
 python tests/host_cuda/resources.py --store    also stores registers, for tests/host_cuda/count.py
@@ -14,14 +14,24 @@ import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pandas as pd
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from host_cuda import occupancy  # noqa: E402
+
 CSRC = ROOT / "csrc"
 REGISTERS = ROOT / "benchmarks" / "results" / "cuda_counts" / "registers.csv"
-ARCHITECTURES = ["arch=compute_80,code=sm_80", "arch=compute_90,code=[sm_90,compute_90]"]
+# A build has the binaries of 8.0 and 9.0, and drivers compile its PTX for later GPUs. TORCH_CUDA_ARCH_LIST=8.6 asks for
+# another binary.
+ARCHITECTURES = [
+    "arch=compute_80,code=[sm_80,sm_86,sm_89]",
+    "arch=compute_90,code=[sm_90,sm_100,sm_120,compute_90]",
+]
 # torch compiles kernels without CUDA's operators for 16-bit types.
 WITHOUT = ["HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS"]
 FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC", "-Xptxas=-v", f"-I{CSRC}"]
@@ -107,24 +117,18 @@ def resources_of(log: str) -> list[dict[str, object]]:
     ]
 
 
-def side_by_side(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """Returns a row per kernel, with a column per architecture."""
-    table: dict[tuple[object, object], dict[str, object]] = {}
-    for row in rows:
-        name = {column: row[column] for column in ("operator", "kernel")}
-        line = table.setdefault((row["operator"], row["kernel"]), name)
-        for column in ("registers", "stack", "spilled"):
-            line[f"{column} {row['architecture']}"] = row[column]
-    return [table[name] for name in sorted(table, key=str)]
+@dataclass(frozen=True)
+class Block:
+    """Threads and bytes of shared memory of a kernel's block, the most of all its launches."""
+
+    threads: int
+    shared_bytes: int
 
 
-def shared_bytes() -> list[dict[str, object]]:
-    """Returns a row per kernel: maximum bytes of shared memory per block by compute capability, None if not launched.
-
-    Raises RuntimeError if a launch is refused.
-    """
+def blocks() -> dict[str, dict[str, Block]]:
+    """Blocks of every kernel as in the source, by the compute capability that the host stands for; a limit of shared
+    memory has one of them. Raises FileNotFoundError without CUDA's headers, RuntimeError if a launch is refused."""
     os.environ["MEMCHECK_TEST_HOST_CUDA"] = "1"
-    sys.path.insert(0, str(ROOT / "tests"))
     from host_cuda import library, widest
     from ops.checks import run
 
@@ -137,26 +141,55 @@ def shared_bytes() -> list[dict[str, object]]:
             run(it.contract.function, *it.make_inputs())
         for _, step in widest.steps():
             step()
-        asked[gpu] = {kernel: of.shared_bytes for kernel, of in library.launches().items()}
-    allowed: dict[str, object] = {"kernel": "allowed"}
-    rows = [allowed | {gpu: library.SHARED_BYTES[gpu] for gpu in GPUS}]
-    kernels = sorted({kernel for of_gpu in asked.values() for kernel in of_gpu})
-    return [*rows, *({"kernel": kernel} | {gpu: asked[gpu].get(kernel) for gpu in GPUS} for kernel in kernels)]
+        names = library.instances()
+        launches = library.launches_by_function()
+        asked[gpu] = {names[at]: Block(of.threads, of.shared_bytes) for at, of in launches.items()}
+    return asked
 
 
-# The first compute capability with each limit of shared memory.
-GPUS = {"8.0": "sm_80", "8.6": "sm_86, sm_89, sm_120", "9.0": "sm_90, sm_100"}
+def side_by_side(rows: list[dict[str, object]], asked: dict[str, dict[str, Block]]) -> list[dict[str, object]]:
+    """Returns a row per kernel, with a column per architecture: registers, spilled bytes, the blocks that a
+    multiprocessor holds at once, and what allows no more."""
+    table: dict[str, dict[str, object]] = {}
+    for row in rows:
+        name, capability = str(row["kernel"]), capability_of(str(row["architecture"]))
+        line = table.setdefault(name, {"kernel": name, "threads": "", "KiB": ""})
+        text = f"{row['registers']}" + (f" +{row['spilled']}" if row["spilled"] else "")
+        block = asked.get(FIRST_WITH_LIMIT[capability], {}).get(spelled_alike(name))
+        if block is not None:
+            allowed, limit = occupancy.blocks_per_multiprocessor(
+                capability, block.threads, int(str(row["registers"])), block.shared_bytes
+            )
+            text += f": {allowed} ({limit})"
+            kib = f"{block.shared_bytes / 1024:.1f}"
+            known = str(line["KiB"])
+            line |= {"threads": block.threads, "KiB": known if kib in known.split("/") else f"{known}/{kib}".strip("/")}
+        line[str(row["architecture"])] = text
+    return [table[name] for name in sorted(table)]
+
+
+def capability_of(architecture: str) -> str:
+    """sm_120 is 12.0."""
+    number = architecture.removeprefix("sm_")
+    return f"{number[:-1]}.{number[-1]}"
+
+
+def spelled_alike(name: str) -> str:
+    """Compilers spell numbers and truths in names alike but for these."""
+    return name.replace("true", "1").replace("false", "0")
+
+
+# The first compute capability with each limit of shared memory, and all that have it.
+GPUS = {"8.0": ["8.0"], "8.6": ["8.6", "8.9", "12.0"], "9.0": ["9.0", "10.0"]}
+FIRST_WITH_LIMIT = {capability: first for first, alike in GPUS.items() for capability in alike}
 
 
 def main() -> int:
-    print("Bytes of shared memory that a block asks for, the most of all dtypes and widths:")
     try:
-        rows = shared_bytes()
+        asked = blocks()
     except FileNotFoundError as error:
-        print(f"skipped, {error}")
-    else:
-        print(pd.DataFrame(rows).rename(columns=GPUS).to_string(index=False, na_rep=""))
-    print()
+        print(f"blocks of kernels: skipped, {error}")
+        asked = {}
     if shutil.which("nvcc") is None:
         print("resources of kernels: skipped, nvcc is not on PATH")
         return 1 if os.environ.get("CI") else 0
@@ -164,9 +197,10 @@ def main() -> int:
         _, logs = compile_kernels()
     except RuntimeError as error:
         sys.exit(str(error))
-    print("Registers of a thread, and bytes of its stack and spilled:")
     rows = resources(logs)
-    print(pd.DataFrame(side_by_side(rows)).to_string(index=False, na_rep=""))
+    print("Threads and KiB of shared memory: of a block, the most of all launches; several KiB where GPUs differ.")
+    print("sm_*: registers of a thread, + bytes spilled: blocks that a multiprocessor holds at once (the limit)")
+    print(pd.DataFrame(side_by_side(rows, asked)).to_string(index=False, na_rep=""))
     if "--store" in sys.argv:
         pd.DataFrame(rows).sort_values(["operator", "kernel", "architecture"]).to_csv(REGISTERS, index=False)
     return 0

@@ -16,8 +16,8 @@ Run = Callable[[str], subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], str]) -> Run:
-    for tool in ("nvcc", "g++", "addr2line"):
+def program(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], str]) -> Path:
+    for tool in ("nvcc", "g++", "addr2line", "objdump"):
         require_tool(tool)
     compiler = shutil.which("g++")
     folder = tmp_path_factory.mktemp("counted")
@@ -37,9 +37,13 @@ def run(tmp_path_factory: pytest.TempPathFactory, require_tool: Callable[[str], 
         objects.append(folder / f"{source.stem}.o")
         subprocess.run([compiler, *common, *flags, "-x", "c++", source, "-o", objects[-1]], check=True)
     subprocess.run([compiler, *objects, "-o", folder / "counted"], check=True)
+    return folder / "counted"
 
+
+@pytest.fixture(scope="module")
+def run(program: Path) -> Run:
     def run(name: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([folder / "counted", name], capture_output=True, text=True, timeout=60)
+        return subprocess.run([program, name], capture_output=True, text=True, timeout=60)
 
     return run
 
@@ -126,6 +130,26 @@ def test_a_product_of_matrices(run: Run) -> None:
     assert launch["shared_read_units"] == 8
 
 
+@pytest.mark.parametrize(
+    ("name", "fma", "special", "double"),
+    [
+        # Five multiply-adds a thread, and a difference and a product in every second one, with two special functions.
+        ("arithmetic", 5 + 2 / 2, 2 / 2, 0),
+        # nvcc makes one instruction of a product and a sum too.
+        ("contracted", 7, 0, 1),
+        ("copy", 0, 0, 0),
+        # A sum in every step.
+        ("reduction", 5, 0, 0),
+    ],
+)
+def test_arithmetic(run: Run, program: Path, name: str, fma: float, special: float, double: float) -> None:
+    launch = counts(run, name)
+    instructions = counters.instructions_of(str(program))
+    threads = launch["blocks"] * launch["threads"]
+    per_thread = {kind: launch.arithmetic(instructions, kind) / threads for kind in counters.ARITHMETIC}
+    assert per_thread == {"fma": fma, "special": special, "double": double}
+
+
 @pytest.mark.parametrize(("name", "idle", "tiles_in_flight"), [("late pipeline", 4, 4), ("pipeline", 1, 7)])
 def test_copies_in_flight(run: Run, name: str, idle: int, tiles_in_flight: int) -> None:
     """With a tile asked for ahead of time only the first wait is idle."""
@@ -158,9 +182,27 @@ def test_copies_in_flight(run: Run, name: str, idle: int, tiles_in_flight: int) 
                 f"counted.cu:{line_of('static_cast<float>(blockIdx.x)')}, block (1,0,0), thread (0,0,0) writes at",
             ],
         ),
+        (
+            "block race",
+            [
+                "block (0,0,0): a race in global memory: thread (0,0,0) writes at",
+                f"counted.cu:{line_of('% kThreads] = 2')}, thread (1,0,0) writes at",
+                f"counted.cu:{line_of('to[threadIdx.x] = 1')}",
+            ],
+        ),
+        (
+            "block read race",
+            [
+                "block (0,0,0): a race in global memory: thread (0,0,0) reads at",
+                f"counted.cu:{line_of('const float next = to[')}, thread (1,0,0) writes at",
+                f"counted.cu:{line_of('to[threadIdx.x] = next')}",
+            ],
+        ),
+        # The copy may still read after the barrier.
+        ("copy race", ["global memory", f"reads at {KERNELS}:{line_of('cp_async_16(values, to)')}", "thread (32,0,0)"]),
         ("global read race", ["block (0,0,0) reads at", f"counted.cu:{line_of('(i + kThreads) % kCount')}"]),
         # A copy that is asked for while other threads still read its place.
-        ("pipeline race", ["shared memory", "reads at", "writes at", f"counted.cu:{line_of('cp_async_16(')}"]),
+        ("pipeline race", ["shared memory", "reads at", "writes at", f"counted.cu:{line_of('cp_async_16(&stages')}"]),
     ],
 )
 def test_a_race_is_named(run: Run, name: str, words: list[str]) -> None:
@@ -169,6 +211,11 @@ def test_a_race_is_named(run: Run, name: str, words: list[str]) -> None:
     assert done.stderr.startswith("counted: ")
     for word in words:
         assert word in done.stderr
+
+
+@pytest.mark.parametrize("name", ["block barrier", "block read barrier"])
+def test_a_barrier_orders_global_memory(run: Run, name: str) -> None:
+    assert counts(run, name)["barriers"] == 1
 
 
 def test_syncwarp_orders_a_warp(run: Run) -> None:
