@@ -11,6 +11,7 @@
 #   prediction  predicted bytes, compared with those of the caching allocator
 #   gradcheck  gradients, compared with central differences in float64
 #   sanitizer  compute-sanitizer on every operator: memcheck and racecheck
+#   counts     what the host counts of the kernels, compared with Nsight Compute, and derived times with measured ones
 #   bench      every operator, compared with its alternatives: bench.md, bench.json
 #   profile    the profiles of attentions and of a whole model
 # Logs and results go to MEMCHECK_RESULTS, by default benchmarks/results/gpu.
@@ -41,6 +42,7 @@ step_operators() {
 }
 step_prediction() { "$python" -m pytest -q tests/gpu/test_prediction_cuda.py tests/gpu/test_models_cuda.py; }
 step_gradcheck() { "$python" -m memcheck.gradcheck --device cuda; }
+step_counts() { "$python" benchmarks/gpu_counts.py; }
 step_bench() { "$python" benchmarks/gpu.py; }
 step_profile() {
     "$python" -m memcheck.profile_attention --device cuda --output "$results/profile" || return
@@ -75,7 +77,7 @@ if [ "${1-}" = --alone ]; then
     exit
 fi
 
-steps=(build info ptx values operators prediction gradcheck sanitizer bench profile)
+steps=(build info ptx values operators prediction gradcheck sanitizer counts bench profile)
 if [ $# -gt 0 ]; then
     for step in "$@"; do
         if [[ " ${steps[*]} " != *" $step "* ]]; then

@@ -8,8 +8,11 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 
+import pandas as pd
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -167,3 +170,71 @@ def test_what_the_sanitizer_watches_runs_on_the_cpu() -> None:
     ended = run_python("tests/gpu/small_operators.py", "--device", "cpu")
     assert ended.returncode == 0, ended.stderr
     assert re.fullmatch(r"\d{3} runs\n", ended.stdout)
+
+
+# ---- Nsight Compute
+
+
+def printed_by_ncu(gpu_counts: ModuleType) -> str:
+    """A sample of `ncu --csv --page raw`, in the format that scripts in public repositories read, of which
+    VerticalResearchGroup/casio (scripts/utils/ncu_raw.py) has tables of whole models: lines that begin with ==, a line
+    of names, a line of units, and a line for every launch with all of its values in quotes, and commas between
+    thousands. "n/a" stands for a metric that the GPU does not have. The numbers are invented."""
+    metrics = [gpu_counts.NANOSECONDS, *(name for _, names in gpu_counts.COMPARED.values() for name in names)]
+    facts = ["ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size"]
+    facts += ["Grid Size", "Device", "CC"]
+    separator = "at::cuda::<unnamed>::spin_kernel(long)"
+    scan = "void memcheck::softplus_cuda::<unnamed>::scan_kernel<float>(memcheck::softplus_cuda::Scan<T1>)"
+    backward = "void memcheck::softplus_cuda::<unnamed>::backward_kernel<__half, (bool)1, (int)2>(memcheck::Params<T1>)"
+    table = [[*facts, *metrics], [*("" for _ in facts), *("ns" if "time" in name else "" for name in metrics)]]
+    for number, kernel in enumerate((separator, scan, backward, backward, separator)):
+        launch = [str(number), "4242", "python3.11", "127.0.0.1", kernel, "1", "7", "(128, 1, 1)", "(6, 1, 1)", "0"]
+        table.append([*launch, "9.0", *("n/a" if "hmma" in name else "1,500" for name in metrics)])
+    lines = [",".join(f'"{cell}"' for cell in line) for line in table]
+    progress = [
+        "==PROF== Connected to process 4242 (/usr/bin/python3.11)",
+        '==PROF== Profiling "spin_kernel": 9 passes',
+    ]
+    return "\n".join([*progress, *lines, "==PROF== Disconnected from process 4242"])
+
+
+def test_the_table_of_nsight_compute_is_read(benchmark: Callable[[str], ModuleType]) -> None:
+    gpu_counts = benchmark("gpu_counts")
+    launches = gpu_counts.launches_of(printed_by_ncu(gpu_counts))
+    backward = "softplus_cuda::backward_kernel<__half, 1, 2>"
+    names = [launch["kernel"] for launch in launches]
+    assert names[1:4] == ["softplus_cuda::scan_kernel<float>", backward, backward]
+    assert launches[1][gpu_counts.NANOSECONDS] == 1500
+    assert [len(launches) for launches in gpu_counts.by_pass(launches)] == [3]
+    with pytest.raises(ValueError, match="no table"):
+        gpu_counts.launches_of("==ERROR== ERR_NVGPUCTRPERM\n")
+
+
+def test_counts_stand_beside_those_of_nsight_compute(benchmark: Callable[[str], ModuleType]) -> None:
+    gpu_counts = benchmark("gpu_counts")
+    stored = pd.read_csv(gpu_counts.count.STORED).head(2)
+    stored = stored.assign(case="a case", instance=["softplus_cuda::scan_kernel<float>", "not launched"])
+    stored["pass"] = "forward"
+    launches = gpu_counts.launches_of(printed_by_ncu(gpu_counts))
+    table = gpu_counts.compared(launches, stored).set_index("kernel")
+    assert list(table.index) == [*stored["instance"], "softplus_cuda::backward_kernel<__half, 1, 2>"]
+    scan, absent, backward = (row for _, row in table.iterrows())
+    assert scan["sectors read, host"] == stored["global_read_sectors"][0]
+    assert scan["sectors read, GPU"] == 3 * 1500  # of loads, and of asynchronous copies in two kinds
+    assert backward["sectors written, GPU"] == 2 * 1500
+    assert scan["GPU us"] == 1.5
+    assert table[["mma, GPU"]].isna().all(axis=None)
+    assert absent.filter(like="GPU").isna().all()
+    assert backward.filter(like="host").isna().all()
+    ratio = gpu_counts.shown(table.reset_index())["sectors written, GPU/host"][0]
+    assert ratio == round(1500 / stored["global_write_sectors"][0], 3)
+    with pytest.raises(ValueError, match="1 passes ran, 2 are stored"):
+        gpu_counts.compared(launches, stored.assign(case=["one", "another"]))
+
+
+def test_without_nsight_compute_it_is_named(
+    benchmark: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(RuntimeError, match=r"ncu \(Nsight Compute, .* is not on PATH"):
+        benchmark("gpu_counts").watched()
