@@ -18,7 +18,6 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
-#include <map>
 #include <string>
 #include <type_traits>
 
@@ -44,14 +43,6 @@ struct Where {
 
 enum class Order { Ascending, Descending, Shuffled };
 void set_order(Order order);
-
-// Launch statistics of one kernel: launches, and the most threads and bytes of shared memory of a block.
-struct Launches {
-  int64_t count = 0;
-  size_t threads = 0;
-  size_t shared_bytes = 0;
-};
-const std::map<std::string, Launches>& launches();
 
 // Sets the GPU that the host stands for: its compute capability, and the shared memory that a block may have. It begins
 // as an A100.

@@ -1,5 +1,6 @@
 #include <dlfcn.h>
 
+#include <map>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -19,6 +20,12 @@ namespace {
 
 Order thread_order = Order::Ascending;
 uint64_t most_blocks = 0;
+// Launches of a kernel, and the most threads and bytes of shared memory of a block.
+struct Launches {
+  int64_t count = 0;
+  size_t threads = 0;
+  size_t shared_bytes = 0;
+};
 std::map<std::pair<std::string, const void*>, Launches> launched;  // by kernel and function
 
 void note_launch(const char* kernel, const void* function, size_t threads, size_t shared_bytes) {

@@ -1,8 +1,8 @@
 """Prints the resources of CUDA kernels: registers and spilled bytes as ptxas reports them, shared memory of a block
 from launches on the host, and how many blocks a multiprocessor holds at once.
 
-python tests/host_cuda/resources.py            prints tables
-python tests/host_cuda/resources.py --store    also stores registers, for tests/host_cuda/count.py
+python tests/host_cuda/resources.py            compiles for 8.0 and 9.0; other architectures as they are stored
+python tests/host_cuda/resources.py --store    compiles for every architecture, and stores registers, for count.py too
 """
 
 from __future__ import annotations
@@ -26,46 +26,44 @@ from host_cuda import occupancy  # noqa: E402
 
 CSRC = ROOT / "csrc"
 REGISTERS = ROOT / "benchmarks" / "results" / "cuda_counts" / "registers.csv"
-# A build has the binaries of 8.0 and 9.0, and drivers compile its PTX for later GPUs. TORCH_CUDA_ARCH_LIST=8.6 asks for
-# another binary.
-ARCHITECTURES = [
-    "arch=compute_80,code=[sm_80,sm_86,sm_89]",
-    "arch=compute_90,code=[sm_90,sm_100,sm_120,compute_90]",
-]
+# A build on a machine without a GPU has the binaries of 8.0 and 9.0, and drivers compile its PTX for later GPUs.
+ARCHITECTURES = ("arch=compute_80,code=sm_80", "arch=compute_90,code=[sm_90,compute_90]")
+# A build on a machine with a GPU has the binary of that GPU.
+EVERY_ARCHITECTURE = ("arch=compute_80,code=[sm_80,sm_86,sm_89]", "arch=compute_90,code=[sm_90,sm_100,sm_120]")
 # torch compiles kernels without CUDA's operators for 16-bit types.
 WITHOUT = ["HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS"]
 FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC", "-Xptxas=-v", f"-I{CSRC}"]
 FLAGS += [f"-D__CUDA_NO_{name}__" for name in WITHOUT]
-FLAGS += [f"-gencode={architecture}" for architecture in ARCHITECTURES]
 
 
-def folder_of_this_source() -> Path:
+def folder_of_this_source(flags: list[str]) -> Path:
     """Returns the folder for the objects of these sources. Its name is a hash of them, so that objects are reused."""
     kernels = [path for path in sorted(CSRC.rglob("*")) if path.suffix in (".cu", ".cuh", ".h")]
-    of_all = hashlib.sha256(" ".join(FLAGS).encode())
+    of_all = hashlib.sha256(" ".join(flags).encode())
     for path in kernels:
         of_all.update(path.read_bytes())
     return ROOT / "build" / "nvcc" / of_all.hexdigest()[:16]
 
 
-def compile_kernel(source: Path, folder: Path) -> tuple[Path, str]:
+def compile_kernel(source: Path, folder: Path, flags: list[str]) -> tuple[Path, str]:
     """Returns the object of one file and ptxas' report. Raises RuntimeError with the compiler's output."""
     made, log = folder / f"{source.stem}.o", folder / f"{source.stem}.log"
     if not log.is_file():
-        done = subprocess.run(["nvcc", "-c", *FLAGS, source, "-o", made], capture_output=True, text=True)
+        done = subprocess.run(["nvcc", "-c", *flags, source, "-o", made], capture_output=True, text=True)
         if done.returncode != 0:
             raise RuntimeError(done.stdout + done.stderr)
         log.write_text(done.stdout + done.stderr)
     return made, log.read_text()
 
 
-def compile_kernels() -> tuple[list[Path], dict[str, str]]:
+def compile_kernels(architectures: tuple[str, ...] = ARCHITECTURES) -> tuple[list[Path], dict[str, str]]:
     """Returns the objects of all files, and ptxas' reports by folder."""
-    folder = folder_of_this_source()
+    flags = [*FLAGS, *(f"-gencode={architecture}" for architecture in architectures)]
+    folder = folder_of_this_source(flags)
     folder.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         sources = sorted(CSRC.rglob("*.cu"))
-        results = list(pool.map(lambda source: compile_kernel(source, folder), sources))
+        results = list(pool.map(lambda source: compile_kernel(source, folder, flags), sources))
     logs: dict[str, str] = {}
     for source, (_, log) in zip(sources, results, strict=True):
         logs[source.parent.name] = logs.get(source.parent.name, "") + log
@@ -184,7 +182,15 @@ GPUS = {"8.0": ["8.0"], "8.6": ["8.6", "8.9", "12.0"], "9.0": ["9.0", "10.0"]}
 FIRST_WITH_LIMIT = {capability: first for first, alike in GPUS.items() for capability in alike}
 
 
+def with_stored(rows: list[dict[str, object]]) -> list[dict[str, object]]:
+    """The rows, and those that are stored of the same kernels for other architectures."""
+    kernels, compiled = ({row[name] for row in rows} for name in ("kernel", "architecture"))
+    stored = pd.read_csv(REGISTERS).to_dict("records")
+    return [*rows, *(row for row in stored if row["kernel"] in kernels and row["architecture"] not in compiled)]
+
+
 def main() -> int:
+    stores = "--store" in sys.argv
     try:
         asked = blocks()
     except FileNotFoundError as error:
@@ -194,15 +200,15 @@ def main() -> int:
         print("resources of kernels: skipped, nvcc is not on PATH")
         return 1 if os.environ.get("CI") else 0
     try:
-        _, logs = compile_kernels()
+        _, logs = compile_kernels(EVERY_ARCHITECTURE if stores else ARCHITECTURES)
     except RuntimeError as error:
         sys.exit(str(error))
     rows = resources(logs)
+    if stores:
+        pd.DataFrame(rows).sort_values(["operator", "kernel", "architecture"]).to_csv(REGISTERS, index=False)
     print("Threads and KiB of shared memory: of a block, the most of all launches; several KiB where GPUs differ.")
     print("sm_*: registers of a thread, + bytes spilled: blocks that a multiprocessor holds at once (the limit)")
-    print(pd.DataFrame(side_by_side(rows, asked)).to_string(index=False, na_rep=""))
-    if "--store" in sys.argv:
-        pd.DataFrame(rows).sort_values(["operator", "kernel", "architecture"]).to_csv(REGISTERS, index=False)
+    print(pd.DataFrame(side_by_side(with_stored(rows), asked)).to_string(index=False, na_rep=""))
     return 0
 
 
