@@ -100,23 +100,20 @@ extern const SoftplusAttentionKernels softplus_attention_cuda;
 
 // ---- CUDA
 //
-// A block of threads takes some channels of one batch entry, and all their positions. If such blocks are too few to
-// keep a GPU busy, every few chunks have a block of their own, and whatever is summed over positions is read once more.
-// Half of the multiprocessors of a large GPU read about as fast as all of them read twice as much.
-constexpr int64_t kSoftplusCudaChannels = 32;
-constexpr int64_t kSoftplusFewCudaBlocks = 64;
-
-inline bool softplus_attention_splits_on_cuda(const SoftplusAttentionShape& shape, int64_t chunks) {
-  return chunks > 1 && shape.B * ceil_div(shape.R, kSoftplusCudaChannels) < kSoftplusFewCudaBlocks;
-}
+// A block of threads takes some channels of one chunk of one batch entry. Causal: blocks pass their running sums on to
+// the next chunk, in the memory of the carries where there are any; beside them it takes what rounding has left out of
+// the sums, and a counter. Not causal: every chunk has a slot for its sums.
+constexpr int64_t kSoftplusCudaChannels = 16;
+constexpr int64_t kSoftplusCounterBytes = 16;
 
 inline SoftplusAttentionPlan softplus_attention_plan_cuda(const SoftplusAttentionShape& shape, Dtype dtype,
                                                           int64_t /*threads*/) {
   const int64_t slot = shape.B * shape.R * acc_bytes(dtype);
-  const int64_t keys = softplus_attention_splits_on_cuda(shape, shape.key_chunks()) ? shape.key_chunks() : 0;
-  const int64_t queries = softplus_attention_splits_on_cuda(shape, shape.query_chunks()) ? shape.query_chunks() : 1;
-  if (shape.causal) return {keys > 0, 0, keys > 0 ? 2 * (keys - 1) * slot : 0, 0};
-  return {true, 2 * keys * slot, queries * slot, 0};
+  const int64_t keys = shape.key_chunks();
+  const int64_t queries = shape.query_chunks();
+  if (!shape.causal) return {true, keys > 1 ? 2 * keys * slot : 0, queries > 1 ? (1 + queries) * slot : slot, 0};
+  if (keys < 2) return {false, 0, 0, 0};
+  return {true, 2 * shape.carries() * slot + kSoftplusCounterBytes, 4 * (keys - 1) * slot + kSoftplusCounterBytes, 0};
 }
 
 }  // namespace memcheck

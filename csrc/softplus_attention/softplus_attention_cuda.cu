@@ -1,39 +1,43 @@
 #include "softplus_attention/softplus_attention.h"
 #include "softplus_attention/softplus_attention_sums_cuda.cuh"
 
-// The step of decoding on CUDA, and the scan of sums that forward and backward share.
+// The step of decoding on CUDA, and what forward and backward share: sums of slots, and the begin of running sums.
 
 namespace memcheck {
 namespace softplus_cuda {
 namespace {
 
-// ---- scan
+constexpr int kSlotThreads = 128;
 
-// scan_slots; a thread for each channel.
+// sum_slots; a thread for each channel.
 template <typename acc_t>
-__global__ void scan_kernel(Slots<acc_t> slots, int64_t channels, bool reversed, acc_t* totals) {
+__global__ void __launch_bounds__(kSlotThreads) sum_kernel(Slots<acc_t> slots, int64_t channels, acc_t* totals) {
   constexpr int kBatch = 16;  // slots that are loaded together, before their additions
-  const int64_t index = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
+  const int64_t index = int64_t{blockIdx.x} * kSlotThreads + threadIdx.x;
   if (index >= channels) return;
-  acc_t* row = slots.data + index / slots.R * slots.count * slots.R + index % slots.R;
+  const acc_t* row = slots.data + index / slots.R * slots.count * slots.R + index % slots.R;
   acc_t sum = acc_t(0);
   acc_t rest = acc_t(0);
   for (int64_t start = 0; start < slots.count; start += kBatch) {
     acc_t batch[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int64_t slot = reversed ? slots.count - 1 - start - i : start + i;
-      batch[i] = start + i < slots.count ? row[slot * slots.R] : acc_t(0);
-    }
+    for (int i = 0; i < kBatch; ++i) batch[i] = start + i < slots.count ? row[(start + i) * slots.R] : acc_t(0);
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int64_t slot = reversed ? slots.count - 1 - start - i : start + i;
-      if (start + i >= slots.count) break;
-      add_to_sum(batch[i], sum, rest);
-      row[slot * slots.R] = sum;
-    }
+    for (int i = 0; i < kBatch; ++i) add_to_sum(batch[i], sum, rest);
   }
-  if (totals != nullptr) totals[index] = sum;
+  totals[index] = sum;
+}
+
+// begin_sums; a thread for each number.
+template <typename acc_t>
+__global__ void __launch_bounds__(kSlotThreads) begin_kernel(RunningSums<acc_t> running, int64_t numbers) {
+  const int64_t index = int64_t{blockIdx.x} * kSlotThreads + threadIdx.x;
+  const auto not_passed = ~WordOf<acc_t>(0);
+  if (index < numbers) {
+    __builtin_memcpy(&running.sums.data[index], &not_passed, sizeof(not_passed));
+    __builtin_memcpy(&running.rests.data[index], &not_passed, sizeof(not_passed));
+  }
+  if (index == 0) *running.ticket = 0;
 }
 
 // ---- decoding
@@ -48,13 +52,12 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(SoftplusAttentionSte
   if (index >= p.B * p.R) return;
   const int64_t b = index / p.R;
   const int64_t r = index % p.R;
-  Pair<acc_t> state{*p.z.at<acc_t>(b, 0, r), *p.a.at<acc_t>(b, 0, r)};
-  Pair<acc_t> rest{acc_t(0), acc_t(0)};
+  CompensatedPair<acc_t> state{{*p.z.at<acc_t>(b, 0, r), *p.a.at<acc_t>(b, 0, r)}, {acc_t(0), acc_t(0)}};
   for (int64_t chunk = 0; chunk < p.T; chunk += kChunk) {
     const int64_t chunk_end = chunk + kChunk < p.T ? chunk + kChunk : p.T;
     Pair<acc_t> of_chunk{acc_t(0), acc_t(0)};
-    for (int64_t start = chunk; start < chunk_end; start += kWarpRows) {
-      const int64_t end = start + kWarpRows < chunk_end ? start + kWarpRows : chunk_end;
+    for (int64_t start = chunk; start < chunk_end; start += kRows) {
+      const int64_t end = start + kRows < chunk_end ? start + kRows : chunk_end;
       Pair<acc_t> of_rows{acc_t(0), acc_t(0)};
       for (int64_t t = start; t < end; ++t) {
         const acc_t weight = softplus_on_device<scalar_t>(to_acc(*p.k.at<scalar_t>(b, r, t)));
@@ -62,30 +65,38 @@ __global__ void __launch_bounds__(kStepThreads) step_kernel(SoftplusAttentionSte
       }
       of_chunk = of_chunk + of_rows;
     }
-    add_pair_to_sum(of_chunk, state, rest);
+    state.add(of_chunk);
   }
-  const Means<acc_t> means(state, p.eps);
+  const Means<acc_t> means(state.sum, p.eps);
   const acc_t m = means.mean(acc_t(0), means.inverse(acc_t(0)));
   const acc_t softplus_q = softplus_on_device<scalar_t>(to_acc(*p.q.at<scalar_t>(b, 0, r)));
   *p.y.at<scalar_t>(b, 0, r) = from_acc<scalar_t>(softplus_attention_from_mean(softplus_q, m));
-  *p.new_z.at<acc_t>(b, 0, r) = state.first;
-  *p.new_a.at<acc_t>(b, 0, r) = state.second;
+  *p.new_z.at<acc_t>(b, 0, r) = state.sum.first;
+  *p.new_a.at<acc_t>(b, 0, r) = state.sum.second;
 }
 
 }  // namespace
 
 template <typename acc_t>
-void scan_slots(const SlotScan& scan, const Slots<acc_t>& slots, acc_t* totals, cudaStream_t stream) {
-  constexpr int64_t kScanThreads = 128;
+void sum_slots(const SlotScan& scan, const Slots<acc_t>& slots, acc_t* totals, cudaStream_t stream) {
   const int64_t channels = scan.planes * slots.B * slots.R;
-  const auto blocks = static_cast<unsigned>(ceil_div(channels, kScanThreads));
-  if (blocks > 0)
-    launch({scan.kernel, dim3(blocks), dim3(kScanThreads), 0, stream}, scan_kernel<acc_t>, slots, channels,
-           scan.reversed, totals);
+  const auto blocks = static_cast<unsigned>(ceil_div(channels, kSlotThreads));
+  launch({scan.kernel, dim3(blocks), dim3(kSlotThreads), 0, stream}, sum_kernel<acc_t>, slots, channels, totals);
 }
 
-template void scan_slots<float>(const SlotScan&, const Slots<float>&, float*, cudaStream_t);
-template void scan_slots<double>(const SlotScan&, const Slots<double>&, double*, cudaStream_t);
+template void sum_slots<float>(const SlotScan&, const Slots<float>&, float*, cudaStream_t);
+template void sum_slots<double>(const SlotScan&, const Slots<double>&, double*, cudaStream_t);
+
+template <typename acc_t>
+void begin_sums(const char* kernel, const RunningSums<acc_t>& running, cudaStream_t stream) {
+  if (running.ticket == nullptr) return;
+  const int64_t numbers = 2 * running.sums.B * running.sums.count * running.sums.R;
+  const auto blocks = static_cast<unsigned>(ceil_div(numbers, kSlotThreads));
+  launch({kernel, dim3(blocks), dim3(kSlotThreads), 0, stream}, begin_kernel<acc_t>, running, numbers);
+}
+
+template void begin_sums<float>(const char*, const RunningSums<float>&, cudaStream_t);
+template void begin_sums<double>(const char*, const RunningSums<double>&, cudaStream_t);
 
 }  // namespace softplus_cuda
 

@@ -1,21 +1,19 @@
 #pragma once
 
-#include <algorithm>
-
 #include "common/compensated_sum.h"
+#include "common/exchange.cuh"
 #include "common/formulas.cuh"
 #include "common/integer.h"
 #include "common/kernel.cuh"
 #include "softplus_attention/softplus_attention.h"
 
-// Which block, warp and thread of a CUDA kernel forms which sum, and where sums are kept.
+// Which block and thread of a CUDA kernel forms which sum, and where sums are kept.
 //
-// A block takes kLanes channels of one batch entry. Each lane of a warp has one channel. The block goes through the
-// positions tile by tile; of a tile each warp has kWarpRows consecutive positions. Sums have four levels, and each
-// starts from zero: the rows of a warp, the warps of a tile, the tiles of a chunk, the chunks. Rounding errors of equal
-// terms all have one sign, so they grow with the number of terms of a level. The number of chunks has no limit:
-// chunks are added with a compensated sum. The sums of a chunk do not depend on the block that forms them. So blocks
-// that take a few chunks each, after a first pass that sums every chunk, give the same bits as one block for all.
+// A block takes a chunk of kChunk positions of kLanes channels of one batch entry: 32 bytes of each row of 16-bit
+// queries, the least that a GPU reads. Each half of a warp is a group: it has kRows consecutive positions, and each of
+// its lanes one channel. Sums have three levels, and each starts from zero: the rows of a group, the groups of a chunk,
+// the chunks. Rounding errors of equal terms all have one sign, so they grow with the number of terms of a level. The
+// number of chunks has no limit: chunks are added with a compensated sum.
 
 namespace memcheck {
 
@@ -26,21 +24,20 @@ void softplus_attention_backward_cuda(const SoftplusAttentionBackward& p, Dtype 
 namespace softplus_cuda {
 
 constexpr int kLanes = kSoftplusCudaChannels;
-constexpr int kWarpRows = 16;
+static_assert(kLanes == 16, "two groups in a warp");
+constexpr int kRows = 16;
 constexpr int kChunk = static_cast<int>(kCarrySpacing);
-static_assert(kLanes == 32, "a channel for each lane of a warp");
-
-// A block whose tile is a chunk, as the backward needs it, has a multiprocessor for itself. Blocks of the forward are
-// half as large, so that one computes while another waits.
-constexpr int kWarps = kChunk / kWarpRows;
-constexpr int kThreads = kWarps * kLanes;
-constexpr int kForwardWarps = kWarps / 2;
-constexpr int kForwardThreads = kForwardWarps * kLanes;
-constexpr int kForwardTile = kForwardWarps * kWarpRows;
+constexpr int kGroups = kChunk / kRows;
+constexpr int kThreads = kGroups * kLanes;
+constexpr int kWarpThreads = 32;
+constexpr int kWarpPositions = 2 * kRows;
 
 struct Thread {
-  int warp;
+  int group;
   int lane;
+
+  __device__ __forceinline__ int warp() const { return group / 2; }
+  __device__ __forceinline__ int in_warp() const { return group % 2 * kLanes + lane; }
 };
 
 __device__ __forceinline__ Thread this_thread() {
@@ -49,35 +46,11 @@ __device__ __forceinline__ Thread this_thread() {
 
 // ---- the work of a block
 
-// How chunks are divided among blocks: `count` segments of `length` chunks each; the last may be shorter.
-struct Segments {
-  int64_t chunks;
-  int64_t length;
-  int64_t count;
-};
-
-inline Segments undivided(int64_t chunks) {
-  return {chunks, chunks, std::min<int64_t>(chunks, 1)};
-}
-
-// One chunk or tile for each block.
-inline Segments one_by_one(int64_t chunks) {
-  return {chunks, 1, chunks};
-}
-
-// Enough segments for two blocks on each multiprocessor of a large GPU.
-inline Segments divided(const SoftplusAttentionShape& shape, int64_t chunks) {
-  constexpr int64_t kBlocks = 264;
-  const int64_t others = std::max<int64_t>(1, shape.B * ceil_div(shape.R, kLanes));
-  const int64_t length = ceil_div(chunks, std::min(chunks, ceil_div(kBlocks, others)));
-  return {chunks, length, ceil_div(chunks, length)};
-}
-
 struct Work {
   int64_t b;
   int64_t r;     // first channel
   int channels;  // from 1 to kLanes
-  int64_t first_chunk, end_chunk;
+  int64_t chunk;
 
   // Lanes beyond the channels compute the last channel again and write nothing.
   __device__ __forceinline__ int64_t channel(Thread me) const {
@@ -86,82 +59,76 @@ struct Work {
   __device__ __forceinline__ bool has(Thread me) const { return me.lane < channels; }
 };
 
-// The factors of the grid's size fit 32 bits, in which a division is fast.
-__device__ __forceinline__ Work work_of(const SoftplusAttentionShape& shape, const Segments& segments) {
-  const auto blocks = static_cast<unsigned>((shape.R + kLanes - 1) / kLanes);
-  const auto count = static_cast<unsigned>(segments.count);
-  const unsigned others = blockIdx.x / blocks;
-  const int64_t r = int64_t{blockIdx.x % blocks} * kLanes;
-  const int64_t first = others % count * segments.length;
-  const int64_t end = first + segments.length;
-  return {others / count, r, static_cast<int>(shape.R - r < kLanes ? shape.R - r : kLanes), first,
-          end < segments.chunks ? end : segments.chunks};
+// The factors of the grid's size fit 32 bits, in which a division is fast. Chunks vary slowest.
+__device__ __forceinline__ Work work_of(const SoftplusAttentionShape& shape, unsigned block) {
+  const auto bands = static_cast<unsigned>((shape.R + kLanes - 1) / kLanes);
+  const auto B = static_cast<unsigned>(shape.B);
+  const unsigned others = block / bands;
+  const int64_t r = int64_t{block % bands} * kLanes;
+  return {others % B, r, static_cast<int>(shape.R - r < kLanes ? shape.R - r : kLanes), others / B};
 }
 
 struct WorkLaunch {
   const char* kernel;  // its name in errors
   const SoftplusAttentionShape& shape;
-  const Segments& segments;
-  int threads;
+  int64_t chunks;
   size_t shared_bytes;
   cudaStream_t stream;
 };
 
 template <typename... Params, typename... Args>
 void launch_work(const WorkLaunch& with, void (*kernel)(Params...), const Args&... args) {
-  const int64_t blocks = with.shape.B * ceil_div(with.shape.R, kLanes) * with.segments.count;
+  const int64_t blocks = with.shape.B * ceil_div(with.shape.R, kLanes) * with.chunks;
   if (blocks > 0)
-    launch({with.kernel, dim3(static_cast<unsigned>(blocks)), dim3(with.threads), with.shared_bytes, with.stream},
-           kernel, args...);
+    launch({with.kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), with.shared_bytes, with.stream}, kernel,
+           args...);
 }
 
-// ---- the rows of a warp
+// ---- the rows of a group
 
-// The rows of a warp that exist: from `first` on, before `end`.
+// The rows of a group that exist: from `first` on, before `end`.
 struct RowRange {
   int first, end;
 
-  __device__ __forceinline__ bool all() const { return first == 0 && end == kWarpRows; }
+  __device__ __forceinline__ bool all() const { return first == 0 && end == kRows; }
   __device__ __forceinline__ bool has(int row) const { return row >= first && row < end; }
 };
 
 __device__ __forceinline__ int clamp_rows(int64_t rows) {
-  return rows < 0 ? 0 : rows < kWarpRows ? static_cast<int>(rows) : kWarpRows;
+  return rows < 0 ? 0 : rows < kRows ? static_cast<int>(rows) : kRows;
 }
 
-// For a tile of kPositions that begins at `start` of `length`.
-template <int kPositions = kChunk>
+// Of a chunk that begins at `start` of `length` positions.
 __device__ __forceinline__ RowRange rows_of(Thread me, int64_t start, int64_t length) {
-  if (start >= 0 && start + kPositions <= length) return {0, kWarpRows};
-  start += me.warp * kWarpRows;
+  start += me.group * kRows;
   return {clamp_rows(-start), clamp_rows(length - start)};
 }
 
 template <typename acc_t>
-__device__ __forceinline__ void clear_absent_rows(RowRange rows, acc_t (&values)[kWarpRows]) {
+__device__ __forceinline__ void clear_absent_rows(RowRange rows, acc_t (&values)[kRows]) {
   if (rows.all()) return;
 #pragma unroll
-  for (int row = 0; row < kWarpRows; ++row)
+  for (int row = 0; row < kRows; ++row)
     if (!rows.has(row)) values[row] = acc_t(0);
 }
 
 // Replaces each row by the sum of the rows up to it; reversed: by the sum of it and the rows after it. Returns the sum
 // of all rows.
 template <bool reversed, typename acc_t>
-__device__ __forceinline__ acc_t scan_rows(acc_t (&rows)[kWarpRows]) {
+__device__ __forceinline__ acc_t scan_rows(acc_t (&rows)[kRows]) {
 #pragma unroll
-  for (int step = 1; step < kWarpRows; ++step) {
-    const int row = reversed ? kWarpRows - 1 - step : step;
+  for (int step = 1; step < kRows; ++step) {
+    const int row = reversed ? kRows - 1 - step : step;
     rows[row] += rows[reversed ? row + 1 : row - 1];
   }
-  return rows[reversed ? 0 : kWarpRows - 1];
+  return rows[reversed ? 0 : kRows - 1];
 }
 
 template <typename acc_t>
-__device__ __forceinline__ acc_t sum_of_rows(const acc_t (&rows)[kWarpRows]) {
+__device__ __forceinline__ acc_t sum_of_rows(const acc_t (&rows)[kRows]) {
   acc_t sum = rows[0];
 #pragma unroll
-  for (int row = 1; row < kWarpRows; ++row) sum += rows[row];
+  for (int row = 1; row < kRows; ++row) sum += rows[row];
   return sum;
 }
 
@@ -178,24 +145,18 @@ struct alignas(2 * sizeof(acc_t)) Pair {
 };
 
 template <typename acc_t>
-__device__ __forceinline__ void add_pair_to_sum(const Pair<acc_t>& x, Pair<acc_t>& sum, Pair<acc_t>& rest) {
-  add_to_sum(x.first, sum.first, rest.first);
-  add_to_sum(x.second, sum.second, rest.second);
-}
+using GroupSums = Pair<acc_t>[kGroups][kLanes];
 
-template <typename acc_t, int kWarps>
-using WarpSums = Pair<acc_t>[kWarps][kLanes];
-
-// The sum of the warps before this one; reversed: of the warps after it.
-template <bool reversed, typename acc_t, int kWarps>
-__device__ __forceinline__ Pair<acc_t> sum_of_warps(const Pair<acc_t> (&sums)[kWarps][kLanes], Thread me) {
+// The sum of the groups before this one; reversed: of the groups after it.
+template <bool reversed, typename acc_t>
+__device__ __forceinline__ Pair<acc_t> sum_of_groups(const GroupSums<acc_t>& sums, Thread me) {
   Pair<acc_t> sum{acc_t(0), acc_t(0)};
   if (reversed) {
 #pragma unroll 5
-    for (int warp = kWarps - 1; warp > me.warp; --warp) sum = sum + sums[warp][me.lane];
+    for (int group = kGroups - 1; group > me.group; --group) sum = sum + sums[group][me.lane];
   } else {
 #pragma unroll 5
-    for (int warp = 0; warp < me.warp; ++warp) sum = sum + sums[warp][me.lane];
+    for (int group = 0; group < me.group; ++group) sum = sum + sums[group][me.lane];
   }
   return sum;
 }
@@ -228,13 +189,69 @@ Slots<acc_t> slots_in(const void* data, const SoftplusAttentionShape& shape, int
 struct SlotScan {
   const char* kernel;  // its name in errors
   int64_t planes;
-  bool reversed;
 };
 
-// Replaces each slot by the sum of itself and the slots before it (reversed: after it), added in the order of a block
-// that takes all chunks. Copies the last sums to `totals` (planes,B,R), unless it is null. For float and double.
+// Copies the compensated sums of all slots to `totals` (planes,B,R); zeros if there is no slot. For float and double.
 template <typename acc_t>
-void scan_slots(const SlotScan& scan, const Slots<acc_t>& slots, acc_t* totals, cudaStream_t stream);
+void sum_slots(const SlotScan& scan, const Slots<acc_t>& slots, acc_t* totals, cudaStream_t stream);
+
+// ---- running sums, which blocks pass on
+
+template <typename acc_t>
+struct CompensatedPair {
+  Pair<acc_t> sum, rest;
+
+  __device__ __forceinline__ void add(Pair<acc_t> x) {
+    add_to_sum(x.first, sum.first, rest.first);
+    add_to_sum(x.second, sum.second, rest.second);
+  }
+};
+
+// The sums over all chunks up to each; backwards: from each on. A block waits for the sums of its neighbour, adds its
+// own chunk, and passes them on. So every tensor is read once, and the order of additions is always the same. Blocks
+// take chunks by tickets: a block waits only for blocks that began before it, in whatever order the GPU starts them.
+template <typename acc_t>
+struct RunningSums {
+  Slots<acc_t> sums;
+  Slots<acc_t> rests;  // what rounding has left out of the sums
+  uint32_t* ticket;    // null if there is one chunk, which waits for nothing
+
+  // The place of this block's work in the order. All threads of the block must call it.
+  __device__ __forceinline__ unsigned turn(uint32_t& in_shared) const {
+    if (ticket == nullptr) return blockIdx.x;
+    if (threadIdx.x == 0) in_shared = take_ticket(ticket);
+    __syncthreads();
+    return in_shared;
+  }
+  __device__ __forceinline__ CompensatedPair<acc_t> await(int64_t b, int64_t slot, int64_t r) const {
+    const acc_t* const from[4] = {sums.at(0, b, slot, r), sums.at(1, b, slot, r), rests.at(0, b, slot, r),
+                                  rests.at(1, b, slot, r)};
+    acc_t x[4];
+    await_numbers(from, x);
+    return {{x[0], x[1]}, {x[2], x[3]}};
+  }
+  __device__ __forceinline__ void pass_on(int64_t b, int64_t slot, int64_t r, const CompensatedPair<acc_t>& x) const {
+    pass_number(x.sum.first, sums.at(0, b, slot, r));
+    pass_number(x.sum.second, sums.at(1, b, slot, r));
+    if (ticket == nullptr) return;
+    pass_number(x.rest.first, rests.at(0, b, slot, r));
+    pass_number(x.rest.second, rests.at(1, b, slot, r));
+  }
+};
+
+// Running sums over `chunks` chunks: the sums at `sums`, the rests and the ticket at `others`, of
+// softplus_attention_running_bytes.
+template <typename acc_t>
+RunningSums<acc_t> running_sums_in(const void* sums, const void* others, const SoftplusAttentionShape& shape,
+                                   int64_t chunks, int64_t slots) {
+  const auto rests = slots_in<acc_t>(others, shape, slots);
+  auto* ticket = reinterpret_cast<uint32_t*>(rests.data + 2 * shape.B * slots * shape.R);
+  return {slots_in<acc_t>(sums, shape, slots), rests, chunks > 1 ? ticket : nullptr};
+}
+
+// Makes running sums ready for a kernel: no sum has been passed on, and no ticket taken. For float and double.
+template <typename acc_t>
+void begin_sums(const char* kernel, const RunningSums<acc_t>& running, cudaStream_t stream);
 
 // ---- the mean of the values seen, m = A / (Z + eps)
 
@@ -248,7 +265,7 @@ __device__ __forceinline__ double normaliser_scale(double) {
   return 1.0;
 }
 
-// Means of the rows of a warp, from the sums before the warp and the running sums z and a within it.
+// Means of the rows of a group, from the sums before the group and the running sums z and a within it.
 template <typename acc_t>
 struct Means {
   acc_t scale;

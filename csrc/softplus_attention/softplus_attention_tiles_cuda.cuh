@@ -5,26 +5,26 @@
 
 // How CUDA kernels of softplus attention load and store tensors.
 //
-// Keys and values (B,R,T) are usually contiguous along positions. Their tiles come to shared memory as they are, each
-// tile while the one before it is computed, if there is room, and each lane reads its own channel there. Queries and
-// outputs (B,S,R) are usually contiguous along channels: lanes read and write them in global memory.
+// Keys and values (B,R,T) are usually contiguous along positions. Each warp copies the positions of its two groups to
+// shared memory, and each lane reads its own channel there. Queries and outputs (B,S,R) are usually contiguous along
+// channels: lanes read and write them in global memory.
 
 namespace memcheck {
 namespace softplus_cuda {
 
-// ---- tiles of keys and values, and of their gradients, in shared memory
+// ---- a warp's tile of keys or values, or of their gradients, in shared memory
 
 // A row of positions for each channel. Rows are 16 bytes longer than the positions, so that lanes that each read 16
 // bytes of their own row have no bank conflicts.
-template <typename scalar_t, int kPositions = kChunk>
+template <typename scalar_t>
 struct KeyTile {
-  alignas(16) scalar_t channels[kLanes][kPositions + kPackSize<scalar_t>];
+  alignas(16) scalar_t channels[kLanes][kWarpPositions + kPackSize<scalar_t>];
 };
 
-template <typename scalar_t, int kPositions = kChunk>
+template <typename scalar_t>
 struct KeyTiles {
-  KeyTile<scalar_t, kPositions> k;
-  KeyTile<scalar_t, kPositions> v;
+  KeyTile<scalar_t> k;
+  KeyTile<scalar_t> v;
 };
 
 template <typename scalar_t>
@@ -51,19 +51,18 @@ __device__ __forceinline__ void read_row(const scalar_t* from, acc_type<scalar_t
   for (int i = 0; i < kCount; i += kPackSize<scalar_t>) unpack(load_pack(from + i), values + i);
 }
 
-// k and v of this lane's channel from `position` on; v is 0 where there are no values.
-template <int kCount, typename scalar_t, int kPositions>
-__device__ __forceinline__ void read_keys(const KeyTiles<scalar_t, kPositions>& tiles, bool has_v, Thread me,
-                                          int position, acc_type<scalar_t> (&k)[kCount],
-                                          acc_type<scalar_t> (&v)[kCount]) {
+// k and v of this lane's channel from row `row` of its group on; v is 0 where there are no values.
+template <int kCount, typename scalar_t>
+__device__ __forceinline__ void read_keys(const KeyTiles<scalar_t>& tiles, bool has_v, Thread me, int row,
+                                          acc_type<scalar_t> (&k)[kCount], acc_type<scalar_t> (&v)[kCount]) {
+  const int position = me.group % 2 * kRows + row;
   read_row(&tiles.k.channels[me.lane][position], k);
   if (has_v) read_row(&tiles.v.channels[me.lane][position], v);
 }
 
 // ---- tiles in global memory
 
-// The order in which the threads of a block take the elements of a tile of a tensor (B,R,T). There are two threads for
-// each position.
+// The order in which the threads of a warp take the elements of a tile of a tensor (B,R,T).
 enum class TileOrder {
   Packs,      // packs along positions: every channel begins at a multiple of 16 bytes and is a multiple of it long
   Positions,  // single elements, neighbouring threads at neighbouring positions
@@ -82,137 +81,129 @@ TileOrder tile_order(const Strided<3>& x, int64_t T) {
   return packs ? TileOrder::Packs : x.stride[1] < x.stride[2] ? TileOrder::Channels : TileOrder::Positions;
 }
 
-// The elements of a tile that a thread takes one by one, kWarpRows of them.
-template <int kPositions>
-struct TileElements {
-  int channel, position;            // of the first
-  int channel_step, position_step;  // from one to the next
-
-  __device__ __forceinline__ explicit TileElements(TileOrder order) {
-    const bool along_channels = order == TileOrder::Channels;
-    channel = static_cast<int>(along_channels ? threadIdx.x % kLanes : threadIdx.x / kPositions);
-    position = static_cast<int>(along_channels ? threadIdx.x / kLanes : threadIdx.x % kPositions);
-    channel_step = along_channels ? 0 : kLanes / kWarpRows;
-    position_step = along_channels ? kPositions / kWarpRows : 0;
-  }
-};
-
-// A tile of a tensor (B,R,T) in global memory, as a thread copies it.
-template <typename scalar_t, int kPositions = kChunk>
+// A warp's tile of a tensor (B,R,T) in global memory, of `positions` positions if it has so many, as a thread copies
+// it.
+template <typename scalar_t>
 class KeyTileInMemory {
  public:
-  __device__ __forceinline__ KeyTileInMemory(const Strided<3>& x, TileOrder order, const Work& work, int64_t t)
+  __device__ __forceinline__ KeyTileInMemory(const Strided<3>& x, TileOrder order, const Work& work, Thread me,
+                                             int64_t T)
       : channel_stride_(x.stride[1]), position_stride_(x.stride[2]), order_(order), channels_(work.channels) {
-    const TileElements<kPositions> elements(order);
-    const Packs packs;
-    const bool packed = order == TileOrder::Packs;
-    at_ = x.at<scalar_t>(work.b, work.r + (packed ? packs.row : elements.channel),
-                         t + (packed ? packs.column : elements.position));
+    const int64_t t = work.chunk * kChunk + me.warp() * kWarpPositions;
+    const int in_warp = me.in_warp();
+    const int64_t left = T - t;
+    positions_ = left < 0 ? 0 : left < kWarpPositions ? static_cast<int>(left) : kWarpPositions;
+    if (order == TileOrder::Packs) {
+      // Eight lanes at a time write 16 bytes each, to different banks in this way.
+      constexpr bool kAlongChannels = Packs::kStep >= 8;
+      channel_ = kAlongChannels ? in_warp % Packs::kStep : in_warp / Packs::kPerRow;
+      position_ = (kAlongChannels ? in_warp / Packs::kStep : in_warp % Packs::kPerRow) * Packs::kSize;
+    } else {
+      channel_ = order == TileOrder::Channels ? in_warp % kLanes : 0;
+      position_ = order == TileOrder::Channels ? in_warp / kLanes : in_warp;
+    }
+    at_ = x.at<scalar_t>(work.b, work.r + channel_, t + position_);
   }
 
-  // Begins to load the first `positions` of the tile, or all if it has fewer; zeros beyond them. Packs arrive when
-  // cp_async_wait says so.
-  __device__ __forceinline__ void request(int64_t positions, KeyTile<scalar_t, kPositions>& tile) const {
+  // Begins to load the positions that exist; zeros beyond them. Packs arrive when cp_async_wait says so.
+  __device__ __forceinline__ void request(KeyTile<scalar_t>& tile) const {
     if (order_ == TileOrder::Packs) {
-      const Packs packs;
       request_tile<Packs::kCount>(
-          packs, RowLayout{1, positions, true}, [&](int channel) { return pack_at(packs, channel); },
-          [&](int channel) { return &tile.channels[channel][packs.column]; },
+          Packs{channel_, position_}, RowLayout{1, positions_, true}, [&](int channel) { return pack_at(channel); },
+          [&](int channel) { return &tile.channels[channel][position_]; },
           [&](int channel) { return channel < channels_; });
     } else {
-      each_element(positions, [&](scalar_t* at, bool exists, int channel, int position) {
-        tile.channels[channel][position] = exists ? *at : from_acc<scalar_t>(acc_type<scalar_t>(0));
-      });
+      each_element([&](scalar_t* at, bool exists,
+                       scalar_t& in_tile) { in_tile = exists ? *at : from_acc<scalar_t>(acc_type<scalar_t>(0)); },
+                   tile);
     }
   }
 
-  __device__ __forceinline__ void store(int64_t positions, const KeyTile<scalar_t, kPositions>& tile) const {
+  __device__ __forceinline__ void store(KeyTile<scalar_t>& tile) const {
     if (order_ == TileOrder::Packs) {
-      const Packs packs;
       store_tile<Packs::kCount>(
-          packs, RowLayout{1, positions, true}, [&](int channel) { return pack_at(packs, channel); },
-          [&](int channel) { return &tile.channels[channel][packs.column]; },
+          Packs{channel_, position_}, RowLayout{1, positions_, true}, [&](int channel) { return pack_at(channel); },
+          [&](int channel) { return &tile.channels[channel][position_]; },
           [&](int channel) { return channel < channels_; });
     } else {
-      each_element(positions, [&](scalar_t* at, bool exists, int channel, int position) {
-        if (exists) *at = tile.channels[channel][position];
-      });
+      each_element(
+          [&](scalar_t* at, bool exists, scalar_t& in_tile) {
+            if (exists) *at = in_tile;
+          },
+          tile);
     }
   }
 
  private:
-  using Packs = TilePacks<scalar_t, kLanes, kPositions, kPositions / kWarpRows * kLanes>;
+  using Packs = TilePacks<scalar_t, kLanes, kWarpPositions, kWarpThreads>;
 
-  __device__ __forceinline__ scalar_t* pack_at(const Packs& packs, int channel) const {
-    return at_ + (channel - packs.row) * channel_stride_;
+  __device__ __forceinline__ scalar_t* pack_at(int channel) const {
+    return at_ + (channel - channel_) * channel_stride_;
   }
   template <typename Each>
-  __device__ __forceinline__ void each_element(int64_t positions, const Each& each) const {
-    const TileElements<kPositions> elements(order_);
-    const int64_t step = elements.channel_step * channel_stride_ + elements.position_step * position_stride_;
+  __device__ __forceinline__ void each_element(const Each& each, KeyTile<scalar_t>& tile) const {
+    const bool along_channels = order_ == TileOrder::Channels;
+    const int channel_step = along_channels ? 0 : 1;
+    const int position_step = along_channels ? kWarpPositions / kRows : 0;
+    const int64_t step = channel_step * channel_stride_ + position_step * position_stride_;
 #pragma unroll 8
-    for (int i = 0; i < kWarpRows; ++i) {
-      const int channel = elements.channel + i * elements.channel_step;
-      const int position = elements.position + i * elements.position_step;
-      each(at_ + i * step, channel < channels_ && position < positions, channel, position);
+    for (int i = 0; i < kRows; ++i) {
+      const int channel = channel_ + i * channel_step;
+      const int position = position_ + i * position_step;
+      each(at_ + i * step, channel < channels_ && position < positions_, tile.channels[channel][position]);
     }
   }
 
   int64_t channel_stride_, position_stride_;
   TileOrder order_;
-  int channels_;  // that exist
-  scalar_t* at_;  // this thread's first element
+  int channels_, positions_;  // that exist
+  int channel_, position_;    // of this thread's first element
+  scalar_t* at_;              // it
 };
 
-// Begins to load the keys, and the values if there are any, from position t on.
-template <typename scalar_t, int kPositions>
+// Begins to load this warp's keys, and the values if there are any.
+template <typename scalar_t>
 __device__ __forceinline__ void request_keys(const Strided<3>& k, const Strided<3>& v, const TileOrders& orders,
-                                             const Work& work, int64_t T, int64_t t,
-                                             KeyTiles<scalar_t, kPositions>& tiles) {
-  KeyTileInMemory<scalar_t, kPositions>(k, orders.k, work, t).request(T - t, tiles.k);
-  if (v) KeyTileInMemory<scalar_t, kPositions>(v, orders.v, work, t).request(T - t, tiles.v);
+                                             const Work& work, Thread me, int64_t T, KeyTiles<scalar_t>& tiles) {
+  KeyTileInMemory<scalar_t>(k, orders.k, work, me, T).request(tiles.k);
+  if (v) KeyTileInMemory<scalar_t>(v, orders.v, work, me, T).request(tiles.v);
   cp_async_commit();
 }
 
-// Waits until the tile that was requested last has arrived, and until all threads are done with the tiles before it.
+// Waits until the warp's tile has arrived.
 __device__ __forceinline__ void await_keys() {
   cp_async_wait<0>();
-  __syncthreads();
+  __syncwarp();
 }
 
-// Tiles in shared memory at a time. A chunk of float64 leaves room for one.
-template <typename scalar_t>
-constexpr int kMostStages = sizeof(scalar_t) > 4 ? 1 : 2;
-
-// ---- rows of a warp in global memory
+// ---- rows of a group in global memory
 
 // Rows of a tensor (B,S,R), a lane for each channel.
 template <typename scalar_t>
 class QueryRows {
  public:
-  // Row 0 is at position s, which may be negative.
+  // Of a chunk that begins at position s, which may be negative.
   __device__ __forceinline__ QueryRows(const Strided<3>& x, const Work& work, Thread me, int64_t s)
-      : stride_(x.stride[1]), at_(x.at<scalar_t>(work.b, s, work.channel(me))) {}
+      : stride_(x.stride[1]), at_(x.at<scalar_t>(work.b, s + me.group * kRows, work.channel(me))) {}
 
-  __device__ __forceinline__ void move(int positions) { at_ += positions * stride_; }
   // Zeros where no row exists.
-  __device__ __forceinline__ void load(RowRange rows, scalar_t (&values)[kWarpRows]) const {
+  __device__ __forceinline__ void load(RowRange rows, scalar_t (&values)[kRows]) const {
     if (rows.all()) {
 #pragma unroll
-      for (int row = 0; row < kWarpRows; ++row) values[row] = at_[row * stride_];
+      for (int row = 0; row < kRows; ++row) values[row] = at_[row * stride_];
     } else {
 #pragma unroll
-      for (int row = 0; row < kWarpRows; ++row)
+      for (int row = 0; row < kRows; ++row)
         values[row] = rows.has(row) ? at_[row * stride_] : from_acc<scalar_t>(acc_type<scalar_t>(0));
     }
   }
-  __device__ __forceinline__ void store(RowRange rows, const scalar_t (&values)[kWarpRows]) const {
+  __device__ __forceinline__ void store(RowRange rows, const scalar_t (&values)[kRows]) const {
     if (rows.all()) {
 #pragma unroll
-      for (int row = 0; row < kWarpRows; ++row) at_[row * stride_] = values[row];
+      for (int row = 0; row < kRows; ++row) at_[row * stride_] = values[row];
     } else {
 #pragma unroll
-      for (int row = 0; row < kWarpRows; ++row)
+      for (int row = 0; row < kRows; ++row)
         if (rows.has(row)) at_[row * stride_] = values[row];
     }
   }
@@ -224,29 +215,24 @@ class QueryRows {
 
 // ---- weights of keys
 
-// Rows of keys that are loaded and computed together: as many as a pack of 16-bit elements.
-constexpr int kGroup = 8;
-
-// softplus(k) and softplus(k) v of a warp's rows of a tile; 0 for positions that do not exist.
-template <typename scalar_t, int kPositions, typename acc_t>
-__device__ __forceinline__ void weigh(const KeyTiles<scalar_t, kPositions>& tiles, bool has_v, Thread me,
-                                      int64_t positions, acc_t (&weights)[kWarpRows], acc_t (&weighted)[kWarpRows]) {
+// softplus(k) and softplus(k) v of a group's rows; 0 for rows that do not exist.
+template <typename scalar_t, typename acc_t>
+__device__ __forceinline__ void weigh(const KeyTiles<scalar_t>& tiles, bool has_v, Thread me, RowRange rows,
+                                      acc_t (&weights)[kRows], acc_t (&weighted)[kRows]) {
+  constexpr int kCount = 8;  // rows that are loaded and computed together
 #pragma unroll
-  for (int start = 0; start < kWarpRows; start += kGroup) {
-    acc_t k[kGroup];
-    acc_t v[kGroup] = {};
-    read_keys(tiles, has_v, me, me.warp * kWarpRows + start, k, v);
+  for (int start = 0; start < kRows; start += kCount) {
+    acc_t k[kCount];
+    acc_t v[kCount] = {};
+    read_keys(tiles, has_v, me, start, k, v);
 #pragma unroll
-    for (int i = 0; i < kGroup; ++i) {
+    for (int i = 0; i < kCount; ++i) {
       weights[start + i] = softplus_on_device<scalar_t>(k[i]);
       weighted[start + i] = weights[start + i] * v[i];
     }
   }
-  if (positions < kPositions) {
-#pragma unroll
-    for (int row = 0; row < kWarpRows; ++row)
-      if (me.warp * kWarpRows + row >= positions) weights[row] = weighted[row] = acc_t(0);
-  }
+  clear_absent_rows(rows, weights);
+  clear_absent_rows(rows, weighted);
 }
 
 }  // namespace softplus_cuda

@@ -142,6 +142,15 @@ def largest_error(actual: Tensor, truth: Tensor) -> float:
     return (actual.double().cpu() - truth).abs().nan_to_num(nan=math.inf).max().item() if actual.numel() else 0.0
 
 
+def same_where_not_finite(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
+    """Whether NaN, infinity and minus infinity are at the same places; finite values do not matter."""
+
+    def kinds(x: Tensor) -> Tensor:
+        return torch.where(x.isnan(), 2.0, torch.where(x.isinf(), x.sign(), torch.zeros_like(x)))
+
+    return all(torch.equal(kinds(x), kinds(y)) for x, y in zip(ours, theirs, strict=True))
+
+
 def same_bits(some: Sequence[Tensor | None], others: Sequence[Tensor | None]) -> bool:
     return all(
         a is b or (a is not None and b is not None and torch.equal(a, b)) for a, b in zip(some, others, strict=True)

@@ -26,6 +26,7 @@ from ops.checks import (
     laid_out,
     run,
     same_bits,
+    same_where_not_finite,
     saved_for_backward,
     subsets,
 )
@@ -319,6 +320,15 @@ def test_extreme_gates(value: float) -> None:
     weight[0] = torch.eye(40)
     x[::3, ::2] = value
     assert_contract(contract(), [x, weight], grad_y)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("poisoned", ["x", "weight", "grad_y"])
+def test_results_are_not_finite_where_those_of_plain_pytorch_are_not(poisoned: str, value: float) -> None:
+    (x, weight), grad_y = make_inputs((7, 5))
+    {"x": x, "weight": weight[0], "grad_y": grad_y}[poisoned][2, 3] = value
+    ours, plain = (run(f, [x, weight], grad_y) for f in (contract().function, contract().reference))
+    assert same_where_not_finite(ours, plain)
 
 
 def test_nan_stays_in_its_row() -> None:
