@@ -270,7 +270,7 @@ __device__ __forceinline__ void store_at_positions(const CompressedAttentionBack
 
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p, const KeyWork& work,
-                                            const KeyParts<acc_t>& parts, bool of_values, Totals<acc_t>& total) {
+                                            const KeyParts<scalar_t>& parts, bool of_values, Totals<acc_t>& total) {
   using Size = TileSize<acc_t>;
   const int64_t column = work.column + joint_column<acc_t>(0);
   const auto scale = of_values ? acc_t(1) : static_cast<acc_t>(p.scale);
@@ -290,10 +290,7 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
                                                          of_row);
       continue;
     }
-    acc_t* to = parts.at(p.shape, work.part, of_values, work.of, j);
-#pragma unroll
-    for (int x = 0; x < Size::kThreadColumns; ++x)
-      if (column + x < p.shape.D) to[column + x] = of_row[x];
+    parts.store(parts.of_block(p.shape, work.of, of_values, j), work.part, column, of_row);
   }
   if (!__any_sync(~0u, not_finite != 0)) return;
   each_row_of_warp<acc_t>(not_finite, [&](int row) {
@@ -304,7 +301,7 @@ __device__ __forceinline__ void finish_keys(const CompressedAttentionBackward& p
 // The gradient of keys or of values. If both are wanted, the thread blocks alternate.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kThreads)
-    key_gradient_kernel(CompressedAttentionBackward p, KeyParts<acc_type<scalar_t>> parts, int64_t column_tiles) {
+    key_gradient_kernel(CompressedAttentionBackward p, KeyParts<scalar_t> parts, int64_t column_tiles) {
   using acc_t = acc_type<scalar_t>;
   using Size = TileSize<acc_t>;
   auto& memory = shared<KeyGradientShared<acc_t>>();
@@ -367,46 +364,41 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kJoinThreads = 256;
 
-// Adds the parts of a gradient in their order and stores it at the positions of the block.
+// Adds the parts of a gradient in their order and stores it at the positions of the block. A thread has a pack of
+// columns of a block.
 template <typename scalar_t>
 __global__ void __launch_bounds__(kJoinThreads)
-    join_keys_kernel(CompressedAttentionBackward p, KeyParts<acc_type<scalar_t>> parts) {
-  using acc_t = acc_type<scalar_t>;
-  constexpr int kCount = TileSize<acc_t>::kThreadColumns;
+    join_keys_kernel(CompressedAttentionBackward p, KeyParts<scalar_t> parts) {
+  constexpr int kCount = kPackSize<scalar_t>;
   const CompressedAttentionShape& shape = p.shape;
-  const int64_t chunks = ceil_div(shape.D, kCount);
+  const int64_t packs = ceil_div(shape.D, kCount);
   const int64_t blocks = shape.B * shape.Hkv * shape.C;
   const bool both = p.grad_k && p.grad_v;
   int64_t index = int64_t{blockIdx.x} * kJoinThreads + threadIdx.x;
-  const int64_t column = index % chunks * kCount;
-  index /= chunks;
+  const int64_t column = index % packs * kCount;
+  index /= packs;
   if (index >= blocks * (both ? 2 : 1)) return;
   const bool of_values = both ? index >= blocks : static_cast<bool>(p.grad_v);
-  const int64_t block = index % blocks;
-  const KeyHead of = key_head_at(shape, block / shape.C);
-  const int64_t j = block % shape.C;
-  acc_t sum[kCount] = {};
-  for (int64_t part = 0; part < parts.count; ++part) {
-    const acc_t* from = parts.at(shape, part, of_values, of, j);
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      if (column + i < shape.D) sum[i] += from[column + i];
-  }
+  const KeyHead of = key_head_at(shape, index % blocks / shape.C);
+  const int64_t j = index % shape.C;
+  const KeyMatrix<scalar_t> block = parts.of_block(shape, of, of_values, j);
+  acc_type<scalar_t> sum[kCount] = {};
+  for (int64_t part = 0; part < parts.count; ++part) parts.add(block, part, column, sum);
   store_at_positions<scalar_t, kCount>(p, of_values ? p.grad_v : p.grad_k, of, j, column, sum);
 }
 
 template <typename scalar_t>
-void join_keys(const CompressedAttentionBackward& p, const KeyParts<acc_type<scalar_t>>& parts, cudaStream_t stream) {
-  constexpr int kCount = TileSize<acc_type<scalar_t>>::kThreadColumns;
+void join_keys(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& parts, cudaStream_t stream) {
   const int64_t gradients = p.grad_k && p.grad_v ? 2 : 1;
-  const int64_t threads = gradients * p.shape.B * p.shape.Hkv * p.shape.C * ceil_div(p.shape.D, kCount);
+  const int64_t packs = ceil_div(p.shape.D, int64_t{kPackSize<scalar_t>});
+  const int64_t threads = gradients * p.shape.B * p.shape.Hkv * p.shape.C * packs;
   launch({"compressed_attention_backward_join", dim3(static_cast<unsigned>(ceil_div(threads, kJoinThreads))),
           dim3(kJoinThreads), 0, stream},
          join_keys_kernel<scalar_t>, p, parts);
 }
 
 template <typename scalar_t>
-void key_gradients_of_parts(const CompressedAttentionBackward& p, const KeyParts<acc_type<scalar_t>>& parts,
+void key_gradients_of_parts(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& parts,
                             cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = TileSize<acc_t>::kSize;
@@ -420,12 +412,12 @@ void key_gradients_of_parts(const CompressedAttentionBackward& p, const KeyParts
 
 template <typename scalar_t>
 void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
-  using acc_t = acc_type<scalar_t>;
   const CompressedAttentionShape& shape = p.shape;
   if (shape.B * shape.Hkv * shape.C * shape.D == 0) return;
-  const KeyParts<acc_t> parts{static_cast<acc_t*>(p.scratch), compressed_attention_splits_cuda(shape, dtype).keys};
+  const CompressedAttentionKeySplit split = compressed_attention_key_split_cuda(shape, dtype, p.block_length);
+  const KeyParts<scalar_t> parts(p, split);
   bool done = false;
-  if constexpr (sizeof(scalar_t) == 2) done = key_gradients_on_tensor_cores<scalar_t>(p, parts, stream);
+  if constexpr (sizeof(scalar_t) == 2) done = key_gradients_on_tensor_cores<scalar_t>(p, parts, split.tile, stream);
   if (!done) key_gradients_of_parts<scalar_t>(p, parts, stream);
   if (parts.count > 1) join_keys<scalar_t>(p, parts, stream);
 }

@@ -237,7 +237,7 @@ template <typename scalar_t>
 void forward(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stream) {
   const int64_t queries = p.shape.B * p.shape.H * p.shape.S;
   if (queries == 0) return;
-  const ForwardParts<acc_type<scalar_t>> parts(p, compressed_attention_splits_cuda(p.shape, dtype).forward);
+  const ForwardParts<acc_type<scalar_t>> parts(p, compressed_attention_query_parts_cuda(p.shape, dtype));
   bool done = false;
   if constexpr (sizeof(scalar_t) == 2) done = forward_on_tensor_cores<scalar_t>(p, parts, stream);
   if (!done) forward_of_parts<scalar_t>(p, parts, stream);
@@ -253,9 +253,6 @@ void forward(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stre
 void compressed_attention_forward_cuda(const CompressedAttentionForward& p, Dtype dtype, cudaStream_t stream) {
   with_device_type(dtype, [&](auto type) { compressed_cuda::forward<decltype(type)>(p, dtype, stream); });
 }
-
-// In compressed_attention_backward_cuda.cu.
-void compressed_attention_backward_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream);
 
 const CompressedAttentionKernels compressed_attention_cuda{
     compressed_attention_plan_cuda, compressed_attention_pool_cuda, compressed_attention_forward_cuda,

@@ -133,25 +133,26 @@ __device__ __forceinline__ void round_factor(const WarpTile<kTall, kWide>& c, Wa
     }
 }
 
-// c += a b for two tiles of 8 columns of c.
+// c += a b for tiles n and n + 1 of c.
 template <typename scalar_t, int kTall, int kWide>
-__device__ __forceinline__ void multiply_pair(const uint32_t (&a)[kTall][4], const uint32_t (&b)[4], int pair,
+__device__ __forceinline__ void multiply_pair(const uint32_t (&a)[kTall][4], const uint32_t (&b)[4], int n,
                                               WarpTile<kTall, kWide>& c) {
   const uint32_t left[2] = {b[0], b[1]};
   const uint32_t right[2] = {b[2], b[3]};
 #pragma unroll
   for (int m = 0; m < kTall; ++m) {
-    mma_m16n8k16<scalar_t>(c[m][2 * pair], a[m], left);
-    mma_m16n8k16<scalar_t>(c[m][2 * pair + 1], a[m], right);
+    mma_m16n8k16<scalar_t>(c[m][n], a[m], left);
+    mma_m16n8k16<scalar_t>(c[m][n + 1], a[m], right);
   }
 }
 
-// c = a b^T for the rows of a from row_of_a on and the first rows of b.
+// c = a b^T for the rows of a and b from row_of_a and row_of_b on.
 template <typename scalar_t, int kTall, int kWide, typename TileA, typename TileB>
-__device__ __forceinline__ void multiply_rows(const TileA& a, int row_of_a, const TileB& b, WarpTile<kTall, kWide>& c) {
+__device__ __forceinline__ void multiply_rows(const TileA& a, int row_of_a, const TileB& b, int row_of_b,
+                                              WarpTile<kTall, kWide>& c) {
   static_assert(TileA::kColumns == TileB::kColumns);
   const auto first = Operand<TileA>::down(a, row_of_a);
-  const auto second = Operand<TileB>::across(b, 0);
+  const auto second = Operand<TileB>::across(b, row_of_b);
   set_zero<kTall, kWide>(c);
 #pragma unroll
   for (int step = 0; step < TileA::kColumns / 16; ++step) {
@@ -162,30 +163,39 @@ __device__ __forceinline__ void multiply_rows(const TileA& a, int row_of_a, cons
     for (int pair = 0; pair < kWide / 2; ++pair) {
       uint32_t of_b[4];
       ldmatrix_x4(of_b, second.row(16 * pair, step));
-      multiply_pair<scalar_t, kTall, kWide>(of_a, of_b, pair, c);
+      multiply_pair<scalar_t, kTall, kWide>(of_a, of_b, 2 * pair, c);
     }
   }
 }
 
-// c += a b
+// c += a b for the rows of b from `row` on. Tensor cores cut a sum towards zero at every step, and the errors of equal
+// terms add up. So the product is summed from zero, and added to c with rounding to nearest.
 template <typename scalar_t, int kTall, int kDeep, int kWide, typename Tile>
-__device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, const Tile& b,
+__device__ __forceinline__ void add_product(const WarpFactor<kTall, kDeep>& a, const Tile& b, int row,
                                             WarpTile<kTall, kWide>& c) {
-  static_assert(8 * kWide == Tile::kColumns && 8 * kDeep == Tile::kRows);
-  const auto second = Operand<Tile>::down(b, 0);
+  static_assert(8 * kWide == Tile::kColumns && 8 * kDeep <= Tile::kRows);
+  const auto second = Operand<Tile>::down(b, row);
 #pragma unroll
-  for (int step = 0; step < kDeep / 2; ++step) {
-    uint32_t of_a[kTall][4];
+  for (int pair = 0; pair < kWide / 2; ++pair) {
+    float product[kTall][2][4];
+    set_zero<kTall, 2>(product);
+#pragma unroll
+    for (int step = 0; step < kDeep / 2; ++step) {
+      uint32_t of_a[kTall][4];
+#pragma unroll
+      for (int m = 0; m < kTall; ++m)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of_a[m][i] = a[m][step][i];
+      uint32_t of_b[4];
+      ldmatrix_x4_transposed(of_b, second.row(16 * step, pair));
+      multiply_pair<scalar_t, kTall, 2>(of_a, of_b, 0, product);
+    }
 #pragma unroll
     for (int m = 0; m < kTall; ++m)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) of_a[m][i] = a[m][step][i];
+      for (int n = 0; n < 2; ++n)
 #pragma unroll
-    for (int pair = 0; pair < kWide / 2; ++pair) {
-      uint32_t of_b[4];
-      ldmatrix_x4_transposed(of_b, second.row(16 * step, pair));
-      multiply_pair<scalar_t, kTall, kWide>(of_a, of_b, pair, c);
-    }
+        for (int i = 0; i < 4; ++i) c[m][2 * pair + n][i] += product[m][n][i];
   }
 }
 
@@ -209,9 +219,9 @@ __device__ __forceinline__ void each_row_of_fragments(unsigned marked, const Run
   }
 }
 
-// Stores c, rounded, in rows of a tile that only this warp uses.
-template <typename scalar_t, int kTall, int kWide, typename Tile>
-__device__ __forceinline__ void keep_rows(const WarpTile<kTall, kWide>& c, int row, Tile& to) {
+// Stores pair(x, y), two 16-bit values, for neighbours x and y of c in rows of a tile that only this warp uses.
+template <int kTall, int kWide, typename Tile, typename PairOf>
+__device__ __forceinline__ void keep_pairs(const WarpTile<kTall, kWide>& c, int row, Tile& to, const PairOf& pair) {
 #pragma unroll
   for (int m = 0; m < kTall; ++m)
 #pragma unroll
@@ -219,8 +229,14 @@ __device__ __forceinline__ void keep_rows(const WarpTile<kTall, kWide>& c, int r
 #pragma unroll
       for (int n = 0; n < kWide; ++n)
         *reinterpret_cast<uint32_t*>(to.pack(row + fragment_row(m, half), n) + lane() % 4 * 2) =
-            rounded_pair(scalar_t(), c[m][n][2 * half], c[m][n][2 * half + 1]);
+            pair(c[m][n][2 * half], c[m][n][2 * half + 1]);
   __syncwarp();
+}
+
+// The same for c, rounded.
+template <typename scalar_t, int kTall, int kWide, typename Tile>
+__device__ __forceinline__ void keep_rows(const WarpTile<kTall, kWide>& c, int row, Tile& to) {
+  keep_pairs<kTall, kWide>(c, row, to, [](float x, float y) { return rounded_pair(scalar_t(), x, y); });
 }
 
 // Copies a pack of a tile to a row in memory.

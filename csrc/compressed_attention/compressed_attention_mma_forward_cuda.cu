@@ -202,14 +202,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     if (kStages > 1 && tile + 1 < tiles) request_keys(key + kKeys, kStages - 1 - now);
     float scores[kTall][kKeys / 8][4];
-    multiply_rows<scalar_t, kTall, kKeys / 8>(memory.q, first, memory.kc[now], scores);
+    multiply_rows<scalar_t, kTall, kKeys / 8>(memory.q, first, memory.kc[now], 0, scores);
     if (!rises) scale_all<kTall, kKeys / 8>(scale, scores);
     // The first row sees fewest blocks.
     if (key + kKeys > memory.limit[0]) hide_keys<kTall, kKeys / 8>(memory.limit + first, key, scores);
     softmax.add(rises ? scale : 1, scores, y);
     uint32_t weights[kTall][kKeys / 16][4];
     round_factor<scalar_t, kTall, kKeys / 8>(scores, weights);
-    add_product<scalar_t, kTall, kKeys / 8, kD / 8>(weights, memory.vc[now], y);
+    add_product<scalar_t, kTall, kKeys / 8, kD / 8>(weights, memory.vc[now], 0, y);
     if (kStages == 1 && tile + 1 < tiles) {
       __syncthreads();
       request_keys(key + kKeys, 0);

@@ -238,8 +238,8 @@ __device__ __attribute__((noinline)) void differentiate_row(CompressedAttentionB
 // Forms `columns` columns of the gradient of block j's key or value, over its part of the queries.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __attribute__((noinline)) void differentiate_key(CompressedAttentionBackward p, KeyWork work,
-                                                            int64_t tile_rows, int64_t columns, KeyParts<acc_t> parts,
-                                                            bool of_values, int64_t j) {
+                                                            int64_t tile_rows, int64_t columns,
+                                                            KeyParts<scalar_t> parts, bool of_values, int64_t j) {
   const CompressedAttentionShape& shape = p.shape;
   const Pairs<scalar_t> pairs(p, work.of);
   const int64_t begin = larger(work.first_row + work.begin * tile_rows, shape.first_query(j) * work.of.group);
@@ -260,7 +260,7 @@ __device__ __attribute__((noinline)) void differentiate_key(CompressedAttentionB
   sum.each(work.column, smaller(shape.D, work.column + columns), [&](int64_t column, acc_t x) {
     const acc_t gradient = of_values ? x : pairs.scale * x;
     if (parts.count > 1) {
-      parts.at(shape, work.part, of_values, work.of, j)[column] = gradient;
+      parts.template store<1>(parts.of_block(shape, work.of, of_values, j), work.part, column, {gradient});
       return;
     }
     const scalar_t share = from_acc<scalar_t>(gradient / static_cast<acc_t>(positions.length));

@@ -121,8 +121,12 @@ __device__ __forceinline__ void load_tile(const HeadMatrix<scalar_t, kGrouped>& 
 #pragma unroll
     for (int n = 0; n < kLoads; ++n)
 #pragma unroll
-      for (int i = 0; i < Packs::kSize; ++i)
-        to.at[first + n * Packs::kStep][mine.column + i] = to_acc(packs[n].values[i]);
+      for (int i = 0; i < Packs::kSize; i += kPackSize<acc_t>) {
+        Pack<acc_t> pack;
+#pragma unroll
+        for (int x = 0; x < kPackSize<acc_t>; ++x) pack.values[x] = to_acc(packs[n].values[i + x]);
+        store_pack(pack, &to.at[first + n * Packs::kStep][mine.column + i]);
+      }
   }
 }
 

@@ -90,28 +90,92 @@ struct ForwardParts {
         count(parts) {}
 };
 
-// Parts of the gradients of kc and vc in the plan's scratch, (parts,2,B,Hkv,C,D).
-template <typename acc_t>
+// Parts of the gradients of kc and vc until they are added. A number in the accumulation type is one or two words of
+// the size of scalar_t. Each row of a part has one word of its numbers, in the columns of these, so that the thread
+// that adds the parts of some columns and stores the sum there needs no other thread.
+template <typename scalar_t>
 struct KeyParts {
-  acc_t* gradients;
-  int64_t count;
+  using acc_t = acc_type<scalar_t>;
+  static constexpr int kWords = sizeof(acc_t) / sizeof(scalar_t);
 
-  __device__ __forceinline__ acc_t* at(const CompressedAttentionShape& shape, int64_t part, bool of_values,
-                                       const KeyHead& of, int64_t j) const {
-    const int64_t head = (part * 2 + of_values) * shape.B * shape.Hkv + of.b * shape.Hkv + of.head;
-    return gradients + (head * shape.C + j) * shape.D;
+  int64_t count = 1;
+  int64_t block_rows = 0;      // from one block to the next
+  Strided<4> rows[2] = {};     // of keys and of values, (B,Hkv,C block_rows,D)
+  Strided<4> of_last[2] = {};  // (B,Hkv,count kWords,D), of the last block if its rows are too few; null if not
+
+  KeyParts(const CompressedAttentionBackward& p, const CompressedAttentionKeySplit& split) : count(split.parts) {
+    if (count == 1) return;
+    const CompressedAttentionShape& shape = p.shape;
+    const auto in_scratch = [&](bool of_values, int64_t n) {  // (2,B,Hkv,n,D)
+      const int64_t values = of_values ? shape.B * shape.Hkv * n * shape.D : 0;
+      return Strided<4>{static_cast<scalar_t*>(p.scratch) + values, {shape.Hkv * n * shape.D, n * shape.D, shape.D, 1}};
+    };
+    const bool is_short = p.gradient_length % p.block_length != 0;
+    block_rows = split.in_gradients ? p.block_length : count * kWords;
+    for (const bool of_values : {false, true}) {
+      const Strided<4>& gradient = of_values ? p.grad_v : p.grad_k;
+      rows[of_values] = split.in_gradients ? gradient : in_scratch(of_values, shape.C * block_rows);
+      if (split.in_gradients && is_short) of_last[of_values] = in_scratch(of_values, count * kWords);
+    }
+  }
+
+  // The rows of all parts of block j.
+  __device__ __forceinline__ KeyMatrix<scalar_t> of_block(const CompressedAttentionShape& shape, const KeyHead& of,
+                                                          bool of_values, int64_t j) const {
+    const bool apart = of_last[of_values] && j == shape.C - 1;
+    KeyMatrix<scalar_t> block = keys_of<scalar_t>(shape, (apart ? of_last : rows)[of_values], count * kWords, of);
+    if (!apart) block.data += j * block_rows * block.position_stride;
+    return block;
+  }
+
+  __device__ __forceinline__ static scalar_t word(acc_t x, int index) {
+    scalar_t words[kWords];
+    __builtin_memcpy(static_cast<void*>(words), &x, sizeof(x));
+    return words[index];
+  }
+
+  // Stores kCount columns of a part, as far as they exist.
+  template <int kCount>
+  __device__ __forceinline__ static void store(const KeyMatrix<scalar_t>& block, int64_t part, int64_t column,
+                                               const acc_t (&x)[kCount]) {
+#pragma unroll
+    for (int index = 0; index < kWords; ++index) {
+      Pack<scalar_t, kCount> words;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) words.values[i] = word(x[i], index);
+      write_pack(words, block.at(part * kWords + index) + column * block.column_stride, block.layout(), column);
+    }
+  }
+
+  // sum += a pack of columns of a part
+  __device__ __forceinline__ static void add(const KeyMatrix<scalar_t>& block, int64_t part, int64_t column,
+                                             acc_t (&sum)[kPackSize<scalar_t>]) {
+    Pack<scalar_t> packs[kWords];
+#pragma unroll
+    for (int index = 0; index < kWords; ++index)
+      packs[index] = block.read(block.at(part * kWords + index), true, column);
+#pragma unroll
+    for (int i = 0; i < kPackSize<scalar_t>; ++i) {
+      scalar_t words[kWords];
+#pragma unroll
+      for (int index = 0; index < kWords; ++index) words[index] = packs[index].values[i];
+      acc_t x;
+      __builtin_memcpy(&x, static_cast<const void*>(words), sizeof(x));
+      sum[i] += x;
+    }
   }
 };
 
-// For 16-bit types. They return false, and do nothing, if the head is too wide for tensor cores.
+// For 16-bit types. They return false, and do nothing, if the head is too wide for tensor cores. key_tile: keys in a
+// tile, 64 or 32.
 template <typename scalar_t>
 bool forward_on_tensor_cores(const CompressedAttentionForward& p, const ForwardParts<float>& parts,
                              cudaStream_t stream);
 template <typename scalar_t>
 bool query_gradients_on_tensor_cores(const CompressedAttentionBackward& p, cudaStream_t stream);
 template <typename scalar_t>
-bool key_gradients_on_tensor_cores(const CompressedAttentionBackward& p, const KeyParts<float>& parts,
-                                   cudaStream_t stream);
+bool key_gradients_on_tensor_cores(const CompressedAttentionBackward& p, const KeyParts<scalar_t>& parts,
+                                   int64_t key_tile, cudaStream_t stream);
 
 }  // namespace compressed_cuda
 }  // namespace memcheck

@@ -153,6 +153,32 @@ def test_wide_heads_and_many_heads_of_a_key_head(shape: tuple[int, ...], mode: s
     assert_contract(contract(2, mode), *make_inputs(*shape, dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("mode", ["causal", "not causal"])
+@pytest.mark.parametrize(("T", "D", "layout"), [(320, 64, "dense"), (300, 65, "transposed"), (300, 130, "dense")])
+def test_gradients_of_long_blocks(T: int, D: int, layout: str, mode: str, dtype: torch.dtype) -> None:
+    """Thread blocks of a GPU share a tile of keys, and leave their parts in the gradients of keys and values; of a
+    shorter last block, in scratch."""
+    tensors, grad_y = make_inputs(1, 8, 8, 270, T, D, dtype)
+    *inputs, grad = [LAYOUTS[layout](x) for x in (*tensors, grad_y)]
+    assert_strides(assert_contract(contract(64, mode), inputs, grad), inputs)
+
+
+def test_sums_of_16_bit_products_have_no_bias() -> None:
+    """Tensor cores cut sums towards zero: relative errors of sums of positive terms would grow with their number.
+    Weights rounded to nearest have errors with a mean of 0, and their standard deviation over all S T weights, whose
+    mean square is e times their squared mean, bounds the mean error of the results."""
+    S, T, D = 700, 1024, 200
+    (q, k, v), grad_y = make_inputs(1, 1, 1, S, T, D, torch.float16)
+    inputs = [q, k, v.abs() + 1, grad_y.abs() + 1]
+    one = contract(1, "not causal")
+    y, _, _, grad_v = run(one.function, inputs[:3], inputs[3])
+    expected = run(one.reference, [x.double() for x in inputs[:3]], inputs[3].double())
+    deviation = RESULT_UNIT[torch.float16] / math.sqrt(3) * math.sqrt(math.e / (S * T))
+    for actual, exact in ((y, expected[0]), (grad_v, expected[3])):
+        assert abs(((actual.double() - exact) / exact).mean().item()) < 5 * deviation
+
+
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("factor", [1, 2, 8, 64])
@@ -540,8 +566,9 @@ def assert_equal_up_to_rounding(actual: Tensor, expected: Tensor) -> None:
     )
 
 
-# B, H, Hkv, S, T, D, factor. With the second, thread blocks of a GPU share a tile.
-NAN_SHAPES = [(2, 4, 2, 70, 100, 40, 3), (1, 2, 1, 5, 700, 8, 2)]
+# B, H, Hkv, S, T, D, factor. With the second, thread blocks of a GPU share a tile of queries, with the third one of
+# keys, and leave their parts in gradients.
+NAN_SHAPES = [(2, 4, 2, 70, 100, 40, 3), (1, 2, 1, 5, 700, 8, 2), (1, 8, 8, 270, 300, 65, 64)]
 
 
 NAN_CASES = [
@@ -549,6 +576,8 @@ NAN_CASES = [
     (NAN_SHAPES[0], "causal", torch.float64),
     (NAN_SHAPES[1], "causal", torch.float32),
     (NAN_SHAPES[1], "not causal", torch.float16),
+    (NAN_SHAPES[2], "causal", torch.bfloat16),
+    pytest.param(NAN_SHAPES[2], "not causal", torch.float32, marks=pytest.mark.ci),
 ]
 
 
