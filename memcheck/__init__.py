@@ -21,6 +21,7 @@ from memcheck.ops.compressed_attention import (
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
+from memcheck.predict.ranks import Ranks
 
 if TYPE_CHECKING:
     from memcheck.notebook import Results, load, profile, sweep
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 __all__ = [
     "CompressedAttentionState",
     "MemoryTracker",
+    "Ranks",
     "Results",
     "calibrate",
     "combinator",

@@ -19,6 +19,7 @@ from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.step import check_step
 from memcheck.predict.probed import Probe
+from memcheck.predict.ranks import Ranks
 from memcheck.predict.replay import Prediction, target_for
 from memcheck.predict.torch_versions import Version
 
@@ -46,6 +47,7 @@ def predict_memory(
     torch_version: Version | None = None,
     drops_workspaces: bool = True,
     probe: Probe | bool = True,
+    ranks: Ranks | None = None,
     **kwargs: Any,
 ) -> Prediction:
     """The record that measuring model(*inputs, **kwargs) on the device would give. Nothing of its size is allocated.
@@ -94,7 +96,7 @@ def predict_memory(
     from memcheck.predict.model import Call, predict_call
 
     ways = (loss, backward, optimizer, autocast, steps, accumulate, clip_grad_norm, set_to_none)
-    call = Call(model, inputs, kwargs, *ways)
+    call = Call(model, inputs, kwargs, *ways, ranks=ranks)
     here = device.kind == "cpu" and target.threads == torch.get_num_threads() and torch_version is None
     chosen = (default_probe() if here else None) if probe is True else probe or None
     return predict_call(call, device, target, probe=chosen, **how)

@@ -47,7 +47,8 @@ def of_configuration(args: argparse.Namespace) -> CachedModel:
 
     UsageError: its state is not a cache of keys and values.
     """
-    for name in ("layers", "kv_heads", "optimizer", "loss", "autocast", "checkpointing", "steps"):
+    others = ("layers", "kv_heads", "optimizer", "loss", "autocast", "checkpointing", "steps", "fsdp", "tp", "ddp")
+    for name in others:
         if getattr(args, name):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is not for --hf-config in --mode decode, got {getattr(args, name)}")

@@ -34,6 +34,7 @@ from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
 from memcheck.predict.model import owner_of
 from memcheck.predict.probed import Probe
+from memcheck.predict.ranks import KINDS, Ranks
 from memcheck.predict.replay import Prediction
 from memcheck.report.model_prediction import Change
 
@@ -305,6 +306,8 @@ class Study:
         if (path := getattr(args, "calibration", None)) is not None:
             probe = CarriedProbe.of(path, getattr(args, "threads", None))
             how["threads"] = probe.threads
+        if splits := {name: size for name in KINDS if (size := getattr(args, name))}:
+            how["ranks"] = Ranks(**splits, rank=args.rank or 0)
         device = predicted_device(args) if probe is None else device_named("cpu")
         how |= {} if probe is None else {"probe": probe}
         return cls(source, source.completed(setting or Setting.of(args)), device, how)
@@ -316,7 +319,7 @@ class Study:
         if taken := built.kwargs.keys() & inspect.signature(predict_memory).parameters.keys():
             raise UsageError(f"an input is named {taken.pop()}, as an argument of memcheck.predict_memory is")
         autocast = setting.autocast and getattr(torch, setting.autocast)
-        how = {"optimizer": optimizer_of(setting.optimizer), "autocast": autocast, **self.how}
+        how = {"optimizer": optimizer_of(setting.optimizer, self.how.get("ranks")), "autocast": autocast, **self.how}
         how |= {"backward": setting.mode == "train", "device": self.device, **built.kwargs}
         try:
             found = predict_memory(built.model, *built.inputs, **how)
@@ -326,6 +329,11 @@ class Study:
             raise MemcheckError(f"the model cannot be predicted: {type(error).__name__}: {error}") from error
         found.record.bsz, found.record.query_len = setting.bsz, setting.seq_len
         return found
+
+    def words(self, prediction: Prediction, setting: Setting | None = None) -> str:
+        """The setting, and the process that is predicted: "batch 1, train, rank 0 of 8 of FSDP2 (...)"."""
+        ranks, words = self.how.get("ranks"), (setting or self.setting).words()
+        return words if ranks is None else f"{words}, {ranks.words(prediction.case.model)}"
 
     def changes(self, base: Prediction, besides: str | None = None) -> dict[str, Setting]:
         """Single changes of the setting that may need less memory, by the flag that makes them.
@@ -372,12 +380,16 @@ def combined(setting: Setting, others: Sequence[Setting]) -> Setting:
     return setting.but(**fields)
 
 
-def optimizer_of(name: str) -> Callable[[Any], Any] | None:
-    """What makes the optimizer of that name; None for "none"."""
+def optimizer_of(name: str, ranks: Ranks | None = None) -> Callable[[Any], Any] | None:
+    """What makes the optimizer of that name; None for "none".
+
+    Tensor parallelism leaves some parameters whole, and functions of lists take no DTensors among other tensors.
+    """
     if (found := OPTIMIZERS[name]) is None:
         return None
     kind, options = found
-    return functools.partial(getattr(torch.optim, kind), **options)
+    one_by_one = {"foreach": False} if ranks is not None and ranks.kind == "tp" else {}
+    return functools.partial(getattr(torch.optim, kind), **{**options, **one_by_one})
 
 
 def classes_of(prediction: Prediction) -> dict[str, str]:

@@ -52,6 +52,11 @@ def count(text: str) -> int:
     return number
 
 
+def ordinal(text: str) -> int:
+    """Parses a number that may be 0."""
+    return 0 if text.strip() == "0" else count(text)
+
+
 def counts(text: str) -> list[int]:
     return [count(word) for word in text.split(",")]
 

@@ -29,6 +29,7 @@ from memcheck.cli.options import (
     file,
     folder,
     growth,
+    ordinal,
     reference,
     seconds,
     size,
@@ -44,6 +45,7 @@ RESULTS = "a folder of results: with records.jsonl, models.jsonl, or both"
 PRESETS = ("quick", "memcheck-pyt", "cs336", "ato")
 METAVARS: dict[Any, str] = {
     count: "N",
+    ordinal: "N",
     counts: "N[,N]",
     sizes: "N[,N]",
     size: "40GiB",
@@ -131,7 +133,9 @@ def add_causal(parser: argparse._ActionsContainer, default: bool | None = True) 
 
 # Flags that belong to operators of the catalog, and those that belong to models.
 OF_OPERATORS = words("attention-type,query-len,kv-len,dim,heads,core-dim,factor,causal,compile,plot")
-OF_MODELS = words("autocast,optimizer,loss,checkpointing,attention,steps,build-on,calibration,no-changes,doubts")
+OF_MODELS = words(
+    "autocast,optimizer,loss,checkpointing,attention,steps,build-on,fsdp,tp,ddp,rank,calibration,no-changes,doubts"
+)
 DTYPE_OF_MODELS = "dtype of parameters and floating-point inputs; default: as the model is built"
 
 
@@ -157,6 +161,17 @@ def add_model_flags(parser: Parser) -> None:
     add(group, "--steps", type=count, help=steps)
     build = "cpu: build the model of --model with real tensors; default: meta, floating-point tensors without data"
     add(group, "--build-on", choices=("meta", "cpu"), help=build)
+    splits = group.add_mutually_exclusive_group()
+    fsdp = "one process of N of FSDP2: fully_shard on each block of the largest ModuleList, then on the model"
+    add(splits, "--fsdp", type=count, help=fsdp)
+    add(
+        splits,
+        "--tp",
+        type=count,
+        help="one process of N of tensor parallelism, by the plan of the model of --hf-config",
+    )
+    add(splits, "--ddp", type=count, help="one process of N of DistributedDataParallel")
+    add(group, "--rank", type=ordinal, help="the process that is predicted, from 0; default: 0")
 
 
 def add_model_output_flags(parser: Parser, no_changes: str) -> None:
@@ -186,6 +201,8 @@ def check_model_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--mode decode is for operators, not for {flag}")
     if getattr(args, "calibration", None) and args.device not in (None, "cpu"):
         raise UsageError(f"--calibration is of a CPU, and --device {args.device} is none")
+    if args.rank is not None and not (args.fsdp or args.tp or args.ddp):
+        raise UsageError(f"--rank {args.rank} needs --fsdp, --tp or --ddp")
     if args.attention and not args.hf_config:
         raise UsageError("--attention needs --hf-config; a factory of --model chooses its own")
     if args.mode == "inference":
@@ -255,6 +272,7 @@ def fit(parser: Parser) -> None:
 
     memcheck fit --device H100-80GB --bsz 8 --dim 512 --heads 8
     memcheck fit --hf-config config.json --find bsz --seq-len 4096 --device A100-40GB
+    memcheck fit --hf-config config.json --find seq-len --bsz 1 --fsdp 8 --device H100-80GB
     memcheck fit --device 24GiB --mode inference --dtype bf16 --bsz 1:64:x2 --plot capacity.png
     """
     axes = ("seq-len", "bsz", "dim")
@@ -345,6 +363,7 @@ def predict(parser: Parser) -> None:
     memcheck predict --mode decode --kv-len 8192 --dim 4096 --heads 32 --kv-heads 8 --layers 32 --device A100-40GB
     memcheck predict --model train.py:make --bsz 8 --optimizer adamw --device RTX-4090 --fail-on-oom
     memcheck predict --hf-config config.json --bsz 8 --seq-len 4096 --dtype bf16 --checkpointing --device RTX-4090
+    memcheck predict --hf-config config.json --bsz 1 --seq-len 4096 --dtype bf16 --fsdp 8 --device H100-80GB
     """
     combinators = f"also {', '.join(COMBINATOR_TYPES)}; default: naive"
     add(parser, "--attention-type", metavar="NAME", more=combinators)

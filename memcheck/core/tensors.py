@@ -101,7 +101,8 @@ def storages_in(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
     """The tensor's storages: one, or those of the parts of a sparse tensor or a wrapper subclass."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_in(getattr(tensor, name))
+            if isinstance(part := getattr(tensor, name), torch.Tensor):  # A DTensor also names its mesh.
+                yield from storages_in(part)
     elif tensor.layout == torch.strided:
         yield tensor.untyped_storage()
     else:

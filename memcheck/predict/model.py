@@ -20,6 +20,7 @@ from memcheck.core.workload import Workload
 from memcheck.predict.meta_copy import meta_copy
 from memcheck.predict.on_device import python_functions_open
 from memcheck.predict.probed import Probe
+from memcheck.predict.ranks import OF_NCCL, OF_STREAMS, Ranks, distributed_followed, pretended
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace import OnTarget, Tape, TracedRun, Tracer
@@ -49,6 +50,7 @@ class Call:
     set_to_none: bool = True
     bsz: int | None = None  # Not known of any model.
     kv_len: int | None = None
+    ranks: Ranks | None = None  # Of which process the call is.
 
     @property
     def mode(self) -> str:
@@ -86,16 +88,16 @@ def predict_call(
     """
     record = blank_record(Record, device, target)
     record.operator, record.mode, record.dtype = call.name, call.mode, call.dtype
-    values = Values()
-    run = TracedRun(
-        target, dense_grad=dense_grad, drops_workspaces=drops_workspaces, values=values, probe=probe, checks=True
-    )
+    how: dict[str, Any] = {"dense_grad": dense_grad, "drops_workspaces": drops_workspaces, "values": Values()}
+    run = TracedRun(target, **how, probe=probe, checks=True, is_split=call.ranks is not None)
     try:
         if is_compiled(call.model):
             raise NotImplementedError("the compiler decides what is allocated")
-        with collector_at_rest():
-            trace = run.trace(workload_of(call, target, values))
+        with collector_at_rest(), pretended(call.ranks, target.kind) as mesh:
+            trace = run.trace(workload_of(call, target, run.tracer, mesh))
     except Exception as error:
+        if "DBG" in __import__("os").environ:
+            raise
         if not is_for_lack_of_data(error) and not is_of_the_target(call, target):
             raise
         return stopped(call, device, record, error, run)
@@ -103,9 +105,15 @@ def predict_call(
     return Replay(trace, call, device, record, limit_bytes, expandable_segments, basis=basis).prediction()
 
 
-def workload_of(call: Call, target: Target, values: Values) -> Workload:
-    """The call on meta copies of everything that it is given."""
-    model, inputs, kwargs, loss = meta_copy((call.model, call.inputs, call.kwargs, call.loss), values)
+def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) -> Workload:
+    """The call on meta copies of everything that it is given. mesh: the model is split over it."""
+    model, inputs, kwargs, loss = meta_copy((call.model, call.inputs, call.kwargs, call.loss), tracer.values)
+    if call.ranks is not None:
+        with tracer, OnTarget(tracer), python_functions_open(), distributed_followed(tracer):
+            model = call.ranks.split(model, mesh)
+        tracer.forget_the_past()
+        for words in (OF_NCCL, OF_STREAMS) if target.kind == "cuda" else ():
+            tracer.note_unknown(words, "inputs")
     owner = owner_of(model)
     parameters = list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
     optimizer = None
@@ -178,9 +186,11 @@ def is_of_the_target(call: Call, target: Target) -> bool:
     """Whether an error came of predicting for a GPU: the same call can be traced for the CPU."""
     if target.kind == "cpu":
         return False
-    target, values = Target("cpu", target.threads), Values()
+    target = Target("cpu", target.threads)
+    run = TracedRun(target, values=Values(), is_split=call.ranks is not None)
     try:
-        TracedRun(target, values=values).trace(workload_of(call, target, values))
+        with pretended(call.ranks, target.kind) as mesh:
+            run.trace(workload_of(call, target, run.tracer, mesh))
     except Exception:
         return False
     return True

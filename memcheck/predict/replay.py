@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, PlainAllocator
 from memcheck.predict.plain_operators import SHOWN_ON_A100
+from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import Version, running, untried, version_name
 from memcheck.predict.trace import ANY_PHASE, BEFORE, Piece, Trace
@@ -120,6 +122,15 @@ class Prediction:
                 sums = found.setdefault(piece.module, {"saved": 0, "peak": 0})
                 sums[kind] += piece.bytes
         return found
+
+    @property
+    def buffers(self) -> dict[str, int]:
+        """Buffer of a collective -> its bytes at the peak; empty unless the model is split over processes."""
+        sums: Counter[str] = Counter()
+        for piece in self.peak.alive if self.peak is not None else ():
+            if piece.name in BUFFER_NAMES:
+                sums[piece.name] += piece.bytes
+        return dict(sums)
 
     def _repr_html_(self) -> str:
         from memcheck.core.html import record_html
@@ -293,7 +304,8 @@ class Replay:
         record = self.record
         alive = self.trace.tape.alive(self.requested[phase].event)
         self._note_sum(f"{phase}_peak_bytes", alive)
-        held = [*self.trace.held, *self.trace.left, *self.trace.outputs, *self.trace.saved, *gradients]
+        held = [piece for piece in self.trace.held if piece in alive or piece not in self.trace.standing]
+        held += [*self.trace.left, *self.trace.outputs, *self.trace.saved, *gradients]
         library = sum(piece.bytes for piece in alive if piece.is_library)
         scratch = self.requested[phase].bytes - library - sum(piece.bytes for piece in dict.fromkeys(held))
         record.workspace_bytes = max(record.workspace_bytes or 0, scratch)

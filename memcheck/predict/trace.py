@@ -10,7 +10,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType
 from typing import Any
@@ -28,6 +28,7 @@ from memcheck.predict.autocast import autocast_followed, cast_for
 from memcheck.predict.modules import Modules
 from memcheck.predict.on_device import ANSWERS, Mish, answer, capability_of, moved, python_functions_open
 from memcheck.predict.probed import FunctionCall, Probe, Probed, Result, call_to_check, made
+from memcheck.predict.ranks import BUFFERS, Done, distributed_followed, is_collective, is_reduction
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
 from memcheck.predict.rnn import is_packed, onednn_lstm, recurrent, takes_onednn
 from memcheck.predict.scratch import (
@@ -129,6 +130,13 @@ class Tape:
             self.events.append((piece, False))
             piece.died = len(self.events)
 
+    def forget_the_past(self) -> None:
+        """Keeps the allocation of what is alive, and no other event."""
+        self.pieces = self.alive()
+        self.events = [(piece, True) for piece in self.pieces]
+        for number, piece in enumerate(self.pieces, 1):
+            piece.born = number
+
     def phase_of(self, event: int) -> str:
         """The phase of an event, of whichever pass it is."""
         return next((name for before, name in reversed(self.begun) if before < event), "inputs")
@@ -155,6 +163,7 @@ class Trace:
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)
     inputs: list[Piece] = field(default_factory=list)
     parameters: list[Piece] = field(default_factory=list)
+    standing: list[Piece] = field(default_factory=list)  # What splitting the model made besides its parameters.
     state: list[Piece] = field(default_factory=list)
     left: list[Piece] = field(default_factory=list)  # What the first step left behind.
     optimizer: list[Piece] = field(default_factory=list)  # The optimizer's state, which is part of it.
@@ -172,7 +181,7 @@ class Trace:
     @property
     def held(self) -> list[Piece]:
         """Tensors that the caller holds."""
-        return list(dict.fromkeys([*self.inputs, *self.parameters]))
+        return list(dict.fromkeys([*self.inputs, *self.parameters, *self.standing]))
 
     def phase_of(self, event: int) -> str:
         """The phase of an event, also in the passes before the measured one."""
@@ -197,8 +206,11 @@ class Tracer(TorchDispatchMode):
         self.guessed: set[str] = set()
         self.operators: dict[str, None] = {}
         self._pieces: dict[int, Piece] = {}  # By storage.
+        self._emptied: dict[int, str] = {}  # Names of storages that were resized to nothing.
+        self.works: list[Done] = []
         self._workspace: Piece | None = None
         self._hosts_number = False
+        self._keeps_integers = False
         self._is_noting = True
         self._counts_number = True  # Whether the number operand of the next operator counts.
         # torch's math attention adds a mask in place, except when a mode such as this one is active.
@@ -216,8 +228,12 @@ class Tracer(TorchDispatchMode):
         self.tape.begun.append((len(self.tape.events), name))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # It calls the operators of its local tensor, which come here again.
         # A function mode must not take operators that are called from here for calls of the model.
         with torch._C.DisableTorchFunction():
+            if self._keeps_integers and (kept := with_integers(func, args, kwargs or {})) is not None:
+                return kept
             return self._run(func, args, placed(func, args, kwargs or {}, self.target))
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -238,7 +254,7 @@ class Tracer(TorchDispatchMode):
         call = call_of(func, args, kwargs, output, self.target)
         parts = scratch_of(call)
         wanted = any(isinstance(part, Unknown) and not isinstance(part, Varies) for part in parts)
-        if wanted and probed is None and self.probe is not None:
+        if wanted and probed is None and self.probe is not None and not is_collective(call.name):
             probed = self.probe(func, args, kwargs, self.values)
         if probed is not None:
             output = as_probed(output, probed)
@@ -258,6 +274,7 @@ class Tracer(TorchDispatchMode):
             if position not in elsewhere:
                 self.note(tensor, call.name)
         self._note_contents(func, args, kwargs, call)
+        self._name_buffers(call)
         taken += [self._take(part) for part in scratch if not part.first]
         self._use_library(uses_cublas(call))
         for piece in reversed(taken):
@@ -269,6 +286,9 @@ class Tracer(TorchDispatchMode):
 
         If it has no kernel for meta tensors, it is computed from known contents, or a probe runs it.
         """
+        if is_reduction(func):
+            self.works.append(Done(args[0][0]))  # The object must live as long as torch asks it.
+            return (args[0], self.works[-1].boxed()), None
         if func is GROUPED and self.target.kind == "cuda" and args[0].dtype != torch.bfloat16:
             return grouped_product(*args, **kwargs), None
         try:
@@ -396,6 +416,15 @@ class Tracer(TorchDispatchMode):
             self._hosts_number = False
 
     @contextmanager
+    def real_integers(self) -> Iterator[None]:
+        """Inside, integers lie on the CPU with their contents, as DDP reads them when it makes its buckets anew."""
+        self._keeps_integers = True
+        try:
+            yield
+        finally:
+            self._keeps_integers = False
+
+    @contextmanager
     def not_noted(self) -> Iterator[None]:
         """Inside, allocations do not count."""
         self._is_noting = False
@@ -423,7 +452,34 @@ class Tracer(TorchDispatchMode):
         piece.made_by = name
         self._keep(storage, piece)
 
+    def forget_the_past(self) -> None:
+        """Keeps what is alive, and nothing of how it was made."""
+        self.tape.forget_the_past()
+        for noted in (self.unknown, self.guessed, self.operators, self.calls):
+            noted.clear()
+
+    def note_resized(self, storage: torch.UntypedStorage) -> None:
+        """Takes a piece of the storage's new size, and frees the old one. The name stays, also that of an empty one."""
+        key = storage._cdata
+        old = self._pieces.pop(key, None)
+        name = old.name if old is not None else self._emptied.pop(key, "storage")
+        self._note_storage(storage, name)
+        if old is not None:
+            self.tape.give_back(old)
+        if key in self._pieces:
+            self._pieces[key].name = name
+        else:
+            self._emptied[key] = name
+
+    def _name_buffers(self, call: Call) -> None:
+        """Names the pieces that an operator of FSDP2 or of a process group uses as its buffers."""
+        for argument, name in BUFFERS.get(call.name, {}).items():
+            for tensor in tensors_in(call.values[argument]):
+                if (piece := self.piece_of(tensor)) is not None:
+                    piece.name = name
+
     def _let_go(self, key: int) -> None:
+        self._emptied.pop(key, None)
         if (piece := self._pieces.pop(key, None)) is not None:
             self.tape.give_back(piece)
 
@@ -458,6 +514,19 @@ class Tracer(TorchDispatchMode):
 
 def returns_numbers(func: Any) -> bool:
     return bool(func._schema.returns) and not any("Tensor" in str(result.type) for result in func._schema.returns)
+
+
+def with_integers(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """What the operator returns if it makes integers on the CPU, or copies them from meta; else None.
+
+    A copy from meta is what another rank sent, which is what this one has.
+    """
+    if func is torch.ops.aten.copy_.default and not is_meta(args[0]) and is_meta(args[1]):
+        return args[0]
+    dtype, device = kwargs.get("dtype"), kwargs.get("device")
+    if dtype in (torch.int32, torch.int64) and (device is None or device.type == "cpu"):
+        return func(*args, **kwargs)
+    return None
 
 
 def placed(func: Any, args: Any, kwargs: dict[str, Any], target: Target) -> dict[str, Any]:
@@ -747,6 +816,7 @@ class TracedRun:
     values: contents of small inputs.
     probe: runs operators without a rule.
     checks: the probe compares functions that no test compares with measurements; without a probe, a doubt names them.
+    is_split: the model is one rank's part of a split one.
     """
 
     def __init__(
@@ -758,12 +828,14 @@ class TracedRun:
         values: Values | None = None,
         probe: Probe | None = None,
         checks: bool = False,
+        is_split: bool = False,
     ) -> None:
         counts_of_the_last()  # Collected before a mode is active that would record the search.
         self.tracer = Tracer(Tape(), target, values, probe)
         self.dense_grad = dense_grad
         self.tracer.follows_calls = checks
         self.drops_workspaces = drops_workspaces
+        self.is_split = is_split
         self.result = Trace(self.tracer.tape)
 
     def trace(self, workload: Workload) -> Trace:
@@ -776,6 +848,7 @@ class TracedRun:
             checkpoints_followed(self.tracer),
             autocast_followed(self.tracer.target.kind),
             capability_of(self.tracer.target),
+            distributed_followed(self.tracer) if self.is_split else nullcontext(),
             python_functions_open(),
             self.tracer.modules.of(workload.module),
         ):
@@ -807,9 +880,11 @@ class TracedRun:
 
     def _run(self, workload: Workload) -> None:
         given, owned = list(workload.named_inputs()), list(workload.named_parameters())
+        made = self.result.tape.alive()
         for name, tensor in (*owned, *given):
             self.tracer.note(tensor, name)
         self.result.inputs, self.result.parameters = self._named(given), self._named(owned, owned=True)
+        self.result.standing = [piece for piece in made if piece not in self.result.held]
         self.result.state = self._pieces(tensors_in(workload.state))
         for name, tensor in workload.named_state():
             self.tracer.note(tensor, name)
@@ -820,6 +895,7 @@ class TracedRun:
             self._before(workload, given, owned)
         with torch.set_grad_enabled(workload.backward):
             outputs = list(named_tensors_in(workload.operator(*workload.inputs)))
+        self._renew_parameters(owned)
         self._note_outputs(outputs)
         self._end("forward", next_phase="backward")
         roots = roots_of(output for _, output in outputs)
@@ -853,9 +929,15 @@ class TracedRun:
             self._pass(workload)
             clear_gradients(inputs, set_to_none=True)
         self._end(BEFORE, next_phase="forward")
+        self._renew_parameters(owned)
         held = set(self.result.held)
         self.result.left = [piece for piece in self.result.tape.alive() if piece not in held and not piece.is_library]
         self.result.optimizer = self._named(workload.named_state(), owned=True)
+
+    def _renew_parameters(self, owned: list[tuple[str, Tensor]]) -> None:
+        """Notes the storages that FSDP2 gives to some parameters in the first forward."""
+        if self.is_split:
+            self.result.parameters = self._named(owned, owned=True)
 
     def _pass(self, workload: Workload) -> None:
         """Runs a forward and a backward."""

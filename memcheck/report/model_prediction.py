@@ -94,6 +94,12 @@ def certainty(prediction: Prediction) -> str:
     return words
 
 
+def buffers_words(prediction: Prediction) -> str:
+    """The buffers of collectives at the peak, in a sentence; "" if there are none."""
+    parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in prediction.buffers.items())
+    return f"Of the peak, collectives have {parts}." if parts else ""
+
+
 def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
     """What is alive at the peak by module and kind. Layers of a list are one row.
 

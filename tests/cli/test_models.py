@@ -257,6 +257,12 @@ WRONG = {
     "predict --model net.py:make --attention eager": "--attention needs --hf-config",
     "predict --model net.py:make --hf-config net.py": "not allowed with argument --model",
     "predict --optimizer adamw": "--optimizer needs --model or --hf-config",
+    "predict --fsdp 8": "--fsdp needs --model or --hf-config",
+    "predict --model net.py:make --fsdp 0": "--fsdp: must be at least 1, got 0",
+    "predict --model net.py:make --fsdp 2 --tp 2": "not allowed with argument --fsdp",
+    "predict --model net.py:make --rank 1": "--rank 1 needs --fsdp, --tp or --ddp",
+    "predict --model net.py:make --ddp 2 --rank 2": "rank must be from 0 to 1, got 2",
+    "predict --model net.py:make --tp 2": "has no tp_plan",
     "predict --doubts": "--doubts needs --model or --hf-config",
     "predict --hf-config nothing.json": "--hf-config: there is no file nothing.json",
     "predict --model net.py:make --calibration net.py --device T4": "--calibration is of a CPU, and",
@@ -321,6 +327,23 @@ def test_the_verdict_about_the_largest_size(capsys: pytest.CaptureFixture[str]) 
     assert capsys.readouterr().out.startswith("Not even batch 1 fits cpu: a training step needs ")
     assert main([*flags, "8MiB", "--up-to", "2"]) == 0
     assert "more may fit (--up-to)" in " ".join(capsys.readouterr().out.split())
+
+
+def test_one_of_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "net.py:make", "--device", "cpu", "--threads", "64"]
+    whole, rank = (predicted(capsys, *flags, *more) for more in ([], ["--fsdp", "8", "--rank", "3"]))
+    assert rank["parameter_bytes"] * 7 < whole["parameter_bytes"]
+    assert (whole["buffers"], "all-gathered parameters" in rank["buffers"]) == ({}, True)
+    assert main(["predict", *flags, "--fsdp", "8", "--no-changes"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "rank 0 of 8 of FSDP2 (" in out
+    assert "Of the peak, collectives have all-gathered parameters" in out
+
+
+def test_the_largest_batch_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "net.py:make", "--find", "bsz", "--device", "cpu", "--memory-limit", "2MiB", "--no-changes"]
+    whole, rank = (said(capsys, "fit", *flags, *more)["largest"] for more in ([], ["--fsdp", "8"]))
+    assert 0 < whole < rank
 
 
 # calibrate.

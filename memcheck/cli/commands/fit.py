@@ -105,7 +105,7 @@ def fit_model(args: argparse.Namespace) -> int:
         print(screen.fill(edge_verdict(edges[0], axis, step, args.memory_limit)))
         known = edges[0].at or edges[0].beyond
         if known is not None:
-            words = study.setting.but(**{axis: edges[0].size or step}).words()
+            words = study.words(known, study.setting.but(**{axis: edges[0].size or step}))
             print(screen.fill(f"{words}; {certainty(known)}"))
             if args.doubts:
                 print(*(screen.fill(f"doubt: {doubt}") for doubt in known.record.doubts), sep="\n")

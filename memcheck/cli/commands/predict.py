@@ -19,7 +19,16 @@ from memcheck.core.errors import UsageError
 from memcheck.predict.replay import Prediction
 from memcheck.report import render, terms_table
 from memcheck.report.cases import need
-from memcheck.report.model_prediction import Change, certainty, changes_table, modules_table, need_of, room_of, verdict
+from memcheck.report.model_prediction import (
+    Change,
+    buffers_words,
+    certainty,
+    changes_table,
+    modules_table,
+    need_of,
+    room_of,
+    verdict,
+)
 from memcheck.report.tables import Screen
 
 
@@ -45,7 +54,9 @@ def predict_model(args: argparse.Namespace) -> Prediction:
         return prediction
     screen = Screen.of(sys.stdout)
     print(screen.fill(verdict(prediction, args.memory_limit)))
-    print(screen.fill(f"{study.setting.words()}; {certainty(prediction)}"))
+    print(screen.fill(f"{study.words(prediction)}; {certainty(prediction)}"))
+    if buffers := buffers_words(prediction):
+        print(screen.fill(buffers))
     if args.doubts:
         print(*(screen.fill(f"doubt: {doubt}") for doubt in prediction.record.doubts), sep="\n")
     tables = [modules_table(prediction, classes_of(prediction))] if prediction.peak else []
@@ -67,6 +78,7 @@ def model_object(prediction: Prediction, changes: list[Change], limit_bytes: int
         "peak_module": peak and peak.module,
         "oom_module": prediction.refused and prediction.refused.module,
         "modules": prediction.by_module,
+        "buffers": prediction.buffers,
         "changes": [
             {
                 "change": change.flags,

@@ -1,0 +1,126 @@
+"""What one rank of a split model needs, predicted without data, equals what processes of gloo measure."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks_of_gloo import CASES, Network, predict
+
+import memcheck
+from memcheck import Ranks
+from memcheck.core.errors import UsageError
+
+pytestmark = pytest.mark.cpu
+
+WORKER = Path(__file__).parent.parent / "ranks_of_gloo.py"
+FIGURES = ("input_bytes", "output_bytes", "parameter_bytes", "optimizer_bytes", "forward_peak_bytes", "saved_bytes")
+FIGURES += ("backward_peak_bytes", "gradient_bytes", "workspace_bytes", "optimizer_peak_bytes")
+Measured = list[dict[str, dict[str, Any]]]  # By rank and case.
+
+
+@pytest.fixture(autouse=True)
+def one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    monkeypatch.setenv("MEMCHECK_PROBES", str(tmp_path / "probes.jsonl"))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Measured]:
+    """Measures every case in so many processes, once."""
+    done: dict[int, Measured] = {}
+
+    def measure(processes: int) -> Measured:
+        if processes not in done:
+            folder = tmp_path_factory.mktemp(f"{processes}-processes")
+            commands = [
+                [sys.executable, str(WORKER), str(rank), str(processes), str(folder)] for rank in range(processes)
+            ]
+            running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
+            try:
+                errors = [process.communicate(timeout=300)[1] for process in running]
+            finally:
+                for process in running:
+                    process.kill()
+            assert [process.returncode for process in running] == [0] * processes, "\n".join(errors)
+            done[processes] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+        return done[processes]
+
+    return measure
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("name", CASES)
+def test_every_rank_equals_its_measurement(name: str, processes: int, measured: Callable[[int], Measured]) -> None:
+    """A bound is as much larger in a measurement as threads of gloo free late."""
+    case = CASES[name]
+    for rank, records in enumerate(measured(processes)):
+        prediction = predict(case, processes, rank)
+        assert prediction.record.status == "ok"
+        for figure in FIGURES:
+            found, real = getattr(prediction.record, figure), records[name][figure]
+            if figure in prediction.bounds:
+                assert 0 <= real - found <= case.late, (rank, figure, found, real)
+            else:
+                assert found == real, (rank, figure, prediction.unknown)
+
+
+def test_buffers_of_collectives_are_terms_by_name() -> None:
+    prediction = predict(CASES["fsdp"], 8, 0)
+    assert sum(prediction.terms["parameter_bytes"].values()) * 7 < sum(x.nbytes for x in Network().parameters())
+    assert {"all-gathered parameters", "all-gather buffer"} <= prediction.buffers.keys()
+    assert any("gloo" in words for words in prediction.unknown)
+    assert "all-reduce buffer" in predict(CASES["ddp"], 8, 0).buffers
+
+
+def test_a_gpu_has_unknowns_by_name() -> None:
+    with torch.device("meta"):
+        model = Network()
+    tokens = torch.zeros(4, 32, dtype=torch.long, device="cpu")
+    prediction = memcheck.predict_memory(model, tokens, device="H100-80GB", ranks=Ranks(fsdp=8, rank=7))
+    assert prediction.fits
+    assert "NCCL's own buffers, which torch's allocator does not count" in prediction.unknown
+    assert "reserved_bytes" in prediction.bounds
+    assert not torch.distributed.is_initialized()
+
+
+def test_the_longest_batch_of_a_rank() -> None:
+    def batch(size: int) -> torch.Tensor:
+        return torch.zeros(size, 32, dtype=torch.long)
+
+    how: dict[str, Any] = {"limit_bytes": 4 * 2**20, "start": 8, "optimizer": torch.optim.AdamW}
+    whole, rank = (memcheck.largest(batch, Network(), "cpu", **how, ranks=ranks) for ranks in (None, Ranks(fsdp=8)))
+    assert whole.size < rank.size
+    assert rank.at is not None
+    assert rank.at.fits
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({}, "exactly one of fsdp, tp and ddp must be given, got none"),
+        ({"fsdp": 2, "tp": 2}, "got fsdp and tp"),
+        ({"fsdp": 0}, "fsdp must be at least 1, got 0"),
+        ({"ddp": 2, "rank": 2}, "rank must be from 0 to 1, got 2"),
+        ({"fsdp": 2.0}, "fsdp must be a number of processes or a DeviceMesh, got 2.0"),
+    ],
+)
+def test_wrong_ranks(given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Ranks(**given)
+
+
+def test_tensor_parallelism_needs_a_plan() -> None:
+    with pytest.raises(UsageError, match="Network has no tp_plan: give Ranks"):
+        memcheck.predict_memory(Network(), torch.zeros(4, 32, dtype=torch.long), ranks=Ranks(tp=2))
