@@ -76,7 +76,7 @@ class Case:
 
 
 ADAMW: dict[str, Any] = {"optimizer": partial(torch.optim.AdamW, foreach=False)}
-BLOCK = 4 * sum(x.numel() for x in Block(64).parameters()) + 256  # The copy of a block's parameters, padded.
+BLOCK = 3 * 4 * sum(x.numel() for x in Block(64).parameters())  # Copies of the parameters of some blocks.
 ORDER = 4 * (len(list(Network().parameters())) + 1)
 CASES = {
     "fsdp": Case("fsdp", ADAMW, late=BLOCK),

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memcheck.core.errors import UsageError
-from memcheck.predict.scratch import Call, Scratch, Unknown, Varies, rule
+from memcheck.predict.scratch import Call, Lingers, Scratch, Unknown, rule
 
 if TYPE_CHECKING:
     from memcheck.predict.trace import Tracer
@@ -260,21 +260,21 @@ def in_place(call: Call) -> Iterator[Scratch]:
 @rule("cpu", "c10d::broadcast_")
 def order_of_buckets(call: Call) -> Iterator[Unknown]:
     """DDP sends the order of its buckets, four bytes for each parameter."""
-    yield Varies("the order of DDP's buckets, if a thread of gloo frees it only after the forward began")
+    yield Lingers("the order of DDP's buckets, if a thread of gloo frees it only after the forward began")
 
 
 @rule("cpu", "c10d::_allgather_base_", "_c10d_functional::all_gather_into_tensor")
 def gathered_copy(call: Call) -> Iterator[Scratch | Unknown]:
     """gloo gathers into a copy of the result."""
     yield Scratch(GATHERED_COPY, call.outputs[0].nbytes)
-    yield Varies(FREED_LATER)
+    yield Lingers(FREED_LATER)
 
 
 @rule("cpu", "_c10d_functional::reduce_scatter_tensor")
 def reduced_input(call: Call) -> Iterator[Scratch | Unknown]:
     """gloo reduces a copy of the operand."""
     yield Scratch(REDUCED_COPY, call.input.nbytes)
-    yield Varies(FREED_LATER)
+    yield Lingers(FREED_LATER)
 
 
 @rule("cpu", "c10d::_reduce_scatter_base_")
@@ -287,7 +287,7 @@ def reduced_copy(call: Call) -> Iterator[Scratch | Unknown]:
     if call.input_tensor.dtype in (torch.float32, torch.bfloat16):
         yield Scratch("number of ranks", 8)
         yield Scratch("number of ranks, in the type of the sum", call.input_tensor.element_size())
-    yield Varies(FREED_LATER)
+    yield Lingers(FREED_LATER)
 
 
 @rule("cuda", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")

@@ -34,6 +34,8 @@ ALSO_FIELDS_OF = {
     "forward": ("output_bytes", "saved_bytes", "gradient_bytes", *FIELDS_OF["backward"], *FIELDS_OF["optimizer"]),
     "backward": ("gradient_bytes", *FIELDS_OF["optimizer"]),
 }
+# Further fields that are uncertain if allocations may outlive their phase.
+LATER_FIELDS_OF = {"forward": ("saved_bytes", *FIELDS_OF["backward"]), "backward": FIELDS_OF["optimizer"]}
 # Fields that an untried torch version may change: all that the caller does not provide.
 COMPUTED = ("output_bytes", "saved_bytes", "gradient_bytes", *itertools.chain.from_iterable(FIELDS_OF.values()))
 
@@ -344,6 +346,7 @@ class Replay:
         words = list(itertools.chain.from_iterable(self.trace.unknown.values()))
         bounds = {name for phase in self.trace.unknown for name in FIELDS_OF.get(phase, COMPUTED)}
         bounds |= {name for phase in self.trace.guessed for name in ALSO_FIELDS_OF.get(phase, ())}
+        bounds |= {name for phase in self.trace.lingering for name in LATER_FIELDS_OF.get(phase, ())}
         if any(piece.is_library for piece in self.trace.tape.pieces) and self.device.architecture is None:
             words.append("cuBLAS's workspace, as the GPU's architecture is not known")
             bounds |= {name for names in FIELDS_OF.values() for name in names}

@@ -154,3 +154,8 @@ def takes_onednn(args: Sequence[Any]) -> bool:
     """Whether torch.lstm runs oneDNN's operator: not for projections or float64."""
     x, (h, c) = args[0], args[1]
     return bool(torch.backends.mkldnn.enabled) and x.dtype == torch.float32 and x.numel() > 0 and h.shape == c.shape
+
+
+def run(name: str, args: Any) -> Any:
+    """The function "lstm", "gru" or another with these arguments, as the CPU runs it."""
+    return onednn_lstm(*args) if name == "lstm" and takes_onednn(args) else recurrent(name, *args)

@@ -82,6 +82,10 @@ class Varies(Unknown):
     """A sentence about an allocation that differs from run to run, so that no single run tells it."""
 
 
+class Lingers(Varies):
+    """A sentence about an allocation that another thread may free only after the operator, even after the phase."""
+
+
 Rule = Callable[[Call], Iterator[Scratch | Unknown]]
 
 

@@ -30,10 +30,10 @@ from memcheck.predict.on_device import ANSWERS, Mish, answer, capability_of, mov
 from memcheck.predict.probed import FunctionCall, Probe, Probed, Result, call_to_check, made
 from memcheck.predict.ranks import BUFFERS, Done, distributed_followed, is_collective, is_reduction
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
-from memcheck.predict.rnn import is_packed, onednn_lstm, recurrent, takes_onednn
 from memcheck.predict.scratch import (
     OF_THE_HOST,
     Call,
+    Lingers,
     Scratch,
     Target,
     Unknown,
@@ -156,6 +156,7 @@ class Trace:
     operators: the names of all operators that ran, each once.
     unknown: phase, or ANY_PHASE -> descriptions of allocations whose sizes are unknown.
     guessed: phases in which even sizes of results are unknown.
+    lingering: phases whose allocations another thread may free after their end.
     beyond: the phase that ended with a tensor beyond 64 bits.
     """
 
@@ -176,6 +177,7 @@ class Trace:
     operators: tuple[str, ...] = ()
     unknown: dict[str, tuple[str, ...]] = field(default_factory=dict)
     guessed: frozenset[str] = frozenset()
+    lingering: frozenset[str] = frozenset()
     beyond: str | None = None
 
     @property
@@ -204,6 +206,7 @@ class Tracer(TorchDispatchMode):
         self._phase = "inputs"
         self.unknown: dict[str, dict[str, None]] = {}
         self.guessed: set[str] = set()
+        self.lingering: set[str] = set()
         self.operators: dict[str, None] = {}
         self._pieces: dict[int, Piece] = {}  # By storage.
         self._emptied: dict[int, str] = {}  # Names of storages that were resized to nothing.
@@ -359,6 +362,8 @@ class Tracer(TorchDispatchMode):
         self.unknown.setdefault(phase, {})[str(words)] = None
         if isinstance(words, Unlisted):
             self.guessed.add(phase)
+        if isinstance(words, Lingers):
+            self.lingering.add(phase)
 
     def _runs_in_place(self, call: Call) -> bool:
         """Whether the operator would write into its first operand if no mode were active."""
@@ -455,7 +460,7 @@ class Tracer(TorchDispatchMode):
     def forget_the_past(self) -> None:
         """Keeps what is alive, and nothing of how it was made."""
         self.tape.forget_the_past()
-        for noted in (self.unknown, self.guessed, self.operators, self.calls):
+        for noted in (self.unknown, self.guessed, self.lingering, self.operators, self.calls):
             noted.clear()
 
     def note_resized(self, storage: torch.UntypedStorage) -> None:
@@ -717,9 +722,12 @@ class OnTarget(TorchFunctionMode):
             with self.tracer.number_of_the_host():
                 dtype = torch.float64 if isinstance(args[1], float) else torch.int64
                 args = (args[0], torch.scalar_tensor(args[1], dtype=dtype, device="meta"))
-        if getattr(func, "__name__", "") in CLOSED and target.kind == "cpu" and not is_packed(args):
-            with self:
-                return self._recurrent(func.__name__, args)
+        if getattr(func, "__name__", "") in CLOSED and target.kind == "cpu":
+            from memcheck.predict import rnn
+
+            if not rnn.is_packed(args):
+                with self:
+                    return rnn.run(func.__name__, args)
         if func is torch.max_pool1d and target.kind == "cpu" and not wants_gradients(args):
             return self._pooled(args, kwargs)
         if func is torch.dropout and target.kind == "cuda" and args[2] and 0 < args[1] < 1 and args[0].numel():
@@ -752,9 +760,6 @@ class OnTarget(TorchFunctionMode):
             yield
         finally:
             self.tracer.adds_in_place = False
-
-    def _recurrent(self, name: str, args: Any) -> Any:
-        return onednn_lstm(*args) if name == "lstm" and takes_onednn(args) else recurrent(name, *args)
 
     def _without_mode(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Calls a Python function, whose own calls the function mode does not see."""
@@ -866,6 +871,7 @@ class TracedRun:
         self.result.operators = tuple(self.tracer.operators)
         self.result.unknown = {phase: tuple(words) for phase, words in self.tracer.unknown.items()}
         self.result.guessed = frozenset(self.tracer.guessed)
+        self.result.lingering = frozenset(self.tracer.lingering)
         return self.result
 
     def _check_calls(self) -> None:
