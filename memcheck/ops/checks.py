@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -25,6 +27,36 @@ def check_state(op: str, state: object, names: tuple[str, str]) -> None:
     for name, x in zip(names, state, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {described(x)}")
+
+
+def sequence_arguments(
+    op: str,
+    cu_seqlens: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    lengths: Tensor | None,
+    padding: str,
+) -> dict[str, Any]:
+    """What the operator for sequences takes of these arguments; empty if the batch is neither packed nor padded.
+
+    Raises TypeError if one is no tensor, ValueError for a combination that has no meaning. The operator checks the
+    tensors.
+    """
+    given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "lengths": lengths}
+    for name, x in ({"cu_seqlens": cu_seqlens} | given).items():
+        if x is not None and not isinstance(x, Tensor):
+            raise TypeError(f"{op}: {name} must be a tensor or None, got {described(x)}")
+    if padding not in ("right", "left"):
+        raise ValueError(f"{op}: padding must be 'right' or 'left', got {padding!r}")
+    if padding == "left" and lengths is None:
+        raise ValueError(f"{op}: padding='left' needs lengths")
+    if cu_seqlens is not None:
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            raise ValueError(f"{op}: takes cu_seqlens, or cu_seqlens_q and cu_seqlens_k, not both")
+        given["cu_seqlens_q"] = given["cu_seqlens_k"] = cu_seqlens
+    if all(x is None for x in given.values()):
+        return {}
+    return {**given, "left_padded": padding == "left"}
 
 
 def described(x: object) -> str:

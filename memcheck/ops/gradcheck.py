@@ -66,7 +66,8 @@ def configured(
     **options: Any,
 ) -> Configuration:
     """The function with options. Its text has the sizes, the options, and the value that some inputs are near."""
-    text = ", ".join([sizes, *(f"{option}={value}" for option, value in options.items()), *([near] if near else [])])
+    shown = {option: value.tolist() if isinstance(value, Tensor) else value for option, value in options.items()}
+    text = ", ".join([sizes, *(f"{option}={value}" for option, value in shown.items()), *([near] if near else [])])
     return Configuration(name, text, functools.partial(function, **options), shapes, shifts)
 
 
@@ -118,6 +119,11 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     softplus_configuration(2, 7, 7, 3, causal=True, eps=0.5),
     softplus_configuration(2, 7, 7, 3, causal=False, eps=0.5),
     softplus_configuration(2, 7, 7, 3, causal=True, key_shift=-14.0),
+    softplus_configuration(1, 9, 9, 3, cu_seqlens=torch.tensor([0, 4, 4, 9])),
+    softplus_configuration(1, 5, 9, 3, cu_seqlens_q=torch.tensor([0, 2, 5]), cu_seqlens_k=torch.tensor([0, 4, 9])),
+    softplus_configuration(1, 9, 9, 3, cu_seqlens=torch.tensor([0, 4, 9]), causal=False),
+    softplus_configuration(2, 5, 7, 3, lengths=torch.tensor([7, 4])),
+    softplus_configuration(2, 7, 7, 3, lengths=torch.tensor([7, 4]), padding="left", causal=False),
     linear_configuration(1, 2, 2, 7, 7, 3, 2, causal=True),
     linear_configuration(1, 2, 2, 7, 7, 3, 2, causal=False),
     linear_configuration(1, 4, 2, 3, 7, 3, 2, causal=True),

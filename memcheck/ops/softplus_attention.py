@@ -6,12 +6,24 @@ import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
-from memcheck.ops.checks import check_rank, check_state, refuse_context_parallel
+from memcheck.ops.checks import check_rank, check_state, refuse_context_parallel, sequence_arguments
 
 State = tuple[Tensor, Tensor]
 
 
-def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6) -> Tensor:
+def softplus_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    eps: float = 1e-6,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lengths: Tensor | None = None,
+    padding: str = "right",
+) -> Tensor:
     """A running mean of the values, weighted by softplus(k), gated by softplus(q).
 
     Every channel is a head of its own, as in AFT-simple (Zhai et al. 2021, arXiv:2105.14103), with softplus in place
@@ -24,6 +36,18 @@ def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, 
         causal: query s sees keys t <= s + T - S (the last query sees the last key); needs S <= T.
             Otherwise every query sees every key.
         eps: added to the sum of the weights; positive.
+        cu_seqlens: (N+1,) int32 or int64, for N sequences that are packed one behind the other: B = 1, and sequence n
+            is positions cu_seqlens[n] to cu_seqlens[n+1]. It ascends from 0 to S = T; sequences may be empty.
+        cu_seqlens_q, cu_seqlens_k: the same, where sequences have other numbers of queries than of keys.
+        lengths: (B,) int32 or int64, from 0 to T, for a padded batch: how many positions of each row count. Query s is
+            at position s + T - S. If not causal and S != T, they are those of the keys alone.
+        padding: where lengths has the padding, "right" (after the positions that count) or "left".
+
+    Packed or padded, each sequence gives the bits that it gives alone. Nothing of padding is read; its rows of y and of
+    the gradients are 0. Nothing is copied, and work and memory are those of the positions that count, beside y and the
+    gradients. On the CPU, sequences share the threads by their lengths. On CUDA they run one after another, which costs
+    a few launches each, and values of cu_seqlens or lengths that lie on the device are waited for, once in the forward
+    and once in the backward; on the CPU they are not.
 
     float64, float32, float16, bfloat16. Sums are in float32 (float64 for float64).
 
@@ -32,7 +56,7 @@ def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, 
         accumulation type. A gradient has its input's strides. A double backward raises.
 
     Raises:
-        ValueError: a shape, device, S > T when causal, or eps <= 0.
+        ValueError: a shape, device, S > T when causal, eps <= 0, or a rule of cu_seqlens and lengths.
         TypeError: a dtype.
         NotImplementedError: torch.func's gradients; inside torch.distributed's context_parallel.
 
@@ -44,8 +68,11 @@ def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, 
         >>> a = (weights * v).cumsum(2)[:, :, offset:].transpose(1, 2)
         >>> y = softplus(q) * a / (z + eps)
     """
-    refuse_context_parallel("softplus_attention")
-    y: Tensor = torch.ops.memcheck.softplus_attention(q, k, v, causal=causal, eps=eps)[0]
+    op = "softplus_attention"
+    refuse_context_parallel(op)
+    sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
+    forward = torch.ops.memcheck.softplus_attention_sequences if sequences else torch.ops.memcheck.softplus_attention
+    y: Tensor = forward(q, k, v, causal=causal, eps=eps, **sequences)[0]
     return y
 
 

@@ -39,7 +39,7 @@ SHARED_BYTES = {
     "12.0": 99 << 10,
 }
 # The glue calls these. memcheck._C has them too, but exports nothing.
-COMMON = ["common/cpu_level.cpp"]
+COMMON = ["common/cpu_level.cpp", "common/torch/parallel.cpp", "common/torch/sequences.cpp"]
 
 
 def cuda_include() -> Path | None:
@@ -88,7 +88,8 @@ def kernel_sources(folder: Path) -> list[Path]:
 def glue_sources() -> list[Path]:
     """The glue of every operator that has kernels, and of the projections, which need none."""
     folders = {kernel.parent for kernel in CSRC.rglob("*_cuda.cu")} - {CSRC / "cuda_probe"} | {CSRC / "projection"}
-    return [folder / f"{folder.name}.cpp" for folder in sorted(folders)]
+    sources = [path for folder in sorted(folders) for path in sorted(folder.glob("*.cpp"))]
+    return [path for path in sources if "_cpu" not in path.stem and "_autograd" not in path.stem]
 
 
 def instrumented_objects(folder: Path, include: Path) -> list[Path]:

@@ -76,6 +76,18 @@ SOFTPLUS = Operator(
     roles=lambda x: (x, x.mT, x),
     linear_in=(2,),
 )
+
+
+def lengths_of(q: Tensor, k: Tensor, dimension: int) -> Tensor:
+    """The last row of a batch is full, and each row before it is one position shorter."""
+    return torch.arange(k.shape[dimension] - len(q), k.shape[dimension], device=q.device) + 1
+
+
+def padded_softplus(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return memcheck.softplus_attention(q, k, v, lengths=lengths_of(q, k, 2), **options)
+
+
+PADDED_SOFTPLUS = replace(SOFTPLUS, function=padded_softplus)
 LINEAR = Operator(
     "linear_attention",
     memcheck.linear_attention,
@@ -141,6 +153,7 @@ def variants(operator: Operator, *options: dict[str, bool]) -> dict[str, Operato
 
 
 OPERATORS = {
+    **variants(PADDED_SOFTPLUS, {"padding": "right"}, {"padding": "left"}, {"padding": "left", "causal": False}),
     **variants(SOFTPLUS, {"causal": True}, {"causal": False}),
     **variants(LINEAR, {"causal": True}, {"causal": False}),
     **variants(COMPRESSED, {"strict": False}, {"strict": True}, {"causal": False}),

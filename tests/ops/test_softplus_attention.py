@@ -43,6 +43,8 @@ from memcheck.ops.reference import softplus_attention as reference
 forward_op = torch.ops.memcheck.softplus_attention.default
 backward_op = torch.ops.memcheck.softplus_attention_backward.default
 step_op = torch.ops.memcheck.softplus_attention_step.default
+sequences_op = torch.ops.memcheck.softplus_attention_sequences.default
+sequences_backward_op = torch.ops.memcheck.softplus_attention_sequences_backward.default
 
 # B, S, T, R
 SHAPES = [
@@ -297,6 +299,35 @@ def test_opcheck_backward(causal: bool, requires_grad: bool) -> None:
             options = {"causal": causal, "eps": 1e-6, "output_mask": mask}
             arguments = (torch.randn_like(q), q, k, v, carries)
             torch.library.opcheck(backward_op, arguments, options, test_utils=utilities)
+
+
+SEQUENCES = {
+    "packed": {"cu_seqlens_q": torch.tensor([0, 2, 2, 300]), "cu_seqlens_k": torch.tensor([0, 5, 9, 600])},
+    "padded": {"lengths": torch.tensor([600]), "left_padded": True},
+}
+
+
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", SEQUENCES)
+def test_opcheck_sequences(kind: str, causal: bool, requires_grad: bool) -> None:
+    inputs, _ = make_inputs(1, 300, 600, 3)
+    inputs = [x.requires_grad_(requires_grad) for x in inputs]
+    options = {"causal": causal, **SEQUENCES[kind]}
+    torch.library.opcheck(sequences_op, inputs, options)
+    if not requires_grad:
+        torch.library.opcheck(sequences_op, inputs, {**options, "keep_carries": True})
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", SEQUENCES)
+def test_opcheck_sequences_backward(kind: str, causal: bool) -> None:
+    (q, k, v), grad_y = make_inputs(1, 300, 600, 3)
+    options = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False} | SEQUENCES[kind]
+    _, carries = sequences_op(q, k, v, causal=causal, keep_carries=True, **options)
+    for mask in ([True, True, True], [False, True, False], [True, False, True]):
+        more = {"causal": causal, "eps": 1e-6, "output_mask": mask}
+        torch.library.opcheck(sequences_backward_op, (grad_y, q, k, v, carries), options | more)
 
 
 def test_opcheck_step() -> None:

@@ -41,6 +41,14 @@ const c10::TypedOperatorHandle<typename Op::Schema>& operator_handle() {
   return handle;
 }
 
+// The Python function of an operator. Operators for sequences, and those of the backward, have an ending more.
+inline std::string function_name(std::string op) {
+  for (const std::string ending : {"_backward", "_sequences"})
+    if (op.size() > ending.size() && op.compare(op.size() - ending.size(), ending.size(), ending) == 0)
+      op.resize(op.size() - ending.size());
+  return op;
+}
+
 // The operator, with autograd.
 template <typename Op, typename... Args>
 auto call_operator(Args&&... args) {
@@ -126,9 +134,10 @@ std::array<bool, kInputs> wanted_gradients(const AutogradContext* ctx) {
 // ---- what operators refuse
 
 // Each argument is a tensor, and all are on one device. Checked first, because the dispatcher chooses a kernel by the
-// devices of all arguments together.
+// devices of all arguments together. Arguments that may be None are checked by the operator.
 inline void check_tensors(const char* op, const c10::FunctionSchema& schema, const variable_list& inputs) {
   for (size_t i = 0; i < inputs.size(); ++i) {
+    if (schema.arguments()[i].type()->kind() == c10::TypeKind::OptionalType) continue;
     const char* name = schema.arguments()[i].name().c_str();
     check_tensor(op, name, inputs[i]);
     check_device(op, name, inputs[i], inputs[0], schema.arguments()[0].name().c_str());
@@ -246,7 +255,7 @@ struct AutogradKernels<Op, Result(Args...)> {
   static Result differentiable(Args... args) {
     const variable_list inputs = checked_inputs(args...);
     if (wants_gradient(inputs)) {
-      refuse_torch_func(Op::name);
+      refuse_torch_func(shown_name());
       return ResultOf<Result>::from(Node::apply(std::forward<Args>(args)...));
     }
     return call_below_autograd<Op>(std::forward<Args>(args)...);
@@ -254,25 +263,30 @@ struct AutogradKernels<Op, Result(Args...)> {
 
   // Gradients that raise when they are differentiated.
   static Result backward(Args... args) {
-    static const std::string name = std::string(Op::name).substr(0, std::string(Op::name).rfind("_backward"));
     const variable_list inputs = tensors_among(args...);
-    refuse_forward_mode(name.c_str(), inputs);
+    refuse_forward_mode(shown_name(), inputs);
     const Result gradients = call_below_autograd<Op>(args...);
-    return ResultOf<Result>::from(refuse_double_backward(name.c_str(), list_of(gradients), inputs));
+    return ResultOf<Result>::from(refuse_double_backward(shown_name(), list_of(gradients), inputs));
   }
 
   static Result without_gradient(Args... args) {
-    refuse_gradient(Op::name, checked_inputs(args...));
+    refuse_gradient(shown_name(), checked_inputs(args...));
     return call_below_autograd<Op>(std::forward<Args>(args)...);
   }
 
   static constexpr size_t kArguments = sizeof...(Args);
 
  private:
+  // As messages have it.
+  static const char* shown_name() {
+    static const std::string name = function_name(Op::name);
+    return name.c_str();
+  }
+
   static variable_list checked_inputs(const Args&... args) {
     const variable_list inputs = tensors_among(args...);
-    check_tensors(Op::name, operator_handle<Op>().schema(), inputs);
-    refuse_forward_mode(Op::name, inputs);
+    check_tensors(shown_name(), operator_handle<Op>().schema(), inputs);
+    refuse_forward_mode(shown_name(), inputs);
     return inputs;
   }
 };

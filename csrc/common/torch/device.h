@@ -22,6 +22,16 @@ inline cudaStream_t current_stream([[maybe_unused]] c10::Device device) {
   return nullptr;
 }
 
+// Whether several threads may run kernels on this device at the same time: those of the CPU. In the build for
+// host_cuda/ the kernels of CUDA run on tensors of the CPU.
+inline bool kernels_run_side_by_side(c10::Device device) {
+#if defined(MEMCHECK_HOST_CUDA)
+  return false;
+#else
+  return device.is_cpu();
+#endif
+}
+
 // What kernels need to know of the device of a tensor, which is the current device while this lives.
 struct DeviceScope {
   explicit DeviceScope(const at::Tensor& x)

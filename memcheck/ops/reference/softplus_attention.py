@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from memcheck.ops.reference.sequences import sequences_of
 
 
 def softplus(x: Tensor) -> Tensor:
@@ -11,8 +15,20 @@ def softplus(x: Tensor) -> Tensor:
     return torch.logaddexp(x, x.new_zeros(()))
 
 
-def softplus_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6) -> Tensor:
+def softplus_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6, **sequences: Any
+) -> Tensor:
     """q (B,S,R), k and v (B,R,T) -> y (B,S,R), with autograd. See memcheck.softplus_attention."""
+    if not sequences:
+        return attend(q, k, v, causal, eps)
+    y = torch.zeros_like(q)
+    for row, queries, keys in sequences_of(len(q), q.shape[1], k.shape[2], causal=causal, **sequences):
+        y[row, queries] = attend(q[row, queries], k[row, :, keys], v[row, :, keys], causal, eps)
+    return y
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> Tensor:
+    """Softplus attention within one sequence, or a batch of sequences of one length."""
     weights = softplus(k)
     weighted = weights * v
     if causal:

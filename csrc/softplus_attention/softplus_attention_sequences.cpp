@@ -1,0 +1,219 @@
+#include <ATen/ops/empty.h>
+
+#include <array>
+#include <tuple>
+
+#include "common/arena.h"
+#include "common/torch/device.h"
+#include "common/torch/registration.h"
+#include "common/torch/sequences.h"
+#include "softplus_attention/softplus_attention.h"
+#include "softplus_attention/softplus_attention_checks.h"
+
+// Softplus attention on packed and padded batches: the kernels of softplus_attention, once for each sequence.
+
+namespace memcheck {
+namespace {
+
+using namespace softplus_attention_glue;
+using MaybeTensor = std::optional<at::Tensor>;
+
+constexpr const char* kForward = "softplus_attention";
+constexpr const char* kBackward = "softplus_attention_sequences_backward";
+
+// The sequences of one call. Each has its carries, (2,rows,carries,R), behind those of the sequence before.
+struct Batch {
+  const SequenceArguments& arguments;
+  std::vector<Sequence> sequences;
+  std::vector<int64_t> first_carries;  // of each sequence, and the end: elements
+  int64_t R;
+  bool causal;
+  Dtype dtype;
+
+  Batch(const char* op, const SequenceArguments& arguments, const Sizes& n, Dtype dtype)
+      : arguments(arguments), first_carries{0}, causal(n.causal), dtype(dtype) {
+    const SoftplusAttentionShape shape = n.shape();
+    R = shape.R;
+    sequences = read_sequences(op, arguments, shape.B, shape.S, shape.T, causal);
+    for (const Sequence& x : sequences) first_carries.push_back(first_carries.back() + carries(x));
+  }
+
+  SoftplusAttentionShape shape(const Sequence& x) const { return {x.rows, x.queries, x.keys, R, causal}; }
+  int64_t carries(const Sequence& x) const { return 2 * x.rows * shape(x).carries() * R; }
+  // The carries of a sequence among those of all.
+  void* carries_in(const at::Tensor& all, const Sequence& x) const {
+    return static_cast<char*>(all.mutable_data_ptr()) + first_carries[x.index] * acc_bytes(dtype);
+  }
+  // As in useful_threads of the kernels: a softplus takes as long as some 32 multiplications.
+  SequenceRun run(const at::Tensor& q) const {
+    return SequenceRun(sequences, q.device(),
+                       [this](const Sequence& x) { return 32 * x.rows * R * (x.queries + 2 * x.keys); });
+  }
+
+  Strided<3> queries_of(const Strided<3>& x, const Sequence& one) const {
+    return starting_at(x, dtype, {one.row, one.first_query, 0});
+  }
+  Strided<3> keys_of(const Strided<3>& x, const Sequence& one) const {
+    return starting_at(x, dtype, {one.row, 0, one.first_key});
+  }
+};
+
+// (slots,2,R). The number of slots does not depend on the lengths of the sequences: causal, each has at most one for
+// kCarrySpacing positions.
+at::Tensor empty_carries(const Sizes& n, const SequenceArguments& arguments, bool keep, const at::Tensor& q) {
+  const c10::SymInt slots = n.causal ? n.B * (n.T / kCarrySpacing) : arguments.count(n.B);
+  return at::empty_symint({keep ? slots : 0, 2, n.R}, q.options().dtype(acc_scalar_type(q.scalar_type())));
+}
+
+// ---- forward
+
+std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                                                const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
+                                                const MaybeTensor& lengths, bool left_padded, bool causal, double eps,
+                                                bool keep_carries) {
+  const Sizes n = check_inputs(kForward, q, k, v, causal, eps);
+  const auto arguments = check_sequences(kForward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
+  return {empty_output(n, q), empty_carries(n, arguments, keep_carries, q)};
+}
+
+// Carries that are not kept lie in the scratch.
+struct ForwardScratch {
+  void* carries;
+  void* sums;
+
+  ForwardScratch(Arena& arena, const SoftplusAttentionPlan& plan, int64_t carries_bytes)
+      : carries(carries_bytes > 0 ? arena.take<char>(carries_bytes) : nullptr),
+        sums(arena.take<char>(plan.forward_sums_bytes)) {}
+};
+
+std::tuple<at::Tensor, at::Tensor> forward(const SoftplusAttentionKernels& kernels, const at::Tensor& q,
+                                           const at::Tensor& k, const at::Tensor& v, const MaybeTensor& cu_seqlens_q,
+                                           const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
+                                           bool left_padded, bool causal, double eps, bool keep_carries) {
+  const Sizes n = check_inputs(kForward, q, k, v, causal, eps);
+  const auto arguments = check_sequences(kForward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
+  const Batch batch(kForward, arguments, n, dtype_of(q));
+  const at::Tensor y = empty_output(n, q);
+  const at::Tensor carries = empty_carries(n, arguments, keep_carries, q);
+  if (keep_carries) carries.flatten().slice(0, batch.first_carries.back()).zero_();  // of no sequence
+  zero_padded_queries(arguments, batch.sequences, y, 1);
+  const DeviceScope device(q);
+  const auto scratch_of = [&](Arena& arena, const Sequence& x, int64_t threads) {
+    const auto plan = kernels.plan(batch.shape(x), batch.dtype, threads);
+    const bool in_scratch = !keep_carries && plan.forward_uses_carries;
+    return ForwardScratch(arena, plan, in_scratch ? batch.carries(x) * acc_bytes(batch.dtype) : 0);
+  };
+  SequenceRun run = batch.run(q);
+  run.allocate_scratch(q, [&](const Sequence& x, int64_t threads) {
+    Arena arena{nullptr};
+    scratch_of(arena, x, threads);
+    return arena.bytes;
+  });
+  const Strided<3> q_all = reads<3>(q), k_all = reads<3>(k), v_all = reads<3>(v), y_all = writes<3>(y);
+  run.each([&](const Sequence& x, int64_t threads, void* memory) {
+    Arena arena{static_cast<char*>(memory)};
+    const ForwardScratch scratch = scratch_of(arena, x, threads);
+    const SoftplusAttentionForward p{batch.shape(x),
+                                     eps,
+                                     batch.queries_of(q_all, x),
+                                     batch.keys_of(k_all, x),
+                                     batch.keys_of(v_all, x),
+                                     batch.queries_of(y_all, x),
+                                     keep_carries ? batch.carries_in(carries, x) : scratch.carries,
+                                     scratch.sums,
+                                     threads};
+    kernels.forward(p, batch.dtype, device.stream);
+  });
+  return {y, carries};
+}
+
+// ---- backward
+
+SequenceArguments check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& carries,
+                                 const Sizes& n, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
+                                 const MaybeTensor& lengths, bool left_padded) {
+  const auto arguments = check_sequences(kBackward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
+  check_rank(kBackward, "grad_y", grad_y, 3, "(B,S,R)");
+  check_shape(kBackward, "grad_y", grad_y, "(B,S,R)", {n.B, n.S, n.R}, "q");
+  check_like(kBackward, "grad_y", grad_y, q, "q");
+  check_tensor(kBackward, "carries", carries);
+  const c10::SymInt slots = n.causal ? n.B * (n.T / kCarrySpacing) : arguments.count(n.B);
+  check_shape(kBackward, "carries", carries, "(slots,2,R)", {slots, 2, n.R}, "q and k");
+  check_dtype(kBackward, "carries", carries, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
+  check_device(kBackward, "carries", carries, q, "q");
+  return arguments;
+}
+
+Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
+                        const MaybeTensor& v_or_none, const at::Tensor& carries, const MaybeTensor& cu_seqlens_q,
+                        const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
+                        double eps, std::array<bool, 3> output_mask) {
+  const at::Tensor v = v_or_none.value_or(at::Tensor());
+  const Sizes n = check_inputs(kBackward, q, k, v, causal, eps, output_mask[0] || output_mask[1]);
+  check_backward(grad_y, q, carries, n, cu_seqlens_q, cu_seqlens_k, lengths, left_padded);
+  return empty_gradients(q, k, v, output_mask);
+}
+
+struct BackwardScratch {
+  void* sums;
+  void* scratch;
+
+  BackwardScratch(Arena& arena, const SoftplusAttentionPlan& plan)
+      : sums(arena.take<char>(plan.backward_sums_bytes)), scratch(arena.take<char>(plan.backward_scratch_bytes)) {}
+};
+
+Gradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
+                   const at::Tensor& k, const MaybeTensor& v_or_none, const at::Tensor& carries,
+                   const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
+                   bool left_padded, bool causal, double eps, std::array<bool, 3> output_mask) {
+  const at::Tensor v = v_or_none.value_or(at::Tensor());
+  const Sizes n = check_inputs(kBackward, q, k, v, causal, eps, output_mask[0] || output_mask[1]);
+  const auto arguments = check_backward(grad_y, q, carries, n, cu_seqlens_q, cu_seqlens_k, lengths, left_padded);
+  const Batch batch(kBackward, arguments, n, dtype_of(q));
+  const Gradients gradients = empty_gradients(q, k, v, output_mask);
+  const auto& [grad_q, grad_k, grad_v] = gradients;
+  zero_padded_queries(arguments, batch.sequences, grad_q, 1);
+  zero_padded_keys(arguments, batch.sequences, grad_k, 2);
+  zero_padded_keys(arguments, batch.sequences, grad_v, 2);
+  const at::Tensor dense_carries = carries.contiguous();
+  const DeviceScope device(q);
+  SequenceRun run = batch.run(q);
+  run.allocate_scratch(q, [&](const Sequence& x, int64_t threads) {
+    return scratch_bytes<BackwardScratch>(kernels.plan(batch.shape(x), batch.dtype, threads));
+  });
+  const Strided<3> g_all = reads<3>(grad_y), q_all = reads<3>(q), k_all = reads<3>(k), v_all = reads<3>(v);
+  const Strided<3> dq_all = writes<3>(grad_q), dk_all = writes<3>(grad_k), dv_all = writes<3>(grad_v);
+  run.each([&](const Sequence& x, int64_t threads, void* memory) {
+    Arena arena{static_cast<char*>(memory)};
+    const BackwardScratch scratch(arena, kernels.plan(batch.shape(x), batch.dtype, threads));
+    const SoftplusAttentionBackward p{batch.shape(x),
+                                      eps,
+                                      batch.queries_of(g_all, x),
+                                      batch.queries_of(q_all, x),
+                                      batch.keys_of(k_all, x),
+                                      batch.keys_of(v_all, x),
+                                      batch.queries_of(dq_all, x),
+                                      batch.keys_of(dk_all, x),
+                                      batch.keys_of(dv_all, x),
+                                      batch.carries_in(dense_carries, x),
+                                      scratch.sums,
+                                      scratch.scratch,
+                                      threads};
+    kernels.backward(p, batch.dtype, device.stream);
+  });
+  return gradients;
+}
+
+const Registration registration(
+    MEMCHECK_KERNELS(softplus_attention),
+    OperatorRow{"softplus_attention_sequences(Tensor q, Tensor k, Tensor v, *, Tensor? cu_seqlens_q=None,"
+                " Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False, bool causal=True,"
+                " float eps=1e-06, bool keep_carries=False) -> (Tensor y, Tensor carries)",
+                forward_meta, forward, /*cast_inputs=*/3},
+    OperatorRow{"softplus_attention_sequences_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, Tensor carries, *,"
+                " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? lengths, bool left_padded, bool causal,"
+                " float eps, bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+                backward_meta, backward});
+
+}  // namespace
+}  // namespace memcheck
