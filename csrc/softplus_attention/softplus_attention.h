@@ -35,6 +35,15 @@ struct SoftplusAttentionShape {
   int64_t carries() const { return causal ? T / kCarrySpacing : 1; }
 };
 
+// A sequence that is continued: Z and A over the positions before it, and up to its end. All (2,B,R), Z, then A. A rest
+// is what rounding has left out of a sum. Null: zeros before, and not wanted after.
+struct SoftplusAttentionState {
+  Strided<3> before;
+  Strided<3> before_rest;
+  Strided<3> after;
+  Strided<3> after_rest;  // null only if `after` is
+};
+
 struct SoftplusAttentionForward {
   SoftplusAttentionShape shape;
   double eps;
@@ -45,22 +54,26 @@ struct SoftplusAttentionForward {
   void* carries;    // (2,B,carries,R): Z, then A; null if no backward follows and the plan needs none
   void* sums;       // the plan's forward_sums_bytes
   int64_t threads;  // of the plan
+  SoftplusAttentionState state;
 };
 
 struct SoftplusAttentionBackward {
   SoftplusAttentionShape shape;
   double eps;
-  Strided<3> grad_y;    // (B,S,R)
-  Strided<3> q;         // (B,S,R)
-  Strided<3> k;         // (B,R,T)
-  Strided<3> v;         // (B,R,T), null if only grad_v is wanted, which does not depend on v
-  Strided<3> grad_q;    // (B,S,R), null if not wanted, as the next two
-  Strided<3> grad_k;    // (B,R,T)
-  Strided<3> grad_v;    // (B,R,T)
-  const void* carries;  // (2,B,carries,R)
-  void* sums;           // the plan's backward_sums_bytes
-  void* scratch;        // the plan's backward_scratch_bytes
-  int64_t threads;      // of the plan
+  Strided<3> grad_y;       // (B,S,R)
+  Strided<3> q;            // (B,S,R)
+  Strided<3> k;            // (B,R,T)
+  Strided<3> v;            // (B,R,T), null if only grad_v is wanted, which does not depend on v
+  Strided<3> grad_q;       // (B,S,R), null if not wanted, as the next two
+  Strided<3> grad_k;       // (B,R,T)
+  Strided<3> grad_v;       // (B,R,T)
+  const void* carries;     // (2,B,carries,R)
+  void* sums;              // the plan's backward_sums_bytes
+  void* scratch;           // the plan's backward_scratch_bytes
+  int64_t threads;         // of the plan
+  Strided<3> before;       // (2,B,R), of the forward's state; null: zeros, as the next
+  Strided<3> grad_after;   // (2,B,R)
+  Strided<3> grad_before;  // (2,B,R), null if not wanted
 };
 
 // Decoding: the sums of T new keys are added to the state, and one query reads it.
@@ -92,6 +105,7 @@ struct SoftplusAttentionKernels {
   Kernel<SoftplusAttentionForward> forward;
   Kernel<SoftplusAttentionBackward> backward;
   Kernel<SoftplusAttentionStep> step;
+  bool takes_states = false;  // whether forward and backward do
 };
 extern const SoftplusAttentionKernels softplus_attention_cpu;
 // The tasks of every pass on the CPU, for tests.

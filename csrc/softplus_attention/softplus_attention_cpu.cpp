@@ -59,6 +59,7 @@ void softplus_attention_step_cpu(const SoftplusAttentionStep& p, Dtype dtype, cu
 }
 
 const SoftplusAttentionKernels softplus_attention_cpu{softplus_attention_plan_cpu, softplus_attention_forward_cpu,
-                                                      softplus_attention_backward_cpu, softplus_attention_step_cpu};
+                                                      softplus_attention_backward_cpu, softplus_attention_step_cpu,
+                                                      /*takes_states=*/true};
 
 }  // namespace memcheck

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "common/compensated_sum.h"
@@ -103,6 +104,42 @@ struct RunningSum {
   }
 };
 
+// One plane of a state, (2,B,R).
+template <typename acc_t>
+MEMCHECK_INLINE void load_plane(const Strided<3>& state, int64_t plane, const Task& task, acc_t* lanes) {
+  if (!state) return;
+  for (int lane = 0; lane < task.lanes; ++lane) lanes[lane] = *state.at<acc_t>(plane, task.b, task.r + lane);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void store_plane(const Strided<3>& state, int64_t plane, const Task& task, const acc_t* lanes) {
+  if (!state) return;
+  for (int lane = 0; lane < task.lanes; ++lane) *state.at<acc_t>(plane, task.b, task.r + lane) = lanes[lane];
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void load_sum(const Strided<3>& state, const Strided<3>& rest, int64_t plane, const Task& task,
+                              RunningSum<acc_t>& sum) {
+  load_plane(state, plane, task, sum.before);
+  load_plane(rest, plane, task, sum.rest);
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void store_sum(const Strided<3>& state, const Strided<3>& rest, int64_t plane, const Task& task,
+                               const RunningSum<acc_t>& sum) {
+  store_plane(state, plane, task, sum.before);
+  store_plane(rest, plane, task, sum.rest);
+}
+
+// W and X over the queries after the last position, (W, X) = (dA, -dZ), from the gradient of the state there.
+template <typename acc_t>
+MEMCHECK_INLINE void load_later(const Strided<3>& grad_after, int64_t plane, const Task& task, RunningSum<acc_t>& sum) {
+  if (!grad_after) return;
+  load_plane(grad_after, 1 - plane, task, sum.before);
+  if (plane == 1)
+    for (acc_t& x : sum.before) x = -x;
+}
+
 // Two sums over the same rows: Z and A, or in the backward W and X.
 template <typename acc_t>
 struct RunningPair {
@@ -116,6 +153,14 @@ struct RunningPair {
     sums.store(0, slot, task, first.before);
     sums.store(1, slot, task, second.before);
   }
+  MEMCHECK_INLINE void load_state(const Strided<3>& state, const Strided<3>& rest, const Task& task) {
+    load_sum(state, rest, 0, task, first);
+    load_sum(state, rest, 1, task, second);
+  }
+  MEMCHECK_INLINE void store_state(const Strided<3>& state, const Strided<3>& rest, const Task& task) const {
+    store_sum(state, rest, 0, task, first);
+    store_sum(state, rest, 1, task, second);
+  }
   MEMCHECK_INLINE void end_chunk() {
     first.end_chunk();
     second.end_chunk();
@@ -123,12 +168,29 @@ struct RunningPair {
 };
 
 // Each slot becomes the sum of itself and all slots before it (reversed: after it), added one by one, as a task over
-// all chunks adds them.
-template <typename acc_t>
-void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed, int64_t threads);
-
-extern template void scan_slots(const Sums<float>&, int64_t, bool, int64_t);
-extern template void scan_slots(const Sums<double>&, int64_t, bool, int64_t);
+// all chunks adds them. begin(plane, task, sum) loads what comes before the first; end(plane, task, sum) gets the sum
+// of all.
+template <typename acc_t, typename Begin, typename End>
+void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed, int64_t threads, const Begin& begin,
+                const End& end) {
+  const int64_t blocks = ceil_div(sums.R, kTileLanes);
+  parallel_tasks(planes * sums.B * blocks, threads, [&](int64_t first, int64_t last, int) {
+    for (int64_t index = first; index < last; ++index) {
+      const int64_t r = index % blocks * kTileLanes;
+      const Task task{index / blocks % sums.B, r, static_cast<int>(std::min<int64_t>(sums.R - r, kTileLanes)), 0};
+      const int64_t plane = index / blocks / sums.B;
+      RunningSum<acc_t> sum;
+      begin(plane, task, sum);
+      for (int64_t step = 0; step < sums.slots; ++step) {
+        const int64_t slot = reversed ? sums.slots - 1 - step : step;
+        sums.load(plane, slot, task, sum.chunk);
+        sum.end_chunk();
+        sums.store(plane, slot, task, sum.before);
+      }
+      end(plane, task, sum);
+    }
+  });
+}
 
 // ---- tiles
 

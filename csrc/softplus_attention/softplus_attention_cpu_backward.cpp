@@ -141,7 +141,10 @@ MEMCHECK_INLINE void differentiate_along(const SoftplusAttentionBackward& p, Dty
                                          int64_t chunk, bool write_grad_q, const Sums<acc_t>& carries,
                                          ChunkScratch<acc_t>& scratch) {
   RunningPair<acc_t> sums;
-  if (chunk > 0) sums.load(carries, chunk - 1, task);
+  if (chunk > 0)
+    sums.load(carries, chunk - 1, task);
+  else
+    sums.load_state(p.before, {}, task);
   const int64_t start = chunk * kCarrySpacing;
   const int64_t end = chunk_end(chunk, p.shape.T);
   for (int64_t t = start; t < end; t += kTileRows) {
@@ -165,7 +168,7 @@ MEMCHECK_INLINE void differentiate_along(const SoftplusAttentionBackward& p, Dty
 }
 
 // Causal, back: grad_k and grad_v of one chunk, unless only the sums are wanted. `later` comes in as W and X over all
-// later chunks, and this chunk is added.
+// later chunks, and gets those of this one as its chunk.
 template <typename acc_t>
 MEMCHECK_INLINE void differentiate_back(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
                                         int64_t chunk, bool sums_only, ChunkScratch<acc_t>& scratch,
@@ -179,7 +182,6 @@ MEMCHECK_INLINE void differentiate_back(const SoftplusAttentionBackward& p, Dtyp
     later.second.template scan<true>(x.wm, rows);
     if (!sums_only) differentiate_keys(p, dtype, task, {t, rows, -kTileRows}, x);
   }
-  later.end_chunk();
 }
 
 template <typename acc_t>
@@ -206,16 +208,12 @@ MEMCHECK_INLINE void differentiate_query_chunk(const SoftplusAttentionBackward& 
   w_sum.end_chunk();
 }
 
-// Not causal: grad_k and grad_v of one chunk of keys. All queries see every key, so all keys have the same W, and
-// X = W m.
+// Not causal: grad_k and grad_v of one chunk of keys. All keys have the same W and X.
 template <typename acc_t>
 MEMCHECK_INLINE void differentiate_key_chunk(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
-                                             const RunningPair<acc_t>& totals, const acc_t* w_sum) {
+                                             const acc_t* w_sum, const acc_t* wm_sum) {
   alignas(64) KeyScratch<acc_t, kTileRows> scratch;
-  alignas(64) acc_t wm_sum[kTileLanes];
   const KeyTile<acc_t> x(scratch, 0);
-  for (int lane = 0; lane < kTileLanes; ++lane)
-    wm_sum[lane] = w_sum[lane] * (totals.second.before[lane] / (totals.first.before[lane] + static_cast<acc_t>(p.eps)));
   const int64_t end = chunk_end(task.chunk, p.shape.T);
   for (int64_t t = task.chunk * kCarrySpacing; t < end; t += kTileRows) {
     const Span span{t, rows_from(t, end), kTileRows};
@@ -233,6 +231,7 @@ enum class BackwardPhase {
   ChunkSums,    // a task sums one chunk's w, and w m if causal, into its slot (not causal: and writes grad_q)
   CausalChunk,  // a task writes the gradients of one chunk, from the sums over later ones
   KeyChunk,     // not causal: a task writes grad_k and grad_v of one chunk, from W
+  StateBefore,  // not causal: a task writes grad_before, from W
 };
 
 // One pass over tasks that do the same.
@@ -251,19 +250,64 @@ struct BackwardPass {
   }
 };
 
+MEMCHECK_INLINE bool wants_sums(const SoftplusAttentionBackward& p) {
+  return p.grad_k || p.grad_v || p.grad_before;
+}
+
+// The gradient of the state before, from W and X over all queries: (dZ, dA) = (-X, W).
+template <typename acc_t>
+MEMCHECK_INLINE void store_grad_before(const SoftplusAttentionBackward& p, const Task& task, const acc_t* w_sum,
+                                       const acc_t* wm_sum) {
+  alignas(64) acc_t grad_z[kTileLanes];
+  for (int lane = 0; lane < kTileLanes; ++lane) grad_z[lane] = -wm_sum[lane];
+  store_plane(p.grad_before, 0, task, grad_z);
+  store_plane(p.grad_before, 1, task, w_sum);
+}
+
 template <typename acc_t>
 MEMCHECK_INLINE void causal_task(const BackwardPass<acc_t>& pass, const Task& task, ChunkScratch<acc_t>& scratch) {
   const SoftplusAttentionBackward& p = pass.p;
   const bool sums_only = pass.phase == BackwardPhase::ChunkSums;
   RunningPair<acc_t> later;
-  if (pass.phase == BackwardPhase::CausalChunk && task.chunk < pass.sums.slots) later.load(pass.sums, task.chunk, task);
+  if (pass.phase == BackwardPhase::CausalChunk && task.chunk < pass.sums.slots) {
+    later.load(pass.sums, task.chunk, task);
+  } else if (!sums_only) {
+    load_later(p.grad_after, 0, task, later.first);
+    load_later(p.grad_after, 1, task, later.second);
+  }
   const int64_t first = sums_only ? task.chunk + 1 : task.chunk;  // no chunk needs the sums of chunk 0
   const int64_t last = pass.phase == BackwardPhase::AllChunks ? p.shape.key_chunks() - 1 : first;
   for (int64_t chunk = last; chunk >= first; --chunk) {
     differentiate_along(p, pass.dtype, task, chunk, !sums_only, pass.carries(), scratch);
-    if (sums_only || p.grad_k || p.grad_v) differentiate_back(p, pass.dtype, task, chunk, sums_only, scratch, later);
+    if (sums_only || wants_sums(p)) differentiate_back(p, pass.dtype, task, chunk, sums_only, scratch, later);
+    if (chunk > 0) later.end_chunk();
   }
   if (sums_only) later.store(pass.sums, task.chunk, task);
+  if (!sums_only && task.chunk == 0 && p.grad_before) {
+    // Chunk 0 is added without the rest of the later ones, which a task of its own does not have.
+    for (int lane = 0; lane < kTileLanes; ++lane) {
+      later.first.before[lane] += later.first.chunk[lane];
+      later.second.before[lane] += later.second.chunk[lane];
+    }
+    store_grad_before(p, task, later.first.before, later.second.before);
+  }
+}
+
+// Not causal: W and X of every key, from W over the queries. All queries see every key, so X = W m; then the gradient
+// of the state after is added.
+template <typename acc_t>
+MEMCHECK_INLINE void later_sums(const SoftplusAttentionBackward& p, const Task& task, const RunningPair<acc_t>& totals,
+                                acc_t* w_sum, acc_t* wm_sum) {
+  for (int lane = 0; lane < kTileLanes; ++lane)
+    wm_sum[lane] = w_sum[lane] * (totals.second.before[lane] / (totals.first.before[lane] + static_cast<acc_t>(p.eps)));
+  if (!p.grad_after) return;
+  RunningPair<acc_t> later;
+  load_later(p.grad_after, 0, task, later.first);
+  load_later(p.grad_after, 1, task, later.second);
+  for (int lane = 0; lane < kTileLanes; ++lane) {
+    w_sum[lane] += later.first.before[lane];
+    wm_sum[lane] += later.second.before[lane];
+  }
 }
 
 template <typename acc_t>
@@ -272,9 +316,12 @@ MEMCHECK_INLINE void not_causal_task(const BackwardPass<acc_t>& pass, const Task
   RunningPair<acc_t> totals;
   RunningSum<acc_t> w_sum;
   totals.load(pass.carries(), 0, task);
-  if (pass.phase == BackwardPhase::KeyChunk) {
+  if (pass.phase == BackwardPhase::KeyChunk || pass.phase == BackwardPhase::StateBefore) {
     pass.sums.load(0, pass.sums.slots - 1, task, w_sum.before);
-    return differentiate_key_chunk(p, pass.dtype, task, totals, w_sum.before);
+    alignas(64) acc_t wm_sum[kTileLanes];
+    later_sums(p, task, totals, w_sum.before, wm_sum);
+    if (pass.phase == BackwardPhase::StateBefore) return store_grad_before(p, task, w_sum.before, wm_sum);
+    return differentiate_key_chunk(p, pass.dtype, task, w_sum.before, wm_sum);
   }
   const bool all = pass.phase == BackwardPhase::AllChunks;
   const int64_t last = all ? p.shape.query_chunks() : task.chunk + 1;
@@ -311,9 +358,12 @@ void backward_causal(const SoftplusAttentionBackward& p, Dtype dtype) {
   const int64_t chunks = shape.key_chunks();
   if (!splits(shape, chunks, p.threads)) return run(BackwardPass<acc_t>{p, dtype, BackwardPhase::AllChunks, {}, 1});
   const Sums<acc_t> sums(p.sums, shape, chunks - 1);
-  if (p.grad_k || p.grad_v) {
+  if (wants_sums(p)) {
     run(BackwardPass<acc_t>{p, dtype, BackwardPhase::ChunkSums, sums, chunks - 1});
-    scan_slots(sums, 2, true, useful_threads(shape, p.threads));
+    scan_slots(
+        sums, 2, true, useful_threads(shape, p.threads),
+        [&](int64_t plane, const Task& task, RunningSum<acc_t>& sum) { load_later(p.grad_after, plane, task, sum); },
+        [](int64_t, const Task&, const RunningSum<acc_t>&) {});
   }
   run(BackwardPass<acc_t>{p, dtype, BackwardPhase::CausalChunk, sums, chunks});
 }
@@ -325,11 +375,13 @@ void backward_not_causal(const SoftplusAttentionBackward& p, Dtype dtype) {
   const Sums<acc_t> sums(p.sums, shape, split ? shape.query_chunks() : 1);
   if (split) {
     run(BackwardPass<acc_t>{p, dtype, BackwardPhase::ChunkSums, sums, shape.query_chunks()});
-    scan_slots(sums, 1, false, useful_threads(shape, p.threads));
+    const auto nothing = [](int64_t, const Task&, const RunningSum<acc_t>&) {};
+    scan_slots(sums, 1, false, useful_threads(shape, p.threads), nothing, nothing);
   } else {
     run(BackwardPass<acc_t>{p, dtype, BackwardPhase::AllChunks, sums, 1});
   }
   if (p.grad_k || p.grad_v) run(BackwardPass<acc_t>{p, dtype, BackwardPhase::KeyChunk, sums, shape.key_chunks()});
+  if (p.grad_before) run(BackwardPass<acc_t>{p, dtype, BackwardPhase::StateBefore, sums, 1});
 }
 
 }  // namespace

@@ -10,28 +10,6 @@
 
 namespace memcheck::softplus_cpu {
 
-template <typename acc_t>
-void scan_slots(const Sums<acc_t>& sums, int64_t planes, bool reversed, int64_t threads) {
-  const int64_t blocks = ceil_div(sums.R, kTileLanes);
-  parallel_tasks(planes * sums.B * blocks, threads, [&](int64_t begin, int64_t end, int) {
-    for (int64_t index = begin; index < end; ++index) {
-      const int64_t r = index % blocks * kTileLanes;
-      const int64_t lanes = std::min<int64_t>(sums.R - r, kTileLanes);
-      acc_t* first = sums.data + index / blocks * sums.slots * sums.R + r;
-      RunningSum<acc_t> sum;
-      for (int64_t step = 0; step < sums.slots; ++step) {
-        acc_t* slot = first + (reversed ? sums.slots - 1 - step : step) * sums.R;
-        std::copy_n(slot, lanes, sum.chunk);
-        sum.end_chunk();
-        std::copy_n(sum.before, lanes, slot);
-      }
-    }
-  });
-}
-
-template void scan_slots(const Sums<float>&, int64_t, bool, int64_t);
-template void scan_slots(const Sums<double>&, int64_t, bool, int64_t);
-
 namespace {
 
 // ---- chunks
@@ -148,14 +126,22 @@ MEMCHECK_INLINE void key_task(const ForwardPass<acc_t>& pass, const Task& task) 
   const SoftplusAttentionShape& shape = pass.p.shape;
   const bool all = pass.phase == ForwardPhase::AllChunks;
   const bool writes_y = shape.causal && pass.phase != ForwardPhase::ChunkSums;
+  const SoftplusAttentionState& state = pass.p.state;
+  const bool ends_in_chunk = task.chunk == pass.sums.slots;  // the last chunk is not full, so the scan leaves it out
   RunningPair<acc_t> sums;
-  if (pass.phase == ForwardPhase::CausalChunk && task.chunk > 0) sums.load(pass.sums, task.chunk - 1, task);
+  if (all || (writes_y && task.chunk == 0))
+    sums.load_state(state.before, state.before_rest, task);
+  else if (writes_y && ends_in_chunk && state.after)
+    sums.load_state(state.after, state.after_rest, task);
+  else if (writes_y)
+    sums.load(pass.sums, task.chunk - 1, task);
   const int64_t last = all ? shape.key_chunks() : task.chunk + 1;
   for (int64_t chunk = task.chunk; chunk < last; ++chunk) {
     key_chunk(pass.p, pass.dtype, task, chunk, writes_y, sums);
     if (all && writes_y && pass.sums.data != nullptr && chunk < pass.sums.slots) sums.store(pass.sums, chunk, task);
   }
   if (!writes_y) sums.store(pass.sums, task.chunk, task);
+  if (all || (writes_y && ends_in_chunk)) sums.store_state(state.after, state.after_rest, task);
 }
 
 template <typename acc_t>
@@ -182,6 +168,20 @@ void run(const ForwardPass<acc_t>& pass) {
                  [&](int64_t begin, int64_t end, int) { forward_tasks<acc_t>(pass, begin, end); });
 }
 
+// The sums of chunks become those up to the end of each, behind the state before, and the state after.
+template <typename acc_t>
+void scan_keys(const SoftplusAttentionForward& p, const Sums<acc_t>& sums) {
+  const SoftplusAttentionState& state = p.state;
+  scan_slots(
+      sums, 2, false, useful_threads(p.shape, p.threads),
+      [&](int64_t plane, const Task& task, RunningSum<acc_t>& sum) {
+        load_sum(state.before, state.before_rest, plane, task, sum);
+      },
+      [&](int64_t plane, const Task& task, const RunningSum<acc_t>& sum) {
+        store_sum(state.after, state.after_rest, plane, task, sum);
+      });
+}
+
 template <typename acc_t>
 void forward_causal(const SoftplusAttentionForward& p, Dtype dtype) {
   const SoftplusAttentionShape& shape = p.shape;
@@ -189,7 +189,7 @@ void forward_causal(const SoftplusAttentionForward& p, Dtype dtype) {
   if (!splits(shape, shape.key_chunks(), p.threads))
     return run(ForwardPass<acc_t>{p, dtype, ForwardPhase::AllChunks, carries, 1});
   run(ForwardPass<acc_t>{p, dtype, ForwardPhase::ChunkSums, carries, shape.carries()});
-  scan_slots(carries, 2, false, useful_threads(shape, p.threads));
+  scan_keys(p, carries);
   run(ForwardPass<acc_t>{p, dtype, ForwardPhase::CausalChunk, carries, shape.key_chunks()});
 }
 
@@ -201,7 +201,7 @@ void forward_not_causal(const SoftplusAttentionForward& p, Dtype dtype) {
   if (splits(shape, chunks, p.threads)) {
     const Sums<acc_t> partial(p.sums, shape, chunks);
     run(ForwardPass<acc_t>{p, dtype, ForwardPhase::ChunkSums, partial, chunks});
-    scan_slots(partial, 2, false, useful_threads(shape, p.threads));
+    scan_keys(p, partial);
     for (int64_t row = 0; row < 2 * shape.B; ++row)
       std::copy_n(partial.data + (row * chunks + chunks - 1) * shape.R, shape.R, totals.data + row * shape.R);
   } else {

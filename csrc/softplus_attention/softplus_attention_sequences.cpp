@@ -10,7 +10,8 @@
 #include "softplus_attention/softplus_attention.h"
 #include "softplus_attention/softplus_attention_checks.h"
 
-// Softplus attention on packed and padded batches: the kernels of softplus_attention, once for each sequence.
+// Softplus attention on packed, padded and continued sequences: the kernels of softplus_attention, once for each
+// sequence.
 
 namespace memcheck {
 namespace {
@@ -53,6 +54,10 @@ struct Batch {
   Strided<3> queries_of(const Strided<3>& x, const Sequence& one) const {
     return starting_at(x, dtype, {one.row, one.first_query, 0});
   }
+  // Of the states of all sequences, (2,N,R).
+  Strided<3> state_of(const Strided<3>& x, const Sequence& one) const {
+    return starting_at(x, dtype == Dtype::Float64 ? Dtype::Float64 : Dtype::Float32, {0, one.index, 0});
+  }
   Strided<3> keys_of(const Strided<3>& x, const Sequence& one) const {
     return starting_at(x, dtype, {one.row, 0, one.first_key});
   }
@@ -65,15 +70,33 @@ at::Tensor empty_carries(const Sizes& n, const SequenceArguments& arguments, boo
   return at::empty_symint({keep ? slots : 0, 2, n.R}, q.options().dtype(acc_scalar_type(q.scalar_type())));
 }
 
+// Z and A of N sequences, or their rests, or gradients of them: (2,N,R).
+void check_state(const char* op, const char* name, const MaybeTensor& x, const at::Tensor& q, const c10::SymInt& N) {
+  if (!x) return;
+  check_shape(op, name, *x, "(2,N,R)", {2, N, q.sym_size(2)}, "q and the sequences");
+  check_dtype(op, name, *x, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
+  check_device(op, name, *x, q, "q");
+}
+
+at::Tensor empty_state(bool wanted, const at::Tensor& q, const c10::SymInt& N) {
+  return at::empty_symint({2, wanted ? N : 0, q.sym_size(2)}, q.options().dtype(acc_scalar_type(q.scalar_type())));
+}
+
 // ---- forward
 
-std::tuple<at::Tensor, at::Tensor> forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
-                                                const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
-                                                const MaybeTensor& lengths, bool left_padded, bool causal, double eps,
-                                                bool keep_carries) {
+using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;  // y, carries, new_state, new_rest
+
+Results forward_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const MaybeTensor& state,
+                     const MaybeTensor& rest, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
+                     const MaybeTensor& lengths, bool left_padded, bool causal, double eps, bool return_state,
+                     bool keep_carries) {
   const Sizes n = check_inputs(kForward, q, k, v, causal, eps);
   const auto arguments = check_sequences(kForward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
-  return {empty_output(n, q), empty_carries(n, arguments, keep_carries, q)};
+  const c10::SymInt N = arguments.count(n.B);
+  check_state(kForward, "state", state, q, N);
+  check_state(kForward, "rest", rest, q, N);
+  return {empty_output(n, q), empty_carries(n, arguments, keep_carries, q), empty_state(return_state, q, N),
+          empty_state(return_state, q, N)};
 }
 
 // Carries that are not kept lie in the scratch.
@@ -86,15 +109,22 @@ struct ForwardScratch {
         sums(arena.take<char>(plan.forward_sums_bytes)) {}
 };
 
-std::tuple<at::Tensor, at::Tensor> forward(const SoftplusAttentionKernels& kernels, const at::Tensor& q,
-                                           const at::Tensor& k, const at::Tensor& v, const MaybeTensor& cu_seqlens_q,
-                                           const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
-                                           bool left_padded, bool causal, double eps, bool keep_carries) {
+Results forward(const SoftplusAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const MaybeTensor& state, const MaybeTensor& rest, const MaybeTensor& cu_seqlens_q,
+                const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal, double eps,
+                bool return_state, bool keep_carries) {
   const Sizes n = check_inputs(kForward, q, k, v, causal, eps);
   const auto arguments = check_sequences(kForward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
+  const c10::SymInt N = arguments.count(n.B);
+  check_state(kForward, "state", state, q, N);
+  check_state(kForward, "rest", rest, q, N);
+  TORCH_CHECK_NOT_IMPLEMENTED(kernels.takes_states || !(state || return_state), kForward,
+                              ": initial_state and return_state are not implemented on CUDA; without them it runs "
+                              "there, and softplus_attention_step continues one position at a time");
   const Batch batch(kForward, arguments, n, dtype_of(q));
   const at::Tensor y = empty_output(n, q);
   const at::Tensor carries = empty_carries(n, arguments, keep_carries, q);
+  const at::Tensor new_state = empty_state(return_state, q, N), new_rest = empty_state(return_state, q, N);
   if (keep_carries) carries.flatten().slice(0, batch.first_carries.back()).zero_();  // of no sequence
   zero_padded_queries(arguments, batch.sequences, y, 1);
   const DeviceScope device(q);
@@ -110,6 +140,10 @@ std::tuple<at::Tensor, at::Tensor> forward(const SoftplusAttentionKernels& kerne
     return arena.bytes;
   });
   const Strided<3> q_all = reads<3>(q), k_all = reads<3>(k), v_all = reads<3>(v), y_all = writes<3>(y);
+  const Strided<3> none;
+  const SoftplusAttentionState states{state ? reads<3>(*state) : none, rest ? reads<3>(*rest) : none,
+                                      return_state ? writes<3>(new_state) : none,
+                                      return_state ? writes<3>(new_rest) : none};
   run.each([&](const Sequence& x, int64_t threads, void* memory) {
     Arena arena{static_cast<char*>(memory)};
     const ForwardScratch scratch = scratch_of(arena, x, threads);
@@ -121,18 +155,21 @@ std::tuple<at::Tensor, at::Tensor> forward(const SoftplusAttentionKernels& kerne
                                      batch.queries_of(y_all, x),
                                      keep_carries ? batch.carries_in(carries, x) : scratch.carries,
                                      scratch.sums,
-                                     threads};
+                                     threads,
+                                     {batch.state_of(states.before, x), batch.state_of(states.before_rest, x),
+                                      batch.state_of(states.after, x), batch.state_of(states.after_rest, x)}};
     kernels.forward(p, batch.dtype, device.stream);
   });
-  return {y, carries};
+  return {y, carries, new_state, new_rest};
 }
 
 // ---- backward
 
-SequenceArguments check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& carries,
-                                 const Sizes& n, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
-                                 const MaybeTensor& lengths, bool left_padded) {
-  const auto arguments = check_sequences(kBackward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
+using Mask = std::array<bool, 4>;
+using StateGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+void check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& carries, const MaybeTensor& state,
+                    const MaybeTensor& grad_state, const Sizes& n, const SequenceArguments& arguments) {
   check_rank(kBackward, "grad_y", grad_y, 3, "(B,S,R)");
   check_shape(kBackward, "grad_y", grad_y, "(B,S,R)", {n.B, n.S, n.R}, "q");
   check_like(kBackward, "grad_y", grad_y, q, "q");
@@ -141,17 +178,26 @@ SequenceArguments check_backward(const at::Tensor& grad_y, const at::Tensor& q, 
   check_shape(kBackward, "carries", carries, "(slots,2,R)", {slots, 2, n.R}, "q and k");
   check_dtype(kBackward, "carries", carries, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
   check_device(kBackward, "carries", carries, q, "q");
-  return arguments;
+  check_state(kBackward, "state", state, q, arguments.count(n.B));
+  check_state(kBackward, "grad_state", grad_state, q, arguments.count(n.B));
 }
 
-Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
-                        const MaybeTensor& v_or_none, const at::Tensor& carries, const MaybeTensor& cu_seqlens_q,
-                        const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
-                        double eps, std::array<bool, 3> output_mask) {
+StateGradients empty_state_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Mask& wanted,
+                                     const c10::SymInt& N) {
+  return std::tuple_cat(empty_gradients(q, k, v, {wanted[0], wanted[1], wanted[2]}),
+                        std::tuple(wanted[3] ? empty_state(true, q, N) : at::Tensor()));
+}
+
+StateGradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
+                             const MaybeTensor& v_or_none, const at::Tensor& carries, const MaybeTensor& state,
+                             const MaybeTensor& grad_state, const MaybeTensor& cu_seqlens_q,
+                             const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
+                             double eps, Mask output_mask) {
   const at::Tensor v = v_or_none.value_or(at::Tensor());
-  const Sizes n = check_inputs(kBackward, q, k, v, causal, eps, output_mask[0] || output_mask[1]);
-  check_backward(grad_y, q, carries, n, cu_seqlens_q, cu_seqlens_k, lengths, left_padded);
-  return empty_gradients(q, k, v, output_mask);
+  const Sizes n = check_inputs(kBackward, q, k, v, causal, eps, output_mask[0] || output_mask[1] || output_mask[3]);
+  const auto arguments = check_sequences(kBackward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
+  check_backward(grad_y, q, carries, state, grad_state, n, arguments);
+  return empty_state_gradients(q, k, v, output_mask, arguments.count(n.B));
 }
 
 struct BackwardScratch {
@@ -162,16 +208,18 @@ struct BackwardScratch {
       : sums(arena.take<char>(plan.backward_sums_bytes)), scratch(arena.take<char>(plan.backward_scratch_bytes)) {}
 };
 
-Gradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
-                   const at::Tensor& k, const MaybeTensor& v_or_none, const at::Tensor& carries,
-                   const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
-                   bool left_padded, bool causal, double eps, std::array<bool, 3> output_mask) {
+StateGradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
+                        const at::Tensor& k, const MaybeTensor& v_or_none, const at::Tensor& carries,
+                        const MaybeTensor& state, const MaybeTensor& grad_state, const MaybeTensor& cu_seqlens_q,
+                        const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
+                        double eps, Mask output_mask) {
   const at::Tensor v = v_or_none.value_or(at::Tensor());
-  const Sizes n = check_inputs(kBackward, q, k, v, causal, eps, output_mask[0] || output_mask[1]);
-  const auto arguments = check_backward(grad_y, q, carries, n, cu_seqlens_q, cu_seqlens_k, lengths, left_padded);
+  const Sizes n = check_inputs(kBackward, q, k, v, causal, eps, output_mask[0] || output_mask[1] || output_mask[3]);
+  const auto arguments = check_sequences(kBackward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
+  check_backward(grad_y, q, carries, state, grad_state, n, arguments);
   const Batch batch(kBackward, arguments, n, dtype_of(q));
-  const Gradients gradients = empty_gradients(q, k, v, output_mask);
-  const auto& [grad_q, grad_k, grad_v] = gradients;
+  const StateGradients gradients = empty_state_gradients(q, k, v, output_mask, arguments.count(n.B));
+  const auto& [grad_q, grad_k, grad_v, grad_before] = gradients;
   zero_padded_queries(arguments, batch.sequences, grad_q, 1);
   zero_padded_keys(arguments, batch.sequences, grad_k, 2);
   zero_padded_keys(arguments, batch.sequences, grad_v, 2);
@@ -183,6 +231,8 @@ Gradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& gr
   });
   const Strided<3> g_all = reads<3>(grad_y), q_all = reads<3>(q), k_all = reads<3>(k), v_all = reads<3>(v);
   const Strided<3> dq_all = writes<3>(grad_q), dk_all = writes<3>(grad_k), dv_all = writes<3>(grad_v);
+  const Strided<3> none, before = state ? reads<3>(*state) : none, after = grad_state ? reads<3>(*grad_state) : none;
+  const Strided<3> dbefore_all = writes<3>(grad_before);
   run.each([&](const Sequence& x, int64_t threads, void* memory) {
     Arena arena{static_cast<char*>(memory)};
     const BackwardScratch scratch(arena, kernels.plan(batch.shape(x), batch.dtype, threads));
@@ -198,7 +248,10 @@ Gradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& gr
                                       batch.carries_in(dense_carries, x),
                                       scratch.sums,
                                       scratch.scratch,
-                                      threads};
+                                      threads,
+                                      batch.state_of(before, x),
+                                      batch.state_of(after, x),
+                                      batch.state_of(dbefore_all, x)};
     kernels.backward(p, batch.dtype, device.stream);
   });
   return gradients;
@@ -206,13 +259,15 @@ Gradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& gr
 
 const Registration registration(
     MEMCHECK_KERNELS(softplus_attention),
-    OperatorRow{"softplus_attention_sequences(Tensor q, Tensor k, Tensor v, *, Tensor? cu_seqlens_q=None,"
-                " Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False, bool causal=True,"
-                " float eps=1e-06, bool keep_carries=False) -> (Tensor y, Tensor carries)",
+    OperatorRow{"softplus_attention_sequences(Tensor q, Tensor k, Tensor v, Tensor? state=None, Tensor? rest=None, *,"
+                " Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, Tensor? lengths=None, bool left_padded=False,"
+                " bool causal=True, float eps=1e-06, bool return_state=False, bool keep_carries=False)"
+                " -> (Tensor y, Tensor carries, Tensor new_state, Tensor new_rest)",
                 forward_meta, forward, /*cast_inputs=*/3},
-    OperatorRow{"softplus_attention_sequences_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, Tensor carries, *,"
-                " Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? lengths, bool left_padded, bool causal,"
-                " float eps, bool[3] output_mask) -> (Tensor grad_q, Tensor grad_k, Tensor grad_v)",
+    OperatorRow{"softplus_attention_sequences_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, Tensor carries,"
+                " Tensor? state, Tensor? grad_state, *, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? lengths,"
+                " bool left_padded, bool causal, float eps, bool[4] output_mask)"
+                " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_initial)",
                 backward_meta, backward});
 
 }  // namespace

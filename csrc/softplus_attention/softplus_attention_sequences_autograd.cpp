@@ -1,3 +1,5 @@
+#include <ATen/ops/zeros.h>
+
 #include <array>
 
 #include "common/torch/autograd.h"
@@ -9,49 +11,64 @@ using MaybeTensor = std::optional<Tensor>;
 
 struct Forward {
   static constexpr const char* name = "softplus_attention_sequences";
-  using Schema = std::tuple<Tensor, Tensor>(const Tensor& q, const Tensor& k, const Tensor& v,
-                                            const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
-                                            const MaybeTensor& lengths, bool left_padded, bool causal, double eps,
-                                            bool keep_carries);
+  using Schema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                            const MaybeTensor& state, const MaybeTensor& rest,
+                                                            const MaybeTensor& cu_seqlens_q,
+                                                            const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
+                                                            bool left_padded, bool causal, double eps,
+                                                            bool return_state, bool keep_carries);
 };
 
 struct Backward {
   static constexpr const char* name = "softplus_attention_sequences_backward";
-  using Schema = std::tuple<Tensor, Tensor, Tensor>(const Tensor& grad_y, const Tensor& q, const Tensor& k,
-                                                    const MaybeTensor& v, const Tensor& carries,
-                                                    const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
-                                                    const MaybeTensor& lengths, bool left_padded, bool causal,
-                                                    double eps, std::array<bool, 3> output_mask);
+  using Schema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor& grad_y, const Tensor& q, const Tensor& k,
+                                                            const MaybeTensor& v, const Tensor& carries,
+                                                            const MaybeTensor& state, const MaybeTensor& grad_state,
+                                                            const MaybeTensor& cu_seqlens_q,
+                                                            const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
+                                                            bool left_padded, bool causal, double eps,
+                                                            std::array<bool, 4> output_mask);
 };
 
+// The rests are constants: the gradient of a state is that of the sum of a state and its rest.
 struct SoftplusAttentionSequences : Function<SoftplusAttentionSequences> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                               const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
-                               const MaybeTensor& lengths, bool left_padded, bool causal, double eps,
-                               bool keep_carries) {
-    const auto [y, carries] =
-        call_below_autograd<Forward>(q, k, v, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, causal, eps, true);
-    // As in softplus_attention, and which positions belong to which sequence.
-    const bool reads_v = q.requires_grad() || k.requires_grad() || !v.is_contiguous();
-    ctx->save_for_backward({q, k, reads_v ? v : Tensor(), carries, cu_seqlens_q.value_or(Tensor()),
-                            cu_seqlens_k.value_or(Tensor()), lengths.value_or(Tensor())});
+                               const MaybeTensor& state, const MaybeTensor& rest, const MaybeTensor& cu_seqlens_q,
+                               const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded,
+                               bool causal, double eps, bool return_state, bool keep_carries) {
+    const auto [y, carries, new_state, new_rest] = call_below_autograd<Forward>(
+        q, k, v, state, rest, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, causal, eps, return_state, true);
+    // As in softplus_attention; the sums before the first carry; and which positions belong to which sequence.
+    const bool state_wanted = state && state->requires_grad();
+    const bool reads_v = q.requires_grad() || k.requires_grad() || state_wanted || !v.is_contiguous();
+    ctx->save_for_backward({q, k, reads_v ? v : Tensor(), carries, state.value_or(Tensor()),
+                            cu_seqlens_q.value_or(Tensor()), cu_seqlens_k.value_or(Tensor()),
+                            lengths.value_or(Tensor())});
     ctx->saved_data["left_padded"] = left_padded;
     ctx->saved_data["causal"] = causal;
     ctx->saved_data["eps"] = eps;
+    ctx->saved_data["state_wanted"] = state_wanted;
     ctx->set_materialize_grads(false);
     const Tensor returned = kept_output(carries, keep_carries, /*dimension=*/0);
-    ctx->mark_non_differentiable({returned});
-    return {y, returned};
+    ctx->mark_non_differentiable(return_state ? variable_list{returned, new_rest}
+                                              : variable_list{returned, new_state, new_rest});
+    return {y, returned, new_state, new_rest};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return gradients_of<Forward>({});
+    const Tensor& grad_state = grads[2];
+    if (!grads[0].defined() && !grad_state.defined()) return gradients_of<Forward>({});
     const auto saved = ctx->get_saved_variables();
-    const auto [grad_q, grad_k, grad_v] = call_operator<Backward>(
-        grads[0], saved[0], saved[1], if_defined(saved[2]), saved[3], if_defined(saved[4]), if_defined(saved[5]),
-        if_defined(saved[6]), ctx->saved_data["left_padded"].toBool(), ctx->saved_data["causal"].toBool(),
-        ctx->saved_data["eps"].toDouble(), wanted_gradients<3>(ctx));
-    return gradients_of<Forward>({grad_q, grad_k, grad_v});
+    const Tensor& q = saved[0];
+    const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros({}, q.options()).expand_symint(q.sym_sizes());
+    const auto wanted = wanted_gradients<3>(ctx);
+    const bool state_wanted = ctx->saved_data["state_wanted"].toBool() && ctx->needs_input_grad(3);
+    const auto [grad_q, grad_k, grad_v, grad_initial] = call_operator<Backward>(
+        grad_y, q, saved[1], if_defined(saved[2]), saved[3], if_defined(saved[4]), if_defined(grad_state),
+        if_defined(saved[5]), if_defined(saved[6]), if_defined(saved[7]), ctx->saved_data["left_padded"].toBool(),
+        ctx->saved_data["causal"].toBool(), ctx->saved_data["eps"].toDouble(),
+        std::array<bool, 4>{wanted[0], wanted[1], wanted[2], state_wanted});
+    return gradients_of<Forward>({grad_q, grad_k, grad_v, grad_initial});
   }
 };
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -72,9 +74,21 @@ class SoftplusSelfAttention(torch.nn.Module):
         check_tokens("SoftplusSelfAttention", x, self.dim)
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+        padding: str = "right",
+    ) -> Tensor:
+        """x (B,S,E) -> y (B,S,E), zeros where padded. The other arguments are those of memcheck.softplus_attention.
+
+        The projections read padding, so x must be finite there if a weight wants a gradient.
+        """
         q, k, v = self.project(x)
-        y: Tensor = self.out_proj(softplus_attention(q, k, v, causal=self.causal, eps=self.eps))
+        attention = partial(softplus_attention, causal=self.causal, eps=self.eps)
+        y: Tensor = self.out_proj(attention(q, k, v, cu_seqlens=cu_seqlens, lengths=lengths, padding=padding))
         return y
 
     @torch.no_grad()

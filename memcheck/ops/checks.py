@@ -29,6 +29,21 @@ def check_state(op: str, state: object, names: tuple[str, str]) -> None:
             raise TypeError(f"{op}: {name} must be a tensor, got {described(x)}")
 
 
+def check_initial_state(op: str, state: object, q: Tensor) -> tuple[Tensor, ...]:
+    """The tensors of a state, which stack checks no further. Raises TypeError or ValueError if it is none."""
+    names = ("Z", "A", "Z_rest", "A_rest")
+    if not isinstance(state, tuple | list) or len(state) not in (2, 4):
+        raise TypeError(f"{op}: initial_state must be (Z, A), (Z, A, Z_rest, A_rest) or None, got {described(state)}")
+    for name, x in zip(names, state, strict=False):
+        check_rank(op, f"{name} of initial_state", x, "(B,R), packed (N,R)", 2)
+        if x.shape != state[0].shape or x.dtype != state[0].dtype or x.device != q.device:
+            raise ValueError(
+                f"{op}: the tensors of initial_state must have one shape and dtype and be on {q.device} as q is, got "
+                f"{name} {list(x.shape)} {x.dtype} on {x.device}"
+            )
+    return tuple(state)
+
+
 def sequence_arguments(
     op: str,
     cu_seqlens: Tensor | None,

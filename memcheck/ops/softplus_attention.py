@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
-from memcheck.ops.checks import check_rank, check_state, refuse_context_parallel, sequence_arguments
+from memcheck.ops.checks import (
+    check_initial_state,
+    check_rank,
+    check_state,
+    refuse_context_parallel,
+    sequence_arguments,
+)
 
 State = tuple[Tensor, Tensor]
+StateWithRest = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def softplus_attention(
@@ -23,7 +32,10 @@ def softplus_attention(
     cu_seqlens_k: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-) -> Tensor:
+    initial_state: State | StateWithRest | None = None,
+    return_state: bool = False,
+    state_rest: bool = False,
+) -> Any:
     """A running mean of the values, weighted by softplus(k), gated by softplus(q).
 
     Every channel is a head of its own, as in AFT-simple (Zhai et al. 2021, arXiv:2105.14103), with softplus in place
@@ -42,6 +54,10 @@ def softplus_attention(
         lengths: (B,) int32 or int64, from 0 to T, for a padded batch: how many positions of each row count. Query s is
             at position s + T - S. If not causal and S != T, they are those of the keys alone.
         padding: where lengths has the padding, "right" (after the positions that count) or "left".
+        initial_state: (Z, A), the sums over the positions before the first, each (B,R), packed (N,R), in the
+            accumulation type (float32; float64 for float64). Or (Z, A, Z_rest, A_rest).
+        return_state: whether to return the state after the last position, too.
+        state_rest: whether that state is (Z, A, Z_rest, A_rest), with what rounding has left out of the sums.
 
     Packed or padded, each sequence gives the bits that it gives alone. Nothing of padding is read; its rows of y and of
     the gradients are 0. Nothing is copied, and work and memory are those of the positions that count, beside y and the
@@ -49,16 +65,20 @@ def softplus_attention(
     a few launches each, and values of cu_seqlens or lengths that lie on the device are waited for, once in the forward
     and once in the backward; on the CPU they are not.
 
+    A sequence in pieces, each from the state of the one before, gives the y of one call: with rests the same bits, if
+    pieces end at multiples of 256 positions; else up to rounding. Without rests each piece rounds the sums once, and
+    such errors add up if terms are alike. Z and A are differentiable, as arguments and as results; rests are constants.
+
     float64, float32, float16, bfloat16. Sums are in float32 (float64 for float64).
 
     Returns:
-        y (B,S,R), contiguous. Kept for backward: q, k, v, and two sums per channel and 256 positions in the
-        accumulation type. A gradient has its input's strides. A double backward raises.
+        y (B,S,R), contiguous; with return_state (y, state). Kept for backward: q, k, v, and two sums per channel and
+        256 positions in the accumulation type. A gradient has its input's strides. A double backward raises.
 
     Raises:
         ValueError: a shape, device, S > T when causal, eps <= 0, or a rule of cu_seqlens and lengths.
         TypeError: a dtype.
-        NotImplementedError: torch.func's gradients; inside torch.distributed's context_parallel.
+        NotImplementedError: torch.func's gradients; inside torch.distributed's context_parallel; a state on CUDA.
 
     Equivalent to:
         >>> def softplus(x):
@@ -71,33 +91,67 @@ def softplus_attention(
     op = "softplus_attention"
     refuse_context_parallel(op)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
-    forward = torch.ops.memcheck.softplus_attention_sequences if sequences else torch.ops.memcheck.softplus_attention
-    y: Tensor = forward(q, k, v, causal=causal, eps=eps, **sequences)[0]
-    return y
+    if not sequences and initial_state is None and not return_state:
+        y: Tensor = torch.ops.memcheck.softplus_attention(q, k, v, causal=causal, eps=eps)[0]
+        return y
+    options = {"causal": causal, "eps": eps, **sequences}
+    y, state = _attend_from_state(op, q, k, v, initial_state, return_state, state_rest, options)
+    return (y, state) if return_state else y
+
+
+def _attend_from_state(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: object,
+    return_state: bool,
+    state_rest: bool,
+    options: dict[str, Any],
+) -> tuple[Tensor, State | StateWithRest]:
+    """y, and the state after the last position; empty if it is not wanted."""
+    sums = rest = None
+    if state is not None:
+        tensors = check_initial_state(op, state, q)
+        sums, rest = torch.stack(tensors[:2]), torch.stack(tensors[2:]) if len(tensors) == 4 else None
+    y, _, sums, rest = torch.ops.memcheck.softplus_attention_sequences(
+        q, k, v, sums, rest, return_state=return_state, **options
+    )
+    return y, (*sums.unbind(), *rest.unbind()) if state_rest else (*sums.unbind(),)
 
 
 def softplus_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, eps: float = 1e-6
-) -> tuple[Tensor, State]:
-    """One position of causal softplus attention, from a state instead of all earlier keys.
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Any = None,
+    *,
+    eps: float = 1e-6,
+    state_rest: bool = False,
+) -> tuple[Tensor, Any]:
+    """The newest positions of causal softplus attention, from a state instead of all earlier keys.
 
     Args:
-        q: (B,1,R) the query of the newest position.
-        k: (B,R,n) the keys that are new since the state: one while decoding, a whole prompt to begin with.
+        q: (B,S,R) the queries of the newest positions: one while decoding, several to check a draft.
+        k: (B,R,n) the keys that are new since the state, n >= S: one while decoding, a whole prompt to begin with.
         v: (B,R,n) their values.
-        state: (Z, A), each (B,R) in the accumulation type (float32; float64 for float64); None at the beginning.
+        state: (Z, A), each (B,R) in the accumulation type (float32; float64 for float64), or (Z, A, Z_rest, A_rest)
+            with what rounding has left out of them; None at the beginning.
         eps: as in softplus_attention.
+        state_rest: whether the new state has rests, too. It has if the state has.
 
     Returns:
-        y (B,1,R), equal to the last row of softplus_attention over all keys up to rounding, and the new state.
-        O(B R n) work and no gradient. Each step rounds the state: after N steps in float32 its error is at most
-        N 2^-24 times the sum of its terms' absolute values. Measured after 100,000 steps of one key each: 1.4e-3 for
-        the state and 1.8e-3 for y if all tokens are equal; 1e-5 and 2e-7 if they are random. Keys of the same step
-        are added with compensated rounding, and do not drift.
+        y (B,S,R), equal to the last S rows of softplus_attention over all keys up to rounding, and the new state.
+        O(B R n) work and no gradient. With several queries or with rests it is softplus_attention with initial_state
+        and return_state. With rests the state does not drift. Without, each step rounds it: after N steps in float32
+        its error is at most N 2^-24 times the sum of its terms' absolute values. Measured after 100,000 steps of one
+        key each: 1.4e-3 for the state and 1.8e-3 for y if all tokens are equal; 1e-5 and 2e-7 if they are random. Keys
+        of the same step are added with compensated rounding, and do not drift.
 
     Raises:
         ValueError, TypeError: as softplus_attention; a state that is no pair of tensors, or of other sizes.
-        NotImplementedError: grad mode is on and an argument requires a gradient; inside context_parallel.
+        NotImplementedError: grad mode is on and an argument requires a gradient; inside context_parallel; on CUDA
+            several queries, or rests.
 
     Equivalent to:
         >>> z, a = state
@@ -106,6 +160,14 @@ def softplus_attention_step(
     """
     op = "softplus_attention_step"
     refuse_context_parallel(op)
+    state_rest = state_rest or (isinstance(state, tuple | list) and len(state) == 4)
+    if state_rest or (isinstance(q, Tensor) and q.dim() == 3 and q.shape[1] != 1):
+        given = (q, k, v, *(state or ()))
+        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
+            raise NotImplementedError(
+                f"{op}: has no gradient, and an argument requires one; call it under torch.no_grad()"
+            )
+        return _attend_from_state(op, q, k, v, state, True, state_rest, {"eps": eps})
     if state is None:
         for name, x, letters in (("q", q, "(B,1,R)"), ("k", k, "(B,R,n)"), ("v", v, "(B,R,n)")):
             check_rank(op, name, x, letters, 3)

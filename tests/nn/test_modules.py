@@ -413,3 +413,14 @@ def test_a_projection_is_its_operator(cls: type[torch.nn.Module]) -> None:
 
 def test_heuristic_core_dim() -> None:
     assert [heuristic_core_dim(dim) for dim in (1, 32, 54, 55, 128)] == [8, 8, 48, 56, 424]
+
+
+def test_packed_and_padded_softplus_attention() -> None:
+    module = memcheck.nn.SoftplusSelfAttention(6, 5)
+    sequences = torch.randn(300, 6), torch.randn(7, 6)
+    alone = [module(x[None])[0] for x in sequences]
+    packed = module(torch.cat(sequences)[None], cu_seqlens=torch.tensor([0, 300, 307]))[0]
+    torch.testing.assert_close(packed, torch.cat(alone))
+    padded = module(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True), lengths=torch.tensor([300, 7]))
+    torch.testing.assert_close(padded[1, :7], alone[1])
+    assert (padded[1, 7:] == 0).all()

@@ -16,26 +16,43 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def softplus_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = True, eps: float = 1e-6, **sequences: Any
-) -> Tensor:
-    """q (B,S,R), k and v (B,R,T) -> y (B,S,R), with autograd. See memcheck.softplus_attention."""
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = True,
+    eps: float = 1e-6,
+    initial_state: tuple[Tensor, Tensor] | None = None,
+    return_state: bool = False,
+    **sequences: Any,
+) -> Any:
+    """q (B,S,R), k and v (B,R,T) -> y (B,S,R), or (y, (Z, A)), with autograd. See memcheck.softplus_attention."""
     if not sequences:
-        return attend(q, k, v, causal, eps)
-    y = torch.zeros_like(q)
-    for row, queries, keys in sequences_of(len(q), q.shape[1], k.shape[2], causal=causal, **sequences):
-        y[row, queries] = attend(q[row, queries], k[row, :, keys], v[row, :, keys], causal, eps)
-    return y
+        y, state = attend(q, k, v, causal, eps, initial_state)
+        return (y, state) if return_state else y
+    y, states = torch.zeros_like(q), []
+    for n, (row, queries, keys) in enumerate(sequences_of(len(q), q.shape[1], k.shape[2], causal=causal, **sequences)):
+        before = None if initial_state is None else (initial_state[0][n : n + 1], initial_state[1][n : n + 1])
+        y[row, queries], after = attend(q[row, queries], k[row, :, keys], v[row, :, keys], causal, eps, before)
+        states.append(after)
+    return (y, tuple(torch.cat(x) for x in zip(*states, strict=True))) if return_state else y
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float) -> Tensor:
-    """Softplus attention within one sequence, or a batch of sequences of one length."""
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, eps: float, state: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """y and the state after, within one sequence, or a batch of sequences of one length."""
     weights = softplus(k)
     weighted = weights * v
+    z_before, a_before = (0, 0) if state is None else (x[:, None] for x in state)
     if causal:
         offset = k.shape[2] - q.shape[1]
-        z = weights.cumsum(2)[:, :, offset:].transpose(1, 2)
-        a = weighted.cumsum(2)[:, :, offset:].transpose(1, 2)
+        z = z_before + weights.cumsum(2)[:, :, offset:].transpose(1, 2)
+        a = a_before + weighted.cumsum(2)[:, :, offset:].transpose(1, 2)
     else:
-        z = weights.sum(2)[:, None]
-        a = weighted.sum(2)[:, None]
-    return softplus(q) * a / (z + eps)
+        z = z_before + weights.sum(2)[:, None]
+        a = a_before + weighted.sum(2)[:, None]
+    after = weights.sum(2), weighted.sum(2)
+    if state is not None:
+        after = after[0] + state[0], after[1] + state[1]
+    return softplus(q) * a / (z + eps), after

@@ -1,0 +1,251 @@
+"""Softplus attention from a state, and the state after: values, gradients, bits of pieces, drift, errors."""
+
+from __future__ import annotations
+
+import functools
+import re
+from typing import Any
+
+import pytest
+import torch
+from ops.checks import DTYPES, generator, same_bits
+from torch import Tensor
+
+from memcheck import softplus_attention, softplus_attention_step
+from memcheck.ops.reference import softplus_attention as reference
+
+pytestmark = pytest.mark.cpu  # CUDA kernels take no state
+sequences_op = torch.ops.memcheck.softplus_attention_sequences.default
+backward_op = torch.ops.memcheck.softplus_attention_sequences_backward.default
+
+SEQUENCES: dict[str, tuple[int, int, int, dict[str, Any]]] = {
+    "dense": (2, 300, 700, {}),
+    "full chunks": (2, 512, 512, {}),
+    "packed": (1, 310, 710, {"cu_seqlens_q": [0, 0, 300, 310], "cu_seqlens_k": [0, 3, 700, 710]}),
+    "padded": (3, 300, 700, {"lengths": [700, 0, 500], "padding": "left"}),
+    "no keys": (2, 0, 0, {}),
+}
+EVERY = pytest.mark.parametrize("kind", SEQUENCES)
+CAUSAL = pytest.mark.parametrize("causal", [True, False])
+
+
+def make(
+    kind: str, R: int = 35, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
+    """[q, k, v, Z, A] as leaves; gradients of y, Z and A; options."""
+    B, S, T, lists = SEQUENCES[kind]
+    N = len(lists["cu_seqlens_q"]) - 1 if "cu_seqlens_q" in lists else B
+    random = generator()
+    shapes = [(B, S, R), (B, R, T), (B, R, T), (N, R), (N, R), (B, S, R), (N, R), (N, R)]
+    wide = torch.promote_types(dtype, torch.float32)
+    dtypes = [dtype, dtype, dtype, wide, wide, dtype, wide, wide]
+    x = [torch.randn(shape, generator=random).to(kind) for shape, kind in zip(shapes, dtypes, strict=True)]
+    x[3] = x[3].abs() * 10
+    options = {name: torch.tensor(value) if isinstance(value, list) else value for name, value in lists.items()}
+    return [leaf.requires_grad_() for leaf in x[:5]], (x[5], x[6], x[7]), options
+
+
+def results_of(function: Any, leaves: list[Tensor], grads: tuple[Tensor, ...], **options: Any) -> list[Tensor]:
+    """[y, Z, A] and the gradients of all leaves."""
+    q, k, v, z, a = leaves
+    y, state = function(q, k, v, initial_state=(z, a), return_state=True, **options)
+    gradients = torch.autograd.grad((y, *state[:2]), leaves, grads)
+    return [y.detach(), *(x.detach() for x in state), *gradients]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@CAUSAL
+@EVERY
+def test_values_and_gradients(kind: str, causal: bool, dtype: torch.dtype) -> None:
+    """Within twice the error of plain PyTorch in the dtype, or a few roundings."""
+    leaves, grads, options = make(kind, dtype=dtype)
+    options["causal"] = causal
+    ours = results_of(softplus_attention, leaves, grads, **options)
+    doubles = [x.detach().double().requires_grad_() for x in leaves]
+    truths = results_of(reference.softplus_attention, doubles, tuple(x.double() for x in grads), **options)
+    plain = results_of(reference.softplus_attention, leaves, grads, **options) if dtype != torch.float64 else truths
+    for result, truth, other in zip(ours, truths, plain, strict=True):
+        if result.numel() == 0:
+            continue
+        unit = torch.finfo(result.dtype).eps
+        allowed = 2 * (other.double() - truth).abs().max() + 32 * unit * truth.abs().max()
+        assert ((result.double() - truth).abs() <= allowed).all()
+
+
+@CAUSAL
+@EVERY
+def test_y_does_not_depend_on_whether_the_state_is_returned(kind: str, causal: bool) -> None:
+    (q, k, v, z, a), _, options = make(kind)
+    y, _ = softplus_attention(q, k, v, causal=causal, initial_state=(z, a), return_state=True, **options)
+    assert same_bits([softplus_attention(q, k, v, causal=causal, initial_state=(z, a), **options)], [y])
+    plain, _ = softplus_attention(q, k, v, causal=causal, return_state=True, **options)
+    assert same_bits([softplus_attention(q, k, v, causal=causal, **options)], [plain])
+
+
+@pytest.mark.isolated
+def test_threads_change_no_bit() -> None:
+    for kind in SEQUENCES:
+        for causal in (True, False):
+            for R in (35, 70):
+                leaves, grads, options = make(kind, R)
+                results = []
+                for threads in (1, 2, 7, 16):
+                    torch.set_num_threads(threads)
+                    run = functools.partial(results_of, softplus_attention, leaves, grads, state_rest=True)
+                    results.append(run(causal=causal, **options))
+                    assert same_bits(results[0], results[-1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("S", [1024, 900])
+def test_pieces_that_end_at_chunks_give_the_same_bits(S: int, dtype: torch.dtype) -> None:
+    """With rests, also the bits of the state."""
+    random = generator()
+    q, k, v = (torch.randn(shape, generator=random).to(dtype) for shape in ((2, S, 35), (2, 35, 1024), (2, 35, 1024)))
+    y, state = softplus_attention(q, k, v, return_state=True, state_rest=True)
+    assert len(state) == 4
+    for cuts in ([512], [256, 768], [256, 512, 768]):
+        part, rows = None, []
+        for first, last in zip([0, *cuts], [*cuts, 1024], strict=True):
+            piece = q[:, max(0, first - 1024 + S) : max(0, last - 1024 + S)]
+            row, part = softplus_attention(
+                piece, k[..., first:last], v[..., first:last], initial_state=part, return_state=True, state_rest=True
+            )
+            rows.append(row)
+        assert same_bits([torch.cat(rows, 1), *part], [y, *state])
+
+
+def test_gradients_flow_through_pieces() -> None:
+    """The gradients of two calls with the state between are those of one call, cut anywhere."""
+    random = generator()
+    shapes = ((2, 600, 5), (2, 5, 600), (2, 5, 600))
+    q, k, v = (torch.randn(x, generator=random, dtype=torch.float64).requires_grad_() for x in shapes)
+    grad_y = torch.randn(2, 600, 5, generator=random, dtype=torch.float64)
+    whole = torch.autograd.grad(softplus_attention(q, k, v), (q, k, v), grad_y)
+    for cut in (256, 300, 1):
+        first, state = softplus_attention(q[:, :cut], k[..., :cut], v[..., :cut], return_state=True)
+        second = softplus_attention(q[:, cut:], k[..., cut:], v[..., cut:], initial_state=state)
+        pieces = torch.autograd.grad(torch.cat([first, second], 1), (q, k, v), grad_y)
+        for x, other in zip(pieces, whole, strict=True):
+            torch.testing.assert_close(x, other)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"cu_seqlens": torch.tensor([0, 3, 7])}], ids=str)
+def test_gradcheck(options: dict[str, Any]) -> None:
+    random = generator()
+    shapes = ((1, 7, 3), (1, 3, 7), (1, 3, 7), *((len(options.get("cu_seqlens", [0, 7])) - 1, 3),) * 2)
+    q, k, v, z, a = (torch.randn(x, generator=random, dtype=torch.float64) for x in shapes)
+    inputs = [x.requires_grad_() for x in (q, k, v, z.abs() + 1, a)]
+
+    def function(q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+        y, state = softplus_attention(q, k, v, initial_state=(z, a), return_state=True, **options)
+        return y, *state
+
+    assert torch.autograd.gradcheck(function, inputs)
+
+
+@pytest.mark.parametrize("wanted", range(5))
+@CAUSAL
+def test_a_gradient_does_not_depend_on_which_others_are_wanted(causal: bool, wanted: int) -> None:
+    leaves, grads, options = make("packed")
+    everything = results_of(softplus_attention, leaves, grads, causal=causal, **options)
+    inputs = [x.detach().requires_grad_(i == wanted) for i, x in enumerate(leaves)]
+    q, k, v, z, a = inputs
+    y, state = softplus_attention(q, k, v, initial_state=(z, a), return_state=True, causal=causal, **options)
+    outputs = [(x, grad) for x, grad in zip((y, *state), grads, strict=True) if x.requires_grad]
+    (alone,) = torch.autograd.grad([x for x, _ in outputs], inputs[wanted], [grad for _, grad in outputs])
+    assert same_bits([alone], [everything[3 + wanted]])
+
+
+def test_only_the_state_has_a_gradient() -> None:
+    (q, k, v, z, a), (_, *grads), _ = make("dense")
+    _, state = softplus_attention(q, k, v, initial_state=(z, a), return_state=True)
+    grad_q, *others = torch.autograd.grad(state, (q, z, a), grads)
+    assert (grad_q == 0).all()
+    assert same_bits(others, grads)
+
+
+@CAUSAL
+def test_opcheck(causal: bool) -> None:
+    random = generator()
+    q, k, v = (torch.randn(shape, generator=random) for shape in ((1, 300, 3), (1, 3, 600), (1, 3, 600)))
+    state, rest = torch.rand(2, 1, 3), torch.zeros(2, 1, 3)
+    for wanted in (True, False):
+        inputs = [x.detach().requires_grad_(wanted) for x in (q, k, v, state)]
+        torch.library.opcheck(sequences_op, (*inputs, rest), {"causal": causal, "return_state": True})
+    carries = sequences_op(q, k, v, state, causal=causal, keep_carries=True)[1]
+    options = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False, "causal": causal}
+    for mask in ([True] * 4, [False, False, False, True]):
+        arguments = (torch.ones_like(q), q, k, v, carries, state, torch.ones_like(state))
+        torch.library.opcheck(backward_op, arguments, options | {"eps": 1e-6, "output_mask": mask})
+
+
+# ---- decoding
+
+
+@pytest.mark.parametrize("prompt", [0, 1, 300])
+def test_a_step_of_several_positions(prompt: int) -> None:
+    """A prompt in pieces, and several positions at once behind it."""
+    T = prompt + 9
+    random = generator()
+    q, k, v = (torch.randn(shape, generator=random) for shape in ((2, T, 35), (2, 35, T), (2, 35, T)))
+    truth = reference.softplus_attention(*(x.double() for x in (q, k, v)))
+    state, done = None, 0
+    for last in (prompt, T - 5, T):
+        if last > done:
+            y, state = softplus_attention_step(q[:, done:last], k[..., done:last], v[..., done:last], state)
+            assert len(state) == 2
+            torch.testing.assert_close(y, truth[:, done:last].float())
+            done = last
+
+
+def test_a_step_of_several_positions_has_no_gradient() -> None:
+    q, k, v = torch.ones(1, 2, 3, requires_grad=True), torch.ones(1, 3, 2), torch.ones(1, 3, 2)
+    with pytest.raises(NotImplementedError, match="softplus_attention_step: has no gradient"):
+        softplus_attention_step(q, k, v)
+
+
+def test_a_state_with_rests_does_not_drift() -> None:
+    """Equal tokens, whose rounding errors have one sign. Without rests the error grows with the number of steps."""
+    steps, before = 3000, 200_000
+    q, k, v = torch.zeros(1, 1, 8), torch.linspace(-3, 3, 8).view(1, 8, 1), torch.linspace(0.5, 1.9, 8).view(1, 8, 1)
+    weights = reference.softplus(k.double())[..., 0]
+    terms = torch.stack([weights, weights * v.double()[..., 0]])
+    start = (terms * before).float()
+    truth = start.double() + steps * terms
+    state = (*start, *torch.zeros_like(start))
+    for _ in range(steps):
+        _, state = softplus_attention_step(q, k, v, state)
+    drift = (torch.stack(state[:2]).double() - truth).abs() / truth
+    assert drift.max() <= 4 * 2.0**-24
+    assert len(softplus_attention_step(q, k, v, state_rest=True)[1]) == 4
+
+
+# ---- errors
+
+
+@pytest.mark.parametrize(
+    ("state", "kind", "message"),
+    [
+        ((), TypeError, "initial_state must be (Z, A), (Z, A, Z_rest, A_rest) or None, got a tuple of length 0"),
+        (1.5, TypeError, "initial_state must be (Z, A), (Z, A, Z_rest, A_rest) or None, got 1.5"),
+        ([torch.ones(2, 3), 1], TypeError, "A of initial_state must be a tensor, got 1"),
+        ([torch.ones(2)] * 2, ValueError, "Z of initial_state must be (B,R), packed (N,R), of 2 dimensions, got [2]"),
+        (
+            [torch.ones(2, 3), torch.ones(2, 4)],
+            ValueError,
+            "the tensors of initial_state must have one shape and dtype and be on cpu as q is, got A [2, 4]",
+        ),
+        ([torch.ones(1, 3)] * 2, ValueError, "state must be (2,N,R) = [2, 2, 3] to match q and the sequences, got"),
+        (
+            [torch.ones(2, 3).double()] * 2,
+            TypeError,
+            "state must be float32 to match the accumulation type of q, got float64",
+        ),
+    ],
+    ids=str,
+)
+def test_wrong_state(state: Any, kind: type[Exception], message: str) -> None:
+    q, k, v = torch.ones(2, 5, 3), torch.ones(2, 3, 5), torch.ones(2, 3, 5)
+    with pytest.raises(kind, match=re.escape(f"softplus_attention: {message}")):
+        softplus_attention(q, k, v, initial_state=state)
