@@ -666,6 +666,38 @@ def test_memory_to_the_byte_and_within_the_targets(
             assert measured <= 1.02 * units * q.nbytes + 2**20
 
 
+@pytest.mark.cpu
+@pytest.mark.isolated
+def test_memory_of_sequences_to_the_byte() -> None:
+    """Padded or packed: results, carries of a batch of that size, states, and the scratch of one sequence."""
+    torch.set_num_threads(1)
+    (q, k, v), grad_y = make_inputs(1, 1500, 1500, 64)
+    for options in ({"cu_seqlens": torch.tensor([0, 512, 700, 1500])}, {"lengths": torch.tensor([800])}):
+        for causal in (True, False):
+            longest = plan_of(q[:, :800], k[..., :800], causal)
+            slots = len(options.get("cu_seqlens", [0, 1500])) - 1
+            carries = plan_of(q, k, causal)["carries"] * (1 if causal else slots)
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            with track(device=DEVICE) as memory:
+                y = softplus_attention(*leaves, causal=causal, **options)
+                assert memory.peak_bytes == y.nbytes + carries + longest["forward_sums"]
+                memory.reset_peak()
+                y.backward(grad_y)
+                gradients = sum(leaf.grad.nbytes for leaf in leaves)
+                assert memory.peak_bytes == y.nbytes + carries + gradients + longest["backward_scratch"]
+            del y
+            with track(device=DEVICE) as memory:
+                y = softplus_attention(q, k, v, causal=causal, **options)
+                assert memory.peak_bytes == y.nbytes + longest["forward_scratch"]
+            del y
+            with track(device=DEVICE) as memory:
+                y, state = softplus_attention(q, k, v, causal=causal, return_state=True, **options)
+                states = 2 * sum(x.nbytes for x in state)  # with rests, which are dropped
+                assert memory.peak_bytes == y.nbytes + states + longest["forward_scratch"]
+                assert memory.current_bytes == y.nbytes + states / 2
+            del y, state
+
+
 # ---- what is refused
 
 RAISES = {
