@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "common/dtype.h"
@@ -80,7 +81,7 @@ struct LinearAttentionStep {
 // The memory that kernels need beside inputs and outputs. That of the CPU depends on the number of threads, that of
 // CUDA on shape and dtype only.
 struct LinearAttentionPlan {
-  int64_t forward_states_bytes;  // of segments of the sequence, if there are too few heads
+  int64_t forward_states_bytes;  // of segments of the sequence, if there are too few heads; CUDA: and no room in y
   int64_t forward_scratch_bytes;
   int64_t rows_bytes;
   int64_t backward_states_bytes;
@@ -111,57 +112,93 @@ inline int64_t linear_attention_tile(Dtype dtype) {
   return dtype == Dtype::Float64 ? 32 : 64;
 }
 
-// A sequence cut into segments, each with a state of its own in memory; one segment if there are enough blocks.
+// A sequence cut into segments of whole chunks, each with a state of its own in memory; one segment if there are enough
+// blocks. Causal: rows are cut where columns are; else rows are cut into as many pieces as columns.
 struct LinearAttentionSegments {
-  int64_t count, length;
+  int64_t count;
+  // The states lie in the result, each in the rows that its segment's blocks write in the end. Else in memory of their
+  // own.
+  bool in_result;
 };
 
+constexpr int64_t kLinearAttentionChunk = 64;
+
+struct Range {
+  int64_t begin, end;
+};
+
+// The segment's positions, or the piece's rows. Segments differ by a chunk at most.
+MEMCHECK_INLINE Range linear_attention_segment(int64_t count, int64_t segment, int64_t length) {
+  const int64_t chunks = ceil_div(length, kLinearAttentionChunk);
+  const int64_t begin = segment * chunks / count * kLinearAttentionChunk;
+  const int64_t end = (segment + 1) * chunks / count * kLinearAttentionChunk;
+  return {begin < length ? begin : length, end < length ? end : length};
+}
+
 // The elements of a segment's state: the sum of an outer product (D,Dv), and of a vector.
-inline int64_t linear_attention_slot(const LinearAttentionShape& n) {
-  return n.D * n.Dv + std::max(n.D, n.Dv);
+MEMCHECK_INLINE int64_t linear_attention_slot(int64_t D, int64_t Dv) {
+  return D * Dv + (D > Dv ? D : Dv);
 }
 
 inline int64_t linear_attention_row_heads(const LinearAttentionShape& n, LinearAttentionRows rows) {
   return n.B * (rows == LinearAttentionRows::Queries ? n.H : n.Hkv);
 }
 
-// The segments of columns. If causal, rows are cut where columns are.
+// A state deeper than this lies in memory, not in the shared memory of a block.
+constexpr int64_t kLinearAttentionDeepest = 256;
+
+// The most segments, `most` or less, whose states have room in their rows of every result. A block has a tile of the
+// result's columns, and its part of the state lies in them.
+inline int64_t linear_attention_segments_in_result(const LinearAttentionShape& n, Dtype dtype, LinearAttentionRows rows,
+                                                   int64_t most) {
+  const bool every_segment_has_rows = !n.causal || rows == LinearAttentionRows::Keys || n.S == n.T;
+  if (!every_segment_has_rows || std::min(n.D, n.Dv) == 0 || std::max(n.D, n.Dv) > kLinearAttentionDeepest) return 0;
+  const int64_t tile = linear_attention_tile(dtype);
+  const int64_t length = n.causal ? n.T : std::min(n.S, n.T);
+  const auto has_room = [&](int64_t shortest, int64_t columns, int64_t elements) {
+    return shortest * columns * element_bytes(dtype) >= elements * acc_bytes(dtype);
+  };
+  const auto fits = [&](int64_t count) {
+    const Range first = linear_attention_segment(count, 0, length);
+    const Range last = linear_attention_segment(count, count - 1, length);
+    const int64_t shortest = std::min(first.end - first.begin, last.end - last.begin);
+    for (const auto& [depth, width] : {std::pair{n.D, n.Dv}, std::pair{n.Dv, n.D}}) {
+      const int64_t narrowest = width % tile == 0 ? tile : width % tile;
+      if (!has_room(shortest, narrowest, depth * narrowest + std::max(depth, narrowest))) return false;
+      if (!has_room(shortest, width, linear_attention_slot(n.D, n.Dv))) return false;
+    }
+    return true;
+  };
+  int64_t count = std::max<int64_t>(0, most);
+  while (count > 0 && !fits(count)) --count;
+  return count;
+}
+
+// The segments of columns.
 inline LinearAttentionSegments linear_attention_segments(const LinearAttentionShape& n, Dtype dtype,
                                                          LinearAttentionRows rows) {
   constexpr int64_t kBlocks = 264;  // two for each of 132 multiprocessors
-  constexpr int64_t kChunk = 64;
   constexpr int64_t kShortest = 256;
   // Blocks add each tile's sum to their state without compensation: the error of n tiles is at most n / 2 units in the
   // last place of float32 or float64, and the tolerance is above 32 + sqrt(positions). Segments are added with
   // compensation.
   const int64_t longest = dtype == Dtype::Float64 ? 4096 : 16384;
-  // States take at most this part of the bytes of the keys, or so many bytes if that is more.
+  // States in memory of their own take at most this part of the bytes of the keys, or so many bytes if that is more.
   constexpr int64_t kSmallBytes = 768 << 10;
   constexpr int64_t kPartOfKeys = 16;
   const int64_t length = n.causal || rows == LinearAttentionRows::Queries ? n.T : n.S;
   const int64_t heads = std::max<int64_t>(1, linear_attention_row_heads(n, rows));
-  const int64_t states_bytes = std::max<int64_t>(1, n.B * n.Hkv * linear_attention_slot(n) * acc_bytes(dtype));
+  const int64_t states_bytes = std::max<int64_t>(1, n.B * n.Hkv * linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype));
   const int64_t affordable =
       std::max(kSmallBytes, n.B * n.Hkv * n.T * n.D * element_bytes(dtype) / kPartOfKeys) / states_bytes;
-  const int64_t wanted = heads >= kBlocks / 2 ? 1 : ceil_div(kBlocks, heads);
-  const int64_t most =
-      std::max(std::max<int64_t>(1, ceil_div(length, longest)), std::min({wanted, length / kShortest, affordable}));
-  const int64_t even = std::max<int64_t>(1, ceil_div(ceil_div(length, most), kChunk)) * kChunk;
-  return {std::max<int64_t>(1, ceil_div(length, even)), even};
+  const int64_t fewest = std::max<int64_t>(1, ceil_div(length, longest));
+  const int64_t wanted =
+      std::max(fewest, std::min(heads >= kBlocks / 2 ? 1 : ceil_div(kBlocks, heads), length / kShortest));
+  const int64_t in_memory = std::max(fewest, std::min(wanted, affordable));
+  const int64_t in_result = linear_attention_segments_in_result(n, dtype, rows, wanted);
+  return in_result >= in_memory ? LinearAttentionSegments{in_result, in_result > 1}
+                                : LinearAttentionSegments{in_memory, false};
 }
-
-// The pieces of rows. If not causal, they need no state of their own, and are cut only if columns are.
-inline LinearAttentionSegments linear_attention_pieces(const LinearAttentionShape& n, Dtype dtype,
-                                                       LinearAttentionRows rows) {
-  const LinearAttentionSegments columns = linear_attention_segments(n, dtype, rows);
-  if (n.causal || columns.count == 1) return columns;
-  constexpr int64_t kLength = 256;
-  const int64_t length = rows == LinearAttentionRows::Queries ? n.S : n.T;
-  return {std::max<int64_t>(1, ceil_div(length, kLength)), kLength};
-}
-
-// A state deeper than this lies in memory, not in the shared memory of a block.
-constexpr int64_t kLinearAttentionDeepest = 256;
 
 // The elements of a block's state: rows with padding, and the sum of a vector.
 MEMCHECK_INLINE constexpr int64_t linear_attention_block_state(int64_t depth, int64_t tile) {
@@ -173,16 +210,16 @@ inline int64_t linear_attention_deep_bytes(const LinearAttentionShape& n, Dtype 
                                            int64_t depth, int64_t width) {
   if (depth <= kLinearAttentionDeepest) return 0;
   const int64_t tile = linear_attention_tile(dtype);
-  const int64_t pieces =
-      std::max(linear_attention_segments(n, dtype, rows).count, linear_attention_pieces(n, dtype, rows).count);
-  const int64_t blocks = linear_attention_row_heads(n, rows) * pieces * std::max<int64_t>(1, ceil_div(width, tile));
+  const int64_t segments = linear_attention_segments(n, dtype, rows).count;
+  const int64_t blocks = linear_attention_row_heads(n, rows) * segments * std::max<int64_t>(1, ceil_div(width, tile));
   return blocks * linear_attention_block_state(depth, tile) * acc_bytes(dtype);
 }
 
 inline LinearAttentionPlan linear_attention_plan_cuda(const LinearAttentionShape& n, Dtype dtype, int64_t /*threads*/) {
   const auto states_bytes = [&](LinearAttentionRows rows) {
-    const int64_t slots = linear_attention_segments(n, dtype, rows).count;
-    return slots == 1 ? 0 : n.B * n.Hkv * slots * linear_attention_slot(n) * acc_bytes(dtype);
+    const LinearAttentionSegments segments = linear_attention_segments(n, dtype, rows);
+    if (segments.count == 1 || segments.in_result) return int64_t{0};
+    return n.B * n.Hkv * segments.count * linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype);
   };
   const auto deep_bytes = [&](LinearAttentionRows rows) {
     return std::max(linear_attention_deep_bytes(n, dtype, rows, n.D, n.Dv),

@@ -8,36 +8,49 @@ namespace linear_cuda {
 
 namespace {
 
-// add_up_segments; a thread for each element of a state.
-template <typename acc_t>
-__global__ void add_up_kernel(const Scan scan, int64_t heads) {
+// add_up_segments; a thread for each number of a key head's slots, of which none has more than `most`.
+template <typename scalar_t>
+__global__ void add_up_kernel(const Scan scan, int64_t slots, int64_t most) {
+  using acc_t = acc_type<scalar_t>;
+  const LinearAttentionShape& n = scan.shape;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  const int64_t slot = scan.slot();
-  if (index >= heads * slot) return;
+  const int64_t number = index % most;
+  const int64_t head = index / most / slots;
+  if (head >= n.B * n.Hkv) return;
+  const int64_t copies = scan.states.result && scan.states.heads != n.Hkv ? n.group() : 1;
+  ScanWork work = {};
+  work.part = index / most % slots;
+  work.b = head / n.Hkv;
+  work.key_head = head % n.Hkv;
+  work.row_head = work.key_head * copies;
+  if (number >= slot_of<scalar_t>(scan, work, 0).count) return;
   const int64_t count = scan.segments.count;
-  acc_t* first = static_cast<acc_t*>(scan.states) + index / slot * count * slot + index % slot;
+  const auto replace = [&](int64_t segment, acc_t x) {
+    ScanWork of_copy = work;
+    for (int64_t i = 0; i < copies; ++i, ++of_copy.row_head) slot_of<scalar_t>(scan, of_copy, segment).write(number, x);
+  };
   acc_t sum = 0;
   acc_t rest = 0;
   for (int64_t i = 0; i < count; ++i) {
-    acc_t* segment = first + (scan.backwards() ? count - 1 - i : i) * slot;
-    const acc_t x = *segment;
-    if (scan.shape.causal) *segment = sum;
+    const int64_t segment = scan.backwards() ? count - 1 - i : i;
+    const acc_t x = i < scan.summed_segments() ? slot_of<scalar_t>(scan, work, segment).read(number) : acc_t(0);
+    if (n.causal) replace(segment, sum);
     add_to_sum(x, sum, rest);
   }
-  if (!scan.shape.causal) *first = sum;
+  for (int64_t i = 0; i < count && !n.causal; ++i) replace(i, sum);
 }
 
 }  // namespace
 
 void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream) {
   constexpr unsigned kBlock = 256;
-  const int64_t heads = scan.shape.B * scan.shape.Hkv;
-  const Launch with{"linear_attention_add_up", dim3(static_cast<unsigned>(ceil_div(heads * scan.slot(), kBlock))),
-                    dim3(kBlock), 0, stream};
-  if (dtype == Dtype::Float64)
-    launch(with, add_up_kernel<double>, scan, heads);
-  else
-    launch(with, add_up_kernel<float>, scan, heads);
+  const int64_t slots = scan.parts_have_slots() ? scan.parts() : 1;
+  const int64_t columns = scan.parts_have_slots() ? std::min(scan.tile, scan.width) : scan.width;
+  const int64_t most = linear_attention_slot(scan.depth, columns);
+  const int64_t numbers = scan.shape.B * scan.shape.Hkv * slots * most;
+  const Launch with{"linear_attention_add_up", dim3(static_cast<unsigned>(ceil_div(numbers, kBlock))), dim3(kBlock), 0,
+                    stream};
+  with_device_type(dtype, [&](auto scalar) { launch(with, add_up_kernel<decltype(scalar)>, scan, slots, most); });
 }
 
 namespace {
@@ -52,6 +65,7 @@ bool is_packed(const Strided<4>& x, int64_t columns, Dtype dtype, int64_t bytes)
 
 void run_scan(Scan scan, Dtype dtype, cudaStream_t stream) {
   const bool on_tensor_cores = suits_tensor_cores(scan.shape, dtype) && scan.kind != ScanKind::Denominators && !scan.m;
+  scan.tile = on_tensor_cores ? std::max<int64_t>(1, scan.width) : linear_attention_tile(dtype);
   scan.a.packed = is_packed(scan.a.x, scan.depth, dtype, kPackBytes);
   scan.b.packed = is_packed(scan.b.x, scan.depth, dtype, kPackBytes);
   scan.x.packed = is_packed(scan.x.x, scan.width, dtype, kPackBytes);
@@ -67,11 +81,21 @@ Scan scan_of(const LinearAttentionShape& n, double eps, Dtype dtype, ScanKind ki
   scan.kind = kind;
   const auto rows = scan.rows_are_queries() ? LinearAttentionRows::Queries : LinearAttentionRows::Keys;
   scan.segments = linear_attention_segments(n, dtype, rows);
-  scan.pieces = linear_attention_pieces(n, dtype, rows);
   const bool of_values = kind == ScanKind::Output || kind == ScanKind::Denominators || kind == ScanKind::GradV;
   scan.depth = of_values ? n.D : n.Dv;
   scan.width = of_values ? n.Dv : n.D;
   return scan;
+}
+
+// A state lies in the scan's own result, or if that is not wanted in another.
+StateMemory backward_states(const LinearAttentionBackward& p, const Scan& scan) {
+  const LinearAttentionShape& n = p.shape;
+  if (!scan.segments.in_result) return {p.states, {}, 0, 0, 0};
+  const StateMemory of_q{nullptr, p.grad_q, n.H, n.S, n.D}, of_k{nullptr, p.grad_k, n.Hkv, n.T, n.D},
+      of_v{nullptr, p.grad_v, n.Hkv, n.T, n.Dv};
+  if (scan.kind == ScanKind::GradK) return of_k;
+  if (scan.kind == ScanKind::GradV) return of_v;
+  return p.grad_q ? of_q : p.grad_k ? of_k : of_v;
 }
 
 Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind) {
@@ -79,7 +103,6 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
   Scan scan = scan_of(n, p.eps, dtype, kind);
   scan.inverse = p.rows;
   scan.products = static_cast<char*>(p.rows) + n.B * n.H * n.S * acc_bytes(dtype);
-  scan.states = p.states;
   scan.deep = p.scratch;
   const bool maps = n.feature_map == FeatureMap::EluPlusOne;
   const ScanFactor q{p.q, maps, false, false}, k{p.k, maps, false, false}, scaled_q{p.q, maps, true, false};
@@ -101,6 +124,7 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
       scan.a = k, scan.b = scaled_q, scan.x = g, scan.out = p.grad_v;
       break;
   }
+  scan.states = backward_states(p, scan);
   return scan;
 }
 
@@ -115,13 +139,17 @@ void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype,
   scan.b = {p.k, maps, false, false};
   scan.x = {p.v, false, false, false};
   scan.out = p.y;
-  scan.states = p.states;
+  if (scan.segments.in_result)
+    scan.states = {nullptr, p.y, p.shape.H, p.shape.S, p.shape.Dv};
+  else
+    scan.states.scratch = p.states;
   scan.deep = p.scratch;
   run_scan(scan, dtype, stream);
 }
 
 void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
   using namespace linear_cuda;
+  if (!p.grad_q && !p.grad_k && !p.grad_v) return;
   const bool stores_denominators = suits_tensor_cores(p.shape, dtype);
   if (!stores_denominators) run_scan(backward_scan(p, dtype, ScanKind::Denominators), dtype, stream);
   if (p.grad_q || stores_denominators) run_scan(backward_scan(p, dtype, ScanKind::GradQ), dtype, stream);
@@ -133,7 +161,7 @@ void linear_attention_step_cuda(const LinearAttentionStep& p, Dtype dtype, cudaS
   using namespace linear_cuda;
   const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
   Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output);
-  scan.segments = scan.pieces = {1, std::max<int64_t>(1, p.shape.T)};
+  scan.segments = {1, false};
   scan.a = {p.q, maps, false, false};
   scan.b = {p.k, maps, false, false};
   scan.x = {p.v, false, false, false};

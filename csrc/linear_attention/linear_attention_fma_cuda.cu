@@ -147,8 +147,16 @@ template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void load_last(const Scan& scan, const ScanWork& work, int64_t row, acc_t (&x)[4]) {
   const int64_t column = work.part * kTileSize<acc_t> + 4 * thread_x<acc_t>();
   const scalar_t* from = scan.last.at<scalar_t>(work.b, work.row_head, row, column);
+  Pack<scalar_t, 4> pack = {};
+  if (scan.last_packed) {
+    if (column < scan.width) pack = load_pack<4>(from);
+  } else {
 #pragma unroll
-  for (int j = 0; j < 4; ++j) x[j] = column + j < scan.width ? to_acc(from[j * scan.last.stride[3]]) : acc_t(0);
+    for (int j = 0; j < 4; ++j)
+      if (column + j < scan.width) pack.values[j] = from[j * scan.last.stride[3]];
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) x[j] = to_acc(pack.values[j]);
 }
 
 template <typename scalar_t, typename acc_t>
@@ -228,39 +236,37 @@ __device__ __forceinline__ void for_state(const Scan& scan, const ScanWork& work
   __syncthreads();
 }
 
-template <typename acc_t>
+template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void start_state(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state) {
-  const acc_t* slot =
-      scan.phase == ScanPhase::Pieces ? slot_of<acc_t>(scan, work, scan.shape.causal ? work.piece : 0) : nullptr;
-  const acc_t* slot_sums = slot + scan.depth * scan.width;
+  const bool from_slot = scan.phase == ScanPhase::Pieces;
+  const StateSlot<scalar_t> slot = from_slot ? slot_of<scalar_t>(scan, work, work.piece) : StateSlot<scalar_t>{};
   for_state(
       scan, work, state,
       [&](acc_t& to, int64_t k, int64_t column, bool exists) {
         acc_t x = 0;
-        if (exists && slot != nullptr) x = slot[k * scan.width + column];
+        if (exists && from_slot) x = slot.read(slot.at(k, column));
         if (exists && scan.m) x = *scan.m.at<acc_t>(work.b, work.key_head, k, column);
         to = x;
       },
       [&](acc_t& to, int64_t i, bool exists) {
         acc_t x = 0;
-        if (exists && slot != nullptr) x = slot_sums[i];
+        if (exists && from_slot) x = slot.read(slot.sum_at(i));
         if (exists && scan.z) x = *scan.z.at<acc_t>(work.b, work.key_head, 0, i);
         to = x;
       });
 }
 
-template <typename acc_t>
+template <typename scalar_t, typename acc_t>
 __device__ __forceinline__ void store_segment(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state) {
-  acc_t* slot = slot_of<acc_t>(scan, work, work.piece);
-  acc_t* sums = slot + scan.depth * scan.width;
-  const bool stores_sums = !scan.has_denominator() || work.part == 0;
+  const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, work.piece);
+  const bool stores_sums = !scan.has_denominator() || scan.parts_have_slots() || work.part == 0;
   for_state(
       scan, work, state,
       [&](acc_t& from, int64_t k, int64_t column, bool exists) {
-        if (exists) slot[k * scan.width + column] = from;
+        if (exists) slot.write(slot.at(k, column), from);
       },
       [&](acc_t& from, int64_t i, bool exists) {
-        if (exists && stores_sums) sums[i] = from;
+        if (exists && stores_sums) slot.write(slot.sum_at(i), from);
       });
 }
 
@@ -298,9 +304,9 @@ __global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<ac
   const BlockState<acc_t> state{memory, memory + ceil_div(scan.depth, kSize) * kSize * kTileStride<acc_t>, s.vector};
   const int sums = ranges.column_chunks(kLines);
   const int steps = sums + ranges.row_chunks(kLines);
-  start_state(scan, work, state);
+  start_state<scalar_t>(scan, work, state);
   for (int i = 0; i <= steps; ++i) {
-    if (i == sums && scan.phase == ScanPhase::Sums) store_segment(scan, work, state);
+    if (i == sums && scan.phase == ScanPhase::Sums) store_segment<scalar_t>(scan, work, state);
     if (i == sums && scan.new_m && work.row_head % scan.shape.group() == 0) store_new_state(scan, work, state);
     if (i == steps) break;
     const Chunk chunk =

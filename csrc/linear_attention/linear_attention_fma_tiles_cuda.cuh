@@ -62,6 +62,7 @@ __device__ __forceinline__ void load_packs(const ScanFactor& factor, const scala
                                            ChunkTile<acc_t, kLines>& to) {
   using Packs = TilePacks<scalar_t, kLines, kTileSize<acc_t>, kThreads<acc_t>, kCount>;
   constexpr int kAtOnce = Packs::kCount < 4 ? Packs::kCount : 4;
+  constexpr int kStored = kCount < kPackSize<acc_t> ? kCount : kPackSize<acc_t>;
   const Packs mine;
   const int at = mine.column;
   const bool in_line = from != nullptr && column + at < columns;
@@ -80,10 +81,15 @@ __device__ __forceinline__ void load_packs(const ScanFactor& factor, const scala
       const bool exists = in_line && lines.has(line);
       const acc_t weight = exists && scale != nullptr ? scale[lines.first + line] : acc_t(1);
 #pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        const acc_t x = to_acc(packs[i].values[j]);
-        const acc_t value = factor.mapped ? elu_plus_one(x, exp_minus_abs(x)) : x;
-        to.row(line)[at + j] = exists ? value * weight : acc_t(0);
+      for (int first = 0; first < kCount; first += kStored) {
+        Pack<acc_t, kStored> stored;
+#pragma unroll
+        for (int j = 0; j < kStored; ++j) {
+          const acc_t x = to_acc(packs[i].values[first + j]);
+          const acc_t value = factor.mapped ? elu_plus_one(x, exp_minus_abs(x)) : x;
+          stored.values[j] = exists ? value * weight : acc_t(0);
+        }
+        store_pack(stored, to.row(line) + at + first);
       }
     }
   }

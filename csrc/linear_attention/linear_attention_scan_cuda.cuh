@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <type_traits>
 
 #include "common/formulas.h"
 #include "common/tile.cuh"
@@ -21,6 +22,8 @@
 // chunk form a matrix of scores; columns of earlier chunks are in a state, the sum of b_j x_j^T (depth,width). If the
 // rows are keys, which see later queries, the scan goes backwards. If there are few heads, the sequence is cut into
 // segments: one launch sums the columns of each segment, one adds the segments up, and one scans all segments at once.
+// The segments' states lie in the result until the last launch writes it: each in rows that only its own segment's
+// blocks write, so every query head of a group has a copy.
 
 namespace memcheck {
 namespace linear_cuda {
@@ -61,6 +64,14 @@ struct ScanFactor {
   bool packed;  // may be read 16 bytes at a time
 };
 
+// The memory of the segments' states: scratch (B,Hkv,segments,slot), or rows of a result (B,heads,rows,columns) of
+// which nothing is written yet.
+struct StateMemory {
+  void* scratch;
+  Strided<4> result;  // null if they lie in scratch
+  int64_t heads, rows, columns;
+};
+
 struct Scan {
   LinearAttentionShape shape;
   double eps;
@@ -75,11 +86,12 @@ struct Scan {
   bool last_packed;
   void* inverse;    // (B,H,S): 1 / den
   void* products;   // (parts,B,H,S): parts of g.y
-  void* states;     // (B,Hkv,segments,slot): state (depth,width), then the sum of a vector
   void* deep;       // states of blocks that are too deep for shared memory
   Strided<4> m, z;  // initial sums, null for zeros: (B,Hkv,depth,width), (B,Hkv,1,depth)
   Strided<4> new_m, new_z;
-  LinearAttentionSegments segments, pieces;
+  LinearAttentionSegments segments;
+  StateMemory states;
+  int64_t tile;  // the columns of a block, of the width
 
   MEMCHECK_INLINE bool rows_are_queries() const { return kind != ScanKind::GradK && kind != ScanKind::GradV; }
   MEMCHECK_INLINE bool has_denominator() const { return kind == ScanKind::Output || kind == ScanKind::Denominators; }
@@ -91,22 +103,18 @@ struct Scan {
   MEMCHECK_INLINE int64_t delay_of_queries() const { return shape.causal ? shape.T - shape.S : 0; }
   MEMCHECK_INLINE int64_t row_delay() const { return rows_are_queries() ? delay_of_queries() : 0; }
   MEMCHECK_INLINE int64_t column_delay() const { return rows_are_queries() ? 0 : delay_of_queries(); }
-  MEMCHECK_INLINE int64_t slot() const { return depth * width + (depth > width ? depth : width); }
+  MEMCHECK_INLINE int64_t parts() const { return width == 0 ? 1 : ceil_div(width, tile); }
+  // Segments whose sums are wanted: if causal, all but the last in the direction of the scan.
+  MEMCHECK_INLINE int64_t summed_segments() const { return segments.count - (shape.causal ? 1 : 0); }
+  // Whether a block's part of the state lies in the columns that it writes. Else parts share a slot.
+  MEMCHECK_INLINE bool parts_have_slots() const { return states.result && out; }
 };
-
-struct Range {
-  int64_t begin, end;
-};
-
-MEMCHECK_INLINE Range piece_of(const LinearAttentionSegments& cut, int64_t piece, int64_t length) {
-  const int64_t begin = piece * cut.length;
-  const int64_t end = begin + cut.length;
-  return {begin < length ? begin : length, end < length ? end : length};
-}
 
 // The part of the scan that a block computes.
 struct ScanWork {
-  int64_t b, row_head, key_head;
+  int64_t b;
+  int64_t row_head;  // of sums: the first of the key head's
+  int64_t key_head;
   int64_t first_column_head, column_heads;
   int64_t part;  // of the width
   int64_t piece;
@@ -115,7 +123,7 @@ struct ScanWork {
 MEMCHECK_INLINE ScanWork scan_work(const Scan& scan, int64_t index, int64_t parts) {
   const LinearAttentionShape& n = scan.shape;
   const bool sums = scan.phase == ScanPhase::Sums;
-  const int64_t pieces = scan.phase == ScanPhase::Whole ? 1 : sums ? scan.segments.count : scan.pieces.count;
+  const int64_t pieces = scan.phase == ScanPhase::Whole ? 1 : sums ? scan.summed_segments() : scan.segments.count;
   const int64_t group = n.group();
   const int64_t heads = sums || !scan.rows_are_queries() ? n.Hkv : n.H;
   const int64_t rows_a_key_head = heads == n.Hkv ? 1 : group;
@@ -125,6 +133,8 @@ MEMCHECK_INLINE ScanWork scan_work(const Scan& scan, int64_t index, int64_t part
   work.row_head = index / parts / pieces % heads;
   work.b = index / parts / pieces / heads;
   work.key_head = work.row_head / rows_a_key_head;
+  if (sums && scan.backwards()) work.piece += 1;
+  if (sums && scan.rows_are_queries()) work.row_head = work.key_head * group;
   work.first_column_head = scan.rows_are_queries() ? work.key_head : work.key_head * group;
   work.column_heads = scan.rows_are_queries() ? 1 : group;
   return work;
@@ -167,9 +177,9 @@ MEMCHECK_INLINE ScanRanges ranges_of(const Scan& scan, const ScanWork& work) {
   const bool causal = scan.shape.causal;
   const Range none = {0, 0};
   if (scan.phase == ScanPhase::Sums)
-    return {piece_of(scan.segments, work.piece, causal ? scan.shape.T : scan.columns()), none};
+    return {linear_attention_segment(scan.segments.count, work.piece, causal ? scan.shape.T : scan.columns()), none};
   if (scan.phase == ScanPhase::Pieces)
-    return {none, piece_of(scan.pieces, work.piece, causal ? scan.shape.T : scan.rows())};
+    return {none, linear_attention_segment(scan.segments.count, work.piece, causal ? scan.shape.T : scan.rows())};
   return {causal ? none : Range{0, scan.columns()}, Range{0, causal ? scan.shape.T : scan.rows()}};
 }
 
@@ -189,11 +199,78 @@ MEMCHECK_INLINE int64_t query_row(const LinearAttentionShape& n, int64_t b, int6
   return (b * n.H + head) * n.S;
 }
 
-// The state of a segment in memory.
-template <typename acc_t>
-__device__ __forceinline__ acc_t* slot_of(const Scan& scan, const ScanWork& work, int64_t segment) {
-  const int64_t head = work.b * scan.shape.Hkv + work.key_head;
-  return static_cast<acc_t*>(scan.states) + (head * scan.segments.count + segment) * scan.slot();
+// The state of a segment in memory, or a block's part of it: numbers in the accumulation type, a matrix (depth,columns)
+// and then the sum of a vector. In a result of 16 bits a number takes two elements.
+template <typename scalar_t>
+struct StateSlot {
+  using acc_t = acc_type<scalar_t>;
+  using bits_t = std::conditional_t<sizeof(scalar_t) == sizeof(uint16_t), uint16_t, acc_t>;
+  static constexpr int kBits = sizeof(acc_t) / sizeof(bits_t);
+
+  int64_t matrix, count;  // numbers of the matrix, and of all
+  int64_t columns;
+  int64_t first_column;  // of the matrix, in the width
+  int64_t first_sum;     // of the vector
+  acc_t* whole;          // null if the numbers are not contiguous
+  bits_t* bits;          // then they are in a result's rows, so many elements in each
+  int64_t row_stride, column_stride;
+  uint32_t row_length;
+
+  MEMCHECK_INLINE int64_t at(int64_t k, int64_t column) const { return k * columns + column - first_column; }
+  MEMCHECK_INLINE int64_t sum_at(int64_t i) const { return matrix + i - first_sum; }
+  MEMCHECK_INLINE bits_t* bits_of(int64_t number, int i) const {
+    const uint32_t element = static_cast<uint32_t>(number) * kBits + i;
+    return bits + element / row_length * row_stride + element % row_length * column_stride;
+  }
+  MEMCHECK_INLINE acc_t read(int64_t number) const {
+    if (whole != nullptr) return whole[number];
+    bits_t parts[kBits];
+#pragma unroll
+    for (int i = 0; i < kBits; ++i) parts[i] = *bits_of(number, i);
+    acc_t x;
+    __builtin_memcpy(&x, parts, sizeof(x));
+    return x;
+  }
+  MEMCHECK_INLINE void write(int64_t number, acc_t x) const {
+    if (whole != nullptr) {
+      whole[number] = x;
+      return;
+    }
+    bits_t parts[kBits];
+    __builtin_memcpy(parts, &x, sizeof(x));
+#pragma unroll
+    for (int i = 0; i < kBits; ++i) *bits_of(number, i) = parts[i];
+  }
+};
+
+template <typename scalar_t>
+__device__ __forceinline__ StateSlot<scalar_t> slot_of(const Scan& scan, const ScanWork& work, int64_t segment) {
+  using Slot = StateSlot<scalar_t>;
+  using acc_t = typename Slot::acc_t;
+  const StateMemory& memory = scan.states;
+  const bool is_part = scan.parts_have_slots();
+  Slot slot = {};
+  slot.first_column = is_part ? work.part * scan.tile : 0;
+  slot.columns = is_part ? min(scan.tile, scan.width - slot.first_column) : scan.width;
+  slot.first_sum = scan.has_denominator() ? 0 : slot.first_column;
+  slot.matrix = scan.depth * slot.columns;
+  slot.count = slot.matrix + (scan.has_denominator() ? scan.depth : slot.columns);
+  if (!memory.result) {
+    const int64_t head = work.b * scan.shape.Hkv + work.key_head;
+    slot.whole = static_cast<acc_t*>(memory.scratch) +
+                 (head * scan.segments.count + segment) * linear_attention_slot(scan.depth, scan.width);
+    return slot;
+  }
+  const int64_t head = memory.heads == scan.shape.Hkv ? work.key_head : work.row_head;
+  const int64_t row = linear_attention_segment(scan.segments.count, segment, memory.rows).begin;
+  slot.row_length = static_cast<uint32_t>(is_part ? slot.columns : memory.columns);
+  slot.row_stride = memory.result.stride[2];
+  slot.column_stride = memory.result.stride[3];
+  slot.bits = memory.result.at<typename Slot::bits_t>(work.b, head, row, slot.first_column);
+  if (slot.column_stride == 1 && slot.row_stride == slot.row_length &&
+      reinterpret_cast<uintptr_t>(slot.bits) % sizeof(acc_t) == 0)
+    slot.whole = reinterpret_cast<acc_t*>(slot.bits);
+  return slot;
 }
 
 // Whether scans of the shape run on tensor cores: 16-bit types whose products have many terms, so that the errors of
@@ -207,8 +284,8 @@ void scan_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream);
 // Queues a scan by fused multiply-adds.
 void scan_by_fma(const Scan& scan, Dtype dtype, cudaStream_t stream);
 
-// Replaces the state of each segment by the sum of the segments before it in the direction of the scan; not causal: the
-// first by the sum of all.
+// Replaces the state of each segment by the sum of the segments before it in the direction of the scan; not causal: by
+// the sum of all.
 void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream);
 
 // Calls run(scan, blocks) for each phase of a scan, and adds up the segments in between.
@@ -221,10 +298,10 @@ void run_phases(Scan scan, Dtype dtype, cudaStream_t stream, const Run& run) {
     return run(scan, row_heads);
   }
   scan.phase = ScanPhase::Sums;
-  run(scan, n.B * n.Hkv * scan.segments.count);
+  run(scan, n.B * n.Hkv * scan.summed_segments());
   add_up_segments(scan, dtype, stream);
   scan.phase = ScanPhase::Pieces;
-  run(scan, row_heads * scan.pieces.count);
+  run(scan, row_heads * scan.segments.count);
 }
 
 }  // namespace linear_cuda

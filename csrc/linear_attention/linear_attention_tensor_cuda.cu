@@ -27,6 +27,12 @@ __device__ __forceinline__ void for_pairs(Out<T>& out, const Start& start, const
 }
 
 template <typename scalar_t>
+__device__ __forceinline__ float2 read_pair(const scalar_t* from) {
+  const Pack<scalar_t, 2> pair = load_pack<2>(from);
+  return make_float2(to_acc(pair.values[0]), to_acc(pair.values[1]));
+}
+
+template <typename scalar_t>
 __device__ __forceinline__ void store_pair(scalar_t* to, float x, float y) {
   *reinterpret_cast<uint32_t*>(to) = pack_pair(from_acc<scalar_t>(x), from_acc<scalar_t>(y));
 }
@@ -75,13 +81,15 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
       float q[T::kOutTiles][2];
       float denominator = 0.0f;
 #pragma unroll
-      for (int tile = 0; tile < T::kOutTiles; ++tile)
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int column = T::kSlab * at.warp + 8 * tile + at.pair + j;
-          q[tile][j] = column < scan.width ? phi(to_acc(s.last[line][column])) : 0.0f;
-          denominator += q[tile][j] * s.running[line][column];
-        }
+      for (int tile = 0; tile < T::kOutTiles; ++tile) {
+        const int column = T::kSlab * at.warp + 8 * tile + at.pair;
+        const float2 x = read_pair(&s.last[line][column]);
+        const float2 z = read_pair(&s.running[line][column]);
+        q[tile][0] = column < scan.width ? phi(x.x) : 0.0f;
+        q[tile][1] = column + 1 < scan.width ? phi(x.y) : 0.0f;
+        denominator += q[tile][0] * z.x;
+        denominator += q[tile][1] * z.y;
+      }
       denominator = sum_of_four(denominator);
       const float scale = 1.0f / share_scale(denominator);
       float product = 0.0f;
@@ -118,12 +126,10 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
       for (int tile = 0; tile < T::kOutTiles; ++tile) {
         const int column = T::kSlab * at.warp + 8 * tile + at.pair;
         scalar_t* to = &s.last[line][column];
-        float value[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j)
-          value[j] = (out.part[row][tile][2 * half + j] - product * s.running[line][column + j]) * inverse *
-                     fast_derivative(map, to_acc(to[j]));
-        store_pair(to, value[0], value[1]);
+        const float2 x = read_pair(to);
+        const float2 z = read_pair(&s.running[line][column]);
+        store_pair(to, (out.part[row][tile][2 * half] - product * z.x) * inverse * fast_derivative(map, x.x),
+                   (out.part[row][tile][2 * half + 1] - product * z.y) * inverse * fast_derivative(map, x.y));
       }
     }
 }
@@ -146,7 +152,8 @@ __device__ __forceinline__ void finish(const Scan& scan, const ScanWork& work, c
     for_pairs<T>(out, scale, [&](float, int row, int column, float x, float y) {
       auto* to = &s.last[row][column];
       const FeatureMap map = scan.shape.feature_map;
-      store_pair(to, x * fast_derivative(map, to_acc(to[0])), y * fast_derivative(map, to_acc(to[1])));
+      const float2 last = read_pair(to);
+      store_pair(to, x * fast_derivative(map, last.x), y * fast_derivative(map, last.y));
     });
   }
   __syncthreads();
@@ -179,28 +186,29 @@ __device__ __forceinline__ void start_out(const Scan& scan, const SharedTiles<T>
   });
 }
 
-// Loads the tiles of a head of columns, and those of the rows if they are wanted.
+// Loads the tiles of a head of columns, and those of the rows if they are wanted. A thread splits what it loaded itself
+// of one tile while the next ones arrive.
 template <typename T>
 __device__ __forceinline__ void load_head(const Scan& scan, int head, bool with_rows, SharedTiles<T>& s) {
   const ScanWork& work = s.work;
   const Chunk& chunk = s.chunk;
   const int64_t column_head = work.first_column_head + head;
   if (with_rows) request_lines<T>(scan.a, work.b, work.row_head, chunk.rows, scan.depth, s.a);
-  if (chunk.has_columns) {
-    request_lines<T>(scan.b, work.b, column_head, chunk.columns, scan.depth, s.b);
-    request_lines<T>(scan.x, work.b, column_head, chunk.columns, scan.width, s.x);
-    load_query_rows(scan, work.b, column_head, chunk.columns, s);
-  }
+  cp_async_commit();
+  if (chunk.has_columns) request_lines<T>(scan.b, work.b, column_head, chunk.columns, scan.depth, s.b);
+  cp_async_commit();
+  if (chunk.has_columns) request_lines<T>(scan.x, work.b, column_head, chunk.columns, scan.width, s.x);
   if constexpr (!T::kFeatures)
     if (with_rows) request_lines<T>(scan.last, scan.last_packed, work.b, work.row_head, chunk.rows, scan.width, s.last);
   cp_async_commit();
-  cp_async_wait<0>();
-  __syncthreads();
+  if (chunk.has_columns) load_query_rows(scan, work.b, column_head, chunk.columns, s);
+  cp_async_wait<2>();
   if (with_rows) split_a(scan, chunk, s);
-  if (chunk.has_columns) {
-    split_b(scan, chunk, s);
-    split_x(scan, chunk, s);
-  }
+  cp_async_wait<1>();
+  if (!scan.rows_are_queries()) __syncthreads();  // for 1 / den and g.y of the queries
+  if (chunk.has_columns) split_b(scan, chunk, s);
+  cp_async_wait<0>();
+  if (chunk.has_columns) split_x(scan, chunk, s);
   __syncthreads();
 }
 
@@ -279,28 +287,27 @@ template <typename T>
 __device__ __forceinline__ void start_state(const Scan& scan, const ScanWork& work, State<T>& state,
                                             SharedTiles<T>& s) {
   const bool from_slot = scan.phase == ScanPhase::Pieces;
-  const float* slot = from_slot ? slot_of<float>(scan, work, scan.shape.causal ? work.piece : 0) : nullptr;
-  const float* sums = from_slot ? slot + scan.depth * scan.width : nullptr;
+  StateSlot<typename T::scalar> slot = {};
+  if (from_slot) slot = slot_of<typename T::scalar>(scan, work, work.piece);
   for_state(
       scan, state, s,
       [&](float& to, int k, int column, bool exists) {
-        to = exists && from_slot ? slot[k * scan.width + column] : 0.0f;
+        to = exists && from_slot ? slot.read(slot.at(k, column)) : 0.0f;
       },
-      [&](float& to, int i, bool exists) { to = exists && from_slot ? sums[i] : 0.0f; });
+      [&](float& to, int i, bool exists) { to = exists && from_slot ? slot.read(slot.sum_at(i)) : 0.0f; });
 }
 
 template <typename T>
 __device__ __forceinline__ void store_segment(const Scan& scan, const ScanWork& work, State<T>& state,
                                               SharedTiles<T>& s) {
-  float* slot = slot_of<float>(scan, work, work.piece);
-  float* sums = slot + scan.depth * scan.width;
+  const auto slot = slot_of<typename T::scalar>(scan, work, work.piece);
   for_state(
       scan, state, s,
       [&](float& from, int k, int column, bool exists) {
-        if (exists) slot[k * scan.width + column] = from;
+        if (exists) slot.write(slot.at(k, column), from);
       },
       [&](float& from, int i, bool exists) {
-        if (exists) sums[i] = from;
+        if (exists) slot.write(slot.sum_at(i), from);
       });
 }
 

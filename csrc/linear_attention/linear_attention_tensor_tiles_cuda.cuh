@@ -64,8 +64,8 @@ struct SharedTiles {
     float running[kChunk][kRunningStride];  // GradQ: z of every row, after the scores were read
   };
   alignas(16) Line last[T::kFeatures ? 1 : kChunk];  // without features: q or k, then results before they are stored
-  float vector[T::kSize];                            // of the state: Output: sum of b_j; GradQ, GradK: of (bias) x_j
-  float sums[kWarps][T::kSize];                      // what each warp's lines of the chunk add to it
+  alignas(16) float vector[T::kSize];                // of the state: Output: sum of b_j; GradQ, GradK: of (bias) x_j
+  alignas(16) float sums[kWarps][T::kSize];          // what each warp's lines of the chunk add to it
   float scale[kChunk];                               // 1 / den of queries that are columns
   float bias[kChunk];                                // their g.y
   float denominator[kChunk];
@@ -219,12 +219,14 @@ __device__ __forceinline__ void store_column_sums(float (&sums)[8], float (&to)[
   const typename T::Packs packs;
   const Place at;
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
+  for (int j = 0; j < 8; ++j)
 #pragma unroll
     for (int distance = packs.kPerRow; distance < 32; distance *= 2)
       sums[j] += __shfl_xor_sync(0xffffffffu, sums[j], distance);
-    if (at.lane < packs.kPerRow) to[at.warp][packs.column + j] = sums[j];
-  }
+  if (at.lane >= packs.kPerRow) return;
+#pragma unroll
+  for (int j = 0; j < 8; j += 4)
+    store_pack(Pack<float, 4>{sums[j], sums[j + 1], sums[j + 2], sums[j + 3]}, &to[at.warp][packs.column + j]);
 }
 
 // Splits a. For Output also forms each row's product with the sum of b_j so far. One part alone stays as it was loaded.
@@ -232,11 +234,16 @@ template <typename T>
 __device__ __forceinline__ void split_a(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
   if constexpr (T::kFactorParts == 2) {
     const typename T::Packs packs;
+    Pack<float, 4> so_far[2] = {};
+    if (scan.kind == ScanKind::Output) {
+      so_far[0] = load_pack<4>(s.vector + packs.column);
+      so_far[1] = load_pack<4>(s.vector + packs.column + 4);
+    }
     split_factor<T>(scan.a, chunk.rows, scan.depth, nullptr, s.a, [&](int line, const float(&values)[8]) {
       if (scan.kind != ScanKind::Output) return;
       float sum = 0.0f;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sum += values[j] * s.vector[packs.column + j];
+      for (int j = 0; j < 8; ++j) sum += values[j] * so_far[j / 4].values[j % 4];
 #pragma unroll
       for (int distance = packs.kPerRow / 2; distance > 0; distance /= 2)
         sum += __shfl_xor_sync(0xffffffffu, sum, distance);

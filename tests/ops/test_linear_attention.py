@@ -59,6 +59,7 @@ SHAPES = [
     (2, 3, 1, 65, 70, 128, 72),
     (3, 2, 2, 3, 3, 33, 47),
     (1, 2, 1, 600, 700, 40, 64),
+    (1, 2, 1, 600, 600, 70, 33),  # states of segments lie in results on CUDA
     (1, 2, 1, 70, 130, 260, 9),  # the state of a CUDA block exceeds shared memory
 ]
 NOT_CAUSAL_SHAPES = [(2, 4, 2, 129, 63, 127, 31), (1, 1, 1, 513, 1, 63, 5), (1, 4, 2, 1030, 300, 33, 9)]
@@ -79,6 +80,7 @@ CASES = [
 ]
 SMALL, MIDDLE, SPLIT = (2, 4, 2, 5, 7, 3, 2), (2, 8, 4, 70, 300, 40, 24), (1, 2, 1, 700, 1300, 20, 9)
 TENSOR = (1, 4, 2, 70, 130, 40, 33)  # on tensor cores in 16 bits
+IN_RESULTS = (1, 2, 1, 600, 600, 40, 33)  # the same, and states of segments lie in results on CUDA
 
 
 def contract(causal: bool = True, feature_map: str = "elu+1", eps: float = 1e-6) -> Contract:
@@ -197,10 +199,24 @@ def test_few_heads_are_split() -> None:
 
 
 def test_few_heads_are_split_on_cuda() -> None:
-    """Five segments of at least 256 positions, each with a state (20,9) and a sum (20); many heads are not split."""
+    """Five segments of at least 256 positions, each with a state (20,9) and a sum (20); many heads are not split.
+
+    The first 600 positions have no query, so that states of segments cannot lie in y.
+    """
     plan = functools.partial(_C.linear_attention_plan, S=700, T=1300, D=20, Dv=9, causal=True, dtype="float32")
     assert plan(B=1, H=2, Hkv=1, threads=1, device="cuda")["forward_scratch"] == 5 * (20 * 9 + 20) * 4
     assert plan(B=66, H=2, Hkv=1, threads=1, device="cuda")["forward_scratch"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_states_lie_in_results_on_cuda(causal: bool, dtype: str) -> None:
+    """Segments take no scratch: of few heads, and where they are cut because they are long."""
+    plan = functools.partial(_C.linear_attention_plan, D=64, Dv=64, causal=causal, dtype=dtype, threads=1, device="cuda")
+    for B, H, length in ((4, 8, 4096), (1, 1, 1300), (4, 64, 100_000)):
+        sizes = plan(B=B, H=H, Hkv=H, S=length, T=length)
+        assert sizes["forward_scratch"] == sizes["backward_states"] == 0
+        assert sizes["backward_scratch"] == sizes["backward_rows"]
 
 
 @pytest.mark.parametrize(("dtype", "longest"), [("float64", 4096), ("float32", 16384), ("bfloat16", 16384)])
@@ -289,7 +305,8 @@ def test_every_cpu_level(level: str) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize(
-    ("shape", "dtype"), [(MIDDLE, torch.float32), (MIDDLE, torch.bfloat16), (TENSOR, torch.bfloat16)]
+    ("shape", "dtype"),
+    [(MIDDLE, torch.float32), (MIDDLE, torch.bfloat16), (TENSOR, torch.bfloat16), (IN_RESULTS, torch.bfloat16)],
 )
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_any_strides(layout: str, shape: tuple[int, ...], dtype: torch.dtype, causal: bool) -> None:
@@ -334,7 +351,7 @@ def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...]) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [SMALL, TENSOR])
+@pytest.mark.parametrize("shape", [SMALL, TENSOR, IN_RESULTS])
 def test_frozen_inputs_change_no_bit_of_other_gradients(shape: tuple[int, ...], causal: bool) -> None:
     inputs, grad_y = make_inputs(*shape, torch.bfloat16)
     function = contract(causal).function
@@ -348,7 +365,7 @@ def test_frozen_inputs_change_no_bit_of_other_gradients(shape: tuple[int, ...], 
 @pytest.mark.host_cuda
 @pytest.mark.parametrize("dtype", HALF_DTYPES)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [TENSOR, (1, 1, 1, 100, 520, 128, 72)])
+@pytest.mark.parametrize("shape", [TENSOR, IN_RESULTS, (1, 1, 1, 100, 520, 128, 72)])
 def test_tensor_cores_in_any_order_of_threads(shape: tuple[int, ...], causal: bool, dtype: torch.dtype) -> None:
     from host_cuda import library
 
@@ -634,9 +651,11 @@ def test_equal_terms_add_up(B: int, T: int, causal: bool) -> None:
 
 @pytest.mark.slow  # slow on the host's CUDA
 @pytest.mark.parametrize("causal", [True, False])
-def test_equal_terms_add_up_however_many(causal: bool) -> None:
-    """A state has 1,875 chunks, and an error of each would show."""
-    (q, k, v), grad_y = make_inputs(8, 1, 1, 4, 60_000, 3, 2)
+@pytest.mark.parametrize(("B", "H", "S", "T"), [(8, 1, 4, 60_000), (1, 132, 1, 100_000)])
+def test_equal_terms_add_up_however_many(B: int, H: int, S: int, T: int, causal: bool) -> None:
+    """A state has 1,875 chunks or more, and an error of each would show. CUDA cuts 132 heads only because they are
+    long."""
+    (q, k, v), grad_y = make_inputs(B, H, 1, S, T, 3, 2)
     k, v = (x[:, :, :1].expand_as(x) for x in (k, v))
     assert_contract(contract(causal), [q, k, v], grad_y)
 
