@@ -212,7 +212,9 @@ def test_few_heads_are_split_on_cuda() -> None:
 @pytest.mark.parametrize("causal", [True, False])
 def test_states_lie_in_results_on_cuda(causal: bool, dtype: str) -> None:
     """Segments take no scratch: of few heads, and where they are cut because they are long."""
-    plan = functools.partial(_C.linear_attention_plan, D=64, Dv=64, causal=causal, dtype=dtype, threads=1, device="cuda")
+    plan = functools.partial(
+        _C.linear_attention_plan, D=64, Dv=64, causal=causal, dtype=dtype, threads=1, device="cuda"
+    )
     for B, H, length in ((4, 8, 4096), (1, 1, 1300), (4, 64, 100_000)):
         sizes = plan(B=B, H=H, Hkv=H, S=length, T=length)
         assert sizes["forward_scratch"] == sizes["backward_states"] == 0
