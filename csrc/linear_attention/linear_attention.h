@@ -20,6 +20,12 @@
 // B batch, H query heads, Hkv key heads (query head h reads key head h / (H / Hkv)), S query length, T key length,
 // D and Dv dimensions of a key and a value. Not causal: the sums run over all j. States and sums are in the
 // accumulation type (float32; float64 for float64).
+//
+// Causal, the sums may go on from a state and may decay: with decays a_i,
+//
+//     M_i = a_i M_(i-1) + phi(k_i) v_i^T                     z_i = a_i z_(i-1) + phi(k_i)
+//
+// Not normalized: y_i = phi(q_i)^T M_i, without z and eps.
 
 namespace memcheck {
 
@@ -30,20 +36,35 @@ struct LinearAttentionShape {
   int64_t B, H, Hkv, S, T, D, Dv;
   bool causal;
   FeatureMap feature_map;
+  // Kernels of CUDA know only these values.
+  bool normalize = true;
+  bool decayed = false;    // causal only, as the next
+  bool continued = false;  // it begins with a state, or the state that it ends with is wanted
 
   MEMCHECK_INLINE int64_t group() const { return Hkv == 0 ? 0 : H / Hkv; }
+};
+
+// A state in memory, or its gradient, in the accumulation type. Both are null if there is none.
+struct LinearAttentionState {
+  Strided<4> m;  // (B,Hkv,D,Dv), null if it is a gradient that is not wanted
+  Strided<4> z;  // (B,Hkv,1,D), null too if y is not normalized
+
+  MEMCHECK_INLINE explicit operator bool() const { return m || z; }
 };
 
 struct LinearAttentionForward {
   LinearAttentionShape shape;
   double eps;
-  Strided<4> q;     // (B,H,S,D)
-  Strided<4> k;     // (B,Hkv,T,D)
-  Strided<4> v;     // (B,Hkv,T,Dv)
-  Strided<4> y;     // (B,H,S,Dv)
-  void* states;     // the plan's forward_states_bytes
-  void* scratch;    // the plan's forward_scratch_bytes
-  int64_t threads;  // of the plan
+  Strided<4> q;                       // (B,H,S,D)
+  Strided<4> k;                       // (B,Hkv,T,D)
+  Strided<4> v;                       // (B,Hkv,T,Dv)
+  Strided<4> y;                       // (B,H,S,Dv)
+  void* states;                       // the plan's forward_states_bytes
+  void* scratch;                      // the plan's forward_scratch_bytes
+  int64_t threads;                    // of the plan
+  Strided<3> decay = {};              // (B,Hkv,T) in the accumulation type, null if not decayed
+  LinearAttentionState initial = {};  // before the first key
+  LinearAttentionState last = {};     // behind the last key, written if it is wanted
 };
 
 struct LinearAttentionBackward {
@@ -59,7 +80,20 @@ struct LinearAttentionBackward {
   void* rows;     // CPU (2,B,H,S): 1 / den, then delta = (grad_y.y) / den; CUDA (1+parts,B,H,S): 1 / den, then grad_y.y
   void* states;   // the plan's backward_states_bytes
   void* scratch;  // the plan's backward_scratch_bytes
-  int64_t threads;  // of the plan
+  int64_t threads;        // of the plan
+  Strided<3> decay = {};  // as in the forward
+  LinearAttentionState initial = {};
+  LinearAttentionState last = {};          // read for grad_decay if there is grad_last
+  LinearAttentionState grad_last = {};     // null if the last state has no gradient
+  LinearAttentionState grad_initial = {};  // null if not wanted, as the next
+  Strided<3> grad_decay = {};              // (B,Hkv,T)
+};
+
+// The gradient of a decay for each head, from those for each position.
+struct LinearAttentionDecaySum {
+  int64_t B, Hkv, T;
+  Strided<3> from;  // (B,Hkv,T)
+  Strided<1> to;    // (Hkv,)
 };
 
 // Decoding: T new keys are added to the state, and one query reads it.
@@ -93,6 +127,8 @@ struct LinearAttentionKernels {
   Kernel<LinearAttentionForward> forward;
   Kernel<LinearAttentionBackward> backward;
   Kernel<LinearAttentionStep> step;
+  // Null where kernels know neither decays nor states, and always normalize.
+  Kernel<LinearAttentionDecaySum> sum_decays = nullptr;
 };
 extern const LinearAttentionKernels linear_attention_cpu;
 // The tasks of every pass on the CPU, for tests.

@@ -12,11 +12,11 @@ LinearAttentionPlan linear_attention_plan_cpu(const LinearAttentionShape& shape,
   const int64_t pieces = split ? std::max(linear_cpu::segments(shape, shape.T), linear_cpu::query_segments(shape)) : 1;
   const int64_t workers = parallel_workers(heads * pieces, linear_cpu::useful_threads(shape, threads));
   const int64_t item = acc_bytes(dtype);
-  return {
-      heads * key_slots * linear_cpu::forward_state(shape).size() * item,
-      linear_cpu::forward_scratch_bytes(shape, dtype) * workers, 2 * shape.B * shape.H * shape.S * item,
-      heads * (shape.causal ? key_slots : key_slots + query_slots) * linear_cpu::backward_state(shape).size() * item,
-      linear_cpu::backward_scratch_bytes(shape, dtype) * workers};
+  return {heads * key_slots * linear_cpu::forward_state(shape).slot_size() * item,
+          linear_cpu::forward_scratch_bytes(shape, dtype) * workers, 2 * shape.B * shape.H * shape.S * item,
+          heads * (shape.causal ? key_slots : key_slots + query_slots) * linear_cpu::backward_state(shape).slot_size() *
+              item,
+          linear_cpu::backward_scratch_bytes(shape, dtype) * workers};
 }
 
 std::vector<TaskList> linear_attention_tasks_cpu(const LinearAttentionShape& shape, int64_t threads) {
@@ -54,7 +54,12 @@ void linear_attention_step_cpu(const LinearAttentionStep& p, Dtype dtype, cudaSt
   linear_cpu::step(p, dtype);
 }
 
+void linear_attention_sum_decays_cpu(const LinearAttentionDecaySum& p, Dtype dtype, cudaStream_t) {
+  linear_cpu::sum_decays(p, dtype);
+}
+
 const LinearAttentionKernels linear_attention_cpu{linear_attention_plan_cpu, linear_attention_forward_cpu,
-                                                  linear_attention_backward_cpu, linear_attention_step_cpu};
+                                                  linear_attention_backward_cpu, linear_attention_step_cpu,
+                                                  linear_attention_sum_decays_cpu};
 
 }  // namespace memcheck

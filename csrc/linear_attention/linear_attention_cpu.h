@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <utility>
 
 #include "common/arena.h"
 #include "common/formulas.h"
@@ -17,6 +18,9 @@
 // queries and keys meet in a 32 x 32 matrix, and the state holds the sums over everything before. A state is a sum in
 // levels, each from zero: the positions of a chunk, the chunks of a segment, the segments before. So segments can be
 // tasks of their own, with the same bits: each first sums its own state, then starts from the sum of those before.
+//
+// Decays are multiplied up in float64, within a chunk and over the chunks of a segment. They become weights of at most
+// 1 and are never divided by.
 
 namespace memcheck::linear_cpu {
 
@@ -42,9 +46,9 @@ inline int64_t segments(const LinearAttentionShape& shape, int64_t length) {
   return std::max<int64_t>(1, ceil_div(length, segment_length(shape, length)));
 }
 
-// 0 where there is one segment.
+// 0 where there is one segment, and no state that it could go on from.
 inline int64_t segment_step(const LinearAttentionShape& shape, int64_t length) {
-  return segments(shape, length) > 1 ? segment_length(shape, length) : 0;
+  return shape.continued || segments(shape, length) > 1 ? segment_length(shape, length) : 0;
 }
 
 // Causal, queries go along with keys, and so do their segments.
@@ -162,18 +166,21 @@ MEMCHECK_INLINE Matrix<acc_t> in_memory(const MatrixPlace& x) {
 // The sum over positions of an outer product, (rows,columns), and behind it that of a vector, (keys).
 struct StateShape {
   int64_t rows, columns, keys;
+  bool decayed;
   int64_t matrix_size() const { return rows * padded_columns(columns); }
   int64_t size() const { return matrix_size() + padded_columns(keys); }
+  // In memory, the product of the decays of its segment is behind it.
+  int64_t slot_size() const { return size() + (decayed ? kTileColumns : 0); }
 };
 
 // M (D,Dv) and z (D).
 inline StateShape forward_state(const LinearAttentionShape& n) {
-  return {n.D, n.Dv, n.D};
+  return {n.D, n.Dv, n.D, n.decayed};
 }
 
 // M^T (Dv,D) and z (D), or N^T (Dv,D) and n (D).
 inline StateShape backward_state(const LinearAttentionShape& n) {
-  return {n.Dv, n.D, n.D};
+  return {n.Dv, n.D, n.D, n.decayed};
 }
 
 // How much of a state is read while its sums grow.
@@ -183,12 +190,18 @@ enum class Reading {
 };
 
 template <typename acc_t>
+MEMCHECK_INLINE constexpr Dtype acc_dtype() {
+  return sizeof(acc_t) == sizeof(double) ? Dtype::Float64 : Dtype::Float32;
+}
+
+template <typename acc_t>
 struct State {
   StateShape shape;
   int64_t segment_length;  // 0 where there is one segment; then all parts are the same
   Matrix<acc_t> segment;   // the sum over the chunks of a segment
   Matrix<acc_t> before;    // the sum over the segments before
   Matrix<acc_t> seen;      // what is read: the sum of both, or if it is read when all is added, `before`
+  double kept = 1;         // what decays have left of `before` since the segment began
 
   State(const StateShape& of, int64_t length, Reading reading, Arena& arena)
       : shape(of),
@@ -206,13 +219,59 @@ struct State {
     set(segment, segment_length == 0 ? slot : nullptr);
     if (segment_length > 0) set(before, slot);
     if (seen.data != before.data) set(seen, slot);
+    kept = 1;
   }
 
   MEMCHECK_INLINE void clear() { start_from(nullptr); }
 
+  // The state of one head in memory comes before. Its matrix lies transposed if this one is. The vector is multiplied
+  // by a sign.
+  MEMCHECK_INLINE void load(const LinearAttentionState& from, const Task& task, bool transposed, acc_t sign) {
+    load_rows(acc_dtype<acc_t>(), matrix_of(from.m, task, transposed), shape.rows, shape.columns, before.data,
+              before.stride);
+    if (from.z) {
+      const MatrixPlace z = matrix_of(from.z, task, false);
+      load_rows(acc_dtype<acc_t>(), z, 1, shape.keys, vector_of(before), padded_columns(shape.keys));
+    }
+    for (int64_t i = 0; i < shape.keys; ++i) vector_of(before)[i] *= sign;
+    if (seen.data != before.data) set(seen, before.data);
+  }
+
+  // Ends the sequence, and writes its state as `load` reads it.
+  MEMCHECK_INLINE void store(const LinearAttentionState& to, const Task& task, bool transposed, acc_t sign) {
+    end_segment();
+    if (to.m)
+      store_rows(acc_dtype<acc_t>(), matrix_of(to.m, task, transposed), shape.rows, shape.columns, before.data,
+                 before.stride);
+    for (int64_t i = 0; i < shape.keys; ++i) vector_of(before)[i] *= sign;
+    if (to.z) {
+      const MatrixPlace z = matrix_of(to.z, task, false);
+      store_rows(acc_dtype<acc_t>(), z, 1, shape.keys, vector_of(before), padded_columns(shape.keys));
+    }
+  }
+
+  // What is held decays. Then chunks are added, and `refresh` makes them seen.
+  MEMCHECK_INLINE void fade(double decay) {
+    if (!shape.decayed) return;
+    scale(segment, decay);
+    kept *= decay;
+  }
+
+  MEMCHECK_INLINE void refresh() {
+    if (!shape.decayed || seen.data == before.data) return;
+    const acc_t factor = static_cast<acc_t>(kept);
+    acc_t* __restrict to = seen.data;
+    const acc_t* __restrict old = before.data;
+    const acc_t* __restrict added = segment.data;
+    for (int64_t i = 0; i < shape.size(); ++i) to[i] = factor * old[i] + added[i];
+  }
+
   // The chunks that come next are of another segment.
   MEMCHECK_INLINE void end_segment() {
     if (segment_length == 0) return;
+    // Scaled first, so that the sum is rounded as that of scan_slots, not as a fused product.
+    if (shape.decayed) scale(before, kept);
+    kept = 1;
     acc_t* __restrict to = before.data;
     const acc_t* __restrict from = segment.data;
     for (int64_t i = 0; i < shape.size(); ++i) to[i] += from[i];
@@ -226,10 +285,10 @@ struct State {
   }
 
   // Adds the sum over the rows of a chunk of a b^T, and of weights (null: 1) times x. sums_only: nothing reads the
-  // state before the segment is stored.
+  // state before the segment is stored. What decays is seen after `refresh`.
   MEMCHECK_INLINE void add_chunk(int64_t rows, const TileFactor<acc_t>& a, const Matrix<acc_t>& b, const acc_t* weights,
                                  const acc_t* x, bool sums_only, NextPair* next = nullptr) {
-    const bool reads = seen.data != before.data && !sums_only;
+    const bool reads = seen.data != before.data && !sums_only && !shape.decayed;
     tile_product<acc_t>(TileProduct::Add, shape.rows, segment.stride, term(rows, a.transposed(), b),
                         {segment.data, segment.stride, before.data, reads ? seen.data : nullptr}, next);
     const int64_t stride = padded_columns(shape.keys);
@@ -245,11 +304,26 @@ struct State {
     }
   }
 
-  MEMCHECK_INLINE void store_segment(acc_t* slot) const {
-    for (int64_t i = 0; i < shape.size(); ++i) slot[i] = segment.data[i];
+  // Stores the sum of a segment; with_before: and of what came before it.
+  MEMCHECK_INLINE void store_segment(acc_t* slot, bool with_before) {
+    if (shape.decayed) slot[shape.size()] = static_cast<acc_t>(kept);
+    if (with_before) end_segment();
+    const acc_t* sum = with_before ? before.data : segment.data;
+    for (int64_t i = 0; i < shape.size(); ++i) slot[i] = sum[i];
   }
 
  private:
+  static MatrixPlace matrix_of(const Strided<4>& x, const Task& task, bool transposed) {
+    MatrixPlace place = rows_at(acc_dtype<acc_t>(), x, task.b, task.key_head, 0);
+    if (transposed) std::swap(place.row_stride, place.column_stride);
+    return place;
+  }
+
+  MEMCHECK_INLINE void scale(const Matrix<acc_t>& part, double decay) const {
+    const acc_t factor = static_cast<acc_t>(decay);
+    for (int64_t i = 0; i < shape.size(); ++i) part.data[i] *= factor;
+  }
+
   // A part becomes a copy, or zero.
   MEMCHECK_INLINE void set(const Matrix<acc_t>& part, const acc_t* __restrict from) const {
     acc_t* __restrict to = part.data;
@@ -266,13 +340,15 @@ template <typename acc_t>
 struct Slots {
   acc_t* data;
   int64_t heads, slots, size;
+  int64_t sum_size;  // without the product of decays, which is behind it
 
   // Behind `before` slots of another kind.
   Slots(void* states, const LinearAttentionShape& n, int64_t before, int64_t slots_of_head, const StateShape& state)
-      : data(static_cast<acc_t*>(states) + before * state.size()),
+      : data(static_cast<acc_t*>(states) + before * state.slot_size()),
         heads(n.B * n.Hkv),
         slots(slots_of_head),
-        size(state.size()) {}
+        size(state.slot_size()),
+        sum_size(state.size()) {}
 
   // Null where there is no such slot: nothing comes before the first segment, or after the last.
   MEMCHECK_INLINE acc_t* at(const LinearAttentionShape& n, const Task& task, int64_t slot) const {
@@ -280,13 +356,64 @@ struct Slots {
   }
 };
 
-// Each slot becomes the sum of itself and all slots of its head before it (reversed: after it), added one by one, as a
-// task over all segments adds them.
+// Each slot becomes the sum of itself and all slots of its head before it (reversed: after it), decayed, and added one
+// by one, as a task over all segments adds them.
 template <typename acc_t>
 void scan_slots(const Slots<acc_t>& x, bool reversed, int64_t threads);
 
 extern template void scan_slots(const Slots<float>&, bool, int64_t);
 extern template void scan_slots(const Slots<double>&, bool, int64_t);
+
+// ---- decays
+
+// Of a chunk. A sum over positions of the chunk and before it reads position j at position i with weight between[i][j],
+// and the state before the chunk with weight into[i]. The state behind the chunk has position j with weight out[j].
+template <typename acc_t>
+struct ChunkDecays {
+  Matrix<acc_t> between;  // (kChunk,kChunk): the product of the decays from j + 1 to i, 0 for j > i
+  acc_t* at;              // (kChunk): the decays
+  acc_t* into;            // (kChunk): their products up to i
+  const acc_t* out;       // the last row of `between`
+  double all;             // the product of all
+
+  ChunkDecays(Arena& arena, const LinearAttentionShape& n)
+      : between(arena, n.decayed ? kChunk : 0, kChunk),
+        at(arena.take<acc_t>(n.decayed ? kChunk : 0)),
+        into(arena.take<acc_t>(n.decayed ? kChunk : 0)),
+        out(nullptr),
+        all(1) {}
+
+  // Of `count` keys from t on. Nothing if decay is null.
+  MEMCHECK_INLINE void load(const Strided<3>& decay, const Task& task, int64_t t, int64_t count) {
+    if (!decay) return;
+    alignas(64) double line[kChunk] = {};
+    all = 1;
+    for (int64_t row = 0; row < count; ++row) {
+      at[row] = *decay.template at<const acc_t>(task.b, task.key_head, t + row);
+      const double a = at[row];
+      for (int64_t i = 0; i < kChunk; ++i) line[i] *= a;
+      line[row] = 1;
+      for (int64_t i = 0; i < kChunk; ++i) between.row(row)[i] = static_cast<acc_t>(line[i]);
+      all *= a;
+      into[row] = static_cast<acc_t>(all);
+    }
+    out = between.row(std::max<int64_t>(0, count - 1));
+  }
+};
+
+// Row i of x is multiplied by factors[i].
+template <typename acc_t>
+MEMCHECK_INLINE void scale_rows(const Matrix<acc_t>& x, Range rows, const acc_t* factors) {
+  for (int64_t row = rows.begin; row < rows.end; ++row)
+    for (int64_t i = 0; i < x.stride; ++i) x.row(row)[i] *= factors[row];
+}
+
+// Scores of the queries and keys of a chunk, which are 0 for later keys, are multiplied by weights.
+template <typename acc_t>
+MEMCHECK_INLINE void scale_scores(const Matrix<acc_t>& scores, Range rows, const Matrix<acc_t>& weights) {
+  for (int64_t row = rows.begin; row < rows.end; ++row)
+    for (int64_t i = 0; i < kChunk; ++i) scores.row(row)[i] *= weights.row(row)[i];
+}
 
 // ---- features
 
@@ -384,5 +511,6 @@ int64_t backward_scratch_bytes(const LinearAttentionShape& n, Dtype dtype);  // 
 void forward(const LinearAttentionForward& p, Dtype dtype);
 void backward(const LinearAttentionBackward& p, Dtype dtype);
 void step(const LinearAttentionStep& p, Dtype dtype);
+void sum_decays(const LinearAttentionDecaySum& p, Dtype dtype);
 
 }  // namespace memcheck::linear_cpu

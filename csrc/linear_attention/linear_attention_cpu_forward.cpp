@@ -10,16 +10,24 @@ namespace memcheck::linear_cpu {
 template <typename acc_t>
 void scan_slots(const Slots<acc_t>& x, bool reversed, int64_t threads) {
   constexpr int64_t kPart = 512;  // elements of a state
-  const int64_t parts = ceil_div(x.size, kPart);
+  const int64_t parts = ceil_div(x.sum_size, kPart);
   parallel_tasks(x.heads * parts, threads, [&](int64_t begin, int64_t end, int) {
     for (int64_t index = begin; index < end; ++index) {
       const int64_t part = index % parts * kPart;
       acc_t* head = x.data + index / parts * x.slots * x.size + part;
-      const int64_t count = std::min(kPart, x.size - part);
+      const int64_t count = std::min(kPart, x.sum_size - part);
+      const bool decayed = x.size > x.sum_size;
       for (int64_t step = 1; step < x.slots; ++step) {
         acc_t* __restrict slot = head + (reversed ? x.slots - 1 - step : step) * x.size;
         const acc_t* __restrict last = reversed ? slot + x.size : slot - x.size;
-        for (int64_t i = 0; i < count; ++i) slot[i] += last[i];
+        if (!decayed) {
+          for (int64_t i = 0; i < count; ++i) slot[i] += last[i];
+          continue;
+        }
+        const acc_t kept = slot[x.sum_size - part];
+        alignas(64) acc_t faded[kPart];
+        for (int64_t i = 0; i < count; ++i) faded[i] = kept * last[i];
+        for (int64_t i = 0; i < count; ++i) slot[i] += faded[i];
       }
     }
   });
@@ -41,6 +49,7 @@ struct ForwardScratch {
   Matrix<acc_t> scores;        // phi(q) phi(k)^T (kChunk,kChunk)
   NextPair next;               // the rows of k and v that come after
   Matrix<acc_t> partial;       // sums along rows before their lanes are added (kChunk,kTileLanes)
+  ChunkDecays<acc_t> decays;
 
   ForwardScratch(Arena& arena, const LinearAttentionShape& n)
       : state(forward_state(n), segment_step(n, n.T), n.causal ? Reading::Chunks : Reading::Ends, arena),
@@ -51,12 +60,13 @@ struct ForwardScratch {
         y(arena, kChunk, n.Dv),
         values(v),
         scores(arena, kChunk, kChunk),
-        partial(arena, kChunk, kTileLanes) {}
+        partial(arena, kChunk, kTileLanes),
+        decays(arena, n) {}
 };
 
 // ---- keys
 
-// phi(k) and v of a chunk of keys, or of a long one.
+// phi(k), v and decays of a chunk of keys, or phi(k) and v of a long one.
 template <typename acc_t>
 MEMCHECK_INLINE void load_keys(const LinearAttentionForward& p, Dtype dtype, const Task& task, int64_t t, int64_t count,
                                ForwardScratch<acc_t>& x) {
@@ -68,12 +78,16 @@ MEMCHECK_INLINE void load_keys(const LinearAttentionForward& p, Dtype dtype, con
   if (!direct) load_rows(dtype, values, count, n.Dv, x.v.data, x.v.stride);
   load_features(n, dtype, keys, count, {}, {}, x.k);
   x.next = {rows_after(dtype, keys, count, n.D), rows_after(dtype, values, count, n.Dv), count};
+  x.decays.load(p.decay, task, t, count);
 }
 
-// M += phi(k)^T v and z += phi(k).
+// M += phi(k)^T v and z += phi(k), after what decays leave of both. Leaves phi(k) scaled.
 template <typename acc_t>
 MEMCHECK_INLINE void add_keys(int64_t count, bool sums_only, ForwardScratch<acc_t>& x) {
+  if (x.state.shape.decayed) scale_rows(x.k, {0, count}, x.decays.out);
+  x.state.fade(x.decays.all);
   x.state.add_chunk(count, x.k.factor(0), x.values, nullptr, x.k.data, sums_only, &x.next);
+  if (!sums_only) x.state.refresh();
 }
 
 // Leaves the last segment open. Causal, in the chunks of attend_along.
@@ -128,14 +142,18 @@ MEMCHECK_INLINE void attend(const LinearAttentionForward& p, Dtype dtype, const 
     mask_later_keys(x.scores, rows);
     seen = term(first, x.scores.factor(first), x.values);
   }
+  if (n.decayed) {
+    scale_scores(x.scores, rows, x.decays.between);
+    scale_rows(x.q, rows, x.decays.into);
+  }
   alignas(64) acc_t inverse[kChunk];
-  inverse_denominators(x, rows, keys > 0, p.eps, inverse);
-  tile_rows(rows.count(), x.y.stride, term(n.D, x.q.factor(first), x.state.seen), seen, inverse + first, y.result(0),
-            &next);
+  if (n.normalize) inverse_denominators(x, rows, keys > 0, p.eps, inverse);
+  tile_rows<acc_t>(rows.count(), x.y.stride, term(n.D, x.q.factor(first), x.state.seen), seen,
+                   n.normalize ? inverse + first : nullptr, y.result(0), &next);
   if (!direct) store_rows(dtype, y_place, rows.count(), n.Dv, y.data, y.stride);
 }
 
-// Causal: queries and keys of the same positions.
+// Causal: queries and keys of the same positions. The state then has all keys if they are the last and it is wanted.
 template <typename acc_t>
 MEMCHECK_INLINE void attend_along(const LinearAttentionForward& p, Dtype dtype, const Task& task, Range keys,
                                   ForwardScratch<acc_t>& x) {
@@ -151,7 +169,7 @@ MEMCHECK_INLINE void attend_along(const LinearAttentionForward& p, Dtype dtype, 
       for (int64_t head = heads.begin; head < heads.end; ++head)
         attend(p, dtype, {task.b, head, s, {std::max<int64_t>(-s, 0), count}}, count, x);
     }
-    if (t + kChunk < keys.end) add_keys(count, false, x);
+    if (t + kChunk < keys.end || (p.last && keys.end == n.T)) add_keys(count, false, x);
   }
 }
 
@@ -177,9 +195,15 @@ MEMCHECK_INLINE void forward_task(const Pass<LinearAttentionForward>& pass, cons
   const Range keys = whole ? Range{0, n.T} : segment_range(n, n.T, task.segment);
   const int64_t seen = n.causal ? task.segment - 1 : slots.slots - 1;
   x.state.start_from(pass.phase == Phase::Queries ? slots.at(n, task, seen) : nullptr);
+  const bool continues = p.initial && keys.begin == 0;
+  if (continues) x.state.load(p.initial, task, false, 1);
   if (pass.phase == Phase::KeySums || (whole && !n.causal)) sum_keys(p, pass.dtype, task, keys, x);
-  if (pass.phase == Phase::KeySums) return x.state.store_segment(slots.at(n, task, task.segment));
-  if (n.causal) return attend_along(p, pass.dtype, task, keys, x);
+  if (pass.phase == Phase::KeySums) return x.state.store_segment(slots.at(n, task, task.segment), continues);
+  if (n.causal) {
+    attend_along(p, pass.dtype, task, keys, x);
+    if (p.last && keys.end == n.T) x.state.store(p.last, task, false, 1);
+    return;
+  }
   if (whole) x.state.end_segment();
   attend_to_all(p, pass.dtype, task, whole ? Range{0, n.S} : segment_range(n, n.S, task.segment), x);
 }

@@ -87,6 +87,22 @@ def linear_configuration(
     return configured("linear_attention", linear_attention, sizes, shapes, (shift, shift, 0.0), near, **options)
 
 
+def linear_with_state(q: Tensor, k: Tensor, v: Tensor, m: Tensor, z: Tensor, logits: Tensor) -> Tensor:
+    """y and the last state in one row, of a causal call from the state (m, z) with decays sigmoid(logits)."""
+    options: dict[str, Any] = {"causal": True, "decay": logits.sigmoid(), "initial_state": (m, z)}
+    y, state = linear_attention(q, k, v, return_state=True, **options)
+    return torch.cat([x.flatten() for x in (y, *state) if x is not None])
+
+
+def linear_state_configuration(
+    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, *, decay: tuple[int, ...]
+) -> Configuration:
+    """decay is the shape of the decay."""
+    sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} Dv={Dv} with states and a decay {decay}"
+    shapes = ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv), (B, Hkv, D, Dv), (B, Hkv, D), decay)
+    return configured("linear_attention", linear_with_state, sizes, shapes, (0.0, 0.0, 0.0, 0.0, 5.0, 1.0))
+
+
 def projection_configuration(function: Callable[..., Tensor], B: int, S: int, E: int, R: int) -> Configuration:
     return configured(function.__name__, function, f"B={B} S={S} E={E} R={R}", ((B, S, E), (E, R)))
 
@@ -133,6 +149,13 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     linear_configuration(1, 2, 1, 4, 6, 3, 2, causal=True, eps=0.5, shift=-2.0),
     linear_configuration(1, 2, 1, 4, 6, 3, 2, causal=True, feature_map="identity", shift=5.0),
     linear_configuration(1, 2, 1, 4, 6, 3, 2, causal=False, feature_map="identity", shift=5.0),
+    linear_configuration(
+        1, 4, 2, 3, 7, 3, 2, causal=True, cu_seqlens_q=torch.tensor([0, 1, 3]), cu_seqlens_k=torch.tensor([0, 3, 7])
+    ),
+    linear_configuration(2, 2, 1, 5, 7, 3, 2, causal=True, lengths=torch.tensor([7, 4]), padding="left"),
+    *(linear_configuration(1, 4, 2, 3, 7, 3, 2, causal=causal, normalize=False) for causal in (True, False)),
+    linear_state_configuration(1, 4, 2, 3, 7, 3, 2, decay=(2,)),
+    linear_state_configuration(1, 4, 2, 5, 5, 3, 2, decay=(1, 2, 5)),
     *(
         projection_configuration(function, *shape)
         for function in (linear_r, linear_l)

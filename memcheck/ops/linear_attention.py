@@ -2,18 +2,79 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal, overload
+
 import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
-from memcheck.ops.checks import check_rank, check_state, refuse_context_parallel
+from memcheck.ops.checks import check_rank, check_state, described, refuse_context_parallel, sequence_arguments
 
 State = tuple[Tensor, Tensor]
+# z is None where y is not normalized.
+AnyState = tuple[Tensor, Tensor | None]
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    feature_map: str = ...,
+    eps: float = ...,
+    normalize: bool = ...,
+    decay: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    lengths: Tensor | None = ...,
+    padding: str = ...,
+    initial_state: AnyState | None = ...,
+    return_state: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = ...,
+    feature_map: str = ...,
+    eps: float = ...,
+    normalize: bool = ...,
+    decay: Tensor | None = ...,
+    cu_seqlens: Tensor | None = ...,
+    cu_seqlens_q: Tensor | None = ...,
+    cu_seqlens_k: Tensor | None = ...,
+    lengths: Tensor | None = ...,
+    padding: str = ...,
+    initial_state: AnyState | None = ...,
+    return_state: Literal[True],
+) -> tuple[Tensor, AnyState]: ...
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str = "elu+1", eps: float = 1e-6
-) -> Tensor:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    feature_map: str = "elu+1",
+    eps: float = 1e-6,
+    normalize: bool = True,
+    decay: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lengths: Tensor | None = None,
+    padding: str = "right",
+    initial_state: AnyState | None = None,
+    return_state: bool = False,
+) -> Tensor | tuple[Tensor, AnyState]:
     """A mean of the values, weighted by phi(q).phi(k) (Katharopoulos et al. 2020, arXiv:2006.16236).
 
     Args:
@@ -24,20 +85,48 @@ def linear_attention(
             Otherwise every query sees every key.
         feature_map: "elu+1": phi(x) = x + 1 for x > 0, else exp(x); "identity": q and k are mapped already.
         eps: added to the sum of the weights; positive.
+        normalize: False: y is the weighted sum of the values, without the division by the sum of the weights and eps.
+        decay: (Hkv,), or (B,Hkv,T) for one of each position, in (0, 1], in the accumulation type; needs causal. Before
+            it takes in key t, the state of key head h is multiplied by decay[.., h, t], so the weight of key t for
+            query s has the decays of the keys t + 1 to s + T - S as factors. With normalize=False and identity
+            features this is RetNet, Lightning Attention, simple gated linear attention, and the state space model of
+            Mamba-2, whose step sizes belong in v.
+        cu_seqlens: (N+1,) int32 or int64, for N sequences that are packed one behind the other: B = 1, and sequence n
+            is positions cu_seqlens[n] to cu_seqlens[n+1]. It ascends from 0 to S = T; sequences may be empty.
+        cu_seqlens_q, cu_seqlens_k: the same, where sequences have other numbers of queries than of keys.
+        lengths: (B,) int32 or int64, from 0 to T, for a padded batch: how many positions of each row count. Query s is
+            at position s + T - S. If not causal and S != T, they are those of the keys alone.
+        padding: where lengths has the padding, "right" (after the positions that count) or "left".
+        initial_state: (M (B,Hkv,D,Dv), z (B,Hkv,D)), the sums over the keys before the first, in the accumulation
+            type; packed, with N in place of B. z is None if normalize is False. Needs causal.
+        return_state: also return the state behind the last key; needs causal.
 
     float64, float32, float16, bfloat16. Sums are in float32 (float64 for float64).
 
+    Packed or padded, each sequence gives the bits that it gives alone. Nothing of padding is read; its rows of y and of
+    the gradients are 0. Nothing is copied, and work and memory are those of the positions that count, beside y and the
+    gradients.
+
+    Two calls with the state between give what one call gives, up to rounding. They give the same bits if the first ends
+    with a segment: after a multiple of max(512, 16 Dv) / (H / Hkv) keys, rounded up to a multiple of 64, in sequences
+    of up to 512 segments.
+
     Returns:
-        y (B,H,S,Dv), contiguous. Kept for backward: only q, k and v; the (D,Dv) states are recomputed. On the CPU,
-        where heads are too few for the threads, the sequence is cut into segments, each with a state in memory. The
-        number of threads changes no bit of the results. A gradient has its input's strides. A double backward raises.
+        y (B,H,S,Dv), contiguous; with return_state, (y, (M, z)), differentiable in all of them. Kept for backward: only
+        the inputs, and the returned M and z for the gradient of decay; the states of positions are recomputed. On the
+        CPU, where heads are too few for the threads, the sequence is cut into segments, each with a state in memory.
+        The number of threads changes no bit of the results. A gradient has its input's strides. A double backward
+        raises.
         A NaN or an infinity in v at one position also reaches queries up to 31 positions before it, because it is
-        multiplied by 0.
+        multiplied by 0. The gradient of a decay a is divided by a, so that its rounding error grows as 1 / a; where a
+        is below the accumulation type's epsilon it is 0.
 
     Raises:
-        ValueError: a shape, device, feature map, S > T when causal, or eps <= 0.
+        ValueError: a shape, device, feature map, S > T when causal, eps <= 0, a decay outside of (0, 1], a rule of
+            cu_seqlens and lengths, or an argument without the one that it needs.
         TypeError: a dtype.
-        NotImplementedError: torch.func's gradients; inside torch.distributed's context_parallel.
+        NotImplementedError: decay, states and normalize=False on CUDA; torch.func's gradients; inside
+            torch.distributed's context_parallel.
 
     Equivalent to:
         >>> def phi(x):
@@ -46,16 +135,66 @@ def linear_attention(
         >>> weights = phi(q) @ phi(k).mT  # (B,H,S,T), which memcheck never forms
         >>> if causal:
         ...     weights = weights.tril(k.shape[2] - q.shape[2])
-        >>> y = (weights @ v) / (weights.sum(-1, keepdim=True) + eps)
+        >>> if decay is not None:
+        ...     sums = decay.log().cumsum(2)  # of decay (B,Hkv,T); memcheck multiplies and takes no logarithm
+        ...     sums = sums.repeat_interleave(q.shape[1] // sums.shape[1], 1)
+        ...     weights = weights * (sums[..., -q.shape[2]:, None] - sums[..., None, :]).clamp(max=0).exp()
+        >>> y = (weights @ v) / (weights.sum(-1, keepdim=True) + eps) if normalize else weights @ v
     """
-    refuse_context_parallel("linear_attention")
-    y: Tensor = torch.ops.memcheck.linear_attention(q, k, v, causal=causal, feature_map=feature_map, eps=eps)
-    return y
+    op = "linear_attention"
+    refuse_context_parallel(op)
+    sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
+    options: dict[str, Any] = {"causal": causal, "feature_map": feature_map, "eps": eps}
+    if normalize and not (sequences or return_state) and decay is None and initial_state is None:
+        y: Tensor = torch.ops.memcheck.linear_attention(q, k, v, **options)
+        return y
+    if decay is not None and not isinstance(decay, Tensor):
+        raise TypeError(f"{op}: decay must be a tensor or None, got {described(decay)}")
+    state = _initial_state(op, initial_state, normalize)
+    options |= {"normalize": normalize, "return_state": return_state}
+    y, m, z = torch.ops.memcheck.linear_attention_sequences(q, k, v, decay, *state, **options, **sequences)
+    return (y, (m, z if normalize else None)) if return_state else y
+
+
+@overload
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | None = ...,
+    *,
+    feature_map: str = ...,
+    eps: float = ...,
+    normalize: Literal[True] = ...,
+    decay: Tensor | None = ...,
+) -> tuple[Tensor, State]: ...
+
+
+@overload
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: AnyState | None = ...,
+    *,
+    feature_map: str = ...,
+    eps: float = ...,
+    normalize: bool,
+    decay: Tensor | None = ...,
+) -> tuple[Tensor, AnyState]: ...
 
 
 def linear_attention_step(
-    q: Tensor, k: Tensor, v: Tensor, state: State | None = None, *, feature_map: str = "elu+1", eps: float = 1e-6
-) -> tuple[Tensor, State]:
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: AnyState | None = None,
+    *,
+    feature_map: str = "elu+1",
+    eps: float = 1e-6,
+    normalize: bool = True,
+    decay: Tensor | None = None,
+) -> tuple[Tensor, AnyState]:
     """One position of causal linear attention, from a state instead of all earlier keys.
 
     Args:
@@ -64,7 +203,8 @@ def linear_attention_step(
         v: (B,Hkv,n,Dv) their values.
         state: (M (B,Hkv,D,Dv), z (B,Hkv,D)) in the accumulation type (float32; float64 for float64); None at the
             beginning.
-        feature_map, eps: as in linear_attention.
+        feature_map, eps, normalize: as in linear_attention. Not normalized, z of the state is None.
+        decay: (Hkv,) or (B,Hkv,n), as in linear_attention.
 
     Returns:
         y (B,H,1,Dv), equal to the last row of linear_attention over all keys up to rounding, and the new state.
@@ -85,11 +225,31 @@ def linear_attention_step(
     """
     op = "linear_attention_step"
     refuse_context_parallel(op)
+    if decay is not None or not normalize:
+        check_rank(op, "q", q, "(B,H,1,D)", 4)
+        if q.shape[2] != 1:
+            raise ValueError(f"{op}: q must be one position, (B,H,1,D), got {list(q.shape)}")
+        options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "normalize": normalize, "decay": decay}
+        with torch.no_grad():
+            return linear_attention(q, k, v, causal=True, initial_state=state, return_state=True, **options)
     if state is None:
         state = _empty_state(op, q, k, v)
     check_state(op, state, ("m", "z"))
     y, m, z = torch.ops.memcheck.linear_attention_step(q, k, v, *state, feature_map=feature_map, eps=eps)
     return y, (m, z)
+
+
+def _initial_state(op: str, state: object, normalize: bool) -> tuple[Tensor | None, Tensor | None]:
+    """(M, z) of an initial state, both None without one. TypeError if it is no such pair."""
+    if state is None:
+        return None, None
+    pair = "(m, z)" if normalize else "(m, None), because normalize is False"
+    if not isinstance(state, tuple | list) or len(state) != 2:
+        raise TypeError(f"{op}: initial_state must be a pair {pair} or None, got {described(state)}")
+    m, z = state
+    if not isinstance(m, Tensor) or (not isinstance(z, Tensor) if normalize else z is not None):
+        raise TypeError(f"{op}: initial_state must be {pair}, got ({described(m)}, {described(z)})")
+    return m, z
 
 
 def _empty_state(op: str, q: Tensor, k: Tensor, v: Tensor) -> State:

@@ -53,17 +53,27 @@ def _later_sums(x: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def linear_attention_bound(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str = "elu+1", eps: float = 1e-6
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None = None,
+    *,
+    causal: bool = False,
+    feature_map: str = "elu+1",
+    eps: float = 1e-6,
+    normalize: bool = True,
 ) -> Tensor:
     """Returns the scale of rounding errors of y: the same formula with |phi(q)|, |phi(k)| and |v|.
 
     If the denominator's terms cancel (identity features), its error is in proportion to the sum of their sizes.
     """
     phi_q, phi_k = linear_attention.features(q, feature_map), linear_attention.features(k, feature_map)
-    denominator = linear_attention.weights_of(phi_q, phi_k, causal).sum(-1, keepdim=True) + eps
-    weights = linear_attention.weights_of(_size(phi_q), _size(phi_k), causal)
-    mean = (weights @ linear_attention.per_head(v.abs(), q)) / denominator.abs()
-    return mean * _condition(weights, denominator, eps)
+    weights = _weights(_size(phi_q), _size(phi_k), decay, causal)
+    sums = weights @ linear_attention.per_head(v.abs(), q)
+    if not normalize:
+        return sums
+    denominator = _weights(phi_q, phi_k, decay, causal).sum(-1, keepdim=True) + eps
+    return sums / denominator.abs() * _condition(weights, denominator, eps)
 
 
 def linear_attention_gradient_bounds(
@@ -71,26 +81,51 @@ def linear_attention_gradient_bounds(
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    decay: Tensor | None = None,
     *,
     causal: bool = False,
     feature_map: str = "elu+1",
     eps: float = 1e-6,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns the scales for grad_q, grad_k, grad_v, in the shapes of q, k, v."""
+    normalize: bool = True,
+) -> tuple[Tensor, ...]:
+    """Returns the scales for grad_q, grad_k, grad_v, and grad_decay if there is a decay, in the shapes of these."""
     phi_q, phi_k = linear_attention.features(q, feature_map), linear_attention.features(k, feature_map)
-    denominator = linear_attention.weights_of(phi_q, phi_k, causal).sum(-1, keepdim=True) + eps
     size_q, size_k = _size(phi_q), _size(phi_k)
-    weights = linear_attention.weights_of(size_q, size_k, causal)
-    condition = _condition(weights, denominator, eps)
+    weights = _weights(size_q, size_k, decay, causal)
     phi_k_heads, v_heads = linear_attention.per_head(size_k, q), linear_attention.per_head(v.abs(), q)
-    h = grad_y.abs() / denominator.abs() * condition
-    delta = (h * (weights @ v_heads) / denominator.abs()).sum(-1, keepdim=True)
-    products = linear_attention.weights_of(h, v.abs(), causal) + linear_attention.visible(
-        delta.expand(-1, -1, -1, k.shape[2]), causal
+    if normalize:
+        denominator = _weights(phi_q, phi_k, decay, causal).sum(-1, keepdim=True) + eps
+        h = grad_y.abs() / denominator.abs() * _condition(weights, denominator, eps)
+        delta = (h * (weights @ v_heads) / denominator.abs()).sum(-1, keepdim=True)
+    else:
+        h, delta = grad_y.abs(), torch.zeros_like(grad_y[..., :1])
+    products = h @ v_heads.mT + delta.expand(-1, -1, -1, k.shape[2])
+    products = linear_attention.visible(_decayed(products, q, k, decay), causal)
+    of_phi_q = products @ phi_k_heads
+    of_phi_k = _over_group(products.mT @ size_q, k)
+    bounds = (
+        of_phi_q * _slope(size_q, feature_map),
+        of_phi_k * _slope(size_k, feature_map),
+        _over_group(weights.mT @ h, v),
     )
-    grad_q = (products @ phi_k_heads) * _slope(size_q, feature_map)
-    grad_k = _over_group(products.mT @ size_q, k) * _slope(size_k, feature_map)
-    return grad_q, grad_k, _over_group(weights.mT @ h, v)
+    if decay is None:
+        return bounds
+    of_queries = pad(_over_group((size_q * of_phi_q).sum(-1, keepdim=True), k), (0, 0, k.shape[2] - q.shape[2], 0))
+    later = (of_queries + (size_k * of_phi_k).sum(-1, keepdim=True)).squeeze(-1).flip(2).cumsum(2).flip(2)
+    of_decays = later / linear_attention.decay_of_positions(decay, k)
+    return *bounds, of_decays.sum((0, 2)) if decay.dim() == 1 else of_decays
+
+
+def _weights(x: Tensor, y: Tensor, decay: Tensor | None, causal: bool) -> Tensor:
+    """x (B,H,S,.), y (B,Hkv,T,.) -> the products (B,H,S,T) where the query sees the key, decayed."""
+    return _decayed(linear_attention.weights_of(x, y, causal), x, y, decay)
+
+
+def _decayed(weights: Tensor, q: Tensor, k: Tensor, decay: Tensor | None) -> Tensor:
+    if decay is None:
+        return weights
+    products = linear_attention.decay_weights(linear_attention.decay_of_positions(decay, k), q)
+    return weights * products.clamp(min=SMALLEST)
 
 
 def _size(phi: Tensor) -> Tensor:

@@ -99,6 +99,13 @@ LINEAR = Operator(
     roles=lambda x: (x[None],) * 3,
     linear_in=(2,),
 )
+
+
+def padded_linear(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return memcheck.linear_attention(q, k, v, lengths=lengths_of(q, k, 2), **options)
+
+
+PADDED_LINEAR = replace(LINEAR, function=padded_linear)
 COMPRESSED = Operator(
     "compressed_attention",
     functools.partial(memcheck.compressed_attention, factor=3),
@@ -155,6 +162,7 @@ def variants(operator: Operator, *options: dict[str, bool]) -> dict[str, Operato
 OPERATORS = {
     **variants(PADDED_SOFTPLUS, {"padding": "right"}, {"padding": "left"}, {"padding": "left", "causal": False}),
     **variants(SOFTPLUS, {"causal": True}, {"causal": False}),
+    **variants(PADDED_LINEAR, {"causal": True, "padding": "right"}, {"causal": False, "padding": "left"}),
     **variants(LINEAR, {"causal": True}, {"causal": False}),
     **variants(COMPRESSED, {"strict": False}, {"strict": True}, {"causal": False}),
     **variants(POOLED, {"strict": False}, {"strict": True}, {"causal": False}),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import memcheck
 from memcheck import track
+from memcheck.ops.reference import linear_attention as linear_reference
 from memcheck.ops.reference import softplus_attention as softplus_reference
 
 
@@ -36,9 +37,9 @@ class Attention:
 
     def part(self, tensors: list[Tensor], row: slice, queries: slice, keys: slice) -> list[Tensor]:
         """One sequence of [q, k, v], of [y, grad_q, grad_k, grad_v], or of [grad_y]."""
-        dims = [self.keys if i > 0 and i >= len(tensors) - 2 else self.queries for i in range(len(tensors))]
-        parts = {self.queries: queries, self.keys: keys}
-        return [x[row].narrow(dim, *place(parts[dim])) for x, dim in zip(tensors, dims, strict=True)]
+        of_queries, of_keys = (self.queries, *place(queries)), (self.keys, *place(keys))
+        places = [of_keys if i > 0 and i >= len(tensors) - 2 else of_queries for i in range(len(tensors))]
+        return [x[row].narrow(*where) for x, where in zip(tensors, places, strict=True)]
 
 
 def place(part: slice) -> tuple[int, int]:
@@ -53,7 +54,15 @@ SOFTPLUS = Attention(
     keys=2,
     step=256,
 )
-ATTENTIONS = {"softplus": SOFTPLUS}
+LINEAR = Attention(
+    functools.partial(memcheck.linear_attention, causal=True),
+    functools.partial(linear_reference.linear_attention, causal=True),
+    lambda B, S, T: ((B, 4, S, 35), (B, 2, T, 35), (B, 2, T, 20), (B, 4, S, 20)),
+    queries=2,
+    keys=2,
+    step=256,
+)
+ATTENTIONS = {"softplus": SOFTPLUS, "linear": LINEAR}
 EVERY = pytest.mark.parametrize("it", ATTENTIONS.values(), ids=ATTENTIONS)
 CAUSAL = pytest.mark.parametrize("causal", [True, False])
 

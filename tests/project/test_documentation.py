@@ -52,12 +52,15 @@ def phi(x):
     return torch.where(x > 0, x + 1, x.masked_fill(x > 0, 0).exp())
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_linear_attention_equals_its_docstring(causal):
+@pytest.mark.parametrize(
+    "options",
+    [{"causal": True}, {"causal": False}, {"causal": True, "normalize": False, "decay": random(2, 2, 6).sigmoid()}],
+)
+def test_linear_attention_equals_its_docstring(options):
     q, k, v = random(2, 4, 3, 5), random(2, 2, 6, 5), random(2, 2, 6, 7)
-    given = {"torch": torch, "q": q, "k": k, "v": v, "eps": 1e-6, "causal": causal}
+    given = {"torch": torch, "q": q, "k": k, "v": v, "eps": 1e-6, "normalize": True, "decay": None, **options}
     names = run_equivalent(memcheck.linear_attention, given)
-    torch.testing.assert_close(memcheck.linear_attention(q, k, v, causal=causal), names["y"])
+    torch.testing.assert_close(memcheck.linear_attention(q, k, v, **options), names["y"])
 
 
 def test_linear_attention_step_equals_its_docstring():

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from memcheck.ops.reference.sequences import sequences_of
+
+State = tuple[Tensor, Tensor | None]
 
 
 def features(x: Tensor, feature_map: str = "elu+1") -> Tensor:
@@ -16,11 +22,88 @@ def features(x: Tensor, feature_map: str = "elu+1") -> Tensor:
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, feature_map: str = "elu+1", eps: float = 1e-6
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    feature_map: str = "elu+1",
+    eps: float = 1e-6,
+    normalize: bool = True,
+    decay: Tensor | None = None,
+    **sequences: Any,
 ) -> Tensor:
     """q (B,H,S,D), k (B,Hkv,T,D), v (B,Hkv,T,Dv) -> y (B,H,S,Dv), with autograd. See memcheck.linear_attention."""
+    options: dict[str, Any] = {"causal": causal, "feature_map": feature_map, "eps": eps, "normalize": normalize}
+    decays = None if decay is None else decay_of_positions(decay, k)
+    if not sequences:
+        return attend(q, k, v, decays, **options)
+    y = torch.zeros_like(q[..., :1] * v[:, :1, :1, :1]).expand(*q.shape[:3], v.shape[3]).clone()
+    for row, queries, keys in sequences_of(len(q), q.shape[2], k.shape[2], causal=causal, **sequences):
+        some = None if decays is None else decays[row, :, keys]
+        y[row, :, queries] = attend(q[row, :, queries], k[row, :, keys], v[row, :, keys], some, **options)
+    return y
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decays: Tensor | None,
+    *,
+    causal: bool,
+    feature_map: str,
+    eps: float,
+    normalize: bool,
+) -> Tensor:
+    """Linear attention within one sequence, or a batch of sequences of one length."""
     weights, v = weights_of(features(q, feature_map), features(k, feature_map), causal), per_head(v, q)
-    return (weights @ v) / (weights.sum(-1, keepdim=True) + eps)
+    if decays is not None:
+        weights = weights * decay_weights(decays, q)
+    return (weights @ v) / (weights.sum(-1, keepdim=True) + eps) if normalize else weights @ v
+
+
+def linear_attention_recurrent(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | None = None,
+    *,
+    feature_map: str = "elu+1",
+    eps: float = 1e-6,
+    normalize: bool = True,
+    decay: Tensor | None = None,
+) -> tuple[Tensor, State]:
+    """Causal, position by position, from a state and to one: shapes as in memcheck.linear_attention."""
+    phi_q, phi_k = features(q, feature_map), features(k, feature_map)
+    m = k.new_zeros(*k.shape[:2], k.shape[3], v.shape[3]) if state is None else state[0]
+    z = k.new_zeros(*k.shape[:2], k.shape[3]) if state is None or state[1] is None else state[1]
+    decays = k.new_ones(k.shape[:3]) if decay is None else decay_of_positions(decay, k)
+    rows = []
+    for t in range(k.shape[2]):
+        a = decays[:, :, t, None]
+        m = a[..., None] * m + phi_k[:, :, t, :, None] * v[:, :, t, None, :]
+        z = a * z + phi_k[:, :, t]
+        s = t - (k.shape[2] - q.shape[2])
+        if s >= 0:
+            row = (phi_q[:, :, s, None] @ per_head(m, q)).squeeze(2)
+            sums = (phi_q[:, :, s] * per_head(z, q)).sum(-1, keepdim=True) + eps
+            rows.append(row / sums if normalize else row)
+    return torch.stack(rows, 2), (m, z if normalize else None)
+
+
+def decay_of_positions(decay: Tensor, k: Tensor) -> Tensor:
+    """(Hkv,) or (B,Hkv,T) -> (B,Hkv,T)"""
+    return decay[:, None].expand(k.shape[:3]) if decay.dim() == 1 else decay
+
+
+def decay_weights(decays: Tensor, q: Tensor) -> Tensor:
+    """decays (B,Hkv,T) -> (B,H,S,T), the product of the decays from key t + 1 to query s; 0 for later keys."""
+    T = decays.shape[2]
+    later = torch.ones(T, T, dtype=torch.bool, device=q.device).tril(-1)  # position i is behind position j
+    # Products, because sums of logarithms are less accurate: they are as large as decays are small.
+    products = torch.where(later, decays[..., None], 1).cumprod(2)
+    return per_head(products, q)[:, :, T - q.shape[2] :].tril(T - q.shape[2])
 
 
 def linear_attention_cumsum(q: Tensor, k: Tensor, v: Tensor, *, eps: float = 1e-6) -> Tensor:

@@ -1,0 +1,621 @@
+"""Linear attention with decays, from a state and to one, and not normalized."""
+
+from __future__ import annotations
+
+import functools
+import math
+import re
+from typing import Any
+
+import pytest
+import torch
+from ops import error_bounds
+from ops.checks import (
+    CPU_LEVELS,
+    DEVICE,
+    DTYPES,
+    KERNELS,
+    LAYOUTS,
+    Bound,
+    Contract,
+    assert_contract,
+    assert_strides,
+    assert_within,
+    doubles,
+    generator,
+    laid_out,
+    run,
+    run_subset,
+    same_bits,
+    saved_for_backward,
+    subsets,
+)
+from torch import Tensor
+
+from memcheck import linear_attention, linear_attention_step, track
+from memcheck._extension import _C
+from memcheck.ops.reference import linear_attention as reference
+
+forward_op = torch.ops.memcheck.linear_attention_sequences.default
+backward_op = torch.ops.memcheck.linear_attention_sequences_backward.default
+
+ON_CPU = pytest.mark.skipif(KERNELS != "cpu", reason="CUDA kernels know neither decays nor states")
+ON_CUDA = pytest.mark.skipif(KERNELS == "cpu", reason="the CPU knows decays and states")
+# B, H, Hkv, S, T, D, Dv
+SHAPES = [
+    (1, 1, 1, 1, 1, 1, 1),
+    (3, 4, 4, 1, 129, 63, 64),
+    (2, 6, 2, 63, 63, 127, 33),
+    (2, 4, 1, 127, 129, 63, 129),
+    (5, 2, 2, 257, 257, 33, 1),
+]
+SMALL, MIDDLE = (2, 4, 2, 5, 7, 3, 2), (2, 8, 4, 70, 300, 40, 24)
+SPLIT = (1, 2, 1, 700, 1300, 20, 9)  # few heads and many positions: each segment is a task
+KINDS = ("per head", "per position", "strong")
+
+
+def decay_of(kind: str, B: int, Hkv: int, T: int, dtype: torch.dtype) -> Tensor:
+    """(Hkv,) as in RetNet, or (B,Hkv,T): near 1, or anything in (0, 1] and very small numbers."""
+    dtype = torch.promote_types(dtype, torch.float32)
+    if kind == "per head":
+        return (1 - 2.0 ** (-5 - torch.arange(Hkv))).to(DEVICE, dtype)
+    a = torch.rand(B, Hkv, T, generator=generator(2)).to(DEVICE, dtype)
+    if kind == "per position":
+        return 1 - 0.2 * a
+    a[:, :, ::3], a[:, :, 1::7] = math.exp(-100), 1
+    return a.clamp(min=math.exp(-100))
+
+
+def make_inputs(
+    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, kind: str, dtype: torch.dtype = torch.float32
+) -> tuple[list[Tensor], Tensor]:
+    """[q (B,H,S,D), k (B,Hkv,T,D), v (B,Hkv,T,Dv), decay] and grad_y (B,H,S,Dv)"""
+    random = generator()
+    shapes = [(B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv), (B, H, S, Dv)]
+    q, k, v, grad_y = (torch.randn(shape, generator=random).to(DEVICE, dtype) for shape in shapes)
+    return [q, k, v, decay_of(kind, B, Hkv, T, dtype)], grad_y
+
+
+def make_state(B: int, Hkv: int, D: int, Dv: int, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """(M (B,Hkv,D,Dv), z (B,Hkv,D))"""
+    random = generator(3)
+    dtype = torch.promote_types(dtype, torch.float32)
+    return (
+        torch.randn(B, Hkv, D, Dv, generator=random).to(DEVICE, dtype),
+        (torch.rand(B, Hkv, D, generator=random) + 1).to(DEVICE, dtype),
+    )
+
+
+def contract(**options: Any) -> Contract:
+    """Of a causal call, with a decay as its fourth input if there are four."""
+
+    def call(function: Any, q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Tensor:
+        return function(q, k, v, causal=True, decay=decay, **options)
+
+    def bounds(grad_y: Tensor, *inputs: Tensor) -> list[Bound]:
+        of_y = error_bounds.linear_attention_bound(*inputs, causal=True, **options)
+        of_gradients = error_bounds.linear_attention_gradient_bounds(grad_y, *inputs, causal=True, **options)
+        return [Bound(bound, terms=inputs[1].shape[2]) for bound in (of_y, *of_gradients)]
+
+    return Contract(
+        functools.partial(call, linear_attention), functools.partial(call, reference.linear_attention), bounds
+    )
+
+
+def assert_decay_is_right(inputs: list[Tensor], grad_y: Tensor, **options: Any) -> list[Tensor]:
+    """As assert_contract, with the decay in the accumulation type."""
+    it = contract(**options)
+    results = run(it.function, inputs, grad_y)
+    leaves = [x.cpu().requires_grad_() for x in doubles(inputs)]
+    y = it.reference(*leaves)
+    truths = [y.detach(), *torch.autograd.grad(y, leaves, grad_y.double().cpu())]
+    bounds = it.bounds(*(x.cpu() for x in doubles([grad_y, *inputs])))
+    for name, x, truth, bound, like in zip(
+        ("y", "dq", "dk", "dv", "ddecay"), results, truths, bounds, (grad_y, *inputs), strict=True
+    ):
+        assert x.dtype == like.dtype
+        if name == "ddecay":
+            # It is 0 where rounding hides it.
+            assert x.isfinite().all()
+            hidden = (like.cpu() < torch.finfo(like.dtype).eps).expand_as(truth)
+            assert (x.cpu()[hidden] == 0).all()
+            truth = truth.masked_fill(hidden, 0)
+        assert_within(x, truth, bound, name)
+    return results
+
+
+# ---- decays
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_decays(shape: tuple[int, ...], kind: str, normalize: bool, dtype: torch.dtype) -> None:
+    assert_decay_is_right(*make_inputs(*shape, kind, dtype), normalize=normalize)
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_decays_of_many_segments(dtype: torch.dtype) -> None:
+    assert_decay_is_right(*make_inputs(*SPLIT, "per position", dtype))
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("feature_map", ["elu+1", "identity"])
+@pytest.mark.parametrize("shape", [SMALL, MIDDLE, SPLIT])
+def test_not_normalized(shape: tuple[int, ...], feature_map: str, dtype: torch.dtype) -> None:
+    (*inputs, _), grad_y = make_inputs(*shape, "per head", dtype)
+    assert_contract(contract(normalize=False, feature_map=feature_map), inputs, grad_y)
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_not_normalized_and_not_causal(dtype: torch.dtype) -> None:
+    (q, k, v, _), grad_y = make_inputs(*MIDDLE, "per head", dtype)
+    options = {"normalize": False, "causal": False}
+    y, *gradients = run(functools.partial(linear_attention, **options), [q, k, v], grad_y)
+    truths = run(functools.partial(reference.linear_attention, **options), doubles([q, k, v]), grad_y.double())
+    bounds = [error_bounds.linear_attention_bound(*doubles([q, k, v]), **options)]
+    bounds += error_bounds.linear_attention_gradient_bounds(*doubles([grad_y, q, k, v]), **options)
+    for x, truth, bound in zip((y, *gradients), truths, bounds, strict=True):
+        assert_within(x, truth, Bound(bound, terms=300))
+
+
+@ON_CPU
+def test_a_decay_of_one_changes_nothing() -> None:
+    (q, k, v, decay), grad_y = make_inputs(*SPLIT, "per head")
+    decayed = run(contract().function, [q, k, v, torch.ones_like(decay)], grad_y)[:4]
+    for x, plain in zip(decayed, run(contract().function, [q, k, v], grad_y), strict=True):
+        torch.testing.assert_close(x, plain)
+
+
+@CPU_LEVELS
+def test_every_cpu_level(level: str) -> None:
+    assert _C.cpu_level() == level
+    for dtype in DTYPES:
+        assert_decay_is_right(*make_inputs(*MIDDLE, "per position", dtype))
+
+
+def retention(q: Tensor, k: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
+    """RetNet, parallel form (Sun et al. 2023, arXiv:2307.08621): (Q K^T * D) V with D[n,m] = gamma^(n-m)."""
+    n = torch.arange(q.shape[2])
+    distance = n[:, None] - n
+    d = torch.where(distance >= 0, gamma[:, None, None] ** distance.clamp(min=0), 0)
+    return (q @ k.mT * d) @ v
+
+
+def simple_gla(q: Tensor, k: Tensor, v: Tensor, g: Tensor) -> Tensor:
+    """Simple gated linear attention, position by position, g (B,H,T) the logarithm of the gate."""
+    state, rows = torch.zeros(*k.shape[:2], k.shape[3], v.shape[3], dtype=k.dtype), []
+    for t in range(k.shape[2]):
+        state = state * g[:, :, t].exp()[..., None, None] + k[:, :, t, :, None] * v[:, :, t, None]
+        rows.append((q[:, :, t, :, None] * state).sum(-2))
+    return torch.stack(rows, 2)
+
+
+def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    """The state space model of Mamba-2 (Dao and Gu 2024, arXiv:2405.21060), position by position.
+
+    x (B,H,T,P), dt (B,H,T) step sizes, a (H,) negative, b and c (B,H,T,N): h = exp(dt a) h + dt b x^T, y = c^T h.
+    """
+    h, rows = torch.zeros(*x.shape[:2], b.shape[3], x.shape[3], dtype=x.dtype), []
+    for t in range(x.shape[2]):
+        step = dt[:, :, t, None, None]
+        h = (step * a[:, None, None]).exp() * h + step * b[:, :, t, :, None] * x[:, :, t, None]
+        rows.append((c[:, :, t, :, None] * h).sum(-2))
+    return torch.stack(rows, 2)
+
+
+@ON_CPU
+def test_published_models_are_expressed() -> None:
+    """Also Lightning Attention (MiniMax-01), which is retention with other decays."""
+    unnormalized = functools.partial(linear_attention, causal=True, feature_map="identity", normalize=False)
+    (q, k, v, gamma), _ = make_inputs(2, 3, 3, 100, 100, 5, 7, "per head", torch.float64)
+    torch.testing.assert_close(unnormalized(q, k, v, decay=gamma), retention(q, k, v, gamma))
+    slopes = 2.0 ** (-8 / 3 * torch.arange(1, 4, dtype=torch.float64))
+    torch.testing.assert_close(unnormalized(q, k, v, decay=(-slopes).exp()), retention(q, k, v, (-slopes).exp()))
+    g = torch.nn.functional.logsigmoid(torch.randn(2, 3, 100, dtype=torch.float64))
+    torch.testing.assert_close(unnormalized(q, k, v, decay=g.exp()), simple_gla(q, k, v, g))
+    dt, a = torch.rand(2, 3, 100, dtype=torch.float64), -slopes
+    y = unnormalized(q, k, v * dt[..., None], decay=(dt * a[:, None]).exp())
+    torch.testing.assert_close(y, ssd(v, dt, a, k, q))
+
+
+# ---- states
+
+
+def with_state(q: Tensor, k: Tensor, v: Tensor, *more: Tensor, function: Any, **options: Any) -> tuple[Tensor, ...]:
+    """y, M and, if it is normalized, z, from more = (M, z if normalized, decay if there is one)."""
+    m, z, decay = [*more, None, None][:3] if options.get("normalize", True) else (more[0], None, [*more, None][1])
+    y, state = function(q, k, v, (m, z), decay, **options)
+    return tuple(x for x in (y, *state) if x is not None)
+
+
+def ours(q: Tensor, k: Tensor, v: Tensor, state: Any, decay: Tensor | None, **options: Any) -> Any:
+    return linear_attention(q, k, v, causal=True, initial_state=state, decay=decay, return_state=True, **options)
+
+
+def recurrent(q: Tensor, k: Tensor, v: Tensor, state: Any, decay: Tensor | None, **options: Any) -> Any:
+    return reference.linear_attention_recurrent(q, k, v, state, decay=decay, **options)
+
+
+@ON_CPU
+@pytest.mark.parametrize("kind", ["no decay", "per head", "per position"])
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("shape", [SMALL, (1, 4, 2, 65, 129, 9, 33), (1, 2, 1, 600, 700, 5, 3)])
+def test_states(shape: tuple[int, ...], normalize: bool, kind: str) -> None:
+    """In float64, against the recurrence: values and gradients of all, with a gradient of y, M and z."""
+    (q, k, v, decay), _ = make_inputs(*shape, "per head" if kind == "no decay" else kind, torch.float64)
+    state = make_state(k.shape[0], k.shape[1], k.shape[3], v.shape[3], torch.float64)
+    inputs = [q, k, v, *(state if normalize else state[:1]), *([] if kind == "no decay" else [decay])]
+    results = []
+    for function in (ours, recurrent):
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        outputs = with_state(*leaves, function=function, normalize=normalize)
+        random = generator(4)
+        gradients = [torch.randn(x.shape, generator=random, dtype=x.dtype) for x in outputs]
+        results.append([*outputs, *torch.autograd.grad(outputs, leaves, gradients)])
+    for x, truth in zip(*results, strict=True):
+        torch.testing.assert_close(x, truth)
+
+
+@ON_CPU
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["no decay", "per position"])
+def test_two_calls_are_one(kind: str, dtype: torch.dtype) -> None:
+    """The same bits at the end of a segment of 512 / (H / Hkv) keys, and within the tolerance anywhere."""
+    (q, k, v, decay), _ = make_inputs(1, 2, 1, 900, 900, 20, 9, "per position", dtype)
+    a = decay if kind == "per position" else None
+    whole, (m, z) = ours(q, k, v, None, a)
+    bound = error_bounds.linear_attention_bound(*doubles([q, k, v]), a if a is None else a.double(), causal=True)
+    truth = reference.linear_attention(*doubles([q, k, v]), causal=True, decay=a if a is None else a.double())
+    for cut in (256, 512, 1, 300):
+        some, rest = ([x[:, :, part] for x in (q, k, v)] for part in (slice(cut), slice(cut, None)))
+        before, after = (None, None) if a is None else (a[:, :, :cut], a[:, :, cut:])
+        y_1, state = ours(*some, None, before)
+        y_2, state = ours(*rest, state, after)
+        y = torch.cat([y_1, y_2], 2)
+        if cut in (256, 512):
+            assert same_bits([y, *state], [whole, m, z])
+        assert_within(y, truth, Bound(bound, terms=900))
+
+
+@ON_CPU
+def test_prefill_in_chunks_and_steps() -> None:
+    (q, k, v, decay), _ = make_inputs(2, 4, 2, 40, 40, 20, 9, "per position")
+    truth = reference.linear_attention(*doubles([q, k, v]), causal=True, decay=decay.double())
+    state, rows = None, []
+    for part in (slice(0, 17), slice(17, 30)):
+        y, state = ours(*(x[:, :, part] for x in (q, k, v)), state, decay[:, :, part])
+        rows.append(y)
+    for t in range(30, 40):
+        now = slice(t, t + 1)
+        y, state = linear_attention_step(q[:, :, now], k[:, :, now], v[:, :, now], state, decay=decay[:, :, now])
+        rows.append(y)
+    bound = error_bounds.linear_attention_bound(*doubles([q, k, v]), decay.double(), causal=True)
+    assert_within(torch.cat(rows, 2), truth, Bound(bound, terms=40))
+
+
+@ON_CPU
+def test_a_step_that_is_not_normalized() -> None:
+    (q, k, v, decay), _ = make_inputs(2, 4, 2, 1, 5, 20, 9, "per head")
+    y, (m, z) = linear_attention_step(q, k, v, normalize=False)
+    assert z is None
+    y_2, state = linear_attention_step(q, k, v, (m, z), normalize=False, decay=decay)
+    truth, (m, _) = reference.linear_attention_recurrent(q, k, v, normalize=False)
+    torch.testing.assert_close(y, truth)
+    truth, state_2 = reference.linear_attention_recurrent(q, k, v, (m, None), normalize=False, decay=decay)
+    torch.testing.assert_close(y_2, truth)
+    torch.testing.assert_close(state[0], state_2[0])
+    assert not linear_attention_step(q.requires_grad_(), k, v, decay=decay)[0].requires_grad
+    with pytest.raises(ValueError, match=r"linear_attention_step: q must be one position, \(B,H,1,D\), got \[2, 4, 2"):
+        linear_attention_step(q.expand(2, 4, 2, 20), k, v, decay=decay)
+
+
+@ON_CPU
+@pytest.mark.parametrize("packed", [True, False])
+def test_states_of_sequences(packed: bool) -> None:
+    """Each sequence has its own state, and the bits that it has alone."""
+    lengths, state = [33, 0, 100, 1], make_state(4, 2, 20, 9)
+    T = sum(lengths) if packed else max(lengths)
+    inputs, _ = make_inputs(1 if packed else 4, 4, 2, T, T, 20, 9, "per position")
+    inputs, state = [x.requires_grad_() for x in inputs], tuple(x.requires_grad_() for x in state)
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    options = {"cu_seqlens": ends} if packed else {"lengths": torch.tensor(lengths), "padding": "left"}
+    q, k, v, decay = inputs
+    y, (m, z) = linear_attention(q, k, v, causal=True, decay=decay, initial_state=state, return_state=True, **options)
+    results = [y, m, z, *torch.autograd.grad([y.sum(), (m * m).sum(), (z * z).sum()], [*inputs, *state])]
+    for n, length in enumerate(lengths):
+        row = slice(0, 1) if packed else slice(n, n + 1)
+        part = slice(ends[n], ends[n + 1]) if packed else slice(T - length, T)
+        some = [x[row, :, part].detach().requires_grad_() for x in inputs]
+        its_state = tuple(x[n : n + 1].detach().requires_grad_() for x in state)
+        alone, (m, z) = ours(*some[:3], its_state, some[3])
+        gradients = torch.autograd.grad([alone.sum(), (m * m).sum(), (z * z).sum()], [*some, *its_state])
+        assert same_bits([results[0][row, :, part], *(x[n : n + 1] for x in results[1:3])], [alone, m, z])
+        assert same_bits([x[row, :, part] for x in results[3:7]], gradients[:4])
+        assert same_bits([x[n : n + 1] for x in results[7:]], gradients[4:])
+
+
+# ---- bits, strides, memory
+
+
+def everything(inputs: list[Tensor], state: tuple[Tensor, ...]) -> list[Tensor]:
+    """y, the last state, and the gradients of all inputs and of the first state."""
+    leaves = [x.detach().requires_grad_() for x in (*inputs, *state)]
+    y, last = ours(*leaves[:3], tuple(leaves[4:]), leaves[3])
+    outputs = [y, *last]
+    random = generator(4)
+    gradients = [torch.randn(x.shape, generator=random).to(x) for x in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, gradients)]
+
+
+@pytest.mark.cpu
+@pytest.mark.isolated
+def test_threads_change_no_bit() -> None:
+    for shape in (SPLIT, (1, 1, 1, 2100, 2100, 9, 70), (5, 4, 2, 300, 300, 33, 20)):
+        for kind in ("per head", "per position"):
+            inputs, _ = make_inputs(*shape, kind)
+            state = make_state(shape[0], shape[2], shape[5], shape[6])
+            results = []
+            for threads in (1, 2, 3, 16):
+                torch.set_num_threads(threads)
+                results.append(everything(inputs, state))
+                assert same_bits(results[0], results[-1])
+
+
+@ON_CPU
+@pytest.mark.parametrize("layout", ["transposed", "every second column", "every second row", "at an offset"])
+def test_any_strides(layout: str) -> None:
+    inputs, _ = make_inputs(*MIDDLE, "per position")
+    state, change = make_state(2, 4, 40, 24), LAYOUTS[layout]
+    expected = everything(inputs, state)
+    results = everything([change(x) for x in inputs], tuple(change(x) for x in state))
+    assert same_bits(results, expected)
+    assert all(x.is_contiguous() for x in results[:3])
+
+
+@ON_CPU
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_have_the_strides_of_their_inputs(layout: str) -> None:
+    inputs, grad_y = make_inputs(*MIDDLE, "per position")
+    for *changed, grad in laid_out([*inputs, grad_y], layout):
+        assert_strides(run(contract().function, changed, grad), changed)
+
+
+@ON_CPU
+@pytest.mark.parametrize("mask", subsets(4))
+def test_frozen_inputs_change_no_bit_of_other_gradients(mask: tuple[bool, ...]) -> None:
+    inputs, grad_y = make_inputs(*SMALL, "per position")
+    gradients = run_subset(contract().function, inputs, mask, grad_y)
+    expected = [
+        x if wanted else None for x, wanted in zip(run(contract().function, inputs, grad_y)[1:], mask, strict=True)
+    ]
+    assert same_bits(gradients, expected)
+
+
+@ON_CPU
+@pytest.mark.parametrize("wanted", range(6))
+def test_one_gradient_alone(wanted: int) -> None:
+    inputs, _ = make_inputs(*SMALL, "per position")
+    tensors = [*inputs, *make_state(2, 2, 3, 2)]
+    expected = everything(inputs, tuple(tensors[4:]))[3:]
+    tensors[wanted].requires_grad_()
+    y, last = ours(*tensors[:3], tuple(tensors[4:]), tensors[3])
+    random = generator(4)
+    gradients = [torch.randn(x.shape, generator=random).to(x) for x in (y, *last)]
+    outputs = [(x, g) for x, g in zip((y, *last), gradients, strict=True) if x.requires_grad]
+    (gradient,) = torch.autograd.grad([x for x, _ in outputs], tensors[wanted], [g for _, g in outputs])
+    torch.testing.assert_close(gradient, expected[wanted])
+
+
+@ON_CPU
+def test_only_inputs_are_kept() -> None:
+    """And the last state, where the gradient of a decay needs it."""
+    inputs, _ = make_inputs(*MIDDLE, "per head")
+    q, k, v, decay = (x.requires_grad_() for x in inputs)
+    kept = saved_for_backward(lambda: linear_attention(q, k, v, causal=True, decay=decay))
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in (q, k, v, decay)]
+    states = []
+    kept = saved_for_backward(lambda: states.extend(ours(q, k, v, None, decay)[1]))
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in (q, k, v, decay, *states)]
+    state = make_state(2, 4, 40, 24)
+    kept = saved_for_backward(lambda: ours(q, k, v, state, None))
+    assert [x.data_ptr() for x in kept] == [x.data_ptr() for x in (q, k, v, *state)]
+
+
+@pytest.mark.cpu
+@pytest.mark.isolated
+def test_memory_to_the_byte() -> None:
+    """One thread: y, the gradients, 1 / den and delta of every query, and states and tiles that no length changes."""
+    torch.set_num_threads(1)
+
+    def beside_tensors(S: int) -> tuple[int, int]:
+        inputs, grad_y = make_inputs(1, 2, 2, S, S, 32, 32, "per position")
+        leaves = [x.requires_grad_() for x in inputs]
+        with track(device=DEVICE) as memory:
+            y = contract().function(*leaves)
+            forward = memory.peak_bytes - y.nbytes
+            memory.reset_peak()
+            y.backward(grad_y)
+            gradients = sum(leaf.grad.nbytes for leaf in leaves)
+            return forward, memory.peak_bytes - y.nbytes - gradients - 2 * 2 * S * 4
+
+    assert beside_tensors(2048) == beside_tensors(4096)
+
+
+# ---- torch's own checks
+
+
+def small_inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    inputs, _ = make_inputs(*SMALL, "per position", dtype)
+    return [*inputs, *make_state(2, 2, 3, 2, dtype)]
+
+
+@ON_CPU
+@pytest.mark.parametrize("normalize", [True, False])
+def test_gradcheck(normalize: bool) -> None:
+    q, k, v, decay, m, z = (x.requires_grad_() for x in small_inputs(torch.float64))
+
+    def call(*x: Tensor) -> tuple[Tensor, ...]:
+        return with_state(*x, function=ours, normalize=normalize)
+
+    assert torch.autograd.gradcheck(call, (q, k, v, m, z, decay) if normalize else (q, k, v, m, decay))
+    assert torch.autograd.gradcheck(
+        contract(normalize=normalize).function, (q, k, v, decay[0, :, 0].detach().requires_grad_())
+    )
+
+
+@ON_CPU
+@pytest.mark.parametrize("requires_grad", [True, False])
+@pytest.mark.parametrize("return_state", [True, False])
+def test_opcheck_forward(return_state: bool, requires_grad: bool) -> None:
+    tensors = [x.requires_grad_(requires_grad) for x in small_inputs()]
+    torch.library.opcheck(forward_op, tensors, {"causal": True, "return_state": return_state})
+    more = {"causal": True, "return_state": return_state, "normalize": False}
+    torch.library.opcheck(forward_op, tensors[:3], more)
+
+
+@ON_CPU
+def test_opcheck_backward() -> None:
+    q, k, v, decay, m, z = small_inputs()
+    sequences = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False}
+    options = {"causal": True, "feature_map": "elu+1", "normalize": True, "eps": 1e-6, **sequences}
+    grad_y = torch.randn(*q.shape[:3], v.shape[3])
+    for mask in ([True] * 6, [False, True, False, True, False, True]):
+        more = options | {"output_mask": mask}
+        torch.library.opcheck(backward_op, (grad_y, m, z, q, k, v, decay, m, z, m, z), more)
+        torch.library.opcheck(backward_op, (None, m, None, q, k, v, decay, m, z, m, z), more)
+    torch.library.opcheck(
+        backward_op,
+        (grad_y, None, None, q, k, v, None, None, None, None, None),
+        options | {"output_mask": [True] * 3 + [False] * 3},
+    )
+
+
+@ON_CPU
+def test_compile() -> None:
+    compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
+    for shape in (SMALL, MIDDLE):
+        inputs, _ = make_inputs(*shape, "per position")
+        state = make_state(shape[0], shape[2], shape[5], shape[6])
+        y, last = compiled(*inputs[:3], state, inputs[3])
+        expected, expected_last = ours(*inputs[:3], state, inputs[3])
+        assert same_bits([y, *last], [expected, *expected_last])
+
+
+@ON_CPU
+def test_autocast_leaves_decays_and_states() -> None:
+    q, k, v, decay, *state = small_inputs()
+    with torch.autocast(DEVICE, torch.bfloat16):
+        y, last = ours(q, k, v, tuple(state), decay)
+    assert [x.dtype for x in (y, *last)] == [torch.bfloat16, torch.float32, torch.float32]
+
+
+@ON_CPU
+def test_double_backward_raises() -> None:
+    tensors = [x.requires_grad_() for x in small_inputs()]
+    y, last = ours(*tensors[:3], tuple(tensors[4:]), tensors[3])
+    gradients = torch.autograd.grad([y.sum(), last[0].sum()], tensors, create_graph=True)
+    with pytest.raises(NotImplementedError, match="linear_attention: double backward is not implemented"):
+        gradients[3].sum().backward()
+
+
+# ---- what is refused
+
+RAISES = {
+    "a number": ({"decay": 0.5}, TypeError, "decay must be a tensor or None, got 0.5"),
+    "a decay of query heads": (
+        {"decay": torch.ones(4)},
+        ValueError,
+        "decay must be (Hkv,) = [2] to match k, got [4]",
+    ),
+    "a decay of another T": (
+        {"decay": torch.ones(2, 2, 6)},
+        ValueError,
+        "decay must be (Hkv,) or (B,Hkv,T) = [2, 2, 7] to match k, got [2, 2, 6]",
+    ),
+    "a decay of another dtype": (
+        {"decay": torch.ones(2).double()},
+        TypeError,
+        "decay must be float32 to match the accumulation type of q, got float64",
+    ),
+    "a logarithm": (
+        {"decay": -torch.ones(2)},
+        ValueError,
+        "decay must be in (0, 1], got values from -1 to -1",
+    ),
+    "a growing state": (
+        {"decay": torch.tensor([0.5, 1.5])},
+        ValueError,
+        "decay must be in (0, 1], got values from 0.5",
+    ),
+    "no number": ({"decay": torch.full((2,), math.nan)}, ValueError, "decay must be in (0, 1], got values from"),
+    "a decay not causal": (
+        {"decay": torch.ones(2), "causal": False},
+        ValueError,
+        "decay needs causal=True, got causal=False",
+    ),
+    "a state not causal": (
+        {"return_state": True, "causal": False},
+        ValueError,
+        "return_state needs causal=True, got causal=False",
+    ),
+    "one tensor": (
+        {"initial_state": torch.ones(2)},
+        TypeError,
+        "initial_state must be a pair (m, z) or None, got a tensor of shape [2]",
+    ),
+    "no z": (
+        {"initial_state": (torch.ones(2, 2, 3, 2), None)},
+        TypeError,
+        "initial_state must be (m, z), got (a tensor of shape [2, 2, 3, 2], None)",
+    ),
+    "a z too many": (
+        {"initial_state": (torch.ones(2, 2, 3, 2), torch.ones(2, 2, 3)), "normalize": False},
+        TypeError,
+        "initial_state must be (m, None), because normalize is False, got",
+    ),
+    "another M": (
+        {"initial_state": (torch.ones(2, 2, 2, 2), torch.ones(2, 2, 3))},
+        ValueError,
+        "m of initial_state must be (N,Hkv,D,Dv) = [2, 2, 3, 2] to match k and v, got [2, 2, 2, 2]",
+    ),
+    "another z": (
+        {"initial_state": (torch.ones(2, 2, 3, 2), torch.ones(2, 2, 4))},
+        ValueError,
+        "z of initial_state must be (N,Hkv,D) = [2, 2, 3] to match k, got [2, 2, 4]",
+    ),
+    "a state of another dtype": (
+        {"initial_state": (torch.ones(2, 2, 3, 2), torch.ones(2, 2, 3).half())},
+        TypeError,
+        "z of initial_state must be float32 to match the accumulation type of q, got float16",
+    ),
+}
+
+
+@ON_CPU
+@pytest.mark.parametrize("wrong", RAISES)
+def test_wrong_arguments(wrong: str) -> None:
+    changed, kind, message = RAISES[wrong]
+    (q, k, v, _), _ = make_inputs(*SMALL, "per head")
+    for x in (q, q.detach().requires_grad_()):
+        with pytest.raises(kind, match=re.escape(f"linear_attention: {message}")):
+            linear_attention(x, k, v, **{"causal": True, **changed})
+
+
+@ON_CUDA
+@pytest.mark.parametrize("argument", ["decay", "initial_state", "return_state", "normalize"])
+def test_cuda_refuses(argument: str) -> None:
+    (q, k, v, decay), _ = make_inputs(*SMALL, "per head")
+    options: dict[str, Any] = {
+        "decay": decay,
+        "initial_state": make_state(2, 2, 3, 2),
+        "return_state": True,
+        "normalize": False,
+    }
+    with pytest.raises(NotImplementedError, match=rf"linear_attention: .*{argument}.* is not implemented on"):
+        linear_attention(q, k, v, causal=True, **{argument: options[argument]})
