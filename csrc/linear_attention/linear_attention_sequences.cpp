@@ -102,23 +102,25 @@ Call check_call(const char* op, const at::Tensor& q, const at::Tensor& k, const 
   return x;
 }
 
-// Checks that need values, and what the kernels of a device can do.
-void check_values(const LinearAttentionKernels& kernels, const Call& x, const at::Tensor& q) {
-  if (!kernels.sum_decays) {
-    const auto refuse = [&](bool given, const char* argument) {
-      TORCH_CHECK_NOT_IMPLEMENTED(!given, x.op, ": ", argument, " is not implemented on ", q.device());
-    };
-    refuse(x.decay.defined(), "decay");
-    refuse(x.n.continued, "initial_state or return_state");
-    refuse(!x.n.normalize, "normalize=False");
-  }
-  if (!x.decay.defined() || x.decay.numel() == 0) return;
-  const auto [least, most] = at::aminmax(x.decay.detach());
-  const double low = least.item<double>(), high = most.item<double>();
-  TORCH_CHECK_VALUE(low > 0 && high <= 1, x.op, ": decay must be in (0, 1], got values from ", low, " to ", high);
+// What the kernels of a device can do.
+void check_kernels(const LinearAttentionKernels& kernels, const Call& x, const at::Tensor& q) {
+  if (kernels.sum_decays) return;
+  const auto refuse = [&](bool given, const char* argument) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!given, x.op, ": ", argument, " is not implemented on ", q.device());
+  };
+  refuse(x.decay.defined(), "decay");
+  refuse(x.n.continued, "initial_state or return_state");
+  refuse(!x.n.normalize, "normalize=False");
 }
 
-// The sequences of one call, and what of its tensors belongs to which.
+void check_decay_values(const char* op, const at::Tensor& decay) {
+  if (decay.numel() == 0) return;
+  const auto [least, most] = at::aminmax(decay);
+  const double low = least.item<double>(), high = most.item<double>();
+  TORCH_CHECK_VALUE(low > 0 && high <= 1, op, ": decay must be in (0, 1], got values from ", low, " to ", high);
+}
+
+// The sequences of one call, and what of its tensors belongs to which. Checks the values of decays.
 struct Batch {
   LinearAttentionShape all;
   Dtype dtype, acc;
@@ -128,7 +130,15 @@ struct Batch {
       : all(x.n.shape()),
         dtype(dtype_of(q)),
         acc(dtype == Dtype::Float64 ? Dtype::Float64 : Dtype::Float32),
-        sequences(read_sequences(x.op, x.sequences, all.B, all.S, all.T, all.causal)) {}
+        sequences(read_sequences(x.op, x.sequences, all.B, all.S, all.T, all.causal)) {
+    if (x.decay.defined()) check_decay(x.op, x.decay.detach(), x.sequences.padded());
+  }
+
+  void check_decay(const char* op, const at::Tensor& decay, bool padded) const {
+    if (decay.dim() == 1 || !padded) return check_decay_values(op, decay);
+    for (const Sequence& x : sequences)  // padding is not read
+      check_decay_values(op, decay.select(0, x.row).narrow(1, x.first_key, x.keys));
+  }
 
   LinearAttentionShape shape(const Sequence& x) const {
     LinearAttentionShape one = all;
@@ -217,7 +227,7 @@ ForwardResult forward(const LinearAttentionKernels& kernels, const at::Tensor& q
   const Arguments given{decay,       initial_m, initial_z,   cu_seqlens_q, cu_seqlens_k, lengths,
                         left_padded, causal,    feature_map, normalize,    eps};
   const Call call = check_forward(q, k, v, given, return_state);
-  check_values(kernels, call, q);
+  check_kernels(kernels, call, q);
   const Batch batch(call, q);
   ForwardResult results = empty_results(call, q, return_state);
   const auto& [y, m, z] = results;
@@ -369,7 +379,7 @@ Gradients backward(const LinearAttentionKernels& kernels, const MaybeTensor& gra
                         left_padded, causal,    feature_map, normalize,    eps};
   const FromResults from{grad_y, grad_m, grad_z, m, z};
   const Call call = check_backward(from, q, k, v, given, output_mask);
-  check_values(kernels, call, q);
+  check_kernels(kernels, call, q);
   const Batch batch(call, q);
   const Gradients gradients = empty_gradients(call, q, k, v, output_mask);
   const auto& [grad_q, grad_k, grad_v, grad_decay, grad_initial_m, grad_initial_z] = gradients;

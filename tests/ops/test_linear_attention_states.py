@@ -318,10 +318,13 @@ def test_a_step_that_is_not_normalized() -> None:
 @ON_CPU
 @pytest.mark.parametrize("packed", [True, False])
 def test_states_of_sequences(packed: bool) -> None:
-    """Each sequence has its own state, and the bits that it has alone."""
+    """Each sequence has its own state, and the bits that it has alone. NaN in padding changes nothing."""
     lengths, state = [33, 0, 100, 1], make_state(4, 2, 20, 9)
     T = sum(lengths) if packed else max(lengths)
     inputs, _ = make_inputs(1 if packed else 4, 4, 2, T, T, 20, 9, "per position")
+    for n, length in enumerate([] if packed else lengths):
+        for x in inputs:
+            x[n, :, : T - length] = math.nan
     inputs, state = [x.requires_grad_() for x in inputs], tuple(x.requires_grad_() for x in state)
     ends = torch.tensor([0, *lengths]).cumsum(0)
     options = {"cu_seqlens": ends} if packed else {"lengths": torch.tensor(lengths), "padding": "left"}

@@ -38,7 +38,7 @@ def linear_attention(
     decays = None if decay is None else decay_of_positions(decay, k)
     if not sequences:
         return attend(q, k, v, decays, **options)
-    y = torch.zeros_like(q[..., :1] * v[:, :1, :1, :1]).expand(*q.shape[:3], v.shape[3]).clone()
+    y = q.new_zeros(*q.shape[:3], v.shape[3])
     for row, queries, keys in sequences_of(len(q), q.shape[2], k.shape[2], causal=causal, **sequences):
         some = None if decays is None else decays[row, :, keys]
         y[row, :, queries] = attend(q[row, :, queries], k[row, :, keys], v[row, :, keys], some, **options)
