@@ -444,7 +444,10 @@ def derive(only: str) -> pd.DataFrame:
 
 
 def sampling_errors() -> list[str]:
-    """A line for each kernel of a small case whose counts by some blocks differ from those of all by more than 2 %."""
+    """A line for each kernel of a small case whose counts by some blocks differ from those of all by more than 2 %.
+
+    Not of multiply-adds: some depend on values, and blocks that did not run have written none.
+    """
     lines = []
     for case in (compressed(1, 4, 512, 64, 8, torch.bfloat16), linear(1, 8, 128, 64, torch.bfloat16)):
         everything = [row for of in passes(case) for row in rows_of(of)]
@@ -452,7 +455,7 @@ def sampling_errors() -> list[str]:
         some = [row for of in passes(case) for row in rows_of(of)]
         library.sample_blocks(0)
         for whole, part in zip(everything, some, strict=True):
-            for name in ("global_read_bytes", "global_write_sectors", "shared_read_turns", "barriers", "mma", "fma"):
+            for name in ("global_read_bytes", "global_write_sectors", "shared_read_turns", "barriers", "mma"):
                 if abs(int(str(part[name])) - int(str(whole[name]))) > 0.02 * int(str(whole[name])):
                     lines.append(f"{case.name}, {whole['kernel']}: {name} {whole[name]}, by some blocks {part[name]}")
     return lines
