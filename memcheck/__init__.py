@@ -17,6 +17,7 @@ from memcheck.ops.compressed_attention import (
     compressed_attention_pooled,
     compressed_attention_state,
     compressed_attention_step,
+    merge_attention,
 )
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
 from memcheck.ops.projection import linear_l, linear_r
@@ -44,6 +45,7 @@ __all__ = [
     "linear_r",
     "load",
     "measure_memory",
+    "merge_attention",
     "nn",
     "predict_memory",
     "profile",

@@ -21,6 +21,8 @@
 // reads key head h / (H / Hkv). Causal: query i sees the blocks that are complete at its own position i + T - S,
 // strict: before it. A query that sees no block has y = 0 and lse = -inf. Sums are in the accumulation type (float32;
 // float64 for float64); kc and vc are rounded to the dtype of the inputs.
+//
+// A sink is a score of each head that every query sees, with a value of 0: lse becomes log(exp(lse) + exp(sink[h])).
 
 namespace memcheck {
 
@@ -52,32 +54,36 @@ struct CompressedAttentionPooling {
 struct CompressedAttentionForward {
   CompressedAttentionShape shape;
   double scale;
-  Strided<4> q;     // (B,H,S,D)
-  Strided<4> kc;    // (B,Hkv,C,D)
-  Strided<4> vc;    // (B,Hkv,C,D)
-  Strided<4> y;     // (B,H,S,D)
-  void* lse;        // (B,H,S), null if no backward follows
-  void* scratch;    // the plan's forward_scratch_bytes, or pooled_forward_scratch_bytes
-  int64_t threads;  // of the plan
+  Strided<4> q;      // (B,H,S,D)
+  Strided<4> kc;     // (B,Hkv,C,D)
+  Strided<4> vc;     // (B,Hkv,C,D)
+  const void* sink;  // (H,), null if there is none
+  Strided<4> y;      // (B,H,S,D)
+  void* lse;         // (B,H,S), null if it is not wanted and no backward follows
+  void* scratch;     // the plan's forward_scratch_bytes, or pooled_forward_scratch_bytes
+  int64_t threads;   // of the plan
 };
 
 struct CompressedAttentionBackward {
   CompressedAttentionShape shape;
   double scale;
-  Strided<4> grad_y;  // (B,H,S,D)
-  Strided<4> q;       // (B,H,S,D)
-  Strided<4> kc;      // (B,Hkv,C,D)
-  Strided<4> vc;      // (B,Hkv,C,D), null if only grad_v is wanted, which does not depend on vc
-  Strided<4> y;       // (B,H,S,D), null as vc is, and if y was rounded to 16 bits
-  const void* lse;    // (B,H,S)
+  Strided<4> grad_y;     // (B,H,S,D)
+  const void* grad_lse;  // (B,H,S), null for zeros
+  Strided<4> q;          // (B,H,S,D)
+  Strided<4> kc;         // (B,Hkv,C,D)
+  Strided<4> vc;         // (B,Hkv,C,D), null if only grad_v is wanted, which does not depend on vc
+  Strided<4> y;          // (B,H,S,D), null as vc is, and if y was rounded to 16 bits
+  const void* lse;       // (B,H,S)
+  const void* sink;      // (H,), null if there is none
   // A block's gradient divided by its length is the gradient of each of its positions. If the inputs were pooled
   // already, a block is one position.
   int64_t block_length;     // factor, or 1
   int64_t gradient_length;  // T, or C
-  Strided<4> grad_q;        // (B,H,S,D), null if not wanted, as the next two
+  Strided<4> grad_q;        // (B,H,S,D), null if not wanted, as the next three
   Strided<4> grad_k;        // (B,Hkv,gradient_length,D)
   Strided<4> grad_v;        // (B,Hkv,gradient_length,D)
-  void* delta;              // (B,H,S): grad_y . y, null if grad_k is not wanted
+  void* grad_sink;          // (H,)
+  void* delta;              // (B,H,S): grad_y . y - grad_lse, null if neither grad_k nor grad_sink is wanted
   void* scratch;            // the plan's backward_scratch_bytes
   int64_t threads;          // of the plan
 };
@@ -96,6 +102,7 @@ struct CompressedAttentionKernels {
   Kernel<CompressedAttentionPooling> pool;
   Kernel<CompressedAttentionForward> forward;
   Kernel<CompressedAttentionBackward> backward;
+  bool takes_sink_and_grad_lse = false;  // which are null if not
 };
 extern const CompressedAttentionKernels compressed_attention_cpu;
 // The tasks of every pass on the CPU, for tests.

@@ -1,3 +1,6 @@
+#include <ATen/ops/cat.h>
+#include <ATen/ops/zeros.h>
+
 #include <array>
 
 #include "common/torch/autograd.h"
@@ -7,35 +10,57 @@ namespace {
 
 using MaybeTensor = std::optional<Tensor>;
 using Scale = std::optional<double>;
-using Mask = std::array<bool, 3>;
-using Gradients = std::tuple<Tensor, Tensor, Tensor>;
+using Mask = std::array<bool, 4>;
+using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
 struct Forward {
   static constexpr const char* name = "compressed_attention";
   using Schema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor& q, const Tensor& k, const Tensor& v,
-                                                            int64_t factor, bool causal, bool strict, Scale scale,
-                                                            bool keep);
+                                                            const MaybeTensor& sink, int64_t factor, bool causal,
+                                                            bool strict, Scale scale, bool keep, bool return_lse);
 };
 
 struct Backward {
   static constexpr const char* name = "compressed_attention_backward";
   using Schema = Gradients(const Tensor& grad_y, const Tensor& q, const Tensor& kc, const MaybeTensor& vc,
-                           const MaybeTensor& y, const Tensor& lse, int64_t factor, c10::SymInt kv_len, bool causal,
-                           bool strict, Scale scale, c10::SymIntArrayRef grad_k_stride,
-                           c10::SymIntArrayRef grad_v_stride, Mask output_mask);
+                           const MaybeTensor& y, const Tensor& lse, const MaybeTensor& grad_lse,
+                           const MaybeTensor& sink, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
+                           Scale scale, c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride,
+                           Mask output_mask);
 };
 
 struct PooledForward {
   static constexpr const char* name = "compressed_attention_pooled";
-  using Schema = std::tuple<Tensor, Tensor>(const Tensor& q, const Tensor& kc, const Tensor& vc, int64_t factor,
-                                            c10::SymInt kv_len, bool causal, bool strict, Scale scale, bool keep_lse);
+  using Schema = std::tuple<Tensor, Tensor>(const Tensor& q, const Tensor& kc, const Tensor& vc,
+                                            const MaybeTensor& sink, int64_t factor, c10::SymInt kv_len, bool causal,
+                                            bool strict, Scale scale, bool keep_lse, bool return_lse);
 };
 
 struct PooledBackward {
   static constexpr const char* name = "compressed_attention_pooled_backward";
   using Schema = Gradients(const Tensor& grad_y, const Tensor& q, const Tensor& kc, const MaybeTensor& vc,
-                           const MaybeTensor& y, const Tensor& lse, int64_t factor, c10::SymInt kv_len, bool causal,
-                           bool strict, Scale scale, Mask output_mask);
+                           const MaybeTensor& y, const Tensor& lse, const MaybeTensor& grad_lse,
+                           const MaybeTensor& sink, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
+                           Scale scale, Mask output_mask);
+};
+
+struct SequencesForward {
+  static constexpr const char* name = "compressed_attention_sequences";
+  using Schema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                            const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
+                                                            const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
+                                                            bool left_padded, int64_t factor, bool causal, bool strict,
+                                                            Scale scale, bool keep, bool return_lse);
+};
+
+struct SequencesBackward {
+  static constexpr const char* name = "compressed_attention_sequences_backward";
+  using Schema = Gradients(const Tensor& grad_y, const Tensor& q, const Tensor& kc, const MaybeTensor& vc,
+                           const MaybeTensor& y, const Tensor& lse, const MaybeTensor& grad_lse,
+                           const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
+                           const MaybeTensor& lengths, bool left_padded, int64_t factor, c10::SymInt kv_len,
+                           bool causal, bool strict, Scale scale, c10::SymIntArrayRef grad_k_stride,
+                           c10::SymIntArrayRef grad_v_stride, Mask output_mask);
 };
 
 struct Options {
@@ -57,14 +82,45 @@ Options saved_options(AutogradContext* ctx) {
           ctx->saved_data["scale"].toOptional<double>()};
 }
 
+bool requires_gradient(const MaybeTensor& x) {
+  return x && x->requires_grad();
+}
+
 // q and kc: the scores are formed again, and their gradients are sums of kc and of q. lse: the softmax weights from
 // scores. vc: for the gradient of a weight, but not for that of the values. y: grad_y . y, unless y was rounded to 16
-// bits, when that is a sum over blocks.
-void save_tensors(AutogradContext* ctx, const Tensor& q, const Tensor& kc, const Tensor& vc, const Tensor& y,
-                  const Tensor& lse, bool grads_scores, bool saves_vc) {
+// bits, when that is a sum over blocks. sink: its weight, for its own gradient; the lse includes it.
+variable_list saved_tensors(const Tensor& q, const Tensor& kc, const Tensor& vc, const Tensor& y, const Tensor& lse,
+                            const MaybeTensor& sink, bool grads_scores, bool saves_vc) {
   const bool exact = acc_scalar_type(q.scalar_type()) == q.scalar_type();
-  ctx->save_for_backward({q, kc, saves_vc ? vc : Tensor(), grads_scores && exact ? y : Tensor(), lse});
-  ctx->set_materialize_grads(false);
+  return {q,
+          kc,
+          saves_vc ? vc : Tensor(),
+          grads_scores && exact ? y : Tensor(),
+          lse,
+          requires_gradient(sink) ? *sink : Tensor()};
+}
+
+// Which gradients the backward that is running is asked for. A sink was saved if it required a gradient, and only then
+// has it a place among the inputs.
+Mask wanted_with_sink(const AutogradContext* ctx, const Tensor& sink) {
+  return {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
+          sink.defined() && ctx->needs_input_grad(3)};
+}
+
+// Gradients of scores depend on k and v through kc and vc alone. The gradient of the values does not depend on them.
+bool gradients_depend_on_kept(const Tensor& sink) {
+  return required_gradient(0) || required_gradient(1) || sink.defined();
+}
+
+// The gradient of y, which is undefined if only lse was differentiated.
+Tensor gradient_of_y(const variable_list& grads, const Tensor& q) {
+  return grads[0].defined() ? grads[0] : at::zeros({}, q.options()).expand_symint(q.sym_sizes());
+}
+
+// Without elements, but with the graph of both. grad_lse may be undefined.
+Tensor joined(const Tensor& grad_y, const Tensor& grad_lse) {
+  if (!grad_lse.defined() || !at::GradMode::is_enabled()) return grad_y;
+  return at::cat({grad_y.narrow(0, 0, 0).flatten(), grad_lse.narrow(0, 0, 0).flatten().to(grad_y.scalar_type())});
 }
 
 // The strides of the gradient of x: those of x if it is dense and does not overlap itself, else of a contiguous tensor.
@@ -75,66 +131,119 @@ std::vector<c10::SymInt> gradient_stride(const Tensor& x) {
   return stride;
 }
 
+// The outputs of a forward, of which y has a gradient, and lse if it was asked for.
+variable_list returned(AutogradContext* ctx, const variable_list& outputs, bool keep, bool return_lse) {
+  const Tensor lse = kept_output(outputs[1], keep || return_lse, /*dimension=*/2);
+  const Tensor kc = kept_output(outputs[2], keep, /*dimension=*/2);
+  const Tensor vc = kept_output(outputs[3], keep, /*dimension=*/2);
+  ctx->mark_non_differentiable(return_lse ? variable_list{kc, vc} : variable_list{lse, kc, vc});
+  return {outputs[0], lse, kc, vc};
+}
+
 struct CompressedAttention : Function<CompressedAttention> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v, int64_t factor,
-                               bool causal, bool strict, Scale scale, bool keep) {
-    const auto [y, lse, kc, vc] = call_below_autograd<Forward>(q, k, v, factor, causal, strict, scale, true);
-    const bool grads_scores = q.requires_grad() || k.requires_grad();
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+                               const MaybeTensor& sink, int64_t factor, bool causal, bool strict, Scale scale,
+                               bool keep, bool return_lse) {
+    const auto [y, lse, kc, vc] =
+        call_below_autograd<Forward>(q, k, v, sink, factor, causal, strict, scale, true, return_lse);
+    const bool grads_scores = q.requires_grad() || k.requires_grad() || requires_gradient(sink);
     // k and v are not saved, but the strides of their gradients.
-    save_tensors(ctx, q, kc, vc, y, lse, grads_scores, grads_scores);
+    ctx->save_for_backward(saved_tensors(q, kc, vc, y, lse, sink, grads_scores, grads_scores));
+    ctx->set_materialize_grads(false);
     save_options(ctx, {factor, causal, strict, scale}, k.sym_size(2));
     ctx->saved_data["grad_k_stride"] = gradient_stride(k);
     ctx->saved_data["grad_v_stride"] = gradient_stride(v);
-    const auto returned = [&](const Tensor& x) { return kept_output(x, keep, /*dimension=*/2); };
-    const variable_list kept{returned(lse), returned(kc), returned(vc)};
-    ctx->mark_non_differentiable(kept);
-    return {y, kept[0], kept[1], kept[2]};
+    return returned(ctx, {y, lse, kc, vc}, keep, return_lse);
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return gradients_of<Forward>({});
+    if (!grads[0].defined() && !grads[1].defined()) return gradients_of<Forward>({});
     const auto saved = ctx->get_saved_variables();
     const Options options = saved_options(ctx);
-    const auto [grad_q, grad_k, grad_v] =
-        call_operator<Backward>(grads[0], saved[0], saved[1], if_defined(saved[2]), if_defined(saved[3]), saved[4],
-                                options.factor, ctx->saved_data["kv_len"].toSymInt(), options.causal, options.strict,
-                                options.scale, ctx->saved_data["grad_k_stride"].toSymIntVector(),
-                                ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_gradients<3>(ctx));
-    const variable_list gradients{grad_q, grad_k, grad_v};
-    // Gradients of scores depend on k and v through kc and vc alone. The gradient of the values does not depend on
-    // them.
-    if (!required_gradient(0) && !required_gradient(1)) return gradients_of<Forward>(gradients);
-    return gradients_of<Forward>(refuse_double_backward_through_kept("compressed_attention", gradients, grads[0]));
+    const Tensor grad_y = gradient_of_y(grads, saved[0]);
+    const auto [grad_q, grad_k, grad_v, grad_sink] = call_operator<Backward>(
+        grad_y, saved[0], saved[1], if_defined(saved[2]), if_defined(saved[3]), saved[4], if_defined(grads[1]),
+        if_defined(saved[5]), options.factor, ctx->saved_data["kv_len"].toSymInt(), options.causal, options.strict,
+        options.scale, ctx->saved_data["grad_k_stride"].toSymIntVector(),
+        ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_with_sink(ctx, saved[5]));
+    const variable_list gradients{grad_q, grad_k, grad_v, grad_sink};
+    if (!gradients_depend_on_kept(saved[5])) return gradients_of<Forward>(gradients);
+    return gradients_of<Forward>(
+        refuse_double_backward_through_kept("compressed_attention", gradients, joined(grad_y, grads[1])));
+  }
+};
+
+struct CompressedAttentionSequences : Function<CompressedAttentionSequences> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+                               const MaybeTensor& sink, const MaybeTensor& cu_seqlens_q,
+                               const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded,
+                               int64_t factor, bool causal, bool strict, Scale scale, bool keep, bool return_lse) {
+    const auto [y, lse, kc, vc] =
+        call_below_autograd<SequencesForward>(q, k, v, sink, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, factor,
+                                              causal, strict, scale, true, return_lse);
+    const bool grads_scores = q.requires_grad() || k.requires_grad() || requires_gradient(sink);
+    // As in compressed_attention, and which positions belong to which sequence.
+    variable_list tensors = saved_tensors(q, kc, vc, y, lse, sink, grads_scores, grads_scores);
+    for (const MaybeTensor& x : {cu_seqlens_q, cu_seqlens_k, lengths}) tensors.push_back(x.value_or(Tensor()));
+    ctx->save_for_backward(tensors);
+    ctx->set_materialize_grads(false);
+    save_options(ctx, {factor, causal, strict, scale}, k.sym_size(2));
+    ctx->saved_data["left_padded"] = left_padded;
+    ctx->saved_data["grad_k_stride"] = gradient_stride(k);
+    ctx->saved_data["grad_v_stride"] = gradient_stride(v);
+    return returned(ctx, {y, lse, kc, vc}, keep, return_lse);
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    if (!grads[0].defined() && !grads[1].defined()) return gradients_of<SequencesForward>({});
+    const auto saved = ctx->get_saved_variables();
+    const Options options = saved_options(ctx);
+    const Tensor grad_y = gradient_of_y(grads, saved[0]);
+    const auto [grad_q, grad_k, grad_v, grad_sink] = call_operator<SequencesBackward>(
+        grad_y, saved[0], saved[1], if_defined(saved[2]), if_defined(saved[3]), saved[4], if_defined(grads[1]),
+        if_defined(saved[5]), if_defined(saved[6]), if_defined(saved[7]), if_defined(saved[8]),
+        ctx->saved_data["left_padded"].toBool(), options.factor, ctx->saved_data["kv_len"].toSymInt(), options.causal,
+        options.strict, options.scale, ctx->saved_data["grad_k_stride"].toSymIntVector(),
+        ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_with_sink(ctx, saved[5]));
+    const variable_list gradients{grad_q, grad_k, grad_v, grad_sink};
+    if (!gradients_depend_on_kept(saved[5])) return gradients_of<SequencesForward>(gradients);
+    return gradients_of<SequencesForward>(
+        refuse_double_backward_through_kept("compressed_attention", gradients, joined(grad_y, grads[1])));
   }
 };
 
 struct PooledAttention : Function<PooledAttention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& kc, const Tensor& vc,
-                               int64_t factor, c10::SymInt kv_len, bool causal, bool strict, Scale scale,
-                               bool /*keep_lse*/) {
-    const auto [y, lse] = call_below_autograd<PooledForward>(q, kc, vc, factor, kv_len, causal, strict, scale, true);
-    const bool grads_scores = q.requires_grad() || kc.requires_grad();
+                               const MaybeTensor& sink, int64_t factor, c10::SymInt kv_len, bool causal, bool strict,
+                               Scale scale, bool /*keep_lse*/, bool return_lse) {
+    const auto [y, lse] =
+        call_below_autograd<PooledForward>(q, kc, vc, sink, factor, kv_len, causal, strict, scale, true, return_lse);
+    const bool grads_scores = q.requires_grad() || kc.requires_grad() || requires_gradient(sink);
     // The gradient of vc takes the strides of vc.
-    save_tensors(ctx, q, kc, vc, y, lse, grads_scores, grads_scores || !vc.is_contiguous());
+    ctx->save_for_backward(saved_tensors(q, kc, vc, y, lse, sink, grads_scores, grads_scores || !vc.is_contiguous()));
+    ctx->set_materialize_grads(false);
     save_options(ctx, {factor, causal, strict, scale}, kv_len);
-    ctx->mark_non_differentiable({lse});
+    if (!return_lse) ctx->mark_non_differentiable({lse});
     return {y, lse};
   }
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    if (!grads[0].defined()) return gradients_of<PooledForward>({});
+    if (!grads[0].defined() && !grads[1].defined()) return gradients_of<PooledForward>({});
     const auto saved = ctx->get_saved_variables();
     const Options options = saved_options(ctx);
-    const auto [grad_q, grad_kc, grad_vc] = call_operator<PooledBackward>(
-        grads[0], saved[0], saved[1], if_defined(saved[2]), if_defined(saved[3]), saved[4], options.factor,
-        ctx->saved_data["kv_len"].toSymInt(), options.causal, options.strict, options.scale, wanted_gradients<3>(ctx));
-    return gradients_of<PooledForward>({grad_q, grad_kc, grad_vc});
+    const auto [grad_q, grad_kc, grad_vc, grad_sink] = call_operator<PooledBackward>(
+        gradient_of_y(grads, saved[0]), saved[0], saved[1], if_defined(saved[2]), if_defined(saved[3]), saved[4],
+        if_defined(grads[1]), if_defined(saved[5]), options.factor, ctx->saved_data["kv_len"].toSymInt(),
+        options.causal, options.strict, options.scale, wanted_with_sink(ctx, saved[5]));
+    return gradients_of<PooledForward>({grad_q, grad_kc, grad_vc, grad_sink});
   }
 };
 
 TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_differentiable<Forward, CompressedAttention>(m);
   register_backward<Backward>(m);
+  register_differentiable<SequencesForward, CompressedAttentionSequences>(m);
+  register_backward<SequencesBackward>(m);
   register_differentiable<PooledForward, PooledAttention>(m);
   register_backward<PooledBackward>(m);
 }

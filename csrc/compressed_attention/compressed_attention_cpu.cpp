@@ -34,13 +34,14 @@ void compressed_attention_forward_cpu(const CompressedAttentionForward& p, Dtype
 }
 
 void compressed_attention_backward_cpu(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t) {
-  // grad_k reads the delta that comes with grad_q.
-  if (p.grad_q || p.grad_k) compressed_cpu::query_gradients(p, dtype);
+  // grad_k and grad_sink read the delta that comes with grad_q.
+  if (p.grad_q || p.grad_k || p.grad_sink) compressed_cpu::query_gradients(p, dtype);
   if (p.grad_k || p.grad_v) compressed_cpu::key_gradients(p, dtype);
+  if (p.grad_sink) compressed_cpu::sink_gradients(p, dtype);
 }
 
-const CompressedAttentionKernels compressed_attention_cpu{compressed_attention_plan_cpu, compressed_attention_pool_cpu,
-                                                          compressed_attention_forward_cpu,
-                                                          compressed_attention_backward_cpu};
+const CompressedAttentionKernels compressed_attention_cpu{
+    compressed_attention_plan_cpu, compressed_attention_pool_cpu, compressed_attention_forward_cpu,
+    compressed_attention_backward_cpu, /*takes_sink_and_grad_lse=*/true};
 
 }  // namespace memcheck

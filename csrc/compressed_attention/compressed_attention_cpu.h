@@ -174,5 +174,6 @@ void query_gradients(const CompressedAttentionBackward& p, Dtype dtype);  // and
 int64_t key_tasks(const CompressedAttentionShape& shape);
 int64_t key_gradient_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype);
 void key_gradients(const CompressedAttentionBackward& p, Dtype dtype);  // of keys and values
+void sink_gradients(const CompressedAttentionBackward& p, Dtype dtype);
 
 }  // namespace memcheck::compressed_cpu

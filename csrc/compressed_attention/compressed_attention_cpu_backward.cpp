@@ -1,3 +1,4 @@
+#include "common/compensated_sum.h"
 #include "common/cpu_level.h"
 #include "compressed_attention/compressed_attention_cpu_queries.h"
 
@@ -6,7 +7,8 @@
 //
 //     grad_q_i = scale sum_j ds_ij kc_j     grad_kc_j = scale sum_i ds_ij q_i     grad_vc_j = sum_i p_ij grad_y_i
 //
-// grad_q is query-stationary, the others are key-stationary.
+// grad_q is query-stationary, the others are key-stationary. lse = log sum_j exp(s_j) depends on a score by p_j, so its
+// gradient is subtracted from delta. A sink is a score s with a value of 0: its gradient is the sum of -p_s delta.
 
 namespace memcheck::compressed_cpu {
 namespace {
@@ -124,9 +126,11 @@ struct QueryNumbers {
     } else {
       delta_from_weights(p, dtype, tile, x, careful, shift, delta);
     }
-    if (p.delta == nullptr) return;
-    for (int64_t row = 0; row < tile.rows(); ++row)
-      static_cast<acc_t*>(p.delta)[query_index(p.shape, tile, row)] = delta[row];
+    for (int64_t row = 0; row < tile.rows(); ++row) {
+      const int64_t index = query_index(p.shape, tile, row);
+      if (p.grad_lse != nullptr) delta[row] -= static_cast<const acc_t*>(p.grad_lse)[index];
+      if (p.delta != nullptr) static_cast<acc_t*>(p.delta)[index] = delta[row];
+    }
   }
 
   MEMCHECK_INLINE bool finite(int64_t rows) const {
@@ -379,6 +383,23 @@ MEMCHECK_PER_CPU_LEVEL(acc_t, key_gradient_tasks,
                         const KeyScratch<acc_t>& x),
                        (p, dtype, begin, end, x))
 
+// ---- gradients of sinks
+
+template <typename acc_t>
+acc_t sink_gradient(const CompressedAttentionBackward& p, int64_t head) {
+  const acc_t sink = static_cast<const acc_t*>(p.sink)[head];
+  acc_t sum = acc_t(0);
+  acc_t rest = acc_t(0);
+  for (int64_t b = 0; b < p.shape.B; ++b) {
+    const int64_t first = (b * p.shape.H + head) * p.shape.S;
+    for (int64_t i = first; i < first + p.shape.S; ++i) {
+      const acc_t weight = softmax_weight(sink, softmax_shift(static_cast<const acc_t*>(p.lse)[i]));
+      add_to_sum(-weighted(weight, static_cast<const acc_t*>(p.delta)[i]), sum, rest);
+    }
+  }
+  return sum + rest;
+}
+
 }  // namespace
 
 int64_t query_gradient_scratch_bytes(const CompressedAttentionShape& shape, Dtype dtype) {
@@ -417,6 +438,16 @@ void key_gradients(const CompressedAttentionBackward& p, Dtype dtype) {
     using acc_t = decltype(acc);
     run_with_scratch<KeyScratch<acc_t>>(key_tasks(p.shape), p, [&](int64_t begin, int64_t end, const auto& x) {
       key_gradient_tasks<acc_t>(p, dtype, begin, end, x);
+    });
+  });
+}
+
+void sink_gradients(const CompressedAttentionBackward& p, Dtype dtype) {
+  with_acc_type(dtype, [&](auto acc) {
+    using acc_t = decltype(acc);
+    parallel_tasks(p.shape.H, useful_threads(p.shape, p.threads), [&](int64_t begin, int64_t end, int) {
+      for (int64_t head = begin; head < end; ++head)
+        static_cast<acc_t*>(p.grad_sink)[head] = sink_gradient<acc_t>(p, head);
     });
   });
 }

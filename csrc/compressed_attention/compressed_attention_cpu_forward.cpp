@@ -143,6 +143,17 @@ struct Softmax {
     }
   }
 
+  // A score that one query sees too, after the last chunk. The sum of its weighted values is to be multiplied by the
+  // result.
+  MEMCHECK_INLINE acc_t add_sink(int64_t row, acc_t score) {
+    const acc_t highest = score > max[row] ? score : max[row];
+    const acc_t shift = softmax_shift(highest);
+    const acc_t of_sum = softmax_weight(max[row], shift);
+    before[row] = softmax_sum(before[row], of_sum, softmax_weight(score, shift));
+    max[row] = highest;
+    return of_sum;
+  }
+
   // The same for sums of weighted values, to (rows,columns).
   MEMCHECK_INLINE void rescale_and_add(int64_t rows, int64_t columns, const acc_t* __restrict from,
                                        acc_t* __restrict to) const {
@@ -194,9 +205,13 @@ MEMCHECK_INLINE void attend(const CompressedAttentionForward& p, Dtype dtype, co
 // y = sum of weighted values / sum of weights, and 0 where nothing was seen, or only scores of -inf.
 template <typename acc_t>
 MEMCHECK_INLINE void finish_queries(const CompressedAttentionForward& p, Dtype dtype, const QueryTile& tile,
-                                    const Softmax<acc_t>& softmax, acc_t* y) {
+                                    Softmax<acc_t>& softmax, acc_t* y) {
   const int64_t columns = padded_columns(p.shape.D);
   for (int64_t row = 0; row < tile.rows(); ++row) {
+    if (p.sink != nullptr) {
+      const acc_t sink = static_cast<const acc_t*>(p.sink)[tile.head + row / tile.positions];
+      scale_all(columns, softmax.add_sink(row, sink), y + row * columns);
+    }
     const bool sees = softmax.before[row] != acc_t(0);
     const acc_t divisor = sees ? softmax.before[row] : acc_t(1);
     for (int64_t i = row * columns; i < (row + 1) * columns; ++i) y[i] /= divisor;

@@ -2,17 +2,62 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
-from memcheck.ops.checks import refuse_context_parallel
+from memcheck.ops.checks import refuse_context_parallel, sequence_arguments
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LONGEST = 2**31
 MOST_POSITIONS = 2**62
+
+
+@overload
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    sink: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lengths: Tensor | None = None,
+    padding: str = "right",
+    initial_state: CompressedAttentionState | None = None,
+    return_state: Literal[False] = False,
+) -> Tensor: ...
+
+
+@overload
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    sink: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lengths: Tensor | None = None,
+    padding: str = "right",
+    initial_state: CompressedAttentionState | None = None,
+    return_state: bool = False,
+) -> Any: ...
 
 
 def compressed_attention(
@@ -24,7 +69,16 @@ def compressed_attention(
     causal: bool = True,
     strict: bool = False,
     scale: float | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+    sink: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    lengths: Tensor | None = None,
+    padding: str = "right",
+    initial_state: CompressedAttentionState | None = None,
+    return_state: bool = False,
+) -> Any:
     """Softmax attention over blocks of `factor` positions, whose keys and values are averaged.
 
     This is memory-compressed attention (Liu et al. 2018, arXiv:1801.10198) and the compression branch of NSA (Yuan et
@@ -40,6 +94,23 @@ def compressed_attention(
             blocks, those that are complete at its position; needs S <= T. Otherwise every query sees every block.
         strict: with causal, t // factor blocks: those complete before its position.
         scale: of the scores; D**-0.5 by default.
+        return_lse: return lse too, with which merge_attention merges y and other attention of the same queries.
+        sink: (H,), a score of each head that every query sees, with a value of 0: it adds exp(sink) to the sum over
+            which softmax divides, and so to exp(lse).
+        cu_seqlens: (N+1,) int32 or int64, for N sequences that are packed one behind the other: B = 1, and sequence n
+            is positions cu_seqlens[n] to cu_seqlens[n+1]. It ascends from 0 to S = T; sequences may be empty.
+        cu_seqlens_q, cu_seqlens_k: the same, where sequences have other numbers of queries than of keys.
+        lengths: (B,) int32 or int64, from 0 to T, for a padded batch: how many positions of each row count. Query s is
+            at position s + T - S. If not causal and S != T, they are those of the keys alone.
+        padding: where lengths has the padding, "right" (after the positions that count) or "left".
+        initial_state: the CompressedAttentionState of all positions before these: blocks go on from it. Queries are
+            then the newest positions, and T counts the earlier ones too. Needs causal.
+        return_state: return the state after these positions too. Needs causal.
+
+    Packed or padded, blocks begin anew with each sequence, and it gives the bits that it gives alone. Nothing of
+    padding is read; its rows of y and of the gradients are 0, and its lse is -inf. Work is that of the positions that
+    count. On the CPU, sequences share the threads by their lengths. On CUDA they run one after another, which costs a
+    few launches each, and values of cu_seqlens or lengths that lie on the device are waited for.
 
     float64, float32, float16, bfloat16; any strides. Sums are in float32 (float64 for float64); the means are rounded
     to the dtype of the inputs.
@@ -47,7 +118,11 @@ def compressed_attention(
     Returns:
         y (B,H,S,D), contiguous; 0 for a query that sees no block, or only scores of -inf. Kept for backward: q, y (not
         in 16 bits), the means, and one number per query in the accumulation type, but not k and v. A gradient has its
-        input's strides. A double backward raises.
+        input's strides. A double backward raises. With return_lse: y and lse (B,H,S) in the accumulation type, the
+        natural logarithm of the sum of exp(score) over what a query sees, and -inf where y is 0 for lack of it. Both
+        have gradients; on CUDA lse has none yet. With return_state: the state last, a CompressedAttentionState with
+        which the next call goes on. Two calls with the state between equal one call over all positions, with the same
+        bits if they are cut where a block ends. The gradient flows through the state into the earlier call.
 
         A block whose keys are all -inf has a score of -inf for every query. A key of -inf makes the mean of its block
         -inf, and so hides all positions of the block. If the weight between a query and a block is 0, because the
@@ -55,8 +130,10 @@ def compressed_attention(
         reaches only the queries that see it.
 
     Raises:
-        ValueError: a shape, device, factor or scale, S > T when causal, strict without causal.
+        ValueError: a shape, device, factor or scale, S > T when causal, strict or a state without causal, a state of
+            other sizes or another factor, a rule of cu_seqlens and lengths.
         TypeError: a dtype; an input that is no tensor, a factor that is no int, a scale that is no number.
+        NotImplementedError: a state together with cu_seqlens or lengths; on CUDA a sink, and the gradient of lse.
 
     Equivalent to:
         >>> def blocks(x):
@@ -68,16 +145,68 @@ def compressed_attention(
         >>> scores = (q @ kc.mT * q.shape[3]**-0.5).masked_fill(hidden, -torch.inf)
         >>> scores = scores.masked_fill((kc == -torch.inf).all(3)[:, :, None], -torch.inf)
         >>> y = torch.softmax(scores, 3).nan_to_num(0) @ vc
+        >>> lse = torch.logsumexp(scores, 3)
+        >>> lse_with_sink = torch.logaddexp(lse, sink[:, None])
+        >>> y_with_sink = y * torch.exp(lse - lse_with_sink)[..., None]
     """
     op = "compressed_attention"
     refuse_context_parallel(op)
     _check_tensors(op, q=q, k=k, v=v)
     _check_factor(op, factor)
     _check_scale(op, scale)
-    y: Tensor = torch.ops.memcheck.compressed_attention(
-        q, k, v, factor=factor, causal=causal, strict=strict, scale=scale
-    )[0]
-    return y
+    sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
+    if initial_state is not None or return_state:
+        if sequences:
+            raise NotImplementedError(
+                f"{op}: has no initial_state and return_state for packed and padded batches, whose sequences end at "
+                "different positions of their blocks; call it once for each sequence"
+            )
+        if not causal:
+            raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
+        q, k, v = (_autocast(x) for x in (q, k, v))
+        old = _checked_state(op, q, k, v, initial_state, factor, scale, name="initial_state")
+        outputs, state = _go_on(q, k, v, old, strict=strict, scale=scale, return_lse=return_lse, sink=sink)
+        if not return_state:
+            return outputs
+        return (*outputs, state) if return_lse else (outputs, state)
+    sink = _check_sink(op, sink, q)
+    ops = torch.ops.memcheck
+    forward = ops.compressed_attention_sequences if sequences else ops.compressed_attention
+    options = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse, **sequences}
+    y, lse, _, _ = forward(q, k, v, sink, factor=factor, **options)
+    return (y, lse) if return_lse else y
+
+
+@overload
+def compressed_attention_pooled(
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    *,
+    factor: int,
+    kv_len: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+    return_lse: Literal[False] = False,
+    sink: Tensor | None = None,
+) -> Tensor: ...
+
+
+@overload
+def compressed_attention_pooled(
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    *,
+    factor: int,
+    kv_len: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    sink: Tensor | None = None,
+) -> Any: ...
 
 
 def compressed_attention_pooled(
@@ -90,7 +219,9 @@ def compressed_attention_pooled(
     causal: bool = True,
     strict: bool = False,
     scale: float | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+    sink: Tensor | None = None,
+) -> Any:
     """compressed_attention for keys and values that are compressed already, for example by a learned compression.
 
     Args:
@@ -98,10 +229,11 @@ def compressed_attention_pooled(
         kc: (B,Hkv,C,D) a key for every block: C = ceil(kv_len / factor), or floor if causal.
         vc: (B,Hkv,C,D) a value for every block.
         kv_len: T, the number of positions that the blocks represent.
-        factor, causal, strict, scale: as in compressed_attention.
+        factor, causal, strict, scale, return_lse, sink: as in compressed_attention.
 
     Returns:
-        y (B,H,S,D), contiguous. Kept for backward: q, kc, vc, y (not in 16 bits), and one number per query.
+        y (B,H,S,D), contiguous; with return_lse, y and lse (B,H,S). Kept for backward: q, kc, vc, y (not in 16 bits),
+        and one number per query.
 
     Raises:
         ValueError, TypeError: as compressed_attention.
@@ -122,10 +254,105 @@ def compressed_attention_pooled(
     if not 0 <= kv_len <= MOST_POSITIONS:
         raise ValueError(f"{op}: kv_len must be from 0 to {MOST_POSITIONS}, got {kv_len}")
     _check_scale(op, scale)
-    y: Tensor = torch.ops.memcheck.compressed_attention_pooled(
-        q, kc, vc, factor=factor, kv_len=kv_len, causal=causal, strict=strict, scale=scale
-    )[0]
-    return y
+    sink = _check_sink(op, sink, q)
+    y, lse = torch.ops.memcheck.compressed_attention_pooled(
+        q, kc, vc, sink, factor=factor, kv_len=kv_len, causal=causal, strict=strict, scale=scale, return_lse=return_lse
+    )
+    return (y, lse) if return_lse else y
+
+
+def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Softmax attention over everything that several attentions of the same queries saw, and its lse.
+
+    For example compressed attention merged with attention to a window or to selected blocks. Every key should be seen
+    by one of the attentions only, and at most one of them should have a sink.
+
+    Args:
+        outputs: y of each attention, (B,H,S,D).
+        lses: lse of each, (B,H,S): the natural logarithm of the sum of exp(score) over what a query saw.
+
+    float64, float32, float16, bfloat16; sums are in the accumulation type, float32 (float64 for float64).
+
+    Returns:
+        y (B,H,S,D) in the dtype of the outputs, rounded once, and lse (B,H,S) in the accumulation type. Both have
+        gradients. An attention with lse = -inf adds nothing, whatever its y; if all have, y = 0 and lse = -inf. Kept
+        for backward: the outputs and the lses.
+
+    Raises:
+        ValueError: no output, another number of lses, a shape or a device.
+        TypeError: a dtype; an input that is no tensor.
+
+    Equivalent to:
+        >>> lse = torch.logsumexp(torch.stack(lses), 0)
+        >>> y = sum(y * torch.exp(its_lse - lse)[..., None] for y, its_lse in zip(outputs, lses))
+    """
+    op = "merge_attention"
+    if not outputs or len(outputs) != len(lses):
+        raise ValueError(f"{op}: lses must be as many as outputs, one or more, got {len(lses)} and {len(outputs)}")
+    like = outputs[0]
+    _check_rank(op, "outputs[0]", like, "(B,H,S,D)")
+    if like.dtype not in DTYPES:
+        raise TypeError(f"{op}: outputs[0] must be float64, float32, float16 or bfloat16, got {_name(like.dtype)}")
+    accumulation = torch.promote_types(like.dtype, torch.float32)
+    for i, (y, lse) in enumerate(zip(outputs, lses, strict=True)):
+        for name, x, letters, shape, dtype in (
+            (f"outputs[{i}]", y, "(B,H,S,D)", like.shape, like.dtype),
+            (f"lses[{i}]", lse, "(B,H,S)", like.shape[:3], accumulation),
+        ):
+            _check_tensor(op, name, x)
+            if x.shape != shape:
+                raise ValueError(
+                    f"{op}: {name} must be {letters} = {list(shape)} to match outputs[0], got {list(x.shape)}"
+                )
+            _check_like(op, name, x, dtype, like, "outputs[0]")
+    merged: tuple[Tensor, Tensor] = _Merged.apply(len(outputs), *outputs, *lses)
+    return merged
+
+
+class _Merged(torch.autograd.Function):
+    """merge_attention. With the weights w_i = exp(lse_i - lse) and g_i = grad_y . y_i,
+
+    grad_y_i = w_i grad_y and grad_lse_i = w_i (g_i - sum of w_j g_j over j + grad_lse).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
+        outputs, lses = tensors[:count], tensors[count:]
+        lse = torch.stack(lses).logsumexp(0)
+        total = torch.zeros_like(outputs[0], dtype=lse.dtype, memory_format=torch.contiguous_format)
+        for y, weight in zip(outputs, _weights(lses, lse), strict=True):
+            total += _weighted(y, weight)
+        ctx.count = count
+        ctx.save_for_backward(lse, *tensors)
+        ctx.set_materialize_grads(False)
+        return total.to(outputs[0].dtype), lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        lse, *tensors = ctx.saved_tensors
+        outputs, lses = tensors[: ctx.count], tensors[ctx.count :]
+        weights = _weights(lses, lse)
+        of_sum = torch.zeros_like(lse) if grad_lse is None else grad_lse
+        if grad_y is None:
+            return (None, *[None] * ctx.count, *(_weighted(of_sum, weight) for weight in weights))
+        wide = grad_y.to(lse.dtype)
+        of_weights = [(wide * y).sum(3).masked_fill(weight == 0, 0) for y, weight in zip(outputs, weights, strict=True)]
+        of_sum = of_sum - sum(weight * g for weight, g in zip(weights, of_weights, strict=True))
+        grad_outputs = [_weighted(grad_y, weight).to(grad_y.dtype) for weight in weights]
+        grad_lses = [_weighted(g + of_sum, weight) for weight, g in zip(weights, of_weights, strict=True)]
+        return (None, *grad_outputs, *grad_lses)
+
+
+def _weights(lses: Sequence[Tensor], lse: Tensor) -> list[Tensor]:
+    """exp(lse_i - lse), 0 where all are -inf"""
+    shift = lse.masked_fill(lse == -torch.inf, 0)
+    return [torch.exp(x - shift) for x in lses]
+
+
+def _weighted(x: Tensor, weight: Tensor) -> Tensor:
+    """x (B,H,S,D) or (B,H,S) times weight (B,H,S), and 0 where the weight is 0, whatever x is"""
+    weight = weight[..., None] if x.dim() == 4 else weight
+    return (x * weight).masked_fill_(weight == 0, 0)
 
 
 class CompressedAttentionState(NamedTuple):
@@ -209,15 +436,18 @@ def compressed_attention_step(
     """
     op = "compressed_attention_step"
     q, k, v = (_autocast(x) for x in (q, k, v))
-    _check_keys(op, k, v, factor)
-    old = _empty_state(k, factor) if state is None else state
-    _check_state(op, k, old, factor)
-    _check_queries(op, q, k, old.kc.shape[2] * factor + old.positions + k.shape[2], scale)
+    old = _checked_state(op, q, k, v, state, factor, scale)
     _refuse_gradient(op, q, k, v, *old[:4])
-    new = _extended(old, k, v)
-    kv_len = new.kc.shape[2] * factor + new.positions
-    y = compressed_attention_pooled(q, new.kc, new.vc, factor=factor, kv_len=kv_len, strict=strict, scale=scale)
-    return y, new
+    return _go_on(q, k, v, old, strict=strict, scale=scale)
+
+
+def _go_on(
+    q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, **options: Any
+) -> tuple[Any, CompressedAttentionState]:
+    """Attention of the newest positions q (B,H,S,D) to all keys up to k (B,Hkv,n,D), and the new state."""
+    new = _extended(state, k, v)
+    kv_len = new.kc.shape[2] * new.factor + new.positions
+    return compressed_attention_pooled(q, new.kc, new.vc, factor=new.factor, kv_len=kv_len, **options), new
 
 
 def _autocast(x: Tensor) -> Tensor:
@@ -260,13 +490,31 @@ def _check_queries(op: str, q: Tensor, k: Tensor, kv_len: int, scale: float | No
         raise ValueError(f"{op}: scale must be a finite number of {accumulation}, got {scale}")
 
 
-def _check_state(op: str, k: Tensor, state: CompressedAttentionState, factor: int) -> None:
+def _checked_state(
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: CompressedAttentionState | None,
+    factor: int,
+    scale: float | None,
+    name: str = "state",
+) -> CompressedAttentionState:
+    """The state, or that of no positions, after all checks."""
+    _check_keys(op, k, v, factor)
+    old = _empty_state(k, factor) if state is None else state
+    _check_state(op, name, k, old, factor)
+    _check_queries(op, q, k, old.kc.shape[2] * factor + old.positions + k.shape[2], scale)
+    return old
+
+
+def _check_state(op: str, of: str, k: Tensor, state: CompressedAttentionState, factor: int) -> None:
     if not isinstance(state, CompressedAttentionState):
-        raise TypeError(f"{op}: state must be a CompressedAttentionState or None, got {type(state).__name__}")
-    _check_int(op, "state.factor", state.factor)
+        raise TypeError(f"{op}: {of} must be a CompressedAttentionState or None, got {type(state).__name__}")
+    _check_int(op, f"{of}.factor", state.factor)
     if factor != state.factor:
         raise ValueError(f"{op}: factor must be {state.factor}, as that of the state, got {factor}")
-    _check_rank(op, "state.kc", state.kc, "(B,Hkv,C,D)")
+    _check_rank(op, f"{of}.kc", state.kc, "(B,Hkv,C,D)")
     B, Hkv, _, D = k.shape
     C, accumulation = state.kc.shape[2], torch.promote_types(k.dtype, torch.float32)
     for name, x, shape, dtype in (
@@ -275,13 +523,13 @@ def _check_state(op: str, k: Tensor, state: CompressedAttentionState, factor: in
         ("k_sum", state.k_sum, (B, Hkv, D), accumulation),
         ("v_sum", state.v_sum, (B, Hkv, D), accumulation),
     ):
-        _check_tensor(op, f"state.{name}", x)
+        _check_tensor(op, f"{of}.{name}", x)
         if x.shape != shape:
-            raise ValueError(f"{op}: state.{name} must be {list(shape)} to match k, got {list(x.shape)}")
-        _check_like(op, f"state.{name}", x, dtype, k)
-    _check_int(op, "state.positions", state.positions)
+            raise ValueError(f"{op}: {of}.{name} must be {list(shape)} to match k, got {list(x.shape)}")
+        _check_like(op, f"{of}.{name}", x, dtype, k)
+    _check_int(op, f"{of}.positions", state.positions)
     if not 0 <= state.positions < factor:
-        raise ValueError(f"{op}: state.positions must be from 0 to factor - 1 = {factor - 1}, got {state.positions}")
+        raise ValueError(f"{op}: {of}.positions must be from 0 to factor - 1 = {factor - 1}, got {state.positions}")
 
 
 def _check_tensor(op: str, name: str, x: object) -> None:
@@ -300,11 +548,11 @@ def _check_rank(op: str, name: str, x: Tensor, letters: str) -> None:
         raise ValueError(f"{op}: {name} must be {letters}, of 4 dimensions, got {list(x.shape)}")
 
 
-def _check_like(op: str, name: str, x: Tensor, dtype: torch.dtype, k: Tensor) -> None:
+def _check_like(op: str, name: str, x: Tensor, dtype: torch.dtype, like: Tensor, like_name: str = "k") -> None:
     if x.dtype != dtype:
-        raise TypeError(f"{op}: {name} must be {_name(dtype)} to match k, got {_name(x.dtype)}")
-    if x.device != k.device:
-        raise ValueError(f"{op}: {name} must be on {k.device} as k is, got {x.device}")
+        raise TypeError(f"{op}: {name} must be {_name(dtype)} to match {like_name}, got {_name(x.dtype)}")
+    if x.device != like.device:
+        raise ValueError(f"{op}: {name} must be on {like.device} as {like_name} is, got {x.device}")
 
 
 def _check_int(op: str, name: str, x: object) -> None:
@@ -321,6 +569,16 @@ def _check_factor(op: str, factor: int) -> None:
 def _check_scale(op: str, scale: object) -> None:
     if scale is not None and not isinstance(scale, float | int | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{op}: scale must be a number or None, got {scale!r}")
+
+
+def _check_sink(op: str, sink: Tensor | None, q: Tensor) -> Tensor | None:
+    """The sink in the accumulation type. The operator checks its shape and its device."""
+    if sink is None:
+        return None
+    _check_tensor(op, "sink", sink)
+    if sink.dtype not in DTYPES:
+        raise TypeError(f"{op}: sink must be float64, float32, float16 or bfloat16, got {_name(sink.dtype)}")
+    return sink.to(torch.promote_types(q.dtype, torch.float32))
 
 
 def _name(dtype: torch.dtype) -> str:
@@ -341,27 +599,15 @@ def _empty_state(k: Tensor, factor: int) -> CompressedAttentionState:
 
 def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor) -> CompressedAttentionState:
     """The state, n positions further: k and v (B,Hkv,n,D)."""
-    factor = state.factor
     total = state.positions + k.shape[2]
-    if total < factor:
+    if total < state.factor:
         return state._replace(k_sum=_add(state.k_sum, k), v_sum=_add(state.v_sum, v), positions=total)
     # The positions that complete the open block, whole blocks, and those that open another.
-    first = (factor - state.positions) % factor
-    last = k.shape[2] - total % factor
-    kc, vc = _means(k[:, :, first:last], v[:, :, first:last], factor)
-    blocks_k, blocks_v = [state.kc], [state.vc]
-    if first:
-        blocks_k.append((_add(state.k_sum, k[:, :, :first]) / factor).to(k.dtype)[:, :, None])
-        blocks_v.append((_add(state.v_sum, v[:, :, :first]) / factor).to(v.dtype)[:, :, None])
-    zeros = torch.zeros_like(state.k_sum)
-    return CompressedAttentionState(
-        torch.cat([*blocks_k, kc], 2),
-        torch.cat([*blocks_v, vc], 2),
-        _add(zeros, k[:, :, last:]),
-        _add(zeros, v[:, :, last:]),
-        total % factor,
-        factor,
-    )
+    cuts = (state.factor - state.positions) % state.factor, k.shape[2] - total % state.factor
+    kc, vc, k_sum, v_sum = _NewBlocks.apply(k, v, state.k_sum, state.v_sum, cuts, state.factor)
+    if state.kc.shape[2]:
+        kc, vc = torch.cat([state.kc, kc], 2), torch.cat([state.vc, vc], 2)
+    return CompressedAttentionState(kc, vc, k_sum, v_sum, total % state.factor, state.factor)
 
 
 def _add(total: Tensor, x: Tensor) -> Tensor:
@@ -369,10 +615,43 @@ def _add(total: Tensor, x: Tensor) -> Tensor:
     return total + x.sum(2, dtype=total.dtype)
 
 
-def _means(k: Tensor, v: Tensor, factor: int) -> tuple[Tensor, Tensor]:
-    """The means of whole blocks, which a forward without queries keeps for backward."""
-    no_queries = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
-    _, _, kc, vc = torch.ops.memcheck.compressed_attention(
-        no_queries, k.detach(), v.detach(), factor=factor, causal=False, keep=True
-    )
-    return kc, vc
+class _NewBlocks(torch.autograd.Function):
+    """The blocks that new positions complete, in the operator's bits, and the sums of the block that they open.
+
+    k, v (B,Hkv,n,D), the sums of the open block so far (B,Hkv,D), and the positions up to which the open block and the
+    whole blocks go -> kc and vc (B,Hkv,C,D), and the new sums (B,Hkv,D). k and v are not saved for backward.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, k: Tensor, v: Tensor, k_sum: Tensor, v_sum: Tensor, cuts: tuple[int, int], factor: int
+    ) -> tuple[Tensor, ...]:
+        first, last = cuts
+        # A forward without queries keeps the means for backward.
+        no_queries = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
+        _, _, *blocks = torch.ops.memcheck.compressed_attention(
+            no_queries, k[:, :, first:last], v[:, :, first:last], factor=factor, causal=False, keep=True
+        )
+        if first:
+            for i, (x, total) in enumerate(((k, k_sum), (v, v_sum))):
+                mean = (_add(total, x[:, :, :first]) / factor).to(x.dtype)
+                blocks[i] = torch.cat([mean[:, :, None], blocks[i]], 2)
+        ctx.cuts, ctx.factor = cuts, factor
+        ctx.like = [torch.empty_like(x, device="meta") for x in (k, v)]  # sizes and strides, without memory
+        return *blocks, *(_add(torch.zeros_like(k_sum), x[:, :, last:]) for x in (k, v))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (first, last), factor = ctx.cuts, ctx.factor
+        opened = 1 if first else 0
+        of_positions, of_sums = [], []
+        for like, of_blocks, of_sum in zip(ctx.like, grads[:2], grads[2:], strict=True):
+            shares = of_blocks / factor
+            gradient = torch.empty_like(like, device=shares.device)
+            gradient[:, :, :first] = shares[:, :, :opened]
+            whole = gradient[:, :, first:last].unflatten(2, ((last - first) // factor, factor))
+            whole.copy_(shares[:, :, opened:, None])
+            gradient[:, :, last:] = of_sum[:, :, None]
+            of_positions.append(gradient)
+            of_sums.append(shares[:, :, 0].to(of_sum.dtype) if first else torch.zeros_like(of_sum))
+        return *of_positions, *of_sums, None, None

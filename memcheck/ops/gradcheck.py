@@ -13,7 +13,11 @@ from torch.autograd.gradcheck import GradcheckError
 
 from memcheck.core.errors import unknown_name
 from memcheck.ops.combinator import combinator
-from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
+from memcheck.ops.compressed_attention import (
+    CompressedAttentionState,
+    compressed_attention,
+    compressed_attention_pooled,
+)
 from memcheck.ops.linear_attention import linear_attention
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention
@@ -113,14 +117,49 @@ def combinator_configuration(*shape: int, gate_shift: float = 0.0, **options: An
 
 
 def compressed_configuration(
-    B: int, H: int, Hkv: int, S: int, T: int, D: int, *, factor: int, pooled: bool = False, **options: Any
+    B: int,
+    H: int,
+    Hkv: int,
+    S: int,
+    T: int,
+    D: int,
+    *,
+    factor: int,
+    pooled: bool = False,
+    sink: bool = False,
+    **options: Any,
 ) -> Configuration:
+    """With a sink, lse is an output too; its queries all see a block, so that lse is finite."""
     sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} factor={factor}"
-    name, function, length = "compressed_attention", functools.partial(compressed_attention, factor=factor), T
+    name, length = "compressed_attention", T
+    function: Callable[..., Any] = functools.partial(compressed_attention, factor=factor)
     if pooled:
         name, length = "compressed_attention_pooled", -(-T // factor)
         function = functools.partial(compressed_attention_pooled, factor=factor, kv_len=T)
-    return configured(name, function, sizes, ((B, H, S, D), (B, Hkv, length, D), (B, Hkv, length, D)), **options)
+    shapes: tuple[tuple[int, ...], ...] = ((B, H, S, D), (B, Hkv, length, D), (B, Hkv, length, D))
+    if sink:
+        sizes, shapes, function = f"{sizes}, lse and sink", (*shapes, (H,)), functools.partial(y_and_lse, function)
+    return configured(name, function, sizes, shapes, **options)
+
+
+def y_and_lse(function: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, sink: Tensor, **options: Any) -> Tensor:
+    """(B,H,S,D+1)"""
+    y, lse = function(q, k, v, sink=sink, return_lse=True, **options)
+    return torch.cat([y, lse[..., None]], 3)
+
+
+def continued_configuration(Hkv: int, S: int, T: int, blocks: int, positions: int, *, factor: int) -> Configuration:
+    """From one state to the next: gradients of both, and of y."""
+    H, D = 2 * Hkv, 2
+
+    def function(q: Tensor, k: Tensor, v: Tensor, *held: Tensor) -> Tensor:
+        state = CompressedAttentionState(held[0], held[1], held[2], held[3], positions, factor)
+        y, after = compressed_attention(q, k, v, factor=factor, initial_state=state, return_state=True)
+        return torch.cat([x.flatten() for x in (y, *after[:4])])
+
+    shapes = ((1, H, S, D), *[(1, Hkv, T, D)] * 2, *[(1, Hkv, blocks, D)] * 2, *[(1, Hkv, D)] * 2)
+    sizes = f"H={H} Hkv={Hkv} S={S} T={T} D={D} factor={factor}, after {blocks} blocks and {positions} positions"
+    return configured("compressed_attention", function, sizes, shapes)
 
 
 # At most about 200 input elements each.
@@ -179,8 +218,19 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
             ((1, 1, 1, 8, 8, 5), {"factor": 1, "scale": 2.0}),
             ((1, 4, 1, 1, 33, 2), {"factor": 4}),
             ((1, 1, 1, 5, 5, 3), {"factor": 9, "causal": False}),
+            ((1, 4, 2, 5, 7, 3), {"factor": 2, "sink": True}),
+            ((1, 4, 2, 5, 7, 3), {"factor": 2, "sink": True, "causal": False}),
         )
     ),
+    compressed_configuration(1, 2, 1, 9, 9, 3, factor=2, cu_seqlens=torch.tensor([0, 5, 5, 9])),
+    compressed_configuration(
+        *(1, 2, 1, 5, 9, 3), factor=2, cu_seqlens_q=torch.tensor([0, 2, 5]), cu_seqlens_k=torch.tensor([0, 4, 9])
+    ),
+    compressed_configuration(2, 2, 1, 5, 7, 3, factor=2, lengths=torch.tensor([7, 4]), causal=False),
+    compressed_configuration(2, 2, 1, 5, 5, 3, factor=2, lengths=torch.tensor([5, 4]), padding="left"),
+    continued_configuration(2, 5, 5, 2, 1, factor=3),
+    continued_configuration(2, 4, 9, 1, 0, factor=3),
+    continued_configuration(1, 1, 1, 3, 2, factor=9),
 )
 
 

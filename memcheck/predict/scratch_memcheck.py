@@ -102,7 +102,7 @@ def compressed_pooled(call: Call) -> Iterator[Scratch]:
 @rule("any", "memcheck::compressed_attention_backward", "memcheck::compressed_attention_pooled_backward")
 def compressed_backward(call: Call) -> Iterator[Scratch]:
     plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
-    yield Scratch("delta", plan["delta"] if call.output_mask[0] or call.output_mask[1] else 0)
+    yield Scratch("delta", plan["delta"] if call.output_mask[1] or call.output_mask[3] else 0)
     yield Scratch("scratch", plan["backward_scratch"])
 
 

@@ -160,7 +160,7 @@ def compressed_attention_bounds(
     """Returns the scales of rounding errors of y and of the gradients of q, k, v, in their shapes."""
     sizes = compressed_attention.compress(k.abs(), factor), compressed_attention.compress(v.abs(), factor)
     hidden = compressed_attention.hidden_from(q, sizes[0], factor, k.shape[2], causal, strict)
-    of_y, of_q, of_kc, of_vc = _compressed_bounds(
+    of_y, of_q, of_kc, of_vc, *_ = _compressed_bounds(
         grad_y, q, compressed_attention.compress(k, factor), *sizes, hidden, scale
     )
     lengths = compressed_attention.block_lengths(k.shape[2], factor, k)
@@ -182,7 +182,28 @@ def compressed_attention_pooled_bounds(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the scales for keys and values that are compressed already."""
     hidden = compressed_attention.hidden_from(q, kc, factor, kv_len, causal, strict)
-    return _compressed_bounds(grad_y, q, kc, kc.abs(), vc.abs(), hidden, scale)
+    return _compressed_bounds(grad_y, q, kc, kc.abs(), vc.abs(), hidden, scale)[:4]
+
+
+def compressed_attention_merging_bounds(
+    grads: tuple[Tensor, Tensor],
+    q: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    sink: Tensor,
+    *,
+    factor: int,
+    kv_len: int,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    """Returns the scales for y, lse and the gradients of q, kc, vc and sink. grads: of y (B,H,S,D) and lse (B,H,S)."""
+    hidden = compressed_attention.hidden_from(q, kc, factor, kv_len, causal, strict)
+    of_y, *of_inputs, of_lse, of_sink = _compressed_bounds(
+        grads[0], q, kc, kc.abs(), vc.abs(), hidden, scale, (sink, grads[1])
+    )
+    return of_y, of_lse, *of_inputs, of_sink
 
 
 def _compressed_bounds(
@@ -193,17 +214,21 @@ def _compressed_bounds(
     size_v: Tensor,
     hidden: Tensor,
     scale: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    merging: tuple[Tensor, Tensor] | None = None,
+) -> tuple[Tensor, ...]:
     """Returns the formulas with |q|, |k|, |v|, |g| and plus for minus, times 1 + the largest scale |q||k| of the query.
 
     The error of a score is in proportion to that product, and an absolute error of a score is a relative error of its
     weight.
 
-    size_k, size_v (B,Hkv,C,D): the means of |k| and |v|; hidden (S,C).
+    size_k, size_v (B,Hkv,C,D): the means of |k| and |v|; hidden (S,C); merging: the sink (H,) and the gradient of lse
+    (B,H,S). With merging the scales for y, q, kc and vc are followed by those for lse and the gradient of the sink.
     """
     Hkv = kc.shape[1]
     size_k = size_k.masked_fill(compressed_attention.absent_blocks(kc)[..., None], 0)
-    weights = compressed_attention.weights_of(q, compressed_attention.over_heads(kc, q), hidden, scale)  # (B,H,S,C)
+    kc = compressed_attention.over_heads(kc, q)
+    sink = merging[0] if merging else None
+    weights = compressed_attention.weights_of(q, kc, hidden, scale, sink)  # (B,H,S,C)
     size_k, size_v, size_q, g = (
         compressed_attention.over_heads(size_k, q),
         compressed_attention.over_heads(size_v, q),
@@ -213,13 +238,21 @@ def _compressed_bounds(
     factor_of_scores = abs(compressed_attention.scale_of(q, scale))
     sizes = (factor_of_scores * size_q @ size_k.mT).masked_fill(hidden, 0)  # (B,H,S,C)
     largest = pad(sizes, (1, 0)).amax(3, keepdim=True)
+    if merging:
+        largest = largest.maximum(merging[0].abs().nan_to_num(posinf=0)[:, None, None])
     weights = weights.clamp(min=SMALLEST).masked_fill(hidden, 0) * (1 + largest)
     of_y = weights @ size_v
     delta = (g * of_y).sum(3, keepdim=True)
+    of_merging: list[Tensor] = []
+    if merging:
+        delta = delta + merging[1].abs()[..., None]
+        lse = compressed_attention.lse_of(q, kc, hidden, scale, sink)
+        of_sink = torch.exp(merging[0][:, None] - lse).clamp(min=SMALLEST) * ((1 + largest) * delta)[..., 0]
+        of_merging = [1 + largest[..., 0] + lse.abs(), of_sink.sum((0, 2))]
     grad_scores = factor_of_scores * weights * (g @ size_v.mT + delta)
     per_head = [grad_scores.mT @ size_q, weights.mT @ g]  # (B,H,C,D)
     of_k, of_v = (x.unflatten(1, (Hkv, -1)).sum(2) if Hkv else x for x in per_head)
-    return of_y, grad_scores @ size_k, of_k, of_v
+    return of_y, grad_scores @ size_k, of_k, of_v, *of_merging
 
 
 def combinator_bounds(grad_y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -120,6 +120,13 @@ COMPRESSED = Operator(
 )
 
 
+def padded_compressed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    return memcheck.compressed_attention(q, k, v, factor=3, lengths=lengths_of(q, k, 2), **options)
+
+
+PADDED_COMPRESSED = replace(COMPRESSED, function=padded_compressed)
+
+
 def attend_to_blocks(q: Tensor, kc: Tensor, vc: Tensor, **options: Any) -> Tensor:
     return memcheck.compressed_attention_pooled(q, kc, vc, factor=3, kv_len=3 * kc.shape[2], **options)
 
@@ -164,6 +171,7 @@ OPERATORS = {
     **variants(SOFTPLUS, {"causal": True}, {"causal": False}),
     **variants(PADDED_LINEAR, {"causal": True, "padding": "right"}, {"causal": False, "padding": "left"}),
     **variants(LINEAR, {"causal": True}, {"causal": False}),
+    **variants(PADDED_COMPRESSED, {"padding": "right"}, {"padding": "left"}, {"padding": "left", "causal": False}),
     **variants(COMPRESSED, {"strict": False}, {"strict": True}, {"causal": False}),
     **variants(POOLED, {"strict": False}, {"strict": True}, {"causal": False}),
     **variants(COMBINATOR, {"low_memory": False}, {"low_memory": True}),

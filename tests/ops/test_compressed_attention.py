@@ -427,7 +427,7 @@ def test_opcheck_backward(mode: str, requires_grad: bool) -> None:
         given = {"factor": 3, **MODES[mode], "keep": True}
         y, lse, kc, vc = forward_op(q.detach(), k.detach(), v.detach(), **given)
         kc, vc = (x.requires_grad_(requires_grad) for x in (kc, vc))
-        for mask in ([True, True, True], [False, True, False], [True, False, True]):
+        for mask in ([True, True, True, False], [False, True, False, False], [True, False, True, False]):
             arguments = (torch.randn_like(q), q, kc, vc, y, lse)
             more = {**options, "kv_len": k.shape[2], "output_mask": mask}
             torch.library.opcheck(pooled_backward_op, arguments, more, test_utils=utilities)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import memcheck
 from memcheck import track
+from memcheck.ops.reference import compressed_attention as compressed_reference
 from memcheck.ops.reference import linear_attention as linear_reference
 from memcheck.ops.reference import softplus_attention as softplus_reference
 
@@ -62,7 +63,15 @@ LINEAR = Attention(
     keys=2,
     step=256,
 )
-ATTENTIONS = {"softplus": SOFTPLUS, "linear": LINEAR}
+COMPRESSED = Attention(
+    functools.partial(memcheck.compressed_attention, factor=7),
+    functools.partial(compressed_reference.compressed_attention, factor=7),
+    lambda B, S, T: ((B, 4, S, 20), (B, 2, T, 20), (B, 2, T, 20), (B, 4, S, 20)),
+    queries=2,
+    keys=2,
+    step=7,
+)
+ATTENTIONS = {"softplus": SOFTPLUS, "linear": LINEAR, "compressed": COMPRESSED}
 EVERY = pytest.mark.parametrize("it", ATTENTIONS.values(), ids=ATTENTIONS)
 CAUSAL = pytest.mark.parametrize("causal", [True, False])
 

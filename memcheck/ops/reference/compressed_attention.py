@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+
+from memcheck.ops.reference.sequences import sequences_of
 
 
 def compressed_attention(
@@ -16,12 +20,28 @@ def compressed_attention(
     causal: bool = True,
     strict: bool = False,
     scale: float | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+    sink: Tensor | None = None,
+    **sequences: Any,
+) -> Any:
     """q (B,H,S,D), k and v (B,Hkv,T,D) -> y (B,H,S,D), with autograd. See memcheck.compressed_attention."""
+    options: dict[str, Any] = {"causal": causal, "strict": strict, "scale": scale}
+    options |= {"return_lse": return_lse, "sink": sink}
+    if sequences:
+        return of_sequences(q, k, v, sequences, factor=factor, **options)
     kc, vc = compress(k, factor), compress(v, factor)
-    return compressed_attention_pooled(
-        q, kc, vc, factor=factor, kv_len=k.shape[2], causal=causal, strict=strict, scale=scale
-    )
+    return compressed_attention_pooled(q, kc, vc, factor=factor, kv_len=k.shape[2], **options)
+
+
+def of_sequences(q: Tensor, k: Tensor, v: Tensor, sequences: dict[str, Any], **options: Any) -> Any:
+    """One call for each sequence of a packed or padded batch."""
+    y, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
+    for row, queries, keys in sequences_of(len(q), q.shape[2], k.shape[2], causal=options["causal"], **sequences):
+        one = compressed_attention(q[row, :, queries], k[row, :, keys], v[row, :, keys], **options)
+        if options["return_lse"]:
+            one, lse[row, :, queries] = one
+        y[row, :, queries] = one
+    return (y, lse) if options["return_lse"] else y
 
 
 def compressed_attention_pooled(
@@ -34,10 +54,14 @@ def compressed_attention_pooled(
     causal: bool = True,
     strict: bool = False,
     scale: float | None = None,
-) -> Tensor:
+    return_lse: bool = False,
+    sink: Tensor | None = None,
+) -> Any:
     """q (B,H,S,D), kc and vc (B,Hkv,C,D) -> y (B,H,S,D), with autograd. See memcheck.compressed_attention_pooled."""
     kc, vc = over_heads(kc, q), over_heads(vc, q)
-    return weights_of(q, kc, hidden_from(q, kc, factor, kv_len, causal, strict), scale) @ vc
+    hidden = hidden_from(q, kc, factor, kv_len, causal, strict)
+    y = weights_of(q, kc, hidden, scale, sink) @ vc
+    return (y, lse_of(q, kc, hidden, scale, sink)) if return_lse else y
 
 
 def compress(x: Tensor, factor: int) -> Tensor:
@@ -83,12 +107,26 @@ def absent_blocks(kc: Tensor) -> Tensor:
     return (kc == -torch.inf).all(3) if kc.shape[3] else torch.zeros(kc.shape[:3], dtype=torch.bool, device=kc.device)
 
 
-def weights_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None = None) -> Tensor:
-    """(B,H,S,C): softmax of the scores, 0 where hidden; of scores of -inf alone there is no softmax, nor a gradient."""
+def scores_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None, sink: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(B,H,S,C), or (B,H,S,C+1) with a sink (H,), and (B,H,S,1): where all scores are -inf. There they are 0."""
     absent = absent_blocks(kc)
     scores = q @ kc.masked_fill(absent[..., None], 0).mT * scale_of(q, scale)
     scores = scores.masked_fill_(hidden, -torch.inf).masked_fill_(absent[:, :, None], -torch.inf)
+    if sink is not None:
+        scores = torch.cat([scores, sink.to(scores.dtype)[:, None, None].expand(*q.shape[:3], 1)], 3)
     if not scores.shape[3]:
-        return scores
+        return scores, scores.new_ones(*scores.shape[:3], 1, dtype=torch.bool)
     nothing = scores.detach().amax(3, keepdim=True) == -torch.inf
-    return torch.softmax(scores.masked_fill_(nothing, 0), 3).masked_fill(nothing, 0)
+    return scores.masked_fill_(nothing, 0), nothing
+
+
+def weights_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None = None, sink: Tensor | None = None) -> Tensor:
+    """(B,H,S,C): softmax of the scores, 0 where hidden; of scores of -inf alone there is no softmax, nor a gradient."""
+    scores, nothing = scores_of(q, kc, hidden, scale, sink)
+    return torch.softmax(scores, 3).masked_fill(nothing, 0)[..., : kc.shape[2]]
+
+
+def lse_of(q: Tensor, kc: Tensor, hidden: Tensor, scale: float | None = None, sink: Tensor | None = None) -> Tensor:
+    """(B,H,S): the log of the sum of the scores' exponentials; -inf without a gradient if all scores are -inf."""
+    scores, nothing = scores_of(q, kc, hidden, scale, sink)
+    return scores.logsumexp(3).masked_fill(nothing[..., 0], -torch.inf)

@@ -1,0 +1,210 @@
+#pragma once
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <tuple>
+
+#include "common/torch/allocate.h"
+#include "common/torch/checks.h"
+#include "compressed_attention/compressed_attention.h"
+
+// What the operators of compressed attention share: checks of their arguments, and results.
+
+namespace memcheck::compressed_attention_glue {
+
+// The limits of factor and kv_len, so that no product of positions overflows.
+constexpr int64_t kLongest = int64_t{1} << 31;
+constexpr int64_t kMostPositions = int64_t{1} << 62;
+
+struct Options {
+  int64_t factor;
+  bool causal, strict;
+  std::optional<double> scale;
+};
+
+// Symbolic while torch.compile traces.
+struct Sizes {
+  c10::SymInt B, H, Hkv, S, T, D, C;
+
+  CompressedAttentionShape shape(const Options& options) const {
+    return {B.expect_int(), H.expect_int(), Hkv.expect_int(), S.expect_int(), T.expect_int(),
+            D.expect_int(), C.expect_int(), options.factor,   options.causal, options.strict};
+  }
+};
+
+inline double scale_of(const CompressedAttentionShape& shape, const Options& options) {
+  return options.scale.value_or(1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, shape.D))));
+}
+
+inline void check_options(const char* op, const Options& options, const at::Tensor& q) {
+  TORCH_CHECK_VALUE(options.factor >= 1 && options.factor <= kLongest, op, ": factor must be from 1 to ", kLongest,
+                    ", got ", options.factor);
+  TORCH_CHECK_VALUE(options.causal || !options.strict, op,
+                    ": strict needs causal, as it is about the block a query is in, got strict=True and causal=False");
+  if (options.scale) check_scale(op, *options.scale, q.scalar_type());
+}
+
+inline c10::SymInt blocks_of(const c10::SymInt& T, int64_t factor) {
+  return (T + (factor - 1)) / factor;
+}
+
+// q, and keys k or kc of any length. The caller sets T and C.
+inline Sizes check_heads(const char* op, const at::Tensor& q, const char* k_name, const char* k_letters,
+                         const at::Tensor& k) {
+  check_rank(op, "q", q, 4, "(B,H,S,D)");
+  check_rank(op, k_name, k, 4, k_letters);
+  Sizes n{q.sym_size(0), q.sym_size(1), k.sym_size(1), q.sym_size(2), 0, q.sym_size(3), 0};
+  check_shape(op, k_name, k, k_letters, {n.B, n.Hkv, k.sym_size(2), n.D}, "q");
+  TORCH_CHECK_VALUE(n.Hkv == 0 ? n.H == 0 : n.H % n.Hkv == 0, op, ": H, the heads of q, must be a multiple of Hkv, ",
+                    "the heads of ", k_name, ", got H = ", n.H, " and Hkv = ", n.Hkv);
+  check_floating(op, "q", q);
+  check_like(op, k_name, k, q, "q");
+  return n;
+}
+
+inline void check_lengths(const char* op, const Sizes& n, const char* T_name, bool causal) {
+  TORCH_CHECK_VALUE(!causal || n.S <= n.T, op, ": causal needs no more queries than keys, S <= ", T_name,
+                    ", got S = ", n.S, " and ", T_name, " = ", n.T);
+}
+
+inline Sizes check_inputs(const char* op, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                          const Options& options) {
+  Sizes n = check_heads(op, q, "k", "(B,Hkv,T,D)", k);
+  n.T = k.sym_size(2);
+  check_rank(op, "v", v, 4, "(B,Hkv,T,D)");
+  check_shape(op, "v", v, "(B,Hkv,T,D)", {n.B, n.Hkv, n.T, n.D}, "k");
+  check_like(op, "v", v, q, "q");
+  check_options(op, options, q);
+  check_lengths(op, n, "T", options.causal);
+  n.C = blocks_of(n.T, options.factor);
+  return n;
+}
+
+// Keys and values in blocks, however many. vc may be undefined unless it is needed.
+inline Sizes check_blocks(const char* op, const at::Tensor& q, const at::Tensor& kc, const at::Tensor& vc,
+                          const c10::SymInt& kv_len, const Options& options, bool needs_vc) {
+  Sizes n = check_heads(op, q, "kc", "(B,Hkv,C,D)", kc);
+  check_options(op, options, q);
+  TORCH_CHECK_VALUE(kv_len >= 0 && kv_len <= kMostPositions, op, ": kv_len must be from 0 to ", kMostPositions,
+                    ", got ", kv_len);
+  n.T = kv_len;
+  n.C = kc.sym_size(2);
+  check_lengths(op, n, "kv_len", options.causal);
+  if (!vc.defined() && !needs_vc) return n;
+  check_rank(op, "vc", vc, 4, "(B,Hkv,C,D)");
+  check_shape(op, "vc", vc, "(B,Hkv,C,D)", {n.B, n.Hkv, n.C, n.D}, "kc");
+  check_like(op, "vc", vc, q, "q");
+  return n;
+}
+
+// There is a block for every `factor` positions of kv_len.
+inline void check_block_count(const char* op, const Sizes& n, const Options& options) {
+  const c10::SymInt all = blocks_of(n.T, options.factor);
+  const bool fits = n.C == all || (options.causal && n.C == n.T / options.factor);
+  TORCH_CHECK_VALUE(fits, op, ": kc must be (B,Hkv,C,D) with C = ceil(kv_len / factor) = ", all,
+                    options.causal ? ", or floor when causal," : "", " for kv_len = ", n.T,
+                    " and factor = ", options.factor, ", got C = ", n.C);
+}
+
+// The sink logits of the heads, if there are any.
+inline at::Tensor check_sink(const char* op, const Sizes& n, const at::Tensor& q,
+                             const std::optional<at::Tensor>& sink) {
+  if (!sink) return {};
+  check_rank(op, "sink", *sink, 1, "(H,)");
+  check_shape(op, "sink", *sink, "(H,)", {n.H}, "q");
+  check_dtype(op, "sink", *sink, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
+  check_device(op, "sink", *sink, q, "q");
+  return *sink;
+}
+
+inline void check_taken(const char* op, const CompressedAttentionKernels& kernels, const char* name,
+                        const at::Tensor& x) {
+  TORCH_CHECK_NOT_IMPLEMENTED(kernels.takes_sink_and_grad_lse || !x.defined(), op, ": ", name,
+                              " is not implemented for CUDA");
+}
+
+inline const void* data_of(const at::Tensor& x) {
+  return x.defined() ? x.const_data_ptr() : nullptr;
+}
+
+inline at::Tensor empty_output(const Sizes& n, const at::Tensor& q) {
+  return empty_result({n.B, n.H, n.S, n.D}, q.options());
+}
+
+inline at::Tensor empty_lse(const Sizes& n, const at::Tensor& q, bool keep) {
+  return at::empty_symint({n.B, n.H, keep ? n.S : 0}, q.options().dtype(acc_scalar_type(q.scalar_type())));
+}
+
+inline at::Tensor empty_compressed(const Sizes& n, const at::Tensor& q, bool keep = true) {
+  return at::empty_symint({n.B, n.Hkv, keep ? n.C : 0, n.D}, q.options());
+}
+
+inline at::Tensor contiguous_or_not(const at::Tensor& x) {
+  return x.defined() ? x.contiguous() : x;
+}
+
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using Mask = std::array<bool, 4>;
+
+inline at::Tensor defined_or_not(const std::optional<at::Tensor>& x) {
+  return x.value_or(at::Tensor());
+}
+
+inline bool is_exact(const at::Tensor& x) {
+  return acc_scalar_type(x.scalar_type()) == x.scalar_type();
+}
+
+// The arguments of the backward operators.
+struct BackwardInputs {
+  const at::Tensor& grad_y;                   // (B,H,S,D)
+  const at::Tensor& q;                        // (B,H,S,D)
+  const at::Tensor& kc;                       // (B,Hkv,C,D)
+  const std::optional<at::Tensor>& vc;        // (B,Hkv,C,D), none if only the gradient of values is wanted
+  const std::optional<at::Tensor>& y;         // (B,H,S,D), none as vc is, and if y was rounded to 16 bits
+  const at::Tensor& lse;                      // (B,H,S)
+  const std::optional<at::Tensor>& grad_lse;  // (B,H,S), none for zeros
+  const std::optional<at::Tensor>& sink;      // (H,)
+  c10::SymInt kv_len;                         // T
+  Options options;
+  Mask wanted;
+};
+
+inline Sizes check_backward(const char* op, const BackwardInputs& in) {
+  const bool needs_all = in.wanted[0] || in.wanted[1] || in.wanted[3];
+  const Sizes n = check_blocks(op, in.q, in.kc, defined_or_not(in.vc), in.kv_len, in.options, needs_all);
+  const auto check_like_q = [&](const char* name, const at::Tensor& x) {
+    check_rank(op, name, x, 4, "(B,H,S,D)");
+    check_shape(op, name, x, "(B,H,S,D)", {n.B, n.H, n.S, n.D}, "q");
+    check_like(op, name, x, in.q, "q");
+  };
+  check_like_q("grad_y", in.grad_y);
+  if (in.y || (needs_all && is_exact(in.q))) check_like_q("y", defined_or_not(in.y));
+  const auto check_numbers = [&](const char* name, const at::Tensor& x) {
+    check_tensor(op, name, x);
+    check_shape(op, name, x, "(B,H,S)", {n.B, n.H, n.S}, "q");
+    check_dtype(op, name, x, acc_scalar_type(in.q.scalar_type()), "the accumulation type of q");
+    check_device(op, name, x, in.q, "q");
+  };
+  check_numbers("lse", in.lse);
+  if (in.grad_lse) check_numbers("grad_lse", *in.grad_lse);
+  if (in.sink || in.wanted[3]) check_sink(op, n, in.q, defined_or_not(in.sink));
+  return n;
+}
+
+// Those that are not wanted are undefined. Keys and values were not saved, but the strides of their gradients.
+inline Gradients empty_gradients(const char* op, const Sizes& n, const BackwardInputs& in,
+                                 c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride) {
+  const auto empty = [&](bool wanted, const char* name, c10::SymIntArrayRef stride) {
+    if (!wanted) return at::Tensor();
+    TORCH_CHECK_VALUE(stride.size() == 4, op, ": ", name, " must be 4 strides, got ", stride);
+    return at::empty_strided_symint({n.B, n.Hkv, n.T, n.D}, stride, in.q.options());
+  };
+  return {empty_gradient(in.wanted[0], in.q), empty(in.wanted[1], "grad_k_stride", grad_k_stride),
+          empty(in.wanted[2], "grad_v_stride", grad_v_stride), empty_gradient(in.wanted[3], defined_or_not(in.sink))};
+}
+
+}  // namespace memcheck::compressed_attention_glue
