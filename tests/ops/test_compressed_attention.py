@@ -866,12 +866,12 @@ def test_wrong_input(wrong: str, requires_grad: bool) -> None:
 
 POOLED_RAISES = {
     "too few blocks": (
-        {"kc": torch.ones(2, 2, 2, 3)},
+        {"kc": torch.ones(2, 2, 2, 3), "vc": torch.ones(2, 2, 2, 3)},
         ValueError,
         r"kc must be .* C = ceil\(kv_len / factor\) = 4, or floor when causal, for kv_len = 7 .* = 2, got C = 2",
     ),
     "floor when not causal": (
-        {"kc": torch.ones(2, 2, 3, 3), "causal": False},
+        {"kc": torch.ones(2, 2, 3, 3), "vc": torch.ones(2, 2, 3, 3), "causal": False},
         ValueError,
         r"kc must be .* = 4 for kv_len = 7 and factor = 2, got C = 3",
     ),
