@@ -19,6 +19,25 @@ struct Backward {
                                             std::array<bool, 2> output_mask);
 };
 
+// The pre-activations x W^T that the forward kept, as a function of x and W, the weight as (2E,E).
+struct KeptProducts : Function<KeptProducts> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& /*stands for x*/, const Tensor& /*for weight*/,
+                               const Tensor& kept, const std::optional<Tensor>& x,
+                               const std::optional<Tensor>& weight) {
+    ctx->save_for_backward({x.value_or(Tensor()), weight.value_or(Tensor())});
+    return {kept};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const auto saved = ctx->get_saved_variables();
+    variable_list gradients(5);
+    if (ctx->needs_input_grad(0)) gradients[0] = grads[0].matmul(saved[1].flatten(0, 1));
+    if (ctx->needs_input_grad(1))
+      gradients[1] = grads[0].flatten(0, -2).t().matmul(saved[0].flatten(0, -2)).unflatten(0, {2, -1});
+    return gradients;
+  }
+};
+
 struct Combinator : Function<Combinator> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& weight, bool low_memory,
                                bool /*keep_preactivations*/) {
@@ -38,10 +57,12 @@ struct Combinator : Function<Combinator> {
     if (!grads[0].defined()) return gradients_of<Forward>({});
     const auto saved = ctx->get_saved_variables();
     const auto wanted = wanted_gradients<2>(ctx);
-    const auto [grad_x, grad_weight] =
-        call_operator<Backward>(grads[0], if_defined(saved[0]), if_defined(saved[1]), if_defined(saved[2]), wanted);
-    // In performance mode the gradients may depend on x or weight through the pre-activations alone.
-    return gradients_of<Forward>(refuse_double_backward_through_kept("combinator", {grad_x, grad_weight}, grads[0]));
+    const auto x = if_defined(saved[0]), weight = if_defined(saved[1]);
+    auto kept = if_defined(saved[2]);
+    if (kept && at::GradMode::is_enabled())
+      kept = KeptProducts::apply(stands_for_input(0, *kept), stands_for_input(1, *kept), *kept, x, weight)[0];
+    const auto [grad_x, grad_weight] = call_operator<Backward>(grads[0], x, weight, kept, wanted);
+    return gradients_of<Forward>({grad_x, grad_weight});
   }
 };
 

@@ -88,20 +88,15 @@ bool requires_gradient(const MaybeTensor& x) {
 
 // q and kc: the scores are formed again, and their gradients are sums of kc and of q. lse: the softmax weights from
 // scores. vc: for the gradient of a weight, but not for that of the values. y: grad_y . y, unless y was rounded to 16
-// bits, when that is a sum over blocks. sink: its weight, for its own gradient; the lse includes it.
+// bits, when that is a sum over blocks. sink: its weight, for its own gradient and for those of
+// gradients; the lse includes it.
 variable_list saved_tensors(const Tensor& q, const Tensor& kc, const Tensor& vc, const Tensor& y, const Tensor& lse,
                             const MaybeTensor& sink, bool grads_scores, bool saves_vc) {
   const bool exact = acc_scalar_type(q.scalar_type()) == q.scalar_type();
-  return {q,
-          kc,
-          saves_vc ? vc : Tensor(),
-          grads_scores && exact ? y : Tensor(),
-          lse,
-          requires_gradient(sink) ? *sink : Tensor()};
+  return {q, kc, saves_vc ? vc : Tensor(), grads_scores && exact ? y : Tensor(), lse, sink.value_or(Tensor())};
 }
 
-// Which gradients the backward that is running is asked for. A sink was saved if it required a gradient, and only then
-// has it a place among the inputs.
+// Which gradients the backward that is running is asked for. A sink has a place among the inputs only if it was given.
 Mask wanted_with_sink(const AutogradContext* ctx, const Tensor& sink) {
   return {ctx->needs_input_grad(0), ctx->needs_input_grad(1), ctx->needs_input_grad(2),
           sink.defined() && ctx->needs_input_grad(3)};
@@ -140,6 +135,40 @@ variable_list returned(AutogradContext* ctx, const variable_list& outputs, bool 
   return {outputs[0], lse, kc, vc};
 }
 
+// The means kc (B,Hkv,C,D) that the forward kept, as a function of k (B,Hkv,T,D); or vc, of v.
+struct KeptMeans : Function<KeptMeans> {
+  static variable_list forward(AutogradContext* ctx, const Tensor& /*stands for k*/, const Tensor& kept, int64_t factor,
+                               const c10::SymInt& T) {
+    ctx->saved_data["factor"] = factor;
+    ctx->saved_data["T"] = T;
+    return {kept};
+  }
+
+  // A position gets the gradient of its block, divided by the block's length.
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const int64_t factor = ctx->saved_data["factor"].toInt();
+    const c10::SymInt T = ctx->saved_data["T"].toSymInt(), C = grads[0].sym_size(2);
+    if (C == 0) return {at::zeros_symint(grads[0].sym_sizes(), grads[0].options()), {}, {}, {}};
+    const c10::SymInt last = T - (C - 1) * factor;
+    const Tensor whole = grads[0].narrow_symint(2, 0, C - 1).div(factor).repeat_interleave_symint(factor, 2);
+    const Tensor rest = grads[0].narrow_symint(2, C - 1, 1).div(last.guard_int(__FILE__, __LINE__));
+    std::vector<c10::SymInt> sizes = grads[0].sym_sizes().vec();
+    sizes[2] = last;
+    return {at::cat({whole, rest.expand_symint(sizes)}, 2), {}, {}, {}};
+  }
+};
+
+// The same where a backward may be differentiated.
+Tensor kept_means(const Tensor& kept, size_t input, int64_t factor, const c10::SymInt& T) {
+  if (!kept.defined() || !at::GradMode::is_enabled()) return kept;
+  return KeptMeans::apply(stands_for_input(input, kept), kept, factor, T)[0];
+}
+
+// y as a backward reads it. Its own gradient is that of the other tensors, from which it can be computed.
+std::optional<Tensor> kept_y(const Tensor& y) {
+  return y.defined() ? std::optional<Tensor>(y.detach()) : std::nullopt;
+}
+
 struct CompressedAttention : Function<CompressedAttention> {
   static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
                                const MaybeTensor& sink, int64_t factor, bool causal, bool strict, Scale scale,
@@ -161,15 +190,14 @@ struct CompressedAttention : Function<CompressedAttention> {
     const auto saved = ctx->get_saved_variables();
     const Options options = saved_options(ctx);
     const Tensor grad_y = gradient_of_y(grads, saved[0]);
-    const auto [grad_q, grad_k, grad_v, grad_sink] = call_operator<Backward>(
-        grad_y, saved[0], saved[1], if_defined(saved[2]), if_defined(saved[3]), saved[4], if_defined(grads[1]),
-        if_defined(saved[5]), options.factor, ctx->saved_data["kv_len"].toSymInt(), options.causal, options.strict,
-        options.scale, ctx->saved_data["grad_k_stride"].toSymIntVector(),
-        ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_with_sink(ctx, saved[5]));
-    const variable_list gradients{grad_q, grad_k, grad_v, grad_sink};
-    if (!gradients_depend_on_kept(saved[5])) return gradients_of<Forward>(gradients);
-    return gradients_of<Forward>(
-        refuse_double_backward_through_kept("compressed_attention", gradients, joined(grad_y, grads[1])));
+    const c10::SymInt T = ctx->saved_data["kv_len"].toSymInt();
+    const Tensor kc = kept_means(saved[1], 1, options.factor, T), vc = kept_means(saved[2], 2, options.factor, T);
+    const auto [grad_q, grad_k, grad_v, grad_sink] =
+        call_operator<Backward>(grad_y, saved[0], kc, if_defined(vc), kept_y(saved[3]), saved[4].detach(),
+                                if_defined(grads[1]), if_defined(saved[5]), options.factor, T, options.causal,
+                                options.strict, options.scale, ctx->saved_data["grad_k_stride"].toSymIntVector(),
+                                ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_with_sink(ctx, saved[5]));
+    return gradients_of<Forward>({grad_q, grad_k, grad_v, grad_sink});
   }
 };
 
@@ -232,7 +260,7 @@ struct PooledAttention : Function<PooledAttention> {
     const auto saved = ctx->get_saved_variables();
     const Options options = saved_options(ctx);
     const auto [grad_q, grad_kc, grad_vc, grad_sink] = call_operator<PooledBackward>(
-        gradient_of_y(grads, saved[0]), saved[0], saved[1], if_defined(saved[2]), if_defined(saved[3]), saved[4],
+        gradient_of_y(grads, saved[0]), saved[0], saved[1], if_defined(saved[2]), kept_y(saved[3]), saved[4].detach(),
         if_defined(grads[1]), if_defined(saved[5]), options.factor, ctx->saved_data["kv_len"].toSymInt(),
         options.causal, options.strict, options.scale, wanted_with_sink(ctx, saved[5]));
     return gradients_of<PooledForward>({grad_q, grad_kc, grad_vc, grad_sink});

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+from memcheck.ops import derivatives
 
 
 def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor:
@@ -24,7 +25,7 @@ def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor
     Returns:
         y (...,E), contiguous. Kept for backward: the pre-activations (...,2E) in the dtype of x (not with
         low_memory), x if weight needs a gradient, weight if x does. Scratch: chunks of at most a sixteenth of x's
-        bytes, or 4 MiB if that is more. A gradient has its input's strides. A double backward raises.
+        bytes, or 4 MiB if that is more. A gradient has its input's strides.
 
     Raises:
         ValueError: a shape or device. TypeError: a dtype.
@@ -34,5 +35,7 @@ def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor
         ...     return torch.logaddexp(x, x.new_zeros(()))
         >>> y = softplus(x @ weight[0].mT) * (x @ weight[1].mT)
     """
+    if derivatives.transformed():
+        return derivatives.call("combinator", (x, weight), low_memory=low_memory)
     y: Tensor = torch.ops.memcheck.combinator(x, weight, low_memory=low_memory)[0]
     return y

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+from memcheck.ops import derivatives
 from memcheck.ops.checks import refuse_context_parallel, sequence_arguments
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -118,7 +119,7 @@ def compressed_attention(
     Returns:
         y (B,H,S,D), contiguous; 0 for a query that sees no block, or only scores of -inf. Kept for backward: q, y (not
         in 16 bits), the means, and one number per query in the accumulation type, but not k and v. A gradient has its
-        input's strides. A double backward raises. With return_lse: y and lse (B,H,S) in the accumulation type, the
+        input's strides. With return_lse: y and lse (B,H,S) in the accumulation type, the
         natural logarithm of the sum of exp(score) over what a query sees, and -inf where y is 0 for lack of it. Both
         have gradients; on CUDA lse has none yet. With return_state: the state last, a CompressedAttentionState with
         which the next call goes on. Two calls with the state between equal one call over all positions, with the same
@@ -169,6 +170,8 @@ def compressed_attention(
         if not return_state:
             return outputs
         return (*outputs, state) if return_lse else (outputs, state)
+    if derivatives.transformed() and sink is None and not (return_lse or sequences):
+        return derivatives.call(op, (q, k, v), factor=factor, causal=causal, strict=strict, scale=scale)
     sink = _check_sink(op, sink, q)
     ops = torch.ops.memcheck
     forward = ops.compressed_attention_sequences if sequences else ops.compressed_attention
@@ -254,10 +257,11 @@ def compressed_attention_pooled(
     if not 0 <= kv_len <= MOST_POSITIONS:
         raise ValueError(f"{op}: kv_len must be from 0 to {MOST_POSITIONS}, got {kv_len}")
     _check_scale(op, scale)
+    options: dict[str, Any] = {"factor": factor, "kv_len": kv_len, "causal": causal, "strict": strict, "scale": scale}
+    if derivatives.transformed() and sink is None and not return_lse:
+        return derivatives.call(op, (q, kc, vc), **options)
     sink = _check_sink(op, sink, q)
-    y, lse = torch.ops.memcheck.compressed_attention_pooled(
-        q, kc, vc, sink, factor=factor, kv_len=kv_len, causal=causal, strict=strict, scale=scale, return_lse=return_lse
-    )
+    y, lse = torch.ops.memcheck.compressed_attention_pooled(q, kc, vc, sink, return_lse=return_lse, **options)
     return (y, lse) if return_lse else y
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+from memcheck.ops import derivatives
 from memcheck.ops.checks import check_rank, check_state, described, refuse_context_parallel, sequence_arguments
 
 State = tuple[Tensor, Tensor]
@@ -115,8 +116,7 @@ def linear_attention(
         y (B,H,S,Dv), contiguous; with return_state, (y, (M, z)), differentiable in all of them. Kept for backward: only
         the inputs, and the returned M and z for the gradient of decay; the states of positions are recomputed. On the
         CPU, where heads are too few for the threads, the sequence is cut into segments, each with a state in memory.
-        The number of threads changes no bit of the results. A gradient has its input's strides. A double backward
-        raises.
+        The number of threads changes no bit of the results. A gradient has its input's strides.
         A NaN or an infinity in v at one position also reaches queries up to 31 positions before it, because it is
         multiplied by 0. The gradient of a decay a is divided by a, so that its rounding error grows as 1 / a; where a
         is below the accumulation type's epsilon it is 0.
@@ -125,7 +125,7 @@ def linear_attention(
         ValueError: a shape, device, feature map, S > T when causal, eps <= 0, a decay outside of (0, 1], a rule of
             cu_seqlens and lengths, or an argument without the one that it needs.
         TypeError: a dtype.
-        NotImplementedError: decay, states and normalize=False on CUDA; torch.func's gradients; inside
+        NotImplementedError: decay, states and normalize=False on CUDA; inside
             torch.distributed's context_parallel.
 
     Equivalent to:
@@ -146,6 +146,8 @@ def linear_attention(
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     options: dict[str, Any] = {"causal": causal, "feature_map": feature_map, "eps": eps}
     if normalize and not (sequences or return_state) and decay is None and initial_state is None:
+        if derivatives.transformed():
+            return derivatives.call(op, (q, k, v), **options)
         y: Tensor = torch.ops.memcheck.linear_attention(q, k, v, **options)
         return y
     if decay is not None and not isinstance(decay, Tensor):

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+from memcheck.ops import derivatives
 
 
 def linear_r(x: Tensor, w: Tensor) -> Tensor:
@@ -29,6 +30,8 @@ def linear_r(x: Tensor, w: Tensor) -> Tensor:
     Equivalent to:
         >>> y = x @ w
     """
+    if derivatives.transformed():
+        return derivatives.call("linear_r", (x, w))
     y: Tensor = torch.ops.memcheck.linear_r(x, w)
     return y
 
@@ -46,5 +49,7 @@ def linear_l(x: Tensor, w: Tensor) -> Tensor:
     Equivalent to:
         >>> y = (x @ w).transpose(1, 2).contiguous()
     """
+    if derivatives.transformed():
+        return derivatives.call("linear_l", (x, w))
     y: Tensor = torch.ops.memcheck.linear_l(x, w)
     return y

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     check_initial_state,
     check_rank,
@@ -73,12 +74,12 @@ def softplus_attention(
 
     Returns:
         y (B,S,R), contiguous; with return_state (y, state). Kept for backward: q, k, v, and two sums per channel and
-        256 positions in the accumulation type. A gradient has its input's strides. A double backward raises.
+        256 positions in the accumulation type. A gradient has its input's strides.
 
     Raises:
         ValueError: a shape, device, S > T when causal, eps <= 0, or a rule of cu_seqlens and lengths.
         TypeError: a dtype.
-        NotImplementedError: torch.func's gradients; inside torch.distributed's context_parallel; a state on CUDA.
+        NotImplementedError: inside torch.distributed's context_parallel; a state on CUDA.
 
     Equivalent to:
         >>> def softplus(x):
@@ -92,6 +93,8 @@ def softplus_attention(
     refuse_context_parallel(op)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     if not sequences and initial_state is None and not return_state:
+        if derivatives.transformed():
+            return derivatives.call(op, (q, k, v), causal=causal, eps=eps)
         y: Tensor = torch.ops.memcheck.softplus_attention(q, k, v, causal=causal, eps=eps)[0]
         return y
     options = {"causal": causal, "eps": eps, **sequences}

@@ -32,6 +32,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 import memcheck
+from memcheck.ops import derivatives
 from memcheck.ops import gradcheck as gradchecking
 
 Sizes = tuple[int, ...]
@@ -282,21 +283,182 @@ def test_a_kept_input_changed_in_place_is_an_error(it: Operator) -> None:
             y.sum().backward()
 
 
-# ---- derivatives that there are not
+# ---- derivatives in plain PyTorch
 
 
-@EVERY
-def test_forward_mode_raises(it: Operator) -> None:
-    """Without an input that requires a gradient, only the operator can report that a tangent is lost."""
-    for dual in range(len(it.shapes(*it.small))):
-        inputs, _ = it.inputs(it.small)
+PADDED = (padded_softplus, padded_linear, padded_compressed)
+
+
+def innermost(function: Any) -> Any:
+    while isinstance(function, functools.partial):
+        function = function.func
+    return function
+
+
+DENSE = pytest.mark.parametrize(
+    "it", [pytest.param(it, id=name) for name, it in OPERATORS.items() if innermost(it.function) not in PADDED]
+)
+
+
+def reference_of(it: Operator) -> Function:
+    """The operator's formulas in plain PyTorch, with the options of its function."""
+    options: dict[str, Any] = {}
+    function: Any = it.function
+    while isinstance(function, functools.partial):
+        options = function.keywords | options
+        function = function.func
+    if function is attend_to_blocks:
+        return lambda q, kc, vc: derivatives.in_plain_torch(
+            it.name, options | {"factor": 3, "kv_len": 3 * kc.shape[2]}
+        )(q, kc, vc)
+    return derivatives.in_plain_torch(it.name, options)
+
+
+def subsets_of(it: Operator) -> list[tuple[bool, ...]]:
+    return subsets(len(it.shapes(*it.small)))
+
+
+def second_gradients(
+    function: Function, inputs: list[Tensor], wanted: list[int], grad_y: Tensor
+) -> list[tuple[Tensor | None, ...]]:
+    """For each gradient, alone and among the others: the gradients of its sum of squares."""
+    copies = [x.detach().clone() for x in inputs]
+    leaves = [copies[i].requires_grad_() for i in wanted]
+    given = grad_y.detach().clone().requires_grad_()
+    loss = (function(*copies) * given).sum()
+    together = torch.autograd.grad(loss, leaves, create_graph=True)
+    alone = [torch.autograd.grad(loss, leaf, create_graph=True)[0] for leaf in leaves]
+    return [
+        torch.autograd.grad(gradient.square().sum(), [given, *leaves], retain_graph=True, materialize_grads=True)
+        for gradient in (*together, *alone)
+    ]
+
+
+@DENSE
+def test_double_backward(it: Operator) -> None:
+    """Equal to the reference for every subset of the inputs and for the gradient of y."""
+    for mask in subsets_of(it):
+        inputs, grad_y = it.inputs(it.small, torch.float64)
+        wanted = [i for i, x in enumerate(mask) if x]
+        found = second_gradients(it.function, inputs, wanted, grad_y)
+        torch.testing.assert_close(found, second_gradients(reference_of(it), inputs, wanted, grad_y))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+@DENSE
+def test_double_backward_is_in_float32(it: Operator, dtype: torch.dtype) -> None:
+    """For 16-bit inputs, too: an error is that of gradients which are rounded."""
+    inputs, grad_y = it.inputs(it.small, dtype)
+    wanted = list(range(len(inputs)))
+    found = second_gradients(it.function, inputs, wanted, grad_y)
+    exact = second_gradients(reference_of(it), [x.double() for x in inputs], wanted, grad_y.double())
+    unit = torch.finfo(dtype).eps
+    for rows in zip(found, exact, strict=True):
+        for x, truth in zip(*rows, strict=True):
+            assert x is not None
+            assert truth is not None
+            assert x.dtype == dtype
+            assert (x.double() - truth).abs().max() <= 16 * unit * (1 + truth.abs().max())
+
+
+@DENSE
+def test_gradgradcheck(it: Operator) -> None:
+    inputs, _ = it.inputs(it.small, torch.float64)
+    assert torch.autograd.gradgradcheck(it.function, [x.requires_grad_() for x in inputs], fast_mode=True)
+
+
+@DENSE
+def test_third_derivatives(it: Operator) -> None:
+    inputs, grad_y = it.inputs(it.small, torch.float64)
+
+    def third(function: Function) -> tuple[Tensor, ...]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        gradients = torch.autograd.grad(function(*leaves), leaves, grad_y, create_graph=True)
+        loss = sum(x.square().sum() for x in gradients)
+        gradients = torch.autograd.grad(loss, leaves, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in gradients), leaves)
+
+    torch.testing.assert_close(third(it.function), third(reference_of(it)))
+
+
+@DENSE
+def test_a_penalty_on_a_gradient(it: Operator) -> None:
+    """A loss beside the penalty: both reach the inputs, through backward() and through autograd.grad."""
+    inputs, grad_y = it.inputs(it.small, torch.float64)
+
+    def gradients(function: Function) -> list[Tensor | None]:
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        y = function(*leaves)
+        penalty = sum(x.square().sum() for x in torch.autograd.grad(y, leaves, grad_y, create_graph=True))
+        (y.sum() + penalty).backward()
+        return [x.grad for x in leaves]
+
+    torch.testing.assert_close(gradients(it.function), gradients(reference_of(it)))
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@DENSE
+def test_torch_func(it: Operator) -> None:
+    inputs, grad_y = it.inputs(it.small, torch.float64)
+    everywhere = tuple(range(len(inputs)))
+    pairs = [torch.stack([x, -x]) for x in inputs]
+
+    def results(function: Function) -> list[Any]:
+        def loss(*inputs: Tensor) -> Tensor:
+            return (function(*inputs) * grad_y).sum()
+
+        return [
+            torch.func.grad(loss, everywhere)(*inputs),
+            torch.func.vjp(function, *inputs)[1](grad_y),
+            torch.func.jacrev(function, everywhere)(*inputs),
+            torch.func.hessian(loss, everywhere)(*inputs),
+            torch.func.vmap(torch.func.grad(loss, everywhere))(*pairs),
+            torch.func.vmap(torch.func.grad(loss), in_dims=(0, *[None] * (len(inputs) - 1)))(pairs[0], *inputs[1:]),
+            torch.func.grad(lambda *x: torch.func.vmap(loss)(*x).sum(), everywhere)(*pairs),
+            torch.func.jvp(function, tuple(inputs), tuple(x.cos() for x in inputs)),
+            torch.func.jacfwd(function, everywhere)(*inputs),
+        ]
+
+    torch.testing.assert_close(results(it.function), results(reference_of(it)))
+
+
+@DENSE
+def test_gradients_of_torch_func_are_those_of_autograd(it: Operator) -> None:
+    for dtype in DTYPES:
+        inputs, grad_y = it.inputs(it.small, dtype)
+        y, pull = torch.func.vjp(it.function, *inputs)
+        assert same_bits([y, *pull(grad_y)], run(it.function, inputs, grad_y))
+
+
+@DENSE
+def test_operators_of_the_dispatcher_refuse_torch_func(it: Operator) -> None:
+    """The functions of memcheck choose another way; a direct call says which to use."""
+    inputs, _ = it.inputs(it.small)
+    options = {} if "compressed" not in it.name else {"factor": 3}
+    options |= {"kv_len": 3 * inputs[1].shape[2]} if "pooled" in it.name else {}
+
+    def loss(*inputs: Tensor) -> Tensor:
+        result = getattr(torch.ops.memcheck, it.name)(*inputs, **options)
+        return (result if isinstance(result, Tensor) else result[0]).sum()
+
+    with pytest.raises(NotImplementedError, match=f"{it.name}: torch.func .* through memcheck.{it.name}"):
+        torch.func.grad(loss)(*inputs)
+
+
+@DENSE
+def test_forward_mode(it: Operator) -> None:
+    inputs, _ = it.inputs(it.small, torch.float64)
+
+    def tangent(function: Function, which: int) -> Tensor:
         with forward_ad.dual_level():
-            inputs[dual] = forward_ad.make_dual(inputs[dual], torch.ones_like(inputs[dual]))
-            with pytest.raises(NotImplementedError, match=f"{it.name}: forward-mode differentiation"):
-                it.function(*inputs)
+            x = forward_ad.make_dual(inputs[which], inputs[which].cos())
+            return forward_ad.unpack_dual(function(*inputs[:which], x, *inputs[which + 1 :])).tangent
+
+    for which in range(len(inputs)):
+        torch.testing.assert_close(tangent(it.function, which), tangent(reference_of(it), which))
 
 
-@EVERY
+@DENSE
 def test_forward_mode_over_the_gradient_of_y_raises(it: Operator) -> None:
     leaves, grad_y = it.leaves(it.small)
     y = it.function(*leaves)
@@ -304,79 +466,6 @@ def test_forward_mode_over_the_gradient_of_y_raises(it: Operator) -> None:
         dual = forward_ad.make_dual(grad_y, torch.ones_like(grad_y))
         with pytest.raises(NotImplementedError, match=f"{it.name}: forward-mode differentiation"):
             torch.autograd.grad(y, leaves, dual)
-
-
-def subsets_of(it: Operator) -> list[tuple[bool, ...]]:
-    return subsets(len(it.shapes(*it.small)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("grad_y_wanted", [False, True])
-@EVERY
-def test_double_backward_raises(it: Operator, grad_y_wanted: bool, dtype: torch.dtype) -> None:
-    """Raises for every input and for the gradient of y, also if an input is frozen or only one gradient is computed.
-
-    Each is differentiated alone with allow_unused: a missing derivative would be None, which reads as 0.
-    """
-    message = f"{it.name}: double backward is not implemented; differentiate {it.name} of memcheck.ops.reference"
-    for mask in subsets_of(it):
-        inputs, grad_y = it.inputs(it.small, dtype)
-        wanted = [i for i, x in enumerate(mask) if x]
-        leaves = [inputs[i].requires_grad_() for i in wanted]
-        y = it.function(*inputs)
-        grad_y.requires_grad_(grad_y_wanted)
-        loss = (y * grad_y).sum()
-        constant = len(wanted) == 1 and wanted[0] in it.linear_in
-        targets = [*([grad_y] if grad_y_wanted else []), *([] if constant else leaves)]
-        together = torch.autograd.grad(loss, leaves, create_graph=True)
-        alone = [torch.autograd.grad(loss, leaf, create_graph=True)[0] for leaf in leaves]
-        for gradient in (*together, *alone):
-            for target in targets:
-                with pytest.raises(NotImplementedError, match=message):
-                    torch.autograd.grad(gradient.sum(), target, retain_graph=True, allow_unused=True)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@EVERY
-def test_a_penalty_on_a_gradient_raises(it: Operator, dtype: torch.dtype) -> None:
-    """The loss beside the penalty has a gradient, which would hide that the penalty has none."""
-    for mask in subsets_of(it):
-        inputs, grad_y = it.inputs(it.small, dtype)
-        wanted = [i for i, x in enumerate(mask) if x]
-        if len(wanted) == 1 and wanted[0] in it.linear_in:
-            continue  # the gradient is a constant
-        leaves = [inputs[i].requires_grad_() for i in wanted]
-        y = it.function(*inputs)
-        for gradient in torch.autograd.grad(y, leaves, grad_y, create_graph=True):
-            loss = y.sum() + gradient.square().sum()
-            with pytest.raises(NotImplementedError, match=f"{it.name}: double backward is not implemented"):
-                loss.backward(retain_graph=True)
-            # autograd.grad runs only the nodes that lead to the leaves.
-            with pytest.raises(NotImplementedError, match=f"{it.name}: double backward is not implemented"):
-                torch.autograd.grad(loss, leaves, retain_graph=True)
-
-
-@EVERY
-def test_gradients_of_torch_func_raise(it: Operator) -> None:
-    inputs, grad_y = it.inputs(it.small)
-    everywhere = tuple(range(len(inputs)))
-
-    def loss(*inputs: Tensor) -> Tensor:
-        return it.function(*inputs).sum()
-
-    pairs = [torch.stack([x, x]) for x in inputs]
-    refused = [
-        lambda: torch.func.grad(loss)(*inputs),
-        lambda: torch.func.vjp(it.function, *inputs)[1](grad_y),
-        lambda: torch.func.jacrev(it.function, everywhere)(*inputs),
-        lambda: torch.func.hessian(loss)(*inputs),
-        lambda: torch.func.vmap(torch.func.grad(loss))(*pairs),
-    ]
-    for call in refused:
-        with pytest.raises(
-            NotImplementedError, match=f"{it.name}: torch.func .* use torch.autograd.grad, or {it.name} of"
-        ):
-            call()
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

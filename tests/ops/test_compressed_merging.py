@@ -352,18 +352,21 @@ def test_autocast() -> None:
 
 
 @pytest.mark.cpu
-def test_double_backward_raises() -> None:
-    message = "compressed_attention: double backward is not implemented"
-    for wanted in range(4):
-        inputs, grads = make_more(2, 4, 2, 5, 7, 3)
-        leaf = inputs[wanted].requires_grad_()
-        q, k, v, sink = inputs
-        _, lse = compressed_attention(q, k, v, factor=3, sink=sink, return_lse=True)
-        grads[1].requires_grad_()
-        (gradient,) = torch.autograd.grad(lse, leaf, grads[1], create_graph=True)
-        for target in (grads[1], *([leaf] if wanted != 2 else [])):
-            with pytest.raises(NotImplementedError, match=message):
-                torch.autograd.grad(gradient.sum(), target, retain_graph=True, allow_unused=True)
+@pytest.mark.parametrize("constant", [None, "sink", "k"])
+@pytest.mark.parametrize("op", [compressed_attention, compressed_attention_pooled])
+def test_gradgradcheck(op: Callable[..., Any], constant: str | None) -> None:
+    """Of y and lse, also if an input is constant."""
+    inputs, _ = make_more(2, 4, 2, 5, 7, 3, dtype=torch.float64)
+    options = {"factor": 3} if op is compressed_attention else {"factor": 3, "kv_len": 21}
+    names = ["q", "k", "v", "sink"]
+    fixed = dict(zip(names, inputs, strict=True))
+    leaves = [name for name in names if name != constant]
+
+    def function(*given: Tensor) -> Any:
+        q, k, v, sink = (fixed | dict(zip(leaves, given, strict=True))).values()
+        return op(q, k, v, sink=sink, return_lse=True, **options)
+
+    assert torch.autograd.gradgradcheck(function, [fixed[name].requires_grad_() for name in leaves], fast_mode=True)
 
 
 # ---- merging

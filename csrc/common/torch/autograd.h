@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string>
@@ -162,7 +163,8 @@ inline void refuse_torch_func(const char* op) {
     supported = false;
   }
   TORCH_CHECK_NOT_IMPLEMENTED(supported, op,
-                              ": torch.func (grad, vjp, jacrev, hessian) cannot differentiate it; use "
+                              ": torch.func (grad, vjp, jacrev, hessian) differentiates it through memcheck.", op,
+                              " without sequences, states, decay, lse and sink, and not through torch.ops; else use "
                               "torch.autograd.grad, or ",
                               op, " of memcheck.ops.reference, which is plain PyTorch");
 }
@@ -182,6 +184,84 @@ inline void refuse_forward_mode(const char* op, const variable_list& inputs) {
 
 // ---- double backward
 
+[[noreturn]] inline void raise_no_double_backward(const std::string& op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": double backward is not implemented here; differentiate ", op,
+                              " of memcheck.ops.reference, which is plain PyTorch");
+}
+
+// The gradients of a backward operator, such that they can be differentiated: by memcheck::<name>_double_backward,
+// which memcheck/ops/derivatives.py defines in plain PyTorch. It takes a gradient (or none) for each result of the
+// backward operator, and that operator's arguments. It returns a gradient for each of these that is a tensor.
+struct DoubleBackward : Function<DoubleBackward> {
+  // `shown` is the operator's name in messages. `arguments` are those of the backward operator with none in place of
+  // tensors, which are `inputs`, each with its position.
+  static variable_list forward(AutogradContext* ctx, const std::string& name, const std::string& shown,
+                               const variable_list& gradients, const std::vector<c10::IValue>& arguments,
+                               const std::vector<int64_t>& positions, at::TensorList inputs) {
+    c10::List<bool> defined;
+    variable_list results;
+    for (const Tensor& x : gradients) {
+      defined.push_back(x.defined());
+      if (x.defined()) results.push_back(x);
+    }
+    ctx->save_for_backward(inputs.vec());
+    ctx->saved_data["name"] = name;
+    ctx->saved_data["shown"] = shown;
+    ctx->saved_data["defined"] = defined;
+    ctx->saved_data["arguments"] = c10::ivalue::Tuple::create(arguments);
+    ctx->saved_data["positions"] = positions;
+    ctx->set_materialize_grads(false);
+    return results;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list inputs = ctx->get_saved_variables();
+    variable_list result(5);  // the arguments of forward before `inputs` have no gradients
+    c10::List<std::optional<Tensor>> grad_gradients;
+    size_t next = 0;
+    for (const bool defined : ctx->saved_data["defined"].toBoolList())
+      grad_gradients.push_back(defined ? if_defined(grads[next++]) : std::nullopt);
+    if (std::none_of(grads.begin(), grads.end(), [](const Tensor& x) { return x.defined(); })) {
+      result.resize(result.size() + inputs.size());
+      return result;
+    }
+    torch::jit::Stack stack{grad_gradients};
+    for (const c10::IValue& argument : ctx->saved_data["arguments"].toTupleRef().elements()) stack.push_back(argument);
+    const std::vector<int64_t> positions = ctx->saved_data["positions"].toIntVector();
+    for (size_t i = 0; i < inputs.size(); ++i) stack[1 + positions[i]] = inputs[i];
+    const std::string name = "memcheck::" + ctx->saved_data["name"].toStringRef() + "_double_backward";
+    const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
+    if (!op) raise_no_double_backward(ctx->saved_data["shown"].toStringRef());
+    op->callBoxed(stack);
+    for (const Tensor& x : stack[0].toTensorVector()) result.push_back(x);
+    return result;
+  }
+};
+
+// The gradients that a backward operator computed from these arguments. They can be differentiated if a tensor among
+// the arguments requires a gradient.
+template <typename... Args>
+variable_list differentiable_gradients(const std::string& name, const char* shown, variable_list gradients,
+                                       const Args&... args) {
+  if (!wants_gradient(tensors_among(args...))) return gradients;
+  refuse_torch_func(shown);
+  std::vector<c10::IValue> arguments = c10::impl::boxArgs(args...);
+  std::vector<int64_t> positions;
+  variable_list inputs;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    if (!arguments[i].isTensor()) continue;
+    positions.push_back(static_cast<int64_t>(i));
+    inputs.push_back(arguments[i].toTensor());
+    arguments[i] = c10::IValue();
+  }
+  const auto results =
+      DoubleBackward::apply(name, std::string(shown), gradients, arguments, positions, at::TensorList(inputs));
+  size_t next = 0;
+  for (Tensor& x : gradients)
+    if (x.defined()) x = results[next++];
+  return gradients;
+}
+
 // Returns gradients as they are. Differentiating them raises.
 struct NoDoubleBackward : Function<NoDoubleBackward> {
   static variable_list forward(AutogradContext* ctx, const std::string& op, const variable_list& gradients,
@@ -190,10 +270,7 @@ struct NoDoubleBackward : Function<NoDoubleBackward> {
     return gradients;
   }
   static variable_list backward(AutogradContext* ctx, const variable_list&) {
-    const std::string& op = ctx->saved_data["op"].toStringRef();
-    TORCH_CHECK_NOT_IMPLEMENTED(false, op, ": double backward is not implemented; differentiate ", op,
-                                " of memcheck.ops.reference, which is plain PyTorch");
-    return {};
+    raise_no_double_backward(ctx->saved_data["op"].toStringRef());
   }
 };
 
@@ -208,16 +285,6 @@ inline variable_list raise_when_differentiated(const char* op, variable_list gra
   for (Tensor& x : gradients)
     if (x.defined()) x = guarded[next++];
   return gradients;
-}
-
-// The same for gradients that a backward operator computed from these inputs, which may be undefined.
-inline variable_list refuse_double_backward(const char* op, const variable_list& gradients,
-                                            const variable_list& inputs) {
-  if (!wants_gradient(inputs)) return gradients;
-  variable_list defined;
-  for (const Tensor& x : inputs)
-    if (x.defined()) defined.push_back(x);
-  return raise_when_differentiated(op, gradients, defined);
 }
 
 // Whether an input of the forward whose backward is running, counted among its tensors, required a gradient. This
@@ -243,6 +310,15 @@ inline variable_list refuse_double_backward_through_kept(const char* op, const v
   return raise_when_differentiated(op, gradients, inputs);
 }
 
+// In a backward that may be differentiated: stands for an input of its forward, counted among its tensors. A gradient
+// of the result goes where that input's gradient goes. The result has no elements.
+inline Tensor stands_for_input(size_t input, const Tensor& like) {
+  const Tensor x = at::empty({0}, like.options());
+  const auto& edge = torch::autograd::get_current_node()->next_edges()[input];
+  if (edge.is_valid()) torch::autograd::impl::set_gradient_edge(x, edge);
+  return x;
+}
+
 // ---- what is registered for the Autograd key
 
 template <typename Op, typename Schema = typename Op::Schema>
@@ -261,12 +337,12 @@ struct AutogradKernels<Op, Result(Args...)> {
     return call_below_autograd<Op>(std::forward<Args>(args)...);
   }
 
-  // Gradients that raise when they are differentiated.
   static Result backward(Args... args) {
     const variable_list inputs = tensors_among(args...);
     refuse_forward_mode(shown_name(), inputs);
     const Result gradients = call_below_autograd<Op>(args...);
-    return ResultOf<Result>::from(refuse_double_backward(shown_name(), list_of(gradients), inputs));
+    static const std::string name = std::string(Op::name).substr(0, std::string(Op::name).rfind("_backward"));
+    return ResultOf<Result>::from(differentiable_gradients(name, shown_name(), list_of(gradients), args...));
   }
 
   static Result without_gradient(Args... args) {

@@ -1,0 +1,266 @@
+"""What C++ does not compute: derivatives beyond the first, tangents, and gradients inside torch.func's transforms.
+
+These are the formulas of memcheck.ops.reference in plain PyTorch, in float32 for 16-bit inputs. They need the memory of
+the reference: linear and compressed attention form their matrices of weights. A first gradient inside torch.func (grad,
+vjp, jacrev, and vmap of them) comes from the operator's own kernels.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack, maybe_current_level
+from torch.autograd import forward_ad
+
+from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+
+Tensors = Sequence[Tensor]
+Gradients = Sequence[Any]  # of tensors; None where there is none
+# The operators, and the module of memcheck.ops.reference that has the same function.
+REFERENCES = {
+    "softplus_attention": "softplus_attention",
+    "linear_attention": "linear_attention",
+    "compressed_attention": "compressed_attention",
+    "compressed_attention_pooled": "compressed_attention",
+    "combinator": "combinator",
+    "linear_r": "projection",
+    "linear_l": "projection",
+}
+
+
+def transformed() -> bool:
+    """Whether a transform of torch.func or forward-mode differentiation is active."""
+    return maybe_current_level() is not None or forward_ad._current_level >= 0
+
+
+def call(op: str, inputs: Tensors, **options: Any) -> Tensor:
+    """The first result of an operator where `transformed()`."""
+    transforms = {interpreter.key() for interpreter in get_interpreter_stack() or ()}
+    duals = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
+    if TransformType.Jvp in transforms or duals:
+        return in_plain_torch(op, options)(*inputs)
+    if TransformType.Grad in transforms:
+        y: Tensor = Forward.apply(op, options, *inputs)[0]
+        return y
+    return results_of(op, inputs, options)[0]
+
+
+def in_plain_torch(op: str, options: dict[str, Any]) -> Callable[..., Tensor]:
+    """The reference of an operator, computed in the accumulation type and rounded once."""
+    module = importlib.import_module(f"memcheck.ops.reference.{REFERENCES[op]}")
+    formula = partial(getattr(module, op), **{name: x for name, x in options.items() if name != "low_memory"})
+    return lambda *inputs: formula(*map(wide, inputs)).to(inputs[0].dtype)
+
+
+def wide(x: Tensor) -> Tensor:
+    """x in the accumulation type."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def results_of(op: str, inputs: Tensors, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """All results of an operator."""
+    results = getattr(torch.ops.memcheck, op)(*inputs, **options)
+    return (results,) if isinstance(results, Tensor) else tuple(results)
+
+
+# ---- torch.func
+
+
+class Forward(torch.autograd.Function):
+    """An operator with all that its backward reads, as autograd's functions for torch.func are written."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op: str, options: dict[str, Any], *inputs: Tensor) -> tuple[Tensor, ...]:
+        return results_of(op, inputs, options | kept_by(op, options))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.op, ctx.options, *tensors = inputs
+        ctx.inputs = len(tensors)
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*tensors, *output)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor, *_: Any) -> Any:
+        gradients = Backward.apply(ctx.op, ctx.options, ctx.inputs, grad_y, *ctx.saved_tensors)
+        return None, None, *gradients
+
+
+class Backward(torch.autograd.Function):
+    """The gradients of all inputs of an operator, by its backward operator; their own are those of the reference."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(op: str, options: dict[str, Any], inputs: int, grad_y: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(first_gradients(op, options, grad_y, tensors[:inputs], tensors[inputs:]))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.op, ctx.options, ctx.inputs, *tensors = inputs
+        ctx.save_for_backward(*tensors[: 1 + ctx.inputs])
+        ctx.kept = len(tensors) - 1 - ctx.inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grad_gradients: Tensor) -> Any:
+        formula = partial(gradients_by_vjp, in_plain_torch(ctx.op, ctx.options), (True,) * ctx.inputs)
+        return None, None, None, *pulled_back(formula, grad_gradients, ctx.saved_tensors), *((None,) * ctx.kept)
+
+
+def kept_by(op: str, options: dict[str, Any]) -> dict[str, bool]:
+    """The option by which an operator returns what its backward reads."""
+    if op == "combinator":
+        return {"keep_preactivations": not options["low_memory"]}
+    names = {
+        "softplus_attention": "keep_carries",
+        "compressed_attention": "keep",
+        "compressed_attention_pooled": "keep_lse",
+    }
+    return {names[op]: True} if op in names else {}
+
+
+def first_gradients(op: str, options: dict[str, Any], grad_y: Tensor, inputs: Tensors, outputs: Tensors) -> Tensors:
+    """The gradients of all inputs, by the backward operator. outputs: y, and what was kept."""
+    backward = getattr(torch.ops.memcheck, f"{op}_backward")
+    mask = [True] * len(inputs)
+    options = options | {"output_mask": mask}
+    exact = inputs[0].dtype in (torch.float32, torch.float64)  # where y was not rounded
+    arguments: list[Any] = [grad_y, *inputs, *outputs[1:]]
+    if op == "combinator" and options.pop("low_memory"):
+        arguments[3] = None
+    elif op == "compressed_attention":
+        y, lse, kc, vc = outputs
+        q, k, v = inputs
+        arguments = [grad_y, q, kc, vc, y if exact else None, lse]
+        strides = {name: torch.empty_like(x).stride() for name, x in (("grad_k_stride", k), ("grad_v_stride", v))}
+        options |= strides | {"kv_len": k.shape[2], "output_mask": [*mask, False]}
+    elif op == "compressed_attention_pooled":
+        arguments = [grad_y, *inputs, outputs[0] if exact else None, outputs[1]]
+        options["output_mask"] = [*mask, False]
+    gradients: Tensors = backward(*arguments, **options)
+    return gradients[: len(inputs)]  # compressed attention returns that of a sink, too
+
+
+# ---- gradients of gradients
+
+
+def gradients_by_vjp(
+    formula: Callable[..., Tensor], mask: Sequence[bool], grad_y: Tensor, *inputs: Tensor
+) -> Gradients:
+    """The gradients of formula(*inputs) that are wanted, as functions of grad_y and the inputs."""
+    pull = torch.func.vjp(formula, *inputs)[1]
+    return [gradient if wanted else None for gradient, wanted in zip(pull(grad_y), mask, strict=True)]
+
+
+def pulled_back(gradients: Callable[..., Gradients], grad_gradients: Gradients, arguments: Gradients) -> Tensors:
+    """From a gradient (or none) for each result of `gradients`, one for each of its arguments that is a tensor."""
+    present = [i for i, x in enumerate(arguments) if x is not None]
+    asked = {i: x for i, x in enumerate(grad_gradients) if x is not None}
+
+    def results(*tensors: Tensor) -> tuple[Tensor, ...]:
+        given = dict(zip(present, map(wide, tensors), strict=True))
+        every = gradients(*(given.get(i) for i in range(len(arguments))))
+        return tuple(x for i, x in enumerate(every) if x is not None and i in asked)
+
+    pull = torch.func.vjp(results, *(arguments[i] for i in present))[1]
+    pulled: Tensors = pull(tuple(map(wide, asked.values())))
+    return pulled
+
+
+# Each of the following takes the tensors of a backward operator, and its other arguments by name. It returns the same
+# gradients as functions that can be differentiated. A tensor on which no wanted gradient depends may be absent.
+
+
+def softplus_attention(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
+    grad_y, q, k, v, _ = tensors
+    v = torch.zeros_like(k) if v is None else v
+    return gradients_by_vjp(in_plain_torch("softplus_attention", options), output_mask, grad_y, q, k, v)
+
+
+def linear_attention(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
+    grad_y, q, k, v = tensors
+    v = k.new_zeros((*k.shape[:3], grad_y.shape[3])) if v is None else v
+    return gradients_by_vjp(in_plain_torch("linear_attention", options), output_mask, grad_y, q, k, v)
+
+
+def compressed_attention_pooled(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
+    grad_y, q, kc, vc, _, _, grad_lse, sink = [*tensors, None, None][:8]
+    vc = torch.zeros_like(kc) if vc is None else vc
+    inputs = (q, kc, vc) if sink is None else (q, kc, vc, sink)
+    module = importlib.import_module("memcheck.ops.reference.compressed_attention")
+
+    def formula(q: Tensor, kc: Tensor, vc: Tensor, sink: Tensor | None = None) -> Any:
+        return module.compressed_attention_pooled(q, kc, vc, sink=sink, return_lse=grad_lse is not None, **options)
+
+    pull = torch.func.vjp(formula, *inputs)[1]
+    gradients = [*pull(grad_y if grad_lse is None else (grad_y, grad_lse)), None][:4]
+    return [gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True)]
+
+
+def compressed_attention(
+    tensors: Gradients, grad_k_stride: Any, grad_v_stride: Any, factor: int, kv_len: int, **options: Any
+) -> Gradients:
+    """A position has the gradient of its block's mean, divided by the length of the block."""
+    grad_q, *of_means, grad_sink = compressed_attention_pooled(tensors, factor=factor, kv_len=kv_len, **options)
+    block = torch.arange(kv_len, device=tensors[0].device) // factor
+    lengths = (kv_len - block * factor).clamp(max=factor)
+    return [grad_q, *(x if x is None else x[:, :, block] / lengths[:, None] for x in of_means), grad_sink]
+
+
+def combinator(tensors: Gradients, output_mask: Sequence[bool]) -> Gradients:
+    """The pre-activations are x W^T (...,2E), for the weight as (2E,E)."""
+    grad_y, x, weight, preactivations = tensors
+    if preactivations is None:
+        preactivations = x @ weight.flatten(0, 1).mT
+    gate, value = preactivations.chunk(2, -1)
+    activation = torch.logaddexp(gate, gate.new_zeros(()))
+    grad = torch.cat([grad_y * value * torch.sigmoid(gate), grad_y * activation], -1)
+    grad_x = grad @ weight.flatten(0, 1) if output_mask[0] else None
+    grad_weight = (grad.flatten(0, -2).mT @ x.flatten(0, -2)).unflatten(0, (2, -1)) if output_mask[1] else None
+    return [grad_x, grad_weight]
+
+
+def linear_r(tensors: Gradients, output_mask: Sequence[bool]) -> Gradients:
+    grad_y, x, w = tensors
+    grad_x = grad_y @ w.mT if output_mask[0] else None
+    return [grad_x, x.flatten(0, 1).mT @ grad_y.flatten(0, 1) if output_mask[1] else None]
+
+
+def linear_l(tensors: Gradients, output_mask: Sequence[bool]) -> Gradients:
+    return linear_r([tensors[0].mT, *tensors[1:]], output_mask)
+
+
+# memcheck::X_double_backward takes a gradient (or none) for each result of memcheck::X_backward, and the arguments of
+# that. It returns a gradient for each of these that is a tensor. C++ calls it.
+LIBRARY = torch.library.Library("memcheck", "FRAGMENT")
+
+
+def define(gradients: Callable[..., Gradients]) -> None:
+    name = gradients.__name__
+    schema = str(getattr(torch.ops.memcheck, f"{name}_backward").default._schema)
+    arguments = schema[schema.index("(") + 1 : schema.rindex(") ->")]
+    LIBRARY.define(f"{name}_double_backward(Tensor?[] grad_gradients, {arguments}) -> Tensor[]")
+
+    def double_backward(grad_gradients: Gradients, *tensors: Tensor | None, **options: Any) -> Tensors:
+        return list(pulled_back(lambda *given: gradients(given, **options), grad_gradients, tensors))
+
+    LIBRARY.impl(f"{name}_double_backward", double_backward, "CompositeImplicitAutograd")
+
+
+for formula in (
+    softplus_attention,
+    linear_attention,
+    compressed_attention,
+    compressed_attention_pooled,
+    combinator,
+    linear_r,
+    linear_l,
+):
+    define(formula)
