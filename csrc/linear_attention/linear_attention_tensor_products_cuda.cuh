@@ -171,29 +171,24 @@ __device__ __forceinline__ void read_chunk(const Scan& scan, const SharedTiles<T
 // state += b^T x. The sum over the chunk is formed first, because tensor cores round sums towards 0.
 template <typename T>
 __device__ __forceinline__ void add_to_state(const SharedTiles<T>& s, State<T>& state) {
-  constexpr int kSteps = kChunk / 16;
   const Place at;
-  uint32_t a[kSteps][T::kSlabTiles][T::kValueParts][4];
-#pragma unroll
-  for (int k = 0; k < kSteps; ++k)
-#pragma unroll
-    for (int tile = 0; tile < T::kSlabTiles; ++tile)
-#pragma unroll
-      for (int part = 0; part < T::kValueParts; ++part)
-        load_along_columns<true>(a[k][tile][part], s.x.part[part], 16 * k, T::kSlab * at.warp + 16 * tile, at.lane);
 #pragma unroll
   for (int depth = 0; depth < T::kSize / 16; ++depth) {
     float sum[T::kSlabTiles][2][4] = {};
-#pragma unroll
-    for (int k = 0; k < kSteps; ++k) {
+#pragma unroll 1
+    for (int k = 0; k < kChunk / 16; ++k) {
       uint32_t b[T::kFactorParts][4];
 #pragma unroll
       for (int part = 0; part < T::kFactorParts; ++part)
         load_along_rows<true>(b[part], s.b.part[part], 16 * k, 16 * depth, at.lane);
 #pragma unroll
       for (int tile = 0; tile < T::kSlabTiles; ++tile) {
-        multiply(sum[tile][0], a[k][tile], b, 0);
-        multiply(sum[tile][1], a[k][tile], b, 1);
+        uint32_t a[T::kValueParts][4];
+#pragma unroll
+        for (int part = 0; part < T::kValueParts; ++part)
+          load_along_columns<true>(a[part], s.x.part[part], 16 * k, T::kSlab * at.warp + 16 * tile, at.lane);
+        multiply(sum[tile][0], a, b, 0);
+        multiply(sum[tile][1], a, b, 1);
       }
     }
 #pragma unroll
