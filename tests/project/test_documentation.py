@@ -75,9 +75,12 @@ def test_linear_attention_step_equals_its_docstring():
 @pytest.mark.parametrize("strict", [False, True])
 def test_compressed_attention_equals_its_docstrings(strict):
     q, k, v = random(2, 4, 5, 3), random(2, 2, 7, 3), random(2, 2, 7, 3)
-    given = {"torch": torch, "q": q, "k": k, "v": v, "factor": 2, "strict": strict}
+    sink, options = random(4), {"factor": 2, "strict": strict}
+    given = {"torch": torch, "q": q, "k": k, "v": v, "sink": sink, **options}
     names = run_equivalent(memcheck.compressed_attention, given)
-    torch.testing.assert_close(memcheck.compressed_attention(q, k, v, factor=2, strict=strict), names["y"])
+    torch.testing.assert_close(memcheck.compressed_attention(q, k, v, **options), names["y"])
+    expected = (names["y_with_sink"], names["lse_with_sink"])
+    torch.testing.assert_close(memcheck.compressed_attention(q, k, v, sink=sink, return_lse=True, **options), expected)
     kc, vc = random(2, 2, 4, 3), random(2, 2, 4, 3)
     given = {"torch": torch, "q": q, "kc": kc, "vc": vc, "factor": 2, "kv_len": 7, "strict": strict}
     names = run_equivalent(memcheck.compressed_attention_pooled, given)
