@@ -42,8 +42,9 @@ SLEEPERS = """
 
 
 @pytest.fixture
-def plan(capsys) -> Callable[..., list[str]]:
-    """The cases that --dry-run lists."""
+def plan(capsys, tmp_path, monkeypatch) -> Callable[..., list[str]]:
+    """The cases that --dry-run lists where there are no results yet."""
+    monkeypatch.chdir(tmp_path)
 
     def run(*flags: str) -> list[str]:
         assert main(["sweep", "--dry-run", "--device", "cpu", *flags]) == 0
