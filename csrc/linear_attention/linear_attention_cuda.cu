@@ -69,8 +69,9 @@ void run_scan(Scan scan, Dtype dtype, cudaStream_t stream) {
   scan.a.packed = is_packed(scan.a.x, scan.depth, dtype, kPackBytes);
   scan.b.packed = is_packed(scan.b.x, scan.depth, dtype, kPackBytes);
   scan.x.packed = is_packed(scan.x.x, scan.width, dtype, kPackBytes);
-  scan.last_packed = is_packed(scan.last, scan.width, dtype, kPackBytes);
-  scan.out_packed = is_packed(scan.out, scan.width, dtype, on_tensor_cores ? kPackBytes : 4 * element_bytes(dtype));
+  const int64_t of_results = on_tensor_cores ? kPackBytes : 4 * element_bytes(dtype);
+  scan.last_packed = is_packed(scan.last, scan.width, dtype, of_results);
+  scan.out_packed = is_packed(scan.out, scan.width, dtype, of_results);
   on_tensor_cores ? scan_on_tensor_cores(scan, dtype, stream) : scan_by_fma(scan, dtype, stream);
 }
 
