@@ -4,6 +4,7 @@
 
 By default one run, two threads, B8 S2048 E512. Each contender has its own process and torch's default memory. Forward
 runs under no_grad, where both modes are the same; forward + backward begins with .grad None and a dense gradient.
+*copy* moves the bytes of the inputs and results once, and *product* is a matrix product of as many operations.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Run, compare, passes, print_rows, time_apart, write_result
+from harness import Run, Work, compare, passes, print_rows, time_apart, write_result
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -48,7 +49,11 @@ def measure(B: int, S: int, E: int, dtype: str, rounds: int) -> list[dict[str, A
     rows = []
     for what in ("forward", "forward + backward"):
         setups = {name: functools.partial(prepare, name, B, S, E, DTYPES[dtype], what) for name in FUNCTIONS}
-        rows += compare(time_apart(setups, rounds), "eager", B=B, S=S, E=E, dtype=dtype, what=what)
+        flops = {"forward": 4 * B * S * E * E, "forward + backward": 12 * B * S * E * E}
+        inputs = [torch.empty(shape, dtype=DTYPES[dtype]) for shape in ((B, S, E), (2, E, E))]
+        work = Work.of_pass(what, inputs, B * S * E, flops)
+        setups |= work.limits(DTYPES[dtype])
+        rows += compare(time_apart(setups, rounds), "eager", work, B=B, S=S, E=E, dtype=dtype, what=what)
     return rows
 
 

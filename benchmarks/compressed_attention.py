@@ -4,7 +4,8 @@
 
 By default one run, two threads, B1 H8 N4096 D64, factor 8, causal. Each contender has its own process and torch's
 default memory. Forward runs under no_grad; forward + backward begins with .grad None and a dense gradient. Decoding
-runs single queries over the blocks of N positions, compared with SDPA over all N.
+runs single queries over the blocks of N positions, compared with SDPA over all N. *copy* moves the bytes of the inputs
+and results once, and *product* is a matrix product of as many operations as the products with blocks have.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import Run, compare, passes, print_rows, time_apart, write_result
+from harness import Run, Work, compare, passes, print_rows, time_apart, write_result
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -69,7 +70,14 @@ def measure(shape: tuple[int, ...], factor: int, dtype: str, rounds: int) -> lis
     ):
         setups = {name: functools.partial(prepare, name, shape, factor, DTYPES[dtype], what) for name in names}
         facts = {"B": B, "H": H, "N": N, "D": D, "factor": factor, "dtype": dtype, "what": what}
-        rows += compare(time_apart(setups, rounds), "memcheck", **facts)
+        work = None
+        if what != "decoding":
+            of_blocks = B * H * N * (N // factor) * D  # of one product of queries with the blocks before them
+            inputs = [torch.empty(shape, dtype=DTYPES[dtype]) for _ in range(3)]
+            flops = {"forward": 2 * of_blocks, "forward + backward": 7 * of_blocks}
+            work = Work.of_pass(what, inputs, inputs[0].numel(), flops)
+            setups |= work.limits(DTYPES[dtype])
+        rows += compare(time_apart(setups, rounds), "memcheck", work, **facts)
     return rows
 
 

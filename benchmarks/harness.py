@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import multiprocessing
 import os
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ProcessPoolExecutor
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -65,6 +67,50 @@ def passes(what: str, function: Callable[..., Tensor], inputs: Sequence[Tensor],
     if what == "forward":
         return forward(function, inputs)
     return forward_backward(function, inputs, torch.randn(shape, dtype=inputs[0].dtype))
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the maths needs: bytes of memory read and written, each tensor once, and operations of matrix products."""
+
+    moved_bytes: int
+    flops: int = 0
+
+    @classmethod
+    def of_pass(cls, what: str, inputs: Sequence[Tensor], y: int, flops: Mapping[str, int] | None = None) -> Work:
+        """Returns the work of what passes() runs: inputs read, and y elements written. The backward reads the inputs
+        and a gradient, and writes a gradient of each input."""
+        of_inputs, of_y = sum(x.numel() for x in inputs), y
+        elements = of_inputs + of_y if what == "forward" else 3 * of_inputs + 2 * of_y
+        return cls(elements * inputs[0].element_size(), (flops or {}).get(what, 0))
+
+    def limits(self, dtype: torch.dtype) -> dict[str, Callable[[], Run]]:
+        """Returns setups of contenders that show the limits of the machine for this work: a copy that moves the same
+        bytes, and a matrix product in dtype with the same operations. Their ratio to memcheck is memcheck's share of
+        the limit."""
+        setups: dict[str, Callable[[], Run]] = {"copy": functools.partial(_copy, self.moved_bytes)}
+        if self.flops:
+            setups["product"] = functools.partial(_product, self.flops, dtype)
+        return setups
+
+    def rates(self, ms: float) -> dict[str, float]:
+        rates = {"gb_per_s": self.moved_bytes / ms / 1e6}
+        return {**rates, "gflop_per_s": self.flops / ms / 1e6} if self.flops else rates
+
+
+def _copy(moved_bytes: int) -> Run:
+    source = torch.ones(moved_bytes // 2, dtype=torch.uint8)
+    target = torch.ones_like(source)
+    return lambda: target.copy_(source)
+
+
+def _product(flops: int, dtype: torch.dtype, side: int = 1024) -> Run:
+    x, w = (
+        torch.randn(max(1, round(flops / (2 * side * side))), side, dtype=dtype),
+        torch.randn(side, side, dtype=dtype),
+    )
+    y = x @ w
+    return lambda: torch.mm(x, w, out=y)
 
 
 def time_rounds(contenders: Mapping[str, Run], rounds: int, warmup: int = 3) -> dict[str, list[float]]:
@@ -134,12 +180,16 @@ def take_turns(turns: Mapping[str, Callable[[], float]], rounds: int, warmup: in
     return times
 
 
-def compare(times: Mapping[str, list[float]], base: str, **facts: Any) -> list[dict[str, Any]]:
-    """Returns a row per contender: its median, and the median of its ratios to the base in the same round."""
+def compare(
+    times: Mapping[str, list[float]], base: str, work: Work | None = None, **facts: Any
+) -> list[dict[str, Any]]:
+    """Returns a row per contender: its median, the median of its ratios to the base in the same round, and the rates
+    at which it does the work."""
     rows = []
     for name, of_name in times.items():
         ratios = [one / of_base for one, of_base in zip(of_name, times[base], strict=True)]
-        rows.append({**facts, "contender": name, **figures("ms", of_name), **figures("ratio", ratios)})
+        row = {**facts, "contender": name, **figures("ms", of_name), **figures("ratio", ratios)}
+        rows.append({**row, **work.rates(row["ms"])} if work else row)
     return rows
 
 
@@ -165,7 +215,9 @@ def write_result(name: str, rows: Any, output: Path | None = None, **facts: Any)
 
 
 def print_rows(rows: list[dict[str, Any]], *columns: str) -> None:
-    print(" ".join(f"{column:>20}" for column in (*columns, "contender", "ms", "ratio")))
+    figures = ["ms", "ratio", *(rate for rate in ("gb_per_s", "gflop_per_s") if any(rate in row for row in rows))]
+    print(" ".join(f"{column:>20}" for column in (*columns, "contender", *figures)))
     for row in rows:
         words = [str(row[column]) for column in (*columns, "contender")]
-        print(" ".join(f"{word:>20}" for word in [*words, f"{row['ms']:.2f}", f"{row['ratio']:.2f}"]))
+        words += [f"{row[figure]:.2f}" if figure in row else "" for figure in figures]
+        print(" ".join(f"{word:>20}" for word in words))

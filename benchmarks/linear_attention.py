@@ -10,7 +10,8 @@ By default one run, two threads, B4 H8 N4096 D64. Each contender has its own pro
 forward + backward begins with .grad None and a dense gradient.
 
 The first touch of the result can be much of a forward, so it is timed with three ways to allocate memory, the same
-for all contenders (harness.MEMORY).
+for all contenders (harness.MEMORY). *copy* moves the bytes of the inputs and results once, and *product* is a matrix
+product of as many operations as the products with states have.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import MEMORY, Run, compare, passes, print_rows, time_apart, write_result
+from harness import MEMORY, Run, Work, compare, passes, print_rows, time_apart, write_result
 from torch import Tensor
 
 import memcheck
@@ -66,10 +67,15 @@ def measure(B: int, H: int, N: int, D: int, dtype: str, rounds: int) -> list[dic
             }
             if (mask, what) == ("none", "forward"):
                 setups["two matmuls"] = functools.partial(two_matmuls, (B, H, N, D), of_type)
+            of_head = 2 * B * H * N * D * D  # of one product with the states
+            inputs = [torch.empty(B, H, N, D, dtype=of_type) for _ in range(3)]
+            flops = {"forward": 2 * of_head, "forward + backward": 7 * of_head}
+            work = Work.of_pass(what, inputs, inputs[0].numel(), flops)
+            setups |= work.limits(of_type)
             for memory in memories:
                 facts = {"B": B, "H": H, "N": N, "D": D, "dtype": dtype, "mask": mask, "what": what, "memory": memory}
                 times = time_apart(setups, rounds, environment=MEMORY[memory])
-                rows += compare(times, "memcheck", **facts)
+                rows += compare(times, "memcheck", work, **facts)
     return rows
 
 

@@ -4,7 +4,7 @@
 
 By default one run, two threads, B8 S2048 R256. Each contender has its own process, with torch's default memory and with
 memory that malloc keeps (harness.MEMORY). Forward runs under no_grad; forward + backward begins with .grad None and a
-dense gradient.
+dense gradient. *copy* moves the bytes of the inputs and results once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import MEMORY, Run, compare, passes, print_rows, time_apart, write_result
+from harness import MEMORY, Run, Work, compare, passes, print_rows, time_apart, write_result
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -54,9 +54,11 @@ def measure(B: int, S: int, R: int, dtype: str, rounds: int) -> list[dict[str, A
     rows = []
     for what in ("forward", "forward + backward"):
         setups = {name: functools.partial(prepare, name, B, S, R, DTYPES[dtype], what) for name in ATTENTIONS}
+        work = Work.of_pass(what, leaves(B, S, R, DTYPES[dtype]), B * S * R)
+        setups |= work.limits(DTYPES[dtype])
         for memory in ("fresh", "kept"):
             times = time_apart(setups, rounds, environment=MEMORY[memory])
-            rows += compare(times, "memcheck", B=B, S=S, R=R, dtype=dtype, what=what, memory=memory)
+            rows += compare(times, "memcheck", work, B=B, S=S, R=R, dtype=dtype, what=what, memory=memory)
     return rows
 
 

@@ -72,3 +72,18 @@ def test_every_benchmark_runs_all_its_contenders(benchmark, monkeypatch, name):
     kinds = {tuple(str(row.get(key)) for key in ("dtype", "mask", "what", "memory", "operator")) for row in rows}
     assert len(kinds) == KINDS[name]
     assert all(row["ms"] > 0 and row["rounds"] == 2 for row in rows)
+
+
+def test_limits_of_the_machine_are_contenders(harness):
+    """A copy and a matrix product of the same bytes and operations, and the rates of all contenders."""
+    inputs = [torch.empty(4, 8, dtype=torch.bfloat16), torch.empty(2, dtype=torch.bfloat16)]
+    work = harness.Work.of_pass("forward + backward", inputs, 16, {"forward + backward": 2**23})
+    assert work == harness.Work(2 * (3 * 34 + 2 * 16), 2**23)
+    assert harness.Work.of_pass("forward", inputs, 16) == harness.Work(2 * (34 + 16))
+    assert {name: setup()().shape for name, setup in work.limits(torch.float32).items()} == {
+        "copy": (work.moved_bytes // 2,),
+        "product": (4, 1024),
+    }
+    assert list(harness.Work(10).limits(torch.float32)) == ["copy"]
+    rows = harness.compare({"memcheck": [2.0, 2.0], "copy": [1.0, 1.0]}, "memcheck", harness.Work(4 * 10**6, 6 * 10**6))
+    assert [(row["ratio"], row["gb_per_s"], row["gflop_per_s"]) for row in rows] == [(1.0, 2.0, 3.0), (0.5, 4.0, 6.0)]
