@@ -2,6 +2,7 @@
 
 import gc
 import importlib
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -50,6 +51,18 @@ def require_tool() -> Callable[[str], str]:
             reason = f"{name} is not installed"
             pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
         return path
+
+    return require
+
+
+@pytest.fixture(scope="session")
+def require_package() -> Callable[[str], None]:
+    """Skips the test if a package that users may do without is missing; under CI the test fails."""
+
+    def require(name: str) -> None:
+        if importlib.util.find_spec(name) is None:
+            reason = f"{name} is not installed"
+            pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
 
     return require
 

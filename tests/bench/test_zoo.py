@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -110,27 +109,20 @@ def test_it_is_doubted(name: str) -> None:
     assert row["unknown"]
 
 
-def require(package: str) -> None:
-    """A user may do without the package, and the test is skipped; under CI it fails."""
-    if importlib.util.find_spec(package) is None:
-        reason = f"{package} is not installed"
-        pytest.fail(reason) if os.environ.get("CI") else pytest.skip(reason)
-
-
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("package", PACKAGED)
-def test_models_of_another_package_are_predicted_exactly(package: str) -> None:
-    require(package)
+def test_models_of_another_package_are_predicted_exactly(require_package: Callable[[str], None], package: str) -> None:
+    require_package(package)
     rows = [zoo.run_entry(name) for name in PACKAGED[package]]
     assert {row["name"]: row for row in rows if row["verdict"] != "exact"} == {}
 
 
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")
-def test_decoders_are_predicted_for_a_gpu_that_is_not_here() -> None:
+def test_decoders_are_predicted_for_a_gpu_that_is_not_here(require_package: Callable[[str], None]) -> None:
     """Nothing escapes, and no figure is claimed to be verified."""
-    require("transformers")
+    require_package("transformers")
     for name in ON_A_GPU:
         entry = zoo.ZOO[name]
         model, inputs, *rest = entry.build()
