@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memcheck.nn.checks import check_positive, check_step, check_tokens
-from memcheck.nn.projection import KeyProjection, OutProjection, QueryProjection, ValueProjection
 from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.softplus_attention import State, softplus_attention, softplus_attention_step
 
@@ -27,6 +27,8 @@ def heuristic_core_dim(dim: int) -> int:
 class SoftplusSelfAttention(torch.nn.Module):
     """Softplus self-attention, projections inside: x (B,S,E) -> y (B,S,E).
 
+    The projections q_proj, k_proj, v_proj and out_proj are torch.nn.Linear without bias, which other libraries know.
+
     Args:
         dim: E, of the tokens.
         core_dim: R, the number of channels, each a head of its own. dim by default: weights and activations are then
@@ -39,9 +41,12 @@ class SoftplusSelfAttention(torch.nn.Module):
         ValueError: a size that is not positive, an x that is not (B,S,E), a step without causal.
 
     Equivalent to:
-        >>> q, k, v = module.q_proj(x), module.k_proj(x), module.v_proj(x)
+        >>> q, k, v = module.q_proj(x), module.k_proj(x).mT, module.v_proj(x).mT
         >>> y = module.out_proj(memcheck.softplus_attention(q, k, v, causal=module.causal, eps=module.eps))
     """
+
+    # Version 1 had weights as KeyProjection has, (E,R), of out_proj (R,E).
+    _version = 2
 
     def __init__(
         self,
@@ -57,22 +62,31 @@ class SoftplusSelfAttention(torch.nn.Module):
         core_dim = dim if core_dim is None else core_dim
         check_positive("SoftplusSelfAttention", dim=dim, core_dim=core_dim)
         self.dim, self.core_dim, self.causal, self.eps = dim, core_dim, causal, eps
-        self.q_proj = QueryProjection(dim, core_dim, device=device, dtype=dtype)
-        self.k_proj = KeyProjection(dim, core_dim, device=device, dtype=dtype)
-        self.v_proj = ValueProjection(dim, core_dim, device=device, dtype=dtype)
-        self.out_proj = OutProjection(dim, core_dim, device=device, dtype=dtype)
+        self.q_proj = torch.nn.Linear(dim, core_dim, bias=False, device=device, dtype=dtype)
+        self.k_proj = torch.nn.Linear(dim, core_dim, bias=False, device=device, dtype=dtype)
+        self.v_proj = torch.nn.Linear(dim, core_dim, bias=False, device=device, dtype=dtype)
+        self.out_proj = torch.nn.Linear(core_dim, dim, bias=False, device=device, dtype=dtype)
 
     def reset_parameters(self) -> None:
         for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
             projection.reset_parameters()
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        """Transposes weights of version 1. Without a version, it is told by the shape; square weights are kept."""
+        version = local_metadata.get("version")
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            weight, shape = state_dict.get(f"{prefix}{name}.weight"), getattr(self, name).weight.shape
+            if weight is not None and (version == 1 or (version is None and weight.shape != shape == weight.mT.shape)):
+                state_dict[f"{prefix}{name}.weight"] = weight.mT.contiguous()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
     def extra_repr(self) -> str:
         return f"causal={self.causal}, eps={self.eps}"
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B,S,R), k and v (B,R,S)"""
+        """q (B,S,R), k and v (B,R,S): views of what the layers wrote, (B,S,R)"""
         check_tokens("SoftplusSelfAttention", x, self.dim)
-        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        return self.q_proj(x), self.k_proj(x).mT, self.v_proj(x).mT
 
     def forward(
         self,
