@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memcheck.ops.compressed_attention import compressed_attention
 from memcheck.ops.linear_attention import linear_attention
@@ -77,8 +77,15 @@ class Spans(Tensor):
     """A mask as (B,5,1,1) of int64 on the CPU: for each row of a batch first, end, T, keys and causal.
 
     Positions from `first` to before `end` count, of the first T of the keys; those of a StaticCache are more. It has 4
-    dimensions, so that models hand it on unchanged; its type tells it from masks that users give.
+    dimensions, so that models hand it on unchanged; its type tells it from masks that users give. A model that computes
+    with it, because its attention is not an attention function, raises.
     """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(isinstance(x, Tensor) and not isinstance(x, Spans) for x in tree_leaves((args, kwargs))):
+            raise unsupported("memcheck's attention", "models that compute with the mask themselves")
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class Span(NamedTuple):
@@ -100,6 +107,7 @@ def spans_mask(
     attention_mask: Tensor | None = None,
     local_size: int | None = None,
     allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
     *,
     name: str,
     **kwargs: Any,
@@ -108,10 +116,11 @@ def spans_mask(
 
     Raises NotImplementedError if the mask has another pattern than causal or none, or holes.
     """
-    causal = mask_function is not bidirectional_mask_function
+    causal = mask_function is not bidirectional_mask_function and not allow_is_bidirectional_skip
     T = min(kv_length, int(q_offset) + q_length) if causal else kv_length
-    # transformers forbids the skip wherever a pattern is more than causal, or a window.
-    within = local_size is not None and local_size >= T and allow_is_causal_skip
+    # transformers forbids to skip a mask that is more than causal, bidirectional or a window of local_size.
+    skip = allow_is_causal_skip or allow_is_bidirectional_skip
+    within = local_size is not None and local_size >= T and skip
     if kv_offset or not (mask_function in (causal_mask_function, bidirectional_mask_function) or within):
         raise unsupported(name, "sliding windows, chunks, packed sequences and other patterns of masks")
     first, end = torch.zeros(batch_size, dtype=torch.int64), torch.full((batch_size,), T)
@@ -270,8 +279,10 @@ class StateLayer(CacheLayerMixin):
 
     def attend(self, name: str, attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, span: Span) -> Tensor:
         """q (B,H,n,D), k and v (B,Hkv,n,D) of the newest positions -> y (B,H,n,D). The state goes on."""
-        if not self.waiting or self.operator not in (None, name) or not span.causal:
-            raise RuntimeError(f"StateCache: holds the state of one causal attention, {self.operator}; got {name}")
+        if not span.causal:
+            raise unsupported(name, "a StateCache of an attention that is not causal")
+        if not self.waiting or self.operator not in (None, name):
+            raise RuntimeError(f"StateCache: holds the state of another attention, {self.operator or 'none yet'}")
         self.waiting, self.operator = False, name
         n = k.shape[2]
         first, end = ([max(0, x - (self.seen - n)) for x in side] for side in (span.first, span.end))

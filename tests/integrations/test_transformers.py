@@ -54,6 +54,8 @@ def make(hf: Any) -> Callable[..., Any]:
         "mistral": ("Mistral", "ForCausalLM", {**sizes, "intermediate_size": 24, "num_key_value_heads": KV_HEADS}),
         "gpt2": ("GPT2", "LMHeadModel", {**sizes, "attn_pdrop": 0, "resid_pdrop": 0, "embd_pdrop": 0}),
         "bert": ("Bert", "ForMaskedLM", {**sizes, "intermediate_size": 24, "attention_probs_dropout_prob": 0}),
+        "modernbert": ("ModernBert", "ForMaskedLM", {**sizes, "intermediate_size": 24, "cls_token_id": 1}),
+        "bloom": ("Bloom", "ForCausalLM", {**sizes, "n_layer": 1, "n_head": HEADS}),
         "bart": (
             "Bart",
             "ForConditionalGeneration",
@@ -144,11 +146,21 @@ def test_cross_attention_reads_no_padding_and_drops_no_query(make: Callable[...,
     close(ours, theirs)
 
 
-def test_a_window_of_the_whole_sequence_is_none(make: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(
+    ("kind", "windows"),
+    [
+        ("mistral", [{"sliding_window": 9}, {"sliding_window": None}]),
+        ("modernbert", [{"local_attention": 18}, {"local_attention": 100}]),  # To both sides, half of it each.
+    ],
+)
+def test_a_window_of_the_whole_sequence_is_none(
+    make: Callable[..., Any], kind: str, windows: list[dict[str, Any]]
+) -> None:
     batch = padded(tokens(9, 4), "left")
-    model, plain = (make("mistral", "memcheck_linear", sliding_window=window) for window in (9, None))
     counts = batch["attention_mask"].bool()
-    close(model(**batch).logits[counts], plain(**batch).logits[counts])
+    near, far = (make(kind, "memcheck_compressed", factor=1, **window)(**batch).logits[counts] for window in windows)
+    close(near, far)
+    close(near, make(kind, "sdpa", **windows[0])(**batch).logits[counts])
 
 
 def test_without_causal_a_decoder_sees_later_tokens(make: Callable[..., Any]) -> None:
@@ -360,8 +372,9 @@ def test_masks_that_lengths_cannot_say_raise(make: Callable[..., Any], words: st
 @names
 def test_windows_and_dropout_raise(make: Callable[..., Any], name: str) -> None:
     ids = torch.stack(tokens(9))
-    with pytest.raises(NotImplementedError, match=f"^{name}: does not support sliding windows"):
-        make("mistral", name, sliding_window=8)(ids)
+    for kind, window in (("mistral", {"sliding_window": 8}), ("modernbert", {"local_attention": 14})):
+        with pytest.raises(NotImplementedError, match=f"^{name}: does not support sliding windows"):
+            make(kind, name, **window)(ids)
     model = make("llama", name, attention_dropout=0.1)
     model(ids)
     with pytest.raises(NotImplementedError, match=f"^{name}: does not support dropout of attention weights, got 0.1"):
@@ -396,6 +409,11 @@ def test_arguments_that_change_the_result_raise(hf: Any, argument: str, value: o
             function(module, q[:, :, -1:], k, k, None)
 
 
+def test_a_model_that_adds_the_mask_itself_raises(make: Callable[..., Any]) -> None:
+    with pytest.raises(NotImplementedError, match="does not support models that compute with the mask themselves"):
+        make("bloom", "memcheck_linear")(torch.stack(tokens(9)))
+
+
 def test_a_mask_of_other_keys_raises(hf: Any, integration: Any) -> None:
     q = torch.randn(2, HEADS, 5, 4)
     for keys in (3, 9):
@@ -411,8 +429,12 @@ def test_a_state_is_of_one_attention_of_memcheck(integration: Any, make: Callabl
         cache.crop(-1)
     cache.crop(0)
     model.set_attn_implementation("memcheck_softplus")
-    with pytest.raises(RuntimeError, match="holds the state of one causal attention, memcheck_linear; got memcheck_so"):
+    with pytest.raises(RuntimeError, match="holds the state of another attention, memcheck_linear"):
         model(ids, past_key_values=cache)
+    model.config.is_causal = False
+    with pytest.raises(NotImplementedError, match="does not support a StateCache of an attention that is not causal"):
+        model(ids, past_key_values=integration.StateCache())
+    model.config.is_causal = True
     model.set_attn_implementation("sdpa")
     cache = integration.StateCache()
     model(ids, past_key_values=cache)
