@@ -6,7 +6,8 @@ Masks arrive as lengths: no mask of (S, T) is made. What lengths cannot say rais
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,7 +39,6 @@ OTHER_ARGUMENTS = {
     "layer_head_mask": "head masks",
     "output_attentions": "attention weights to return",
     "cache": "paged caches",
-    "cu_seq_lens_q": "packed sequences",
 }
 
 
@@ -56,11 +56,13 @@ def register() -> None:
         used. k and v are copied for each query head of a group.
 
     Padding is never read, and its rows of the result are 0. Without padding, with padding on the left and on the right,
-    with DynamicCache, StaticCache and StateCache, the result is that of each sequence alone.
+    with DynamicCache, StaticCache and StateCache, the result is that of each sequence alone. It is the same for
+    sequences that are packed in one row, B = 1, and told apart by position_ids.
 
     Functions raise NotImplementedError for what they do not compute: masks that are given with 4 dimensions, holes in a
-    mask and padding on both sides of a batch, sliding windows and chunks that are shorter than the sequence, packed
-    sequences, dropout of attention weights, head masks, biases, sinks, softcap, and attention weights as a result.
+    mask and padding on both sides of a batch, sliding windows and chunks that are shorter than the sequence,
+    sequences packed in several rows, dropout of attention weights, head masks, biases, sinks, softcap, and attention
+    weights as a result.
     """
     for name, attend in ATTENTIONS.items():
         AttentionInterface.register(name, partial(attention_forward, name=name, attend=attend))
@@ -76,9 +78,10 @@ def unsupported(name: str, what: str) -> NotImplementedError:
 class Spans(Tensor):
     """A mask as (B,5,1,1) of int64 on the CPU: for each row of a batch first, end, T, keys and causal.
 
-    Positions from `first` to before `end` count, of the first T of the keys; those of a StaticCache are more. It has 4
-    dimensions, so that models hand it on unchanged; its type tells it from masks that users give. A model that computes
-    with it, because its attention is not an attention function, raises.
+    Positions from `first` to before `end` count, of the first T of the keys; those of a StaticCache are more. For N
+    packed sequences it is (1,5+N+1,1,1), with cu_seqlens behind these numbers. It has 4 dimensions, so that models hand
+    it on unchanged; its type tells it from masks that users give. A model that computes with it, because its attention
+    is not an attention function, raises.
     """
 
     @classmethod
@@ -95,6 +98,7 @@ class Span(NamedTuple):
     end: list[int]  # (B)
     T: int
     causal: bool
+    cu_seqlens: Tensor | None = None  # (N+1)
 
 
 def spans_mask(
@@ -121,19 +125,48 @@ def spans_mask(
     # transformers forbids to skip a mask that is more than causal, bidirectional or a window of local_size.
     skip = allow_is_causal_skip or allow_is_bidirectional_skip
     within = local_size is not None and local_size >= T and skip
-    if kv_offset or not (mask_function in (causal_mask_function, bidirectional_mask_function) or within):
-        raise unsupported(name, "sliding windows, chunks, packed sequences and other patterns of masks")
+    packed = cu_seqlens_of(mask_function)
+    known = mask_function in (causal_mask_function, bidirectional_mask_function) or within or packed is not None
+    if kv_offset or not known:
+        raise unsupported(name, "sliding windows, chunks, sequences packed in several rows and other patterns of masks")
     first, end = torch.zeros(batch_size, dtype=torch.int64), torch.full((batch_size,), T)
     if attention_mask is not None:
-        counted = torch.nn.functional.pad(attention_mask.bool(), (0, max(0, T - attention_mask.shape[1])))[:, :T]
-        first, end, count = torch.stack(
-            [counted.int().argmax(1), T - counted.flip(1).int().argmax(1), counted.sum(1)]
-        ).cpu()
-        end = end.where(count > 0, first)
-        if not torch.equal(end - first, count):
-            raise unsupported(name, "masks with holes: the positions that count must follow each other in each row")
-    rest = torch.tensor([[T, kv_length, int(causal)]]).expand(batch_size, 3)
+        first, end = bounds(name, attention_mask, T)
+    rest = torch.tensor([T, kv_length, int(causal), *(() if packed is None else packed)]).expand(batch_size, -1)
     return torch.cat([first[:, None], end[:, None], rest], 1)[:, :, None, None].as_subclass(Spans)
+
+
+def bounds(name: str, mask: Tensor, T: int) -> tuple[Tensor, Tensor]:
+    """The first position that counts in each row of a mask (B,T), and the one after the last: (B) each, on the CPU."""
+    counted = torch.nn.functional.pad(mask.bool(), (0, max(0, T - mask.shape[1])))[:, :T]
+    both = counted.int().argmax(1), T - counted.flip(1).int().argmax(1)
+    first, end, count = torch.stack([*both, counted.sum(1)]).cpu()
+    end = end.where(count > 0, first)
+    if not torch.equal(end - first, count):
+        raise unsupported(name, "masks with holes: the positions that count must follow each other in each row")
+    return first, end
+
+
+def cu_seqlens_of(mask_function: Callable[..., Any]) -> list[int] | None:
+    """Where packed sequences begin, and the end of the last, for the causal mask function that transformers makes.
+
+    None of any other function. transformers hands over no more than the function, so its variables are read.
+    """
+    both = variables(mask_function).get("mask_functions", ())
+    if len(both) != 2:
+        return None
+    same, causal = (variables(function) for function in both)
+    sequences = same.get("packed_sequence_mask")
+    if sequences is None or len(sequences) != 1 or causal.get("mask_function") is not causal_mask_function:
+        return None
+    _, lengths = sequences[0].unique_consecutive(return_counts=True)
+    ends: list[int] = lengths.cumsum(0).tolist()
+    return [0, *ends]
+
+
+def variables(function: Callable[..., Any]) -> Mapping[str, Any]:
+    """The variables of the functions around it, by name."""
+    return inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
 
 
 def attention_forward(
@@ -161,9 +194,13 @@ def attention_forward(
         is_causal = getattr(module, "is_causal", True)
     keys = key.shape[2] if layer is None else layer.seen
     span = read_span(name, attention_mask, query, key, keys, is_causal, kwargs.get("sliding_window"))
+    if kwargs.get("cu_seq_lens_q") is not None and span.cu_seqlens is None:
+        raise unsupported(name, "packed sequences without position_ids that begin again, or with a mask or a cache")
     options = {"scale": scaling, "factor": getattr(getattr(module, "config", None), "memcheck_factor", 1)}
     attend = partial(attend, causal=span.causal, **options)
-    if layer is not None:
+    if span.cu_seqlens is not None:
+        y = attend(query, key, value, cu_seqlens=span.cu_seqlens)
+    elif layer is not None:
         y = layer.attend(name, attend, query, key, value, span)
     else:
         key, value = key[:, :, : span.T], value[:, :, : span.T]
@@ -183,12 +220,12 @@ def read_span(
         if (causal and k.shape[2] != S) or (window is not None and window < keys):
             raise unsupported(name, f"attention of S = {S} queries to T = {keys} keys in a model that makes no mask")
         return Span([0] * B, [keys] * B, keys, causal)
-    if not isinstance(mask, Spans) or mask.dtype != torch.int64 or mask.shape != (B, 5, 1, 1):
+    if not isinstance(mask, Spans) or mask.dtype != torch.int64 or mask.shape[::2] != (B, 1):
         raise unsupported(name, f"masks with 4 dimensions, got {list(mask.shape)}; give the mask of padding, (B,T)")
-    first, end, (T, *_), (masked, *_), (causally, *_) = mask.flatten(1).T.tolist()
+    first, end, (T, *_), (masked, *_), (causally, *_), *packed = mask.flatten(1).T.tolist()
     if masked != keys:
         raise unsupported(name, f"a mask of {masked} positions for {keys} keys")
-    return Span(first, end, T, bool(causally))
+    return Span(first, end, T, bool(causally), torch.tensor(packed)[:, 0] if packed else None)
 
 
 def padding_of(name: str, first: list[int], end: list[int], T: int) -> dict[str, Any]:

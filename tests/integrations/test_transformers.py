@@ -121,6 +121,28 @@ def test_padded_logits_and_gradients_are_those_of_each_sequence(
             torch.testing.assert_close(padded_gradient, gradient, rtol=1e-7, atol=1e-7)
 
 
+@names
+def test_packed_logits_are_those_of_each_sequence(hf: Any, make: Callable[..., Any], name: str) -> None:
+    """As DataCollatorWithFlattening packs them, with and without what it gives to flash attention."""
+    model, sequences = make("llama", name), tokens(7, 1, 4)
+    alone = torch.cat([model(input_ids=x[None]).logits[0] for x in sequences])
+    for flash in (False, True):
+        collate = hf.DataCollatorWithFlattening(return_flash_attn_kwargs=flash)
+        batch = collate([{"input_ids": x.tolist()} for x in sequences])
+        batch.pop("labels")
+        close(model(**batch, use_cache=False).logits[0], alone)
+
+
+@names
+def test_an_encoder_decoder_with_a_state(hf: Any, integration: Any, make: Callable[..., Any], name: str) -> None:
+    model, batch = make("bart", name), padded(tokens(9, 5), "right")
+    batch.pop("position_ids")
+    how = {"max_new_tokens": 6, "do_sample": False}
+    cache = hf.EncoderDecoderCache(integration.StateCache(), hf.DynamicCache())
+    answer = model.generate(**batch, past_key_values=cache, **how)
+    assert torch.equal(answer, model.generate(**batch, use_cache=False, **how))
+
+
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize(
     # Llama's eager attention takes its softmax in float32.
@@ -350,14 +372,19 @@ def four_dimensions(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def packed(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"input_ids": batch["input_ids"][:1], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+    return {"input_ids": batch["input_ids"], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]] * 2)}
+
+
+def packed_otherwise(batch: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"input_ids": batch["input_ids"][:1], "cu_seq_lens_q": torch.tensor([0, 3, 8])}
 
 
 BATCHES = {
     "masks with holes": holes,
     "padding on both sides": both_sides,
     r"masks with 4 dimensions, got \[2, 1, 8, 8\]": four_dimensions,
-    "packed sequences": packed,
+    "sequences packed in several rows": packed,
+    "packed sequences without position_ids": packed_otherwise,
 }
 
 
@@ -389,7 +416,6 @@ def test_windows_and_dropout_raise(make: Callable[..., Any], name: str) -> None:
         ("position_bias", torch.zeros(1), "a position bias"),
         ("head_mask", torch.ones(HEADS), "head masks"),
         ("output_attentions", True, "attention weights"),
-        ("cu_seq_lens_q", torch.tensor([0, 5]), "packed sequences"),
         ("sliding_window", 4, "in a model that makes no mask"),
     ],
 )
