@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from memcheck.nn.checks import check_positive
 from memcheck.nn.combinator import Combinator
 from memcheck.nn.heads import HeadedSelfAttention
-from memcheck.nn.projection import KeyProjection, OutProjection, QueryProjection, ValueProjection
+from memcheck.nn.softplus_attention import ChannelSelfAttention
 from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.compressed_attention import compressed_attention
 from memcheck.ops.linear_attention import linear_attention
@@ -37,7 +37,7 @@ class Rotary(torch.nn.Module):
     Args:
         dim: D, even. context: the longest sequence. The buffers cos and sin are (context, D/2).
 
-    In the forward x is (..,S,D), or with channel_major (..,D,S).
+    In the forward x is (..,S,D).
     """
 
     cos: Tensor
@@ -55,14 +55,11 @@ class Rotary(torch.nn.Module):
         self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
         self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
 
-    def forward(self, x: Tensor, channel_major: bool = False) -> Tensor:
-        along, S = (-2, x.shape[-1]) if channel_major else (-1, x.shape[-2])
-        cos, sin = (
-            (table[:S].mT if channel_major else table[:S]).to(x.dtype)  # under autocast they differ
-            for table in (self.cos, self.sin)
-        )
-        a, b = x.chunk(2, along)
-        return torch.cat([a * cos - b * sin, b * cos + a * sin], along)
+    def forward(self, x: Tensor) -> Tensor:
+        # Under autocast dtypes differ.
+        cos, sin = (table[: x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
 
 class Attend(torch.nn.Module):
@@ -89,20 +86,16 @@ class RotarySelfAttention(HeadedSelfAttention):
         return self.leave(self.attend(self.rotary(q), self.rotary(k), v))
 
 
-class RotarySoftplusSelfAttention(torch.nn.Module):
+class RotarySoftplusSelfAttention(ChannelSelfAttention):
     """Softplus attention with rotary positions, all channels one head: x (B,S,E) -> y (B,S,E)."""
 
     def __init__(self, dim: int, rotary: Rotary, attend: Attend, **place: Any) -> None:
-        super().__init__()
-        self.q_proj = QueryProjection(dim, dim, **place)
-        self.k_proj = KeyProjection(dim, dim, **place)
-        self.v_proj = ValueProjection(dim, dim, **place)
-        self.out_proj = OutProjection(dim, dim, **place)
+        super().__init__(dim, dim, **place)
         self.rotary, self.attend = rotary, attend
 
     def forward(self, x: Tensor) -> Tensor:
-        k = self.rotary(self.k_proj(x), channel_major=True)
-        y: Tensor = self.out_proj(self.attend(self.rotary(self.q_proj(x)), k, self.v_proj(x)))
+        q, k, v = self.project(x)
+        y: Tensor = self.out_proj(self.attend(self.rotary(q), self.rotary(k.mT).mT, v))
         return y
 
 

@@ -24,7 +24,41 @@ def heuristic_core_dim(dim: int) -> int:
     return max(8, 8 * round((5.04 * dim - 222) / 8))
 
 
-class SoftplusSelfAttention(torch.nn.Module):
+class ChannelSelfAttention(torch.nn.Module):
+    """x (B,S,E) -> q (B,S,R), k and v (B,R,S), and y (B,S,R) -> (B,S,E): the linear layers of softplus attention."""
+
+    # Version 1 had transposed weights.
+    _version = 2
+
+    def __init__(self, dim: int, core_dim: int, *, device: DeviceLike, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        check_positive(type(self).__name__, dim=dim, core_dim=core_dim)
+        self.dim, self.core_dim = dim, core_dim
+        self.q_proj = torch.nn.Linear(dim, core_dim, bias=False, device=device, dtype=dtype)
+        self.k_proj = torch.nn.Linear(dim, core_dim, bias=False, device=device, dtype=dtype)
+        self.v_proj = torch.nn.Linear(dim, core_dim, bias=False, device=device, dtype=dtype)
+        self.out_proj = torch.nn.Linear(core_dim, dim, bias=False, device=device, dtype=dtype)
+
+    def reset_parameters(self) -> None:
+        for layer in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
+            layer.reset_parameters()
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B,S,R), k and v (B,R,S): views of what the layers wrote, (B,S,R)"""
+        check_tokens(type(self).__name__, x, self.dim)
+        return self.q_proj(x), self.k_proj(x).mT, self.v_proj(x).mT
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        """Transposes weights of version 1. Without a version, it is told by the shape; square weights are kept."""
+        version = local_metadata.get("version")
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            weight, shape = state_dict.get(f"{prefix}{name}.weight"), getattr(self, name).weight.shape
+            if weight is not None and (version == 1 or (version is None and weight.shape != shape == weight.mT.shape)):
+                state_dict[f"{prefix}{name}.weight"] = weight.mT.contiguous()
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+class SoftplusSelfAttention(ChannelSelfAttention):
     """Softplus self-attention, projections inside: x (B,S,E) -> y (B,S,E).
 
     The projections q_proj, k_proj, v_proj and out_proj are torch.nn.Linear without bias, which other libraries know.
@@ -45,9 +79,6 @@ class SoftplusSelfAttention(torch.nn.Module):
         >>> y = module.out_proj(memcheck.softplus_attention(q, k, v, causal=module.causal, eps=module.eps))
     """
 
-    # Version 1 had weights as KeyProjection has, (E,R), of out_proj (R,E).
-    _version = 2
-
     def __init__(
         self,
         dim: int,
@@ -58,35 +89,11 @@ class SoftplusSelfAttention(torch.nn.Module):
         device: DeviceLike = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        core_dim = dim if core_dim is None else core_dim
-        check_positive("SoftplusSelfAttention", dim=dim, core_dim=core_dim)
-        self.dim, self.core_dim, self.causal, self.eps = dim, core_dim, causal, eps
-        self.q_proj = torch.nn.Linear(dim, core_dim, bias=False, device=device, dtype=dtype)
-        self.k_proj = torch.nn.Linear(dim, core_dim, bias=False, device=device, dtype=dtype)
-        self.v_proj = torch.nn.Linear(dim, core_dim, bias=False, device=device, dtype=dtype)
-        self.out_proj = torch.nn.Linear(core_dim, dim, bias=False, device=device, dtype=dtype)
-
-    def reset_parameters(self) -> None:
-        for projection in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
-            projection.reset_parameters()
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        """Transposes weights of version 1. Without a version, it is told by the shape; square weights are kept."""
-        version = local_metadata.get("version")
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            weight, shape = state_dict.get(f"{prefix}{name}.weight"), getattr(self, name).weight.shape
-            if weight is not None and (version == 1 or (version is None and weight.shape != shape == weight.mT.shape)):
-                state_dict[f"{prefix}{name}.weight"] = weight.mT.contiguous()
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+        super().__init__(dim, dim if core_dim is None else core_dim, device=device, dtype=dtype)
+        self.causal, self.eps = causal, eps
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}, eps={self.eps}"
-
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (B,S,R), k and v (B,R,S): views of what the layers wrote, (B,S,R)"""
-        check_tokens("SoftplusSelfAttention", x, self.dim)
-        return self.q_proj(x), self.k_proj(x).mT, self.v_proj(x).mT
 
     def forward(
         self,

@@ -130,7 +130,6 @@ def test_rotary_embedding() -> None:
     turned = rotary(q)
     torch.testing.assert_close(turned[0], q[0])
     torch.testing.assert_close(turned.norm(dim=-1), q.norm(dim=-1))
-    assert torch.equal(rotary(q.T, channel_major=True), turned.T)
     # Products depend only on the distance between positions.
     same_q, same_k = q[:1].expand(8, 6), k[:1].expand(8, 6)
     products = rotary(same_q) @ rotary(same_k).T

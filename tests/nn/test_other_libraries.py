@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from memcheck.nn import CompressedSelfAttention, LinearSelfAttention, SoftplusSelfAttention
+from memcheck.nn import CompressedSelfAttention, Decoder, LinearSelfAttention, SoftplusSelfAttention
 
 NAMES = ("q_proj", "k_proj", "v_proj", "out_proj")
 MODULES: dict[str, Callable[..., torch.nn.Module]] = {
@@ -37,11 +37,14 @@ def test_the_projections_are_linear_layers(build: Callable[..., torch.nn.Module]
 # ---- weights of 0.1.0
 
 
-def old(module: SoftplusSelfAttention) -> OrderedDict[str, Tensor]:
+def old(module: torch.nn.Module) -> OrderedDict[str, Tensor]:
     """The state dict of memcheck 0.1.0, whose weights were (E,R), as torch.save keeps it."""
-    state = OrderedDict((name, weight.mT.contiguous()) for name, weight in module.state_dict().items())
-    versions = [("", 1), *((name, 1) for name in NAMES)]
-    state._metadata = OrderedDict((name, {"version": version}) for name, version in versions)  # type: ignore[attr-defined]
+    state = module.state_dict()
+    for name, weight in state.items():
+        if name.rpartition(".")[0].endswith(NAMES):
+            state[name] = weight.mT.contiguous()
+    for versions in state._metadata.values():  # type: ignore[attr-defined]
+        versions["version"] = 1
     return state
 
 
@@ -51,11 +54,15 @@ def test_weights_of_an_older_version_load(core_dim: int, tmp_path: Path) -> None
     torch.save(old(module), tmp_path / "old.pt")
     other.load_state_dict(torch.load(tmp_path / "old.pt"))
     assert torch.equal(other(tokens()), module(tokens()))
-    inside = torch.nn.Sequential(SoftplusSelfAttention(8, core_dim))
-    state = OrderedDict((f"0.{name}", weight) for name, weight in old(module).items())
-    state._metadata = OrderedDict({"": {"version": 1}, "0": {"version": 1}})  # type: ignore[attr-defined]
-    inside.load_state_dict(state)
-    assert torch.equal(inside(tokens()), module(tokens()))
+
+
+def test_a_decoder_of_an_older_version_loads() -> None:
+    ids = torch.arange(7)[None]
+    for attention in ("softplus", "linear"):
+        model, other = (Decoder(11, 8, 12, 2, 2, context=7, attention=attention) for _ in range(2))
+        state = old(model) if attention == "softplus" else model.state_dict()
+        other.load_state_dict(state)
+        assert torch.equal(other(ids), model(ids))
 
 
 def test_without_a_version_the_shape_tells() -> None:
