@@ -25,6 +25,7 @@ from memcheck.ops.softplus_attention import softplus_attention, softplus_attenti
 from memcheck.predict.ranks import Ranks
 
 if TYPE_CHECKING:
+    from memcheck import distributed
     from memcheck.notebook import Results, load, profile, sweep
 
 __all__ = [
@@ -38,6 +39,7 @@ __all__ = [
     "compressed_attention_pooled",
     "compressed_attention_state",
     "compressed_attention_step",
+    "distributed",
     "largest",
     "linear_attention",
     "linear_attention_step",
@@ -63,6 +65,8 @@ if not TYPE_CHECKING:  # For a type checker every name would exist.
         # These need reports and the command line, which operators do without.
         if name in ("Results", "load", "profile", "sweep"):
             return getattr(importlib.import_module("memcheck.notebook"), name)
+        if name == "distributed":  # torch.distributed is loaded only by those who use it.
+            return importlib.import_module("memcheck.distributed")
         raise AttributeError(f"module 'memcheck' has no attribute {name!r}")
 
 

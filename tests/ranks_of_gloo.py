@@ -9,13 +9,13 @@ import dataclasses
 import json
 import sys
 from collections.abc import Callable
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from processes import join
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -105,9 +105,7 @@ def predict(case: Case, processes: int, rank: int) -> Any:
 
 
 def main(rank: int, processes: int, folder: Path) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder / 'store'}"
-    dist.init_process_group("gloo", store, timedelta(seconds=300), processes, rank)
+    join(rank, processes, folder)
     mesh = init_device_mesh("cpu", (processes,))
     found = {name: measure(case, mesh) for name, case in CASES.items()}
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 PLAIN_ATTENTION = torch._C._nn.scaled_dot_product_attention
+DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
 
 
@@ -74,6 +75,21 @@ def sequence_arguments(
     return {**given, "left_padded": padding == "left"}
 
 
+def check_slices(op: str, queries: int, keys: int) -> None:
+    """ValueError if a slice of a causal sequence that is split over processes has other queries than keys."""
+    if queries != keys:
+        raise ValueError(f"{op}: causal, a slice must have as many queries as keys, got S = {queries} and T = {keys}")
+
+
+def in_autocast_dtype(x: Tensor) -> Tensor:
+    """x in the autocast dtype, in which the operators run, if autocast is on."""
+    if not isinstance(x, Tensor) or x.dtype not in DTYPES[1:] or not torch.amp.is_autocast_available(x.device.type):
+        return x
+    if not torch.is_autocast_enabled(x.device.type):
+        return x
+    return x.to(torch.get_autocast_dtype(x.device.type))
+
+
 def described(x: object) -> str:
     """A short description for an error: "a tensor of shape [2, 3]"."""
     if isinstance(x, Tensor):
@@ -93,5 +109,5 @@ def refuse_context_parallel(op: str) -> None:
     if attention is not PLAIN_ATTENTION and attention.__module__.startswith(CONTEXT_PARALLEL):
         raise NotImplementedError(
             f"{op}: attends only within the local shard of a sequence that context_parallel has split; "
-            "call it outside of context_parallel, on the whole sequence"
+            "call it outside of context_parallel, on the whole sequence, or call memcheck.distributed on slices"
         )

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
-from memcheck.ops.checks import refuse_context_parallel, sequence_arguments
+from memcheck.ops.checks import DTYPES, in_autocast_dtype, refuse_context_parallel, sequence_arguments
 
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 LONGEST = 2**31
 MOST_POSITIONS = 2**62
 
@@ -164,7 +163,7 @@ def compressed_attention(
             )
         if not causal:
             raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
-        q, k, v = (_autocast(x) for x in (q, k, v))
+        q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
         old = _checked_state(op, q, k, v, initial_state, factor, scale, name="initial_state")
         outputs, state = _go_on(q, k, v, old, strict=strict, scale=scale, return_lse=return_lse, sink=sink)
         if not return_state:
@@ -394,7 +393,7 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> Compress
         >>> state = (kc, vc, k_sum, v_sum, k.shape[2] % factor, factor)
     """
     op = "compressed_attention_state"
-    k, v = _autocast(k), _autocast(v)
+    k, v = in_autocast_dtype(k), in_autocast_dtype(v)
     _check_keys(op, k, v, factor)
     _refuse_gradient(op, k, v)
     return _extended(_empty_state(k, factor), k, v)
@@ -439,7 +438,7 @@ def compressed_attention_step(
         >>> y = compressed_attention_pooled(q, kc, vc, factor=factor, kv_len=kv_len, strict=strict)
     """
     op = "compressed_attention_step"
-    q, k, v = (_autocast(x) for x in (q, k, v))
+    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
     old = _checked_state(op, q, k, v, state, factor, scale)
     _refuse_gradient(op, q, k, v, *old[:4])
     return _go_on(q, k, v, old, strict=strict, scale=scale)
@@ -452,15 +451,6 @@ def _go_on(
     new = _extended(state, k, v)
     kv_len = new.kc.shape[2] * new.factor + new.positions
     return compressed_attention_pooled(q, new.kc, new.vc, factor=new.factor, kv_len=kv_len, **options), new
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """x in the autocast dtype, in which the operators run. Blocks are kept in it, so that no step converts them."""
-    if not isinstance(x, Tensor) or x.dtype not in DTYPES[1:] or not torch.amp.is_autocast_available(x.device.type):
-        return x
-    if not torch.is_autocast_enabled(x.device.type):
-        return x
-    return x.to(torch.get_autocast_dtype(x.device.type))
 
 
 def _check_keys(op: str, k: Tensor, v: Tensor, factor: int) -> None:

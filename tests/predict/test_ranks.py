@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import run_ranks
 from ranks_of_gloo import CASES, Network, predict
 
 import memcheck
@@ -43,17 +41,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Measur
     def measure(processes: int) -> Measured:
         if processes not in done:
             folder = tmp_path_factory.mktemp(f"{processes}-processes")
-            commands = [
-                [sys.executable, str(WORKER), str(rank), str(processes), str(folder)] for rank in range(processes)
-            ]
-            running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-            try:
-                errors = [process.communicate(timeout=300)[1] for process in running]
-            finally:
-                for process in running:
-                    process.kill()
-            assert [process.returncode for process in running] == [0] * processes, "\n".join(errors)
-            done[processes] = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
+            done[processes] = run_ranks(WORKER, processes, folder)
         return done[processes]
 
     return measure

@@ -1,0 +1,11 @@
+"""The attentions on sequences that are split over processes, each with the arguments of its local function.
+
+Every rank of the group holds one slice of each sequence, in the order of the ranks. States of constant size travel, not
+keys and values (compressed attention: the means of blocks).
+"""
+
+from memcheck.distributed.compressed_attention import compressed_attention
+from memcheck.distributed.linear_attention import linear_attention
+from memcheck.distributed.softplus_attention import softplus_attention
+
+__all__ = ["compressed_attention", "linear_attention", "softplus_attention"]

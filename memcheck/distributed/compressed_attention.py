@@ -1,0 +1,174 @@
+"""Compressed attention on a sequence that is split over processes."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from memcheck.distributed.exchange import Ranks
+from memcheck.ops.checks import check_rank, check_slices, in_autocast_dtype
+from memcheck.ops.compressed_attention import compressed_attention_pooled
+
+
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    group: dist.ProcessGroup | None = None,
+    causal: bool = True,
+    strict: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    sink: Tensor | None = None,
+) -> Any:
+    """memcheck.compressed_attention of a sequence whose slices the ranks hold, in their order.
+
+    Args:
+        q: (B,H,S,D) the queries of this rank's slice.
+        k: (B,Hkv,S,D) its keys. Not causal, slices of keys and of queries may have different lengths.
+        v: (B,Hkv,S,D) its values. Slices of different ranks may have different lengths, which need not be multiples of
+            the factor: a block may lie on several ranks.
+        group: the processes; by default all.
+        factor, causal, strict, scale, return_lse, sink: as in memcheck.compressed_attention. The gradient of a sink is
+            that of this rank's queries: add them up over the ranks, as for any parameter.
+
+    All ranks make the call with the same B, heads, D, dtype and options, and all of them or none with gradients. Then
+    all of them must run the backward.
+
+    Returns:
+        y (B,H,S,D) of this rank's slice, and with return_lse y and lse (B,H,S), equal to those of one process up to
+        rounding. Every rank gets the means of all blocks, 2 B Hkv D T / factor elements in the dtype of k, where T is
+        the length of the whole sequence, and four sums (B,Hkv,D) of each rank. In the backward it gets the sum of the
+        gradients of its own blocks, added up in the accumulation type.
+
+    Raises:
+        ValueError, TypeError: as memcheck.compressed_attention; causal slices with S != T.
+        RuntimeError: there is no process group.
+    """
+    op = "distributed.compressed_attention"
+    ranks = Ranks(op, group)
+    for name, x, letters in (("q", q, "(B,H,S,D)"), ("k", k, "(B,Hkv,S,D)"), ("v", v, "(B,Hkv,S,D)")):
+        check_rank(op, name, x, letters, 4)
+    if not isinstance(factor, int) or factor < 1:
+        raise ValueError(f"{op}: factor must be an int of at least 1, got {factor!r}")
+    if k.shape != v.shape or k.dtype != v.dtype:
+        raise ValueError(f"{op}: v must be {list(k.shape)} {k.dtype} to match k, got {list(v.shape)} {v.dtype}")
+    if causal:
+        check_slices(op, q.shape[2], k.shape[2])
+    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
+    slices = _slices(ranks, k, factor)
+    kc, vc = _Blocks.apply(k, v, slices, ranks)
+    kv_len = sum(x.positions for x in slices)
+    if causal:
+        kv_len = slices[ranks.rank].first + k.shape[2]
+        kc, vc = (x[:, :, : kv_len // factor] for x in (kc, vc))
+    options: dict[str, Any] = {"strict": strict, "scale": scale, "return_lse": return_lse, "sink": sink}
+    return compressed_attention_pooled(q, kc, vc, factor=factor, kv_len=kv_len, causal=causal, **options)
+
+
+class _Slice(NamedTuple):
+    """One rank's positions: `head` of a block that began before, whole blocks, and `tail` of one that goes on."""
+
+    first: int
+    positions: int
+    factor: int
+
+    @property
+    def head(self) -> int:
+        return min(self.positions, -self.first % self.factor)
+
+    @property
+    def blocks(self) -> int:
+        return (self.positions - self.head) // self.factor
+
+    @property
+    def tail(self) -> int:
+        return self.positions - self.head - self.blocks * self.factor
+
+    @property
+    def first_block(self) -> int:
+        """The block of the head, or where there is none, of the first position."""
+        return self.first // self.factor
+
+    @property
+    def whole(self) -> slice:
+        """The whole blocks, among the blocks of the sequence."""
+        start = (self.first + self.head) // self.factor
+        return slice(start, start + self.blocks)
+
+    @property
+    def last_block(self) -> int:
+        """The block of the tail."""
+        return (self.first + self.positions - 1) // self.factor
+
+
+def _slices(ranks: Ranks, k: Tensor, factor: int) -> list[_Slice]:
+    """The slices of all ranks. On a GPU the process waits for their lengths."""
+    lengths: list[int] = ranks.gathered(torch.tensor(k.shape[2], device=k.device)).tolist()
+    return [_Slice(sum(lengths[:rank]), length, factor) for rank, length in enumerate(lengths)]
+
+
+class _Blocks(torch.autograd.Function):
+    """kc and vc (B,Hkv,C,D) of the whole sequence, from k and v (B,Hkv,S,D) of this rank's slice.
+
+    Each rank forms the means of its whole blocks, in the operator's bits, and the sums over its head and its tail.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, k: Tensor, v: Tensor, slices: list[_Slice], ranks: Ranks) -> tuple[Tensor, Tensor]:
+        own, total, factor = slices[ranks.rank], sum(x.positions for x in slices), slices[0].factor
+        most = max(x.blocks for x in slices)
+        means = k.new_zeros(2, *k.shape[:2], most, k.shape[3])
+        middle = slice(own.head, own.positions - own.tail)
+        # A forward without queries keeps the means for backward.
+        _, _, *pooled = torch.ops.memcheck.compressed_attention(
+            k[:, :, :0], k[:, :, middle], v[:, :, middle], factor=factor, causal=False, keep=True
+        )
+        for mean, x in zip(means, pooled, strict=True):
+            mean[:, :, : own.blocks] = x
+        wide = torch.promote_types(k.dtype, torch.float32)
+        ends = (slice(0, own.head), slice(own.positions - own.tail, own.positions))
+        sums = torch.stack([x[:, :, end].sum(2, dtype=wide) for end in ends for x in (k, v)]).unflatten(0, (2, 2))
+        all_means, all_sums = ranks.gathered(means), ranks.gathered(sums)
+        blocks = k.new_empty(2, *k.shape[:2], -(-total // factor), k.shape[3])
+        opened: dict[int, Any] = {}
+        for x, mean, (head, tail) in zip(slices, all_means, all_sums, strict=True):
+            blocks[:, :, :, x.whole] = mean[:, :, :, : x.blocks]
+            for positions, block, end in ((x.head, x.first_block, head), (x.tail, x.last_block, tail)):
+                if positions:
+                    opened[block] = opened.get(block, 0) + end
+        for block, sum_of_it in opened.items():
+            blocks[:, :, :, block] = sum_of_it / min(factor, total - block * factor)
+        ctx.slices, ctx.ranks, ctx.total = slices, ranks, total
+        ctx.like = [torch.empty_like(x, device="meta") for x in (k, v)]  # sizes and strides, without memory
+        kc, vc = blocks.unbind()
+        return kc, vc
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        own, factor = ctx.slices[ctx.ranks.rank], ctx.slices[0].factor
+        most = max(x.blocks for x in ctx.slices)
+        grad_blocks = torch.stack(grads).to(torch.promote_types(grads[0].dtype, torch.float32))
+        # For each rank the gradients of its head's block, of its tail's block, and of its whole blocks.
+        shares = grad_blocks.new_zeros(len(ctx.slices), *grad_blocks.shape[:3], 2 + most, grad_blocks.shape[4])
+        for share, x in zip(shares, ctx.slices, strict=True):
+            for at, (positions, block) in enumerate(((x.head, x.first_block), (x.tail, x.last_block))):
+                if positions:
+                    share[:, :, :, at] = grad_blocks[:, :, :, block] / min(factor, ctx.total - block * factor)
+            share[:, :, :, 2 : 2 + x.blocks] = grad_blocks[:, :, :, x.whole] / factor
+        gradients = []
+        for like, share in zip(ctx.like, ctx.ranks.scattered_sum(shares), strict=True):
+            gradient = torch.empty_like(like, device=share.device)
+            gradient[:, :, : own.head] = share[:, :, :1]
+            gradient[:, :, own.positions - own.tail :] = share[:, :, 1:2]
+            middle = gradient[:, :, own.head : own.positions - own.tail].unflatten(2, (own.blocks, factor))
+            middle.copy_(share[:, :, 2 : 2 + own.blocks, None])
+            gradients.append(gradient)
+        return *gradients, None, None
