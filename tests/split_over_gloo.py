@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ops import error_bounds
 from ops.checks import Bound, assert_within, run, run_truth
 from processes import run_cases
+from sharded_over_gloo import SHARDED
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -104,9 +105,9 @@ class Split:
                 assert torch.equal(part[i], alone[i][at[i]]), f"{name} has other bits"
 
 
-BITS, BITS_OF_QUERIES = (True,) * 4, (True, True, False, False)
+BITS = (True,) * 4
 CASES: dict[str, Callable[[], None]] = {
-    "softplus, whole chunks": Split("softplus_attention", (256, 512), same_bits=BITS_OF_QUERIES),
+    "softplus, whole chunks": Split("softplus_attention", (256, 512), same_bits=BITS),
     "softplus, any slices": Split("softplus_attention", (300, 0, 17), dtype=torch.float64),
     "softplus, bf16": Split("softplus_attention", (256, 65), dtype=torch.bfloat16, same_bits=BITS),
     "softplus, all at once": Split("softplus_attention", (300, 129), {"same_bits": False}),
@@ -132,6 +133,8 @@ CASES: dict[str, Callable[[], None]] = {
     "compressed, blocks on several ranks": Split("compressed_attention", (5, 3), {"factor": 16, "causal": False}),
     "compressed, strict": Split("compressed_attention", (63, 65), {"factor": 4, "strict": True}, torch.bfloat16),
 }
+
+CASES.update(SHARDED)
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
@@ -171,10 +174,8 @@ def states_travel_and_no_positions() -> None:
     for length in (32, 512):
         for together in (True, False):
             found = traffic(Split("softplus_attention", (length,), {"same_bits": together}))
-            received, sent = 4 * sums * (rank > 0), 4 * sums * (rank < last)
-            backward = 2 * sums * (rank < last), 2 * sums * (rank > 0)
-            expected = {"recv_": received + backward[0], "send": sent + backward[1]}
-            assert found == expected, (found, expected)
+            both = 4 * sums * ((rank > 0) + (rank < last))
+            assert found == {"recv_": both, "send": both}, (found, both)
             found = traffic(Split("linear_attention", (length,), {"causal": True, "same_bits": together}))
             both = matrices * ((rank > 0) + (rank < last))
             assert found == {"recv_": both, "send": both}, (found, both)

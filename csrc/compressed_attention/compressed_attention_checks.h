@@ -195,13 +195,28 @@ inline Sizes check_backward(const char* op, const BackwardInputs& in) {
   return n;
 }
 
-// Those that are not wanted are undefined. Keys and values were not saved, but the strides of their gradients.
+// Whether a tensor of these strides would leave memory unused.
+inline bool has_gaps(c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
+  c10::SymInt elements = 1, last = 0;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    elements *= sizes[i];
+    last += (sizes[i] - 1) * strides[i];
+  }
+  const auto known = elements.maybe_as_int(), last_known = last.maybe_as_int();
+  return known && last_known && *known > 0 && *last_known >= *known;
+}
+
+// Those that are not wanted are undefined. Keys and values were not saved, but the strides of their gradients. A
+// process that has a part of them, of a DTensor, gets strides of the whole, and makes contiguous gradients where these
+// have gaps.
 inline Gradients empty_gradients(const char* op, const Sizes& n, const BackwardInputs& in,
                                  c10::SymIntArrayRef grad_k_stride, c10::SymIntArrayRef grad_v_stride) {
   const auto empty = [&](bool wanted, const char* name, c10::SymIntArrayRef stride) {
     if (!wanted) return at::Tensor();
     TORCH_CHECK_VALUE(stride.size() == 4, op, ": ", name, " must be 4 strides, got ", stride);
-    return at::empty_strided_symint({n.B, n.Hkv, n.T, n.D}, stride, in.q.options());
+    const std::array<c10::SymInt, 4> sizes{n.B, n.Hkv, n.T, n.D};
+    if (has_gaps(sizes, stride)) return at::empty_symint(sizes, in.q.options());
+    return at::empty_strided_symint(sizes, stride, in.q.options());
   };
   return {empty_gradient(in.wanted[0], in.q), empty(in.wanted[1], "grad_k_stride", grad_k_stride),
           empty(in.wanted[2], "grad_v_stride", grad_v_stride), empty_gradient(in.wanted[3], defined_or_not(in.sink))};

@@ -60,20 +60,22 @@ struct SoftplusAttentionForward {
 struct SoftplusAttentionBackward {
   SoftplusAttentionShape shape;
   double eps;
-  Strided<3> grad_y;       // (B,S,R)
-  Strided<3> q;            // (B,S,R)
-  Strided<3> k;            // (B,R,T)
-  Strided<3> v;            // (B,R,T), null if only grad_v is wanted, which does not depend on v
-  Strided<3> grad_q;       // (B,S,R), null if not wanted, as the next two
-  Strided<3> grad_k;       // (B,R,T)
-  Strided<3> grad_v;       // (B,R,T)
-  const void* carries;     // (2,B,carries,R)
-  void* sums;              // the plan's backward_sums_bytes
-  void* scratch;           // the plan's backward_scratch_bytes
-  int64_t threads;         // of the plan
-  Strided<3> before;       // (2,B,R), of the forward's state; null: zeros, as the next
-  Strided<3> grad_after;   // (2,B,R)
-  Strided<3> grad_before;  // (2,B,R), null if not wanted
+  Strided<3> grad_y;            // (B,S,R)
+  Strided<3> q;                 // (B,S,R)
+  Strided<3> k;                 // (B,R,T)
+  Strided<3> v;                 // (B,R,T), null if only grad_v is wanted, which does not depend on v
+  Strided<3> grad_q;            // (B,S,R), null if not wanted, as the next two
+  Strided<3> grad_k;            // (B,R,T)
+  Strided<3> grad_v;            // (B,R,T)
+  const void* carries;          // (2,B,carries,R)
+  void* sums;                   // the plan's backward_sums_bytes
+  void* scratch;                // the plan's backward_scratch_bytes
+  int64_t threads;              // of the plan
+  Strided<3> before;            // (2,B,R), of the forward's state; null: zeros, as the next two
+  Strided<3> grad_after;        // (2,B,R)
+  Strided<3> grad_after_rest;   // (2,B,R), what rounding has left out of grad_after; only if causal, as the last
+  Strided<3> grad_before;       // (2,B,R), null if not wanted
+  Strided<3> grad_before_rest;  // (2,B,R), null if not wanted
 };
 
 // Decoding: the sums of T new keys are added to the state, and one query reads it.

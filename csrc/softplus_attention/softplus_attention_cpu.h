@@ -133,11 +133,13 @@ MEMCHECK_INLINE void store_sum(const Strided<3>& state, const Strided<3>& rest, 
 
 // W and X over the queries after the last position, (W, X) = (dA, -dZ), from the gradient of the state there.
 template <typename acc_t>
-MEMCHECK_INLINE void load_later(const Strided<3>& grad_after, int64_t plane, const Task& task, RunningSum<acc_t>& sum) {
-  if (!grad_after) return;
-  load_plane(grad_after, 1 - plane, task, sum.before);
-  if (plane == 1)
-    for (acc_t& x : sum.before) x = -x;
+MEMCHECK_INLINE void load_later(const SoftplusAttentionBackward& p, int64_t plane, const Task& task,
+                                RunningSum<acc_t>& sum) {
+  if (!p.grad_after) return;
+  load_sum(p.grad_after, p.grad_after_rest, 1 - plane, task, sum);
+  if (plane == 0) return;
+  for (acc_t& x : sum.before) x = -x;
+  for (acc_t& x : sum.rest) x = -x;
 }
 
 // Two sums over the same rows: Z and A, or in the backward W and X.

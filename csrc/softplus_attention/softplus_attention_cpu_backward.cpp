@@ -256,12 +256,33 @@ MEMCHECK_INLINE bool wants_sums(const SoftplusAttentionBackward& p) {
 
 // The gradient of the state before, from W and X over all queries: (dZ, dA) = (-X, W).
 template <typename acc_t>
-MEMCHECK_INLINE void store_grad_before(const SoftplusAttentionBackward& p, const Task& task, const acc_t* w_sum,
+MEMCHECK_INLINE void store_grad_before(const Strided<3>& grad_before, const Task& task, const acc_t* w_sum,
                                        const acc_t* wm_sum) {
   alignas(64) acc_t grad_z[kTileLanes];
   for (int lane = 0; lane < kTileLanes; ++lane) grad_z[lane] = -wm_sum[lane];
-  store_plane(p.grad_before, 0, task, grad_z);
-  store_plane(p.grad_before, 1, task, w_sum);
+  store_plane(grad_before, 0, task, grad_z);
+  store_plane(grad_before, 1, task, w_sum);
+}
+
+// Adds chunk 0, and its rest if that is wanted. A task of its own does not have the rest of the later chunks, which the
+// scan has left in the place of the result.
+template <typename acc_t>
+MEMCHECK_INLINE void finish_grad_before(const SoftplusAttentionBackward& p, const Task& task, bool own_task,
+                                        RunningPair<acc_t>& later) {
+  if (p.grad_before_rest) {
+    if (own_task) {
+      load_plane(p.grad_before_rest, 0, task, later.first.rest);
+      load_plane(p.grad_before_rest, 1, task, later.second.rest);
+    }
+    later.end_chunk();
+    store_grad_before(p.grad_before_rest, task, later.first.rest, later.second.rest);
+  } else {
+    for (int lane = 0; lane < kTileLanes; ++lane) {
+      later.first.before[lane] += later.first.chunk[lane];
+      later.second.before[lane] += later.second.chunk[lane];
+    }
+  }
+  store_grad_before(p.grad_before, task, later.first.before, later.second.before);
 }
 
 template <typename acc_t>
@@ -272,8 +293,8 @@ MEMCHECK_INLINE void causal_task(const BackwardPass<acc_t>& pass, const Task& ta
   if (pass.phase == BackwardPhase::CausalChunk && task.chunk < pass.sums.slots) {
     later.load(pass.sums, task.chunk, task);
   } else if (!sums_only) {
-    load_later(p.grad_after, 0, task, later.first);
-    load_later(p.grad_after, 1, task, later.second);
+    load_later(p, 0, task, later.first);
+    load_later(p, 1, task, later.second);
   }
   const int64_t first = sums_only ? task.chunk + 1 : task.chunk;  // no chunk needs the sums of chunk 0
   const int64_t last = pass.phase == BackwardPhase::AllChunks ? p.shape.key_chunks() - 1 : first;
@@ -283,14 +304,8 @@ MEMCHECK_INLINE void causal_task(const BackwardPass<acc_t>& pass, const Task& ta
     if (chunk > 0) later.end_chunk();
   }
   if (sums_only) later.store(pass.sums, task.chunk, task);
-  if (!sums_only && task.chunk == 0 && p.grad_before) {
-    // Chunk 0 is added without the rest of the later ones, which a task of its own does not have.
-    for (int lane = 0; lane < kTileLanes; ++lane) {
-      later.first.before[lane] += later.first.chunk[lane];
-      later.second.before[lane] += later.second.chunk[lane];
-    }
-    store_grad_before(p, task, later.first.before, later.second.before);
-  }
+  if (!sums_only && task.chunk == 0 && p.grad_before)
+    finish_grad_before(p, task, pass.phase == BackwardPhase::CausalChunk, later);
 }
 
 // Not causal: W and X of every key, from W over the queries. All queries see every key, so X = W m; then the gradient
@@ -302,8 +317,8 @@ MEMCHECK_INLINE void later_sums(const SoftplusAttentionBackward& p, const Task& 
     wm_sum[lane] = w_sum[lane] * (totals.second.before[lane] / (totals.first.before[lane] + static_cast<acc_t>(p.eps)));
   if (!p.grad_after) return;
   RunningPair<acc_t> later;
-  load_later(p.grad_after, 0, task, later.first);
-  load_later(p.grad_after, 1, task, later.second);
+  load_later(p, 0, task, later.first);
+  load_later(p, 1, task, later.second);
   for (int lane = 0; lane < kTileLanes; ++lane) {
     w_sum[lane] += later.first.before[lane];
     wm_sum[lane] += later.second.before[lane];
@@ -320,7 +335,7 @@ MEMCHECK_INLINE void not_causal_task(const BackwardPass<acc_t>& pass, const Task
     pass.sums.load(0, pass.sums.slots - 1, task, w_sum.before);
     alignas(64) acc_t wm_sum[kTileLanes];
     later_sums(p, task, totals, w_sum.before, wm_sum);
-    if (pass.phase == BackwardPhase::StateBefore) return store_grad_before(p, task, w_sum.before, wm_sum);
+    if (pass.phase == BackwardPhase::StateBefore) return store_grad_before(p.grad_before, task, w_sum.before, wm_sum);
     return differentiate_key_chunk(p, pass.dtype, task, w_sum.before, wm_sum);
   }
   const bool all = pass.phase == BackwardPhase::AllChunks;
@@ -362,8 +377,10 @@ void backward_causal(const SoftplusAttentionBackward& p, Dtype dtype) {
     run(BackwardPass<acc_t>{p, dtype, BackwardPhase::ChunkSums, sums, chunks - 1});
     scan_slots(
         sums, 2, true, useful_threads(shape, p.threads),
-        [&](int64_t plane, const Task& task, RunningSum<acc_t>& sum) { load_later(p.grad_after, plane, task, sum); },
-        [](int64_t, const Task&, const RunningSum<acc_t>&) {});
+        [&](int64_t plane, const Task& task, RunningSum<acc_t>& sum) { load_later(p, plane, task, sum); },
+        [&](int64_t plane, const Task& task, const RunningSum<acc_t>& sum) {
+          store_plane(p.grad_before_rest, plane, task, sum.rest);
+        });
   }
   run(BackwardPass<acc_t>{p, dtype, BackwardPhase::CausalChunk, sums, chunks});
 }

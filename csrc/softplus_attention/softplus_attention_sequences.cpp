@@ -165,11 +165,13 @@ Results forward(const SoftplusAttentionKernels& kernels, const at::Tensor& q, co
 
 // ---- backward
 
-using Mask = std::array<bool, 4>;
-using StateGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+// Of q, k, v, the state before and its rest.
+using Mask = std::array<bool, 5>;
+using StateGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
 void check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& carries, const MaybeTensor& state,
-                    const MaybeTensor& grad_state, const Sizes& n, const SequenceArguments& arguments) {
+                    const MaybeTensor& grad_state, const MaybeTensor& grad_rest, const Sizes& n,
+                    const SequenceArguments& arguments, const Mask& wanted) {
   check_rank(kBackward, "grad_y", grad_y, 3, "(B,S,R)");
   check_shape(kBackward, "grad_y", grad_y, "(B,S,R)", {n.B, n.S, n.R}, "q");
   check_like(kBackward, "grad_y", grad_y, q, "q");
@@ -180,23 +182,28 @@ void check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Ten
   check_device(kBackward, "carries", carries, q, "q");
   check_state(kBackward, "state", state, q, arguments.count(n.B));
   check_state(kBackward, "grad_state", grad_state, q, arguments.count(n.B));
+  check_state(kBackward, "grad_rest", grad_rest, q, arguments.count(n.B));
+  TORCH_CHECK_VALUE(!grad_rest || grad_state, kBackward, ": grad_rest needs grad_state");
+  TORCH_CHECK_VALUE(!wanted[4] || wanted[3], kBackward,
+                    ": output_mask must want the gradient of the state with that of its rest");
 }
 
 StateGradients empty_state_gradients(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const Mask& wanted,
                                      const c10::SymInt& N) {
   return std::tuple_cat(empty_gradients(q, k, v, {wanted[0], wanted[1], wanted[2]}),
-                        std::tuple(wanted[3] ? empty_state(true, q, N) : at::Tensor()));
+                        std::tuple(wanted[3] ? empty_state(true, q, N) : at::Tensor(),
+                                   wanted[4] ? empty_state(true, q, N) : at::Tensor()));
 }
 
 StateGradients backward_meta(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k,
                              const MaybeTensor& v_or_none, const at::Tensor& carries, const MaybeTensor& state,
-                             const MaybeTensor& grad_state, const MaybeTensor& cu_seqlens_q,
-                             const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
-                             double eps, Mask output_mask) {
+                             const MaybeTensor& grad_state, const MaybeTensor& grad_rest,
+                             const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k,
+                             const MaybeTensor& lengths, bool left_padded, bool causal, double eps, Mask output_mask) {
   const at::Tensor v = v_or_none.value_or(at::Tensor());
   const Sizes n = check_inputs(kBackward, q, k, v, causal, eps, output_mask[0] || output_mask[1] || output_mask[3]);
   const auto arguments = check_sequences(kBackward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
-  check_backward(grad_y, q, carries, state, grad_state, n, arguments);
+  check_backward(grad_y, q, carries, state, grad_state, grad_rest, n, arguments, output_mask);
   return empty_state_gradients(q, k, v, output_mask, arguments.count(n.B));
 }
 
@@ -210,16 +217,17 @@ struct BackwardScratch {
 
 StateGradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& grad_y, const at::Tensor& q,
                         const at::Tensor& k, const MaybeTensor& v_or_none, const at::Tensor& carries,
-                        const MaybeTensor& state, const MaybeTensor& grad_state, const MaybeTensor& cu_seqlens_q,
-                        const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded, bool causal,
-                        double eps, Mask output_mask) {
+                        const MaybeTensor& state, const MaybeTensor& grad_state, const MaybeTensor& grad_rest,
+                        const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
+                        bool left_padded, bool causal, double eps, Mask output_mask) {
   const at::Tensor v = v_or_none.value_or(at::Tensor());
   const Sizes n = check_inputs(kBackward, q, k, v, causal, eps, output_mask[0] || output_mask[1] || output_mask[3]);
   const auto arguments = check_sequences(kBackward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
-  check_backward(grad_y, q, carries, state, grad_state, n, arguments);
+  check_backward(grad_y, q, carries, state, grad_state, grad_rest, n, arguments, output_mask);
   const Batch batch(kBackward, arguments, n, dtype_of(q));
   const StateGradients gradients = empty_state_gradients(q, k, v, output_mask, arguments.count(n.B));
-  const auto& [grad_q, grad_k, grad_v, grad_before] = gradients;
+  const auto& [grad_q, grad_k, grad_v, grad_before, grad_before_rest] = gradients;
+  if (grad_before_rest.defined() && !causal) grad_before_rest.zero_();
   zero_padded_queries(arguments, batch.sequences, grad_q, 1);
   zero_padded_keys(arguments, batch.sequences, grad_k, 2);
   zero_padded_keys(arguments, batch.sequences, grad_v, 2);
@@ -231,8 +239,9 @@ StateGradients backward(const SoftplusAttentionKernels& kernels, const at::Tenso
   });
   const Strided<3> g_all = reads<3>(grad_y), q_all = reads<3>(q), k_all = reads<3>(k), v_all = reads<3>(v);
   const Strided<3> dq_all = writes<3>(grad_q), dk_all = writes<3>(grad_k), dv_all = writes<3>(grad_v);
-  const Strided<3> none, before = state ? reads<3>(*state) : none, after = grad_state ? reads<3>(*grad_state) : none;
-  const Strided<3> dbefore_all = writes<3>(grad_before);
+  const Strided<3> none, before = state ? reads<3>(*state) : none, after = grad_state ? reads<3>(*grad_state) : none,
+                         after_rest = grad_rest ? reads<3>(*grad_rest) : none;
+  const Strided<3> dbefore_all = writes<3>(grad_before), dbefore_rest_all = writes<3>(grad_before_rest);
   run.each([&](const Sequence& x, int64_t threads, void* memory) {
     Arena arena{static_cast<char*>(memory)};
     const BackwardScratch scratch(arena, kernels.plan(batch.shape(x), batch.dtype, threads));
@@ -251,7 +260,9 @@ StateGradients backward(const SoftplusAttentionKernels& kernels, const at::Tenso
                                       threads,
                                       batch.state_of(before, x),
                                       batch.state_of(after, x),
-                                      batch.state_of(dbefore_all, x)};
+                                      batch.state_of(after_rest, x),
+                                      batch.state_of(dbefore_all, x),
+                                      batch.state_of(dbefore_rest_all, x)};
     kernels.backward(p, batch.dtype, device.stream);
   });
   return gradients;
@@ -265,9 +276,10 @@ const Registration registration(
                 " -> (Tensor y, Tensor carries, Tensor new_state, Tensor new_rest)",
                 forward_meta, forward, /*cast_inputs=*/3},
     OperatorRow{"softplus_attention_sequences_backward(Tensor grad_y, Tensor q, Tensor k, Tensor? v, Tensor carries,"
-                " Tensor? state, Tensor? grad_state, *, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? lengths,"
-                " bool left_padded, bool causal, float eps, bool[4] output_mask)"
-                " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_initial)",
+                " Tensor? state, Tensor? grad_state, Tensor? grad_rest=None, *, Tensor? cu_seqlens_q,"
+                " Tensor? cu_seqlens_k, Tensor? lengths, bool left_padded, bool causal, float eps,"
+                " bool[5] output_mask)"
+                " -> (Tensor grad_q, Tensor grad_k, Tensor grad_v, Tensor grad_initial, Tensor grad_initial_rest)",
                 backward_meta, backward});
 
 }  // namespace

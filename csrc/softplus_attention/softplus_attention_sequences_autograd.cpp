@@ -21,13 +21,11 @@ struct Forward {
 
 struct Backward {
   static constexpr const char* name = "softplus_attention_sequences_backward";
-  using Schema = std::tuple<Tensor, Tensor, Tensor, Tensor>(const Tensor& grad_y, const Tensor& q, const Tensor& k,
-                                                            const MaybeTensor& v, const Tensor& carries,
-                                                            const MaybeTensor& state, const MaybeTensor& grad_state,
-                                                            const MaybeTensor& cu_seqlens_q,
-                                                            const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths,
-                                                            bool left_padded, bool causal, double eps,
-                                                            std::array<bool, 4> output_mask);
+  using Schema = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(
+      const Tensor& grad_y, const Tensor& q, const Tensor& k, const MaybeTensor& v, const Tensor& carries,
+      const MaybeTensor& state, const MaybeTensor& grad_state, const MaybeTensor& grad_rest,
+      const MaybeTensor& cu_seqlens_q, const MaybeTensor& cu_seqlens_k, const MaybeTensor& lengths, bool left_padded,
+      bool causal, double eps, std::array<bool, 5> output_mask);
 };
 
 // The rests are constants: the gradient of a state is that of the sum of a state and its rest.
@@ -63,11 +61,11 @@ struct SoftplusAttentionSequences : Function<SoftplusAttentionSequences> {
     const Tensor grad_y = grads[0].defined() ? grads[0] : at::zeros({}, q.options()).expand_symint(q.sym_sizes());
     const auto wanted = wanted_gradients<3>(ctx);
     const bool state_wanted = ctx->saved_data["state_wanted"].toBool() && ctx->needs_input_grad(3);
-    const auto [grad_q, grad_k, grad_v, grad_initial] = call_operator<Backward>(
+    const auto [grad_q, grad_k, grad_v, grad_initial, grad_rest] = call_operator<Backward>(
         grad_y, q, saved[1], if_defined(saved[2]), saved[3], if_defined(saved[4]), if_defined(grad_state),
-        if_defined(saved[5]), if_defined(saved[6]), if_defined(saved[7]), ctx->saved_data["left_padded"].toBool(),
-        ctx->saved_data["causal"].toBool(), ctx->saved_data["eps"].toDouble(),
-        std::array<bool, 4>{wanted[0], wanted[1], wanted[2], state_wanted});
+        /*grad_rest=*/std::nullopt, if_defined(saved[5]), if_defined(saved[6]), if_defined(saved[7]),
+        ctx->saved_data["left_padded"].toBool(), ctx->saved_data["causal"].toBool(), ctx->saved_data["eps"].toDouble(),
+        std::array<bool, 5>{wanted[0], wanted[1], wanted[2], state_wanted, false});
     return gradients_of<Forward>({grad_q, grad_k, grad_v, grad_initial});
   }
 };

@@ -7,5 +7,6 @@ keys and values (compressed attention: the means of blocks).
 from memcheck.distributed.compressed_attention import compressed_attention
 from memcheck.distributed.linear_attention import linear_attention
 from memcheck.distributed.softplus_attention import softplus_attention
+from memcheck.ops import sharding as sharding  # registers how DTensors run
 
 __all__ = ["compressed_attention", "linear_attention", "softplus_attention"]

@@ -35,17 +35,17 @@ def softplus_attention(
         v: (B,R,S) its values. Slices of different ranks may have different lengths.
         group: the processes; by default all.
         causal, eps: as in memcheck.softplus_attention.
-        same_bits: True: y is the same to the bit as in one process, and so is the gradient of q, if all slices but the
-            last are multiples of 256 positions; the other gradients are equal up to rounding. For that the sums over
-            keys and values go from rank to rank, each before the next. False: ranks compute them at the same time, and
-            results are equal up to rounding. Not causal, that is always so.
+        same_bits: True: y and the gradients are the same to the bit as in one process, if all slices but the last are
+            multiples of 256 positions. For that the sums over keys and values go from rank to rank, each before the
+            next. False: ranks compute them at the same time, and results are equal up to rounding. Not causal, that is
+            always so.
 
     All ranks make the call with the same B, R, dtype and options, and all of them or none with gradients. Then all of
     them must run the backward.
 
     Returns:
         y (B,S,R) of this rank's slice. Causal, a rank receives and sends a state of 4 B R elements of the accumulation
-        type in the forward, and of 2 B R in the backward; otherwise it adds up 2 B R elements with all ranks in each.
+        type in the forward, and again in the backward; otherwise it adds up 2 B R elements with all ranks in each.
 
     Raises:
         ValueError, TypeError: as memcheck.softplus_attention; causal slices with S != T.
@@ -90,16 +90,15 @@ class _Causal(torch.autograd.Function):
         options = {**ONE_SEQUENCE, "causal": True, "eps": ctx.eps}
 
         def gradients(after: State | None, *wanted: bool) -> Any:
-            (grad_state,) = after or (None,)
-            arguments = (grad_y, q, k, v, carries, state, grad_state)
+            arguments = (grad_y, q, k, v, carries, state, *(after or (None, None)))
             return OPERATORS.softplus_attention_sequences_backward(*arguments, **options, output_mask=wanted)
 
         def before(after: State | None) -> State:
-            return (gradients(after, False, False, False, True)[3],)
+            return tuple(gradients(after, False, False, False, True, True)[3:])
 
         sums = torch.empty((2, *k.shape[:2]), dtype=carries.dtype, device=k.device)
-        after = ctx.ranks.scan(before, (sums,), None if ctx.same_bits else added, backwards=True)
-        return *gradients(after, *ctx.needs_input_grad[:3], False)[:3], None, None, None
+        after = ctx.ranks.scan(before, (sums, sums), None if ctx.same_bits else added, backwards=True)
+        return *gradients(after, *ctx.needs_input_grad[:3], False, False)[:3], None, None, None
 
 
 def added(before: State, own: State) -> State:

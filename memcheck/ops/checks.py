@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
@@ -88,6 +89,12 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     if not torch.is_autocast_enabled(x.device.type):
         return x
     return x.to(torch.get_autocast_dtype(x.device.type))
+
+
+def prepare_dtensor(x: object) -> None:
+    """Registers how operators run on the tensors of torch.distributed.tensor, if x is one."""
+    if type(x) is not Tensor and type(x).__name__ == "DTensor":
+        importlib.import_module("memcheck.ops.sharding")
 
 
 def described(x: object) -> str:

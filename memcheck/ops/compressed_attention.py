@@ -10,7 +10,7 @@ from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
-from memcheck.ops.checks import DTYPES, in_autocast_dtype, refuse_context_parallel, sequence_arguments
+from memcheck.ops.checks import DTYPES, in_autocast_dtype, prepare_dtensor, refuse_context_parallel, sequence_arguments
 
 LONGEST = 2**31
 MOST_POSITIONS = 2**62
@@ -151,6 +151,7 @@ def compressed_attention(
     """
     op = "compressed_attention"
     refuse_context_parallel(op)
+    prepare_dtensor(q)
     _check_tensors(op, q=q, k=k, v=v)
     _check_factor(op, factor)
     _check_scale(op, scale)
@@ -250,6 +251,7 @@ def compressed_attention_pooled(
     """
     op = "compressed_attention_pooled"
     refuse_context_parallel(op)
+    prepare_dtensor(q)
     _check_tensors(op, q=q, kc=kc, vc=vc)
     _check_factor(op, factor)
     _check_int(op, "kv_len", kv_len)

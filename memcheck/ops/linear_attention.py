@@ -9,7 +9,14 @@ from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
-from memcheck.ops.checks import check_rank, check_state, described, refuse_context_parallel, sequence_arguments
+from memcheck.ops.checks import (
+    check_rank,
+    check_state,
+    described,
+    prepare_dtensor,
+    refuse_context_parallel,
+    sequence_arguments,
+)
 
 State = tuple[Tensor, Tensor]
 # z is None where y is not normalized.
@@ -143,6 +150,7 @@ def linear_attention(
     """
     op = "linear_attention"
     refuse_context_parallel(op)
+    prepare_dtensor(q)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     options: dict[str, Any] = {"causal": causal, "feature_map": feature_map, "eps": eps}
     if normalize and not (sequences or return_state) and decay is None and initial_state is None:
@@ -227,6 +235,7 @@ def linear_attention_step(
     """
     op = "linear_attention_step"
     refuse_context_parallel(op)
+    prepare_dtensor(q)
     if decay is not None or not normalize:
         check_rank(op, "q", q, "(B,H,1,D)", 4)
         if q.shape[2] != 1:

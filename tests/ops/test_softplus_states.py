@@ -130,6 +130,30 @@ def test_gradients_flow_through_pieces() -> None:
             torch.testing.assert_close(x, other)
 
 
+@pytest.mark.parametrize("R", [1, 35])
+def test_gradients_of_pieces_that_end_at_chunks_are_the_same_bits(R: int) -> None:
+    """The gradient of a state has a rest, too. With few channels and several threads each chunk is a task."""
+    random = generator()
+    leaves = [torch.randn(x, generator=random).requires_grad_() for x in ((1, 1024, R), (1, R, 1024), (1, R, 1024))]
+    q, k, v = (x.detach() for x in leaves)
+    grad_y = torch.randn(1, 1024, R, generator=random)
+    whole = torch.autograd.grad(softplus_attention(*leaves), leaves, grad_y)
+    options = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False, "causal": True}
+    state, pieces = (None, None), []
+    for part in (slice(0, 256), slice(256, 768), slice(768, 1024)):
+        x = q[:, part], k[..., part], v[..., part]
+        _, carries, *after = sequences_op(*x, *state, keep_carries=True, return_state=True)
+        pieces.append((grad_y[:, part], *x, carries, state[0]))
+        state = after
+    later, gradients = (None, None), []
+    for piece in reversed(pieces):
+        *of_piece, grad_state, grad_rest = backward_op(*piece, *later, **options, eps=1e-6, output_mask=[True] * 5)
+        later = grad_state, grad_rest
+        gradients.insert(0, of_piece)
+    for i, dim in enumerate((1, 2, 2)):
+        assert same_bits([torch.cat([x[i] for x in gradients], dim)], [whole[i]])
+
+
 @pytest.mark.parametrize("options", [{}, {"causal": False}, {"cu_seqlens": torch.tensor([0, 3, 7])}], ids=str)
 def test_gradcheck(options: dict[str, Any]) -> None:
     random = generator()
@@ -175,8 +199,8 @@ def test_opcheck(causal: bool) -> None:
         torch.library.opcheck(sequences_op, (*inputs, rest), {"causal": causal, "return_state": True})
     carries = sequences_op(q, k, v, state, causal=causal, keep_carries=True)[1]
     options = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False, "causal": causal}
-    for mask in ([True] * 4, [False, False, False, True]):
-        arguments = (torch.ones_like(q), q, k, v, carries, state, torch.ones_like(state))
+    for mask in ([True] * 5, [False, False, False, True, False]):
+        arguments = (torch.ones_like(q), q, k, v, carries, state, torch.ones_like(state), rest)
         torch.library.opcheck(backward_op, arguments, options | {"eps": 1e-6, "output_mask": mask})
 
 
