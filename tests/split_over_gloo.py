@@ -195,6 +195,20 @@ def blocks_travel_and_no_positions() -> None:
 
 
 @case
+def lse_and_sink() -> None:
+    split = Split("compressed_attention", (13, 9), {"factor": 4})
+    inputs, _ = split.inputs(13 * dist.get_world_size())
+    own = slice(13 * dist.get_rank(), 13 * (dist.get_rank() + 1))
+    options = {"factor": 4, "sink": torch.tensor([0.0, 1.0, -1.0, 2.0], requires_grad=True), "return_lse": True}
+    whole = memcheck.compressed_attention(*inputs, **options)
+    part = memcheck.distributed.compressed_attention(*(x[:, :, own] for x in inputs), **options)
+    truth, found = (torch.autograd.grad(y.sum() + lse.sum(), options["sink"])[0] for y, lse in (whole, part))
+    dist.all_reduce(found)
+    for x, other in ((part[0], whole[0][:, :, own]), (part[1], whole[1][:, :, own]), (found, truth)):
+        torch.testing.assert_close(x, other)
+
+
+@case
 def autocast_and_checkpoints() -> None:
     from torch.utils.checkpoint import checkpoint
 

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from memcheck.ops.checks import refuse_context_parallel
 
 # PyTorch 2.13 renamed both.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -19,6 +22,7 @@ class Ranks:
     """The group of one call, and this process's place in it."""
 
     def __init__(self, op: str, group: dist.ProcessGroup | None) -> None:
+        refuse_context_parallel(op)  # Its slices may be in another order.
         if not dist.is_initialized():
             raise RuntimeError(f"{op}: torch.distributed has no process group: call init_process_group first")
         self.group = dist.group.WORLD if group is None else group
@@ -83,6 +87,7 @@ class _Summed(torch.autograd.Function):
         return _sums(tensors, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         return None, *_sums(grads, ctx.group)
 

@@ -116,5 +116,5 @@ def refuse_context_parallel(op: str) -> None:
     if attention is not PLAIN_ATTENTION and attention.__module__.startswith(CONTEXT_PARALLEL):
         raise NotImplementedError(
             f"{op}: attends only within the local shard of a sequence that context_parallel has split; "
-            "call it outside of context_parallel, on the whole sequence, or call memcheck.distributed on slices"
+            "outside of context_parallel, call it on the whole sequence, or memcheck.distributed on slices of it"
         )

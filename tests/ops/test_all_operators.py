@@ -504,6 +504,8 @@ def test_context_parallel_is_refused() -> None:
                 memcheck.softplus_attention_step(x, x, x)
             with pytest.raises(NotImplementedError, match="linear_attention_step: attends only"):
                 memcheck.linear_attention_step(x[None], x[None], x[None])
+            with pytest.raises(NotImplementedError, match=r"distributed.linear_attention: attends only"):
+                memcheck.distributed.linear_attention(x[None], x[None], x[None])
         for it, inputs, grad_y in small:
             run(it.function, inputs, grad_y)
     finally:

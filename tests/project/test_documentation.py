@@ -260,6 +260,27 @@ def test_the_scaling_of_the_documentation_is_that_of_the_results():
     assert f"take {min(ratios):.2f} to {max(ratios):.2f} of the time on one" in documentation()
 
 
+def test_the_figures_of_two_processes_are_those_of_the_results():
+    page = (ROOT / "docs/distributed.md").read_text()
+    for row in rows_of("distributed"):
+        if row["contender"] == "one process":
+            alone = row["peak_bytes"]
+            continue
+        peaks = f"{alone / 2**20:.1f} MiB | {row['peak_bytes'] / 2**20:.1f} MiB"
+        assert f"| {row['case']} | {row['contender']} | {peaks} | {row['ratio']:.2f} | {row['sent_bytes']:,} |" in page
+
+
+@pytest.mark.slow
+def test_the_example_of_a_split_sequence_runs_in_two_processes():
+    """torchrun's own way, a process for each rank."""
+    script = ROOT / "docs/examples/split_sequence.py"
+    assert len(script.read_text().splitlines()) <= 30
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("has y [1, 4, 500, 16], and the gradient of one process") == 2
+
+
 def test_the_cost_of_tracking_is_that_of_the_results():
     rows = json.loads((ROOT / "benchmarks/results/tracking_allocator.json").read_text())["rows"]
     (tracked,) = [row for row in rows if row["contender"] == "tracked"]
