@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 
@@ -14,6 +16,23 @@ def check_positive(module: str, **sizes: int) -> None:
 def check_divides(module: str, divisor: str, part: int, dividend: str, whole: int) -> None:
     if whole % part:
         raise ValueError(f"{module}: {divisor} must divide {dividend} = {whole}, got {part}")
+
+
+def check_decay(module: str, decay: object, kv_heads: int, causal: bool, learned: bool) -> None:
+    """TypeError or ValueError unless decay is None or a number for each key head in (0, 1], below 1 if learned."""
+    if decay is None:
+        if learned:
+            raise ValueError(f"{module}: learned_decay needs a decay, from which it starts, got decay=None")
+        return
+    if isinstance(decay, str) or not isinstance(decay, Sequence):
+        raise TypeError(f'{module}: decay must be numbers, "retnet" or None, got {decay!r}')
+    if not causal:
+        raise ValueError(f"{module}: decay needs causal=True, got causal=False")
+    if len(decay) != kv_heads:
+        raise ValueError(f"{module}: decay must be kv_heads = {kv_heads} numbers, got {len(decay)}")
+    for number in decay:
+        if not 0 < number <= 1 or (learned and number == 1):
+            raise ValueError(f"{module}: decay must be in {'(0, 1)' if learned else '(0, 1]'}, got {number}")
 
 
 def check_tokens(module: str, x: Tensor, dim: int) -> None:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from memcheck.nn.checks import check_positive, check_step
+from memcheck.nn.checks import check_positive, check_step, check_tokens
 from memcheck.nn.heads import HeadedSelfAttention
 from memcheck.nn.weighted import DeviceLike
-from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
+from memcheck.ops.checks import sequence_arguments
+from memcheck.ops.compressed_attention import (
+    CompressedAttentionState,
+    compressed_attention,
+    compressed_attention_pooled,
+)
 
 
 class CompressedState(NamedTuple):
@@ -76,6 +81,8 @@ class CompressedSelfAttention(HeadedSelfAttention):
             blocks. `step` needs it.
         strict: only blocks complete before s. Needs causal.
         scale: of the scores; D**-0.5 by default.
+        sink: learn a score for each head that every query sees, with a value of 0. The parameter is sink (H,), which
+            starts at 0: it adds 1 to the sum over which softmax divides.
         bias: of the four torch.nn.Linear inside.
         device, dtype: of the weights, as in torch.nn.Linear.
 
@@ -101,6 +108,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
         causal: bool = True,
         strict: bool = False,
         scale: float | None = None,
+        sink: bool = False,
         bias: bool = True,
         device: DeviceLike = None,
         dtype: torch.dtype | None = None,
@@ -118,12 +126,24 @@ class CompressedSelfAttention(HeadedSelfAttention):
             sizes = (self.kv_heads, self.head_dim, factor)
             self.k_compression = BlockConvolution(*sizes, device=device, dtype=dtype)
             self.v_compression = BlockConvolution(*sizes, device=device, dtype=dtype)
+        self.sink = torch.nn.Parameter(torch.zeros(heads, device=device, dtype=dtype)) if sink else None
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        if self.sink is not None:
+            torch.nn.init.zeros_(self.sink)
 
     def extra_repr(self) -> str:
+        sink = "" if self.sink is None else ", sink=True"
         return (
             f"heads={self.heads}, kv_heads={self.kv_heads}, factor={self.factor}, compression={self.compression!r}, "
-            f"causal={self.causal}, strict={self.strict}, scale={self.scale}"
+            f"causal={self.causal}, strict={self.strict}, scale={self.scale}{sink}"
         )
+
+    def options(self) -> dict[str, Any]:
+        """Arguments of both operators."""
+        options = {"factor": self.factor, "causal": self.causal, "strict": self.strict}
+        return {**options, "scale": self.scale, "sink": self.sink}
 
     def compress(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """k and v (B,Hkv,T,D) -> kc and vc (B,Hkv,C,D). Means are of whole blocks only, for `step`."""
@@ -131,39 +151,49 @@ class CompressedSelfAttention(HeadedSelfAttention):
             return self.k_compression(k, not self.causal), self.v_compression(v, not self.causal)
         return in_blocks(k, self.factor)[0].mean(3), in_blocks(v, self.factor)[0].mean(3)
 
-    def attend_to_blocks(self, q: Tensor, kc: Tensor, vc: Tensor, kv_len: int) -> Tensor:
-        """q (B,H,S,D), kc and vc (B,Hkv,C,D) -> (B,S,E)"""
-        return self.leave(
-            compressed_attention_pooled(
-                q, kc, vc, factor=self.factor, kv_len=kv_len, causal=self.causal, strict=self.strict, scale=self.scale
-            )
-        )
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        lengths: Tensor | None = None,
+        padding: str = "right",
+        initial_state: CompressedAttentionState | CompressedState | None = None,
+        return_state: bool = False,
+    ) -> Any:
+        """x (B,S,E) -> y (B,S,E); with return_state (y, state), which `step` takes too.
 
-    def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.project(x)
-        if self.compression == "mean":
-            return self.leave(
-                compressed_attention(
-                    q, k, v, factor=self.factor, causal=self.causal, strict=self.strict, scale=self.scale
-                )
-            )
-        kc, vc = self.compress(k, v)
-        return self.attend_to_blocks(q, kc, vc, kv_len=k.shape[2])
-
-    @torch.no_grad()
-    def step(self, x: Tensor, state: CompressedState | None = None) -> tuple[Tensor, CompressedState]:
-        """The newest positions, from a state instead of all earlier tokens; no gradient.
-
-        Args:
-            x: (B,n,E), the tokens that are new since the state: the prompt first, then any number.
-            state: the result of the previous step; None at the beginning.
-
-        Returns:
-            y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state.
+        The other arguments are those of memcheck.compressed_attention. Where padded, y is the bias of out_proj. The
+        projections read padding, so x must be finite there if a weight wants a gradient. States are
+        CompressedAttentionState with "mean", CompressedState with "convolution".
         """
         q, k, v = self.project(x)
-        check_step("CompressedSelfAttention", x, self.causal)
-        state = state or CompressedState(*[k[:, :, :0]] * 4)
+        if self.compression == "mean":
+            options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "lengths": lengths, "padding": padding}
+            options |= {"initial_state": initial_state, "return_state": return_state, **self.options()}
+            result = compressed_attention(q, k, v, **options)
+            return (self.leave(result[0]), result[1]) if return_state else self.leave(result)
+        name = "CompressedSelfAttention"
+        if sequence_arguments(name, cu_seqlens, None, None, lengths, padding):
+            raise NotImplementedError(
+                f'{name}: compression="convolution" takes no packed or padded batches; call it once for each sequence'
+            )
+        if initial_state is not None or return_state:
+            if not self.causal:
+                raise ValueError(f"{name}: initial_state and return_state need causal=True, got causal=False")
+            y, state = self.extend(q, k, v, initial_state)
+            return (y, state) if return_state else y
+        kc, vc = self.compress(k, v)
+        return self.leave(compressed_attention_pooled(q, kc, vc, kv_len=k.shape[2], **self.options()))
+
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, state: object) -> tuple[Tensor, CompressedState]:
+        """The newest positions q (B,H,n,D), k and v (B,Hkv,n,D) -> y (B,n,E), and the new state."""
+        if state is None:
+            state = CompressedState(*[k[:, :, :0]] * 4)
+        if not isinstance(state, CompressedState):
+            raise TypeError(
+                f"CompressedSelfAttention: state must be a CompressedState or None, got {type(state).__name__}"
+            )
         k, v = torch.cat([state.k, k], 2), torch.cat([state.v, v], 2)
         kc, vc = state.kc, state.vc
         if k.shape[2] >= self.factor:
@@ -171,5 +201,27 @@ class CompressedSelfAttention(HeadedSelfAttention):
             kc, vc = torch.cat([kc, new[0]], 2), torch.cat([vc, new[1]], 2)
             # Clones, so that the state does not keep the completed blocks' positions alive.
             k, v = in_blocks(k, self.factor)[1].clone(), in_blocks(v, self.factor)[1].clone()
-        y = self.attend_to_blocks(q, kc, vc, kv_len=kc.shape[2] * self.factor + k.shape[2])
+        kv_len = kc.shape[2] * self.factor + k.shape[2]
+        y = self.leave(compressed_attention_pooled(q, kc, vc, kv_len=kv_len, **self.options()))
         return y, CompressedState(kc, vc, k, v)
+
+    @torch.no_grad()
+    def step(
+        self, x: Tensor, state: CompressedAttentionState | CompressedState | None = None
+    ) -> tuple[Tensor, CompressedAttentionState | CompressedState]:
+        """The newest positions, from a state instead of all earlier tokens; no gradient.
+
+        Args:
+            x: (B,n,E), the tokens that are new since the state: the prompt first, then any number.
+            state: the result of the previous step, or of the forward with return_state; None at the beginning.
+
+        Returns:
+            y (B,n,E), equal to the last n rows of the forward over all tokens up to rounding, and the new state, of the
+            old one's type; a CompressedState at the beginning.
+        """
+        check_tokens("CompressedSelfAttention", x, self.dim)
+        check_step("CompressedSelfAttention", x, self.causal)
+        if isinstance(state, CompressedAttentionState):
+            y, state = self(x, initial_state=state, return_state=True)
+            return y, state
+        return self.extend(*self.project(x), state)

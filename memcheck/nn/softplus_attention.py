@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -102,15 +101,23 @@ class SoftplusSelfAttention(ChannelSelfAttention):
         cu_seqlens: Tensor | None = None,
         lengths: Tensor | None = None,
         padding: str = "right",
-    ) -> Tensor:
-        """x (B,S,E) -> y (B,S,E), zeros where padded. The other arguments are those of memcheck.softplus_attention.
+        initial_state: State | None = None,
+        return_state: bool = False,
+    ) -> Tensor | tuple[Tensor, State]:
+        """x (B,S,E) -> y (B,S,E), zeros where padded; with return_state (y, state), which `step` takes too.
 
-        The projections read padding, so x must be finite there if a weight wants a gradient.
+        The other arguments are those of memcheck.softplus_attention. The projections read padding, so x must be finite
+        there if a weight wants a gradient.
         """
         q, k, v = self.project(x)
-        attention = partial(softplus_attention, causal=self.causal, eps=self.eps)
-        y: Tensor = self.out_proj(attention(q, k, v, cu_seqlens=cu_seqlens, lengths=lengths, padding=padding))
-        return y
+        options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "lengths": lengths, "padding": padding}
+        options |= {"initial_state": initial_state, "return_state": return_state}
+        result = softplus_attention(q, k, v, causal=self.causal, eps=self.eps, **options)
+        if not return_state:
+            tokens: Tensor = self.out_proj(result)
+            return tokens
+        y, state = result
+        return self.out_proj(y), state
 
     @torch.no_grad()
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:

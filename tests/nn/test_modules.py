@@ -39,7 +39,10 @@ ATTENTIONS: dict[str, Build] = {
     "linear": partial(LinearSelfAttention, DIM, 4, 2),
     "linear, without biases": partial(LinearSelfAttention, DIM, 2, bias=False, eps=1e-3),
     "linear, identity": partial(LinearSelfAttention, DIM, 4, 1, feature_map="identity"),
+    "linear, fixed decay": partial(LinearSelfAttention, DIM, 4, 2, decay=(0.5, 1.0)),
+    "linear, learned decay": partial(LinearSelfAttention, DIM, 4, 2, decay="retnet", learned_decay=True),
     "mean": partial(CompressedSelfAttention, DIM, 4, 2, factor=3),
+    "mean, sink": partial(CompressedSelfAttention, DIM, 4, 2, factor=3, sink=True),
     "mean, strict": partial(CompressedSelfAttention, DIM, 4, factor=3, strict=True, scale=0.7),
     "convolution": partial(CompressedSelfAttention, DIM, 4, 2, factor=3, compression="convolution"),
     "convolution, strict": partial(
@@ -144,8 +147,8 @@ def test_the_convolution_starts_as_the_mean(S: int, causal: bool) -> None:
 @attentions
 def test_gradients(build: Build, causal: bool) -> None:
     """Numerical gradients of x by element, and of x and every parameter along one direction."""
-    if not causal and build.keywords.get("strict"):
-        pytest.skip("strict needs causal")
+    if not causal and {"strict", "decay"} & set(build.keywords):
+        pytest.skip("strict and decay need causal")
     module = make(build, dtype=torch.float64, causal=causal)
     x = tokens(1, 5, torch.float64).requires_grad_()
     parameters = dict(module.named_parameters())
@@ -413,14 +416,3 @@ def test_a_projection_is_its_operator(cls: type[torch.nn.Module]) -> None:
 
 def test_heuristic_core_dim() -> None:
     assert [heuristic_core_dim(dim) for dim in (1, 32, 54, 55, 128)] == [8, 8, 48, 56, 424]
-
-
-def test_packed_and_padded_softplus_attention() -> None:
-    module = memcheck.nn.SoftplusSelfAttention(6, 5)
-    sequences = torch.randn(300, 6), torch.randn(7, 6)
-    alone = [module(x[None])[0] for x in sequences]
-    packed = module(torch.cat(sequences)[None], cu_seqlens=torch.tensor([0, 300, 307]))[0]
-    torch.testing.assert_close(packed, torch.cat(alone))
-    padded = module(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True), lengths=torch.tensor([300, 7]))
-    torch.testing.assert_close(padded[1, :7], alone[1])
-    assert (padded[1, 7:] == 0).all()
