@@ -66,7 +66,7 @@ docs: $(BUILD) $(DEVELOPMENT)  ## Build the documentation as a site in build/doc
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs build/docs
 
 bench: $(BUILD)  ## Compare every operator with its alternatives, into benchmarks/results/
-	@for operator in $(notdir $(wildcard memcheck/ops/[a-z]*.py)); do \
+	@for operator in $(notdir $(wildcard memcheck/ops/[a-z]*.py)) sequences.py; do \
 	    if [ -f benchmarks/$$operator ]; then $(BIN)/python benchmarks/$$operator || exit 1; fi; \
 	done
 

@@ -87,3 +87,38 @@ def test_limits_of_the_machine_are_contenders(harness):
     assert list(harness.Work(10).limits(torch.float32)) == ["copy"]
     rows = harness.compare({"memcheck": [2.0, 2.0], "copy": [1.0, 1.0]}, "memcheck", harness.Work(4 * 10**6, 6 * 10**6))
     assert [(row["ratio"], row["gb_per_s"], row["gflop_per_s"]) for row in rows] == [(1.0, 2.0, 3.0), (0.5, 4.0, 6.0)]
+
+
+def test_the_benchmark_of_sequences_runs_all_its_contenders(benchmark, monkeypatch):
+    """All ways compute the same rows, and have the memory that their positions need."""
+    module, milliseconds = benchmark("sequences"), benchmark("harness").milliseconds
+
+    def once(setups, rounds, warmup):
+        return {name: [milliseconds(pickle.loads(pickle.dumps(setup))())] * rounds for name, setup in setups.items()}
+
+    monkeypatch.setattr(module, "time_apart", once)
+    rows = module.measure_documents([5, 17, 2], 2, 4, 2) + module.measure_decay(2, 128, 4, 2)
+    assert len(rows) == 2 * (4 + 4 + 6 + 4)
+    assert all(row["ms"] > 0 and row["rounds"] == 2 for row in rows)
+    peaks = {(row["operator"], row["what"], row["contender"]): row["peak_bytes"] for row in rows}
+    for operator in ("softplus", "linear", "compressed"):
+        assert peaks[operator, "forward", "packed"] < peaks[operator, "forward", "lengths"]
+
+
+def test_the_contenders_of_the_benchmark_of_sequences_agree(benchmark):
+    module, lengths = benchmark("sequences"), [5, 17, 2]
+    for operator in ("softplus", "linear", "compressed"):
+        along = 1 if operator == "softplus" else 2
+        packed, inputs = module.contender(operator, "packed", lengths, 2, 4)
+        looped, _ = module.contender(operator, "loop", lengths, 2, 4)
+        torch.testing.assert_close(looped(*inputs), packed(*inputs))
+        padded, inputs = module.contender(operator, "padded", lengths, 2, 4)
+        with_lengths, _ = module.contender(operator, "lengths", lengths, 2, 4)
+        for y, z, length in zip(padded(*inputs), with_lengths(*inputs), lengths, strict=True):
+            torch.testing.assert_close(y.narrow(along - 1, 0, length), z.narrow(along - 1, 0, length))
+    masked, inputs = module.contender("SDPA", "mask", lengths, 2, 4)
+    for y, z, length in zip(masked(*inputs), module.OPERATORS["SDPA"](*inputs), lengths, strict=True):
+        torch.testing.assert_close(y[:, :length], z[:, :length])
+    inputs, decay = torch.randn(3, 1, 3, 192, 4, dtype=torch.float64), torch.tensor([0.2, 0.9, 1.0]).double()
+    for other in (module.retention_in_a_loop, module.retention_batched):
+        torch.testing.assert_close(other(*inputs, decay), module.ours(*inputs, decay), rtol=0, atol=1e-11)

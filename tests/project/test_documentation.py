@@ -233,6 +233,16 @@ def other_speed_lines():
         yield speed_line(name, row, row["ms"], "plain", 1 / row["ratio"])
 
 
+def sequence_lines():
+    """The tables of packed documents and of decay: how long another way takes, by ours, and its peak."""
+    for row in rows_of("sequences"):
+        if row["ratio"] == 1:
+            ours = row
+            continue
+        peaks = f"{row['peak_bytes'] / 1e6:.1f} MB | {ours['peak_bytes'] / 1e6:.1f} MB"
+        yield f"| {row['operator']} | {row['what']} | {row['contender']} | {row['ratio']:.2f} x | {peaks} |"
+
+
 def memory_lines():
     """The documentation's table of the ways to get memory."""
     memories = ("fresh", "huge pages", "kept")
@@ -250,8 +260,8 @@ def speed_line(name, row, milliseconds, instead, ratio):
 
 def test_the_figures_of_speed_are_those_of_the_results():
     text = documentation()
-    lines = [*speed_lines(), *other_speed_lines(), *memory_lines()]
-    assert len(lines) == 8 + 10 + 10 + 8 + 5
+    lines = [*speed_lines(), *other_speed_lines(), *memory_lines(), *sequence_lines()]
+    assert len(lines) == 8 + 10 + 10 + 8 + 5 + 28
     assert [line for line in lines if line not in text] == []
 
 
