@@ -82,6 +82,24 @@ def softplus_configuration(B: int, S: int, T: int, R: int, *, key_shift: float =
     return configured("softplus_attention", softplus_attention, sizes, shapes, shifts, near, **options)
 
 
+def softplus_with_state(q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor, **options: Any) -> Tensor:
+    """y and the last state in one row, of a call from the state (z, a)."""
+    y, state = softplus_attention(q, k, v, initial_state=(z, a), return_state=True, **options)
+    return torch.cat([x.flatten() for x in (y, *state)])
+
+
+def softplus_state_configuration(B: int, S: int, T: int, R: int, **options: Any) -> Configuration:
+    state = (sequences_in(B, options), R)
+    shapes = ((B, S, R), (B, R, T), (B, R, T), state, state)
+    sizes = f"B={B} S={S} T={T} R={R} with states"
+    return configured("softplus_attention", softplus_with_state, sizes, shapes, (0.0, 0.0, 0.0, 5.0, 0.0), **options)
+
+
+def sequences_in(B: int, options: dict[str, Any]) -> int:
+    """The number of states: one for each sequence, if sequences are packed."""
+    return len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else B
+
+
 def linear_configuration(
     B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, *, shift: float = 0.0, **options: Any
 ) -> Configuration:
@@ -91,20 +109,22 @@ def linear_configuration(
     return configured("linear_attention", linear_attention, sizes, shapes, (shift, shift, 0.0), near, **options)
 
 
-def linear_with_state(q: Tensor, k: Tensor, v: Tensor, m: Tensor, z: Tensor, logits: Tensor) -> Tensor:
+def linear_with_state(q: Tensor, k: Tensor, v: Tensor, m: Tensor, z: Tensor, logits: Tensor, **options: Any) -> Tensor:
     """y and the last state in one row, of a causal call from the state (m, z) with decays sigmoid(logits)."""
-    options: dict[str, Any] = {"causal": True, "decay": logits.sigmoid(), "initial_state": (m, z)}
+    options |= {"causal": True, "decay": logits.sigmoid(), "initial_state": (m, z)}
     y, state = linear_attention(q, k, v, return_state=True, **options)
     return torch.cat([x.flatten() for x in (y, *state) if x is not None])
 
 
 def linear_state_configuration(
-    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, *, decay: tuple[int, ...]
+    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, *, decay: tuple[int, ...], **options: Any
 ) -> Configuration:
     """decay is the shape of the decay."""
     sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} Dv={Dv} with states and a decay {decay}"
-    shapes = ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv), (B, Hkv, D, Dv), (B, Hkv, D), decay)
-    return configured("linear_attention", linear_with_state, sizes, shapes, (0.0, 0.0, 0.0, 0.0, 5.0, 1.0))
+    states = sequences_in(B, options)
+    shapes = ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv), (states, Hkv, D, Dv), (states, Hkv, D), decay)
+    shifts = (0.0, 0.0, 0.0, 0.0, 5.0, 1.0)
+    return configured("linear_attention", linear_with_state, sizes, shapes, shifts, **options)
 
 
 def projection_configuration(function: Callable[..., Tensor], B: int, S: int, E: int, R: int) -> Configuration:
@@ -179,6 +199,9 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     softplus_configuration(1, 9, 9, 3, cu_seqlens=torch.tensor([0, 4, 9]), causal=False),
     softplus_configuration(2, 5, 7, 3, lengths=torch.tensor([7, 4])),
     softplus_configuration(2, 7, 7, 3, lengths=torch.tensor([7, 4]), padding="left", causal=False),
+    softplus_state_configuration(2, 5, 5, 3),
+    softplus_state_configuration(2, 5, 7, 3, lengths=torch.tensor([7, 4])),
+    softplus_state_configuration(1, 7, 7, 3, cu_seqlens=torch.tensor([0, 3, 3, 7])),
     linear_configuration(1, 2, 2, 7, 7, 3, 2, causal=True),
     linear_configuration(1, 2, 2, 7, 7, 3, 2, causal=False),
     linear_configuration(1, 4, 2, 3, 7, 3, 2, causal=True),
@@ -195,6 +218,8 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     *(linear_configuration(1, 4, 2, 3, 7, 3, 2, causal=causal, normalize=False) for causal in (True, False)),
     linear_state_configuration(1, 4, 2, 3, 7, 3, 2, decay=(2,)),
     linear_state_configuration(1, 4, 2, 5, 5, 3, 2, decay=(1, 2, 5)),
+    linear_state_configuration(2, 2, 1, 5, 5, 3, 2, decay=(2, 1, 5), lengths=torch.tensor([3, 5]), padding="left"),
+    linear_state_configuration(1, 2, 1, 7, 7, 3, 2, decay=(1, 1, 7), cu_seqlens=torch.tensor([0, 3, 3, 7])),
     *(
         projection_configuration(function, *shape)
         for function in (linear_r, linear_l)
