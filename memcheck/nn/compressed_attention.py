@@ -167,8 +167,8 @@ class CompressedSelfAttention(HeadedSelfAttention):
         projections read padding, so x must be finite there if a weight wants a gradient. States are
         CompressedAttentionState with "mean", CompressedState with "convolution".
         """
-        q, k, v = self.project(x)
         if self.compression == "mean":
+            q, k, v = self.project(x)
             options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "lengths": lengths, "padding": padding}
             options |= {"initial_state": initial_state, "return_state": return_state, **self.options()}
             result = compressed_attention(q, k, v, **options)
@@ -181,13 +181,15 @@ class CompressedSelfAttention(HeadedSelfAttention):
         if initial_state is not None or return_state:
             if not self.causal:
                 raise ValueError(f"{name}: initial_state and return_state need causal=True, got causal=False")
-            y, state = self.extend(q, k, v, initial_state)
+            y, state = self.extend(x, initial_state)
             return (y, state) if return_state else y
+        q, k, v = self.project(x)
         kc, vc = self.compress(k, v)
         return self.leave(compressed_attention_pooled(q, kc, vc, kv_len=k.shape[2], **self.options()))
 
-    def extend(self, q: Tensor, k: Tensor, v: Tensor, state: object) -> tuple[Tensor, CompressedState]:
-        """The newest positions q (B,H,n,D), k and v (B,Hkv,n,D) -> y (B,n,E), and the new state."""
+    def extend(self, x: Tensor, state: object) -> tuple[Tensor, CompressedState]:
+        """The newest positions x (B,n,E) -> y (B,n,E), and the new state."""
+        q, k, v = self.project(x)
         if state is None:
             state = CompressedState(*[k[:, :, :0]] * 4)
         if not isinstance(state, CompressedState):
@@ -224,4 +226,4 @@ class CompressedSelfAttention(HeadedSelfAttention):
         if isinstance(state, CompressedAttentionState):
             y, state = self(x, initial_state=state, return_state=True)
             return y, state
-        return self.extend(*self.project(x), state)
+        return self.extend(x, state)

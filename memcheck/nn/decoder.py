@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,11 +23,12 @@ from memcheck.ops.softplus_attention import softplus_attention
 
 ATTENTIONS: dict[str, Callable[..., Any]] = {
     "naive": naive_attention,
-    "softmax": functools.partial(scaled_dot_product_attention, is_causal=True),
-    "linear": functools.partial(linear_attention, causal=True),
+    "softmax": partial(scaled_dot_product_attention, is_causal=True),
+    "linear": partial(linear_attention, causal=True),
     "compressed": compressed_attention,
     "softplus": softplus_attention,
 }
+PACKABLE = ("linear", "compressed", "softplus")
 FEED_FORWARDS = ("swiglu", "combinator", "combinator-low-memory")
 
 
@@ -37,7 +38,7 @@ class Rotary(torch.nn.Module):
     Args:
         dim: D, even. context: the longest sequence. The buffers cos and sin are (context, D/2).
 
-    In the forward x is (..,S,D).
+    In the forward x is (..,S,D), at positions (S,), by default 0 to S - 1.
     """
 
     cos: Tensor
@@ -55,9 +56,10 @@ class Rotary(torch.nn.Module):
         self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
         self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
+        rows = slice(x.shape[-2]) if positions is None else positions
         # Under autocast dtypes differ.
-        cos, sin = (table[: x.shape[-2]].to(x.dtype) for table in (self.cos, self.sin))
+        cos, sin = (table[rows].to(x.dtype) for table in (self.cos, self.sin))
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
 
@@ -69,8 +71,8 @@ class Attend(torch.nn.Module):
         super().__init__()
         self.function, self.arguments = function, arguments
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        y: Tensor = self.function(q, k, v, **self.arguments)
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, **sequences: Any) -> Tensor:
+        y: Tensor = self.function(q, k, v, **self.arguments, **sequences)
         return y
 
 
@@ -81,9 +83,10 @@ class RotarySelfAttention(HeadedSelfAttention):
         super().__init__(dim, heads, None, bias=False, **place)
         self.rotary, self.attend = rotary, attend
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, **sequences: Any) -> Tensor:
         q, k, v = self.project(x)
-        return self.leave(self.attend(self.rotary(q), self.rotary(k), v))
+        rotary = partial(self.rotary, positions=positions)
+        return self.leave(self.attend(rotary(q), rotary(k), v, **sequences))
 
 
 class RotarySoftplusSelfAttention(ChannelSelfAttention):
@@ -93,9 +96,10 @@ class RotarySoftplusSelfAttention(ChannelSelfAttention):
         super().__init__(dim, dim, **place)
         self.rotary, self.attend = rotary, attend
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor | None = None, **sequences: Any) -> Tensor:
         q, k, v = self.project(x)
-        y: Tensor = self.out_proj(self.attend(self.rotary(q), self.rotary(k.mT).mT, v))
+        rotary = partial(self.rotary, positions=positions)
+        y: Tensor = self.out_proj(self.attend(rotary(q), rotary(k.mT).mT, v, **sequences))
         return y
 
 
@@ -127,15 +131,15 @@ class DecoderLayer(torch.nn.Module):
     def extra_repr(self) -> str:
         return f"checkpointing={self.checkpointing}"
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, **sequences: Any) -> Tensor:
         if not (self.checkpointing and torch.is_grad_enabled()):
-            return self.run(x)
+            return self.run(x, **sequences)
         # Nothing in a layer is random.
-        y: Tensor = checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=False)
+        y: Tensor = checkpoint(self.run, x, use_reentrant=False, preserve_rng_state=False, **sequences)
         return y
 
-    def run(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def run(self, x: Tensor, **sequences: Any) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), **sequences)
         y: Tensor = x + self.feed_forward(self.feed_forward_norm(x))
         return y
 
@@ -156,7 +160,8 @@ class Decoder(torch.nn.Module):
         device, dtype: of the weights, as in torch.nn.Linear.
 
     Raises:
-        ValueError: an unknown name, a size that is not positive or does not divide, an odd head, S beyond the context.
+        ValueError: an unknown name, a size that is not positive or does not divide, an odd head, S beyond the context;
+            in the forward, cu_seqlens with another attention.
     """
 
     def __init__(
@@ -181,7 +186,7 @@ class Decoder(torch.nn.Module):
         check_known("attention", attention, tuple(ATTENTIONS))
         check_known("feed_forward", feed_forward, FEED_FORWARDS)
         place: Any = {"device": device, "dtype": dtype}
-        self.context = context
+        self.context, self.attention = context, attention
         self.embedding = torch.nn.Embedding(vocabulary, dim, **place)
         rotary = Rotary(dim if attention == "softplus" else dim // heads, context, **place)
         self.layers = torch.nn.ModuleList(
@@ -216,14 +221,32 @@ class Decoder(torch.nn.Module):
             if isinstance(layer, DecoderLayer):
                 layer.checkpointing = on
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
+        """tokens (B,S) -> logits (B,S,V).
+
+        cu_seqlens: (N+1,), for N documents that are packed one behind the other: B = 1, and document n is positions
+            cu_seqlens[n] to cu_seqlens[n+1]. No document sees another, and the positions of each begin at 0. Needs
+            linear, compressed or softplus attention.
+        """
         if tokens.dim() != 2 or tokens.shape[1] > self.context:
             raise ValueError(f"Decoder: tokens must be (B,S) with S <= {self.context}, got {tuple(tokens.shape)}")
+        sequences = {}
+        if cu_seqlens is not None:
+            if self.attention not in PACKABLE:
+                raise ValueError(f"Decoder: cu_seqlens needs attention {', '.join(PACKABLE)}, got {self.attention!r}")
+            sequences = {"cu_seqlens": cu_seqlens, "positions": positions_within(cu_seqlens, tokens)}
         x = self.embedding(tokens)
         for layer in self.layers:
-            x = layer(x)
+            x = layer(x, **sequences)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+
+def positions_within(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:
+    """cu_seqlens (N+1,), tokens (1,S) -> (S,), the position of each token in its own document"""
+    cu_seqlens = cu_seqlens.to(tokens.device)
+    packed = torch.arange(tokens.shape[1], device=tokens.device, dtype=cu_seqlens.dtype)
+    return packed - cu_seqlens[torch.searchsorted(cu_seqlens[1:], packed, right=True)]
 
 
 def check_known(argument: str, name: str, known: tuple[str, ...]) -> None:

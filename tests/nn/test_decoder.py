@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memcheck.nn import Decoder
-from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, Rotary
+from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS, PACKABLE, Rotary
 
 V, E, F, LAYERS, H, S = 17, 12, 20, 2, 3, 10
 
@@ -122,6 +122,35 @@ def test_layers_that_were_wrapped_are_checkpointed() -> None:
     model.set_checkpointing(True)
     assert layer.checkpointing
     assert model.layers[1].checkpointing
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("checkpointing", [True, False])
+@pytest.mark.parametrize("attention", PACKABLE)
+def test_packed_documents_are_those_alone(attention: str, checkpointing: bool, dtype: torch.dtype) -> None:
+    model, ids = decoder(attention, checkpointing=checkpointing), tokens(batch=1)
+    cu_seqlens = torch.tensor([0, 6, 6, 9, 10], dtype=dtype)
+    packed = model(ids, cu_seqlens=cu_seqlens)
+    alone = torch.cat([model(part) for part in ids.split([6, 3, 1], 1)], 1)
+    torch.testing.assert_close(packed, alone, rtol=0, atol=1e-12)
+    weights = list(model.parameters())
+    ours, theirs = (torch.autograd.grad(y.square().mean(), weights) for y in (packed, alone))
+    torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_packed_documents_compile() -> None:
+    model, ids = decoder("linear"), tokens(batch=1)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for ends in ([0, 6, 10], [0, 3, 10]):
+        cu_seqlens = torch.tensor(ends)
+        torch.testing.assert_close(compiled(ids, cu_seqlens=cu_seqlens), model(ids, cu_seqlens=cu_seqlens))
+
+
+def test_attention_that_cannot_pack_is_named() -> None:
+    with pytest.raises(ValueError, match="cu_seqlens needs attention linear, compressed, softplus, got 'softmax'"):
+        decoder("softmax")(tokens(batch=1), cu_seqlens=torch.tensor([0, 10]))
+    with pytest.raises((ValueError, RuntimeError), match="cu_seqlens"):
+        decoder("linear")(tokens(batch=1), cu_seqlens=torch.tensor([0, 8]))
 
 
 def test_rotary_embedding() -> None:

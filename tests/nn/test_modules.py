@@ -223,7 +223,7 @@ def test_torch_export_with_learned_compression(grad_mode: bool) -> None:
             assert torch.equal(program(tokens(S=S)), module(tokens(S=S)))
 
 
-@pytest.mark.parametrize("name", ["softplus", "linear", "mean", "convolution"])
+@pytest.mark.parametrize("name", ["softplus", "linear", "linear, learned decay", "mean", "mean, sink", "convolution"])
 def test_torch_compile(name: str) -> None:
     module = make(ATTENTIONS[name])
     compiled = torch.compile(module, fullgraph=True, dynamic=True, backend="aot_eager")
