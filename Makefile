@@ -32,7 +32,7 @@ ifneq ($(shell $(BUILT_FOR) 2>&1),$(shell cat $(BUILD) 2>&1))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-fast ci lint docs bench notebooks asan check-cuda count-cuda gpu clean
+.PHONY: help profile test test-fast ci lint docs bench notebooks asan fuzz check-cuda count-cuda gpu clean
 
 help:  ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -82,6 +82,12 @@ asan: $(BUILD) $(DEVELOPMENT)  ## Run the operators' tests under AddressSanitize
 	MEMCHECK_ASAN=1 MEMCHECK_CUDA=0 $(BIN)/python setup.py -q build --build-lib $(ASAN)
 	$(SANITIZED) PYTHONSAFEPATH=1 PYTHONPATH=$(ASAN) \
 	    $(BIN)/pytest --timeout=600 tests/ops --capture=sys -m "not slow" $(PYTEST_FLAGS)
+
+# Cases of the operators in all, twice that of programs for trackers and of torn files.
+CASES ?= 20000
+fuzz: $(BUILD) $(DEVELOPMENT)  ## Run random cases, others each time: make fuzz CASES=100000; a failure prints the smallest case
+	MEMCHECK_FUZZ_CASES=$(CASES) $(PYTEST) --timeout=0 tests/ops/test_random_cases.py tests/measure/test_tracker_random.py \
+	    tests/bench/sweep/test_store.py -k "right or apart or budgets or random or torn" $(PYTEST_FLAGS)
 
 check-cuda: $(BUILD) $(DEVELOPMENT)  ## Check CUDA kernels without a GPU: compile with nvcc, run on the host, with sanitizers
 	$(BIN)/python tests/host_cuda/resources.py

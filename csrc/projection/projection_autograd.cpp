@@ -30,9 +30,10 @@ template <typename Forward, typename Backward>
 struct Projection : Function<Projection<Forward, Backward>> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& w) {
     const Tensor y = call_below_autograd<Forward>(x, w);
-    // x: for grad_w, and for its strides, if it is not contiguous. w: for grad_x.
+    // x: for grad_w. w: for grad_x. Each also for its strides, if it is not contiguous.
     const bool needs_x = w.requires_grad() || !x.is_contiguous();
-    ctx->save_for_backward({needs_x ? x : Tensor(), x.requires_grad() ? w : Tensor()});
+    const bool needs_w = x.requires_grad() || !w.is_contiguous();
+    ctx->save_for_backward({needs_x ? x : Tensor(), needs_w ? w : Tensor()});
     ctx->set_materialize_grads(false);
     return {y};
   }

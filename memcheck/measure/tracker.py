@@ -410,8 +410,8 @@ def track(
     On the CPU, all memory counts that torch's CPU allocator hands out while any tracker is open. These do not count:
     NumPy's memory and tensors that share it (torch.from_numpy, torch.frombuffer); files mapped into memory
     (torch.load(mmap=True), torch.from_file); pinned memory; what MKL and oneDNN allocate themselves. A tensor no
-    longer counts after share_memory_() has moved it. Freeing, growing (resize_) or emptying a storage that is older
-    than every open tracker changes nothing.
+    longer counts after share_memory_() has moved it. Freeing, growing (resize_) or emptying a storage that was made
+    while no tracker was open changes nothing.
 
     A tracker must be opened around a compiled function. Inside one, torch.compile breaks the graph, and with
     fullgraph=True raises.

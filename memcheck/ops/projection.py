@@ -22,8 +22,8 @@ def linear_r(x: Tensor, w: Tensor) -> Tensor:
     sum of several products, it is summed in float32 and rounded once.
 
     Returns:
-        y (B,S,R), contiguous. Kept for backward: x if w needs a gradient (or if x is not contiguous, for its
-        strides), w if x does.
+        y (B,S,R), contiguous. Kept for backward: x if w needs a gradient, w if x does, and each for its strides if it
+        is not contiguous.
 
     Raises:
         ValueError: a shape or device. TypeError: a dtype.

@@ -267,11 +267,14 @@ class NoGradient(torch.autograd.Function):
         return None
 
 
-def gradients_moved_by_autograd(function: Function, inputs: Sequence[Tensor], grad_y: Tensor) -> list[int]:
+def gradients_moved_by_autograd(
+    function: Function, inputs: Sequence[Tensor], grad_y: Tensor, mask: Sequence[bool]
+) -> list[int]:
     """Returns the indices of inputs whose .grad is a copy that AccumulateGrad made of the operator's gradient."""
-    leaves = [x.detach().requires_grad_() for x in inputs]
+    leaves = [x.detach().requires_grad_(wanted) for x, wanted in zip(inputs, mask, strict=True)]
     written: dict[int, int] = {}
     for i, leaf in enumerate(leaves):
-        leaf.register_hook(lambda gradient, i=i: written.update({i: gradient.data_ptr()}))
+        if leaf.requires_grad:
+            leaf.register_hook(lambda gradient, i=i: written.update({i: gradient.data_ptr()}))
     function(*leaves).backward(grad_y)
-    return [i for i, leaf in enumerate(leaves) if leaf.grad.data_ptr() != written[i]]
+    return [i for i, address in written.items() if leaves[i].grad.data_ptr() != address]

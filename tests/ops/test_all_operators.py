@@ -22,6 +22,7 @@ from ops.checks import (
     assert_strides,
     generator,
     gradients_moved_by_autograd,
+    laid_out,
     run,
     run_subset,
     same_bits,
@@ -219,8 +220,10 @@ def test_gradients_that_are_asked_for(it: Operator, layout: str) -> None:
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EVERY
 def test_gradients_are_taken_over_as_they_are(it: Operator, layout: str) -> None:
-    inputs, grad_y = it.inputs(it.middle)
-    assert gradients_moved_by_autograd(it.function, [LAYOUTS[layout](x) for x in inputs], grad_y) == []
+    inputs, grad_y = it.inputs(it.small)
+    for given in laid_out(inputs, layout):
+        for mask in subsets(len(inputs)):
+            assert gradients_moved_by_autograd(it.function, given, grad_y, mask) == []
 
 
 @EVERY

@@ -6,9 +6,16 @@ import errno
 import json
 import os
 import resource
+import signal
+import tempfile
+import time
 from pathlib import Path
+from random import Random
 
 import pytest
+from fuzzing import cases
+from hypothesis import given
+from hypothesis import strategies as st
 
 from memcheck.bench.sweep.store import FILE, Store, StoreError, read_records
 from memcheck.core.errors import UsageError
@@ -148,3 +155,55 @@ def test_a_file_that_may_not_grow_leaves_whole_rows(tmp_path) -> None:
     rows = sizes(tmp_path)
     assert rows == list(range(len(rows)))
     assert 1 < len(rows) < 100
+
+
+# Random ends of processes.
+
+
+@cases(100)
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 10**6)), max_size=8),
+    st.integers(0, 4000),
+    st.binary(max_size=40),
+)
+def test_a_torn_write_costs_only_its_row(rows: list[tuple[int, int]], cut: int, garbage: bytes) -> None:
+    """Rows before any cut remain, also where other bytes than the row's were written, and the next row is whole."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with Store(folder) as store:
+            ends = [0]
+            for key, value in rows:
+                store.append(f"key {key}", Record(bsz=value))
+                ends.append((folder / FILE).stat().st_size)
+        cut = min(cut, ends[-1])
+        torn = (folder / FILE).read_bytes()[:cut] + garbage.replace(b"\n", b"")
+        (folder / FILE).write_bytes(torn)
+        whole = dict(rows[: sum(end <= cut for end in ends) - 1])
+        with Store(folder) as store:
+            assert {key: record.bsz for key, record in store.records.items()} == {
+                f"key {k}": n for k, n in whole.items()
+            }
+            store.append("next", Record(bsz=7))
+        assert sizes(folder) == [*whole.values(), 7]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_kill_at_any_moment_keeps_the_rows_before_it(tmp_path, seed: int) -> None:
+    random = Random(seed)
+    child = os.fork()
+    if child == 0:
+        try:
+            fill(tmp_path, 10**6)
+        finally:
+            os._exit(1)
+    while not (tmp_path / FILE).exists() or (tmp_path / FILE).stat().st_size == 0:
+        time.sleep(0.001)
+    time.sleep(random.uniform(0, 0.05))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    with Store(tmp_path) as store:
+        kept = [record.bsz for record in store.records.values()]
+        assert kept == list(range(len(kept)))
+        assert kept
+        store.append("next", Record(bsz=7))
+    assert sizes(tmp_path) == [*kept, 7]

@@ -1,0 +1,270 @@
+"""Random cases of every operator: sizes, options, dtypes, strides, values, wanted gradients, threads and budgets."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from fuzzing import cases
+from hypothesis import given
+from hypothesis import strategies as st
+from ops import test_combinator, test_compressed_attention, test_linear_attention, test_projection
+from ops import test_softplus_attention as test_softplus
+from ops.checks import (
+    DEVICE,
+    DTYPES,
+    LAYOUTS,
+    ON_HOST,
+    Contract,
+    assert_strides,
+    assert_within,
+    generator,
+    run,
+    run_subset,
+    run_truth,
+    same_bits,
+    subsets,
+)
+from torch import Tensor
+
+import memcheck
+
+Sizes = dict[str, int]
+Shapes = list[tuple[int, ...]]
+# A size is up to 9, so that failures are small, or at a border of tiles and chunks.
+BORDERS = (31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
+# Smaller bounds are taken as this large: errors of subnormal intermediates are in proportion to no value. In float16
+# such an error is 2^-25, and weights of up to 100 multiply it.
+SMALLEST = {torch.float64: 0.0, torch.float32: 2.0**-40, torch.bfloat16: 2.0**-40, torch.float16: 2.0**-3}
+MOST_ELEMENTS = 1 << 11 if ON_HOST else 1 << 14
+
+
+@dataclass(frozen=True)
+class Operator:
+    letters: tuple[str, ...]
+    shapes: Callable[[Sizes], Shapes]  # of the inputs and of y
+    options: dict[str, Sequence[Any]]
+    contract: Callable[..., Contract]  # from the options
+    attends: bool = True  # batch entries do not affect each other, and threads change no bit
+
+
+def shapes_of_softplus(n: Sizes) -> Shapes:
+    return [(n["B"], n["S"], n["R"]), (n["B"], n["R"], n["T"]), (n["B"], n["R"], n["T"]), (n["B"], n["S"], n["R"])]
+
+
+def shapes_of_heads(n: Sizes) -> Shapes:
+    """Each key head has G query heads. Dv is D where the operator knows one width."""
+    queries, keys, Dv = (n["B"], n["G"] * n["Hkv"], n["S"]), (n["B"], n["Hkv"], n["T"]), n.get("Dv", n["D"])
+    return [(*queries, n["D"]), (*keys, n["D"]), (*keys, Dv), (*queries, Dv)]
+
+
+def shapes_of_projection(n: Sizes, channels_first: bool = False) -> Shapes:
+    of_y = (n["B"], n["R"], n["S"]) if channels_first else (n["B"], n["S"], n["R"])
+    return [(n["B"], n["S"], n["E"]), (n["E"], n["R"]), of_y]
+
+
+OPERATORS = {
+    "softplus_attention": Operator(
+        ("B", "S", "T", "R"), shapes_of_softplus, {"causal": (True, False)}, test_softplus.contract
+    ),
+    "linear_attention": Operator(
+        ("B", "Hkv", "G", "S", "T", "D", "Dv"),
+        shapes_of_heads,
+        {"causal": (True, False)},
+        test_linear_attention.contract,
+    ),
+    "compressed_attention": Operator(
+        ("B", "Hkv", "G", "S", "T", "D"),
+        shapes_of_heads,
+        {"mode": tuple(test_compressed_attention.MODES), "factor": (1, 2, 3, 8, 40)},
+        test_compressed_attention.contract,
+    ),
+    "combinator": Operator(
+        ("B", "S", "E"),
+        lambda n: [(n["B"], n["S"], n["E"]), (2, n["E"], n["E"]), (n["B"], n["S"], n["E"])],
+        {"low_memory": (False, True)},
+        test_combinator.contract,
+        attends=False,
+    ),
+    "linear_r": Operator(
+        ("B", "S", "E", "R"),
+        shapes_of_projection,
+        {},
+        functools.partial(test_projection.contract, memcheck.linear_r),
+        attends=False,
+    ),
+    "linear_l": Operator(
+        ("B", "S", "E", "R"),
+        functools.partial(shapes_of_projection, channels_first=True),
+        {},
+        functools.partial(test_projection.contract, memcheck.linear_l),
+        attends=False,
+    ),
+}
+VALUES: dict[str, Callable[[Tensor], Tensor]] = {  # from random numbers of a dtype
+    "normal": lambda x: x,
+    # In float64, numbers near the smallest: the truth is float64, too.
+    "subnormal": lambda x: x * max(torch.finfo(x.dtype).smallest_normal, 2.0**-900),
+    "large": lambda x: x * 32,
+    "of many sizes": lambda x: x * torch.logspace(-4, 1, max(1, x.numel()))[: x.numel()].view_as(x).to(x.dtype),
+    "equal": lambda x: torch.full_like(x, x.flatten()[0].item() if x.numel() else 0.0),
+    "zero": torch.zeros_like,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    operator: str
+    sizes: Sizes
+    options: dict[str, Any]
+    dtype: torch.dtype
+    values: tuple[str, ...]  # of each input and the gradient of y
+    layouts: tuple[str, ...]  # of the same
+    wanted: tuple[bool, ...]  # inputs that require a gradient
+    threads: int
+    budget: float  # of the peak, which is 1
+
+    @property
+    def contract(self) -> Contract:
+        return OPERATORS[self.operator].contract(**self.options)
+
+    def tensors(self) -> tuple[list[Tensor], Tensor]:
+        """Returns the inputs and a gradient of y."""
+        random = generator()
+        shapes = OPERATORS[self.operator].shapes(self.sizes)
+        numbers = [torch.randn(shape, generator=random).to(self.dtype) for shape in shapes]
+        *inputs, grad_y = (
+            LAYOUTS[layout](VALUES[values](x)) if x.numel() else x
+            for x, values, layout in zip(numbers, self.values, self.layouts, strict=True)
+        )
+        return inputs, grad_y
+
+
+@st.composite
+def random_case(draw: Any, name: str) -> Case:
+    operator = OPERATORS[name]
+    sizes = {letter: draw(st.integers(1, 9)) for letter in operator.letters}
+    longest = "T" if "T" in sizes else "S"
+    # Not of G: equal terms of more than 100 heads drift further than the rule allows.
+    sizes[draw(st.sampled_from([x for x in operator.letters[1:] if x != "G"]))] = draw(st.sampled_from(BORDERS))
+    sizes[longest] = draw(st.one_of(st.integers(0, 9), st.sampled_from(BORDERS)))
+    options = {option: draw(st.sampled_from(values)) for option, values in operator.options.items()}
+    if "T" in sizes and options.get("causal", options.get("mode") != "not causal"):
+        sizes["S"] = min(sizes["S"], sizes["T"])
+    for letter in operator.letters:
+        while sizes[letter] > 1 and max(math.prod(shape) for shape in operator.shapes(sizes)) > MOST_ELEMENTS:
+            sizes[letter] = (sizes[letter] + 1) // 2
+    tensors = len(operator.shapes(sizes))
+    dtype = draw(st.sampled_from(DTYPES))
+    return Case(
+        name,
+        sizes,
+        options,
+        dtype,
+        tuple(draw(st.sampled_from(list(VALUES))) for _ in range(tensors)),
+        tuple(draw(st.sampled_from(list(LAYOUTS))) for _ in range(tensors)),
+        draw(st.sampled_from(subsets(tensors - 1))),
+        draw(st.sampled_from((1, 2, 3, 5))),
+        draw(st.floats(0.01, 1.2)),
+    )
+
+
+def assert_right(case: Case) -> None:
+    """Values within the tolerance, strides, the wanted gradients, and the same bits with other threads."""
+    contract, (inputs, grad_y) = case.contract, case.tensors()
+    results = run(contract.function, inputs, grad_y)
+    truths = run_truth(contract.reference, inputs, grad_y)
+    with torch.device("cpu"):
+        bounds = contract.bounds(*(x.double().cpu() for x in (grad_y, *inputs)))
+    largest = torch.finfo(case.dtype).max
+    for place, (result, truth, bound) in enumerate(zip(results, truths, bounds, strict=True)):
+        # What the dtype cannot hold may be infinite, or a sum of infinities.
+        held = truth.abs() + bound.values.expand_as(truth) < largest
+        of_term = replace(bound, values=bound.values.clamp(min=SMALLEST[case.dtype]))
+        if case.dtype == torch.float64:  # the truth is rounded, too, once a term if equal terms are summed
+            of_term = replace(of_term, values=2 * of_term.values, terms=bound.terms**2)
+        assert_within(torch.where(held.to(DEVICE), result, 0.0), torch.where(held, truth, 0.0), of_term, str(place))
+    assert_strides(results, inputs)
+    gradients = run_subset(contract.function, inputs, case.wanted, grad_y)
+    expected = [x if wanted else None for x, wanted in zip(results[1:], case.wanted, strict=True)]
+    assert same_bits(gradients, expected) or not all(x.isfinite().all() for x in results)
+    if OPERATORS[case.operator].attends:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(case.threads)
+        try:
+            again = run(contract.function, inputs, grad_y)
+        finally:
+            torch.set_num_threads(threads)
+        assert same_bits(again, results) or not all(x.isfinite().all() for x in results)
+
+
+EVERY = pytest.mark.parametrize("name", OPERATORS)
+SHARE = 10 if ON_HOST else 250
+
+
+@EVERY
+def test_results_are_right(name: str) -> None:
+    @cases(SHARE)
+    @given(random_case(name))
+    def check(case: Case) -> None:
+        assert_right(case)
+
+    check()
+
+
+def assert_entries_are_apart(case: Case, value: float, tensor: int) -> None:
+    """A number that is not finite, in the first batch entry, changes no bit of the others."""
+    contract, (inputs, grad_y) = case.contract, case.tensors()
+    with_it = [x.clone() for x in (*inputs, grad_y)]
+    changed_one = with_it[tensor % len(with_it)]
+    if changed_one.numel():
+        changed_one[(0, *(size // 2 for size in changed_one.shape[1:]))] = value
+    *changed, changed_grad_y = with_it
+    one, other = run(contract.function, inputs, grad_y), run(contract.function, changed, changed_grad_y)
+    assert same_bits([x[1:] for x in one], [x[1:] for x in other]) or not all(x[1:].isfinite().all() for x in one)
+
+
+@pytest.mark.parametrize("name", [name for name, operator in OPERATORS.items() if operator.attends])
+def test_a_batch_entry_that_is_not_finite_stays_apart(name: str) -> None:
+    @cases(SHARE // 5)
+    @given(random_case(name), st.sampled_from((math.nan, math.inf, -math.inf)), st.integers(0, 3))
+    def check(case: Case, value: float, tensor: int) -> None:
+        assert_entries_are_apart(case, value, tensor)
+
+    check()
+
+
+def assert_budget_is_kept(case: Case) -> None:
+    """Under a budget an operator gives the same bits, or refuses; after a refusal it works as before."""
+    contract, (inputs, grad_y) = case.contract, case.tensors()
+    with memcheck.track() as memory:
+        results = run(contract.function, inputs, grad_y)
+    budget = max(1, int(memory.peak_bytes * case.budget))
+    with memcheck.track(limit_bytes=budget) as limited:
+        try:
+            again = run(contract.function, inputs, grad_y)
+            assert memory.peak_bytes <= budget
+        except torch.OutOfMemoryError:
+            assert memory.peak_bytes > budget
+            again = results
+    assert limited.peak_bytes <= budget
+    assert same_bits(again, results) or not all(x.isfinite().all() for x in results)
+    with memcheck.track() as memory_after:
+        run(contract.function, inputs, grad_y)
+    assert memory_after.peak_bytes == memory.peak_bytes
+
+
+@pytest.mark.cpu
+@EVERY
+def test_budgets_are_kept(name: str) -> None:
+    @cases(SHARE // 5)
+    @given(random_case(name))
+    def check(case: Case) -> None:
+        assert_budget_is_kept(case)
+
+    check()
