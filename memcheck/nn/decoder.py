@@ -97,9 +97,9 @@ class RotarySoftplusSelfAttention(ChannelSelfAttention):
         self.rotary, self.attend = rotary, attend
 
     def forward(self, x: Tensor, positions: Tensor | None = None, **sequences: Any) -> Tensor:
-        q, k, v = self.project(x)
         rotary = partial(self.rotary, positions=positions)
-        y: Tensor = self.out_proj(self.attend(rotary(q), rotary(k.mT).mT, v, **sequences))
+        k = rotary(self.k_proj(x)).mT
+        y: Tensor = self.out_proj(self.attend(rotary(self.q_proj(x)), k, self.v_proj(x).mT, **sequences))
         return y
 
 
