@@ -81,7 +81,7 @@ def test_without_a_version_the_shape_tells() -> None:
 # ---- other libraries
 
 
-@pytest.mark.filterwarnings("ignore:torch.ao.quantization is deprecated")
+@pytest.mark.filterwarnings("ignore")  # torch calls its quantization deprecated.
 @modules
 def test_dynamic_quantization_takes_every_projection(build: Callable[..., torch.nn.Module]) -> None:
     module, x = build(), tokens()
