@@ -6,7 +6,7 @@ import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,6 +51,8 @@ class Contender:
     has_heads: bool = False
     has_core_dim: bool = False
     has_factor: bool = False
+    # True if build makes an operator on the packed or padded sequences of case.lengths.
+    takes_lengths: bool = False
     # Tensors handed to the operator after the inputs and counted as parameters. A module's own parameters need not
     # be listed.
     parameters: Callable[[Case], tuple[Tensor, ...]] = lambda case: ()
@@ -83,6 +85,7 @@ def check_case(case: Case) -> Case:
         raise UsageError(f"--mode must be one of {', '.join(MODES)}, got {case.mode}")
     if case.mode == "decode" and case.query_len != 1:
         raise UsageError(f"--query-len must be 1 in --mode decode, a step takes one token, got {case.query_len}")
+    check_lengths(case)
     if case.heads is not None and case.dim % case.heads:
         raise UsageError(
             f"--dim must be divisible by --heads for {case.operator}, got --dim {case.dim} --heads {case.heads}"
@@ -93,6 +96,26 @@ def check_case(case: Case) -> Case:
             "use --no-causal or more keys"
         )
     return case
+
+
+def check_lengths(case: Case) -> None:
+    """Raises UsageError if the case has lengths that do not fit its operator or its other sizes."""
+    if case.lengths is None:
+        return
+    if not CONTENDERS[case.operator].takes_lengths:
+        known = ", ".join(name for name, contender in CONTENDERS.items() if contender.takes_lengths)
+        raise UsageError(f"--lengths is not for {case.operator}, only for {known}")
+    if case.mode == "decode":
+        raise UsageError("--lengths is not for --mode decode, whose sequences are all of --kv-len tokens")
+    words = ",".join(map(str, case.lengths))
+    if len(case.lengths) < 2 or min(case.lengths) < 1:
+        raise UsageError(f"--lengths must be of two sequences or more, each of a position or more, got {words}")
+    of_padded, of_packed = (len(case.lengths), max(case.lengths)), (1, sum(case.lengths))
+    if case.query_len != case.kv_len or (case.bsz, case.query_len) not in (of_padded, of_packed):
+        raise UsageError(
+            f"--lengths {words} needs batch and length to be {of_padded} padded or {of_packed} packed, "
+            f"got {(case.bsz, case.query_len)}"
+        )
 
 
 def attention_types() -> list[str]:
@@ -133,6 +156,13 @@ def make_case(
     return check_case(case)
 
 
+def batch_of(lengths: Sequence[int], layout: str) -> dict[str, Any]:
+    """The fields of a case whose sequences have these lengths, "packed" or "padded" to the longest."""
+    packed = layout == "packed"
+    S = sum(lengths) if packed else max(lengths)
+    return {"bsz": 1 if packed else len(lengths), "query_len": S, "kv_len": S, "lengths": tuple(lengths)}
+
+
 def make_combinator_case(operator: str, **fields: Any) -> Case:
     """A checked case of a combinator, which has no keys."""
     if operator not in combinator_types():
@@ -150,8 +180,9 @@ def softmax_contender(name: str, title: str, backend: SDPBackend, style: Style) 
 
 
 def softplus_contender(name: str, title: str, style: Style, **more: Any) -> Contender:
-    build, inputs = operators.masked(softplus_attention), operators.channel_major_inputs
-    return Contender(name, title, build, inputs, style, has_core_dim=True, **OURS, **more)
+    build = operators.on_sequences(operators.masked(softplus_attention))
+    sizes: Any = {"has_core_dim": True, "takes_lengths": True}
+    return Contender(name, title, build, operators.channel_major_inputs, style, **sizes, **OURS, **more)
 
 
 def combinator_contender(name: str, title: str, build: Callable[[Case], Operator], style: Style) -> Contender:
@@ -169,8 +200,9 @@ CONTENDERS: dict[str, Contender] = {
         headed(
             "naive",
             "softmax attention, whole score matrix",
-            operators.masked(naive_attention),
+            operators.build_naive,
             Style("#D55E00", "s", "--"),
+            takes_lengths=True,
             decode=decoding.with_cache(functools.partial(naive_attention, causal=False)),
             **EAGER,
         ),
@@ -187,6 +219,7 @@ CONTENDERS: dict[str, Contender] = {
             "F.scaled_dot_product_attention, torch's choice of backend",
             operators.build_softmax,
             Style("#0072B2", "^", "-."),
+            takes_lengths=True,
             decode=decoding.with_cache(scaled_dot_product_attention),
         ),
         softmax_contender(
@@ -227,18 +260,20 @@ CONTENDERS: dict[str, Contender] = {
         headed(
             "linear",
             "linear attention, memcheck's operator, every query sees every key",
-            operators.masked(linear_attention),
+            operators.on_sequences(operators.masked(linear_attention)),
             Style("#332288", "P", (0, (7, 2))),
             causal=False,
+            takes_lengths=True,
             decode=Decoding(lambda case: linear_attention_step, decoding.linear_state),
             **OURS,
         ),
         headed(
             "linear-causal",
             "linear attention, memcheck's operator, causal",
-            operators.masked(linear_attention),
+            operators.on_sequences(operators.masked(linear_attention)),
             Style("#882255", "X", (0, (7, 2, 1, 2))),
             causal=True,
+            takes_lengths=True,
             decode=Decoding(lambda case: linear_attention_step, decoding.linear_state),
             **OURS,
         ),
@@ -265,9 +300,10 @@ CONTENDERS: dict[str, Contender] = {
         headed(
             "compressed",
             "compressed attention, memcheck's operator",
-            operators.build_compressed,
+            operators.on_sequences(operators.build_compressed),
             Style("#A6761D", "h", (0, (6, 1, 1, 1, 1, 1))),
             has_factor=True,
+            takes_lengths=True,
             decode=Decoding(decoding.compressed_step, decoding.compressed_state),
             **OURS,
         ),
@@ -336,7 +372,8 @@ def register(
     terms: returns the closed byte terms of a case, by record field. By default there are none, because the predictor
         would run fn on meta tensors in this process, where it could crash or hang.
     decode: a memcheck.bench.catalog.Decoding.
-    style: of its lines in plots; by default one that is not in use. more: further fields of Contender.
+    style: of its lines in plots; by default one that is not in use. more: further fields of Contender, such as
+        takes_lengths=True for an fn with keywords lengths (B,) and cu_seqlens (N+1,).
 
     UsageError: the name is taken or is no valid name, or fn is not callable.
     """
@@ -350,7 +387,7 @@ def register(
     contender = Contender(
         name,
         title,
-        (lambda case: functools.partial(fn, causal=bool(case.causal))) if asks else (lambda case: fn),
+        operators.on_sequences(operators.masked(fn) if asks else (lambda case: fn)),
         inputs or (operators.head_inputs if has_heads else operators.headless_inputs),
         style or unused_style(),
         unfused="custom",

@@ -344,7 +344,7 @@ def plot(parser: argparse.ArgumentParser) -> None:
         "sense"
     )
     add_names(parser, "--kind", help=kinds)
-    add(parser, "--x", metavar="AXIS", help="seq-len, query-len, kv-len or dim; default: what varies")
+    add(parser, "--x", metavar="AXIS", help="seq-len, query-len, kv-len, dim or counted; default: what varies")
     add(parser, "--y", metavar="FIELD", help="a field of the records in bytes or ms, such as saved_bytes")
     scale = parser.add_mutually_exclusive_group()
     scale.add_argument("--log", dest="log", action="store_true", default=None, help="logarithmic axes only")
@@ -405,6 +405,7 @@ def profile_attention(parser: argparse.ArgumentParser) -> None:
     memcheck profile-attention
     memcheck profile-attention --attention-type naive,softplus --seq-len 1024,2048 --dtype bf16 --memory-limit 100MiB
     memcheck profile-attention --attention-type naive --seq-len 1024 --explain --predict
+    memcheck profile-attention --attention-type softmax,softplus --lengths 4096,1000,300
     """
     add(parser, "--preset", choices=PRESETS[:1], default="quick", help="values of flags not given; default: quick")
     add_names(parser, "--attention-type", more=f"repeatable; default: {','.join(DEFAULT_TYPES)}")
@@ -413,6 +414,12 @@ def profile_attention(parser: argparse.ArgumentParser) -> None:
     lengths = f"default: 256 to 4096, on a GPU {GPU_LENGTHS[0]} to {GPU_LENGTHS[-1]}"
     add(parser, "--seq-len", type=counts, metavar="N[,N]", more=lengths)
     add(parser, "--query-len", "--kv-len", type=counts, metavar="N[,N]")
+    batch = "sequences of these lengths, as a padded and as a packed batch; repeatable; in place of --bsz and lengths"
+    add(parser, "--lengths", type=counts, action="append", metavar="N,N[,N]", help=batch)
+    layout = parser.add_mutually_exclusive_group()
+    for name, meaning in (("packed", "one behind the other"), ("padded", "each padded to the longest")):
+        help_text = f"with --lengths: only the batch that has the sequences {meaning}"
+        layout.add_argument(f"--{name}", dest="layout", action="store_const", const=name, help=help_text)
     add(parser, "--core-dim", "--factor", type=count)
     add_causal(parser)
     add(parser, "--dtype", default=None, more="on a GPU bf16")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from memcheck.core.errors import UsageError
+from memcheck.core.record import layout_of
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 SHORT_DTYPES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "fp64": "float64"}
@@ -26,6 +27,9 @@ class Case:
     """One shape of one contender. kv_len, heads, core_dim, factor and causal are None where the operator has none.
 
     In decode mode kv_len is the number of tokens that the state or cache holds before the step, and query_len is 1.
+
+    lengths: the positions of each sequence, if they are packed or padded. Packed: bsz is 1, and query_len = kv_len is
+    their sum. Padded: bsz is their number, and query_len = kv_len that of the longest, or more.
     """
 
     operator: str
@@ -41,6 +45,16 @@ class Case:
     mode: str = "train"
     compiled: bool = False
     device: str = "cpu"
+    lengths: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.lengths is not None:  # JSON has lists.
+            object.__setattr__(self, "lengths", tuple(self.lengths))
+
+    @property
+    def layout(self) -> str | None:
+        """ "packed" or "padded"; None for a batch without lengths."""
+        return layout_of(self.bsz, self.lengths)
 
     def fields(self) -> dict[str, Any]:
         """The fields that a record of the case has, too. A record's device is the machine's."""

@@ -23,6 +23,13 @@ R = typing.TypeVar("R", bound="Record")
 PHASES = ("forward", "backward", "optimizer")  # Phases of a run, as far as it has them.
 
 
+def layout_of(bsz: int | None, lengths: tuple[int, ...] | None) -> str | None:
+    """How sequences of these lengths, two or more, lie in a batch: "packed" or "padded"; None without lengths."""
+    if lengths is None:
+        return None
+    return "packed" if bsz == 1 else "padded"
+
+
 @dataclass
 class Record:
     """One case, where it ran, how it ended, and the bytes and milliseconds it took."""
@@ -42,6 +49,7 @@ class Record:
     causal: bool | None = None  # The mask that was applied; None if the operator has no such option.
     mode: str | None = None  # "train", "inference" or "decode".
     compiled: bool | None = None  # Under torch.compile.
+    lengths: tuple[int, ...] | None = None  # Positions of each sequence of a packed (B = 1) or padded batch.
 
     # Where it ran.
     device: str | None = None  # "cpu" or "cuda".
@@ -109,6 +117,11 @@ class Record:
     def __post_init__(self) -> None:
         if self.source == "measured":
             self.basis = "measured"
+
+    @property
+    def layout(self) -> str | None:
+        """ "packed" or "padded"; None for a batch without lengths."""
+        return layout_of(self.bsz, self.lengths)
 
     def note_state(self, state_bytes: int, bsz: int, tokens: int | None) -> None:
         """Fills the fields of a decoding state that holds so many tokens of each sequence."""

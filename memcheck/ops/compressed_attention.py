@@ -611,6 +611,17 @@ def _add(total: Tensor, x: Tensor) -> Tensor:
     return total + x.sum(2, dtype=total.dtype)
 
 
+def _gradient_stride(x: Tensor) -> tuple[int, ...]:
+    """The strides of x (B,Hkv,n,D) if it is dense and does not overlap itself, else those of a contiguous tensor."""
+    elements = 1
+    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
+        if size != 1 and stride != elements:
+            _, Hkv, n, D = x.shape
+            return Hkv * n * D, n * D, D, 1
+        elements *= size
+    return x.stride()
+
+
 class _NewBlocks(torch.autograd.Function):
     """The blocks that new positions complete, in the operator's bits, and the sums of the block that they open.
 
@@ -633,7 +644,7 @@ class _NewBlocks(torch.autograd.Function):
                 mean = (_add(total, x[:, :, :first]) / factor).to(x.dtype)
                 blocks[i] = torch.cat([mean[:, :, None], blocks[i]], 2)
         ctx.cuts, ctx.factor = cuts, factor
-        ctx.like = [torch.empty_like(x, device="meta") for x in (k, v)]  # sizes and strides, without memory
+        ctx.like = [(x.shape, _gradient_stride(x)) for x in (k, v)]
         return *blocks, *(_add(torch.zeros_like(k_sum), x[:, :, last:]) for x in (k, v))
 
     @staticmethod
@@ -641,9 +652,9 @@ class _NewBlocks(torch.autograd.Function):
         (first, last), factor = ctx.cuts, ctx.factor
         opened = 1 if first else 0
         of_positions, of_sums = [], []
-        for like, of_blocks, of_sum in zip(ctx.like, grads[:2], grads[2:], strict=True):
+        for (shape, stride), of_blocks, of_sum in zip(ctx.like, grads[:2], grads[2:], strict=True):
             shares = of_blocks / factor
-            gradient = torch.empty_like(like, device=shares.device)
+            gradient = torch.empty_strided(shape, stride, dtype=shares.dtype, device=shares.device)
             gradient[:, :, :first] = shares[:, :, :opened]
             whole = gradient[:, :, first:last].unflatten(2, ((last - first) // factor, factor))
             whole.copy_(shares[:, :, opened:, None])

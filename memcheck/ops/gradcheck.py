@@ -88,16 +88,16 @@ def softplus_with_state(q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor, *
     return torch.cat([x.flatten() for x in (y, *state)])
 
 
-def softplus_state_configuration(B: int, S: int, T: int, R: int, **options: Any) -> Configuration:
-    state = (sequences_in(B, options), R)
-    shapes = ((B, S, R), (B, R, T), (B, R, T), state, state)
-    sizes = f"B={B} S={S} T={T} R={R} with states"
-    return configured("softplus_attention", softplus_with_state, sizes, shapes, (0.0, 0.0, 0.0, 5.0, 0.0), **options)
-
-
-def sequences_in(B: int, options: dict[str, Any]) -> int:
-    """The number of states: one for each sequence, if sequences are packed."""
+def states_of(B: int, options: dict[str, Any]) -> int:
+    """The number of states, one for each sequence."""
     return len(options["cu_seqlens"]) - 1 if "cu_seqlens" in options else B
+
+
+def softplus_state_configuration(B: int, S: int, T: int, R: int, **options: Any) -> Configuration:
+    """Sums of weights in the states are near 5."""
+    sizes = f"B={B} S={S} T={T} R={R} with states"
+    shapes = ((B, S, R), (B, R, T), (B, R, T), *[(states_of(B, options), R)] * 2)
+    return configured("softplus_attention", softplus_with_state, sizes, shapes, (0.0, 0.0, 0.0, 5.0, 0.0), **options)
 
 
 def linear_configuration(
@@ -117,12 +117,21 @@ def linear_with_state(q: Tensor, k: Tensor, v: Tensor, m: Tensor, z: Tensor, log
 
 
 def linear_state_configuration(
-    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, *, decay: tuple[int, ...], **options: Any
+    B: int,
+    H: int,
+    Hkv: int,
+    S: int,
+    T: int,
+    D: int,
+    Dv: int,
+    *,
+    decay: tuple[int, ...],
+    **options: Any,
 ) -> Configuration:
     """decay is the shape of the decay."""
+    N = states_of(B, options)
     sizes = f"B={B} H={H} Hkv={Hkv} S={S} T={T} D={D} Dv={Dv} with states and a decay {decay}"
-    states = sequences_in(B, options)
-    shapes = ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv), (states, Hkv, D, Dv), (states, Hkv, D), decay)
+    shapes = ((B, H, S, D), (B, Hkv, T, D), (B, Hkv, T, Dv), (N, Hkv, D, Dv), (N, Hkv, D), decay)
     shifts = (0.0, 0.0, 0.0, 0.0, 5.0, 1.0)
     return configured("linear_attention", linear_with_state, sizes, shapes, shifts, **options)
 
@@ -199,9 +208,9 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     softplus_configuration(1, 9, 9, 3, cu_seqlens=torch.tensor([0, 4, 9]), causal=False),
     softplus_configuration(2, 5, 7, 3, lengths=torch.tensor([7, 4])),
     softplus_configuration(2, 7, 7, 3, lengths=torch.tensor([7, 4]), padding="left", causal=False),
-    softplus_state_configuration(2, 5, 5, 3),
-    softplus_state_configuration(2, 5, 7, 3, lengths=torch.tensor([7, 4])),
-    softplus_state_configuration(1, 7, 7, 3, cu_seqlens=torch.tensor([0, 3, 3, 7])),
+    softplus_state_configuration(2, 5, 7, 3),
+    softplus_state_configuration(2, 5, 5, 3, lengths=torch.tensor([5, 3])),
+    softplus_state_configuration(1, 9, 9, 3, cu_seqlens=torch.tensor([0, 4, 4, 9])),
     linear_configuration(1, 2, 2, 7, 7, 3, 2, causal=True),
     linear_configuration(1, 2, 2, 7, 7, 3, 2, causal=False),
     linear_configuration(1, 4, 2, 3, 7, 3, 2, causal=True),
@@ -218,8 +227,8 @@ CONFIGURATIONS: tuple[Configuration, ...] = (
     *(linear_configuration(1, 4, 2, 3, 7, 3, 2, causal=causal, normalize=False) for causal in (True, False)),
     linear_state_configuration(1, 4, 2, 3, 7, 3, 2, decay=(2,)),
     linear_state_configuration(1, 4, 2, 5, 5, 3, 2, decay=(1, 2, 5)),
-    linear_state_configuration(2, 2, 1, 5, 5, 3, 2, decay=(2, 1, 5), lengths=torch.tensor([3, 5]), padding="left"),
-    linear_state_configuration(1, 2, 1, 7, 7, 3, 2, decay=(1, 1, 7), cu_seqlens=torch.tensor([0, 3, 3, 7])),
+    linear_state_configuration(1, 2, 1, 7, 7, 3, 2, decay=(1, 1, 7), cu_seqlens=torch.tensor([0, 3, 7])),
+    linear_state_configuration(2, 2, 1, 5, 5, 3, 2, decay=(1,), lengths=torch.tensor([5, 3])),
     *(
         projection_configuration(function, *shape)
         for function in (linear_r, linear_l)

@@ -1,6 +1,7 @@
 """Rules for scratch: what kernels allocate besides their outputs, which no dispatcher sees, on the CPU and on CUDA.
 
-They were read in torch 2.13's kernels. Those of memcheck's operators are in memcheck.predict.scratch_memcheck.
+They were read in torch 2.13's kernels. Those of memcheck's operators are in memcheck.predict.scratch_memcheck and
+scratch_sequences.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Call:
     outputs: tuple[Tensor, ...]
     target: Target
     is_view: bool = False  # By the schema: every result is a view of an operand that is not modified.
+    contents: Callable[[Tensor], Tensor | None] = lambda x: None if x.is_meta else x  # None: they are not known.
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -89,14 +91,14 @@ class Lingers(Varies):
 Rule = Callable[[Call], Iterator[Scratch | Unknown]]
 
 
-def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, target: Target) -> Call:
+def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, target: Target, **more: Any) -> Call:
     schema = func._schema
     names = [argument.name for argument in schema.arguments]
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
     outputs = output if isinstance(output, tuple | list) else (output,)
     tensors = tuple(tensor for tensor in outputs if isinstance(tensor, Tensor))
     values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-    return Call(schema.name, values, tensors, target, is_view(schema))
+    return Call(schema.name, values, tensors, target, is_view(schema), **more)
 
 
 def is_view(schema: Any) -> bool:

@@ -102,6 +102,8 @@ def compressed_pooled(call: Call) -> Iterator[Scratch]:
 @rule("any", "memcheck::compressed_attention_backward", "memcheck::compressed_attention_pooled_backward")
 def compressed_backward(call: Call) -> Iterator[Scratch]:
     plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
+    if call.grad_lse is not None and not call.grad_lse.is_contiguous():
+        yield Scratch("gradient of lse, laid out", call.grad_lse.numel() * call.grad_lse.element_size())
     yield Scratch("delta", plan["delta"] if call.output_mask[1] or call.output_mask[3] else 0)
     yield Scratch("scratch", plan["backward_scratch"])
 

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from memcheck.core.tensors import gradients_for, named_tensors_in, roots_of, storages_in, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers the rules of memcheck's operators
+from memcheck.predict import scratch_sequences as scratch_sequences  # and of their forms for sequences
 from memcheck.predict.autocast import autocast_followed, cast_for
 from memcheck.predict.modules import Modules
 from memcheck.predict.on_device import ANSWERS, Mish, answer, capability_of, moved, python_functions_open
@@ -254,7 +255,7 @@ class Tracer(TorchDispatchMode):
                     )
                     return 1.0
         output, probed = self._result(func, args, kwargs)
-        call = call_of(func, args, kwargs, output, self.target)
+        call = call_of(func, args, kwargs, output, self.target, contents=self.values.of)
         parts = scratch_of(call)
         wanted = any(isinstance(part, Unknown) and not isinstance(part, Varies) for part in parts)
         if wanted and probed is None and self.probe is not None and not is_collective(call.name):

@@ -21,6 +21,7 @@ CASE_FIELDS = (
     "bsz",
     "query_len",
     "kv_len",
+    "lengths",
     "dim",
     "heads",
     "core_dim",
@@ -116,6 +117,8 @@ def describe(record: Record, fields: Sequence[str]) -> str:
             continue
         if name == "kv_len" and value == record.query_len and "query_len" in fields:
             words[-1] = f"S = T = {value}"
+        elif name == "lengths":
+            words.append(f"{sequence_words(value)}, {record.layout}")
         elif name in YES_AND_NO:
             words.append(YES_AND_NO[name][0 if value else 1])
         else:
@@ -123,6 +126,25 @@ def describe(record: Record, fields: Sequence[str]) -> str:
     if record.source == "predicted":
         words.append("predicted")
     return ", ".join(words)
+
+
+def sequence_words(lengths: Sequence[int]) -> str:
+    """ "sequences of 4096, 1000, 300", or "16 sequences of 12 to 4096" """
+    if len(lengths) <= 4:
+        return f"sequences of {', '.join(map(str, lengths))}"
+    return f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)}"
+
+
+def tokens_that_count(record: Any) -> int | None:
+    """The positions of all sequences of a packed or padded batch, without padding."""
+    return None if record.lengths is None else sum(record.lengths)
+
+
+def counted_percent(record: Any) -> int:
+    """The share of the positions of a padded batch that count, also if the batch is packed; 0 without lengths."""
+    if record.lengths is None:
+        return 0
+    return max(1, round(100 * sum(record.lengths) / (len(record.lengths) * max(record.lengths))))
 
 
 def count_of(records: Sequence[Any]) -> str:
@@ -139,6 +161,9 @@ def common_case(records: Sequence[Any]) -> str:
     causal = {record.causal for record in records} - {None}
     if len(causal) == 1:
         parts.insert(-1, YES_AND_NO["causal"][0 if causal.pop() else 1])
+    batches = {getattr(record, "lengths", None) for record in records}
+    if len(batches) == 1 and (shared := batches.pop()):
+        parts.insert(-1, sequence_words(shared))
     if {getattr(record, "source", None) for record in records} == {"predicted"}:
         parts.append("predicted")
     return ", ".join(parts)

@@ -30,12 +30,15 @@ from memcheck.report.models import models_table
 from memcheck.report.predictions import prediction_table
 from memcheck.report.rows import (
     BACKEND,
+    BATCHES,
     MASK,
     MIB,
     PEAKS,
+    PER_TOKEN,
     TIMES,
     UNITS,
     attribute,
+    batch_columns,
     decoding_columns,
     figure_columns,
     lengths_column,
@@ -112,7 +115,7 @@ def case_columns(records: Sequence[Record]) -> list[Column]:
         column if column.key in changing else dataclasses.replace(column, audience="programs")
         for column in CASE_COLUMNS
     ]
-    return [*columns, lengths_column(records)]
+    return [*columns, lengths_column(records), *batch_columns(records)]
 
 
 def status_column(records: Sequence[Record]) -> Column:
@@ -134,6 +137,7 @@ def records_table(records: Sequence[Record], units: bool = False) -> Table:
         status_column(records),
         *(mib_column(field, audience="programs") for field in held),
         *figure_columns(units),
+        *([PER_TOKEN] if any(record.lengths for record in records) else []),
         *([mib_column("optimizer_peak_bytes")] if steps else []),
         *(mib_column(field, audience="programs") for field in more),
         *(
@@ -143,7 +147,8 @@ def records_table(records: Sequence[Record], units: bool = False) -> Table:
         *note_columns(footnotes),
     ]
     table = Table.of("records", f"{count_of(records)}: {common_case(records)}", columns, records)
-    table.notes = [PEAKS, TIMES, *([UNITS] if units else []), *footnotes.lines(), *doubt_lines(records)]
+    batches = [BATCHES] if any(record.lengths for record in records) else []
+    table.notes = [PEAKS, TIMES, *batches, *([UNITS] if units else []), *footnotes.lines(), *doubt_lines(records)]
     return table
 
 

@@ -10,7 +10,16 @@ from typing import Any
 from memcheck.core.doubts import reason_in_short
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
-from memcheck.report.cases import FIELD_WORDS, NEEDS, failure_note, lengths, ratio_words
+from memcheck.report.cases import (
+    FIELD_WORDS,
+    NEEDS,
+    failure_note,
+    lengths,
+    need,
+    ratio_words,
+    sequence_words,
+    tokens_that_count,
+)
 from memcheck.report.tables import SPREAD, THREE_DIGITS, TIME, Cell, Column, Layout, Screen, Verdict, text_of
 
 MIB = 2**20
@@ -26,6 +35,10 @@ UNITS = (
 )
 PREDICTED = (
     "predicted: from the shapes alone, nothing was run for it. same: equal to the byte; otherwise measured / predicted."
+)
+BATCHES = (
+    "batch: padded, a row for each sequence; packed, one row with a sequence behind the other. per token: the highest "
+    "peak of all phases, for each token that is no padding."
 )
 BELOW = "  predicted"  # In the first column of a row of predictions.
 DECODING = (
@@ -142,6 +155,34 @@ def lengths_column(records: Sequence[Any]) -> Column:
     return Column("lengths", title, format="d", audience="people", read=read)
 
 
+def batch_columns(records: Sequence[Any]) -> list[Column]:
+    """The columns of packed and padded batches, if there are any."""
+    if all(record.lengths is None for record in records):
+        return []
+
+    def padding(record: Any) -> Cell:
+        tokens = tokens_that_count(record)
+        return None if tokens is None else 100 - 100 * tokens / (record.bsz * record.query_len)
+
+    def words(record: Any) -> Cell:
+        return None if record.lengths is None else sequence_words(record.lengths)
+
+    return [
+        attribute("layout", "batch"),
+        Column("sequences", "sequences", audience="programs", read=words),
+        Column("tokens", "tokens that count", format="d", read=tokens_that_count),
+        Column("padding_percent", "padding", "%", ".0f", read=padding, rank=4),
+    ]
+
+
+PER_TOKEN = Column(
+    "peak_bytes_per_token",
+    "per token",
+    "B",
+    ".0f",
+    read=lambda record: quotient(need(record), tokens_that_count(record)),
+    width=6,
+)
 BACKEND = dataclasses.replace(attribute("backend", "backend", rank=5), width=12)
 MASK = Column("causal", "mask", read=mask, rank=6, width=6)
 
@@ -192,7 +233,9 @@ class LiveRows:
         operator = dataclasses.replace(
             attribute("operator", "operator"), width=max(width, len(BELOW) if predicted else 0)
         )
-        names = [operator, BACKEND, *masks, lengths_column(cases)]
+        batch = batch_columns(cases)
+        names = [operator, BACKEND, *masks, lengths_column(cases), *batch]
+        figures = [*figures, PER_TOKEN] if batch else figures
         self.columns = [
             column
             for column in (*names, *figures)
@@ -201,6 +244,7 @@ class LiveRows:
         self.screen = screen or Screen()
         self.layout = live_layout(self.columns, cases, self.screen)
         self.notes = [DECODING if decoding else PEAKS, *([TIMES] if timed else [])]
+        self.notes += [BATCHES] if batch else []
         self.notes += [UNITS] if units and not decoding else []
 
     def header(self) -> str:

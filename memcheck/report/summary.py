@@ -17,6 +17,7 @@ from memcheck.report.cases import (
     PHASE_WORDS,
     common_case,
     count_of,
+    counted_percent,
     describe,
     failure_note,
     groups_besides,
@@ -26,6 +27,7 @@ from memcheck.report.cases import (
     need,
     pair,
     phases_of,
+    sequence_words,
     values_in_order,
     values_of,
     varying,
@@ -77,7 +79,7 @@ def summary(records: Sequence[Record]) -> list[str]:
 def answer(records: Sequence[Record]) -> list[str]:
     """Which operators need least and most, and which ran out of memory. Measurements, if there are any."""
     records = [record for record in records if not is_predicted(record)] or records
-    return [*most_and_least(records), *who_ran_out(records)]
+    return [*most_and_least(records), *padded_against_packed(records), *who_ran_out(records)]
 
 
 def what_was_measured(records: Sequence[Record]) -> str:
@@ -120,7 +122,7 @@ def most_and_least(records: Sequence[Record]) -> Iterator[str]:
         yield f"{growth(named[-1:], ()).removesuffix('.')}{f', the most of {len(named)}' if len(named) > 1 else ''}."
     records = [record for record in records if has_sizes(record)]
     changing = varying(records)
-    for group in groups_besides(records, ("bsz", "query_len", "kv_len", "dim", *OPERATORS_OWN)):
+    for group in groups_besides(records, ("bsz", "query_len", "kv_len", "lengths", "dim", *OPERATORS_OWN)):
         known = [record for record in group if need(record) is not None]
         shapes = [shape for shape in groups_besides(known, OPERATORS_OWN) if len(shape) > 1]
         if shapes:
@@ -139,7 +141,11 @@ def size_of(record: Record) -> int:
 
 def place_words(record: Record, changing: Sequence[str]) -> str:
     """The case without its operator: the lengths, and what else changes among the records."""
-    lengths = ("kv_len",) if record.mode == "decode" and record.kv_len else ("query_len", "kv_len")
+    if record.lengths is not None:
+        changing = [field for field in changing if field not in ("bsz", "query_len", "kv_len")]
+        lengths: tuple[str, ...] = ("lengths",)
+    else:
+        lengths = ("kv_len",) if record.mode == "decode" and record.kv_len else ("query_len", "kv_len")
     fields = [field for field in CASE_FIELDS if field in lengths or field in changing]
     return describe(record, [field for field in fields if field not in OPERATORS_OWN])
 
@@ -189,6 +195,22 @@ def against(size: int, other: int) -> str:
     """ "804 MiB against 28.3", with the second unit only where it differs."""
     texts = format_bytes(size).split(), format_bytes(other).split()
     return f"{' '.join(texts[0])} against {texts[1][0] if texts[0][1] == texts[1][1] else ' '.join(texts[1])}"
+
+
+def padded_against_packed(records: Sequence[Record]) -> Iterator[str]:
+    """What the padded batch with the most padding needs, against the same sequences packed."""
+    known = [record for record in records if record.lengths is not None and need(record)]
+    pairs = [{row.layout: row for row in group} for group in groups_besides(known, ("bsz", "query_len", "kv_len"))]
+    pairs = [pair for pair in pairs if len(pair) == 2]
+    if not pairs:
+        return
+    lengths = min((pair["packed"] for pair in pairs), key=counted_percent).lengths or ()
+    words = [
+        f"{pair['packed'].operator} {against(need_or_0(pair['padded']), need_or_0(pair['packed']))}"
+        for pair in pairs
+        if pair["packed"].lengths == lengths
+    ]
+    yield f"Padded against packed, {sequence_words(lengths)}: {', '.join(words)}."
 
 
 def who_ran_out(records: Sequence[Record]) -> Iterator[str]:
@@ -280,7 +302,9 @@ def flags_of(record: Record, lengths: bool = True) -> str:
     """The flags of profile-attention or profile-combinator for the record's case; without lengths, those of fit."""
     kind = "combinator" if record.kv_len is None and lengths else "attention"
     flags: dict[str, object] = {f"{kind}-type": record.operator, "bsz": record.bsz}
-    if lengths and record.mode == "decode" and record.kv_len:
+    if lengths and record.lengths is not None:
+        flags |= {"bsz": None, "lengths": ",".join(map(str, record.lengths))}
+    elif lengths and record.mode == "decode" and record.kv_len:
         flags["kv-len"] = record.kv_len
     elif lengths and record.kv_len == record.query_len:
         flags["seq-len"] = record.query_len
@@ -291,6 +315,7 @@ def flags_of(record: Record, lengths: bool = True) -> str:
     flags["dtype"] = None if record.dtype == "float32" else SHORT_DTYPES.get(record.dtype or "", record.dtype)
     flags["mode"] = None if record.mode == "train" else record.mode
     words = [f"--{name} {value}" for name, value in flags.items() if value is not None]
+    words += [f"--{record.layout}"] if "lengths" in flags else []
     words += ["--compile"] if record.compiled else []
     return " ".join([*words, *(["--no-causal"] if record.causal is False else [])])
 

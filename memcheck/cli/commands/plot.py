@@ -16,7 +16,7 @@ from memcheck.report.plots.pictures import KINDS
 from memcheck.report.plots.series import quantity_of
 from memcheck.report.plots.style import check_formats
 
-AXES = {"seq-len": "length", "query-len": "query_len", "kv-len": "kv_len", "dim": "dim"}
+AXES = {"seq-len": "length", "query-len": "query_len", "kv-len": "kv_len", "dim": "dim", "counted": "counted"}
 
 
 def run(args: argparse.Namespace) -> int:

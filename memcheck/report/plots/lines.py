@@ -96,7 +96,7 @@ def dress(ax: Axes, view: View, title: str, *, log: bool) -> None:
     ax.set_title(title)
     ax.set_xlabel(view.label)
     ax.grid()
-    set_x(ax, view.positions, log=log)
+    set_x(ax, view.positions, log=log, percent=view.x == "counted")
 
 
 def measured(line: Line, quantity: Quantity) -> list[tuple[int, float]]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.cases import has_sizes, on_measured_devices
+from memcheck.report.cases import has_sizes, on_measured_devices, sequence_words
 from memcheck.report.plots.lines import (
     HOLLOW_HELP,
     MISSING_WORDS,
@@ -139,6 +139,8 @@ def shape_words(view: View) -> str:
     """ "at sequence length 512", or "at query length 4, key length 8" """
     if not any(map(has_sizes, view.records)):
         return ""
+    if (batch := view.records[0].lengths) is not None:
+        return sequence_words(batch)
     queries, keys = (position(view.records[0], axis) for axis in ("query_len", "kv_len"))
     return f"at sequence length {keys}" if queries == keys else f"at query length {queries}, key length {keys}"
 
@@ -174,7 +176,8 @@ def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title
     figure.draw_without_rendering()
     # The scale assumes rows of the height of a name; the rows here are lower.
     set_y(panels[0], drawn_values(panels), quantity.unit, log=True, rows=math.ceil(len(marks) * SMALL_ROW / ROW))
-    set_x(panels[0], {x for view in views for x in view.positions}, log=True)
+    percent = views[0].x == "counted"
+    set_x(panels[0], {x for view in views for x in view.positions}, log=True, percent=percent)
     for ax, view in zip(panels, views, strict=True):
         for line in view.lines(drawn):
             mark_unfinished(ax, line, quantity, marks.get(line.name, 0))

@@ -38,8 +38,11 @@ def set_ticks(axis: Axis, ticks: Sequence[float], text: Callable[[float], str]) 
     axis.set_minor_locator(NullLocator())
 
 
-def set_x(ax: Axes, positions: Collection[int], *, log: bool) -> None:
-    if log:
+def set_x(ax: Axes, positions: Collection[int], *, log: bool, percent: bool = False) -> None:
+    if percent:
+        ax.set_xlim(0, 105)
+        ticks = [0, 25, 50, 75, 100]
+    elif log:
         ax.set_xscale("log", base=2)
         # Set explicitly: if no case finished, there are no points from which matplotlib could derive it.
         margin = max(max(positions) / min(positions), 2) ** 0.06

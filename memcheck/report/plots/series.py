@@ -12,13 +12,14 @@ from typing import Any
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.cases import has_sizes, is_predicted, on_measured_devices
+from memcheck.report.cases import counted_percent, has_sizes, is_predicted, on_measured_devices
 from memcheck.report.plots.style import distinct_styles
 
 # Records that differ in one of these fields never share a plot.
 SETTING = {"device": "device", "device_name": "device", "dtype": "dtype", "mode": "mode", "bsz": "batch size"}
 # Other fields that may distinguish records of one operator and shape; each combination becomes a line.
 VARIANT = {
+    "layout": "{}",
     "heads": "{} heads",
     "core_dim": "core dim {}",
     "factor": "factor {}",
@@ -43,6 +44,7 @@ AXES = {
     "query_len": "query length",
     "kv_len": "key length",
     "dim": "token dimension",
+    "counted": "tokens that count, % of the padded batch",
 }
 # Cases with these statuses have no value and are marked where the value would be.
 MARKED = ("oom", "skipped", "timeout", "killed")
@@ -175,6 +177,8 @@ class View:
 
 def position(record: Record, axis: str) -> int:
     """The record's position on an axis; 0 if it lacks that size."""
+    if axis == "counted":
+        return counted_percent(record)
     if axis in ("length", "kv_len"):
         return int(record.kv_len or record.query_len or 0)
     return int(getattr(record, axis) or 0)
@@ -196,14 +200,22 @@ def split_settings(records: Sequence[Record]) -> list[tuple[dict[str, Any], list
 def kind_of(record: Record) -> str:
     if not has_sizes(record):
         return "callables"
+    if record.lengths is not None:
+        return "packed and padded batches"
     return "token operators" if record.kv_len is None else "attention"
 
 
 def shared(records: Sequence[Record], name: str) -> list[Any]:
     """The values of a field. A record without the value (a killed process) takes the one that all others share."""
-    known = {getattr(record, name) for record in records} - {None}
+    values = [setting_of(record, name) for record in records]
+    known = set(values) - {None}
     stand_in = next(iter(known)) if len(known) == 1 else None
-    return [stand_in if getattr(record, name) is None else getattr(record, name) for record in records]
+    return [stand_in if value is None else value for value in values]
+
+
+def setting_of(record: Record, name: str) -> Any:
+    """The value of a field. The batch size of packed sequences is their number, as if they were padded."""
+    return len(record.lengths) if name == "bsz" and record.lengths is not None else getattr(record, name)
 
 
 def refuse_mixed(records: Sequence[Record]) -> None:
@@ -217,7 +229,12 @@ def refuse_mixed(records: Sequence[Record]) -> None:
 
 
 def axes_of(records: Sequence[Record]) -> tuple[str, ...]:
-    """The axes of the shapes: one length if S and T change together, else both."""
+    """The axes of the shapes: one length if S and T change together, else both.
+
+    Packed and padded batches are compared by the share of tokens that count.
+    """
+    if any(record.lengths is not None for record in records):
+        return ("counted", "dim")
     pairs = {(position(record, "query_len"), position(record, "kv_len")) for record in records}
     queries, keys = ({pair[side] for pair in pairs} for side in (0, 1))
     return ("length", "dim") if len(queries) == len(keys) == len(pairs) else ("query_len", "kv_len", "dim")
@@ -240,12 +257,14 @@ def views_along(records: Sequence[Record], x: str) -> list[View]:
 def axis_among(records: Sequence[Record], x: str) -> str:
     """The axis to use for x: the common length if there is one, else the key length."""
     axes = axes_of(records)
-    return x if x in axes else "length" if "length" in axes else "kv_len"
+    if x in axes:
+        return x
+    return next(axis for axis in ("length", "counted", "kv_len") if axis in axes)
 
 
 def natural_axis(records: Sequence[Record]) -> str:
     """The axis that varies; a length is preferred to the dimension."""
-    order = {"length": 0, "kv_len": 1, "query_len": 2, "dim": 3}
+    order = {"length": 0, "counted": 0, "kv_len": 1, "query_len": 2, "dim": 3}
     axes = sorted(axes_of(records), key=lambda axis: order[axis])
     varying = [axis for axis in axes if len({position(record, axis) for record in records}) > 1]
     return (varying or axes)[0]

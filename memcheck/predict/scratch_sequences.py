@@ -1,0 +1,242 @@
+"""Rules for the scratch of memcheck's operators on packed, padded, continued and decayed sequences.
+
+They repeat csrc/common/torch/sequences.cpp, and what the *_sequences.cpp of each operator allocates by its plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from memcheck.core.tensors import dtype_name
+from memcheck.predict.scratch import Call, Scratch, Unknown, rule
+from memcheck.predict.scratch_memcheck import plan_of
+
+THREAD_WORK = 2**17  # Multiplications that are worth waking a thread for.
+
+
+@dataclass(frozen=True)
+class Sequence:
+    """The sizes of one sequence. If a batch is neither packed nor padded, one of these stands for all its rows."""
+
+    rows: int
+    queries: int
+    keys: int
+
+
+Work = Callable[[Sequence], int]  # In multiplications.
+Bytes = Callable[[Sequence, int], int]  # Of the scratch of a sequence that has so many threads.
+
+
+def sequences_of(call: Call, B: int, S: int, T: int) -> list[Sequence] | None:
+    """The sequences of a batch of B rows with S queries and T keys each. None if their lengths are not known."""
+    given = [call.values[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "lengths")]
+    contents = [None if x is None else call.contents(x) for x in given]
+    if any(x is not None and values is None for x, values in zip(given, contents, strict=True)):
+        return None
+    starts, key_starts, lengths = (None if values is None else values.tolist() for values in contents)
+    if starts is not None and key_starts is not None:
+        pairs = zip(pairwise(starts), pairwise(key_starts), strict=True)
+        return [Sequence(1, end - begin, key_end - key_begin) for (begin, end), (key_begin, key_end) in pairs]
+    if lengths is None:
+        return [Sequence(B, S, T)]
+
+    def queries(keys: int) -> int:
+        if not call.causal and S != T:
+            return S
+        return min(S, keys) if call.left_padded else max(0, keys - (T - S))
+
+    return [Sequence(1, queries(keys), keys) for keys in lengths]
+
+
+def shared_bytes(call: Call, sequences: list[Sequence], work: Work, bytes_of: Bytes) -> int:
+    """The scratch of a run over all sequences: of the one that needs most, for each that runs at the same time.
+
+    On the CPU, a sequence of more than a thread's share of the work has all threads, and the others one each.
+    """
+    threads = call.target.threads
+    alone, together, workers = sequences, sequences[:0], 1
+    if call.target.kind == "cpu":
+        together = sorted(sequences, key=work, reverse=True)
+        rest = sum(map(work, sequences))
+        workers = max(1, min(threads, rest // THREAD_WORK))
+        long = 0
+        while long < len(together) and work(together[long]) > rest // workers:
+            rest -= work(together[long])
+            long += 1
+        alone, together = together[:long], together[long:]
+        workers = max(1, min(len(together), workers))
+    most = max((bytes_of(x, threads) for x in set(alone)), default=0)
+    return max(most, workers * max((bytes_of(x, 1) for x in set(together)), default=0))
+
+
+def aligned(*sizes: int) -> int:
+    """The bytes of these pieces of an arena, each from a multiple of 64 on."""
+    return sum(-(-size // 64) * 64 for size in sizes)
+
+
+def acc_bytes(call: Call) -> int:
+    """The bytes of a number in the accumulation type."""
+    return torch.promote_types(call.q.dtype, torch.float32).itemsize
+
+
+UNKNOWN_LENGTHS = Unknown("the scratch of sequences whose lengths are not known")
+
+
+def untried_on_cuda(call: Call, **used: Any) -> Iterator[Unknown]:
+    """CUDA kernels do not take these arguments, or were not compared with their plan."""
+    names = [name for name, is_used in used.items() if is_used]
+    if names and call.target.kind == "cuda":
+        yield Unknown(f"what {call.name} takes on CUDA with {' and '.join(names)}")
+
+
+@rule("any", "memcheck::softplus_attention_sequences")
+def softplus(call: Call) -> Iterator[Scratch | Unknown]:
+    def bytes_of(x: Sequence, threads: int) -> int:
+        plan = softplus_plan(call, x, threads)
+        carries = 0 if call.keep_carries else plan["forward_scratch"] - plan["forward_sums"]
+        return aligned(carries, plan["forward_sums"])
+
+    yield from untried_on_cuda(call, states=call.state is not None or call.return_state)
+    yield from softplus_scratch(call, bytes_of)
+
+
+@rule("any", "memcheck::softplus_attention_sequences_backward")
+def softplus_backward(call: Call) -> Iterator[Scratch | Unknown]:
+    def bytes_of(x: Sequence, threads: int) -> int:
+        plan = softplus_plan(call, x, threads)
+        return aligned(plan["backward_sums"], plan["backward_scratch"] - plan["backward_sums"])
+
+    yield from untried_on_cuda(call, states=call.state is not None or call.grad_state is not None)
+    yield from softplus_scratch(call, bytes_of)
+
+
+def softplus_scratch(call: Call, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
+    (B, S, R), T = call.q.shape, call.k.shape[2]
+    sequences = sequences_of(call, B, S, T)
+    if sequences is None:
+        yield UNKNOWN_LENGTHS
+        return
+    work: Work = lambda x: 32 * x.rows * R * (x.queries + 2 * x.keys)  # noqa: E731
+    yield Scratch("sums", shared_bytes(call, sequences, work, bytes_of))
+
+
+def softplus_plan(call: Call, x: Sequence, threads: int) -> dict[str, int]:
+    sizes = {"B": x.rows, "S": x.queries, "T": x.keys, "R": call.q.shape[2], "threads": threads}
+    return plan_of(call, "softplus_attention", **sizes, causal=call.causal, dtype=dtype_name(call.q))
+
+
+@rule("any", "memcheck::linear_attention_sequences")
+def linear(call: Call) -> Iterator[Scratch | Unknown]:
+    continued = call.initial_m is not None or call.return_state
+
+    def bytes_of(x: Sequence, threads: int) -> int:
+        plan = linear_plan(call, x, threads, continued)
+        return aligned(plan["forward_states"], plan["forward_scratch"] - plan["forward_states"])
+
+    used = {"states": continued, "a decay": call.decay is not None, "normalize=False": not call.normalize}
+    yield from untried_on_cuda(call, **used)
+    yield from linear_scratch(call, bytes_of)
+
+
+@rule("any", "memcheck::linear_attention_sequences_backward")
+def linear_backward(call: Call) -> Iterator[Scratch | Unknown]:
+    from_state = call.grad_m is not None or call.grad_z is not None
+    continued = call.initial_m is not None or from_state
+
+    def bytes_of(x: Sequence, threads: int) -> int:
+        plan = linear_plan(call, x, threads, continued)
+        rows, states = plan["backward_rows"], plan["backward_states"]
+        return aligned(rows, states, plan["backward_scratch"] - rows - states)
+
+    used = {"states": continued, "a decay": call.decay is not None, "normalize=False": not call.normalize}
+    yield from untried_on_cuda(call, **used)
+    missing = [call.q.element_size()] if call.grad_y is None else []
+    if from_state:
+        missing += [acc_bytes(call)] * ((call.grad_m is None) + (call.grad_z is None and call.normalize))
+    yield Scratch("zeros in place of gradients", sum(missing))
+    if call.output_mask[3] and call.decay.dim() == 1:
+        B, Hkv, T, _ = call.k.shape
+        yield Scratch("gradients of the decay of each position", B * Hkv * T * acc_bytes(call))
+    yield from linear_scratch(call, bytes_of)
+
+
+def linear_scratch(call: Call, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
+    (B, H, S, D), (_, Hkv, T, Dv) = call.q.shape, call.v.shape
+    sequences = sequences_of(call, B, S, T)
+    if sequences is None:
+        yield UNKNOWN_LENGTHS
+        return
+    work: Work = lambda x: x.rows * (H * x.queries + Hkv * x.keys) * D * Dv  # noqa: E731
+    tiles = shared_bytes(call, sequences, work, bytes_of)
+    yield Scratch("states and tiles", tiles)
+    if call.decay is not None:
+        # Its values are checked before anything else is allocated: of what is not contiguous, on a copy.
+        parts = [Hkv * x.keys for x in sequences] if call.lengths is not None else [call.decay.numel()]
+        copied = max(parts, default=0) if not call.decay.is_contiguous() or call.lengths is not None else 0
+        first = copied * acc_bytes(call) + 2 * acc_bytes(call)
+        yield Scratch("check of the decay", max(0, first - tiles - sum(x.nbytes for x in call.outputs)))
+
+
+def linear_plan(call: Call, x: Sequence, threads: int, continued: bool) -> dict[str, int]:
+    (_, H, _, D), (_, Hkv, _, Dv) = call.q.shape, call.v.shape
+    sizes = {"B": x.rows, "H": H, "Hkv": Hkv, "S": x.queries, "T": x.keys, "D": D, "Dv": Dv, "threads": threads}
+    how = {"causal": call.causal, "decayed": call.decay is not None, "continued": continued}
+    return plan_of(call, "linear_attention", **sizes, **how, dtype=dtype_name(call.q))
+
+
+@rule("any", "memcheck::compressed_attention_sequences")
+def compressed(call: Call) -> Iterator[Scratch | Unknown]:
+    (B, H, S, _), (_, Hkv, T, _) = call.q.shape, call.k.shape
+
+    def bytes_of(x: Sequence, threads: int) -> int:
+        plan = compressed_plan(call, x, threads, Hkv)
+        blocks = 0 if call.keep else plan["compressed"] // 2
+        return aligned(plan["forward_scratch"], blocks, blocks)
+
+    yield from untried_on_cuda(call, **{"a sink": call.sink is not None})
+    if call.sink is not None and not call.sink.is_contiguous():
+        yield Scratch("sink, laid out", call.sink.numel() * acc_bytes(call))
+    if call.keep or call.return_lse:
+        yield Scratch("lse of each sequence", B * H * S * acc_bytes(call))
+    yield from compressed_scratch(call, Hkv, T, bytes_of)
+
+
+@rule("any", "memcheck::compressed_attention_sequences_backward")
+def compressed_backward(call: Call) -> Iterator[Scratch | Unknown]:
+    (B, H, S, _), Hkv = call.q.shape, call.kc.shape[1]
+
+    def bytes_of(x: Sequence, threads: int) -> int:
+        return compressed_plan(call, x, threads, Hkv)["backward_scratch"]
+
+    used = {"a sink": call.sink is not None, "the gradient of lse": call.grad_lse is not None}
+    yield from untried_on_cuda(call, **used)
+    numbers = B * H * S * acc_bytes(call)
+    yield Scratch("lse of each sequence", numbers)
+    yield Scratch("gradient of lse of each sequence", 0 if call.grad_lse is None else numbers)
+    yield Scratch("delta", numbers if call.output_mask[1] or call.output_mask[3] else 0)
+    yield from compressed_scratch(call, Hkv, call.kv_len, bytes_of)
+
+
+def compressed_scratch(call: Call, Hkv: int, T: int, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
+    B, H, S, D = call.q.shape
+    sequences = sequences_of(call, B, S, T)
+    if sequences is None:
+        yield UNKNOWN_LENGTHS
+        return
+    work: Work = lambda x: (H * x.queries * -(-x.keys // call.factor) + Hkv * x.keys) * D  # noqa: E731
+    yield Scratch("tiles", shared_bytes(call, sequences, work, bytes_of))
+    if call.name.endswith("_backward") and call.output_mask[3]:
+        # Parts of all sequences, their sum in float64, and a part in float64 if it is not.
+        wide = 8 * H if acc_bytes(call) < 8 and sequences else 0
+        yield Scratch("gradients of the sink", len(sequences) * H * acc_bytes(call) + 8 * H + wide)
+
+
+def compressed_plan(call: Call, x: Sequence, threads: int, Hkv: int) -> dict[str, int]:
+    _, H, _, D = call.q.shape
+    sizes = {"B": x.rows, "H": H, "Hkv": Hkv, "S": x.queries, "T": x.keys, "D": D, "factor": call.factor}
+    return plan_of(call, "compressed_attention", **sizes, threads=threads, causal=call.causal, dtype=dtype_name(call.q))

@@ -1,0 +1,193 @@
+"""Predictions for packed, padded, continued and decayed sequences equal measurements to the byte on the CPU."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import memcheck
+from memcheck import measure_memory, predict_memory
+from memcheck.bench.catalog import CONTENDERS, batch_of, make_case
+from memcheck.bench.predict import predict_memory as predict_case
+from memcheck.bench.workloads import prepare
+from memcheck.predict.replay import Prediction
+from memcheck.predict.scratch import Scratch, Target, Unknown, call_of, scratch_of
+
+pytestmark = pytest.mark.cpu
+
+FIGURES = (
+    *("input_bytes", "output_bytes", "parameter_bytes", "forward_peak_bytes", "saved_bytes", "backward_peak_bytes"),
+    *("gradient_bytes", "workspace_bytes"),
+)
+SEQUENCES: dict[str, dict[str, Any]] = {
+    "packed": {"cu_seqlens": torch.tensor([0, 300, 300, 1000, 1037])},
+    "left": {"lengths": torch.tensor([600, 3]), "padding": "left"},
+    "right": {"lengths": torch.tensor([300, 600])},
+}
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    "softplus": memcheck.softplus_attention,
+    "linear": memcheck.linear_attention,
+    "compressed": functools.partial(memcheck.compressed_attention, factor=8),
+}
+
+
+def leaves(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    return tuple(torch.randn(shape).to(dtype).requires_grad_() for shape in shapes)
+
+
+def inputs(name: str, layout: str, dtype: torch.dtype = torch.float32) -> tuple[Tensor, ...]:
+    """q, k and v, packed or padded, for SEQUENCES."""
+    B, S = (1, 1037) if layout == "packed" else (2, 600)
+    if name == "softplus":
+        return leaves((B, S, 35), (B, 35, S), (B, 35, S), dtype=dtype)
+    return leaves((B, 4, S, 20), (B, 2, S, 20), (B, 2, S, 20), dtype=dtype)
+
+
+def assert_same(function: Callable[..., Any], *given: Tensor, backward: bool = True, dense: bool = False) -> Prediction:
+    """Asserts that every figure is as measured, and that nothing of our operators is unknown."""
+    how: dict[str, Any] = {"backward": backward, "dense_grad": dense}
+    prediction = predict_memory(function, *given, **how, probe=False)
+    measured = measure_memory(function, *given, **how)
+    figures = {name: (getattr(prediction.record, name), getattr(measured, name)) for name in FIGURES}
+    assert {name: pair for name, pair in figures.items() if pair[0] != pair[1]} == {}
+    assert [words for words in prediction.unknown if "was not compared" not in words] == []
+    return prediction
+
+
+@pytest.mark.parametrize("layout", SEQUENCES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_packed_and_padded_batches_are_predicted(name: str, layout: str) -> None:
+    for dtype, causal in ((torch.float32, True), (torch.bfloat16, True), (torch.float64, False)):
+        function = functools.partial(FUNCTIONS[name], causal=causal, **SEQUENCES[layout])
+        given = inputs(name, layout, dtype)
+        assert_same(function, *given)
+        assert_same(function, *given, dense=True)
+        assert_same(function, *given, backward=False)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_scratch_follows_the_threads(threads: int) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for name, function in FUNCTIONS.items():
+            assert_same(functools.partial(function, causal=True, **SEQUENCES["packed"]), *inputs(name, "packed"))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_lengths_may_be_inputs() -> None:
+    """Contents of small integer tensors are known. Without them the scratch is named as unknown."""
+
+    def function(q: Tensor, k: Tensor, v: Tensor, starts: Tensor) -> Tensor:
+        return memcheck.softplus_attention(q, k, v, cu_seqlens=starts)
+
+    given = inputs("softplus", "packed")
+    assert_same(function, *given, SEQUENCES["packed"]["cu_seqlens"])
+    on_meta = [x.to("meta") for x in (*given, SEQUENCES["packed"]["cu_seqlens"])]
+    prediction = predict_memory(function, *on_meta, probe=False)
+    assert not prediction.exact
+    assert "the scratch of sequences whose lengths are not known" in prediction.unknown
+
+
+@pytest.mark.parametrize("rest", [False, True])
+def test_states_of_softplus_attention_are_predicted(rest: bool) -> None:
+    def function(q: Tensor, k: Tensor, v: Tensor, z: Tensor, a: Tensor) -> Any:
+        return memcheck.softplus_attention(q, k, v, initial_state=(z, a), return_state=True, state_rest=rest)
+
+    assert_same(function, *inputs("softplus", "left"), *leaves((2, 35), (2, 35)))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("shape", [(2,), (2, 2, 600)])
+def test_decays_and_states_of_linear_attention_are_predicted(shape: tuple[int, ...], normalize: bool) -> None:
+    decay = torch.rand(shape).mul_(0.5).add_(0.4).requires_grad_()
+    how: dict[str, Any] = {"causal": True, "normalize": normalize}
+
+    def decayed(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, **more: Any) -> Any:
+        return memcheck.linear_attention(q, k, v, decay=decay, **how, **more)
+
+    def continued(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, m: Tensor, z: Tensor) -> Any:
+        state = (m, z if normalize else None)
+        return memcheck.linear_attention(q, k, v, decay=decay, initial_state=state, return_state=True, **how)
+
+    def last_state(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return memcheck.linear_attention(q, k, v, return_state=True, **how)[1][0]
+
+    given = inputs("linear", "left")
+    assert_same(decayed, *given, decay)
+    assert_same(functools.partial(decayed, **SEQUENCES["right"]), *given, decay)
+    assert_same(continued, *given, decay, *leaves((2, 2, 20, 20), (2, 2, 20)))
+    assert_same(last_state, *given)
+
+
+def test_a_copy_of_decays_counts_where_it_is_the_most() -> None:
+    q, k, v = leaves((1, 2, 600, 1), (1, 2, 600, 1), (1, 2, 600, 1), dtype=torch.float16)
+    decay = torch.rand(1, 600, 2).mul_(0.5).add_(0.4).transpose(1, 2)
+    assert_same(lambda *x: memcheck.linear_attention(*x[:3], causal=True, decay=x[3]), q, k, v, decay)
+
+
+def test_lse_and_sinks_of_compressed_attention_are_predicted() -> None:
+    given = inputs("compressed", "left")
+    sink = leaves((4,))
+    how: dict[str, Any] = {"factor": 8, "return_lse": True}
+    assert_same(functools.partial(memcheck.compressed_attention, **how), *given)
+    for more in ({}, SEQUENCES["right"]):
+        assert_same(
+            lambda q, k, v, s, m=more: memcheck.compressed_attention(q, k, v, sink=s, **how, **m), *given, *sink
+        )
+
+
+def test_states_of_compressed_attention_are_predicted() -> None:
+    def in_two_pieces(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        first, rest = ([x[:, :, part] for x in (q, k, v)] for part in (slice(303), slice(303, None)))
+        y, state = memcheck.compressed_attention(*first, factor=8, return_state=True)
+        return y, memcheck.compressed_attention(*rest, factor=8, initial_state=state)
+
+    assert_same(in_two_pieces, *inputs("compressed", "left"))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("operator", [name for name, contender in CONTENDERS.items() if contender.takes_lengths])
+def test_cases_with_lengths_are_predicted(operator: str, layout: str) -> None:
+    """What is not a bound equals the measurement: flash attention's backward is one with several threads."""
+    for causal in (True, False):
+        sizes: dict[str, Any] = {"dim": 24, "heads": 2, "core_dim": None, "factor": None}
+        case = make_case(operator, **sizes, **batch_of((300, 40, 77), layout), causal=causal)
+        prediction, workload = predict_case(case), prepare(case)
+        measured = measure_memory(workload.operator, *workload.inputs, **workload.options)
+        known = [name for name in FIGURES if name not in prediction.bounds]
+        assert {name: getattr(measured, name) for name in known} == {
+            name: getattr(prediction.record, name) for name in known
+        }
+        assert prediction.exact or operator == "softmax"
+
+
+def cuda_scratch(name: str, **arguments: Any) -> list[Scratch | Unknown]:
+    q, k, v = (x.detach().to("meta") for x in inputs(name, "packed"))
+    operator = getattr(torch.ops.memcheck, f"{name}_attention_sequences").default
+    starts = SEQUENCES["packed"]["cu_seqlens"]
+    arguments = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "causal": True, **arguments}
+    return scratch_of(call_of(operator, (q, k, v), arguments, operator(q, k, v, **arguments), Target("cuda")))
+
+
+def test_on_cuda_sequences_follow_each_other() -> None:
+    """The scratch is that of the longest sequence alone."""
+    from memcheck._extension import _C
+
+    sizes: dict[str, Any] = {"B": 1, "S": 700, "T": 700, "dtype": "float32", "device": "cuda", "threads": 1}
+    plan = _C.softplus_attention_plan(R=35, causal=True, **sizes)
+    (scratch,) = cuda_scratch("softplus")
+    assert isinstance(scratch, Scratch)
+    carries = plan["forward_scratch"] - plan["forward_sums"]
+    assert scratch.bytes == sum(-(-part // 64) * 64 for part in (carries, plan["forward_sums"]))
+
+
+def test_what_cuda_kernels_do_not_take_is_unknown() -> None:
+    assert any(isinstance(part, Unknown) for part in cuda_scratch("softplus", return_state=True))
+    assert any(isinstance(part, Unknown) for part in cuda_scratch("linear", return_state=True))
