@@ -419,7 +419,7 @@ def profile_attention(parser: argparse.ArgumentParser) -> None:
     layout = parser.add_mutually_exclusive_group()
     for name, meaning in (("packed", "one behind the other"), ("padded", "each padded to the longest")):
         help_text = f"with --lengths: only the batch that has the sequences {meaning}"
-        layout.add_argument(f"--{name}", dest="layout", action="store_const", const=name, help=help_text)
+        add_switches(layout, **{name: help_text})
     add(parser, "--core-dim", "--factor", type=count)
     add_causal(parser)
     add(parser, "--dtype", default=None, more="on a GPU bf16")
@@ -668,7 +668,10 @@ def command_parser(name: str) -> Parser:
 
 
 def words_of(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[str]:
-    """The words that set these flags, by their names with underscores or hyphens. False unsets a flag that has a no."""
+    """The words that set these flags, by their names with underscores or hyphens. False unsets a flag that has a no.
+
+    A list is one value, with commas; a list of lists is a flag that is repeated.
+    """
     words = []
     for name, value in settings.items():
         name = name.replace("_", "-")
@@ -676,5 +679,6 @@ def words_of(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[
             flag = f"--{name}" if value else f"--no-{name}"
             words += [flag] if value or flag in parser._option_string_actions else []
         else:
-            words.append(f"--{name}={','.join(map(str, value)) if isinstance(value, list | tuple) else value}")
+            values = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+            words += [f"--{name}={','.join(map(str, x)) if isinstance(x, list | tuple) else x}" for x in values]
     return words

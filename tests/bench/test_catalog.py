@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import math
 import re
 import warnings
@@ -10,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from torch import Tensor
 
 from memcheck.bench.catalog import (
     CONTENDERS,
@@ -17,6 +20,7 @@ from memcheck.bench.catalog import (
     Case,
     Contender,
     attention_types,
+    batch_of,
     check_case,
     make_case,
     make_combinator_case,
@@ -25,6 +29,7 @@ from memcheck.bench.catalog import (
 from memcheck.bench.decode import one_token
 from memcheck.bench.predict import closed_bytes, closed_terms, predict_memory, terms_of
 from memcheck.bench.profile import profile_case
+from memcheck.bench.workloads import prepare
 from memcheck.core.errors import UnsupportedError, UsageError
 from memcheck.core.tensors import tensors_in
 from memcheck.measure.compile import with_generated_code
@@ -540,3 +545,43 @@ def test_a_case_holds_only_the_sizes_its_operator_has() -> None:
 def test_wrong_cases_name_flag_rule_and_value(fields: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check_case(dataclasses.replace(case_of("naive"), **fields))
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed"])
+@pytest.mark.parametrize("operator", ["naive", "softmax", "softplus", "linear", "linear-causal", "compressed"])
+def test_sequences_attend_within_themselves(operator: str, layout: str) -> None:
+    """Each gives what it gives alone, whether the operator takes lengths or a mask."""
+    lengths = (9, 4, 6)
+    sizes: dict[str, object] = {"dim": 12, "heads": 3, "core_dim": None, "factor": 2}
+    for causal in (True, False):
+        workload = prepare(make_case(operator, **sizes, **batch_of(lengths, layout), causal=causal))
+        y = workload.operator(*workload.inputs)
+        alone = prepare(make_case(operator, **sizes, query_len=9, kv_len=9, causal=causal)).operator
+        starts = [0, *itertools.accumulate(lengths)]
+        for n, length in enumerate(lengths):
+            row, first = (n, 0) if layout == "padded" else (0, starts[n])
+            places = (1, 2, 2) if operator == "softplus" else (2, 2, 2)
+            parts = [x[row][None].narrow(at, first, length) for x, at in zip(workload.inputs, places, strict=True)]
+            torch.testing.assert_close(y[row][None].narrow(places[0], first, length), alone(*parts))
+
+
+def test_lengths_belong_to_their_batch() -> None:
+    case = make_case("softplus", dim=8, heads=None, core_dim=None, factor=None, **batch_of((5, 3), "padded"))
+    assert (case.layout, case.bsz, case.kv_len) == ("padded", 2, 5)
+    assert Case(**json.loads(json.dumps(dataclasses.asdict(case)))) == case
+    assert hash(case) != hash(dataclasses.replace(case, lengths=(5, 4)))
+    with pytest.raises(UsageError, match=r"--lengths 5,3 needs batch and length to be \(2, 5\) padded or \(1, 8\)"):
+        check_case(dataclasses.replace(case, bsz=3))
+
+
+def test_a_registered_operator_may_take_lengths(contenders: dict[str, Contender]) -> None:
+    given = []
+
+    def mine(q: Tensor, k: Tensor, v: Tensor, *, lengths: Tensor) -> Tensor:
+        given.append(lengths.tolist())
+        return q + k + v
+
+    register("mine", mine, takes_lengths=True)
+    workload = prepare(make_case("mine", dim=8, heads=2, core_dim=None, factor=None, **batch_of((5, 3), "padded")))
+    workload.operator(*workload.inputs)
+    assert given == [[5, 3]]

@@ -150,6 +150,36 @@ def test_lengths(profile, flags: str, expected: list[tuple[int, int]]) -> None:
     assert [(record.query_len, record.kv_len) for record in records] == expected
 
 
+def test_sequences_are_padded_and_packed(profile, tmp_path) -> None:
+    flags = ["--lengths", "8,3,5", "--dim", "16", "--heads", "2", "--no-time", "--device", "cpu"]
+    code, records = profile(*flags, "--attention-type", "naive,softplus", "--predict")
+    assert code == 0
+    measured = [record for record in records if record.source == "measured"]
+    assert [(record.layout, record.bsz, record.query_len) for record in measured] == [
+        *[("padded", 3, 8)] * 2,
+        *[("packed", 1, 16)] * 2,
+    ]
+    assert {record.lengths for record in records} == {(8, 3, 5)}
+    assert all(record.status == "ok" and record.forward_peak_bytes for record in measured)
+    assert len(pair(records).both) == 4
+    _, records = profile(*flags, "--attention-type", "softplus", "--packed")
+    assert [record.layout for record in records] == ["packed"]
+    stored = read_records(tmp_path)
+    assert {record.lengths for record in stored} == {(8, 3, 5)}
+    assert len([record for record in stored if record.source == "measured"]) == 4  # The same case replaces its row.
+
+
+def test_rows_of_sequences_say_what_counts(tmp_path, capsys) -> None:
+    flags = ["--lengths", "12,3", "--dim", "16", "--heads", "2", "--no-time", "--device", "cpu"]
+    assert main(["profile-attention", *flags, "--attention-type", "softplus,naive", "--output", str(tmp_path)]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "causal, sequences of 12, 3, train" in out
+    assert re.search(r"softplus memcheck cpu causal 12 padded 15 38 ", out)
+    assert re.search(r"softplus memcheck cpu causal 15 packed 15 0 ", out)
+    assert "Padded against packed, sequences of 12, 3: softplus " in out
+    assert "--lengths 12,3 --dim 16 --padded --explain" in out
+
+
 def test_time_is_measured_unless_refused(profile) -> None:
     timed = [*SMALL[:-3], *SMALL[-2:], "--attention-type", "naive"]
     _, (record,) = profile(*timed, "--passes", "3")
@@ -182,6 +212,13 @@ def test_time_is_measured_unless_refused(profile) -> None:
         ("--dtype int8", "--dtype int8 is unknown; known: fp32"),
         ("--mode dream", "--mode"),
         ("--mode decode --query-len 4", "--query-len must be 1 in --mode decode, got 4"),
+        ("--packed", "--packed needs --lengths, the positions of each sequence"),
+        ("--lengths 8,4 --packed --padded", "--padded: not allowed with argument --packed"),
+        ("--lengths 8", "--lengths must be of two sequences or more, each of a position or more, got 8"),
+        ("--lengths 8,0", "--lengths must be at least 1, got 0"),
+        ("--lengths 8,4 --bsz 2", "--lengths has the number and lengths of sequences: leave out --bsz"),
+        ("--lengths 8,4 --mode decode", "--lengths is not for --mode decode"),
+        ("--lengths 8,4 --attention-type flex", "--lengths is not for flex, only for naive, softmax, softplus"),
         ("--explain 0", "--explain must be at least 1, got 0"),
         ("--trace /dev/null/trace.json", "--trace /dev/null/trace.json cannot be written to: "),
         ("--snapshot .", "--snapshot must name a file, got '.'"),

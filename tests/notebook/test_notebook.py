@@ -266,3 +266,14 @@ def test_importing_memcheck_does_not_load_them():
     assert done.returncode == 0, done.stderr
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         memcheck.nothing  # noqa: B018
+
+
+def test_sequences_are_a_list_of_lists() -> None:
+    how: dict[str, object] = {"dim": 16, "heads": 2, "no_time": True, "device": "cpu"}
+    results = memcheck.profile("softplus", lengths=[[8, 8], [8, 2]], **how)
+    assert [(record.layout, record.lengths) for record in results] == [
+        (layout, lengths) for lengths in ((8, 2), (8, 8)) for layout in ("padded", "packed")
+    ]
+    assert [record.bsz for record in memcheck.profile("softplus", lengths=[8, 2], packed=True, **how)] == [1]
+    figure = results.plot()
+    assert figure.axes[0].get_xlabel() == "tokens that count, % of the padded batch"

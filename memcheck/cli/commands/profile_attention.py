@@ -56,18 +56,17 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
 
 
 def batches_of(args: argparse.Namespace, default: list[int]) -> Iterator[dict[str, Any]]:
-    """The lengths of each case, and its batch if --lengths has them. Without --packed or --padded both, side by side."""
+    """The lengths of each case, and the batch that --lengths makes of them: without --packed or --padded, both."""
+    layouts = [name for name in ("padded", "packed") if getattr(args, name)]
     if not args.lengths:
-        if args.layout:
-            raise UsageError(f"--{args.layout} needs --lengths, the positions of each sequence")
+        if layouts:
+            raise UsageError(f"--{layouts[0]} needs --lengths, the positions of each sequence")
         for query_len, kv_len in make_lengths(args.mode, args.seq_len, args.query_len, args.kv_len, default=default):
             yield {"query_len": query_len, "kv_len": kv_len}
         return
     for name in ("bsz", "seq_len", "query_len", "kv_len"):
         if getattr(args, name):
-            raise UsageError(
-                f"--lengths says how many sequences there are and how long: leave out --{name.replace('_', '-')}"
-            )
+            raise UsageError(f"--lengths has the number and lengths of sequences: leave out --{name.replace('_', '-')}")
     for lengths in sorted(args.lengths, key=sum):
-        for layout in (args.layout,) if args.layout else ("padded", "packed"):
+        for layout in layouts or ("padded", "packed"):
             yield batch_of(lengths, layout)

@@ -47,6 +47,32 @@ def test_lengths_and_dimensions() -> None:
     }
 
 
+def batches(lengths: tuple[int, ...]) -> list[Record]:
+    """softplus on these sequences, padded and packed."""
+    padded, packed = max(lengths) * len(lengths), sum(lengths)
+    return [
+        record("softplus", max(lengths), 4 * padded, 8 * padded, bsz=len(lengths), lengths=lengths),
+        record("softplus", packed, 4 * packed, 8 * packed, bsz=1, lengths=lengths),
+    ]
+
+
+def test_padded_and_packed_batches_share_a_picture() -> None:
+    records = [*batches((512, 512)), *batches((512, 256)), *batches((512, 52))]
+    assert chosen(records) == {"memory": True, "memory-linear": False}
+    assert chosen(batches((512, 52))) == {"memory": True}
+    assert list(chosen([*records, *grid(OPERATORS, [256, 512], [64], bsz=2)])) == [
+        *("memory-packed-and-padded-batches", "memory-linear-packed-and-padded-batches"),
+        *("memory-attention", "memory-linear-attention", "savings-attention"),
+    ]
+    (picture, *_) = choose_pictures(records, styles=STYLES, title="")
+    ax = picture.draw().axes[0]
+    assert ax.get_xlabel() == "tokens that count, % of the padded batch"
+    assert points(ax) == {
+        "softplus, padded": [(55, 4096), (75, 4096), (100, 4096)],
+        "softplus, packed": [(55, 4 * 564), (75, 4 * 768), (100, 4096)],
+    }
+
+
 def test_a_kind_that_is_named_has_every_picture() -> None:
     names = chosen(grid(OPERATORS, [256, 512], [64, 128]), kinds=["savings"])
     assert names == {"savings-dim-64": True, "savings-dim-128": False}
