@@ -12,12 +12,15 @@ import pytest
 import torch
 from ops.checks import DEVICE, DTYPES, KERNELS, LAYOUTS, Function, generator, run, run_truth, same_bits
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memcheck
 from memcheck import track
 from memcheck.ops.reference import compressed_attention as compressed_reference
 from memcheck.ops.reference import linear_attention as linear_reference
 from memcheck.ops.reference import softplus_attention as softplus_reference
+from memcheck.predict import scratch_sequences as scratch_sequences  # registers the rules
+from memcheck.predict.scratch import Scratch, Target, call_of, scratch_of
 
 
 @dataclass(frozen=True)
@@ -230,6 +233,38 @@ def test_forward_memory_is_y(it: Attention, causal: bool) -> None:
 
     workers = torch.get_num_threads() if KERNELS == "cpu" else 1
     assert peak(inputs, **case.options) <= workers * (peak(longest) + 64)
+
+
+class Scratches(TorchDispatchMode):
+    """Measures what each operator on sequences takes beside its outputs, and predicts it for these kernels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.measured: dict[str, int] = {}
+        self.predicted: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "_sequences" not in func._schema.name:
+            return func(*args, **(kwargs or {}))
+        with track(device=DEVICE, saved=False) as memory:
+            outputs = func(*args, **kwargs)
+            peak = memory.peak_bytes
+        call = call_of(func, args, kwargs, outputs, Target(KERNELS, threads=torch.get_num_threads()))
+        self.measured[call.name] = peak - sum(x.nbytes for x in call.outputs)
+        self.predicted[call.name] = sum(part.bytes for part in scratch_of(call) if isinstance(part, Scratch))
+        return outputs
+
+
+@CAUSAL
+@EVERY
+def test_scratch_is_predicted(it: Attention, causal: bool) -> None:
+    for name in ("packed", "left"):
+        inputs, grad_y = it.inputs(*CASES[name].sizes)
+        with Scratches() as scratches:
+            it.function(*inputs, causal=causal, **CASES[name].options)
+            run(functools.partial(it.function, causal=causal, **CASES[name].options), inputs, grad_y)
+        assert len(scratches.measured) == 2
+        assert scratches.predicted == scratches.measured
 
 
 # ---- torch's own checks
