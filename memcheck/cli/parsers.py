@@ -416,10 +416,11 @@ def profile_attention(parser: argparse.ArgumentParser) -> None:
     add(parser, "--query-len", "--kv-len", type=counts, metavar="N[,N]")
     batch = "sequences of these lengths, as a padded and as a packed batch; repeatable; in place of --bsz and lengths"
     add(parser, "--lengths", type=counts, action="append", metavar="N,N[,N]", help=batch)
-    layout = parser.add_mutually_exclusive_group()
-    for name, meaning in (("packed", "one behind the other"), ("padded", "each padded to the longest")):
-        help_text = f"with --lengths: only the batch that has the sequences {meaning}"
-        add_switches(layout, **{name: help_text})
+    add_switches(
+        parser.add_mutually_exclusive_group(),
+        packed="with --lengths: only the batch that has the sequences one behind the other",
+        padded="with --lengths: only the batch that has the sequences each padded to the longest",
+    )
     add(parser, "--core-dim", "--factor", type=count)
     add_causal(parser)
     add(parser, "--dtype", default=None, more="on a GPU bf16")
