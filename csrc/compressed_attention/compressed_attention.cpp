@@ -61,7 +61,6 @@ ForwardResult forward(const CompressedAttentionKernels& kernels, const at::Tenso
   const Options options{factor, causal, strict, scale};
   const Sizes n = check_inputs(kForward, q, k, v, options);
   const at::Tensor sinks = contiguous_or_not(check_sink(kForward, n, q, sink));
-  check_taken(kForward, kernels, "sink", sinks);
   const CompressedAttentionShape shape = n.shape(options);
   const DeviceScope device(q);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
@@ -100,7 +99,6 @@ PooledResult pooled(const CompressedAttentionKernels& kernels, const at::Tensor&
   const Options options{factor, causal, strict, scale};
   const Sizes n = check_pooled(q, kc, vc, kv_len, options);
   const at::Tensor sinks = contiguous_or_not(check_sink(kPooled, n, q, sink));
-  check_taken(kPooled, kernels, "sink", sinks);
   const CompressedAttentionShape shape = n.shape(options);
   const DeviceScope device(q);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
@@ -120,10 +118,8 @@ Sizes check_dense_backward(const char* op, const BackwardInputs& in) {
 }
 
 // Fills the gradients. Those of keys and values have gradient_length positions, each a part of a block of block_length.
-void run_backward(const char* op, const CompressedAttentionKernels& kernels, const Sizes& n, const BackwardInputs& in,
+void run_backward(const CompressedAttentionKernels& kernels, const Sizes& n, const BackwardInputs& in,
                   int64_t block_length, int64_t gradient_length, const Gradients& gradients) {
-  check_taken(op, kernels, "the gradient of lse", defined_or_not(in.grad_lse));
-  check_taken(op, kernels, "sink", defined_or_not(in.sink));
   const CompressedAttentionShape shape = n.shape(in.options);
   const auto& [grad_q, grad_k, grad_v, grad_sink] = gradients;
   const at::Tensor lse = in.lse.contiguous();
@@ -176,7 +172,7 @@ Gradients backward(const CompressedAttentionKernels& kernels, const at::Tensor& 
   const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, kv_len, options, output_mask};
   const Sizes n = check_dense_backward(kBackward, in);
   const Gradients gradients = empty_gradients(kBackward, n, in, grad_k_stride, grad_v_stride);
-  run_backward(kBackward, kernels, n, in, factor, n.T.expect_int(), gradients);
+  run_backward(kernels, n, in, factor, n.T.expect_int(), gradients);
   return gradients;
 }
 
@@ -206,7 +202,7 @@ Gradients pooled_backward(const CompressedAttentionKernels& kernels, const at::T
   const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, kv_len, options, output_mask};
   const Sizes n = check_dense_backward(kPooledBackward, in);
   const Gradients gradients = empty_pooled_gradients(in);
-  run_backward(kPooledBackward, kernels, n, in, 1, n.C.expect_int(), gradients);
+  run_backward(kernels, n, in, 1, n.C.expect_int(), gradients);
   return gradients;
 }
 

@@ -102,7 +102,6 @@ struct CompressedAttentionKernels {
   Kernel<CompressedAttentionPooling> pool;
   Kernel<CompressedAttentionForward> forward;
   Kernel<CompressedAttentionBackward> backward;
-  bool takes_sink_and_grad_lse = false;  // which are null if not
 };
 extern const CompressedAttentionKernels compressed_attention_cpu;
 // The tasks of every pass on the CPU, for tests.

@@ -5,8 +5,9 @@
 // The backward in the accumulation type. With p = softmax(scale q . kc), dp = grad_y . vc and delta = grad_y . y =
 // sum_j p_j dp_j the gradient of a score is ds = p (dp - delta), and so
 //     grad_q = scale sum_j ds_j kc_j     grad_kc = scale sum_i ds_i q_i     grad_vc = sum_i p_i grad_y_i
-// A block of threads for delta and grad_q has a tile of queries and goes through the keys. One for grad_kc or grad_vc
-// has a tile of keys and goes through the queries.
+// lse has the gradient p_j in score j, so its own gradient is subtracted from delta. A block of threads for delta and
+// grad_q has a tile of queries and goes through the keys. One for grad_kc or grad_vc has a tile of keys and goes
+// through the queries.
 
 namespace memcheck {
 namespace compressed_cuda {
@@ -185,7 +186,12 @@ __global__ void __launch_bounds__(kThreads) query_gradient_kernel(CompressedAtte
     delta_from_weights(p, of, work, memory);
   }
   const int64_t row = work.row + threadIdx.x;
-  if (p.delta != nullptr && work.column == 0 && threadIdx.x < kSize && row < work.of.group * p.shape.S)
+  const bool exists = threadIdx.x < kSize && row < work.of.group * p.shape.S;
+  if (p.grad_lse != nullptr) {
+    if (exists) memory.delta[threadIdx.x] -= static_cast<const acc_t*>(p.grad_lse)[query_index(p.shape, work.of, row)];
+    __syncthreads();
+  }
+  if (p.delta != nullptr && work.column == 0 && exists)
     static_cast<acc_t*>(p.delta)[query_index(p.shape, work.of, row)] = memory.delta[threadIdx.x];
   if (p.grad_q) return query_gradient(p, of, work, memory);
   for (int i = 0; i < TileSize<acc_t>::kThreadRows; ++i) {
@@ -428,8 +434,9 @@ void key_gradients(const CompressedAttentionBackward& p, Dtype dtype, cudaStream
 void compressed_attention_backward_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
   with_device_type(dtype, [&](auto type) {
     using scalar_t = decltype(type);
-    if (p.grad_q || p.grad_k) compressed_cuda::query_gradients<scalar_t>(p, stream);
+    if (p.grad_q || p.delta != nullptr) compressed_cuda::query_gradients<scalar_t>(p, stream);
     if (p.grad_k || p.grad_v) compressed_cuda::key_gradients<scalar_t>(p, dtype, stream);
+    if (p.grad_sink != nullptr) compressed_attention_sink_gradients_cuda(p, dtype, stream);
   });
 }
 

@@ -121,12 +121,6 @@ inline at::Tensor check_sink(const char* op, const Sizes& n, const at::Tensor& q
   return *sink;
 }
 
-inline void check_taken(const char* op, const CompressedAttentionKernels& kernels, const char* name,
-                        const at::Tensor& x) {
-  TORCH_CHECK_NOT_IMPLEMENTED(kernels.takes_sink_and_grad_lse || !x.defined(), op, ": ", name,
-                              " is not implemented for CUDA");
-}
-
 inline const void* data_of(const at::Tensor& x) {
   return x.defined() ? x.const_data_ptr() : nullptr;
 }

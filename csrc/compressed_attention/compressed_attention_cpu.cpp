@@ -40,8 +40,8 @@ void compressed_attention_backward_cpu(const CompressedAttentionBackward& p, Dty
   if (p.grad_sink) compressed_cpu::sink_gradients(p, dtype);
 }
 
-const CompressedAttentionKernels compressed_attention_cpu{
-    compressed_attention_plan_cpu, compressed_attention_pool_cpu, compressed_attention_forward_cpu,
-    compressed_attention_backward_cpu, /*takes_sink_and_grad_lse=*/true};
+const CompressedAttentionKernels compressed_attention_cpu{compressed_attention_plan_cpu, compressed_attention_pool_cpu,
+                                                          compressed_attention_forward_cpu,
+                                                          compressed_attention_backward_cpu};
 
 }  // namespace memcheck

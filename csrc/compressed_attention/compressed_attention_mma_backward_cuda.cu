@@ -140,8 +140,10 @@ __global__ void __launch_bounds__(kThreads, 2) mma_query_gradient_kernel(Compres
   for (int half = 0; half < 2; ++half) {
     rows.delta[half] = sum_of_row(rows.delta[half]);
     const int64_t row = memory.work.row + warp() * 16 + fragment_row(0, half);
-    if (p.delta != nullptr && lane() % 4 == 0 && row < count)
-      static_cast<float*>(p.delta)[query_index(p.shape, memory.work.of, row)] = rows.delta[half];
+    if (row >= count) continue;
+    const int64_t index = query_index(p.shape, memory.work.of, row);
+    if (p.grad_lse != nullptr) rows.delta[half] -= static_cast<const float*>(p.grad_lse)[index];
+    if (p.delta != nullptr && lane() % 4 == 0) static_cast<float*>(p.delta)[index] = rows.delta[half];
   }
   unsigned not_finite = 0;
 #pragma unroll

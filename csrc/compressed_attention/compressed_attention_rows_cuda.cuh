@@ -137,6 +137,19 @@ __device__ __forceinline__ acc_t sum_of_warp(acc_t x) {
   return x;
 }
 
+// Adds the sink of a query's head, if there is one, to its lse. Returns what y is to be multiplied by.
+template <typename acc_t>
+__device__ __forceinline__ acc_t add_sink(const CompressedAttentionForward& p, int64_t query, acc_t& lse) {
+  if (p.sink == nullptr) return acc_t(1);
+  const acc_t sink = static_cast<const acc_t*>(p.sink)[query / p.shape.S % p.shape.H];
+  const acc_t shift = softmax_shift(larger(lse, sink));
+  const acc_t weight = softmax_weight<CudaMaths<acc_t>>(lse, shift);
+  const acc_t sum = weight + softmax_weight<CudaMaths<acc_t>>(sink, shift);
+  if (sum == acc_t(0)) return acc_t(1);
+  lse = shift + log(sum);
+  return weight / sum;
+}
+
 // Forms `columns` columns of y, and lse, of a row over its part of the blocks.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __attribute__((noinline)) void attend_row(CompressedAttentionForward p, QueryWork work, int64_t tile_keys,
@@ -167,9 +180,11 @@ __device__ __attribute__((noinline)) void attend_row(CompressedAttentionForward 
   const bool sees = sum != acc_t(0);
   const int64_t index = query_index(shape, work.of, row);
   const int64_t of_part = work.part * shape.B * shape.H * shape.S + index;
+  acc_t lse = sees ? shift + log(sum) : minus_infinity<acc_t>();
+  const acc_t share = parts.count == 1 ? add_sink(p, index, lse) : acc_t(1);
   const auto to = queries_of<scalar_t>(shape, p.y, work.of);
   y.each(work.column, smaller(shape.D, work.column + columns), [&](int64_t column, acc_t of_column) {
-    const acc_t mean = sees ? of_column / sum : acc_t(0);
+    const acc_t mean = sees ? of_column / sum * share : acc_t(0);
     if (parts.count > 1) {
       parts.y[of_part * shape.D + column] = mean;
     } else {
@@ -177,7 +192,6 @@ __device__ __attribute__((noinline)) void attend_row(CompressedAttentionForward 
     }
   });
   if (threadIdx.x % 32 != 0 || work.column != 0) return;
-  const acc_t lse = sees ? shift + log(sum) : minus_infinity<acc_t>();
   if (parts.count > 1) {
     parts.lse[of_part] = lse;
   } else if (p.lse != nullptr) {
@@ -209,7 +223,7 @@ struct Pairs {
   }
 };
 
-// Forms delta of a row, and `columns` columns of its grad_q from `column` on.
+// Forms delta of a row, less the gradient of its lse, and `columns` columns of its grad_q from `column` on.
 template <typename scalar_t, typename acc_t = acc_type<scalar_t>>
 __device__ __attribute__((noinline)) void differentiate_row(CompressedAttentionBackward p, KeyHead of, int64_t column,
                                                             int64_t columns, int64_t row) {
@@ -224,6 +238,7 @@ __device__ __attribute__((noinline)) void differentiate_row(CompressedAttentionB
     for (int64_t j = threadIdx.x % 32; j < end; j += 32) delta += pairs.gradient(row, j, lse, acc_t(0));
     delta = sum_of_warp(delta);
   }
+  if (p.grad_lse != nullptr) delta -= static_cast<const acc_t*>(p.grad_lse)[index];
   if (p.delta != nullptr && column == 0 && threadIdx.x % 32 == 0) static_cast<acc_t*>(p.delta)[index] = delta;
   if (!p.grad_q) return;
   WarpRow<acc_t> grad_q;

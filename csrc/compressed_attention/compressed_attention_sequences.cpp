@@ -128,7 +128,6 @@ ForwardResult forward(const CompressedAttentionKernels& kernels, const at::Tenso
   Sizes n = check_inputs(kForward, q, k, v, options);
   const auto arguments = check_sequences(kForward, cu_seqlens_q, cu_seqlens_k, lengths, left_padded, q, n.B);
   const at::Tensor sinks = contiguous_or_not(check_sink(kForward, n, q, sink));
-  check_taken(kForward, kernels, "sink", sinks);
   n.C = block_slots(arguments, n, factor);
   const Batch batch(kForward, arguments, n.shape(options), dtype_of(q));
   const DeviceScope device(q);
@@ -213,8 +212,6 @@ Gradients backward(const CompressedAttentionKernels& kernels, const at::Tensor& 
   const BackwardInputs in{grad_y, q, kc, vc, y, lse, grad_lse, sink, kv_len, options, output_mask};
   Sizes n;
   const auto arguments = check_backward_of_sequences(in, n, cu_seqlens_q, cu_seqlens_k, lengths, left_padded);
-  check_taken(kBackward, kernels, "the gradient of lse", defined_or_not(in.grad_lse));
-  check_taken(kBackward, kernels, "sink", defined_or_not(in.sink));
   const Batch batch(kBackward, arguments, n.shape(options), dtype_of(q));
   const DeviceScope device(q);
   const Gradients gradients = empty_gradients(kBackward, n, in, grad_k_stride, grad_v_stride);

@@ -6,9 +6,10 @@
 
 namespace memcheck {
 
-// In compressed_attention_pool_cuda.cu and compressed_attention_backward_cuda.cu.
+// In the files compressed_attention_{pool,backward,sink}_cuda.cu.
 void compressed_attention_pool_cuda(const CompressedAttentionPooling& p, Dtype dtype, cudaStream_t stream);
 void compressed_attention_backward_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream);
+void compressed_attention_sink_gradients_cuda(const CompressedAttentionBackward& p, Dtype dtype, cudaStream_t stream);
 
 namespace compressed_cuda {
 

@@ -120,9 +120,9 @@ def compressed_attention(
         in 16 bits), the means, and one number per query in the accumulation type, but not k and v. A gradient has its
         input's strides. With return_lse: y and lse (B,H,S) in the accumulation type, the
         natural logarithm of the sum of exp(score) over what a query sees, and -inf where y is 0 for lack of it. Both
-        have gradients; on CUDA lse has none yet. With return_state: the state last, a CompressedAttentionState with
-        which the next call goes on. Two calls with the state between equal one call over all positions, with the same
-        bits if they are cut where a block ends. The gradient flows through the state into the earlier call.
+        have gradients. With return_state: the state last, a CompressedAttentionState with which the next call goes on.
+        Two calls with the state between equal one call over all positions, with the same bits if they are cut where a
+        block ends. The gradient flows through the state into the earlier call.
 
         A block whose keys are all -inf has a score of -inf for every query. A key of -inf makes the mean of its block
         -inf, and so hides all positions of the block. If the weight between a query and a block is 0, because the
@@ -133,7 +133,7 @@ def compressed_attention(
         ValueError: a shape, device, factor or scale, S > T when causal, strict or a state without causal, a state of
             other sizes or another factor, a rule of cu_seqlens and lengths.
         TypeError: a dtype; an input that is no tensor, a factor that is no int, a scale that is no number.
-        NotImplementedError: a state together with cu_seqlens or lengths; on CUDA a sink, and the gradient of lse.
+        NotImplementedError: a state together with cu_seqlens or lengths.
 
     Equivalent to:
         >>> def blocks(x):
@@ -589,8 +589,9 @@ def _refuse_gradient(op: str, *tensors: Tensor) -> None:
 def _empty_state(k: Tensor, factor: int) -> CompressedAttentionState:
     B, Hkv, _, D = k.shape
     none = k.new_empty(B, Hkv, 0, D)
-    zeros = k.new_zeros(B, Hkv, D, dtype=torch.promote_types(k.dtype, torch.float32))
-    return CompressedAttentionState(none, none, zeros, zeros, 0, factor)
+    # Two tensors, because torch.compile refuses an autograd function whose inputs are the same tensor twice.
+    k_sum, v_sum = (k.new_zeros(B, Hkv, D, dtype=torch.promote_types(k.dtype, torch.float32)) for _ in range(2))
+    return CompressedAttentionState(none, none, k_sum, v_sum, 0, factor)
 
 
 def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor) -> CompressedAttentionState:

@@ -1,5 +1,6 @@
 """CUDA kernels on the host: they are launched, and the order in which threads run changes no bit."""
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from host_cuda import library, widest
 from ops.checks import DTYPES, LAYOUTS, assert_contract, run, same_bits
 from ops.test_all_operators import OPERATORS, Operator
+from ops.test_compressed_merging import make_more, run_both
 from torch import Tensor
 
 import memcheck
@@ -43,6 +45,29 @@ def test_the_order_of_threads_changes_no_bit(it: Operator, dtype: torch.dtype) -
         library.set_order("ascending")
     assert all(same_bits(result, results[0]) for result in results)
     assert not any(result.isnan().any() for result in results[0])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_order_of_threads_changes_no_bit_of_a_sink_and_its_gradient(dtype: torch.dtype) -> None:
+    inputs, grads = make_more(2, 4, 2, 40, 50, 20, dtype=dtype)
+    results = []
+    try:
+        for order in library.ORDERS:
+            library.set_order(order)
+            results.append(run_both(functools.partial(memcheck.compressed_attention, factor=7), inputs, grads))
+    finally:
+        library.set_order("ascending")
+    assert all(same_bits(result, results[0]) for result in results)
+
+
+def test_a_sink_takes_one_launch_more() -> None:
+    inputs, grads = make_more(2, 4, 2, 40, 50, 20)
+    before = {name: of.count for name, of in library.launches().items()}
+    for sink in (None, inputs[3]):
+        run_both(functools.partial(memcheck.compressed_attention, factor=7), [*inputs[:3], sink], grads)
+    more = {name: of.count - before.get(name, 0) for name, of in library.launches().items()}
+    odd = [name for name, count in more.items() if count % 2]
+    assert odd == ["compressed_attention_backward_sinks"]
 
 
 @EVERY
