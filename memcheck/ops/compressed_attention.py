@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -33,7 +34,7 @@ def compressed_attention(
     cu_seqlens_k: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: CompressedAttentionState | None = None,
+    initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None = None,
     return_state: Literal[False] = False,
 ) -> Tensor: ...
 
@@ -55,7 +56,7 @@ def compressed_attention(
     cu_seqlens_k: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: CompressedAttentionState | None = None,
+    initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None = None,
     return_state: bool = False,
 ) -> Any: ...
 
@@ -76,7 +77,7 @@ def compressed_attention(
     cu_seqlens_k: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: CompressedAttentionState | None = None,
+    initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None = None,
     return_state: bool = False,
 ) -> Any:
     """Softmax attention over blocks of `factor` positions, whose keys and values are averaged.
@@ -104,13 +105,16 @@ def compressed_attention(
             at position s + T - S. If not causal and S != T, they are those of the keys alone.
         padding: where lengths has the padding, "right" (after the positions that count) or "left".
         initial_state: the CompressedAttentionState of all positions before these: blocks go on from it. Queries are
-            then the newest positions, and T counts the earlier ones too. Needs causal.
-        return_state: return the state after these positions too. Needs causal.
+            then the newest positions, and T counts the earlier ones too. Needs causal. Packed or padded: a sequence of
+            N states, one for each sequence, with B = 1.
+        return_state: return the state after these positions too; packed or padded, a tuple of N. Needs causal.
 
     Packed or padded, blocks begin anew with each sequence, and it gives the bits that it gives alone. Nothing of
     padding is read; its rows of y and of the gradients are 0, and its lse is -inf. Work is that of the positions that
     count. On the CPU, sequences share the threads by their lengths. On CUDA they run one after another, which costs a
-    few launches each, and values of cu_seqlens or lengths that lie on the device are waited for.
+    few launches each, and values of cu_seqlens or lengths that lie on the device are waited for. With states, sequences
+    run one after another on the CPU too. Then y of each is joined to y of all, and in the backward each gradient, one
+    at a time: while that happens, it is in memory twice.
 
     float64, float32, float16, bfloat16; any strides. Sums are in float32 (float64 for float64); the means are rounded
     to the dtype of the inputs.
@@ -131,9 +135,8 @@ def compressed_attention(
 
     Raises:
         ValueError: a shape, device, factor or scale, S > T when causal, strict or a state without causal, a state of
-            other sizes or another factor, a rule of cu_seqlens and lengths.
+            other sizes or another factor, another number of states than of sequences, a rule of cu_seqlens and lengths.
         TypeError: a dtype; an input that is no tensor, a factor that is no int, a scale that is no number.
-        NotImplementedError: a state together with cu_seqlens or lengths.
 
     Equivalent to:
         >>> def blocks(x):
@@ -157,16 +160,16 @@ def compressed_attention(
     _check_scale(op, scale)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     if initial_state is not None or return_state:
-        if sequences:
-            raise NotImplementedError(
-                f"{op}: has no initial_state and return_state for packed and padded batches, whose sequences end at "
-                "different positions of their blocks; call it once for each sequence"
-            )
         if not causal:
             raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
         q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-        old = _checked_state(op, q, k, v, initial_state, factor, scale, name="initial_state")
-        outputs, state = _go_on(q, k, v, old, strict=strict, scale=scale, return_lse=return_lse, sink=sink)
+        options = {"strict": strict, "scale": scale, "return_lse": return_lse, "sink": sink}
+        state: Any
+        if sequences:
+            outputs, state = _sequences_go_on(op, (q, k, v), initial_state, factor, sequences, options)
+        else:
+            old = _checked_state(op, q, k, v, initial_state, factor, scale, name="initial_state")
+            outputs, state = _go_on(q, k, v, old, **options)
         if not return_state:
             return outputs
         return (*outputs, state) if return_lse else (outputs, state)
@@ -455,6 +458,98 @@ def _go_on(
     return compressed_attention_pooled(q, new.kc, new.vc, factor=new.factor, kv_len=kv_len, **options), new
 
 
+def _sequences_go_on(
+    op: str,
+    tensors: tuple[Tensor, Tensor, Tensor],
+    states: object,
+    factor: int,
+    sequences: dict[str, Any],
+    options: dict[str, Any],
+) -> tuple[Any, tuple[CompressedAttentionState, ...]]:
+    """_go_on for each sequence of a packed or padded batch q (B,H,S,D), k and v (B,Hkv,T,D), from its own state."""
+    q, k, v = tensors
+    _check_keys(op, k, v, factor)
+    _check_queries(op, q, k, k.shape[2], options["scale"])
+    with torch.no_grad():  # for its checks: in one block per sequence, of no columns, there is nothing to compute
+        one_head = (x[:, :1, :, :0] for x in tensors)
+        torch.ops.memcheck.compressed_attention_sequences(*one_head, factor=LONGEST, **sequences)
+    of_queries, of_keys = _Places.of_batch(q.shape[2], k.shape[2], **sequences)
+    parts = list(zip(of_queries.split(q), of_keys.split(k), of_keys.split(v), strict=True))
+    results, after = [], []
+    for i, (part, old) in enumerate(zip(parts, _checked_states(op, states, len(parts)), strict=True)):
+        state = _checked_state(op, *part, old, factor, options["scale"], name=f"initial_state[{i}]")
+        result, state = _go_on(*part, state, **options)
+        results.append(result)
+        after.append(state)
+    if not options["return_lse"]:
+        return of_queries.join(q, results, 0), tuple(after)
+    accumulation = torch.promote_types(q.dtype, torch.float32)
+    y, lse = zip(*results, strict=True) if results else ((), ())
+    numbers = q[:, :, :, :0].sum(3, dtype=accumulation)  # (B,H,S)
+    return (of_queries.join(q, y, 0), of_queries.join(numbers, lse, -torch.inf)), tuple(after)
+
+
+def _checked_states(op: str, states: object, count: int) -> Sequence[CompressedAttentionState | None]:
+    if states is None:
+        return [None] * count
+    if isinstance(states, CompressedAttentionState) or not isinstance(states, Sequence):
+        raise TypeError(
+            f"{op}: initial_state must be a sequence of CompressedAttentionState, one for each packed or padded "
+            f"sequence, got {type(states).__name__}"
+        )
+    if len(states) != count:
+        raise ValueError(f"{op}: initial_state must have a state for each sequence, N = {count}, got {len(states)}")
+    return states
+
+
+class _Places(NamedTuple):
+    """Where the sequences of a packed or padded batch lie in a tensor (B,heads,positions,...)."""
+
+    packed: bool
+    begins: list[int]  # the first position of each sequence, in the only row or in its own
+    counts: list[int]
+
+    @classmethod
+    def of_batch(
+        cls,
+        S: int,
+        T: int,
+        cu_seqlens_q: Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        lengths: Tensor | None,
+        left_padded: bool,
+    ) -> tuple[_Places, _Places]:
+        """The places of queries and of keys. Query s is at position s + T - S."""
+        if lengths is None:
+            ends = [x.tolist() for x in (cu_seqlens_q, cu_seqlens_k) if x is not None]
+            of_queries, of_keys = (cls(True, x[:-1], [end - begin for begin, end in pairwise(x)]) for x in ends)
+            return of_queries, of_keys
+        keys = lengths.tolist()
+        queries = [min(S, n) if left_padded else max(0, n - (T - S)) for n in keys]
+        of_queries, of_keys = (
+            cls(False, [length - n if left_padded else 0 for n in counts], counts)
+            for length, counts in ((S, queries), (T, keys))
+        )
+        return of_queries, of_keys
+
+    def split(self, x: Tensor) -> Sequence[Tensor]:
+        """Views of the sequences, (1,heads,count,...) each."""
+        if self.packed:
+            return x.split(self.counts, 2)
+        rows = x.split(1)
+        return [row.narrow(2, *place) for row, *place in zip(rows, self.begins, self.counts, strict=True)]
+
+    def join(self, like: Tensor, parts: Sequence[Tensor], fill: float) -> Tensor:
+        """The inverse of split, with `fill` in padding; like (B,heads,positions,...) gives dtype and sizes."""
+        if self.packed:
+            return torch.cat([like[:, :, :0], *parts], 2)
+        rows = []
+        for part, begin, count in zip(parts, self.begins, self.counts, strict=True):
+            around = (begin, like.shape[2] - begin - count)
+            rows.append(torch.nn.functional.pad(part, (0,) * 2 * (part.dim() - 3) + around, value=fill))
+        return torch.cat([like[:0], *rows])
+
+
 def _check_keys(op: str, k: Tensor, v: Tensor, factor: int) -> None:
     for name, x in (("k", k), ("v", v)):
         _check_rank(op, name, x, "(B,Hkv,n,D)")
@@ -491,7 +586,7 @@ def _checked_state(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: CompressedAttentionState | None,
+    state: Any,
     factor: int,
     scale: float | None,
     name: str = "state",

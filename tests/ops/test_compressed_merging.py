@@ -550,10 +550,3 @@ def test_blocks_of_packed_sequences_are_kept_to_the_byte() -> None:
         blocks = (1, 2, 100 // 7 + 2, 20)
         lse = (1, 4, 100)
         assert [tuple(x.shape) for x in kept] == [q.shape, blocks, blocks, q.shape, lse, (3,), (3,)]
-
-
-def test_states_of_sequences_are_refused() -> None:
-    (q, k, v), _ = make_inputs(1, 4, 2, 7, 7, 3)
-    for options in ({"cu_seqlens": torch.tensor([0, 7])}, {"lengths": torch.tensor([7])}):
-        with pytest.raises(NotImplementedError, match="has no initial_state and return_state for packed and padded"):
-            compressed_attention(q, k, v, factor=2, return_state=True, **options)

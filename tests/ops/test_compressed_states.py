@@ -24,7 +24,7 @@ from ops.checks import (
     same_bits,
     saved_for_backward,
 )
-from ops.test_compressed_attention import contract, make_inputs
+from ops.test_compressed_attention import contract, make_inputs, plan_of
 from torch import Tensor
 
 from memcheck import (
@@ -32,6 +32,7 @@ from memcheck import (
     compressed_attention,
     compressed_attention_state,
     compressed_attention_step,
+    track,
 )
 from memcheck.ops.reference import compressed_attention as reference
 
@@ -139,7 +140,6 @@ def test_gradients_have_the_strides_of_their_inputs(cut: int) -> None:
     assert_strides(results, inputs)
 
 
-@pytest.mark.cpu
 def test_a_sink_counts_once_per_query() -> None:
     (q, k, v), _ = inputs_of(torch.float64)
     sink = torch.linspace(-1, 2, 4, dtype=torch.float64)
@@ -148,10 +148,183 @@ def test_a_sink_counts_once_per_query() -> None:
     torch.testing.assert_close(whole, reference.compressed_attention(q, k, v, factor=7, sink=sink))
 
 
-# ---- autograd and memory
+# ---- packed and padded
+
+KINDS = ["packed", "right", "left"]
+
+
+def sequences_of(kind: str, lengths: list[int]) -> tuple[Any, list[tuple[Any, ...]]]:
+    """Options of a packed batch, or of one padded to T + 3, and where (B,heads,positions,...) has each sequence."""
+    if kind == "packed":
+        ends = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+        places = [(slice(None), slice(None), slice(*ends[n : n + 2])) for n in range(len(lengths))]
+        return {"cu_seqlens": torch.tensor(ends)}, places
+    T = max(lengths) + 3
+    parts = [slice(T - n, T) if kind == "left" else slice(n) for n in lengths]
+    options = {"lengths": torch.tensor(lengths), "padding": kind}
+    return options, [(slice(n, n + 1), slice(None), part) for n, part in enumerate(parts)]
+
+
+def spoilt_inputs(kind: str, lengths: list[int], places: list[tuple[Any, ...]]) -> list[Tensor]:
+    """[q, k, v] with NaN in padding."""
+    B, T = (1, sum(lengths)) if kind == "packed" else (len(lengths), max(lengths) + 3)
+    inputs, _ = make_inputs(B, 4, 2, T, T, 20)
+    results = [torch.full_like(x, torch.nan) for x in inputs]
+    for here in places:
+        for x, result in zip(inputs, results, strict=True):
+            result[here] = x[here]
+    return results
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_of_sequences(kind: str) -> None:
+    """Each sequence has its own state, and the bits that it has alone; the gradient flows through the state."""
+    sink = torch.linspace(-1, 2, 4)
+    options = {"factor": 7, "strict": kind == "left", "return_state": True, "return_lse": True}
+    leaves, results, alone = [], [], []
+    states, its_states = None, [None] * 4
+    for lengths in ([16, 0, 5, 7], [9, 10, 1, 0]):
+        sequences, places = sequences_of(kind, lengths)
+        inputs = [x.requires_grad_() for x in spoilt_inputs(kind, lengths, places)]
+        y, lse, states = compressed_attention(*inputs, sink=sink, initial_state=states, **sequences, **options)
+        inside = torch.zeros_like(lse, dtype=torch.bool)
+        for n, here in enumerate(places):
+            inside[here] = True
+            one = [x[here] for x in inputs]
+            its_y, its_lse, state = compressed_attention(*one, sink=sink, initial_state=its_states[n], **options)
+            assert same_bits([y[here], lse[here], *states[n][:4]], [its_y, its_lse, *state[:4]])
+            assert states[n][4:] == state[4:]
+            its_states[n] = state
+            alone += [its_y, its_lse]
+        assert not y[~inside].any()
+        assert (lse[~inside] == -torch.inf).all()
+        leaves += inputs
+        results += [y, lse[inside]]
+    sums = [sum(x.sum() for x in outputs) for outputs in (results, alone)]
+    gradients, expected = (torch.autograd.grad(x, leaves, retain_graph=True) for x in sums)
+    assert same_bits(gradients, expected)
+
+
+def test_states_of_no_sequences() -> None:
+    (q, k, v), _ = make_inputs(1, 4, 2, 0, 0, 20)
+    options = {"factor": 7, "cu_seqlens": torch.tensor([0]), "return_state": True, "return_lse": True}
+    y, lse, states = compressed_attention(q, k, v, **options)
+    assert (y.shape, lse.shape, states) == (q.shape, q.shape[:3], ())
+
+
+@pytest.mark.parametrize(
+    ("changed", "kind", "message"),
+    [
+        ({"initial_state": []}, ValueError, "initial_state must have a state for each sequence, N = 2, got 0"),
+        ({"causal": False}, ValueError, "initial_state and return_state need causal=True"),
+        ({"cu_seqlens": torch.tensor([0, 4, 3])}, ValueError, "cu_seqlens_q must ascend, got 3 at index 2 after 4"),
+        ({"factor": 3}, ValueError, "factor must be 2, as that of the state, got 3"),
+    ],
+)
+def test_wrong_states_of_sequences(changed: dict[str, Any], kind: type[Exception], message: str) -> None:
+    (q, k, v), _ = make_inputs(1, 4, 2, 7, 7, 3)
+    state = compressed_attention_state(k[:, :, :3], v[:, :, :3], factor=2)
+    sound = {"factor": 2, "cu_seqlens": torch.tensor([0, 3, 7]), "initial_state": [state, state]}
+    with pytest.raises(kind, match=f"compressed_attention: {message}"):
+        compressed_attention(q, k, v, **sound | changed)
+    with pytest.raises(
+        TypeError, match="must be a sequence of CompressedAttentionState, one for each packed or padded"
+    ):
+        compressed_attention(q, k, v, **{**sound, "initial_state": state})
+    narrow = state._replace(kc=state.kc[..., :2])
+    with pytest.raises(ValueError, match=r"initial_state\[1\].kc must be \[1, 2, 1, 3\] to match k"):
+        compressed_attention(q, k, v, **{**sound, "initial_state": [state, narrow]})
+
+
+# ---- torch.compile
 
 
 @pytest.mark.cpu
+@pytest.mark.parametrize("dynamic", [pytest.param(True, marks=pytest.mark.slow), False])
+def test_compile(dynamic: bool) -> None:
+    """Calls with a state between, and their gradients, in one graph."""
+    torch._dynamo.reset()
+    compiled = torch.compile(in_pieces, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+    inputs, grad_y = inputs_of()
+    for cuts in ((9,), (20,)):
+        results = [run(functools.partial(f, cuts=cuts, factor=7), inputs, grad_y) for f in (compiled, in_pieces)]
+        assert same_bits(*results)
+
+
+@pytest.mark.cpu
+def test_a_step_is_compiled_for_any_position_of_a_block() -> None:
+    """Not once for each: as often for long blocks as for short ones, and not again after the third block."""
+    counts = []
+    (q, k, v), _ = make_inputs(1, 1, 1, 60, 60, 3)
+    for factor in (4, 12):
+        torch._dynamo.reset()
+        counter = torch._dynamo.testing.CompileCounter()
+        step = torch.compile(
+            functools.partial(compressed_attention_step, factor=factor), fullgraph=True, backend=counter
+        )
+        state, after_three = None, 0
+        for t in range(5 * factor):
+            y, state = step(*(x[:, :, t : t + 1] for x in (q, k, v)), state)
+            after_three = counter.frame_count if t + 1 == 3 * factor else after_three
+        whole = compressed_attention(*(x[:, :, : 5 * factor] for x in (q, k, v)), factor=factor)
+        torch.testing.assert_close(y, whole[:, :, -1:])
+        assert counter.frame_count == after_three
+        counts.append(after_three)
+    assert counts[0] == counts[1]
+
+
+# ---- autograd and memory
+
+
+def state_bytes(states: list[CompressedAttentionState]) -> int:
+    return sum(x.nbytes for state in states for x in state[:4])
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("cut", [0, 160, 203])
+def test_memory_to_the_byte(cut: int, requires_grad: bool) -> None:
+    """A call takes y, the new state and scratch, and lse for a gradient; the backward the gradients of blocks, too."""
+    inputs, grad_y = make_inputs(2, 4, 2, 300, 300, 40)
+    before = compressed_attention_state(*(x[:, :, :cut] for x in inputs[1:]), factor=8) if cut else None
+    leaves = [x[:, :, cut:].clone().requires_grad_(requires_grad) for x in inputs]
+    grad_y = grad_y[:, :, cut:].contiguous()
+    plan = plan_of(leaves[0], inputs[1])
+    with track(device=DEVICE) as memory:
+        y, state = compressed_attention(*leaves, factor=8, initial_state=before, return_state=True)
+        kept = y.nbytes + state_bytes([state]) + requires_grad * plan["lse"]
+        sums = state.k_sum.nbytes + state.v_sum.nbytes
+        # The sums of the empty state before the first position.
+        assert memory.peak_bytes == kept + plan["pooled_forward_scratch"] + (0 if cut else sums)
+        assert memory.current_bytes == kept
+        if not requires_grad:
+            return
+        memory.reset_peak()
+        y.backward(grad_y)
+        of_q, *of_keys = (leaf.grad.nbytes for leaf in leaves)
+        of_blocks = state.kc.nbytes + state.vc.nbytes
+        attending = of_q + of_blocks + plan["delta"] + plan["backward_scratch"]
+        new_blocks = state.kc.nbytes - (before.kc.nbytes if cut else 0)
+        # Where the first new positions complete a block, the shares of its sums are views of those of keys and values.
+        shares = 2 * new_blocks if cut % 8 else new_blocks + sums
+        spreading = of_q + sum(of_keys) + of_blocks + shares + sums
+        # lse is freed between the two.
+        assert memory.peak_bytes == kept + max(attending, spreading - plan["lse"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_of_sequences_to_the_byte(kind: str) -> None:
+    """y of each sequence, and y of all; a padded sequence gets its padding before they are joined."""
+    lengths = [300, 280, 290]
+    sequences, places = sequences_of(kind, lengths)
+    inputs = spoilt_inputs(kind, lengths, places)
+    with track(device=DEVICE) as memory:
+        y, states = compressed_attention(*inputs, factor=8, return_state=True, **sequences)
+        alone = sum(y[here].numel() for here in places) * y.element_size()
+        padded = 0 if kind == "packed" else y.nbytes
+        assert memory.peak_bytes == y.nbytes + alone + padded + state_bytes(states)
+        assert memory.current_bytes == y.nbytes + state_bytes(states)
+
+
 def test_gradgradcheck() -> None:
     inputs, _ = inputs_of(torch.float64)
     leaves = [x[:, :, :15, :3].clone().requires_grad_() for x in inputs]
