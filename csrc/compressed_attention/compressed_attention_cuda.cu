@@ -118,15 +118,15 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
     if (row >= y.count) continue;
     const bool sees = softmax.before[i] != acc_t(0);
     const acc_t divisor = sees ? softmax.before[i] : acc_t(1);
-    const int64_t index = query_index(shape, work.of, row);
     acc_t lse = sees ? softmax.max[i] + log(divisor) : minus_infinity<acc_t>();
-    const acc_t share = parts.count == 1 ? add_sink(p, index, lse) : acc_t(1);
+    const acc_t share = parts.count == 1 ? add_sink(p, query_head(work.of, row), lse) : acc_t(1);
     acc_t of_row[kColumns];
 #pragma unroll
     for (int j = 0; j < kColumns; ++j) {
       of_row[j] = memory.y.of(i, j) / divisor * share;
       if (!is_finite(of_row[j])) not_finite |= 1u << i;
     }
+    const int64_t index = query_index(shape, work.of, row);
     const bool writes_lse = column_lane() == 0 && work.column == 0;
     if (parts.count == 1) {
       store_columns<scalar_t, kColumns>(y, row, column, of_row);
@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kJoinThreads)
   const int64_t head = query / shape.S % shape.H;
   const int64_t column = index % shape.D;
   acc_t lse = sees ? shift + log(weights) : minus_infinity<acc_t>();
-  const acc_t share = add_sink(p, query, lse);
+  const acc_t share = add_sink(p, head, lse);
   *p.y.at<scalar_t>(query / shape.S / shape.H, head, s, column) =
       from_acc<scalar_t>(sees ? y / weights * share : acc_t(0));
   if (column == 0 && p.lse != nullptr) static_cast<acc_t*>(p.lse)[query] = lse;

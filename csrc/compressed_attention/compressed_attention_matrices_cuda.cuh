@@ -133,6 +133,11 @@ MEMCHECK_INLINE KeyMatrix<scalar_t> keys_of(const CompressedAttentionShape& shap
           is_packed<scalar_t>(x, shape.D)};
 }
 
+// The query head of a row.
+MEMCHECK_INLINE int64_t query_head(const KeyHead& of, int64_t row) {
+  return of.head * of.group + query_row(row, of.group).head;
+}
+
 // Index of a row's element in a tensor (B,H,S).
 MEMCHECK_INLINE int64_t query_index(const CompressedAttentionShape& shape, const KeyHead& of, int64_t row) {
   const QueryRow of_group = query_row(row, of.group);

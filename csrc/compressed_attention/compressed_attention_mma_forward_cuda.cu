@@ -120,9 +120,8 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
       const int row_of_tile = first + fragment_row(m, half);
       const int64_t row = work.row + row_of_tile;
       const bool sees = sum != 0;
-      const int64_t index = query_index(shape, work.of, row);
       float lse = sees ? (softmax_shift(softmax.max[m][half]) + log2f(sum)) * kLn2 : minus_infinity<float>();
-      const float share = parts.count == 1 ? add_sink(p, index, lse) : 1;
+      const float share = parts.count == 1 ? add_sink(p, query_head(work.of, row), lse) : 1;
       const float inverse = sees ? share / sum : 0;
 #pragma unroll
       for (int n = 0; n < kColumns; ++n)
@@ -133,6 +132,7 @@ __device__ __forceinline__ void finish_queries(const CompressedAttentionForward&
           if (!is_finite(y[m][n][i])) not_finite |= 1u << (2 * m + half);
         }
       if (row >= rows) continue;
+      const int64_t index = query_index(shape, work.of, row);
       const bool writes_lse = lane() % 4 == 0;
       if (parts.count == 1) {
         if (writes_lse && p.lse != nullptr) static_cast<float*>(p.lse)[index] = lse;

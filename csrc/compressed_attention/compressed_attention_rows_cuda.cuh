@@ -137,11 +137,11 @@ __device__ __forceinline__ acc_t sum_of_warp(acc_t x) {
   return x;
 }
 
-// Adds the sink of a query's head, if there is one, to its lse. Returns what y is to be multiplied by.
+// Adds the sink of a query's head, if there is one, to the query's lse. Returns what y is to be multiplied by.
 template <typename acc_t>
-__device__ __forceinline__ acc_t add_sink(const CompressedAttentionForward& p, int64_t query, acc_t& lse) {
+__device__ __forceinline__ acc_t add_sink(const CompressedAttentionForward& p, int64_t head, acc_t& lse) {
   if (p.sink == nullptr) return acc_t(1);
-  const acc_t sink = static_cast<const acc_t*>(p.sink)[query / p.shape.S % p.shape.H];
+  const acc_t sink = static_cast<const acc_t*>(p.sink)[head];
   const acc_t shift = softmax_shift(larger(lse, sink));
   const acc_t weight = softmax_weight<CudaMaths<acc_t>>(lse, shift);
   const acc_t sum = weight + softmax_weight<CudaMaths<acc_t>>(sink, shift);
@@ -181,7 +181,7 @@ __device__ __attribute__((noinline)) void attend_row(CompressedAttentionForward 
   const int64_t index = query_index(shape, work.of, row);
   const int64_t of_part = work.part * shape.B * shape.H * shape.S + index;
   acc_t lse = sees ? shift + log(sum) : minus_infinity<acc_t>();
-  const acc_t share = parts.count == 1 ? add_sink(p, index, lse) : acc_t(1);
+  const acc_t share = parts.count == 1 ? add_sink(p, query_head(work.of, row), lse) : acc_t(1);
   const auto to = queries_of<scalar_t>(shape, p.y, work.of);
   y.each(work.column, smaller(shape.D, work.column + columns), [&](int64_t column, acc_t of_column) {
     const acc_t mean = sees ? of_column / sum * share : acc_t(0);
