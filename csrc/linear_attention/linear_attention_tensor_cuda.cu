@@ -9,15 +9,15 @@ namespace {
 
 // ---- results
 
-// Calls change(of_row, row, column, x, y) for the pairs of results of this thread, where of_row = start(row).
+// Calls change(of_row, row, column, x, y) for the pairs of a pass's results of this thread, where of_row = start(row).
 template <typename T, typename Start, typename Change>
-__device__ __forceinline__ void for_pairs(Out<T>& out, const Start& start, const Change& change) {
+__device__ __forceinline__ void for_pairs(Out<T>& out, int first_row, const Start& start, const Change& change) {
   const Place at;
 #pragma unroll
-  for (int tile_row = 0; tile_row < kRowTiles; ++tile_row)
+  for (int tile_row = 0; tile_row < T::kPassTiles; ++tile_row)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = 16 * tile_row + at.group + 8 * half;
+      const int row = 16 * (first_row + tile_row) + at.group + 8 * half;
       const float of_row = start(row);
 #pragma unroll
       for (int tile = 0; tile < T::kOutTiles; ++tile)
@@ -37,28 +37,6 @@ __device__ __forceinline__ void store_pair(scalar_t* to, float x, float y) {
   *reinterpret_cast<uint32_t*>(to) = pack_pair(from_acc<scalar_t>(x), from_acc<scalar_t>(y));
 }
 
-// Forms z of every row: from the state, and from the columns of the chunk that the row sees.
-template <typename T>
-__device__ __forceinline__ void run_sums(const Chunk& chunk, SharedTiles<T>& s) {
-  const int column = static_cast<int>(threadIdx.x);
-  if (column >= T::kSize) return;
-  float sum = s.vector[column];
-#pragma unroll 8
-  for (int line = 0; line < kChunk; ++line) {
-    float x = 0.0f;
-    if (chunk.has_columns)
-      x = __bfloat162float(s.x.part[0][line][column]) + __bfloat162float(s.x.part[1][line][column]);
-    sum += x;
-    s.running[line][column] = sum;
-  }
-}
-
-// The sum over the four lanes that share a row of a fragment.
-__device__ __forceinline__ float sum_of_four(float x) {
-  x += __shfl_xor_sync(0xffffffffu, x, 1);
-  return x + __shfl_xor_sync(0xffffffffu, x, 2);
-}
-
 // Finite, so that 0 times 1 / den stays 0 where den is infinite.
 __device__ __forceinline__ float share_scale(float denominator) {
   return fminf(fmaxf(1.0f, fabsf(denominator)), 0x1p126f);
@@ -67,28 +45,34 @@ __device__ __forceinline__ float share_scale(float denominator) {
 // GradQ: den = phi(q).z + eps and g.y = phi(q).(sum so far) / den, and from them the gradient. phi(q).(sum so far) may
 // overflow where g.y does not: a warp divides its share of it by its share of den, if that is above 1.
 template <typename T>
-__device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork& work, const Chunk& chunk,
-                                               SharedTiles<T>& s, Out<T>& out) {
+__device__ __forceinline__ void finish_queries(const Scan& scan, SharedTiles<T>& s, int first_row, Out<T>& out) {
   using scalar_t = typename T::scalar;
   const Place at;
   const FeatureMap map = scan.shape.feature_map;
+  Out<T> z = {};
+  if (s.chunk.has_columns) sum_chunk(s, first_row, z);
+  for_pairs<T>(
+      z, first_row, [](int) { return 0.0f; },
+      [&](float, int, int column, float& x, float& y) {
+        x += s.vector[column];
+        y += s.vector[column + 1];
+      });
   const auto phi = [&](float x) { return map == FeatureMap::Identity ? x : elu_plus_one(x, fast_exp(x)); };
 #pragma unroll
-  for (int row = 0; row < kRowTiles; ++row)
+  for (int row = 0; row < T::kPassTiles; ++row)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int line = 16 * row + at.group + 8 * half;
+      const int line = 16 * (first_row + row) + at.group + 8 * half;
       float q[T::kOutTiles][2];
       float denominator = 0.0f;
 #pragma unroll
       for (int tile = 0; tile < T::kOutTiles; ++tile) {
         const int column = T::kSlab * at.warp + 8 * tile + at.pair;
         const float2 x = read_pair(&s.last[line][column]);
-        const float2 z = read_pair(&s.running[line][column]);
         q[tile][0] = column < scan.width ? phi(x.x) : 0.0f;
         q[tile][1] = column + 1 < scan.width ? phi(x.y) : 0.0f;
-        denominator += q[tile][0] * z.x;
-        denominator += q[tile][1] * z.y;
+        denominator += q[tile][0] * z.part[row][tile][2 * half];
+        denominator += q[tile][1] * z.part[row][tile][2 * half + 1];
       }
       denominator = sum_of_four(denominator);
       const float scale = 1.0f / share_scale(denominator);
@@ -104,12 +88,12 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
       }
     }
   __syncthreads();
-  const int64_t first = query_row(scan.shape, work.b, work.row_head) + chunk.rows.first;
+  const int64_t first = query_row(scan.shape, s.work.b, s.work.row_head) + s.chunk.rows.first;
 #pragma unroll
-  for (int row = 0; row < kRowTiles; ++row)
+  for (int row = 0; row < T::kPassTiles; ++row)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int line = 16 * row + at.group + 8 * half;
+      const int line = 16 * (first_row + row) + at.group + 8 * half;
       float denominator = static_cast<float>(scan.eps);
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp) denominator += s.row_sums[warp][line][0];
@@ -118,7 +102,7 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
 #pragma unroll
       for (int warp = 0; warp < kWarps; ++warp)
         product += s.row_sums[warp][line][1] * (share_scale(s.row_sums[warp][line][0]) * inverse);
-      if (at.warp == 0 && at.pair == 0 && chunk.rows.has(line)) {
+      if (at.warp == 0 && at.pair == 0 && s.chunk.rows.has(line)) {
         static_cast<float*>(scan.inverse)[first + line] = inverse;
         static_cast<float*>(scan.products)[first + line] = product;
       }
@@ -127,60 +111,59 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork&
         const int column = T::kSlab * at.warp + 8 * tile + at.pair;
         scalar_t* to = &s.last[line][column];
         const float2 x = read_pair(to);
-        const float2 z = read_pair(&s.running[line][column]);
-        store_pair(to, (out.part[row][tile][2 * half] - product * z.x) * inverse * fast_derivative(map, x.x),
-                   (out.part[row][tile][2 * half + 1] - product * z.y) * inverse * fast_derivative(map, x.y));
+        const auto gradient = [&](int j, float last) {
+          const float difference = out.part[row][tile][2 * half + j] - product * z.part[row][tile][2 * half + j];
+          return difference * inverse * fast_derivative(map, last);
+        };
+        store_pair(to, gradient(0, x.x), gradient(1, x.y));
       }
     }
 }
 
 template <typename T>
-__device__ __forceinline__ void finish(const Scan& scan, const ScanWork& work, const Chunk& chunk, SharedTiles<T>& s,
-                                       Out<T>& out) {
+__device__ __forceinline__ void finish(const Scan& scan, SharedTiles<T>& s, int first_row, Out<T>& out) {
   const auto scale = [&](int row) {
     return scan.kind == ScanKind::Output ? 1.0f / (s.denominator[row] + static_cast<float>(scan.eps)) : 1.0f;
   };
   if constexpr (T::kFeatures) {
-    for_pairs<T>(out, scale, [&](float scale, int row, int column, float x, float y) {
+    for_pairs<T>(out, first_row, scale, [&](float scale, int row, int column, float x, float y) {
       store_pair(&s.results()[row][column], x * scale, y * scale);
     });
   } else if (scan.kind == ScanKind::GradQ) {
-    run_sums(chunk, s);
-    __syncthreads();
-    finish_queries(scan, work, chunk, s, out);
+    finish_queries(scan, s, first_row, out);
   } else {
-    for_pairs<T>(out, scale, [&](float, int row, int column, float x, float y) {
+    for_pairs<T>(out, first_row, scale, [&](float, int row, int column, float x, float y) {
       auto* to = &s.last[row][column];
       const FeatureMap map = scan.shape.feature_map;
       const float2 last = read_pair(to);
       store_pair(to, x * fast_derivative(map, last.x), y * fast_derivative(map, last.y));
     });
   }
-  __syncthreads();
 }
 
-// Copies the results of rows that exist to memory.
+// Copies the results of a pass to memory, of the rows that exist.
 template <typename T>
-__device__ __forceinline__ void store_results(const Scan& scan, const ScanWork& work, const Lines& rows,
-                                              SharedTiles<T>& s) {
+__device__ __forceinline__ void store_results(const Scan& scan, SharedTiles<T>& s, int first_row) {
   using scalar_t = typename T::scalar;
-  const typename T::Packs packs;
+  const TilePacks<scalar_t, 16 * T::kPassTiles, T::kSize, kThreads> packs;
   if (!scan.out || packs.column >= scan.width) return;
-  scalar_t* to = scan.out.at<scalar_t>(work.b, work.row_head, rows.first, packs.column);
+  const Lines rows = s.chunk.rows;
+  scalar_t* to = scan.out.at<scalar_t>(s.work.b, s.work.row_head, rows.first + 16 * first_row, packs.column);
   store_tile<2>(
       packs, RowLayout{scan.out.stride[3], scan.width, scan.out_packed},
       [&](int line) { return to + line * scan.out.stride[2]; },
-      [&](int line) { return &s.results()[line][packs.column]; }, [&](int line) { return rows.has(line); });
+      [&](int line) { return &s.results()[16 * first_row + line][packs.column]; },
+      [&](int line) { return rows.has(16 * first_row + line); });
 }
 
 // ---- a chunk
 
 // Zeros, or for GradK minus the sum of bias_j x_j, which is the same for all rows.
 template <typename T>
-__device__ __forceinline__ void start_out(const Scan& scan, const SharedTiles<T>& s, Out<T>& out) {
+__device__ __forceinline__ void start_out(const Scan& scan, const SharedTiles<T>& s, int first_row, Out<T>& out) {
   const bool biased = scan.kind == ScanKind::GradK;
   const auto zero = [](int) { return 0.0f; };
-  for_pairs<T>(out, zero, [&](float, int, int column, float& x, float& y) {
+  for_pairs<T>(out, first_row, zero, [&](float, int, int column, float& x, float& y) {
     x = biased ? -s.vector[column] : 0.0f;
     y = biased ? -s.vector[column + 1] : 0.0f;
   });
@@ -212,20 +195,6 @@ __device__ __forceinline__ void load_head(const Scan& scan, int head, bool with_
   __syncthreads();
 }
 
-// Adds to the rows the products with one head of columns of the chunk; with the first head also those with the state.
-template <typename T>
-__device__ __forceinline__ void attend(const Scan& scan, bool first, const State<T>& state, Out<T>& out,
-                                       SharedTiles<T>& s) {
-  if (s.chunk.has_columns) form_scores(scan, s.chunk, s);
-  if (first) {
-    start_out(scan, s, out);
-    read_state(s, state, out);
-  }
-  __syncthreads();
-  if (s.chunk.has_columns) read_chunk(scan, s, out);
-  __syncthreads();
-}
-
 // Adds the columns of a loaded head to the state.
 template <typename T>
 __device__ __forceinline__ void join_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
@@ -240,22 +209,43 @@ __device__ __forceinline__ void join_state(const Scan& scan, State<T>& state, Sh
 }
 
 // The rows are finished with all heads before columns join the state, so that results and the sums that join the state
-// are not in registers together.
+// are not in registers together. Every pass over the heads begins with the head that the last one ended with, whose
+// columns are still loaded.
 template <typename T>
 __device__ __forceinline__ void scan_chunk(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
   const int heads = s.chunk.has_columns ? static_cast<int>(s.work.column_heads) : 0;
-  if (s.chunk.has_rows) {
+  const int last = max(heads - 1, 0);
+  const int passes = s.chunk.has_rows ? T::kPasses : 0;
+  int loaded = -1;
+#pragma unroll 1
+  for (int pass = 0; pass < passes; ++pass) {
+    const int first_row = pass * T::kPassTiles;
     Out<T> out;
-    for (int head = 0; head == 0 || head < heads; ++head) {
-      load_head(scan, head, head == 0, s);
-      attend(scan, head == 0, state, out, s);
+#pragma unroll 1
+    for (int i = 0; i <= last; ++i) {
+      const int head = pass == 0 ? i : last - i;
+      if (head != loaded) {
+        load_head(scan, head, loaded < 0, s);
+        if (heads > 0) form_scores(scan, first_row, s);
+        loaded = head;
+      }
+      if (i == 0) {
+        start_out(scan, s, first_row, out);
+        read_state(s, state, first_row, out);
+      }
+      __syncthreads();
+      if (heads > 0) read_chunk(scan, s, first_row, out);
+      __syncthreads();
     }
-    finish(scan, s.work, s.chunk, s, out);
-    store_results(scan, s.work, s.chunk.rows, s);
+    finish(scan, s, first_row, out);
+    __syncthreads();
+    store_results(scan, s, first_row);
   }
-  // The columns of the last head are still loaded.
-  for (int head = heads - 1; head >= 0; --head) {
-    if (head < heads - 1 || !s.chunk.has_rows) load_head(scan, head, false, s);
+#pragma unroll 1
+  for (int i = 0; i < heads; ++i) {
+    const int head = passes == 2 ? i : last - i;
+    if (head != loaded) load_head(scan, head, false, s);
+    loaded = head;
     join_state(scan, state, s);
     __syncthreads();
   }
@@ -263,52 +253,55 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, State<T>& state, Sh
 
 // ---- states
 
-// Calls move(element, depth, column, exists) for the thread's elements of the state, and move_sum(element, i, exists)
-// for those of the vector.
-template <typename T, typename Move, typename MoveSum>
-__device__ __forceinline__ void for_state(const Scan& scan, State<T>& state, SharedTiles<T>& s, const Move& move,
-                                          const MoveSum& move_sum) {
+// Before and after the scan the state is moved by way of shared memory, so that memory is accessed in its order, and
+// that addresses take few registers beside the state. Calls move(element, staged) for the thread's elements.
+template <typename T, typename Move>
+__device__ __forceinline__ void for_state(State<T>& state, StagedState<T>& staged, const Move& move) {
   const Place at;
 #pragma unroll
   for (int tile = 0; tile < T::kSlabTiles; ++tile)
 #pragma unroll
     for (int depth = 0; depth < T::kDepthTiles; ++depth)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int column = T::kSlab * at.warp + 16 * tile + at.group + i / 2 * 8;
-        const int k = 8 * depth + at.pair + i % 2;
-        move(state.part[tile][depth][i], k, column, k < scan.depth && column < scan.width);
-      }
-  const int i = static_cast<int>(threadIdx.x);
-  if (i < T::kSize) move_sum(s.vector[i], i, i < (scan.kind == ScanKind::Output ? scan.depth : scan.width));
+      for (int i = 0; i < 4; ++i)
+        move(state.part[tile][depth][i],
+             staged.matrix[8 * depth + at.pair + i % 2][T::kSlab * at.warp + 16 * tile + at.group + i / 2 * 8]);
+}
+
+// Calls move(number, staged) for the numbers of a slot that this thread moves.
+template <typename T, typename Move>
+__device__ __forceinline__ void for_slot(const Scan& scan, const StateSlot<typename T::scalar>& slot, SharedTiles<T>& s,
+                                         const Move& move) {
+  const int thread = static_cast<int>(threadIdx.x);
+#pragma unroll 8
+  for (int i = thread; i < T::kSize * T::kSize; i += kThreads) {
+    const int k = i / T::kSize;
+    const int column = i % T::kSize;
+    if (k < scan.depth && column < scan.width) move(slot.at(k, column), s.state.matrix[k][column]);
+  }
+  if (thread < (scan.kind == ScanKind::Output ? scan.depth : scan.width)) move(slot.sum_at(thread), s.vector[thread]);
 }
 
 template <typename T>
-__device__ __forceinline__ void start_state(const Scan& scan, const ScanWork& work, State<T>& state,
-                                            SharedTiles<T>& s) {
-  const bool from_slot = scan.phase == ScanPhase::Pieces;
-  StateSlot<typename T::scalar> slot = {};
-  if (from_slot) slot = slot_of<typename T::scalar>(scan, work, work.piece);
-  for_state(
-      scan, state, s,
-      [&](float& to, int k, int column, bool exists) {
-        to = exists && from_slot ? slot.read(slot.at(k, column)) : 0.0f;
-      },
-      [&](float& to, int i, bool exists) { to = exists && from_slot ? slot.read(slot.sum_at(i)) : 0.0f; });
+__device__ __forceinline__ void start_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
+  const int thread = static_cast<int>(threadIdx.x);
+  if (thread < T::kSize) s.vector[thread] = 0.0f;
+  for_state(state, s.state, [](float& x, float&) { x = 0.0f; });
+  if (scan.phase != ScanPhase::Pieces) return;
+  for_state(state, s.state, [](float&, float& staged) { staged = 0.0f; });
+  __syncthreads();
+  const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.piece);
+  for_slot(scan, slot, s, [&](int64_t number, float& to) { to = slot.read(number); });
+  __syncthreads();
+  for_state(state, s.state, [](float& x, float& staged) { x = staged; });
 }
 
 template <typename T>
-__device__ __forceinline__ void store_segment(const Scan& scan, const ScanWork& work, State<T>& state,
-                                              SharedTiles<T>& s) {
-  const auto slot = slot_of<typename T::scalar>(scan, work, work.piece);
-  for_state(
-      scan, state, s,
-      [&](float& from, int k, int column, bool exists) {
-        if (exists) slot.write(slot.at(k, column), from);
-      },
-      [&](float& from, int i, bool exists) {
-        if (exists) slot.write(slot.sum_at(i), from);
-      });
+__device__ __forceinline__ void store_segment(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
+  const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.piece);
+  for_state(state, s.state, [](float& x, float& staged) { staged = x; });
+  __syncthreads();
+  for_slot(scan, slot, s, [&](int64_t number, float& from) { slot.write(number, from); });
 }
 
 template <typename scalar_t, int kSize, bool kFeatures>
@@ -321,7 +314,7 @@ __global__ void __launch_bounds__(kThreads, kSize == 64 ? 3 : 2) tensor_scan_ker
   }
   __syncthreads();
   State<T> state;
-  start_state(scan, s.work, state, s);
+  start_state(scan, state, s);
   const int sums = s.ranges.column_chunks(kChunk);
   const int steps = sums + s.ranges.row_chunks(kChunk);
   for (int i = 0; i < steps; ++i) {
@@ -332,7 +325,7 @@ __global__ void __launch_bounds__(kThreads, kSize == 64 ? 3 : 2) tensor_scan_ker
     if (s.chunk.has_rows || s.chunk.has_columns) scan_chunk<T>(scan, state, s);
     __syncthreads();
   }
-  if (scan.phase == ScanPhase::Sums) store_segment(scan, s.work, state, s);
+  if (scan.phase == ScanPhase::Sums) store_segment(scan, state, s);
 }
 
 template <typename scalar_t, int kSize, bool kFeatures>

@@ -3,7 +3,8 @@
 #include "linear_attention/linear_attention_scan_cuda.cuh"
 
 // Tiles of scans on tensor cores, and how they are loaded. A chunk is 64 positions. A block of 4 warps has all of the
-// width, a quarter for each warp, which keeps its part of the state in registers.
+// width, a quarter for each warp, which keeps its part of the state in registers. If the state leaves little room for
+// results, half of the rows are finished before the other half.
 //
 // Only values in memory may have the precision of 16 bits. Features and states are split: x = high + low, both
 // bfloat16, 16 bits together. The product of two such sums is formed as high high + high low + low high. The errors
@@ -37,6 +38,8 @@ struct Traits {
   static constexpr int kOutTiles = kSlab / 8;
   static constexpr int kSlabTiles = kSlab / 16;
   static constexpr int kDepthTiles = kSize / 8;
+  static constexpr int kPasses = kSize == 64 && kFeatures ? 1 : 2;  // over the rows of a chunk
+  static constexpr int kPassTiles = kRowTiles / kPasses;
   using Packs = TilePacks<scalar_t, kChunk, kSize, kThreads>;
 };
 
@@ -45,23 +48,28 @@ struct alignas(16) SplitTile {
   bf16 part[kParts][kChunk][kStride];
 };
 
+// The state on its way between registers and memory.
+template <typename T>
+struct StagedState {
+  float matrix[T::kSize][T::kSize + 4];
+};
+
 template <typename T>
 struct SharedTiles {
   static constexpr int kScoresStride = kChunk + 8;
-  static constexpr int kRunningStride = T::kSize + 8;
   using Line = typename T::scalar[T::kStride];
 
-  SplitTile<T::kFactorParts, T::kStride> b;
-  SplitTile<T::kValueParts, T::kStride> x;
   union {
     struct {
+      SplitTile<T::kFactorParts, T::kStride> b;
+      SplitTile<T::kValueParts, T::kStride> x;
       SplitTile<T::kFactorParts, T::kStride> a;
       union {
         float scores[kChunk][kScoresStride];
         Line staged[kChunk];  // with features: results before they are stored
       };
     };
-    float running[kChunk][kRunningStride];  // GradQ: z of every row, after the scores were read
+    StagedState<T> state;  // before and after the scan
   };
   alignas(16) Line last[T::kFeatures ? 1 : kChunk];  // without features: q or k, then results before they are stored
   alignas(16) float vector[T::kSize];                // of the state: Output: sum of b_j; GradQ, GradK: of (bias) x_j
@@ -74,6 +82,9 @@ struct SharedTiles {
   ScanWork work;
   ScanRanges ranges;
   Chunk chunk;
+
+  // Results of a pass are staged in the place of its scores. Those of the next pass are still read.
+  static_assert(T::kPasses == 1 || sizeof(Line) <= sizeof(float[kScoresStride]));
 
   __device__ __forceinline__ Line* results() { return T::kFeatures ? staged : last; }
 };
@@ -96,9 +107,10 @@ struct State {
   float part[T::kSlabTiles][T::kDepthTiles][4];  // transposed: [column][depth] as mma's d
 };
 
+// The results of a pass.
 template <typename T>
 struct Out {
-  float part[kRowTiles][T::kOutTiles][4];
+  float part[T::kPassTiles][T::kOutTiles][4];
 };
 
 __device__ __forceinline__ uint32_t packed(float low_half, float high_half) {
@@ -127,13 +139,12 @@ __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts
   }
 }
 
-// ---- from memory to tiles
+// ---- from memory to tiles. Lines are passed by value: s.chunk would be read again after every store.
 
 // Begins to load a chunk of x; zeros where nothing exists. It has arrived for this thread after cp_async_wait.
 template <typename T>
-__device__ __forceinline__ void request_lines(const Strided<4>& x, bool packed, int64_t b, int64_t head,
-                                              const Lines& lines, int64_t columns,
-                                              typename T::scalar (*tile)[T::kStride]) {
+__device__ __forceinline__ void request_lines(const Strided<4>& x, bool packed, int64_t b, int64_t head, Lines lines,
+                                              int64_t columns, typename T::scalar (*tile)[T::kStride]) {
   using scalar_t = typename T::scalar;
   const typename T::Packs packs;
   const scalar_t* from = x ? x.at<scalar_t>(b, head, lines.first, packs.column) : nullptr;
@@ -158,7 +169,7 @@ __device__ __forceinline__ void request_lines(const Strided<4>& x, bool packed, 
 
 // Begins to load a chunk of a factor into the place of its high parts.
 template <typename T, int kParts>
-__device__ __forceinline__ void request_lines(const ScanFactor& factor, int64_t b, int64_t head, const Lines& lines,
+__device__ __forceinline__ void request_lines(const ScanFactor& factor, int64_t b, int64_t head, Lines lines,
                                               int64_t columns, SplitTile<kParts, T::kStride>& tile) {
   request_lines<T>(factor.x, factor.packed, b, head, lines, columns,
                    reinterpret_cast<typename T::scalar(*)[T::kStride]>(tile.part[0]));
@@ -176,8 +187,8 @@ __device__ __forceinline__ float fast_derivative(FeatureMap map, float x) {
 
 // Replaces what this thread loaded by phi of it, times its scale, in parts. Calls add(line, values) for each pack.
 template <typename T, int kParts, typename Add>
-__device__ __forceinline__ void split_factor(const ScanFactor& factor, const Lines& lines, int64_t columns,
-                                             const float* scale, SplitTile<kParts, T::kStride>& tile, const Add& add) {
+__device__ __forceinline__ void split_factor(const ScanFactor& factor, Lines lines, int64_t columns, const float* scale,
+                                             SplitTile<kParts, T::kStride>& tile, const Add& add) {
   using scalar_t = typename T::scalar;
   const typename T::Packs packs;
   const int column = packs.column;
@@ -279,7 +290,7 @@ __device__ __forceinline__ void split_x(const Scan& scan, const Chunk& chunk, Sh
 
 // Loads 1 / den and g.y of queries that are columns; 0 where none exist.
 template <typename T>
-__device__ __forceinline__ void load_query_rows(const Scan& scan, int64_t b, int64_t head, const Lines& queries,
+__device__ __forceinline__ void load_query_rows(const Scan& scan, int64_t b, int64_t head, Lines queries,
                                                 SharedTiles<T>& s) {
   const int line = static_cast<int>(threadIdx.x);
   if (scan.rows_are_queries() || line >= kChunk) return;
