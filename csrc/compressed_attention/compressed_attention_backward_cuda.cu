@@ -89,7 +89,12 @@ __device__ __forceinline__ void delta_from_y(const CompressedAttentionBackward& 
     load_tile(y, work.row, column, memory.q);
     __syncthreads();
     if (row < kSize)
-      for (int d = 0; d < kSize; ++d) delta += memory.q.at[row][d] * memory.grad_y.at[row][d];
+      for (int d = 0; d < kSize; d += kPackSize<acc_t>) {
+        const auto of_y = load_pack(&memory.q.at[row][d]);
+        const auto of_grad_y = load_pack(&memory.grad_y.at[row][d]);
+#pragma unroll
+        for (int i = 0; i < kPackSize<acc_t>; ++i) delta += of_y.values[i] * of_grad_y.values[i];
+      }
   }
   if (row < kSize) memory.delta[row] = delta;
   __syncthreads();
