@@ -36,12 +36,13 @@ struct LinearAttentionShape {
   int64_t B, H, Hkv, S, T, D, Dv;
   bool causal;
   FeatureMap feature_map;
-  // Kernels of CUDA know only these values.
   bool normalize = true;
   bool decayed = false;    // causal only, as the next
   bool continued = false;  // it begins with a state, or the state that it ends with is wanted
 
   MEMCHECK_INLINE int64_t group() const { return Hkv == 0 ? 0 : H / Hkv; }
+  // Without decays and states, and normalized.
+  MEMCHECK_INLINE bool is_plain() const { return normalize && !decayed && !continued; }
 };
 
 // A state in memory, or its gradient, in the accumulation type. Both are null if there is none.
@@ -77,9 +78,11 @@ struct LinearAttentionBackward {
   Strided<4> grad_q;  // (B,H,S,D), null if not wanted, as the next two
   Strided<4> grad_k;  // (B,Hkv,T,D)
   Strided<4> grad_v;  // (B,Hkv,T,Dv)
-  void* rows;     // CPU (2,B,H,S): 1 / den, then delta = (grad_y.y) / den; CUDA (1+parts,B,H,S): 1 / den, then grad_y.y
-  void* states;   // the plan's backward_states_bytes
-  void* scratch;  // the plan's backward_scratch_bytes
+  // CPU (2,B,H,S): 1 / den, then delta = (grad_y.y) / den. CUDA (1+parts,B,H,S): 1 / den, then grad_y.y; behind them,
+  // if it decays, phi(k).(grad phi(k)) of each key (parts,B,Hkv,T).
+  void* rows;
+  void* states;           // the plan's backward_states_bytes
+  void* scratch;          // the plan's backward_scratch_bytes
   int64_t threads;        // of the plan
   Strided<3> decay = {};  // as in the forward
   LinearAttentionState initial = {};
@@ -127,8 +130,7 @@ struct LinearAttentionKernels {
   Kernel<LinearAttentionForward> forward;
   Kernel<LinearAttentionBackward> backward;
   Kernel<LinearAttentionStep> step;
-  // Null where kernels know neither decays nor states, and always normalize.
-  Kernel<LinearAttentionDecaySum> sum_decays = nullptr;
+  Kernel<LinearAttentionDecaySum> sum_decays;
 };
 extern const LinearAttentionKernels linear_attention_cpu;
 // The tasks of every pass on the CPU, for tests.
@@ -146,6 +148,14 @@ enum class LinearAttentionRows { Queries, Keys };
 // The positions of a chunk, and the columns of a state that one block has.
 inline int64_t linear_attention_tile(Dtype dtype) {
   return dtype == Dtype::Float64 ? 32 : 64;
+}
+
+// The tiles of so many columns, of which each block has one; one of none.
+MEMCHECK_INLINE int64_t linear_attention_parts(int64_t columns, int64_t tile) {
+  return columns == 0 ? 1 : ceil_div(columns, tile);
+}
+inline int64_t linear_attention_parts(int64_t columns, Dtype dtype) {
+  return linear_attention_parts(columns, linear_attention_tile(dtype));
 }
 
 // A sequence cut into segments of whole chunks, each with a state of its own in memory; one segment if there are enough
@@ -231,7 +241,7 @@ inline LinearAttentionSegments linear_attention_segments(const LinearAttentionSh
   const int64_t wanted =
       std::max(fewest, std::min(heads >= kBlocks / 2 ? 1 : ceil_div(kBlocks, heads), length / kShortest));
   const int64_t in_memory = std::max(fewest, std::min(wanted, affordable));
-  const int64_t in_result = linear_attention_segments_in_result(n, dtype, rows, wanted);
+  const int64_t in_result = n.is_plain() ? linear_attention_segments_in_result(n, dtype, rows, wanted) : 0;
   return in_result >= in_memory ? LinearAttentionSegments{in_result, in_result > 1}
                                 : LinearAttentionSegments{in_memory, false};
 }
@@ -255,7 +265,7 @@ inline LinearAttentionPlan linear_attention_plan_cuda(const LinearAttentionShape
   const auto states_bytes = [&](LinearAttentionRows rows) {
     const LinearAttentionSegments segments = linear_attention_segments(n, dtype, rows);
     if (segments.count == 1 || segments.in_result) return int64_t{0};
-    return n.B * n.Hkv * segments.count * linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype);
+    return n.B * n.Hkv * segments.count * (linear_attention_slot(n.D, n.Dv) + (n.decayed ? 1 : 0)) * acc_bytes(dtype);
   };
   const auto deep_bytes = [&](LinearAttentionRows rows) {
     return std::max(linear_attention_deep_bytes(n, dtype, rows, n.D, n.Dv),
@@ -263,10 +273,11 @@ inline LinearAttentionPlan linear_attention_plan_cuda(const LinearAttentionShape
   };
   constexpr auto kQueries = LinearAttentionRows::Queries;
   constexpr auto kKeys = LinearAttentionRows::Keys;
-  const int64_t parts = std::max<int64_t>(1, ceil_div(n.Dv, linear_attention_tile(dtype)));
+  const int64_t of_queries = n.normalize || n.decayed ? 1 + linear_attention_parts(n.Dv, dtype) : 0;
+  const int64_t of_keys = n.decayed ? linear_attention_parts(n.D, dtype) : 0;
   return {states_bytes(kQueries), linear_attention_deep_bytes(n, dtype, kQueries, n.D, n.Dv),
-          (1 + parts) * n.B * n.H * n.S * acc_bytes(dtype), std::max(states_bytes(kQueries), states_bytes(kKeys)),
-          std::max(deep_bytes(kQueries), deep_bytes(kKeys))};
+          n.B * (of_queries * n.H * n.S + of_keys * n.Hkv * n.T) * acc_bytes(dtype),
+          std::max(states_bytes(kQueries), states_bytes(kKeys)), std::max(deep_bytes(kQueries), deep_bytes(kKeys))};
 }
 
 }  // namespace memcheck

@@ -9,8 +9,8 @@ namespace linear_cuda {
 namespace {
 
 // add_up_segments; a thread for each number of a key head's slots, of which none has more than `most`.
-template <typename scalar_t>
-__global__ void add_up_kernel(const Scan scan, int64_t slots, int64_t most) {
+template <typename scalar_t, bool kGeneral>
+__device__ __forceinline__ void add_up(const Scan& scan, int64_t slots, int64_t most) {
   using acc_t = acc_type<scalar_t>;
   const LinearAttentionShape& n = scan.shape;
   const int64_t index = static_cast<int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
@@ -23,7 +23,8 @@ __global__ void add_up_kernel(const Scan scan, int64_t slots, int64_t most) {
   work.b = head / n.Hkv;
   work.key_head = head % n.Hkv;
   work.row_head = work.key_head * copies;
-  if (number >= slot_of<scalar_t>(scan, work, 0).count) return;
+  const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, 0);
+  if (number >= slot.count) return;
   const int64_t count = scan.segments.count;
   const auto replace = [&](int64_t segment, acc_t x) {
     ScanWork of_copy = work;
@@ -31,13 +32,31 @@ __global__ void add_up_kernel(const Scan scan, int64_t slots, int64_t most) {
   };
   acc_t sum = 0;
   acc_t rest = 0;
+  if constexpr (kGeneral)
+    sum = number < slot.matrix ? initial_element<acc_t>(scan, work, number / slot.columns, number % slot.columns)
+                               : initial_sum<acc_t>(scan, work, number - slot.matrix);
   for (int64_t i = 0; i < count; ++i) {
     const int64_t segment = scan.backwards() ? count - 1 - i : i;
     const acc_t x = i < scan.summed_segments() ? slot_of<scalar_t>(scan, work, segment).read(number) : acc_t(0);
     if (n.causal) replace(segment, sum);
+    if (kGeneral && scan.decay && i < scan.summed_segments()) {
+      const acc_t kept = kept_of<acc_t>(scan, work, segment);
+      sum *= kept;
+      rest *= kept;
+    }
     add_to_sum(x, sum, rest);
   }
   for (int64_t i = 0; i < count && !n.causal; ++i) replace(i, sum);
+}
+
+template <typename scalar_t>
+__global__ void add_up_kernel(const Scan scan, int64_t slots, int64_t most) {
+  add_up<scalar_t, false>(scan, slots, most);
+}
+
+template <typename scalar_t>
+__global__ void general_add_up_kernel(const Scan scan, int64_t slots, int64_t most) {
+  add_up<scalar_t, true>(scan, slots, most);
 }
 
 }  // namespace
@@ -50,7 +69,10 @@ void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream) {
   const int64_t numbers = scan.shape.B * scan.shape.Hkv * slots * most;
   const Launch with{"linear_attention_add_up", dim3(static_cast<unsigned>(ceil_div(numbers, kBlock))), dim3(kBlock), 0,
                     stream};
-  with_device_type(dtype, [&](auto scalar) { launch(with, add_up_kernel<decltype(scalar)>, scan, slots, most); });
+  with_device_type(dtype, [&](auto scalar) {
+    using scalar_t = decltype(scalar);
+    launch(with, scan.shape.is_plain() ? add_up_kernel<scalar_t> : general_add_up_kernel<scalar_t>, scan, slots, most);
+  });
 }
 
 namespace {
@@ -88,15 +110,33 @@ Scan scan_of(const LinearAttentionShape& n, double eps, Dtype dtype, ScanKind ki
   return scan;
 }
 
+// The segments' states, and the products of their decays behind them.
+void use_scratch(void* states, Dtype dtype, Scan& scan) {
+  const LinearAttentionShape& n = scan.shape;
+  scan.states = {states, {}, 0, 0, 0};
+  scan.kept = static_cast<char*>(states) +
+              n.B * n.Hkv * scan.segments.count * linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype);
+}
+
+Strided<4> transposed(const Strided<4>& x) {
+  return {x.data, {x.stride[0], x.stride[1], x.stride[3], x.stride[2]}};
+}
+
 // A state lies in the scan's own result, or if that is not wanted in another.
-StateMemory backward_states(const LinearAttentionBackward& p, const Scan& scan) {
+StateMemory states_in_result(const LinearAttentionBackward& p, const Scan& scan) {
   const LinearAttentionShape& n = p.shape;
-  if (!scan.segments.in_result) return {p.states, {}, 0, 0, 0};
   const StateMemory of_q{nullptr, p.grad_q, n.H, n.S, n.D}, of_k{nullptr, p.grad_k, n.Hkv, n.T, n.D},
       of_v{nullptr, p.grad_v, n.Hkv, n.T, n.Dv};
   if (scan.kind == ScanKind::GradK) return of_k;
   if (scan.kind == ScanKind::GradV) return of_v;
   return p.grad_q ? of_q : p.grad_k ? of_k : of_v;
+}
+
+// Behind 1 / den and the parts of g.y.
+void* key_products(const LinearAttentionBackward& p, Dtype dtype) {
+  const LinearAttentionShape& n = p.shape;
+  const int64_t rows = 1 + linear_attention_parts(n.Dv, dtype);
+  return static_cast<char*>(p.rows) + rows * n.B * n.H * n.S * acc_bytes(dtype);
 }
 
 Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind) {
@@ -105,27 +145,33 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
   scan.inverse = p.rows;
   scan.products = static_cast<char*>(p.rows) + n.B * n.H * n.S * acc_bytes(dtype);
   scan.deep = p.scratch;
+  scan.decay = p.decay;
   const bool maps = n.feature_map == FeatureMap::EluPlusOne;
-  const ScanFactor q{p.q, maps, false, false}, k{p.k, maps, false, false}, scaled_q{p.q, maps, true, false};
+  const ScanFactor q{p.q, maps, false, false}, k{p.k, maps, false, false}, scaled_q{p.q, maps, n.normalize, false};
   const ScanFactor v{p.v, false, false, false}, g{p.grad_y, false, false, false};
   // On tensor cores the scan of grad q computes 1 / den.
-  const ScanFactor scaled_g{p.grad_y, false, !suits_tensor_cores(n, dtype), false};
+  const ScanFactor scaled_g{p.grad_y, false, n.normalize && !suits_tensor_cores(n, dtype), false};
   switch (kind) {
     case ScanKind::Output:
     case ScanKind::Denominators:
       scan.a = q, scan.b = k, scan.x = v, scan.last = p.grad_y;
+      scan.m = p.initial.m, scan.z = p.initial.z;
       break;
     case ScanKind::GradQ:
       scan.a = scaled_g, scan.b = v, scan.x = k, scan.last = p.q, scan.out = p.grad_q;
+      scan.m = transposed(p.initial.m), scan.z = p.initial.z;
       break;
     case ScanKind::GradK:
       scan.a = v, scan.b = g, scan.x = scaled_q, scan.last = p.k, scan.out = p.grad_k;
+      scan.m = transposed(p.grad_last.m), scan.z = p.grad_last.z;
+      scan.new_m = transposed(p.grad_initial.m), scan.new_z = p.grad_initial.z;
+      if (p.grad_decay) scan.key_products = key_products(p, dtype);
       break;
     case ScanKind::GradV:
-      scan.a = k, scan.b = scaled_q, scan.x = g, scan.out = p.grad_v;
+      scan.a = k, scan.b = scaled_q, scan.x = g, scan.out = p.grad_v, scan.m = p.grad_last.m;
       break;
   }
-  scan.states = backward_states(p, scan);
+  scan.segments.in_result ? void(scan.states = states_in_result(p, scan)) : use_scratch(p.states, dtype, scan);
   return scan;
 }
 
@@ -143,19 +189,26 @@ void linear_attention_forward_cuda(const LinearAttentionForward& p, Dtype dtype,
   if (scan.segments.in_result)
     scan.states = {nullptr, p.y, p.shape.H, p.shape.S, p.shape.Dv};
   else
-    scan.states.scratch = p.states;
+    use_scratch(p.states, dtype, scan);
   scan.deep = p.scratch;
+  scan.decay = p.decay;
+  scan.m = p.initial.m, scan.z = p.initial.z;
+  scan.new_m = p.last.m, scan.new_z = p.last.z;
   run_scan(scan, dtype, stream);
 }
 
 void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtype, cudaStream_t stream) {
   using namespace linear_cuda;
-  if (!p.grad_q && !p.grad_k && !p.grad_v) return;
+  const bool runs_keys = p.grad_k || p.grad_initial || p.grad_decay;
+  if (!p.grad_q && !runs_keys && !p.grad_v) return;
   const bool stores_denominators = suits_tensor_cores(p.shape, dtype);
-  if (!stores_denominators) run_scan(backward_scan(p, dtype, ScanKind::Denominators), dtype, stream);
+  const bool reads_denominators = p.shape.normalize || p.grad_decay;
+  if (reads_denominators && !stores_denominators)
+    run_scan(backward_scan(p, dtype, ScanKind::Denominators), dtype, stream);
   if (p.grad_q || stores_denominators) run_scan(backward_scan(p, dtype, ScanKind::GradQ), dtype, stream);
-  if (p.grad_k) run_scan(backward_scan(p, dtype, ScanKind::GradK), dtype, stream);
+  if (runs_keys) run_scan(backward_scan(p, dtype, ScanKind::GradK), dtype, stream);
   if (p.grad_v) run_scan(backward_scan(p, dtype, ScanKind::GradV), dtype, stream);
+  if (p.grad_decay) finish_grad_decay(p, key_products(p, dtype), dtype, stream);
 }
 
 void linear_attention_step_cuda(const LinearAttentionStep& p, Dtype dtype, cudaStream_t stream) {
@@ -176,6 +229,7 @@ void linear_attention_step_cuda(const LinearAttentionStep& p, Dtype dtype, cudaS
 }
 
 const LinearAttentionKernels linear_attention_cuda{linear_attention_plan_cuda, linear_attention_forward_cuda,
-                                                   linear_attention_backward_cuda, linear_attention_step_cuda};
+                                                   linear_attention_backward_cuda, linear_attention_step_cuda,
+                                                   linear_attention_sum_decays_cuda};
 
 }  // namespace memcheck

@@ -1,16 +1,29 @@
 #include "linear_attention/linear_attention_fma_tiles_cuda.cuh"
 
 // Scans by fused multiply-adds in the accumulation type: of float64 and float32, and of 16-bit types that tensor cores
-// do not suit. A block has one tile of the width.
+// do not suit. A block has one tile of the width. kGeneral: the general form, else the plain one.
 
 namespace memcheck {
 namespace linear_cuda {
 
 namespace {
 
-// kLines of a chunk: as many as a tile has columns, or half as many if a deep state leaves no room for more.
+// The weights that decays give to the positions of a chunk; 1 if there are no decays.
+template <typename acc_t, int kLines, bool kGeneral>
+struct ChunkDecays {};
 template <typename acc_t, int kLines>
-struct alignas(16) ScanShared {
+struct ChunkDecays<acc_t, kLines, true> {
+  double decay[kLines];
+  double kept;         // the product of all decays of the chunks so far
+  acc_t into[kLines];  // of a query and the state before the chunk: the product up to its position
+  acc_t out[kLines];   // of a key and the state behind the chunk: the product after its position
+  acc_t all;           // the product of all
+};
+
+// kLines of a chunk: as many as a tile has columns, or half as many if a deep state leaves no room for more, and in the
+// general form.
+template <typename acc_t, int kLines, bool kGeneral>
+struct alignas(16) ScanShared : ChunkDecays<acc_t, kLines, kGeneral> {
   ChunkTile<acc_t, kLines> a, b, x;  // scores replace a
   acc_t vector[kTileSize<acc_t>];    // with a bias: the sum of x_j, or of bias_j x_j
   acc_t bias[kLines];                // of rows or columns of the chunk
@@ -35,6 +48,82 @@ struct Accumulators {
   acc_t denominator[kThreadRows];
 };
 
+template <bool kGeneral>
+__device__ __forceinline__ bool has_denominator(const Scan& scan) {
+  return scan.has_denominator() && (!kGeneral || scan.shape.normalize);
+}
+
+template <bool kGeneral>
+__device__ __forceinline__ bool has_bias(const Scan& scan) {
+  return scan.has_bias() && (!kGeneral || scan.shape.normalize);
+}
+
+// ---- decays
+
+// Products are formed in float64, so that their rounding is that of one number.
+template <typename acc_t, int kLines>
+__device__ __forceinline__ void load_decays(const Scan& scan, const ScanWork& work, const Chunk& chunk,
+                                            ScanShared<acc_t, kLines, true>& s) {
+  const int line = static_cast<int>(threadIdx.x);
+  const int64_t t = chunk.columns.first + scan.column_delay() + line;
+  if (line < kLines)
+    s.decay[line] = scan.decay && t < scan.shape.T ? *scan.decay.at<acc_t>(work.b, work.key_head, t) : acc_t(1);
+  __syncthreads();
+  if (line < kLines) {
+    double into = 1;
+    double out = 1;
+#pragma unroll 1
+    for (int i = 0; i < kLines; ++i) (i <= line ? into : out) *= s.decay[i];
+    s.into[line] = static_cast<acc_t>(into);
+    s.out[line] = static_cast<acc_t>(out);
+    if (line == kLines - 1) {
+      s.all = static_cast<acc_t>(into);
+      s.kept *= into;
+    }
+  }
+  __syncthreads();
+}
+
+// In the place of b: row i of a query, column j of a key has the product of the decays from j + 1 to i.
+template <typename acc_t, int kLines>
+__device__ __forceinline__ void form_score_weights(ScanShared<acc_t, kLines, true>& s) {
+  const int column = static_cast<int>(threadIdx.x);
+  if (column >= kLines) return;
+  double x = 1;
+#pragma unroll 1
+  for (int row = column; row < kLines; ++row) {
+    if (row > column) x *= s.decay[row];
+    s.b.row(row)[column] = static_cast<acc_t>(x);
+  }
+}
+
+// The weights of rows for the state before the chunk, and of columns for the one behind it; null in the plain form.
+template <typename acc_t, int kLines, bool kGeneral>
+__device__ __forceinline__ const acc_t* row_weights(const Scan& scan, const ScanShared<acc_t, kLines, kGeneral>& s) {
+  if constexpr (kGeneral) return scan.rows_are_queries() ? s.into : s.out;
+  return nullptr;
+}
+template <typename acc_t, int kLines, bool kGeneral>
+__device__ __forceinline__ const acc_t* column_weights(const Scan& scan, const ScanShared<acc_t, kLines, kGeneral>& s) {
+  if constexpr (kGeneral) return scan.rows_are_queries() ? s.out : s.into;
+  return nullptr;
+}
+
+// Multiplies what the state has given to rows.
+template <typename acc_t, int kLines, int kThreadRows>
+__device__ __forceinline__ void weigh_rows(const Scan& scan, const ScanShared<acc_t, kLines, true>& s,
+                                           Accumulators<acc_t, kThreadRows>& acc) {
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i) {
+    const acc_t weight = row_weights(scan, s)[thread_y<acc_t>() + kSide<acc_t> * i];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) acc.out[i][j] *= weight;
+    acc.denominator[i] *= weight;
+  }
+}
+
+// ---- a chunk
+
 // The bias of the queries of a chunk, 0 where no query exists: g.y, or (g.y) / den if g is scaled.
 template <typename acc_t, int kLines>
 __device__ __forceinline__ void load_bias(const Scan& scan, int64_t b, int64_t head, const Lines& queries,
@@ -52,13 +141,11 @@ __device__ __forceinline__ void load_bias(const Scan& scan, int64_t b, int64_t h
   bias[line] = sum;
 }
 
-// ---- a chunk
-
 // Stores the scores in the place of a; 0 where a row does not see a column.
-template <typename acc_t, int kLines, int kThreadRows>
+template <typename acc_t, int kLines, bool kGeneral, int kThreadRows>
 __device__ __forceinline__ void store_scores(const Scan& scan, const Chunk& chunk,
                                              const acc_t (&scores)[kThreadRows][kThreadRows],
-                                             ScanShared<acc_t, kLines>& s) {
+                                             ScanShared<acc_t, kLines, kGeneral>& s) {
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
     const int row = thread_y<acc_t>() + kSide<acc_t> * i;
@@ -66,26 +153,30 @@ __device__ __forceinline__ void store_scores(const Scan& scan, const Chunk& chun
     for (int j = 0; j < kThreadRows; ++j) {
       const int column = thread_x<acc_t>() + kSide<acc_t> * j;
       const bool sees = (scan.rows_are_queries() ? column <= row : column >= row) && chunk.columns.has(column);
-      const acc_t bias = !scan.has_bias() ? acc_t(0) : s.bias[scan.rows_are_queries() ? row : column];
-      s.a.row(row)[column] = sees ? scores[i][j] - bias : acc_t(0);
+      const acc_t bias = !has_bias<kGeneral>(scan) ? acc_t(0) : s.bias[scan.rows_are_queries() ? row : column];
+      acc_t score = sees ? scores[i][j] - bias : acc_t(0);
+      if (kGeneral && scan.decay && sees)
+        score *= scan.rows_are_queries() ? s.b.row(row)[column] : s.b.row(column)[row];
+      s.a.row(row)[column] = score;
     }
   }
 }
 
 // One head of columns: adds to the rows what the chunk itself and, with the first head, the state gives them; then adds
 // the columns to the state.
-template <typename scalar_t, typename acc_t, int kLines, int kThreadRows>
+template <typename scalar_t, typename acc_t, int kLines, bool kGeneral, int kThreadRows>
 __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work, const Chunk& chunk, int64_t head,
-                                          const BlockState<acc_t>& state, ScanShared<acc_t, kLines>& s,
+                                          const BlockState<acc_t>& state, ScanShared<acc_t, kLines, kGeneral>& s,
                                           Accumulators<acc_t, kThreadRows>& acc) {
   constexpr int kSize = kTileSize<acc_t>;
   const bool meet = chunk.has_rows && chunk.has_columns;
   const bool reads_state = chunk.has_rows && head == 0;
+  const bool fades = kGeneral && scan.decay && head == 0;
   const int64_t column_head = work.first_column_head + head;
   acc_t scores[kThreadRows][kThreadRows] = {};
   if (chunk.has_columns)
     load_chunk<scalar_t>(scan, scan.x, work.b, column_head, chunk.columns, work.part * kSize, scan.width, s.x);
-  if (scan.has_bias() && scan.kind == ScanKind::GradK && chunk.has_columns)
+  if (has_bias<kGeneral>(scan) && scan.kind == ScanKind::GradK && chunk.has_columns)
     load_bias(scan, work.b, column_head, chunk.columns, s.bias);
   for (int64_t k = 0; k < scan.depth; k += kSize) {
     const int depth = static_cast<int>(min(int64_t{kSize}, ceil_div(scan.depth - k, 4) * 4));
@@ -95,33 +186,47 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
     if (meet) add_scores(s.a, s.b, depth, scores);
     if (reads_state) {
       add_product(s.a, state.row(k), depth, acc.out);
-      if (scan.has_denominator()) add_row_dots(s.a, state.sums + k, kSize, acc.denominator);
+      if (has_denominator<kGeneral>(scan)) add_row_dots(s.a, state.sums + k, kSize, acc.denominator);
       __syncthreads();
     }
+    if constexpr (kGeneral) {
+      if (fades) fade_matrix(s.all, state.row(k));
+      if (fades && has_denominator<kGeneral>(scan)) fade_vector(s.all, state.sums + k);
+    }
     if (chunk.has_columns) {
-      add_outer(s.b, s.x, chunk.columns.end, state.row(k));
-      if (scan.has_denominator()) add_column_sums(s.b, static_cast<const acc_t*>(nullptr), state.sums + k);
+      add_outer(s.b, s.x, chunk.columns.end, column_weights(scan, s), state.row(k));
+      if (has_denominator<kGeneral>(scan))
+        add_column_sums(s.b, static_cast<const acc_t*>(nullptr), column_weights(scan, s), state.sums + k);
     }
     __syncthreads();
   }
+  if constexpr (kGeneral)
+    if (reads_state) weigh_rows(scan, s, acc);
   if (meet) {
     __syncthreads();
+    if constexpr (kGeneral) {
+      if (scan.decay) form_score_weights(s);
+      __syncthreads();
+    }
     store_scores(scan, chunk, scores, s);
     __syncthreads();
     add_product(s.a, s.x.row(0), static_cast<int>(ceil_div(chunk.columns.end, 4) * 4), acc.out);
-    if (scan.has_denominator()) add_row_dots(s.a, static_cast<const acc_t*>(nullptr), kLines, acc.denominator);
+    if (has_denominator<kGeneral>(scan)) add_row_dots(s.a, static_cast<const acc_t*>(nullptr), kLines, acc.denominator);
   }
-  if (scan.has_bias() && chunk.has_columns) {
+  if (has_bias<kGeneral>(scan) && (chunk.has_columns || fades)) {
     __syncthreads();
-    add_column_sums(s.x, scan.kind == ScanKind::GradK ? s.bias : nullptr, s.vector);
+    if constexpr (kGeneral)
+      if (fades) fade_vector(s.all, s.vector);
+    if (chunk.has_columns)
+      add_column_sums(s.x, scan.kind == ScanKind::GradK ? s.bias : nullptr, column_weights(scan, s), s.vector);
   }
   __syncthreads();
 }
 
 // Subtracts the bias from the product with the state: bias_i (sum of x_j), or the sum of bias_j x_j, over the columns
 // before this chunk.
-template <typename acc_t, int kLines, int kThreadRows>
-__device__ __forceinline__ void subtract_bias_of_state(const Scan& scan, const ScanShared<acc_t, kLines>& s,
+template <typename acc_t, int kLines, bool kGeneral, int kThreadRows>
+__device__ __forceinline__ void subtract_bias_of_state(const Scan& scan, const ScanShared<acc_t, kLines, kGeneral>& s,
                                                        acc_t (&out)[kThreadRows][4]) {
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
@@ -159,13 +264,32 @@ __device__ __forceinline__ void load_last(const Scan& scan, const ScanWork& work
   for (int j = 0; j < 4; ++j) x[j] = to_acc(pack.values[j]);
 }
 
+// GradK: a part of phi(k).(grad phi(k)), which the gradient of a decay needs.
 template <typename scalar_t, typename acc_t>
+__device__ __forceinline__ void store_key_product(const Scan& scan, const ScanWork& work, int64_t row, bool exists,
+                                                  const acc_t (&out)[4]) {
+  const LinearAttentionShape& n = scan.shape;
+  acc_t k[4] = {};
+  if (exists) load_last<scalar_t>(scan, work, row, k);
+  acc_t product = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    product += out[j] * (n.feature_map == FeatureMap::EluPlusOne ? elu_plus_one(k[j], exp_minus_abs(k[j])) : k[j]);
+  product = sum_along_x(product);
+  acc_t* products = static_cast<acc_t*>(scan.key_products) + (work.b * n.Hkv + work.key_head) * n.T + row;
+  if (exists && thread_x<acc_t>() == 0) products[work.part * n.B * n.Hkv * n.T] = product;
+}
+
+template <typename scalar_t, bool kGeneral, typename acc_t>
 __device__ __forceinline__ void finish_row(const Scan& scan, const ScanWork& work, int64_t row, bool exists,
                                            acc_t denominator, acc_t (&out)[4]) {
   const LinearAttentionShape& n = scan.shape;
   acc_t* inverses = static_cast<acc_t*>(scan.inverse) + query_row(n, work.b, work.row_head);
+  if constexpr (kGeneral)
+    if (scan.key_products != nullptr) store_key_product<scalar_t>(scan, work, row, exists, out);
   if (scan.has_denominator()) {
-    const acc_t inverse = acc_t(1) / (sum_along_x(denominator) + static_cast<acc_t>(scan.eps));
+    acc_t inverse = acc_t(1) / (sum_along_x(denominator) + static_cast<acc_t>(scan.eps));
+    if (kGeneral && !n.normalize) inverse = 1;
 #pragma unroll
     for (int j = 0; j < 4; ++j) out[j] *= inverse;
     if (scan.kind == ScanKind::Denominators) {
@@ -188,12 +312,13 @@ __device__ __forceinline__ void finish_row(const Scan& scan, const ScanWork& wor
   if (exists) store_four<scalar_t>(scan, work, row, out);
 }
 
-template <typename scalar_t, typename acc_t, int kLines>
+template <typename scalar_t, typename acc_t, int kLines, bool kGeneral>
 __device__ __forceinline__ void scan_chunk(const Scan& scan, const ScanWork& work, const Chunk& chunk,
-                                           const BlockState<acc_t>& state, ScanShared<acc_t, kLines>& s) {
+                                           const BlockState<acc_t>& state, ScanShared<acc_t, kLines, kGeneral>& s) {
   constexpr int kThreadRows = kLines / kSide<acc_t>;
   Accumulators<acc_t, kThreadRows> acc = {};
-  if (chunk.has_rows && scan.has_bias()) {
+  if constexpr (kGeneral) load_decays(scan, work, chunk, s);
+  if (chunk.has_rows && has_bias<kGeneral>(scan)) {
     if (scan.kind == ScanKind::GradQ) {
       load_bias(scan, work.b, work.row_head, chunk.rows, s.bias);
       __syncthreads();
@@ -210,7 +335,8 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, const ScanWork& wor
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
     const int line = thread_y<acc_t>() + kSide<acc_t> * i;
-    finish_row<scalar_t>(scan, work, chunk.rows.first + line, chunk.rows.has(line), acc.denominator[i], acc.out[i]);
+    finish_row<scalar_t, kGeneral>(scan, work, chunk.rows.first + line, chunk.rows.has(line), acc.denominator[i],
+                                   acc.out[i]);
   }
 }
 
@@ -236,7 +362,7 @@ __device__ __forceinline__ void for_state(const Scan& scan, const ScanWork& work
   __syncthreads();
 }
 
-template <typename scalar_t, typename acc_t>
+template <typename scalar_t, bool kGeneral, typename acc_t>
 __device__ __forceinline__ void start_state(const Scan& scan, const ScanWork& work, const BlockState<acc_t>& state) {
   const bool from_slot = scan.phase == ScanPhase::Pieces;
   const StateSlot<scalar_t> slot = from_slot ? slot_of<scalar_t>(scan, work, work.piece) : StateSlot<scalar_t>{};
@@ -245,13 +371,21 @@ __device__ __forceinline__ void start_state(const Scan& scan, const ScanWork& wo
       [&](acc_t& to, int64_t k, int64_t column, bool exists) {
         acc_t x = 0;
         if (exists && from_slot) x = slot.read(slot.at(k, column));
-        if (exists && scan.m) x = *scan.m.at<acc_t>(work.b, work.key_head, k, column);
+        if constexpr (kGeneral) {
+          if (exists && scan.phase == ScanPhase::Whole) x = initial_element<acc_t>(scan, work, k, column);
+        } else {
+          if (exists && scan.m) x = *scan.m.at<acc_t>(work.b, work.key_head, k, column);
+        }
         to = x;
       },
       [&](acc_t& to, int64_t i, bool exists) {
         acc_t x = 0;
         if (exists && from_slot) x = slot.read(slot.sum_at(i));
-        if (exists && scan.z) x = *scan.z.at<acc_t>(work.b, work.key_head, 0, i);
+        if constexpr (kGeneral) {
+          if (exists && scan.phase == ScanPhase::Whole) x = initial_sum<acc_t>(scan, work, i);
+        } else {
+          if (exists && scan.z) x = *scan.z.at<acc_t>(work.b, work.key_head, 0, i);
+        }
         to = x;
       });
 }
@@ -283,17 +417,32 @@ __device__ __forceinline__ void store_new_state(const Scan& scan, const ScanWork
       });
 }
 
+// The general form: the last segment's state, as far as it is wanted. Every block has its own part of GradK's vector.
+template <typename acc_t>
+__device__ __forceinline__ void store_last_state(const Scan& scan, const ScanWork& work,
+                                                 const BlockState<acc_t>& state) {
+  for_state(
+      scan, work, state,
+      [&](acc_t& from, int64_t k, int64_t column, bool exists) {
+        if (exists && scan.new_m) *scan.new_m.at<acc_t>(work.b, work.key_head, k, column) = from;
+      },
+      [&](acc_t& from, int64_t i, bool exists) {
+        if (!exists || !scan.new_z || (scan.has_denominator() && work.part > 0)) return;
+        *scan.new_z.at<acc_t>(work.b, work.key_head, 0, i) = scan.kind == ScanKind::GradK ? -from : from;
+      });
+}
+
 // ---- a block
 
-template <typename scalar_t, int kLines>
-__global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<acc_type<scalar_t>>)
-    scan_kernel(const Scan scan, int64_t parts) {
+template <typename scalar_t, int kLines, bool kGeneral>
+__device__ __forceinline__ void scan_block(const Scan& scan, int64_t parts) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = kTileSize<acc_t>;
-  auto& s = shared<ScanShared<acc_t, kLines>>();
+  auto& s = shared<ScanShared<acc_t, kLines, kGeneral>>();
   if (threadIdx.x == 0) {
     s.work = scan_work(scan, blockIdx.x, parts);
     s.ranges = ranges_of(scan, s.work);
+    if constexpr (kGeneral) s.kept = 1;
   }
   __syncthreads();
   const ScanWork& work = s.work;
@@ -304,41 +453,71 @@ __global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<ac
   const BlockState<acc_t> state{memory, memory + ceil_div(scan.depth, kSize) * kSize * kTileStride<acc_t>, s.vector};
   const int sums = ranges.column_chunks(kLines);
   const int steps = sums + ranges.row_chunks(kLines);
-  start_state<scalar_t>(scan, work, state);
+  start_state<scalar_t, kGeneral>(scan, work, state);
   for (int i = 0; i <= steps; ++i) {
     if (i == sums && scan.phase == ScanPhase::Sums) store_segment<scalar_t>(scan, work, state);
-    if (i == sums && scan.new_m && work.row_head % scan.shape.group() == 0) store_new_state(scan, work, state);
+    if (!kGeneral && i == sums && scan.new_m && work.row_head % scan.shape.group() == 0)
+      store_new_state(scan, work, state);
     if (i == steps) break;
+    // chunk_of has the chunks of sums in ascending order. Decays need that of the scan.
+    const int of_sums = kGeneral && scan.backwards() ? sums - 1 - i : i;
     const Chunk chunk =
-        chunk_of(scan, i < sums ? ranges.columns : ranges.rows, i < sums ? i : i - sums, i < sums, kLines);
-    if (chunk.has_rows || chunk.has_columns) scan_chunk<scalar_t>(scan, work, chunk, state, s);
+        chunk_of(scan, i < sums ? ranges.columns : ranges.rows, i < sums ? of_sums : i - sums, i < sums, kLines);
+    if (kGeneral || chunk.has_rows || chunk.has_columns) scan_chunk<scalar_t>(scan, work, chunk, state, s);
   }
+  if constexpr (kGeneral) {
+    if (scan.phase == ScanPhase::Sums) {
+      if (scan.decay && work.part == 0 && threadIdx.x == 0) kept_of<acc_t>(scan, work, work.piece) = s.kept;
+      return;
+    }
+    const bool is_last = scan.phase == ScanPhase::Whole || work.piece == scan.last_segment();
+    const bool stores = !scan.rows_are_queries() || work.row_head % scan.shape.group() == 0;
+    if ((scan.new_m || scan.new_z) && is_last && stores) store_last_state(scan, work, state);
+  }
+}
+
+template <typename scalar_t, int kLines>
+__global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<acc_type<scalar_t>>)
+    scan_kernel(const Scan scan, int64_t parts) {
+  scan_block<scalar_t, kLines, false>(scan, parts);
+}
+
+template <typename scalar_t, int kLines>
+__global__ void __launch_bounds__(kThreads<acc_type<scalar_t>>, kBlocksAtOnce<acc_type<scalar_t>>)
+    general_scan_kernel(const Scan scan, int64_t parts) {
+  scan_block<scalar_t, kLines, true>(scan, parts);
 }
 
 // ---- launches
 
-template <typename scalar_t, int kLines>
+template <typename scalar_t, int kLines, bool kGeneral>
 void launch_chunks(const Scan& scan, int64_t blocks, size_t state_bytes, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   const int64_t parts = std::max<int64_t>(1, ceil_div(scan.width, kTileSize<acc_t>));
   const Launch with{name_of(scan.kind, false), dim3(static_cast<unsigned>(blocks * parts)), dim3(kThreads<acc_t>),
-                    sizeof(ScanShared<acc_t, kLines>) + state_bytes, stream};
-  launch(with, scan_kernel<scalar_t, kLines>, scan, parts);
+                    sizeof(ScanShared<acc_t, kLines, kGeneral>) + state_bytes, stream};
+  if constexpr (kGeneral)
+    launch(with, general_scan_kernel<scalar_t, kLines>, scan, parts);
+  else
+    launch(with, scan_kernel<scalar_t, kLines>, scan, parts);
 }
 
 // In chunks of a tile's lines, or of half as many if the GPU's shared memory has no room for more beside a deep state.
+// The general form always takes the latter, so that its bits are the same on every GPU.
 template <typename scalar_t>
 void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
   using acc_t = acc_type<scalar_t>;
   constexpr int kSize = kTileSize<acc_t>;
   const auto bytes_of_state = [](int64_t depth) { return linear_attention_block_state(depth, kSize) * sizeof(acc_t); };
   const size_t state_bytes = scan.depth > kLinearAttentionDeepest ? 0 : bytes_of_state(scan.depth);
-  static_assert(sizeof(ScanShared<acc_t, kSize / 2>) + bytes_of_state(kLinearAttentionDeepest) <=
+  static_assert(sizeof(ScanShared<acc_t, kSize / 2, true>) + bytes_of_state(kLinearAttentionDeepest) <=
                 kSharedBytesEverywhere);
-  if (fits_in_a_block(sizeof(ScanShared<acc_t, kSize>) + state_bytes)) {
-    launch_chunks<scalar_t, kSize>(scan, blocks, state_bytes, stream);
+  if (!scan.shape.is_plain()) {
+    launch_chunks<scalar_t, kSize / 2, true>(scan, blocks, state_bytes, stream);
+  } else if (fits_in_a_block(sizeof(ScanShared<acc_t, kSize, false>) + state_bytes)) {
+    launch_chunks<scalar_t, kSize, false>(scan, blocks, state_bytes, stream);
   } else {
-    launch_chunks<scalar_t, kSize / 2>(scan, blocks, state_bytes, stream);
+    launch_chunks<scalar_t, kSize / 2, false>(scan, blocks, state_bytes, stream);
   }
 }
 

@@ -169,18 +169,21 @@ __device__ __forceinline__ void add_product(const ChunkTile<acc_t, kLines>& a, c
   }
 }
 
-// state += b^T x over the lines of a chunk.
+// state += b^T x over the lines of a chunk, weighted unless `weights` is null.
 template <typename acc_t, int kLines>
 __device__ __forceinline__ void add_outer(const ChunkTile<acc_t, kLines>& b, const ChunkTile<acc_t, kLines>& x,
-                                          int lines, acc_t* state) {
+                                          int lines, const acc_t* weights, acc_t* state) {
   acc_t sum[4][4] = {};
 #pragma unroll 1
   for (int level = 0; level < lines; level += kLevel) {
     acc_t part[4][4] = {};
 #pragma unroll 4
     for (int line = level; line < min(level + kLevel, lines); ++line) {
-      const Four<acc_t> of_b = load_pack<4>(b.row(line) + 4 * thread_y<acc_t>());
+      Four<acc_t> of_b = load_pack<4>(b.row(line) + 4 * thread_y<acc_t>());
       const Four<acc_t> of_x = load_pack<4>(x.row(line) + 4 * thread_x<acc_t>());
+      if (weights != nullptr)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) of_b.values[i] *= weights[line];
 #pragma unroll
       for (int i = 0; i < 4; ++i)
 #pragma unroll
@@ -212,14 +215,34 @@ __device__ __forceinline__ void add_row_dots(const ChunkTile<acc_t, kLines>& a, 
   }
 }
 
-// to[column] += the sum over a tile's rows, weighted unless `weights` is null.
+// Multiplies the elements to which this thread adds in add_outer and, below, in add_column_sums.
+template <typename acc_t>
+__device__ __forceinline__ void fade_matrix(acc_t factor, acc_t* state) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      state[(4 * thread_y<acc_t>() + i) * kTileStride<acc_t> + 4 * thread_x<acc_t>() + j] *= factor;
+}
+template <typename acc_t>
+__device__ __forceinline__ void fade_vector(acc_t factor, acc_t* vector) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    if (thread_x<acc_t>() == 0) vector[4 * thread_y<acc_t>() + j] *= factor;
+}
+
+// to[column] += the sum over a tile's rows, weighted unless `weights` is null, and so for `more_weights`.
 template <typename acc_t, int kLines>
-__device__ __forceinline__ void add_column_sums(const ChunkTile<acc_t, kLines>& x, const acc_t* weights, acc_t* to) {
+__device__ __forceinline__ void add_column_sums(const ChunkTile<acc_t, kLines>& x, const acc_t* weights,
+                                                const acc_t* more_weights, acc_t* to) {
   Four<acc_t> sum = {};
 #pragma unroll
   for (int i = 0; i < kLines / kSide<acc_t>; ++i) {
     const int line = thread_x<acc_t>() + kSide<acc_t> * i;
-    const Four<acc_t> row = load_pack<4>(x.row(line) + 4 * thread_y<acc_t>());
+    Four<acc_t> row = load_pack<4>(x.row(line) + 4 * thread_y<acc_t>());
+    if (more_weights != nullptr)
+#pragma unroll
+      for (int j = 0; j < 4; ++j) row.values[j] *= more_weights[line];
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum.values[j] += row.values[j] * (weights == nullptr ? acc_t(1) : weights[line]);
   }

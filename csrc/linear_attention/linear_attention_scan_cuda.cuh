@@ -24,6 +24,12 @@
 // segments: one launch sums the columns of each segment, one adds the segments up, and one scans all segments at once.
 // The segments' states lie in the result until the last launch writes it: each in rows that only its own segment's
 // blocks write, so every query head of a group has a copy.
+//
+// The general form, by fused multiply-adds only, knows decays, states and sums that are not normalized (no bias, and
+// den is 1). Query i sees key j with the product of the decays from j + 1 to i as a weight. From the state before its
+// chunk to row i, and from column j to the state behind it, the weights are products of the chunk's decays, up to the
+// position or from the next one on: the first of a query, the second of a key. The segments' states lie in scratch,
+// with the product of each segment's decays.
 
 namespace memcheck {
 namespace linear_cuda {
@@ -92,6 +98,11 @@ struct Scan {
   LinearAttentionSegments segments;
   StateMemory states;
   int64_t tile;  // the columns of a block, of the width
+  // The general form. Then m and z are the state before the scan, and new_m and new_z the one behind it, of which
+  // either may be null; GradK's z is minus the sum of its vector.
+  Strided<3> decay;    // (B,Hkv,T), null if it does not decay
+  void* kept;          // (B,Hkv,segments): products of decays
+  void* key_products;  // (parts,B,Hkv,T): GradK writes parts of phi(k).(grad phi(k)); null if they are not wanted
 
   MEMCHECK_INLINE bool rows_are_queries() const { return kind != ScanKind::GradK && kind != ScanKind::GradV; }
   MEMCHECK_INLINE bool has_denominator() const { return kind == ScanKind::Output || kind == ScanKind::Denominators; }
@@ -103,11 +114,13 @@ struct Scan {
   MEMCHECK_INLINE int64_t delay_of_queries() const { return shape.causal ? shape.T - shape.S : 0; }
   MEMCHECK_INLINE int64_t row_delay() const { return rows_are_queries() ? delay_of_queries() : 0; }
   MEMCHECK_INLINE int64_t column_delay() const { return rows_are_queries() ? 0 : delay_of_queries(); }
-  MEMCHECK_INLINE int64_t parts() const { return width == 0 ? 1 : ceil_div(width, tile); }
+  MEMCHECK_INLINE int64_t parts() const { return linear_attention_parts(width, tile); }
   // Segments whose sums are wanted: if causal, all but the last in the direction of the scan.
   MEMCHECK_INLINE int64_t summed_segments() const { return segments.count - (shape.causal ? 1 : 0); }
   // Whether a block's part of the state lies in the columns that it writes. Else parts share a slot.
   MEMCHECK_INLINE bool parts_have_slots() const { return states.result && out; }
+  // The segment that is scanned last.
+  MEMCHECK_INLINE int64_t last_segment() const { return backwards() ? 0 : segments.count - 1; }
 };
 
 // The part of the scan that a block computes.
@@ -273,9 +286,27 @@ __device__ __forceinline__ StateSlot<scalar_t> slot_of(const Scan& scan, const S
   return slot;
 }
 
-// Whether scans of the shape run on tensor cores: 16-bit types whose products have many terms, so that the errors of
-// splitting the factors in two are small beside those of the sum. The tiles must also fit the shared memory of the
-// current GPU.
+// The state before the scan of a head, of the general form: an element of the matrix, and of the vector.
+template <typename acc_t>
+__device__ __forceinline__ acc_t initial_element(const Scan& scan, const ScanWork& work, int64_t k, int64_t column) {
+  return scan.m ? *scan.m.at<acc_t>(work.b, work.key_head, k, column) : acc_t(0);
+}
+template <typename acc_t>
+__device__ __forceinline__ acc_t initial_sum(const Scan& scan, const ScanWork& work, int64_t i) {
+  const acc_t z = scan.z ? *scan.z.at<acc_t>(work.b, work.key_head, 0, i) : acc_t(0);
+  return scan.kind == ScanKind::GradK ? -z : z;
+}
+
+// The product of the decays of a block's segment.
+template <typename acc_t>
+__device__ __forceinline__ acc_t& kept_of(const Scan& scan, const ScanWork& work, int64_t segment) {
+  const int64_t head = work.b * scan.shape.Hkv + work.key_head;
+  return static_cast<acc_t*>(scan.kept)[head * scan.segments.count + segment];
+}
+
+// Whether scans of the shape run on tensor cores: the plain form of 16-bit types whose products have many terms, so
+// that the errors of splitting the factors in two are small beside those of the sum. The tiles must also fit the shared
+// memory of the current GPU.
 bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype);
 
 // Queues a scan on tensor cores. GradQ also stores what Denominators would, which has no kernel there.
@@ -287,6 +318,9 @@ void scan_by_fma(const Scan& scan, Dtype dtype, cudaStream_t stream);
 // Replaces the state of each segment by the sum of the segments before it in the direction of the scan; not causal: by
 // the sum of all.
 void add_up_segments(const Scan& scan, Dtype dtype, cudaStream_t stream);
+
+// Queues the gradient of a decay for each position, when all scans have run. key_products is GradK's.
+void finish_grad_decay(const LinearAttentionBackward& p, const void* key_products, Dtype dtype, cudaStream_t stream);
 
 // Calls run(scan, blocks) for each phase of a scan, and adds up the segments in between.
 template <typename Run>
@@ -305,4 +339,7 @@ void run_phases(Scan scan, Dtype dtype, cudaStream_t stream, const Run& run) {
 }
 
 }  // namespace linear_cuda
+
+void linear_attention_sum_decays_cuda(const LinearAttentionDecaySum& p, Dtype dtype, cudaStream_t stream);
+
 }  // namespace memcheck

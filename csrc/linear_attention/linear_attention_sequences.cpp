@@ -102,17 +102,6 @@ Call check_call(const char* op, const at::Tensor& q, const at::Tensor& k, const 
   return x;
 }
 
-// What the kernels of a device can do.
-void check_kernels(const LinearAttentionKernels& kernels, const Call& x, const at::Tensor& q) {
-  if (kernels.sum_decays) return;
-  const auto refuse = [&](bool given, const char* argument) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!given, x.op, ": ", argument, " is not implemented on ", q.device());
-  };
-  refuse(x.decay.defined(), "decay");
-  refuse(x.n.continued, "initial_state or return_state");
-  refuse(!x.n.normalize, "normalize=False");
-}
-
 void check_decay_values(const char* op, const at::Tensor& decay) {
   if (decay.numel() == 0) return;
   const auto [least, most] = at::aminmax(decay);
@@ -120,7 +109,7 @@ void check_decay_values(const char* op, const at::Tensor& decay) {
   TORCH_CHECK_VALUE(low > 0 && high <= 1, op, ": decay must be in (0, 1], got values from ", low, " to ", high);
 }
 
-// The sequences of one call, and what of its tensors belongs to which. Checks the values of decays.
+// The sequences of one call, and what of its tensors belongs to which.
 struct Batch {
   LinearAttentionShape all;
   Dtype dtype, acc;
@@ -130,14 +119,15 @@ struct Batch {
       : all(x.n.shape()),
         dtype(dtype_of(q)),
         acc(dtype == Dtype::Float64 ? Dtype::Float64 : Dtype::Float32),
-        sequences(read_sequences(x.op, x.sequences, all.B, all.S, all.T, all.causal)) {
-    if (x.decay.defined()) check_decay(x.op, x.decay.detach(), x.sequences.padded());
-  }
+        sequences(read_sequences(x.op, x.sequences, all.B, all.S, all.T, all.causal)) {}
 
-  void check_decay(const char* op, const at::Tensor& decay, bool padded) const {
-    if (decay.dim() == 1 || !padded) return check_decay_values(op, decay);
+  // Waits for the device.
+  void check_decays(const Call& call) const {
+    if (!call.decay.defined()) return;
+    const at::Tensor decay = call.decay.detach();
+    if (decay.dim() == 1 || !call.sequences.padded()) return check_decay_values(call.op, decay);
     for (const Sequence& x : sequences)  // padding is not read
-      check_decay_values(op, decay.select(0, x.row).narrow(1, x.first_key, x.keys));
+      check_decay_values(call.op, decay.select(0, x.row).narrow(1, x.first_key, x.keys));
   }
 
   LinearAttentionShape shape(const Sequence& x) const {
@@ -227,8 +217,8 @@ ForwardResult forward(const LinearAttentionKernels& kernels, const at::Tensor& q
   const Arguments given{decay,       initial_m, initial_z,   cu_seqlens_q, cu_seqlens_k, lengths,
                         left_padded, causal,    feature_map, normalize,    eps};
   const Call call = check_forward(q, k, v, given, return_state);
-  check_kernels(kernels, call, q);
   const Batch batch(call, q);
+  batch.check_decays(call);
   ForwardResult results = empty_results(call, q, return_state);
   const auto& [y, m, z] = results;
   zero_padded_queries(call.sequences, batch.sequences, y, 2);
@@ -379,7 +369,6 @@ Gradients backward(const LinearAttentionKernels& kernels, const MaybeTensor& gra
                         left_padded, causal,    feature_map, normalize,    eps};
   const FromResults from{grad_y, grad_m, grad_z, m, z};
   const Call call = check_backward(from, q, k, v, given, output_mask);
-  check_kernels(kernels, call, q);
   const Batch batch(call, q);
   const Gradients gradients = empty_gradients(call, q, k, v, output_mask);
   const auto& [grad_q, grad_k, grad_v, grad_decay, grad_initial_m, grad_initial_z] = gradients;

@@ -353,7 +353,7 @@ bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
   constexpr int64_t kFewest = 32;
   constexpr int64_t kMost = 128;
   const int64_t larger = std::max(n.D, n.Dv);
-  if (dtype != Dtype::Float16 && dtype != Dtype::BFloat16) return false;
+  if (!n.is_plain() || (dtype != Dtype::Float16 && dtype != Dtype::BFloat16)) return false;
   if (std::min(n.D, n.Dv) < kFewest || larger > kMost) return false;
   // Forward and backward must choose alike, so this is the largest of all kernels for the depth and width.
   static_assert(sizeof(SharedTiles<Traits<__half, 64, false>>) <= kSharedBytesEverywhere);

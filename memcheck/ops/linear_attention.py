@@ -115,9 +115,10 @@ def linear_attention(
     the gradients are 0. Nothing is copied, and work and memory are those of the positions that count, beside y and the
     gradients.
 
-    Two calls with the state between give what one call gives, up to rounding. They give the same bits if the first ends
-    with a segment: after a multiple of max(512, 16 Dv) / (H / Hkv) keys, rounded up to a multiple of 64, in sequences
-    of up to 512 segments.
+    Two calls with the state between give what one call gives, up to rounding. They give the same bits on the CPU if the
+    first ends with a segment: after a multiple of max(512, 16 Dv) / (H / Hkv) keys, rounded up to a multiple of 64, in
+    sequences of up to 512 segments. On CUDA they do if the first has a multiple of 32 keys, and the sequence fewer than
+    512.
 
     Returns:
         y (B,H,S,Dv), contiguous; with return_state, (y, (M, z)), differentiable in all of them. Kept for backward: only
@@ -126,14 +127,14 @@ def linear_attention(
         The number of threads changes no bit of the results. A gradient has its input's strides.
         A NaN or an infinity in v at one position also reaches queries up to 31 positions before it, because it is
         multiplied by 0. The gradient of a decay a is divided by a, so that its rounding error grows as 1 / a; where a
-        is below the accumulation type's epsilon it is 0.
+        is below the accumulation type's epsilon it is 0. On CUDA, the call waits for the device to check the values of
+        decay.
 
     Raises:
         ValueError: a shape, device, feature map, S > T when causal, eps <= 0, a decay outside of (0, 1], a rule of
             cu_seqlens and lengths, or an argument without the one that it needs.
         TypeError: a dtype.
-        NotImplementedError: decay, states and normalize=False on CUDA; inside
-            torch.distributed's context_parallel.
+        NotImplementedError: inside torch.distributed's context_parallel.
 
     Equivalent to:
         >>> def phi(x):

@@ -39,8 +39,6 @@ from memcheck.ops.reference import linear_attention as reference
 forward_op = torch.ops.memcheck.linear_attention_sequences.default
 backward_op = torch.ops.memcheck.linear_attention_sequences_backward.default
 
-ON_CPU = pytest.mark.skipif(KERNELS != "cpu", reason="CUDA kernels know neither decays nor states")
-ON_CUDA = pytest.mark.skipif(KERNELS == "cpu", reason="the CPU knows decays and states")
 # B, H, Hkv, S, T, D, Dv
 SHAPES = [
     (1, 1, 1, 1, 1, 1, 1),
@@ -48,6 +46,7 @@ SHAPES = [
     (2, 6, 2, 63, 63, 127, 33),
     (2, 4, 1, 127, 129, 63, 129),
     (5, 2, 2, 257, 257, 33, 1),
+    (1, 2, 1, 33, 70, 300, 3),
 ]
 SMALL, MIDDLE = (2, 4, 2, 5, 7, 3, 2), (2, 8, 4, 70, 300, 40, 24)
 SPLIT = (1, 2, 1, 700, 1300, 20, 9)  # few heads and many positions: each segment is a task
@@ -127,7 +126,6 @@ def assert_decay_is_right(inputs: list[Tensor], grad_y: Tensor, **options: Any) 
 # ---- decays
 
 
-@ON_CPU
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("kind", KINDS)
@@ -136,13 +134,11 @@ def test_decays(shape: tuple[int, ...], kind: str, normalize: bool, dtype: torch
     assert_decay_is_right(*make_inputs(*shape, kind, dtype), normalize=normalize)
 
 
-@ON_CPU
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_decays_of_many_segments(dtype: torch.dtype) -> None:
     assert_decay_is_right(*make_inputs(*SPLIT, "per position", dtype))
 
 
-@ON_CPU
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("feature_map", ["elu+1", "identity"])
 @pytest.mark.parametrize("shape", [SMALL, MIDDLE, SPLIT])
@@ -151,7 +147,6 @@ def test_not_normalized(shape: tuple[int, ...], feature_map: str, dtype: torch.d
     assert_contract(contract(normalize=False, feature_map=feature_map), inputs, grad_y)
 
 
-@ON_CPU
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_not_normalized_and_not_causal(dtype: torch.dtype) -> None:
     (q, k, v, _), grad_y = make_inputs(*MIDDLE, "per head", dtype)
@@ -164,7 +159,6 @@ def test_not_normalized_and_not_causal(dtype: torch.dtype) -> None:
         assert_within(x, truth, Bound(bound, terms=300))
 
 
-@ON_CPU
 def test_a_decay_of_one_changes_nothing() -> None:
     (q, k, v, decay), grad_y = make_inputs(*SPLIT, "per head")
     decayed = run(contract().function, [q, k, v, torch.ones_like(decay)], grad_y)[:4]
@@ -209,7 +203,6 @@ def ssd(x: Tensor, dt: Tensor, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
     return torch.stack(rows, 2)
 
 
-@ON_CPU
 def test_published_models_are_expressed() -> None:
     """Also Lightning Attention (MiniMax-01), which is retention with other decays."""
     unnormalized = functools.partial(linear_attention, causal=True, feature_map="identity", normalize=False)
@@ -242,7 +235,6 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, state: Any, decay: Tensor | None,
     return reference.linear_attention_recurrent(q, k, v, state, decay=decay, **options)
 
 
-@ON_CPU
 @pytest.mark.parametrize("kind", ["no decay", "per head", "per position"])
 @pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("shape", [SMALL, (1, 4, 2, 65, 129, 9, 33), (1, 2, 1, 600, 700, 5, 3)])
@@ -262,28 +254,28 @@ def test_states(shape: tuple[int, ...], normalize: bool, kind: str) -> None:
         torch.testing.assert_close(x, truth)
 
 
-@ON_CPU
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["no decay", "per position"])
 def test_two_calls_are_one(kind: str, dtype: torch.dtype) -> None:
-    """The same bits at the end of a segment of 512 / (H / Hkv) keys, and within the tolerance anywhere."""
-    (q, k, v, decay), _ = make_inputs(1, 2, 1, 900, 900, 20, 9, "per position", dtype)
+    """The same bits at the end of a segment of 512 / (H / Hkv) keys, on CUDA of a chunk, and within the tolerance
+    anywhere."""
+    T, cuts = (900, (256, 512)) if KERNELS == "cpu" else (450, (96, 256))
+    (q, k, v, decay), _ = make_inputs(1, 2, 1, T, T, 20, 9, "per position", dtype)
     a = decay if kind == "per position" else None
     whole, (m, z) = ours(q, k, v, None, a)
     bound = error_bounds.linear_attention_bound(*doubles([q, k, v]), a if a is None else a.double(), causal=True)
     truth = reference.linear_attention(*doubles([q, k, v]), causal=True, decay=a if a is None else a.double())
-    for cut in (256, 512, 1, 300):
+    for cut in (*cuts, 1, 300):
         some, rest = ([x[:, :, part] for x in (q, k, v)] for part in (slice(cut), slice(cut, None)))
         before, after = (None, None) if a is None else (a[:, :, :cut], a[:, :, cut:])
         y_1, state = ours(*some, None, before)
         y_2, state = ours(*rest, state, after)
         y = torch.cat([y_1, y_2], 2)
-        if cut in (256, 512):
+        if cut in cuts:
             assert same_bits([y, *state], [whole, m, z])
-        assert_within(y, truth, Bound(bound, terms=900))
+        assert_within(y, truth, Bound(bound, terms=T))
 
 
-@ON_CPU
 def test_prefill_in_chunks_and_steps() -> None:
     (q, k, v, decay), _ = make_inputs(2, 4, 2, 40, 40, 20, 9, "per position")
     truth = reference.linear_attention(*doubles([q, k, v]), causal=True, decay=decay.double())
@@ -299,7 +291,6 @@ def test_prefill_in_chunks_and_steps() -> None:
     assert_within(torch.cat(rows, 2), truth, Bound(bound, terms=40))
 
 
-@ON_CPU
 def test_a_step_that_is_not_normalized() -> None:
     (q, k, v, decay), _ = make_inputs(2, 4, 2, 1, 5, 20, 9, "per head")
     y, (m, z) = linear_attention_step(q, k, v, normalize=False)
@@ -315,7 +306,6 @@ def test_a_step_that_is_not_normalized() -> None:
         linear_attention_step(q.expand(2, 4, 2, 20), k, v, decay=decay)
 
 
-@ON_CPU
 @pytest.mark.parametrize("packed", [True, False])
 def test_states_of_sequences(packed: bool) -> None:
     """Each sequence has its own state, and the bits that it has alone. NaN in padding changes nothing."""
@@ -370,7 +360,6 @@ def test_threads_change_no_bit() -> None:
                 assert same_bits(results[0], results[-1])
 
 
-@ON_CPU
 @pytest.mark.parametrize("layout", ["transposed", "every second column", "every second row", "at an offset"])
 def test_any_strides(layout: str) -> None:
     inputs, _ = make_inputs(*MIDDLE, "per position")
@@ -381,7 +370,6 @@ def test_any_strides(layout: str) -> None:
     assert all(x.is_contiguous() for x in results[:3])
 
 
-@ON_CPU
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_gradients_have_the_strides_of_their_inputs(layout: str) -> None:
     inputs, grad_y = make_inputs(*MIDDLE, "per position")
@@ -389,7 +377,6 @@ def test_gradients_have_the_strides_of_their_inputs(layout: str) -> None:
         assert_strides(run(contract().function, changed, grad), changed)
 
 
-@ON_CPU
 @pytest.mark.parametrize("mask", subsets(4))
 def test_frozen_inputs_change_no_bit_of_other_gradients(mask: tuple[bool, ...]) -> None:
     inputs, grad_y = make_inputs(*SMALL, "per position")
@@ -400,7 +387,6 @@ def test_frozen_inputs_change_no_bit_of_other_gradients(mask: tuple[bool, ...]) 
     assert same_bits(gradients, expected)
 
 
-@ON_CPU
 @pytest.mark.parametrize("wanted", range(6))
 def test_one_gradient_alone(wanted: int) -> None:
     inputs, _ = make_inputs(*SMALL, "per position")
@@ -415,7 +401,6 @@ def test_one_gradient_alone(wanted: int) -> None:
     torch.testing.assert_close(gradient, expected[wanted])
 
 
-@ON_CPU
 def test_only_inputs_are_kept() -> None:
     """And the last state, where the gradient of a decay needs it."""
     inputs, _ = make_inputs(*MIDDLE, "per head")
@@ -450,6 +435,24 @@ def test_memory_to_the_byte() -> None:
     assert beside_tensors(2048) == beside_tensors(4096)
 
 
+@pytest.mark.skipif(KERNELS == "cpu", reason="the test of the CPU is test_memory_to_the_byte")
+def test_memory_to_the_byte_on_cuda() -> None:
+    """States of segments of 256 positions with the products of their decays; backward also 1 / den, g.y and
+    phi(k).dphi(k) of every position."""
+    S = 2048
+    inputs, grad_y = make_inputs(1, 2, 2, S, S, 8, 8, "per position")
+    state = tuple(x.requires_grad_() for x in make_state(1, 2, 8, 8))
+    leaves = [x.requires_grad_() for x in inputs]
+    states = 2 * (S // 256) * (8 * 8 + 8 + 1) * 4
+    with track(device=DEVICE) as memory:
+        y, last = ours(*leaves[:3], state, leaves[3])
+        assert memory.peak_bytes == sum(x.nbytes for x in (y, *last)) + states
+        memory.reset_peak()
+        y.backward(grad_y)
+        gradients = sum(x.grad.nbytes for x in (*leaves, *state))
+        assert memory.peak_bytes == sum(x.nbytes for x in (y, *last)) + gradients + 3 * 2 * S * 4 + states
+
+
 # ---- torch's own checks
 
 
@@ -458,7 +461,6 @@ def small_inputs(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [*inputs, *make_state(2, 2, 3, 2, dtype)]
 
 
-@ON_CPU
 @pytest.mark.parametrize("normalize", [True, False])
 def test_gradcheck(normalize: bool) -> None:
     q, k, v, decay, m, z = (x.requires_grad_() for x in small_inputs(torch.float64))
@@ -472,7 +474,6 @@ def test_gradcheck(normalize: bool) -> None:
     )
 
 
-@ON_CPU
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("return_state", [True, False])
 def test_opcheck_forward(return_state: bool, requires_grad: bool) -> None:
@@ -482,7 +483,6 @@ def test_opcheck_forward(return_state: bool, requires_grad: bool) -> None:
     torch.library.opcheck(forward_op, tensors[:3], more)
 
 
-@ON_CPU
 def test_opcheck_backward() -> None:
     q, k, v, decay, m, z = small_inputs()
     sequences = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False}
@@ -499,7 +499,6 @@ def test_opcheck_backward() -> None:
     )
 
 
-@ON_CPU
 def test_compile() -> None:
     compiled = torch.compile(ours, fullgraph=True, dynamic=True, backend="aot_eager")
     for shape in (SMALL, MIDDLE):
@@ -510,7 +509,6 @@ def test_compile() -> None:
         assert same_bits([y, *last], [expected, *expected_last])
 
 
-@ON_CPU
 def test_autocast_leaves_decays_and_states() -> None:
     q, k, v, decay, *state = small_inputs()
     with torch.autocast(DEVICE, torch.bfloat16):
@@ -518,7 +516,6 @@ def test_autocast_leaves_decays_and_states() -> None:
     assert [x.dtype for x in (y, *last)] == [torch.bfloat16, torch.float32, torch.float32]
 
 
-@ON_CPU
 def test_double_backward_raises() -> None:
     tensors = [x.requires_grad_() for x in small_inputs()]
     y, last = ours(*tensors[:3], tuple(tensors[4:]), tensors[3])
@@ -600,7 +597,6 @@ RAISES = {
 }
 
 
-@ON_CPU
 @pytest.mark.parametrize("wrong", RAISES)
 def test_wrong_arguments(wrong: str) -> None:
     changed, kind, message = RAISES[wrong]
@@ -608,17 +604,3 @@ def test_wrong_arguments(wrong: str) -> None:
     for x in (q, q.detach().requires_grad_()):
         with pytest.raises(kind, match=re.escape(f"linear_attention: {message}")):
             linear_attention(x, k, v, **{"causal": True, **changed})
-
-
-@ON_CUDA
-@pytest.mark.parametrize("argument", ["decay", "initial_state", "return_state", "normalize"])
-def test_cuda_refuses(argument: str) -> None:
-    (q, k, v, decay), _ = make_inputs(*SMALL, "per head")
-    options: dict[str, Any] = {
-        "decay": decay,
-        "initial_state": make_state(2, 2, 3, 2),
-        "return_state": True,
-        "normalize": False,
-    }
-    with pytest.raises(NotImplementedError, match=rf"linear_attention: .*{argument}.* is not implemented on"):
-        linear_attention(q, k, v, causal=True, **{argument: options[argument]})
