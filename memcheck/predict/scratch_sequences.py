@@ -174,7 +174,7 @@ def linear_scratch(call: Call, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
     work: Work = lambda x: x.rows * (H * x.queries + Hkv * x.keys) * D * Dv  # noqa: E731
     tiles = shared_bytes(call, sequences, work, bytes_of)
     yield Scratch("states and tiles", tiles)
-    if call.decay is not None:
+    if call.decay is not None and not call.name.endswith("_backward"):
         # Its values are checked before anything else is allocated: of what is not contiguous, on a copy.
         parts = [Hkv * x.keys for x in sequences] if call.lengths is not None else [call.decay.numel()]
         copied = max(parts, default=0) if not call.decay.is_contiguous() or call.lengths is not None else 0
