@@ -58,7 +58,7 @@ def linear_attention(
 
     Raises:
         ValueError, TypeError: as memcheck.linear_attention; causal slices with S != T.
-        RuntimeError: there is no process group. NotImplementedError: on CUDA, which has no states yet.
+        RuntimeError: there is no process group.
     """
     op = "distributed.linear_attention"
     ranks = Ranks(op, group)
