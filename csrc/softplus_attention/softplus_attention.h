@@ -107,7 +107,6 @@ struct SoftplusAttentionKernels {
   Kernel<SoftplusAttentionForward> forward;
   Kernel<SoftplusAttentionBackward> backward;
   Kernel<SoftplusAttentionStep> step;
-  bool takes_states = false;  // whether forward and backward do
 };
 extern const SoftplusAttentionKernels softplus_attention_cpu;
 // The tasks of every pass on the CPU, for tests.

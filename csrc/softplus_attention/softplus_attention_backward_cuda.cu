@@ -66,9 +66,24 @@ __device__ __forceinline__ void store_keys(const SoftplusAttentionBackward& p, c
   if (p.grad_v) KeyTileInMemory<scalar_t>(p.grad_v, orders.grad_v, work, me, p.shape.T).store(tiles.v);
 }
 
+// W and X over the queries after the last position, (W, X) = (dA, -dZ), from the gradient of the state there.
+template <typename acc_t>
+__device__ __forceinline__ Pair<acc_t> load_later(const Strided<3>& grad_after, int64_t b, int64_t r) {
+  const Pair<acc_t> of_state = load_state<acc_t>(grad_after, b, r);
+  return {of_state.second, -of_state.first};
+}
+
+// The gradient of the state before, from W and X over all queries: (dZ, dA) = (-X, W).
+template <typename acc_t>
+__device__ __forceinline__ void store_grad_before(const SoftplusAttentionBackward& p, int64_t b, int64_t r,
+                                                  Pair<acc_t> sums) {
+  store_state<acc_t>(p.grad_before, b, r, {-sums.second, sums.first});
+}
+
 // Causal. Forms Z and A forwards for w and grad_q, then W and X backwards for grad_k and grad_v. Running sums go from
-// the last chunk to the first: slot i has those over all chunks after chunk i.
-template <typename scalar_t>
+// the last chunk to the first: slot i has those over all chunks after chunk i. With states, the last chunk begins from
+// the gradient of the state after, and the first one writes that of the state before.
+template <bool has_states, typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
     backward_causal_kernel(SoftplusAttentionBackward p, TileOrders orders, Slots<acc_type<scalar_t>> carries,
                            RunningSums<acc_type<scalar_t>> running) {
@@ -88,8 +103,9 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
   scalar_t q[kRows], g[kRows];
   QueryRows<scalar_t>(p.q, work, me, s).load(rows, q);
   QueryRows<scalar_t>(p.grad_y, work, me, s).load(rows, g);
-  const Pair<acc_t> zero{acc_t(0), acc_t(0)};
-  const Pair<acc_t> carry = work.chunk > 0 ? carries.load(work.b, work.chunk - 1, work.channel(me)) : zero;
+  const Strided<3> before = has_states ? p.before : Strided<3>{};
+  const Pair<acc_t> carry = work.chunk > 0 ? carries.load(work.b, work.chunk - 1, work.channel(me))
+                                           : load_state<acc_t>(before, work.b, work.channel(me));
   await_keys();
 
   acc_t weights[kRows], w[kRows], wm[kRows];
@@ -111,21 +127,27 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
   clear_absent_rows(rows, w);
   clear_absent_rows(rows, wm);
   if (p.grad_q && work.has(me)) QueryRows<scalar_t>(p.grad_q, work, me, s).store(rows, q);
-  if (!p.grad_k && !p.grad_v) return;
+  if (!p.grad_k && !p.grad_v && !(has_states && p.grad_before)) return;
 
   const Pair<acc_t> own{scan_rows<true>(w) * means.scale, scan_rows<true>(wm) * means.scale};
   memory.later_groups[me.group][me.lane] = own;
   const bool is_first = me.group == 0;
   CompensatedPair<acc_t> later{};
   if (is_first) {
-    if (work.chunk < running.sums.count) later = running.await(work.b, work.chunk, work.channel(me));
+    if (work.chunk < running.sums.count)
+      later = running.await(work.b, work.chunk, work.channel(me));
+    else if (has_states)
+      later.sum = load_later<acc_t>(p.grad_after, work.b, work.channel(me));
     memory.later[me.lane] = later.sum;
   }
   __syncthreads();
   const Pair<acc_t> groups = sum_of_groups<true>(memory.later_groups, me);
-  if (is_first && work.has(me) && work.chunk > 0) {
+  if (is_first && work.has(me) && (has_states || work.chunk > 0)) {
     later.add(groups + own);
-    running.pass_on(work.b, work.chunk - 1, work.channel(me), later);
+    if (work.chunk > 0)
+      running.pass_on(work.b, work.chunk - 1, work.channel(me), later);
+    else if (has_states)
+      store_grad_before(p, work.b, work.channel(me), later.sum);
   }
   const Pair<acc_t> after = memory.later[me.lane] + groups;
   // softplus(k) and sigmoid(k) are computed again: neither shared memory nor registers have room to keep them.
@@ -172,8 +194,30 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
   *slots.at(0, work.b, work.chunk, work.channel(me)) = sum;
 }
 
-// Not causal: a chunk of keys, which all queries see. Every key has the same W, and X = W m.
-template <typename scalar_t>
+// Not causal: W and X of every key of a channel. All queries see every key, so X = W m; then the gradient of the state
+// after is added.
+template <bool has_states, typename acc_t>
+__device__ __forceinline__ Pair<acc_t> sums_of_queries(const SoftplusAttentionBackward& p, const Slots<acc_t>& totals,
+                                                       const Slots<acc_t>& sums, int64_t b, int64_t r) {
+  const Means<acc_t> means(totals.load(b, 0, r), p.eps);
+  const acc_t w = *sums.at(0, b, 0, r);
+  const Pair<acc_t> of_queries{w, w * means.mean(acc_t(0), means.inverse(acc_t(0)))};
+  return has_states ? of_queries + load_later<acc_t>(p.grad_after, b, r) : of_queries;
+}
+
+// Not causal: the gradient of the state before; a thread for each channel.
+template <typename acc_t>
+__global__ void __launch_bounds__(kThreads)
+    backward_state_kernel(SoftplusAttentionBackward p, Slots<acc_t> totals, Slots<acc_t> sums) {
+  const int64_t index = int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  if (index >= p.shape.B * p.shape.R) return;
+  const int64_t b = index / p.shape.R;
+  const int64_t r = index % p.shape.R;
+  store_grad_before(p, b, r, sums_of_queries<true>(p, totals, sums, b, r));
+}
+
+// Not causal: a chunk of keys, which all queries see. Every key has the same W and X.
+template <bool has_states, typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
     backward_keys_kernel(SoftplusAttentionBackward p, TileOrders orders, Slots<acc_type<scalar_t>> totals,
                          Slots<acc_type<scalar_t>> sums) {
@@ -182,16 +226,19 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
   const Thread me = this_thread();
   const Work work = work_of(p.shape, blockIdx.x);
   request_keys(p.k, p.v, orders, work, me, p.shape.T, tiles);
-  const Means<acc_t> means(totals.load(work.b, 0, work.channel(me)), p.eps);
-  const acc_t w = *sums.at(0, work.b, 0, work.channel(me));
-  const acc_t wm = w * means.mean(acc_t(0), means.inverse(acc_t(0)));
+  const Pair<acc_t> w = sums_of_queries<has_states>(p, totals, sums, work.b, work.channel(me));
   await_keys();
-  differentiate_keys(static_cast<bool>(p.v), me, tiles,
-                     [&](int, SoftplusSigmoid<acc_t> k, acc_t v) { return softplus_key_gradients(k, v, w, wm); });
+  differentiate_keys(static_cast<bool>(p.v), me, tiles, [&](int, SoftplusSigmoid<acc_t> k, acc_t v) {
+    return softplus_key_gradients(k, v, w.first, w.second);
+  });
   store_keys(p, orders, work, me, tiles);
 }
 
 // ---- launches
+
+bool has_state(const SoftplusAttentionBackward& p) {
+  return p.before || p.grad_after || p.grad_before;
+}
 
 template <typename scalar_t>
 void backward_causal(SoftplusAttentionBackward p, const TileOrders& orders, cudaStream_t stream) {
@@ -199,13 +246,18 @@ void backward_causal(SoftplusAttentionBackward p, const TileOrders& orders, cuda
   const SoftplusAttentionShape& shape = p.shape;
   if (shape.S == 0) p.q = p.grad_y = p.grad_q = p.k;  // as in the forward
   const int64_t chunks = shape.key_chunks();
+  // Without keys the gradient of the state before is that of the state after.
+  if (chunks == 0 && p.grad_before)
+    sum_slots<acc_t>({"softplus_attention_backward, state", 2, {p.grad_after, {}, p.grad_before, {}}},
+                     slots_in<acc_t>(nullptr, shape, 0), nullptr, stream);
   if (chunks == 0) return;
   const auto carries = slots_in<acc_t>(p.carries, shape, shape.carries());
   const auto* rests = static_cast<const acc_t*>(p.sums) + 2 * shape.B * (chunks - 1) * shape.R;
   const auto running = running_sums_in<acc_t>(p.sums, rests, shape, chunks, chunks - 1);
   begin_sums("softplus_attention_backward, begin of sums", running, stream);
   launch_work({"softplus_attention_backward", shape, chunks, sizeof(BackwardShared<scalar_t>), stream},
-              backward_causal_kernel<scalar_t>, p, orders, carries, running);
+              has_state(p) ? backward_causal_kernel<true, scalar_t> : backward_causal_kernel<false, scalar_t>, p,
+              orders, carries, running);
 }
 
 template <typename scalar_t>
@@ -218,11 +270,17 @@ void backward_not_causal(const SoftplusAttentionBackward& p, const TileOrders& o
   const auto slots = chunks == 1 ? sums : slots_in<acc_t>(sums.data + shape.B * shape.R, shape, chunks);
   launch_work({"softplus_attention_backward, queries", shape, chunks, sizeof(QueryShared<acc_t>), stream},
               backward_queries_kernel<scalar_t>, p, totals, slots);
-  if (!p.grad_k && !p.grad_v) return;
+  if (!p.grad_k && !p.grad_v && !p.grad_before) return;
   if (chunks != 1) sum_slots({"softplus_attention_backward, sums of chunks", 1}, slots, sums.data, stream);
+  const auto blocks = static_cast<unsigned>(ceil_div(shape.B * shape.R, kThreads));
+  if (p.grad_before && blocks > 0)
+    launch({"softplus_attention_backward, state", dim3(blocks), dim3(kThreads), 0, stream},
+           backward_state_kernel<acc_t>, p, totals, sums);
+  if (!p.grad_k && !p.grad_v) return;
   launch_work(
       {"softplus_attention_backward, keys", shape, shape.key_chunks(), sizeof(KeyTiles<scalar_t>[kGroups / 2]), stream},
-      backward_keys_kernel<scalar_t>, p, orders, totals, sums);
+      has_state(p) ? backward_keys_kernel<true, scalar_t> : backward_keys_kernel<false, scalar_t>, p, orders, totals,
+      sums);
 }
 
 }  // namespace

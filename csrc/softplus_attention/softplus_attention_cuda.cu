@@ -9,15 +9,21 @@ namespace {
 
 constexpr int kSlotThreads = 128;
 
-// sum_slots; a thread for each channel.
-template <typename acc_t>
-__global__ void __launch_bounds__(kSlotThreads) sum_kernel(Slots<acc_t> slots, int64_t channels, acc_t* totals) {
+// sum_slots; a thread for each channel of each plane.
+template <bool has_states, typename acc_t>
+__global__ void __launch_bounds__(kSlotThreads)
+    sum_kernel(Slots<acc_t> slots, SoftplusAttentionState state, int64_t channels, acc_t* totals) {
   constexpr int kBatch = 16;  // slots that are loaded together, before their additions
   const int64_t index = int64_t{blockIdx.x} * kSlotThreads + threadIdx.x;
   if (index >= channels) return;
   const acc_t* row = slots.data + index / slots.R * slots.count * slots.R + index % slots.R;
   acc_t sum = acc_t(0);
   acc_t rest = acc_t(0);
+  const int64_t plane = has_states ? index / slots.R / slots.B : 0;
+  const int64_t b = has_states ? index / slots.R % slots.B : 0;
+  const int64_t r = has_states ? index % slots.R : 0;
+  if (has_states && state.before) sum = *state.before.at<acc_t>(plane, b, r);
+  if (has_states && state.before_rest) rest = *state.before_rest.at<acc_t>(plane, b, r);
   for (int64_t start = 0; start < slots.count; start += kBatch) {
     acc_t batch[kBatch];
 #pragma unroll
@@ -25,7 +31,9 @@ __global__ void __launch_bounds__(kSlotThreads) sum_kernel(Slots<acc_t> slots, i
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) add_to_sum(batch[i], sum, rest);
   }
-  totals[index] = sum;
+  if (!has_states || totals != nullptr) totals[index] = sum;
+  if (has_states && state.after) *state.after.at<acc_t>(plane, b, r) = sum;
+  if (has_states && state.after_rest) *state.after_rest.at<acc_t>(plane, b, r) = rest;
 }
 
 // begin_sums; a thread for each number.
@@ -81,7 +89,9 @@ template <typename acc_t>
 void sum_slots(const SlotScan& scan, const Slots<acc_t>& slots, acc_t* totals, cudaStream_t stream) {
   const int64_t channels = scan.planes * slots.B * slots.R;
   const auto blocks = static_cast<unsigned>(ceil_div(channels, kSlotThreads));
-  launch({scan.kernel, dim3(blocks), dim3(kSlotThreads), 0, stream}, sum_kernel<acc_t>, slots, channels, totals);
+  if (blocks == 0) return;
+  const auto kernel = has_state(scan.state) ? sum_kernel<true, acc_t> : sum_kernel<false, acc_t>;
+  launch({scan.kernel, dim3(blocks), dim3(kSlotThreads), 0, stream}, kernel, slots, scan.state, channels, totals);
 }
 
 template void sum_slots<float>(const SlotScan&, const Slots<float>&, float*, cudaStream_t);

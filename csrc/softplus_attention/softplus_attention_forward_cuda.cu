@@ -31,7 +31,8 @@ __device__ __forceinline__ void attend(const Means<acc_t>& means, const acc_t (&
   }
 }
 
-template <typename scalar_t>
+// The first chunk begins from the state before, and the last one writes the state after.
+template <bool has_states, typename scalar_t>
 __global__ void __launch_bounds__(kThreads, kForwardBlocks<scalar_t>)
     forward_causal_kernel(SoftplusAttentionForward p, TileOrders orders, RunningSums<acc_type<scalar_t>> running) {
   using acc_t = acc_type<scalar_t>;
@@ -54,14 +55,24 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<scalar_t>)
   const bool is_last = me.group == kGroups - 1;
   CompensatedPair<acc_t> sums{};
   if (is_last) {
-    if (work.chunk > 0) sums = running.await(work.b, work.chunk - 1, work.channel(me));
+    if (work.chunk > 0)
+      sums = running.await(work.b, work.chunk - 1, work.channel(me));
+    else if (has_states)
+      sums = {load_state<acc_t>(p.state.before, work.b, work.channel(me)),
+              load_state<acc_t>(p.state.before_rest, work.b, work.channel(me))};
     memory.before[me.lane] = sums.sum;
   }
   __syncthreads();
   const Pair<acc_t> groups = sum_of_groups<false>(memory.groups, me);
-  if (is_last && work.has(me) && work.chunk < running.sums.count) {
+  const bool passes_on = work.chunk < running.sums.count;
+  const bool ends = has_states && (work.chunk + 1) * kChunk >= T;
+  if (is_last && work.has(me) && (passes_on || ends)) {
     sums.add(groups + own);
-    running.pass_on(work.b, work.chunk, work.channel(me), sums);
+    if (passes_on) running.pass_on(work.b, work.chunk, work.channel(me), sums);
+    if (ends) {
+      store_state(p.state.after, work.b, work.channel(me), sums.sum);
+      store_state(p.state.after_rest, work.b, work.channel(me), sums.rest);
+    }
   }
   attend(Means<acc_t>(memory.before[me.lane] + groups, p.eps), z, a, q);
   if (work.has(me)) QueryRows<scalar_t>(p.y, work, me, s).store(rows_of(me, s, S), q);
@@ -110,15 +121,21 @@ __global__ void __launch_bounds__(kThreads, kForwardBlocks<scalar_t>)
 
 template <typename scalar_t>
 void forward_causal(SoftplusAttentionForward p, const TileOrders& orders, cudaStream_t stream) {
+  using acc_t = acc_type<scalar_t>;
   const SoftplusAttentionShape& shape = p.shape;
   // Without queries the kernel still computes their addresses, which must not be null.
   if (shape.S == 0) p.q = p.y = p.k;
   const int64_t chunks = shape.key_chunks();
-  const auto running =
-      running_sums_in<acc_type<scalar_t>>(p.carries, p.sums, shape, chunks, p.carries ? shape.carries() : 0);
+  const auto running = running_sums_in<acc_t>(p.carries, p.sums, shape, chunks, p.carries ? shape.carries() : 0);
   begin_sums("softplus_attention_forward, begin of sums", running, stream);
+  const bool has_states = has_state(p.state);
   launch_work({"softplus_attention_forward", shape, chunks, sizeof(ForwardShared<scalar_t>), stream},
-              forward_causal_kernel<scalar_t>, p, orders, running);
+              has_states ? forward_causal_kernel<true, scalar_t> : forward_causal_kernel<false, scalar_t>, p, orders,
+              running);
+  // Without keys the state after is that before.
+  if (has_states && chunks == 0)
+    sum_slots<acc_t>({"softplus_attention_forward, state", 2, p.state}, slots_in<acc_t>(nullptr, shape, 0), nullptr,
+                     stream);
 }
 
 template <typename scalar_t>
@@ -130,7 +147,8 @@ void forward_not_causal(const SoftplusAttentionForward& p, const TileOrders& ord
   const auto slots = chunks == 1 ? totals : slots_in<acc_t>(p.sums, shape, chunks);
   launch_work({"softplus_attention_forward, sums of keys", shape, chunks, sizeof(ForwardShared<scalar_t>), stream},
               key_sums_kernel<scalar_t>, p, orders, slots);
-  if (chunks != 1) sum_slots({"softplus_attention_forward, sums of chunks", 2}, slots, totals.data, stream);
+  if (chunks != 1 || has_state(p.state))
+    sum_slots({"softplus_attention_forward, sums of chunks", 2, p.state}, slots, totals.data, stream);
   launch_work({"softplus_attention_forward, queries", shape, shape.query_chunks(), 0, stream},
               forward_queries_kernel<scalar_t>, p, totals);
 }

@@ -118,9 +118,6 @@ Results forward(const SoftplusAttentionKernels& kernels, const at::Tensor& q, co
   const c10::SymInt N = arguments.count(n.B);
   check_state(kForward, "state", state, q, N);
   check_state(kForward, "rest", rest, q, N);
-  TORCH_CHECK_NOT_IMPLEMENTED(kernels.takes_states || !(state || return_state), kForward,
-                              ": initial_state and return_state are not implemented on CUDA; without them it runs "
-                              "there, and softplus_attention_step continues one position at a time");
   const Batch batch(kForward, arguments, n, dtype_of(q));
   const at::Tensor y = empty_output(n, q);
   const at::Tensor carries = empty_carries(n, arguments, keep_carries, q);

@@ -189,11 +189,33 @@ Slots<acc_t> slots_in(const void* data, const SoftplusAttentionShape& shape, int
 struct SlotScan {
   const char* kernel;  // its name in errors
   int64_t planes;
+  SoftplusAttentionState state = {};  // what comes before the first slot, and where the sums go too; of two planes
 };
 
-// Copies the compensated sums of all slots to `totals` (planes,B,R); zeros if there is no slot. For float and double.
+// Copies the compensated sums of all slots to `totals` (planes,B,R); zeros if there is no slot and no state. `totals`
+// may be null if there is a state. For float and double.
 template <typename acc_t>
 void sum_slots(const SlotScan& scan, const Slots<acc_t>& slots, acc_t* totals, cudaStream_t stream);
+
+// ---- states, (2,B,R)
+
+inline bool has_state(const SoftplusAttentionState& state) {
+  return state.before || state.after;
+}
+
+// Zeros where there is no state.
+template <typename acc_t>
+__device__ __forceinline__ Pair<acc_t> load_state(const Strided<3>& state, int64_t b, int64_t r) {
+  if (!state) return {acc_t(0), acc_t(0)};
+  return {*state.at<acc_t>(0, b, r), *state.at<acc_t>(1, b, r)};
+}
+
+template <typename acc_t>
+__device__ __forceinline__ void store_state(const Strided<3>& state, int64_t b, int64_t r, Pair<acc_t> pair) {
+  if (!state) return;
+  *state.at<acc_t>(0, b, r) = pair.first;
+  *state.at<acc_t>(1, b, r) = pair.second;
+}
 
 // ---- running sums, which blocks pass on
 

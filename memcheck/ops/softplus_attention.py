@@ -80,7 +80,7 @@ def softplus_attention(
     Raises:
         ValueError: a shape, device, S > T when causal, eps <= 0, or a rule of cu_seqlens and lengths.
         TypeError: a dtype.
-        NotImplementedError: inside torch.distributed's context_parallel; a state on CUDA.
+        NotImplementedError: inside torch.distributed's context_parallel.
 
     Equivalent to:
         >>> def softplus(x):

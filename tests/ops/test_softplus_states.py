@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from ops.checks import DTYPES, generator, same_bits
+from ops.checks import DEVICE, DTYPES, HERE, generator, same_bits
 from torch import Tensor
 
-from memcheck import softplus_attention, softplus_attention_step
+from memcheck import softplus_attention, softplus_attention_step, track
 from memcheck.ops.reference import softplus_attention as reference
 
-pytestmark = pytest.mark.cpu  # CUDA kernels take no state
 sequences_op = torch.ops.memcheck.softplus_attention_sequences.default
 backward_op = torch.ops.memcheck.softplus_attention_sequences_backward.default
 
@@ -53,7 +52,7 @@ def results_of(function: Any, leaves: list[Tensor], grads: tuple[Tensor, ...], *
     return [y.detach(), *(x.detach() for x in state), *gradients]
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @CAUSAL
 @EVERY
 def test_values_and_gradients(kind: str, causal: bool, dtype: torch.dtype) -> None:
@@ -82,6 +81,7 @@ def test_y_does_not_depend_on_whether_the_state_is_returned(kind: str, causal: b
     assert same_bits([softplus_attention(q, k, v, causal=causal, **options)], [plain])
 
 
+@pytest.mark.cpu
 @pytest.mark.isolated
 def test_threads_change_no_bit() -> None:
     for kind in SEQUENCES:
@@ -204,6 +204,49 @@ def test_opcheck(causal: bool) -> None:
         torch.library.opcheck(backward_op, arguments, options | {"eps": 1e-6, "output_mask": mask})
 
 
+@CAUSAL
+@EVERY
+def test_states_take_their_own_bytes(kind: str, causal: bool) -> None:
+    """Forward the state after and its rest, backward the gradient of the state before."""
+    (q, k, v, z, a), (grad_y, *grads), options = make(kind)
+    state, grad_state = torch.stack([z, a]).detach(), torch.stack(grads)
+    x = [leaf.detach() for leaf in (q, k, v)]
+    names = ("cu_seqlens_q", "cu_seqlens_k", "lengths")
+    lists = {name: options.get(name) for name in names} | {"left_padded": "padding" in options, "causal": causal}
+
+    def peaks(with_states: bool) -> tuple[int, int]:
+        before, grad_after = (state, grad_state) if with_states else (None, None)
+        with track(device=DEVICE) as memory:
+            forward = sequences_op(*x, before, **lists, return_state=with_states, keep_carries=True)
+            peak = memory.peak_bytes
+        mask = [True, True, True, with_states]
+        with track(device=DEVICE) as memory:
+            backward_op(grad_y, *x, forward[1], before, grad_after, **lists, eps=1e-6, output_mask=mask)
+            return peak, memory.peak_bytes
+
+    (forward, backward), (plain_forward, plain_backward) = peaks(True), peaks(False)
+    assert (forward - plain_forward, backward - plain_backward) == (2 * state.nbytes, state.nbytes)
+
+
+@CAUSAL
+def test_nan_of_a_state_stays_in_its_channel(causal: bool) -> None:
+    (q, k, v, z, a), _, _ = make("dense")
+    with_nan = z.detach().clone()
+    with_nan[1, 17] = torch.nan
+    results = []
+    for first in (z, with_nan):
+        y, state = softplus_attention(q, k, v, causal=causal, initial_state=(first, a), return_state=True)
+        results.append([y[1, :, 17], state[0][1, 17], state[1], y, state[0]])
+    (_, _, *clean), (y, last_z, *dirty) = results
+    assert y.isnan().all()
+    assert last_z.isnan()
+    for x in (clean[1], dirty[1]):
+        x.detach()[1, :, 17] = 0
+    for x in (clean[2], dirty[2]):
+        x.detach()[1, 17] = 0
+    assert same_bits(dirty, clean)
+
+
 # ---- decoding
 
 
@@ -258,7 +301,7 @@ def test_a_state_with_rests_does_not_drift() -> None:
         (
             [torch.ones(2, 3), torch.ones(2, 4)],
             ValueError,
-            "the tensors of initial_state must have one shape and dtype and be on cpu as q is, got A [2, 4]",
+            f"the tensors of initial_state must have one shape and dtype and be on {HERE} as q is, got A [2, 4]",
         ),
         ([torch.ones(1, 3)] * 2, ValueError, "state must be (2,N,R) = [2, 2, 3] to match q and the sequences, got"),
         (
