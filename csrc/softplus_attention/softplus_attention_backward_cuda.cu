@@ -75,9 +75,9 @@ __device__ __forceinline__ Pair<acc_t> load_later(const Strided<3>& grad_after, 
 
 // The gradient of the state before, from W and X over all queries: (dZ, dA) = (-X, W).
 template <typename acc_t>
-__device__ __forceinline__ void store_grad_before(const SoftplusAttentionBackward& p, int64_t b, int64_t r,
+__device__ __forceinline__ void store_grad_before(const Strided<3>& grad_before, int64_t b, int64_t r,
                                                   Pair<acc_t> sums) {
-  store_state<acc_t>(p.grad_before, b, r, {-sums.second, sums.first});
+  store_state<acc_t>(grad_before, b, r, {-sums.second, sums.first});
 }
 
 // Causal. Forms Z and A forwards for w and grad_q, then W and X backwards for grad_k and grad_v. Running sums go from
@@ -137,17 +137,19 @@ __global__ void __launch_bounds__(kThreads, kBackwardBlocks<scalar_t>)
     if (work.chunk < running.sums.count)
       later = running.await(work.b, work.chunk, work.channel(me));
     else if (has_states)
-      later.sum = load_later<acc_t>(p.grad_after, work.b, work.channel(me));
+      later = {load_later<acc_t>(p.grad_after, work.b, work.channel(me)),
+               load_later<acc_t>(p.grad_after_rest, work.b, work.channel(me))};
     memory.later[me.lane] = later.sum;
   }
   __syncthreads();
   const Pair<acc_t> groups = sum_of_groups<true>(memory.later_groups, me);
   if (is_first && work.has(me) && (has_states || work.chunk > 0)) {
     later.add(groups + own);
-    if (work.chunk > 0)
-      running.pass_on(work.b, work.chunk - 1, work.channel(me), later);
-    else if (has_states)
-      store_grad_before(p, work.b, work.channel(me), later.sum);
+    if (work.chunk > 0) running.pass_on(work.b, work.chunk - 1, work.channel(me), later);
+    if (has_states && work.chunk == 0) {
+      store_grad_before(p.grad_before, work.b, work.channel(me), later.sum);
+      store_grad_before(p.grad_before_rest, work.b, work.channel(me), later.rest);
+    }
   }
   const Pair<acc_t> after = memory.later[me.lane] + groups;
   // softplus(k) and sigmoid(k) are computed again: neither shared memory nor registers have room to keep them.
@@ -213,7 +215,7 @@ __global__ void __launch_bounds__(kThreads)
   if (index >= p.shape.B * p.shape.R) return;
   const int64_t b = index / p.shape.R;
   const int64_t r = index % p.shape.R;
-  store_grad_before(p, b, r, sums_of_queries<true>(p, totals, sums, b, r));
+  store_grad_before(p.grad_before, b, r, sums_of_queries<true>(p, totals, sums, b, r));
 }
 
 // Not causal: a chunk of keys, which all queries see. Every key has the same W and X.
@@ -248,8 +250,9 @@ void backward_causal(SoftplusAttentionBackward p, const TileOrders& orders, cuda
   const int64_t chunks = shape.key_chunks();
   // Without keys the gradient of the state before is that of the state after.
   if (chunks == 0 && p.grad_before)
-    sum_slots<acc_t>({"softplus_attention_backward, state", 2, {p.grad_after, {}, p.grad_before, {}}},
-                     slots_in<acc_t>(nullptr, shape, 0), nullptr, stream);
+    sum_slots<acc_t>(
+        {"softplus_attention_backward, state", 2, {p.grad_after, p.grad_after_rest, p.grad_before, p.grad_before_rest}},
+        slots_in<acc_t>(nullptr, shape, 0), nullptr, stream);
   if (chunks == 0) return;
   const auto carries = slots_in<acc_t>(p.carries, shape, shape.carries());
   const auto* rests = static_cast<const acc_t*>(p.sums) + 2 * shape.B * (chunks - 1) * shape.R;
