@@ -49,7 +49,7 @@ def softplus_attention(
 
     Raises:
         ValueError, TypeError: as memcheck.softplus_attention; causal slices with S != T.
-        RuntimeError: there is no process group. NotImplementedError: on CUDA, which has no states yet.
+        RuntimeError: there is no process group.
     """
     op = "distributed.softplus_attention"
     ranks = Ranks(op, group)

@@ -333,7 +333,7 @@ class StateLayer(CacheLayerMixin):
     def attend_rows(
         self, attend: Callable[..., Any], q: Tensor, k: Tensor, v: Tensor, first: list[int], end: list[int]
     ) -> Tensor:
-        """The same for each row alone: compressed attention has no states of padded batches."""
+        """The same for each row alone: blocks begin at each row's own first token."""
         if not isinstance(self.state, list):
             rows = torch.arange(q.shape[0], device=q.device)
             self.state = [selected(self.state, row) for row in rows[:, None]]
@@ -385,8 +385,7 @@ class StateCache(Cache):
     for each block, and 2 B Hkv D sums of the open one.
 
     It takes padded batches and beams, and goes on from a prompt in pieces. Positions cannot be taken out of a state:
-    `crop`, which assisted generation calls, raises NotImplementedError. On CUDA an operator without states raises
-    NotImplementedError, too.
+    `crop`, which assisted generation calls, raises NotImplementedError.
     """
 
     def __init__(self) -> None:

@@ -155,8 +155,7 @@ def softplus_attention_step(
 
     Raises:
         ValueError, TypeError: as softplus_attention; a state that is no pair of tensors, or of other sizes.
-        NotImplementedError: grad mode is on and an argument requires a gradient; inside context_parallel; on CUDA
-            several queries, or rests.
+        NotImplementedError: grad mode is on and an argument requires a gradient; inside context_parallel.
 
     Equivalent to:
         >>> z, a = state
