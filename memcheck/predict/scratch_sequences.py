@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
@@ -87,13 +86,6 @@ def acc_bytes(call: Call) -> int:
 UNKNOWN_LENGTHS = Unknown("the scratch of sequences whose lengths are not known")
 
 
-def untried_on_cuda(call: Call, **used: Any) -> Iterator[Unknown]:
-    """CUDA kernels do not take these arguments, or were not compared with their plan."""
-    names = [name for name, is_used in used.items() if is_used]
-    if names and call.target.kind == "cuda":
-        yield Unknown(f"what {call.name} takes on CUDA with {' and '.join(names)}")
-
-
 @rule("any", "memcheck::softplus_attention_sequences")
 def softplus(call: Call) -> Iterator[Scratch | Unknown]:
     def bytes_of(x: Sequence, threads: int) -> int:
@@ -101,7 +93,6 @@ def softplus(call: Call) -> Iterator[Scratch | Unknown]:
         carries = 0 if call.keep_carries else plan["forward_scratch"] - plan["forward_sums"]
         return aligned(carries, plan["forward_sums"])
 
-    yield from untried_on_cuda(call, states=call.state is not None or call.return_state)
     yield from softplus_scratch(call, bytes_of)
 
 
@@ -111,7 +102,6 @@ def softplus_backward(call: Call) -> Iterator[Scratch | Unknown]:
         plan = softplus_plan(call, x, threads)
         return aligned(plan["backward_sums"], plan["backward_scratch"] - plan["backward_sums"])
 
-    yield from untried_on_cuda(call, states=call.state is not None or call.grad_state is not None)
     yield from softplus_scratch(call, bytes_of)
 
 
@@ -138,8 +128,6 @@ def linear(call: Call) -> Iterator[Scratch | Unknown]:
         plan = linear_plan(call, x, threads, continued)
         return aligned(plan["forward_states"], plan["forward_scratch"] - plan["forward_states"])
 
-    used = {"states": continued, "a decay": call.decay is not None, "normalize=False": not call.normalize}
-    yield from untried_on_cuda(call, **used)
     yield from linear_scratch(call, bytes_of)
 
 
@@ -153,8 +141,6 @@ def linear_backward(call: Call) -> Iterator[Scratch | Unknown]:
         rows, states = plan["backward_rows"], plan["backward_states"]
         return aligned(rows, states, plan["backward_scratch"] - rows - states)
 
-    used = {"states": continued, "a decay": call.decay is not None, "normalize=False": not call.normalize}
-    yield from untried_on_cuda(call, **used)
     missing = [call.q.element_size()] if call.grad_y is None else []
     if from_state:
         missing += [acc_bytes(call)] * ((call.grad_m is None) + (call.grad_z is None and call.normalize))
@@ -186,7 +172,7 @@ def linear_plan(call: Call, x: Sequence, threads: int, continued: bool) -> dict[
     (_, H, _, D), (_, Hkv, _, Dv) = call.q.shape, call.v.shape
     sizes = {"B": x.rows, "H": H, "Hkv": Hkv, "S": x.queries, "T": x.keys, "D": D, "Dv": Dv, "threads": threads}
     how = {"causal": call.causal, "decayed": call.decay is not None, "continued": continued}
-    return plan_of(call, "linear_attention", **sizes, **how, dtype=dtype_name(call.q))
+    return plan_of(call, "linear_attention", **sizes, **how, normalize=call.normalize, dtype=dtype_name(call.q))
 
 
 @rule("any", "memcheck::compressed_attention_sequences")
@@ -198,7 +184,6 @@ def compressed(call: Call) -> Iterator[Scratch | Unknown]:
         blocks = 0 if call.keep else plan["compressed"] // 2
         return aligned(plan["forward_scratch"], blocks, blocks)
 
-    yield from untried_on_cuda(call, **{"a sink": call.sink is not None})
     if call.sink is not None and not call.sink.is_contiguous():
         yield Scratch("sink, laid out", call.sink.numel() * acc_bytes(call))
     if call.keep or call.return_lse:
@@ -213,8 +198,6 @@ def compressed_backward(call: Call) -> Iterator[Scratch | Unknown]:
     def bytes_of(x: Sequence, threads: int) -> int:
         return compressed_plan(call, x, threads, Hkv)["backward_scratch"]
 
-    used = {"a sink": call.sink is not None, "the gradient of lse": call.grad_lse is not None}
-    yield from untried_on_cuda(call, **used)
     numbers = B * H * S * acc_bytes(call)
     yield Scratch("lse of each sequence", numbers)
     yield Scratch("gradient of lse of each sequence", 0 if call.grad_lse is None else numbers)
