@@ -709,12 +709,14 @@ def _add(total: Tensor, x: Tensor) -> Tensor:
 
 def _gradient_stride(x: Tensor) -> tuple[int, ...]:
     """The strides of x (B,Hkv,n,D) if it is dense and does not overlap itself, else those of a contiguous tensor."""
+    left = [(stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
     elements = 1
-    for stride, size in sorted(zip(x.stride(), x.shape, strict=True)):
-        if size != 1 and stride != elements:
+    while left:  # torch.compile cannot sort strides
+        next_places = [place for place, (stride, _) in enumerate(left) if stride == elements]
+        if not next_places:
             _, Hkv, n, D = x.shape
             return Hkv * n * D, n * D, D, 1
-        elements *= size
+        elements *= left.pop(next_places[0])[1]
     return x.stride()
 
 

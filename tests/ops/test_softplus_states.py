@@ -219,9 +219,9 @@ def test_states_take_their_own_bytes(kind: str, causal: bool) -> None:
         with track(device=DEVICE) as memory:
             forward = sequences_op(*x, before, **lists, return_state=with_states, keep_carries=True)
             peak = memory.peak_bytes
-        mask = [True, True, True, with_states]
+        mask = [True, True, True, with_states, False]
         with track(device=DEVICE) as memory:
-            backward_op(grad_y, *x, forward[1], before, grad_after, **lists, eps=1e-6, output_mask=mask)
+            backward_op(grad_y, *x, forward[1], before, grad_after, None, **lists, eps=1e-6, output_mask=mask)
             return peak, memory.peak_bytes
 
     (forward, backward), (plain_forward, plain_backward) = peaks(True), peaks(False)
