@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import torch
@@ -195,17 +196,33 @@ def linear_attention_step(
 ) -> tuple[Tensor, AnyState]: ...
 
 
+@overload
 def linear_attention_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: AnyState | None = None,
+    state: Any = ...,
+    *,
+    feature_map: str = ...,
+    eps: float = ...,
+    normalize: bool = ...,
+    decay: Tensor | None = ...,
+    state_rest: bool,
+) -> tuple[Tensor, Any]: ...
+
+
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Any = None,
     *,
     feature_map: str = "elu+1",
     eps: float = 1e-6,
     normalize: bool = True,
     decay: Tensor | None = None,
-) -> tuple[Tensor, AnyState]:
+    state_rest: bool = False,
+) -> tuple[Tensor, Any]:
     """One position of causal linear attention, from a state instead of all earlier keys.
 
     Args:
@@ -213,19 +230,23 @@ def linear_attention_step(
         k: (B,Hkv,n,D) the keys that are new since the state: one while decoding, a whole prompt to begin with.
         v: (B,Hkv,n,Dv) their values.
         state: (M (B,Hkv,D,Dv), z (B,Hkv,D)) in the accumulation type (float32; float64 for float64); None at the
-            beginning.
+            beginning. Or (M, z, M_rest, z_rest), with what rounding has left out of the sums.
         feature_map, eps, normalize: as in linear_attention. Not normalized, z of the state is None.
         decay: (Hkv,) or (B,Hkv,n), as in linear_attention.
+        state_rest: whether the new state has rests, too. It has if the state has. Not with decay, under which errors
+            fade as the terms do, and not with normalize=False.
 
     Returns:
         y (B,H,1,Dv), equal to the last row of linear_attention over all keys up to rounding, and the new state.
         O(n D Dv) work per head, and no gradient. Each step rounds the state: after N steps in float32 its error is at
         most N 2^-24 times the sum of its terms' absolute values. Measured after 100,000 steps of one key each: 1.0e-3
         for the state and 6e-4 for y if all tokens are equal; 8e-6 and 4e-8 if they are random. Keys of the same step
-        are added with compensated rounding on the CPU, and round the state every 64 keys on a GPU.
+        are added with compensated rounding on the CPU, and round the state every 64 keys on a GPU. With rests the state
+        does not drift; a step forms the sums of its keys once more, in memory of a state, and takes twice as long.
 
     Raises:
-        ValueError, TypeError: as linear_attention; a state that is no pair of tensors, or of other sizes.
+        ValueError, TypeError: as linear_attention; a state that is no pair of tensors (or four), or of other sizes;
+            state_rest with decay or normalize=False.
         NotImplementedError: grad mode is on and an argument requires a gradient; inside context_parallel.
 
     Equivalent to:
@@ -237,7 +258,11 @@ def linear_attention_step(
     op = "linear_attention_step"
     refuse_context_parallel(op)
     prepare_dtensor(q)
+    with_rests = isinstance(state, tuple | list) and len(state) == 4
+    state_rest = state_rest or with_rests
     if decay is not None or not normalize:
+        if state_rest:
+            raise ValueError(f"{op}: a state with rests needs decay=None and normalize=True")
         check_rank(op, "q", q, "(B,H,1,D)", 4)
         if q.shape[2] != 1:
             raise ValueError(f"{op}: q must be one position, (B,H,1,D), got {list(q.shape)}")
@@ -246,9 +271,32 @@ def linear_attention_step(
             return linear_attention(q, k, v, causal=True, initial_state=state, return_state=True, **options)
     if state is None:
         state = _empty_state(op, q, k, v)
-    check_state(op, state, ("m", "z"))
-    y, m, z = torch.ops.memcheck.linear_attention_step(q, k, v, *state, feature_map=feature_map, eps=eps)
-    return y, (m, z)
+    sums, rests = (state[:2], state[2:]) if with_rests else (state, None)
+    check_state(op, sums, ("m", "z"))
+    y, m, z = torch.ops.memcheck.linear_attention_step(q, k, v, *sums, feature_map=feature_map, eps=eps)
+    if not state_rest:
+        return y, (m, z)
+    zeros = [torch.zeros_like(x) for x in (m, z)]
+    rests = rests or zeros
+    _check_rests(op, rests, (m, z))
+    _, *new = torch.ops.memcheck.linear_attention_step(q, k, v, *zeros, feature_map=feature_map, eps=eps)
+    return y, (*(_add_to_sum(*terms) for terms in zip(new, sums, rests, strict=True)), *new)
+
+
+def _add_to_sum(x: Tensor, total: Tensor, rest: Tensor) -> Tensor:
+    """The sum of a total and x, compensated: x becomes what rounding leaves out of it."""
+    x += rest
+    new = total + x
+    x -= new - total
+    x.nan_to_num_(0.0, 0.0, 0.0)  # of a sum that is infinite
+    return new
+
+
+def _check_rests(op: str, rests: Sequence[object], sums: tuple[Tensor, Tensor]) -> None:
+    for name, rest, total in zip(("m_rest", "z_rest"), rests, sums, strict=True):
+        expected = (total.shape, total.dtype, total.device)
+        if not isinstance(rest, Tensor) or (rest.shape, rest.dtype, rest.device) != expected:
+            raise ValueError(f"{op}: {name} must be a tensor like its sum, {list(total.shape)}, got {described(rest)}")
 
 
 def _initial_state(op: str, state: object, normalize: bool) -> tuple[Tensor | None, Tensor | None]:

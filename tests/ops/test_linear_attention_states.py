@@ -306,6 +306,43 @@ def test_a_step_that_is_not_normalized() -> None:
         linear_attention_step(q.expand(2, 4, 2, 20), k, v, decay=decay)
 
 
+@pytest.mark.cpu
+def test_a_state_with_rests_does_not_drift() -> None:
+    """Equal tokens, whose rounding errors have one sign. Without rests the error grows with the number of steps."""
+    steps, before = 3000, 200_000
+    q, k, v = torch.zeros(1, 2, 1, 8), torch.linspace(-3, 3, 8).view(1, 1, 1, 8), torch.tensor([[[[0.7, 1.9]]]])
+    weights = reference.features(k.double(), "elu+1")[:, :, 0]
+    terms = weights[..., None] * v.double(), weights
+    sums = [(term * before).float() for term in terms]
+    truths = [total.double() + steps * term for total, term in zip(sums, terms, strict=True)]
+    with_rests, without = (*sums, *map(torch.zeros_like, sums)), tuple(sums)
+    for _ in range(steps):
+        _, with_rests = linear_attention_step(q, k, v, with_rests)
+        _, without = linear_attention_step(q, k, v, without)
+    for total, plain, truth in zip(with_rests[:2], without, truths, strict=True):
+        assert ((total.double() - truth).abs() / truth).max() <= 4 * 2.0**-24
+        assert ((plain.double() - truth).abs() / truth).max() > 40 * 2.0**-24
+    expected, _ = linear_attention_step(q, k, v, with_rests[:2])
+    assert same_bits([linear_attention_step(q, k, v, with_rests)[0]], [expected])
+
+
+def test_a_step_begins_rests_and_checks_them() -> None:
+    q, k, v = torch.randn(2, 4, 1, 8), torch.randn(2, 2, 1, 8), torch.randn(2, 2, 1, 3)
+    y, state = linear_attention_step(q, k, v, state_rest=True)
+    plain_y, plain = linear_attention_step(q, k, v)
+    assert len(state) == 4
+    assert same_bits([y, *state[:2]], [plain_y, *plain])
+    assert not any(rest.any() for rest in state[2:])
+    with pytest.raises(
+        ValueError, match=r"m_rest must be a tensor like its sum, \[2, 2, 8, 3\], got a tensor of shape"
+    ):
+        linear_attention_step(q, k, v, (*plain, *plain[::-1]))
+    with pytest.raises(ValueError, match="a state with rests needs decay=None and normalize=True"):
+        linear_attention_step(q, k, v, state, decay=torch.ones(2))
+    with pytest.raises(TypeError, match="state must be a pair of tensors"):
+        linear_attention_step(q, k, v, 1.5, state_rest=True)
+
+
 @pytest.mark.parametrize("packed", [True, False])
 def test_states_of_sequences(packed: bool) -> None:
     """Each sequence has its own state, and the bits that it has alone. NaN in padding changes nothing."""
