@@ -51,7 +51,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Measur
 @pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.ci)])
 @pytest.mark.parametrize("name", CASES)
 def test_every_rank_equals_its_measurement(name: str, processes: int, measured: Callable[[int], Measured]) -> None:
-    """A bound is as much larger in a measurement as threads of gloo free late."""
+    """A bound is off by as much as threads of gloo free late: a level is higher then, a difference of levels lower."""
     case = CASES[name]
     for rank, records in enumerate(measured(processes)):
         prediction = predict(case, processes, rank)
@@ -59,7 +59,7 @@ def test_every_rank_equals_its_measurement(name: str, processes: int, measured: 
         for figure in FIGURES:
             found, real = getattr(prediction.record, figure), records[name][figure]
             if figure in prediction.bounds:
-                assert 0 <= real - found <= case.late, (rank, figure, found, real)
+                assert abs(real - found) <= case.late, (rank, figure, found, real)
             else:
                 assert found == real, (rank, figure, prediction.unknown)
 
