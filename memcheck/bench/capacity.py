@@ -8,12 +8,13 @@ larger sizes, mainly round ones, and continues from any that fits. The result an
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from memcheck.bench.catalog import Case, check_case
+from memcheck.bench.catalog import Case, batch_of, check_case
 from memcheck.bench.predict import predict_memory
 from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
@@ -23,6 +24,7 @@ AXES = ("seq_len", "bsz", "dim")
 FLAGS = {"seq_len": "--seq-len", "bsz": "--bsz", "dim": "--dim"}
 # Upper end of a search that finds no limit.
 MOST = 2**30
+MOST_SEQUENCES = 2**16
 FIRST = 256
 # Factors beyond the answer at which larger sizes are tried.
 FURTHER = (1.02, 1.1, 1.25, 1.5, 2)
@@ -77,9 +79,12 @@ def find_capacity(
 ) -> Capacity:
     """The largest size of the axis at which the case fits the device. Its other sizes stay.
 
-    axis: "seq_len" (S and T at once; in decode mode the tokens of the state), "bsz" or "dim".
+    axis: "seq_len" (S and T at once; in decode mode the tokens of the state), "bsz" or "dim". Of packed and padded
+        batches, "seq_len" is the length of the longest sequence, to which the others keep their proportion, and "bsz"
+        the number of sequences, which repeat the case's lengths.
     limit_bytes: a limit below the device's memory.
-    step: only its multiples are sizes; a dimension is also a multiple of the heads.
+    step: only its multiples are sizes; a dimension is also a multiple of the heads, and a number of sequences one of
+        the number of the case's lengths.
     most: the largest size of the search.
     start: the size to begin with, ideally near the result.
     predict: replaces predict_memory on that device.
@@ -92,6 +97,8 @@ def find_capacity(
         raise UsageError(f"--device {device.name} has no limit to find: give it one, as --memory-limit 16GiB")
     if axis == "dim":
         step = math.lcm(step, case.heads or 1)
+    if axis == "bsz" and case.lengths is not None:
+        step, most = math.lcm(step, len(case.lengths)), min(most, MOST_SEQUENCES)
     if most < step:
         raise UsageError(f"--up-to must be at least the step of {step}, got {most}")
     predict = predict or (lambda case: predict_memory(case, device, limit_bytes=limit_bytes))
@@ -113,12 +120,25 @@ def known_axes() -> list[str]:
 
 def resized(case: Case, axis: str, size: int) -> Case:
     """The case with another size. A core dimension equal to the old dimension follows it."""
+    if case.lengths is not None and axis != "dim":
+        lengths = repeated(case.lengths, size) if axis == "bsz" else scaled(case.lengths, size)
+        return dataclasses.replace(case, **batch_of(lengths, case.layout or ""))
     if axis == "bsz":
         return dataclasses.replace(case, bsz=size)
     if axis == "dim":
         return dataclasses.replace(case, dim=size, core_dim=size if case.core_dim == case.dim else case.core_dim)
     keys = None if case.kv_len is None else size
     return dataclasses.replace(case, query_len=1 if case.mode == "decode" else size, kv_len=keys)
+
+
+def repeated(lengths: Sequence[int], count: int) -> list[int]:
+    """So many lengths: these, over and over."""
+    return list(itertools.islice(itertools.cycle(lengths), count))
+
+
+def scaled(lengths: Sequence[int], longest: int) -> list[int]:
+    """The lengths in the same proportions, the longest as given; at least 1."""
+    return [max(1, round(length * longest / max(lengths))) for length in lengths]
 
 
 class Search:

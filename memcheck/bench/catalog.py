@@ -83,9 +83,9 @@ def check_case(case: Case) -> Case:
         raise unknown_name("--dtype", case.dtype, (*SHORT_DTYPES, *DTYPES))
     if case.mode not in MODES:
         raise UsageError(f"--mode must be one of {', '.join(MODES)}, got {case.mode}")
+    check_lengths(case)
     if case.mode == "decode" and case.query_len != 1:
         raise UsageError(f"--query-len must be 1 in --mode decode, a step takes one token, got {case.query_len}")
-    check_lengths(case)
     if case.heads is not None and case.dim % case.heads:
         raise UsageError(
             f"--dim must be divisible by --heads for {case.operator}, got --dim {case.dim} --heads {case.heads}"
@@ -107,15 +107,21 @@ def check_lengths(case: Case) -> None:
         raise UsageError(f"--lengths is not for {case.operator}, only for {known}")
     if case.mode == "decode":
         raise UsageError("--lengths is not for --mode decode, whose sequences are all of --kv-len tokens")
-    words = ",".join(map(str, case.lengths))
-    if len(case.lengths) < 2 or min(case.lengths) < 1:
-        raise UsageError(f"--lengths must be of two sequences or more, each of a position or more, got {words}")
+    words = check_sequences(case.lengths)
     of_padded, of_packed = (len(case.lengths), max(case.lengths)), (1, sum(case.lengths))
     if case.query_len != case.kv_len or (case.bsz, case.query_len) not in (of_padded, of_packed):
         raise UsageError(
             f"--lengths {words} needs batch and length to be {of_padded} padded or {of_packed} packed, "
             f"got {(case.bsz, case.query_len)}"
         )
+
+
+def check_sequences(lengths: Sequence[int]) -> str:
+    """The lengths as the flag has them. Raises UsageError if they are no batch of sequences."""
+    words = ",".join(map(str, lengths))
+    if len(lengths) < 2 or min(lengths) < 1:
+        raise UsageError(f"--lengths must be of two sequences or more, each of a position or more, got {words}")
+    return words
 
 
 def attention_types() -> list[str]:
@@ -158,6 +164,7 @@ def make_case(
 
 def batch_of(lengths: Sequence[int], layout: str) -> dict[str, Any]:
     """The fields of a case whose sequences have these lengths, "packed" or "padded" to the longest."""
+    check_sequences(lengths)
     packed = layout == "packed"
     S = sum(lengths) if packed else max(lengths)
     return {"bsz": 1 if packed else len(lengths), "query_len": S, "kv_len": S, "lengths": tuple(lengths)}

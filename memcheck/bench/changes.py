@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 
-from memcheck.bench.catalog import Case, make_case
+from memcheck.bench.catalog import Case, batch_of, make_case
 from memcheck.core.errors import MemcheckError
 
 # Attentions that are proposed in place of another; the first computes the same as naive.
@@ -13,8 +14,19 @@ OTHERS = ("softmax", "compressed", "linear-causal", "softplus")
 
 
 def single_changes(case: Case) -> Iterator[tuple[str, Case]]:
-    """Half the batch, or half the length if the batch is 1; a 16-bit dtype; and other attentions. With their flags."""
-    if case.bsz > 1:
+    """Half the batch, or half the length if the batch is 1; a 16-bit dtype; and other attentions. With their flags.
+
+    Of packed and padded sequences: half their lengths, and packed in place of padded.
+    """
+    if case.lengths is not None:
+        if case.layout == "padded":
+            yield "--packed", dataclasses.replace(case, **batch_of(case.lengths, "packed"))
+        halves = [math.ceil(length / 2) for length in case.lengths]
+        yield (
+            f"--lengths {','.join(map(str, halves))}",
+            dataclasses.replace(case, **batch_of(halves, case.layout or "")),
+        )
+    elif case.bsz > 1:
         yield f"--bsz {case.bsz // 2}", dataclasses.replace(case, bsz=case.bsz // 2)
     elif case.mode == "decode" and case.kv_len:
         yield f"--kv-len {case.kv_len // 2}", dataclasses.replace(case, kv_len=case.kv_len // 2)
@@ -34,7 +46,7 @@ def single_changes(case: Case) -> Iterator[tuple[str, Case]]:
 
 def like(case: Case, name: str) -> Case:
     """The case of another attention, with its default core dimension and factor."""
-    sizes = {field: getattr(case, field) for field in ("bsz", "query_len", "kv_len", "dim", "dtype", "mode")}
+    sizes = {field: getattr(case, field) for field in ("bsz", "query_len", "kv_len", "lengths", "dim", "dtype", "mode")}
     return make_case(
         name,
         **sizes,

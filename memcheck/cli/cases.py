@@ -5,18 +5,27 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
 
 from tqdm import tqdm
 
-from memcheck.bench.catalog import CONTENDERS, SHORT_DTYPES, Case, combinator_types, make_case, make_combinator_case
+from memcheck.bench.catalog import (
+    CONTENDERS,
+    SHORT_DTYPES,
+    Case,
+    batch_of,
+    combinator_types,
+    make_case,
+    make_combinator_case,
+)
 from memcheck.bench.profile import profile_case, snapshot_case, timeline_of_case, trace_case
 from memcheck.bench.sweep.predict import predicted_record
 from memcheck.bench.sweep.run import Settings
 from memcheck.bench.sweep.store import whole_lines
+from memcheck.cli.options import make_lengths
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record, write_csv
@@ -41,14 +50,37 @@ from memcheck.report.rows import PREDICTED
 R = TypeVar("R", bound=Record)
 T = TypeVar("T")
 DOES_NOT_FIT = 3  # The exit code of --fail-on-oom.
+LENGTHS = ("seq_len", "query_len", "kv_len")
+LAYOUTS = ("padded", "packed")
 
 
 def make_any_case(name: str, attention_fields: dict[str, Any], **fields: Any) -> Case:
     """A checked case of an attention, or of a combinator, which has no keys and heads."""
     fields["dtype"] = SHORT_DTYPES.get(fields["dtype"], fields["dtype"])
     if name in combinator_types():
+        fields.pop("kv_len", None)
         return make_combinator_case(name, **fields)
     return make_case(name, **attention_fields, **fields)
+
+
+def batches_of(given: Mapping[str, Any], default: list[int]) -> Iterator[dict[str, Any]]:
+    """The lengths of each case, and the batch that --lengths makes of them: without --packed or --padded, both.
+
+    given: the values of the flags, each a list; the mode is one word.
+    """
+    layouts = [name for name in LAYOUTS if given.get(name)]
+    if not given.get("lengths"):
+        if layouts:
+            raise UsageError(f"--{layouts[0]} needs --lengths, the positions of each sequence")
+        for query_len, kv_len in make_lengths(given.get("mode"), *map(given.get, LENGTHS), default=default):
+            yield {"query_len": query_len, "kv_len": kv_len}
+        return
+    for name in ("bsz", *LENGTHS):
+        if given.get(name):
+            raise UsageError(f"--lengths has the number and lengths of sequences: leave out --{name.replace('_', '-')}")
+    for lengths in sorted(given["lengths"], key=sum):
+        for layout in layouts or LAYOUTS:
+            yield batch_of(lengths, layout)
 
 
 def styles_of_contenders() -> dict[str, Style]:

@@ -131,8 +131,22 @@ def add_causal(parser: argparse._ActionsContainer, default: bool | None = True) 
     parser.add_argument("--causal", action=argparse.BooleanOptionalAction, default=default, help=meaning)
 
 
+def add_batches(parser: argparse._ActionsContainer, more: str = "repeatable") -> None:
+    """Adds the flags of packed and padded batches. They are None if not given."""
+    batch = f"sequences of these lengths, as a padded and as a packed batch, in place of --bsz and lengths; {more}"
+    add(parser, "--lengths", type=counts, action="append", metavar="N,N[,N]", help=batch)
+    add_switches(
+        parser.add_mutually_exclusive_group(),
+        None,
+        packed="with --lengths: only the batch that has the sequences one behind the other",
+        padded="with --lengths: only the batch that has the sequences each padded to the longest",
+    )
+
+
 # Flags that belong to operators of the catalog, and those that belong to models.
-OF_OPERATORS = words("attention-type,query-len,kv-len,dim,heads,core-dim,factor,causal,compile,plot")
+OF_OPERATORS = words(
+    "attention-type,query-len,kv-len,lengths,packed,padded,dim,heads,core-dim,factor,causal,compile,plot"
+)
 OF_MODELS = words(
     "autocast,optimizer,loss,checkpointing,attention,steps,build-on,fsdp,tp,ddp,rank,calibration,no-changes,doubts"
 )
@@ -274,12 +288,15 @@ def fit(parser: Parser) -> None:
     memcheck fit --hf-config config.json --find bsz --seq-len 4096 --device A100-40GB
     memcheck fit --hf-config config.json --find seq-len --bsz 1 --fsdp 8 --device H100-80GB
     memcheck fit --device 24GiB --mode inference --dtype bf16 --bsz 1:64:x2 --plot capacity.png
+    memcheck fit --device H100-80GB --find bsz --lengths 4096,1000,300 --dim 512
     """
     axes = ("seq-len", "bsz", "dim")
     add(parser, "--find", choices=axes, default="seq-len", help="the size to maximise; default: seq-len")
     add_names(parser, "--attention-type", more=f"repeatable; default: {','.join(DEFAULT_TYPES)}")
     add(parser, "--bsz", type=sizes, more="default: 1")
     add(parser, "--seq-len", type=sizes, more="in --mode decode tokens of the state; default: 1024")
+    scaled = "--find bsz repeats the sequences, --find seq-len scales them all"
+    add_batches(parser, f"{scaled}; repeatable")
     add(parser, "--dim", type=sizes, more="default: 256")
     add(parser, "--heads", type=count, more="default: 4")
     add(parser, "--core-dim", "--factor", type=count)
@@ -360,6 +377,7 @@ def predict(parser: Parser) -> None:
     """Predicts the memory of an operator or of any model on any device; runs nothing.
 
     memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
+    memcheck predict --attention-type softplus --lengths 4096,1000,300 --device A100-40GB
     memcheck predict --mode decode --kv-len 8192 --dim 4096 --heads 32 --kv-heads 8 --layers 32 --device A100-40GB
     memcheck predict --model train.py:make --bsz 8 --optimizer adamw --device RTX-4090 --fail-on-oom
     memcheck predict --hf-config config.json --bsz 1 --seq-len 4096 --dtype bf16 --fsdp 8 --device H100-80GB
@@ -369,7 +387,9 @@ def predict(parser: Parser) -> None:
     for flag, default in DEFAULT_SIZES.items():
         add(parser, f"--{flag}", type=count, more=f"default: {default}")
     add(parser, "--seq-len", type=count, more="default: 1024")
-    add(parser, "--query-len", "--kv-len", "--core-dim", "--factor", type=count)
+    add(parser, "--query-len", "--kv-len", type=count)
+    add_batches(parser, "given once")
+    add(parser, "--core-dim", "--factor", type=count)
     add_causal(parser, None)
     add(parser, "--dtype", default=None, more=f"of models: {DTYPE_OF_MODELS}")
     add(parser, "--mode")
@@ -414,13 +434,7 @@ def profile_attention(parser: argparse.ArgumentParser) -> None:
     lengths = f"default: 256 to 4096, on a GPU {GPU_LENGTHS[0]} to {GPU_LENGTHS[-1]}"
     add(parser, "--seq-len", type=counts, metavar="N[,N]", more=lengths)
     add(parser, "--query-len", "--kv-len", type=counts, metavar="N[,N]")
-    batch = "sequences of these lengths, as a padded and as a packed batch; repeatable; in place of --bsz and lengths"
-    add(parser, "--lengths", type=counts, action="append", metavar="N,N[,N]", help=batch)
-    add_switches(
-        parser.add_mutually_exclusive_group(),
-        packed="with --lengths: only the batch that has the sequences one behind the other",
-        padded="with --lengths: only the batch that has the sequences each padded to the longest",
-    )
+    add_batches(parser)
     add(parser, "--core-dim", "--factor", type=count)
     add_causal(parser)
     add(parser, "--dtype", default=None, more="on a GPU bf16")
@@ -559,6 +573,7 @@ def sweep(parser: argparse.ArgumentParser) -> None:
     memcheck sweep
     memcheck sweep --preset memcheck-pyt --memory-limit 40GiB --output results/memcheck-pyt
     memcheck sweep --attention-type naive,softplus --bsz 8 --seq-len 256:16384:x2 --dim 16,32,64,128 --dry-run
+    memcheck sweep --attention-type softmax,softplus --lengths 2048,2048 --lengths 2048,512,512 --dim 128,256
     """
     # All defaults are None, so that flags can be told from values of presets and TOML files.
     add(parser, "--preset", choices=PRESETS, help="a known grid; default: quick, if no flag names a case")
@@ -567,6 +582,7 @@ def sweep(parser: argparse.ArgumentParser) -> None:
     grid = parser.add_argument_group("grid", "every combination is a case; N: 8 or 16,32 or 256:16384:x2")
     add_names(grid, "--attention-type", more=f"also {', '.join(COMBINATOR_TYPES)}; repeatable")
     add(grid, "--bsz", "--seq-len", "--query-len", "--kv-len", "--dim", "--heads", "--core-dim", "--factor", type=sizes)
+    add_batches(grid)
     add(grid, "--dtype", type=words, default=None, metavar="NAME[,NAME]", more="on a GPU bf16")
     add(grid, "--mode", type=words, default=None, choices=None, metavar="NAME[,NAME]")
     add(grid, "--compile", action=argparse.BooleanOptionalAction, help="run under torch.compile")
@@ -671,7 +687,8 @@ def command_parser(name: str) -> Parser:
 def words_of(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[str]:
     """The words that set these flags, by their names with underscores or hyphens. False unsets a flag that has a no.
 
-    A list is one value, with commas; a list of lists is a flag that is repeated.
+    A list is one value, with commas. A flag that collects its values is repeated for a list
+    of lists, or of texts with commas.
     """
     words = []
     for name, value in settings.items():
@@ -680,6 +697,8 @@ def words_of(parser: argparse.ArgumentParser, settings: dict[str, Any]) -> list[
             flag = f"--{name}" if value else f"--no-{name}"
             words += [flag] if value or flag in parser._option_string_actions else []
         else:
-            values = value if isinstance(value, list) and value and isinstance(value[0], list) else [value]
+            collects = isinstance(parser._option_string_actions.get(f"--{name}"), argparse._AppendAction)
+            several = isinstance(value, list) and any(isinstance(x, list) or "," in str(x) for x in value)
+            values = value if collects and several else [value]
             words += [f"--{name}={','.join(map(str, x)) if isinstance(x, list | tuple) else x}" for x in values]
     return words

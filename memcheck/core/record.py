@@ -13,7 +13,7 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,13 @@ def layout_of(bsz: int | None, lengths: tuple[int, ...] | None) -> str | None:
     if lengths is None:
         return None
     return "packed" if bsz == 1 else "padded"
+
+
+def sequence_words(lengths: Sequence[int]) -> str:
+    """ "sequences of 4096, 1000, 300", or "16 sequences of 12 to 4096" """
+    if len(lengths) <= 4:
+        return f"sequences of {', '.join(map(str, lengths))}"
+    return f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)}"
 
 
 @dataclass

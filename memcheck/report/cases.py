@@ -11,7 +11,7 @@ from typing import Any
 from memcheck.core.devices import KNOWN_AS
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
-from memcheck.core.record import PHASES, Record
+from memcheck.core.record import PHASES, Record, sequence_words
 from memcheck.core.units import format_bytes
 
 # size, feed_forward, autocast and checkpointing are those of whole models.
@@ -126,13 +126,6 @@ def describe(record: Record, fields: Sequence[str]) -> str:
     if record.source == "predicted":
         words.append("predicted")
     return ", ".join(words)
-
-
-def sequence_words(lengths: Sequence[int]) -> str:
-    """ "sequences of 4096, 1000, 300", or "16 sequences of 12 to 4096" """
-    if len(lengths) <= 4:
-        return f"sequences of {', '.join(map(str, lengths))}"
-    return f"{len(lengths)} sequences of {min(lengths)} to {max(lengths)}"
 
 
 def tokens_that_count(record: Any) -> int | None:

@@ -130,7 +130,8 @@ def terms_table(prediction: Prediction, need_bytes: int | None = None) -> Table:
             bound = ", not known to the byte" if field in prediction.bounds else ""
             rows.append([f"{title}{bound}", sum(terms.values()) / MIB, sum(terms.values())])
             rows += [[f"  {name}", size / MIB, size] for name, size in sorted(terms.items(), key=lambda it: -it[1])]
-    title = f"{record.operator}: {common_case([record])}, {lengths}{backend}"
+    layout = f", {record.layout}" if record.layout else ""
+    title = f"{record.operator}: {common_case([record])}{layout}, {lengths}{backend}"
     return Table("terms", title, columns, rows, list(verdict_lines(prediction, need_bytes)))
 
 

@@ -302,7 +302,7 @@ def flags_of(record: Record, lengths: bool = True) -> str:
     """The flags of profile-attention or profile-combinator for the record's case; without lengths, those of fit."""
     kind = "combinator" if record.kv_len is None and lengths else "attention"
     flags: dict[str, object] = {f"{kind}-type": record.operator, "bsz": record.bsz}
-    if lengths and record.lengths is not None:
+    if record.lengths is not None:
         flags |= {"bsz": None, "lengths": ",".join(map(str, record.lengths))}
     elif lengths and record.mode == "decode" and record.kv_len:
         flags["kv-len"] = record.kv_len

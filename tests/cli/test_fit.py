@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from plotted import labelled, points, texts
 from memcheck.__main__ import main
 from memcheck.bench import catalog
 from memcheck.bench.capacity import Capacity, Search, capacity_curve, find_capacity, resized
-from memcheck.bench.catalog import Case, check_case, make_case, make_combinator_case
+from memcheck.bench.catalog import Case, batch_of, check_case, make_case, make_combinator_case
 from memcheck.bench.predict import predict_memory
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
@@ -270,6 +271,47 @@ def test_what_is_looked_for(fit, find: str, step: int) -> None:
     assert (row["record"][field], row["next_record"][field]) == (row["largest"], row["largest"] + step)
 
 
+SEQUENCES = ["--lengths", "64,16,1", "--attention-type", "softplus", "--dim", "16", "--device", "16MiB"]
+
+
+def test_sequences_are_repeated_or_scaled(fit) -> None:
+    """--find bsz repeats them, --find seq-len keeps their proportions. Padded and packed are rows."""
+    padded, packed = fit(*SEQUENCES, "--find", "bsz")["capacities"]
+    assert padded["step"] == packed["step"] == 3
+    assert 0 < padded["largest"] < packed["largest"]
+    for row in (padded, packed):
+        for name, count in (("record", row["largest"]), ("next_record", row["next"])):
+            assert row[name]["lengths"] == [64, 16, 1] * (count // 3)
+    assert padded["record"]["bsz"] == padded["largest"]
+    assert (packed["record"]["bsz"], packed["record"]["query_len"]) == (1, 27 * packed["largest"])
+    padded, packed = fit(*SEQUENCES, "--step", "64")["capacities"]
+    for row in (padded, packed):
+        assert row["record"]["lengths"] == [row["largest"], row["largest"] // 4, row["largest"] // 64]
+        assert row["next_record"]["status"] == "oom"
+    assert padded["record"]["query_len"] == padded["largest"] < packed["largest"]
+    (row,) = fit(*SEQUENCES[:4], "--find", "dim", "--packed", "--device", "16MiB")["capacities"]
+    assert row["record"]["lengths"] == [64, 16, 1]
+
+
+def test_sizes_of_sequences() -> None:
+    case = attention(**batch_of((7, 3), "padded"))
+    assert resized(case, "bsz", 5).lengths == (7, 3, 7, 3, 7)
+    assert resized(case, "seq_len", 2).lengths == (2, 1)
+    assert resized(resized(case, "seq_len", 1), "dim", 8).lengths == (1, 1)
+
+
+def test_the_table_and_the_picture_of_sequences(tmp_path: Path, capsys) -> None:
+    picture = tmp_path / "sequences.svg"
+    assert main(["fit", *SEQUENCES, "--find", "bsz", "--plot", str(picture), "--up-to", "300"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "The largest number of sequences that fits 16MiB (16 MiB usable): float32, dim 16, causal, train" in out
+    assert re.search(r"softplus padded sequences of 64, 16, 1 \d+ ", out)
+    assert "The sequences repeat the given lengths." in out
+    drawn = picture.read_text()
+    for words in ("softplus, packed", "length of the longest sequence", "in the proportions of sequences of 64, 16, 1"):
+        assert words in drawn
+
+
 def test_a_core_dimension_that_is_given_stays(fit) -> None:
     flags = ["--find", "dim", "--attention-type", "softplus", "--device", "256MiB", "--heads", "4"]
     (row,) = fit(*flags, "--core-dim", "4", "--up-to", "64")["capacities"]
@@ -313,6 +355,17 @@ def test_modes_and_dtypes(fit) -> None:
         ("--device T4 --device-from-this-gpu", "--device T4 and --device-from-this-gpu exclude each other"),
         ("--device T4 --format yaml", "--format"),
         ("--device T4 --query-len 4", "unrecognized arguments: --query-len 4"),
+        ("--device T4 --packed", "--packed needs --lengths, the positions of each sequence"),
+        ("--device T4 --lengths 8,4 --packed --padded", "--padded: not allowed with argument --packed"),
+        ("--device T4 --lengths 8", "--lengths must be of two sequences or more, each of a position or more, got 8"),
+        ("--device T4 --lengths 8,x", "--lengths must be a whole number, got 'x'"),
+        ("--device T4 --lengths 8,4 --bsz 2", "--lengths has the number and lengths of sequences: leave out --bsz"),
+        ("--device T4 --lengths 8,4 --mode decode", "--lengths is not for --mode decode"),
+        ("--device T4 --lengths 8,4 --attention-type flex", "--lengths is not for flex, only for naive, softmax"),
+        (
+            "--device T4 --lengths 8,4 --lengths 8,2 --plot x.png",
+            "--plot draws against one size: give --lengths once, got 2",
+        ),
     ],
 )
 def test_wrong_flags_end_in_one_line(capsys, flags: str, words: str) -> None:

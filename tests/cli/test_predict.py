@@ -111,6 +111,33 @@ def test_threads_and_dense_gradients(capsys: pytest.CaptureFixture[str]) -> None
     assert "grad y" in two["terms"]["backward_peak_bytes"]
 
 
+SEQUENCES = ["--lengths", "12,3", "--dim", "16", "--heads", "2", "--attention-type"]
+
+
+def test_sequences_are_predicted_padded_and_packed(capsys: pytest.CaptureFixture[str]) -> None:
+    for device in ("cpu", "A100-40GB"):
+        padded, packed = predicted(capsys, *SEQUENCES, "linear-causal", "--device", device)
+        assert [(row["bsz"], row["query_len"], row["lengths"]) for row in (padded, packed)] == [
+            (2, 12, [12, 3]),
+            (1, 15, [12, 3]),
+        ]
+        assert packed["forward_peak_bytes"] < padded["forward_peak_bytes"]
+        assert packed["unknown"] == padded["unknown"] == []
+        assert predicted(capsys, *SEQUENCES, "linear-causal", "--device", device, "--packed") == packed
+    assert main(["predict", *SEQUENCES, "softplus", "--device", "cpu"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "causal, sequences of 12, 3, train, predicted, padded, S 12, T 12, memcheck cpu" in said
+    assert "Padded against packed, sequences of 12, 3: softplus " in said
+
+
+def test_what_helps_sequences_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
+    limit = ["--device", "cpu", "--memory-limit", "8KiB", "--padded"]
+    assert main(["predict", *SEQUENCES, "softplus", *limit]) == 0
+    rows = {line.split("  ")[0]: line.split()[-3] for line in capsys.readouterr().out.splitlines() if " KiB " in line}
+    assert {"--packed", "--lengths 6,2", "--dtype bf16", "--attention-type compressed"} <= rows.keys()
+    assert main(["predict", *SEQUENCES, "softplus", *limit, "--fail-on-oom"]) == 3
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -126,6 +153,24 @@ def test_threads_and_dense_gradients(capsys: pytest.CaptureFixture[str]) -> None
         (["--memory-limit", "much"], "--memory-limit must look like 40GiB"),
         (["--dtype", "int8"], "--dtype int8 is unknown"),
         (["--format", "yaml"], "invalid choice"),
+        (["--packed"], "--packed needs --lengths, the positions of each sequence"),
+        (["--lengths", "8,4", "--packed", "--padded"], "--padded: not allowed with argument --packed"),
+        (["--lengths", "8,4", "--lengths", "8,2"], "--lengths given twice: predict takes one; memcheck sweep"),
+        (["--lengths", "8"], "--lengths must be of two sequences or more, each of a position or more, got 8"),
+        (["--lengths", "8,0"], "--lengths must be at least 1, got 0"),
+        (["--lengths=-8,4"], "--lengths must be at least 1, got -8"),
+        (["--lengths", "8,4.5"], "--lengths must be a whole number, got '4.5'"),
+        (
+            ["--lengths", "8,4", "--kv-len", "8"],
+            "--lengths has the number and lengths of sequences: leave out --kv-len",
+        ),
+        (["--lengths", "8,4", "--mode", "decode"], "--lengths is not for --mode decode"),
+        (
+            ["--lengths", "8,4", "--attention-type", "flex"],
+            "--lengths is not for flex, only for naive, softmax, softplus",
+        ),
+        (["--lengths", "8,4", "--attention-type", "combinator"], "--lengths is not for combinator, only for naive"),
+        (["--lengths", "8,4", "--model", f"{__file__}:make"], "--lengths is for operators, not for --model"),
     ],
 )
 def test_wrong_flags_are_one_line(capsys: pytest.CaptureFixture[str], flags: list[str], words: str) -> None:

@@ -264,6 +264,49 @@ def test_a_file_over_a_preset(tmp_path, plan) -> None:
     assert len(plan("--config", str(path), "--preset", "quick")) == 5 * 2 * 4
 
 
+def test_a_grid_of_lengths_of_sequences(plan, tmp_path) -> None:
+    """Every --lengths is a padded and a packed batch, in place of the batch size and lengths of lower layers."""
+    names = ["--attention-type", "naive,softplus", "--dim", "16,32", "--heads", "2"]
+    cases = plan(*names, "--lengths", "8,8,2", "--lengths", "9,3")
+    assert len(set(cases)) == len(cases) == 2 * 2 * 2 * 2
+    assert "naive B3 S8 T8 E16 H2 padded sequences of 8, 8, 2 float32: to run" in cases
+    assert "softplus B1 S12 T12 E32 R32 packed sequences of 9, 3 float32: to run" in cases
+    path = tmp_path / "grid.toml"
+    path.write_text("""
+        attention-type = "softplus"
+        bsz = 4
+        [[grid]]
+        lengths = [[8, 2], [4, 4]]
+        padded = true
+        [[grid]]
+        lengths = ["6,1", "5,2"]
+        [[grid]]
+        seq-len = 32
+    """)
+    cases = plan("--config", str(path))
+    assert Counter(" ".join(case.split()[1:3]) for case in cases) == {
+        **{"B2 S8": 1, "B2 S4": 1, "B2 S6": 1, "B2 S5": 1, "B1 S7": 2, "B4 S32": 1},
+    }
+    # The command line goes over it.
+    assert len(plan("--config", str(path), "--lengths", "7,7", "--packed")) == 1
+    assert plan("--config", str(path), "--seq-len", "8")[0] == "softplus B1 S8 T8 E256 R256 float32: to run"
+
+
+def test_predictions_of_sequences_go_on_and_are_shown(tmp_path, capsys) -> None:
+    """The rows, their pictures and a page."""
+    flags = ["--attention-type", "softplus,linear-causal", "--dim", "16", "--heads", "2", "--lengths", "64,64"]
+    flags += ["--predict-only", "--device", "cpu", "--output", str(tmp_path)]
+    assert main(["sweep", *flags, "--packed"]) == 0
+    assert main(["sweep", *flags, "--lengths", "64,16"]) == 0
+    out = capsys.readouterr().out
+    assert "2 of 8 cases were done before" in out
+    assert "Padded against packed, sequences of 64, 16: softplus " in out
+    assert {record.lengths for record in read_records(tmp_path)} == {(64, 64), (64, 16)}
+    assert (tmp_path / "memory.png").exists()
+    assert main(["report", str(tmp_path), "--html", str(tmp_path / "page.html")]) == 0
+    assert "padding" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -311,6 +354,13 @@ def test_wrong_files_end_in_one_line(tmp_path, capsys, text: str, words: str) ->
         ("--memory-limit much", "--memory-limit must look like 40GiB"),
         ("--output=", "--output must name a folder"),
         ("--no-such-flag", "--no-such-flag"),
+        ("--packed", "--packed needs --lengths, the positions of each sequence"),
+        ("--lengths 8,4 --packed --padded", "--padded: not allowed with argument --packed"),
+        ("--lengths 8,4 --lengths 8", "--lengths must be of two sequences or more, each of a position or more, got 8"),
+        ("--lengths 8,0", "--lengths must be at least 1, got 0"),
+        ("--lengths 8,4 --bsz 2", "--lengths has the number and lengths of sequences: leave out --bsz"),
+        ("--lengths 8,4 --mode decode", "--lengths is not for --mode decode"),
+        ("--lengths 8,4 --attention-type linear-cumsum", "--lengths is not for linear-cumsum, only for naive, softmax"),
         ("--device A100-40GB", "--device A100-40GB is no device of this machine"),
     ],
 )

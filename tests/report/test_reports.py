@@ -514,6 +514,9 @@ def test_the_next_step_after_running_out_is_what_fits(tmp_path: Path, capsys) ->
     assert step.endswith("--device cpu --memory-limit 40KiB")
     assert main(step.removeprefix("Next: memcheck ").split()) == 0
     assert "The largest sequence length that fits cpu" in capsys.readouterr().out
+    (step,) = [next_step([record(status="oom", lengths=(64, 9), bsz=1, device="cpu")]).splitlines()[0]]
+    assert " --lengths 64,9 " in step
+    assert " --packed --device cpu" in step
     assert next_step([record(status="error")]).startswith("Next: memcheck info")
 
 

@@ -60,7 +60,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Grid:
-    """A grid: every combination is a case; S and T are paired."""
+    """A grid: every combination is a case; S and T are paired.
+
+    batches: packed and padded batches, as catalog.batch_of makes them, beside those of bsz and lengths.
+    """
 
     operators: list[str]
     lengths: list[tuple[int, int]]
@@ -73,6 +76,7 @@ class Grid:
     compile: bool = False
     core_dim: Sequence[int | None] = (None,)
     factor: Sequence[int | None] = (None,)
+    batches: Sequence[dict[str, Any]] = ()
 
     def cases(self, device: str) -> Iterator[Case]:
         """All combinations, including those that no operator accepts; check_case gives their reason."""
@@ -85,8 +89,11 @@ class Grid:
             dtype = SHORT_DTYPES.get(dtype, dtype)
             fields = {"mode": mode, "dtype": dtype, "bsz": bsz, "compiled": self.compile, "device": device}
             sizes = {"heads": heads, "core_dim": core_dim, "factor": factor, "causal": self.causal}
-            for dim, (query_len, kv_len), operator in itertools.product(self.dim, self.lengths, self.operators):
-                yield any_case(operator, {**fields, "dim": dim, "query_len": query_len}, {"kv_len": kv_len, **sizes})
+            dense = ({"query_len": query_len, "kv_len": kv_len} for query_len, kv_len in self.lengths)
+            for dim, batch, operator in itertools.product(self.dim, [*dense, *self.batches], self.operators):
+                kv_len = {"kv_len": batch["kv_len"]}
+                others = {name: value for name, value in batch.items() if name not in kv_len}
+                yield any_case(operator, {**fields, "dim": dim, **others}, {**kv_len, **sizes})
 
 
 def any_case(operator: str, fields: dict[str, Any], attention_fields: dict[str, Any]) -> Case:

@@ -34,7 +34,7 @@ from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.store import FILE, Store, read_rows
 from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process
 from memcheck.core.errors import MemcheckError, UsageError
-from memcheck.core.record import Record
+from memcheck.core.record import Record, sequence_words
 
 TRIED_AGAIN = ("error", "killed", "timeout", "skipped")
 MANIFEST = "sweep.json"
@@ -280,10 +280,11 @@ def is_above(case: Case, smaller: Case) -> bool:
 
 
 def shape(case: Case | Record) -> str:
-    """The sizes of a case: "B64 S512 T512 E128 H8"."""
+    """The sizes of a case: "B64 S512 T512 E128 H8", and "padded sequences of 512, 64" of batches with lengths."""
     letters = {"bsz": "B", "query_len": "S", "kv_len": "T", "dim": "E", "heads": "H", "core_dim": "R", "factor": "C"}
     sizes = ((letter, getattr(case, field)) for field, letter in letters.items())
-    return " ".join(f"{letter}{size}" for letter, size in sizes if size is not None)
+    words = " ".join(f"{letter}{size}" for letter, size in sizes if size is not None)
+    return words if case.lengths is None else f"{words} {case.layout} {sequence_words(case.lengths)}"
 
 
 def estimated_bytes(case: Case) -> int:

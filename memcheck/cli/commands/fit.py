@@ -16,6 +16,7 @@ from memcheck.bench.catalog import CONTENDERS, DTYPES, SHORT_DTYPES, Case
 from memcheck.bench.sweep.grid import check_names
 from memcheck.cli.cases import (
     DOES_NOT_FIT,
+    batches_of,
     check_picture,
     make_any_case,
     make_room,
@@ -26,9 +27,10 @@ from memcheck.cli.models import SIZES, Setting, Study
 from memcheck.cli.options import DEFAULT_SIZES, DEFAULT_TYPES, predicted_device
 from memcheck.core.devices import Device
 from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.record import sequence_words
 from memcheck.predict.replay import Prediction
 from memcheck.report import Screen, render
-from memcheck.report.capacity import FOUND, capacity_table, room_words, shared_words
+from memcheck.report.capacity import capacity_table, room_words, shared_words, size_words
 from memcheck.report.model_prediction import (
     SIZE_WORDS,
     Edge,
@@ -55,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         return fit_model(args)
     axis, device = args.find.replace("-", "_"), predicted_device(args)
     cases = list(make_cases(args, axis))
+    layouts = len({case.layout for case in cases})
     along = None
     if args.plot:
         check_picture("--plot", args.plot)
@@ -66,10 +69,9 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar(len(cases), "fit") as bar:
         for case in cases:
             capacities.append(look(case, axis, device, how))
-            if along and case.operator not in curves:
-                curves[case.operator] = capacity_curve(
-                    capacities[-1].case, axis, along, drawn_sizes(args, along), device, **how
-                )
+            name = f"{case.operator}, {case.layout}" if case.layout and layouts > 1 else case.operator
+            if along and name not in curves:
+                curves[name] = capacity_curve(case, axis, along, drawn_sizes(args, along), device, **how)
             bar.update()
     if args.format == "json":
         found = {
@@ -190,35 +192,38 @@ def make_cases(args: argparse.Namespace, axis: str) -> Iterator[Case]:
     heads = args.heads or DEFAULT_SIZES["heads"]
     # A multiple of the heads that differs from a given core dimension.
     given[axis] = [2 * heads if args.core_dim == heads else heads]
-    for bsz, dim, length, name in itertools.product(given["bsz"], given["dim"], given["seq_len"], names):
+    batches = list(batches_of(vars(args), default=given["seq_len"]))
+    sizes = [given["bsz"][:1] if args.lengths else given["bsz"], given["dim"]]
+    for bsz, dim, batch, name in itertools.product(*sizes, batches, names):
         attention_fields = {
-            "kv_len": length,
             "heads": heads,
             "core_dim": args.core_dim,
             "factor": args.factor,
             "causal": args.causal is not False,
         }
-        query_len = 1 if args.mode == "decode" else length
-        dtype = args.dtype or "float32"
-        yield make_any_case(name, attention_fields, bsz=bsz, dim=dim, query_len=query_len, dtype=dtype, mode=args.mode)
+        fields = {"bsz": bsz, "dim": dim, "dtype": args.dtype or "float32", "mode": args.mode, **batch}
+        yield make_any_case(name, attention_fields, **fields)
 
 
 def draw(
     curves: dict[str, list[tuple[int, Capacity]]], capacities: list[Capacity], along: str, args: argparse.Namespace
 ) -> None:
-    axis, device = capacities[0].axis, capacities[0].device
+    axis, case, device = capacities[0].axis, capacities[0].case, capacities[0].device
     known = {name: curve for name, curve in curves.items() if not curve[0][1].unpredicted}
     left_out = [name for name in curves if name not in known]
+    notes = [f"in the proportions of {sequence_words(args.lengths[0])}"] if args.lengths else []
+    notes += [f"not predicted: {', '.join(left_out)}"] if left_out else []
     try:
         plot_capacity(
             {name: [Point(x, found.largest, open=found.beyond is None) for x, found in known[name]] for name in known},
             args.plot,
             styles=styles_of_contenders(),
-            found=axis,
-            along=along,
-            title=f"The largest {FOUND[axis]} that fits {device.name} ({room_words(capacities[0], args.memory_limit)})",
+            found=axis if case.lengths is None else size_words(axis, case),
+            along=along if case.lengths is None else size_words(along, case),
+            title=f"The largest {size_words(axis, case)} that fits {device.name} "
+            f"({room_words(capacities[0], args.memory_limit)})",
             subtitle=f"predicted: {shared_words(capacities, axis, along)}",
-            note=f"not predicted: {', '.join(left_out)}" if left_out else "",
+            note="; ".join(notes),
         )
     except OSError as error:
         raise UsageError(f"--plot {args.plot} cannot be written: {error}") from None
@@ -226,6 +231,8 @@ def draw(
 
 def drawn_against(args: argparse.Namespace, axis: str) -> str:
     """The size with several values, or one that gets several."""
+    if len(args.lengths or ()) > 1:
+        raise UsageError(f"--plot draws against one size: give --lengths once, got {len(args.lengths)}")
     several = [name for name in DEFAULTS if name != axis and len(getattr(args, name) or ()) > 1]
     if len(several) > 1:
         flags = " and ".join(FLAGS[name] for name in several)
@@ -235,4 +242,6 @@ def drawn_against(args: argparse.Namespace, axis: str) -> str:
 
 def drawn_sizes(args: argparse.Namespace, along: str) -> list[int]:
     given: list[int] = getattr(args, along) or DEFAULTS[along]
+    if args.lengths and along != "dim":
+        given = [len(args.lengths[0]) if along == "bsz" else max(args.lengths[0])]
     return given if len(given) > 1 else [given[0] * factor for factor in FACTORS]

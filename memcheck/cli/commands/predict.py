@@ -10,10 +10,10 @@ from typing import Any
 
 from memcheck.bench.changes import single_changes
 from memcheck.bench.predict import predict_memory
-from memcheck.cli.cases import DOES_NOT_FIT, make_any_case, note_unused_flags
+from memcheck.cli.cases import DOES_NOT_FIT, LENGTHS, batches_of, make_any_case, note_unused_flags
 from memcheck.cli.decoding import check_flags, of_case, of_configuration, predict_decoding
 from memcheck.cli.models import Study, classes_of
-from memcheck.cli.options import DEFAULT_SIZES, make_lengths, predicted_device
+from memcheck.cli.options import DEFAULT_SIZES, predicted_device
 from memcheck.core.case import Case
 from memcheck.core.errors import UsageError
 from memcheck.predict.replay import Prediction
@@ -29,20 +29,21 @@ from memcheck.report.model_prediction import (
     room_of,
     verdict,
 )
-from memcheck.report.tables import Screen
+from memcheck.report.summary import padded_against_packed
+from memcheck.report.tables import Screen, Table
 
 
 def run(args: argparse.Namespace) -> int:
     check_flags(args)
     if args.mode == "decode":
-        prediction = predict_decoding(
-            args, of_configuration(args) if args.hf_config else of_case(args, make_case(args))
-        )
+        model = of_configuration(args) if args.hf_config else of_case(args, make_cases(args)[0])
+        predictions = [predict_decoding(args, model)]
     elif args.model or args.hf_config:
-        prediction = predict_model(args)
+        predictions = [predict_model(args)]
     else:
-        prediction = predict_operator(args)
-    return DOES_NOT_FIT if args.fail_on_oom and prediction.record.status != "ok" else 0
+        predictions = predict_operator(args)
+    fits = all(prediction.record.status == "ok" for prediction in predictions)
+    return DOES_NOT_FIT if args.fail_on_oom and not fits else 0
 
 
 def predict_model(args: argparse.Namespace) -> Prediction:
@@ -102,42 +103,54 @@ def prediction_object(prediction: Prediction) -> dict[str, Any]:
     }
 
 
-def predict_operator(args: argparse.Namespace) -> Prediction:
-    case, device = make_case(args), predicted_device(args)
+def predict_operator(args: argparse.Namespace) -> list[Prediction]:
+    """Prints the prediction of each case: one, or a padded and a packed batch."""
+    cases, device = make_cases(args), predicted_device(args)
     how = {"dense_grad": args.dense_grad, "threads": args.threads, "expandable_segments": args.expandable_segments}
-    prediction = predict_memory(case, device, limit_bytes=args.memory_limit, **how)
+    predictions = [predict_memory(case, device, limit_bytes=args.memory_limit, **how) for case in cases]
     if args.format == "json":
-        print(json.dumps(prediction_object(prediction)))
-        return prediction
+        lines = [json.dumps(prediction_object(prediction)) for prediction in predictions]
+        print(lines[0] if len(lines) == 1 else "[" + ",\n ".join(lines) + "]")
+        return predictions
+    tables = [table for prediction in predictions for table in tables_of(prediction, args.memory_limit, how)]
+    print(render(tables, "table", sys.stdout))
+    for words in padded_against_packed([prediction.record for prediction in predictions]):
+        print(f"\n{Screen.of(sys.stdout).fill(words)}")
+    return predictions
+
+
+def tables_of(prediction: Prediction, limit_bytes: int | None, how: dict[str, Any]) -> list[Table]:
+    """The terms, and what would help if the case does not fit. how: it was predicted."""
+    case, device = prediction.case, prediction.device
     whole, tables = None, []
     if prediction.record.status == "oom" and prediction.record.oom_phase:
         unlimited = predict_memory(case, dataclasses.replace(device, usable_bytes=None), **how)
         whole = need(unlimited.record) if not unlimited.bounds else None
         changes = [
-            Change(flag, predict_memory(other, device, limit_bytes=args.memory_limit, **how))
+            Change(flag, predict_memory(other, device, limit_bytes=limit_bytes, **how))
             for flag, other in single_changes(case)
         ]
-        tables = [changes_table(prediction, changes, args.memory_limit)]
-    print(render([terms_table(prediction, whole), *tables], "table", sys.stdout))
-    return prediction
+        tables = [changes_table(prediction, changes, limit_bytes)]
+    return [terms_table(prediction, whole), *tables]
 
 
-def make_case(args: argparse.Namespace) -> Case:
-    """The case of the flags."""
+def make_cases(args: argparse.Namespace) -> list[Case]:
+    """The case of the flags, or with --lengths that of each batch."""
     name = args.attention_type or ("naive" if args.attention_type is None else "")
     if "," in name:
         raise UsageError(f"--attention-type {name}: predict takes one; memcheck sweep --predict-only takes several")
-    given = ([length] if length else None for length in (args.seq_len, args.query_len, args.kv_len))
-    ((query_len, kv_len),) = make_lengths(args.mode, *given, default=[1024])
+    if len(args.lengths or ()) > 1:
+        raise UsageError("--lengths given twice: predict takes one; memcheck sweep --predict-only takes several")
+    given = {size: [value] if (value := getattr(args, size)) else None for size in LENGTHS}
     sizes = {size: getattr(args, size) or default for size, default in DEFAULT_SIZES.items()}
     attention_fields = {
-        "kv_len": kv_len,
         "heads": sizes.pop("heads"),
         "core_dim": args.core_dim,
         "factor": args.factor,
         "causal": args.causal is not False,
     }
-    more = {"query_len": query_len, "dtype": args.dtype or "float32", "mode": args.mode, "compiled": args.compile}
-    case = make_any_case(name, attention_fields, **sizes, **more)
-    note_unused_flags(args, [case])
-    return case
+    more = {"dtype": args.dtype or "float32", "mode": args.mode, "compiled": args.compile}
+    batches = batches_of({**vars(args), **given}, default=[1024])
+    cases = [make_any_case(name, attention_fields, **{**sizes, **more, **batch}) for batch in batches]
+    note_unused_flags(args, cases)
+    return cases

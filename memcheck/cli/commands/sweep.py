@@ -25,8 +25,8 @@ from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predict import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
 from memcheck.bench.sweep.store import FILE, StoreError, read_records
-from memcheck.cli.cases import print_answer, progress_bar, styles_of_contenders, watch
-from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, gpu_words, make_lengths, predicted_device
+from memcheck.cli.cases import LAYOUTS, LENGTHS, batches_of, print_answer, progress_bar, styles_of_contenders, watch
+from memcheck.cli.options import GPU_DTYPE, GPU_LENGTHS, GPU_SIZES, gpu_words, predicted_device
 from memcheck.cli.parsers import command_parser, words_of
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError
@@ -36,9 +36,10 @@ from memcheck.core.units import format_bytes, format_time
 from memcheck.report import Screen, failure_note, is_predicted, summary, write_tables
 from memcheck.report.plots import write_plots
 
-LENGTHS = ("seq_len", "query_len", "kv_len")
 GRID = {
     *LENGTHS,
+    "lengths",
+    *LAYOUTS,
     *("attention_type", "bsz", "dim", "heads", "core_dim", "factor", "dtype", "mode", "causal", "compile"),
 }
 GPU_BASE: dict[str, Any] = {**GPU_SIZES, "seq-len": GPU_LENGTHS, "dtype": GPU_DTYPE}
@@ -138,11 +139,13 @@ def read_parts(args: argparse.Namespace, on_gpu: bool = False) -> list[Values]:
     if on_gpu and preset in (None, "quick"):  # Other presets repeat published sizes.
         defaults, grid_of = {**BASE, **GPU_BASE}, GPU_QUICK if preset else {}
         chosen = set(given).union(*lower)
-        named["note"] = gpu_words(chosen | {"seq_len"} if chosen & {*LENGTHS} else chosen)
+        chosen |= {"seq_len"} if chosen & {*LENGTHS} else {"seq_len", "bsz"} if "lengths" in chosen else set()
+        named["note"] = gpu_words(chosen)
     base, _ = split_grids(defaults, "")
     of_preset, preset_grids = split_grids(grid_of, "")
     upper = [parse_settings(over(base, of_preset, grid), "") for grid in preset_grids]
-    return [over(first, second, given, named) for first in upper for second in lower]
+    parts = [(first, over(first, second, given, named)) for first in upper for second in lower]
+    return [part if "lengths" in part else {"bsz": first["bsz"], **part} for first, part in parts]
 
 
 def read_toml(path: str) -> dict[str, Any]:
@@ -187,19 +190,25 @@ def values_of(args: argparse.Namespace) -> Values:
 
 
 def over(*layers: Values) -> Values:
-    """Merges layers; later ones win. A length in one layer replaces all lengths of earlier layers."""
+    """Merges layers; later ones win. A length in one layer replaces all lengths of earlier layers.
+
+    The lengths of sequences also replace an earlier batch size.
+    """
     result: Values = {}
     for layer in layers:
-        if set(LENGTHS) & set(layer):
-            result = {name: value for name, value in result.items() if name not in LENGTHS}
-        result |= layer
+        replaced = {*LENGTHS, "lengths", *LAYOUTS} if {*LENGTHS, "lengths"} & set(layer) else set()
+        replaced |= {"bsz"} if "lengths" in layer else set()
+        replaced |= {*LAYOUTS} if {*LAYOUTS} & set(layer) else set()
+        result = {name: value for name, value in result.items() if name not in replaced} | layer
     return result
 
 
 def read_grid(values: Values) -> Grid:
-    lengths = make_lengths(None, *(values.get(name) for name in LENGTHS), default=[])
-    others = {name: values[name] for name in GRID - {*LENGTHS, "attention_type"} if name in values}
-    return Grid(list(dict.fromkeys(values["attention_type"])), lengths, **others)
+    batches = list(batches_of({**values, "mode": None}, default=[]))
+    dense = [(batch["query_len"], batch["kv_len"]) for batch in batches if "lengths" not in batch]
+    others = {name: values[name] for name in GRID - {*LENGTHS, "lengths", *LAYOUTS, "attention_type"} if name in values}
+    others = {"bsz": [1], **others, "batches": [batch for batch in batches if "lengths" in batch]}
+    return Grid(list(dict.fromkeys(values["attention_type"])), dense, **others)
 
 
 def device_of(options: argparse.Namespace) -> str:

@@ -41,7 +41,10 @@ def capacity_figure(
     subtitle: str = "",
     note: str = "",
 ) -> Figure:
-    """Builds the figure. curves: operator -> edges; found: the searched size; along: the size on the x axis."""
+    """Builds the figure. curves: operator -> edges; found: the searched size; along: the size on the x axis.
+
+    Both are "seq_len", "bsz", "dim" or words of their own.
+    """
     figure = new_figure(7.6, HEIGHT, title, subtitle)
     ax = figure.subplots()
     drawn = distinct_styles(curves, styles)
@@ -50,8 +53,8 @@ def capacity_figure(
     for name, edges in curves.items():
         draw_edges(ax, name, [edge for edge in edges if edge.largest], drawn[name])
     ax.grid()
-    ax.set_xlabel(WORDS[along])
-    ax.set_ylabel(f"largest {WORDS[found]} that fits")
+    ax.set_xlabel(WORDS.get(along, along))
+    ax.set_ylabel(f"largest {WORDS.get(found, found)} that fits")
     set_x(ax, {edge.x for edges in curves.values() for edge in edges}, log=True)
     edges = [edge for edges in curves.values() for edge in edges]
     unended = "hollow: the search ended there, more may fit" if any(edge.open for edge in edges) else ""

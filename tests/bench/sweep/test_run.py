@@ -16,11 +16,13 @@ from typing import Any
 import pytest
 
 from memcheck.bench import catalog
-from memcheck.bench.catalog import Case, make_case, make_combinator_case
+from memcheck.bench.catalog import Case, batch_of, make_case, make_combinator_case
 from memcheck.bench.plugins import load_plugin
+from memcheck.bench.sweep.predict import key
 from memcheck.bench.sweep.run import LocalProcesses, Progress, find_done, is_above, run_sweep, visible_device
 from memcheck.bench.sweep.store import FILE, read_records
 from memcheck.bench.sweep.worker import CaseProcess, Job, work
+from memcheck.core.devices import device_named
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record
 
@@ -109,6 +111,18 @@ def test_what_changes_a_figure_is_another_case(tmp_path, other: Answers, setting
     run_sweep([case()], tmp_path, executor=other, **settings)
     assert other.asked == [case()]
     assert len(read_records(tmp_path)) == 2
+
+
+def test_lengths_of_sequences_are_another_case(tmp_path) -> None:
+    """Also where the number, the sum and the longest are the same."""
+    cases = [case("softplus", **batch_of(lengths, "packed")) for lengths in ((8, 5, 3), (8, 6, 2))]
+    run_sweep(cases[:1], tmp_path, executor=Answers())
+    again = Answers()
+    records = run_sweep(cases, tmp_path, executor=again)
+    assert again.asked == cases[1:]
+    assert [record.lengths for record in records] == [(8, 5, 3), (8, 6, 2)]
+    first, second = (key(case, device_named("cpu"), None, ()) for case in cases)
+    assert first != second
 
 
 def test_what_changes_no_figure_is_the_same_case(tmp_path) -> None:
