@@ -288,7 +288,6 @@ def fit(parser: Parser) -> None:
     memcheck fit --hf-config config.json --find bsz --seq-len 4096 --device A100-40GB
     memcheck fit --hf-config config.json --find seq-len --bsz 1 --fsdp 8 --device H100-80GB
     memcheck fit --device 24GiB --mode inference --dtype bf16 --bsz 1:64:x2 --plot capacity.png
-    memcheck fit --device H100-80GB --find bsz --lengths 4096,1000,300 --dim 512
     """
     axes = ("seq-len", "bsz", "dim")
     add(parser, "--find", choices=axes, default="seq-len", help="the size to maximise; default: seq-len")
@@ -377,7 +376,6 @@ def predict(parser: Parser) -> None:
     """Predicts the memory of an operator or of any model on any device; runs nothing.
 
     memcheck predict --attention-type naive --seq-len 4096 --bsz 64 --dim 512 --heads 8 --device A100-40GB
-    memcheck predict --attention-type softplus --lengths 4096,1000,300 --device A100-40GB
     memcheck predict --mode decode --kv-len 8192 --dim 4096 --heads 32 --kv-heads 8 --layers 32 --device A100-40GB
     memcheck predict --model train.py:make --bsz 8 --optimizer adamw --device RTX-4090 --fail-on-oom
     memcheck predict --hf-config config.json --bsz 1 --seq-len 4096 --dtype bf16 --fsdp 8 --device H100-80GB
