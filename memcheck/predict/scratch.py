@@ -182,6 +182,26 @@ def division(call: Call) -> Iterator[Scratch]:
     yield Scratch("number of terms, in the type of the sum", call.outputs[0].element_size())
 
 
+@rule("cpu", "sum")
+def terms(call: Call) -> Iterator[Scratch | Unknown]:
+    """A sum in another type than that of its terms copies them first."""
+    (y,) = call.outputs
+    if call.self.dtype != y.dtype:
+        yield Scratch("terms in the type of the sum", call.self.numel() * y.element_size())
+    elif not takes_nothing(call.name, "cpu", [call.self], [y]):
+        yield Unlisted(f"what {call.name} takes beside its outputs")
+
+
+@rule("any", "logsumexp")
+def exponentials(call: Call) -> Iterator[Scratch]:
+    """The largest terms, and the exponentials of the terms less the largest. Integers are converted first."""
+    (y,) = call.outputs
+    size = call.self.numel() * y.element_size()
+    yield Scratch("terms in the type of the sum", size if call.self.dtype != y.dtype else 0)
+    yield Scratch("largest terms", y.nbytes)
+    yield Scratch("exponentials", size)
+
+
 @rule("cpu", "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
 def rows_laid_out(call: Call) -> Iterator[Scratch]:
     """Rows are copied so that they are contiguous."""

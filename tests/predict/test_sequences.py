@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,6 +154,18 @@ def test_states_of_compressed_attention_are_predicted() -> None:
     assert_same(in_two_pieces, *inputs("compressed", "left"))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_merged_attention_and_compressed_states_are_predicted(dtype: torch.dtype) -> None:
+    def continued(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return memcheck.compressed_attention(q, k, v, factor=8, return_state=True)
+
+    given = inputs("compressed", "left", dtype)
+    assert_same(merged, *given)
+    assert_same(lambda *x: merged(*x)[0], *given, dense=True)
+    assert_same(merged, *given, backward=False)
+    assert_same(continued, *given)
+
+
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("operator", [name for name, contender in CONTENDERS.items() if contender.takes_lengths])
 def test_cases_with_lengths_are_predicted(operator: str, layout: str) -> None:
@@ -186,3 +200,74 @@ def test_on_cuda_sequences_follow_each_other() -> None:
     assert isinstance(scratch, Scratch)
     carries = plan["forward_scratch"] - plan["forward_sums"]
     assert scratch.bytes == sum(-(-part // 64) * 64 for part in (carries, plan["forward_sums"]))
+
+
+def heads(S: int = 40, D: int = 20, H: int = 4) -> tuple[int, ...]:
+    return (2, H, S, D)
+
+
+SHAPES = [heads(), heads(H=2), heads(H=2)]
+CHANNELS = [(2, 40, 35), (2, 35, 40), (2, 35, 40)]
+
+
+def merged(q: Tensor, k: Tensor, v: Tensor) -> Any:
+    parts = [memcheck.compressed_attention(q, k, v, factor=factor, return_lse=True) for factor in (4, 8, 16)]
+    return memcheck.merge_attention([y for y, _ in parts], [lse for _, lse in parts])
+
+
+def compressed_step(q: Tensor, k: Tensor, v: Tensor, *new: Tensor) -> Any:
+    state = memcheck.compressed_attention_state(k[:, :, :30], v[:, :, :30], factor=8)
+    return memcheck.compressed_attention_step(*new, state, factor=8)
+
+
+# The functions of docs/operators.md, with the shapes of their tensors. A step has no backward.
+FORMS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
+    "softplus_attention": (memcheck.softplus_attention, CHANNELS),
+    "softplus_attention_step": (
+        lambda q, k, v, z, a: memcheck.softplus_attention_step(q, k, v, (z, a)),
+        [(2, 3, 35), (2, 35, 3), (2, 35, 3), (2, 35), (2, 35)],
+    ),
+    "linear_attention": (functools.partial(memcheck.linear_attention, causal=True), SHAPES),
+    "linear_attention_step": (
+        lambda q, k, v, m, z: memcheck.linear_attention_step(q, k, v, (m, z)),
+        [heads(1), heads(1, H=2), heads(1, H=2), heads(20, H=2), (2, 2, 20)],
+    ),
+    "combinator": (memcheck.combinator, [(2, 40, 24), (2, 24, 24)]),
+    "compressed_attention": (functools.partial(memcheck.compressed_attention, factor=8), SHAPES),
+    "compressed_attention_pooled": (
+        functools.partial(memcheck.compressed_attention_pooled, factor=8, kv_len=40),
+        [heads(), heads(5, H=2), heads(5, H=2)],
+    ),
+    "compressed_attention_state": (
+        lambda k, v: memcheck.compressed_attention_state(k, v, factor=8),
+        [heads(30, H=2), heads(30, H=2)],
+    ),
+    "compressed_attention_step": (compressed_step, [*SHAPES, heads(3), heads(3, H=2), heads(3, H=2)]),
+    "merge_attention": (merged, SHAPES),
+    "linear_r": (memcheck.linear_r, [(2, 40, 24), (24, 35)]),
+    "linear_l": (memcheck.linear_l, [(2, 40, 24), (24, 35)]),
+}
+# The libraries' products in 16 bits take scratch that shapes do not determine.
+PRODUCTS = ("combinator", "linear_r", "linear_l")
+
+
+def test_the_forms_are_those_of_the_documentation() -> None:
+    table = (Path(__file__).parents[2] / "docs/operators.md").read_text().partition("\n\n|")[2].partition("\n\n")[0]
+    assert set(re.findall(r"memcheck\.([a-z]\w*)\(", table)) == set(FORMS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMS)
+def test_every_form_is_predicted(name: str, dtype: torch.dtype) -> None:
+    """On the CPU as measured; for a GPU by the plans of the kernels, with nothing unknown."""
+    function, shapes = FORMS[name]
+    given = leaves(*shapes, dtype=dtype)
+    if name.endswith(("_step", "_state")):
+        given = tuple(x.detach() for x in given)
+        if name.endswith("_step"):  # States are in the accumulation type.
+            given = tuple(x if name.startswith("compressed") or n < 3 else x.float() for n, x in enumerate(given))
+    backward = given[0].requires_grad
+    if name not in PRODUCTS or dtype == torch.float32:
+        assert_same(function, *given, backward=backward)
+    prediction = predict_memory(function, *given, device="A100-40GB", backward=backward, probe=False)
+    assert [words for words in prediction.unknown if "was not compared" not in words] == []
