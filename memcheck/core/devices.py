@@ -74,8 +74,8 @@ KNOWN_AS = {row["name"]: re.compile(row["known_as"]) for row in ROWS}
 def device_named(text: str) -> Device:
     """The device of a name: a GPU of the catalog, "cpu", "cuda" or "cuda:1" of this machine, or a size such as "40GiB".
 
-    Case, hyphens and blanks do not matter: "rtx 4090" is "RTX4090". The beginning or the end of a name is enough if
-    it is unique: "4090".
+    Case, hyphens and blanks do not matter: "rtx 4090" is "RTX4090". The first or the last words of a name are enough
+    if they are unique: "4090".
 
     UsageError: there is no such device, or several have the name.
     """
@@ -90,12 +90,13 @@ def device_named(text: str) -> Device:
     matches = [known] if (known := catalog_name(text.strip())) else matching(name)
     if len(matches) == 1:
         return DEVICES[matches[0]]
-    raise UsageError(f"--device {text} is {objection_to(text.strip(), matches)}")
+    begun = [known for known in DEVICES if len(name) > 1 and plain(known).startswith(name)]
+    raise UsageError(f"--device {text} is {objection_to(text.strip(), matches or begun)}")
 
 
 def objection_to(text: str, matches: list[str]) -> str:
-    """Why the text names no single device."""
-    if matches:
+    """Why the text names no single device. matches: what it might mean."""
+    if len(matches) > 1:
         return f"one of several: {', '.join(matches)}"
     if re.fullmatch(r"\d+(\.\d+)?", text):
         return f"no GPU, and a size needs a unit: {text} what? write {text}GiB; known: cpu, and {', '.join(DEVICES)}"
@@ -104,13 +105,16 @@ def objection_to(text: str, matches: list[str]) -> str:
 
 
 def matching(name: str) -> list[str]:
-    """The catalog's names that equal the simplified name, else those that begin or end with it."""
+    """The catalog's names that equal the simplified name, else those whose first or last words it is."""
     plains = {plain(known): known for known in DEVICES}
     if name in plains:
         return [plains[name]]
-    if len(name) < 2:
-        return []
-    return [known for key, known in plains.items() if key.startswith(name) or key.endswith(name)]
+    return [known for known in DEVICES if name in parts(known.split("-"))]
+
+
+def parts(words: list[str]) -> set[str]:
+    """The simplified first words, and the last ones: "rtx" and "4090"."""
+    return {plain("".join(half)) for cut in range(1, len(words)) for half in (words[:cut], words[cut:])}
 
 
 def plain(text: str) -> str:

@@ -200,17 +200,22 @@ def against(size: int, other: int) -> str:
 def padded_against_packed(records: Sequence[Record]) -> Iterator[str]:
     """What the padded batch with the most padding needs, against the same sequences packed."""
     known = [record for record in records if record.lengths is not None and need(record)]
+    known = [record for record in known if not is_predicted(record)] or known
     pairs = [{row.layout: row for row in group} for group in groups_besides(known, ("bsz", "query_len", "kv_len"))]
     pairs = [pair for pair in pairs if len(pair) == 2]
     if not pairs:
         return
     lengths = min((pair["packed"] for pair in pairs), key=counted_percent).lengths or ()
+    pairs = [pair for pair in pairs if pair["packed"].lengths == lengths]
+    largest = max((pair["padded"] for pair in pairs), key=need_or_0)
+    fields = [name for name in varying([pair["padded"] for pair in pairs]) if name not in OPERATORS_OWN]
+    where = "".join(f", {describe(largest, [name])}" for name in fields).replace(", predicted", "")
     words = [
         f"{pair['packed'].operator} {against(need_or_0(pair['padded']), need_or_0(pair['packed']))}"
         for pair in pairs
-        if pair["packed"].lengths == lengths
+        if all(getattr(pair["padded"], name) == getattr(largest, name) for name in fields)
     ]
-    yield f"Padded against packed, {sequence_words(lengths)}: {', '.join(words)}."
+    yield f"Padded against packed, {sequence_words(lengths)}{where}: {', '.join(words)}."
 
 
 def who_ran_out(records: Sequence[Record]) -> Iterator[str]:

@@ -108,6 +108,8 @@ def test_a_cpu_has_no_limit_of_its_own() -> None:
         ("4080", "--device 4080 is no GPU, and a size needs a unit: 4080 what? write 4080GiB; known: cpu"),
         ("24", "--device 24 is no GPU, and a size needs a unit: 24 what? write 24GiB"),
         ("40 apples", "--device 40 apples is unknown"),
+        ("RTX-409", "did you mean RTX-4090?"),
+        ("A100-40", "did you mean A100-40GB?"),
         ("", "--device  is unknown"),
     ],
 )

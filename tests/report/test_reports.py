@@ -45,6 +45,7 @@ from memcheck.report import (
 )
 from memcheck.report.records import stacked_pivot
 from memcheck.report.scaling import factors_per_doubling, fit_exponent
+from memcheck.report.summary import padded_against_packed
 from memcheck.report.tables import BOLD, RED, Table, data_rows
 
 MIB = 2**20
@@ -480,6 +481,19 @@ def test_out_of_memory_says_what_is_needed_in_all() -> None:
     # Not where a phase is unknown.
     (words,) = answer([out_of_memory(terms={"forward_peak_bytes": {"scores": 100 * MIB}})])
     assert "in all" not in words
+
+
+def test_padded_against_packed_is_of_one_size() -> None:
+    """Of the largest dimension, and measured if there are measurements."""
+    layouts = {"padded": {"bsz": 2, "length": 60}, "packed": {"bsz": 1, "length": 64}}
+    rows = [
+        record(dim=dim, lengths=(60, 4), source=source, forward_peak_bytes=MIB * dim, backward_peak_bytes=0, **batch)
+        for dim in (32, 64)
+        for source in ("measured", "predicted")
+        for batch in layouts.values()
+    ]
+    (words,) = padded_against_packed(rows)
+    assert words == "Padded against packed, sequences of 60, 4, dim 64: naive 64 MiB against 64."
 
 
 @pytest.mark.parametrize(

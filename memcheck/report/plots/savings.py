@@ -50,7 +50,8 @@ def savings_bars(
     for number, ax in enumerate(panels):
         draw_ratios(ax, others[number], base, quantity, places, HATCHES[number % len(HATCHES)])
         columns = columns_of(ax)
-        ax.set_xlabel(view.label if number + columns >= len(others) else "")
+        # Two lines where one might run into that of the next panel.
+        ax.set_xlabel(view.label.replace(", ", ",\n") if number + columns >= len(others) else "")
     set_ratio_axis(figure.axes[0], others, base, quantity)
     figure.supylabel(f"{standard} / operator", fontsize=10)
     what = f"peak memory, {quantity.title.lower()}"
