@@ -32,7 +32,7 @@ ifneq ($(shell $(BUILT_FOR) 2>&1),$(shell cat $(BUILD) 2>&1))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-fast ci lint docs bench notebooks asan fuzz check-cuda count-cuda gpu clean
+.PHONY: help profile test test-fast ci lint docs bench notebooks asan fuzz check-cuda count-cuda gpu wheels wheel coverage mutants clean
 
 help:  ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -100,6 +100,36 @@ count-cuda: $(BUILD) $(DEVELOPMENT)  ## Count the CUDA kernels' work on a GPU, o
 
 gpu:  ## Run everything that needs a GPU, with the installed torch; STEP="build values" runs these steps
 	benchmarks/gpu.sh $(STEP)
+
+wheels:  ## Build a wheel per torch into dist/, and try each without a compiler: make wheels TORCH="2.13.0 2.15.0"
+	@for version in $(patsubst torch==%,%,$(TORCH)); do \
+	    $(MAKE) wheel TORCH=torch==$$version \
+	        VENV=.venv-wheels/$$($(PYTHON) -c 'import sys; print(sys.implementation.cache_tag)')-torch-$$version || exit 1; \
+	done
+
+# The folders of modules may hold some that are gone. The second environment has torch and the wheel, and its commands are the only ones on PATH.
+EMPTY = $(VENV)-empty
+TRY = cd $(EMPTY) && env -i PATH=$(abspath $(EMPTY))/bin HOME="$$HOME"
+wheel: $(ENVIRONMENT)
+	rm -rf $(VENV)/dist $(EMPTY) build/*/lib.*
+	MEMCHECK_LOCAL_VERSION=1 $(PIP) wheel $(PIP_FLAGS) --no-build-isolation --no-deps --wheel-dir $(VENV)/dist .
+	$(PYTHON) -m venv $(EMPTY)
+	$(EMPTY)/bin/pip install $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(EMPTY)/bin/pip install $(PIP_FLAGS) $(VENV)/dist/*.whl
+	$(TRY) memcheck info
+	$(TRY) memcheck gradcheck
+	$(TRY) memcheck profile-attention
+	@mkdir -p dist && cp $(VENV)/dist/*.whl dist/
+
+coverage: $(BUILD) $(DEVELOPMENT)  ## Count the lines of Python that the tests run
+	@mkdir -p build/coverage
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest --timeout=1800 -m "not ci" $(PYTEST_FLAGS)
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report
+
+mutants: $(BUILD) $(DEVELOPMENT)  ## Plant known mistakes, and see that tests notice each; ARGS=NAME: only that one
+	$(BIN)/python tests/project/mutants.py $(ARGS)
 
 clean:  ## Remove what was built, but not $(VENV)
 	rm -rf build dist *.egg-info memcheck/_build.py memcheck/_C.*.so .pytest_cache .mypy_cache .ruff_cache $(BUILD)

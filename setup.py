@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -56,6 +57,10 @@ def find_cuda_home() -> str | None:
     return None
 
 
+# `python -m build` asks for these in an environment without torch. pip asks for egg_info, too, and then for more.
+if sys.argv[1:2] in (["egg_info"], ["sdist"]) and importlib.util.find_spec("torch") is None:
+    setuptools.setup()
+    sys.exit()
 require_tools()
 # torch finds ninja on PATH alone, where a virtual environment that is used without being activated does not stand.
 os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
@@ -160,6 +165,11 @@ COMPILE_FLAGS += [] if "clang" in COMPILER else ["-fopenmp"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
 SANITIZE = SANITIZERS if os.environ.get("MEMCHECK_ASAN") else []
 COMPILE_FLAGS += SANITIZE
+# Python's own flags often say -g, which makes the module many times larger.
+LINK_FLAGS = SANITIZE or ["-Wl,--strip-debug"]
+# Every Python and torch has a folder of its own for objects and modules, which is kept.
+KIND = ("cuda" if CUDA else "cpu") + ("-asan" if SANITIZE else "")
+BUILD_FOLDER = ROOT / "build" / f"{sys.implementation.cache_tag}-torch-{torch.__version__}-{KIND}"
 
 
 class Build(BuildExtension):
@@ -167,9 +177,8 @@ class Build(BuildExtension):
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        kind = ("cuda" if CUDA else "cpu") + ("-asan" if SANITIZE else "")
         # setuptools would build in a temporary folder for `pip install -e`, and so compile everything every time.
-        self.build_temp = str(ROOT / "build" / f"{sys.implementation.cache_tag}-torch-{torch.__version__}-{kind}")
+        self.build_temp = str(BUILD_FOLDER)
 
     def run(self) -> None:
         super().run()
@@ -206,8 +215,21 @@ def extension() -> Any:
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[("MEMCHECK_WITH_CUDA", None)] if CUDA else [],
         extra_compile_args={"cxx": COMPILE_FLAGS, "nvcc": ["-O3", "--expt-relaxed-constexpr"]},
-        extra_link_args=SANITIZE,
+        extra_link_args=LINK_FLAGS,
     )
 
 
-setuptools.setup(ext_modules=[extension()], cmdclass={"build_ext": Build})
+def local_version() -> str:
+    """What MEMCHECK_LOCAL_VERSION=1 adds to the version, as `make wheels` asks for: memcheck 0.2.0+torch2.15cpu."""
+    if not os.environ.get("MEMCHECK_LOCAL_VERSION"):
+        return ""
+    release = ".".join(torch.__version__.split(".")[:2])
+    device = "cu" + str(torch.version.cuda).replace(".", "") if CUDA else "cpu"
+    return f"+torch{release}{device}"
+
+
+setuptools.setup(
+    ext_modules=[extension()],
+    cmdclass={"build_ext": Build},
+    options={"build": {"build_base": str(BUILD_FOLDER)}, "egg_info": {"tag_build": local_version()}},
+)

@@ -1,15 +1,18 @@
 """Building and importing: what is missing is said in one message, and what is unchanged is not compiled again."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import pytest
 import torch
 
 from memcheck._extension import _C
+from memcheck.core.version import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -182,6 +185,21 @@ def test_without_torch_pip_says_what_to_do(tmp_path: Path) -> None:
     assert "pip install --no-build-isolation ." in said
 
 
+def small_project(folder: Path) -> Path:
+    """Makes memcheck's project in the folder, with neither Python nor C++ in it. Returns the folder of the C++."""
+    for name in ("setup.py", "pyproject.toml", "LICENSE", "MANIFEST.in", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, folder)
+    (folder / "README.md").touch()
+    for module in ("memcheck_console", "memcheck_pytest"):
+        (folder / f"{module}.py").touch()
+    (folder / "memcheck" / "core").mkdir(parents=True)
+    (folder / "memcheck" / "__init__.py").touch()
+    (folder / "memcheck" / "core" / "__init__.py").touch()
+    (folder / "memcheck" / "core" / "version.py").write_text('__version__ = "0"\n')
+    (folder / "csrc").mkdir()
+    return folder / "csrc"
+
+
 @pytest.mark.parametrize(
     "build",
     [
@@ -195,17 +213,7 @@ def test_without_torch_pip_says_what_to_do(tmp_path: Path) -> None:
     ],
 )
 def test_only_what_changed_is_compiled_again(build: list[str], tmp_path: Path) -> None:
-    for name in ("setup.py", "pyproject.toml", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    (tmp_path / "README.md").touch()
-    for module in ("memcheck_console", "memcheck_pytest"):
-        (tmp_path / f"{module}.py").touch()
-    (tmp_path / "memcheck" / "core").mkdir(parents=True)
-    (tmp_path / "memcheck" / "__init__.py").touch()
-    (tmp_path / "memcheck" / "core" / "__init__.py").touch()
-    (tmp_path / "memcheck" / "core" / "version.py").write_text('__version__ = "0"\n')
-    csrc = tmp_path / "csrc"
-    csrc.mkdir()
+    csrc = small_project(tmp_path)
     (csrc / "one.h").touch()
     (csrc / "one.cpp").write_text('#include "one.h"\n#include <Python.h>\n')
     (csrc / "two.cpp").touch()
@@ -246,3 +254,65 @@ def test_make_builds_again_what_another_environment_has_built_since(tmp_path: Pa
         return len((tmp_path / "calls").read_text())
 
     assert [calls_for(name) for name in ("2.13.0", "2.13.0", "2.15.0", "2.15.0", "2.13.0")] == [1, 1, 2, 2, 3]
+
+
+CONSOLE = """
+import os, pathlib, shutil, sys
+import memcheck._C
+def main():
+    assert not any(map(shutil.which, ("c++", "g++", "cc", "gcc", "clang++"))), os.environ["PATH"]
+    with open("calls", "a") as calls:
+        print(*sys.argv[1:], file=calls)
+"""
+MODULE = """
+#include <Python.h>
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C"};
+extern "C" __attribute__((visibility("default"))) PyObject* PyInit__C() { return PyModule_Create(&module); }
+"""
+
+
+@pytest.mark.ci
+@pytest.mark.slow  # installs torch twice
+def test_wheels_are_built_and_tried_without_a_compiler(tmp_path: Path, require_tool) -> None:
+    (small_project(tmp_path) / "module.cpp").write_text(MODULE)
+    (tmp_path / "memcheck_console.py").write_text(CONSOLE)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    project = tmp_path / "pyproject.toml"
+    # Of the dependencies torch alone, so that nothing else is fetched.
+    project.write_text(
+        re.sub(r"^dependencies = \[.*?^\]", 'dependencies = ["torch"]', project.read_text(), flags=re.M | re.S)
+    )
+    version = torch.__version__.partition("+")[0]
+    command = [require_tool("make"), "wheels", f"TORCH={version}", f"PYTHON={sys.executable}"]
+    environment = {**os.environ, "MEMCHECK_CUDA": "0"}
+    ended = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=1500)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (wheel,) = (tmp_path / "dist").iterdir()
+    tag = sys.implementation.cache_tag.replace("cpython-", "cp")
+    assert wheel.name.startswith(f"memcheck-0+torch{'.'.join(version.split('.')[:2])}cpu-{tag}-")
+    (calls,) = tmp_path.glob(".venv-wheels/*-empty/calls")
+    assert calls.read_text().splitlines() == ["info", "gradcheck", "profile-attention"]
+
+
+@pytest.mark.ci
+def test_the_sdist_is_made_without_torch_and_complete(tmp_path: Path) -> None:
+    """It holds every file that the build reads, and no trace of one."""
+    source = tmp_path / "source"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    for name in ("memcheck", "csrc"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in ("setup.py", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md"):
+        shutil.copy(ROOT / name, source)
+    for name in ("memcheck_console.py", "memcheck_pytest.py"):
+        shutil.copy(ROOT / name, source)
+    ended = run_python("-m", "build", "--sdist", cwd=source)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    (sdist,) = (source / "dist").iterdir()
+    assert f"memcheck-{__version__}" in sdist.name
+    with tarfile.open(sdist) as archive:
+        inside = {name.partition("/")[2] for name in archive.getnames()}
+    wanted = {str(path.relative_to(source)) for path in (source / "csrc").rglob("*") if path.is_file()}
+    wanted |= {str(path.relative_to(source)) for path in (source / "memcheck").rglob("*.py")}
+    assert wanted - inside == {"memcheck/_build.py"} & wanted
+    checked = run_python("-m", "twine", "check", "--strict", str(sdist))
+    assert checked.returncode == 0, checked.stdout + checked.stderr
