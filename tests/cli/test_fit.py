@@ -103,6 +103,8 @@ def test_the_search_has_an_end(most: int) -> None:
         (lambda n: n <= (900 if n % 64 else 1024), 1024, 1023),
         # A dent, and room above it.
         (lambda n: n <= 500 or 512 <= n <= 513, 513, None),
+        # Room that bisection misses, and a second search in it.
+        (lambda n: n <= 300 or 325 <= n <= 350, 350, 304),
     ],
 )
 def test_a_larger_size_that_fits_all_the_same_is_found(fits, largest: int, gap: int) -> None:

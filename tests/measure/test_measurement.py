@@ -101,6 +101,13 @@ CASES = {
     "in-place chain": (in_place_chain, lambda: (leaf(100),), {}, (400, 400, 0, 1200, 400, 2404, 400, 800)),
     "output saved": (torch.exp, lambda: (leaf(100),), {}, (400, 400, 0, 800, 0, 1204, 400, 0)),
     "output aliases input": (lambda x: x.view(10, 10), lambda: (leaf(100),), {}, (400, 0, 0, 400, 0, 804, 400, 0)),
+    # The gradient of the view becomes that of the input, and counts once. Backward of each sin holds the cosine, too.
+    "a view beside work, dense": (
+        lambda x, w: (x.view(10, 10), w.sin().sin()),
+        lambda: (leaf(100), leaf(100)),
+        {"dense_grad": True},
+        (800, 400, 0, 1600, 400, 3200, 800, 400),
+    ),
     # Backward of sin holds the cosine and its product. Each output has a gradient of one element.
     "two outputs": (two_outputs, lambda: (leaf(100),), {}, (400, 800, 0, 1200, 0, 2008, 400, 400)),
     "input is the output": (same, lambda: (leaf(100),), {}, (400, 0, 0, 400, 0, 804, 400, 0)),

@@ -139,6 +139,27 @@ def test_all_threads_count():
     assert (memory.current_bytes, memory.peak_bytes) == (0, sum(sizes))
 
 
+def test_threads_free_at_once():
+    """Backward does not hold Python's lock while it frees what was saved."""
+    everyone = threading.Barrier(4)
+
+    def work():
+        for _ in range(5):
+            y = leaf(8)
+            for _ in range(1000):
+                y = y.sin()
+            everyone.wait()
+            y.sum().backward()
+
+    with memcheck.track() as memory:
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert memory.current_bytes == 0
+
+
 def test_counters_open_and_close_in_any_order():
     first = _C.AllocationTracker()
     second = _C.AllocationTracker()

@@ -135,6 +135,14 @@ def test_predictions_equal_measurements(operator: str) -> None:
     assert exact >= compared // 2
 
 
+@pytest.mark.parametrize("length", [191, 192, 767, 768])
+def test_flash_attention_changes_its_tile_between_two_lengths(length: int) -> None:
+    case = case_of("softmax/flash", query_len=length, kv_len=length, mode="inference")
+    prediction = predict_memory(case)
+    assert prediction.exact
+    assert disagreements(prediction, measured(case)) == {}
+
+
 def test_many_cases_are_compared() -> None:
     assert sum(1 for operator in EAGER if operator not in REFUSED for _ in cells(operator)) > 400
 
@@ -630,6 +638,15 @@ def test_a_limit_on_a_gpu_is_of_segments() -> None:
     assert short.oom_requested_bytes % (2 * MIB) == 0
     assert short.forward_max_allocated_bytes == needed.forward_max_allocated_bytes
     assert short.backward_max_allocated_bytes is None
+
+
+def test_a_limit_beyond_the_gpu_changes_nothing() -> None:
+    case = case_of("naive", bsz=4, query_len=512, kv_len=512, dim=64, heads=2)
+    needed = predict_memory(case, GPU).record.reserved_bytes
+    small = dataclasses.replace(GPU, total_bytes=needed // 2, usable_bytes=needed // 2)
+    alone = predict_memory(case, small).record
+    assert alone.status == "oom"
+    assert predict_memory(case, small, limit_bytes=2 * needed).record == alone
 
 
 def test_expandable_segments_reserve_pages() -> None:

@@ -109,8 +109,7 @@ def run(mistake: Mistake) -> bool:
     """Whether a test fails with the mistake."""
     path = ROOT / mistake.file
     text = path.read_text()
-    if text.count(mistake.right) != 1:
-        sys.exit(f"{mistake.name}: {mistake.file} has {text.count(mistake.right)} times: {mistake.right}")
+    assert text.count(mistake.right) == 1, mistake
     try:
         path.write_text(text.replace(mistake.right, mistake.wrong))
         compile_if_needed(path)

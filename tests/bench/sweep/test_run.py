@@ -14,12 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from memcheck.bench import catalog
 from memcheck.bench.catalog import Case, batch_of, make_case, make_combinator_case
 from memcheck.bench.plugins import load_plugin
-from memcheck.bench.sweep.predict import key
-from memcheck.bench.sweep.run import LocalProcesses, Progress, find_done, is_above, run_sweep, visible_device
+from memcheck.bench.sweep.predict import key as key_of_prediction
+from memcheck.bench.sweep.run import (
+    LocalProcesses,
+    Progress,
+    Settings,
+    Sweep,
+    find_done,
+    is_above,
+    run_sweep,
+    visible_device,
+)
 from memcheck.bench.sweep.store import FILE, read_records
 from memcheck.bench.sweep.worker import CaseProcess, Job, work
 from memcheck.core.devices import device_named
@@ -121,8 +131,43 @@ def test_lengths_of_sequences_are_another_case(tmp_path) -> None:
     records = run_sweep(cases, tmp_path, executor=again)
     assert again.asked == cases[1:]
     assert [record.lengths for record in records] == [(8, 5, 3), (8, 6, 2)]
-    first, second = (key(case, device_named("cpu"), None, ()) for case in cases)
+    first, second = (key_of_prediction(case, device_named("cpu"), None, ()) for case in cases)
     assert first != second
+
+
+OTHER_FIELDS = {
+    "operator": "naive",
+    "bsz": 2,
+    "query_len": 9,
+    "kv_len": 9,
+    "dim": 32,
+    "heads": 4,
+    "core_dim": 8,
+    "factor": 2,
+    "dtype": "float64",
+    "causal": False,
+    "mode": "inference",
+    "compiled": True,
+    "device": "cuda",
+    "lengths": (8,),
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Case)])
+def test_each_field_makes_another_case(name: str) -> None:
+    one, other = case(), dataclasses.replace(case(), **{name: OTHER_FIELDS[name]})
+    sweep = Sweep(Settings(), Answers().submit, workers=1)
+    sweep.machines = {device: Record(device=device) for device in ("cpu", "cuda")}
+    assert sweep.key(other) != sweep.key(one)
+    assert sweep.key(case()) == sweep.key(one)
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(Case) if field.name != "device"])
+def test_each_field_makes_another_prediction(name: str) -> None:
+    gpu = device_named("A100-80GB")
+    one, other = case(), dataclasses.replace(case(), **{name: OTHER_FIELDS[name]})
+    assert key_of_prediction(other, gpu, None, ()) != key_of_prediction(one, gpu, None, ())
+    assert key_of_prediction(case(), gpu, None, ()) == key_of_prediction(one, gpu, None, ())
 
 
 def test_what_changes_no_figure_is_the_same_case(tmp_path) -> None:
@@ -365,6 +410,25 @@ def test_processes_are_used_again_unless_isolated(tmp_path, plugin, isolate: boo
     processes = {record.reason for record in records}
     assert len(processes) == (2 if isolate else 1)
     assert str(os.getpid()) not in str(processes)
+
+
+def test_a_case_is_compiled_as_in_a_new_process(monkeypatch) -> None:
+    """Without a reset, the second length would be compiled as one of any length."""
+    lengths: list[Any] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        lengths.append(next(x.shape[2] for x in inputs if isinstance(x, torch.Tensor)))
+        return graph.forward
+
+    compiled = torch.compile(lambda q: q * 2, backend=backend)
+    monkeypatch.setitem(catalog.CONTENDERS, "compiled", None)  # taken out again after the test
+    del catalog.CONTENDERS["compiled"]
+    catalog.register("compiled", lambda q, k, v: compiled(q))
+    for length in (8, 12):
+        record = work(Job(case("compiled", length), timed=False), on_memory=lambda record: None)
+        assert record.status == "ok", record.reason
+    assert set(lengths) == {8, 12}
+    assert all(type(length) is int for length in lengths)
 
 
 def test_a_plugin_that_changes_runs_its_own_cases_again(tmp_path, plugin) -> None:
