@@ -414,10 +414,10 @@ def test_processes_are_used_again_unless_isolated(tmp_path, plugin, isolate: boo
 
 def test_a_case_is_compiled_as_in_a_new_process(monkeypatch) -> None:
     """Without a reset, the second length would be compiled as one of any length."""
-    lengths: list[Any] = []
+    inputs_of: list[set[type]] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
-        lengths.append(next(x.shape[2] for x in inputs if isinstance(x, torch.Tensor)))
+        inputs_of.append({type(x) for x in inputs})
         return graph.forward
 
     compiled = torch.compile(lambda q: q * 2, backend=backend)
@@ -427,8 +427,8 @@ def test_a_case_is_compiled_as_in_a_new_process(monkeypatch) -> None:
     for length in (8, 12):
         record = work(Job(case("compiled", length), timed=False), on_memory=lambda record: None)
         assert record.status == "ok", record.reason
-    assert set(lengths) == {8, 12}
-    assert all(type(length) is int for length in lengths)
+    assert len(inputs_of) >= 2
+    assert torch.SymInt not in set().union(*inputs_of)
 
 
 def test_a_plugin_that_changes_runs_its_own_cases_again(tmp_path, plugin) -> None:
