@@ -27,6 +27,7 @@ from memcheck.predict.ranks import Ranks
 if TYPE_CHECKING:
     from memcheck import distributed
     from memcheck.notebook import Results, load, profile, sweep
+    from memcheck.ops.decompose import decompositions
 
 __all__ = [
     "CompressedAttentionState",
@@ -39,6 +40,7 @@ __all__ = [
     "compressed_attention_pooled",
     "compressed_attention_state",
     "compressed_attention_step",
+    "decompositions",
     "distributed",
     "largest",
     "linear_attention",
@@ -65,6 +67,8 @@ if not TYPE_CHECKING:  # For a type checker every name would exist.
         # These need reports and the command line, which operators do without.
         if name in ("Results", "load", "profile", "sweep"):
             return getattr(importlib.import_module("memcheck.notebook"), name)
+        if name == "decompositions":
+            return importlib.import_module("memcheck.ops.decompose").decompositions
         if name == "distributed":  # torch.distributed is loaded only by those who use it.
             return importlib.import_module("memcheck.distributed")
         raise AttributeError(f"module 'memcheck' has no attribute {name!r}")

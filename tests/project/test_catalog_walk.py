@@ -19,7 +19,7 @@ from memcheck.bench.predict import closed_terms
 from memcheck.ops import gradcheck as gradchecking
 
 ROOT = Path(__file__).parents[2]
-NO_OPERATORS = ("checks", "derivatives", "gradcheck", "reference", "sharding")
+NO_OPERATORS = ("checks", "decompose", "derivatives", "gradcheck", "reference", "sharding")
 STEMS = [module.name for module in pkgutil.iter_modules(ops.__path__) if module.name not in NO_OPERATORS]
 PATHS = (
     "csrc/{0}/{0}.h",
