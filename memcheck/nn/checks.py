@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 from torch import Tensor
+
+from memcheck.ops.checks import is_symbolic, refuse_nested
 
 
 def check_positive(module: str, **sizes: int) -> None:
@@ -37,6 +40,9 @@ def check_decay(module: str, decay: object, kv_heads: int, causal: bool, learned
 
 def check_tokens(module: str, x: Tensor, dim: int) -> None:
     """x (B,S,E)"""
+    refuse_nested(module, "x", x)
+    if is_symbolic(x):
+        return
     if x.dim() != 3 or x.shape[2] != dim:
         raise ValueError(f"{module}: x must be (B,S,E) with E = {dim}, got {shape(x)}")
 
@@ -47,6 +53,14 @@ def check_step(module: str, x: Tensor, causal: bool) -> None:
         raise ValueError(f"{module}: step needs causal=True, got causal=False")
     if x.shape[1] == 0:
         raise ValueError(f"{module}: step needs at least one position, got x {shape(x)}")
+
+
+def refuse_scripting(self: object) -> NoReturn:
+    """What torch.jit.script calls before it compiles a module, as __prepare_scriptable__."""
+    raise NotImplementedError(
+        f"{type(self).__name__}: torch.jit.script does not compile it; use torch.export.export, torch.compile or "
+        "torch.jit.trace"
+    )
 
 
 def shape(x: Tensor) -> str:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 from torch.utils.checkpoint import checkpoint
 
-from memcheck.nn.checks import check_positive
+from memcheck.nn.checks import check_positive, refuse_scripting
 from memcheck.nn.combinator import Combinator
 from memcheck.nn.heads import HeadedSelfAttention
 from memcheck.nn.softplus_attention import ChannelSelfAttention
 from memcheck.nn.weighted import DeviceLike
+from memcheck.ops.checks import is_symbolic, refuse_nested
 from memcheck.ops.compressed_attention import compressed_attention
 from memcheck.ops.linear_attention import linear_attention
 from memcheck.ops.reference.naive_attention import naive_attention
@@ -164,6 +165,8 @@ class Decoder(torch.nn.Module):
             in the forward, cu_seqlens with another attention.
     """
 
+    __prepare_scriptable__ = refuse_scripting
+
     def __init__(
         self,
         vocabulary: int,
@@ -228,6 +231,9 @@ class Decoder(torch.nn.Module):
             cu_seqlens[n] to cu_seqlens[n+1]. No document sees another, and the positions of each begin at 0. Needs
             linear, compressed or softplus attention.
         """
+        if is_symbolic(tokens):
+            raise NotImplementedError("Decoder: torch.fx.symbolic_trace cannot check tokens; use torch.export.export")
+        refuse_nested("Decoder", "tokens", tokens)
         if tokens.dim() != 2 or tokens.shape[1] > self.context:
             raise ValueError(f"Decoder: tokens must be (B,S) with S <= {self.context}, got {tuple(tokens.shape)}")
         sequences = {}

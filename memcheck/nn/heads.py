@@ -5,12 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memcheck.nn.checks import check_divides, check_positive, check_tokens
+from memcheck.nn.checks import check_divides, check_positive, check_tokens, refuse_scripting
 from memcheck.nn.weighted import DeviceLike
 
 
 class HeadedSelfAttention(torch.nn.Module):
     """x (B,S,E) -> q (B,H,S,D), k and v (B,Hkv,S,D), and y (B,H,S,D) -> (B,S,E), where D = E / H."""
+
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(
         self, dim: int, heads: int, kv_heads: int | None, *, bias: bool, device: DeviceLike, dtype: torch.dtype | None

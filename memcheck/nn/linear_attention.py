@@ -121,7 +121,7 @@ class LinearSelfAttention(HeadedSelfAttention):
         options: dict[str, Any] = {"cu_seqlens": cu_seqlens, "lengths": lengths, "padding": padding}
         options |= {"initial_state": initial_state, "return_state": return_state, **self.options(q)}
         result = linear_attention(q, k, v, causal=self.causal, **options)
-        if isinstance(result, Tensor):
+        if not return_state:
             return self.leave(result)
         y, state = result
         return self.leave(y), state

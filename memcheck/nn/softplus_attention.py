@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck.nn.checks import check_positive, check_step, check_tokens
+from memcheck.nn.checks import check_positive, check_step, check_tokens, refuse_scripting
 from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.softplus_attention import State, softplus_attention, softplus_attention_step
 
@@ -28,6 +28,7 @@ class ChannelSelfAttention(torch.nn.Module):
 
     # Version 1 had transposed weights.
     _version = 2
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(self, dim: int, core_dim: int, *, device: DeviceLike, dtype: torch.dtype | None) -> None:
         super().__init__()

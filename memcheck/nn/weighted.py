@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from memcheck.nn.checks import refuse_scripting
+
 DeviceLike = torch.device | str | int | None
 PRECISIONS = {torch.float64: "fp64", torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
@@ -13,6 +15,7 @@ class Weighted(torch.nn.Module):
     """A module with one `weight` (.., rows, cols), which is initialised uniformly in +-1/sqrt((rows+cols)/2)."""
 
     weight: torch.nn.Parameter
+    __prepare_scriptable__ = refuse_scripting
 
     def __init__(self, *shape: int, device: DeviceLike, dtype: torch.dtype | None) -> None:
         super().__init__()

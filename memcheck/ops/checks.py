@@ -61,6 +61,11 @@ def sequence_arguments(
     """
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "lengths": lengths}
     for name, x in ({"cu_seqlens": cu_seqlens} | given).items():
+        if is_symbolic(x):
+            raise NotImplementedError(
+                f"{op}: torch.fx.symbolic_trace makes {name} an input; use torch.export.export, or give all optional "
+                "arguments as its concrete_args"
+            )
         if x is not None and not isinstance(x, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor or None, got {described(x)}")
     if padding not in ("right", "left"):
@@ -91,10 +96,23 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
-def prepare_dtensor(x: object) -> None:
-    """Registers how operators run on the tensors of torch.distributed.tensor, if x is one."""
+def prepare_input(op: str, name: str, x: object) -> None:
+    """Registers how operators run on the tensors of torch.distributed.tensor, if x is one. Refuses nested tensors."""
     if type(x) is not Tensor and type(x).__name__ == "DTensor":
         importlib.import_module("memcheck.ops.sharding")
+    refuse_nested(op, name, x)
+
+
+def refuse_nested(op: str, name: str, x: object) -> None:
+    """NotImplementedError if x is a nested tensor."""
+    if isinstance(x, Tensor) and x.is_nested:
+        packed = " packed, B = 1, and cu_seqlens = its offsets()" if "ttention" in op or op == "Decoder" else ""
+        raise NotImplementedError(f"{op}: {name} is a nested tensor; pass its values(){packed}")
+
+
+def is_symbolic(x: object) -> bool:
+    """Whether x stands for a tensor under torch.fx.symbolic_trace, where sizes and dtypes are unknown."""
+    return type(x).__name__ == "Proxy"
 
 
 def described(x: object) -> str:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
-from memcheck.ops.checks import prepare_dtensor
+from memcheck.ops.checks import prepare_input
 
 
 def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor:
@@ -36,7 +36,7 @@ def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor
         ...     return torch.logaddexp(x, x.new_zeros(()))
         >>> y = softplus(x @ weight[0].mT) * (x @ weight[1].mT)
     """
-    prepare_dtensor(x)
+    prepare_input("combinator", "x", x)
     if derivatives.transformed():
         return derivatives.call("combinator", (x, weight), low_memory=low_memory)
     y: Tensor = torch.ops.memcheck.combinator(x, weight, low_memory=low_memory)[0]

@@ -11,7 +11,14 @@ from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
-from memcheck.ops.checks import DTYPES, in_autocast_dtype, prepare_dtensor, refuse_context_parallel, sequence_arguments
+from memcheck.ops.checks import (
+    DTYPES,
+    in_autocast_dtype,
+    is_symbolic,
+    prepare_input,
+    refuse_context_parallel,
+    sequence_arguments,
+)
 
 LONGEST = 2**31
 MOST_POSITIONS = 2**62
@@ -154,7 +161,7 @@ def compressed_attention(
     """
     op = "compressed_attention"
     refuse_context_parallel(op)
-    prepare_dtensor(q)
+    prepare_input(op, "q", q)
     _check_tensors(op, q=q, k=k, v=v)
     _check_factor(op, factor)
     _check_scale(op, scale)
@@ -254,7 +261,7 @@ def compressed_attention_pooled(
     """
     op = "compressed_attention_pooled"
     refuse_context_parallel(op)
-    prepare_dtensor(q)
+    prepare_input(op, "q", q)
     _check_tensors(op, q=q, kc=kc, vc=vc)
     _check_factor(op, factor)
     _check_int(op, "kv_len", kv_len)
@@ -624,7 +631,7 @@ def _check_state(op: str, of: str, k: Tensor, state: CompressedAttentionState, f
 
 
 def _check_tensor(op: str, name: str, x: object) -> None:
-    if not isinstance(x, Tensor):
+    if not isinstance(x, Tensor) and not is_symbolic(x):
         raise TypeError(f"{op}: {name} must be a tensor, got {x if x is None else type(x).__name__}")
 
 
@@ -647,6 +654,11 @@ def _check_like(op: str, name: str, x: Tensor, dtype: torch.dtype, like: Tensor,
 
 
 def _check_int(op: str, name: str, x: object) -> None:
+    if is_symbolic(x) or (isinstance(x, Tensor) and torch.jit.is_tracing()):
+        tracing = "torch.fx.symbolic_trace" if is_symbolic(x) else "torch.jit.trace"
+        raise NotImplementedError(
+            f"{op}: {tracing} does not know {name}, which must be an int; use torch.export.export"
+        )
     if not isinstance(x, int | torch.SymInt):
         raise TypeError(f"{op}: {name} must be an int, got {x!r}")
 
@@ -664,8 +676,8 @@ def _check_scale(op: str, scale: object) -> None:
 
 def _check_sink(op: str, sink: Tensor | None, q: Tensor) -> Tensor | None:
     """The sink in the accumulation type. The operator checks its shape and its device."""
-    if sink is None:
-        return None
+    if sink is None or is_symbolic(sink):
+        return sink
     _check_tensor(op, "sink", sink)
     if sink.dtype not in DTYPES:
         raise TypeError(f"{op}: sink must be float64, float32, float16 or bfloat16, got {_name(sink.dtype)}")

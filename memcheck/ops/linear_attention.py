@@ -14,7 +14,7 @@ from memcheck.ops.checks import (
     check_rank,
     check_state,
     described,
-    prepare_dtensor,
+    prepare_input,
     refuse_context_parallel,
     sequence_arguments,
 )
@@ -152,7 +152,7 @@ def linear_attention(
     """
     op = "linear_attention"
     refuse_context_parallel(op)
-    prepare_dtensor(q)
+    prepare_input(op, "q", q)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     options: dict[str, Any] = {"causal": causal, "feature_map": feature_map, "eps": eps}
     if normalize and not (sequences or return_state) and decay is None and initial_state is None:
@@ -257,7 +257,7 @@ def linear_attention_step(
     """
     op = "linear_attention_step"
     refuse_context_parallel(op)
-    prepare_dtensor(q)
+    prepare_input(op, "q", q)
     with_rests = isinstance(state, tuple | list) and len(state) == 4
     state_rest = state_rest or with_rests
     if decay is not None or not normalize:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
-from memcheck.ops.checks import prepare_dtensor
+from memcheck.ops.checks import prepare_input
 
 
 def linear_r(x: Tensor, w: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def linear_r(x: Tensor, w: Tensor) -> Tensor:
     Equivalent to:
         >>> y = x @ w
     """
-    prepare_dtensor(x)
+    prepare_input("linear_r", "x", x)
     if derivatives.transformed():
         return derivatives.call("linear_r", (x, w))
     y: Tensor = torch.ops.memcheck.linear_r(x, w)
@@ -51,7 +51,7 @@ def linear_l(x: Tensor, w: Tensor) -> Tensor:
     Equivalent to:
         >>> y = (x @ w).transpose(1, 2).contiguous()
     """
-    prepare_dtensor(x)
+    prepare_input("linear_l", "x", x)
     if derivatives.transformed():
         return derivatives.call("linear_l", (x, w))
     y: Tensor = torch.ops.memcheck.linear_l(x, w)

@@ -13,7 +13,7 @@ from memcheck.ops.checks import (
     check_initial_state,
     check_rank,
     check_state,
-    prepare_dtensor,
+    prepare_input,
     refuse_context_parallel,
     sequence_arguments,
 )
@@ -92,7 +92,7 @@ def softplus_attention(
     """
     op = "softplus_attention"
     refuse_context_parallel(op)
-    prepare_dtensor(q)
+    prepare_input(op, "q", q)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     if not sequences and initial_state is None and not return_state:
         if derivatives.transformed():
@@ -164,7 +164,7 @@ def softplus_attention_step(
     """
     op = "softplus_attention_step"
     refuse_context_parallel(op)
-    prepare_dtensor(q)
+    prepare_input(op, "q", q)
     state_rest = state_rest or (isinstance(state, tuple | list) and len(state) == 4)
     if state_rest or (isinstance(q, Tensor) and q.dim() == 3 and q.shape[1] != 1):
         given = (q, k, v, *(state or ()))
