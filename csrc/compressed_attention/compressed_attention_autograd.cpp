@@ -1,5 +1,8 @@
-#include <ATen/ops/cat.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
+#include <ATen/TensorOperators.h>
 
 #include <array>
 
@@ -63,6 +66,24 @@ struct SequencesBackward {
                            c10::SymIntArrayRef grad_v_stride, Mask output_mask);
 };
 
+// memcheck/ops/compressed_attention.py has the autograd function that calls these two.
+struct PooledSequencesForward {
+  static constexpr const char* name = "compressed_attention_pooled_sequences";
+  using Schema = std::tuple<Tensor, Tensor>(const Tensor& q, at::TensorList kc, at::TensorList vc,
+                                            const MaybeTensor& sink, bool packed, at::IntArrayRef begins,
+                                            at::IntArrayRef counts, at::IntArrayRef kv_lens, int64_t factor,
+                                            bool causal, bool strict, Scale scale, bool return_lse);
+};
+
+struct PooledSequencesBackward {
+  static constexpr const char* name = "compressed_attention_pooled_sequences_backward";
+  using Schema = std::tuple<Tensor, std::vector<Tensor>, std::vector<Tensor>, Tensor>(
+      const Tensor& grad_y, const Tensor& q, at::TensorList kc, at::TensorList vc, const MaybeTensor& y,
+      const Tensor& lse, const MaybeTensor& grad_lse, const MaybeTensor& sink, bool packed, at::IntArrayRef begins,
+      at::IntArrayRef counts, at::IntArrayRef kv_lens, int64_t factor, bool causal, bool strict, Scale scale,
+      Mask output_mask);
+};
+
 struct Options {
   int64_t factor;
   bool causal, strict;
@@ -102,20 +123,9 @@ Mask wanted_with_sink(const AutogradContext* ctx, const Tensor& sink) {
           sink.defined() && ctx->needs_input_grad(3)};
 }
 
-// Gradients of scores depend on k and v through kc and vc alone. The gradient of the values does not depend on them.
-bool gradients_depend_on_kept(const Tensor& sink) {
-  return required_gradient(0) || required_gradient(1) || sink.defined();
-}
-
 // The gradient of y, which is undefined if only lse was differentiated.
 Tensor gradient_of_y(const variable_list& grads, const Tensor& q) {
   return grads[0].defined() ? grads[0] : at::zeros({}, q.options()).expand_symint(q.sym_sizes());
-}
-
-// Without elements, but with the graph of both. grad_lse may be undefined.
-Tensor joined(const Tensor& grad_y, const Tensor& grad_lse) {
-  if (!grad_lse.defined() || !at::GradMode::is_enabled()) return grad_y;
-  return at::cat({grad_y.narrow(0, 0, 0).flatten(), grad_lse.narrow(0, 0, 0).flatten().to(grad_y.scalar_type())});
 }
 
 // The strides of the gradient of x: those of x if it is dense and does not overlap itself, else of a contiguous tensor.
@@ -135,33 +145,67 @@ variable_list returned(AutogradContext* ctx, const variable_list& outputs, bool 
   return {outputs[0], lse, kc, vc};
 }
 
+// For each position its block among those that the forward kept, and how many positions that has, 0 for padding:
+// (1,1,T,1), or (B,1,T,1) if padded.
+struct BlocksOfPositions {
+  Tensor index, lengths;
+};
+
+BlocksOfPositions blocks_of_positions(const MaybeTensor& cu_seqlens, const MaybeTensor& lengths, bool left_padded,
+                                      int64_t factor, int64_t T, const at::TensorOptions& options) {
+  const auto integers = options.dtype(at::kLong);
+  const Tensor position = at::arange(T, integers);
+  Tensor place = position, count = at::full({}, T, integers), first = at::zeros({}, integers);
+  if (cu_seqlens) {
+    const Tensor ends = cu_seqlens->to(integers.device(), at::kLong);
+    const Tensor sequence = at::searchsorted(ends.slice(0, 1), position, /*out_int32=*/false, /*right=*/true);
+    const Tensor begin = ends.index_select(0, sequence);
+    place = position - begin;
+    count = ends.index_select(0, sequence + 1) - begin;
+    first = begin.div(factor, "floor") + sequence;
+  } else if (lengths) {
+    count = lengths->to(integers.device(), at::kLong).unsqueeze(1);
+    if (left_padded) place = position - (T - count);
+  }
+  const Tensor block = place.clamp_min(0).div(factor, "floor");
+  const Tensor length = (count - block * factor).clamp(0, factor).masked_fill(place < 0, 0);
+  const auto spread = [&](const Tensor& x) { return x.unsqueeze(-2).unsqueeze(-1).expand({-1, 1, T, 1}); };
+  const auto rows = [&](const Tensor& x) { return x.dim() == 1 ? x.unsqueeze(0) : x; };
+  return {spread(rows(first + block)), spread(rows(length))};
+}
+
 // The means kc (B,Hkv,C,D) that the forward kept, as a function of k (B,Hkv,T,D); or vc, of v.
 struct KeptMeans : Function<KeptMeans> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& /*stands for k*/, const Tensor& kept, int64_t factor,
-                               const c10::SymInt& T) {
-    ctx->saved_data["factor"] = factor;
-    ctx->saved_data["T"] = T;
+  static variable_list forward(AutogradContext* ctx, const Tensor& /*stands for k*/, const Tensor& kept,
+                               const Tensor& index, const Tensor& lengths) {
+    ctx->save_for_backward({index, lengths});
     return {kept};
   }
 
   // A position gets the gradient of its block, divided by the block's length.
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const int64_t factor = ctx->saved_data["factor"].toInt();
-    const c10::SymInt T = ctx->saved_data["T"].toSymInt(), C = grads[0].sym_size(2);
-    if (C == 0) return {at::zeros_symint(grads[0].sym_sizes(), grads[0].options()), {}, {}, {}};
-    const c10::SymInt last = T - (C - 1) * factor;
-    const Tensor whole = grads[0].narrow_symint(2, 0, C - 1).div(factor).repeat_interleave_symint(factor, 2);
-    const Tensor rest = grads[0].narrow_symint(2, C - 1, 1).div(last.guard_int(__FILE__, __LINE__));
-    std::vector<c10::SymInt> sizes = grads[0].sym_sizes().vec();
-    sizes[2] = last;
-    return {at::cat({whole, rest.expand_symint(sizes)}, 2), {}, {}, {}};
+    const auto saved = ctx->get_saved_variables();
+    const Tensor &grad = grads[0], &lengths = saved[1];
+    std::vector<int64_t> sizes = grad.sizes().vec();
+    sizes[2] = lengths.size(2);
+    const Tensor index = saved[0].clamp_max(std::max<int64_t>(0, grad.size(2) - 1)).expand(sizes);
+    const Tensor of_positions = grad.gather(2, index).div(lengths.clamp_min(1)).masked_fill(lengths == 0, 0);
+    return {of_positions, {}, {}, {}};
   }
 };
 
 // The same where a backward may be differentiated.
-Tensor kept_means(const Tensor& kept, size_t input, int64_t factor, const c10::SymInt& T) {
-  if (!kept.defined() || !at::GradMode::is_enabled()) return kept;
-  return KeptMeans::apply(stands_for_input(input, kept), kept, factor, T)[0];
+Tensor kept_means(const Tensor& kept, size_t input, const BlocksOfPositions& blocks) {
+  if (!kept.defined() || !blocks.index.defined()) return kept;
+  return KeptMeans::apply(stands_for_input(input, kept), kept, blocks.index, blocks.lengths)[0];
+}
+
+// Of the sequences whose backward is running; undefined if it may not be differentiated.
+BlocksOfPositions blocks_if_differentiable(const MaybeTensor& cu_seqlens, const MaybeTensor& lengths, bool left_padded,
+                                           int64_t factor, const c10::SymInt& T, const Tensor& like) {
+  if (!at::GradMode::is_enabled()) return {};
+  const at::NoGradGuard guard;
+  return blocks_of_positions(cu_seqlens, lengths, left_padded, factor, T.guard_int(__FILE__, __LINE__), like.options());
 }
 
 // y as a backward reads it. Its own gradient is that of the other tensors, from which it can be computed.
@@ -191,7 +235,8 @@ struct CompressedAttention : Function<CompressedAttention> {
     const Options options = saved_options(ctx);
     const Tensor grad_y = gradient_of_y(grads, saved[0]);
     const c10::SymInt T = ctx->saved_data["kv_len"].toSymInt();
-    const Tensor kc = kept_means(saved[1], 1, options.factor, T), vc = kept_means(saved[2], 2, options.factor, T);
+    const auto blocks = blocks_if_differentiable({}, {}, false, options.factor, T, grad_y);
+    const Tensor kc = kept_means(saved[1], 1, blocks), vc = kept_means(saved[2], 2, blocks);
     const auto [grad_q, grad_k, grad_v, grad_sink] =
         call_operator<Backward>(grad_y, saved[0], kc, if_defined(vc), kept_y(saved[3]), saved[4].detach(),
                                 if_defined(grads[1]), if_defined(saved[5]), options.factor, T, options.causal,
@@ -227,16 +272,17 @@ struct CompressedAttentionSequences : Function<CompressedAttentionSequences> {
     const auto saved = ctx->get_saved_variables();
     const Options options = saved_options(ctx);
     const Tensor grad_y = gradient_of_y(grads, saved[0]);
+    const c10::SymInt T = ctx->saved_data["kv_len"].toSymInt();
+    const MaybeTensor starts = if_defined(saved[6]), key_starts = if_defined(saved[7]), lengths = if_defined(saved[8]);
+    const bool left_padded = ctx->saved_data["left_padded"].toBool();
+    const auto blocks = blocks_if_differentiable(key_starts, lengths, left_padded, options.factor, T, grad_y);
+    const Tensor kc = kept_means(saved[1], 1, blocks), vc = kept_means(saved[2], 2, blocks);
     const auto [grad_q, grad_k, grad_v, grad_sink] = call_operator<SequencesBackward>(
-        grad_y, saved[0], saved[1], if_defined(saved[2]), if_defined(saved[3]), saved[4], if_defined(grads[1]),
-        if_defined(saved[5]), if_defined(saved[6]), if_defined(saved[7]), if_defined(saved[8]),
-        ctx->saved_data["left_padded"].toBool(), options.factor, ctx->saved_data["kv_len"].toSymInt(), options.causal,
+        grad_y, saved[0], kc, if_defined(vc), kept_y(saved[3]), saved[4].detach(), if_defined(grads[1]),
+        if_defined(saved[5]), starts, key_starts, lengths, left_padded, options.factor, T, options.causal,
         options.strict, options.scale, ctx->saved_data["grad_k_stride"].toSymIntVector(),
         ctx->saved_data["grad_v_stride"].toSymIntVector(), wanted_with_sink(ctx, saved[5]));
-    const variable_list gradients{grad_q, grad_k, grad_v, grad_sink};
-    if (!gradients_depend_on_kept(saved[5])) return gradients_of<SequencesForward>(gradients);
-    return gradients_of<SequencesForward>(
-        refuse_double_backward_through_kept("compressed_attention", gradients, joined(grad_y, grads[1])));
+    return gradients_of<SequencesForward>({grad_q, grad_k, grad_v, grad_sink});
   }
 };
 
@@ -274,6 +320,8 @@ TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_backward<SequencesBackward>(m);
   register_differentiable<PooledForward, PooledAttention>(m);
   register_backward<PooledBackward>(m);
+  register_without_gradient<PooledSequencesForward>(m);
+  register_without_gradient<PooledSequencesBackward>(m);
 }
 
 }  // namespace

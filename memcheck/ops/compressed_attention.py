@@ -119,9 +119,8 @@ def compressed_attention(
     Packed or padded, blocks begin anew with each sequence, and it gives the bits that it gives alone. Nothing of
     padding is read; its rows of y and of the gradients are 0, and its lse is -inf. Work is that of the positions that
     count. On the CPU, sequences share the threads by their lengths. On CUDA they run one after another, which costs a
-    few launches each, and values of cu_seqlens or lengths that lie on the device are waited for. With states, sequences
-    run one after another on the CPU too. Then y of each is joined to y of all, and in the backward each gradient, one
-    at a time: while that happens, it is in memory twice.
+    few launches each, and values of cu_seqlens or lengths that lie on the device are waited for. With states,
+    torch.compile leaves the call out of its graphs, because the sizes of states depend on those values.
 
     float64, float32, float16, bfloat16; any strides. Sums are in float32 (float64 for float64); the means are rounded
     to the dtype of the inputs.
@@ -173,7 +172,8 @@ def compressed_attention(
         options = {"strict": strict, "scale": scale, "return_lse": return_lse, "sink": sink}
         state: Any
         if sequences:
-            outputs, state = _sequences_go_on(op, (q, k, v), initial_state, factor, sequences, options)
+            go_on = _leaving_the_graph if torch.compiler.is_compiling() else _sequences_go_on
+            outputs, state = go_on(op, (q, k, v), initial_state, factor, sequences, options)
         else:
             old = _checked_state(op, q, k, v, initial_state, factor, scale, name="initial_state")
             outputs, state = _go_on(q, k, v, old, **options)
@@ -183,10 +183,14 @@ def compressed_attention(
     if derivatives.transformed() and sink is None and not (return_lse or sequences):
         return derivatives.call(op, (q, k, v), factor=factor, causal=causal, strict=strict, scale=scale)
     sink = _check_sink(op, sink, q)
+    options = {"factor": factor, "causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
+    options |= sequences
+    if derivatives.differentiated((q, k, v, sink)):
+        results = derivatives.by_reference(op, (q, k, v), sink=sink, **options)
+        return results if return_lse else results[0]
     ops = torch.ops.memcheck
     forward = ops.compressed_attention_sequences if sequences else ops.compressed_attention
-    options = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse, **sequences}
-    y, lse, _, _ = forward(q, k, v, sink, factor=factor, **options)
+    y, lse, _, _ = forward(q, k, v, sink, **options)
     return (y, lse) if return_lse else y
 
 
@@ -272,6 +276,9 @@ def compressed_attention_pooled(
     if derivatives.transformed() and sink is None and not return_lse:
         return derivatives.call(op, (q, kc, vc), **options)
     sink = _check_sink(op, sink, q)
+    if derivatives.differentiated((q, kc, vc, sink)):
+        results = derivatives.by_reference(op, (q, kc, vc), sink=sink, return_lse=return_lse, **options)
+        return results if return_lse else results[0]
     y, lse = torch.ops.memcheck.compressed_attention_pooled(q, kc, vc, sink, return_lse=return_lse, **options)
     return (y, lse) if return_lse else y
 
@@ -477,39 +484,159 @@ def _sequences_go_on(
     q, k, v = tensors
     _check_keys(op, k, v, factor)
     _check_queries(op, q, k, k.shape[2], options["scale"])
+    derivatives.refuse_mapped_lengths(op, sequences)
+    of_queries, of_keys = places_of_sequences(q, k, v, True, sequences)
+    old = checked_states(op, states, len(of_keys.counts), CompressedAttentionState)
+    slices = of_keys.slices()
+    before = []
+    for i, (of_q, of_k) in enumerate(zip(of_queries.slices(), slices, strict=True)):
+        part, name = (q[of_q], k[of_k], v[of_k]), f"initial_state[{i}]"
+        before.append(_checked_state(op, *part, old[i], factor, options["scale"], name=name))
+    positions = [state.positions for state in before]
+    extend = _states_after if derivatives.transformed() else _NewBlocks.apply
+    after_each = extend(k, v, slices, positions, factor, *(x for state in before for x in state[:4]))
+    after = []
+    for i, (opened, count) in enumerate(zip(positions, of_keys.counts, strict=True)):
+        kc, vc, k_sum, v_sum = after_each[4 * i : 4 * i + 4]
+        after.append(CompressedAttentionState(kc, vc, k_sum, v_sum, (opened + count) % factor, factor))
+    blocks = [state.kc for state in after], [state.vc for state in after]
+    kv_lens = [state.kc.shape[2] * factor + state.positions for state in after]
+    return attention_of_sequences(q, *blocks, of_queries, kv_lens, factor=factor, causal=True, **options), tuple(after)
+
+
+# The sizes of states depend on the values of cu_seqlens or lengths, so that torch.compile cannot trace them.
+_leaving_the_graph = torch._disable_dynamo(_sequences_go_on)
+
+
+def attention_of_sequences(
+    q: Tensor,
+    kc: Sequence[Tensor],
+    vc: Sequence[Tensor],
+    places: Places,
+    kv_lens: Sequence[int],
+    *,
+    return_lse: bool = False,
+    sink: Tensor | None = None,
+    **options: Any,
+) -> Any:
+    """compressed_attention_pooled for each sequence of a packed or padded batch q (B,H,S,D), in one y and lse.
+
+    Args:
+        kc, vc: (1,Hkv,C,D), the blocks of each sequence.
+        places: of the queries of each sequence.
+        kv_lens: how many positions the blocks of each represent.
+        return_lse, sink, options: factor, causal, strict and scale, as in compressed_attention_pooled.
+    """
+    q, kc, vc = in_autocast_dtype(q), [in_autocast_dtype(x) for x in kc], [in_autocast_dtype(x) for x in vc]
+    sink = _check_sink("compressed_attention", sink, q)
+    if derivatives.transformed():
+        options |= {"return_lse": return_lse, "sink": sink}
+        parts = zip(places.split(q), kc, vc, kv_lens, strict=True)
+        results = [compressed_attention_pooled(*part, kv_len=n, **options) for *part, n in parts]
+        if not return_lse:
+            return places.join(q, results, 0)
+        y, lse = zip(*results, strict=True)
+        return places.join(q, y, 0), places.join(q[..., 0], lse, -torch.inf)
+    options |= {"packed": places.packed, "begins": places.begins, "counts": places.counts, "kv_lens": kv_lens}
+    y, lse = _AttentionOfSequences.apply(q, sink, places, return_lse, options, *kc, *vc)
+    return (y, lse) if return_lse else y
+
+
+class _AttentionOfSequences(torch.autograd.Function):
+    """compressed_attention_pooled_sequences. Its gradients are made of those of single sequences if they are to be
+    differentiated, because these can be."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        sink: Tensor | None,
+        places: Places,
+        return_lse: bool,
+        options: dict[str, Any],
+        *blocks: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        kc, vc = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
+        keep = any(ctx.needs_input_grad)
+        forward = torch.ops.memcheck.compressed_attention_pooled_sequences
+        y, lse = forward(q, kc, vc, sink, return_lse=return_lse or keep, **options)
+        ctx.places, ctx.options = places, options
+        ctx.set_materialize_grads(False)
+        if not return_lse:
+            ctx.mark_non_differentiable(lse)
+        if keep:
+            # y: for grad_y . y, unless it was rounded to 16 bits, when that is a sum over blocks.
+            ctx.save_for_backward(q, sink, y if lse.dtype == y.dtype else None, lse, *blocks)
+        return y, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
+        q, sink, y, lse, *blocks = ctx.saved_tensors
+        kc, vc = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
+        if grad_y is None:
+            grad_y = q.new_zeros(()).expand(q.shape)
+        of_q, of_sink, _, _, _, *of_blocks = ctx.needs_input_grad
+        mask = [of_q, any(of_blocks[: len(kc)]), any(of_blocks[len(kc) :]), of_sink]
+        kept = [None if x is None else x.detach() for x in (y, lse)]
+        backward = _differentiable_gradients if torch.is_grad_enabled() else _gradients
+        grad_q, grad_kc, grad_vc, grad_sink = backward(
+            ctx.places, [grad_y, q, kc, vc, *kept, grad_lse, sink], ctx.options | {"output_mask": mask}
+        )
+        grads = [*(grad_kc or [None] * len(kc)), *(grad_vc or [None] * len(vc))]
+        return grad_q, grad_sink, None, None, None, *grads
+
+
+def _gradients(places: Places, tensors: Sequence[Any], options: dict[str, Any]) -> Any:
+    """Of q, all kc, all vc and sink, by one call of the operator."""
+    return torch.ops.memcheck.compressed_attention_pooled_sequences_backward(*tensors, **options)
+
+
+def _differentiable_gradients(places: Places, tensors: Sequence[Any], options: dict[str, Any]) -> Any:
+    """The same by a call for each sequence."""
+    grad_y, q, kc, vc, y, lse, grad_lse, sink = tensors
+    wants_q, _, _, wants_sink = options["output_mask"]
+    common = {name: options[name] for name in ("factor", "causal", "strict", "scale", "output_mask")}
+    grad_q = torch.zeros_like(q) if wants_q else None
+    grad_kc: list[Tensor] = []
+    grad_vc: list[Tensor] = []
+    grad_sinks: list[Tensor] = []
+    for n, here in enumerate(places.slices()):
+        ours = [None if x is None else x[here] for x in (y, lse, grad_lse)]
+        its_grad_q, *grads = torch.ops.memcheck.compressed_attention_pooled_backward(
+            grad_y[here], q[here], kc[n], vc[n], *ours, sink, kv_len=options["kv_lens"][n], **common
+        )
+        if grad_q is not None:
+            grad_q[here] = its_grad_q
+        for gradients, x in zip((grad_kc, grad_vc, grad_sinks), grads, strict=True):
+            gradients.append(x)
+    return grad_q, grad_kc, grad_vc, sum(grad_sinks) if wants_sink else None
+
+
+def places_of_sequences(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, sequences: dict[str, Any]
+) -> tuple[Places, Places]:
+    """Where the sequences of a packed or padded batch lie in q (B,H,S,D), and in k and v (B,Hkv,T,D); after checks."""
     with torch.no_grad():  # for its checks: in one block per sequence, of no columns, there is nothing to compute
-        one_head = (x[:, :1, :, :0] for x in tensors)
-        torch.ops.memcheck.compressed_attention_sequences(*one_head, factor=LONGEST, **sequences)
-    of_queries, of_keys = _Places.of_batch(q.shape[2], k.shape[2], **sequences)
-    parts = list(zip(of_queries.split(q), of_keys.split(k), of_keys.split(v), strict=True))
-    results, after = [], []
-    for i, (part, old) in enumerate(zip(parts, _checked_states(op, states, len(parts)), strict=True)):
-        state = _checked_state(op, *part, old, factor, options["scale"], name=f"initial_state[{i}]")
-        result, state = _go_on(*part, state, **options)
-        results.append(result)
-        after.append(state)
-    if not options["return_lse"]:
-        return of_queries.join(q, results, 0), tuple(after)
-    accumulation = torch.promote_types(q.dtype, torch.float32)
-    y, lse = zip(*results, strict=True) if results else ((), ())
-    numbers = q[:, :, :, :0].sum(3, dtype=accumulation)  # (B,H,S)
-    return (of_queries.join(q, y, 0), of_queries.join(numbers, lse, -torch.inf)), tuple(after)
+        one_head = (x.new_empty(x[:, :1, :, :0].shape) for x in (q, k, v))
+        torch.ops.memcheck.compressed_attention_sequences(*one_head, factor=LONGEST, causal=causal, **sequences)
+    return Places.of_batch(q.shape[2], k.shape[2], causal, **sequences)
 
 
-def _checked_states(op: str, states: object, count: int) -> Sequence[CompressedAttentionState | None]:
+def checked_states(op: str, states: object, count: int, kind: type) -> Sequence[Any]:
+    """A state, or None, for each sequence. Raises TypeError or ValueError if there are others."""
     if states is None:
         return [None] * count
-    if isinstance(states, CompressedAttentionState) or not isinstance(states, Sequence):
+    if isinstance(states, kind) or not isinstance(states, Sequence):
         raise TypeError(
-            f"{op}: initial_state must be a sequence of CompressedAttentionState, one for each packed or padded "
-            f"sequence, got {type(states).__name__}"
+            f"{op}: initial_state must be a sequence of {kind.__name__}, one for each packed or padded sequence, got "
+            f"{type(states).__name__}"
         )
     if len(states) != count:
         raise ValueError(f"{op}: initial_state must have a state for each sequence, N = {count}, got {len(states)}")
     return states
 
 
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Where the sequences of a packed or padded batch lie in a tensor (B,heads,positions,...)."""
 
     packed: bool
@@ -521,18 +648,21 @@ class _Places(NamedTuple):
         cls,
         S: int,
         T: int,
+        causal: bool,
         cu_seqlens_q: Tensor | None,
         cu_seqlens_k: Tensor | None,
         lengths: Tensor | None,
         left_padded: bool,
-    ) -> tuple[_Places, _Places]:
-        """The places of queries and of keys. Query s is at position s + T - S."""
+    ) -> tuple[Places, Places]:
+        """The places of queries and of keys. Query s is at position s + T - S; not causal, all count if S != T."""
         if lengths is None:
             ends = [x.tolist() for x in (cu_seqlens_q, cu_seqlens_k) if x is not None]
             of_queries, of_keys = (cls(True, x[:-1], [end - begin for begin, end in pairwise(x)]) for x in ends)
             return of_queries, of_keys
         keys = lengths.tolist()
         queries = [min(S, n) if left_padded else max(0, n - (T - S)) for n in keys]
+        if not causal and S != T:
+            queries = [S] * len(keys)
         of_queries, of_keys = (
             cls(False, [length - n if left_padded else 0 for n in counts], counts)
             for length, counts in ((S, queries), (T, keys))
@@ -540,21 +670,27 @@ class _Places(NamedTuple):
         return of_queries, of_keys
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
-        """Views of the sequences, (1,heads,count,...) each."""
+        """Views of the sequences, (1,heads,count,...) each, with one gradient for x."""
         if self.packed:
             return x.split(self.counts, 2)
         rows = x.split(1)
         return [row.narrow(2, *place) for row, *place in zip(rows, self.begins, self.counts, strict=True)]
 
     def join(self, like: Tensor, parts: Sequence[Tensor], fill: float) -> Tensor:
-        """The inverse of split, with `fill` in padding; like (B,heads,positions,...) gives dtype and sizes."""
+        """The inverse of split, with `fill` in padding; like (B,heads,positions,...) has as many."""
         if self.packed:
-            return torch.cat([like[:, :, :0], *parts], 2)
+            return torch.cat(list(parts), 2)
         rows = []
         for part, begin, count in zip(parts, self.begins, self.counts, strict=True):
             around = (begin, like.shape[2] - begin - count)
             rows.append(torch.nn.functional.pad(part, (0,) * 2 * (part.dim() - 3) + around, value=fill))
-        return torch.cat([like[:0], *rows])
+        return torch.cat(rows)
+
+    def slices(self) -> list[tuple[slice, slice, slice]]:
+        """The index of each sequence."""
+        rows = [slice(0, 1) if self.packed else slice(n, n + 1) for n in range(len(self.counts))]
+        ends = zip(rows, self.begins, self.counts, strict=True)
+        return [(row, slice(None), slice(begin, begin + count)) for row, begin, count in ends]
 
 
 def _check_keys(op: str, k: Tensor, v: Tensor, factor: int) -> None:
@@ -695,10 +831,10 @@ def _refuse_gradient(op: str, *tensors: Tensor) -> None:
 
 def _empty_state(k: Tensor, factor: int) -> CompressedAttentionState:
     B, Hkv, _, D = k.shape
-    none = k.new_empty(B, Hkv, 0, D)
-    # Two tensors, because torch.compile refuses an autograd function whose inputs are the same tensor twice.
+    # Two tensors each, because torch.compile refuses an autograd function whose inputs are the same tensor twice.
+    kc, vc = (k.new_empty(B, Hkv, 0, D) for _ in range(2))
     k_sum, v_sum = (k.new_zeros(B, Hkv, D, dtype=torch.promote_types(k.dtype, torch.float32)) for _ in range(2))
-    return CompressedAttentionState(none, none, k_sum, v_sum, 0, factor)
+    return CompressedAttentionState(kc, vc, k_sum, v_sum, 0, factor)
 
 
 def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor) -> CompressedAttentionState:
@@ -706,11 +842,9 @@ def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor) -> Compress
     total = state.positions + k.shape[2]
     if total < state.factor:
         return state._replace(k_sum=_add(state.k_sum, k), v_sum=_add(state.v_sum, v), positions=total)
-    # The positions that complete the open block, whole blocks, and those that open another.
-    cuts = (state.factor - state.positions) % state.factor, k.shape[2] - total % state.factor
-    kc, vc, k_sum, v_sum = _NewBlocks.apply(k, v, state.k_sum, state.v_sum, cuts, state.factor)
-    if state.kc.shape[2]:
-        kc, vc = torch.cat([state.kc, kc], 2), torch.cat([state.vc, vc], 2)
+    everywhere = [(slice(None),) * 3]
+    extend = _states_after if derivatives.transformed() else _NewBlocks.apply
+    kc, vc, k_sum, v_sum = extend(k, v, everywhere, [state.positions], state.factor, *state[:4])
     return CompressedAttentionState(kc, vc, k_sum, v_sum, total % state.factor, state.factor)
 
 
@@ -733,42 +867,98 @@ def _gradient_stride(x: Tensor) -> tuple[int, ...]:
 
 
 class _NewBlocks(torch.autograd.Function):
-    """The blocks that new positions complete, in the operator's bits, and the sums of the block that they open.
+    """The states of sequences after new positions, in the operator's bits.
 
-    k, v (B,Hkv,n,D), the sums of the open block so far (B,Hkv,D), and the positions up to which the open block and the
-    whole blocks go -> kc and vc (B,Hkv,C,D), and the new sums (B,Hkv,D). k and v are not saved for backward.
+    k, v (B,Hkv,n,D), where in them each sequence is, how many positions its open block has so far, and (kc, vc, k_sum,
+    v_sum) of each state before -> those of each state after. k and v are not saved for backward.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, k: Tensor, v: Tensor, k_sum: Tensor, v_sum: Tensor, cuts: tuple[int, int], factor: int
+        ctx: Any, k: Tensor, v: Tensor, places: Sequence[Any], positions: Sequence[int], factor: int, *states: Tensor
     ) -> tuple[Tensor, ...]:
-        first, last = cuts
-        # A forward without queries keeps the means for backward.
-        no_queries = k.new_empty(k.shape[0], k.shape[1], 0, k.shape[3])
-        _, _, *blocks = torch.ops.memcheck.compressed_attention(
-            no_queries, k[:, :, first:last], v[:, :, first:last], factor=factor, causal=False, keep=True
-        )
-        if first:
-            for i, (x, total) in enumerate(((k, k_sum), (v, v_sum))):
-                mean = (_add(total, x[:, :, :first]) / factor).to(x.dtype)
-                blocks[i] = torch.cat([mean[:, :, None], blocks[i]], 2)
-        ctx.cuts, ctx.factor = cuts, factor
         ctx.like = [(x.shape, _gradient_stride(x)) for x in (k, v)]
-        return *blocks, *(_add(torch.zeros_like(k_sum), x[:, :, last:]) for x in (k, v))
+        counts, old = [k[here].shape[2] for here in places], [kc.shape[2] for kc in states[::4]]
+        cuts = [_cuts(*numbers, factor) for numbers in zip(positions, counts, strict=True)]
+        ctx.factor, ctx.sequences = factor, list(zip(places, cuts, old, strict=True))
+        ctx.padded = sum(k[here].numel() for here in places) != k.numel()
+        return _states_after(k, v, places, positions, factor, *states)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (first, last), factor = ctx.cuts, ctx.factor
-        opened = 1 if first else 0
-        of_positions, of_sums = [], []
-        for (shape, stride), of_blocks, of_sum in zip(ctx.like, grads[:2], grads[2:], strict=True):
-            shares = of_blocks / factor
-            gradient = torch.empty_strided(shape, stride, dtype=shares.dtype, device=shares.device)
-            gradient[:, :, :first] = shares[:, :, :opened]
-            whole = gradient[:, :, first:last].unflatten(2, ((last - first) // factor, factor))
-            whole.copy_(shares[:, :, opened:, None])
-            gradient[:, :, last:] = of_sum[:, :, None]
+        of_positions, of_states = [], [list(grads[i : i + 4]) for i in range(0, len(grads), 4)]
+        for x, (shape, stride) in enumerate(ctx.like):
+            gradient = torch.empty_strided(shape, stride, dtype=grads[0].dtype, device=grads[0].device)
+            if ctx.padded:
+                gradient.zero_()
+            for (here, cuts, old), of_state in zip(ctx.sequences, of_states, strict=True):
+                of_state[x], of_state[2 + x] = _spread(
+                    gradient[here], of_state[x], of_state[2 + x], cuts, old, ctx.factor
+                )
             of_positions.append(gradient)
-            of_sums.append(shares[:, :, 0].to(of_sum.dtype) if first else torch.zeros_like(of_sum))
-        return *of_positions, *of_sums, None, None
+        return *of_positions, None, None, None, *(x for of_state in of_states for x in of_state)
+
+
+def _cuts(opened: int, count: int, factor: int) -> tuple[int, int] | None:
+    """How many new positions complete the open block, and how many end with a whole one; None if none is complete."""
+    if opened + count < factor:
+        return None
+    return (factor - opened) % factor, count - (opened + count) % factor
+
+
+def _states_after(
+    k: Tensor, v: Tensor, places: Sequence[Any], positions: Sequence[int], factor: int, *states: Tensor
+) -> tuple[Tensor, ...]:
+    """See _NewBlocks."""
+    after: list[Tensor] = []
+    for i, (here, opened) in enumerate(zip(places, positions, strict=True)):
+        after += _state_after((k[here], v[here]), states[4 * i : 4 * i + 4], opened, factor)
+    return tuple(after)
+
+
+def _state_after(new: Sequence[Tensor], state: Sequence[Tensor], opened: int, factor: int) -> list[Tensor]:
+    """kc, vc (B,Hkv,C,D), k_sum and v_sum (B,Hkv,D) after new k and v (B,Hkv,n,D)."""
+    old, sums = state[:2], state[2:]
+    cuts = _cuts(opened, new[0].shape[2], factor)
+    if cuts is None:
+        return [*old, *(_add(total, x) for total, x in zip(sums, new, strict=True))]
+    first, last = cuts
+    blocks = _whole_blocks([x[:, :, first:last] for x in new], factor)
+    if first:
+        means = [(_add(total, x[:, :, :first]) / factor).to(x.dtype) for total, x in zip(sums, new, strict=True)]
+        blocks = [torch.cat([mean[:, :, None], x], 2) for mean, x in zip(means, blocks, strict=True)]
+    if old[0].shape[2]:
+        blocks = [torch.cat(x, 2) for x in zip(old, blocks, strict=True)]
+    return [*blocks, *(_add(torch.zeros_like(total), x[:, :, last:]) for total, x in zip(sums, new, strict=True))]
+
+
+def _whole_blocks(new: Sequence[Tensor], factor: int) -> list[Tensor]:
+    """The means of k and v (B,Hkv,n,D) over blocks of `factor` positions, which end with them."""
+    if derivatives.transformed():
+        sizes = (new[0].shape[2] // factor, factor)
+        accumulation = torch.promote_types(new[0].dtype, torch.float32)
+        return [x.unflatten(2, sizes).mean(3, dtype=accumulation).to(x.dtype) for x in new]
+    # A forward without queries keeps the means for backward.
+    no_queries = new[0][:, :, :0]
+    _, _, *blocks = torch.ops.memcheck.compressed_attention(no_queries, *new, factor=factor, causal=False, keep=True)
+    return blocks
+
+
+def _spread(
+    gradient: Tensor, of_blocks: Tensor, of_sum: Tensor, cuts: tuple[int, int] | None, old: int, factor: int
+) -> tuple[Tensor, Tensor]:
+    """Writes the gradient of new positions (B,Hkv,n,D), and returns those of the blocks and the sum before them.
+
+    of_blocks (B,Hkv,C,D) and of_sum (B,Hkv,D) are those of the state after them, whose first `old` blocks are not new.
+    """
+    if cuts is None:
+        gradient.copy_(of_sum[:, :, None])
+        return of_blocks, of_sum
+    first, last = cuts
+    opened = 1 if first else 0
+    shares = of_blocks[:, :, old:] / factor
+    gradient[:, :, :first] = shares[:, :, :opened]
+    whole = gradient[:, :, first:last].unflatten(2, ((last - first) // factor, factor))
+    whole.copy_(shares[:, :, opened:, None])
+    gradient[:, :, last:] = of_sum[:, :, None]
+    return of_blocks[:, :, :old], shares[:, :, 0].to(of_sum.dtype) if first else torch.zeros_like(of_sum)

@@ -14,7 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, get_interpreter_stack, maybe_current_level
+from torch._C._functorch import (
+    TransformType,
+    get_interpreter_stack,
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    maybe_current_level,
+)
 from torch.autograd import forward_ad
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
@@ -48,6 +55,48 @@ def call(op: str, inputs: Tensors, **options: Any) -> Tensor:
         y: Tensor = Forward.apply(op, options, *inputs)[0]
         return y
     return results_of(op, inputs, options)[0]
+
+
+def differentiated(inputs: Gradients) -> bool:
+    """Whether torch.func differentiates, or an input has a tangent."""
+    if not transformed():
+        return False
+    transforms = {interpreter.key() for interpreter in get_interpreter_stack() or ()}
+    if transforms & {TransformType.Grad, TransformType.Jvp}:
+        return True
+    given = [x for x in inputs if x is not None]
+    return forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in given)
+
+
+def by_reference(op: str, inputs: Gradients, **options: Any) -> tuple[Any, ...]:
+    """All results of the reference of an operator, computed in the accumulation type; y is rounded once.
+
+    Inputs may be None. The options of packed and padded batches are those of the operator.
+    """
+    refuse_mapped_lengths(op, options)
+    formula = getattr(importlib.import_module(f"memcheck.ops.reference.{REFERENCES[op]}"), op)
+    results = formula(*(x if x is None else wide(x) for x in inputs), **in_names_of_reference(options))
+    y, *others = results if isinstance(results, tuple) else (results,)
+    return y.to(inputs[0].dtype), *others
+
+
+def refuse_mapped_lengths(op: str, sequences: dict[str, Any]) -> None:
+    """NotImplementedError if vmap maps the lengths of a packed or padded batch."""
+    for name in ("cu_seqlens_q", "cu_seqlens_k", "lengths"):
+        x = sequences.get(name)
+        while x is not None and is_functorch_wrapped_tensor(x):
+            if is_batchedtensor(x):
+                raise NotImplementedError(f"{op}: vmap does not map {name}; call it once with {name} of all sequences")
+            x = get_unwrapped(x)
+
+
+def in_names_of_reference(options: dict[str, Any]) -> dict[str, Any]:
+    """Options of an operator for sequences as its reference takes them: no names for what is not given."""
+    sequences = ("cu_seqlens_q", "cu_seqlens_k", "lengths")
+    names = {
+        name: x for name, x in options.items() if name != "left_padded" and (name not in sequences or x is not None)
+    }
+    return names | ({"padding": "left"} if options.get("left_padded") else {})
 
 
 def in_plain_torch(op: str, options: dict[str, Any]) -> Callable[..., Tensor]:
@@ -214,6 +263,70 @@ def compressed_attention(
     return [grad_q, *(x if x is None else x[:, :, block] / lengths[:, None] for x in of_means), grad_sink]
 
 
+def gradients_by_reference(
+    inputs: Gradients, grads: Gradients, results: Callable[..., Any], output_mask: Sequence[bool]
+) -> Gradients:
+    """The gradients that are wanted of results(*inputs), for gradients `grads` of these; each of them may be None."""
+    pulled = iter(pulled_back(results, grads, inputs))
+    every = [x if x is None else next(pulled) for x in inputs]
+    return [x if wanted else None for x, wanted in zip(every, output_mask, strict=True)]
+
+
+def softplus_attention_sequences(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
+    """The rest of a state is a constant, so it has no gradient."""
+    grad_y, q, k, v, _, state, grad_state, *_ = tensors
+    v = torch.zeros_like(k) if v is None else v
+
+    def results(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> tuple[Any, ...]:
+        before = None if state is None else tuple(state.unbind())
+        after = grad_state is not None
+        y, *states = by_reference("softplus_attention", (q, k, v), initial_state=before, return_state=after, **options)
+        return y, *(torch.stack(x) for x in states)
+
+    inputs = (q, k, v, state)
+    return [*gradients_by_reference(inputs, (grad_y, grad_state), results, output_mask[:4]), None]
+
+
+def linear_attention_sequences(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
+    grad_y, grad_m, grad_z, q, k, v, decay, m, z, *_ = tensors
+
+    def results(q: Tensor, k: Tensor, v: Tensor, decay: Any, m: Any, z: Any) -> tuple[Any, ...]:
+        before = None if m is None else (m, z)
+        after = grad_m is not None or grad_z is not None
+        arguments = {"decay": decay, "initial_state": before, "return_state": after}
+        y, *states = by_reference("linear_attention", (q, k, v), **arguments, **options)
+        return y, *(states[0] if states else ())
+
+    return gradients_by_reference((q, k, v, decay, m, z), (grad_y, grad_m, grad_z), results, output_mask)
+
+
+def compressed_attention_sequences(
+    tensors: Gradients, factor: int, kv_len: int, output_mask: Sequence[bool], causal: bool, **options: Any
+) -> Gradients:
+    """Those of each sequence, from its blocks, in its positions."""
+    grad_y, q, kc, vc, y, lse, grad_lse, sink = [*tensors, None, None][:8]
+    names = ("cu_seqlens_q", "cu_seqlens_k", "lengths", "left_padded")
+    sequences = in_names_of_reference({name: options.pop(name) for name in names})
+    arguments = {**options, "factor": factor, "causal": causal, "output_mask": output_mask}
+    whole = [torch.zeros_like(q), *(kc.new_zeros(len(q), kc.shape[1], kv_len, kc.shape[3]) for _ in range(2))]
+    of_sink = None if sink is None else torch.zeros_like(sink)
+    sequences_of = importlib.import_module("memcheck.ops.reference.sequences").sequences_of
+    places = sequences_of(len(q), q.shape[2], kv_len, causal=causal, **sequences)
+    for n, (row, queries, keys) in enumerate(places):
+        length = keys.stop - keys.start
+        first = keys.start // factor + n if "cu_seqlens_k" in sequences else 0
+        slots = slice(first, first - (-length // factor))
+        its_queries, its_blocks = (row, slice(None), queries), (row, slice(None), slots)
+        its = [None if x is None else x[its_queries] for x in (grad_y, q, y, lse, grad_lse)]
+        blocks = [None if x is None else x[its_blocks] for x in (kc, vc)]
+        *gradients, its_sink = compressed_attention([*its[:2], *blocks, *its[2:], sink], kv_len=length, **arguments)
+        for x, gradient, positions in zip(whole, gradients, (queries, keys, keys), strict=True):
+            if gradient is not None:
+                x[row, :, positions] = gradient
+        of_sink = of_sink if its_sink is None else of_sink + its_sink
+    return [x if wanted else None for x, wanted in zip([*whole, of_sink], output_mask, strict=True)]
+
+
 def combinator(tensors: Gradients, output_mask: Sequence[bool]) -> Gradients:
     """The pre-activations are x W^T (...,2E), for the weight as (2E,E)."""
     grad_y, x, weight, preactivations = tensors
@@ -249,7 +362,9 @@ def define(gradients: Callable[..., Gradients]) -> None:
     LIBRARY.define(f"{name}_double_backward(Tensor?[] grad_gradients, {arguments}) -> Tensor[]")
 
     def double_backward(grad_gradients: Gradients, *tensors: Tensor | None, **options: Any) -> Tensors:
-        return list(pulled_back(lambda *given: gradients(given, **options), grad_gradients, tensors))
+        pulled = pulled_back(lambda *given: gradients(given, **options), grad_gradients, tensors)
+        # Lengths have no gradient, so that anything may stand for it.
+        return [*pulled, *(x for x in options.values() if isinstance(x, Tensor))]
 
     LIBRARY.impl(f"{name}_double_backward", double_backward, "CompositeImplicitAutograd")
 
@@ -257,8 +372,11 @@ def define(gradients: Callable[..., Gradients]) -> None:
 for formula in (
     softplus_attention,
     linear_attention,
+    softplus_attention_sequences,
+    linear_attention_sequences,
     compressed_attention,
     compressed_attention_pooled,
+    compressed_attention_sequences,
     combinator,
     linear_r,
     linear_l,

@@ -164,6 +164,10 @@ def linear_attention(
         raise TypeError(f"{op}: decay must be a tensor or None, got {described(decay)}")
     state = _initial_state(op, initial_state, normalize)
     options |= {"normalize": normalize, "return_state": return_state}
+    if derivatives.differentiated((q, k, v, decay, *state)):
+        options |= {"decay": decay, "initial_state": None if state[0] is None else state, **sequences}
+        y, *after = derivatives.by_reference(op, (q, k, v), **options)
+        return (y, after[0]) if return_state else y
     y, m, z = torch.ops.memcheck.linear_attention_sequences(q, k, v, decay, *state, **options, **sequences)
     return (y, (m, z if normalize else None)) if return_state else y
 

@@ -116,8 +116,14 @@ def _attend_from_state(
 ) -> tuple[Tensor, State | StateWithRest]:
     """y, and the state after the last position; empty if it is not wanted."""
     sums = rest = None
-    if state is not None:
-        tensors = check_initial_state(op, state, q)
+    tensors = () if state is None else check_initial_state(op, state, q)
+    if derivatives.differentiated((q, k, v, *tensors)):
+        if state_rest or len(tensors) == 4:
+            raise NotImplementedError(f"{op}: torch.func differentiates states without rests only, (Z, A)")
+        options |= {"initial_state": tensors or None, "return_state": return_state}
+        y, *after = derivatives.by_reference("softplus_attention", (q, k, v), **options)
+        return y, (*after[0],) if after else ()
+    if tensors:
         sums, rest = torch.stack(tensors[:2]), torch.stack(tensors[2:]) if len(tensors) == 4 else None
     y, _, sums, rest = torch.ops.memcheck.softplus_attention_sequences(
         q, k, v, sums, rest, return_state=return_state, **options

@@ -273,6 +273,24 @@ def test_a_step_is_compiled_for_any_position_of_a_block() -> None:
     assert counts[0] == counts[1]
 
 
+@pytest.mark.cpu
+def test_sequences_leave_the_graph_at_one_place() -> None:
+    """However many they are."""
+    breaks = []
+    for lengths in ([16, 12], [16, 0, 5, 7]):
+        sequences, places = sequences_of("packed", lengths)
+        inputs = spoilt_inputs("packed", lengths, places)
+
+        def scaled(q: Tensor, k: Tensor, v: Tensor, sequences: dict[str, Any] = sequences) -> Tensor:
+            return compressed_attention(q + 1, k, v, factor=7, return_state=True, **sequences)[0] * 2
+
+        torch._dynamo.reset()
+        breaks += [{str(reason.user_stack[-1]) for reason in torch._dynamo.explain(scaled)(*inputs).break_reasons}]
+        assert same_bits([torch.compile(scaled, backend="aot_eager")(*inputs)], [scaled(*inputs)])
+    assert breaks[0] == breaks[1]
+    assert len(breaks[0]) == 1
+
+
 # ---- autograd and memory
 
 
@@ -311,18 +329,42 @@ def test_memory_to_the_byte(cut: int, requires_grad: bool) -> None:
         assert memory.peak_bytes == kept + max(attending, spreading - plan["lse"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_memory_of_sequences_to_the_byte(kind: str) -> None:
-    """y of each sequence, and y of all; a padded sequence gets its padding before they are joined."""
+@pytest.mark.cpu
+@pytest.mark.isolated
+def test_memory_of_sequences_to_the_byte() -> None:
+    torch.set_num_threads(1)
+    for kind in KINDS:
+        for requires_grad in (False, True):
+            assert_memory_of_sequences(kind, requires_grad)
+
+
+def assert_memory_of_sequences(kind: str, requires_grad: bool) -> None:
+    """As much as a dense call: y, states and scratch; the backward the gradients, and those of blocks."""
     lengths = [300, 280, 290]
     sequences, places = sequences_of(kind, lengths)
-    inputs = spoilt_inputs(kind, lengths, places)
+    inputs = [x.requires_grad_(requires_grad) for x in spoilt_inputs(kind, lengths, places)]
+    plans = [plan_of(*(x[here] for x in inputs[:2])) for here in places]
+    forward_scratch, backward_scratch = (
+        -(-max(plan[name] for plan in plans) // 64) * 64 for name in ("pooled_forward_scratch", "backward_scratch")
+    )
     with track(device=DEVICE) as memory:
         y, states = compressed_attention(*inputs, factor=8, return_state=True, **sequences)
-        alone = sum(y[here].numel() for here in places) * y.element_size()
-        padded = 0 if kind == "packed" else y.nbytes
-        assert memory.peak_bytes == y.nbytes + alone + padded + state_bytes(states)
-        assert memory.current_bytes == y.nbytes + state_bytes(states)
+        sums = sum(x.nbytes for state in states for x in state[2:4])  # as those of the states before
+        numbers = y[..., 0].numel() * 4 * requires_grad  # lse, or delta
+        kept = y.nbytes + state_bytes(states) + numbers
+        assert memory.peak_bytes == kept + numbers + sums + forward_scratch
+        assert memory.current_bytes == kept
+        if not requires_grad:
+            return
+        grad_y = torch.ones_like(y)
+        memory.reset_peak()
+        y.backward(grad_y)
+        of_q, *of_keys = (leaf.grad.nbytes for leaf in inputs)
+        of_blocks = sum(x.nbytes for state in states for x in state[:2])
+        attending = of_q + of_blocks + 2 * numbers + backward_scratch
+        # Shares of the last sequence's blocks, and the gradients of sums after and before. lse is free by then.
+        spreading = of_q + sum(of_keys) + of_blocks + states[-1].kc.nbytes + 2 * sums - numbers
+        assert memory.peak_bytes == kept + grad_y.nbytes + max(attending, spreading)
 
 
 def test_gradgradcheck() -> None:

@@ -553,14 +553,6 @@ def test_autocast_leaves_decays_and_states() -> None:
     assert [x.dtype for x in (y, *last)] == [torch.bfloat16, torch.float32, torch.float32]
 
 
-def test_double_backward_raises() -> None:
-    tensors = [x.requires_grad_() for x in small_inputs()]
-    y, last = ours(*tensors[:3], tuple(tensors[4:]), tensors[3])
-    gradients = torch.autograd.grad([y.sum(), last[0].sum()], tensors, create_graph=True)
-    with pytest.raises(NotImplementedError, match="linear_attention: double backward is not implemented"):
-        gradients[3].sum().backward()
-
-
 # ---- what is refused
 
 RAISES = {

@@ -71,6 +71,9 @@ inline void append_tensor(variable_list& list, const Tensor& x) {
 inline void append_tensor(variable_list& list, const std::optional<Tensor>& x) {
   list.push_back(x.value_or(Tensor()));
 }
+inline void append_tensor(variable_list& list, at::TensorList x) {
+  list.insert(list.end(), x.begin(), x.end());
+}
 template <typename T>
 void append_tensor(variable_list&, const T&) {}
 
@@ -135,10 +138,12 @@ std::array<bool, kInputs> wanted_gradients(const AutogradContext* ctx) {
 // ---- what operators refuse
 
 // Each argument is a tensor, and all are on one device. Checked first, because the dispatcher chooses a kernel by the
-// devices of all arguments together. Arguments that may be None are checked by the operator.
+// devices of all arguments together. Arguments that may be None, and those from a list on, are checked by the operator.
 inline void check_tensors(const char* op, const c10::FunctionSchema& schema, const variable_list& inputs) {
   for (size_t i = 0; i < inputs.size(); ++i) {
-    if (schema.arguments()[i].type()->kind() == c10::TypeKind::OptionalType) continue;
+    const c10::TypeKind kind = schema.arguments()[i].type()->kind();
+    if (kind == c10::TypeKind::ListType) break;
+    if (kind == c10::TypeKind::OptionalType) continue;
     const char* name = schema.arguments()[i].name().c_str();
     check_tensor(op, name, inputs[i]);
     check_device(op, name, inputs[i], inputs[0], schema.arguments()[0].name().c_str());

@@ -31,18 +31,28 @@ def linear_attention(
     eps: float = 1e-6,
     normalize: bool = True,
     decay: Tensor | None = None,
+    initial_state: State | None = None,
+    return_state: bool = False,
     **sequences: Any,
-) -> Tensor:
+) -> Any:
     """q (B,H,S,D), k (B,Hkv,T,D), v (B,Hkv,T,Dv) -> y (B,H,S,Dv), with autograd. See memcheck.linear_attention."""
     options: dict[str, Any] = {"causal": causal, "feature_map": feature_map, "eps": eps, "normalize": normalize}
     decays = None if decay is None else decay_of_positions(decay, k)
     if not sequences:
-        return attend(q, k, v, decays, **options)
-    y = q.new_zeros(*q.shape[:3], v.shape[3])
-    for row, queries, keys in sequences_of(len(q), q.shape[2], k.shape[2], causal=causal, **sequences):
+        y = attend(q, k, v, decays, initial_state, **options)
+        return (y, state_after(k, v, decays, initial_state, feature_map, normalize)) if return_state else y
+    y, states = q.new_zeros(*q.shape[:3], v.shape[3]), []
+    places = sequences_of(len(q), q.shape[2], k.shape[2], causal=causal, **sequences)
+    for n, (row, queries, keys) in enumerate(places):
+        before = None if initial_state is None else of_sequence(initial_state, n)
         some = None if decays is None else decays[row, :, keys]
-        y[row, :, queries] = attend(q[row, :, queries], k[row, :, keys], v[row, :, keys], some, **options)
-    return y
+        ours = k[row, :, keys], v[row, :, keys], some, before
+        y[row, :, queries] = attend(q[row, :, queries], *ours, **options)
+        states.append(state_after(*ours, feature_map, normalize))
+    if not return_state:
+        return y
+    m, z = zip(*states, strict=True)
+    return y, (torch.cat(m), torch.cat(z) if normalize else None)
 
 
 def attend(
@@ -50,6 +60,7 @@ def attend(
     k: Tensor,
     v: Tensor,
     decays: Tensor | None,
+    state: State | None = None,
     *,
     causal: bool,
     feature_map: str,
@@ -57,10 +68,39 @@ def attend(
     normalize: bool,
 ) -> Tensor:
     """Linear attention within one sequence, or a batch of sequences of one length."""
-    weights, v = weights_of(features(q, feature_map), features(k, feature_map), causal), per_head(v, q)
+    phi_q = features(q, feature_map)
+    weights, v = weights_of(phi_q, features(k, feature_map), causal), per_head(v, q)
     if decays is not None:
         weights = weights * decay_weights(decays, q)
-    return (weights @ v) / (weights.sum(-1, keepdim=True) + eps) if normalize else weights @ v
+    sums, total = weights @ v, weights.sum(-1, keepdim=True)
+    if state is not None:
+        first = k.shape[2] - q.shape[2]
+        seen = phi_q if decays is None else phi_q * per_head(decays.cumprod(2), q)[:, :, first:, None]
+        sums = sums + seen @ per_head(state[0], q)
+        if state[1] is not None:
+            total = total + seen @ per_head(state[1], q)[..., None]
+    return sums / (total + eps) if normalize else sums
+
+
+def state_after(
+    k: Tensor, v: Tensor, decays: Tensor | None, state: State | None, feature_map: str, normalize: bool
+) -> State:
+    """(M (B,Hkv,D,Dv), z (B,Hkv,D)) behind the last key, from that before the first. z is None if not normalized."""
+    phi_k, whole = features(k, feature_map), None
+    if decays is not None and k.shape[2]:
+        phi_k, whole = phi_k * decay_weights(decays, k)[:, :, -1, :, None], decays.prod(2)
+    m, z = phi_k.mT @ v, phi_k.sum(2)
+    if state is not None:
+        m = m + (state[0] if whole is None else whole[..., None, None] * state[0])
+        if state[1] is not None:
+            z = z + (state[1] if whole is None else whole[..., None] * state[1])
+    return m, z if normalize else None
+
+
+def of_sequence(state: State, n: int) -> State:
+    """The state of one sequence, with a batch of 1."""
+    m, z = state
+    return m[n : n + 1], None if z is None else z[n : n + 1]
 
 
 def linear_attention_recurrent(
