@@ -13,8 +13,11 @@ from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.checks import sequence_arguments
 from memcheck.ops.compressed_attention import (
     CompressedAttentionState,
+    attention_of_sequences,
+    checked_states,
     compressed_attention,
     compressed_attention_pooled,
+    places_of_sequences,
 )
 
 
@@ -158,14 +161,14 @@ class CompressedSelfAttention(HeadedSelfAttention):
         cu_seqlens: Tensor | None = None,
         lengths: Tensor | None = None,
         padding: str = "right",
-        initial_state: CompressedAttentionState | CompressedState | None = None,
+        initial_state: Any = None,
         return_state: bool = False,
     ) -> Any:
         """x (B,S,E) -> y (B,S,E); with return_state (y, state), which `step` takes too.
 
         The other arguments are those of memcheck.compressed_attention. Where padded, y is the bias of out_proj. The
         projections read padding, so x must be finite there if a weight wants a gradient. States are
-        CompressedAttentionState with "mean", CompressedState with "convolution".
+        CompressedAttentionState with "mean", CompressedState with "convolution"; packed or padded, a tuple of them.
         """
         if self.compression == "mean":
             q, k, v = self.project(x)
@@ -174,13 +177,14 @@ class CompressedSelfAttention(HeadedSelfAttention):
             result = compressed_attention(q, k, v, **options)
             return (self.leave(result[0]), result[1]) if return_state else self.leave(result)
         name = "CompressedSelfAttention"
-        if sequence_arguments(name, cu_seqlens, None, None, lengths, padding):
-            raise NotImplementedError(
-                f'{name}: compression="convolution" takes no packed or padded batches; call it once for each sequence'
-            )
-        if initial_state is not None or return_state:
-            if not self.causal:
-                raise ValueError(f"{name}: initial_state and return_state need causal=True, got causal=False")
+        sequences = sequence_arguments(name, cu_seqlens, None, None, lengths, padding)
+        continued = initial_state is not None or return_state
+        if continued and not self.causal:
+            raise ValueError(f"{name}: initial_state and return_state need causal=True, got causal=False")
+        if sequences:
+            y, states = self.extend_sequences(x, initial_state, sequences)
+            return (y, states) if return_state else y
+        if continued:
             y, state = self.extend(x, initial_state)
             return (y, state) if return_state else y
         q, k, v = self.project(x)
@@ -190,6 +194,33 @@ class CompressedSelfAttention(HeadedSelfAttention):
     def extend(self, x: Tensor, state: object) -> tuple[Tensor, CompressedState]:
         """The newest positions x (B,n,E) -> y (B,n,E), and the new state."""
         q, k, v = self.project(x)
+        new = self.state_after(k, v, state)
+        y = compressed_attention_pooled(q, new.kc, new.vc, kv_len=self.positions(new), **self.options())
+        return self.leave(y), new
+
+    def extend_sequences(
+        self, x: Tensor, states: object, sequences: dict[str, Any]
+    ) -> tuple[Tensor, tuple[CompressedState, ...]]:
+        """The same for packed or padded sequences, each from its own state; there is none if not causal."""
+        q, k, v = self.project(x)
+        of_queries, of_keys = places_of_sequences(q, k, v, self.causal, sequences)
+        parts = list(zip(of_keys.split(k), of_keys.split(v), strict=True))
+        new: list[CompressedState] = []
+        if self.causal:
+            old = checked_states("CompressedSelfAttention", states, len(parts), CompressedState)
+            new = [self.state_after(*part, state) for part, state in zip(parts, old, strict=True)]
+            blocks, kv_lens = [(state.kc, state.vc) for state in new], [self.positions(state) for state in new]
+        else:
+            blocks, kv_lens = [self.compress(*part) for part in parts], of_keys.counts
+        kc, vc = ([pair[i] for pair in blocks] for i in range(2))
+        return self.leave(attention_of_sequences(q, kc, vc, of_queries, kv_lens, **self.options())), tuple(new)
+
+    def positions(self, state: CompressedState) -> int:
+        """How many positions a state is of."""
+        return state.kc.shape[2] * self.factor + state.k.shape[2]
+
+    def state_after(self, k: Tensor, v: Tensor, state: object) -> CompressedState:
+        """The state after new keys and values (B,Hkv,n,D)."""
         if state is None:
             state = CompressedState(*[k[:, :, :0]] * 4)
         if not isinstance(state, CompressedState):
@@ -203,9 +234,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
             kc, vc = torch.cat([kc, new[0]], 2), torch.cat([vc, new[1]], 2)
             # Clones, so that the state does not keep the completed blocks' positions alive.
             k, v = in_blocks(k, self.factor)[1].clone(), in_blocks(v, self.factor)[1].clone()
-        kv_len = kc.shape[2] * self.factor + k.shape[2]
-        y = self.leave(compressed_attention_pooled(q, kc, vc, kv_len=kv_len, **self.options()))
-        return y, CompressedState(kc, vc, k, v)
+        return CompressedState(kc, vc, k, v)
 
     @torch.no_grad()
     def step(

@@ -28,8 +28,9 @@ ATTENTIONS: dict[str, Build] = {
 }
 CONVOLUTION = partial(CompressedSelfAttention, DIM, 4, 2, factor=3, compression="convolution", sink=True)
 
-packable = pytest.mark.parametrize("build", ATTENTIONS.values(), ids=ATTENTIONS)
-continuable = pytest.mark.parametrize("build", [*ATTENTIONS.values(), CONVOLUTION], ids=[*ATTENTIONS, "convolution"])
+every_attention = pytest.mark.parametrize(
+    "build", [*ATTENTIONS.values(), CONVOLUTION], ids=[*ATTENTIONS, "convolution"]
+)
 close = partial(torch.testing.assert_close, rtol=0, atol=1e-12)
 
 
@@ -59,7 +60,7 @@ def gradients(module: torch.nn.Module, x: list[Tensor], run: Callable[[], Tensor
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@packable
+@every_attention
 def test_packed_sequences_are_those_alone(build: Build, causal: bool) -> None:
     if not causal and "decay" in build.keywords:
         pytest.skip("decay needs causal")
@@ -77,7 +78,7 @@ def test_packed_sequences_are_those_alone(build: Build, causal: bool) -> None:
 
 
 @pytest.mark.parametrize("padding", ["right", "left"])
-@packable
+@every_attention
 def test_padding_changes_no_sequence(build: Build, padding: str) -> None:
     """It may hold NaN; y is there what the output projection gives for zeros."""
     module, S = make(build), max(LENGTHS)
@@ -97,7 +98,7 @@ def test_padding_changes_no_sequence(build: Build, padding: str) -> None:
 
 
 @pytest.mark.parametrize("cuts", [[6, 15, 10], [1, 1, 29], [31]])
-@continuable
+@every_attention
 def test_a_sequence_in_pieces_is_that_in_one(build: Build, cuts: list[int]) -> None:
     """Pieces end where a block does, and within one; gradients flow through the states."""
     module, x = make(build), sequences()[2][None].requires_grad_()
@@ -113,7 +114,24 @@ def test_a_sequence_in_pieces_is_that_in_one(build: Build, cuts: list[int]) -> N
     close(gradients(module, [x], in_pieces), gradients(module, [x], lambda: module(x)))
 
 
-@continuable
+@pytest.mark.parametrize("build", [ATTENTIONS["sink"], CONVOLUTION], ids=["mean", "convolution"])
+def test_packed_sequences_go_on_from_a_state_each(build: Build) -> None:
+    """Sequence n goes on with the first n positions of another, within a block or not."""
+    module, x = make(build), sequences()
+    later = [part[:n] for n, part in enumerate(reversed(x))]
+
+    def packed(parts: list[Tensor], states: object = None) -> tuple[Tensor, object]:
+        cu_seqlens = torch.tensor([0, *(len(part) for part in parts)]).cumsum(0)
+        y, states = module(torch.cat(parts)[None], cu_seqlens=cu_seqlens, initial_state=states, return_state=True)
+        return y[0].split([len(part) for part in parts]), states
+
+    first, states = packed(x)
+    second, _ = packed(later, states)
+    for one, other, *parts in zip(first, second, x, later, strict=True):
+        close(torch.cat([one, other]), module(torch.cat(parts)[None])[0])
+
+
+@every_attention
 def test_decoding_goes_on_from_a_forward(build: Build) -> None:
     module, x = make(build), sequences()[2][None]
     rows, state = module(x[:, :10], return_state=True)
@@ -233,10 +251,9 @@ X = torch.zeros(2, 5, DIM)
             "LinearSelfAttention: learned_decay needs a decay, from which it starts, got decay=None",
         ),
         (
-            lambda: LEARNED_COMPRESSION()(X, lengths=torch.tensor([5, 3])),
-            NotImplementedError,
-            'CompressedSelfAttention: compression="convolution" takes no packed or padded batches; '
-            "call it once for each sequence",
+            lambda: LEARNED_COMPRESSION()(X, lengths=torch.tensor([5, 3]), initial_state=[None]),
+            ValueError,
+            "CompressedSelfAttention: initial_state must have a state for each sequence, N = 2, got 1",
         ),
         (
             lambda: LEARNED_COMPRESSION(causal=False)(X, return_state=True),
