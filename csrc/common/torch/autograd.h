@@ -169,9 +169,8 @@ inline void refuse_torch_func(const char* op) {
   }
   TORCH_CHECK_NOT_IMPLEMENTED(supported, op,
                               ": torch.func (grad, vjp, jacrev, hessian) differentiates it through memcheck.", op,
-                              " without sequences, states, decay, lse and sink, and not through torch.ops; else use "
-                              "torch.autograd.grad, or ",
-                              op, " of memcheck.ops.reference, which is plain PyTorch");
+                              ", not through torch.ops; else use torch.autograd.grad, or ", op,
+                              " of memcheck.ops.reference, which is plain PyTorch");
 }
 
 inline void refuse_gradient(const char* op, const variable_list& inputs) {
@@ -265,54 +264,6 @@ variable_list differentiable_gradients(const std::string& name, const char* show
   for (Tensor& x : gradients)
     if (x.defined()) x = results[next++];
   return gradients;
-}
-
-// Returns gradients as they are. Differentiating them raises.
-struct NoDoubleBackward : Function<NoDoubleBackward> {
-  static variable_list forward(AutogradContext* ctx, const std::string& op, const variable_list& gradients,
-                               at::TensorList) {
-    ctx->saved_data["op"] = op;
-    return gradients;
-  }
-  static variable_list backward(AutogradContext* ctx, const variable_list&) {
-    raise_no_double_backward(ctx->saved_data["op"].toStringRef());
-  }
-};
-
-// The gradients, which may be undefined, such that differentiating them for any of the inputs raises.
-inline variable_list raise_when_differentiated(const char* op, variable_list gradients, at::TensorList inputs) {
-  refuse_torch_func(op);
-  variable_list defined;
-  for (const Tensor& x : gradients)
-    if (x.defined()) defined.push_back(x);
-  const auto guarded = NoDoubleBackward::apply(std::string(op), defined, inputs);
-  size_t next = 0;
-  for (Tensor& x : gradients)
-    if (x.defined()) x = guarded[next++];
-  return gradients;
-}
-
-// Whether an input of the forward whose backward is running, counted among its tensors, required a gradient. This
-// backward may have been asked for that gradient or not.
-inline bool required_gradient(size_t input) {
-  const auto running = torch::autograd::get_current_node();
-  return running && running->next_edges()[input].is_valid();
-}
-
-// The same for gradients that depend on inputs through tensors that the forward computed from them and saved. Autograd
-// does not know of this dependence and would take those inputs for constants, even if the gradients require a gradient
-// through grad_y or another input. In place of the inputs stand tensors whose edges are those of the running backward.
-inline variable_list refuse_double_backward_through_kept(const char* op, const variable_list& gradients,
-                                                         const Tensor& grad_y) {
-  const auto running = torch::autograd::get_current_node();
-  if (!at::GradMode::is_enabled() || !running) return gradients;
-  variable_list inputs{grad_y};
-  for (const auto& edge : running->next_edges()) {
-    if (!edge.is_valid()) continue;
-    inputs.push_back(at::empty({0}, grad_y.options()));
-    torch::autograd::impl::set_gradient_edge(inputs.back(), edge);
-  }
-  return raise_when_differentiated(op, gradients, inputs);
 }
 
 // In a backward that may be differentiated: stands for an input of its forward, counted among its tensors. A gradient
