@@ -205,6 +205,28 @@ def test_states_of_sequences(kind: str) -> None:
     assert same_bits(gradients, expected)
 
 
+@pytest.mark.parametrize("packed", [True, False])
+def test_opcheck_of_sequences(packed: bool) -> None:
+    B, S, counts = (1, 9, [4, 0, 5]) if packed else (3, 6, [4, 0, 5])
+    (q, _, _), grad_y = make_inputs(B, 4, 2, S, S, 3)
+    blocks = [torch.randn(1, 2, n, 3) for n in (3, 0, 2)]
+    options = {"packed": packed, "begins": [0, 4, 4] if packed else [2, 6, 1], "counts": counts, "kv_lens": [7, 1, 5]}
+    options |= {"factor": 2, "causal": True, "strict": False, "scale": None}
+    ops = torch.ops.memcheck
+    forward, backward = ops.compressed_attention_pooled_sequences, ops.compressed_attention_pooled_sequences_backward
+    torch.library.opcheck(forward.default, (q, blocks, blocks), {**options, "return_lse": True})
+    y, lse = forward(q, blocks, blocks, return_lse=True, **options)
+    for mask in ([True, True, True, False], [False, True, False, False]):
+        arguments = (grad_y, q, blocks, blocks, y, lse)
+        torch.library.opcheck(backward.default, arguments, {**options, "output_mask": mask})
+    with pytest.raises(ValueError, match="the queries of sequence 0 must be in 0 to S = "):
+        forward(q, blocks, blocks, **{**options, "begins": [S, 4, 4]})
+    with pytest.raises(ValueError, match="kc must have one for each sequence, N = 3, got 2"):
+        forward(q, blocks[:2], blocks, **options)
+    with pytest.raises(NotImplementedError, match="compressed_attention_pooled: has no gradient"):
+        forward(q.requires_grad_(), blocks, blocks, **options)
+
+
 def test_states_of_no_sequences() -> None:
     (q, k, v), _ = make_inputs(1, 4, 2, 0, 0, 20)
     options = {"factor": 7, "cu_seqlens": torch.tensor([0]), "return_state": True, "return_lse": True}
