@@ -10,14 +10,12 @@ from torch import Tensor
 from memcheck.nn.checks import check_positive, check_step, check_tokens
 from memcheck.nn.heads import HeadedSelfAttention
 from memcheck.nn.weighted import DeviceLike
-from memcheck.ops.checks import sequence_arguments
+from memcheck.ops.checks import check_states, sequence_arguments
 from memcheck.ops.compressed_attention import (
     CompressedAttentionState,
-    attention_of_sequences,
-    checked_states,
+    Places,
     compressed_attention,
     compressed_attention_pooled,
-    places_of_sequences,
 )
 
 
@@ -203,17 +201,17 @@ class CompressedSelfAttention(HeadedSelfAttention):
     ) -> tuple[Tensor, tuple[CompressedState, ...]]:
         """The same for packed or padded sequences, each from its own state; there is none if not causal."""
         q, k, v = self.project(x)
-        of_queries, of_keys = places_of_sequences(q, k, v, self.causal, sequences)
+        of_queries, of_keys = Places.of_sequences(q, k, v, self.causal, sequences)
         parts = list(zip(of_keys.split(k), of_keys.split(v), strict=True))
         new: list[CompressedState] = []
         if self.causal:
-            old = checked_states("CompressedSelfAttention", states, len(parts), CompressedState)
+            old = check_states("CompressedSelfAttention", states, len(parts), CompressedState)
             new = [self.state_after(*part, state) for part, state in zip(parts, old, strict=True)]
             blocks, kv_lens = [(state.kc, state.vc) for state in new], [self.positions(state) for state in new]
         else:
             blocks, kv_lens = [self.compress(*part) for part in parts], of_keys.counts
         kc, vc = ([pair[i] for pair in blocks] for i in range(2))
-        return self.leave(attention_of_sequences(q, kc, vc, of_queries, kv_lens, **self.options())), tuple(new)
+        return self.leave(of_queries.attend(q, kc, vc, kv_lens, **self.options())), tuple(new)
 
     def positions(self, state: CompressedState) -> int:
         """How many positions a state is of."""

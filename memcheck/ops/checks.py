@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -29,6 +30,20 @@ def check_state(op: str, state: object, names: tuple[str, str]) -> None:
     for name, x in zip(names, state, strict=True):
         if not isinstance(x, Tensor):
             raise TypeError(f"{op}: {name} must be a tensor, got {described(x)}")
+
+
+def check_states(op: str, states: object, count: int, kind: type) -> Sequence[Any]:
+    """A state, or None, for each sequence. Raises TypeError or ValueError if there are others."""
+    if states is None:
+        return [None] * count
+    if isinstance(states, kind) or not isinstance(states, Sequence):
+        raise TypeError(
+            f"{op}: initial_state must be a sequence of {kind.__name__}, one for each packed or padded sequence, got "
+            f"{type(states).__name__}"
+        )
+    if len(states) != count:
+        raise ValueError(f"{op}: initial_state must have a state for each sequence, N = {count}, got {len(states)}")
+    return states
 
 
 def check_initial_state(op: str, state: object, q: Tensor) -> tuple[Tensor, ...]:

@@ -13,6 +13,7 @@ from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     DTYPES,
+    check_states,
     in_autocast_dtype,
     is_symbolic,
     prepare_input,
@@ -485,8 +486,8 @@ def _sequences_go_on(
     _check_keys(op, k, v, factor)
     _check_queries(op, q, k, k.shape[2], options["scale"])
     derivatives.refuse_mapped_lengths(op, sequences)
-    of_queries, of_keys = places_of_sequences(q, k, v, True, sequences)
-    old = checked_states(op, states, len(of_keys.counts), CompressedAttentionState)
+    of_queries, of_keys = Places.of_sequences(q, k, v, True, sequences)
+    old = check_states(op, states, len(of_keys.counts), CompressedAttentionState)
     slices = of_keys.slices()
     before = []
     for i, (of_q, of_k) in enumerate(zip(of_queries.slices(), slices, strict=True)):
@@ -494,52 +495,18 @@ def _sequences_go_on(
         before.append(_checked_state(op, *part, old[i], factor, options["scale"], name=name))
     positions = [state.positions for state in before]
     extend = _states_after if derivatives.transformed() else _NewBlocks.apply
-    after_each = extend(k, v, slices, positions, factor, *(x for state in before for x in state[:4]))
+    of_each = extend(k, v, slices, positions, factor, *(x for state in before for x in state[:4]))
     after = []
     for i, (opened, count) in enumerate(zip(positions, of_keys.counts, strict=True)):
-        kc, vc, k_sum, v_sum = after_each[4 * i : 4 * i + 4]
+        kc, vc, k_sum, v_sum = of_each[4 * i : 4 * i + 4]
         after.append(CompressedAttentionState(kc, vc, k_sum, v_sum, (opened + count) % factor, factor))
     blocks = [state.kc for state in after], [state.vc for state in after]
     kv_lens = [state.kc.shape[2] * factor + state.positions for state in after]
-    return attention_of_sequences(q, *blocks, of_queries, kv_lens, factor=factor, causal=True, **options), tuple(after)
+    return of_queries.attend(q, *blocks, kv_lens, factor=factor, causal=True, **options), tuple(after)
 
 
 # The sizes of states depend on the values of cu_seqlens or lengths, so that torch.compile cannot trace them.
 _leaving_the_graph = torch._disable_dynamo(_sequences_go_on)
-
-
-def attention_of_sequences(
-    q: Tensor,
-    kc: Sequence[Tensor],
-    vc: Sequence[Tensor],
-    places: Places,
-    kv_lens: Sequence[int],
-    *,
-    return_lse: bool = False,
-    sink: Tensor | None = None,
-    **options: Any,
-) -> Any:
-    """compressed_attention_pooled for each sequence of a packed or padded batch q (B,H,S,D), in one y and lse.
-
-    Args:
-        kc, vc: (1,Hkv,C,D), the blocks of each sequence.
-        places: of the queries of each sequence.
-        kv_lens: how many positions the blocks of each represent.
-        return_lse, sink, options: factor, causal, strict and scale, as in compressed_attention_pooled.
-    """
-    q, kc, vc = in_autocast_dtype(q), [in_autocast_dtype(x) for x in kc], [in_autocast_dtype(x) for x in vc]
-    sink = _check_sink("compressed_attention", sink, q)
-    if derivatives.transformed():
-        options |= {"return_lse": return_lse, "sink": sink}
-        parts = zip(places.split(q), kc, vc, kv_lens, strict=True)
-        results = [compressed_attention_pooled(*part, kv_len=n, **options) for *part, n in parts]
-        if not return_lse:
-            return places.join(q, results, 0)
-        y, lse = zip(*results, strict=True)
-        return places.join(q, y, 0), places.join(q[..., 0], lse, -torch.inf)
-    options |= {"packed": places.packed, "begins": places.begins, "counts": places.counts, "kv_lens": kv_lens}
-    y, lse = _AttentionOfSequences.apply(q, sink, places, return_lse, options, *kc, *vc)
-    return (y, lse) if return_lse else y
 
 
 class _AttentionOfSequences(torch.autograd.Function):
@@ -612,36 +579,22 @@ def _differentiable_gradients(places: Places, tensors: Sequence[Any], options: d
     return grad_q, grad_kc, grad_vc, sum(grad_sinks) if wants_sink else None
 
 
-def places_of_sequences(
-    q: Tensor, k: Tensor, v: Tensor, causal: bool, sequences: dict[str, Any]
-) -> tuple[Places, Places]:
-    """Where the sequences of a packed or padded batch lie in q (B,H,S,D), and in k and v (B,Hkv,T,D); after checks."""
-    with torch.no_grad():  # for its checks: in one block per sequence, of no columns, there is nothing to compute
-        one_head = (x.new_empty(x[:, :1, :, :0].shape) for x in (q, k, v))
-        torch.ops.memcheck.compressed_attention_sequences(*one_head, factor=LONGEST, causal=causal, **sequences)
-    return Places.of_batch(q.shape[2], k.shape[2], causal, **sequences)
-
-
-def checked_states(op: str, states: object, count: int, kind: type) -> Sequence[Any]:
-    """A state, or None, for each sequence. Raises TypeError or ValueError if there are others."""
-    if states is None:
-        return [None] * count
-    if isinstance(states, kind) or not isinstance(states, Sequence):
-        raise TypeError(
-            f"{op}: initial_state must be a sequence of {kind.__name__}, one for each packed or padded sequence, got "
-            f"{type(states).__name__}"
-        )
-    if len(states) != count:
-        raise ValueError(f"{op}: initial_state must have a state for each sequence, N = {count}, got {len(states)}")
-    return states
-
-
 class Places(NamedTuple):
     """Where the sequences of a packed or padded batch lie in a tensor (B,heads,positions,...)."""
 
     packed: bool
     begins: list[int]  # the first position of each sequence, in the only row or in its own
     counts: list[int]
+
+    @classmethod
+    def of_sequences(
+        cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, sequences: dict[str, Any]
+    ) -> tuple[Places, Places]:
+        """Those of a packed or padded batch in q (B,H,S,D), and in k and v (B,Hkv,T,D), after checks."""
+        with torch.no_grad():  # for its checks: in one block per sequence, of no columns, there is nothing to compute
+            one_head = (x.new_empty(x[:, :1, :, :0].shape) for x in (q, k, v))
+            torch.ops.memcheck.compressed_attention_sequences(*one_head, factor=LONGEST, causal=causal, **sequences)
+        return cls.of_batch(q.shape[2], k.shape[2], causal, **sequences)
 
     @classmethod
     def of_batch(
@@ -675,6 +628,38 @@ class Places(NamedTuple):
             return x.split(self.counts, 2)
         rows = x.split(1)
         return [row.narrow(2, *place) for row, *place in zip(rows, self.begins, self.counts, strict=True)]
+
+    def attend(
+        self,
+        q: Tensor,
+        kc: Sequence[Tensor],
+        vc: Sequence[Tensor],
+        kv_lens: Sequence[int],
+        *,
+        return_lse: bool = False,
+        sink: Tensor | None = None,
+        **options: Any,
+    ) -> Any:
+        """compressed_attention_pooled for each sequence of q (B,H,S,D), whose places these are, in one y and lse.
+
+        Args:
+            kc, vc: (1,Hkv,C,D), the blocks of each sequence.
+            kv_lens: how many positions the blocks of each represent.
+            return_lse, sink, options: factor, causal, strict and scale, as in compressed_attention_pooled.
+        """
+        q, kc, vc = in_autocast_dtype(q), [in_autocast_dtype(x) for x in kc], [in_autocast_dtype(x) for x in vc]
+        sink = _check_sink("compressed_attention", sink, q)
+        if derivatives.transformed():
+            options |= {"return_lse": return_lse, "sink": sink}
+            parts = zip(self.split(q), kc, vc, kv_lens, strict=True)
+            results = [compressed_attention_pooled(*part, kv_len=n, **options) for *part, n in parts]
+            if not return_lse:
+                return self.join(q, results, 0)
+            y, lse = zip(*results, strict=True)
+            return self.join(q, y, 0), self.join(q[..., 0], lse, -torch.inf)
+        options |= {"packed": self.packed, "begins": self.begins, "counts": self.counts, "kv_lens": kv_lens}
+        y, lse = _AttentionOfSequences.apply(q, sink, self, return_lse, options, *kc, *vc)
+        return (y, lse) if return_lse else y
 
     def join(self, like: Tensor, parts: Sequence[Tensor], fill: float) -> Tensor:
         """The inverse of split, with `fill` in padding; like (B,heads,positions,...) has as many."""
