@@ -12,6 +12,7 @@
 
 #include "combinator/combinator.h"
 #include "common/cpu_level.h"
+#include "common/cpu_products.h"
 #include "compressed_attention/compressed_attention.h"
 #include "linear_attention/linear_attention.h"
 #include "memory/allocation_timeline.h"
@@ -217,9 +218,10 @@ static std::map<std::string, int64_t> combinator_plan(int64_t N, int64_t E, cons
                                                       const std::string& device) {
   const auto plan_of = is_cuda(device) ? memcheck::combinator_plan_cuda : memcheck::combinator_cpu.plan;
   const auto plan = plan_of(N, E, dtype_named(dtype), copies);
-  return {{"rows", plan.rows},         {"preactivations", plan.preactivations_bytes},
-          {"chunk", plan.chunk_bytes}, {"copy", plan.copy_bytes},
-          {"wide", plan.wide_bytes},   {"sums", plan.sums_bytes}};
+  return {{"rows", plan.rows},          {"preactivations", plan.preactivations_bytes},
+          {"chunk", plan.chunk_bytes},  {"copy", plan.copy_bytes},
+          {"wide", plan.wide_bytes},    {"sums", plan.sums_bytes},
+          {"weight", plan.weight_bytes}};
 }
 
 static std::map<std::string, int64_t> compressed_attention_plan(int64_t B, int64_t H, int64_t Hkv, int64_t S, int64_t T,
@@ -276,11 +278,17 @@ static void bind_tasks(py::module_& m) {
 }
 
 static void bind_plans(py::module_& m) {
+  m.def(
+      "cpu_multiplies",
+      [](const std::string& dtype, int64_t rows) { return memcheck::cpu_multiplies(dtype_named(dtype), rows); },
+      py::kw_only(), py::arg("dtype"), py::arg("rows"),
+      "whether products of matrices with so many rows are formed in the dtype itself, not in float32");
   m.def("combinator_plan", &combinator_plan, py::kw_only(), py::arg("N"), py::arg("E"), py::arg("dtype"),
         py::arg("copies"), py::arg("device") = "cpu",
         "rows of a chunk, and bytes: preactivations (kept for backward in performance mode), chunk (backward, and a "
         "forward that keeps nothing), copy (beside it, where it copies: GEMM cannot take x in place), wide and sums "
-        "(where the weight is 16-bit and wants a gradient). device: cpu or cuda");
+        "(where the weight is 16-bit and wants a gradient), weight (in float32 where the CPU has no products in 16 "
+        "bits; wide then serves all products). device: cpu or cuda");
   m.def("softplus_attention_plan", &softplus_attention_plan, py::kw_only(), py::arg("B"), py::arg("S"), py::arg("T"),
         py::arg("R"), py::arg("causal"), py::arg("dtype"), py::arg("threads"), py::arg("device") = "cpu",
         "bytes: carries (kept for backward), forward_sums (beside them), forward_scratch (when nothing is kept), "

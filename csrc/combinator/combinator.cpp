@@ -91,10 +91,14 @@ at::Tensor matrix_of(const char* op, const char* name, const at::Tensor& x) {
   return is_matrix(matrix) ? matrix : at::Tensor();
 }
 
-// weight (2,E,E) as one matrix (2E,E).
-at::Tensor weight_matrix(const at::Tensor& weight) {
-  const at::Tensor matrix = matrix_of(kForward, "weight", weight);
-  return matrix.defined() ? matrix : weight.contiguous().view({2 * weight.size(1), weight.size(2)});
+// weight (2,E,E) as one matrix (2E,E), in float32 if the plan says so.
+at::Tensor weight_matrix(const at::Tensor& weight, const CombinatorPlan& plan) {
+  const at::Tensor matrix = plan.weight_bytes > 0 ? at::Tensor() : matrix_of(kForward, "weight", weight);
+  if (matrix.defined()) return matrix;
+  const at::Tensor dense = plan.weight_bytes > 0 ? weight.to(at::kFloat, /*non_blocking=*/false, /*copy=*/false,
+                                                             at::MemoryFormat::Contiguous)
+                                                 : weight.contiguous();
+  return dense.view({2 * weight.size(1), weight.size(2)});
 }
 
 CombinatorPlan plan_for(const CombinatorKernels& kernels, const char* op, const at::Tensor& x) {
@@ -149,6 +153,17 @@ at::Tensor empty_copy(const CombinatorPlan& plan, const at::Tensor& x) {
   return plan.copy_bytes > 0 ? at::empty({plan.rows, x.size(-1)}, x.options()) : at::Tensor();
 }
 
+// Memory for a chunk in float32, of one dimension. Undefined where chunks are used as they are.
+struct WideChunk {
+  at::Tensor pairs;   // (rows 2E)
+  at::Tensor tokens;  // (rows E)
+};
+
+WideChunk empty_wide(const CombinatorPlan& plan, int64_t E, const at::TensorOptions& options) {
+  const at::Tensor memory = at::empty({plan.rows * 3 * E}, options.dtype(at::kFloat));
+  return {memory.narrow(0, 0, plan.rows * 2 * E), memory.narrow(0, plan.rows * 2 * E, plan.rows * E)};
+}
+
 // The memory of the pre-activations of chunks, which decides how many rows a chunk has: scratch, or for larger chunks
 // the last rows of the result, which are not written yet.
 class Pairs {
@@ -200,11 +215,12 @@ std::tuple<at::Tensor, at::Tensor> forward(const CombinatorKernels& kernels, con
   const DeviceScope device(x);
   const CombinatorPlan plan = plan_for(kernels, kForward, x);
   const Chunks tokens(kForward, kernels.copy, device, x, empty_copy(plan, x));
-  const at::Tensor matrix = weight_matrix(weight);
+  const at::Tensor matrix = weight_matrix(weight, plan);
+  const WideChunk wide = plan.weight_bytes > 0 ? empty_wide(plan, E, x.options()) : WideChunk();
   const at::Tensor y_rows = y.view({N, E});
-  const auto run = [&](int64_t first, at::Tensor pair) {
+  const auto run = [&](int64_t first, const at::Tensor& pair) {
     const int64_t count = pair.size(0);
-    at::mm_out(pair, tokens.read(first, count), matrix.t());
+    multiply_rounded(pair, converted(tokens.read(first, count), wide.tokens), matrix.t(), wide.pairs);
     const at::Tensor y_chunk = y_rows.narrow(0, first, count);
     kernels.forward({count, E, pair.const_data_ptr(), y_chunk.mutable_data_ptr()}, dtype_of(x), device.stream);
   };
@@ -252,17 +268,15 @@ class WeightGradient {
     if (!grad_weight_.defined()) return;
     const int64_t E = grad_weight_.size(2);
     const auto wide = grad_weight_.options().dtype(acc_scalar_type(grad_weight_.scalar_type()));
-    if (plan.wide_bytes > 0) wide_ = at::empty({plan.rows * 3 * E}, wide);
     if (plan.sums_bytes == 0) sum_ = matrix_of(kBackward, "weight", grad_weight_);
     in_place_ = sum_.defined();
     if (!in_place_) sum_ = at::empty({2 * E, E}, wide);
   }
 
-  // grad_pair (count,2E), x (count,E)
+  // grad_pair (count,2E), x (count,E), of a dtype that GEMM multiplies into that of the sum
   void add(const at::Tensor& grad_pair, const at::Tensor& x) {
     if (!grad_weight_.defined()) return;
-    const at::Tensor left = widened(grad_pair, 0), right = widened(x, grad_pair.numel());
-    multiply(sum_, left.t(), right, /*adds=*/!first_);
+    multiply(sum_, grad_pair.t(), x, /*adds=*/!first_);
     first_ = false;
   }
 
@@ -271,14 +285,8 @@ class WeightGradient {
   }
 
  private:
-  at::Tensor widened(const at::Tensor& chunk, int64_t offset) const {
-    if (!wide_.defined()) return chunk;
-    return wide_.narrow(0, offset, chunk.numel()).view(chunk.sizes()).copy_(chunk);
-  }
-
   at::Tensor grad_weight_;
-  at::Tensor sum_;   // (2E,E)
-  at::Tensor wide_;  // (rows 3E)
+  at::Tensor sum_;  // (2E,E)
   bool in_place_ = false;
   bool first_ = true;
 };
@@ -306,7 +314,7 @@ Gradients backward(const CombinatorKernels& kernels, const at::Tensor& grad_y,
   const DeviceScope device(tokens);
   const CombinatorPlan plan = plan_for(kernels, kBackward, tokens);
   const at::Tensor kept = preactivations_or_none ? preactivations_or_none->contiguous().view({N, 2 * E}) : at::Tensor();
-  const at::Tensor matrix = grad_x.defined() || !kept.defined() ? weight_matrix(*weight_or_none) : at::Tensor();
+  const at::Tensor matrix = grad_x.defined() || !kept.defined() ? weight_matrix(*weight_or_none, plan) : at::Tensor();
   const CombinatorRows grad_rows = read_rows(kBackward, "grad_y", grad_y);
   // One copy serves both: a chunk of x has been read when that of grad_x is written.
   const at::Tensor copy = empty_copy(plan, tokens);
@@ -317,18 +325,23 @@ Gradients backward(const CombinatorKernels& kernels, const at::Tensor& grad_y,
   // Every chunk reads and writes all of grad_weight, so fewer and larger chunks are faster.
   const Pairs pairs(plan, E, grad_x_chunks ? grad_x_chunks->contiguous() : at::Tensor(), plan.lent_rows > 0 ? N : 0,
                     grad_y.options());
+  const bool in_float = plan.weight_bytes > 0;  // all products
+  const bool widens = in_float || (plan.wide_bytes > 0 && grad_weight.defined());
+  const WideChunk wide = widens ? empty_wide(plan, E, grad_y.options()) : WideChunk();
   WeightGradient sum(grad_weight, plan);
   const auto run = [&](int64_t first, int64_t count) {
     const at::Tensor x = reads_x ? x_chunks->read(first, count) : at::Tensor();
-    at::Tensor grad_pair = pairs.memory_for(count);
-    if (!kept.defined()) at::mm_out(grad_pair, x, matrix.t());
+    const at::Tensor wide_x = reads_x ? converted(x, wide.tokens) : at::Tensor();
+    const at::Tensor grad_pair = pairs.memory_for(count);
+    if (!kept.defined()) multiply_rounded(grad_pair, in_float ? wide_x : x, matrix.t(), wide.pairs);
     const at::Tensor pair = kept.defined() ? kept.narrow(0, first, count) : grad_pair;
     kernels.backward({count, E, pair.const_data_ptr(), from_row(grad_rows, first), grad_pair.mutable_data_ptr()},
                      dtype_of(grad_y), device.stream);
-    sum.add(grad_pair, x);
+    const at::Tensor wide_grad = converted(grad_pair, wide.pairs);
+    sum.add(wide_grad, wide_x);
     if (!grad_x.defined()) return;
-    at::Tensor grad_x_chunk = grad_x_chunks->memory_for(first, count);
-    at::mm_out(grad_x_chunk, grad_pair, matrix);
+    const at::Tensor grad_x_chunk = grad_x_chunks->memory_for(first, count);
+    multiply_rounded(grad_x_chunk, in_float ? wide_grad : grad_pair, matrix, wide.tokens);
     grad_x_chunks->write(grad_x_chunk, first);
   };
   for_chunks(N, [&](int64_t left) { return pairs.next_rows(left); }, run);

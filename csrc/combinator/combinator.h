@@ -71,8 +71,9 @@ struct CombinatorPlan {
   int64_t chunk_bytes;           // (rows,2E), pre-activations that are not kept, and their gradients
   int64_t copy_bytes;            // (rows,E), if GEMM cannot read x or write grad_x in place
   int64_t wide_bytes;            // (rows,3E) in float32, to form grad_weight if the weight is 16-bit and GEMM has no
-                                 // float32 product of 16-bit matrices
+                                 // float32 product of 16-bit matrices; with weight_bytes, for all products
   int64_t sums_bytes;            // (2,E,E) in float32: grad_weight before it is rounded to 16 bits
+  int64_t weight_bytes;          // (2,E,E) in float32: the weight, if products of 16-bit matrices are formed in float32
 };
 
 struct CombinatorKernels {
@@ -104,11 +105,15 @@ inline CombinatorPlan combinator_chunks(int64_t N, int64_t E, Dtype dtype, bool 
           2 * rows * E * item,
           rows * E * copied,
           rows * E * wide_bytes,
-          item < 4 ? 2 * E * E * 4 : 0};
+          item < 4 ? 2 * E * E * 4 : 0,
+          0};
 }
 
-inline CombinatorPlan combinator_plan_cpu(int64_t N, int64_t E, Dtype dtype, bool copies) {
-  return combinator_chunks(N, E, dtype, copies, element_bytes(dtype) < 4 ? 3 * 4 : 0);
+// multiplies: the library forms products of these matrices in their dtype.
+inline CombinatorPlan combinator_plan_cpu(int64_t N, int64_t E, Dtype dtype, bool copies, bool multiplies) {
+  CombinatorPlan plan = combinator_chunks(N, E, dtype, copies, element_bytes(dtype) < 4 ? 3 * 4 : 0);
+  plan.weight_bytes = multiplies ? 0 : 2 * E * E * 4;
+  return plan;
 }
 
 // What a GEMM writes and the next kernel reads should fit in the L2 cache, of 40 MB or more.

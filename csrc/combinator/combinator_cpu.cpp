@@ -3,6 +3,7 @@
 
 #include "combinator/combinator.h"
 #include "common/cpu_level.h"
+#include "common/cpu_products.h"
 #include "common/dtype_cpu.h"
 #include "common/formulas.h"
 #include "common/integer.h"
@@ -141,7 +142,11 @@ void combinator_copy_cpu(const CombinatorCopy& p, Dtype dtype, cudaStream_t) {
   });
 }
 
-const CombinatorKernels combinator_cpu{combinator_plan_cpu, combinator_forward_cpu, combinator_backward_cpu,
+CombinatorPlan combinator_plan_of_machine(int64_t N, int64_t E, Dtype dtype, bool copies) {
+  return combinator_plan_cpu(N, E, dtype, copies, cpu_multiplies(dtype, N));
+}
+
+const CombinatorKernels combinator_cpu{combinator_plan_of_machine, combinator_forward_cpu, combinator_backward_cpu,
                                        combinator_copy_cpu};
 
 }  // namespace memcheck

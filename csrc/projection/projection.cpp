@@ -4,9 +4,12 @@
 #include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
 
+#include <algorithm>
 #include <array>
+#include <initializer_list>
 #include <tuple>
 
+#include "common/cpu_products.h"
 #include "common/torch/allocate.h"
 #include "common/torch/checks.h"
 #include "common/torch/matrix.h"
@@ -36,8 +39,55 @@ at::Tensor rows_of(const at::Tensor& x) {
   return merges && x.numel() > 0 ? x.view({x.size(0) * x.size(1), x.size(2)}) : at::Tensor();
 }
 
+// Whether products of 16-bit matrices are formed in float32, from copies, because the CPU has no instructions for them.
+bool in_float(const ProjectionProducts& products, const at::Tensor& x) {
+  return !products.into_float && !cpu_multiplies(dtype_of(x), x.size(0) * x.size(1));
+}
+
+// Makes all of them (1,B S,..) if the strides of each allow that. Undefined ones count as allowing it.
+void merge_batches(std::initializer_list<at::Tensor*> tensors) {
+  const auto merges = [](const at::Tensor* x) { return !x->defined() || rows_of(*x).defined(); };
+  if (!std::all_of(tensors.begin(), tensors.end(), merges)) return;
+  for (at::Tensor* x : tensors)
+    if (x->defined()) *x = rows_of(*x).unsqueeze(0);
+}
+
+// Memory in float32 for a piece of rows of x (B,S,E) and of a gradient or result (B,S,R).
+struct WidePiece {
+  int64_t rows;
+  at::Tensor x;  // (rows E)
+  at::Tensor y;  // (rows R)
+};
+
+WidePiece empty_wide(const at::Tensor& y, int64_t E) {
+  const int64_t R = y.size(2), rows = projection_wide_rows(y.size(0), y.size(1), E, R, y.element_size());
+  const at::Tensor memory = at::empty({rows * (E + R)}, y.options().dtype(at::kFloat));
+  return {rows, memory.narrow(0, 0, rows * E), memory.narrow(0, rows * E, rows * R)};
+}
+
+// Calls run(part) for every piece of so many of the rows (B,S), where part(x) is the piece of x (B,S,..).
+template <typename Run>
+void for_pieces(const at::Tensor& y, int64_t rows, const Run& run) {
+  for (int64_t b = 0; b < y.size(0); ++b) {
+    for (int64_t s = 0; s < y.size(1); s += rows) {
+      const int64_t count = std::min(rows, y.size(1) - s);
+      run([&](const at::Tensor& whole) { return whole.select(0, b).narrow(0, s, count); });
+    }
+  }
+}
+
+// y = x w.
+void multiply_rows_in_float(at::Tensor y, at::Tensor x, const at::Tensor& w) {
+  merge_batches({&y, &x});
+  const at::Tensor wide_w = w.to(at::kFloat);
+  const WidePiece wide = empty_wide(y, x.size(2));
+  for_pieces(y, wide.rows,
+             [&](const auto& part) { multiply_rounded(part(y), converted(part(x), wide.x), wide_w, wide.y); });
+}
+
 // y = x w for y (B,S,R) of any strides: one product, or one for every batch entry.
 void multiply_rows(const ProjectionProducts& products, const at::Tensor& y, const at::Tensor& x, const at::Tensor& w) {
+  if (in_float(products, x)) return multiply_rows_in_float(y, x, w);
   const at::Tensor y_rows = rows_of(y), x_rows = rows_of(x);
   if (y_rows.defined() && x_rows.defined()) return multiply(y_rows, x_rows, w, /*adds=*/false);
   if (products.batches && y.size(0) > 0 && is_matrix(y.select(0, 0)) && is_matrix(x.select(0, 0))) {
@@ -149,6 +199,27 @@ class WeightGradient {
   bool adds_ = false;
 };
 
+// Products of pieces in float32. grad_w is their sum, rounded once.
+void backward_in_float(at::Tensor grad, at::Tensor x, const at::Tensor& w, const Gradients& gradients) {
+  at::Tensor grad_x = std::get<0>(gradients), grad_w = std::get<1>(gradients);
+  if (!grad_x.defined() && !grad_w.defined()) return;
+  if (!grad_w.defined()) x = at::Tensor();
+  const int64_t E = (grad_w.defined() ? x : grad_x).size(2);
+  merge_batches({&grad, &x, &grad_x});
+  const at::Tensor wide_w = grad_x.defined() ? w.to(at::kFloat).t() : at::Tensor();
+  const at::Tensor sum =
+      grad_w.defined() ? at::empty(grad_w.sizes(), grad_w.options().dtype(at::kFloat)) : at::Tensor();
+  const WidePiece wide = empty_wide(grad, E);
+  bool adds = false;
+  for_pieces(grad, wide.rows, [&](const auto& part) {
+    const at::Tensor wide_grad = converted(part(grad), wide.y);
+    if (sum.defined()) multiply(sum, converted(part(x), wide.x).t(), wide_grad, adds);
+    adds = true;
+    if (grad_x.defined()) multiply_rounded(part(grad_x), wide_grad, wide_w, wide.x);
+  });
+  if (grad_w.defined()) grad_w.copy_(sum);
+}
+
 // One product over all rows. Returns whether the strides allow that.
 bool backward_whole(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const Gradients& gradients) {
   const auto& [grad_x, grad_w] = gradients;
@@ -194,7 +265,11 @@ Gradients backward(const ProjectionProducts& products, const char* op, const at:
   const at::Tensor w = w_or_none.value_or(at::Tensor());
   const Gradients gradients = check_backward(op, grad, x, w, wanted);
   const c10::DeviceGuard guard(grad.device());
-  if (!backward_whole(grad, x, w, gradients)) backward_in_pieces(products, grad, x, w, gradients);
+  if (in_float(products, grad)) {
+    backward_in_float(grad, x, w, gradients);
+  } else if (!backward_whole(grad, x, w, gradients)) {
+    backward_in_pieces(products, grad, x, w, gradients);
+  }
   return gradients;
 }
 

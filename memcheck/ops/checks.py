@@ -74,6 +74,8 @@ def sequence_arguments(
     Raises TypeError if one is no tensor, ValueError for a combination that has no meaning. The operator checks the
     tensors.
     """
+    if cu_seqlens is cu_seqlens_q is cu_seqlens_k is lengths is None and padding == "right":
+        return {}
     given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k, "lengths": lengths}
     for name, x in ({"cu_seqlens": cu_seqlens} | given).items():
         if is_symbolic(x):
@@ -91,8 +93,6 @@ def sequence_arguments(
         if cu_seqlens_q is not None or cu_seqlens_k is not None:
             raise ValueError(f"{op}: takes cu_seqlens, or cu_seqlens_q and cu_seqlens_k, not both")
         given["cu_seqlens_q"] = given["cu_seqlens_k"] = cu_seqlens
-    if all(x is None for x in given.values()):
-        return {}
     return {**given, "left_padded": padding == "left"}
 
 

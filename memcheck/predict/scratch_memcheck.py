@@ -119,6 +119,8 @@ def compressed_plan(call: Call, Hkv: int, T: int) -> dict[str, int]:
 def combinator(call: Call) -> Iterator[Scratch | Unknown]:
     plan = combinator_plan(call, call.x)
     yield Scratch("rows laid out for BLAS", plan["copy"])
+    yield Scratch("weight in float32", plan["weight"])
+    yield Scratch("rows in float32", plan["wide"] if plan["weight"] else 0)
     yield Scratch("pre-activations of a chunk", 0 if call.keep_preactivations else plan["chunk"])
     yield from unplanned_products(call, call.x)
 
@@ -126,10 +128,13 @@ def combinator(call: Call) -> Iterator[Scratch | Unknown]:
 @rule("any", "memcheck::combinator_backward")
 def combinator_backward(call: Call) -> Iterator[Scratch | Unknown]:
     plan = combinator_plan(call, call.grad_y if call.x is None else call.x)
+    if call.output_mask[0] or call.preactivations is None:
+        yield Scratch("weight in float32", plan["weight"])
     yield Scratch("rows laid out for BLAS", plan["copy"])
     yield Scratch("pre-activations of a chunk", plan["chunk"])
-    if call.output_mask[1]:
+    if call.output_mask[1] or plan["weight"]:
         yield Scratch("rows in float32", plan["wide"])
+    if call.output_mask[1]:
         yield Scratch("gradient of the weight in float32", plan["sums"])
     yield from unplanned_products(call, call.grad_y)
 
@@ -139,8 +144,16 @@ def combinator_plan(call: Call, x: Tensor) -> dict[str, int]:
     return plan_of(call, "combinator", **sizes, dtype=dtype_name(x), copies=not x.is_contiguous())
 
 
+def in_float(call: Call, x: Tensor) -> bool:
+    """Whether products are formed in float32, because the CPU has no instructions for those of 16-bit matrices."""
+    from memcheck._extension import _C
+
+    rows = x.numel() // max(1, x.shape[-1])
+    return call.target.kind == "cpu" and not _C.cpu_multiplies(dtype=dtype_name(x), rows=rows)
+
+
 def unplanned_products(call: Call, x: Tensor) -> Iterator[Unknown]:
-    if call.target.kind == "cpu" and not products_are_plain(dtype_name(x)):
+    if call.target.kind == "cpu" and not in_float(call, x) and not products_are_plain(dtype_name(x)):
         yield Unknown("what oneDNN takes in products of 16-bit matrices")
 
 
@@ -151,7 +164,12 @@ def projection(call: Call) -> Iterator[Scratch | Unknown]:
     An operand that GEMM cannot read in place is copied.
     """
     (y,) = call.outputs
-    whole = merges(call.x) and merges(y.mT if call.name.endswith("linear_l") else y)
+    rows_of_y = y.mT if call.name.endswith("linear_l") else y
+    if in_float(call, call.x):
+        yield Scratch("w in float32", call.w.numel() * 4)
+        yield wide_rows(rows_of_y, call.x, [rows_of_y, call.x])
+        return
+    whole = merges(call.x) and merges(rows_of_y)
     x = Scratch("x laid out for BLAS", laid_out(call.x, 1 if whole else len(call.x)))
     w = Scratch("w laid out for BLAS", laid_out(call.w))
     yield from (x, w) if call.name.endswith("linear_l") else (w, x)  # y^T = w^T x^T, where y is in rows.
@@ -162,11 +180,19 @@ def projection(call: Call) -> Iterator[Scratch | Unknown]:
 def projection_backward(call: Call) -> Iterator[Scratch | Unknown]:
     """Products over all rows, or over pieces if the gradient must be copied.
 
-    Over pieces, the gradient of a 16-bit weight is summed in float32; on the CPU its factors are converted, too.
+    Over pieces, the gradient of a 16-bit weight is summed in float32; on the CPU its factors are converted, too. If the
+    CPU has no instructions for 16-bit products, all are formed in float32.
     """
     grad: Tensor = call.grad_y.mT if "linear_l" in call.name else call.grad_y  # (B,S,R)
     yield from unplanned_products(call, grad)
     wants_x, wants_w = call.output_mask[:2]
+    if in_float(call, grad):
+        x = call.x if wants_w else call.outputs[0]
+        yield Scratch("w in float32", call.w.numel() * 4 if wants_x else 0)
+        yield Scratch("gradient of the weight in float32", call.outputs[-1].numel() * 4 if wants_w else 0)
+        if wants_x or wants_w:
+            yield wide_rows(grad, x, [grad, *[call.x] * wants_w, *[call.outputs[0]] * wants_x])
+        return
     whole = (
         merges(grad)
         and fits_blas(grad)
@@ -180,13 +206,20 @@ def projection_backward(call: Call) -> Iterator[Scratch | Unknown]:
         yield Scratch("rows of the gradient laid out for BLAS", rows * R * grad.element_size())
     sums = wants_w and grad.element_size() < 4 and pieces > 1
     widens = sums and call.target.kind == "cpu"
-    x = laid_out(call.x) * (B * S if whole else rows) // (B * S) if wants_w and not widens else 0
-    yield Scratch("operand laid out for BLAS", max(x, laid_out(call.w) if wants_x else 0))
+    parts = laid_out(call.x) * (B * S if whole else rows) // (B * S) if wants_w and not widens else 0
+    yield Scratch("operand laid out for BLAS", max(parts, laid_out(call.w) if wants_x else 0))
     if sums:
         yield Scratch("gradient of the weight in float32", call.outputs[-1].numel() * 4)
     if widens:
         columns = R + call.x.shape[2]
         yield Scratch("rows in float32", copied_rows(B, S, R, grad.element_size(), columns * 4) * columns * 4)
+
+
+def wide_rows(y: Tensor, x: Tensor, merged: list[Tensor]) -> Scratch:
+    """Rows of x (B,S,E) and y (B,S,R) in float32, over all batch entries if those of each of the tensors merge."""
+    (B, S, R), columns = y.shape, y.shape[2] + x.shape[2]
+    B, S = (1, B * S) if all(map(merges, merged)) else (B, S)
+    return Scratch("rows in float32", copied_rows(B, S, R, y.element_size(), columns * 4) * columns * 4)
 
 
 def laid_out(operand: Tensor, parts: int = 1) -> int:

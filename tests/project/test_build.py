@@ -77,6 +77,15 @@ def test_the_cpu_level_is_lowered(level: str) -> None:
         assert f"MEMCHECK_CPU={level} asks for more than this machine has" in said
 
 
+def test_16_bit_products_of_many_rows_need_instructions() -> None:
+    assert _C.cpu_multiplies(dtype="float32", rows=100)
+    assert _C.cpu_multiplies(dtype="bfloat16", rows=3)
+    code = "from memcheck._extension import _C; f = _C.cpu_multiplies;"
+    code += "print(f(dtype='bfloat16', rows=4), f(dtype='float16', rows=4))"
+    if "avx2" in _C.cpu_levels():
+        assert run_python("-c", code, MEMCHECK_CPU="avx2").stdout == "False False\n"
+
+
 @pytest.mark.parametrize(
     "value", ["", pytest.param("AVX2", marks=pytest.mark.ci), pytest.param("sse", marks=pytest.mark.ci)]
 )

@@ -53,4 +53,26 @@ inline void multiply(const at::Tensor& sum, const at::Tensor& a, const at::Tenso
   sum.scalar_type() == a.scalar_type() ? multiply_same(sum, a, b, adds) : multiply_into_float(sum, a, b, adds);
 }
 
+// The first elements of memory as a matrix of the sizes of x. It keeps the order that x has in memory: a copy that
+// transposes takes longer than a product.
+inline at::Tensor matrix_like(const at::Tensor& x, const at::Tensor& memory) {
+  const at::Tensor dense = memory.narrow(0, 0, x.numel());
+  const bool transposed = x.stride(0) == 1 && x.stride(1) != 1;
+  return transposed ? dense.view({x.size(1), x.size(0)}).t() : dense.view(x.sizes());
+}
+
+// x in the dtype of memory, where it is copied to; or x, if there is no memory.
+inline at::Tensor converted(const at::Tensor& x, const at::Tensor& memory) {
+  return memory.defined() ? matrix_like(x, memory).copy_(x) : x;
+}
+
+// to (M,N) = a (M,K) b (K,N). If `to` is in 16 bits and the others in float32, their product is formed in memory of
+// M N elements or more and rounded once.
+inline void multiply_rounded(at::Tensor to, const at::Tensor& a, const at::Tensor& b, const at::Tensor& memory) {
+  if (to.scalar_type() == a.scalar_type()) return multiply_same(to, a, b, /*adds=*/false);
+  const at::Tensor product = matrix_like(to, memory);
+  multiply_same(product, a, b, /*adds=*/false);
+  to.copy_(product);
+}
+
 }  // namespace memcheck
