@@ -86,8 +86,9 @@ bool is_packed(const Strided<4>& x, int64_t columns, Dtype dtype, int64_t bytes)
 }
 
 void run_scan(Scan scan, Dtype dtype, cudaStream_t stream) {
-  const bool on_tensor_cores = suits_tensor_cores(scan.shape, dtype) && scan.kind != ScanKind::Denominators && !scan.m;
-  scan.tile = on_tensor_cores ? std::max<int64_t>(1, scan.width) : linear_attention_tile(dtype);
+  const bool on_tensor_cores = suits_tensor_cores(scan.shape, dtype) && !scan.m;
+  const bool whole = on_tensor_cores && std::max(scan.depth, scan.width) <= kWidestWhole;
+  scan.tile = whole ? scan.width : linear_attention_tile(dtype);
   scan.a.packed = is_packed(scan.a.x, scan.depth, dtype, kPackBytes);
   scan.b.packed = is_packed(scan.b.x, scan.depth, dtype, kPackBytes);
   scan.x.packed = is_packed(scan.x.x, scan.width, dtype, kPackBytes);
@@ -149,7 +150,7 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
   const bool maps = n.feature_map == FeatureMap::EluPlusOne;
   const ScanFactor q{p.q, maps, false, false}, k{p.k, maps, false, false}, scaled_q{p.q, maps, n.normalize, false};
   const ScanFactor v{p.v, false, false, false}, g{p.grad_y, false, false, false};
-  // On tensor cores the scan of grad q computes 1 / den.
+  // Tensor cores read g as it is in memory.
   const ScanFactor scaled_g{p.grad_y, false, n.normalize && !suits_tensor_cores(n, dtype), false};
   switch (kind) {
     case ScanKind::Output:
@@ -201,11 +202,10 @@ void linear_attention_backward_cuda(const LinearAttentionBackward& p, Dtype dtyp
   using namespace linear_cuda;
   const bool runs_keys = p.grad_k || p.grad_initial || p.grad_decay;
   if (!p.grad_q && !runs_keys && !p.grad_v) return;
-  const bool stores_denominators = suits_tensor_cores(p.shape, dtype);
+  const bool with_grad_q = stores_denominators(p.shape, dtype);
   const bool reads_denominators = p.shape.normalize || p.grad_decay;
-  if (reads_denominators && !stores_denominators)
-    run_scan(backward_scan(p, dtype, ScanKind::Denominators), dtype, stream);
-  if (p.grad_q || stores_denominators) run_scan(backward_scan(p, dtype, ScanKind::GradQ), dtype, stream);
+  if (reads_denominators && !with_grad_q) run_scan(backward_scan(p, dtype, ScanKind::Denominators), dtype, stream);
+  if (p.grad_q || with_grad_q) run_scan(backward_scan(p, dtype, ScanKind::GradQ), dtype, stream);
   if (runs_keys) run_scan(backward_scan(p, dtype, ScanKind::GradK), dtype, stream);
   if (p.grad_v) run_scan(backward_scan(p, dtype, ScanKind::GradV), dtype, stream);
   if (p.grad_decay) finish_grad_decay(p, key_products(p, dtype), dtype, stream);

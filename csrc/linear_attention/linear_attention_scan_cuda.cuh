@@ -48,7 +48,7 @@ inline const char* name_of(ScanKind kind, bool on_tensor_cores) {
     case ScanKind::Output:
       return on_tensor_cores ? "linear_attention_forward_tensor" : "linear_attention_forward";
     case ScanKind::Denominators:
-      return "linear_attention_backward_rows";
+      return on_tensor_cores ? "linear_attention_backward_rows_tensor" : "linear_attention_backward_rows";
     case ScanKind::GradQ:
       return on_tensor_cores ? "linear_attention_backward_q_tensor" : "linear_attention_backward_q";
     case ScanKind::GradK:
@@ -305,11 +305,18 @@ __device__ __forceinline__ acc_t& kept_of(const Scan& scan, const ScanWork& work
 }
 
 // Whether scans of the shape run on tensor cores: the plain form of 16-bit types whose products have many terms, so
-// that the errors of splitting the factors in two are small beside those of the sum. The tiles must also fit the shared
-// memory of the current GPU.
+// that the errors of splitting the factors in two are small beside those of the sum.
 bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype);
 
-// Queues a scan on tensor cores. GradQ also stores what Denominators would, which has no kernel there.
+// On tensor cores, a block has all columns of the width if depth and width are at most this. Then GradQ also stores
+// what Denominators would.
+constexpr int64_t kWidestWhole = 128;
+
+inline bool stores_denominators(const LinearAttentionShape& n, Dtype dtype) {
+  return suits_tensor_cores(n, dtype) && std::max(n.D, n.Dv) <= kWidestWhole;
+}
+
+// Queues a scan on tensor cores.
 void scan_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream);
 
 // Queues a scan by fused multiply-adds.

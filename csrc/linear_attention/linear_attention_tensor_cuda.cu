@@ -9,15 +9,15 @@ namespace {
 
 // ---- results
 
-// Calls change(of_row, row, column, x, y) for the pairs of a pass's results of this thread, where of_row = start(row).
+// Calls change(of_row, row, column, x, y) for the pairs of this thread's results, where of_row = start(row).
 template <typename T, typename Start, typename Change>
-__device__ __forceinline__ void for_pairs(Out<T>& out, int first_row, const Start& start, const Change& change) {
+__device__ __forceinline__ void for_pairs(Out<T>& out, const Start& start, const Change& change) {
   const Place at;
 #pragma unroll
-  for (int tile_row = 0; tile_row < T::kPassTiles; ++tile_row)
+  for (int tile_row = 0; tile_row < kRowTiles; ++tile_row)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = 16 * (first_row + tile_row) + at.group + 8 * half;
+      const int row = 16 * tile_row + at.group + 8 * half;
       const float of_row = start(row);
 #pragma unroll
       for (int tile = 0; tile < T::kOutTiles; ++tile)
@@ -42,35 +42,32 @@ __device__ __forceinline__ float share_scale(float denominator) {
   return fminf(fmaxf(1.0f, fabsf(denominator)), 0x1p126f);
 }
 
-// GradQ: den = phi(q).z + eps and g.y = phi(q).(sum so far) / den, and from them the gradient. phi(q).(sum so far) may
-// overflow where g.y does not: a warp divides its share of it by its share of den, if that is above 1.
+// 1 / den and g.y of a query.
+struct QueryRow {
+  float inverse, product;
+};
+
+// GradQ of all of the width: den = phi(q).z + eps and g.y = phi(q).(sum so far) / den of every query. Stores each
+// warp's shares. phi(q).(sum so far) may overflow where g.y does not: a warp divides its share of it by its share of
+// den, if that is above 1.
 template <typename T>
-__device__ __forceinline__ void finish_queries(const Scan& scan, SharedTiles<T>& s, int first_row, Out<T>& out) {
-  using scalar_t = typename T::scalar;
+__device__ __forceinline__ void share_rows(const Scan& scan, SharedTiles<T>& s, const Out<T>& z, const Out<T>& out) {
   const Place at;
   const FeatureMap map = scan.shape.feature_map;
-  Out<T> z = {};
-  if (s.chunk.has_columns) sum_chunk(s, first_row, z);
-  for_pairs<T>(
-      z, first_row, [](int) { return 0.0f; },
-      [&](float, int, int column, float& x, float& y) {
-        x += s.vector[column];
-        y += s.vector[column + 1];
-      });
   const auto phi = [&](float x) { return map == FeatureMap::Identity ? x : elu_plus_one(x, fast_exp(x)); };
 #pragma unroll
-  for (int row = 0; row < T::kPassTiles; ++row)
+  for (int row = 0; row < kRowTiles; ++row)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int line = 16 * (first_row + row) + at.group + 8 * half;
+      const int line = 16 * row + at.group + 8 * half;
       float q[T::kOutTiles][2];
       float denominator = 0.0f;
 #pragma unroll
       for (int tile = 0; tile < T::kOutTiles; ++tile) {
         const int column = T::kSlab * at.warp + 8 * tile + at.pair;
         const float2 x = read_pair(&s.last[line][column]);
-        q[tile][0] = column < scan.width ? phi(x.x) : 0.0f;
-        q[tile][1] = column + 1 < scan.width ? phi(x.y) : 0.0f;
+        q[tile][0] = column < s.columns ? phi(x.x) : 0.0f;
+        q[tile][1] = column + 1 < s.columns ? phi(x.y) : 0.0f;
         denominator += q[tile][0] * z.part[row][tile][2 * half];
         denominator += q[tile][1] * z.part[row][tile][2 * half + 1];
       }
@@ -87,52 +84,120 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, SharedTiles<T>&
         s.row_sums[at.warp][line][1] = product;
       }
     }
-  __syncthreads();
-  const int64_t first = query_row(scan.shape, s.work.b, s.work.row_head) + s.chunk.rows.first;
+}
+
+// Adds up the shares of a query, and stores the result in memory.
+template <typename T>
+__device__ __forceinline__ QueryRow add_shares(const Scan& scan, const SharedTiles<T>& s, int line) {
+  const Place at;
+  float denominator = static_cast<float>(scan.eps);
 #pragma unroll
-  for (int row = 0; row < T::kPassTiles; ++row)
+  for (int warp = 0; warp < kWarps; ++warp) denominator += s.row_sums[warp][line][0];
+  const float inverse = 1.0f / denominator;
+  float product = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp)
+    product += s.row_sums[warp][line][1] * (share_scale(s.row_sums[warp][line][0]) * inverse);
+  if (at.warp == 0 && at.pair == 0 && s.chunk.rows.has(line)) {
+    const int64_t row = query_row(scan.shape, s.work.b, s.work.row_head) + s.chunk.rows.first + line;
+    static_cast<float*>(scan.inverse)[row] = inverse;
+    static_cast<float*>(scan.products)[row] = product;
+  }
+  return {inverse, product};
+}
+
+// GradQ: the gradient from 1 / den and g.y.
+template <typename T>
+__device__ __forceinline__ void finish_queries(const Scan& scan, SharedTiles<T>& s, Out<T>& out) {
+  const Place at;
+  const FeatureMap map = scan.shape.feature_map;
+  Out<T> z = {};
+  if (s.chunk.has_columns) sum_chunk(s, z);
+  for_pairs<T>(
+      z, [](int) { return 0.0f; },
+      [&](float, int, int column, float& x, float& y) {
+        x += s.vector[column];
+        y += s.vector[column + 1];
+      });
+  if constexpr (T::kWhole) share_rows(scan, s, z, out);
+  __syncthreads();
+#pragma unroll
+  for (int row = 0; row < kRowTiles; ++row)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int line = 16 * (first_row + row) + at.group + 8 * half;
-      float denominator = static_cast<float>(scan.eps);
-#pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp) denominator += s.row_sums[warp][line][0];
-      const float inverse = 1.0f / denominator;
-      float product = 0.0f;
-#pragma unroll
-      for (int warp = 0; warp < kWarps; ++warp)
-        product += s.row_sums[warp][line][1] * (share_scale(s.row_sums[warp][line][0]) * inverse);
-      if (at.warp == 0 && at.pair == 0 && s.chunk.rows.has(line)) {
-        static_cast<float*>(scan.inverse)[first + line] = inverse;
-        static_cast<float*>(scan.products)[first + line] = product;
-      }
+      const int line = 16 * row + at.group + 8 * half;
+      const QueryRow query = T::kWhole ? add_shares(scan, s, line) : QueryRow{s.scale[line], s.bias[line]};
 #pragma unroll
       for (int tile = 0; tile < T::kOutTiles; ++tile) {
-        const int column = T::kSlab * at.warp + 8 * tile + at.pair;
-        scalar_t* to = &s.last[line][column];
+        auto* to = &s.last[line][T::kSlab * at.warp + 8 * tile + at.pair];
         const float2 x = read_pair(to);
         const auto gradient = [&](int j, float last) {
-          const float difference = out.part[row][tile][2 * half + j] - product * z.part[row][tile][2 * half + j];
-          return difference * inverse * fast_derivative(map, last);
+          const float difference = out.part[row][tile][2 * half + j] - query.product * z.part[row][tile][2 * half + j];
+          return difference * query.inverse * fast_derivative(map, last);
         };
         store_pair(to, gradient(0, x.x), gradient(1, x.y));
       }
     }
 }
 
+// 1 / den of a query of the chunk.
 template <typename T>
-__device__ __forceinline__ void finish(const Scan& scan, SharedTiles<T>& s, int first_row, Out<T>& out) {
-  const auto scale = [&](int row) {
-    return scan.kind == ScanKind::Output ? 1.0f / (s.denominator[row] + static_cast<float>(scan.eps)) : 1.0f;
-  };
+__device__ __forceinline__ float inverse_of(const Scan& scan, const SharedTiles<T>& s, int row) {
+  float denominator = s.denominator[row];
+  if (s.chunk.has_columns)
+#pragma unroll
+    for (int tile = 0; tile < kRowTiles; ++tile) denominator += s.score_sums[tile][row];
+  return 1.0f / (denominator + static_cast<float>(scan.eps));
+}
+
+// Denominators: stores 1 / den, and the part of g.y of the block's columns.
+template <typename T>
+__device__ __forceinline__ void finish_denominators(const Scan& scan, SharedTiles<T>& s, Out<T>& out) {
+  const Place at;
+  const int line = thread_number();
+  cp_async_wait<0>();
+  __syncthreads();
+#pragma unroll
+  for (int row_tile = 0; row_tile < kRowTiles; ++row_tile)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = 16 * row_tile + at.group + 8 * half;
+      const float inverse = inverse_of(scan, s, row);
+      float product = 0.0f;
+#pragma unroll
+      for (int tile = 0; tile < T::kOutTiles; ++tile) {
+        const float2 g = read_pair(&s.after_a[row][T::kSlab * at.warp + 8 * tile + at.pair]);
+        product += out.part[row_tile][tile][2 * half] * inverse * g.x;
+        product += out.part[row_tile][tile][2 * half + 1] * inverse * g.y;
+      }
+      product = sum_of_four(product);
+      if (at.pair == 0) s.row_sums[at.warp][row][1] = product;
+    }
+  __syncthreads();
+  if (line >= kChunk || !s.chunk.rows.has(line)) return;
+  const LinearAttentionShape& n = scan.shape;
+  const int64_t row = query_row(n, s.work.b, s.work.row_head) + s.chunk.rows.first + line;
+  float product = 0.0f;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) product += s.row_sums[warp][line][1];
+  static_cast<float*>(scan.products)[s.work.part * n.B * n.H * n.S + row] = product;
+  if (s.work.part == 0) static_cast<float*>(scan.inverse)[row] = inverse_of(scan, s, line);
+}
+
+template <typename T>
+__device__ __forceinline__ void finish(const Scan& scan, SharedTiles<T>& s, Out<T>& out) {
   if constexpr (T::kFeatures) {
-    for_pairs<T>(out, first_row, scale, [&](float scale, int row, int column, float x, float y) {
+    if constexpr (!T::kWhole)
+      if (scan.kind == ScanKind::Denominators) return finish_denominators(scan, s, out);
+    const auto scale = [&](int row) { return scan.kind == ScanKind::Output ? inverse_of(scan, s, row) : 1.0f; };
+    for_pairs<T>(out, scale, [&](float scale, int row, int column, float x, float y) {
       store_pair(&s.results()[row][column], x * scale, y * scale);
     });
   } else if (scan.kind == ScanKind::GradQ) {
-    finish_queries(scan, s, first_row, out);
+    finish_queries(scan, s, out);
   } else {
-    for_pairs<T>(out, first_row, scale, [&](float, int row, int column, float x, float y) {
+    const auto zero = [](int) { return 0.0f; };
+    for_pairs<T>(out, zero, [&](float, int row, int column, float x, float y) {
       auto* to = &s.last[row][column];
       const FeatureMap map = scan.shape.feature_map;
       const float2 last = read_pair(to);
@@ -141,32 +206,38 @@ __device__ __forceinline__ void finish(const Scan& scan, SharedTiles<T>& s, int 
   }
 }
 
-// Copies the results of a pass to memory, of the rows that exist.
+// Copies results to memory, of the rows that exist.
 template <typename T>
-__device__ __forceinline__ void store_results(const Scan& scan, SharedTiles<T>& s, int first_row) {
+__device__ __forceinline__ void store_results(const Scan& scan, SharedTiles<T>& s) {
   using scalar_t = typename T::scalar;
-  const TilePacks<scalar_t, 16 * T::kPassTiles, T::kSize, kThreads> packs;
-  if (!scan.out || packs.column >= scan.width) return;
+  const ColumnPacks<scalar_t, T::kWidth> packs;
+  if (!scan.out || packs.column >= s.columns) return;
   const Lines rows = s.chunk.rows;
-  scalar_t* to = scan.out.at<scalar_t>(s.work.b, s.work.row_head, rows.first + 16 * first_row, packs.column);
+  scalar_t* to = scan.out.at<scalar_t>(s.work.b, s.work.row_head, rows.first, s.first_column + packs.column);
   store_tile<2>(
-      packs, RowLayout{scan.out.stride[3], scan.width, scan.out_packed},
+      packs, RowLayout{scan.out.stride[3], s.columns, scan.out_packed},
       [&](int line) { return to + line * scan.out.stride[2]; },
-      [&](int line) { return &s.results()[16 * first_row + line][packs.column]; },
-      [&](int line) { return rows.has(16 * first_row + line); });
+      [&](int line) { return &s.results()[line][packs.column]; }, [&](int line) { return rows.has(line); });
 }
 
 // ---- a chunk
 
 // Zeros, or for GradK minus the sum of bias_j x_j, which is the same for all rows.
 template <typename T>
-__device__ __forceinline__ void start_out(const Scan& scan, const SharedTiles<T>& s, int first_row, Out<T>& out) {
+__device__ __forceinline__ void start_out(const Scan& scan, const SharedTiles<T>& s, Out<T>& out) {
   const bool biased = scan.kind == ScanKind::GradK;
   const auto zero = [](int) { return 0.0f; };
-  for_pairs<T>(out, first_row, zero, [&](float, int, int column, float& x, float& y) {
+  for_pairs<T>(out, zero, [&](float, int, int column, float& x, float& y) {
     x = biased ? -s.vector[column] : 0.0f;
     y = biased ? -s.vector[column + 1] : 0.0f;
   });
+}
+
+// Begins to load the rows' g, q or k.
+template <typename T>
+__device__ __forceinline__ void request_last(const Scan& scan, const SharedTiles<T>& s,
+                                             typename SharedTiles<T>::Line* to) {
+  request_lines(scan.last, scan.last_packed, s.work.b, s.work.row_head, s.chunk.rows, s.first_column, s.columns, to);
 }
 
 // Loads the tiles of a head of columns, and those of the rows if they are wanted. A thread splits what it loaded itself
@@ -176,15 +247,19 @@ __device__ __forceinline__ void load_head(const Scan& scan, int head, bool with_
   const ScanWork& work = s.work;
   const Chunk& chunk = s.chunk;
   const int64_t column_head = work.first_column_head + head;
-  if (with_rows) request_lines<T>(scan.a, work.b, work.row_head, chunk.rows, scan.depth, s.a);
+  if (with_rows) request_lines<T>(scan.a, work.b, work.row_head, chunk.rows, 0, scan.depth, s.a);
   cp_async_commit();
-  if (chunk.has_columns) request_lines<T>(scan.b, work.b, column_head, chunk.columns, scan.depth, s.b);
+  if (chunk.has_columns) request_lines<T>(scan.b, work.b, column_head, chunk.columns, 0, scan.depth, s.b);
   cp_async_commit();
-  if (chunk.has_columns) request_lines<T>(scan.x, work.b, column_head, chunk.columns, scan.width, s.x);
+  if (chunk.has_columns) request_lines<T>(scan.x, work.b, column_head, chunk.columns, s.first_column, s.columns, s.x);
   if constexpr (!T::kFeatures)
-    if (with_rows) request_lines<T>(scan.last, scan.last_packed, work.b, work.row_head, chunk.rows, scan.width, s.last);
+    if (with_rows) request_last(scan, s, s.last);
   cp_async_commit();
-  if (chunk.has_columns) load_query_rows(scan, work.b, column_head, chunk.columns, s);
+  if (!scan.rows_are_queries()) {
+    if (chunk.has_columns) load_query_rows(scan, work.b, column_head, chunk.columns, s);
+  } else if (!T::kWhole && with_rows && scan.kind == ScanKind::GradQ) {
+    load_query_rows(scan, work.b, work.row_head, chunk.rows, s);
+  }
   cp_async_wait<2>();
   if (with_rows) split_a(scan, chunk, s);
   cp_async_wait<1>();
@@ -199,8 +274,9 @@ __device__ __forceinline__ void load_head(const Scan& scan, int head, bool with_
 template <typename T>
 __device__ __forceinline__ void join_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
   add_to_state(s, state);
-  const int column = static_cast<int>(threadIdx.x);
-  if (column < T::kSize && (scan.has_bias() || scan.kind == ScanKind::Output)) {
+  if (!scan.has_bias() && !scan.has_denominator()) return;
+  const int sums = scan.has_bias() ? T::kWidth : T::kDepth;
+  for (int column = thread_number(); column < sums; column += kThreads) {
     float sum = s.sums[0][column];
 #pragma unroll
     for (int warp = 1; warp < kWarps; ++warp) sum += s.sums[warp][column];
@@ -208,47 +284,34 @@ __device__ __forceinline__ void join_state(const Scan& scan, State<T>& state, Sh
   }
 }
 
-// The rows are finished with all heads before columns join the state, so that results and the sums that join the state
-// are not in registers together. Every pass over the heads begins with the head that the last one ended with, whose
-// columns are still loaded.
+// The rows read the state before the columns of the chunk join it.
 template <typename T>
 __device__ __forceinline__ void scan_chunk(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
   const int heads = s.chunk.has_columns ? static_cast<int>(s.work.column_heads) : 0;
-  const int last = max(heads - 1, 0);
-  const int passes = s.chunk.has_rows ? T::kPasses : 0;
-  int loaded = -1;
+  const bool has_rows = s.chunk.has_rows;
+  Out<T> out;
 #pragma unroll 1
-  for (int pass = 0; pass < passes; ++pass) {
-    const int first_row = pass * T::kPassTiles;
-    Out<T> out;
-#pragma unroll 1
-    for (int i = 0; i <= last; ++i) {
-      const int head = pass == 0 ? i : last - i;
-      if (head != loaded) {
-        load_head(scan, head, loaded < 0, s);
-        if (heads > 0) form_scores(scan, first_row, s);
-        loaded = head;
-      }
-      if (i == 0) {
-        start_out(scan, s, first_row, out);
-        read_state(s, state, first_row, out);
+  for (int head = 0; head < max(heads, 1); ++head) {
+    load_head(scan, head, has_rows && head == 0, s);
+    if (has_rows) {
+      if (heads > 0) form_scores(scan, s);
+      if (head == 0) {
+        start_out(scan, s, out);
+        read_state(s, state, out);
       }
       __syncthreads();
-      if (heads > 0) read_chunk(scan, s, first_row, out);
-      __syncthreads();
+      if constexpr (T::kFeatures && !T::kWhole)
+        if (scan.kind == ScanKind::Denominators) {
+          request_last(scan, s, s.after_a);
+          cp_async_commit();
+        }
+      if (heads > 0) read_chunk(scan, s, out);
+      if (head >= heads - 1) finish(scan, s, out);
     }
-    finish(scan, s, first_row, out);
-    __syncthreads();
-    store_results(scan, s, first_row);
-  }
-#pragma unroll 1
-  for (int i = 0; i < heads; ++i) {
-    const int head = passes == 2 ? i : last - i;
-    if (head != loaded) load_head(scan, head, false, s);
-    loaded = head;
-    join_state(scan, state, s);
+    if (heads > 0) join_state(scan, state, s);
     __syncthreads();
   }
+  if (has_rows) store_results(scan, s);
 }
 
 // ---- states
@@ -268,24 +331,26 @@ __device__ __forceinline__ void for_state(State<T>& state, StagedState<T>& stage
              staged.matrix[8 * depth + at.pair + i % 2][T::kSlab * at.warp + 16 * tile + at.group + i / 2 * 8]);
 }
 
-// Calls move(number, staged) for the numbers of a slot that this thread moves.
+// Calls move(number, staged) for the numbers of a slot that this thread moves. If blocks share a slot, each of
+// them has all of the sum of b_j.
 template <typename T, typename Move>
 __device__ __forceinline__ void for_slot(const Scan& scan, const StateSlot<typename T::scalar>& slot, SharedTiles<T>& s,
                                          const Move& move) {
-  const int thread = static_cast<int>(threadIdx.x);
+  const int thread = thread_number();
 #pragma unroll 8
-  for (int i = thread; i < T::kSize * T::kSize; i += kThreads) {
-    const int k = i / T::kSize;
-    const int column = i % T::kSize;
-    if (k < scan.depth && column < scan.width) move(slot.at(k, column), s.state.matrix[k][column]);
+  for (int i = thread; i < T::kDepth * T::kWidth; i += kThreads) {
+    const int k = i / T::kWidth;
+    const int column = i % T::kWidth;
+    if (k < scan.depth && column < s.columns) move(slot.at(k, s.first_column + column), s.state.matrix[k][column]);
   }
-  if (thread < (scan.kind == ScanKind::Output ? scan.depth : scan.width)) move(slot.sum_at(thread), s.vector[thread]);
+  const int64_t sums = scan.has_denominator() ? scan.depth : s.columns;
+  const int64_t first = scan.has_denominator() ? 0 : s.first_column;
+  for (int i = thread; i < sums; i += kThreads) move(slot.sum_at(first + i), s.vector[i]);
 }
 
 template <typename T>
 __device__ __forceinline__ void start_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
-  const int thread = static_cast<int>(threadIdx.x);
-  if (thread < T::kSize) s.vector[thread] = 0.0f;
+  for (int i = thread_number(); i < T::kDepth; i += kThreads) s.vector[i] = 0.0f;
   for_state(state, s.state, [](float& x, float&) { x = 0.0f; });
   if (scan.phase != ScanPhase::Pieces) return;
   for_state(state, s.state, [](float&, float& staged) { staged = 0.0f; });
@@ -301,26 +366,33 @@ __device__ __forceinline__ void store_segment(const Scan& scan, State<T>& state,
   const auto slot = slot_of<typename T::scalar>(scan, s.work, s.work.piece);
   for_state(state, s.state, [](float& x, float& staged) { staged = x; });
   __syncthreads();
-  for_slot(scan, slot, s, [&](int64_t number, float& from) { slot.write(number, from); });
+  const bool only_matrix = !T::kWhole && scan.has_denominator() && !scan.parts_have_slots() && s.work.part > 0;
+  for_slot(scan, slot, s, [&](int64_t number, float& from) {
+    if (!only_matrix || number < slot.matrix) slot.write(number, from);
+  });
 }
 
-template <typename scalar_t, int kSize, bool kFeatures>
-__global__ void __launch_bounds__(kThreads, kSize == 64 ? 3 : 2) tensor_scan_kernel(const Scan scan) {
-  using T = Traits<scalar_t, kSize, kFeatures>;
+template <typename scalar_t, int kDepth, int kWidth, bool kFeatures>
+__global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_kernel(const Scan scan) {
+  using T = Traits<scalar_t, kDepth, kWidth, kFeatures>;
   SharedTiles<T>& s = shared<SharedTiles<T>>();
   if (threadIdx.x == 0) {
-    s.work = scan_work(scan, blockIdx.x, 1);
+    s.work = scan_work(scan, blockIdx.x, scan.parts());
     s.ranges = ranges_of(scan, s.work);
+    s.first_column = s.work.part * scan.tile;
+    s.columns = min(scan.tile, scan.width - s.first_column);
+    s.summed_chunks = s.ranges.column_chunks(kChunk);
+    s.chunks = s.summed_chunks + s.ranges.row_chunks(kChunk);
   }
   __syncthreads();
   State<T> state;
   start_state(scan, state, s);
-  const int sums = s.ranges.column_chunks(kChunk);
-  const int steps = sums + s.ranges.row_chunks(kChunk);
-  for (int i = 0; i < steps; ++i) {
-    const bool summing = i < sums;
-    if (threadIdx.x == 0)
-      s.chunk = chunk_of(scan, summing ? s.ranges.columns : s.ranges.rows, summing ? i : i - sums, summing, kChunk);
+#pragma unroll 1
+  for (int i = 0; i < s.chunks; ++i) {
+    const bool summing = i < s.summed_chunks;
+    if (thread_number() == 0)
+      s.chunk = chunk_of(scan, summing ? s.ranges.columns : s.ranges.rows, summing ? i : i - s.summed_chunks, summing,
+                         kChunk);
     __syncthreads();
     if (s.chunk.has_rows || s.chunk.has_columns) scan_chunk<T>(scan, state, s);
     __syncthreads();
@@ -328,36 +400,34 @@ __global__ void __launch_bounds__(kThreads, kSize == 64 ? 3 : 2) tensor_scan_ker
   if (scan.phase == ScanPhase::Sums) store_segment(scan, state, s);
 }
 
-template <typename scalar_t, int kSize, bool kFeatures>
+template <typename scalar_t, int kDepth, int kWidth>
 void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
-  using T = Traits<scalar_t, kSize, kFeatures>;
-  const Launch with{name_of(scan.kind, true), dim3(static_cast<unsigned>(blocks)), dim3(kThreads),
-                    sizeof(SharedTiles<T>), stream};
-  launch(with, tensor_scan_kernel<scalar_t, kSize, kFeatures>, scan);
+  const bool features = scan.has_denominator() || scan.kind == ScanKind::GradV;
+  const auto launch_with = [&](auto traits, auto kernel) {
+    constexpr size_t kBytes = sizeof(SharedTiles<decltype(traits)>);
+    static_assert(kBytes <= kSharedBytesEverywhere);
+    const dim3 grid(static_cast<unsigned>(blocks * scan.parts()));
+    launch({name_of(scan.kind, true), grid, dim3(kThreads), kBytes, stream}, kernel, scan);
+  };
+  features
+      ? launch_with(Traits<scalar_t, kDepth, kWidth, true>{}, tensor_scan_kernel<scalar_t, kDepth, kWidth, true>)
+      : launch_with(Traits<scalar_t, kDepth, kWidth, false>{}, tensor_scan_kernel<scalar_t, kDepth, kWidth, false>);
 }
 
 template <typename scalar_t>
 void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
-  const bool features = scan.kind == ScanKind::Output || scan.kind == ScanKind::GradV;
-  const bool small = std::max(scan.depth, scan.width) <= 64;
-  if (features)
-    return small ? launch_scan<scalar_t, 64, true>(scan, blocks, stream)
-                 : launch_scan<scalar_t, 128, true>(scan, blocks, stream);
-  small ? launch_scan<scalar_t, 64, false>(scan, blocks, stream)
-        : launch_scan<scalar_t, 128, false>(scan, blocks, stream);
+  const int64_t larger = std::max(scan.depth, scan.width);
+  if (larger <= 64) return launch_scan<scalar_t, 64, 64>(scan, blocks, stream);
+  if (larger <= kWidestWhole) return launch_scan<scalar_t, kWidestWhole, kWidestWhole>(scan, blocks, stream);
+  launch_scan<scalar_t, kLinearAttentionDeepest, 64>(scan, blocks, stream);
 }
 
 }  // namespace
 
 bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
-  constexpr int64_t kFewest = 32;
-  constexpr int64_t kMost = 128;
-  const int64_t larger = std::max(n.D, n.Dv);
+  constexpr int64_t kFewest = 16;
   if (!n.is_plain() || (dtype != Dtype::Float16 && dtype != Dtype::BFloat16)) return false;
-  if (std::min(n.D, n.Dv) < kFewest || larger > kMost) return false;
-  // Forward and backward must choose alike, so this is the largest of all kernels for the depth and width.
-  static_assert(sizeof(SharedTiles<Traits<__half, 64, false>>) <= kSharedBytesEverywhere);
-  return larger <= 64 || fits_in_a_block(sizeof(SharedTiles<Traits<__half, 128, false>>));
+  return std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kLinearAttentionDeepest;
 }
 
 void scan_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream) {

@@ -49,7 +49,7 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[kA][
     }
 }
 
-// ---- products, where `first_row` is the first row tile of the pass
+// ---- products
 
 // The sum over the four lanes that share a row of a fragment.
 __device__ __forceinline__ float sum_of_four(float x) {
@@ -59,10 +59,10 @@ __device__ __forceinline__ float sum_of_four(float x) {
 
 // out += a times the state.
 template <typename T>
-__device__ __forceinline__ void read_state(const SharedTiles<T>& s, const State<T>& state, int first_row, Out<T>& out) {
+__device__ __forceinline__ void read_state(const SharedTiles<T>& s, const State<T>& state, Out<T>& out) {
   const Place at;
 #pragma unroll
-  for (int k = 0; k < T::kSize / 16; ++k) {
+  for (int k = 0; k < T::kDepth / 16; ++k) {
     uint32_t b[T::kSlabTiles][T::kStateParts][4];  // [column tile of 16][part][two b]
 #pragma unroll
     for (int tile = 0; tile < T::kSlabTiles; ++tile)
@@ -75,73 +75,58 @@ __device__ __forceinline__ void read_state(const SharedTiles<T>& s, const State<
         for (int part = 0; part < T::kStateParts; ++part) b[tile][part][r] = parts[part];
       }
 #pragma unroll
-    for (int row = 0; row < T::kPassTiles; ++row) {
+    for (int row = 0; row < kRowTiles; ++row) {
       uint32_t a[T::kFactorParts][4];
 #pragma unroll
       for (int part = 0; part < T::kFactorParts; ++part)
-        load_along_rows<false>(a[part], s.a.part[part], 16 * (first_row + row), 16 * k, at.lane);
+        load_along_rows<false>(a[part], s.a.part[part], 16 * row, 16 * k, at.lane);
 #pragma unroll
       for (int tile = 0; tile < T::kOutTiles; ++tile) multiply(out.part[row][tile], a, b[tile / 2], tile % 2);
     }
   }
 }
 
-// Stores the scores of a warp's 16 rows in their tile, if they are of this pass or a later one, but for squares of 16
-// columns that none of the rows sees; 0 where a row does not see a column. 32 columns at a time, because results of
-// other heads may be in registers.
+// Stores the scores of 16 rows and 16 columns, which are a warp's, if a row may see a column; 0 where it does not.
 template <typename T>
-__device__ __forceinline__ void form_scores(const Scan& scan, int first_row, SharedTiles<T>& s) {
+__device__ __forceinline__ void form_scores(const Scan& scan, SharedTiles<T>& s) {
+  static_assert(kWarps == kRowTiles * kRowTiles);
   const Place at;
-  if (at.warp < first_row) return;
+  const int first_row = at.warp / kRowTiles * 16;
+  const int first_column = at.warp % kRowTiles * 16;
   const bool forwards = scan.rows_are_queries();
-  const int begin = forwards ? 0 : at.warp;
-  const int end = forwards ? at.warp + 1 : kRowTiles;
-  const Lines columns = s.chunk.columns;
-  float sums[2] = {};
+  const bool may_see = forwards ? first_column <= first_row : first_column >= first_row;
+  float scores[2][4] = {};
 #pragma unroll 1
-  for (int first = begin / 2 * 2; first < end; first += 2) {
-    float scores[4][4] = {};
-#pragma unroll 1
-    for (int k = 0; k < T::kSize / 16; ++k) {
-      uint32_t a[T::kFactorParts][4];
+  for (int k = 0; k < T::kDepth && may_see; k += 16) {
+    uint32_t a[T::kFactorParts][4], b[T::kFactorParts][4];
 #pragma unroll
-      for (int part = 0; part < T::kFactorParts; ++part)
-        load_along_rows<false>(a[part], s.a.part[part], 16 * at.warp, 16 * k, at.lane);
-#pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        if (first + tile < begin || first + tile >= end) continue;
-        uint32_t b[T::kFactorParts][4];
-#pragma unroll
-        for (int part = 0; part < T::kFactorParts; ++part)
-          load_along_columns<false>(b[part], s.b.part[part], 16 * (first + tile), 16 * k, at.lane);
-        multiply(scores[2 * tile], a, b, 0);
-        multiply(scores[2 * tile + 1], a, b, 1);
-      }
+    for (int part = 0; part < T::kFactorParts; ++part) {
+      load_along_rows<false>(a[part], s.a.part[part], first_row, k, at.lane);
+      load_along_columns<false>(b[part], s.b.part[part], first_column, k, at.lane);
     }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int row = 16 * at.warp + at.group + 8 * half;
-#pragma unroll
-      for (int tile = 0; tile < 4; ++tile) {
-        const int first_column = 16 * first + 8 * tile + at.pair;
-        float pair[2];
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const int column = first_column + j;
-          const bool sees = (forwards ? column <= row : column >= row) && columns.has(column);
-          const float bias = scan.kind == ScanKind::GradK ? s.bias[column] : 0.0f;
-          pair[j] = sees ? scores[tile][2 * half + j] - bias : 0.0f;
-          sums[half] += pair[j];
-        }
-        store_pack(Pack<float, 2>{pair[0], pair[1]}, &s.scores[row][first_column]);
-      }
-    }
+    multiply(scores[0], a, b, 0);
+    multiply(scores[1], a, b, 1);
   }
-  if (scan.kind != ScanKind::Output) return;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float sum = sum_of_four(sums[half]);
-    if (at.pair == 0) s.denominator[16 * at.warp + at.group + 8 * half] += sum;
+    const int row = first_row + at.group + 8 * half;
+    float sum = 0.0f;
+#pragma unroll
+    for (int tile = 0; tile < 2; ++tile) {
+      float pair[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int column = first_column + 8 * tile + at.pair + j;
+        const bool sees = (forwards ? column <= row : column >= row) && s.chunk.columns.has(column);
+        const float bias = scan.kind == ScanKind::GradK ? s.bias[column] : 0.0f;
+        pair[j] = sees ? scores[tile][2 * half + j] - bias : 0.0f;
+        sum += pair[j];
+      }
+      store_pack(Pack<float, 2>{pair[0], pair[1]}, &s.scores[row][first_column + 8 * tile + at.pair]);
+    }
+    if (!scan.has_denominator()) continue;
+    sum = sum_of_four(sum);
+    if (at.pair == 0) s.score_sums[at.warp % kRowTiles][row] = sum;
   }
 }
 
@@ -163,13 +148,11 @@ __device__ __forceinline__ void load_scores(uint32_t (&a)[3][4], const SharedTil
 
 // out += scores x, over the columns that a row of a tile sees.
 template <typename T>
-__device__ __forceinline__ void read_chunk(const Scan& scan, const SharedTiles<T>& s, int first_row, Out<T>& out) {
+__device__ __forceinline__ void read_chunk(const Scan& scan, const SharedTiles<T>& s, Out<T>& out) {
   const Place at;
   const bool forwards = scan.rows_are_queries();
-  const int begin = forwards ? 0 : first_row;
-  const int end = forwards ? first_row + T::kPassTiles : kChunk / 16;
 #pragma unroll 1
-  for (int k = begin; k < end; ++k) {
+  for (int k = 0; k < kRowTiles; ++k) {
     uint32_t b[T::kSlabTiles][T::kValueParts][4];
 #pragma unroll
     for (int tile = 0; tile < T::kSlabTiles; ++tile)
@@ -177,10 +160,10 @@ __device__ __forceinline__ void read_chunk(const Scan& scan, const SharedTiles<T
       for (int part = 0; part < T::kValueParts; ++part)
         load_along_rows<true>(b[tile][part], s.x.part[part], 16 * k, T::kSlab * at.warp + 16 * tile, at.lane);
 #pragma unroll
-    for (int row = 0; row < T::kPassTiles; ++row) {
-      if (forwards ? k > first_row + row : k < first_row + row) continue;
+    for (int row = 0; row < kRowTiles; ++row) {
+      if (forwards ? k > row : k < row) continue;
       uint32_t a[3][4];
-      load_scores(a, s, 16 * (first_row + row), 16 * k);
+      load_scores(a, s, 16 * row, 16 * k);
 #pragma unroll
       for (int tile = 0; tile < T::kOutTiles; ++tile) multiply(out.part[row][tile], a, b[tile / 2], tile % 2);
     }
@@ -189,10 +172,10 @@ __device__ __forceinline__ void read_chunk(const Scan& scan, const SharedTiles<T
 
 // z += the sum of x over the columns that a row sees, if the rows are queries.
 template <typename T>
-__device__ __forceinline__ void sum_chunk(const SharedTiles<T>& s, int first_row, Out<T>& z) {
+__device__ __forceinline__ void sum_chunk(const SharedTiles<T>& s, Out<T>& z) {
   const Place at;
 #pragma unroll 1
-  for (int k = 0; k < first_row + T::kPassTiles; ++k) {
+  for (int k = 0; k < kRowTiles; ++k) {
     uint32_t b[T::kSlabTiles][T::kValueParts][4];
 #pragma unroll
     for (int tile = 0; tile < T::kSlabTiles; ++tile)
@@ -200,12 +183,12 @@ __device__ __forceinline__ void sum_chunk(const SharedTiles<T>& s, int first_row
       for (int part = 0; part < T::kValueParts; ++part)
         load_along_rows<true>(b[tile][part], s.x.part[part], 16 * k, T::kSlab * at.warp + 16 * tile, at.lane);
 #pragma unroll
-    for (int row = 0; row < T::kPassTiles; ++row) {
-      if (k > first_row + row) continue;
+    for (int row = 0; row < kRowTiles; ++row) {
+      if (k > row) continue;
       uint32_t seen[1][4];  // 1 where a row sees a column
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int behind = 16 * (first_row + row - k) + at.group + i % 2 * 8 - (at.pair + i / 2 * 8);
+        const int behind = 16 * (row - k) + at.group + i % 2 * 8 - (at.pair + i / 2 * 8);
         seen[0][i] = packed(behind >= 0 ? 1.0f : 0.0f, behind >= 1 ? 1.0f : 0.0f);
       }
 #pragma unroll
@@ -218,7 +201,7 @@ __device__ __forceinline__ void sum_chunk(const SharedTiles<T>& s, int first_row
 // registers: shared memory is what a chunk waits for most.
 template <typename T>
 __device__ __forceinline__ void add_to_state(const SharedTiles<T>& s, State<T>& state) {
-  constexpr int kSteps = kChunk / 16;
+  constexpr int kSteps = kRowTiles;
   const Place at;
   uint32_t x[kSteps][T::kSlabTiles][T::kValueParts][4];
 #pragma unroll
@@ -229,7 +212,7 @@ __device__ __forceinline__ void add_to_state(const SharedTiles<T>& s, State<T>& 
       for (int part = 0; part < T::kValueParts; ++part)
         load_along_columns<true>(x[k][tile][part], s.x.part[part], 16 * k, T::kSlab * at.warp + 16 * tile, at.lane);
 #pragma unroll
-  for (int depth = 0; depth < T::kSize / 16; ++depth) {
+  for (int depth = 0; depth < T::kDepth / 16; ++depth) {
     float sum[T::kSlabTiles][2][4] = {};
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {

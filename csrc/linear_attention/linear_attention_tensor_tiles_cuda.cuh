@@ -2,9 +2,9 @@
 
 #include "linear_attention/linear_attention_scan_cuda.cuh"
 
-// Tiles of scans on tensor cores, and how they are loaded. A chunk is 64 positions. A block of 4 warps has all of the
-// width, a quarter for each warp, which keeps its part of the state in registers. If the state leaves little room for
-// results, half of the rows are finished before the other half.
+// Tiles of scans on tensor cores, and how they are loaded. A chunk is 32 positions. A block of 4 warps has all of the
+// depth and a tile of the width, which is all of it up to 128 columns. Each warp keeps a quarter of the tile's columns
+// of the state in registers.
 //
 // Only values in memory may have the precision of 16 bits. Features and states are split: x = high + low, both
 // bfloat16, 16 bits together. The product of two such sums is formed as high high + high low + low high. The errors
@@ -17,76 +17,99 @@ namespace linear_cuda {
 
 using bf16 = __nv_bfloat16;
 
-constexpr int kChunk = 64;
+constexpr int kChunk = 32;
 constexpr int kWarps = 4;
 constexpr int kThreads = 32 * kWarps;
 constexpr int kRowTiles = kChunk / 16;
 
 // kFeatures: a and b are features and x is not (Output, GradV); otherwise x is (GradQ, GradK).
-template <typename scalar_t, int kSize_, bool kFeatures_>
+template <typename scalar_t, int kDepth_, int kWidth_, bool kFeatures_>
 struct Traits {
   using scalar = scalar_t;
-  static constexpr int kSize = kSize_;  // depth and width, with padding
+  static constexpr int kDepth = kDepth_;  // with padding
+  static constexpr int kWidth = kWidth_;  // of a block's tile
   static constexpr bool kFeatures = kFeatures_;
+  // Whether blocks have all of the width. Then GradQ computes 1 / den, else Denominators do.
+  static constexpr bool kWhole = kDepth == kWidth;
   static constexpr int kPlainParts = std::is_same_v<scalar_t, bf16> ? 1 : 2;
   static constexpr int kFactorParts = kFeatures ? 2 : kPlainParts;  // of a and b
   static constexpr int kValueParts = kFeatures ? kPlainParts : 2;   // of x
   // Of the state. Gradients of queries and keys are differences, which may cancel.
   static constexpr int kStateParts = kFeatures ? 2 : 3;
-  static constexpr int kStride = kSize + 8;     // rows of a tile begin in different banks
-  static constexpr int kSlab = kSize / kWarps;  // a warp's columns
+  static constexpr int kSlab = kWidth / kWarps;  // a warp's columns
   static constexpr int kOutTiles = kSlab / 8;
   static constexpr int kSlabTiles = kSlab / 16;
-  static constexpr int kDepthTiles = kSize / 8;
-  static constexpr int kPasses = kSize == 64 && kFeatures ? 1 : 2;  // over the rows of a chunk
-  static constexpr int kPassTiles = kRowTiles / kPasses;
-  using Packs = TilePacks<scalar_t, kChunk, kSize, kThreads>;
+  static constexpr int kDepthTiles = kDepth / 8;
 };
 
-template <int kParts, int kStride>
+// Rows of a tile begin in different banks.
+constexpr int tile_stride(int columns) {
+  return columns + 8;
+}
+
+template <int kParts, int kColumns>
 struct alignas(16) SplitTile {
-  bf16 part[kParts][kChunk][kStride];
+  bf16 part[kParts][kChunk][tile_stride(kColumns)];
 };
 
 // The state on its way between registers and memory.
 template <typename T>
 struct StagedState {
-  float matrix[T::kSize][T::kSize + 4];
+  float matrix[T::kDepth][T::kWidth + 4];
 };
 
 template <typename T>
 struct SharedTiles {
-  static constexpr int kScoresStride = kChunk + 8;
-  using Line = typename T::scalar[T::kStride];
+  using Line = typename T::scalar[tile_stride(T::kWidth)];
 
   union {
     struct {
-      SplitTile<T::kFactorParts, T::kStride> b;
-      SplitTile<T::kValueParts, T::kStride> x;
-      SplitTile<T::kFactorParts, T::kStride> a;
+      SplitTile<T::kFactorParts, T::kDepth> b;
+      SplitTile<T::kValueParts, T::kWidth> x;
       union {
-        float scores[kChunk][kScoresStride];
-        Line staged[kChunk];  // with features: results before they are stored
+        SplitTile<T::kFactorParts, T::kDepth> a;
+        Line after_a[kChunk];  // with features: when a has been read, g, or results before they are stored
       };
+      float scores[kChunk][kChunk + 8];
     };
     StagedState<T> state;  // before and after the scan
   };
   alignas(16) Line last[T::kFeatures ? 1 : kChunk];  // without features: q or k, then results before they are stored
-  alignas(16) float vector[T::kSize];                // of the state: Output: sum of b_j; GradQ, GradK: of (bias) x_j
-  alignas(16) float sums[kWarps][T::kSize];          // what each warp's lines of the chunk add to it
-  float scale[kChunk];                               // 1 / den of queries that are columns
-  float bias[kChunk];                                // their g.y
+  alignas(16) float vector[T::kDepth];  // of the state: with a denominator: sum of b_j; with a bias: of (bias) x_j
+  alignas(16) float sums[kWarps][T::kDepth];  // what each warp's lines of the chunk add to it
+  float scale[kChunk];                        // 1 / den of queries
+  float bias[kChunk];                         // their g.y
   float denominator[kChunk];
+  float score_sums[kRowTiles][kChunk];  // of each 16 columns
   float row_sums[kWarps][kChunk][2];
   // What the block computes. The state needs the registers.
   ScanWork work;
   ScanRanges ranges;
   Chunk chunk;
+  int64_t first_column, columns;  // of the width
+  int summed_chunks, chunks;      // chunks of columns alone, and all
 
-  // Results of a pass are staged in the place of its scores. Those of the next pass are still read.
-  static_assert(T::kPasses == 1 || sizeof(Line) <= sizeof(float[kScoresStride]));
+  __device__ __forceinline__ Line* results() { return T::kFeatures ? after_a : last; }
+};
 
-  __device__ __forceinline__ Line* results() { return T::kFeatures ? staged : last; }
+// The thread's number, read where it is asked for: what is formed from it takes no registers of the whole scan.
+__device__ __forceinline__ int thread_number() {
+#if defined(MEMCHECK_HOST_CUDA)
+  return static_cast<int>(threadIdx.x);
+#else
+  int number;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(number));
+  return number;
+#endif
+}
+
+// The packs of a thread in a tile of a chunk.
+template <typename scalar_t, int kColumns>
+struct ColumnPacks : TilePacks<scalar_t, kChunk, kColumns, kThreads> {
+  __device__ __forceinline__ ColumnPacks() : ColumnPacks(thread_number()) {}
+  __device__ __forceinline__ explicit ColumnPacks(int thread)
+      : TilePacks<scalar_t, kChunk, kColumns, kThreads>{thread / ColumnPacks::kPerRow,
+                                                        thread % ColumnPacks::kPerRow * ColumnPacks::kSize} {}
 };
 
 // A thread's place in its warp and in the fragments of mma.
@@ -95,11 +118,9 @@ struct Place {
   int group;  // lane / 4: the row of a fragment
   int pair;   // 2 (lane % 4): its columns
 
-  __device__ __forceinline__ Place()
-      : warp(static_cast<int>(threadIdx.x) / 32),
-        lane(static_cast<int>(threadIdx.x) % 32),
-        group(lane / 4),
-        pair(lane % 4 * 2) {}
+  __device__ __forceinline__ Place() : Place(thread_number()) {}
+  __device__ __forceinline__ explicit Place(int thread)
+      : warp(thread / 32), lane(thread % 32), group(lane / 4), pair(lane % 4 * 2) {}
 };
 
 template <typename T>
@@ -107,10 +128,10 @@ struct State {
   float part[T::kSlabTiles][T::kDepthTiles][4];  // transposed: [column][depth] as mma's d
 };
 
-// The results of a pass.
+// The results of a chunk.
 template <typename T>
 struct Out {
-  float part[T::kPassTiles][T::kOutTiles][4];
+  float part[kRowTiles][T::kOutTiles][4];
 };
 
 __device__ __forceinline__ uint32_t packed(float low_half, float high_half) {
@@ -141,16 +162,16 @@ __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts
 
 // ---- from memory to tiles. Lines are passed by value: s.chunk would be read again after every store.
 
-// Begins to load a chunk of x; zeros where nothing exists. It has arrived for this thread after cp_async_wait.
-template <typename T>
+// Begins to load columns [first_column, first_column + columns) of a chunk of x; zeros where nothing exists. They have
+// arrived for this thread after cp_async_wait.
+template <typename scalar_t, int kStride>
 __device__ __forceinline__ void request_lines(const Strided<4>& x, bool packed, int64_t b, int64_t head, Lines lines,
-                                              int64_t columns, typename T::scalar (*tile)[T::kStride]) {
-  using scalar_t = typename T::scalar;
-  const typename T::Packs packs;
-  const scalar_t* from = x ? x.at<scalar_t>(b, head, lines.first, packs.column) : nullptr;
+                                              int64_t first_column, int64_t columns, scalar_t (*tile)[kStride]) {
+  const ColumnPacks<scalar_t, kStride - tile_stride(0)> packs;
+  const scalar_t* from = x ? x.at<scalar_t>(b, head, lines.first, first_column + packs.column) : nullptr;
   // The loop of request_tile, written out: with D = 128 the kernels use every register, and in any other form they
   // spill more of them.
-#pragma unroll 2
+#pragma unroll 1
   for (int i = 0; i < packs.kCount; ++i) {
     const int line = packs.row + i * packs.kStep;
     scalar_t* to = &tile[line][packs.column];
@@ -168,11 +189,12 @@ __device__ __forceinline__ void request_lines(const Strided<4>& x, bool packed, 
 }
 
 // Begins to load a chunk of a factor into the place of its high parts.
-template <typename T, int kParts>
+template <typename T, int kParts, int kColumns>
 __device__ __forceinline__ void request_lines(const ScanFactor& factor, int64_t b, int64_t head, Lines lines,
-                                              int64_t columns, SplitTile<kParts, T::kStride>& tile) {
-  request_lines<T>(factor.x, factor.packed, b, head, lines, columns,
-                   reinterpret_cast<typename T::scalar(*)[T::kStride]>(tile.part[0]));
+                                              int64_t first_column, int64_t columns,
+                                              SplitTile<kParts, kColumns>& tile) {
+  request_lines(factor.x, factor.packed, b, head, lines, first_column, columns,
+                reinterpret_cast<typename T::scalar(*)[tile_stride(kColumns)]>(tile.part[0]));
 }
 
 __device__ __forceinline__ float fast_exp(float x) {
@@ -186,11 +208,11 @@ __device__ __forceinline__ float fast_derivative(FeatureMap map, float x) {
 }
 
 // Replaces what this thread loaded by phi of it, times its scale, in parts. Calls add(line, values) for each pack.
-template <typename T, int kParts, typename Add>
+template <typename T, int kParts, int kColumns, typename Add>
 __device__ __forceinline__ void split_factor(const ScanFactor& factor, Lines lines, int64_t columns, const float* scale,
-                                             SplitTile<kParts, T::kStride>& tile, const Add& add) {
+                                             SplitTile<kParts, kColumns>& tile, const Add& add) {
   using scalar_t = typename T::scalar;
-  const typename T::Packs packs;
+  const ColumnPacks<scalar_t, kColumns> packs;
   const int column = packs.column;
 #pragma unroll 1
   for (int i = 0; i < packs.kCount; ++i) {
@@ -225,9 +247,9 @@ __device__ __forceinline__ void split_factor(const ScanFactor& factor, Lines lin
 
 // Stores the sums of a thread's 8 columns over all lines of its warp; one of the lanes with the same columns stores
 // them.
-template <typename T>
-__device__ __forceinline__ void store_column_sums(float (&sums)[8], float (&to)[kWarps][T::kSize]) {
-  const typename T::Packs packs;
+template <typename Packs, int kColumns>
+__device__ __forceinline__ void store_column_sums(float (&sums)[8], float (&to)[kWarps][kColumns]) {
+  const Packs packs;
   const Place at;
 #pragma unroll
   for (int j = 0; j < 8; ++j)
@@ -240,18 +262,19 @@ __device__ __forceinline__ void store_column_sums(float (&sums)[8], float (&to)[
     store_pack(Pack<float, 4>{sums[j], sums[j + 1], sums[j + 2], sums[j + 3]}, &to[at.warp][packs.column + j]);
 }
 
-// Splits a. For Output also forms each row's product with the sum of b_j so far. One part alone stays as it was loaded.
+// Splits a. With a denominator also forms each row's product with the sum of b_j so far. One part alone stays as it was
+// loaded.
 template <typename T>
 __device__ __forceinline__ void split_a(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
   if constexpr (T::kFactorParts == 2) {
-    const typename T::Packs packs;
+    const ColumnPacks<typename T::scalar, T::kDepth> packs;
     Pack<float, 4> so_far[2] = {};
-    if (scan.kind == ScanKind::Output) {
+    if (scan.has_denominator()) {
       so_far[0] = load_pack<4>(s.vector + packs.column);
       so_far[1] = load_pack<4>(s.vector + packs.column + 4);
     }
     split_factor<T>(scan.a, chunk.rows, scan.depth, nullptr, s.a, [&](int line, const float(&values)[8]) {
-      if (scan.kind != ScanKind::Output) return;
+      if (!scan.has_denominator()) return;
       float sum = 0.0f;
 #pragma unroll
       for (int j = 0; j < 8; ++j) sum += values[j] * so_far[j / 4].values[j % 4];
@@ -271,7 +294,7 @@ __device__ __forceinline__ void split_b(const Scan& scan, const Chunk& chunk, Sh
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[j] += values[j];
     });
-    if (scan.kind == ScanKind::Output) store_column_sums<T>(sums, s.sums);
+    if (scan.has_denominator()) store_column_sums<ColumnPacks<typename T::scalar, T::kDepth>>(sums, s.sums);
   }
 }
 
@@ -279,24 +302,30 @@ template <typename T>
 __device__ __forceinline__ void split_x(const Scan& scan, const Chunk& chunk, SharedTiles<T>& s) {
   if constexpr (T::kValueParts == 2) {
     float sums[8] = {};
-    split_factor<T>(scan.x, chunk.columns, scan.width, s.scale, s.x, [&](int line, const float(&values)[8]) {
+    split_factor<T>(scan.x, chunk.columns, s.columns, s.scale, s.x, [&](int line, const float(&values)[8]) {
       const float weight = scan.kind == ScanKind::GradK ? s.bias[line] : 1.0f;
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[j] += values[j] * weight;
     });
-    if (scan.has_bias()) store_column_sums<T>(sums, s.sums);
+    if (scan.has_bias()) store_column_sums<ColumnPacks<typename T::scalar, T::kWidth>>(sums, s.sums);
   }
 }
 
-// Loads 1 / den and g.y of queries that are columns; 0 where none exist.
+// Loads 1 / den and g.y of queries; 0 where none exist.
 template <typename T>
 __device__ __forceinline__ void load_query_rows(const Scan& scan, int64_t b, int64_t head, Lines queries,
                                                 SharedTiles<T>& s) {
-  const int line = static_cast<int>(threadIdx.x);
-  if (scan.rows_are_queries() || line >= kChunk) return;
-  const int64_t at = query_row(scan.shape, b, head) + queries.first + line;
+  const LinearAttentionShape& n = scan.shape;
+  const int line = thread_number();
+  if (line >= kChunk) return;
+  const int64_t at = query_row(n, b, head) + queries.first + line;
+  const int64_t parts = T::kWhole ? 1 : linear_attention_parts(n.Dv, T::kWidth);
+  float product = 0.0f;
+  if (queries.has(line))
+    for (int64_t part = 0; part < parts; ++part)
+      product += static_cast<const float*>(scan.products)[part * n.B * n.H * n.S + at];
   s.scale[line] = queries.has(line) ? static_cast<const float*>(scan.inverse)[at] : 0.0f;
-  s.bias[line] = queries.has(line) ? static_cast<const float*>(scan.products)[at] : 0.0f;
+  s.bias[line] = product;
 }
 
 }  // namespace linear_cuda

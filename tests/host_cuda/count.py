@@ -199,6 +199,7 @@ def small_cases() -> Iterator[Case]:
     yield linear(1, 2, 128, 128, torch.bfloat16)
     yield linear(1, 2, 192, 64, torch.bfloat16, causal=False)
     yield linear(1, 2, 192, 64, torch.bfloat16, Hkv=1)
+    yield linear(1, 2, 64, 256, torch.bfloat16)
     yield compressed(1, 1, 256, 128, 8, torch.bfloat16)
 
 
