@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ops import error_bounds
 from ops.checks import Bound, assert_within, run, run_truth
 from processes import run_cases
+from sequences_over_gloo import SEQUENCES
 from sharded_over_gloo import SHARDED
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
@@ -135,6 +136,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 
 CASES.update(SHARDED)
+CASES.update(SEQUENCES)
 
 
 def case(function: Callable[[], None]) -> Callable[[], None]:
@@ -181,6 +183,22 @@ def states_travel_and_no_positions() -> None:
             assert found == {"recv_": both, "send": both}, (found, both)
         assert traffic(Split("softplus_attention", (length,), {"causal": False})) == {"allreduce_": 2 * 2 * sums}
         assert traffic(Split("linear_attention", (length,), {"causal": False})) == {"allreduce_": 2 * matrices}
+
+
+@case
+def states_of_crossing_sequences_travel() -> None:
+    """Packed, one sequence's state goes over a border that it crosses, and nothing else but the lengths of slices."""
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    lengths = (last + 2) * 8  # what all ranks sent, and what this one did
+    total = 16 * (last + 1)
+    for ends in (range(0, total + 1, 16), (0, total), (0, 5, 20, total)):
+        cu_seqlens = torch.tensor(ends)
+        crossed = sum(border not in ends for border in (16 * rank, 16 * (rank + 1)))
+        with Traffic() as counted:
+            q, k, v = (torch.randn(1, *shape, requires_grad=True) for shape in ((16, 5), (5, 16), (5, 16)))
+            memcheck.distributed.softplus_attention(q, k, v, cu_seqlens=cu_seqlens).sum().backward()
+        both = dict.fromkeys(("recv_", "send"), 4 * 4 * 5 * crossed) if crossed else {}
+        assert counted.bytes == {"_allgather_base_": lengths, **both}, (counted.bytes, both)
 
 
 @case

@@ -26,6 +26,7 @@ def compressed_attention(
     scale: float | None = None,
     return_lse: bool = False,
     sink: Tensor | None = None,
+    **not_offered: Any,
 ) -> Any:
     """memcheck.compressed_attention of a sequence whose slices the ranks hold, in their order.
 
@@ -49,9 +50,16 @@ def compressed_attention(
 
     Raises:
         ValueError, TypeError: as memcheck.compressed_attention; causal slices with S != T.
+        NotImplementedError: another argument of memcheck.compressed_attention, such as cu_seqlens, lengths or
+            initial_state.
         RuntimeError: there is no process group.
     """
     op = "distributed.compressed_attention"
+    if not_offered:
+        raise NotImplementedError(
+            f"{op}: {next(iter(not_offered))} is not offered for sequences that are split over processes: call "
+            "memcheck.compressed_attention with it on whole sequences, or this function on one batch of equal lengths"
+        )
     ranks = Ranks(op, group)
     for name, x, letters in (("q", q, "(B,H,S,D)"), ("k", k, "(B,Hkv,S,D)"), ("v", v, "(B,Hkv,S,D)")):
         check_rank(op, name, x, letters, 4)

@@ -36,20 +36,23 @@ class Ranks:
         like: State,
         combine: Callable[[State, State], State] | None = None,
         backwards: bool = False,
+        receives: bool = True,
+        sends: bool = True,
     ) -> State | None:
         """The state that the ranks before this one leave behind; None at the first.
 
         passed_on takes the state before this rank, or None, and returns the state after it. With combine, every rank
         computes the state of its own slice while it waits, and combine takes that before it and its own. Without, the
         ranks go one after another. Each rank receives and sends one state, of the shapes and dtypes of `like`.
-        backwards goes from the last rank to the first.
+        backwards goes from the last rank to the first. receives, sends: False where no sequence crosses the border to
+        the rank before or behind.
         """
         step = -1 if backwards else 1
         source, target = self.rank - step, self.rank + step
-        has_target = 0 <= target < self.size
+        has_target = sends and 0 <= target < self.size
         own = passed_on(None) if combine is not None and has_target else None
         before = None
-        if 0 <= source < self.size:
+        if receives and 0 <= source < self.size:
             before = tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in like)
             for x in before:
                 dist.recv(x, group=self.group, group_src=source)

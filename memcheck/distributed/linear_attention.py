@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from memcheck.distributed.exchange import Ranks, State
+from memcheck.distributed.slices import Part, Whole, part_of
 from memcheck.ops import linear_attention as local
 from memcheck.ops.checks import check_rank, check_slices, in_autocast_dtype
 
 OPERATORS = torch.ops.memcheck
-ONE_SEQUENCE: dict[str, Any] = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False}
+ROWS = 0  # The dimension of rows of M (B,Hkv,D,Dv) and z (B,Hkv,D).
 # A key whose features are all 0: exp(-10000) is 0 in every accumulation type.
 NO_KEY = {"elu+1": -10000.0, "identity": 0.0}
 
@@ -33,7 +34,12 @@ def linear_attention(
     normalize: bool = True,
     decay: Tensor | None = None,
     same_bits: bool = True,
-) -> Tensor:
+    cu_seqlens: Tensor | None = None,
+    lengths: Tensor | None = None,
+    padding: str = "right",
+    initial_state: Any = None,
+    return_state: bool = False,
+) -> Any:
     """memcheck.linear_attention of a sequence whose slices the ranks hold, in their order.
 
     Args:
@@ -48,16 +54,25 @@ def linear_attention(
             where a segment does (see memcheck.linear_attention); that of a decay is equal up to rounding. For that the
             sums over keys and values go from rank to rank, each before the next. False: ranks compute them at the same
             time, and results are equal up to rounding. Not causal, that is always so.
+        cu_seqlens, lengths, padding, initial_state: as in memcheck.linear_attention, of the whole sequences, and the
+            same on all ranks. A sequence may lie on several ranks. Same bits then need borders where a segment of each
+            sequence ends. The gradient of an initial state is this rank's part of it: add them up over the ranks, as
+            for any parameter.
+        return_state: also return the state after the last position of the whole sequences, on every rank.
 
     All ranks make the call with the same B, heads, D, Dv, dtype and options, and all of them or none with gradients.
-    Then all of them must run the backward.
+    Then all of them must run the backward, and use a returned state in it, or none.
 
     Returns:
-        y (B,H,S,Dv) of this rank's slice. Causal, a rank receives and sends a state of B Hkv D (Dv + 1) elements of the
-        accumulation type in the forward, and again in the backward; otherwise it adds up as many with all ranks.
+        y (B,H,S,Dv) of this rank's slice, and with return_state y and (M (B,Hkv,D,Dv), z (B,Hkv,D)), packed with N in
+        place of B. Causal, a rank receives and sends a state of B Hkv D (Dv + 1) elements of the accumulation type in
+        the forward, and again in the backward; packed, of one sequence, or nothing where none crosses the border.
+        Otherwise it adds up as many with all ranks. A returned state is one more such sum, and packed or padded, each
+        rank sends the length of its slice.
 
     Raises:
-        ValueError, TypeError: as memcheck.linear_attention; causal slices with S != T.
+        ValueError, TypeError: as memcheck.linear_attention; causal, packed or padded slices with S != T.
+        NotImplementedError: packed or padded with same_bits=False.
         RuntimeError: there is no process group.
     """
     op = "distributed.linear_attention"
@@ -67,30 +82,54 @@ def linear_attention(
     if feature_map not in NO_KEY:
         raise ValueError(f"{op}: feature_map must be one of {', '.join(NO_KEY)}, got {feature_map!r}")
     options: dict[str, Any] = {"causal": True, "feature_map": feature_map, "eps": eps, "normalize": normalize}
+    for name, x in (("decay", decay), ("initial_state", initial_state), ("return_state", return_state or None)):
+        if x is not None and not causal:
+            raise ValueError(f"{op}: {name} needs causal=True, got causal=False")
+    part = part_of(op, ranks, Whole(cu_seqlens, lengths, padding), k, 2, causal, same_bits)
+    if causal or part.has_sequences:
+        check_slices(op, q.shape[2], k.shape[2])
     if not causal:
-        if decay is not None:
-            raise ValueError(f"{op}: decay needs causal=True, got causal=False")
-        return _not_causal(q, k, v, ranks, options)
-    check_slices(op, q.shape[2], k.shape[2])
+        return _not_causal(q, k, v, ranks, options | part.arguments, part.without("q"))
+    state = local._initial_state(op, initial_state, normalize)
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-    y: Tensor = _Causal.apply(q, k, v, decay, options, ranks, same_bits)
-    return y
+    y, *after = _Causal.apply(q, k, v, decay, *state, _Call(ranks, part, options, same_bits, return_state))
+    if not return_state:
+        return y
+    return y, _pair(ranks.summed(*(part.of_whole(x, ROWS) for x in after)))
 
 
-def _not_causal(q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, options: dict[str, Any]) -> Tensor:
+def _not_causal(
+    q: Tensor, k: Tensor, v: Tensor, ranks: Ranks, options: dict[str, Any], without_queries: dict[str, Any]
+) -> Tensor:
     """Every query sees the sum of the states of all ranks, and behind it keys without weight, for want of none."""
-    state: Any
-    _, (m, z) = local.linear_attention(q.detach()[:, :, :0], k, v, return_state=True, **options)
-    state = (*ranks.summed(m), None) if z is None else ranks.summed(m, z)
+    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
+    _, *own = OPERATORS.linear_attention_sequences(
+        q.detach()[:, :, :0], k, v, return_state=True, **{**options, **without_queries}
+    )
+    state = _pair(ranks.summed(*own[: 1 + options["normalize"]]))
     keys = (*k.shape[:2], q.shape[2])
     no_key, no_value = (
         x.detach().new_full((1, 1, 1, 1), value).expand(*keys, x.shape[3])
         for x, value in ((k, NO_KEY[options["feature_map"]]), (v, 0.0))
     )
-    return local.linear_attention(q, no_key, no_value, initial_state=state, **options)
+    y: Tensor = OPERATORS.linear_attention_sequences(q, no_key, no_value, None, *state, **options)[0]
+    return y
+
+
+class _Call(NamedTuple):
+    ranks: Ranks
+    part: Part
+    options: dict[str, Any]
+    same_bits: bool
+    return_state: bool
+
+    def combine(self, k: Tensor, decay: Tensor | None) -> Any:
+        return None if self.same_bits else partial(_combined, k.shape[2], decay)
 
 
 class _Causal(torch.autograd.Function):
+    """y (B,H,S,Dv), and if it is wanted the state behind the slice, packed of the slice's own sequences."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -98,49 +137,65 @@ class _Causal(torch.autograd.Function):
         k: Tensor,
         v: Tensor,
         decay: Tensor | None,
-        options: dict[str, Any],
-        ranks: Ranks,
-        same_bits: bool,
-    ) -> Tensor:
-        forward = partial(OPERATORS.linear_attention_sequences, return_state=True, **options)
+        initial_m: Tensor | None,
+        initial_z: Tensor | None,
+        call: _Call,
+    ) -> State:
+        ranks, part = call.ranks, call.part
+        forward = partial(OPERATORS.linear_attention_sequences, return_state=True, **call.options)
+        initial = _given(initial_m, initial_z)
+        like = _empty_state(k, v, part.travelling, call.options["normalize"])
 
-        def after(before: State | None) -> State:
-            return tuple(forward(q[:, :, :0], k, v, decay, *(before or ()))[1:][: len(like)])
+        def after(came: State | None) -> State:
+            before = part.entered(initial, came, ROWS) or ()
+            found = forward(q[:, :, :0], k, v, decay, *before, **part.without("q"))[1:]
+            return part.sent(found[: len(like)], ROWS, True)
 
-        like = _empty_state(k, v, options["normalize"])
-        before = ranks.scan(after, like, None if same_bits else partial(_combined, k.shape[2], decay))
-        y, *last = forward(q, k, v, decay, *(before or ()))
-        ctx.options, ctx.ranks, ctx.same_bits = options, ranks, same_bits
-        kept = last[: len(like)] if ctx.needs_input_grad[3] else None
-        ctx.save_for_backward(q, k, v, decay, *_pair(before), *_pair(kept))
-        result: Tensor = y
-        return result
+        came = ranks.scan(after, like, call.combine(k, decay), receives=part.enters, sends=part.leaves)
+        before = part.entered(initial, came, ROWS) or ()
+        y, *last = forward(q, k, v, decay, *before, **part.arguments)
+        last = last[: len(like)]
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, decay, *_pair(before), *_pair(last if ctx.needs_input_grad[3] else None))
+        return (y, *last) if call.return_state else (y,)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_y: Tensor, *of_state: Tensor) -> tuple[Any, ...]:
         q, k, v, decay, m, z, *last = ctx.saved_tensors
-        like = _empty_state(k, v, ctx.options["normalize"])
+        call, part = ctx.call, ctx.call.part
+        like = _empty_state(k, v, part.travelling, call.options["normalize"])
 
-        def gradients(after: State | None, wanted: list[bool]) -> Any:
+        def gradients(behind: State | None, wanted: list[bool]) -> Any:
             return OPERATORS.linear_attention_sequences_backward(
-                *(grad_y, *_pair(after), q, k, v, decay, m, z, *last),
-                **ONE_SEQUENCE,
-                **ctx.options,
+                *(grad_y, *_pair(part.left(of_state or None, behind, ROWS)), q, k, v, decay, m, z, *last),
+                **part.arguments,
+                **call.options,
                 output_mask=wanted,
             )
 
-        def before(after: State | None) -> State:
-            return tuple(gradients(after, [False] * 4 + [True, len(like) == 2])[4:][: len(like)])
+        def before(behind: State | None) -> State:
+            found = gradients(behind, [False] * 4 + [True, len(like) == 2])[4:]
+            return part.sent(found[: len(like)], ROWS, False)
 
-        combine = None if ctx.same_bits else partial(_combined, k.shape[2], decay)
-        after = ctx.ranks.scan(before, like, combine, backwards=True)
-        return *gradients(after, [*ctx.needs_input_grad[:4], False, False])[:4], None, None, None
+        how = {"backwards": True, "receives": part.leaves, "sends": part.enters}
+        behind = call.ranks.scan(before, like, call.combine(k, decay), **how)
+        *found, of_m, of_z = gradients(behind, list(ctx.needs_input_grad[:6]))
+        of_initial = [
+            part.of_whole(x, ROWS, begun=True) if wanted else None
+            for x, wanted in zip((of_m, of_z), ctx.needs_input_grad[4:6], strict=True)
+        ]
+        return *found, *of_initial, None
 
 
-def _empty_state(k: Tensor, v: Tensor, normalize: bool) -> State:
-    """M (B,Hkv,D,Dv), and z (B,Hkv,D) if there is one, uninitialised."""
-    z = torch.empty((*k.shape[:2], k.shape[3]), dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
+def _given(*state: Tensor | None) -> State | None:
+    """The tensors of a state that are there; None without any."""
+    return tuple(x for x in state if x is not None) or None
+
+
+def _empty_state(k: Tensor, v: Tensor, rows: int, normalize: bool) -> State:
+    """M (rows,Hkv,D,Dv), and z (rows,Hkv,D) if there is one, uninitialised."""
+    z = torch.empty((rows, k.shape[1], k.shape[3]), dtype=torch.promote_types(k.dtype, torch.float32), device=k.device)
     m = torch.empty((*z.shape, v.shape[3]), dtype=z.dtype, device=k.device)
     return (m, z) if normalize else (m,)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -10,11 +10,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from memcheck.distributed.exchange import Ranks, State
+from memcheck.distributed.slices import Part, Whole, part_of
 from memcheck.ops import softplus_attention as local
-from memcheck.ops.checks import check_rank, check_slices, in_autocast_dtype
+from memcheck.ops.checks import check_initial_state, check_rank, check_slices, in_autocast_dtype
 
 OPERATORS = torch.ops.memcheck
-ONE_SEQUENCE: dict[str, Any] = {"cu_seqlens_q": None, "cu_seqlens_k": None, "lengths": None, "left_padded": False}
+NO_KEY = -10000.0  # Its softplus is 0 in every accumulation type.
+ROWS = 1  # The dimension of rows of a state (2,B,R), Z and A.
 
 
 def softplus_attention(
@@ -26,7 +28,12 @@ def softplus_attention(
     causal: bool = True,
     eps: float = 1e-6,
     same_bits: bool = True,
-) -> Tensor:
+    cu_seqlens: Tensor | None = None,
+    lengths: Tensor | None = None,
+    padding: str = "right",
+    initial_state: Any = None,
+    return_state: bool = False,
+) -> Any:
     """memcheck.softplus_attention of a sequence whose slices the ranks hold, in their order.
 
     Args:
@@ -39,66 +46,133 @@ def softplus_attention(
             multiples of 256 positions. For that the sums over keys and values go from rank to rank, each before the
             next. False: ranks compute them at the same time, and results are equal up to rounding. Not causal, that is
             always so.
+        cu_seqlens, lengths, padding, initial_state: as in memcheck.softplus_attention, of the whole sequences, and the
+            same on all ranks. A sequence may lie on several ranks. Same bits then need borders at multiples of 256
+            positions from each sequence's start. The gradient of an initial state is this rank's part of it: add them
+            up over the ranks, as for any parameter.
+        return_state: also return the state after the last position of the whole sequences, on every rank.
 
     All ranks make the call with the same B, R, dtype and options, and all of them or none with gradients. Then all of
-    them must run the backward.
+    them must run the backward, and use a returned state in it, or none.
 
     Returns:
-        y (B,S,R) of this rank's slice. Causal, a rank receives and sends a state of 4 B R elements of the accumulation
-        type in the forward, and again in the backward; otherwise it adds up 2 B R elements with all ranks in each.
+        y (B,S,R) of this rank's slice, and with return_state y and (Z, A), each (B,R), packed (N,R). Causal, a rank
+        receives and sends a state of 4 B R elements of the accumulation type in the forward, and again in the backward;
+        packed 4 R, or nothing where no sequence crosses the border. Otherwise it adds up 2 B R elements with all ranks
+        in each, packed 2 N R. A returned state is one more such sum, and packed or padded, each rank sends the length
+        of its slice.
 
     Raises:
-        ValueError, TypeError: as memcheck.softplus_attention; causal slices with S != T.
+        ValueError, TypeError: as memcheck.softplus_attention; causal, packed or padded slices with S != T.
+        NotImplementedError: packed or padded with same_bits=False.
         RuntimeError: there is no process group.
     """
     op = "distributed.softplus_attention"
     ranks = Ranks(op, group)
     for name, x, letters in (("q", q, "(B,S,R)"), ("k", k, "(B,R,S)"), ("v", v, "(B,R,S)")):
         check_rank(op, name, x, letters, 3)
+    part = part_of(op, ranks, Whole(cu_seqlens, lengths, padding), k, 2, causal, same_bits)
+    if causal or part.has_sequences:
+        check_slices(op, q.shape[1], k.shape[2])
+    initial = None
+    if initial_state is not None:
+        z, a, *rests = check_initial_state(op, initial_state, q)
+        initial = (torch.stack((z, a)), torch.stack(rests or [torch.zeros_like(z)] * 2))
     if not causal:
-        _, own = local.softplus_attention(q.detach()[:, :0], k, v, causal=False, eps=eps, return_state=True)
-        state: Any = ranks.summed(*own)
+        y, sums = _not_causal(q, k, v, initial, eps, ranks, part)
+    else:
+        q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
+        call = _Call(ranks, part, eps, same_bits, return_state)
+        y, *after = _Causal.apply(q, k, v, *(initial or (None, None)), call)
+        sums = ranks.summed(part.of_whole(after[0], ROWS))[0] if after else None
+    return (y, tuple(sums.unbind())) if return_state else y
+
+
+def _not_causal(
+    q: Tensor, k: Tensor, v: Tensor, initial: State | None, eps: float, ranks: Ranks, part: Part
+) -> tuple[Tensor, Tensor]:
+    """y, and the sums (2,B,R) over the keys of all ranks, which every query sees."""
+    _, _, own, _ = OPERATORS.softplus_attention_sequences(
+        *(in_autocast_dtype(x) for x in (q.detach()[:, :0], k, v)),
+        causal=False,
+        eps=eps,
+        return_state=True,
+        **part.without("q"),
+    )
+    sums = ranks.summed(own)[0]
+    sums = sums if initial is None else sums + initial[0] + initial[1]
+    if not part.has_sequences:
         no_keys = k.detach()[..., :0]
-        return local.softplus_attention(q, no_keys, no_keys, causal=False, eps=eps, initial_state=state)
-    check_slices(op, q.shape[1], k.shape[2])
-    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-    y: Tensor = _Causal.apply(q, k, v, eps, ranks, same_bits)
-    return y
+        return local.softplus_attention(q, no_keys, no_keys, causal=False, eps=eps, initial_state=sums.unbind()), sums
+    # Keys without weight, as many as queries, so that the queries of padding are told from others.
+    no_key, no_value = (k.detach().new_full((1, 1, 1), x).expand(k.shape) for x in (NO_KEY, 0.0))
+    q, no_key, no_value = (in_autocast_dtype(x) for x in (q, no_key, no_value))
+    return OPERATORS.softplus_attention_sequences(q, no_key, no_value, sums, eps=eps, **part.arguments)[0], sums
+
+
+class _Call(NamedTuple):
+    ranks: Ranks
+    part: Part
+    eps: float
+    same_bits: bool
+    return_state: bool
+
+    def travelling(self, k: Tensor) -> State:
+        """Tensors (2,B,R), packed (2,1,R), of the sums and their rests that go from rank to rank, uninitialised."""
+        wide = torch.promote_types(k.dtype, torch.float32)
+        sums = torch.empty((2, self.part.travelling, k.shape[1]), dtype=wide, device=k.device)
+        return sums, sums
 
 
 class _Causal(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, eps: float, ranks: Ranks, same_bits: bool) -> Tensor:
-        def after(before: State | None) -> State:
-            options = {"eps": eps, "return_state": True}
-            results = OPERATORS.softplus_attention_sequences(q[:, :0], k, v, *(before or ()), **options)
-            return tuple(results[2:])
+    """y (B,S,R), and if it is wanted the state (2,B,R) behind the slice, packed of the slice's own sequences."""
 
-        sums = torch.empty((2, *k.shape[:2]), dtype=torch.promote_types(q.dtype, torch.float32), device=k.device)
-        before = ranks.scan(after, (sums, sums), None if same_bits else added)
-        state, rest = before or (None, None)
-        y, carries, _, _ = OPERATORS.softplus_attention_sequences(q, k, v, state, rest, eps=eps, keep_carries=True)
-        ctx.eps, ctx.ranks, ctx.same_bits = eps, ranks, same_bits
-        ctx.save_for_backward(q, k, v, carries, state)
-        result: Tensor = y
-        return result
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sums: Tensor | None, rest: Tensor | None, call: _Call
+    ) -> State:
+        ranks, part, eps, same_bits, return_state = call
+        initial = None if sums is None or rest is None else (sums, rest)
+
+        def after(before: State | None) -> State:
+            start = part.entered(initial, before, ROWS) or ()
+            options = {"eps": eps, "return_state": True, **part.without("q")}
+            return part.sent(OPERATORS.softplus_attention_sequences(q[:, :0], k, v, *start, **options)[2:], ROWS, True)
+
+        crossing = {"receives": part.enters, "sends": part.leaves}
+        came = ranks.scan(after, call.travelling(k), None if same_bits else added, **crossing)
+        before = part.entered(initial, came, ROWS) or (None, None)
+        options = {"eps": eps, "keep_carries": True, "return_state": return_state, **part.arguments}
+        y, carries, *behind = OPERATORS.softplus_attention_sequences(q, k, v, *before, **options)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, carries, before[0])
+        if not return_state:
+            return (y,)
+        ctx.mark_non_differentiable(behind[1])
+        return y, *behind
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_y: Tensor) -> tuple[Any, ...]:
+    def backward(ctx: Any, grad_y: Tensor, *of_state: Tensor) -> tuple[Any, ...]:
         q, k, v, carries, state = ctx.saved_tensors
-        options = {**ONE_SEQUENCE, "causal": True, "eps": ctx.eps}
+        ranks, part, eps, same_bits, return_state = ctx.call
+        options = {**part.arguments, "causal": True, "eps": eps}
+        own = (of_state[0], torch.zeros_like(of_state[0])) if return_state else None
 
-        def gradients(after: State | None, *wanted: bool) -> Any:
-            arguments = (grad_y, q, k, v, carries, state, *(after or (None, None)))
+        def gradients(behind: State | None, *wanted: bool) -> Any:
+            of_end = part.left(own, behind, ROWS) or (None, None)
+            arguments = (grad_y, q, k, v, carries, state, *of_end)
             return OPERATORS.softplus_attention_sequences_backward(*arguments, **options, output_mask=wanted)
 
-        def before(after: State | None) -> State:
-            return tuple(gradients(after, False, False, False, True, True)[3:])
+        def before(behind: State | None) -> State:
+            return part.sent(gradients(behind, False, False, False, True, True)[3:], ROWS, False)
 
-        sums = torch.empty((2, *k.shape[:2]), dtype=carries.dtype, device=k.device)
-        after = ctx.ranks.scan(before, (sums, sums), None if ctx.same_bits else added, backwards=True)
-        return *gradients(after, *ctx.needs_input_grad[:3], False, False)[:3], None, None, None
+        crossing = {"receives": part.leaves, "sends": part.enters}
+        like = ctx.call.travelling(k)
+        behind = ranks.scan(before, like, None if same_bits else added, backwards=True, **crossing)
+        has_initial = bool(ctx.needs_input_grad[3])
+        *found, of_initial, _ = gradients(behind, *ctx.needs_input_grad[:3], has_initial, False)
+        return *found, part.of_whole(of_initial, ROWS, begun=True) if has_initial else None, None, None
 
 
 def added(before: State, own: State) -> State:

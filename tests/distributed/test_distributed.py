@@ -49,6 +49,11 @@ def test_a_group_is_needed() -> None:
 
 
 ONES, HEADS = torch.ones(1, 4, 4), torch.ones(1, 1, 4, 4)
+THREE = (ONES,) * 3
+
+
+def ints(*numbers: int) -> torch.Tensor:
+    return torch.tensor(numbers)
 
 
 @pytest.mark.isolated
@@ -57,6 +62,7 @@ def test_wrong_arguments() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     d = memcheck.distributed
     longer = torch.ones(1, 1, 5, 4)
+    twice = (torch.ones(2, 1, 4, 4),) * 3
     for call, kind, message in (
         (lambda: d.softplus_attention(HEADS, ONES, ONES), ValueError, "softplus_attention: q must be (B,S,R)"),
         (lambda: d.softplus_attention(ONES[:, :3], ONES, ONES), ValueError, "got S = 3 and T = 4"),
@@ -66,6 +72,31 @@ def test_wrong_arguments() -> None:
         (lambda: d.linear_attention(HEADS, HEADS, HEADS, decay=ONES[0, 0]), ValueError, "decay needs causal=True"),
         (lambda: d.compressed_attention(HEADS, HEADS, HEADS, factor=0), ValueError, "factor must be an int of at"),
         (lambda: d.compressed_attention(HEADS, HEADS, longer, factor=2), ValueError, "v must be [1, 1, 4, 4]"),
+        (
+            lambda: d.softplus_attention(*THREE, cu_seqlens=ints(0, 3)),
+            ValueError,
+            "must ascend from 0 to 4, the length",
+        ),
+        (
+            lambda: d.softplus_attention(*THREE, cu_seqlens=ints(4), lengths=ints(4)),
+            ValueError,
+            "cu_seqlens or lengths",
+        ),
+        (lambda: d.softplus_attention(*THREE, lengths=ints(5)), ValueError, "lengths must be (B,), from 0 to 4, the"),
+        (lambda: d.softplus_attention(*THREE, padding="left"), ValueError, "padding='left' needs lengths"),
+        (lambda: d.softplus_attention(*THREE, initial_state=3), TypeError, "initial_state must be (Z, A), (Z, A"),
+        (lambda: d.linear_attention(*twice, causal=True, cu_seqlens=ints(0, 4)), ValueError, "need B = 1, got B = 2"),
+        (lambda: d.linear_attention(*twice, return_state=True), ValueError, "return_state needs causal=True"),
+        (
+            lambda: d.linear_attention(*twice, causal=True, lengths=ints(4, 4), same_bits=False),
+            NotImplementedError,
+            "linear_attention: same_bits=False is not offered with lengths: call it with same_bits=True",
+        ),
+        (
+            lambda: d.compressed_attention(*twice, factor=2, lengths=ints(4, 4)),
+            NotImplementedError,
+            "distributed.compressed_attention: lengths is not offered for sequences that are split",
+        ),
     ):
         with pytest.raises(kind, match=re.escape(message)):
             call()
