@@ -177,8 +177,12 @@ def largest(
         return predict_memory(model, *inputs, device=device, limit_bytes=limit_bytes, **{**how, **named})
 
     from memcheck.bench.capacity import Search
+    from memcheck.predict.interpolate import fits_by_interpolation
 
-    return Largest.of(Search(predict, step, most), start)
+    def guess(predicted: dict[int, Prediction], size: int) -> bool | None:
+        return fits_by_interpolation(predicted, size, limit_bytes, how.get("expandable_segments", False))
+
+    return Largest.of(Search(predict, step, most, guess), start)
 
 
 def write_record(folder: Path | str, record: Record, *, name: str) -> Path:

@@ -30,6 +30,7 @@ FIRST = 256
 FURTHER = (1.02, 1.1, 1.25, 1.5, 2)
 
 Predict = Callable[[Case], Prediction]
+Guess = Callable[[dict[int, Prediction], int], bool | None]
 
 
 @dataclass(frozen=True)
@@ -142,13 +143,19 @@ def scaled(lengths: Sequence[int], longest: int) -> list[int]:
 
 
 class Search:
-    """Searches for the largest multiple of a step that fits. No size is predicted twice."""
+    """Searches for the largest multiple of a step that fits. No size is predicted twice.
 
-    def __init__(self, predict: Callable[[int], Prediction], step: int, most: int) -> None:
+    guess: whether a size fits, by predictions of up to three others, or None if it cannot be said. Guesses choose the
+        sizes that are predicted, which are fewer then. The answer and the next size are predicted all the same.
+    """
+
+    def __init__(self, predict: Callable[[int], Prediction], step: int, most: int, guess: Guess | None = None) -> None:
         self.predict = predict
         self.step = step
         self.top = most // step
+        self.guess = guess
         self.found: dict[int, Prediction] = {}
+        self.known: dict[int, Prediction] = {}  # What guesses are made of.
 
     def fits(self, size: int) -> bool:
         """Whether the predicted status of the size is "ok"."""
@@ -161,7 +168,8 @@ class Search:
         low, high = self.bracket(min(max(start // self.step, 1), self.top))
         while True:
             low = self.bisect(low, high)
-            again = next((count for count in self.further(low) if self.fits(count * self.step)), None)
+            further = (count for count in self.further(low) if self.guessed(count) is not False)
+            again = next((count for count in further if self.fits(count * self.step)), None)
             if again is None:
                 return low * self.step
             low, high = self.bracket(again)
@@ -182,10 +190,36 @@ class Search:
 
     def bisect(self, low: int, high: int) -> int:
         """The last number of steps before one that does not fit."""
+        low, high = self.narrowed(low, high)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if self.fits(middle * self.step) else (low, middle)
         return low
+
+    def narrowed(self, low: int, high: int) -> tuple[int, int]:
+        """The bracket of numbers of steps, or one inside of it that is tight if the guesses are right."""
+        near = sorted(self.found, key=lambda size: abs(math.log(size / (max(low, 1) * self.step))))[:3]
+        self.known = {size: self.found[size] for size in near}
+        guessed, beyond = low, high
+        while beyond - guessed > 1:
+            middle = (guessed + beyond) // 2
+            verdict = self.guessed(middle)
+            if verdict is None:
+                return low, high
+            guessed, beyond = (middle, beyond) if verdict else (guessed, middle)
+        stride = 1
+        guessed = max(guessed, low + 1)
+        while low < guessed < high:
+            if self.fits(guessed * self.step):
+                low, guessed = guessed, guessed + stride
+            else:
+                high, guessed = guessed, guessed - stride
+            stride *= 2
+        return low, high
+
+    def guessed(self, count: int) -> bool | None:
+        """Whether so many steps fit by the guess; None without one."""
+        return None if self.guess is None else self.guess(self.known, count * self.step)
 
     def further(self, low: int) -> Iterator[int]:
         """Larger numbers of steps that might still fit: round ones nearby, and some far away."""

@@ -32,6 +32,7 @@ from memcheck.cli.options import OPTIMIZERS, predicted_device
 from memcheck.core.case import DTYPES, SHORT_DTYPES
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
+from memcheck.predict.interpolate import fits_by_interpolation
 from memcheck.predict.model import owner_of
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import KINDS, Ranks
@@ -330,6 +331,11 @@ class Study:
         found.record.bsz, found.record.query_len = setting.bsz, setting.seq_len
         return found
 
+    def guess(self, predicted: dict[int, Prediction], size: int) -> bool | None:
+        """Whether a size fits, by the predictions of others; None if these do not tell."""
+        segments = self.how.get("expandable_segments", False)
+        return fits_by_interpolation(predicted, size, self.how.get("limit_bytes"), segments)
+
     def words(self, prediction: Prediction, setting: Setting | None = None) -> str:
         """The setting, and the process that is predicted: "batch 1, train, rank 0 of 8 of FSDP2 (...)"."""
         ranks, words = self.how.get("ranks"), (setting or self.setting).words()
@@ -365,7 +371,7 @@ class Study:
         done: dict[str, Change] = {}
         with progress_bar(len(changes), "other settings") as bar:
             for flag, setting in changes.items():
-                with suppress(UsageError):
+                with suppress(MemcheckError):
                     done[flag] = Change(flag, self.predict(setting))
                 bar.update()
             if base.fits is False and len(done) > 1 and not any(change.prediction.fits for change in done.values()):

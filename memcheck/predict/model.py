@@ -96,8 +96,6 @@ def predict_call(
         with collector_at_rest(), pretended(call.ranks, target.kind) as mesh:
             trace = run.trace(workload_of(call, target, run.tracer, mesh))
     except Exception as error:
-        if "DBG" in __import__("os").environ:
-            raise
         if not is_for_lack_of_data(error) and not is_of_the_target(call, target):
             raise
         return stopped(call, device, record, error, run)

@@ -137,7 +137,7 @@ def edges_of(study: Study, axis: str, step: int, args: argparse.Namespace, bar: 
             bar.set_description_str(f"fit: trying {SIZE_WORDS[axis]} {size:,}")
             return study.predict(setting.but(**{axis: size}))
 
-        return Search(predict, step, args.up_to)
+        return Search(predict, step, args.up_to, study.guess)
 
     def edge(flags: str, found: Search, size: int) -> Edge:
         return Edge(flags, size, found.found.get(size), found.found.get(size + step))
@@ -151,7 +151,7 @@ def edges_of(study: Study, axis: str, step: int, args: argparse.Namespace, bar: 
         return
     for flag, setting in study.changes(base, axis).items():
         other = search(setting)
-        with suppress(UsageError):
+        with suppress(MemcheckError):  # The model or the optimizer does not allow the change.
             yield edge(flag, other, other.nearest(max(size, step)))
 
 

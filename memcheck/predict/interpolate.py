@@ -1,0 +1,53 @@
+"""Guesses whether a size fits that was not traced, from the traces of other sizes of the same call."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+from memcheck.predict.replay import Prediction, Replay
+from memcheck.predict.trace import Tape, Trace
+
+
+def fits_by_interpolation(
+    predicted: Mapping[int, Prediction],
+    size: int,
+    limit_bytes: int | None = None,
+    expandable_segments: bool = False,
+) -> bool | None:
+    """Whether the size fits, if the bytes of each allocation are a polynomial of the size.
+
+    predicted: the predictions of up to three other sizes. limit_bytes, expandable_segments: as they were made with.
+
+    Returns None if these differ in more than bytes, so that nothing can be guessed.
+    """
+    traces = {each: prediction.trace for each, prediction in predicted.items() if prediction.trace is not None}
+    trace = interpolated(traces, size) if len(traces) == len(predicted) else None
+    if trace is None:
+        return None
+    one = next(iter(predicted.values()))
+    record = dataclasses.replace(one.record, status="ok")
+    replay = Replay(trace, one.case, one.device, record, limit_bytes, expandable_segments)
+    return replay.prediction().fits
+
+
+def interpolated(traces: Mapping[int, Trace], size: int) -> Trace | None:
+    """The events of the size, without roles of pieces. None unless all traces have the same events but for bytes."""
+    first, *others = traces.values()
+    shape = shape_of(first)
+    if any(shape_of(other) != shape for other in others):
+        return None
+    weights = [math.prod((size - y) / (x - y) for y in traces if y != x) for x in traces]
+    tape = Tape(begun=first.tape.begun)
+    for pieces in zip(*(trace.tape.pieces for trace in traces.values()), strict=True):
+        found = sum(weight * piece.bytes for weight, piece in zip(weights, pieces, strict=True))
+        tape.pieces.append(dataclasses.replace(pieces[0], bytes=max(0, round(found))))
+    new = dict(zip(map(id, first.tape.pieces), tape.pieces, strict=True))
+    tape.events = [(new[id(piece)], taken) for piece, taken in first.tape.events]
+    return Trace(tape, first.phases)
+
+
+def shape_of(trace: Trace) -> tuple[object, ...]:
+    """Everything about the events that does not depend on bytes."""
+    return trace.phases, trace.beyond, [(piece.born, piece.died) for piece in trace.tape.pieces]
