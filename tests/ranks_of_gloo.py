@@ -88,6 +88,7 @@ CASES = {
     "tp": Case("tp", ADAMW, by_columns_and_rows, late=BLOCK),
 }
 TOKENS = (4, 32)
+OVER_A_MESH = ("fsdp", "ddp", "tp")  # These are also predicted in the processes themselves.
 
 
 def measure(case: Case, mesh: Any) -> dict[str, Any]:
@@ -97,17 +98,20 @@ def measure(case: Case, mesh: Any) -> dict[str, Any]:
     return dataclasses.asdict(record)
 
 
-def predict(case: Case, processes: int, rank: int) -> Any:
+def predict(case: Case, over: Any, rank: int = 0) -> Any:
+    """over: the number of processes, or a mesh of them."""
     with torch.device("meta"):
         model = Network()
     tokens = torch.zeros(TOKENS, dtype=torch.long, device="cpu")
-    return memcheck.predict_memory(model, tokens, ranks=case.ranks(processes, rank), **case.how)
+    return memcheck.predict_memory(model, tokens, ranks=case.ranks(over, rank), **case.how)
 
 
 def main(rank: int, processes: int, folder: Path) -> None:
     join(rank, processes, folder)
     mesh = init_device_mesh("cpu", (processes,))
     found = {name: measure(case, mesh) for name, case in CASES.items()}
+    for name in OVER_A_MESH:
+        found[f"{name}, predicted over the mesh"] = dataclasses.asdict(predict(CASES[name], mesh).record)
     (folder / f"{rank}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()

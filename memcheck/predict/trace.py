@@ -952,6 +952,7 @@ class TracedRun:
             self.tracer.phase = "backward"
             self.tracer.begin_thread()
             run_backward(roots, gradients_for(roots, self.dense_grad))
+            self.tracer.works.clear()  # No collective is asked after the backward.
             leaves = [*workload.named_inputs(), *workload.named_parameters()]
             self.result.first_gradients += self._gradients(leaves)
 
@@ -969,6 +970,7 @@ class TracedRun:
         name = "grad y" if self.dense_grad else "grad y, expanded"
         self.result.incoming = self._named([(name, gradient) for gradient in incoming])
         run_backward(roots, incoming)
+        self.tracer.works.clear()
         self.result.gradients = self._gradients(leaves)
 
     def _gradients(self, leaves: list[tuple[str, Tensor]]) -> list[Piece]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from processes import run_ranks
-from ranks_of_gloo import CASES, Network, predict
+from ranks_of_gloo import CASES, OVER_A_MESH, Network, predict
 
 import memcheck
 from memcheck import Ranks
@@ -62,6 +62,18 @@ def test_every_rank_equals_its_measurement(name: str, processes: int, measured: 
                 assert abs(real - found) <= case.late, (rank, figure, found, real)
             else:
                 assert found == real, (rank, figure, prediction.unknown)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.ci)])
+@pytest.mark.parametrize("name", OVER_A_MESH)
+def test_a_mesh_of_running_processes_predicts_the_same(
+    name: str, processes: int, measured: Callable[[int], Measured]
+) -> None:
+    for rank, records in enumerate(measured(processes)):
+        prediction = predict(CASES[name], processes, rank)
+        for figure in FIGURES:
+            assert records[f"{name}, predicted over the mesh"][figure] == getattr(prediction.record, figure), figure
 
 
 def test_buffers_of_collectives_are_terms_by_name() -> None:
