@@ -1,0 +1,171 @@
+"""The same bits for any number of threads, in a batch and alone, with gradients and without; how far a NaN reaches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from ops.checks import ON_HOST, run, same_bits
+from ops.test_all_operators import EVERY, OPERATORS, Operator
+from torch import Tensor
+
+import memcheck
+
+GEMM = ("combinator", "linear_r", "linear_l")  # Their products are the library's.
+# Not the padded cases, whose lengths follow from the size of the batch; see test_sequences.py for those.
+ATTENTIONS = {name: it for name, it in OPERATORS.items() if it.name not in GEMM and "padding" not in name}
+EVERY_ATTENTION = pytest.mark.parametrize("it", ATTENTIONS.values(), ids=ATTENTIONS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@EVERY_ATTENTION
+def test_a_sample_alone_has_the_bits_of_its_batch(it: Operator, dtype: torch.dtype) -> None:
+    """y and all gradients."""
+    inputs, grad_y = it.inputs((3, *it.middle[1:]), dtype)
+    together = run(it.function, inputs, grad_y)
+    for b in range(3):
+        alone = run(it.function, [x[b : b + 1] for x in inputs], grad_y[b : b + 1])
+        assert same_bits(alone, [x[b : b + 1] for x in together])
+
+
+@pytest.mark.cpu
+@pytest.mark.isolated
+def test_neither_threads_nor_the_batch_change_a_bit() -> None:
+    """The sequences are so long that threads share one that is alone, and have one each in a batch."""
+    for it in ATTENTIONS.values():
+        inputs, grad_y = it.inputs((4, *it.large[1:]))
+        results = []
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            results.append(run(it.function, inputs, grad_y))
+            assert same_bits(results[0], results[-1])
+            alone = run(it.function, [x[1:2] for x in inputs], grad_y[1:2])
+            assert same_bits(alone, [x[1:2] for x in results[0]])
+
+
+@EVERY
+def test_the_bits_of_y_do_not_depend_on_grad_mode(it: Operator) -> None:
+    for sizes in (it.small, it.middle if ON_HOST else it.large):
+        inputs, _ = it.inputs(sizes)
+        leaves = [x.clone().requires_grad_() for x in inputs]
+        with torch.no_grad():
+            expected = it.function(*leaves)
+        with torch.inference_mode():
+            assert same_bits([it.function(*inputs)], [expected])
+        assert same_bits([it.function(*inputs)], [expected])
+        assert same_bits([it.function(*leaves).detach()], [expected])
+
+
+# ---- how far a NaN reaches: the table of docs/operators.md
+
+AT = 40  # the position, of 100
+POISON = pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])
+DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def not_finite(x: Tensor) -> Tensor:
+    return ~x.isfinite()
+
+
+def random(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
+
+
+@DTYPE
+@POISON
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_reach_in_softplus_attention(name: str, value: float, dtype: torch.dtype) -> None:
+    """y: its channel, from its position on; q: only there. Gradients: its channel."""
+    given = dict(zip("qkv", random(dtype, (2, 100, 3), (2, 3, 100), (2, 3, 100)), strict=True))
+    given[name][(1, AT, 2) if name == "q" else (1, 2, AT)] = value
+    y, *gradients = run(memcheck.softplus_attention, [*given.values()], torch.ones(2, 100, 3, dtype=dtype))
+    expected = torch.zeros(2, 100, 3, dtype=torch.bool)
+    expected[1, AT : AT + 1 if name == "q" else None, 2] = True
+    assert torch.equal(not_finite(y), expected)
+    grad_q, grad_k, grad_v = gradients
+    for x in (grad_q, grad_k.mT, grad_v.mT):
+        assert x[0].isfinite().all()
+        assert x[1, :, :2].isfinite().all()
+
+
+@DTYPE
+@POISON
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_reach_in_linear_attention(name: str, value: float, dtype: torch.dtype) -> None:
+    """y: its group of heads, from its position on, and for v up to 31 positions before; q: only there."""
+    given = dict(zip("qkv", random(dtype, (2, 4, 100, 5), (2, 2, 100, 5), (2, 2, 100, 5)), strict=True))
+    head = 3 if name == "q" else 1
+    given[name][1, head, AT, 2] = value
+    y, *gradients = run(
+        lambda *x: memcheck.linear_attention(*x, causal=True), [*given.values()], torch.ones(2, 4, 100, 5, dtype=dtype)
+    )
+    bad = not_finite(y)
+    mine = bad[1, 3:] if name == "q" else bad[1, 2:]
+    if name == "q":
+        assert mine[:, AT].all()
+    else:
+        assert mine[:, AT:].any(2).all()
+        assert mine[..., 2][:, AT:].all()
+    if name == "v" and (not ON_HOST or dtype == torch.float32 or value != value):
+        assert not mine[..., [0, 1, 3, 4]].any()
+    first = AT - 31 if name == "v" else AT
+    assert not mine[:, :first].any()
+    assert not bad[0].any()
+    assert not bad[1, : 3 if name == "q" else 2].any()
+    assert name != "q" or not mine[:, AT + 1 :].any()
+    for x in gradients:
+        assert x[0].isfinite().all()
+        assert x[1, : x.shape[1] // 2].isfinite().all()
+
+
+@DTYPE
+@POISON
+@pytest.mark.parametrize("name", ["q", "k", "v"])
+def test_reach_in_compressed_attention(name: str, value: float, dtype: torch.dtype) -> None:
+    """y: its group of heads, where its block is seen; q: only there. Gradients: its group of heads."""
+    given = dict(zip("qkv", random(dtype, (2, 4, 100, 5), (2, 2, 100, 5), (2, 2, 100, 5)), strict=True))
+    head = 3 if name == "q" else 1
+    given[name][1, head, AT, 2] = value
+    y, *gradients = run(
+        lambda *x: memcheck.compressed_attention(*x, factor=8),
+        [*given.values()],
+        torch.ones(2, 4, 100, 5, dtype=dtype),
+    )
+    allowed = torch.zeros(2, 4, 100, 5, dtype=torch.bool)
+    if name == "q":
+        allowed[1, 3, AT] = True
+    else:
+        seen_from = AT // 8 * 8 + 7
+        allowed[1, 2:, seen_from:, 2 if name == "v" else slice(None)] = True
+    bad = not_finite(y)
+    assert not (bad & ~allowed).any()
+    if value != value or name == "v":
+        assert torch.equal(bad, allowed)
+    for x in gradients:
+        assert x[0].isfinite().all()
+        assert x[1, : x.shape[1] // 2].isfinite().all()
+
+
+@DTYPE
+@POISON
+@pytest.mark.parametrize("name", GEMM)
+def test_reach_in_products(name: str, value: float, dtype: torch.dtype) -> None:
+    """y and the gradient of x: its token, or for a weight its column of y. The gradient of a weight: everywhere."""
+    x, w = random(dtype, (2, 100, 6), (2, 6, 6) if name == "combinator" else (6, 6))
+    function = getattr(memcheck, name)
+    grad_y = torch.ones(2, 100, 6, dtype=dtype) if name != "linear_l" else torch.ones(2, 6, 100, dtype=dtype)
+    of_tokens = (lambda y: y.mT) if name == "linear_l" else (lambda y: y)
+    bad_x = x.clone()
+    bad_x[1, AT, 2] = value
+    y, grad_x, _ = run(function, [bad_x, w], grad_y)
+    expected = torch.zeros(2, 100, 6, dtype=torch.bool)
+    expected[1, AT] = True
+    found = not_finite(of_tokens(y))
+    assert not (found & ~expected).any()
+    assert found[1, AT].any()
+    assert not (not_finite(grad_x) & ~expected).any()
+    bad_w = w.clone()
+    bad_w[(1, 2, 4) if name == "combinator" else (4, 2)] = value
+    found = not_finite(of_tokens(run(function, [x, bad_w], grad_y)[0]))
+    assert found[..., 2].all()
+    assert not found[..., [0, 1, 3, 4, 5]].any()
