@@ -31,6 +31,7 @@ class Mistake:
 
 
 MISTAKES = [
+    # A race, which may stay hidden on a busy machine.
     Mistake(
         "frees-race",
         TRACKER,
