@@ -1,5 +1,6 @@
-// Every instruction of common/ptx.cuh on the same numbers, for test_ptx_cuda.py: compiled by nvcc it runs on the GPU,
-// by a C++ compiler under host_cuda/ on the CPU. It prints a line of results each, as 32-bit words: NAME WORD WORD ...
+// Every instruction of common/ptx.cuh on the same numbers, and a chain of blocks that pass numbers on by
+// common/exchange.cuh, for test_ptx_cuda.py: compiled by nvcc it runs on the GPU, by a C++ compiler under host_cuda/ on
+// the CPU. It prints a line of results each, as 32-bit words: NAME WORD WORD ...
 
 #include <cstdint>
 #include <cstdio>
@@ -9,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "common/exchange.cuh"
 #include "common/ptx.cuh"
 
 namespace {
@@ -237,6 +239,47 @@ void run_mma(const std::string& name, bool whole) {
   run(name, 0, mma_kernel<scalar_t>, given, static_cast<size_t>(kBlocks * kThreads * 4));
 }
 
+// ---- numbers from block to block
+
+// More blocks than a GPU holds at once. Of every kShownEvery-th the numbers are printed.
+constexpr int kLinks = 4096;
+constexpr int kShownEvery = 256;
+
+// A link passes on two numbers of each thread: the sums over the links so far of link % 1000 + thread, and of
+// -(link % 1000) / 2. In place of the second, odd threads pass a NaN with every bit set.
+template <typename acc_t>
+__global__ void exchange_kernel(acc_t* passed, uint32_t* ticket) {
+  auto& link = shared<uint32_t>();
+  if (threadIdx.x == 0) link = take_ticket(ticket);
+  __syncthreads();
+  acc_t* const to = passed + size_t{2} * kThreads * link + threadIdx.x;
+  acc_t x[2] = {};
+  if (link > 0) {
+    const acc_t* const from[2] = {to - 2 * kThreads, to - kThreads};
+    await_numbers(from, x);
+  }
+  const WordOf<acc_t> every_bit = ~WordOf<acc_t>(0);
+  acc_t nan;
+  __builtin_memcpy(&nan, &every_bit, sizeof(nan));
+  pass_number(x[0] + static_cast<acc_t>(link % 1000 + threadIdx.x), to);
+  pass_number(threadIdx.x % 2 == 1 ? nan : x[1] - static_cast<acc_t>(link % 1000) / 2, to + kThreads);
+}
+
+template <typename acc_t>
+void run_exchange(const std::string& name) {
+  constexpr size_t kWordsOfLink = 2 * kThreads * sizeof(acc_t) / sizeof(uint32_t);
+  std::vector<uint32_t> words(kLinks * kWordsOfLink, ~0u);
+  uint32_t* passed = on_device(words);
+  uint32_t* ticket = on_device(std::vector<uint32_t>{0});
+  launch({name.c_str(), dim3(kLinks), dim3(kThreads), sizeof(uint32_t), nullptr}, exchange_kernel<acc_t>,
+         reinterpret_cast<acc_t*>(passed), ticket);
+  copy(words.data(), passed, words.size() * sizeof(uint32_t));
+  std::vector<uint32_t> shown;
+  for (size_t link = kShownEvery - 1; link < kLinks; link += kShownEvery)
+    for (size_t i = 0; i < kWordsOfLink; ++i) shown.push_back(words[link * kWordsOfLink + i]);
+  print(name, shown);
+}
+
 void run_all() {
   constexpr size_t kAll = static_cast<size_t>(kBlocks) * kThreads;
   run_mma<__nv_bfloat16>("mma_m16n8k16.bfloat16.whole", true);
@@ -254,6 +297,8 @@ void run_all() {
   run_each<OnBits<Exp2Flushed>>("exp2_flushed", exponents);
   run_each<OnBits<ReciprocalApproximate>>("reciprocal_approximate", random_words(kAll));
   run_each<OnBits<ReciprocalFlushed>>("reciprocal_flushed", random_words(kAll));
+  run_exchange<float>("exchange.float32");
+  run_exchange<double>("exchange.float64");
 }
 
 }  // namespace

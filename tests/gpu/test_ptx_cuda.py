@@ -1,4 +1,5 @@
-"""The instructions of common/ptx.cuh: those of the GPU do what their host bodies do, which all other tests rely on.
+"""The instructions of common/ptx.cuh, and numbers that blocks pass on by common/exchange.cuh: those of the GPU do what
+their host bodies do, which all other tests rely on.
 
 One program, compiled by nvcc and by a C++ compiler under csrc/host_cuda.
 """
@@ -23,6 +24,7 @@ MMA = ["mma_m16n8k16.bfloat16", "mma_m16n8k16.float16"]
 EXACT = [*(f"{name}.whole" for name in MMA), "ldmatrix_x4", "ldmatrix_x4_transposed", "cp_async_16", "pack_pair"]
 # Units in the last place, by the PTX manual, and one for the rounding of the host's own.
 APPROXIMATE = {"exp2_approximate": 3, "exp2_flushed": 3, "reciprocal_approximate": 2, "reciprocal_flushed": 2}
+EXCHANGES = ["exchange.float32", "exchange.float64"]
 
 Results = dict[str, np.ndarray]
 
@@ -158,6 +160,15 @@ def test_host_numbers(on_host: Results) -> None:
         assert_close(on_host[name].view(np.float32), expected, 1)
 
 
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_host_blocks_pass_numbers_on(on_host: Results, name: str) -> None:
+    links = np.arange(4096)[:, None] % 1000
+    sums = np.stack([links + np.arange(128), np.broadcast_to(-links / 2, (4096, 128))], 1).cumsum(0)
+    sums[:, 1, 1::2] = np.nan
+    found = on_host[name].view(name.partition(".")[2]).reshape(16, 2, 128)
+    np.testing.assert_array_equal(found, sums[255::256])
+
+
 def flushed(x: np.ndarray) -> np.ndarray:
     """0 for what is below the smallest normal number, with its sign."""
     return np.where(np.abs(x) < np.finfo(np.float32).tiny, np.copysign(np.float32(0), x), x)
@@ -204,3 +215,10 @@ def test_the_gpu_rounds_as_the_tolerances_allow(on_host: Results, on_gpu: Result
 @pytest.mark.parametrize("name", APPROXIMATE)
 def test_the_gpu_approximates(on_host: Results, on_gpu: Results, name: str) -> None:
     assert_close(on_gpu[name].view(np.float32), on_host[name].view(np.float32), APPROXIMATE[name])
+
+
+@NEEDS_GPU
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_blocks_of_the_gpu_pass_the_same_numbers_on(on_host: Results, on_gpu: Results, name: str) -> None:
+    """With more blocks than it holds at once, in whatever order it begins them."""
+    assert (on_gpu[name] == on_host[name]).all()
