@@ -137,8 +137,8 @@ def blocks() -> dict[str, dict[str, Block]]:
         library.forget_launches()
         for it in widest.passes():
             run(it.contract.function, *it.make_inputs())
-        for _, step in widest.steps():
-            step()
+        for _, more in (*widest.steps(), *widest.sinks()):
+            more()
         names = library.instances()
         launches = library.launches_by_function()
         asked[gpu] = {names[at]: Block(of.threads, of.shared_bytes) for at, of in launches.items()}

@@ -109,6 +109,15 @@ def test_decoding_runs_where_shared_memory_is_least_and_most(stand_for: Callable
     assert not any(y.isnan().any() for y in results["8.6"])
 
 
+def test_sinks_run_where_shared_memory_is_least_and_most(stand_for: Callable[[str], None]) -> None:
+    results: dict[str, list[Tensor]] = {}
+    for gpu in ("8.6", "9.0"):
+        stand_for(gpu)
+        results[gpu] = [result for _, both in widest.sinks() for result in both()]
+    assert same_bits(results["8.6"], results["9.0"])
+    assert not any(result.isnan().any() for result in results["8.6"])
+
+
 def test_a_gpu_that_is_too_old_is_named_once(stand_for: Callable[[str], None]) -> None:
     """The operator raises the error and leaves no pending CUDA error."""
     x = torch.randn(1, 2, 3)

@@ -3,10 +3,12 @@ width with its own kernel or tile size, with more than one chunk of keys per blo
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ops import test_combinator, test_compressed_attention, test_linear_attention, test_softplus_attention
+from ops import test_compressed_merging as merging
 from ops.checks import DTYPES, Contract
 from torch import Tensor
 
@@ -72,3 +74,14 @@ def steps() -> Iterator[tuple[str, Callable[[], Tensor]]]:
                 f"compressed_attention_step {kind} {width}",
                 lambda q=q, k=k, v=v: memcheck.compressed_attention_step(q, k, v, factor=1)[0],
             )
+
+
+def sinks() -> Iterator[tuple[str, Callable[[], list[Tensor]]]]:
+    """Yields a name, and forward and backward of compressed attention with a sink, whose gradient has a kernel."""
+    attention = functools.partial(memcheck.compressed_attention, factor=1)
+    for dtype in DTYPES:
+        inputs, grads = merging.make_more(1, 1, 1, 70, 70, 64, dtype=dtype)
+        yield (
+            f"compressed_attention with a sink {str(dtype).removeprefix('torch.')}",
+            lambda inputs=inputs, grads=grads: merging.run_both(attention, inputs, grads),
+        )
