@@ -82,8 +82,8 @@ def linear_attention(
     if feature_map not in NO_KEY:
         raise ValueError(f"{op}: feature_map must be one of {', '.join(NO_KEY)}, got {feature_map!r}")
     options: dict[str, Any] = {"causal": True, "feature_map": feature_map, "eps": eps, "normalize": normalize}
-    for name, x in (("decay", decay), ("initial_state", initial_state), ("return_state", return_state or None)):
-        if x is not None and not causal:
+    for name, given in (("decay", decay), ("initial_state", initial_state), ("return_state", return_state or None)):
+        if given is not None and not causal:
             raise ValueError(f"{op}: {name} needs causal=True, got causal=False")
     part = part_of(op, ranks, Whole(cu_seqlens, lengths, padding), k, 2, causal, same_bits)
     if causal or part.has_sequences:

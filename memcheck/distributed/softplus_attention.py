@@ -84,7 +84,9 @@ def softplus_attention(
         q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
         call = _Call(ranks, part, eps, same_bits, return_state)
         y, *after = _Causal.apply(q, k, v, *(initial or (None, None)), call)
-        sums = ranks.summed(part.of_whole(after[0], ROWS))[0] if after else None
+        if not return_state:
+            return y
+        (sums,) = ranks.summed(part.of_whole(after[0], ROWS))
     return (y, tuple(sums.unbind())) if return_state else y
 
 
@@ -103,7 +105,8 @@ def _not_causal(
     sums = sums if initial is None else sums + initial[0] + initial[1]
     if not part.has_sequences:
         no_keys = k.detach()[..., :0]
-        return local.softplus_attention(q, no_keys, no_keys, causal=False, eps=eps, initial_state=sums.unbind()), sums
+        state = (sums[0], sums[1])
+        return local.softplus_attention(q, no_keys, no_keys, causal=False, eps=eps, initial_state=state), sums
     # Keys without weight, as many as queries, so that the queries of padding are told from others.
     no_key, no_value = (k.detach().new_full((1, 1, 1), x).expand(k.shape) for x in (NO_KEY, 0.0))
     q, no_key, no_value = (in_autocast_dtype(x) for x in (q, no_key, no_value))
