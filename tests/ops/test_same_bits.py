@@ -57,7 +57,7 @@ def test_the_bits_of_y_do_not_depend_on_grad_mode(it: Operator) -> None:
 
 # ---- how far a NaN reaches: the table of docs/operators.md
 
-AT = 40  # the position, of 100
+AT = 80  # the position, of 100
 POISON = pytest.mark.parametrize("value", [torch.nan, torch.inf], ids=["nan", "inf"])
 DTYPE = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
@@ -92,7 +92,7 @@ def test_reach_in_softplus_attention(name: str, value: float, dtype: torch.dtype
 @POISON
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_reach_in_linear_attention(name: str, value: float, dtype: torch.dtype) -> None:
-    """y: its group of heads, from its position on, and for v up to 31 positions before (CUDA: more); q: only there."""
+    """y: its group of heads, from its position on, and for v up to 31 positions before (CUDA: 63); q: only there."""
     given = dict(zip("qkv", random(dtype, (2, 4, 100, 5), (2, 2, 100, 5), (2, 2, 100, 5)), strict=True))
     head = 3 if name == "q" else 1
     given[name][1, head, AT, 2] = value
@@ -106,11 +106,10 @@ def test_reach_in_linear_attention(name: str, value: float, dtype: torch.dtype) 
     else:
         assert mine[:, AT:].any(2).all()
         assert mine[..., 2][:, AT:].all()
-    if name == "v" and (not ON_HOST or dtype == torch.float32 or value != value):
+    if name == "v":
         assert not mine[..., [0, 1, 3, 4]].any()
-    first = AT - 31 if name == "v" else AT
-    if name != "v" or not ON_HOST:
-        assert not mine[:, :first].any()
+    before = 63 if ON_HOST else 31
+    assert not mine[:, : max(0, AT - before) if name == "v" else AT].any()
     assert not bad[0].any()
     assert not bad[1, : 3 if name == "q" else 2].any()
     assert name != "q" or not mine[:, AT + 1 :].any()
