@@ -126,10 +126,10 @@ def linear_attention(
         the inputs, and the returned M and z for the gradient of decay; the states of positions are recomputed. On the
         CPU, where heads are too few for the threads, the sequence is cut into segments, each with a state in memory.
         The number of threads changes no bit of the results. A gradient has its input's strides.
-        A NaN or an infinity in v at one position also reaches queries up to 31 positions before it (on CUDA 63), because
-        it is multiplied by 0. The gradient of a decay a is divided by a, so that its rounding error grows as 1 / a; where a
-        is below the accumulation type's epsilon it is 0. On CUDA, the call waits for the device to check the values of
-        decay.
+        A NaN or an infinity in v at one position also reaches queries up to 31 positions before it (on CUDA 63),
+        because it is multiplied by 0. The gradient of a decay a is divided by a, so that its rounding error grows as
+        1 / a; where a is below the accumulation type's epsilon it is 0. On CUDA, the call waits for the device to
+        check the values of decay.
 
     Raises:
         ValueError: a shape, device, feature map, S > T when causal, eps <= 0, a decay outside of (0, 1], a rule of
