@@ -35,6 +35,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         compressed_attention,
         compressed_attention_pooled,
         compressed_attention_sequences,
+        compressed_attention_pooled_sequences,
         combinator,
         linear_r,
         linear_l,
@@ -330,6 +331,11 @@ def compressed_attention_pooled(
 def compressed_attention_sequences(*tensors: Any, **options: Any) -> None:
     """Raises: it is called for packed and padded batches only."""
     refuse_sequences("compressed_attention", tensors[0])
+
+
+def compressed_attention_pooled_sequences(*tensors: Any, **options: Any) -> None:
+    """Raises: it is called for packed and padded batches only."""
+    refuse_sequences("compressed_attention_pooled", tensors[0])
 
 
 # ---- products with weights
