@@ -240,6 +240,11 @@ def is_reduction(func: Any) -> bool:
     return func is torch.ops.c10d.allreduce_.default
 
 
+def is_wrapper(func: Any) -> bool:
+    """Whether it wraps the result of a collective in another tensor, of the same storage."""
+    return bool(func.name() == "_c10d_functional::_wrap_tensor_autograd")
+
+
 def is_collective(name: str) -> bool:
     """Whether a probe of the operator would say nothing, as it would run in the pretended group."""
     return name.startswith(("c10d::", "_c10d_functional"))

@@ -29,7 +29,7 @@ from memcheck.predict.autocast import autocast_followed, cast_for
 from memcheck.predict.modules import Modules
 from memcheck.predict.on_device import ANSWERS, Mish, answer, capability_of, moved, python_functions_open
 from memcheck.predict.probed import FunctionCall, Probe, Probed, Result, call_to_check, made
-from memcheck.predict.ranks import BUFFERS, Done, distributed_followed, is_collective, is_reduction
+from memcheck.predict.ranks import BUFFERS, Done, distributed_followed, is_collective, is_reduction, is_wrapper
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
 from memcheck.predict.scratch import (
     OF_THE_HOST,
@@ -293,6 +293,8 @@ class Tracer(TorchDispatchMode):
         if is_reduction(func):
             self.works.append(Done(args[0][0]))  # The object must live as long as torch asks it.
             return (args[0], self.works[-1].boxed()), None
+        if is_wrapper(func):  # Its kernel for meta tensors allocates.
+            return torch.ops.aten.alias(args[0]), None
         if func is GROUPED and self.target.kind == "cuda" and args[0].dtype != torch.bfloat16:
             return grouped_product(*args, **kwargs), None
         try:
