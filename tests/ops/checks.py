@@ -75,9 +75,10 @@ def tolerance(truth: Tensor, bound: Bound, dtype: torch.dtype) -> Tensor:
     allowed = unit * truth.abs() + (32 + math.sqrt(bound.terms)) * SUM_UNIT[dtype] * values
     if bound.stored:
         allowed = allowed + unit * values
-    # The spacing of a dtype is constant below its smallest normal number.
+    # The spacing of a dtype is constant below its smallest normal number. A truth in the same dtype is rounded, too.
     info = torch.finfo(dtype)
-    return allowed + info.smallest_normal * info.eps / 2
+    roundings = 2 if dtype == truth.dtype else 1
+    return allowed + roundings / 2 * info.smallest_normal * info.eps
 
 
 def assert_within(actual: Tensor, truth: Tensor, bound: Bound, name: str = "") -> None:

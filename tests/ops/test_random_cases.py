@@ -39,8 +39,8 @@ Shapes = list[tuple[int, ...]]
 # A size is up to 9, so that failures are small, or at a border of tiles and chunks.
 BORDERS = (31, 32, 33, 63, 64, 65, 127, 128, 129, 257)
 # Smaller bounds are taken as this large: errors of subnormal intermediates are in proportion to no value. In float16
-# such an error is 2^-25, and weights of up to 100 multiply it.
-SMALLEST = {torch.float64: 0.0, torch.float32: 2.0**-40, torch.bfloat16: 2.0**-40, torch.float16: 2.0**-3}
+# such an error is 2^-25, and weights of up to 100 multiply it; in float64 it is 2^-1075, and eps divides it.
+SMALLEST = {torch.float64: 2.0**-1000, torch.float32: 2.0**-40, torch.bfloat16: 2.0**-40, torch.float16: 2.0**-3}
 MOST_ELEMENTS = 1 << 11 if ON_HOST else 1 << 14
 
 
