@@ -255,11 +255,18 @@ FUNCTIONAL = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::red
 
 
 @rule("cuda", *COLLECTIVES, *FUNCTIONAL, "fsdp::all_gather_copy_in")
-@rule("any", *(f"_c10d_functional::{name}" for name in ("all_reduce", "wait_tensor", "_wrap_tensor_autograd")))
+@rule("any", *(f"_c10d_functional::{name}" for name in ("wait_tensor", "_wrap_tensor_autograd")))
+@rule("cuda", "_c10d_functional::all_reduce")
 @rule("cpu", "c10d::allreduce_")
 def in_place(call: Call) -> Iterator[Scratch]:
     """These work on the tensors that they are given."""
     yield from ()
+
+
+@rule("cpu", "_c10d_functional::all_reduce")
+def reduced_result(call: Call) -> Iterator[Unknown]:
+    """It works on a copy of its own, which a thread of gloo holds until it has ended its work."""
+    yield Lingers("results of all-reduce, if threads of gloo free them only after their last use")
 
 
 @rule("cpu", "c10d::broadcast_")
