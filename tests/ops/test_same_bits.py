@@ -150,7 +150,7 @@ def test_reach_in_compressed_attention(name: str, value: float, dtype: torch.dty
 @POISON
 @pytest.mark.parametrize("name", GEMM)
 def test_reach_in_products(name: str, value: float, dtype: torch.dtype) -> None:
-    """y and the gradient of x: its token, or for a weight its column of y. The gradient of a weight: everywhere."""
+    """y and the gradient of x: its token, or for a weight its column of y."""
     x, w = random(dtype, (2, 100, 6), (2, 6, 6) if name == "combinator" else (6, 6))
     function = getattr(memcheck, name)
     grad_y = torch.ones(2, 100, 6, dtype=dtype) if name != "linear_l" else torch.ones(2, 6, 100, dtype=dtype)
