@@ -8,6 +8,7 @@
 #include "common/formulas.h"
 #include "common/integer.h"
 #include "common/parallel.h"
+#include "common/tile.h"
 
 // A row is computed in blocks, in the accumulation type. The length of a block is known to the compiler; the last block
 // of a row may be shorter, and zeros then pad it.
@@ -21,7 +22,7 @@ constexpr int64_t kTaskElements = 8192;
 template <typename scalar_t, typename acc_t>
 MEMCHECK_INLINE void load_block(const scalar_t* from, int64_t count, acc_t* to) {
   if (count == kBlock) {
-    for (int64_t i = 0; i < kBlock; ++i) to[i] = static_cast<acc_t>(from[i]);
+    convert_line(from, kBlock, to);
   } else {
     for (int64_t i = 0; i < kBlock; ++i) to[i] = i < count ? static_cast<acc_t>(from[i]) : acc_t(0);
   }
@@ -42,7 +43,7 @@ MEMCHECK_INLINE void load_strided_block(const scalar_t* from, int64_t stride, in
 template <typename scalar_t, typename acc_t>
 MEMCHECK_INLINE void store_block(const acc_t* from, int64_t count, scalar_t* to) {
   if (count == kBlock) {
-    for (int64_t i = 0; i < kBlock; ++i) to[i] = static_cast<scalar_t>(from[i]);
+    convert_line(from, kBlock, to);
   } else {
     for (int64_t i = 0; i < count; ++i) to[i] = static_cast<scalar_t>(from[i]);
   }

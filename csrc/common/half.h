@@ -96,4 +96,12 @@ struct BFloat16 {
   }
 };
 
+// to[i] = from[i], by the processor's instructions for float16 where it has them. They keep what a NaN carries.
+void convert_line(const Half* from, int64_t count, float* to);
+void convert_line(const float* from, int64_t count, Half* to);
+
+// The same of rows of `count` numbers.
+void convert_lines(const Half* from, int64_t from_stride, int64_t rows, int64_t count, float* to, int64_t to_stride);
+void convert_lines(const float* from, int64_t from_stride, int64_t rows, int64_t count, Half* to, int64_t to_stride);
+
 }  // namespace memcheck

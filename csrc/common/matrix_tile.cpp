@@ -40,8 +40,14 @@ template <typename scalar_t, typename acc_t>
 MEMCHECK_INLINE void load_rows_of(const MatrixPlace& from, int64_t rows, int64_t columns, acc_t* to,
                                   int64_t to_stride) {
   const int64_t padded = padded_columns(columns);
+  const scalar_t* first = static_cast<const scalar_t*>(from.data);
+  if (from.column_stride == 1 && columns == padded) {
+    for (int64_t column = 0; column < columns; column += kTileLanes)
+      convert_lines(first + column, from.row_stride, rows, kTileLanes, to + column, to_stride);
+    return;
+  }
   for (int64_t row = 0; row < rows; ++row) {
-    const scalar_t* source = static_cast<const scalar_t*>(from.data) + row * from.row_stride;
+    const scalar_t* source = first + row * from.row_stride;
     acc_t* line = to + row * to_stride;
     for (int64_t column = 0; column < padded; column += kTileLanes) {
       const int64_t count = columns - column < kTileLanes ? columns - column : kTileLanes;
@@ -54,8 +60,14 @@ MEMCHECK_INLINE void load_rows_of(const MatrixPlace& from, int64_t rows, int64_t
 template <typename scalar_t, typename acc_t>
 MEMCHECK_INLINE void store_rows_of(const MatrixPlace& to, int64_t rows, int64_t columns, const acc_t* from,
                                    int64_t from_stride) {
+  scalar_t* first = static_cast<scalar_t*>(to.data);
+  if (to.column_stride == 1 && columns % kTileLanes == 0) {
+    for (int64_t column = 0; column < columns; column += kTileLanes)
+      convert_lines(from + column, from_stride, rows, kTileLanes, first + column, to.row_stride);
+    return;
+  }
   for (int64_t row = 0; row < rows; ++row) {
-    scalar_t* target = static_cast<scalar_t*>(to.data) + row * to.row_stride;
+    scalar_t* target = first + row * to.row_stride;
     const acc_t* line = from + row * from_stride;
     for (int64_t column = 0; column < columns; column += kTileLanes) {
       const int64_t count = columns - column < kTileLanes ? columns - column : kTileLanes;
@@ -74,13 +86,11 @@ MEMCHECK_INLINE void load_tile_of(const MatrixPlace& from, int64_t rows, int64_t
   const scalar_t* first = static_cast<const scalar_t*>(from.data);
   if (rows_lie_side_by_side(from)) {
     alignas(64) acc_t lines[kTileElements];
-    for (int64_t column = 0; column < columns; ++column)
-      convert_line(first + column * from.column_stride, rows, lines + column * kTileRows);
+    convert_lines(first, from.column_stride, columns, rows, lines, kTileRows);
     for (int64_t i = columns * kTileRows; i < kTileElements; ++i) lines[i] = acc_t(0);
     transpose_tile(lines, tile);
   } else if (has_full_lines(from, columns)) {
-    for (int64_t row = 0; row < rows; ++row)
-      convert_line(first + row * from.row_stride, kTileLanes, tile + row * kTileLanes);
+    convert_lines(first, from.row_stride, rows, kTileLanes, tile, kTileLanes);
   } else {
     load_rows_of<scalar_t>(from, rows, columns, tile, kTileLanes);
   }
@@ -92,11 +102,9 @@ MEMCHECK_INLINE void store_tile_of(const MatrixPlace& to, int64_t rows, int64_t 
   if (rows_lie_side_by_side(to)) {
     alignas(64) acc_t lines[kTileElements];
     transpose_tile(tile, lines);
-    for (int64_t column = 0; column < columns; ++column)
-      convert_line(lines + column * kTileRows, rows, first + column * to.column_stride);
+    convert_lines(lines, kTileRows, columns, rows, first, to.column_stride);
   } else if (has_full_lines(to, columns)) {
-    for (int64_t row = 0; row < rows; ++row)
-      convert_line(tile + row * kTileLanes, kTileLanes, first + row * to.row_stride);
+    convert_lines(tile, kTileLanes, rows, kTileLanes, first, to.row_stride);
   } else {
     store_rows_of<scalar_t>(to, rows, columns, tile, kTileLanes);
   }

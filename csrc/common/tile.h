@@ -45,4 +45,11 @@ MEMCHECK_INLINE void convert_line(const from_t* from, int64_t count, to_t* to) {
   }
 }
 
+// The same of rows of `count` numbers.
+template <typename from_t, typename to_t>
+MEMCHECK_INLINE void convert_lines(const from_t* from, int64_t from_stride, int64_t rows, int64_t count, to_t* to,
+                                   int64_t to_stride) {
+  for (int64_t row = 0; row < rows; ++row) convert_line(from + row * from_stride, count, to + row * to_stride);
+}
+
 }  // namespace memcheck
