@@ -12,7 +12,6 @@ from ops.checks import (
     DEVICE,
     DTYPES,
     HALF_DTYPES,
-    ON_HOST,
     Bound,
     Contract,
     assert_contract,
@@ -346,8 +345,8 @@ def test_memory_to_the_byte(cut: int, requires_grad: bool) -> None:
         attending = of_q + of_blocks + plan["delta"] + plan["backward_scratch"]
         new_blocks = state.kc.nbytes - (before.kc.nbytes if cut else 0)
         # Where the first new positions complete a block, the shares of its sums are views of those of keys and values.
-        # The CPU's tensors of the number that they are divided by, 12 bytes, count with those of CUDA on the host.
-        shares = 2 * new_blocks + 12 * ON_HOST if cut % 8 else new_blocks + sums
+        # On the CPU, the tensors of the number that they are divided by take 12 bytes.
+        shares = 2 * new_blocks + 12 * (DEVICE == "cpu") if cut % 8 else new_blocks + sums
         spreading = of_q + sum(of_keys) + of_blocks + shares + sums
         # lse is freed between the two.
         assert memory.peak_bytes == kept + max(attending, spreading - plan["lse"])

@@ -348,6 +348,7 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 EXACT_FUNCTIONS = {"three gradients", "numbers", "max", "mean", "a tensor of one's own", "attention with dropout"}
 EXACT_FUNCTIONS |= {"checkpoint", "reentrant checkpoint", "self-attention", "logsumexp"}
+EXACT_WITH_ONE_THREAD = {"attention with fewer heads"}  # flash attention's backward
 
 
 def registered(name: str, build: Callable[[Case], Callable[..., object]], shape: tuple[int, ...]) -> Case:
@@ -386,7 +387,8 @@ def test_a_module_is_predicted_exactly_or_what_it_runs_is_named(name: str) -> No
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_is_predicted_exactly_or_what_it_runs_is_named(name: str) -> None:
-    assert check_unlisted(name, lambda case: FUNCTIONS[name], (4, 10, 24)) == (name in EXACT_FUNCTIONS)
+    exact = name in EXACT_FUNCTIONS or (name in EXACT_WITH_ONE_THREAD and torch.get_num_threads() == 1)
+    assert check_unlisted(name, lambda case: FUNCTIONS[name], (4, 10, 24)) == exact
 
 
 OLD_GPU = "memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got 7.5"
