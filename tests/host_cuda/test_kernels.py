@@ -33,7 +33,7 @@ def test_kernels_of_cuda_run(it: Operator) -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_order_of_threads_changes_no_bit(it: Operator, dtype: torch.dtype) -> None:
     inputs, grad_y = it.inputs(it.middle, dtype)
     results = []
@@ -71,7 +71,7 @@ def test_a_sink_takes_one_launch_more() -> None:
 
 
 @EVERY
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("layout", ["dense", "every second column", "at an offset", "transposed"])
 def test_memory_is_kept_to(it: Operator, dtype: torch.dtype, layout: str) -> None:
     """With a sanitizer, detects access outside tensors and shared memory, and misaligned access."""
