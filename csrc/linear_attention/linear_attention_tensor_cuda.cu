@@ -208,11 +208,10 @@ __device__ __forceinline__ void finish(const Scan& scan, SharedTiles<T>& s, Out<
 
 // Copies results to memory, of the rows that exist.
 template <typename T>
-__device__ __forceinline__ void store_results(const Scan& scan, SharedTiles<T>& s) {
+__device__ __forceinline__ void store_results(const Scan& scan, Lines rows, SharedTiles<T>& s) {
   using scalar_t = typename T::scalar;
   const ColumnPacks<scalar_t, T::kWidth> packs;
   if (!scan.out || packs.column >= s.columns) return;
-  const Lines rows = s.chunk.rows;
   scalar_t* to = scan.out.at<scalar_t>(s.work.b, s.work.row_head, rows.first, s.first_column + packs.column);
   store_tile<2>(
       packs, RowLayout{scan.out.stride[3], s.columns, scan.out_packed},
@@ -240,8 +239,15 @@ __device__ __forceinline__ void request_last(const Scan& scan, const SharedTiles
   request_lines(scan.last, scan.last_packed, s.work.b, s.work.row_head, s.chunk.rows, s.first_column, s.columns, to);
 }
 
+// Waits for x, and splits it.
+template <typename T>
+__device__ __forceinline__ void await_x(const Scan& scan, SharedTiles<T>& s) {
+  cp_async_wait<0>();
+  if (s.chunk.has_columns) split_x(scan, s.chunk, s);
+}
+
 // Loads the tiles of a head of columns, and those of the rows if they are wanted. A thread splits what it loaded itself
-// of one tile while the next ones arrive.
+// of one tile while the next ones arrive. If a and b are not split, x arrives while they are multiplied.
 template <typename T>
 __device__ __forceinline__ void load_head(const Scan& scan, int head, bool with_rows, SharedTiles<T>& s) {
   const ScanWork& work = s.work;
@@ -253,21 +259,28 @@ __device__ __forceinline__ void load_head(const Scan& scan, int head, bool with_
   cp_async_commit();
   if (chunk.has_columns) request_lines<T>(scan.x, work.b, column_head, chunk.columns, s.first_column, s.columns, s.x);
   if constexpr (!T::kFeatures)
-    if (with_rows) request_last(scan, s, s.last);
+    if (with_rows) {
+      store_results(scan, s.unstored, s);  // where a thread's own copies go to
+      request_last(scan, s, s.last);
+    }
   cp_async_commit();
   if (!scan.rows_are_queries()) {
     if (chunk.has_columns) load_query_rows(scan, work.b, column_head, chunk.columns, s);
   } else if (!T::kWhole && with_rows && scan.kind == ScanKind::GradQ) {
     load_query_rows(scan, work.b, work.row_head, chunk.rows, s);
   }
-  cp_async_wait<2>();
-  if (with_rows) split_a(scan, chunk, s);
-  cp_async_wait<1>();
-  if (!scan.rows_are_queries()) __syncthreads();  // for 1 / den and g.y of the queries
-  if (chunk.has_columns) split_b(scan, chunk, s);
-  cp_async_wait<0>();
-  if (chunk.has_columns) split_x(scan, chunk, s);
-  __syncthreads();
+  if constexpr (T::kFactorParts == 2) {
+    cp_async_wait<2>();
+    if (with_rows) split_a(scan, chunk, s);
+    cp_async_wait<1>();
+    if (!scan.rows_are_queries()) __syncthreads();  // for 1 / den and g.y of the queries
+    if (chunk.has_columns) split_b(scan, chunk, s);
+    await_x(scan, s);
+    __syncthreads();
+  } else if (chunk.has_rows || !scan.rows_are_queries()) {
+    cp_async_wait<1>();
+    __syncthreads();
+  }
 }
 
 // Adds the columns of a loaded head to the state.
@@ -299,7 +312,10 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, State<T>& state, Sh
         start_out(scan, s, out);
         read_state(s, state, out);
       }
-      __syncthreads();
+    }
+    if constexpr (T::kFactorParts == 1) await_x(scan, s);
+    if (has_rows || T::kFactorParts == 1) __syncthreads();
+    if (has_rows) {
       if constexpr (T::kFeatures && !T::kWhole)
         if (scan.kind == ScanKind::Denominators) {
           request_last(scan, s, s.after_a);
@@ -311,7 +327,8 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, State<T>& state, Sh
     if (heads > 0) join_state(scan, state, s);
     __syncthreads();
   }
-  if (has_rows) store_results(scan, s);
+  if constexpr (T::kFeatures)
+    if (has_rows) store_results(scan, s.chunk.rows, s);
 }
 
 // ---- states
@@ -383,6 +400,7 @@ __global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_ke
     s.columns = min(scan.tile, scan.width - s.first_column);
     s.summed_chunks = s.ranges.column_chunks(kChunk);
     s.chunks = s.summed_chunks + s.ranges.row_chunks(kChunk);
+    s.unstored = {};
   }
   __syncthreads();
   State<T> state;
@@ -396,6 +414,11 @@ __global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_ke
     __syncthreads();
     if (s.chunk.has_rows || s.chunk.has_columns) scan_chunk<T>(scan, state, s);
     __syncthreads();
+    if (thread_number() == 0 && s.chunk.has_rows) s.unstored = s.chunk.rows;
+  }
+  if constexpr (!T::kFeatures) {
+    __syncthreads();
+    store_results(scan, s.unstored, s);
   }
   if (scan.phase == ScanPhase::Sums) store_segment(scan, state, s);
 }

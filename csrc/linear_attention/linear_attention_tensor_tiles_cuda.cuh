@@ -86,6 +86,7 @@ struct SharedTiles {
   ScanWork work;
   ScanRanges ranges;
   Chunk chunk;
+  Lines unstored;                 // without features: rows whose results are stored while the next ones are loaded
   int64_t first_column, columns;  // of the width
   int summed_chunks, chunks;      // chunks of columns alone, and all
 
