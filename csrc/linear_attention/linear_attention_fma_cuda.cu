@@ -58,6 +58,22 @@ __device__ __forceinline__ bool has_bias(const Scan& scan) {
   return scan.has_bias() && (!kGeneral || scan.shape.normalize);
 }
 
+// Whether GradQ finds 1 / den and g.y: in the plain form, if a block has all columns of the result.
+template <typename acc_t, bool kGeneral>
+__device__ __forceinline__ bool grad_q_finds_rows(const Scan& scan) {
+  return !kGeneral && scan.shape.D <= kTileSize<acc_t>;
+}
+template <typename acc_t, bool kGeneral>
+__device__ __forceinline__ bool finds_rows(const Scan& scan) {
+  return scan.kind == ScanKind::GradQ && grad_q_finds_rows<acc_t, kGeneral>(scan);
+}
+
+// Whether scores and the product with the state have the bias. GradQ that finds it subtracts it in the end.
+template <typename acc_t, bool kGeneral>
+__device__ __forceinline__ bool subtracts_bias(const Scan& scan) {
+  return has_bias<kGeneral>(scan) && !finds_rows<acc_t, kGeneral>(scan);
+}
+
 // ---- decays
 
 // Products are formed in float64, so that their rounding is that of one number.
@@ -125,11 +141,12 @@ __device__ __forceinline__ void weigh_rows(const Scan& scan, const ScanShared<ac
 // ---- a chunk
 
 // The bias of the queries of a chunk, 0 where no query exists: g.y, or (g.y) / den if g is scaled.
-template <typename acc_t, int kLines>
+template <bool kGeneral, typename acc_t, int kLines>
 __device__ __forceinline__ void load_bias(const Scan& scan, int64_t b, int64_t head, const Lines& queries,
                                           acc_t (&bias)[kLines]) {
   const LinearAttentionShape& n = scan.shape;
-  const int64_t parts = max(int64_t{1}, ceil_div(n.Dv, kTileSize<acc_t>));
+  const int64_t parts =
+      grad_q_finds_rows<acc_t, kGeneral>(scan) ? 1 : max(int64_t{1}, ceil_div(n.Dv, kTileSize<acc_t>));
   const int line = static_cast<int>(threadIdx.x);
   if (line >= kLines) return;
   acc_t sum = 0;
@@ -153,7 +170,8 @@ __device__ __forceinline__ void store_scores(const Scan& scan, const Chunk& chun
     for (int j = 0; j < kThreadRows; ++j) {
       const int column = thread_x<acc_t>() + kSide<acc_t> * j;
       const bool sees = (scan.rows_are_queries() ? column <= row : column >= row) && chunk.columns.has(column);
-      const acc_t bias = !has_bias<kGeneral>(scan) ? acc_t(0) : s.bias[scan.rows_are_queries() ? row : column];
+      const bool biased = subtracts_bias<acc_t, kGeneral>(scan);
+      const acc_t bias = biased ? s.bias[scan.rows_are_queries() ? row : column] : acc_t(0);
       acc_t score = sees ? scores[i][j] - bias : acc_t(0);
       if (kGeneral && scan.decay && sees)
         score *= scan.rows_are_queries() ? s.b.row(row)[column] : s.b.row(column)[row];
@@ -161,6 +179,116 @@ __device__ __forceinline__ void store_scores(const Scan& scan, const Chunk& chun
     }
   }
 }
+
+// ---- rows in memory
+
+template <typename scalar_t, typename acc_t>
+__device__ __forceinline__ void store_four(const Scan& scan, const ScanWork& work, int64_t row, const acc_t (&x)[4]) {
+  const int64_t column = work.part * kTileSize<acc_t> + 4 * thread_x<acc_t>();
+  if (!scan.out || column >= scan.width) return;
+  scalar_t* to = scan.out.at<scalar_t>(work.b, work.row_head, row, column);
+  write_pack(rounded_pack<scalar_t>(x), to, {scan.out.stride[3], scan.width, scan.out_packed}, column);
+}
+
+// Elements (row, column + j) of g, q or k; 0 where none exist.
+template <typename scalar_t, typename acc_t>
+__device__ __forceinline__ void load_last(const Scan& scan, const ScanWork& work, int64_t row, acc_t (&x)[4]) {
+  const int64_t column = work.part * kTileSize<acc_t> + 4 * thread_x<acc_t>();
+  const scalar_t* from = scan.last.at<scalar_t>(work.b, work.row_head, row, column);
+  Pack<scalar_t, 4> pack = {};
+  if (scan.last_packed) {
+    if (column < scan.width) pack = load_pack<4>(from);
+  } else {
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      if (column + j < scan.width) pack.values[j] = from[j * scan.last.stride[3]];
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) x[j] = to_acc(pack.values[j]);
+}
+
+// x *= phi'(of q or k)
+template <typename acc_t>
+__device__ __forceinline__ void multiply_by_derivative(FeatureMap map, const acc_t (&of)[4], acc_t (&x)[4]) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    if (map == FeatureMap::EluPlusOne) x[j] *= elu_plus_one_derivative(of[j], exp_minus_abs(of[j]));
+}
+
+// ---- queries
+
+// Calls use(row, i, z) for the thread's rows: z of its four columns. The sums of the chunk's lines are in `lines`, if
+// it has any columns.
+template <typename acc_t, int kLines, typename Use>
+__device__ __forceinline__ void for_sums(const Chunk& chunk, const ChunkTile<acc_t, kLines>& lines, const acc_t* vector,
+                                         const Use& use) {
+  const int column = 4 * thread_x<acc_t>();
+  Four<acc_t> so_far = load_pack<4>(vector + column);
+#pragma unroll
+  for (int i = 0; i < kLines / kSide<acc_t>; ++i) {
+    const int row = thread_y<acc_t>() + kSide<acc_t> * i;
+    Four<acc_t> z = so_far;
+    if (chunk.has_columns) {
+      add_four(load_pack<4>(lines.row(row) + column), z);
+      add_four(load_pack<4>(lines.row(kSide<acc_t> * (i + 1) - 1) + column), so_far);
+    }
+    use(row, i, z);
+  }
+}
+
+// The product of phi(q) and x, formed by the threads of one y.
+template <typename acc_t>
+__device__ __forceinline__ acc_t product_with_features(FeatureMap map, const acc_t (&q)[4], const acc_t (&x)[4]) {
+  acc_t sum = 0;
+#pragma unroll
+  for (int j = 0; j < 4; ++j)
+    sum += (map == FeatureMap::EluPlusOne ? elu_plus_one(q[j], exp_minus_abs(q[j])) : q[j]) * x[j];
+  return sum_along_x(sum);
+}
+
+// GradQ that finds 1 / den stores it, before g is divided by it. x is loaded, and a is free.
+template <typename scalar_t, typename acc_t, int kLines>
+__device__ __forceinline__ void find_inverses(const Scan& scan, const ScanWork& work, const Chunk& chunk,
+                                              ScanShared<acc_t, kLines, false>& s) {
+  acc_t* inverses = static_cast<acc_t*>(scan.inverse) + query_row(scan.shape, work.b, work.row_head);
+  __syncthreads();
+  if (chunk.has_columns) sum_lines(s.x, s.a);
+  __syncthreads();
+  for_sums(chunk, s.a, s.vector, [&](int line, int, const Four<acc_t>& z) {
+    const int64_t row = chunk.rows.first + line;
+    acc_t q[4] = {};
+    if (chunk.rows.has(line)) load_last<scalar_t>(scan, work, row, q);
+    const acc_t denominator = product_with_features(scan.shape.feature_map, q, z.values);
+    if (chunk.rows.has(line) && thread_x<acc_t>() == 0)
+      inverses[row] = acc_t(1) / (denominator + static_cast<acc_t>(scan.eps));
+  });
+  __syncthreads();
+}
+
+// GradQ that finds g.y stores it and the gradient, from the sums of the queries without bias. b has the sums of x.
+template <typename scalar_t, typename acc_t, int kLines, int kThreadRows>
+__device__ __forceinline__ void finish_queries(const Scan& scan, const ScanWork& work, const Chunk& chunk,
+                                               const ScanShared<acc_t, kLines, false>& s,
+                                               acc_t (&out)[kThreadRows][4]) {
+  const LinearAttentionShape& n = scan.shape;
+  const int64_t head = query_row(n, work.b, work.row_head);
+  for_sums(chunk, s.b, s.vector, [&](int line, int i, const Four<acc_t>& z) {
+    const int64_t row = chunk.rows.first + line;
+    const bool exists = chunk.rows.has(line);
+    acc_t q[4] = {};
+    if (exists) load_last<scalar_t>(scan, work, row, q);
+    const acc_t product = product_with_features(n.feature_map, q, out[i]);
+    if (!exists) return;
+    if (thread_x<acc_t>() == 0) static_cast<acc_t*>(scan.products)[head + row] = product;
+    const acc_t bias = product * static_cast<const acc_t*>(scan.inverse)[head + row];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) out[i][j] -= bias * z.values[j];
+    multiply_by_derivative(n.feature_map, q, out[i]);
+    store_four<scalar_t>(scan, work, row, out[i]);
+  });
+}
+
+// ---- a head
 
 // One head of columns: adds to the rows what the chunk itself and, with the first head, the state gives them; then adds
 // the columns to the state.
@@ -177,7 +305,9 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
   if (chunk.has_columns)
     load_chunk<scalar_t>(scan, scan.x, work.b, column_head, chunk.columns, work.part * kSize, scan.width, s.x);
   if (has_bias<kGeneral>(scan) && scan.kind == ScanKind::GradK && chunk.has_columns)
-    load_bias(scan, work.b, column_head, chunk.columns, s.bias);
+    load_bias<kGeneral>(scan, work.b, column_head, chunk.columns, s.bias);
+  if constexpr (!kGeneral)
+    if (finds_rows<acc_t, kGeneral>(scan) && chunk.has_rows) find_inverses<scalar_t>(scan, work, chunk, s);
   for (int64_t k = 0; k < scan.depth; k += kSize) {
     const int depth = static_cast<int>(min(int64_t{kSize}, ceil_div(scan.depth - k, 4) * 4));
     if (reads_state || meet) load_chunk<scalar_t>(scan, scan.a, work.b, work.row_head, chunk.rows, k, scan.depth, s.a);
@@ -209,10 +339,13 @@ __device__ __forceinline__ void scan_head(const Scan& scan, const ScanWork& work
       __syncthreads();
     }
     store_scores(scan, chunk, scores, s);
+    if (finds_rows<acc_t, kGeneral>(scan)) sum_lines(s.x, s.b);
     __syncthreads();
     add_product(s.a, s.x.row(0), static_cast<int>(ceil_div(chunk.columns.end, 4) * 4), acc.out);
     if (has_denominator<kGeneral>(scan)) add_row_dots(s.a, static_cast<const acc_t*>(nullptr), kLines, acc.denominator);
   }
+  if constexpr (!kGeneral)
+    if (finds_rows<acc_t, kGeneral>(scan) && chunk.has_rows) finish_queries<scalar_t>(scan, work, chunk, s, acc.out);
   if (has_bias<kGeneral>(scan) && (chunk.has_columns || fades)) {
     __syncthreads();
     if constexpr (kGeneral)
@@ -238,31 +371,6 @@ __device__ __forceinline__ void subtract_bias_of_state(const Scan& scan, const S
 }
 
 // ---- results
-
-template <typename scalar_t, typename acc_t>
-__device__ __forceinline__ void store_four(const Scan& scan, const ScanWork& work, int64_t row, const acc_t (&x)[4]) {
-  const int64_t column = work.part * kTileSize<acc_t> + 4 * thread_x<acc_t>();
-  if (!scan.out || column >= scan.width) return;
-  scalar_t* to = scan.out.at<scalar_t>(work.b, work.row_head, row, column);
-  write_pack(rounded_pack<scalar_t>(x), to, {scan.out.stride[3], scan.width, scan.out_packed}, column);
-}
-
-// Elements (row, column + j) of g, q or k; 0 where none exist.
-template <typename scalar_t, typename acc_t>
-__device__ __forceinline__ void load_last(const Scan& scan, const ScanWork& work, int64_t row, acc_t (&x)[4]) {
-  const int64_t column = work.part * kTileSize<acc_t> + 4 * thread_x<acc_t>();
-  const scalar_t* from = scan.last.at<scalar_t>(work.b, work.row_head, row, column);
-  Pack<scalar_t, 4> pack = {};
-  if (scan.last_packed) {
-    if (column < scan.width) pack = load_pack<4>(from);
-  } else {
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      if (column + j < scan.width) pack.values[j] = from[j * scan.last.stride[3]];
-  }
-#pragma unroll
-  for (int j = 0; j < 4; ++j) x[j] = to_acc(pack.values[j]);
-}
 
 // GradK: a part of phi(k).(grad phi(k)), which the gradient of a decay needs.
 template <typename scalar_t, typename acc_t>
@@ -305,9 +413,7 @@ __device__ __forceinline__ void finish_row(const Scan& scan, const ScanWork& wor
   } else if (scan.kind != ScanKind::GradV && exists && scan.out) {
     acc_t x[4];
     load_last<scalar_t>(scan, work, row, x);
-#pragma unroll
-    for (int j = 0; j < 4; ++j)
-      if (n.feature_map == FeatureMap::EluPlusOne) out[j] *= elu_plus_one_derivative(x[j], exp_minus_abs(x[j]));
+    multiply_by_derivative(n.feature_map, x, out);
   }
   if (exists) store_four<scalar_t>(scan, work, row, out);
 }
@@ -318,9 +424,9 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, const ScanWork& wor
   constexpr int kThreadRows = kLines / kSide<acc_t>;
   Accumulators<acc_t, kThreadRows> acc = {};
   if constexpr (kGeneral) load_decays(scan, work, chunk, s);
-  if (chunk.has_rows && has_bias<kGeneral>(scan)) {
+  if (chunk.has_rows && subtracts_bias<acc_t, kGeneral>(scan)) {
     if (scan.kind == ScanKind::GradQ) {
-      load_bias(scan, work.b, work.row_head, chunk.rows, s.bias);
+      load_bias<kGeneral>(scan, work.b, work.row_head, chunk.rows, s.bias);
       __syncthreads();
     }
     subtract_bias_of_state(scan, s, acc.out);
@@ -331,7 +437,7 @@ __device__ __forceinline__ void scan_chunk(const Scan& scan, const ScanWork& wor
     const Chunk of_head{chunk.rows, chunk.columns, chunk.has_rows, chunk.has_columns && head < heads};
     scan_head<scalar_t>(scan, work, of_head, head, state, s, acc);
   }
-  if (!chunk.has_rows) return;
+  if (!chunk.has_rows || finds_rows<acc_t, kGeneral>(scan)) return;
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
     const int line = thread_y<acc_t>() + kSide<acc_t> * i;

@@ -118,6 +118,12 @@ __device__ __forceinline__ void add(const acc_t (&from)[kThreadRows][kColumns], 
     for (int j = 0; j < kColumns; ++j) to[i][j] += from[i][j];
 }
 
+template <typename acc_t>
+__device__ __forceinline__ void add_four(const Four<acc_t>& from, Four<acc_t>& to) {
+#pragma unroll
+  for (int j = 0; j < 4; ++j) to.values[j] += from.values[j];
+}
+
 // sum[i][j] += the product, over `depth` columns, of rows y + kSide i of a and x + kSide j of b.
 template <typename acc_t, int kLines, int kThreadRows>
 __device__ __forceinline__ void add_scores(const ChunkTile<acc_t, kLines>& a, const ChunkTile<acc_t, kLines>& b,
@@ -212,6 +218,22 @@ __device__ __forceinline__ void add_row_dots(const ChunkTile<acc_t, kLines>& a, 
     const Four<acc_t> x = load_pack<4>(a.row(thread_y<acc_t>() + kSide<acc_t> * i) + column);
 #pragma unroll
     for (int j = 0; j < 4; ++j) sum[i] += x.values[j] * (vector == nullptr ? acc_t(1) : vector[column + j]);
+  }
+}
+
+// Each line of `to` is the sum of the lines of x up to it, of the same kSide lines.
+template <typename acc_t, int kLines>
+__device__ __forceinline__ void sum_lines(const ChunkTile<acc_t, kLines>& x, ChunkTile<acc_t, kLines>& to) {
+  constexpr int kSums = kTileSize<acc_t> * kLines / kSide<acc_t>;
+  for (int i = static_cast<int>(threadIdx.x); i < kSums; i += kThreads<acc_t>) {
+    const int column = i % kTileSize<acc_t>;
+    const int first = i / kTileSize<acc_t> * kSide<acc_t>;
+    acc_t sum = 0;
+#pragma unroll 4
+    for (int line = first; line < first + kSide<acc_t>; ++line) {
+      sum += x.row(line)[column];
+      to.row(line)[column] = sum;
+    }
   }
 }
 

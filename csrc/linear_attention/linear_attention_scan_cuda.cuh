@@ -17,13 +17,15 @@
 //     grad k   keys     v        g              phi(q) / den   (g.y)_j   then phi'(k)
 //     grad v   keys     phi(k)   phi(q) / den   g
 //
-// where g is the gradient of y. If 1 / den is known before grad q, then a is g / den and the bias is (g.y) / den,
-// because products with g alone may overflow. A block goes along the sequence in chunks. Rows and columns of the same
-// chunk form a matrix of scores; columns of earlier chunks are in a state, the sum of b_j x_j^T (depth,width). If the
-// rows are keys, which see later queries, the scan goes backwards. If there are few heads, the sequence is cut into
-// segments: one launch sums the columns of each segment, one adds the segments up, and one scans all segments at once.
-// The segments' states lie in the result until the last launch writes it: each in rows that only its own segment's
-// blocks write, so every query head of a group has a copy.
+// where g is the gradient of y. By fused multiply-adds, a of grad q is g / den and the bias is (g.y) / den, because
+// products with g alone may overflow. If a block has all columns of grad q, then it also finds 1 / den and g.y: the sum
+// z of phi(k) over the keys that a query sees, and g.y = phi(q).(sum of (a.b) x). Else another scan stores them before.
+// A block goes along the sequence in chunks. Rows and columns of the same chunk form a matrix of scores; columns of
+// earlier chunks are in a state, the sum of b_j x_j^T (depth,width). If the rows are keys, which see later queries, the
+// scan goes backwards. If there are few heads, the sequence is cut into segments: one launch sums the columns of each
+// segment, one adds the segments up, and one scans all segments at once. The segments' states lie in the result until
+// the last launch writes it: each in rows that only its own segment's blocks write, so every query head of a group has
+// a copy.
 //
 // The general form, by fused multiply-adds only, knows decays, states and sums that are not normalized (no bias, and
 // den is 1). Query i sees key j with the product of the decays from j + 1 to i as a weight. From the state before its
@@ -308,12 +310,13 @@ __device__ __forceinline__ acc_t& kept_of(const Scan& scan, const ScanWork& work
 // that the errors of splitting the factors in two are small beside those of the sum.
 bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype);
 
-// On tensor cores, a block has all columns of the width if depth and width are at most this. Then GradQ also stores
-// what Denominators would.
+// On tensor cores, a block has all columns of the width if depth and width are at most this.
 constexpr int64_t kWidestWhole = 128;
 
+// Whether GradQ also stores what Denominators would: if a block has all columns of its result, in the plain form.
 inline bool stores_denominators(const LinearAttentionShape& n, Dtype dtype) {
-  return suits_tensor_cores(n, dtype) && std::max(n.D, n.Dv) <= kWidestWhole;
+  if (suits_tensor_cores(n, dtype)) return std::max(n.D, n.Dv) <= kWidestWhole;
+  return n.is_plain() && n.D <= linear_attention_tile(dtype);
 }
 
 // Queues a scan on tensor cores.

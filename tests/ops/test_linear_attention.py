@@ -388,6 +388,21 @@ def test_tensor_cores_in_any_order_of_threads(shape: tuple[int, ...], causal: bo
     assert names <= set(library.launches())
 
 
+@pytest.mark.host_cuda
+@pytest.mark.parametrize("wanted", [(True, True, True), (False, True, False), (False, False, True)])
+@pytest.mark.parametrize(("dtype", "D"), [(torch.float32, 64), (torch.float32, 65), (torch.float64, 32)])
+def test_grad_q_finds_denominators_if_a_block_has_all_columns(
+    dtype: torch.dtype, D: int, wanted: tuple[bool, ...]
+) -> None:
+    from host_cuda import library
+
+    inputs, grad_y = make_inputs(1, 2, 1, 70, 90, D, 3, dtype)
+    library.forget_launches()
+    run_subset(contract(True).function, inputs, wanted, grad_y)
+    assert ("linear_attention_backward_rows" in library.launches()) == (D == 65)
+    assert ("linear_attention_backward_q" in library.launches()) == (wanted[0] or D != 65)
+
+
 # ---- torch's own checks
 
 
