@@ -356,7 +356,7 @@ def test_only_what_backward_reads_is_kept(mask: tuple[bool, ...]) -> None:
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("shape", [SMALL, TENSOR, IN_RESULTS])
+@pytest.mark.parametrize("shape", [SMALL, TENSOR, IN_RESULTS, (1, 2, 1, 600, 600, 9, 12)])
 def test_frozen_inputs_change_no_bit_of_other_gradients(shape: tuple[int, ...], causal: bool) -> None:
     inputs, grad_y = make_inputs(*shape, torch.bfloat16)
     function = contract(causal).function
