@@ -148,10 +148,10 @@ $(DEVELOPMENT): pyproject.toml | $(BUILD)
 	$(PIP) install $(PIP_FLAGS) --no-build-isolation -e '.[dev]'
 	@touch $@
 
-# Packages whose models are predicted or take our attention, and ONNX. timm and torchvision ask for another torch, and work with this one.
+# Packages whose models are predicted, take our attention or train our modules, and ONNX. timm and torchvision ask for another torch, and work with this one.
 $(ZOO): Makefile | $(DEVELOPMENT)
 	$(BIN)/python -c 'import torch; print(f"torch=={torch.__version__}")' > $(VENV)/torch.txt
 	$(PIP) install $(PIP_FLAGS) --constraint $(VENV)/torch.txt transformers==5.23.0 accelerate==1.15.0 peft==0.21.2 \
-	    onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0
+	    lightning==2.6.6 onnx==1.23.2 onnxscript==0.7.2 onnxruntime==1.32.0
 	$(PIP) install $(PIP_FLAGS) --no-deps timm==1.0.31 torchvision==0.29.2
 	@touch $@
