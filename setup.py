@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -19,30 +20,44 @@ COMPILE_FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=h
 COMPILE_FLAGS += ["-fno-wrapv"]
 
 
+# As in pyproject.toml, which pip reads after the build.
+OLDEST_TORCH = (2, 11)
+
+
 def require_tools() -> None:
-    """One message for what is missing, where torch, setuptools and the compiler would each fail in a way of its own."""
-    missing = None
-    try:
-        import torch  # noqa: F401
-    except ImportError as error:
-        missing = f"cannot import torch ({error})"
-    if missing is None and int(setuptools.__version__.split(".")[0]) < 70:
-        missing = f"has setuptools {setuptools.__version__}, older than 70"
-    if missing:
-        sys.exit(
-            "\nmemcheck is built without isolation, against the torch that will run it,\n"
-            f"and {sys.executable} {missing}.\n\n"
-            "If you have torch, pip's isolation has hidden it:\n"
-            "    pip install --no-build-isolation .\n"
-            "If you do not, install what builds memcheck first:\n"
-            "    pip install torch 'setuptools>=70.1' ninja\n"
-            "    pip install --no-build-isolation .\n"
-        )
+    """Exits with one message for what is missing, where torch and the compiler would each fail in a way of its own.
+
+    torch is imported last, because that takes over a second.
+    """
+    if importlib.util.find_spec("torch") is None:
+        refuse("lacks torch")
+    installed = next(iter(importlib.metadata.distributions(name="torch")), None)
+    if installed and tuple(map(int, installed.version.split(".")[:2])) < OLDEST_TORCH:
+        refuse(f"has torch {installed.version}, older than {'.'.join(map(str, OLDEST_TORCH))}")
+    if int(setuptools.__version__.split(".")[0]) < 70:
+        refuse(f"has setuptools {setuptools.__version__}, older than 70")
     compiler = os.environ.get("CXX", "c++").split()[0]
     if shutil.which(compiler) is None or not Path(sysconfig.get_path("include"), "Python.h").is_file():
         sys.exit(
             f"\nmemcheck is compiled, by {compiler} and with Python.h. On Debian: apt-get install g++ python3-dev\n"
         )
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        refuse(f"cannot import torch ({error})")
+
+
+def refuse(why: str) -> None:
+    """Exits with what is wrong with this Python, and the commands that install what is missing."""
+    sys.exit(
+        "\nmemcheck is built without isolation, against the torch that will run it,\n"
+        f"and {sys.executable} {why}.\n\n"
+        "If you have torch, pip's isolation has hidden it:\n"
+        "    pip install --no-build-isolation .\n"
+        "If you do not, install what builds memcheck first:\n"
+        "    pip install 'torch>=2.11' 'setuptools>=70.1' ninja\n"
+        "    pip install --no-build-isolation .\n"
+    )
 
 
 def find_cuda_home() -> str | None:

@@ -177,10 +177,40 @@ def test_an_nvcc_of_another_cuda_is_named(tmp_path: Path) -> None:
     assert f"CUDA kernels: needs {said}" in left_to_it.stdout
 
 
-def test_a_missing_compiler_is_named() -> None:
-    ended = run_python("setup.py", "--name", CXX="no-such-compiler")
+def unimportable_torch(folder: Path, version: str) -> str:
+    """A PYTHONPATH with an installed torch of this version, whose import fails in a way that no message covers."""
+    (folder / "torch.py").write_text("raise AssertionError('torch was imported')\n")
+    metadata = folder / f"torch-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n")
+    return str(folder)
+
+
+def test_a_missing_compiler_is_named_before_torch_is_imported(tmp_path: Path) -> None:
+    path = unimportable_torch(tmp_path, "2.13.0")
+    ended = run_python("setup.py", "--name", CXX="no-such-compiler", PYTHONPATH=path)
     assert ended.returncode == 1
     assert "memcheck is compiled, by no-such-compiler" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_an_old_torch_is_named_without_importing_it(tmp_path: Path) -> None:
+    """The oldest that will do is that of pyproject.toml."""
+    oldest = re.search(r'"torch>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest is not None
+    ended = run_python("setup.py", "--name", PYTHONPATH=unimportable_torch(tmp_path, "2.9.1+cpu"))
+    assert ended.returncode == 1
+    assert f"has torch 2.9.1+cpu, older than {oldest[1]}." in ended.stderr
+    assert f"pip install 'torch>={oldest[1]}'" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+def test_a_missing_torch_is_named() -> None:
+    code = "import runpy, sys; sys.modules['torch'] = None; sys.argv = ['setup.py', '--name']; "
+    ended = run_python("-c", code + "runpy.run_path('setup.py')")
+    assert ended.returncode == 1
+    assert f"{sys.executable} lacks torch." in ended.stderr
+    assert "pip install --no-build-isolation ." in ended.stderr
     assert "Traceback" not in ended.stderr
 
 
