@@ -59,6 +59,7 @@ MEMCHECK_INLINE void forward_rows_body(const CombinatorForward& p, int64_t begin
   using acc_t = acc_type<scalar_t>;
   alignas(64) acc_t a[kBlock];
   alignas(64) acc_t b[kBlock];
+  alignas(64) acc_t e[kBlock];
   for (int64_t row = begin; row < end; ++row) {
     const scalar_t* pair = static_cast<const scalar_t*>(p.preactivations) + row * 2 * p.E;
     scalar_t* y = static_cast<scalar_t*>(p.y) + row * p.E;
@@ -66,7 +67,8 @@ MEMCHECK_INLINE void forward_rows_body(const CombinatorForward& p, int64_t begin
       const int64_t count = block_length(column, p.E);
       load_block(pair + column, count, a);
       load_block(pair + p.E + column, count, b);
-      for (int64_t i = 0; i < kBlock; ++i) b[i] *= softplus(a[i]);
+      exponentials_minus_abs(a, kBlock, e);
+      for (int64_t i = 0; i < kBlock; ++i) b[i] *= softplus_from_exponential(a[i], e[i]);
       store_block(b, count, y + column);
     }
   }
@@ -78,6 +80,7 @@ MEMCHECK_INLINE void backward_rows_body(const CombinatorBackward& p, int64_t beg
   using acc_t = acc_type<scalar_t>;
   alignas(64) acc_t a[kBlock];
   alignas(64) acc_t b[kBlock];
+  alignas(64) acc_t e[kBlock];
   alignas(64) acc_t g[kBlock];
   for (int64_t row = begin; row < end; ++row) {
     const scalar_t* pair = static_cast<const scalar_t*>(p.preactivations) + row * 2 * p.E;
@@ -89,8 +92,9 @@ MEMCHECK_INLINE void backward_rows_body(const CombinatorBackward& p, int64_t beg
       load_block(pair + column, count, a);
       load_block(pair + p.E + column, count, b);
       load_strided_block(grad_y + column * stride, stride, count, g);
+      exponentials_minus_abs(a, kBlock, e);
       for (int64_t i = 0; i < kBlock; ++i) {
-        const auto gradients = combinator_gradients(g[i], softplus_and_sigmoid(a[i]), b[i]);
+        const auto gradients = combinator_gradients(g[i], softplus_and_sigmoid_from_exponential(a[i], e[i]), b[i]);
         a[i] = gradients.grad_a;
         b[i] = gradients.grad_b;
       }

@@ -23,9 +23,12 @@ namespace memcheck {
 
 // ---- exponential and logarithm
 
-// exp(-|x|) = 2^n exp(r) with an integer n and |r| <= ln(2)/2. exp(r) is a minimax polynomial with an error of 3.2e-9.
-// 2^n is applied as 2^(n + 64) 2^-64, so that a result below 2^-126 is rounded once, to the right subnormal number.
-MEMCHECK_INLINE float exp_minus_abs(float x) {
+// exp(-|x|) = 2^n exp(r) with an integer n and |r| <= ln(2)/2. The low bits of `shifted` are n + 127 + 64.
+struct ReducedExponent {
+  float r, shifted;
+};
+
+MEMCHECK_INLINE ReducedExponent reduce_minus_abs(float x) {
   constexpr float kLog2e = 1.44269504088896341f;
   constexpr float kLn2High = 0.693145751953125f;  // 16 bits: n * kLn2High is exact
   constexpr float kLn2Low = 1.42860682030941723212e-6f;
@@ -36,17 +39,28 @@ MEMCHECK_INLINE float exp_minus_abs(float x) {
   const float clamped = negative < kLowest ? kLowest : negative;
   const float shifted = clamped * kLog2e + kRound;
   const float n = shifted - kRound;
-  const float r = (clamped - n * kLn2High) - n * kLn2Low;
-  const float r2 = r * r;
-  const float high = 0.041668348014354706f + r * 0.00836850330233574f + r2 * 0.001381568843498826f;
-  const float low = 0.4999999403953552f + r * 0.1666652262210846f;
-  const float less_one = r + r2 * (low + r2 * high);  // exp(r) - 1
+  return {(clamped - n * kLn2High) - n * kLn2Low, shifted};
+}
+
+// 2^n (1 + less_one). 2^n is applied as 2^(n + 64) 2^-64, so that a result below 2^-126 is rounded once, to the right
+// subnormal number.
+MEMCHECK_INLINE float times_power_of_two(float less_one, float shifted) {
   uint32_t bits;
   std::memcpy(&bits, &shifted, sizeof(bits));
-  bits <<= 23;  // the exponent of 2^(n + 64); the upper bits of kRound are shifted out
+  bits <<= 23;  // the exponent of 2^(n + 64); the upper bits are shifted out
   float power;
   std::memcpy(&power, &bits, sizeof(power));
   return (less_one * power + power) * 0x1p-64f;
+}
+
+// exp(r) is a minimax polynomial with an error of 3.2e-9.
+MEMCHECK_INLINE float exp_minus_abs(float x) {
+  const ReducedExponent reduced = reduce_minus_abs(x);
+  const float r = reduced.r;
+  const float r2 = r * r;
+  const float high = 0.041668348014354706f + r * 0.00836850330233574f + r2 * 0.001381568843498826f;
+  const float low = 0.4999999403953552f + r * 0.1666652262210846f;
+  return times_power_of_two(r + r2 * (low + r2 * high), reduced.shifted);
 }
 
 MEMCHECK_INLINE double exp_minus_abs(double x) {
@@ -85,6 +99,29 @@ struct CpuMaths {
   template <typename acc_t>
   MEMCHECK_INLINE static acc_t divide(acc_t a, acc_t b) {
     return a / b;
+  }
+};
+
+// For values that are read and stored in 16 bits: shorter polynomials. The errors of softplus and its derivative are
+// below 5e-7, which is small beside the rounding of the values, 2^-9 or 2^-12.
+struct CpuMathsFor16Bits : CpuMaths {
+  // The polynomial has an error of 1.1e-7.
+  MEMCHECK_INLINE static float exp_minus_abs(float x) {
+    const ReducedExponent reduced = reduce_minus_abs(x);
+    const float r = reduced.r;
+    const float r2 = r * r;
+    const float high = 0.041890330612659454f + r * 0.008312501944601536f;
+    const float low = 0.499992311000824f + r * 0.16667115688323975f;
+    return times_power_of_two(r + r2 * (low + r2 * high), reduced.shifted);
+  }
+  // The polynomial has an error of 2.2e-7.
+  MEMCHECK_INLINE static float log1p_of_unit(float e) {
+    const float e2 = e * e;
+    const float p12 = -0.4999817907810211f + 0.3328406512737274f * e;
+    const float p34 = -0.24536867439746857f + 0.178472101688385f * e;
+    const float p56 = -0.10902294516563416f + 0.04498666897416115f * e;
+    const float high = p56 - e2 * 0.008778962306678295f;
+    return e + e2 * ((p12 + e2 * p34) + (e2 * e2) * high);
   }
 };
 
@@ -131,14 +168,30 @@ MEMCHECK_INLINE acc_t sigmoid_numerator(acc_t x, acc_t e) {
 }
 
 template <typename Maths = CpuMaths, typename acc_t>
+MEMCHECK_INLINE acc_t softplus_from_exponential(acc_t x, acc_t e) {
+  return positive_part(x) + Maths::log1p_of_unit(e);
+}
+
+template <typename Maths = CpuMaths, typename acc_t>
+MEMCHECK_INLINE SoftplusSigmoid<acc_t> softplus_and_sigmoid_from_exponential(acc_t x, acc_t e) {
+  return {softplus_from_exponential<Maths>(x, e), Maths::divide(sigmoid_numerator(x, e), acc_t(1) + e)};
+}
+
+template <typename Maths = CpuMaths, typename acc_t>
 MEMCHECK_INLINE acc_t softplus(acc_t x) {
-  return positive_part(x) + Maths::log1p_of_unit(Maths::exp_minus_abs(x));
+  return softplus_from_exponential<Maths>(x, Maths::exp_minus_abs(x));
 }
 
 template <typename Maths = CpuMaths, typename acc_t>
 MEMCHECK_INLINE SoftplusSigmoid<acc_t> softplus_and_sigmoid(acc_t x) {
-  const acc_t e = Maths::exp_minus_abs(x);
-  return {positive_part(x) + Maths::log1p_of_unit(e), Maths::divide(sigmoid_numerator(x, e), acc_t(1) + e)};
+  return softplus_and_sigmoid_from_exponential<Maths>(x, Maths::exp_minus_abs(x));
+}
+
+// exp(-|x|) of many numbers. The rest of softplus follows in a loop of its own: it and the exponential are chains of
+// operations that each wait for the one before, and a processor works on more numbers at once where chains are short.
+template <typename Maths = CpuMaths, typename acc_t>
+MEMCHECK_INLINE void exponentials_minus_abs(const acc_t* __restrict x, int64_t count, acc_t* __restrict e) {
+  for (int64_t i = 0; i < count; ++i) e[i] = Maths::exp_minus_abs(x[i]);
 }
 
 // ---- the combinator, y = softplus(a) b

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 
 #include "common/macros.h"
 
@@ -12,25 +13,52 @@ constexpr int kTileRows = 32;
 constexpr int kTileLanes = 32;
 constexpr int kTileElements = kTileRows * kTileLanes;
 
-// Takes one element of each of kParts parts in turn. A part is kTileRows / kParts rows of `from`. As an index of an
-// element in binary, this rotates it by log2(kParts) bits, which compilers turn into vector shuffles.
-template <int kParts, typename acc_t>
-MEMCHECK_INLINE void interleave_parts(const acc_t* __restrict from, int64_t row_stride, acc_t* __restrict to) {
-  constexpr int kPartRows = kTileRows / kParts;
-  for (int64_t row = 0; row < kPartRows; ++row)
-    for (int64_t i = 0; i < kTileLanes; ++i)
-      for (int64_t part = 0; part < kParts; ++part)
-        to[(row * kTileLanes + i) * kParts + part] = from[(part * kPartRows + row) * row_stride + i];
+// Vectors of 16 bytes, which every processor has, with instructions that interleave their halves.
+template <typename acc_t>
+struct ShortVector {
+  typedef acc_t type __attribute__((vector_size(16)));
+};
+
+MEMCHECK_INLINE ShortVector<float>::type interleave_low(ShortVector<float>::type a, ShortVector<float>::type b) {
+  return ShortVector<float>::type{a[0], b[0], a[1], b[1]};
+}
+MEMCHECK_INLINE ShortVector<float>::type interleave_high(ShortVector<float>::type a, ShortVector<float>::type b) {
+  return ShortVector<float>::type{a[2], b[2], a[3], b[3]};
+}
+MEMCHECK_INLINE ShortVector<double>::type interleave_low(ShortVector<double>::type a, ShortVector<double>::type b) {
+  return ShortVector<double>::type{a[0], b[0]};
+}
+MEMCHECK_INLINE ShortVector<double>::type interleave_high(ShortVector<double>::type a, ShortVector<double>::type b) {
+  return ShortVector<double>::type{a[1], b[1]};
 }
 
-// to[j][i] = from[i][j]. The index of an element has 5 bits for its row and 5 for its lane: this rotates it by 3 bits,
-// then by 2.
+// Transposes a square of 16 bytes a row, 4 x 4 floats or 2 x 2 doubles. Interleaving the rows of its upper half with
+// those of its lower half, as many times as the number of rows has bits, transposes it.
 template <typename acc_t>
-MEMCHECK_INLINE void transpose_tile(const acc_t* from, acc_t* to, int64_t from_stride = kTileLanes) {
-  static_assert(kTileRows == 32 && kTileLanes == 32);
-  alignas(64) acc_t half[kTileElements];
-  interleave_parts<8>(from, from_stride, half);
-  interleave_parts<4>(half, kTileLanes, to);
+MEMCHECK_INLINE void transpose_square(const acc_t* from, int64_t from_stride, acc_t* to, int64_t to_stride) {
+  using Vector = typename ShortVector<acc_t>::type;
+  constexpr int kSide = 16 / sizeof(acc_t);
+  Vector x[kSide];
+  for (int i = 0; i < kSide; ++i) std::memcpy(&x[i], from + i * from_stride, sizeof(Vector));
+  for (int side = 1; side < kSide; side *= 2) {
+    Vector y[kSide];
+    for (int i = 0; i < kSide / 2; ++i) {
+      y[2 * i] = interleave_low(x[i], x[i + kSide / 2]);
+      y[2 * i + 1] = interleave_high(x[i], x[i + kSide / 2]);
+    }
+    for (int i = 0; i < kSide; ++i) x[i] = y[i];
+  }
+  for (int i = 0; i < kSide; ++i) std::memcpy(to + i * to_stride, &x[i], sizeof(Vector));
+}
+
+// to[j][i] = from[i][j].
+template <typename acc_t>
+MEMCHECK_INLINE void transpose_tile(const acc_t* __restrict from, acc_t* __restrict to,
+                                    int64_t from_stride = kTileLanes) {
+  constexpr int64_t kSide = 16 / sizeof(acc_t);
+  for (int64_t i = 0; i < kTileRows; i += kSide)
+    for (int64_t j = 0; j < kTileLanes; j += kSide)
+      transpose_square(from + i * from_stride + j, from_stride, to + j * kTileRows + i, kTileRows);
 }
 
 // to[i] = from[i], converted. The length of a full line is known to the compiler, so that a full line becomes a few

@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "common/compensated_sum.h"
+#include "common/formulas.h"
 #include "common/integer.h"
 #include "common/matrix_tile.h"
 #include "common/parallel.h"
@@ -222,6 +224,56 @@ MEMCHECK_INLINE int64_t chunk_end(int64_t chunk, int64_t length) {
 MEMCHECK_INLINE int first_row_with_query(const SoftplusAttentionShape& shape, int64_t t, int rows) {
   const int64_t s = t - (shape.T - shape.S);
   return s < 0 ? static_cast<int>(-s < rows ? -s : rows) : 0;
+}
+
+// Rows of kTileLanes numbers, in scratch or in memory.
+template <typename number_t>
+struct TileRows {
+  number_t* data;
+  int64_t stride;
+
+  MEMCHECK_INLINE number_t* operator[](int64_t row) const { return data + row * stride; }
+};
+
+// A tile to be read: in memory if it lies there as it would in scratch, else loaded into `tile`.
+template <typename acc_t>
+MEMCHECK_INLINE TileRows<const acc_t> rows_to_read(Dtype dtype, const MatrixPlace& place, int64_t rows, int64_t lanes,
+                                                   acc_t* tile) {
+  if (lies_as_scratch<acc_t>(dtype, place, lanes)) return {static_cast<const acc_t*>(place.data), place.row_stride};
+  load_tile(dtype, place, rows, lanes, tile);
+  return {tile, kTileLanes};
+}
+
+// A tile to be written: in memory, or in `tile`, to be stored when it is full.
+template <typename acc_t>
+MEMCHECK_INLINE TileRows<acc_t> rows_to_write(Dtype dtype, const MatrixPlace& place, int64_t lanes, acc_t* tile) {
+  if (lies_as_scratch<acc_t>(dtype, place, lanes)) return {static_cast<acc_t*>(place.data), place.row_stride};
+  return {tile, kTileLanes};
+}
+
+template <typename acc_t>
+MEMCHECK_INLINE void store_written(Dtype dtype, const MatrixPlace& place, int64_t rows, int64_t lanes,
+                                   const acc_t* tile) {
+  if (!lies_as_scratch<acc_t>(dtype, place, lanes)) store_tile(dtype, place, rows, lanes, tile);
+}
+
+// run(Maths{}) for the maths of a dtype whose accumulation type is acc_t.
+template <typename acc_t, typename Run>
+MEMCHECK_INLINE void with_maths(Dtype dtype, const Run& run) {
+  if constexpr (std::is_same_v<acc_t, float>) {
+    if (dtype != Dtype::Float32) return run(CpuMathsFor16Bits{});
+  }
+  run(CpuMaths{});
+}
+
+// e = exp(-|x|) of the rows of a tile, while the rows of another are on their way.
+template <typename Maths, typename acc_t>
+MEMCHECK_INLINE void exponentials_of_rows(const TileRows<const acc_t>& x, int64_t rows, const NextTile<acc_t>& next,
+                                          acc_t* __restrict e) {
+  for (int64_t row = 0; row < rows; ++row) {
+    next.prefetch(row);
+    exponentials_minus_abs<Maths>(x[row], kTileLanes, e + row * kTileLanes);
+  }
 }
 
 // ---- passes

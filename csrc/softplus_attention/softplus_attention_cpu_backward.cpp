@@ -61,14 +61,34 @@ MEMCHECK_INLINE void load_keys(const SoftplusAttentionBackward& p, Dtype dtype, 
   }
   const NextTile<acc_t> next_k(dtype, k, span.ahead);
   const NextTile<acc_t> next_v(dtype, v, span.ahead);
-  for (int64_t row = 0; row < span.rows; ++row) {
-    next_k.prefetch(row);
-    next_v.prefetch(row);
-    for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
-      const SoftplusSigmoid<acc_t> k = softplus_and_sigmoid(x.softplus_k[i]);
-      x.softplus_k[i] = k.softplus;
-      x.sigmoid_k[i] = k.sigmoid;
+  with_maths<acc_t>(dtype, [&](auto maths) MEMCHECK_INLINE_LAMBDA {
+    using Maths = decltype(maths);
+    alignas(64) acc_t e[kTileElements];
+    exponentials_of_rows<Maths, acc_t>({x.softplus_k, kTileLanes}, span.rows, next_k, e);
+    for (int64_t row = 0; row < span.rows; ++row) {
+      next_v.prefetch(row);
+      for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
+        const SoftplusSigmoid<acc_t> k = softplus_and_sigmoid_from_exponential<Maths>(x.softplus_k[i], e[i]);
+        x.softplus_k[i] = k.softplus;
+        x.sigmoid_k[i] = k.sigmoid;
+      }
     }
+  });
+}
+
+// grad_q of a row of queries, with e = exp(-|q|). w and w m replace Z and A.
+template <typename Maths, typename acc_t>
+MEMCHECK_INLINE void differentiate_query_row(const acc_t* __restrict q, const acc_t* __restrict e,
+                                             const acc_t* __restrict g, acc_t eps, acc_t* __restrict grad_q,
+                                             acc_t* __restrict z_to_w, acc_t* __restrict a_to_wm) {
+  for (int64_t lane = 0; lane < kTileLanes; ++lane) {
+    const acc_t inverse = acc_t(1) / (z_to_w[lane] + eps);
+    const acc_t m = a_to_wm[lane] * inverse;
+    const auto of_q = softplus_and_sigmoid_from_exponential<Maths>(q[lane], e[lane]);
+    const auto gradients = softplus_query_gradients(g[lane], of_q, inverse, m);
+    grad_q[lane] = gradients.grad_q;
+    z_to_w[lane] = gradients.w;
+    a_to_wm[lane] = gradients.wm;
   }
 }
 
@@ -76,31 +96,33 @@ MEMCHECK_INLINE void load_keys(const SoftplusAttentionBackward& p, Dtype dtype, 
 template <typename acc_t>
 MEMCHECK_INLINE void differentiate_queries(const SoftplusAttentionBackward& p, Dtype dtype, const Task& task,
                                            const Span& span, bool write_grad_q, acc_t* z_to_w, acc_t* a_to_wm) {
-  alignas(64) acc_t q[kTileElements];
-  alignas(64) acc_t g[kTileElements];
+  alignas(64) acc_t q_tile[kTileElements];
+  alignas(64) acc_t g_tile[kTileElements];
+  alignas(64) acc_t grad_q_tile[kTileElements];
+  alignas(64) acc_t e[kTileElements];
   const MatrixPlace q_place = query_tile(dtype, p.q, task, span.begin);
   const MatrixPlace g_place = query_tile(dtype, p.grad_y, task, span.begin);
-  load_tile(dtype, q_place, span.rows, task.lanes, q);
-  load_tile(dtype, g_place, span.rows, task.lanes, g);
+  const bool writes = write_grad_q && p.grad_q;
+  const MatrixPlace grad_q_place = query_tile(dtype, p.grad_q ? p.grad_q : p.q, task, span.begin);
+  const TileRows<const acc_t> q = rows_to_read(dtype, q_place, span.rows, task.lanes, q_tile);
+  const TileRows<const acc_t> g = rows_to_read(dtype, g_place, span.rows, task.lanes, g_tile);
+  const TileRows<acc_t> grad_q =
+      writes ? rows_to_write(dtype, grad_q_place, task.lanes, grad_q_tile) : TileRows<acc_t>{grad_q_tile, kTileLanes};
   const NextTile<acc_t> next_q(dtype, q_place, span.ahead);
   const NextTile<acc_t> next_g(dtype, g_place, span.ahead);
-  const NextTile<acc_t> next_grad_q(dtype, query_tile(dtype, p.grad_q ? p.grad_q : p.q, task, span.begin), span.ahead);
+  const NextTile<acc_t> next_grad_q(dtype, grad_q_place, span.ahead);
   const acc_t eps = static_cast<acc_t>(p.eps);
-  for (int64_t row = 0; row < span.rows; ++row) {
-    next_q.prefetch(row);
-    next_g.prefetch(row);
-    next_grad_q.prefetch(row);
-    for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
-      const acc_t inverse = acc_t(1) / (z_to_w[i] + eps);
-      const acc_t m = a_to_wm[i] * inverse;
-      const auto gradients = softplus_query_gradients(g[i], softplus_and_sigmoid(q[i]), inverse, m);
-      q[i] = gradients.grad_q;
-      z_to_w[i] = gradients.w;
-      a_to_wm[i] = gradients.wm;
+  with_maths<acc_t>(dtype, [&](auto maths) MEMCHECK_INLINE_LAMBDA {
+    using Maths = decltype(maths);
+    exponentials_of_rows<Maths>(q, span.rows, next_q, e);
+    for (int64_t row = 0; row < span.rows; ++row) {
+      next_g.prefetch(row);
+      next_grad_q.prefetch(row);
+      const int64_t i = row * kTileLanes;
+      differentiate_query_row<Maths>(q[row], e + i, g[row], eps, grad_q[row], z_to_w + i, a_to_wm + i);
     }
-  }
-  if (write_grad_q && p.grad_q)
-    store_tile(dtype, query_tile(dtype, p.grad_q, task, span.begin), span.rows, task.lanes, q);
+  });
+  if (writes) store_written(dtype, grad_q_place, span.rows, task.lanes, grad_q_tile);
 }
 
 // grad_v and grad_k replace W and X in a row of a tile of keys.

@@ -24,34 +24,70 @@ MEMCHECK_INLINE void weigh_keys(const SoftplusAttentionForward& p, Dtype dtype, 
   load_tile(dtype, v, rows, task.lanes, values);
   const NextTile<acc_t> next_k(dtype, k, kTileRows);
   const NextTile<acc_t> next_v(dtype, v, kTileRows);
-  for (int64_t row = 0; row < rows; ++row) {
-    next_k.prefetch(row);
-    next_v.prefetch(row);
-    for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
-      weights[i] = softplus(weights[i]);
-      values[i] *= weights[i];
+  with_maths<acc_t>(dtype, [&](auto maths) MEMCHECK_INLINE_LAMBDA {
+    using Maths = decltype(maths);
+    alignas(64) acc_t e[kTileElements];
+    exponentials_of_rows<Maths, acc_t>({weights, kTileLanes}, rows, next_k, e);
+    for (int64_t row = 0; row < rows; ++row) {
+      next_v.prefetch(row);
+      for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i) {
+        weights[i] = softplus_from_exponential<Maths>(weights[i], e[i]);
+        values[i] *= weights[i];
+      }
     }
-  }
+  });
 }
 
-// y of a tile of queries from position s on. Each has its own Z and A.
-template <typename acc_t>
+// y of a tile of queries from position s on. y_of_row(maths, row, q, e, y) computes a row of it, with e = exp(-|q|).
+template <typename acc_t, typename RowOfY>
 MEMCHECK_INLINE void attend(const SoftplusAttentionForward& p, Dtype dtype, const Task& task, int64_t s, int rows,
-                            const acc_t* z, const acc_t* a) {
-  alignas(64) acc_t q[kTileElements];
+                            const RowOfY& y_of_row) {
+  alignas(64) acc_t q_tile[kTileElements];
+  alignas(64) acc_t e[kTileElements];
+  alignas(64) acc_t y_tile[kTileElements];
   const MatrixPlace q_place = query_tile(dtype, p.q, task, s);
   const MatrixPlace y_place = query_tile(dtype, p.y, task, s);
-  load_tile(dtype, q_place, rows, task.lanes, q);
   const NextTile<acc_t> next_q(dtype, q_place, kTileRows);
   const NextTile<acc_t> next_y(dtype, y_place, kTileRows);
+  const TileRows<const acc_t> q = rows_to_read(dtype, q_place, rows, task.lanes, q_tile);
+  const TileRows<acc_t> y = rows_to_write(dtype, y_place, task.lanes, y_tile);
+  with_maths<acc_t>(dtype, [&](auto maths) MEMCHECK_INLINE_LAMBDA {
+    exponentials_of_rows<decltype(maths)>(q, rows, next_q, e);
+    for (int64_t row = 0; row < rows; ++row) {
+      next_y.prefetch(row);
+      y_of_row(maths, row, q[row], e + row * kTileLanes, y[row]);
+    }
+  });
+  store_written(dtype, y_place, rows, task.lanes, y_tile);
+}
+
+// Each query has its own Z and A.
+template <typename acc_t>
+MEMCHECK_INLINE void attend_from_sums(const SoftplusAttentionForward& p, Dtype dtype, const Task& task, int64_t s,
+                                      int rows, const acc_t* z, const acc_t* a) {
   const acc_t eps = static_cast<acc_t>(p.eps);
-  for (int64_t row = 0; row < rows; ++row) {
-    next_q.prefetch(row);
-    next_y.prefetch(row);
-    for (int64_t i = row * kTileLanes; i < (row + 1) * kTileLanes; ++i)
-      q[i] = softplus_attention_from_sums(softplus(q[i]), a[i], z[i], eps);
-  }
-  store_tile(dtype, y_place, rows, task.lanes, q);
+  const auto y_of_row = [&](auto maths, int64_t row, const acc_t* __restrict q, const acc_t* __restrict e,
+                            acc_t* __restrict y) MEMCHECK_INLINE_LAMBDA {
+    using Maths = decltype(maths);
+    const acc_t* __restrict a_row = a + row * kTileLanes;
+    const acc_t* __restrict z_row = z + row * kTileLanes;
+    for (int64_t i = 0; i < kTileLanes; ++i)
+      y[i] = softplus_attention_from_sums(softplus_from_exponential<Maths>(q[i], e[i]), a_row[i], z_row[i], eps);
+  };
+  attend<acc_t>(p, dtype, task, s, rows, y_of_row);
+}
+
+// All queries have the same mean.
+template <typename acc_t>
+MEMCHECK_INLINE void attend_from_mean(const SoftplusAttentionForward& p, Dtype dtype, const Task& task, int64_t s,
+                                      int rows, const acc_t* mean) {
+  const auto y_of_row = [&](auto maths, int64_t, const acc_t* __restrict q, const acc_t* __restrict e,
+                            acc_t* __restrict y) MEMCHECK_INLINE_LAMBDA {
+    using Maths = decltype(maths);
+    for (int64_t i = 0; i < kTileLanes; ++i)
+      y[i] = softplus_attention_from_mean(softplus_from_exponential<Maths>(q[i], e[i]), mean[i]);
+  };
+  attend<acc_t>(p, dtype, task, s, rows, y_of_row);
 }
 
 // Adds one chunk of keys to Z and A. Where queries have their last keys in it (causal), writes their y.
@@ -69,7 +105,7 @@ MEMCHECK_INLINE void key_chunk(const SoftplusAttentionForward& p, Dtype dtype, c
     const int first = first_row_with_query(p.shape, t, rows);
     if (!write_y || first == rows) continue;
     const int64_t s = t - (p.shape.T - p.shape.S) + first;
-    attend(p, dtype, task, s, rows - first, z + first * kTileLanes, a + first * kTileLanes);
+    attend_from_sums(p, dtype, task, s, rows - first, z + first * kTileLanes, a + first * kTileLanes);
   }
   sums.end_chunk();
 }
@@ -79,27 +115,11 @@ template <typename acc_t>
 MEMCHECK_INLINE void query_chunk(const SoftplusAttentionForward& p, Dtype dtype, const Task& task,
                                  const RunningPair<acc_t>& sums) {
   alignas(64) acc_t mean[kTileLanes];
-  alignas(64) acc_t q[kTileElements];
   for (int lane = 0; lane < kTileLanes; ++lane)
     mean[lane] = sums.second.before[lane] / (sums.first.before[lane] + static_cast<acc_t>(p.eps));
   const int64_t end = chunk_end(task.chunk, p.shape.S);
-  for (int64_t s = task.chunk * kCarrySpacing; s < end; s += kTileRows) {
-    const int rows = rows_from(s, end);
-    const MatrixPlace q_place = query_tile(dtype, p.q, task, s);
-    const MatrixPlace y_place = query_tile(dtype, p.y, task, s);
-    load_tile(dtype, q_place, rows, task.lanes, q);
-    const NextTile<acc_t> next_q(dtype, q_place, kTileRows);
-    const NextTile<acc_t> next_y(dtype, y_place, kTileRows);
-    for (int64_t row = 0; row < rows; ++row) {
-      next_q.prefetch(row);
-      next_y.prefetch(row);
-      for (int64_t lane = 0; lane < kTileLanes; ++lane) {
-        acc_t& x = q[row * kTileLanes + lane];
-        x = softplus_attention_from_mean(softplus(x), mean[lane]);
-      }
-    }
-    store_tile(dtype, y_place, rows, task.lanes, q);
-  }
+  for (int64_t s = task.chunk * kCarrySpacing; s < end; s += kTileRows)
+    attend_from_mean(p, dtype, task, s, rows_from(s, end), mean);
 }
 
 // ---- tasks of the forward

@@ -216,6 +216,7 @@ def test_every_cpu_level(level: str) -> None:
                 assert_contract(contract(causal), *make_inputs(*shape, dtype))
         assert_contract(contract(causal), *make_equal_terms(1, 400_000, -0.02, 0.85))
     assert_softplus_is_accurate()
+    assert_softplus_of_16_bits_is_accurate(torch.bfloat16)
     assert_step_is_right(torch.float32, prompt=300)
 
 
@@ -456,8 +457,18 @@ def assert_softplus_is_accurate() -> None:
     assert ((y.double() - truth).abs() / truth).max() <= 4 * 2.0**-24
 
 
+def assert_softplus_of_16_bits_is_accurate(dtype: torch.dtype) -> None:
+    """Asserts that the sums get softplus(k) with an error that is small beside the rounding of k."""
+    k = torch.linspace(-87, 88, 35_001).to(dtype)[None, :, None]
+    _, (z, _) = softplus_attention(torch.zeros_like(k).transpose(1, 2), k, torch.zeros_like(k), return_state=True)
+    truth = reference.softplus(k.double())[..., 0]
+    assert ((z.double() - truth).abs() / truth).max() <= 5e-7
+
+
 def test_softplus_is_accurate() -> None:
     assert_softplus_is_accurate()
+    for dtype in (torch.float16, torch.bfloat16):
+        assert_softplus_of_16_bits_is_accurate(dtype)
 
 
 @pytest.mark.parametrize("causal", [True, False])
