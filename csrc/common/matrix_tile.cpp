@@ -139,9 +139,23 @@ MEMCHECK_INLINE void store_tile_body(Dtype dtype, const MatrixPlace& to, int64_t
       dtype, [&](auto element) MEMCHECK_INLINE_LAMBDA { store_tile_of<decltype(element)>(to, rows, columns, tile); });
 }
 
+// Transposing a tile costs the same however few rows it has. These are placed one by one.
+constexpr int64_t kFewRows = 4;
+
+template <typename acc_t>
+MEMCHECK_INLINE void place_few_rows(const acc_t* from, int64_t from_stride, int64_t rows, int64_t columns,
+                                    acc_t* __restrict to, int64_t to_stride) {
+  for (int64_t column = 0; column < columns; ++column) {
+    acc_t* line = to + column * to_stride;
+    for (int64_t i = 0; i < kTileRows; ++i) line[i] = acc_t(0);
+    for (int64_t row = 0; row < rows; ++row) line[row] = from[row * from_stride + column];
+  }
+}
+
 template <typename acc_t>
 MEMCHECK_INLINE void transpose_rows_body(const acc_t* from, int64_t from_stride, int64_t rows, int64_t columns,
                                          acc_t* to, int64_t to_stride) {
+  if (rows <= kFewRows) return place_few_rows(from, from_stride, rows, columns, to, to_stride);
   for (int64_t column = 0; column < columns; column += kTileColumns) {
     if (rows == kTileRows && to_stride == kTileRows) {
       transpose_tile(from + column, to + column * to_stride, from_stride);

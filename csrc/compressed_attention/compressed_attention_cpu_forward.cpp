@@ -227,7 +227,7 @@ MEMCHECK_INLINE void forward_task(const CompressedAttentionForward& p, Dtype dty
                                   const ForwardScratch<acc_t>& x) {
   const int64_t columns = padded_columns(p.shape.D);
   load_queries(dtype, p.q, tile, p.shape.D, x.q);
-  put_along_lanes(x.q, tile.rows(), columns, x.q_lanes);
+  if (tile.rows() > kFewQueries) put_along_lanes(x.q, tile.rows(), columns, x.q_lanes);
   for (const bool careful : {false, true}) {
     Softmax<acc_t> softmax;
     attend(p, dtype, tile, x, careful, softmax);
