@@ -75,6 +75,11 @@ CombinatorRows written_rows(const char* op, const char* name, const at::Tensor& 
   return rows_of(op, name, x, x.mutable_data_ptr());
 }
 
+// Some rows of a matrix: itself if they are all, because a view takes as long to make as a small product.
+at::Tensor some_rows(const at::Tensor& x, int64_t first, int64_t count) {
+  return count == x.size(0) ? x : x.narrow(0, first, count);
+}
+
 CombinatorRows from_row(CombinatorRows rows, int64_t first) {
   rows.first = first;
   return rows;
@@ -126,7 +131,7 @@ class Chunks {
 
   // The memory that a chunk is written to. write() then brings it to x.
   at::Tensor memory_for(int64_t first, int64_t count) const {
-    return matrix_.defined() ? matrix_.narrow(0, first, count) : copy_.narrow(0, 0, count);
+    return matrix_.defined() ? some_rows(matrix_, first, count) : some_rows(copy_, 0, count);
   }
   void write(const at::Tensor& chunk, int64_t first) const {
     if (!matrix_.defined())
@@ -179,7 +184,7 @@ class Pairs {
 
   // (count,2E)
   at::Tensor memory_for(int64_t count) const {
-    if (count <= rows_) return scratch_.narrow(0, 0, count);
+    if (count <= rows_) return some_rows(scratch_, 0, count);
     return lender_.narrow(0, lender_.size(0) - 2 * count, 2 * count).view({count, scratch_.size(1)});
   }
 
@@ -221,14 +226,14 @@ std::tuple<at::Tensor, at::Tensor> forward(const CombinatorKernels& kernels, con
   const auto run = [&](int64_t first, const at::Tensor& pair) {
     const int64_t count = pair.size(0);
     multiply_rounded(pair, converted(tokens.read(first, count), wide.tokens), matrix.t(), wide.pairs);
-    const at::Tensor y_chunk = y_rows.narrow(0, first, count);
+    const at::Tensor y_chunk = some_rows(y_rows, first, count);
     kernels.forward({count, E, pair.const_data_ptr(), y_chunk.mutable_data_ptr()}, dtype_of(x), device.stream);
   };
   if (keep_preactivations) {
     const at::Tensor kept = preactivations.view({N, 2 * E});
     for_chunks(
         N, [&](int64_t left) { return std::min(left, plan.kept_rows); },
-        [&](int64_t first, int64_t count) { run(first, kept.narrow(0, first, count)); });
+        [&](int64_t first, int64_t count) { run(first, some_rows(kept, first, count)); });
   } else {
     const Pairs pairs(plan, E, y_rows, plan.lent_rows, x.options());
     for_chunks(
@@ -334,7 +339,7 @@ Gradients backward(const CombinatorKernels& kernels, const at::Tensor& grad_y,
     const at::Tensor wide_x = reads_x ? converted(x, wide.tokens) : at::Tensor();
     const at::Tensor grad_pair = pairs.memory_for(count);
     if (!kept.defined()) multiply_rounded(grad_pair, in_float ? wide_x : x, matrix.t(), wide.pairs);
-    const at::Tensor pair = kept.defined() ? kept.narrow(0, first, count) : grad_pair;
+    const at::Tensor pair = kept.defined() ? some_rows(kept, first, count) : grad_pair;
     kernels.backward({count, E, pair.const_data_ptr(), from_row(grad_rows, first), grad_pair.mutable_data_ptr()},
                      dtype_of(grad_y), device.stream);
     const at::Tensor wide_grad = converted(grad_pair, wide.pairs);

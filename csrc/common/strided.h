@@ -24,4 +24,12 @@ struct Strided {
   MEMCHECK_INLINE explicit operator bool() const { return data != nullptr; }
 };
 
+// x with a dimension of length 1 before dimension d.
+template <int kRank>
+Strided<kRank + 1> with_dimension(const Strided<kRank>& x, int d) {
+  Strided<kRank + 1> result{x.data};
+  for (int i = 0; i < kRank; ++i) result.stride[i < d ? i : i + 1] = x.stride[i];
+  return result;
+}
+
 }  // namespace memcheck

@@ -36,22 +36,17 @@ struct ForwardTensors {
   const at::Tensor& sink;  // (H,), contiguous, or undefined
   const at::Tensor& y;     // (B,H,S,D)
   const at::Tensor& lse;   // (B,H,S), or without elements
-  const at::Tensor& scratch;
+  void* scratch;
 };
 
 void run_forward(const CompressedAttentionKernels& kernels, const CompressedAttentionShape& shape,
                  const Options& options, const ForwardTensors& x, const DeviceScope& device) {
   const bool wants_lse = x.lse.size(2) == shape.S;
-  const CompressedAttentionForward p{shape,
-                                     scale_of(shape, options),
-                                     reads<4>(x.q),
-                                     reads<4>(x.kc),
-                                     reads<4>(x.vc),
-                                     data_of(x.sink),
-                                     writes<4>(x.y),
-                                     wants_lse ? x.lse.mutable_data_ptr() : nullptr,
-                                     x.scratch.mutable_data_ptr(),
-                                     device.threads};
+  const CompressedAttentionForward p{shape,          scale_of(shape, options),
+                                     reads<4>(x.q),  reads<4>(x.kc),
+                                     reads<4>(x.vc), data_of(x.sink),
+                                     writes<4>(x.y), wants_lse ? x.lse.mutable_data_ptr() : nullptr,
+                                     x.scratch,      device.threads};
   kernels.forward(p, dtype_of(x.q), device.stream);
 }
 
@@ -68,11 +63,11 @@ ForwardResult forward(const CompressedAttentionKernels& kernels, const at::Tenso
   const at::Tensor lse = empty_lse(n, q, keep || return_lse);
   const at::Tensor kc = empty_compressed(n, q);
   const at::Tensor vc = empty_compressed(n, q);
-  const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
-  const CompressedAttentionPooling pooling{
-      shape, reads<4>(k), reads<4>(v), writes<4>(kc), writes<4>(vc), scratch.mutable_data_ptr(), device.threads};
+  const Scratch scratch(plan.forward_scratch_bytes, q);
+  const CompressedAttentionPooling pooling{shape,         reads<4>(k),    reads<4>(v),   writes<4>(kc),
+                                           writes<4>(vc), scratch.data(), device.threads};
   kernels.pool(pooling, dtype_of(q), device.stream);
-  run_forward(kernels, shape, options, {q, kc, vc, sinks, y, lse, scratch}, device);
+  run_forward(kernels, shape, options, {q, kc, vc, sinks, y, lse, scratch.data()}, device);
   if (keep) return {y, lse, kc, vc};
   return {y, lse, empty_compressed(n, q, false), empty_compressed(n, q, false)};
 }
@@ -104,8 +99,8 @@ PooledResult pooled(const CompressedAttentionKernels& kernels, const at::Tensor&
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const at::Tensor y = empty_output(n, q);
   const at::Tensor lse = empty_lse(n, q, keep_lse || return_lse);
-  const at::Tensor scratch = empty_bytes(plan.pooled_forward_scratch_bytes, q);
-  run_forward(kernels, shape, options, {q, kc, vc, sinks, y, lse, scratch}, device);
+  const Scratch scratch(plan.pooled_forward_scratch_bytes, q);
+  run_forward(kernels, shape, options, {q, kc, vc, sinks, y, lse, scratch.data()}, device);
   return {y, lse};
 }
 
@@ -128,8 +123,8 @@ void run_backward(const CompressedAttentionKernels& kernels, const Sizes& n, con
   const DeviceScope device(in.q);
   const auto plan = kernels.plan(shape, dtype_of(in.q), device.threads);
   const bool keeps_delta = grad_k.defined() || grad_sink.defined();
-  const at::Tensor delta = empty_bytes(keeps_delta ? plan.delta_bytes : 0, in.q);
-  const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, in.q);
+  const Scratch delta(keeps_delta ? plan.delta_bytes : 0, in.q);
+  const Scratch scratch(plan.backward_scratch_bytes, in.q);
   const CompressedAttentionBackward p{shape,
                                       scale_of(shape, in.options),
                                       reads<4>(in.grad_y),
@@ -146,8 +141,8 @@ void run_backward(const CompressedAttentionKernels& kernels, const Sizes& n, con
                                       writes<4>(grad_k),
                                       writes<4>(grad_v),
                                       grad_sink.defined() ? grad_sink.mutable_data_ptr() : nullptr,
-                                      keeps_delta ? delta.mutable_data_ptr() : nullptr,
-                                      scratch.mutable_data_ptr(),
+                                      delta.data(),
+                                      scratch.data(),
                                       device.threads};
   kernels.backward(p, dtype_of(in.q), device.stream);
 }

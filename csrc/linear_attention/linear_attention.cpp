@@ -33,17 +33,10 @@ at::Tensor forward(const LinearAttentionKernels& kernels, const at::Tensor& q, c
   const at::Tensor y = empty_output(n, q);
   const DeviceScope device(q);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
-  const at::Tensor states = empty_bytes(plan.forward_states_bytes, q);
-  const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
-  const LinearAttentionForward p{shape,
-                                 eps,
-                                 reads<4>(q),
-                                 reads<4>(k),
-                                 reads<4>(v),
-                                 writes<4>(y),
-                                 states.mutable_data_ptr(),
-                                 scratch.mutable_data_ptr(),
-                                 device.threads};
+  const Scratch states(plan.forward_states_bytes, q);
+  const Scratch scratch(plan.forward_scratch_bytes, q);
+  const LinearAttentionForward p{shape,        eps,           reads<4>(q),    reads<4>(k),   reads<4>(v),
+                                 writes<4>(y), states.data(), scratch.data(), device.threads};
   kernels.forward(p, dtype_of(q), device.stream);
   return y;
 }
@@ -83,9 +76,9 @@ Gradients backward(const LinearAttentionKernels& kernels, const at::Tensor& grad
   const Gradients gradients = empty_gradients(n, q, k, v, output_mask);
   const DeviceScope device(q);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
-  const at::Tensor rows = empty_bytes(plan.rows_bytes, q);
-  const at::Tensor states = empty_bytes(plan.backward_states_bytes, q);
-  const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
+  const Scratch rows(plan.rows_bytes, q);
+  const Scratch states(plan.backward_states_bytes, q);
+  const Scratch scratch(plan.backward_scratch_bytes, q);
   const LinearAttentionBackward p{shape,
                                   eps,
                                   reads<4>(grad_y),
@@ -95,9 +88,9 @@ Gradients backward(const LinearAttentionKernels& kernels, const at::Tensor& grad
                                   writes<4>(std::get<0>(gradients)),
                                   writes<4>(std::get<1>(gradients)),
                                   writes<4>(std::get<2>(gradients)),
-                                  rows.mutable_data_ptr(),
-                                  states.mutable_data_ptr(),
-                                  scratch.mutable_data_ptr(),
+                                  rows.data(),
+                                  states.data(),
+                                  scratch.data(),
                                   device.threads};
   kernels.backward(p, dtype_of(q), device.stream);
   return gradients;
@@ -138,18 +131,18 @@ StepResult step(const LinearAttentionKernels& kernels, const at::Tensor& q, cons
   const auto& [y, new_m, new_z] = result;
   const DeviceScope device(q);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
-  const at::Tensor scratch = empty_bytes(plan.forward_scratch_bytes, q);
+  const Scratch scratch(plan.forward_scratch_bytes, q);
   const LinearAttentionStep p{shape,
                               eps,
                               reads<4>(q),
                               reads<4>(k),
                               reads<4>(v),
                               reads<4>(m),
-                              reads<4>(z.unsqueeze(2)),
+                              with_dimension(reads<3>(z), 2),
                               writes<4>(y),
                               writes<4>(new_m),
-                              writes<4>(new_z.unsqueeze(2)),
-                              scratch.mutable_data_ptr(),
+                              with_dimension(writes<3>(new_z), 2),
+                              scratch.data(),
                               device.threads};
   kernels.step(p, dtype_of(q), device.stream);
   return result;

@@ -165,11 +165,11 @@ Strided<3> reads_decay(const at::Tensor& x) {
 }
 
 LinearAttentionState reads_state(const at::Tensor& m, const at::Tensor& z) {
-  return {reads<4>(m), reads<4>(z.defined() ? z.unsqueeze(2) : z)};
+  return {reads<4>(m), with_dimension(reads<3>(z), 2)};
 }
 
 LinearAttentionState writes_state(const at::Tensor& m, const at::Tensor& z) {
-  return {writes<4>(m), writes<4>(z.defined() ? z.unsqueeze(2) : z)};
+  return {writes<4>(m), with_dimension(writes<3>(z), 2)};
 }
 
 // ---- forward

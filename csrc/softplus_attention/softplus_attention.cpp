@@ -40,7 +40,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const SoftplusAttentionKernels& kerne
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
   const bool uses_carries = keep_carries || plan.forward_uses_carries;
   const at::Tensor carries = empty_carries(n, uses_carries ? n.carries() : 0, q);
-  const at::Tensor sums = empty_bytes(plan.forward_sums_bytes, q);
+  const Scratch sums(plan.forward_sums_bytes, q);
   const SoftplusAttentionForward p{shape,
                                    eps,
                                    reads<3>(q),
@@ -48,10 +48,10 @@ std::tuple<at::Tensor, at::Tensor> forward(const SoftplusAttentionKernels& kerne
                                    reads<3>(v),
                                    writes<3>(y),
                                    uses_carries ? carries.mutable_data_ptr() : nullptr,
-                                   sums.mutable_data_ptr(),
+                                   sums.data(),
                                    device.threads};
   kernels.forward(p, dtype_of(q), device.stream);
-  return {y, keep_carries ? carries : empty_carries(n, 0, q)};
+  return {y, keep_carries || !uses_carries ? carries : empty_carries(n, 0, q)};
 }
 
 Sizes check_backward(const at::Tensor& grad_y, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
@@ -85,8 +85,8 @@ Gradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& gr
   const at::Tensor dense_carries = carries.contiguous();
   const DeviceScope device(q);
   const auto plan = kernels.plan(shape, dtype_of(q), device.threads);
-  const at::Tensor sums = empty_bytes(plan.backward_sums_bytes, q);
-  const at::Tensor scratch = empty_bytes(plan.backward_scratch_bytes, q);
+  const Scratch sums(plan.backward_sums_bytes, q);
+  const Scratch scratch(plan.backward_scratch_bytes, q);
   const SoftplusAttentionBackward p{shape,
                                     eps,
                                     reads<3>(grad_y),
@@ -97,8 +97,8 @@ Gradients backward(const SoftplusAttentionKernels& kernels, const at::Tensor& gr
                                     writes<3>(std::get<1>(gradients)),
                                     writes<3>(std::get<2>(gradients)),
                                     dense_carries.const_data_ptr(),
-                                    sums.mutable_data_ptr(),
-                                    scratch.mutable_data_ptr(),
+                                    sums.data(),
+                                    scratch.data(),
                                     device.threads};
   kernels.backward(p, dtype_of(q), device.stream);
   return gradients;
@@ -142,11 +142,11 @@ StepResult step(const SoftplusAttentionKernels& kernels, const at::Tensor& q, co
                                 reads<3>(q),
                                 reads<3>(k),
                                 reads<3>(v),
-                                reads<3>(z.unsqueeze(1)),
-                                reads<3>(a.unsqueeze(1)),
+                                with_dimension(reads<2>(z), 1),
+                                with_dimension(reads<2>(a), 1),
                                 writes<3>(y),
-                                writes<3>(new_z.unsqueeze(1)),
-                                writes<3>(new_a.unsqueeze(1)),
+                                with_dimension(writes<2>(new_z), 1),
+                                with_dimension(writes<2>(new_a), 1),
                                 device.threads};
   kernels.step(p, dtype_of(q), device.stream);
   return result;

@@ -31,9 +31,18 @@ inline at::Tensor empty_gradient(bool wanted, const at::Tensor& x, c10::SymIntAr
   return empty_result(sizes, options);
 }
 
-// Scratch of so many bytes, on the device of x.
-inline at::Tensor empty_bytes(int64_t bytes, const at::Tensor& x) {
-  return at::empty({bytes}, x.options().dtype(at::kByte));
-}
+// Scratch of a kernel. To make a tensor takes as long as a small kernel runs, so there is none for 0 bytes.
+class Scratch {
+ public:
+  Scratch() = default;
+  // So many bytes, on the device of x.
+  Scratch(int64_t bytes, const at::Tensor& x) {
+    if (bytes > 0) memory_ = at::empty({bytes}, x.options().dtype(at::kByte));
+  }
+  void* data() const { return memory_.defined() ? memory_.mutable_data_ptr() : nullptr; }
+
+ private:
+  at::Tensor memory_;
+};
 
 }  // namespace memcheck

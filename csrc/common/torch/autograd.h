@@ -81,6 +81,7 @@ void append_tensor(variable_list&, const T&) {}
 template <typename... Values>
 variable_list tensors_among(const Values&... values) {
   variable_list list;
+  list.reserve(sizeof...(values));
   (append_tensor(list, values), ...);
   return list;
 }

@@ -156,11 +156,11 @@ void SequenceRun::allocate_scratch(const at::Tensor& x,
   int64_t most = 0;
   for (const Sequence& one : alone_) most = std::max(most, bytes(one, threads_));
   for (const Sequence& one : together_) worker_bytes_ = std::max(worker_bytes_, ceil_div(bytes(one, 1), 64) * 64);
-  scratch_ = empty_bytes(std::max(most, workers_ * worker_bytes_), x);
+  scratch_ = Scratch(std::max(most, workers_ * worker_bytes_), x);
 }
 
 void SequenceRun::each(const std::function<void(const Sequence&, int64_t threads, void* scratch)>& body) const {
-  auto* const scratch = static_cast<char*>(scratch_.mutable_data_ptr());
+  auto* const scratch = static_cast<char*>(scratch_.data());
   for (const Sequence& one : alone_) body(one, threads_, scratch);
   std::atomic<size_t> next{0};
   parallel_tasks(workers_, workers_, [&](int64_t, int64_t, int worker) {

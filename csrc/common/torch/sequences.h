@@ -9,6 +9,7 @@
 
 #include "common/dtype.h"
 #include "common/strided.h"
+#include "common/torch/allocate.h"
 
 // Packed and padded batches: which positions belong to which sequence, and how a kernel runs once for each of them.
 //
@@ -87,7 +88,7 @@ class SequenceRun {
   int64_t threads_;
   int64_t workers_ = 1;  // threads that share together_
   int64_t worker_bytes_ = 0;
-  at::Tensor scratch_;
+  Scratch scratch_;
 };
 
 }  // namespace memcheck
