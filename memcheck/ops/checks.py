@@ -111,9 +111,19 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(x.device.type))
 
 
+def changed_options(q: object, options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    """The options, or none if they are an operator's defaults: to pass a keyword takes as long as to pass two tensors.
+
+    They are not compared if q is no plain tensor: torch.fx.symbolic_trace cannot compare what it traces.
+    """
+    return {} if type(q) is Tensor and options == defaults else options
+
+
 def prepare_input(op: str, name: str, x: object) -> None:
     """Registers how operators run on the tensors of torch.distributed.tensor, if x is one. Refuses nested tensors."""
-    if type(x) is not Tensor and type(x).__name__ == "DTensor":
+    if type(x) is Tensor and not x.is_nested:
+        return
+    if type(x).__name__ == "DTensor":
         importlib.import_module("memcheck.ops.sharding")
     refuse_nested(op, name, x)
 

@@ -7,7 +7,9 @@ from torch import Tensor
 
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
-from memcheck.ops.checks import prepare_input
+from memcheck.ops.checks import changed_options, prepare_input
+
+_forward = torch.ops.memcheck.combinator.default
 
 
 def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor:
@@ -39,5 +41,5 @@ def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor
     prepare_input("combinator", "x", x)
     if derivatives.transformed():
         return derivatives.call("combinator", (x, weight), low_memory=low_memory)
-    y: Tensor = torch.ops.memcheck.combinator(x, weight, low_memory=low_memory)[0]
+    y: Tensor = _forward(x, weight, **changed_options(x, {"low_memory": low_memory}, {"low_memory": False}))[0]
     return y

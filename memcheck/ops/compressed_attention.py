@@ -13,6 +13,7 @@ from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     DTYPES,
+    changed_options,
     check_states,
     in_autocast_dtype,
     is_symbolic,
@@ -23,6 +24,11 @@ from memcheck.ops.checks import (
 
 LONGEST = 2**31
 MOST_POSITIONS = 2**62
+DEFAULTS = {"causal": True, "strict": False, "scale": None, "return_lse": False}
+
+_forward = torch.ops.memcheck.compressed_attention.default
+_forward_sequences = torch.ops.memcheck.compressed_attention_sequences.default
+_forward_pooled = torch.ops.memcheck.compressed_attention_pooled.default
 
 
 @overload
@@ -181,17 +187,16 @@ def compressed_attention(
         if not return_state:
             return outputs
         return (*outputs, state) if return_lse else (outputs, state)
-    if derivatives.transformed() and sink is None and not (return_lse or sequences):
-        return derivatives.call(op, (q, k, v), factor=factor, causal=causal, strict=strict, scale=scale)
     sink = _check_sink(op, sink, q)
-    options = {"factor": factor, "causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
-    options |= sequences
-    if derivatives.differentiated((q, k, v, sink)):
-        results = derivatives.by_reference(op, (q, k, v), sink=sink, **options)
-        return results if return_lse else results[0]
-    ops = torch.ops.memcheck
-    forward = ops.compressed_attention_sequences if sequences else ops.compressed_attention
-    y, lse, _, _ = forward(q, k, v, sink, **options)
+    options = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
+    if derivatives.transformed():
+        if sink is None and not (return_lse or sequences):
+            return derivatives.call(op, (q, k, v), factor=factor, causal=causal, strict=strict, scale=scale)
+        if derivatives.differentiated((q, k, v, sink)):
+            results = derivatives.by_reference(op, (q, k, v), sink=sink, factor=factor, **options, **sequences)
+            return results if return_lse else results[0]
+    forward = _forward_sequences if sequences else _forward
+    y, lse, _, _ = forward(q, k, v, sink, factor=factor, **changed_options(q, options, DEFAULTS), **sequences)
     return (y, lse) if return_lse else y
 
 
@@ -273,14 +278,16 @@ def compressed_attention_pooled(
     if not 0 <= kv_len <= MOST_POSITIONS:
         raise ValueError(f"{op}: kv_len must be from 0 to {MOST_POSITIONS}, got {kv_len}")
     _check_scale(op, scale)
-    options: dict[str, Any] = {"factor": factor, "kv_len": kv_len, "causal": causal, "strict": strict, "scale": scale}
-    if derivatives.transformed() and sink is None and not return_lse:
-        return derivatives.call(op, (q, kc, vc), **options)
     sink = _check_sink(op, sink, q)
-    if derivatives.differentiated((q, kc, vc, sink)):
-        results = derivatives.by_reference(op, (q, kc, vc), sink=sink, return_lse=return_lse, **options)
-        return results if return_lse else results[0]
-    y, lse = torch.ops.memcheck.compressed_attention_pooled(q, kc, vc, sink, return_lse=return_lse, **options)
+    blocks = {"factor": factor, "kv_len": kv_len}
+    options: dict[str, Any] = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
+    if derivatives.transformed():
+        if sink is None and not return_lse:
+            return derivatives.call(op, (q, kc, vc), **blocks, causal=causal, strict=strict, scale=scale)
+        if derivatives.differentiated((q, kc, vc, sink)):
+            results = derivatives.by_reference(op, (q, kc, vc), sink=sink, **blocks, **options)
+            return results if return_lse else results[0]
+    y, lse = _forward_pooled(q, kc, vc, sink, **blocks, **changed_options(q, options, DEFAULTS))
     return (y, lse) if return_lse else y
 
 
@@ -758,7 +765,8 @@ def _check_tensor(op: str, name: str, x: object) -> None:
 
 def _check_tensors(op: str, **tensors: object) -> None:
     for name, x in tensors.items():
-        _check_tensor(op, name, x)
+        if type(x) is not Tensor:
+            _check_tensor(op, name, x)
 
 
 def _check_rank(op: str, name: str, x: Tensor, letters: str) -> None:
@@ -775,6 +783,8 @@ def _check_like(op: str, name: str, x: Tensor, dtype: torch.dtype, like: Tensor,
 
 
 def _check_int(op: str, name: str, x: object) -> None:
+    if type(x) is int:
+        return
     if is_symbolic(x) or (isinstance(x, Tensor) and torch.jit.is_tracing()):
         tracing = "torch.fx.symbolic_trace" if is_symbolic(x) else "torch.jit.trace"
         raise NotImplementedError(
@@ -835,7 +845,7 @@ def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor) -> Compress
 
 def _add(total: Tensor, x: Tensor) -> Tensor:
     """(B,Hkv,D) + (B,Hkv,n,D) summed over its positions"""
-    return total + x.sum(2, dtype=total.dtype)
+    return total + (x[:, :, 0] if x.shape[2] == 1 else x.sum(2, dtype=total.dtype))
 
 
 def _gradient_stride(x: Tensor) -> tuple[int, ...]:

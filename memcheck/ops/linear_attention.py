@@ -11,6 +11,7 @@ from torch import Tensor
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
+    changed_options,
     check_rank,
     check_state,
     described,
@@ -22,6 +23,10 @@ from memcheck.ops.checks import (
 State = tuple[Tensor, Tensor]
 # z is None where y is not normalized.
 AnyState = tuple[Tensor, Tensor | None]
+DEFAULTS = {"feature_map": "elu+1", "eps": 1e-6}
+
+_forward = torch.ops.memcheck.linear_attention.default
+_step = torch.ops.memcheck.linear_attention_step.default
 
 
 @overload
@@ -154,16 +159,16 @@ def linear_attention(
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
-    options: dict[str, Any] = {"causal": causal, "feature_map": feature_map, "eps": eps}
+    options: dict[str, Any] = {"feature_map": feature_map, "eps": eps}
     if normalize and not (sequences or return_state) and decay is None and initial_state is None:
         if derivatives.transformed():
-            return derivatives.call(op, (q, k, v), **options)
-        y: Tensor = torch.ops.memcheck.linear_attention(q, k, v, **options)
+            return derivatives.call(op, (q, k, v), causal=causal, **options)
+        y: Tensor = _forward(q, k, v, causal=causal, **changed_options(q, options, DEFAULTS))
         return y
     if decay is not None and not isinstance(decay, Tensor):
         raise TypeError(f"{op}: decay must be a tensor or None, got {described(decay)}")
     state = _initial_state(op, initial_state, normalize)
-    options |= {"normalize": normalize, "return_state": return_state}
+    options |= {"causal": causal, "normalize": normalize, "return_state": return_state}
     if derivatives.differentiated((q, k, v, decay, *state)):
         options |= {"decay": decay, "initial_state": None if state[0] is None else state, **sequences}
         y, *after = derivatives.by_reference(op, (q, k, v), **options)
@@ -277,13 +282,14 @@ def linear_attention_step(
         state = _empty_state(op, q, k, v)
     sums, rests = (state[:2], state[2:]) if with_rests else (state, None)
     check_state(op, sums, ("m", "z"))
-    y, m, z = torch.ops.memcheck.linear_attention_step(q, k, v, *sums, feature_map=feature_map, eps=eps)
+    options = changed_options(q, {"feature_map": feature_map, "eps": eps}, DEFAULTS)
+    y, m, z = _step(q, k, v, *sums, **options)
     if not state_rest:
         return y, (m, z)
     zeros = [torch.zeros_like(x) for x in (m, z)]
     rests = rests or zeros
     _check_rests(op, rests, (m, z))
-    _, *new = torch.ops.memcheck.linear_attention_step(q, k, v, *zeros, feature_map=feature_map, eps=eps)
+    _, *new = _step(q, k, v, *zeros, **options)
     return y, (*(_add_to_sum(*terms) for terms in zip(new, sums, rests, strict=True)), *new)
 
 

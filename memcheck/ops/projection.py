@@ -9,6 +9,9 @@ from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import prepare_input
 
+_linear_r = torch.ops.memcheck.linear_r.default
+_linear_l = torch.ops.memcheck.linear_l.default
+
 
 def linear_r(x: Tensor, w: Tensor) -> Tensor:
     """Token-major projection, for queries, and with E and R exchanged for outputs.
@@ -34,7 +37,7 @@ def linear_r(x: Tensor, w: Tensor) -> Tensor:
     prepare_input("linear_r", "x", x)
     if derivatives.transformed():
         return derivatives.call("linear_r", (x, w))
-    y: Tensor = torch.ops.memcheck.linear_r(x, w)
+    y: Tensor = _linear_r(x, w)
     return y
 
 
@@ -54,5 +57,5 @@ def linear_l(x: Tensor, w: Tensor) -> Tensor:
     prepare_input("linear_l", "x", x)
     if derivatives.transformed():
         return derivatives.call("linear_l", (x, w))
-    y: Tensor = torch.ops.memcheck.linear_l(x, w)
+    y: Tensor = _linear_l(x, w)
     return y

@@ -10,6 +10,7 @@ from torch import Tensor
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
+    changed_options,
     check_initial_state,
     check_rank,
     check_state,
@@ -20,6 +21,11 @@ from memcheck.ops.checks import (
 
 State = tuple[Tensor, Tensor]
 StateWithRest = tuple[Tensor, Tensor, Tensor, Tensor]
+
+DEFAULTS = {"causal": True, "eps": 1e-6}
+
+_forward = torch.ops.memcheck.softplus_attention.default
+_step = torch.ops.memcheck.softplus_attention_step.default
 
 
 def softplus_attention(
@@ -94,12 +100,13 @@ def softplus_attention(
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
+    options: dict[str, Any] = {"causal": causal, "eps": eps}
     if not sequences and initial_state is None and not return_state:
         if derivatives.transformed():
-            return derivatives.call(op, (q, k, v), causal=causal, eps=eps)
-        y: Tensor = torch.ops.memcheck.softplus_attention(q, k, v, causal=causal, eps=eps)[0]
+            return derivatives.call(op, (q, k, v), **options)
+        y: Tensor = _forward(q, k, v, **changed_options(q, options, DEFAULTS))[0]
         return y
-    options = {"causal": causal, "eps": eps, **sequences}
+    options |= sequences
     y, state = _attend_from_state(op, q, k, v, initial_state, return_state, state_rest, options)
     return (y, state) if return_state else y
 
@@ -185,5 +192,5 @@ def softplus_attention_step(
         zeros = torch.zeros(k.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=k.device)
         state = (zeros, zeros)
     check_state(op, state, ("z", "a"))
-    y, z, a = torch.ops.memcheck.softplus_attention_step(q, k, v, *state, eps=eps)
+    y, z, a = _step(q, k, v, *state, **changed_options(q, {"eps": eps}, DEFAULTS))
     return y, (z, a)
