@@ -485,23 +485,23 @@ MEMCHECK_INLINE void clear_rows(const Matrix<acc_t>& x, Range rows) {
   for (int64_t i = rows.begin * x.stride; i < rows.end * x.stride; ++i) x.data[i] = acc_t(0);
 }
 
-template <int64_t kCount, typename acc_t>
-MEMCHECK_INLINE void sum_pairs(const acc_t* __restrict from, acc_t* __restrict to) {
-  for (int64_t i = 0; i < kCount; ++i) to[i] = from[2 * i] + from[2 * i + 1];
+template <typename acc_t>
+MEMCHECK_INLINE void sum_pairs(int64_t count, const acc_t* __restrict from, acc_t* __restrict to) {
+  for (int64_t i = 0; i < count; ++i) to[i] = from[2 * i] + from[2 * i + 1];
 }
 
-// to (kChunk) = the sum over the lanes of each row, (kChunk,kTileLanes).
+// to (rows) = the sum over the lanes of each row, (rows,kTileLanes), of at most kChunk rows.
 template <typename acc_t>
-MEMCHECK_INLINE void sum_lanes(const Matrix<acc_t>& partial, acc_t* __restrict to) {
+MEMCHECK_INLINE void sum_lanes(int64_t rows, const Matrix<acc_t>& partial, acc_t* __restrict to) {
   static_assert(kTileLanes == 32);
   alignas(64) acc_t half[16 * kChunk], quarter[8 * kChunk], eighth[4 * kChunk], sixteenth[2 * kChunk];
-  for (int64_t row = 0; row < kChunk; ++row)
+  for (int64_t row = 0; row < rows; ++row)
     for (int64_t lane = 0; lane < 16; ++lane)
       half[row * 16 + lane] = partial.row(row)[lane] + partial.row(row)[lane + 16];
-  sum_pairs<8 * kChunk>(half, quarter);
-  sum_pairs<4 * kChunk>(quarter, eighth);
-  sum_pairs<2 * kChunk>(eighth, sixteenth);
-  sum_pairs<kChunk>(sixteenth, to);
+  sum_pairs(8 * rows, half, quarter);
+  sum_pairs(4 * rows, quarter, eighth);
+  sum_pairs(2 * rows, eighth, sixteenth);
+  sum_pairs(rows, sixteenth, to);
 }
 
 // ---- passes

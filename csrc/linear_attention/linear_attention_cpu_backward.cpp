@@ -169,7 +169,7 @@ MEMCHECK_INLINE void running_key_sums(int64_t rows, int64_t keys, BackwardScratc
   }
 }
 
-// to (kChunk) = a.b of each row.
+// to (kChunk) = a.b of each of the rows.
 template <typename acc_t>
 MEMCHECK_INLINE void dots(const Matrix<acc_t>& a, const Matrix<acc_t>& b, Range rows, const Matrix<acc_t>& partial,
                           acc_t* to) {
@@ -181,7 +181,7 @@ MEMCHECK_INLINE void dots(const Matrix<acc_t>& a, const Matrix<acc_t>& b, Range 
       for (int64_t lane = 0; lane < kTileLanes; ++lane) sums[lane] += x[i + lane] * y[i + lane];
     for (int64_t lane = 0; lane < kTileLanes; ++lane) partial.row(row)[lane] = sums[lane];
   }
-  sum_lanes(partial, to);
+  sum_lanes(rows.end, partial, to);
 }
 
 // The same with decays, at all rows.

@@ -118,7 +118,7 @@ MEMCHECK_INLINE void inverse_denominators(const ForwardScratch<acc_t>& x, Range 
       for (int64_t lane = 0; lane < kTileLanes; ++lane) sums[lane] += x.q.row(row)[i + lane] * z[i + lane];
     for (int64_t lane = 0; lane < kTileLanes; ++lane) x.partial.row(row)[lane] = sums[lane];
   }
-  sum_lanes(x.partial, inverse);
+  sum_lanes(rows.end, x.partial, inverse);
   for (int64_t row = rows.begin; row < rows.end; ++row)
     inverse[row] = acc_t(1) / (inverse[row] + static_cast<acc_t>(eps));
 }
