@@ -112,7 +112,7 @@ def in_autocast_dtype(x: Tensor) -> Tensor:
 
 
 def changed_options(q: object, options: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
-    """The options, or none if they are an operator's defaults: to pass a keyword takes as long as to pass two tensors.
+    """The options, or none if they are an operator's defaults: keywords take a large part of a short call.
 
     They are not compared if q is no plain tensor: torch.fx.symbolic_trace cannot compare what it traces.
     """

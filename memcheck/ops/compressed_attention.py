@@ -836,7 +836,8 @@ def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor) -> Compress
     """The state, n positions further: k and v (B,Hkv,n,D)."""
     total = state.positions + k.shape[2]
     if total < state.factor:
-        return state._replace(k_sum=_add(state.k_sum, k), v_sum=_add(state.v_sum, v), positions=total)
+        k_sum, v_sum = _add(state.k_sum, k), _add(state.v_sum, v)
+        return CompressedAttentionState(state.kc, state.vc, k_sum, v_sum, total, state.factor)
     everywhere = [(slice(None),) * 3]
     extend = _states_after if derivatives.transformed() else _NewBlocks.apply
     kc, vc, k_sum, v_sum = extend(k, v, everywhere, [state.positions], state.factor, *state[:4])
