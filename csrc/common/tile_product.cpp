@@ -21,6 +21,9 @@ namespace {
 // result, whose sum with a base may be wanted.
 enum class Ending { Set, Scale, Add, AddToBase };
 
+// The terms of a product are added up in chains of so many, so that equal terms do not drift.
+constexpr int64_t kChain = 64;
+
 template <typename acc_t>
 struct Product {
   int64_t M, N;
@@ -36,15 +39,16 @@ struct VectorOf {
   typedef acc_t type __attribute__((vector_size(kBytes)));
 };
 
-// sums += (rows of a from m on) (columns of b from n on). A step of k multiplies a row of b by a column of a.
+// sums += (rows of a from m on) (columns of b from n on), for k from `begin` to `end`. A step of k multiplies a row of
+// b by a column of a.
 template <int kRows, int kVectors, typename acc_t, typename Vector>
-MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t K, int64_t m, int64_t n,
+MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t begin, int64_t end, int64_t m, int64_t n,
                                     Vector (&sums)[kRows][kVectors]) {
   constexpr int kLanes = sizeof(Vector) / sizeof(acc_t);
   const int64_t a_row = term.a.row_stride, a_column = term.a.column_stride, b_row = term.b_stride;
   const acc_t* a = term.a.data + m * a_row;
   const acc_t* b = term.b + n;
-  for (int64_t k = 0; k < K; ++k) {
+  for (int64_t k = begin; k < end; ++k) {
     Vector row[kVectors];
     MEMCHECK_UNROLL
     for (int j = 0; j < kVectors; ++j) std::memcpy(&row[j], b + k * b_row + j * kLanes, sizeof(Vector));
@@ -54,6 +58,15 @@ MEMCHECK_INLINE void multiply_block(const TileTerm<acc_t>& term, int64_t K, int6
       MEMCHECK_UNROLL
       for (int j = 0; j < kVectors; ++j) sums[i][j] += x * row[j];
     }
+  }
+}
+
+template <int kRows, int kVectors, typename Vector>
+MEMCHECK_INLINE void clear(Vector (&sums)[kRows][kVectors]) {
+  MEMCHECK_UNROLL
+  for (int i = 0; i < kRows; ++i) {
+    MEMCHECK_UNROLL
+    for (int j = 0; j < kVectors; ++j) sums[i][j] = Vector{};
   }
 }
 
@@ -88,14 +101,20 @@ template <Ending kEnding, int kBytes, int kRows, int kVectors, typename acc_t>
 MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n, int64_t next_rows) {
   using Vector = typename VectorOf<acc_t, kBytes>::type;
   Vector sums[kRows][kVectors];
-  MEMCHECK_UNROLL
-  for (int i = 0; i < kRows; ++i) {
+  clear(sums);
+  multiply_block(p.term, 0, std::min(p.term.K, kChain), m, n, sums);
+  for (int64_t k = kChain; k < p.term.K; k += kChain) {
+    Vector part[kRows][kVectors];
+    clear(part);
+    multiply_block(p.term, k, std::min(p.term.K, k + kChain), m, n, part);
     MEMCHECK_UNROLL
-    for (int j = 0; j < kVectors; ++j) sums[i][j] = Vector{};
+    for (int i = 0; i < kRows; ++i) {
+      MEMCHECK_UNROLL
+      for (int j = 0; j < kVectors; ++j) sums[i][j] += part[i][j];
+    }
   }
-  multiply_block(p.term, p.term.K, m, n, sums);
   if (p.next != nullptr) p.next->prefetch(next_rows);
-  if (p.growing.b != nullptr) multiply_block(p.growing, p.growing.K + m + kRows, m, n, sums);
+  if (p.growing.b != nullptr) multiply_block(p.growing, 0, p.growing.K + m + kRows, m, n, sums);
   end_block<kEnding>(p, m, n, sums);
 }
 

@@ -81,9 +81,9 @@ struct NextPair {
 
 enum class TileProduct { Set, Add };
 
-// to (M,N) = the product of a term, or to += the product. N is a multiple of kProductColumns. Every element is one
-// chain of multiplications and additions over K, whatever M and N are, and is added to `to` when it is complete: adding
-// products up is a level of summation of its own. Prefetches the next rows meanwhile.
+// to (M,N) = the product of a term, or to += the product. N is a multiple of kProductColumns. Every element is
+// summed over K in the same way, whatever M and N are: in chains of 64 terms, which are then added up. It is added to
+// `to` when it is complete: adding products up is a level of summation of its own. Prefetches the next rows meanwhile.
 template <typename acc_t>
 void tile_product(TileProduct how, int64_t M, int64_t N, const TileTerm<acc_t>& term, const TileResult<acc_t>& to,
                   NextPair* next = nullptr);

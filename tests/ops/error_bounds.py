@@ -156,12 +156,16 @@ def compressed_attention_bounds(
     causal: bool = True,
     strict: bool = False,
     scale: float | None = None,
+    unit: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Returns the scales of rounding errors of y and of the gradients of q, k, v, in their shapes."""
+    """Returns the scales of rounding errors of y and of the gradients of q, k, v, in their shapes.
+
+    unit: what the tolerance multiplies the scales by. Errors of scores are exact for it; with 0, to first order.
+    """
     sizes = compressed_attention.compress(k.abs(), factor), compressed_attention.compress(v.abs(), factor)
     hidden = compressed_attention.hidden_from(q, sizes[0], factor, k.shape[2], causal, strict)
     of_y, of_q, of_kc, of_vc, *_ = _compressed_bounds(
-        grad_y, q, compressed_attention.compress(k, factor), *sizes, hidden, scale
+        grad_y, q, compressed_attention.compress(k, factor), *sizes, hidden, scale, unit=unit
     )
     lengths = compressed_attention.block_lengths(k.shape[2], factor, k)
     spread = [(x / lengths[:, None]).repeat_interleave(lengths.long(), 2) for x in (of_kc, of_vc)]
@@ -215,11 +219,14 @@ def _compressed_bounds(
     hidden: Tensor,
     scale: float | None,
     merging: tuple[Tensor, Tensor] | None = None,
+    unit: float = 0.0,
 ) -> tuple[Tensor, ...]:
     """Returns the formulas with |q|, |k|, |v|, |g| and plus for minus, times 1 + the largest scale |q||k| of the query.
 
     The error of a score is in proportion to that product, and an absolute error of a score is a relative error of its
-    weight.
+    weight. That is to first order. If a score of a query is off by up to e, one may be too large by e while all others
+    are too small by e: this multiplies its weight p by exp(2 e), and no weight is off by more than 1. With a unit, the
+    error of a weight is min(1, p (exp(2 e) - 1)) for e = unit times the product.
 
     size_k, size_v (B,Hkv,C,D): the means of |k| and |v|; hidden (S,C); merging: the sink (H,) and the gradient of lse
     (B,H,S). With merging the scales for y, q, kc and vc are followed by those for lse and the gradient of the sink.
@@ -240,7 +247,11 @@ def _compressed_bounds(
     largest = pad(sizes, (1, 0)).amax(3, keepdim=True)
     if merging:
         largest = largest.maximum(merging[0].abs().nan_to_num(posinf=0)[:, None, None])
-    weights = weights.clamp(min=SMALLEST).masked_fill(hidden, 0) * (1 + largest)
+    weights = weights.clamp(min=SMALLEST).masked_fill(hidden, 0)
+    if unit:
+        weights = weights + (weights * torch.expm1(2 * unit * largest)).clamp(max=1) / unit
+    else:
+        weights = weights * (1 + largest)
     of_y = weights @ size_v
     delta = (g * of_y).sum(3, keepdim=True)
     of_merging: list[Tensor] = []
@@ -255,19 +266,25 @@ def _compressed_bounds(
     return of_y, grad_scores @ size_k, of_k, of_v, *of_merging
 
 
-def combinator_bounds(grad_y: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def combinator_bounds(
+    grad_y: Tensor, x: Tensor, weight: Tensor, *, smallest: float = SMALLEST
+) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the scales of rounding errors of y (...,E), grad_x (...,E) and grad_weight (2,E,E).
 
     The pre-activations a and b are sums of products. Their errors are in proportion to the sums of absolute values.
     Errors of later values are in proportion to the derivative of each formula with the absolute value of every factor.
+    The gradients of a and b are stored, too: each adds its own size.
+
+    smallest: the smallest normal number of the dtype in which a, b and their gradients are stored.
     """
     a, b = x @ weight[0].mT, (x @ weight[1].mT).abs()  # (...,E)
-    of_a, of_b = x.abs() @ weight[0].abs().mT, x.abs() @ weight[1].abs().mT
+    of_a, of_b = ((x.abs() @ matrix.abs().mT).clamp(min=smallest) for matrix in weight)
     gate, slope = softplus(a).clamp(min=SMALLEST), torch.sigmoid(a).clamp(min=SMALLEST)
     g = grad_y.abs()
     of_y = gate * of_b + slope * b * of_a
-    of_da = g * (slope * of_b + slope * (1 - slope) * b * of_a)
+    of_da = g * (slope * (b + of_b) + slope * (1 - slope) * b * of_a)
     of_db = g * (gate + slope * of_a)
+    of_da, of_db = of_da.clamp(min=smallest), of_db.clamp(min=smallest)
     of_x = of_da @ weight[0].abs() + of_db @ weight[1].abs()
     of_weight = torch.stack([torch.einsum("...i,...j->ij", of_pair, x.abs()) for of_pair in (of_da, of_db)])
     return of_y, of_x, of_weight

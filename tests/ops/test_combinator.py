@@ -37,6 +37,7 @@ from memcheck import combinator, measure_memory, track
 from memcheck._extension import _C
 from memcheck.core.record import Record
 from memcheck.ops.reference import combinator as reference
+from memcheck.ops.reference.softplus_attention import softplus
 
 forward_op = torch.ops.memcheck.combinator.default
 backward_op = torch.ops.memcheck.combinator_backward.default
@@ -60,15 +61,43 @@ SHAPES = [
 EMPTY_SHAPES = [(0,), (0, 7), (2, 0, 7), (2, 5, 0), (0, 0)]
 
 
-def contract(low_memory: bool = False) -> Contract:
+class Stored(torch.autograd.Function):
+    """The identity, but a number or gradient that a dtype cannot hold becomes infinite."""
+
+    @staticmethod
+    def forward(ctx, x, dtype):
+        ctx.dtype = dtype
+        return Stored.held(x, dtype)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Stored.held(grad, ctx.dtype), None
+
+    @staticmethod
+    def held(x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A margin of 1 % has all that rounding may make infinite."""
+        return torch.where(x.abs() * 1.01 > torch.finfo(dtype).max, x * math.inf, x)
+
+
+def stored_reference(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor:
+    """The reference, whose pre-activations and their gradients are stored in a dtype, and may overflow there."""
+    a, b = (Stored.apply(x @ matrix.mT, dtype) for matrix in weight)
+    return softplus(a) * b
+
+
+def contract(low_memory: bool = False, dtype: torch.dtype | None = None) -> Contract:
+    """dtype: of the pre-activations, if these may overflow or be subnormal."""
+    smallest = torch.finfo(dtype or torch.float32).smallest_normal
+
     def bounds(grad_y: Tensor, x: Tensor, weight: Tensor) -> list[Bound]:
         E = x.shape[-1]
         rows = x.numel() // max(E, 1)
-        of_each = error_bounds.combinator_bounds(grad_y, x, weight)
+        of_each = error_bounds.combinator_bounds(grad_y, x, weight, smallest=smallest)
         # The pre-activations and their gradients are stored in the dtype of x.
         return [Bound(values, n, stored=True) for values, n in zip(of_each, (E, 3 * E, E + rows), strict=True)]
 
-    return Contract(functools.partial(combinator, low_memory=low_memory), reference.combinator, bounds)
+    truth = functools.partial(stored_reference, dtype=dtype) if dtype else reference.combinator
+    return Contract(functools.partial(combinator, low_memory=low_memory), truth, bounds)
 
 
 def make_inputs(shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[list[Tensor], Tensor]:
@@ -98,11 +127,14 @@ def test_values_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, low_me
 
 
 def test_bounds_are_the_formulas_without_cancellation() -> None:
-    """With positive values and a large gate, y = a b, and each bound is the sum of the parts due to a and to b."""
+    """With positive values and a large gate, y = a b, and each bound is the sum of the parts due to a and to b.
+
+    The gradient of a, grad_y b, has that of b and its own.
+    """
     (x, weight), grad_y = make_inputs((5, 7), torch.float64)
     x, weight, grad_y = 20 * x.abs(), 20 * weight.abs(), grad_y.abs()
     a, b = x @ weight[0].T, x @ weight[1].T
-    grad_a, grad_b = grad_y * b, 2 * grad_y * a
+    grad_a, grad_b = 2 * grad_y * b, 2 * grad_y * a
     expected = (
         2 * a * b,
         grad_a @ weight[0] + grad_b @ weight[1],

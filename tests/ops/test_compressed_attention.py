@@ -80,11 +80,13 @@ CASES = [
 ]
 
 
-def contract(factor: int = 8, mode: str = "causal", **more: Any) -> Contract:
+def contract(factor: int = 8, mode: str = "causal", dtype: torch.dtype | None = None, **more: Any) -> Contract:
+    """dtype: of the inputs, if errors of scores may be large."""
     options = {"factor": factor, **MODES[mode], **more}
 
     def bounds(grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
-        of_all = error_bounds.compressed_attention_bounds(grad_y, q, k, v, **options)
+        unit = RESULT_UNIT[dtype] + (32 + math.sqrt(k.shape[2])) * SUM_UNIT[dtype] if dtype else 0.0
+        of_all = error_bounds.compressed_attention_bounds(grad_y, q, k, v, **options, unit=unit)
         return [Bound(bound, terms=k.shape[2], stored=True) for bound in of_all]
 
     return Contract(

@@ -21,6 +21,7 @@ from ops.checks import (
     LAYOUTS,
     ON_HOST,
     Contract,
+    assert_contract,
     assert_strides,
     assert_within,
     generator,
@@ -28,11 +29,13 @@ from ops.checks import (
     run_subset,
     run_truth,
     same_bits,
+    same_where_not_finite,
     subsets,
 )
 from torch import Tensor
 
 import memcheck
+from memcheck.ops.reference.combinator import combinator as reference
 
 Sizes = dict[str, int]
 Shapes = list[tuple[int, ...]]
@@ -51,6 +54,7 @@ class Operator:
     options: dict[str, Sequence[Any]]
     contract: Callable[..., Contract]  # from the options
     attends: bool = True  # batch entries do not affect each other, and threads change no bit
+    stores: bool = False  # the contract takes the dtype, in which intermediates are stored
 
 
 def shapes_of_softplus(n: Sizes) -> Shapes:
@@ -83,6 +87,7 @@ OPERATORS = {
         shapes_of_heads,
         {"mode": tuple(test_compressed_attention.MODES), "factor": (1, 2, 3, 8, 40)},
         test_compressed_attention.contract,
+        stores=True,
     ),
     "combinator": Operator(
         ("B", "S", "E"),
@@ -90,6 +95,7 @@ OPERATORS = {
         {"low_memory": (False, True)},
         test_combinator.contract,
         attends=False,
+        stores=True,
     ),
     "linear_r": Operator(
         ("B", "S", "E", "R"),
@@ -131,7 +137,8 @@ class Case:
 
     @property
     def contract(self) -> Contract:
-        return OPERATORS[self.operator].contract(**self.options)
+        operator = OPERATORS[self.operator]
+        return operator.contract(**self.options, **({"dtype": self.dtype} if operator.stores else {}))
 
     def tensors(self) -> tuple[list[Tensor], Tensor]:
         """Returns the inputs and a gradient of y."""
@@ -186,8 +193,11 @@ def assert_right(case: Case) -> None:
         # What the dtype cannot hold may be infinite, or a sum of infinities.
         held = truth.abs() + bound.values.expand_as(truth) < largest
         of_term = replace(bound, values=bound.values.clamp(min=SMALLEST[case.dtype]))
-        if case.dtype == torch.float64:  # the truth is rounded, too, once a term if equal terms are summed
-            of_term = replace(of_term, values=2 * of_term.values, terms=bound.terms**2)
+        # The library's products are plain sums, in which the errors of equal terms add up: one for each term.
+        if case.dtype == torch.float64 or not OPERATORS[case.operator].attends:
+            of_term = replace(of_term, terms=bound.terms**2)
+        if case.dtype == torch.float64:  # the truth is rounded, too
+            of_term = replace(of_term, values=2 * of_term.values)
         assert_within(torch.where(held.to(DEVICE), result, 0.0), torch.where(held, truth, 0.0), of_term, str(place))
     assert_strides(results, inputs)
     gradients = run_subset(contract.function, inputs, case.wanted, grad_y)
@@ -215,6 +225,93 @@ def test_results_are_right(name: str) -> None:
         assert_right(case)
 
     check()
+
+
+DENSE = ("dense", "dense", "dense", "dense")
+FOUND = {  # by many random cases
+    "scores are so large that their rounding multiplies weights": Case(
+        "compressed_attention",
+        {"B": 7, "Hkv": 9, "G": 6, "S": 6, "T": 7, "D": 7},
+        {"mode": "not causal", "factor": 2},
+        torch.bfloat16,
+        ("large", "large", "large", "large"),
+        ("expanded along the last", "expanded along the last", "dense", "expanded along the last"),
+        (True, True, True),
+        1,
+        1.0,
+    ),
+    "pre-activations overflow, and softplus(-inf) inf is NaN": Case(
+        "combinator",
+        {"B": 1, "S": 6, "E": 31},
+        {"low_memory": False},
+        torch.float16,
+        ("large", "large", "equal"),
+        ("expanded along the last",) * 3,
+        (True, True),
+        1,
+        1.0,
+    ),
+    "the gradient of a pre-activation is rounded, too": Case(
+        "combinator",
+        {"B": 3, "S": 7, "E": 3},
+        {"low_memory": False},
+        torch.float16,
+        ("equal", "large", "normal"),
+        DENSE[:3],
+        (True, True),
+        1,
+        1.0,
+    ),
+    "gradients of pre-activations are subnormal, and x multiplies them": Case(
+        "combinator",
+        {"B": 5, "S": 64, "E": 9},
+        {"low_memory": True},
+        torch.float16,
+        ("large", "normal", "large"),
+        ("one element", "expanded along the last", "one element"),
+        (True, True),
+        1,
+        1.0,
+    ),
+    "a product sums equal rows": Case(
+        "combinator",
+        {"B": 3, "S": 64, "E": 4},
+        {"low_memory": False},
+        torch.float32,
+        ("normal", "normal", "normal"),
+        ("expanded along the last but one", "expanded along the first", "expanded along the last but one"),
+        (False, True),
+        1,
+        1.0,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FOUND.values(), ids=FOUND)
+def test_cases_that_were_found(case: Case) -> None:
+    assert_right(case)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("causal", [True, False])
+def test_equal_columns_do_not_drift(causal: bool, dtype: torch.dtype) -> None:
+    """Of several equal numbers, because the drift depends on their bits."""
+    for number in (0.3, 0.541, 1.454, 1.885):
+        q, k = (torch.full((1, 1, 1, 600), number * sign, dtype=dtype) for sign in (1, -1))
+        v = grad_y = torch.ones(1, 1, 1, 600, dtype=dtype)
+        assert_contract(test_linear_attention.contract(causal), [q, k, v], grad_y)
+
+
+@pytest.mark.parametrize("low_memory", [False, True])
+def test_preactivations_overflow_as_in_plain_pytorch(low_memory: bool) -> None:
+    """In float16: y is NaN where a is -inf and b infinite, 0 where only a is -inf, and infinite where b alone is."""
+    x = torch.tensor([[60000.0, 60000.0]], dtype=torch.float16)
+    of_a = torch.tensor([[-1.0, -1.0], [0.0, 0.0]], dtype=torch.float16)
+    for of_b in (of_a, torch.zeros_like(of_a), of_a.flip(0)):
+        weight = torch.stack([of_a, of_b])
+        ours = run(lambda *leaves: memcheck.combinator(*leaves, low_memory=low_memory), [x, weight], torch.ones_like(x))
+        plain = run(reference, [x, weight], torch.ones_like(x))
+        assert same_where_not_finite(ours[:1], plain[:1])
 
 
 def assert_entries_are_apart(case: Case, value: float, tensor: int) -> None:
