@@ -48,6 +48,20 @@ MISTAKES = [
         TRACKER_TESTS,
     ),
     Mistake(
+        "linear-sums-of-one-segment",
+        "csrc/linear_attention/linear_attention_cpu.h",
+        "return shape.continued || segments(shape, length) > 1 ? ",
+        "return shape.continued ? ",
+        ("tests/ops/test_linear_attention.py", "-m", "not slow", "-k", "add_up"),
+    ),
+    Mistake(
+        "products-of-one-chain",
+        "csrc/common/tile_product.cpp",
+        "constexpr int64_t kChain = 64;",
+        "constexpr int64_t kChain = 1 << 20;",
+        ("tests/ops/test_random_cases.py", "-k", "drift"),
+    ),
+    Mistake(
         "shared-gradient-counts-twice",
         "memcheck/measure/run.py",
         "sum(appeared.values()))",
