@@ -21,9 +21,6 @@ namespace {
 // result, whose sum with a base may be wanted.
 enum class Ending { Set, Scale, Add, AddToBase };
 
-// The terms of a product are added up in chains of so many, so that equal terms do not drift.
-constexpr int64_t kChain = 64;
-
 template <typename acc_t>
 struct Product {
   int64_t M, N;
@@ -102,11 +99,11 @@ MEMCHECK_INLINE void product_block(const Product<acc_t>& p, int64_t m, int64_t n
   using Vector = typename VectorOf<acc_t, kBytes>::type;
   Vector sums[kRows][kVectors];
   clear(sums);
-  multiply_block(p.term, 0, std::min(p.term.K, kChain), m, n, sums);
-  for (int64_t k = kChain; k < p.term.K; k += kChain) {
+  multiply_block(p.term, 0, std::min(p.term.K, kProductChain), m, n, sums);
+  for (int64_t k = kProductChain; k < p.term.K; k += kProductChain) {
     Vector part[kRows][kVectors];
     clear(part);
-    multiply_block(p.term, k, std::min(p.term.K, k + kChain), m, n, part);
+    multiply_block(p.term, k, std::min(p.term.K, k + kProductChain), m, n, part);
     MEMCHECK_UNROLL
     for (int i = 0; i < kRows; ++i) {
       MEMCHECK_UNROLL

@@ -79,11 +79,15 @@ struct NextPair {
   }
 };
 
+// The terms of a product are added up in chains of so many, so that equal terms do not drift.
+constexpr int64_t kProductChain = 64;
+
 enum class TileProduct { Set, Add };
 
 // to (M,N) = the product of a term, or to += the product. N is a multiple of kProductColumns. Every element is
-// summed over K in the same way, whatever M and N are: in chains of 64 terms, which are then added up. It is added to
-// `to` when it is complete: adding products up is a level of summation of its own. Prefetches the next rows meanwhile.
+// summed over K in the same way, whatever M and N are: in chains of kProductChain terms, which are then added up. It is
+// added to `to` when it is complete: adding products up is a level of summation of its own. Prefetches the next rows
+// meanwhile.
 template <typename acc_t>
 void tile_product(TileProduct how, int64_t M, int64_t N, const TileTerm<acc_t>& term, const TileResult<acc_t>& to,
                   NextPair* next = nullptr);

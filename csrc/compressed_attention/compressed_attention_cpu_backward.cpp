@@ -71,8 +71,8 @@ struct SeenBlocks {
   }
 };
 
-// delta = grad_y . y, one chain of products over D, as the gradient of a weight is: where a query sees one block these
-// are the same numbers, and the gradient of the score is 0 as it should be.
+// delta = grad_y . y, in the chains of products over D that the gradient of a weight has: where a query sees one block
+// these are the same numbers, and the gradient of the score is 0 as it should be.
 template <typename acc_t>
 MEMCHECK_INLINE void delta_from_y(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
                                   const QueryScratch<acc_t>& x, acc_t* delta) {
@@ -81,9 +81,15 @@ MEMCHECK_INLINE void delta_from_y(const CompressedAttentionBackward& p, Dtype dt
   acc_t* y_lanes = x.sum.total;
   load_queries(dtype, p.y, tile, D, x.product);
   put_along_lanes(x.product, tile.rows(), columns, y_lanes);
-  for (int64_t first = 0; first < tile.rows(); first += kLanes)
-    for (int64_t i = first * columns; i < first * columns + D * kLanes; i += kLanes)
-      for (int64_t lane = 0; lane < kLanes; ++lane) delta[first + lane] += y_lanes[i + lane] * x.grad_lanes[i + lane];
+  for (int64_t first = 0; first < tile.rows(); first += kLanes) {
+    for (int64_t d = 0; d < D; d += kProductChain) {
+      alignas(64) acc_t sum[kLanes] = {};
+      const int64_t end = first * columns + std::min(D, d + kProductChain) * kLanes;
+      for (int64_t i = first * columns + d * kLanes; i < end; i += kLanes)
+        for (int64_t lane = 0; lane < kLanes; ++lane) sum[lane] += y_lanes[i + lane] * x.grad_lanes[i + lane];
+      for (int64_t lane = 0; lane < kLanes; ++lane) delta[first + lane] += sum[lane];
+    }
+  }
 }
 
 // delta += sum_j p_j dp_j over a tile of blocks.
