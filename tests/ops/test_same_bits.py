@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from ops.checks import ON_HOST, run, same_bits
@@ -40,6 +42,28 @@ def test_neither_threads_nor_the_batch_change_a_bit() -> None:
             assert same_bits(results[0], results[-1])
             alone = run(it.function, [x[1:2] for x in inputs], grad_y[1:2])
             assert same_bits(alone, [x[1:2] for x in results[0]])
+
+
+@pytest.mark.cpu
+@pytest.mark.isolated
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_only_sums_inside_products_may_depend_on_threads(dtype: torch.dtype) -> None:
+    """Each sum of these products has one term (in the combinator's gradient of x two), so it has no order."""
+    E, rows = 130, 3000
+    x, grad_y = random(dtype, (1, rows, E), (1, rows, E))
+    grad_y[:, 1:] = 0
+    weight = torch.eye(E, dtype=dtype).flip(0)
+    calls = {
+        "combinator": ([x, torch.stack([weight, weight])], grad_y),
+        "linear_r": ([x, weight], grad_y),
+        "linear_l": ([x, weight], grad_y.mT),
+    }
+    for name, (inputs, grad) in calls.items():
+        results = []
+        for threads in (1, 2, 3, 8):
+            torch.set_num_threads(threads)
+            results.append(run(getattr(memcheck, name), inputs, grad))
+            assert same_bits(results[0], results[-1]), name
 
 
 @EVERY
@@ -169,3 +193,71 @@ def test_reach_in_products(name: str, value: float, dtype: torch.dtype) -> None:
     found = not_finite(of_tokens(run(function, [x, bad_w], grad_y)[0]))
     assert found[..., 2].all()
     assert not found[..., [0, 1, 3, 4, 5]].any()
+
+
+EVERYTHING, NOTHING = (), None
+# Where a number that is not finite is, and what it reaches: of y and of the gradients of x and of the weight.
+TOKEN, OF_WEIGHT = (1, AT), (slice(None), 2)
+REACH_OF_PRODUCTS = {
+    ("combinator", "x"): [(1, AT, 2), (TOKEN, TOKEN, EVERYTHING)],
+    ("combinator", "weight"): [(0, 2, 4), ((..., 2), EVERYTHING, OF_WEIGHT)],
+    ("combinator", "grad_y"): [(1, AT, 2), (NOTHING, TOKEN, OF_WEIGHT)],
+    ("linear_r", "x"): [(1, AT, 2), (TOKEN, NOTHING, (2,))],
+    ("linear_r", "weight"): [(4, 2), ((..., 2), (..., 4), NOTHING)],
+    ("linear_r", "grad_y"): [(1, AT, 2), (NOTHING, TOKEN, (..., 2))],
+    ("linear_l", "x"): [(1, AT, 2), ((1, slice(None), AT), NOTHING, (2,))],
+    ("linear_l", "weight"): [(4, 2), ((slice(None), 2), (..., 4), NOTHING)],
+    ("linear_l", "grad_y"): [(1, 2, AT), (NOTHING, TOKEN, (..., 2))],
+}
+# Of attention that is not causal: of y and of the gradients of q, k and v.
+ROW, CHANNEL = (1, 3, AT), (1, slice(2, 4), slice(None), 2)
+GROUP, KEY_HEAD, VALUES = (1, slice(2, 4)), (1, 1), (1, 1, slice(None), 2)
+OF_HEADS = {
+    "q": [(1, 3, AT, 2), (ROW, ROW, KEY_HEAD, KEY_HEAD)],
+    "k": [(1, 1, AT, 2), (GROUP, GROUP, KEY_HEAD, KEY_HEAD)],
+    "v": [(1, 1, AT, 2), (CHANNEL, GROUP, KEY_HEAD, NOTHING)],
+    "grad_y": [(1, 3, AT, 2), (NOTHING, ROW, KEY_HEAD, VALUES)],
+}
+ELEMENT, OF_QUERIES, OF_KEYS = (1, AT, 2), (1, slice(None), 2), (1, 2)
+OF_CHANNELS = {
+    "q": [ELEMENT, (ELEMENT, ELEMENT, OF_KEYS, OF_KEYS)],
+    "k": [(1, 2, AT), (OF_QUERIES, OF_QUERIES, OF_KEYS, OF_KEYS)],
+    "v": [(1, 2, AT), (OF_QUERIES, OF_QUERIES, OF_KEYS, NOTHING)],
+    "grad_y": [ELEMENT, (NOTHING, ELEMENT, OF_KEYS, OF_KEYS)],
+}
+
+
+def assert_reach(function, tensors: dict[str, Tensor], name: str, value: float, at, reached) -> None:
+    """A NaN reaches exactly this; an infinity no more than this."""
+    tensors[name][at] = value
+    *inputs, grad_y = tensors.values()
+    for result, part in zip(run(function, inputs, grad_y), reached, strict=True):
+        expected = torch.zeros(result.shape, dtype=torch.bool)
+        if part is not NOTHING:
+            expected[part] = True
+        found = not_finite(result)
+        assert not (found & ~expected).any()
+        assert value == torch.inf or torch.equal(found, expected)
+
+
+@DTYPE
+@POISON
+@pytest.mark.parametrize(("operator", "name"), REACH_OF_PRODUCTS)
+def test_reach_in_gradients_of_products(operator: str, name: str, value: float, dtype: torch.dtype) -> None:
+    of_y = (2, 6, 100) if operator == "linear_l" else (2, 100, 6)
+    shapes = [(2, 100, 6), (2, 6, 6) if operator == "combinator" else (6, 6), of_y]
+    tensors = dict(zip(("x", "weight", "grad_y"), random(dtype, *shapes), strict=True))
+    assert_reach(getattr(memcheck, operator), tensors, name, value, *REACH_OF_PRODUCTS[operator, name])
+
+
+@DTYPE
+@POISON
+@pytest.mark.parametrize("name", OF_HEADS)
+@pytest.mark.parametrize("operator", ["softplus_attention", "linear_attention", "compressed_attention"])
+def test_reach_if_not_causal(operator: str, name: str, value: float, dtype: torch.dtype) -> None:
+    channels = operator == "softplus_attention"
+    queries, keys = ((2, 100, 3), (2, 3, 100)) if channels else ((2, 4, 100, 5), (2, 2, 100, 5))
+    options = {"causal": False, **({"factor": 8} if operator == "compressed_attention" else {})}
+    tensors = dict(zip(("q", "k", "v", "grad_y"), random(dtype, queries, keys, keys, queries), strict=True))
+    function = functools.partial(getattr(memcheck, operator), **options)
+    assert_reach(function, tensors, name, value, *(OF_CHANNELS if channels else OF_HEADS)[name])
