@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,7 +109,8 @@ class Step:
         self.__signature__ = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        with torch.autocast(self.kind, self.dtype, enabled=self.dtype is not None):
+        # One that is not enabled would still keep the casts of an autocast inside fn alive until after the loss.
+        with nullcontext() if self.dtype is None else torch.autocast(self.kind, self.dtype):
             output = self.fn(*inputs, **kwargs)
             return output if self.loss is None else self.loss(output)
 

@@ -90,15 +90,9 @@ def a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMCHECK_PROBES", str(tmp_path / "probes.jsonl"))
 
 
-# On CPUs that do not multiply bfloat16 this one needs 966 bytes more than predicted, for a reason not yet known.
-UNEXPLAINED = "MLP, autocast inside, checkpointed"
-
-
 @pytest.mark.parametrize("name", EXACT)
 def test_it_is_predicted_exactly(name: str) -> None:
     row = zoo.run_entry(name)
-    if name == UNEXPLAINED and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        pytest.xfail(f"{name}: {row['wrong']}")
     assert row["verdict"] == "exact", row
 
 

@@ -531,3 +531,22 @@ def test_a_failed_backward_does_not_affect_the_next(share: float) -> None:
         alone.forward_peak_bytes,
         alone.backward_peak_bytes,
     )
+
+
+def test_casts_of_an_autocast_inside_do_not_outlive_it() -> None:
+    """The loss is computed when the cast of the weight, which nothing keeps, is gone."""
+    weight = torch.randn(256, 256, requires_grad=True)
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            return torch.nn.functional.linear(x, weight).float()
+
+    alive: list[int] = []
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        alive.append(tracker.current_bytes)
+        return y.sum()
+
+    with memcheck.track() as tracker:
+        memcheck.measure_memory(model, torch.randn(1, 256), parameters=[weight], loss=loss, backward=False)
+    assert max(alive) < weight.nbytes // 2
