@@ -1,5 +1,6 @@
 #include <dlfcn.h>
 
+#include <cmath>
 #include <map>
 #include <mutex>
 #include <string>
@@ -90,7 +91,10 @@ cudaError_t run(const char* kernel, const void* function, dim3 grid, dim3 block,
     const uint64_t runs = most_blocks == 0 ? blocks : std::min(most_blocks, blocks);
     count_launch(kernel, function, launch, runs);
     for (uint64_t i = 0; i < runs; ++i) {
-      const uint64_t number = (2 * i + 1) * blocks / (2 * runs);  // i itself if all run
+      // One of each of `runs` equal ranges; i itself if all run. Its place in the range changes from range to range, by
+      // the golden ratio, because blocks whose numbers differ by a power of two may be of one kind.
+      const double place = std::fmod(0.5 + 0.6180339887498949 * static_cast<double>(i), 1.0);
+      const auto number = static_cast<uint64_t>((static_cast<double>(i) + place) * blocks / runs);
       run_block(launch, thread_order == Order::Descending ? blocks - 1 - number : number);
     }
     count_launch_end();

@@ -232,7 +232,10 @@ def loaded_path() -> str:
 
 
 def sample_blocks(most: int) -> None:
-    """From now on a launch runs that many of its blocks, evenly spaced, and results are wrong: for counts. 0: all."""
+    """From now on a launch runs that many of its blocks, one of each equal range of numbers. 0: all.
+
+    Results are wrong: only counts are of use.
+    """
     assert _library is not None
     _library.host_cuda_sample_blocks(ctypes.c_int64(most))
 

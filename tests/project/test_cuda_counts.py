@@ -102,7 +102,7 @@ def test_bank_conflicts_of_a_transpose(run: Run, name: str, turns: int) -> None:
 
 
 def test_some_blocks_stand_for_all(run: Run) -> None:
-    """Evenly spaced ones, of a kernel whose blocks grow."""
+    """One of each range, of a kernel whose blocks grow."""
     all_blocks, some = counts(run, "triangle"), counts(run, "sampled triangle")
     assert (all_blocks["runs"], some["runs"], some["blocks"]) == (12, 3, 12)
     for name in ("global_read_bytes", "global_read_requests", "global_write_units", "global_read_distinct_sectors"):
