@@ -56,9 +56,9 @@ MISTAKES = [
     ),
     Mistake(
         "products-of-one-chain",
-        "csrc/common/tile_product.cpp",
-        "constexpr int64_t kChain = 64;",
-        "constexpr int64_t kChain = 1 << 20;",
+        "csrc/common/tile_product.h",
+        "constexpr int64_t kProductChain = 64;",
+        "constexpr int64_t kProductChain = 1 << 20;",
         ("tests/ops/test_random_cases.py", "-k", "drift"),
     ),
     Mistake(
