@@ -284,6 +284,17 @@ FOUND = {  # by many random cases
         1,
         1.0,
     ),
+    "the gradient of a weight of one element is the same if it alone is wanted": Case(
+        "linear_l",
+        {"B": 6, "S": 2, "E": 1, "R": 1},
+        {},
+        torch.float32,
+        ("normal", "normal", "normal"),
+        ("dense", "every second row", "dense"),
+        (False, True),
+        1,
+        1.0,
+    ),
 }
 
 

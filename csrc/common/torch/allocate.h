@@ -14,11 +14,13 @@ inline at::Tensor empty_result(c10::SymIntArrayRef sizes, const at::TensorOption
 }
 
 // Memory for the gradient of x; undefined if it is not wanted. It has the strides of x if x is dense and does not
-// overlap itself, else it is contiguous: AccumulateGrad keeps such a gradient without a copy.
+// overlap itself, else it is contiguous: AccumulateGrad keeps such a gradient without a copy. Strides of dimensions of
+// size 1 do not count: a gradient is the same whether x was saved or, being contiguous, was not.
 inline at::Tensor empty_gradient(bool wanted, const at::Tensor& x) {
   if (!wanted) return {};
   return in_huge_pages(x.sym_numel(), x.options(), [&] {
-    if (x.is_non_overlapping_and_dense()) return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
+    if (!x.is_contiguous() && x.is_non_overlapping_and_dense())
+      return at::empty_strided_symint(x.sym_sizes(), x.sym_strides(), x.options());
     return at::empty_symint(x.sym_sizes(), x.options());
   });
 }
