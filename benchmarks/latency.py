@@ -4,8 +4,7 @@
 
 One run, B1 S1, fp32, without gradients. The operator that does nothing has the same schema, gets the same arguments and
 is registered for the same dispatch keys. It allocates its results, which such an operator cannot avoid, and is compiled
-when the benchmark starts. compressed_attention_step, which is several operators, is compared with that of
-compressed_attention_pooled. The ms are those of 1,000 calls, so they are microseconds per call. Contenders take turns.
+when the benchmark starts. The ms are those of 1,000 calls, so they are microseconds per call. Contenders take turns.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ OPERATORS = (
     "linear_attention",
     "linear_attention_step",
     "compressed_attention",
-    "compressed_attention_pooled",
+    "compressed_attention_step",
     "combinator",
     "linear_r",
     "linear_l",
@@ -45,7 +44,7 @@ static void allocate_results(const c10::OperatorHandle& op, torch::jit::Stack* s
   const auto& schema = op.schema();
   const size_t arguments = schema.arguments().size(), results = schema.returns().size();
   const auto tensor = [&](size_t i) -> const at::Tensor& { return (stack->end() - arguments + i)->toTensor(); };
-  std::array<at::Tensor, 4> empty;
+  std::array<at::Tensor, 5> empty;
   for (size_t i = 0; i < results; ++i) {
     const std::string& name = schema.returns()[i].name();
     const bool is_state = name.rfind("new_", 0) == 0;
@@ -108,7 +107,7 @@ def cases() -> dict[str, tuple[Run, Run]]:
         ),
         "compressed_attention_step": (
             lambda: memcheck.compressed_attention_step(*heads, prompt, factor=8),
-            lambda: empty.compressed_attention_pooled(heads[0], *prompt[:2], factor=8, kv_len=9),
+            lambda: empty.compressed_attention_step(*heads, *prompt[:5], factor=8),
         ),
         "combinator": (lambda: memcheck.combinator(x, pair), lambda: empty.combinator(x, pair)),
         "linear_r": (lambda: memcheck.linear_r(x, w), lambda: empty.linear_r(x, w)),

@@ -1,3 +1,5 @@
+#include <ATen/ops/add.h>
+
 #include <tuple>
 
 #include "common/torch/device.h"
@@ -13,6 +15,7 @@ constexpr const char* kForward = "compressed_attention";
 constexpr const char* kBackward = "compressed_attention_backward";
 constexpr const char* kPooled = "compressed_attention_pooled";
 constexpr const char* kPooledBackward = "compressed_attention_pooled_backward";
+constexpr const char* kStep = "compressed_attention_step";
 
 // ---- forward
 
@@ -35,13 +38,13 @@ struct ForwardTensors {
   const at::Tensor& vc;    // (B,Hkv,C,D)
   const at::Tensor& sink;  // (H,), contiguous, or undefined
   const at::Tensor& y;     // (B,H,S,D)
-  const at::Tensor& lse;   // (B,H,S), or without elements
+  const at::Tensor& lse;   // (B,H,S), or without elements, or undefined
   void* scratch;
 };
 
 void run_forward(const CompressedAttentionKernels& kernels, const CompressedAttentionShape& shape,
                  const Options& options, const ForwardTensors& x, const DeviceScope& device) {
-  const bool wants_lse = x.lse.size(2) == shape.S;
+  const bool wants_lse = x.lse.defined() && x.lse.size(2) == shape.S;
   const CompressedAttentionForward p{shape,          scale_of(shape, options),
                                      reads<4>(x.q),  reads<4>(x.kc),
                                      reads<4>(x.vc), data_of(x.sink),
@@ -102,6 +105,95 @@ PooledResult pooled(const CompressedAttentionKernels& kernels, const at::Tensor&
   const Scratch scratch(plan.pooled_forward_scratch_bytes, q);
   run_forward(kernels, shape, options, {q, kc, vc, sinks, y, lse, scratch.data()}, device);
   return {y, lse};
+}
+
+// ---- one position further
+
+struct StepInputs {
+  const at::Tensor& q;  // (B,H,S,D)
+  const at::Tensor& k;  // (B,Hkv,1,D), as v
+  const at::Tensor& v;
+  const at::Tensor& kc;  // (B,Hkv,C,D), as vc
+  const at::Tensor& vc;
+  const at::Tensor& k_sum;  // (B,Hkv,D) in the accumulation type, as v_sum
+  const at::Tensor& v_sum;
+  c10::SymInt positions;  // of the open block, before
+  Options options;
+
+  bool completes() const { return positions + 1 == options.factor; }
+};
+
+// y and the state after the position. Its blocks are without elements unless the position completes one.
+using StepResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+
+// T and C are those after the position.
+Sizes check_step(const StepInputs& in) {
+  Sizes n = check_heads(kStep, in.q, "k", "(B,Hkv,1,D)", in.k);
+  check_options(kStep, in.options, in.q);
+  TORCH_CHECK_VALUE(in.positions >= 0 && in.positions < in.options.factor, kStep,
+                    ": positions must be from 0 to factor - 1 = ", in.options.factor - 1, ", got ", in.positions);
+  const auto check_all = [&](const char* letters, std::initializer_list<c10::SymInt> shape, at::ScalarType type,
+                             std::initializer_list<std::pair<const char*, const at::Tensor&>> tensors) {
+    for (const auto& [name, x] : tensors) {
+      check_tensor(kStep, name, x);
+      check_shape(kStep, name, x, letters, shape, "q and k");
+      check_dtype(kStep, name, x, type, "q");
+      check_device(kStep, name, x, in.q, "q");
+    }
+  };
+  check_rank(kStep, "kc", in.kc, 4, "(B,Hkv,C,D)");
+  n.C = in.kc.sym_size(2);
+  const at::ScalarType type = in.q.scalar_type();
+  check_all("(B,Hkv,1,D)", {n.B, n.Hkv, 1, n.D}, type, {{"k", in.k}, {"v", in.v}});
+  check_all("(B,Hkv,C,D)", {n.B, n.Hkv, n.C, n.D}, type, {{"kc", in.kc}, {"vc", in.vc}});
+  check_all("(B,Hkv,D)", {n.B, n.Hkv, n.D}, acc_scalar_type(type), {{"k_sum", in.k_sum}, {"v_sum", in.v_sum}});
+  n.T = n.C * in.options.factor + in.positions + 1;
+  if (in.completes()) n.C += 1;
+  check_lengths(kStep, n, "T", /*causal=*/true);
+  return n;
+}
+
+// One position x (B,Hkv,1,D) further: the sum over the open block, and the blocks if x completes one.
+std::tuple<at::Tensor, at::Tensor> extended(const Sizes& n, const StepInputs& in, const at::Tensor& blocks,
+                                            const at::Tensor& sum, const at::Tensor& x) {
+  at::Tensor new_sum = at::add(sum, x.select(2, 0));
+  const at::Tensor new_blocks = empty_compressed(n, in.q, in.completes());
+  if (in.completes()) {
+    new_blocks.narrow_symint(2, 0, n.C - 1).copy_(blocks);
+    new_blocks.select_symint(2, n.C - 1).copy_(new_sum.div_(in.options.factor));
+    new_sum.zero_();
+  }
+  return {new_blocks, new_sum};
+}
+
+StepResult extended_and_empty_output(const Sizes& n, const StepInputs& in) {
+  const auto [kc, k_sum] = extended(n, in, in.kc, in.k_sum, in.k);
+  const auto [vc, v_sum] = extended(n, in, in.vc, in.v_sum, in.v);
+  return {empty_output(n, in.q), kc, vc, k_sum, v_sum};
+}
+
+StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& kc,
+                     const at::Tensor& vc, const at::Tensor& k_sum, const at::Tensor& v_sum, c10::SymInt positions,
+                     int64_t factor, bool strict, std::optional<double> scale) {
+  const StepInputs in{q, k, v, kc, vc, k_sum, v_sum, positions, {factor, /*causal=*/true, strict, scale}};
+  return extended_and_empty_output(check_step(in), in);
+}
+
+StepResult step(const CompressedAttentionKernels& kernels, const at::Tensor& q, const at::Tensor& k,
+                const at::Tensor& v, const at::Tensor& kc, const at::Tensor& vc, const at::Tensor& k_sum,
+                const at::Tensor& v_sum, c10::SymInt positions, int64_t factor, bool strict,
+                std::optional<double> scale) {
+  const StepInputs in{q, k, v, kc, vc, k_sum, v_sum, positions, {factor, /*causal=*/true, strict, scale}};
+  const Sizes n = check_step(in);
+  const DeviceScope device(q);
+  const StepResult result = extended_and_empty_output(n, in);
+  const auto& [y, new_kc, new_vc, new_k_sum, new_v_sum] = result;
+  const CompressedAttentionShape shape = n.shape(in.options);
+  const Scratch scratch(kernels.plan(shape, dtype_of(q), device.threads).pooled_forward_scratch_bytes, q);
+  const bool completes = in.completes();
+  run_forward(kernels, shape, in.options,
+              {q, completes ? new_kc : kc, completes ? new_vc : vc, {}, y, {}, scratch.data()}, device);
+  return result;
 }
 
 // ---- backward
@@ -220,7 +312,11 @@ const Registration registration(
                 " Tensor lse, Tensor? grad_lse=None, Tensor? sink=None, *, int factor, SymInt kv_len, bool causal,"
                 " bool strict, float? scale, bool[4] output_mask)"
                 " -> (Tensor grad_q, Tensor grad_kc, Tensor grad_vc, Tensor grad_sink)",
-                pooled_backward_meta, pooled_backward});
+                pooled_backward_meta, pooled_backward},
+    OperatorRow{"compressed_attention_step(Tensor q, Tensor k, Tensor v, Tensor kc, Tensor vc, Tensor k_sum,"
+                " Tensor v_sum, SymInt positions, *, int factor, bool strict=False, float? scale=None)"
+                " -> (Tensor y, Tensor new_kc, Tensor new_vc, Tensor new_k_sum, Tensor new_v_sum)",
+                step_meta, step, /*cast_inputs=*/3});
 
 }  // namespace
 }  // namespace memcheck

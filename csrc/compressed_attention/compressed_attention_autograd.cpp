@@ -66,6 +66,15 @@ struct SequencesBackward {
                            c10::SymIntArrayRef grad_v_stride, Mask output_mask);
 };
 
+struct Step {
+  static constexpr const char* name = "compressed_attention_step";
+  using Schema = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>(const Tensor& q, const Tensor& k, const Tensor& v,
+                                                                    const Tensor& kc, const Tensor& vc,
+                                                                    const Tensor& k_sum, const Tensor& v_sum,
+                                                                    c10::SymInt positions, int64_t factor, bool strict,
+                                                                    Scale scale);
+};
+
 // memcheck/ops/compressed_attention.py has the autograd function that calls these two.
 struct PooledSequencesForward {
   static constexpr const char* name = "compressed_attention_pooled_sequences";
@@ -320,6 +329,7 @@ TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
   register_backward<SequencesBackward>(m);
   register_differentiable<PooledForward, PooledAttention>(m);
   register_backward<PooledBackward>(m);
+  register_without_gradient<Step>(m);
   register_without_gradient<PooledSequencesForward>(m);
   register_without_gradient<PooledSequencesBackward>(m);
 }

@@ -25,10 +25,12 @@ from memcheck.ops.checks import (
 LONGEST = 2**31
 MOST_POSITIONS = 2**62
 DEFAULTS = {"causal": True, "strict": False, "scale": None, "return_lse": False}
+STEP_DEFAULTS = {"strict": False, "scale": None}
 
 _forward = torch.ops.memcheck.compressed_attention.default
 _forward_sequences = torch.ops.memcheck.compressed_attention_sequences.default
 _forward_pooled = torch.ops.memcheck.compressed_attention_pooled.default
+_step = torch.ops.memcheck.compressed_attention_step.default
 
 
 @overload
@@ -465,10 +467,52 @@ def compressed_attention_step(
         >>> y = compressed_attention_pooled(q, kc, vc, factor=factor, kv_len=kv_len, strict=strict)
     """
     op = "compressed_attention_step"
+    refuse_context_parallel(op)
+    options = {"strict": strict, "scale": scale}
+    if state is not None and _is_plain_step(q, k, v, state, factor):
+        try:
+            return _one_position(q, k, v, state, options)
+        except (RuntimeError, TypeError, ValueError):
+            _checked_step(op, q, k, v, state, factor, scale)  # raises with the names of this function's arguments
+            raise
+    q, k, v, old = _checked_step(op, q, k, v, state, factor, scale)
+    return _go_on(q, k, v, old, **options)
+
+
+def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, factor: int) -> bool:
+    """Whether the operator computes the step: one position, of plain tensors, without transforms."""
+    if torch.compiler.is_compiling() or derivatives.transformed():
+        return False
+    return (
+        type(state) is CompressedAttentionState
+        and type(q) is type(k) is type(v) is Tensor
+        and k.dim() == 4
+        and k.shape[2] == 1
+        and type(factor) is int
+        and factor == state.factor
+    )
+
+
+def _one_position(
+    q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, options: dict[str, Any]
+) -> tuple[Tensor, CompressedAttentionState]:
+    """_go_on for k and v (B,Hkv,1,D) by one operator, which checks all arguments."""
+    kc, vc, _, _, positions, factor = state
+    options = changed_options(q, options, STEP_DEFAULTS)
+    y, new_kc, new_vc, k_sum, v_sum = _step(q, k, v, *state[:5], factor=factor, **options)
+    if positions + 1 < factor:
+        return y, CompressedAttentionState(kc, vc, k_sum, v_sum, positions + 1, factor)
+    return y, CompressedAttentionState(new_kc, new_vc, k_sum, v_sum, 0, factor)
+
+
+def _checked_step(
+    op: str, q: Tensor, k: Tensor, v: Tensor, state: object, factor: int, scale: float | None
+) -> tuple[Tensor, Tensor, Tensor, CompressedAttentionState]:
+    """q, k and v in the dtype of autocast, and the state, after all checks."""
     q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
     old = _checked_state(op, q, k, v, state, factor, scale)
     _refuse_gradient(op, q, k, v, *old[:4])
-    return _go_on(q, k, v, old, strict=strict, scale=scale)
+    return q, k, v, old
 
 
 def _go_on(

@@ -36,6 +36,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         compressed_attention_pooled,
         compressed_attention_sequences,
         compressed_attention_pooled_sequences,
+        compressed_attention_step,
         combinator,
         linear_r,
         linear_l,
@@ -336,6 +337,33 @@ def compressed_attention_sequences(*tensors: Any, **options: Any) -> None:
 def compressed_attention_pooled_sequences(*tensors: Any, **options: Any) -> None:
     """Raises: it is called for packed and padded batches only."""
     refuse_sequences("compressed_attention_pooled", tensors[0])
+
+
+def compressed_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kc: Tensor,
+    vc: Tensor,
+    k_sum: Tensor,
+    v_sum: Tensor,
+    positions: int,
+    *,
+    factor: int,
+    strict: bool = False,
+    scale: float | None = None,
+) -> Tensors:
+    """q (B,H,S,D), k and v (B,Hkv,1,D) and a state -> y (B,H,S,D), its new blocks if one is complete, and its sums"""
+    kv_len = kc.shape[2] * factor + positions + 1
+    sums = [k_sum + k[:, :, 0], v_sum + v[:, :, 0]]
+    new = [x[:, :, :0] for x in (k, v)]
+    if positions + 1 == factor:
+        means = [(total / factor).to(x.dtype)[:, :, None] for total, x in zip(sums, (k, v), strict=True)]
+        new = [torch.cat(pair, 2) for pair in zip((kc, vc), means, strict=True)]
+        kc, vc = new
+        sums = [torch.zeros_like(total) for total in sums]
+    options: dict[str, Any] = {"factor": factor, "kv_len": kv_len, "strict": strict, "scale": scale}
+    return compressed_attention_pooled(q, kc, vc, **options)[0], *new, *sums
 
 
 # ---- products with weights

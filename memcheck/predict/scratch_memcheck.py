@@ -99,6 +99,13 @@ def compressed_pooled(call: Call) -> Iterator[Scratch]:
     yield Scratch("scratch", plan["pooled_forward_scratch"])
 
 
+@rule("any", "memcheck::compressed_attention_step")
+def compressed_step(call: Call) -> Iterator[Scratch]:
+    blocks, opened = call.kc.shape[2], call.positions + 1
+    plan = compressed_plan(call, call.k.shape[1], blocks * call.factor + opened)
+    yield Scratch("scratch", plan["pooled_forward_scratch"])
+
+
 @rule("any", "memcheck::compressed_attention_backward", "memcheck::compressed_attention_pooled_backward")
 def compressed_backward(call: Call) -> Iterator[Scratch]:
     plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
@@ -112,7 +119,8 @@ def compressed_plan(call: Call, Hkv: int, T: int) -> dict[str, int]:
     B, H, S, D = call.q.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": call.factor}
     sizes["threads"] = call.target.threads
-    return plan_of(call, "compressed_attention", **sizes, causal=call.causal, dtype=dtype_name(call.q))
+    causal = call.values.get("causal", True)
+    return plan_of(call, "compressed_attention", **sizes, causal=causal, dtype=dtype_name(call.q))
 
 
 @rule("any", "memcheck::combinator")

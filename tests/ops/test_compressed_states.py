@@ -108,14 +108,44 @@ def test_the_state_is_that_of_a_prompt(dtype: torch.dtype) -> None:
     assert state[4:] == of_prompt[4:] == (1, 7)
 
 
-def test_a_call_for_one_position_is_a_step() -> None:
-    (q, k, v), _ = inputs_of()
-    state = stepped = compressed_attention_state(k[:, :, :5], v[:, :, :5], factor=7)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("factor", [1, 7])
+@pytest.mark.parametrize("layout", ["dense", "heads inside"])
+def test_a_call_for_one_position_is_a_step(layout: str, factor: int, dtype: torch.dtype) -> None:
+    """The call is several operators, and the step is one, with the same bits."""
+    (q, k, v), _ = inputs_of(dtype)
+    if layout == "heads inside":
+        q, k, v = map(heads_inside, (q, k, v))
+    k[:, :, 9], v[:, :, 12] = -0.0, torch.inf
+    options = {"factor": factor, "strict": layout == "dense", "scale": 0.3}
+    state = stepped = compressed_attention_state(k[:, :, :5], v[:, :, :5], factor=factor)
     for t in range(5, 20):
         new = [x[:, :, t : t + 1] for x in (q, k, v)]
-        y, state = compressed_attention(*new, factor=7, initial_state=state, return_state=True)
-        step, stepped = compressed_attention_step(*new, stepped, factor=7)
+        y, state = compressed_attention(*new, initial_state=state, return_state=True, **options)
+        step, stepped = compressed_attention_step(*new, stepped, **options)
         assert same_bits([y, *state[:4]], [step, *stepped[:4]])
+        assert state[4:] == stepped[4:]
+        assert [x.stride() for x in state[:4]] == [x.stride() for x in stepped[:4]]
+
+
+def test_one_position_is_one_operator() -> None:
+    (q, k, v), _ = inputs_of()
+    state = compressed_attention_state(k[:, :, :5], v[:, :, :5], factor=7)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        compressed_attention_step(*(x[:, :, 5:6] for x in (q, k, v)), state, factor=7)
+    ours = [event.name for event in profile.events() if event.name.startswith("memcheck::")]
+    assert ours == ["memcheck::compressed_attention_step"]
+
+
+@pytest.mark.cpu
+@pytest.mark.parametrize("positions", [0, 3])
+def test_opcheck_of_a_step(positions: int) -> None:
+    """The last position completes the open block."""
+    (q, k, v), _ = make_inputs(2, 4, 2, 1, 9, 5)
+    kc, vc, k_sum, v_sum, _, factor = compressed_attention_state(k, v, factor=4)
+    for new in (k[:, :, :1], heads_inside(k)[:, :, :1]):
+        arguments = (q, new, new, kc, vc, k_sum, v_sum, positions)
+        torch.library.opcheck(torch.ops.memcheck.compressed_attention_step, arguments, {"factor": factor})
 
 
 def test_what_is_returned() -> None:
@@ -276,11 +306,13 @@ def test_compile(dynamic: bool) -> None:
 @pytest.mark.cpu
 def test_a_step_is_compiled_for_any_position_of_a_block() -> None:
     """Not once for each: as often for long blocks as for short ones, and not again after the third block."""
+    from torch._dynamo.testing import CompileCounter
+
     counts = []
     (q, k, v), _ = make_inputs(1, 1, 1, 60, 60, 3)
     for factor in (4, 12):
         torch._dynamo.reset()
-        counter = torch._dynamo.testing.CompileCounter()
+        counter = CompileCounter()
         step = torch.compile(
             functools.partial(compressed_attention_step, factor=factor), fullgraph=True, backend=counter
         )

@@ -271,3 +271,15 @@ def test_every_form_is_predicted(name: str, dtype: torch.dtype) -> None:
         assert_same(function, *given, backward=backward)
     prediction = predict_memory(function, *given, device="A100-40GB", backward=backward, probe=False)
     assert [words for words in prediction.unknown if "was not compared" not in words] == []
+
+
+@pytest.mark.parametrize("opened", [0, 7])
+def test_one_position_of_compressed_attention_is_predicted(opened: int) -> None:
+    """Also where it completes a block."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, kc: Tensor, vc: Tensor, *sums: Tensor) -> Any:
+        state = memcheck.CompressedAttentionState(kc, vc, *sums, opened, 8)
+        return memcheck.compressed_attention_step(q, k, v, state, factor=8)
+
+    shapes = [heads(1), *[heads(1, H=2)] * 2, *[heads(5, H=2)] * 2, *[(2, 2, 20)] * 2]
+    assert_same(step, *(torch.randn(shape) for shape in shapes), backward=False)
