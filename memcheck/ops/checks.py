@@ -12,6 +12,7 @@ from torch.nn import functional
 
 PLAIN_ATTENTION = torch._C._nn.scaled_dot_product_attention
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+PAIRS = (tuple, list)  # a union takes longer to make than a short call may take to check its state
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
 
 
@@ -25,7 +26,7 @@ def check_rank(op: str, name: str, x: Tensor, letters: str, dimensions: int) -> 
 
 def check_state(op: str, state: object, names: tuple[str, str]) -> None:
     """TypeError if the state is no pair of tensors. The operator checks shapes, dtypes and devices."""
-    if not isinstance(state, tuple | list) or len(state) != 2:
+    if not isinstance(state, PAIRS) or len(state) != 2:
         raise TypeError(f"{op}: state must be a pair of tensors ({', '.join(names)}) or None, got {described(state)}")
     for name, x in zip(names, state, strict=True):
         if not isinstance(x, Tensor):

@@ -25,7 +25,6 @@ from memcheck.ops.checks import (
 LONGEST = 2**31
 MOST_POSITIONS = 2**62
 DEFAULTS = {"causal": True, "strict": False, "scale": None, "return_lse": False}
-STEP_DEFAULTS = {"strict": False, "scale": None}
 
 _forward = torch.ops.memcheck.compressed_attention.default
 _forward_sequences = torch.ops.memcheck.compressed_attention_sequences.default
@@ -468,15 +467,14 @@ def compressed_attention_step(
     """
     op = "compressed_attention_step"
     refuse_context_parallel(op)
-    options = {"strict": strict, "scale": scale}
     if state is not None and _is_plain_step(q, k, v, state, factor):
         try:
-            return _one_position(q, k, v, state, options)
+            return _one_position(q, k, v, state, strict, scale)
         except (RuntimeError, TypeError, ValueError):
             _checked_step(op, q, k, v, state, factor, scale)  # raises with the names of this function's arguments
             raise
     q, k, v, old = _checked_step(op, q, k, v, state, factor, scale)
-    return _go_on(q, k, v, old, **options)
+    return _go_on(q, k, v, old, strict=strict, scale=scale)
 
 
 def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, factor: int) -> bool:
@@ -494,12 +492,12 @@ def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionSt
 
 
 def _one_position(
-    q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, options: dict[str, Any]
+    q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, strict: bool, scale: float | None
 ) -> tuple[Tensor, CompressedAttentionState]:
     """_go_on for k and v (B,Hkv,1,D) by one operator, which checks all arguments."""
-    kc, vc, _, _, positions, factor = state
-    options = changed_options(q, options, STEP_DEFAULTS)
-    y, new_kc, new_vc, k_sum, v_sum = _step(q, k, v, *state[:5], factor=factor, **options)
+    options = {"strict": strict, "scale": scale} if strict or scale is not None else {}
+    kc, vc, old_k_sum, old_v_sum, positions, factor = state
+    y, new_kc, new_vc, k_sum, v_sum = _step(q, k, v, kc, vc, old_k_sum, old_v_sum, positions, factor=factor, **options)
     if positions + 1 < factor:
         return y, CompressedAttentionState(kc, vc, k_sum, v_sum, positions + 1, factor)
     return y, CompressedAttentionState(new_kc, new_vc, k_sum, v_sum, 0, factor)

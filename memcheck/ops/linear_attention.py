@@ -11,6 +11,7 @@ from torch import Tensor
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
+    PAIRS,
     changed_options,
     check_rank,
     check_state,
@@ -267,7 +268,7 @@ def linear_attention_step(
     op = "linear_attention_step"
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
-    with_rests = isinstance(state, tuple | list) and len(state) == 4
+    with_rests = isinstance(state, PAIRS) and len(state) == 4
     state_rest = state_rest or with_rests
     if decay is not None or not normalize:
         if state_rest:

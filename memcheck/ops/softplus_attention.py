@@ -10,6 +10,7 @@ from torch import Tensor
 from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
+    PAIRS,
     changed_options,
     check_initial_state,
     check_rank,
@@ -178,7 +179,7 @@ def softplus_attention_step(
     op = "softplus_attention_step"
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
-    state_rest = state_rest or (isinstance(state, tuple | list) and len(state) == 4)
+    state_rest = state_rest or (isinstance(state, PAIRS) and len(state) == 4)
     if state_rest or (isinstance(q, Tensor) and q.dim() == 3 and q.shape[1] != 1):
         given = (q, k, v, *(state or ()))
         if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
