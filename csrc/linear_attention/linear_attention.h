@@ -165,6 +165,8 @@ struct LinearAttentionSegments {
   // The states lie in the result, each in the rows that its segment's blocks write in the end. Else in memory of their
   // own.
   bool in_result;
+  // Rows are queries, and a block has those of all query heads of a key head.
+  bool grouped;
 };
 
 constexpr int64_t kLinearAttentionChunk = 64;
@@ -220,10 +222,25 @@ inline int64_t linear_attention_segments_in_result(const LinearAttentionShape& n
   return count;
 }
 
-// The segments of columns.
-inline LinearAttentionSegments linear_attention_segments(const LinearAttentionShape& n, Dtype dtype,
-                                                         LinearAttentionRows rows) {
-  constexpr int64_t kBlocks = 264;  // two for each of 132 multiprocessors
+constexpr int64_t kLinearAttentionMultiprocessors = 132;
+
+// The most segments that blocks of one multiprocessor go through, of `count` for each of so many heads.
+inline int64_t linear_attention_busiest(int64_t heads, int64_t count) {
+  return ceil_div(heads * count, kLinearAttentionMultiprocessors);
+}
+
+// From `count` to half as many more: the segments with the shortest way for the busiest multiprocessor.
+inline int64_t linear_attention_evened(int64_t heads, int64_t count, int64_t most) {
+  int64_t best = count;
+  for (int64_t more = count + 1; more <= std::min(most, count * 3 / 2); ++more)
+    if (linear_attention_busiest(heads, more) * best < linear_attention_busiest(heads, best) * more) best = more;
+  return best;
+}
+
+// The segments of columns, if there are blocks of rows for so many heads.
+inline LinearAttentionSegments linear_attention_segments_of(const LinearAttentionShape& n, Dtype dtype,
+                                                            LinearAttentionRows rows, int64_t heads) {
+  constexpr int64_t kBlocks = 2 * kLinearAttentionMultiprocessors;
   constexpr int64_t kShortest = 256;
   // Blocks add each tile's sum to their state without compensation: the error of n tiles is at most n / 2 units in the
   // last place of float32 or float64, and the tolerance is above 32 + sqrt(positions). Segments are added with
@@ -233,7 +250,6 @@ inline LinearAttentionSegments linear_attention_segments(const LinearAttentionSh
   constexpr int64_t kSmallBytes = 768 << 10;
   constexpr int64_t kPartOfKeys = 16;
   const int64_t length = n.causal || rows == LinearAttentionRows::Queries ? n.T : n.S;
-  const int64_t heads = std::max<int64_t>(1, linear_attention_row_heads(n, rows));
   const int64_t states_bytes = std::max<int64_t>(1, n.B * n.Hkv * linear_attention_slot(n.D, n.Dv) * acc_bytes(dtype));
   const int64_t affordable =
       std::max(kSmallBytes, n.B * n.Hkv * n.T * n.D * element_bytes(dtype) / kPartOfKeys) / states_bytes;
@@ -241,9 +257,39 @@ inline LinearAttentionSegments linear_attention_segments(const LinearAttentionSh
   const int64_t wanted =
       std::max(fewest, std::min(heads >= kBlocks / 2 ? 1 : ceil_div(kBlocks, heads), length / kShortest));
   const int64_t in_memory = std::max(fewest, std::min(wanted, affordable));
-  const int64_t in_result = n.is_plain() ? linear_attention_segments_in_result(n, dtype, rows, wanted) : 0;
-  return in_result >= in_memory ? LinearAttentionSegments{in_result, in_result > 1}
-                                : LinearAttentionSegments{in_memory, false};
+  const int64_t evened = linear_attention_evened(heads, wanted, length / kShortest);
+  const int64_t in_result = n.is_plain() ? linear_attention_segments_in_result(n, dtype, rows, evened) : 0;
+  return in_result >= in_memory ? LinearAttentionSegments{in_result, in_result > 1, false}
+                                : LinearAttentionSegments{in_memory, false, false};
+}
+
+// Whether scans of the shape run on tensor cores: the plain form of 16-bit types whose products have many terms, so
+// that the errors of splitting the factors in two are small beside those of the sum.
+inline bool linear_attention_suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
+  constexpr int64_t kFewest = 16;
+  if (!n.is_plain() || (dtype != Dtype::Float16 && dtype != Dtype::BFloat16)) return false;
+  return std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kLinearAttentionDeepest;
+}
+
+// The segments of columns. On tensor cores a block has all query heads of a group if that takes no scratch, leaves two
+// blocks to a multiprocessor, and takes less time: by the counts, the columns of a chunk take about half of what its
+// rows of one head take.
+inline LinearAttentionSegments linear_attention_segments(const LinearAttentionShape& n, Dtype dtype,
+                                                         LinearAttentionRows rows) {
+  const int64_t heads = std::max<int64_t>(1, linear_attention_row_heads(n, rows));
+  const LinearAttentionSegments apart = linear_attention_segments_of(n, dtype, rows, heads);
+  if (rows == LinearAttentionRows::Keys || n.group() <= 1 || !linear_attention_suits_tensor_cores(n, dtype))
+    return apart;
+  const int64_t key_heads = std::max<int64_t>(1, n.B * n.Hkv);
+  LinearAttentionSegments together = linear_attention_segments_of(n, dtype, rows, key_heads);
+  const int64_t blocks = linear_attention_busiest(key_heads, together.count);
+  const int64_t blocks_apart = linear_attention_busiest(heads, apart.count);
+  constexpr int64_t kOfRows = 2, kOfColumns = 1;
+  const bool takes_less = blocks * (n.group() * kOfRows + kOfColumns) * apart.count <
+                          blocks_apart * (kOfRows + kOfColumns) * together.count;
+  const bool takes_scratch = together.count > 1 && !together.in_result;
+  together.grouped = takes_less && !takes_scratch && blocks >= 2;
+  return together.grouped ? together : apart;
 }
 
 // The elements of a block's state: rows with padding, and the sum of a vector.

@@ -17,12 +17,13 @@ __device__ __forceinline__ void add_up(const Scan& scan, int64_t slots, int64_t 
   const int64_t number = index % most;
   const int64_t head = index / most / slots;
   if (head >= n.B * n.Hkv) return;
-  const int64_t copies = scan.states.result && scan.states.heads != n.Hkv ? n.group() : 1;
+  const bool shares = scan.segments.grouped || scan.states.heads == n.Hkv;
+  const int64_t copies = scan.states.result && !shares ? n.group() : 1;
   ScanWork work = {};
   work.part = index / most % slots;
   work.b = head / n.Hkv;
   work.key_head = head % n.Hkv;
-  work.row_head = work.key_head * copies;
+  work.row_head = work.key_head * n.group();
   const StateSlot<scalar_t> slot = slot_of<scalar_t>(scan, work, 0);
   if (number >= slot.count) return;
   const int64_t count = scan.segments.count;
@@ -86,7 +87,7 @@ bool is_packed(const Strided<4>& x, int64_t columns, Dtype dtype, int64_t bytes)
 }
 
 void run_scan(Scan scan, Dtype dtype, cudaStream_t stream) {
-  const bool on_tensor_cores = suits_tensor_cores(scan.shape, dtype) && !scan.m;
+  const bool on_tensor_cores = linear_attention_suits_tensor_cores(scan.shape, dtype) && !scan.m;
   const bool whole = on_tensor_cores && std::max(scan.depth, scan.width) <= kWidestWhole;
   scan.tile = whole ? scan.width : linear_attention_tile(dtype);
   scan.a.packed = is_packed(scan.a.x, scan.depth, dtype, kPackBytes);
@@ -151,7 +152,7 @@ Scan backward_scan(const LinearAttentionBackward& p, Dtype dtype, ScanKind kind)
   const ScanFactor q{p.q, maps, false, false}, k{p.k, maps, false, false}, scaled_q{p.q, maps, n.normalize, false};
   const ScanFactor v{p.v, false, false, false}, g{p.grad_y, false, false, false};
   // Tensor cores read g as it is in memory.
-  const ScanFactor scaled_g{p.grad_y, false, n.normalize && !suits_tensor_cores(n, dtype), false};
+  const ScanFactor scaled_g{p.grad_y, false, n.normalize && !linear_attention_suits_tensor_cores(n, dtype), false};
   switch (kind) {
     case ScanKind::Output:
     case ScanKind::Denominators:
@@ -215,7 +216,7 @@ void linear_attention_step_cuda(const LinearAttentionStep& p, Dtype dtype, cudaS
   using namespace linear_cuda;
   const bool maps = p.shape.feature_map == FeatureMap::EluPlusOne;
   Scan scan = scan_of(p.shape, p.eps, dtype, ScanKind::Output);
-  scan.segments = {1, false};
+  scan.segments = {1, false, false};
   scan.a = {p.q, maps, false, false};
   scan.b = {p.k, maps, false, false};
   scan.x = {p.v, false, false, false};

@@ -25,7 +25,8 @@
 // scan goes backwards. If there are few heads, the sequence is cut into segments: one launch sums the columns of each
 // segment, one adds the segments up, and one scans all segments at once. The segments' states lie in the result until
 // the last launch writes it: each in rows that only its own segment's blocks write, so every query head of a group has
-// a copy.
+// a copy, if it has a block of its own. On tensor cores one block can have all query heads of a group: at each chunk
+// its rows read the state one head after the other, then the columns join it.
 //
 // The general form, by fused multiply-adds only, knows decays, states and sums that are not normalized (no bias, and
 // den is 1). Query i sees key j with the product of the decays from j + 1 to i as a weight. From the state before its
@@ -128,7 +129,8 @@ struct Scan {
 // The part of the scan that a block computes.
 struct ScanWork {
   int64_t b;
-  int64_t row_head;  // of sums: the first of the key head's
+  int64_t row_head;   // of sums and of grouped rows: the first of the key head's
+  int64_t row_heads;  // from row_head on, of grouped rows
   int64_t key_head;
   int64_t first_column_head, column_heads;
   int64_t part;  // of the width
@@ -140,8 +142,9 @@ MEMCHECK_INLINE ScanWork scan_work(const Scan& scan, int64_t index, int64_t part
   const bool sums = scan.phase == ScanPhase::Sums;
   const int64_t pieces = scan.phase == ScanPhase::Whole ? 1 : sums ? scan.summed_segments() : scan.segments.count;
   const int64_t group = n.group();
-  const int64_t heads = sums || !scan.rows_are_queries() ? n.Hkv : n.H;
-  const int64_t rows_a_key_head = heads == n.Hkv ? 1 : group;
+  const bool by_key_head = sums || !scan.rows_are_queries() || scan.segments.grouped;
+  const int64_t heads = by_key_head ? n.Hkv : n.H;
+  const int64_t rows_a_key_head = by_key_head ? 1 : group;
   ScanWork work;
   work.part = index % parts;
   work.piece = index / parts % pieces;
@@ -149,7 +152,8 @@ MEMCHECK_INLINE ScanWork scan_work(const Scan& scan, int64_t index, int64_t part
   work.b = index / parts / pieces / heads;
   work.key_head = work.row_head / rows_a_key_head;
   if (sums && scan.backwards()) work.piece += 1;
-  if (sums && scan.rows_are_queries()) work.row_head = work.key_head * group;
+  if (by_key_head && scan.rows_are_queries()) work.row_head = work.key_head * group;
+  work.row_heads = scan.segments.grouped ? group : 1;
   work.first_column_head = scan.rows_are_queries() ? work.key_head : work.key_head * group;
   work.column_heads = scan.rows_are_queries() ? 1 : group;
   return work;
@@ -306,16 +310,12 @@ __device__ __forceinline__ acc_t& kept_of(const Scan& scan, const ScanWork& work
   return static_cast<acc_t*>(scan.kept)[head * scan.segments.count + segment];
 }
 
-// Whether scans of the shape run on tensor cores: the plain form of 16-bit types whose products have many terms, so
-// that the errors of splitting the factors in two are small beside those of the sum.
-bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype);
-
 // On tensor cores, a block has all columns of the width if depth and width are at most this.
 constexpr int64_t kWidestWhole = 128;
 
 // Whether GradQ also stores what Denominators would: if a block has all columns of its result, in the plain form.
 inline bool stores_denominators(const LinearAttentionShape& n, Dtype dtype) {
-  if (suits_tensor_cores(n, dtype)) return std::max(n.D, n.Dv) <= kWidestWhole;
+  if (linear_attention_suits_tensor_cores(n, dtype)) return std::max(n.D, n.Dv) <= kWidestWhole;
   return n.is_plain() && n.D <= linear_attention_tile(dtype);
 }
 
@@ -336,7 +336,7 @@ void finish_grad_decay(const LinearAttentionBackward& p, const void* key_product
 template <typename Run>
 void run_phases(Scan scan, Dtype dtype, cudaStream_t stream, const Run& run) {
   const LinearAttentionShape& n = scan.shape;
-  const int64_t row_heads = n.B * (scan.rows_are_queries() ? n.H : n.Hkv);
+  const int64_t row_heads = n.B * (scan.rows_are_queries() && !scan.segments.grouped ? n.H : n.Hkv);
   if (scan.segments.count == 1) {
     scan.phase = ScanPhase::Whole;
     return run(scan, row_heads);

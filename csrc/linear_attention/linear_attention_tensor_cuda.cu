@@ -98,8 +98,8 @@ __device__ __forceinline__ QueryRow add_shares(const Scan& scan, const SharedTil
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp)
     product += s.row_sums[warp][line][1] * (share_scale(s.row_sums[warp][line][0]) * inverse);
-  if (at.warp == 0 && at.pair == 0 && s.chunk.rows.has(line)) {
-    const int64_t row = query_row(scan.shape, s.work.b, s.work.row_head) + s.chunk.rows.first + line;
+  if (at.warp == 0 && at.pair == 0 && s.step.chunk.rows.has(line)) {
+    const int64_t row = query_row(scan.shape, s.work.b, s.step.row_head) + s.step.chunk.rows.first + line;
     static_cast<float*>(scan.inverse)[row] = inverse;
     static_cast<float*>(scan.products)[row] = product;
   }
@@ -112,7 +112,7 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, SharedTiles<T>&
   const Place at;
   const FeatureMap map = scan.shape.feature_map;
   Out<T> z = {};
-  if (s.chunk.has_columns) sum_chunk(s, z);
+  if (s.step.chunk.has_columns) sum_chunk(s, z);
   for_pairs<T>(
       z, [](int) { return 0.0f; },
       [&](float, int, int column, float& x, float& y) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void finish_queries(const Scan& scan, SharedTiles<T>&
 template <typename T>
 __device__ __forceinline__ float inverse_of(const Scan& scan, const SharedTiles<T>& s, int row) {
   float denominator = s.denominator[row];
-  if (s.chunk.has_columns)
+  if (s.step.chunk.has_columns)
 #pragma unroll
     for (int tile = 0; tile < kRowTiles; ++tile) denominator += s.score_sums[tile][row];
   return 1.0f / (denominator + static_cast<float>(scan.eps));
@@ -174,9 +174,9 @@ __device__ __forceinline__ void finish_denominators(const Scan& scan, SharedTile
       if (at.pair == 0) s.row_sums[at.warp][row][1] = product;
     }
   __syncthreads();
-  if (line >= kChunk || !s.chunk.rows.has(line)) return;
+  if (line >= kChunk || !s.step.chunk.rows.has(line)) return;
   const LinearAttentionShape& n = scan.shape;
-  const int64_t row = query_row(n, s.work.b, s.work.row_head) + s.chunk.rows.first + line;
+  const int64_t row = query_row(n, s.work.b, s.step.row_head) + s.step.chunk.rows.first + line;
   float product = 0.0f;
 #pragma unroll
   for (int warp = 0; warp < kWarps; ++warp) product += s.row_sums[warp][line][1];
@@ -208,18 +208,19 @@ __device__ __forceinline__ void finish(const Scan& scan, SharedTiles<T>& s, Out<
 
 // Copies results to memory, of the rows that exist.
 template <typename T>
-__device__ __forceinline__ void store_results(const Scan& scan, Lines rows, SharedTiles<T>& s) {
+__device__ __forceinline__ void store_results(const Scan& scan, SharedTiles<T>& s) {
   using scalar_t = typename T::scalar;
   const ColumnPacks<scalar_t, T::kWidth> packs;
+  const Lines rows = s.unstored.lines;
   if (!scan.out || packs.column >= s.columns) return;
-  scalar_t* to = scan.out.at<scalar_t>(s.work.b, s.work.row_head, rows.first, s.first_column + packs.column);
+  scalar_t* to = scan.out.at<scalar_t>(s.work.b, s.unstored.head, rows.first, s.first_column + packs.column);
   store_tile<2>(
       packs, RowLayout{scan.out.stride[3], s.columns, scan.out_packed},
       [&](int line) { return to + line * scan.out.stride[2]; },
       [&](int line) { return &s.results()[line][packs.column]; }, [&](int line) { return rows.has(line); });
 }
 
-// ---- a chunk
+// ---- a step
 
 // Zeros, or for GradK minus the sum of bias_j x_j, which is the same for all rows.
 template <typename T>
@@ -236,45 +237,47 @@ __device__ __forceinline__ void start_out(const Scan& scan, const SharedTiles<T>
 template <typename T>
 __device__ __forceinline__ void request_last(const Scan& scan, const SharedTiles<T>& s,
                                              typename SharedTiles<T>::Line* to) {
-  request_lines(scan.last, scan.last_packed, s.work.b, s.work.row_head, s.chunk.rows, s.first_column, s.columns, to);
+  request_lines(scan.last, scan.last_packed, s.work.b, s.step.row_head, s.step.chunk.rows, s.first_column, s.columns,
+                to);
 }
 
 // Waits for x, and splits it.
 template <typename T>
 __device__ __forceinline__ void await_x(const Scan& scan, SharedTiles<T>& s) {
   cp_async_wait<0>();
-  if (s.chunk.has_columns) split_x(scan, s.chunk, s);
+  if (s.step.takes_columns) split_x(scan, s.step.chunk, s);
 }
 
-// Loads the tiles of a head of columns, and those of the rows if they are wanted. A thread splits what it loaded itself
-// of one tile while the next ones arrive. If a and b are not split, x arrives while they are multiplied.
+// Loads the rows and columns that the step takes. A thread splits what it loaded itself of one tile while the next ones
+// arrive. If a and b are not split, x arrives while they are multiplied.
 template <typename T>
-__device__ __forceinline__ void load_head(const Scan& scan, int head, bool with_rows, SharedTiles<T>& s) {
+__device__ __forceinline__ void load_step(const Scan& scan, SharedTiles<T>& s) {
   const ScanWork& work = s.work;
-  const Chunk& chunk = s.chunk;
-  const int64_t column_head = work.first_column_head + head;
-  if (with_rows) request_lines<T>(scan.a, work.b, work.row_head, chunk.rows, 0, scan.depth, s.a);
+  const Step& step = s.step;
+  const Chunk& chunk = step.chunk;
+  if (step.takes_rows) request_lines<T>(scan.a, work.b, step.row_head, chunk.rows, 0, scan.depth, s.a);
   cp_async_commit();
-  if (chunk.has_columns) request_lines<T>(scan.b, work.b, column_head, chunk.columns, 0, scan.depth, s.b);
+  if (step.takes_columns) request_lines<T>(scan.b, work.b, step.column_head, chunk.columns, 0, scan.depth, s.b);
   cp_async_commit();
-  if (chunk.has_columns) request_lines<T>(scan.x, work.b, column_head, chunk.columns, s.first_column, s.columns, s.x);
+  if (step.takes_columns)
+    request_lines<T>(scan.x, work.b, step.column_head, chunk.columns, s.first_column, s.columns, s.x);
   if constexpr (!T::kFeatures)
-    if (with_rows) {
-      store_results(scan, s.unstored, s);  // where a thread's own copies go to
+    if (step.takes_rows) {
+      store_results(scan, s);  // where a thread's own copies go to
       request_last(scan, s, s.last);
     }
   cp_async_commit();
   if (!scan.rows_are_queries()) {
-    if (chunk.has_columns) load_query_rows(scan, work.b, column_head, chunk.columns, s);
-  } else if (!T::kWhole && with_rows && scan.kind == ScanKind::GradQ) {
-    load_query_rows(scan, work.b, work.row_head, chunk.rows, s);
+    if (step.takes_columns) load_query_rows(scan, work.b, step.column_head, chunk.columns, s);
+  } else if (!T::kWhole && step.takes_rows && scan.kind == ScanKind::GradQ) {
+    load_query_rows(scan, work.b, step.row_head, chunk.rows, s);
   }
   if constexpr (T::kFactorParts == 2) {
     cp_async_wait<2>();
-    if (with_rows) split_a(scan, chunk, s);
+    if (step.takes_rows) split_a(scan, chunk, s);
     cp_async_wait<1>();
     if (!scan.rows_are_queries()) __syncthreads();  // for 1 / den and g.y of the queries
-    if (chunk.has_columns) split_b(scan, chunk, s);
+    if (step.takes_columns) split_b(scan, chunk, s);
     await_x(scan, s);
     __syncthreads();
   } else if (chunk.has_rows || !scan.rows_are_queries()) {
@@ -286,7 +289,7 @@ __device__ __forceinline__ void load_head(const Scan& scan, int head, bool with_
 // Adds the columns of a loaded head to the state.
 template <typename T>
 __device__ __forceinline__ void join_state(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
-  add_to_state(s, state);
+  add_to_state(scan, s, state);
   if (!scan.has_bias() && !scan.has_denominator()) return;
   const int sums = scan.has_bias() ? T::kWidth : T::kDepth;
   for (int column = thread_number(); column < sums; column += kThreads) {
@@ -297,38 +300,49 @@ __device__ __forceinline__ void join_state(const Scan& scan, State<T>& state, Sh
   }
 }
 
+// Begins the next step: of the next head, or of the next chunk. One thread calls it.
+template <typename T>
+__device__ __forceinline__ void next_step(const Scan& scan, SharedTiles<T>& s) {
+  const bool queries = scan.rows_are_queries();
+  Step& step = s.step;
+  if (++step.head >= step.heads) {
+    const bool summing = ++step.number < s.summed_chunks;
+    step.chunk = chunk_of(scan, summing ? s.ranges.columns : s.ranges.rows,
+                          summing ? step.number : step.number - s.summed_chunks, summing, kChunk);
+    const bool has_heads = queries ? step.chunk.has_rows : step.chunk.has_columns;
+    step.heads = has_heads ? static_cast<int>(queries ? s.work.row_heads : s.work.column_heads) : 1;
+    step.head = 0;
+  }
+  const bool is_first = step.head == 0, is_last = step.head == step.heads - 1;
+  step.row_head = s.work.row_head + (queries ? step.head : 0);
+  step.column_head = s.work.first_column_head + (queries ? 0 : step.head);
+  step.takes_rows = step.chunk.has_rows && (queries || is_first);
+  step.takes_columns = step.chunk.has_columns && (!queries || is_first);
+  step.finishes_rows = step.chunk.has_rows && (queries || is_last);
+  step.joins_columns = step.chunk.has_columns && (!queries || is_last);
+}
+
 // The rows read the state before the columns of the chunk join it.
 template <typename T>
-__device__ __forceinline__ void scan_chunk(const Scan& scan, State<T>& state, SharedTiles<T>& s) {
-  const int heads = s.chunk.has_columns ? static_cast<int>(s.work.column_heads) : 0;
-  const bool has_rows = s.chunk.has_rows;
-  Out<T> out;
-#pragma unroll 1
-  for (int head = 0; head < max(heads, 1); ++head) {
-    load_head(scan, head, has_rows && head == 0, s);
-    if (has_rows) {
-      if (heads > 0) form_scores(scan, s);
-      if (head == 0) {
-        start_out(scan, s, out);
-        read_state(s, state, out);
-      }
-    }
-    if constexpr (T::kFactorParts == 1) await_x(scan, s);
-    if (has_rows || T::kFactorParts == 1) __syncthreads();
-    if (has_rows) {
-      if constexpr (T::kFeatures && !T::kWhole)
-        if (scan.kind == ScanKind::Denominators) {
-          request_last(scan, s, s.after_a);
-          cp_async_commit();
-        }
-      if (heads > 0) read_chunk(scan, s, out);
-      if (head >= heads - 1) finish(scan, s, out);
-    }
-    if (heads > 0) join_state(scan, state, s);
-    __syncthreads();
+__device__ __forceinline__ void scan_step(const Scan& scan, State<T>& state, Out<T>& out, SharedTiles<T>& s) {
+  load_step(scan, s);
+  if (s.step.chunk.has_rows && s.step.chunk.has_columns) form_scores(scan, s);
+  if (s.step.takes_rows) {
+    start_out(scan, s, out);
+    read_state(scan, s, state, out);
   }
-  if constexpr (T::kFeatures)
-    if (has_rows) store_results(scan, s.chunk.rows, s);
+  if constexpr (T::kFactorParts == 1) await_x(scan, s);
+  if (s.step.chunk.has_rows || T::kFactorParts == 1) __syncthreads();
+  if (s.step.chunk.has_rows) {
+    if constexpr (T::kFeatures && !T::kWhole)
+      if (scan.kind == ScanKind::Denominators) {
+        request_last(scan, s, s.after_a);
+        cp_async_commit();
+      }
+    if (s.step.chunk.has_columns) read_chunk(scan, s, out);
+    if (s.step.finishes_rows) finish(scan, s, out);
+  }
+  if (s.step.joins_columns) join_state(scan, state, s);
 }
 
 // ---- states
@@ -401,25 +415,25 @@ __global__ void __launch_bounds__(kThreads, kDepth == 64 ? 3 : 2) tensor_scan_ke
     s.summed_chunks = s.ranges.column_chunks(kChunk);
     s.chunks = s.summed_chunks + s.ranges.row_chunks(kChunk);
     s.unstored = {};
+    s.step = {};
+    s.step.number = -1;
   }
   __syncthreads();
   State<T> state;
+  Out<T> out;
   start_state(scan, state, s);
 #pragma unroll 1
-  for (int i = 0; i < s.chunks; ++i) {
-    const bool summing = i < s.summed_chunks;
-    if (thread_number() == 0)
-      s.chunk = chunk_of(scan, summing ? s.ranges.columns : s.ranges.rows, summing ? i : i - s.summed_chunks, summing,
-                         kChunk);
+  for (;;) {
+    if (thread_number() == 0) next_step(scan, s);
     __syncthreads();
-    if (s.chunk.has_rows || s.chunk.has_columns) scan_chunk<T>(scan, state, s);
+    if (s.step.number == s.chunks) break;
+    scan_step(scan, state, out, s);
+    if (thread_number() == 0 && (T::kFeatures || s.step.finishes_rows))
+      s.unstored = {s.step.row_head, s.step.finishes_rows ? s.step.chunk.rows : Lines{}};
     __syncthreads();
-    if (thread_number() == 0 && s.chunk.has_rows) s.unstored = s.chunk.rows;
+    if constexpr (T::kFeatures) store_results(scan, s);
   }
-  if constexpr (!T::kFeatures) {
-    __syncthreads();
-    store_results(scan, s.unstored, s);
-  }
+  if constexpr (!T::kFeatures) store_results(scan, s);
   if (scan.phase == ScanPhase::Sums) store_segment(scan, state, s);
 }
 
@@ -446,12 +460,6 @@ void launch_scan(const Scan& scan, int64_t blocks, cudaStream_t stream) {
 }
 
 }  // namespace
-
-bool suits_tensor_cores(const LinearAttentionShape& n, Dtype dtype) {
-  constexpr int64_t kFewest = 16;
-  if (!n.is_plain() || (dtype != Dtype::Float16 && dtype != Dtype::BFloat16)) return false;
-  return std::min(n.D, n.Dv) >= kFewest && std::max(n.D, n.Dv) <= kLinearAttentionDeepest;
-}
 
 void scan_on_tensor_cores(const Scan& scan, Dtype dtype, cudaStream_t stream) {
   run_phases(scan, dtype, stream, [&](const Scan& phase, int64_t blocks) {

@@ -50,6 +50,9 @@ __device__ __forceinline__ void multiply(float (&d)[4], const uint32_t (&a)[kA][
 }
 
 // ---- products
+//
+// Loops over the depth leave out its padding. They are unrolled, because registers have no addresses; the jump out of
+// them also keeps a compiler from loading what later rounds need, for which there are no registers.
 
 // The sum over the four lanes that share a row of a fragment.
 __device__ __forceinline__ float sum_of_four(float x) {
@@ -59,10 +62,12 @@ __device__ __forceinline__ float sum_of_four(float x) {
 
 // out += a times the state.
 template <typename T>
-__device__ __forceinline__ void read_state(const SharedTiles<T>& s, const State<T>& state, Out<T>& out) {
+__device__ __forceinline__ void read_state(const Scan& scan, const SharedTiles<T>& s, const State<T>& state,
+                                           Out<T>& out) {
   const Place at;
 #pragma unroll
   for (int k = 0; k < T::kDepth / 16; ++k) {
+    if (16 * k >= scan.depth) break;
     uint32_t b[T::kSlabTiles][T::kStateParts][4];  // [column tile of 16][part][two b]
 #pragma unroll
     for (int tile = 0; tile < T::kSlabTiles; ++tile)
@@ -97,7 +102,7 @@ __device__ __forceinline__ void form_scores(const Scan& scan, SharedTiles<T>& s)
   const bool may_see = forwards ? first_column <= first_row : first_column >= first_row;
   float scores[2][4] = {};
 #pragma unroll 1
-  for (int k = 0; k < T::kDepth && may_see; k += 16) {
+  for (int k = 0; k < scan.depth && may_see; k += 16) {
     uint32_t a[T::kFactorParts][4], b[T::kFactorParts][4];
 #pragma unroll
     for (int part = 0; part < T::kFactorParts; ++part) {
@@ -117,7 +122,7 @@ __device__ __forceinline__ void form_scores(const Scan& scan, SharedTiles<T>& s)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
         const int column = first_column + 8 * tile + at.pair + j;
-        const bool sees = (forwards ? column <= row : column >= row) && s.chunk.columns.has(column);
+        const bool sees = (forwards ? column <= row : column >= row) && s.step.chunk.columns.has(column);
         const float bias = scan.kind == ScanKind::GradK ? s.bias[column] : 0.0f;
         pair[j] = sees ? scores[tile][2 * half + j] - bias : 0.0f;
         sum += pair[j];
@@ -200,7 +205,7 @@ __device__ __forceinline__ void sum_chunk(const SharedTiles<T>& s, Out<T>& z) {
 // state += b^T x. The sum over the chunk is formed first, because tensor cores round sums towards 0. x stays in
 // registers: shared memory is what a chunk waits for most.
 template <typename T>
-__device__ __forceinline__ void add_to_state(const SharedTiles<T>& s, State<T>& state) {
+__device__ __forceinline__ void add_to_state(const Scan& scan, const SharedTiles<T>& s, State<T>& state) {
   constexpr int kSteps = kRowTiles;
   const Place at;
   uint32_t x[kSteps][T::kSlabTiles][T::kValueParts][4];
@@ -213,6 +218,7 @@ __device__ __forceinline__ void add_to_state(const SharedTiles<T>& s, State<T>& 
         load_along_columns<true>(x[k][tile][part], s.x.part[part], 16 * k, T::kSlab * at.warp + 16 * tile, at.lane);
 #pragma unroll
   for (int depth = 0; depth < T::kDepth / 16; ++depth) {
+    if (16 * depth >= scan.depth) break;
     float sum[T::kSlabTiles][2][4] = {};
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {

@@ -58,6 +58,23 @@ struct StagedState {
   float matrix[T::kDepth][T::kWidth + 4];
 };
 
+// What a block does at once: rows and columns of a chunk, of one head. Query heads of a group follow one another: their
+// rows see the same columns, or as columns they are seen by the same rows.
+struct Step {
+  Chunk chunk;
+  int number;  // of the chunk
+  int head, heads;
+  int64_t row_head, column_head;
+  bool takes_rows, takes_columns;     // in the first step of their head
+  bool finishes_rows, joins_columns;  // in the last one
+};
+
+// Rows of which results are in shared memory.
+struct UnstoredRows {
+  int64_t head;
+  Lines lines;
+};
+
 template <typename T>
 struct SharedTiles {
   using Line = typename T::scalar[tile_stride(T::kWidth)];
@@ -85,8 +102,8 @@ struct SharedTiles {
   // What the block computes. The state needs the registers.
   ScanWork work;
   ScanRanges ranges;
-  Chunk chunk;
-  Lines unstored;                 // without features: rows whose results are stored while the next ones are loaded
+  Step step;
+  UnstoredRows unstored;          // without features they are stored while the next ones are loaded
   int64_t first_column, columns;  // of the width
   int summed_chunks, chunks;      // chunks of columns alone, and all
 
@@ -161,7 +178,7 @@ __device__ __forceinline__ void split(float x, float y, uint32_t (&parts)[kParts
   }
 }
 
-// ---- from memory to tiles. Lines are passed by value: s.chunk would be read again after every store.
+// ---- from memory to tiles. Lines are passed by value: s.step would be read again after every store.
 
 // Begins to load columns [first_column, first_column + columns) of a chunk of x; zeros where nothing exists. They have
 // arrived for this thread after cp_async_wait.

@@ -236,6 +236,7 @@ def large_cases() -> Iterator[Case]:
     yield softplus(4, 1024, 4096, torch.bfloat16)
     yield linear(4, 8, 4096, 64, torch.bfloat16)
     yield linear(4, 64, 4096, 128, torch.bfloat16)
+    yield linear(4, 32, 4096, 128, torch.bfloat16, Hkv=8)
     yield compressed(1, 8, 4096, 64, 8, torch.bfloat16)
     yield compressed(1, 8, 4096, 64, 16, torch.bfloat16)
     yield compressed(4, 16, 4096, 128, 8, torch.bfloat16)

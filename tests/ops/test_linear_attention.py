@@ -27,6 +27,7 @@ from ops.checks import (
     laid_out,
     run,
     run_subset,
+    run_truth,
     same_bits,
     saved_for_backward,
     subsets,
@@ -84,6 +85,14 @@ CASES = [
 SMALL, MIDDLE, SPLIT = (2, 4, 2, 5, 7, 3, 2), (2, 8, 4, 70, 300, 40, 24), (1, 2, 1, 700, 1300, 20, 9)
 TENSOR = (1, 4, 2, 70, 130, 40, 33)  # on tensor cores in 16 bits
 IN_RESULTS = (1, 2, 1, 600, 600, 40, 33)  # the same, and states of segments lie in results on CUDA
+# B, H, Hkv, S, T, D, Dv, causal: so many heads that a CUDA block has all query heads of a key head in 16 bits.
+GROUPED = [
+    (1, 531, 177, 33, 33, 20, 17, True),
+    pytest.param(1, 531, 177, 20, 33, 20, 17, False, marks=pytest.mark.ci),
+    pytest.param(1, 398, 199, 20, 40, 130, 33, True, marks=pytest.mark.slow),
+    pytest.param(1, 134, 67, 512, 512, 70, 100, True, marks=pytest.mark.slow),  # this and the next have segments
+    pytest.param(1, 134, 67, 513, 513, 40, 33, False, marks=pytest.mark.slow),
+]
 
 
 def contract(causal: bool = True, feature_map: str = "elu+1", eps: float = 1e-6) -> Contract:
@@ -181,6 +190,27 @@ def test_the_reference_implementations_agree() -> None:
     for other in (reference.linear_attention_cumsum, reference.linear_attention_chunked):
         for ours, theirs in zip(truth, run(other, [q, k, v], grad_y), strict=True):
             torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+@pytest.mark.parametrize(("B", "H", "Hkv", "S", "T", "D", "Dv", "causal"), GROUPED)
+def test_many_groups_of_query_heads(
+    B: int, H: int, Hkv: int, S: int, T: int, D: int, Dv: int, causal: bool, dtype: torch.dtype
+) -> None:
+    """The first group, one in the middle and the last one are compared with the formula."""
+    it = contract(causal)
+    inputs, grad_y = make_inputs(B, H, Hkv, S, T, D, Dv, dtype)
+    results = run(it.function, inputs, grad_y)
+    for head in (0, Hkv // 2, Hkv - 1):
+
+        def of_group(x: Tensor, head: int = head) -> Tensor:
+            heads = x.shape[1] // Hkv
+            return x[:, heads * head : heads * (head + 1)]
+
+        some, grad = [of_group(x) for x in inputs], of_group(grad_y)
+        bounds = it.bounds(*(x.cpu() for x in doubles([grad, *some])))
+        for result, truth, bound in zip(results, run_truth(it.reference, some, grad), bounds, strict=True):
+            assert_within(of_group(result), truth, bound)
 
 
 @pytest.mark.cpu
