@@ -24,178 +24,287 @@ MEMCHECK_INLINE int half_tile_before(int64_t end, int64_t first) {
   return static_cast<int>(larger<int64_t>(0, smaller<int64_t>(end - first, kRows)));
 }
 
-// ---- tiles of queries: a warp has 16 queries, with grad_q in registers
+// Tiles that are in shared memory one after the other, or together.
+template <typename Queries, typename Keys>
+union InTurns {
+  Queries queries;
+  Keys keys;
+};
+template <typename Queries, typename Keys>
+struct Together {
+  Queries queries;
+  Keys keys;
+};
+
+// ---- tiles of queries
+//
+// The fragments of q and grad_y stay in registers while the keys pass by, and every fragment of keys and values is
+// multiplied with all queries of a warp. First with 32 of them, which find delta; then with as many as leave room
+// for their grad_q, a slab after the other. Above 128 columns there is no room for fragments beside grad_q.
 
 template <typename scalar_t, int kD>
 struct MmaQueryShared {
+  static constexpr bool kInRegisters = kD <= 128;
+  static constexpr int kTall = kD <= 128 ? 2 : 1;     // tiles of 16 queries in a warp
+  static constexpr int kSlabTall = kD <= 64 ? 2 : 1;  // of a slab
+  static constexpr int kSlabs = kTall / kSlabTall;
+  static constexpr int kSlab = kRows * kSlabTall;  // queries
+  static constexpr int kQueries = kSlab * kSlabs;
   static constexpr int kKeys = kOtherRows<kD>;
-  static constexpr int kWide = kKeys / 8;
+  static constexpr int kWide = kD <= 128 ? 2 : 4;  // tiles of 8 keys that are weighed at a time
 
-  HalfTile<scalar_t, kRows, kD> q;  // then grad_q
-  HalfTile<scalar_t, kRows, kD> grad_y;
-  HalfTile<scalar_t, kKeys, kD> kc[kStages<kD>];
-  HalfTile<scalar_t, kKeys, kD> vc[kStages<kD>];
+  using Slab = HalfTile<scalar_t, kSlab, kD>;
+  struct Queries {
+    Slab q;  // then grad_q
+    Slab grad_y;
+  };
+  struct Keys {
+    HalfTile<scalar_t, kKeys, kD> kc[kStages<kD>];
+    HalfTile<scalar_t, kKeys, kD> vc[kStages<kD>];
+  };
+  std::conditional_t<kInRegisters, InTurns<Queries, Keys>, Together<Queries, Keys>> tiles;
+  float delta[kQueries];
   // In shared memory, because sums take the registers.
   QueryWork work;
   KeyMatrix<scalar_t> keys, values;
+
+  // The warp's first row of a slab.
+  static __device__ __forceinline__ int first_of_warp() { return warp() * 16 * kSlabTall; }
+  // The row of the block's queries that is `row` of tile m of the warp, and the one that a thread has.
+  static __device__ __forceinline__ int row_of_tile(int m, int row) {
+    return m / kSlabTall * kSlab + first_of_warp() + m % kSlabTall * 16 + row;
+  }
+  static __device__ __forceinline__ int row_of(int m, int half) { return row_of_tile(m, fragment_row(0, half)); }
 };
 
-// A thread's two queries.
-struct MmaQueries {
-  int64_t limit[2];  // how many blocks each sees
-  float shift[2];    // of its scores, from its lse, in base 2
-  float delta[2] = {};
-
-  __device__ __forceinline__ MmaQueries(const CompressedAttentionBackward& p, const QueryWork& work) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t row = work.row + warp() * 16 + fragment_row(0, half);
-      const bool exists = row < work.of.group * p.shape.S;
-      limit[half] = exists ? p.shape.visible(row / work.of.group) : 0;
-      shift[half] =
-          exists ? softmax_shift(static_cast<const float*>(p.lse)[query_index(p.shape, work.of, row)]) * kLog2e : 0;
-    }
-  }
-};
-
-// Forms the weights of a tile of keys from `key` on, and their gradients; both are 0 where a query does not see the
-// key.
-template <typename scalar_t, int kD, int kWide>
-__device__ __forceinline__ void weigh_keys(const MmaQueryShared<scalar_t, kD>& memory, int now, float scale,
-                                           const MmaQueries& rows, int64_t key, float (&weights)[1][kWide][4],
-                                           float (&grad_weights)[1][kWide][4]) {
-  multiply_rows<scalar_t, 1, kWide>(memory.q, warp() * 16, memory.kc[now], 0, weights);
-  multiply_rows<scalar_t, 1, kWide>(memory.grad_y, warp() * 16, memory.vc[now], 0, grad_weights);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int seen = half_tile_before(rows.limit[half], key);
-#pragma unroll
-    for (int n = 0; n < kWide; ++n)
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float& weight = weights[0][n][2 * half + i];
-        float& gradient = grad_weights[0][n][2 * half + i];
-        const bool sees = fragment_column(n) + i < seen;
-        weight = sees ? exp2_approximate(weight * scale - rows.shift[half]) : 0;
-        gradient = sees ? gradient : 0;
-      }
-  }
+// Loads a slab of queries. Their place may be that of keys.
+template <typename scalar_t, int kD>
+__device__ __forceinline__ void load_slab(const CompressedAttentionBackward& p, int slab,
+                                          MmaQueryShared<scalar_t, kD>& memory) {
+  const QueryWork& work = memory.work;
+  const int64_t row = work.row + slab * MmaQueryShared<scalar_t, kD>::kSlab;
+  request_rows(queries_of<scalar_t>(p.shape, p.q, work.of), row, memory.tiles.queries.q);
+  request_rows(queries_of<scalar_t>(p.shape, p.grad_y, work.of), row, memory.tiles.queries.grad_y);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
 }
 
-// Loads the tiles of keys one after the other and calls visit(buffer, first key) for each.
+// A thread's queries. Rows: of q and grad_y.
+template <typename Rows, int kTall>
+struct MmaQueries {
+  Rows q, grad_y;
+  int64_t limit[kTall][2];  // how many blocks each sees
+  float shift[kTall][2];    // of its scores, from its lse, in base 2
+
+  // row_of(m, half): counted from the first row of the block.
+  template <typename RowOf>
+  __device__ __forceinline__ void find(const CompressedAttentionBackward& p, const QueryWork& work,
+                                       const RowOf& row_of) {
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t row = work.row + row_of(m, half);
+        const bool exists = row < work.of.group * p.shape.S;
+        limit[m][half] = exists ? p.shape.visible(row / work.of.group) : 0;
+        shift[m][half] =
+            exists ? softmax_shift(static_cast<const float*>(p.lse)[query_index(p.shape, work.of, row)]) * kLog2e : 0;
+      }
+  }
+
+  // Forms the weights of keys from row `first` of a tile on, of which the first is `key`, and the gradients of weights;
+  // both are 0 where a query does not see the key.
+  template <typename scalar_t, int kWide, typename Tile>
+  __device__ __forceinline__ void weigh(const Tile& kc, const Tile& vc, int first, int64_t key, float scale,
+                                        WarpTile<kTall, kWide>& weights, WarpTile<kTall, kWide>& grad_weights) const {
+    multiply_rows<scalar_t, kTall, kWide>(q, kc, first, weights);
+    multiply_rows<scalar_t, kTall, kWide>(grad_y, vc, first, grad_weights);
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int seen = half_tile_before(limit[m][half], key);
+#pragma unroll
+        for (int n = 0; n < kWide; ++n)
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& weight = weights[m][n][2 * half + i];
+            float& gradient = grad_weights[m][n][2 * half + i];
+            const bool sees = fragment_column(n) + i < seen;
+            weight = sees ? exp2_approximate(weight * scale - shift[m][half]) : 0;
+            gradient = sees ? gradient : 0;
+          }
+      }
+  }
+};
+
+// Loads the tiles of keys one after the other and calls visit(buffer, row of the tile, key) for every 8 kWide keys.
 template <typename scalar_t, int kD, typename Visit>
 __device__ __forceinline__ void through_keys(MmaQueryShared<scalar_t, kD>& memory, const Visit& visit) {
-  constexpr int kKeys = kOtherRows<kD>;
+  using Shared = MmaQueryShared<scalar_t, kD>;
   constexpr int kBuffers = kStages<kD>;
   const int tiles = static_cast<int>(memory.work.end);
   const auto request_keys = [&](int64_t key, int buffer) {
-    request_rows(memory.keys, key, memory.kc[buffer]);
-    request_rows(memory.values, key, memory.vc[buffer]);
+    request_rows(memory.keys, key, memory.tiles.keys.kc[buffer]);
+    request_rows(memory.values, key, memory.tiles.keys.vc[buffer]);
     cp_async_commit();
   };
   if (tiles > 0) request_keys(0, 0);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
     const int now = tile % kBuffers;
-    const int64_t key = int64_t{tile} * kKeys;
+    const int64_t key = int64_t{tile} * Shared::kKeys;
     cp_async_wait<0>();
     __syncthreads();
-    if (kBuffers > 1 && tile + 1 < tiles) request_keys(key + kKeys, kBuffers - 1 - now);
-    visit(now, key);
+    if (kBuffers > 1 && tile + 1 < tiles) request_keys(key + Shared::kKeys, kBuffers - 1 - now);
+#pragma unroll 1
+    for (int row = 0; row < Shared::kKeys && key + row < memory.work.seen; row += 8 * Shared::kWide)
+      visit(now, row, key + row);
     if (kBuffers > 1 || tile + 1 >= tiles) continue;
     __syncthreads();
-    request_keys(key + kKeys, 0);
+    request_keys(key + Shared::kKeys, 0);
   }
   cp_async_wait<0>();
   __syncthreads();
 }
 
-// delta = sum_j p_j dp_j takes a pass of its own, because y was rounded to 16 bits, and its error would be in the
-// gradient of every score.
+// Forms delta = sum_j p_j dp_j, less the gradient of lse. It takes a pass of its own, because y was rounded to 16 bits,
+// and its error would be in the gradient of every score.
+template <typename scalar_t, int kD>
+__device__ __forceinline__ void form_delta(const CompressedAttentionBackward& p, MmaQueryShared<scalar_t, kD>& memory) {
+  using Shared = MmaQueryShared<scalar_t, kD>;
+  constexpr int kTall = Shared::kTall;
+  constexpr int kWide = Shared::kWide;
+  MmaQueries<RowsInRegisters<kTall, kD>, kTall> rows;
+  rows.find(p, memory.work, Shared::row_of);
+#pragma unroll
+  for (int m = 0; m < kTall; ++m) {
+    const int of_slab = m % Shared::kSlabTall;
+    if (m > 0 && of_slab == 0) __syncthreads();
+    if (of_slab == 0) load_slab(p, m / Shared::kSlabTall, memory);
+    rows.q.load(m, memory.tiles.queries.q, Shared::first_of_warp() + 16 * of_slab);
+    rows.grad_y.load(m, memory.tiles.queries.grad_y, Shared::first_of_warp() + 16 * of_slab);
+  }
+  const float scale = static_cast<float>(p.scale) * kLog2e;
+  float delta[kTall][2] = {};
+  __syncthreads();
+  through_keys(memory, [&](int now, int row, int64_t key) {
+    float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
+    rows.template weigh<scalar_t, kWide>(memory.tiles.keys.kc[now], memory.tiles.keys.vc[now], row, key, scale, weights,
+                                         grad_weights);
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int n = 0; n < kWide; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) delta[m][i / 2] += weights[m][n][i] * grad_weights[m][n][i];
+  });
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float of_row = sum_of_row(delta[m][half]);
+      const int64_t row = memory.work.row + Shared::row_of(m, half);
+      if (lane() % 4 != 0) continue;
+      if (row < memory.work.of.group * p.shape.S) {
+        const int64_t index = query_index(p.shape, memory.work.of, row);
+        if (p.grad_lse != nullptr) of_row -= static_cast<const float*>(p.grad_lse)[index];
+        if (p.delta != nullptr) static_cast<float*>(p.delta)[index] = of_row;
+      }
+      memory.delta[Shared::row_of(m, half)] = of_row;
+    }
+  __syncwarp();
+}
+
+// Forms and stores grad_q of a slab. Where it is not finite, delta becomes NaN.
+template <typename scalar_t, int kD>
+__device__ __forceinline__ void form_grad_q(const CompressedAttentionBackward& p, int slab,
+                                            MmaQueryShared<scalar_t, kD>& memory) {
+  using Shared = MmaQueryShared<scalar_t, kD>;
+  constexpr int kTall = Shared::kSlabTall;
+  constexpr int kWide = Shared::kWide;
+  using Rows =
+      std::conditional_t<Shared::kInRegisters, RowsInRegisters<kTall, kD>, RowsInTile<kTall, typename Shared::Slab>>;
+  const int first = Shared::first_of_warp();
+  auto& tiles = memory.tiles;
+  if (slab > 0) __syncthreads();
+  if (Shared::kInRegisters) load_slab(p, slab, memory);
+  MmaQueries<Rows, kTall> rows{Rows(tiles.queries.q, first), Rows(tiles.queries.grad_y, first)};
+  rows.find(p, memory.work, [&](int m, int half) { return slab * Shared::kSlab + Shared::row_of(m, half); });
+  float delta[kTall][2];
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) delta[m][half] = memory.delta[slab * Shared::kSlab + Shared::row_of(m, half)];
+  float grad_q[kTall][kD / 8][4];
+  set_zero<kTall, kD / 8>(grad_q);
+  const float scale = static_cast<float>(p.scale);
+  __syncthreads();
+  through_keys(memory, [&](int now, int row, int64_t key) {
+    float weights[kTall][kWide][4], grad_weights[kTall][kWide][4];
+    rows.template weigh<scalar_t, kWide>(tiles.keys.kc[now], tiles.keys.vc[now], row, key, scale * kLog2e, weights,
+                                         grad_weights);
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int n = 0; n < kWide; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          weights[m][n][i] = softmax_gradient_of_seen(scale * weights[m][n][i], grad_weights[m][n][i], delta[m][i / 2]);
+    uint32_t grad_scores[kTall][kWide / 2][4];
+    round_factor<scalar_t, kTall, kWide>(weights, grad_scores);
+    add_product<scalar_t, kTall, kWide, kD / 8>(grad_scores, tiles.keys.kc[now], row, grad_q);
+  });
+#pragma unroll
+  for (int m = 0; m < kTall; ++m)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float zero = 0;
+#pragma unroll
+      for (int n = 0; n < kD / 8; ++n) zero += 0 * grad_q[m][n][2 * half] + 0 * grad_q[m][n][2 * half + 1];
+      zero = sum_of_row(zero);
+      if (lane() % 4 == 0) memory.delta[slab * Shared::kSlab + Shared::row_of(m, half)] += zero;
+    }
+  const auto to = queries_of<scalar_t>(p.shape, p.grad_q, memory.work.of);
+  keep_rows<scalar_t, kTall, kD / 8>(grad_q, first, tiles.queries.q);
+  for (int index = lane(); index < 2 * kTall * kD; index += 32) {
+    const int row = first + index / (kD / 8);
+    const int64_t row_of_all = memory.work.row + slab * Shared::kSlab + row;
+    if (row_of_all < to.count) store_row_pack(tiles.queries.q, row, index % (kD / 8), to, row_of_all);
+  }
+}
+
 template <typename scalar_t, int kD>
 __global__ void __launch_bounds__(kThreads, 2) mma_query_gradient_kernel(CompressedAttentionBackward p) {
-  auto& memory = shared<MmaQueryShared<scalar_t, kD>>();
-  constexpr int kWide = MmaQueryShared<scalar_t, kD>::kWide;
-  const QueryWork work = query_work(p.shape, blockIdx.x, kRows, kOtherRows<kD>, 1, kD, 1);
-  const int64_t count = work.of.group * p.shape.S;
-  const float scale = static_cast<float>(p.scale);
+  using Shared = MmaQueryShared<scalar_t, kD>;
+  auto& memory = shared<Shared>();
   if (threadIdx.x == 0) {
-    memory.work = work;
-    memory.keys = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of);
-    memory.values = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of);
+    memory.work = query_work(p.shape, blockIdx.x, Shared::kQueries, Shared::kKeys, 1, kD, 1);
+    memory.keys = keys_of<scalar_t>(p.shape, p.kc, p.shape.C, memory.work.of);
+    memory.values = keys_of<scalar_t>(p.shape, p.vc, p.shape.C, memory.work.of);
   }
   __syncthreads();
-  MmaQueries rows(p, work);
-  request_rows(queries_of<scalar_t>(p.shape, p.q, work.of), work.row, memory.q);
-  request_rows(queries_of<scalar_t>(p.shape, p.grad_y, work.of), work.row, memory.grad_y);
-  through_keys(memory, [&](int now, int64_t key) {
-    float weights[1][kWide][4], grad_weights[1][kWide][4];
-    weigh_keys(memory, now, scale * kLog2e, rows, key, weights, grad_weights);
-#pragma unroll
-    for (int n = 0; n < kWide; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) rows.delta[i / 2] += weights[0][n][i] * grad_weights[0][n][i];
-  });
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    rows.delta[half] = sum_of_row(rows.delta[half]);
-    const int64_t row = memory.work.row + warp() * 16 + fragment_row(0, half);
-    if (row >= count) continue;
-    const int64_t index = query_index(p.shape, memory.work.of, row);
-    if (p.grad_lse != nullptr) rows.delta[half] -= static_cast<const float*>(p.grad_lse)[index];
-    if (p.delta != nullptr && lane() % 4 == 0) static_cast<float*>(p.delta)[index] = rows.delta[half];
-  }
+  form_delta(p, memory);
+#pragma unroll 1
+  for (int slab = 0; p.grad_q && slab < Shared::kSlabs; ++slab) form_grad_q(p, slab, memory);
   unsigned not_finite = 0;
 #pragma unroll
-  for (int half = 0; half < 2; ++half)
-    if (!is_finite(rows.delta[half])) not_finite |= 1u << half;
-  const auto form_again = [&] {
-    if (!__any_sync(~0u, not_finite != 0)) return;
-    each_row_of_fragments<1>(not_finite, [&](int row) {
-      const int64_t mine = memory.work.row + warp() * 16 + row;
-      if (mine < count) differentiate_row<scalar_t>(p, memory.work.of, 0, kD, mine);
-    });
-  };
-  if (!p.grad_q) return form_again();
-  float grad_q[1][kD / 8][4];
-  set_zero<1, kD / 8>(grad_q);
-  through_keys(memory, [&](int now, int64_t key) {
-    float weights[1][kWide][4], grad_weights[1][kWide][4];
-    weigh_keys(memory, now, scale * kLog2e, rows, key, weights, grad_weights);
-#pragma unroll
-    for (int n = 0; n < kWide; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float gradient =
-            softmax_gradient_of_seen(scale * weights[0][n][i], grad_weights[0][n][i], rows.delta[i / 2]);
-        const bool sees = fragment_column(n) + i % 2 < half_tile_before(rows.limit[i / 2], key);
-        weights[0][n][i] = sees ? gradient : 0;
-      }
-    uint32_t grad_scores[1][kWide / 2][4];
-    round_factor<scalar_t, 1, kWide>(weights, grad_scores);
-    add_product<scalar_t, 1, kWide, kD / 8>(grad_scores, memory.kc[now], 0, grad_q);
+  for (int i = 0; i < 2 * Shared::kTall; ++i)
+    if (!is_finite(memory.delta[Shared::row_of(i / 2, i % 2)])) not_finite |= 1u << i;
+  if (!__any_sync(~0u, not_finite != 0)) return;
+  each_row_of_fragments<Shared::kTall>(not_finite, [&](int row) {
+    const int64_t mine = memory.work.row + Shared::row_of_tile(row / 16, row % 16);
+    if (mine < memory.work.of.group * p.shape.S) differentiate_row<scalar_t>(p, memory.work.of, 0, kD, mine);
   });
-  const auto to = queries_of<scalar_t>(p.shape, p.grad_q, memory.work.of);
-  const int first = warp() * 16;
-#pragma unroll
-  for (int n = 0; n < kD / 8; ++n)
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (!is_finite(grad_q[0][n][i])) not_finite |= 1u << (i / 2);
-  keep_rows<scalar_t, 1, kD / 8>(grad_q, first, memory.q);
-  for (int index = lane(); index < 2 * kD; index += 32) {
-    const int row = first + index / (kD / 8);
-    if (memory.work.row + row < count) store_row_pack(memory.q, row, index % (kD / 8), to, memory.work.row + row);
-  }
-  form_again();
 }
 
 template <typename scalar_t, int kD>
 void query_gradients_of_width(const CompressedAttentionBackward& p, cudaStream_t stream) {
+  using Shared = MmaQueryShared<scalar_t, kD>;
   const CompressedAttentionShape& shape = p.shape;
-  const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * ceil_div(shape.group() * shape.S, kRows));
-  launch({"compressed_attention_backward_queries_mma", dim3(blocks), dim3(kThreads),
-          sizeof(MmaQueryShared<scalar_t, kD>), stream},
+  const auto blocks = static_cast<unsigned>(shape.B * shape.Hkv * ceil_div(shape.group() * shape.S, Shared::kQueries));
+  launch({"compressed_attention_backward_queries_mma", dim3(blocks), dim3(kThreads), sizeof(Shared), stream},
          mma_query_gradient_kernel<scalar_t, kD>, p);
 }
 
@@ -224,20 +333,27 @@ constexpr int kWeightBits = std::is_same_v<scalar_t, __half> ? 14 : 0;
 template <typename scalar_t>
 constexpr float kWeightUnit = 1.0f / (1 << kWeightBits<scalar_t>);
 
-// A warp has 16 keys, with their gradients in registers. If there are fewer keys than that, several warps have the same
-// ones, and each of them has its own queries of every tile.
+// A warp has 16 keys, with their gradients in registers, and fragments of keys and values too if there is room. If
+// there are fewer keys than that, several warps have the same ones, and each of them has its own queries of every tile.
 template <typename scalar_t, int kD, int kTileKeys>
 struct MmaKeyShared {
+  static constexpr bool kInRegisters = kD <= 128;
   static constexpr int kKeys = kTileKeys;
   static constexpr int kKeyWarps = kKeys / 16;
   static constexpr int kQueries = kOtherRows<kD>;
   static constexpr int kQueriesOfWarp = kQueries * kKeyWarps / kWarps;
+  static constexpr int kWide = kInRegisters ? 2 : kQueriesOfWarp / 8;  // tiles of 8 queries that are weighed at a time
 
-  HalfTile<scalar_t, kKeys, kD> kc;                      // then grad_k
-  HalfTile<scalar_t, kKeys, kD> vc;                      // then grad_v
-  HalfTile<scalar_t, kQueries, kD> q[kStages<kD>];       // then sums of grad_k
-  HalfTile<scalar_t, kQueries, kD> grad_y[kStages<kD>];  // then sums of grad_v
-  float shift[kStages<kD>][kQueries];                    // of scores, from the lse, in base 2, minus kWeightBits
+  struct Keys {
+    HalfTile<scalar_t, kKeys, kD> kc;  // then grad_k
+    HalfTile<scalar_t, kKeys, kD> vc;  // then grad_v
+  };
+  struct Queries {
+    HalfTile<scalar_t, kQueries, kD> q[kStages<kD>];       // then sums of grad_k
+    HalfTile<scalar_t, kQueries, kD> grad_y[kStages<kD>];  // then sums of grad_v
+  };
+  std::conditional_t<kInRegisters, InTurns<Queries, Keys>, Together<Queries, Keys>> tiles;
+  float shift[kStages<kD>][kQueries];  // of scores, from the lse, in base 2, minus kWeightBits
   float delta[kStages<kD>][kQueries];
   // In shared memory, because sums take the registers.
   int64_t first_row[kKeys];  // the first row that sees each key
@@ -249,8 +365,8 @@ struct MmaKeyShared {
 template <typename scalar_t, int kD, int kKeys>
 __device__ __forceinline__ void request_queries(const CompressedAttentionBackward& p, int64_t row, int buffer,
                                                 MmaKeyShared<scalar_t, kD, kKeys>& memory) {
-  request_rows(memory.queries, row, memory.q[buffer]);
-  request_rows(memory.gradients, row, memory.grad_y[buffer]);
+  request_rows(memory.queries, row, memory.tiles.queries.q[buffer]);
+  request_rows(memory.gradients, row, memory.tiles.queries.grad_y[buffer]);
   cp_async_commit();
   if (threadIdx.x >= kOtherRows<kD>) return;
   const int64_t mine = row + threadIdx.x;
@@ -377,7 +493,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     mma_key_gradient_kernel(CompressedAttentionBackward p, KeyParts<scalar_t> parts) {
   using Shared = MmaKeyShared<scalar_t, kD, kKeys>;
   constexpr int kQueries = Shared::kQueries;
-  constexpr int kWide = Shared::kQueriesOfWarp / 8;
+  constexpr int kWide = Shared::kWide;
   constexpr int kBuffers = kStages<kD>;
   auto& memory = shared<Shared>();
   const KeyWork work = key_work(p.shape, blockIdx.x, kKeys, kQueries, 1, kD, parts.count);
@@ -396,13 +512,20 @@ __global__ void __launch_bounds__(kThreads, 2)
     memory.first_row[threadIdx.x] =
         (j < p.shape.C ? smaller(p.shape.first_query(j), p.shape.S) : p.shape.S) * work.of.group;
   }
+  auto& keys = memory.tiles.keys;
+  auto& queries = memory.tiles.queries;
+  request_rows(keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of), work.key, keys.kc);
+  if (of_keys) request_rows(keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of), work.key, keys.vc);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  using Rows = std::conditional_t<Shared::kInRegisters, RowsInRegisters<1, kD>, RowsInTile<1, decltype(keys.kc)>>;
+  const Rows of_k(keys.kc, first), of_v(keys.vc, first);
   __syncthreads();
   float grad_k[1][kD / 8][4], grad_v[1][kD / 8][4];
   set_zero<1, kD / 8>(grad_k);
   set_zero<1, kD / 8>(grad_v);
   const int tiles = static_cast<int>(work.end - work.begin);
-  request_rows(keys_of<scalar_t>(p.shape, p.kc, p.shape.C, work.of), work.key, memory.kc);
-  if (of_keys) request_rows(keys_of<scalar_t>(p.shape, p.vc, p.shape.C, work.of), work.key, memory.vc);
   if (tiles > 0) request_queries(p, work.first_row + work.begin * kQueries, 0, memory);
 #pragma unroll 1
   for (int tile = 0; tile < tiles; ++tile) {
@@ -412,35 +535,37 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     if (kBuffers > 1 && tile + 1 < tiles) request_queries(p, row + kQueries, kBuffers - 1 - now, memory);
     const MmaSeenBy seen_by(memory.first_row + first, row, memory.queries.count);
-    float weights[1][kWide][4];
-    uint32_t factor[1][kWide / 2][4];
-    multiply_rows<scalar_t, 1, kWide>(memory.kc, first, memory.q[now], first_query, weights);
-#pragma unroll
-    for (int n = 0; n < kWide; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int query = first_query + fragment_column(n) + i % 2;
-        const float weight = exp2_approximate(weights[0][n][i] * (scale * kLog2e) - memory.shift[now][query]);
-        weights[0][n][i] = seen_by(i / 2, query) ? weight : 0;
-      }
-    if (of_values) {
-      round_factor<scalar_t, 1, kWide>(weights, factor);
-      add_product<scalar_t, 1, kWide, kD / 8>(factor, memory.grad_y[now], first_query, grad_v);
-    }
-    if (of_keys) {
-      float grad_weights[1][kWide][4];
-      multiply_rows<scalar_t, 1, kWide>(memory.vc, first, memory.grad_y[now], first_query, grad_weights);
+#pragma unroll 1
+    for (int query = first_query; query < first_query + Shared::kQueriesOfWarp; query += 8 * kWide) {
+      float weights[1][kWide][4];
+      uint32_t factor[1][kWide / 2][4];
+      multiply_rows<scalar_t, 1, kWide>(of_k, queries.q[now], query, weights);
 #pragma unroll
       for (int n = 0; n < kWide; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const int query = first_query + fragment_column(n) + i % 2;
+          const int column = query + fragment_column(n) + i % 2;
+          const float weight = exp2_approximate(weights[0][n][i] * (scale * kLog2e) - memory.shift[now][column]);
+          weights[0][n][i] = seen_by(i / 2, column) ? weight : 0;
+        }
+      if (of_values) {
+        round_factor<scalar_t, 1, kWide>(weights, factor);
+        add_product<scalar_t, 1, kWide, kD / 8>(factor, queries.grad_y[now], query, grad_v);
+      }
+      if (!of_keys) continue;
+      float grad_weights[1][kWide][4];
+      multiply_rows<scalar_t, 1, kWide>(of_v, queries.grad_y[now], query, grad_weights);
+#pragma unroll
+      for (int n = 0; n < kWide; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int column = query + fragment_column(n) + i % 2;
           const float weight = scale * kWeightUnit<scalar_t> * weights[0][n][i];
-          const float gradient = softmax_gradient_of_seen(weight, grad_weights[0][n][i], memory.delta[now][query]);
-          weights[0][n][i] = seen_by(i / 2, query) ? gradient : 0;
+          const float gradient = softmax_gradient_of_seen(weight, grad_weights[0][n][i], memory.delta[now][column]);
+          weights[0][n][i] = seen_by(i / 2, column) ? gradient : 0;
         }
       round_factor<scalar_t, 1, kWide>(weights, factor);
-      add_product<scalar_t, 1, kWide, kD / 8>(factor, memory.q[now], first_query, grad_k);
+      add_product<scalar_t, 1, kWide, kD / 8>(factor, queries.q[now], query, grad_k);
     }
     if (kBuffers > 1 || tile + 1 >= tiles) continue;
     __syncthreads();
@@ -448,14 +573,15 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   cp_async_wait<0>();
   __syncthreads();
-  if (of_keys) add_warps<Shared::kKeyWarps>(memory.q, grad_k);
-  if (of_values) add_warps<Shared::kKeyWarps>(memory.grad_y, grad_v);
+  if (of_keys) add_warps<Shared::kKeyWarps>(queries.q, grad_k);
+  if (of_values) add_warps<Shared::kKeyWarps>(queries.grad_y, grad_v);
+  if (Shared::kKeyWarps < kWarps) __syncthreads();
   if (warp() >= Shared::kKeyWarps) return;
-  unsigned of_k = 0, of_v = 0;  // not finite
-  if (of_keys) of_k = finish_keys<scalar_t, kD / 8>(p, memory.work, parts, false, grad_k, memory.kc);
-  if (of_values) of_v = finish_keys<scalar_t, kD / 8>(p, memory.work, parts, true, grad_v, memory.vc);
-  form_keys_again<scalar_t, kD>(p, memory.work, parts, false, of_k);
-  form_keys_again<scalar_t, kD>(p, memory.work, parts, true, of_v);
+  unsigned of_k_again = 0, of_v_again = 0;
+  if (of_keys) of_k_again = finish_keys<scalar_t, kD / 8>(p, memory.work, parts, false, grad_k, keys.kc);
+  if (of_values) of_v_again = finish_keys<scalar_t, kD / 8>(p, memory.work, parts, true, grad_v, keys.vc);
+  form_keys_again<scalar_t, kD>(p, memory.work, parts, false, of_k_again);
+  form_keys_again<scalar_t, kD>(p, memory.work, parts, true, of_v_again);
 }
 
 template <typename scalar_t, int kD, int kKeys, bool kOfKeys = true, bool kOfValues = true>

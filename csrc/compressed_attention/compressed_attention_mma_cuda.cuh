@@ -146,19 +146,55 @@ __device__ __forceinline__ void multiply_pair(const uint32_t (&a)[kTall][4], con
   }
 }
 
-// c = a b^T for the rows of a and b from row_of_a and row_of_b on.
-template <typename scalar_t, int kTall, int kWide, typename TileA, typename TileB>
-__device__ __forceinline__ void multiply_rows(const TileA& a, int row_of_a, const TileB& b, int row_of_b,
-                                              WarpTile<kTall, kWide>& c) {
-  static_assert(TileA::kColumns == TileB::kColumns);
-  const auto first = Operand<TileA>::down(a, row_of_a);
-  const auto second = Operand<TileB>::across(b, row_of_b);
+// kTall tiles of 16 rows, as the first factor of products over their columns: read from shared memory by every product,
+template <int kTall, typename Tile>
+struct RowsInTile {
+  Operand<Tile> first;
+
+  __device__ __forceinline__ RowsInTile(const Tile& tile, int row) : first(Operand<Tile>::down(tile, row)) {}
+  // Of 16 columns.
+  __device__ __forceinline__ void read(int step, uint32_t (&to)[kTall][4]) const {
+#pragma unroll
+    for (int m = 0; m < kTall; ++m) ldmatrix_x4(to[m], first.row(16 * m, step));
+  }
+};
+
+// or kept in registers.
+template <int kTall, int kColumns>
+struct RowsInRegisters {
+  uint32_t x[kColumns / 16][kTall][4];
+
+  RowsInRegisters() = default;
+  template <typename Tile>
+  __device__ __forceinline__ RowsInRegisters(const Tile& tile, int row) {
+#pragma unroll
+    for (int m = 0; m < kTall; ++m) load(m, tile, row + 16 * m);
+  }
+  // Reads tile m of 16 rows.
+  template <typename Tile>
+  __device__ __forceinline__ void load(int m, const Tile& tile, int row) {
+    static_assert(Tile::kColumns == kColumns);
+    const auto from = Operand<Tile>::down(tile, row);
+#pragma unroll
+    for (int step = 0; step < kColumns / 16; ++step) ldmatrix_x4(x[step][m], from.row(0, step));
+  }
+  __device__ __forceinline__ void read(int step, uint32_t (&to)[kTall][4]) const {
+#pragma unroll
+    for (int m = 0; m < kTall; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) to[m][i] = x[step][m][i];
+  }
+};
+
+// c = a b^T for the rows of b from `row` on.
+template <typename scalar_t, int kTall, int kWide, typename Rows, typename Tile>
+__device__ __forceinline__ void multiply_rows(const Rows& a, const Tile& b, int row, WarpTile<kTall, kWide>& c) {
+  const auto second = Operand<Tile>::across(b, row);
   set_zero<kTall, kWide>(c);
 #pragma unroll
-  for (int step = 0; step < TileA::kColumns / 16; ++step) {
+  for (int step = 0; step < Tile::kColumns / 16; ++step) {
     uint32_t of_a[kTall][4];
-#pragma unroll
-    for (int m = 0; m < kTall; ++m) ldmatrix_x4(of_a[m], first.row(16 * m, step));
+    a.read(step, of_a);
 #pragma unroll
     for (int pair = 0; pair < kWide / 2; ++pair) {
       uint32_t of_b[4];

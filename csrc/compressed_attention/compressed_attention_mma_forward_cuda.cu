@@ -203,7 +203,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     __syncthreads();
     if (kStages > 1 && tile + 1 < tiles) request_keys(key + kKeys, kStages - 1 - now);
     float scores[kTall][kKeys / 8][4];
-    multiply_rows<scalar_t, kTall, kKeys / 8>(memory.q, first, memory.kc[now], 0, scores);
+    const RowsInTile<kTall, decltype(memory.q)> queries(memory.q, first);
+    multiply_rows<scalar_t, kTall, kKeys / 8>(queries, memory.kc[now], 0, scores);
     if (!rises) scale_all<kTall, kKeys / 8>(scale, scores);
     // The first row sees fewest blocks.
     if (key + kKeys > memory.limit[0]) hide_keys<kTall, kKeys / 8>(memory.limit + first, key, scores);
