@@ -221,6 +221,7 @@ def other_speed_lines():
             continue
         if row["contender"] == "memcheck":
             ours = row
+        if row["contender"] in ("memcheck", "copy", "product"):
             continue
         mask = {"causal": "linear, causal,", "none": "linear, bidirectional,"}.get(row.get("mask"))
         name = mask or f"compressed, factor {row['factor']},"
@@ -231,6 +232,20 @@ def other_speed_lines():
             continue
         name = row["contender"].replace("memcheck", "combinator") + f", B{row['B']} S{row['S']} E{row['E']}"
         yield speed_line(name, row, row["ms"], "plain", 1 / row["ratio"])
+
+
+def limit_lines():
+    """The table of a copy of as many bytes and a product of as many operations, beside memcheck in float32."""
+    names = {None: "softplus, causal", "causal": "linear, causal", "none": "linear, bidirectional"}
+    for row in [*rows_of("softplus_attention"), *rows_of("linear_attention")]:
+        if (row["dtype"], row["memory"]) != ("float32", "kept" if "R" in row else "fresh"):
+            continue
+        if row["contender"] == "memcheck":
+            ours = row
+        if row["contender"] in ("copy", "product"):
+            rate, unit = ("gb_per_s", "GB/s") if row["contender"] == "copy" else ("gflop_per_s", "GFLOP/s")
+            rates = f"{ours[rate]:.1f} {unit} | {row[rate]:.1f} {unit} | {row['ratio']:.0%}"
+            yield f"| {names[row.get('mask')]} | {row['what']} | {row['contender']} | {rates} |"
 
 
 def sequence_lines():
@@ -254,14 +269,20 @@ def memory_lines():
             yield f"| {other} takes | " + " | ".join(f"{figures[mask, other, m]['ratio']:.2f} x" for m in memories)
 
 
+def latency_lines():
+    """The documentation's table of what a call costs; the ms of 1,000 calls are microseconds of one."""
+    for empty, ours in zip(rows_of("latency")[::2], rows_of("latency")[1::2], strict=True):
+        yield f"| `{ours['operator']}` | {ours['ms']:.1f} us | {empty['ms']:.1f} us | {ours['ratio']:.2f} x |"
+
+
 def speed_line(name, row, milliseconds, instead, ratio):
     return f"| {name} | {row['dtype']} | {row['what']} | {milliseconds:.1f} ms | {instead} | {ratio:.2f} x |"
 
 
 def test_the_figures_of_speed_are_those_of_the_results():
     text = documentation()
-    lines = [*speed_lines(), *other_speed_lines(), *memory_lines(), *sequence_lines()]
-    assert len(lines) == 8 + 10 + 10 + 8 + 5 + 28
+    lines = [*speed_lines(), *other_speed_lines(), *memory_lines(), *sequence_lines(), *limit_lines(), *latency_lines()]
+    assert len(lines) == 8 + 10 + 10 + 8 + 5 + 28 + 10 + 9
     assert [line for line in lines if line not in text] == []
 
 
