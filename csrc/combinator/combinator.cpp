@@ -160,13 +160,14 @@ at::Tensor empty_copy(const CombinatorPlan& plan, const at::Tensor& x) {
 
 // Memory for a chunk in float32, of one dimension. Undefined where chunks are used as they are.
 struct WideChunk {
+  at::Tensor memory;  // of both
   at::Tensor pairs;   // (rows 2E)
   at::Tensor tokens;  // (rows E)
 };
 
 WideChunk empty_wide(const CombinatorPlan& plan, int64_t E, const at::TensorOptions& options) {
   const at::Tensor memory = at::empty({plan.rows * 3 * E}, options.dtype(at::kFloat));
-  return {memory.narrow(0, 0, plan.rows * 2 * E), memory.narrow(0, plan.rows * 2 * E, plan.rows * E)};
+  return {memory, memory.narrow(0, 0, plan.rows * 2 * E), memory.narrow(0, plan.rows * 2 * E, plan.rows * E)};
 }
 
 // The memory of the pre-activations of chunks, which decides how many rows a chunk has: scratch, or for larger chunks
@@ -278,10 +279,10 @@ class WeightGradient {
     if (!in_place_) sum_ = at::empty({2 * E, E}, wide);
   }
 
-  // grad_pair (count,2E), x (count,E), of a dtype that GEMM multiplies into that of the sum
-  void add(const at::Tensor& grad_pair, const at::Tensor& x) {
+  // grad_pair (count,2E), x (count,E). memory: see multiply_transposed.
+  void add(const at::Tensor& grad_pair, const at::Tensor& x, const at::Tensor& memory) {
     if (!grad_weight_.defined()) return;
-    multiply(sum_, grad_pair.t(), x, /*adds=*/!first_);
+    multiply_transposed(sum_, grad_pair, x, /*adds=*/!first_, memory);
     first_ = false;
   }
 
@@ -336,17 +337,17 @@ Gradients backward(const CombinatorKernels& kernels, const at::Tensor& grad_y,
   WeightGradient sum(grad_weight, plan);
   const auto run = [&](int64_t first, int64_t count) {
     const at::Tensor x = reads_x ? x_chunks->read(first, count) : at::Tensor();
-    const at::Tensor wide_x = reads_x ? converted(x, wide.tokens) : at::Tensor();
+    const at::Tensor wide_x = reads_x && in_float ? converted(x, wide.tokens) : x;
     const at::Tensor grad_pair = pairs.memory_for(count);
-    if (!kept.defined()) multiply_rounded(grad_pair, in_float ? wide_x : x, matrix.t(), wide.pairs);
+    if (!kept.defined()) multiply_rounded(grad_pair, wide_x, matrix.t(), wide.pairs);
     const at::Tensor pair = kept.defined() ? some_rows(kept, first, count) : grad_pair;
     kernels.backward({count, E, pair.const_data_ptr(), from_row(grad_rows, first), grad_pair.mutable_data_ptr()},
                      dtype_of(grad_y), device.stream);
-    const at::Tensor wide_grad = converted(grad_pair, wide.pairs);
-    sum.add(wide_grad, wide_x);
+    const at::Tensor wide_grad = in_float ? converted(grad_pair, wide.pairs) : grad_pair;
+    sum.add(wide_grad, wide_x, in_float ? at::Tensor() : wide.memory);
     if (!grad_x.defined()) return;
     const at::Tensor grad_x_chunk = grad_x_chunks->memory_for(first, count);
-    multiply_rounded(grad_x_chunk, in_float ? wide_grad : grad_pair, matrix, wide.tokens);
+    multiply_rounded(grad_x_chunk, wide_grad, matrix, wide.tokens);
     grad_x_chunks->write(grad_x_chunk, first);
   };
   for_chunks(N, [&](int64_t left) { return pairs.next_rows(left); }, run);

@@ -71,7 +71,8 @@ struct CombinatorPlan {
   int64_t chunk_bytes;           // (rows,2E), pre-activations that are not kept, and their gradients
   int64_t copy_bytes;            // (rows,E), if GEMM cannot read x or write grad_x in place
   int64_t wide_bytes;            // (rows,3E) in float32, to form grad_weight if the weight is 16-bit and GEMM has no
-                                 // float32 product of 16-bit matrices; with weight_bytes, for all products
+                                 // float32 product of 16-bit matrices; rows that are packed instead take no more
+                                 // (torch/packed_product.h); with weight_bytes, for all products
   int64_t sums_bytes;            // (2,E,E) in float32: grad_weight before it is rounded to 16 bits
   int64_t weight_bytes;          // (2,E,E) in float32: the weight, if products of 16-bit matrices are formed in float32
 };

@@ -6,6 +6,9 @@
 
 namespace memcheck {
 
+// Whether the processor has AVX512-BF16, for bfloat16, or AVX512-FP16, for float16, at the level of cpu_level.h.
+bool cpu_has_instructions(Dtype dtype);
+
 // Whether the library forms products of matrices with so many rows in the dtype itself. Without instructions for
 // products in 16 bits (AVX512-BF16, AVX512-FP16) they take far longer than those of float32 copies, except of a few
 // rows. Levels below avx512 (cpu_level.h) have none of these instructions. Processors other than x86-64 are not judged:

@@ -153,7 +153,7 @@ Gradients check_backward(const char* op, const at::Tensor& grad, const at::Tenso
 class WeightGradient {
  public:
   // wide_rows: the rows of x and grad_y that are converted to float32 at a time, 0 if GEMM has a float32 product of
-  // 16-bit matrices.
+  // 16-bit matrices. Packed rows take no more memory.
   WeightGradient(at::Tensor grad_w, int64_t terms, int64_t wide_rows) : grad_w_(std::move(grad_w)) {
     if (!grad_w_.defined()) return;
     if (terms == 0) grad_w_.zero_();
@@ -161,19 +161,12 @@ class WeightGradient {
     if (terms < 2 || wide == grad_w_.scalar_type()) return;
     const auto options = grad_w_.options().dtype(wide);
     sum_ = at::empty(grad_w_.sizes(), options);
-    if (wide_rows > 0) wide_ = at::empty({wide_rows, grad_w_.size(0) + grad_w_.size(1)}, options);
+    if (wide_rows > 0) wide_ = at::empty({wide_rows * (grad_w_.size(0) + grad_w_.size(1))}, options);
   }
   // x (count,E), grad (count,R)
   void add(const at::Tensor& x, const at::Tensor& grad) {
     if (!grad_w_.defined()) return;
-    if (wide_.defined()) {
-      for (int64_t row = 0; row < x.size(0); row += wide_.size(0)) {
-        const int64_t count = std::min(wide_.size(0), x.size(0) - row);
-        add_widened(x.narrow(0, row, count), grad.narrow(0, row, count));
-      }
-    } else {
-      multiply(sum_.defined() ? sum_ : grad_w_, x.t(), grad, adds_);
-    }
+    multiply_transposed(sum_.defined() ? sum_ : grad_w_, x, grad, adds_, wide_);
     adds_ = true;
   }
   void finish() {
@@ -181,21 +174,9 @@ class WeightGradient {
   }
 
  private:
-  void add_widened(const at::Tensor& x, const at::Tensor& grad) {
-    const at::Tensor memory = wide_.view({-1});
-    multiply(sum_, widened(x, memory).t(), widened(grad, memory.narrow(0, x.numel(), grad.numel())), adds_);
-    adds_ = true;
-  }
-  // The copy keeps the order of x in memory: a copy that transposes takes longer than the product.
-  static at::Tensor widened(const at::Tensor& x, const at::Tensor& memory) {
-    const at::Tensor dense = memory.narrow(0, 0, x.numel());
-    const bool transposed = x.stride(0) == 1 && x.stride(1) != 1;
-    return (transposed ? dense.view({x.size(1), x.size(0)}).t() : dense.view(x.sizes())).copy_(x);
-  }
-
   at::Tensor grad_w_;
   at::Tensor sum_;
-  at::Tensor wide_;  // (wide rows,E+R)
+  at::Tensor wide_;  // (wide rows (E+R))
   bool adds_ = false;
 };
 

@@ -34,7 +34,8 @@ inline int64_t projection_piece_rows(int64_t B, int64_t S, int64_t R, int64_t el
 }
 
 // For x (B,S,E) and a result or gradient (B,S,R) in 16 bits that are converted to float32: to sum their products, if
-// GEMM has no float32 product of 16-bit matrices, and for all products, if the CPU has no instructions for them.
+// GEMM has no float32 product of 16-bit matrices, and for all products, if the CPU has no instructions for them. Rows
+// that are packed instead (torch/packed_product.h) take no more memory.
 inline int64_t projection_wide_rows(int64_t B, int64_t S, int64_t E, int64_t R, int64_t element_bytes) {
   return projection_copied_rows(B, S, R, element_bytes, (E + R) * 4);
 }

@@ -24,6 +24,7 @@ from ops.checks import (
     saved_for_backward,
 )
 from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
 
 from memcheck import linear_l, linear_r, measure_memory
 from memcheck._extension import _C
@@ -123,6 +124,36 @@ def test_grad_w_is_rounded_once(
     ours, eager = (rms_error(run(f, [x, w], grad_y)[2], truth) for f in (function, plain))
     # Both round once; the order of summation in float32 sometimes changes the last bit.
     assert ours <= 1.001 * eager
+
+
+@pytest.mark.parametrize("dtype", HALF_DTYPES)
+def test_grad_w_of_many_rows(dtype: torch.dtype) -> None:
+    """Rows of float32 sums follow each other in steps, of which the last is shorter."""
+    assert_contract(contract(linear_l), *make_inputs(linear_l, 2, 2500, 33, 65, dtype))
+
+
+@pytest.mark.cpu
+@pytest.mark.isolated
+@pytest.mark.parametrize("shape", [(2, 700, 129, 63), (2, 64, 300, 200)], ids=str)
+def test_threads_change_no_bit(shape: tuple[int, int, int, int]) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs, grad_y = make_inputs(linear_l, *shape, dtype)
+        results = []
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(run(linear_l, inputs, grad_y))
+            assert same_bits(results[0], results[-1])
+
+
+@pytest.mark.cpu
+def test_no_row_is_converted_where_the_cpu_has_products() -> None:
+    if _C.cpu_level() != "avx512" or not _C.cpu_multiplies(dtype="bfloat16", rows=100):
+        pytest.skip("the CPU has no AVX512-BF16")
+    inputs, grad_y = make_inputs(linear_l, 3, 200, 64, 70, torch.bfloat16)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        BACKWARD[linear_l](grad_y, *inputs, output_mask=[False, True])
+    # The sum, rounded, is the one copy.
+    assert [event.count for event in trace.key_averages() if event.key == "aten::copy_"] == [1]
 
 
 # ---- autograd

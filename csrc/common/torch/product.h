@@ -7,6 +7,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "common/torch/packed_product.h"
+
 // Matrix products by the library's GEMM.
 
 namespace memcheck {
@@ -64,6 +66,22 @@ inline at::Tensor matrix_like(const at::Tensor& x, const at::Tensor& memory) {
 // x in the dtype of memory, where it is copied to; or x, if there is no memory.
 inline at::Tensor converted(const at::Tensor& x, const at::Tensor& memory) {
   return memory.defined() ? matrix_like(x, memory).copy_(x) : x;
+}
+
+// sum (M,N) = a^T b, or += if it `adds`, for a (K,M) and b (K,N). memory: undefined where the library has products of
+// this dtype in that of sum. Else float32, one row of a and b or more: the rows are packed there, or converted to
+// float32, some at a time.
+inline void multiply_transposed(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, bool adds,
+                                const at::Tensor& memory) {
+  if (!memory.defined()) return multiply(sum, a.t(), b, adds);
+  if (sum.numel() == 0 || multiply_packed(sum, a, b, adds, memory)) return;
+  const int64_t rows = memory.numel() / (a.size(1) + b.size(1));
+  for (int64_t row = 0; row < a.size(0); row += rows) {
+    const int64_t count = std::min(rows, a.size(0) - row);
+    const at::Tensor wide_a = converted(a.narrow(0, row, count), memory);
+    const at::Tensor wide_b = converted(b.narrow(0, row, count), memory.narrow(0, wide_a.numel(), count * b.size(1)));
+    multiply_same(sum, wide_a.t(), wide_b, adds || row > 0);
+  }
 }
 
 // to (M,N) = a (M,K) b (K,N). If `to` is in 16 bits and the others in float32, their product is formed in memory of

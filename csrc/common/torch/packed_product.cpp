@@ -1,0 +1,139 @@
+#include "common/torch/packed_product.h"
+
+#include <ATen/Context.h>
+#include <ATen/native/CPUBlas.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <exception>
+
+#include "common/cpu_products.h"
+#include "common/integer.h"
+#include "common/parallel.h"
+
+namespace memcheck {
+namespace {
+
+// The sum is formed in tiles of kM x kN, from kK rows at a time. All are of one size, padded with zeros, because oneDNN
+// compiles a kernel for every size, in every thread, and keeps it.
+constexpr int64_t kM = 32, kN = 64, kK = 64;
+// So many rows are summed one after the other; then their sum is added to that of the rows before.
+constexpr int64_t kMostRows = 1024;
+
+// tile (kM,kN) = a b, or += if it `adds`. a: (kM,kK) in bfloat16. b: (kK/2,kN,2), pairs of rows.
+void multiply_tile(float* tile, const uint32_t* a, const uint32_t* b, bool adds) {
+  at::native::cpublas::brgemm(kM, kN, kK, kK, kN, kN, adds, reinterpret_cast<const at::BFloat16*>(a),
+                              reinterpret_cast<const at::BFloat16*>(b), tile, /*is_vnni=*/true);
+}
+
+// Every thread that has multiplied calls this when it is done: on some CPUs products hold registers of their own.
+void release() {
+  at::native::cpublas::brgemm_release(/*is_vnni=*/true);
+}
+
+// Whether a product of ones comes out right. It raises where the environment keeps oneDNN from the instructions.
+bool multiplies_ones() {
+  alignas(64) uint32_t a[kM * kK / 2], b[kN * kK / 2];
+  alignas(64) float tile[kM * kN];
+  std::fill_n(a, kM * kK / 2, 0x3f803f80U);
+  std::fill_n(b, kN * kK / 2, 0x3f803f80U);
+  try {
+    multiply_tile(tile, a, b, /*adds=*/false);
+    release();
+  } catch (const std::exception&) {
+    return false;
+  }
+  return std::all_of(tile, tile + kM * kN, [](float x) { return x == kK; });
+}
+
+bool has_products() {
+  if (!at::globalContext().userEnabledMkldnn()) return false;
+  static const bool works = cpu_has_instructions(Dtype::BFloat16) && multiplies_ones();
+  return works;
+}
+
+// The columns [column, column + width) of kK rows of x from `row` on, packed: each number of `to` is the pair of rows
+// 2i and 2i + 1 of a column, at c * column_step + i * pair_step. Where x has no more rows or columns they are 0.
+template <int64_t width, int64_t column_step, int64_t pair_step>
+void pack_tile(const at::Tensor& x, int64_t row, int64_t column, uint32_t* to) {
+  const int64_t rows = std::min(kK, x.size(0) - row), columns = std::min(width, x.size(1) - column);
+  const int64_t down = x.stride(0), right = x.stride(1);
+  const uint16_t* from = static_cast<const uint16_t*>(x.const_data_ptr()) + row * down + column * right;
+  if (rows < kK || columns < width) std::fill_n(to, width * kK / 2, 0U);
+  for (int64_t i = 0; i < rows / 2; ++i) {
+    const uint16_t* first = from + 2 * i * down;
+    const uint16_t* second = first + down;
+    for (int64_t c = 0; c < columns; ++c)
+      to[c * column_step + i * pair_step] = first[c * right] | static_cast<uint32_t>(second[c * right]) << 16;
+  }
+  if (rows % 2 == 0) return;
+  for (int64_t c = 0; c < columns; ++c)
+    to[c * column_step + rows / 2 * pair_step] = from[(rows - 1) * down + c * right];
+}
+
+// Columns of a and b, packed: panels of kM columns of a, then panels of kN columns of b, each with `slabs` tiles of kK
+// rows one behind the other.
+struct Packed {
+  uint32_t* memory;
+  int64_t a_panels, b_panels, slabs;
+
+  uint32_t* a(int64_t panel) const { return memory + panel * slabs * (kM * kK / 2); }
+  uint32_t* b(int64_t panel) const { return a(a_panels) + panel * slabs * (kN * kK / 2); }
+};
+
+// The rows of a and b from `row` on.
+void pack(const Packed& packed, const at::Tensor& a, const at::Tensor& b, int64_t row) {
+  const int64_t panels = packed.a_panels + packed.b_panels;
+  const int64_t work = (a.size(1) + b.size(1)) * packed.slabs * kK;
+  parallel_tasks(panels, useful_threads(work, panels), [&](int64_t begin, int64_t end, int) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t of_b = panel - packed.a_panels;
+      for (int64_t slab = 0; slab < packed.slabs; ++slab) {
+        const int64_t first = row + slab * kK;
+        if (of_b < 0)
+          pack_tile<kM, kK / 2, 1>(a, first, panel * kM, packed.a(panel) + slab * (kM * kK / 2));
+        else
+          pack_tile<kN, 1, kN>(b, first, of_b * kN, packed.b(of_b) + slab * (kN * kK / 2));
+      }
+    }
+  });
+}
+
+// sum (M,N) = the product of what is packed, or += if it `adds`.
+void multiply(float* sum, int64_t M, int64_t N, const Packed& packed, bool adds) {
+  const int64_t tiles = packed.a_panels * packed.b_panels;
+  parallel_tasks(tiles, useful_threads(M * N * packed.slabs * kK, tiles), [&](int64_t begin, int64_t end, int) {
+    alignas(64) float tile[kM * kN];
+    for (int64_t i = begin; i < end; ++i) {
+      const int64_t a_panel = i / packed.b_panels, b_panel = i % packed.b_panels;
+      for (int64_t slab = 0; slab < packed.slabs; ++slab)
+        multiply_tile(tile, packed.a(a_panel) + slab * (kM * kK / 2), packed.b(b_panel) + slab * (kN * kK / 2),
+                      /*adds=*/slab > 0);
+      for (int64_t m = a_panel * kM; m < std::min(M, (a_panel + 1) * kM); ++m)
+        for (int64_t n = b_panel * kN; n < std::min(N, (b_panel + 1) * kN); ++n) {
+          const float product = tile[(m - a_panel * kM) * kN + n - b_panel * kN];
+          sum[m * N + n] = adds ? sum[m * N + n] + product : product;
+        }
+    }
+    release();
+  });
+}
+
+}  // namespace
+
+bool multiply_packed(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, bool adds,
+                     const at::Tensor& memory) {
+  const int64_t M = a.size(1), N = b.size(1), K = a.size(0);
+  Packed packed{static_cast<uint32_t*>(memory.mutable_data_ptr()), ceil_div(M, kM), ceil_div(N, kN), 0};
+  const int64_t slab_numbers = (packed.a_panels * kM + packed.b_panels * kN) * kK / 2;
+  const int64_t most_slabs = std::min(memory.numel() / slab_numbers, kMostRows / kK);
+  if (a.scalar_type() != at::kBFloat16 || K < kK || most_slabs == 0 || !has_products()) return false;
+  for (int64_t row = 0; row < K; row += most_slabs * kK) {
+    packed.slabs = std::min(most_slabs, ceil_div(K - row, kK));
+    pack(packed, a, b, row);
+    multiply(static_cast<float*>(sum.mutable_data_ptr()), M, N, packed, adds || row > 0);
+  }
+  return true;
+}
+
+}  // namespace memcheck
