@@ -1,6 +1,6 @@
 """Compares compressed attention with softmax attention over the full sequence, and with plain PyTorch.
 
-    python benchmarks/compressed_attention.py [--rounds 15] [--output FILE]
+    python benchmarks/compressed_attention.py [--rounds 15] [--dtypes float32] [--output FILE]
 
 By default one run, two threads, B1 H8 N4096 D64, factor 8, causal. Each contender has its own process and torch's
 default memory. Forward runs under no_grad; forward + backward begins with .grad None and a dense gradient. Decoding
@@ -87,12 +87,13 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     for name, default in (("threads", 2), ("rounds", 15)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES), help="default: both")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     shape = (args.bsz, args.heads, args.seq_len, args.head_dim)
     rows = []
-    for dtype in DTYPES:
+    for dtype in args.dtypes:
         rows += measure(shape, args.factor, dtype, args.rounds)
     print_rows(rows, "dtype", "what")
     print(write_result("compressed_attention", rows, args.output))

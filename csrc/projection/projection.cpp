@@ -201,18 +201,22 @@ void backward_in_float(at::Tensor grad, at::Tensor x, const at::Tensor& w, const
   if (grad_w.defined()) grad_w.copy_(sum);
 }
 
-// One product over all rows. Returns whether the strides allow that.
-bool backward_whole(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const Gradients& gradients) {
-  const auto& [grad_x, grad_w] = gradients;
+// Forms each gradient whose strides allow that by one product over all rows. Returns those that are left, if any.
+Gradients backward_whole(const at::Tensor& grad, const at::Tensor& x, const at::Tensor& w, const Gradients& gradients) {
+  auto [grad_x, grad_w] = gradients;
   const at::Tensor grad_rows = rows_of(grad);
-  const at::Tensor x_rows = x.defined() ? rows_of(x) : at::Tensor();
+  if (!grad_rows.defined() || !is_matrix(grad_rows)) return {grad_x, grad_w};
   const at::Tensor grad_x_rows = grad_x.defined() ? rows_of(grad_x) : at::Tensor();
-  const bool possible = grad_rows.defined() && is_matrix(grad_rows) && (!grad_w.defined() || x_rows.defined()) &&
-                        (!grad_x.defined() || grad_x_rows.defined());
-  if (!possible) return false;
-  if (grad_x.defined()) multiply(grad_x_rows, grad_rows, w.t(), /*adds=*/false);
-  WeightGradient(grad_w, /*terms=*/1, /*wide_rows=*/0).add(x_rows, grad_rows);
-  return true;
+  const at::Tensor x_rows = grad_w.defined() ? rows_of(x) : at::Tensor();
+  if (grad_x_rows.defined()) {
+    multiply(grad_x_rows, grad_rows, w.t(), /*adds=*/false);
+    grad_x = at::Tensor();
+  }
+  if (x_rows.defined()) {
+    WeightGradient(grad_w, /*terms=*/1, /*wide_rows=*/0).add(x_rows, grad_rows);
+    grad_w = at::Tensor();
+  }
+  return {grad_x, grad_w};
 }
 
 void backward_in_pieces(const ProjectionProducts& products, const at::Tensor& grad, const at::Tensor& x,
@@ -248,8 +252,9 @@ Gradients backward(const ProjectionProducts& products, const char* op, const at:
   const c10::DeviceGuard guard(grad.device());
   if (in_float(products, grad)) {
     backward_in_float(grad, x, w, gradients);
-  } else if (!backward_whole(grad, x, w, gradients)) {
-    backward_in_pieces(products, grad, x, w, gradients);
+  } else {
+    const Gradients left = backward_whole(grad, x, w, gradients);
+    if (std::get<0>(left).defined() || std::get<1>(left).defined()) backward_in_pieces(products, grad, x, w, left);
   }
   return gradients;
 }

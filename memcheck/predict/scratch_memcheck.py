@@ -201,26 +201,27 @@ def projection_backward(call: Call) -> Iterator[Scratch | Unknown]:
         if wants_x or wants_w:
             yield wide_rows(grad, x, [grad, *[call.x] * wants_w, *[call.outputs[0]] * wants_x])
         return
-    whole = (
-        merges(grad)
-        and fits_blas(grad)
-        and (not wants_w or merges(call.x))
-        and (not wants_x or merges(call.outputs[0]))
+    merged = merges(grad) and fits_blas(grad)
+    x_whole, w_whole = (
+        merged and wanted and merges(of) for wanted, of in ((wants_x, call.outputs[0]), (wants_w, call.x))
     )
     (B, S, R), copies = grad.shape, not fits_blas(grad)
-    rows = S if whole or not copies else copied_rows(B, S, R, grad.element_size(), R * grad.element_size())
-    pieces = 1 if whole else B * -(-S // rows)
-    if copies and not whole:
+    rows = copied_rows(B, S, R, grad.element_size(), R * grad.element_size()) if copies else S
+    pieces = 1 if w_whole else B * -(-S // rows)
+    if copies:
         yield Scratch("rows of the gradient laid out for BLAS", rows * R * grad.element_size())
     sums = wants_w and grad.element_size() < 4 and pieces > 1
     widens = sums and call.target.kind == "cpu"
-    parts = laid_out(call.x) * (B * S if whole else rows) // (B * S) if wants_w and not widens else 0
-    yield Scratch("operand laid out for BLAS", max(parts, laid_out(call.w) if wants_x else 0))
-    if sums:
-        yield Scratch("gradient of the weight in float32", call.outputs[-1].numel() * 4)
-    if widens:
-        columns = R + call.x.shape[2]
-        yield Scratch("rows in float32", copied_rows(B, S, R, grad.element_size(), columns * 4) * columns * 4)
+    of_sums = call.outputs[-1].numel() * 4 if sums else 0
+    columns = R + call.x.shape[2] if widens else 0
+    of_rows = copied_rows(B, S, R, grad.element_size(), columns * 4) * columns * 4 if widens else 0
+    parts = laid_out(call.x) * (B * S if w_whole else rows) // (B * S) if wants_w and not widens else 0
+    of_w = laid_out(call.w) if wants_x else 0
+    if x_whole and not w_whole:  # the gradient of x is finished before the others are allocated
+        of_w = max(0, of_w - of_sums - of_rows)
+    yield Scratch("operand laid out for BLAS", max(parts, of_w))
+    yield Scratch("gradient of the weight in float32", of_sums)
+    yield Scratch("rows in float32", of_rows)
 
 
 def wide_rows(y: Tensor, x: Tensor, merged: list[Tensor]) -> Scratch:

@@ -284,6 +284,17 @@ FOUND = {  # by many random cases
         1,
         1.0,
     ),
+    "the gradient of x is the same, whatever strides x has": Case(
+        "linear_r",
+        {"B": 2, "S": 2, "E": 1, "R": 31},
+        {},
+        torch.float64,
+        ("normal", "normal", "normal"),
+        ("expanded along the first", "dense", "dense"),
+        (True, False),
+        1,
+        1.0,
+    ),
     "the gradient of a weight of one element is the same if it alone is wanted": Case(
         "linear_l",
         {"B": 6, "S": 2, "E": 1, "R": 1},
