@@ -238,7 +238,7 @@ def limit_lines():
     """The table of a copy of as many bytes and a product of as many operations, beside memcheck in float32."""
     names = {None: "softplus, causal", "causal": "linear, causal", "none": "linear, bidirectional"}
     stems = ("softplus_attention", "linear_attention", "compressed_attention", "combinator")
-    for stem, row in ((stem, row) for stem in stems for row in rows_of(stem)):
+    for stem, row in [(name, row) for name in stems for row in rows_of(name)]:
         memory = "kept" if stem == "softplus_attention" else "fresh"
         if row["dtype"] != "float32" or row.get("memory", "fresh") != memory or row["what"] == "decoding":
             continue
