@@ -157,12 +157,14 @@ def compressed_attention_bounds(
     strict: bool = False,
     scale: float | None = None,
     unit: float = 0.0,
+    smallest: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Returns the scales of rounding errors of y and of the gradients of q, k, v, in their shapes.
 
     unit: what the tolerance multiplies the scales by. Errors of scores are exact for it; with 0, to first order.
+    smallest: the smallest normal number of the dtype in which means are stored.
     """
-    sizes = compressed_attention.compress(k.abs(), factor), compressed_attention.compress(v.abs(), factor)
+    sizes = [compressed_attention.compress(x.abs(), factor).clamp(min=smallest) for x in (k, v)]
     hidden = compressed_attention.hidden_from(q, sizes[0], factor, k.shape[2], causal, strict)
     of_y, of_q, of_kc, of_vc, *_ = _compressed_bounds(
         grad_y, q, compressed_attention.compress(k, factor), *sizes, hidden, scale, unit=unit
@@ -267,7 +269,7 @@ def _compressed_bounds(
 
 
 def combinator_bounds(
-    grad_y: Tensor, x: Tensor, weight: Tensor, *, smallest: float = SMALLEST
+    grad_y: Tensor, x: Tensor, weight: Tensor, *, smallest: float = SMALLEST, unit: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Returns the scales of rounding errors of y (...,E), grad_x (...,E) and grad_weight (2,E,E).
 
@@ -276,14 +278,21 @@ def combinator_bounds(
     The gradients of a and b are stored, too: each adds its own size.
 
     smallest: the smallest normal number of the dtype in which a, b and their gradients are stored.
+    unit: what the tolerance multiplies the scales by. An error e of a changes softplus(a) and its derivative by a
+    factor of exp(e) at most, and by e and e / 4 at most. With 0, to first order.
     """
     a, b = x @ weight[0].mT, (x @ weight[1].mT).abs()  # (...,E)
     of_a, of_b = ((x.abs() @ matrix.abs().mT).clamp(min=smallest) for matrix in weight)
     gate, slope = softplus(a).clamp(min=SMALLEST), torch.sigmoid(a).clamp(min=SMALLEST)
     g = grad_y.abs()
-    of_y = gate * of_b + slope * b * of_a
-    of_da = g * (slope * (b + of_b) + slope * (1 - slope) * b * of_a)
-    of_db = g * (gate + slope * of_a)
+    of_gate, of_slope = slope * of_a, slope * (1 - slope) * of_a
+    if unit:
+        factor = torch.expm1((unit * of_a).clamp(max=600)) / unit
+        of_gate, of_slope = (slope * factor).minimum(of_a), (slope * (1 - slope) * factor).minimum(of_a / 4)
+        b = b + unit * of_b
+    of_y = gate * of_b + b * of_gate
+    of_da = g * (slope * (b + of_b) + b * of_slope)
+    of_db = g * (gate + of_gate)
     of_da, of_db = of_da.clamp(min=smallest), of_db.clamp(min=smallest)
     of_x = of_da @ weight[0].abs() + of_db @ weight[1].abs()
     of_weight = torch.stack([torch.einsum("...i,...j->ij", of_pair, x.abs()) for of_pair in (of_da, of_db)])

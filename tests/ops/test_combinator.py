@@ -17,6 +17,8 @@ from ops.checks import (
     HERE,
     KERNELS,
     LAYOUTS,
+    RESULT_UNIT,
+    SUM_UNIT,
     Bound,
     Contract,
     assert_contract,
@@ -86,13 +88,14 @@ def stored_reference(x: Tensor, weight: Tensor, *, dtype: torch.dtype) -> Tensor
 
 
 def contract(low_memory: bool = False, dtype: torch.dtype | None = None) -> Contract:
-    """dtype: of the pre-activations, if these may overflow or be subnormal."""
+    """dtype: of the pre-activations, if these may overflow or be subnormal, or their errors large."""
     smallest = torch.finfo(dtype or torch.float32).smallest_normal
 
     def bounds(grad_y: Tensor, x: Tensor, weight: Tensor) -> list[Bound]:
         E = x.shape[-1]
         rows = x.numel() // max(E, 1)
-        of_each = error_bounds.combinator_bounds(grad_y, x, weight, smallest=smallest)
+        unit = RESULT_UNIT[dtype] + (32 + math.sqrt(E)) * SUM_UNIT[dtype] if dtype else 0.0
+        of_each = error_bounds.combinator_bounds(grad_y, x, weight, smallest=smallest, unit=unit)
         # The pre-activations and their gradients are stored in the dtype of x.
         return [Bound(values, n, stored=True) for values, n in zip(of_each, (E, 3 * E, E + rows), strict=True)]
 

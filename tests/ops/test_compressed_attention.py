@@ -86,7 +86,8 @@ def contract(factor: int = 8, mode: str = "causal", dtype: torch.dtype | None = 
 
     def bounds(grad_y: Tensor, q: Tensor, k: Tensor, v: Tensor) -> list[Bound]:
         unit = RESULT_UNIT[dtype] + (32 + math.sqrt(k.shape[2])) * SUM_UNIT[dtype] if dtype else 0.0
-        of_all = error_bounds.compressed_attention_bounds(grad_y, q, k, v, **options, unit=unit)
+        smallest = torch.finfo(dtype).smallest_normal if dtype else 0.0
+        of_all = error_bounds.compressed_attention_bounds(grad_y, q, k, v, **options, unit=unit, smallest=smallest)
         return [Bound(bound, terms=k.shape[2], stored=True) for bound in of_all]
 
     return Contract(
