@@ -39,7 +39,13 @@ SHARED_BYTES = {
     "12.0": 99 << 10,
 }
 # The glue calls these. memcheck._C has them too, but exports nothing.
-COMMON = ["common/cpu_level.cpp", "common/cpu_products.cpp", "common/torch/parallel.cpp", "common/torch/sequences.cpp"]
+COMMON = [
+    "common/cpu_level.cpp",
+    "common/cpu_products.cpp",
+    "common/torch/packed_product.cpp",
+    "common/torch/parallel.cpp",
+    "common/torch/sequences.cpp",
+]
 
 
 def cuda_include() -> Path | None:
