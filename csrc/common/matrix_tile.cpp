@@ -81,10 +81,16 @@ MEMCHECK_INLINE bool has_full_lines(const MatrixPlace& x, int64_t columns) {
   return x.column_stride == 1 && columns == kTileLanes;
 }
 
+MEMCHECK_INLINE bool is_full_tile(int64_t rows, int64_t columns) {
+  return rows == kTileRows && columns == kTileLanes;
+}
+
 template <typename scalar_t, typename acc_t>
 MEMCHECK_INLINE void load_tile_of(const MatrixPlace& from, int64_t rows, int64_t columns, acc_t* __restrict tile) {
   const scalar_t* first = static_cast<const scalar_t*>(from.data);
   if (rows_lie_side_by_side(from)) {
+    if constexpr (std::is_same_v<scalar_t, acc_t>)
+      if (is_full_tile(rows, columns)) return transpose_tile(first, tile, from.column_stride);
     alignas(64) acc_t lines[kTileElements];
     convert_lines(first, from.column_stride, columns, rows, lines, kTileRows);
     for (int64_t i = columns * kTileRows; i < kTileElements; ++i) lines[i] = acc_t(0);
@@ -100,6 +106,8 @@ template <typename scalar_t, typename acc_t>
 MEMCHECK_INLINE void store_tile_of(const MatrixPlace& to, int64_t rows, int64_t columns, const acc_t* __restrict tile) {
   scalar_t* first = static_cast<scalar_t*>(to.data);
   if (rows_lie_side_by_side(to)) {
+    if constexpr (std::is_same_v<scalar_t, acc_t>)
+      if (is_full_tile(rows, columns)) return transpose_tile(tile, first, kTileLanes, to.column_stride);
     alignas(64) acc_t lines[kTileElements];
     transpose_tile(tile, lines);
     convert_lines(lines, kTileRows, columns, rows, first, to.column_stride);
