@@ -66,8 +66,8 @@ struct SeenBlocks {
     const int64_t skipped = first * padded_columns(p.shape.D);
     multiply_rows(sight.blocks, kc, x.q_lanes + skipped, p.shape.D, x.scores);
     multiply_rows(sight.blocks, vc, x.grad_lanes + skipped, p.shape.D, x.grad_weights);
-    sight.scale_and_hide(first, static_cast<acc_t>(p.scale), x.scores);
-    if (careful) hide_absent(sight.blocks, kc, p.shape.D, x.scores);
+    sight.template scale_and_hide<kLanes>(first, static_cast<acc_t>(p.scale), x.scores);
+    if (careful) hide_absent<kLanes>(sight.blocks, kc, p.shape.D, x.scores);
   }
 };
 

@@ -1,4 +1,6 @@
 #include <cmath>
+#include <cstring>
+#include <type_traits>
 
 #include "common/cpu_level.h"
 #include "compressed_attention/compressed_attention_cpu_queries.h"
@@ -46,6 +48,7 @@ QueryTile query_tile(const CompressedAttentionShape& shape, int64_t index) {
 namespace {
 
 constexpr int64_t kFewQueries = 4;  // for so few a product with 32 lanes costs more than dot products
+constexpr int64_t kFewLanes = 8;    // of their scores: fewer fill no vector
 
 template <typename acc_t>
 struct ForwardScratch {
@@ -69,28 +72,42 @@ struct ForwardScratch {
 
 // ---- scores
 
-// a . b over columns, a multiple of kLanes: along the lanes first, then a tree over the lanes.
+// a . b over columns, a multiple of kLanes: along the lanes first, then a tree over the lanes. As vectors, because the
+// compiler would add the lanes up one by one.
 template <typename acc_t>
 MEMCHECK_INLINE acc_t dot(const acc_t* a, const acc_t* b, int64_t columns) {
-  alignas(64) acc_t lanes[kLanes] = {};
-  for (int64_t i = 0; i < columns; i += kLanes)
-    for (int64_t lane = 0; lane < kLanes; ++lane) lanes[lane] += a[i + lane] * b[i + lane];
-  for (int64_t lane = 0; lane < 16; ++lane) lanes[lane] += lanes[lane + 16];
-  for (int64_t lane = 0; lane < 8; ++lane) lanes[lane] += lanes[lane + 8];
-  for (int64_t lane = 0; lane < 4; ++lane) lanes[lane] += lanes[lane + 4];
+  typedef acc_t Vector __attribute__((vector_size(8 * sizeof(acc_t))));
+  typedef acc_t Half __attribute__((vector_size(4 * sizeof(acc_t))));
+  static_assert(kLanes == 4 * 8);
+  Vector sum0{}, sum1{}, sum2{}, sum3{};
+  const auto add_products = [&](int64_t i, Vector& sum) MEMCHECK_INLINE_LAMBDA {
+    Vector x, y;
+    std::memcpy(&x, a + i, sizeof(x));
+    std::memcpy(&y, b + i, sizeof(y));
+    sum += x * y;
+  };
+  for (int64_t i = 0; i < columns; i += kLanes) {
+    add_products(i, sum0);
+    add_products(i + 8, sum1);
+    add_products(i + 16, sum2);
+    add_products(i + 24, sum3);
+  }
+  const Vector sum = (sum0 + sum2) + (sum1 + sum3);
+  const Half low{sum[0], sum[1], sum[2], sum[3]}, high{sum[4], sum[5], sum[6], sum[7]};
+  const Half lanes = low + high;
   return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
 }
 
-// scores (blocks,kLanes) of the `count` queries from `first` on.
-template <typename acc_t>
+// scores (blocks,lanes) of the `count` queries from `first` on.
+template <int64_t lanes, typename acc_t>
 MEMCHECK_INLINE void multiply_queries(int64_t blocks, const MatrixView<acc_t>& kc, int64_t first, int64_t count,
                                       int64_t D, const ForwardScratch<acc_t>& x) {
   const int64_t columns = padded_columns(D);
-  if (count > kFewQueries) return multiply_rows(blocks, kc, x.q_lanes + first * columns, D, x.scores);
-  fill_zero(x.scores, blocks * kLanes);
+  if constexpr (lanes == kLanes) return multiply_rows(blocks, kc, x.q_lanes + first * columns, D, x.scores);
+  std::fill_n(x.scores, blocks * lanes, acc_t(0));
   for (int64_t j = 0; j < blocks; ++j)
-    for (int64_t row = 0; row < count; ++row)
-      x.scores[j * kLanes + row] = dot(kc.row(j), x.q + (first + row) * columns, columns);
+    for (int64_t lane = 0; lane < count; ++lane)
+      x.scores[j * lanes + lane] = dot(kc.row(j), x.q + (first + lane) * columns, columns);
 }
 
 // ---- softmax
@@ -108,29 +125,32 @@ struct Softmax {
     for (int64_t i = 0; i < kQueries; ++i) max[i] = before_max[i] = minus_infinity<acc_t>();
   }
 
-  // scores (blocks,kLanes) of the queries from `first` on become exponentials.
+  // scores (blocks,lanes) of the queries from `first` on become exponentials.
+  template <int64_t lanes>
   MEMCHECK_INLINE void add(int64_t first, int64_t blocks, acc_t* __restrict scores) {
-    alignas(64) acc_t highest[kLanes];
-    alignas(64) acc_t shift[kLanes];
-    alignas(64) acc_t tile_sum[kLanes] = {};
-    for (int64_t lane = 0; lane < kLanes; ++lane) highest[lane] = max[first + lane];
+    alignas(64) acc_t highest[lanes];
+    alignas(64) acc_t shift[lanes];
+    alignas(64) acc_t tile_sum[lanes] = {};
+    for (int64_t lane = 0; lane < lanes; ++lane) highest[lane] = max[first + lane];
+    // Unrolled, a loop over few lanes would not become vectors.
     for (int64_t j = 0; j < blocks; ++j)
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const acc_t score = scores[j * kLanes + lane];
+#pragma GCC unroll 1
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        const acc_t score = scores[j * lanes + lane];
         highest[lane] = score > highest[lane] ? score : highest[lane];
       }
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
+    for (int64_t lane = 0; lane < lanes; ++lane) {
       shift[lane] = softmax_shift(highest[lane]);
       rescale[first + lane] = softmax_weight(max[first + lane], shift[lane]);
       max[first + lane] = highest[lane];
     }
     for (int64_t j = 0; j < blocks; ++j)
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        const acc_t weight = softmax_weight(scores[j * kLanes + lane], shift[lane]);
-        scores[j * kLanes + lane] = weight;
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        const acc_t weight = softmax_weight(scores[j * lanes + lane], shift[lane]);
+        scores[j * lanes + lane] = weight;
         tile_sum[lane] += weight;
       }
-    for (int64_t lane = 0; lane < kLanes; ++lane)
+    for (int64_t lane = 0; lane < lanes; ++lane)
       sum[first + lane] = softmax_sum(sum[first + lane], rescale[first + lane], tile_sum[lane]);
   }
 
@@ -189,12 +209,19 @@ MEMCHECK_INLINE void attend(const CompressedAttentionForward& p, Dtype dtype, co
     const auto vc = view_rows(dtype, rows_at(dtype, p.vc, tile.b, tile.key_head, j), sight.blocks, D, x.vc);
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t count = rows - first < kLanes ? rows - first : kLanes;
-      multiply_queries(sight.blocks, kc, first, count, D, x);
-      sight.scale_and_hide(first, static_cast<acc_t>(p.scale), x.scores);
-      if (careful) hide_absent(sight.blocks, kc, D, x.scores);
-      softmax.add(first, sight.blocks, x.scores);
-      const TileFactor<acc_t> weights{x.scores, 1, kLanes};
-      multiply_weights(careful, count, columns, sight.blocks, weights, vc, x.product + first * columns);
+      const auto weigh_values = [&](auto lanes_of_scores) MEMCHECK_INLINE_LAMBDA {
+        constexpr int64_t lanes = decltype(lanes_of_scores)::value;
+        multiply_queries<lanes>(sight.blocks, kc, first, count, D, x);
+        sight.template scale_and_hide<lanes>(first, static_cast<acc_t>(p.scale), x.scores);
+        if (careful) hide_absent<lanes>(sight.blocks, kc, D, x.scores);
+        softmax.template add<lanes>(first, sight.blocks, x.scores);
+        const TileFactor<acc_t> weights{x.scores, 1, lanes};
+        multiply_weights(careful, count, columns, sight.blocks, weights, vc, x.product + first * columns);
+      };
+      if (count > kFewQueries)
+        weigh_values(std::integral_constant<int64_t, kLanes>());
+      else
+        weigh_values(std::integral_constant<int64_t, kFewLanes>());
     }
     softmax.rescale_and_add(rows, columns, x.product, x.sum.chunk);
     if (++tiles % kChunkTiles == 0) end_chunk(rows, columns, softmax, x.sum);

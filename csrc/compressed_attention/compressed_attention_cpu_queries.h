@@ -70,23 +70,25 @@ struct Sight {
     }
   }
 
-  // scores (blocks,kLanes) of the queries from `first` on: times scale, and -inf where a query does not see the block.
+  // scores (blocks,lanes) of the queries from `first` on: times scale, and -inf where a query does not see the block.
+  template <int64_t lanes>
   MEMCHECK_INLINE void scale_and_hide(int64_t first, acc_t scale, acc_t* scores) const {
-    scale_all(by_all * kLanes, scale, scores);
+    for (int64_t i = 0; i < by_all * lanes; i += lanes)
+      for (int64_t lane = 0; lane < lanes; ++lane) scores[i + lane] *= scale;
     for (int64_t j = by_all; j < blocks; ++j)
-      for (int64_t lane = 0; lane < kLanes; ++lane) {
-        acc_t& score = scores[j * kLanes + lane];
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        acc_t& score = scores[j * lanes + lane];
         score = static_cast<acc_t>(j) < limit[first + lane] ? score * scale : minus_infinity<acc_t>();
       }
   }
 };
 
-// Scores (blocks,kLanes) of absent blocks become -inf.
-template <typename acc_t>
+// Scores (blocks,lanes) of absent blocks become -inf.
+template <int64_t lanes, typename acc_t>
 MEMCHECK_INLINE void hide_absent(int64_t blocks, const MatrixView<acc_t>& kc, int64_t D, acc_t* scores) {
   for (int64_t j = 0; j < blocks; ++j) {
     if (!is_absent(kc.row(j), 1, D)) continue;
-    for (int64_t lane = 0; lane < kLanes; ++lane) scores[j * kLanes + lane] = minus_infinity<acc_t>();
+    for (int64_t lane = 0; lane < lanes; ++lane) scores[j * lanes + lane] = minus_infinity<acc_t>();
   }
 }
 
