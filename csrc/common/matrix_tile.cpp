@@ -106,8 +106,6 @@ template <typename scalar_t, typename acc_t>
 MEMCHECK_INLINE void store_tile_of(const MatrixPlace& to, int64_t rows, int64_t columns, const acc_t* __restrict tile) {
   scalar_t* first = static_cast<scalar_t*>(to.data);
   if (rows_lie_side_by_side(to)) {
-    if constexpr (std::is_same_v<scalar_t, acc_t>)
-      if (is_full_tile(rows, columns)) return transpose_tile(tile, first, kTileLanes, to.column_stride);
     alignas(64) acc_t lines[kTileElements];
     transpose_tile(tile, lines);
     convert_lines(lines, kTileRows, columns, rows, first, to.column_stride);

@@ -51,23 +51,14 @@ MEMCHECK_INLINE void transpose_square(const acc_t* from, int64_t from_stride, ac
   for (int i = 0; i < kSide; ++i) std::memcpy(to + i * to_stride, &x[i], sizeof(Vector));
 }
 
-// to[j][i] = from[i][j]. The rows that are further apart are visited a few at a time, because the cache may hold only
-// few of them.
+// to[j][i] = from[i][j].
 template <typename acc_t>
 MEMCHECK_INLINE void transpose_tile(const acc_t* __restrict from, acc_t* __restrict to,
-                                    int64_t from_stride = kTileLanes, int64_t to_stride = kTileRows) {
-  static_assert(kTileRows == kTileLanes);
+                                    int64_t from_stride = kTileLanes) {
   constexpr int64_t kSide = 16 / sizeof(acc_t);
-  const auto square = [&](int64_t i, int64_t j) MEMCHECK_INLINE_LAMBDA {
-    transpose_square(from + i * from_stride + j, from_stride, to + j * to_stride + i, to_stride);
-  };
-  if (from_stride >= to_stride) {
-    for (int64_t i = 0; i < kTileRows; i += kSide)
-      for (int64_t j = 0; j < kTileLanes; j += kSide) square(i, j);
-  } else {
+  for (int64_t i = 0; i < kTileRows; i += kSide)
     for (int64_t j = 0; j < kTileLanes; j += kSide)
-      for (int64_t i = 0; i < kTileRows; i += kSide) square(i, j);
-  }
+      transpose_square(from + i * from_stride + j, from_stride, to + j * kTileRows + i, kTileRows);
 }
 
 // to[i] = from[i], converted. The length of a full line is known to the compiler, so that a full line becomes a few

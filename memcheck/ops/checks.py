@@ -26,6 +26,8 @@ def check_rank(op: str, name: str, x: Tensor, letters: str, dimensions: int) -> 
 
 def check_state(op: str, state: object, names: tuple[str, str]) -> None:
     """TypeError if the state is no pair of tensors. The operator checks shapes, dtypes and devices."""
+    if isinstance(state, PAIRS) and len(state) == 2 and type(state[0]) is type(state[1]) is Tensor:
+        return  # as in most calls, which are short
     if not isinstance(state, PAIRS) or len(state) != 2:
         raise TypeError(f"{op}: state must be a pair of tensors ({', '.join(names)}) or None, got {described(state)}")
     for name, x in zip(names, state, strict=True):

@@ -169,7 +169,8 @@ def compressed_attention(
     op = "compressed_attention"
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
-    _check_tensors(op, q=q, k=k, v=v)
+    if not type(q) is type(k) is type(v) is Tensor:
+        _check_tensors(op, q=q, k=k, v=v)
     _check_factor(op, factor)
     _check_scale(op, scale)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)

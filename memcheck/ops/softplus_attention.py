@@ -24,6 +24,7 @@ State = tuple[Tensor, Tensor]
 StateWithRest = tuple[Tensor, Tensor, Tensor, Tensor]
 
 DEFAULTS = {"causal": True, "eps": 1e-6}
+STEP_DEFAULTS = {"eps": 1e-6}
 
 _forward = torch.ops.memcheck.softplus_attention.default
 _step = torch.ops.memcheck.softplus_attention_step.default
@@ -193,5 +194,5 @@ def softplus_attention_step(
         zeros = torch.zeros(k.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=k.device)
         state = (zeros, zeros)
     check_state(op, state, ("z", "a"))
-    y, z, a = _step(q, k, v, *state, **changed_options(q, {"eps": eps}, DEFAULTS))
+    y, z, a = _step(q, k, v, *state, **changed_options(q, {"eps": eps}, STEP_DEFAULTS))
     return y, (z, a)
