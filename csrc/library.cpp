@@ -28,10 +28,12 @@ namespace py = pybind11;
 
 // What this build can do on this machine.
 static void bind_build(py::module_& m) {
-  // A bad MEMCHECK_CPU fails the import, not a training step.
+  // A bad MEMCHECK_CPU or MEMCHECK_FLOAT32_PRODUCTS fails the import, not a training step.
   memcheck::cpu_level();
+  memcheck::cpu_prefers_onednn();
   m.def("cpu_level", [] { return memcheck::cpu_level_name(memcheck::cpu_level()); });
   m.def("cpu_levels", &memcheck::cpu_levels);
+  m.def("cpu_prefers_onednn", &memcheck::cpu_prefers_onednn);
 #ifdef MEMCHECK_WITH_CUDA
   // On the default stream: a kernel that touches no memory needs no order.
   m.def("cuda_probe", [] { return launch_cuda_probe(nullptr); });

@@ -1,5 +1,9 @@
 #include "common/cpu_products.h"
 
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
 #include "common/cpu_level.h"
 
 #if MEMCHECK_CPU_HAS_LEVELS
@@ -21,6 +25,28 @@ bool processor_has_instructions([[maybe_unused]] Dtype dtype) {
 #endif
 }
 
+bool processor_is_by_amd() {
+#if MEMCHECK_CPU_HAS_LEVELS
+  __builtin_cpu_init();
+  return __builtin_cpu_is("amd");
+#else
+  return false;
+#endif
+}
+
+bool chosen_onednn() {
+  const bool has_products = cpu_level() == CpuLevel::Avx512;
+  const char* value = std::getenv("MEMCHECK_FLOAT32_PRODUCTS");
+  if (value == nullptr) return has_products && processor_is_by_amd();
+  const std::string choice = value;
+  if (choice != "library" && choice != "onednn")
+    throw std::invalid_argument("MEMCHECK_FLOAT32_PRODUCTS must be library or onednn, got '" + choice + "'");
+  if (choice == "onednn" && !has_products)
+    throw std::invalid_argument(std::string("MEMCHECK_FLOAT32_PRODUCTS=onednn needs avx512, and the level is ") +
+                                cpu_level_name(cpu_level()));
+  return choice == "onednn";
+}
+
 }  // namespace
 
 bool cpu_has_instructions(Dtype dtype) {
@@ -33,6 +59,11 @@ bool cpu_multiplies(Dtype dtype, int64_t rows) {
   constexpr int64_t kFewRows = 4;
   if (element_bytes(dtype) > 2 || rows < kFewRows || !MEMCHECK_CPU_HAS_LEVELS) return true;
   return cpu_has_instructions(dtype);
+}
+
+bool cpu_prefers_onednn() {
+  static const bool prefers = chosen_onednn();
+  return prefers;
 }
 
 }  // namespace memcheck

@@ -159,6 +159,25 @@ def test_no_row_is_converted_where_the_cpu_has_products() -> None:
     assert [event.count for event in trace.key_averages() if event.key == "aten::copy_"] == [1]
 
 
+@pytest.mark.cpu
+@pytest.mark.isolated
+@pytest.mark.skipif(not _C.cpu_prefers_onednn(), reason="the library multiplies float32 matrices here")
+@pytest.mark.parametrize("shape", [(2, 330, 129, 65), (1, 1500, 300, 64), (1, 129, 64, 511)], ids=str)
+def test_float32_products_by_onednn(shape: tuple[int, int, int, int]) -> None:
+    """Of linear_r's products of many rows, those for y and grad_x. The number of threads and rows changes no bit."""
+    (x, w), grad_y = make_inputs(linear_r, *shape, torch.float32)
+    assert_contract(contract(linear_r), (x, w), grad_y)
+    with profile(activities=[ProfilerActivity.CPU]) as trace:
+        y = linear_r(x, w)
+        grad_x = BACKWARD[linear_r](grad_y, None, w, output_mask=[True, False])[0]
+    assert "aten::mm" not in {event.key for event in trace.key_averages()}
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert same_bits(linear_r(x, w), y)
+        assert same_bits(linear_r(x[:, :129], w), y[:, :129])
+        assert same_bits(BACKWARD[linear_r](grad_y, None, w, output_mask=[True, False])[0], grad_x)
+
+
 # ---- autograd
 
 

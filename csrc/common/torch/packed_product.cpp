@@ -119,7 +119,104 @@ void multiply(float* sum, int64_t M, int64_t N, const Packed& packed, bool adds)
   });
 }
 
+// ---- float32
+
+// Tiles of kFloatRows x kN are formed from kDepth columns of a at a time. A task has up to kTaskRows rows of kN
+// columns, for which it packs b once.
+constexpr int64_t kFloatRows = 32, kDepth = 256, kTaskRows = 512;
+constexpr int64_t kFewRows = 128, kFewColumns = 64;  // fewer stay with the library
+
+struct FloatMatrix {
+  float* data;
+  int64_t rows, columns, down, right;
+
+  float* at(int64_t row, int64_t column) const { return data + row * down + column * right; }
+};
+
+FloatMatrix float_matrix(const at::Tensor& x, void* data) {
+  return {static_cast<float*>(data), x.size(0), x.size(1), x.stride(0), x.stride(1)};
+}
+
+// tile (kFloatRows,kN) = a b, for a (kFloatRows,depth), rows a_stride apart, and b (depth,kN).
+void multiply_float_tile(const float* a, int64_t a_stride, int64_t depth, const float* b, float* tile) {
+  at::native::cpublas::brgemm(kFloatRows, kN, depth, a_stride, kN, kN, /*add_C=*/false, a, b, tile);
+}
+
+bool multiplies_float_ones() {
+  alignas(64) float a[kFloatRows * kK], b[kK * kN], tile[kFloatRows * kN];
+  std::fill_n(a, kFloatRows * kK, 1.0F);
+  std::fill_n(b, kK * kN, 1.0F);
+  try {
+    multiply_float_tile(a, kK, kK, b, tile);
+    at::native::cpublas::brgemm_release(/*is_vnni=*/false);
+  } catch (const std::exception&) {
+    return false;
+  }
+  return std::all_of(tile, tile + kFloatRows * kN, [](float x) { return x == kK; });
+}
+
+bool has_float_products() {
+  if (!cpu_prefers_onednn() || !at::globalContext().userEnabledMkldnn()) return false;
+  static const bool works = multiplies_float_ones();
+  return works;
+}
+
+// to (depth,kN) = rows of b from `row` on, in the columns from `column` on, with 0 where there are no more.
+void pack_float_columns(const FloatMatrix& b, int64_t row, int64_t depth, int64_t column, float* to) {
+  const int64_t columns = std::min(kN, b.columns - column);
+  if (columns < kN) std::fill_n(to, depth * kN, 0.0F);
+  if (b.right == 1) {
+    for (int64_t k = 0; k < depth; ++k) std::copy_n(b.at(row + k, column), columns, to + k * kN);
+  } else {
+    for (int64_t n = 0; n < columns; ++n)
+      for (int64_t k = 0; k < depth; ++k) to[k * kN + n] = *b.at(row + k, column + n);
+  }
+}
+
+// The rows [begin, end) of kN columns of `to`. The last tile begins early enough to be whole: some of its rows are
+// those of the tile before, and not written again.
+void multiply_float_columns(const FloatMatrix& to, const FloatMatrix& a, const FloatMatrix& b, int64_t begin,
+                            int64_t end, int64_t column) {
+  alignas(64) float packed[kDepth * kN];
+  alignas(64) float tile[kFloatRows * kN];
+  const int64_t columns = std::min(kN, to.columns - column);
+  for (int64_t k = 0; k < b.rows; k += kDepth) {
+    const int64_t depth = std::min(kDepth, b.rows - k);
+    pack_float_columns(b, k, depth, column, packed);
+    for (int64_t row = begin; row < end; row += kFloatRows) {
+      const int64_t first = std::min(row, end - kFloatRows);
+      multiply_float_tile(a.at(first, k), a.down, depth, packed, tile);
+      for (int64_t m = row; m < first + kFloatRows; ++m) {
+        const float* products = tile + (m - first) * kN;
+        float* sums = to.at(m, column);
+        for (int64_t n = 0; n < columns; ++n) sums[n] = k > 0 ? sums[n] + products[n] : products[n];
+      }
+    }
+  }
+}
+
 }  // namespace
+
+bool multiply_packed_floats(const at::Tensor& to, const at::Tensor& a, const at::Tensor& b) {
+  if (to.scalar_type() != at::kFloat || !to.is_cpu() || !has_float_products()) return false;
+  const FloatMatrix result = float_matrix(to, to.mutable_data_ptr());
+  const FloatMatrix left = float_matrix(a, const_cast<void*>(a.const_data_ptr()));
+  const FloatMatrix right = float_matrix(b, const_cast<void*>(b.const_data_ptr()));
+  const bool fits = result.right == 1 && left.right == 1 && (right.right == 1 || right.down == 1);
+  if (!fits || left.rows < kFewRows || right.rows < kFewColumns || right.columns < kFewColumns) return false;
+  const int64_t panels = ceil_div(right.columns, kN), blocks = std::max<int64_t>(1, left.rows / kTaskRows);
+  const int64_t tasks = panels * blocks;
+  parallel_tasks(tasks, useful_threads(left.rows * right.rows * right.columns, tasks),
+                 [&](int64_t begin, int64_t end, int) {
+                   for (int64_t i = begin; i < end; ++i) {
+                     const int64_t block = i / panels;
+                     const int64_t last = block + 1 < blocks ? (block + 1) * kTaskRows : left.rows;
+                     multiply_float_columns(result, left, right, block * kTaskRows, last, i % panels * kN);
+                   }
+                   at::native::cpublas::brgemm_release(/*is_vnni=*/false);
+                 });
+  return true;
+}
 
 bool multiply_packed(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, bool adds,
                      const at::Tensor& memory) {

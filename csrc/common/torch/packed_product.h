@@ -14,4 +14,11 @@ namespace memcheck {
 bool multiply_packed(const at::Tensor& sum, const at::Tensor& a, const at::Tensor& b, bool adds,
                      const at::Tensor& memory);
 
+// to (M,N) = a (M,K) b (K,N) in float32, by the same products, where they are preferred to the library's
+// (cpu_products.h). b is packed on the stack, some columns at a time, and nothing is allocated. An element is one chain
+// over K, whatever M and the number of threads are.
+// Returns false, and leaves `to` as it is, elsewhere, and where it has not the form or the size for this: the columns
+// of a and `to`, and the rows or columns of b must lie side by side.
+bool multiply_packed_floats(const at::Tensor& to, const at::Tensor& a, const at::Tensor& b);
+
 }  // namespace memcheck

@@ -17,7 +17,7 @@ namespace memcheck {
 inline void multiply_same(at::Tensor sum, const at::Tensor& a, const at::Tensor& b, bool adds) {
   if (adds) {
     sum.addmm_(a, b);
-  } else {
+  } else if (!multiply_packed_floats(sum, a, b)) {
     at::mm_out(sum, a, b);
   }
 }
