@@ -153,10 +153,22 @@ Sizes check_step(const StepInputs& in) {
   return n;
 }
 
+// sum (B,Hkv,D) + x (B,Hkv,1,D). In a short call on the CPU torch's sum would take longer than attention.
+at::Tensor added(const at::Tensor& sum, const at::Tensor& x) {
+  const bool plain = sum.is_cpu() && sum.scalar_type() == at::kFloat && x.scalar_type() == at::kFloat;
+  if (!plain || !sum.is_contiguous() || !x.is_contiguous()) return at::add(sum, x.select(2, 0));
+  at::Tensor total = at::empty(sum.sizes(), sum.options());
+  const auto* from = static_cast<const float*>(sum.const_data_ptr());
+  const auto* more = static_cast<const float*>(x.const_data_ptr());
+  auto* to = static_cast<float*>(total.mutable_data_ptr());
+  for (int64_t i = 0; i < sum.numel(); ++i) to[i] = from[i] + more[i];
+  return total;
+}
+
 // One position x (B,Hkv,1,D) further: the sum over the open block, and the blocks if x completes one.
 std::tuple<at::Tensor, at::Tensor> extended(const Sizes& n, const StepInputs& in, const at::Tensor& blocks,
                                             const at::Tensor& sum, const at::Tensor& x) {
-  at::Tensor new_sum = at::add(sum, x.select(2, 0));
+  at::Tensor new_sum = added(sum, x);
   const at::Tensor new_blocks = empty_compressed(n, in.q, in.completes());
   if (in.completes()) {
     new_blocks.narrow_symint(2, 0, n.C - 1).copy_(blocks);
