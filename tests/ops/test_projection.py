@@ -17,11 +17,13 @@ from ops.checks import (
     Function,
     assert_contract,
     assert_strides,
+    every_second,
     generator,
     laid_out,
     run,
     same_bits,
     saved_for_backward,
+    transposed,
 )
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -176,6 +178,20 @@ def test_float32_products_by_onednn(shape: tuple[int, int, int, int]) -> None:
         assert same_bits(linear_r(x, w), y)
         assert same_bits(linear_r(x[:, :129], w), y[:, :129])
         assert same_bits(BACKWARD[linear_r](grad_y, None, w, output_mask=[True, False])[0], grad_x)
+
+
+ROWS = {
+    "apart": lambda x: every_second(x, 1),
+    "the same": lambda x: x[:, :1].expand_as(x),
+    "overlapping": lambda x: x.flatten().unfold(0, x.size(2), 1)[None, : x.size(1)],
+}
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_many_rows(rows: str) -> None:
+    """Rows of x that are a matrix for GEMM, and rows that are none, though they are one tensor of two dimensions."""
+    (x, w), grad_y = make_inputs(linear_r, 1, 200, 65, 70)
+    assert_contract(contract(linear_r), (ROWS[rows](x), transposed(w)), grad_y)
 
 
 # ---- autograd

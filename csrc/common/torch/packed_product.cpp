@@ -10,6 +10,7 @@
 #include "common/cpu_products.h"
 #include "common/integer.h"
 #include "common/parallel.h"
+#include "common/tile.h"
 
 namespace memcheck {
 namespace {
@@ -168,8 +169,16 @@ void pack_float_columns(const FloatMatrix& b, int64_t row, int64_t depth, int64_
   if (b.right == 1) {
     for (int64_t k = 0; k < depth; ++k) std::copy_n(b.at(row + k, column), columns, to + k * kN);
   } else {
-    for (int64_t n = 0; n < columns; ++n)
-      for (int64_t k = 0; k < depth; ++k) to[k * kN + n] = *b.at(row + k, column + n);
+    constexpr int64_t kSide = 4;
+    for (int64_t n = 0; n < columns; n += kSide)
+      for (int64_t k = 0; k < depth; k += kSide) {
+        if (n + kSide <= columns && k + kSide <= depth) {
+          transpose_square(b.at(row + k, column + n), b.right, to + k * kN + n, kN);
+          continue;
+        }
+        for (int64_t i = k; i < std::min(depth, k + kSide); ++i)
+          for (int64_t j = n; j < std::min(columns, n + kSide); ++j) to[i * kN + j] = *b.at(row + i, column + j);
+      }
   }
 }
 
@@ -202,7 +211,9 @@ bool multiply_packed_floats(const at::Tensor& to, const at::Tensor& a, const at:
   const FloatMatrix result = float_matrix(to, to.mutable_data_ptr());
   const FloatMatrix left = float_matrix(a, const_cast<void*>(a.const_data_ptr()));
   const FloatMatrix right = float_matrix(b, const_cast<void*>(b.const_data_ptr()));
-  const bool fits = result.right == 1 && left.right == 1 && (right.right == 1 || right.down == 1);
+  // oneDNN asks for a row stride of at least a row. Rows of a may be the same, or overlap.
+  const bool reads_a = left.right == 1 && left.down >= left.columns;
+  const bool fits = reads_a && result.right == 1 && (right.right == 1 || right.down == 1);
   if (!fits || left.rows < kFewRows || right.rows < kFewColumns || right.columns < kFewColumns) return false;
   const int64_t panels = ceil_div(right.columns, kN), blocks = std::max<int64_t>(1, left.rows / kTaskRows);
   const int64_t tasks = panels * blocks;

@@ -18,7 +18,7 @@ bool multiply_packed(const at::Tensor& sum, const at::Tensor& a, const at::Tenso
 // (cpu_products.h). b is packed on the stack, some columns at a time, and nothing is allocated. An element is one chain
 // over K, whatever M and the number of threads are.
 // Returns false, and leaves `to` as it is, elsewhere, and where it has not the form or the size for this: the columns
-// of a and `to`, and the rows or columns of b must lie side by side.
+// of a and `to`, and the rows or columns of b must lie side by side, and rows of a must not overlap.
 bool multiply_packed_floats(const at::Tensor& to, const at::Tensor& a, const at::Tensor& b);
 
 }  // namespace memcheck

@@ -37,7 +37,12 @@ def gather() -> dict[str, Any]:
             "cuda_left_out": _build.CUDA_LEFT_OUT,
         },
         "kernels": kernels(),
-        "cpu": {"level": _C.cpu_level(), "levels": _C.cpu_levels(), "threads": torch.get_num_threads()},
+        "cpu": {
+            "level": _C.cpu_level(),
+            "levels": _C.cpu_levels(),
+            "float32_products": "onednn" if _C.cpu_prefers_onednn() else "library",
+            "threads": torch.get_num_threads(),
+        },
         "cuda": {"torch_cuda": torch.version.cuda, "launch": cuda_launch(), "gpus": gpus()},
         "allocator": {name: os.environ.get(name) for name in ALLOCATOR_VARIABLES},
     }
