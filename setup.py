@@ -177,8 +177,8 @@ COMPILER = compiler_version()
 # at::parallel_for is serial without OpenMP. It is compiled but not linked, so that torch's runtime stays the only one.
 # For clang see csrc/common/torch/parallel.cpp.
 COMPILE_FLAGS += [] if "clang" in COMPILER else ["-fopenmp"]
-# gcc clears and copies a few vectors with string instructions, which take longer to start than vector instructions to
-# end: a third of the time of a short call.
+# gcc clears and copies small arrays with string instructions. To start one takes longer than to store a few vectors,
+# and kernels clear such arrays for every row.
 if "clang" not in COMPILER and platform.machine() == "x86_64":
     STRATEGY = "vector_loop:1024:noalign,libcall:-1:noalign"
     COMPILE_FLAGS += [f"-mmemset-strategy={STRATEGY}", f"-mmemcpy-strategy={STRATEGY}"]

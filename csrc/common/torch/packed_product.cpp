@@ -122,8 +122,8 @@ void multiply(float* sum, int64_t M, int64_t N, const Packed& packed, bool adds)
 
 // ---- float32
 
-// Tiles of kFloatRows x kN are formed from kDepth columns of a at a time. A task has up to kTaskRows rows of kN
-// columns, for which it packs b once.
+// Tiles of kFloatRows x kN are formed from kDepth columns of a at a time. A task has kN columns of kTaskRows rows, or
+// of up to twice as many at the end, for which it packs b once.
 constexpr int64_t kFloatRows = 32, kDepth = 256, kTaskRows = 512;
 constexpr int64_t kFewRows = 128, kFewColumns = 64;  // fewer stay with the library
 
