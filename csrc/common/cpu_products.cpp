@@ -25,17 +25,8 @@ bool processor_has_instructions([[maybe_unused]] Dtype dtype) {
 #endif
 }
 
-bool processor_is_by_amd() {
-#if MEMCHECK_CPU_HAS_LEVELS
-  __builtin_cpu_init();
-  return __builtin_cpu_is("amd");
-#else
-  return false;
-#endif
-}
-
 bool chosen_onednn() {
-  const bool has_products = cpu_level() == CpuLevel::Avx512;
+  const bool has_products = cpu_level() >= CpuLevel::Avx512;
   const char* value = std::getenv("MEMCHECK_FLOAT32_PRODUCTS");
   if (value == nullptr) return has_products && processor_is_by_amd();
   const std::string choice = value;
@@ -52,7 +43,7 @@ bool chosen_onednn() {
 bool cpu_has_instructions(Dtype dtype) {
   static const bool bfloat16 = processor_has_instructions(Dtype::BFloat16);
   static const bool float16 = processor_has_instructions(Dtype::Float16);
-  return cpu_level() == CpuLevel::Avx512 && (dtype == Dtype::BFloat16 ? bfloat16 : float16);
+  return cpu_level() >= CpuLevel::Avx512 && (dtype == Dtype::BFloat16 ? bfloat16 : float16);
 }
 
 bool cpu_multiplies(Dtype dtype, int64_t rows) {

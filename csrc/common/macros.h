@@ -9,3 +9,10 @@
 // The same for a lambda, behind its parameters.
 #define MEMCHECK_INLINE_LAMBDA __attribute__((always_inline))
 #endif
+
+// Loops over registers must be unrolled before the compiler decides which variables are in memory.
+#if defined(__clang__)
+#define MEMCHECK_UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define MEMCHECK_UNROLL _Pragma("GCC unroll 16")
+#endif

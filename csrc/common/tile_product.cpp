@@ -7,13 +7,6 @@
 #include "common/integer.h"
 #include "common/macros.h"
 
-// Loops over registers must be unrolled before the compiler decides which variables are in memory.
-#if defined(__clang__)
-#define MEMCHECK_UNROLL _Pragma("clang loop unroll(full)")
-#else
-#define MEMCHECK_UNROLL _Pragma("GCC unroll 16")
-#endif
-
 namespace memcheck {
 namespace {
 
@@ -151,7 +144,7 @@ void product_default(const Product<acc_t>& p) {
 template <Ending kEnding, typename acc_t>
 void multiply_at_level(const Product<acc_t>& p) {
 #if MEMCHECK_CPU_HAS_LEVELS
-  if (cpu_level() == CpuLevel::Avx512) return product_avx512<kEnding>(p);
+  if (cpu_level() >= CpuLevel::Avx512) return product_avx512<kEnding>(p);
   if (cpu_level() == CpuLevel::Avx2) return product_avx2<kEnding>(p);
 #endif
   product_default<kEnding>(p);

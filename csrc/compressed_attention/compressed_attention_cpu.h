@@ -9,6 +9,7 @@
 #include "common/formulas.h"
 #include "common/integer.h"
 #include "common/matrix_tile.h"
+#include "common/pair_product.h"
 #include "common/parallel.h"
 #include "common/tile_product.h"
 #include "compressed_attention/compressed_attention.h"
@@ -112,12 +113,6 @@ MEMCHECK_INLINE MatrixView<acc_t> view_rows(Dtype dtype, const MatrixPlace& plac
   return {scratch, padded_columns(columns)};
 }
 
-// to (rows,kLanes) = a (rows,D) b (D,kLanes)
-template <typename acc_t>
-MEMCHECK_INLINE void multiply_rows(int64_t rows, const MatrixView<acc_t>& a, const acc_t* b, int64_t D, acc_t* to) {
-  tile_product<acc_t>(TileProduct::Set, rows, kLanes, {D, {a.data, a.stride}, b, kLanes}, {to, kLanes});
-}
-
 // Whether all elements are finite. The columns that pad x are 0.
 template <typename acc_t>
 MEMCHECK_INLINE bool all_finite(int64_t count, const acc_t* x) {
@@ -129,29 +124,133 @@ MEMCHECK_INLINE bool all_finite(int64_t count, const acc_t* x) {
   return zero == acc_t(0);
 }
 
-// Whether all elements of a key, `stride` apart, are -inf. No query sees the block of such a key.
-template <typename acc_t>
-MEMCHECK_INLINE bool is_absent(const acc_t* key, int64_t stride, int64_t D) {
-  int64_t i = 0;
-  while (i < D && key[i * stride] == minus_infinity<acc_t>()) ++i;
-  return i == D && D > 0;
-}
+// Rows of a matrix in memory as a factor of products: the left one of `multiply`, the right one of `weigh`.
+enum class Factor { Left, Right, Both };
 
-// to (M,columns) = weights (M,K) b (K,columns), carefully or not. Every element is the same chain either way.
-template <typename acc_t>
-MEMCHECK_INLINE void multiply_weights(bool careful, int64_t M, int64_t columns, int64_t K,
-                                      const TileFactor<acc_t>& weights, const MatrixView<acc_t>& b,
-                                      acc_t* __restrict to) {
-  if (!careful) return tile_product<acc_t>(TileProduct::Set, M, columns, {K, weights, b.data, b.stride}, {to, columns});
-  fill_zero(to, M * columns);
-  for (int64_t row = 0; row < M; ++row)
-    for (int64_t k = 0; k < K; ++k) {
-      const acc_t weight = weights.data[row * weights.row_stride + k * weights.column_stride];
-      if (weight == acc_t(0)) continue;
-      for (int64_t i = 0; i < columns; i += kLanes)
-        for (int64_t lane = 0; lane < kLanes; ++lane) to[row * columns + i + lane] += weight * b.row(k)[i + lane];
+// In the accumulation type.
+template <typename acc>
+struct Rows {
+  using acc_t = acc;
+
+  int64_t count, D;
+  MatrixView<acc_t> view;
+
+  MEMCHECK_INLINE Rows(Dtype dtype, const MatrixPlace& place, int64_t rows, int64_t width, Factor, acc_t* scratch)
+      : count(rows), D(width), view(view_rows(dtype, place, rows, width, scratch)) {}
+
+  // The form in which rows are put along the lanes, to (rows,columns_of(D)).
+  static MEMCHECK_INLINE int64_t columns_of(int64_t D) { return padded_columns(D); }
+  static MEMCHECK_INLINE void load(Dtype dtype, const MatrixPlace& place, int64_t rows, int64_t D, acc_t* to) {
+    load_rows(dtype, place, rows, D, to, columns_of(D));
+  }
+
+  // Whether all elements of a key are -inf. No query sees the block of such a key.
+  MEMCHECK_INLINE bool is_absent(int64_t row) const { return is_absent(view.row(row), 1, D); }
+  // The same of keys along the lanes.
+  static MEMCHECK_INLINE bool is_absent_lane(const acc_t* lanes, int64_t lane, int64_t D) {
+    return is_absent(lanes + lane, kLanes, D);
+  }
+
+  // to (count,kLanes) = rows b, for b (D,kLanes) of other rows along the lanes.
+  MEMCHECK_INLINE void multiply(const acc_t* b, acc_t* to) const {
+    tile_product<acc_t>(TileProduct::Set, count, kLanes, {D, {view.data, view.stride}, b, kLanes}, {to, kLanes});
+  }
+
+  // to (M,padded_columns(D)) = a^T rows for weights a (count,lanes), carefully or not. Every element is the same chain
+  // either way. The weights are lost.
+  template <int64_t lanes>
+  MEMCHECK_INLINE void weigh(bool careful, int64_t M, acc_t* a, acc_t* __restrict to) const {
+    const int64_t columns = padded_columns(D);
+    if (!careful)
+      return tile_product<acc_t>(TileProduct::Set, M, columns, {count, {a, 1, lanes}, view.data, view.stride},
+                                 {to, columns});
+    fill_zero(to, M * columns);
+    for (int64_t row = 0; row < M; ++row)
+      for (int64_t k = 0; k < count; ++k) {
+        const acc_t weight = a[row + k * lanes];
+        if (weight == acc_t(0)) continue;
+        for (int64_t i = 0; i < columns; i += kLanes)
+          for (int64_t lane = 0; lane < kLanes; ++lane) to[row * columns + i + lane] += weight * view.row(k)[i + lane];
+      }
+  }
+
+ private:
+  static MEMCHECK_INLINE bool is_absent(const acc_t* key, int64_t stride, int64_t D) {
+    int64_t i = 0;
+    while (i < D && key[i * stride] == minus_infinity<acc_t>()) ++i;
+    return i == D && D > 0;
+  }
+};
+
+// In bfloat16, by products of pairs (pair_product.h). Scratch has room for rows in float32, which is enough for rows as
+// both factors.
+struct RowsOfPairs {
+  using acc_t = float;
+
+  int64_t count, D;
+  MatrixPlace place;
+  PairRows left;
+  uint32_t* right;
+
+  MEMCHECK_INLINE RowsOfPairs(Dtype, const MatrixPlace& from, int64_t rows, int64_t width, Factor factor,
+                              float* scratch)
+      : count(rows), D(width), place(from) {
+    uint32_t* of_left = reinterpret_cast<uint32_t*>(scratch);
+    right = of_left + padded_rows(count) * padded_pairs(D);
+    if (factor != Factor::Right) left = view_pairs(place, count, D, of_left);
+    if (factor != Factor::Left) pair_rows(place, count, D, right);
+  }
+
+  static MEMCHECK_INLINE int64_t columns_of(int64_t D) { return padded_columns((D + 1) / 2); }
+  static MEMCHECK_INLINE void load(Dtype, const MatrixPlace& place, int64_t rows, int64_t D, float* to) {
+    copy_pairs(place, rows, D, reinterpret_cast<uint32_t*>(to), columns_of(D));
+  }
+
+  MEMCHECK_INLINE bool is_absent(int64_t row) const {
+    int64_t i = 0;
+    while (i < D && element(row, i) == kMinusInfinity) ++i;
+    return i == D && D > 0;
+  }
+  static MEMCHECK_INLINE bool is_absent_lane(const float* lanes, int64_t lane, int64_t D) {
+    int64_t i = 0;
+    while (i < D && number_of_pair(lanes + i / 2 * kLanes + lane, i % 2) == kMinusInfinity) ++i;
+    return i == D && D > 0;
+  }
+
+  MEMCHECK_INLINE void multiply(const float* b, float* to) const {
+    multiply_pairs(padded_rows(count), padded_pairs(D), left, reinterpret_cast<const uint32_t*>(b), to);
+  }
+
+  // Carefully, numbers that are not finite are left out of the product, and added where their weight is not 0.
+  template <int64_t lanes>
+  MEMCHECK_INLINE void weigh(bool careful, int64_t M, float* a, float* to) const {
+    static_assert(lanes == kLanes);
+    const int64_t columns = padded_columns(D);
+    split_into_pairs(count, a);
+    if (careful) {
+      zero_rest_of_infinite(padded_rows(count), a);
+      zero_not_finite(padded_pairs(count) * columns, right);
     }
-}
+    multiply_split(padded_pairs(count), columns, a, right, to);
+    if (!careful) return;
+    for (int64_t k = 0; k < count; ++k)
+      for (int64_t i = 0; i < D; ++i) {
+        if (bfloat16_is_finite(element(k, i))) continue;
+        for (int64_t row = 0; row < M; ++row) {
+          const uint16_t weight = number_of_pair(a + k / 2 * 2 * kLanes + row, k % 2);
+          if ((weight & 0x7fff) != 0)
+            to[row * columns + i] += float_of_bfloat16(weight) * float_of_bfloat16(element(k, i));
+        }
+      }
+  }
+
+ private:
+  static constexpr uint16_t kMinusInfinity = 0xff80;
+
+  MEMCHECK_INLINE uint16_t element(int64_t row, int64_t column) const {
+    return static_cast<const uint16_t*>(place.data)[row * place.row_stride + column * place.column_stride];
+  }
+};
 
 // ---- passes: their tasks, the bytes of scratch of one worker, and what they run
 

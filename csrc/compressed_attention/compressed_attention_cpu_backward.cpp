@@ -1,3 +1,5 @@
+#include <type_traits>
+
 #include "common/compensated_sum.h"
 #include "common/cpu_level.h"
 #include "compressed_attention/compressed_attention_cpu_queries.h"
@@ -38,36 +40,38 @@ struct QueryScratch {
 };
 
 // q and grad_y along the lanes.
-template <typename acc_t>
+template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void load_lanes(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
                                 const QueryScratch<acc_t>& x) {
-  const int64_t columns = padded_columns(p.shape.D);
-  load_queries(dtype, p.q, tile, p.shape.D, x.product);
+  const int64_t columns = Rows::columns_of(p.shape.D);
+  load_queries<Rows>(dtype, p.q, tile, p.shape.D, x.product);
   put_along_lanes(x.product, tile.rows(), columns, x.q_lanes);
-  load_queries(dtype, p.grad_y, tile, p.shape.D, x.product);
+  load_queries<Rows>(dtype, p.grad_y, tile, p.shape.D, x.product);
   put_along_lanes(x.product, tile.rows(), columns, x.grad_lanes);
 }
 
 // A tile of blocks from j on, as a tile of queries sees it.
-template <typename acc_t>
+template <typename Rows>
 struct SeenBlocks {
+  using acc_t = typename Rows::acc_t;
+
   Sight<acc_t> sight;
-  MatrixView<acc_t> kc, vc;
+  Rows kc, vc;
 
   MEMCHECK_INLINE SeenBlocks(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile, int64_t j,
-                             int64_t end, const QueryScratch<acc_t>& x)
+                             int64_t end, Factor of_kc, const QueryScratch<acc_t>& x)
       : sight(p.shape, tile, j, end - j < kBlocks ? end - j : kBlocks),
-        kc(view_rows(dtype, rows_at(dtype, p.kc, tile.b, tile.key_head, j), sight.blocks, p.shape.D, x.kc)),
-        vc(view_rows(dtype, rows_at(dtype, p.vc, tile.b, tile.key_head, j), sight.blocks, p.shape.D, x.vc)) {}
+        kc(dtype, rows_at(dtype, p.kc, tile.b, tile.key_head, j), sight.blocks, p.shape.D, of_kc, x.kc),
+        vc(dtype, rows_at(dtype, p.vc, tile.b, tile.key_head, j), sight.blocks, p.shape.D, Factor::Left, x.vc) {}
 
   // Scores of the queries from `first` on, and the gradients of their weights.
   MEMCHECK_INLINE void score(const CompressedAttentionBackward& p, int64_t first, const QueryScratch<acc_t>& x,
                              bool careful) const {
-    const int64_t skipped = first * padded_columns(p.shape.D);
-    multiply_rows(sight.blocks, kc, x.q_lanes + skipped, p.shape.D, x.scores);
-    multiply_rows(sight.blocks, vc, x.grad_lanes + skipped, p.shape.D, x.grad_weights);
+    const int64_t skipped = first * Rows::columns_of(p.shape.D);
+    kc.multiply(x.q_lanes + skipped, x.scores);
+    vc.multiply(x.grad_lanes + skipped, x.grad_weights);
     sight.template scale_and_hide<kLanes>(first, static_cast<acc_t>(p.scale), x.scores);
-    if (careful) hide_absent<kLanes>(sight.blocks, kc, p.shape.D, x.scores);
+    if (careful) hide_absent<kLanes>(kc, x.scores);
   }
 };
 
@@ -79,7 +83,7 @@ MEMCHECK_INLINE void delta_from_y(const CompressedAttentionBackward& p, Dtype dt
   const int64_t D = p.shape.D;
   const int64_t columns = padded_columns(D);
   acc_t* y_lanes = x.sum.total;
-  load_queries(dtype, p.y, tile, D, x.product);
+  load_queries<Rows<acc_t>>(dtype, p.y, tile, D, x.product);
   put_along_lanes(x.product, tile.rows(), columns, y_lanes);
   for (int64_t first = 0; first < tile.rows(); first += kLanes) {
     for (int64_t d = 0; d < D; d += kProductChain) {
@@ -104,12 +108,12 @@ MEMCHECK_INLINE void add_weighted(int64_t blocks, const acc_t* shift, const acc_
 }
 
 // delta = sum_j p_j dp_j, where y was rounded to 16 bits: its error would be that of every score's gradient at once.
-template <typename acc_t>
+template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void delta_from_weights(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
                                         const QueryScratch<acc_t>& x, bool careful, const acc_t* shift, acc_t* delta) {
   const int64_t end = end_of_blocks(p.shape, tile);
   for (int64_t j = 0; j < end; j += kBlocks) {
-    const SeenBlocks<acc_t> seen(p, dtype, tile, j, end, x);
+    const SeenBlocks<Rows> seen(p, dtype, tile, j, end, Factor::Left, x);
     for (int64_t first = 0; first < tile.rows(); first += kLanes) {
       seen.score(p, first, x, careful);
       add_weighted(seen.sight.blocks, shift + first, x.scores, x.grad_weights, delta + first);
@@ -118,8 +122,10 @@ MEMCHECK_INLINE void delta_from_weights(const CompressedAttentionBackward& p, Dt
 }
 
 // The numbers of each query of a tile that gradients of scores need.
-template <typename acc_t>
+template <typename Rows>
 struct QueryNumbers {
+  using acc_t = typename Rows::acc_t;
+
   alignas(64) acc_t shift[kQueries] = {};  // lse, as it is subtracted
   alignas(64) acc_t delta[kQueries] = {};
 
@@ -130,7 +136,7 @@ struct QueryNumbers {
     if (p.y) {
       delta_from_y(p, dtype, tile, x, delta);
     } else {
-      delta_from_weights(p, dtype, tile, x, careful, shift, delta);
+      delta_from_weights<Rows>(p, dtype, tile, x, careful, shift, delta);
     }
     for (int64_t row = 0; row < tile.rows(); ++row) {
       const int64_t index = query_index(p.shape, tile, row);
@@ -158,23 +164,22 @@ MEMCHECK_INLINE void differentiate_scores(int64_t blocks, const acc_t* shift, co
 }
 
 // grad_q / scale of a tile of queries, in scratch.
-template <typename acc_t>
+template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void sum_over_blocks(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
-                                     const QueryScratch<acc_t>& x, const QueryNumbers<acc_t>& of, bool careful) {
+                                     const QueryScratch<acc_t>& x, const QueryNumbers<Rows>& of, bool careful) {
   const int64_t columns = padded_columns(p.shape.D);
   const int64_t rows = tile.rows();
   const int64_t end = end_of_blocks(p.shape, tile);
   x.sum.start(rows * columns);
   int64_t tiles = 0;
   for (int64_t j = 0; j < end; j += kBlocks) {
-    const SeenBlocks<acc_t> seen(p, dtype, tile, j, end, x);
+    const SeenBlocks<Rows> seen(p, dtype, tile, j, end, Factor::Both, x);
     const int64_t blocks = seen.sight.blocks;
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t count = rows - first < kLanes ? rows - first : kLanes;
       seen.score(p, first, x, careful);
       differentiate_scores(blocks, of.shift + first, of.delta + first, x.grad_weights, x.scores);
-      const TileFactor<acc_t> grad_scores{x.scores, 1, kLanes};
-      multiply_weights(careful, count, columns, blocks, grad_scores, seen.kc, x.product + first * columns);
+      seen.kc.template weigh<kLanes>(careful, count, x.scores, x.product + first * columns);
     }
     add(rows * columns, x.product, x.sum.chunk);
     if (++tiles % kChunkTiles == 0) x.sum.end_chunk(rows * columns);
@@ -182,16 +187,16 @@ MEMCHECK_INLINE void sum_over_blocks(const CompressedAttentionBackward& p, Dtype
   x.sum.end_chunk(rows * columns);
 }
 
-template <typename acc_t>
+template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void query_gradient_task(const CompressedAttentionBackward& p, Dtype dtype, const QueryTile& tile,
                                          const QueryScratch<acc_t>& x) {
   const int64_t size = tile.rows() * padded_columns(p.shape.D);
-  load_lanes(p, dtype, tile, x);
+  load_lanes<Rows>(p, dtype, tile, x);
   for (const bool careful : {false, true}) {
-    const QueryNumbers<acc_t> of(p, dtype, tile, x, careful);
+    const QueryNumbers<Rows> of(p, dtype, tile, x, careful);
     if (!careful && !of.finite(tile.rows())) continue;
     if (!p.grad_q) return;
-    sum_over_blocks(p, dtype, tile, x, of, careful);
+    sum_over_blocks<Rows>(p, dtype, tile, x, of, careful);
     if (!careful && !all_finite(size, x.sum.total)) continue;
     scale_all(size, static_cast<acc_t>(p.scale), x.sum.total);
     return store_queries(dtype, p.grad_q, tile, p.shape.D, x.sum.total);
@@ -201,7 +206,16 @@ MEMCHECK_INLINE void query_gradient_task(const CompressedAttentionBackward& p, D
 template <typename acc_t>
 MEMCHECK_INLINE void query_gradient_tasks_body(const CompressedAttentionBackward& p, Dtype dtype, int64_t begin,
                                                int64_t end, const QueryScratch<acc_t>& x) {
-  for (int64_t index = begin; index < end; ++index) query_gradient_task(p, dtype, query_tile(p.shape, index), x);
+  const PairRegisters registers(dtype);
+  for (int64_t index = begin; index < end; ++index) {
+    const QueryTile tile = query_tile(p.shape, index);
+    if constexpr (std::is_same_v<acc_t, float>)
+      if (cpu_multiplies_pairs(dtype) && !p.y) {
+        query_gradient_task<RowsOfPairs>(p, dtype, tile, x);
+        continue;
+      }
+    query_gradient_task<Rows<acc_t>>(p, dtype, tile, x);
+  }
 }
 
 MEMCHECK_PER_CPU_LEVEL(acc_t, query_gradient_tasks,
@@ -246,11 +260,11 @@ KeyTile key_tile(const CompressedAttentionShape& shape, int64_t index) {
 }
 
 // to (D,kLanes) = a tile of kc or vc with blocks along the lanes.
-template <typename acc_t>
+template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void load_lanes(Dtype dtype, const Strided<4>& x, const KeyTile& tile, int64_t D, acc_t* rows,
                                 acc_t* to) {
-  const int64_t columns = padded_columns(D);
-  load_rows(dtype, rows_at(dtype, x, tile.b, tile.key_head, tile.j), tile.blocks, D, rows, columns);
+  const int64_t columns = Rows::columns_of(D);
+  Rows::load(dtype, rows_at(dtype, x, tile.b, tile.key_head, tile.j), tile.blocks, D, rows);
   transpose_rows(rows, columns, tile.blocks, columns, to, kLanes);
 }
 
@@ -277,10 +291,10 @@ MEMCHECK_INLINE void weights_of_scores(const CompressedAttentionBackward& p, con
 }
 
 // weights (count,kLanes) of absent blocks become 0.
-template <typename acc_t>
+template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void drop_absent(int64_t count, const KeyTile& tile, int64_t D, const acc_t* kc_lanes, acc_t* weights) {
   for (int64_t lane = 0; lane < tile.blocks; ++lane) {
-    if (!is_absent(kc_lanes + lane, kLanes, D)) continue;
+    if (!Rows::is_absent_lane(kc_lanes, lane, D)) continue;
     for (int64_t row = 0; row < count; ++row) weights[row * kLanes + lane] = acc_t(0);
   }
 }
@@ -294,37 +308,36 @@ MEMCHECK_INLINE void differentiate_weights(int64_t rows, const acc_t* delta, con
       grad_weights[i] = softmax_gradient(weights[i], grad_weights[i], delta[row]);
 }
 
-// sum += a^T b, with a (rows,kLanes) and b (rows,D).
-template <typename acc_t>
-MEMCHECK_INLINE void add_product(bool careful, int64_t rows, const KeyTile& tile, int64_t columns, const acc_t* a,
-                                 const MatrixView<acc_t>& b, acc_t* product, const SumOfTiles<acc_t>& sum) {
-  const TileFactor<acc_t> transposed{a, 1, kLanes};
-  multiply_weights(careful, tile.blocks, columns, rows, transposed, b, product);
-  add(tile.blocks * columns, product, sum.chunk);
+// sum += a^T b, with a (rows,kLanes) and b (rows,D). What a holds is lost.
+template <typename Rows, typename acc_t = typename Rows::acc_t>
+MEMCHECK_INLINE void add_product(bool careful, const KeyTile& tile, acc_t* a, const Rows& b, acc_t* product,
+                                 const SumOfTiles<acc_t>& sum) {
+  b.template weigh<kLanes>(careful, tile.blocks, a, product);
+  add(tile.blocks * padded_columns(b.D), product, sum.chunk);
 }
 
 // Adds what some queries give to the gradients of a tile of blocks.
-template <typename acc_t>
+template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void add_queries(const CompressedAttentionBackward& p, Dtype dtype, const KeyTile& tile,
                                  const QueryRange& queries, const KeyScratch<acc_t>& x, bool careful) {
   const int64_t D = p.shape.D;
-  const int64_t columns = padded_columns(D);
   const int64_t rows = queries.count;
   const int64_t index = (tile.b * p.shape.H + queries.head) * p.shape.S + queries.s;
-  const auto q = view_rows(dtype, rows_at(dtype, p.q, tile.b, queries.head, queries.s), rows, D, x.q);
-  const auto grad_y = view_rows(dtype, rows_at(dtype, p.grad_y, tile.b, queries.head, queries.s), rows, D, x.grad_y);
-  multiply_rows(rows, q, x.kc_lanes, D, x.weights);
+  const Rows q(dtype, rows_at(dtype, p.q, tile.b, queries.head, queries.s), rows, D, Factor::Both, x.q);
+  const Rows grad_y(dtype, rows_at(dtype, p.grad_y, tile.b, queries.head, queries.s), rows, D, Factor::Both, x.grad_y);
+  q.multiply(x.kc_lanes, x.weights);
   weights_of_scores(p, tile, queries, static_cast<const acc_t*>(p.lse) + index, x.weights);
-  if (careful) drop_absent(rows, tile, D, x.kc_lanes, x.weights);
-  if (p.grad_v) add_product(careful, rows, tile, columns, x.weights, grad_y, x.product, x.grad_v);
-  if (!p.grad_k) return;
-  multiply_rows(rows, grad_y, x.vc_lanes, D, x.grad_weights);
-  differentiate_weights(rows, static_cast<const acc_t*>(p.delta) + index, x.weights, x.grad_weights);
-  add_product(careful, rows, tile, columns, x.grad_weights, q, x.product, x.grad_k);
+  if (careful) drop_absent<Rows>(rows, tile, D, x.kc_lanes, x.weights);
+  if (p.grad_k) {
+    grad_y.multiply(x.vc_lanes, x.grad_weights);
+    differentiate_weights(rows, static_cast<const acc_t*>(p.delta) + index, x.weights, x.grad_weights);
+    add_product(careful, tile, x.grad_weights, q, x.product, x.grad_k);
+  }
+  if (p.grad_v) add_product(careful, tile, x.weights, grad_y, x.product, x.grad_v);
 }
 
 // grad_k / scale and grad_v of a tile of blocks, in scratch.
-template <typename acc_t>
+template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void sum_over_queries(const CompressedAttentionBackward& p, Dtype dtype, const KeyTile& tile,
                                       const KeyScratch<acc_t>& x, bool careful) {
   const int64_t size = kLanes * padded_columns(p.shape.D);
@@ -339,7 +352,7 @@ MEMCHECK_INLINE void sum_over_queries(const CompressedAttentionBackward& p, Dtyp
   for (int64_t i = 0; i < p.shape.group(); ++i) {
     for (int64_t s = begin; s < p.shape.S; s += kQueries) {
       const int64_t count = p.shape.S - s < kQueries ? p.shape.S - s : kQueries;
-      add_queries(p, dtype, tile, {tile.key_head * p.shape.group() + i, s, count}, x, careful);
+      add_queries<Rows>(p, dtype, tile, {tile.key_head * p.shape.group() + i, s, count}, x, careful);
       if (++tiles % kChunkTiles == 0) end_chunks();
     }
   }
@@ -361,14 +374,14 @@ MEMCHECK_INLINE void store_shares(const CompressedAttentionBackward& p, Dtype dt
   }
 }
 
-template <typename acc_t>
+template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void key_gradient_task(const CompressedAttentionBackward& p, Dtype dtype, const KeyTile& tile,
                                        const KeyScratch<acc_t>& x) {
   const int64_t size = kLanes * padded_columns(p.shape.D);
-  load_lanes(dtype, p.kc, tile, p.shape.D, x.product, x.kc_lanes);
-  if (p.grad_k) load_lanes(dtype, p.vc, tile, p.shape.D, x.product, x.vc_lanes);
+  load_lanes<Rows>(dtype, p.kc, tile, p.shape.D, x.product, x.kc_lanes);
+  if (p.grad_k) load_lanes<Rows>(dtype, p.vc, tile, p.shape.D, x.product, x.vc_lanes);
   for (const bool careful : {false, true}) {
-    sum_over_queries(p, dtype, tile, x, careful);
+    sum_over_queries<Rows>(p, dtype, tile, x, careful);
     if (all_finite(size, x.grad_k.total) && all_finite(size, x.grad_v.total)) break;
   }
   if (p.grad_k) {
@@ -381,7 +394,16 @@ MEMCHECK_INLINE void key_gradient_task(const CompressedAttentionBackward& p, Dty
 template <typename acc_t>
 MEMCHECK_INLINE void key_gradient_tasks_body(const CompressedAttentionBackward& p, Dtype dtype, int64_t begin,
                                              int64_t end, const KeyScratch<acc_t>& x) {
-  for (int64_t index = begin; index < end; ++index) key_gradient_task(p, dtype, key_tile(p.shape, index), x);
+  const PairRegisters registers(dtype);
+  for (int64_t index = begin; index < end; ++index) {
+    const KeyTile tile = key_tile(p.shape, index);
+    if constexpr (std::is_same_v<acc_t, float>)
+      if (cpu_multiplies_pairs(dtype)) {
+        key_gradient_task<RowsOfPairs>(p, dtype, tile, x);
+        continue;
+      }
+    key_gradient_task<Rows<acc_t>>(p, dtype, tile, x);
+  }
 }
 
 MEMCHECK_PER_CPU_LEVEL(acc_t, key_gradient_tasks,

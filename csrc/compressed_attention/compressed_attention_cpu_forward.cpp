@@ -99,15 +99,19 @@ MEMCHECK_INLINE acc_t dot(const acc_t* a, const acc_t* b, int64_t columns) {
 }
 
 // scores (blocks,lanes) of the `count` queries from `first` on.
-template <int64_t lanes, typename acc_t>
-MEMCHECK_INLINE void multiply_queries(int64_t blocks, const MatrixView<acc_t>& kc, int64_t first, int64_t count,
-                                      int64_t D, const ForwardScratch<acc_t>& x) {
-  const int64_t columns = padded_columns(D);
-  if constexpr (lanes == kLanes) return multiply_rows(blocks, kc, x.q_lanes + first * columns, D, x.scores);
-  std::fill_n(x.scores, blocks * lanes, acc_t(0));
-  for (int64_t j = 0; j < blocks; ++j)
-    for (int64_t lane = 0; lane < count; ++lane)
-      x.scores[j * lanes + lane] = dot(kc.row(j), x.q + (first + lane) * columns, columns);
+template <int64_t lanes, typename Rows>
+MEMCHECK_INLINE void multiply_queries(const Rows& kc, int64_t first, int64_t count,
+                                      const ForwardScratch<typename Rows::acc_t>& x) {
+  using acc_t = typename Rows::acc_t;
+  if constexpr (lanes == kLanes) {
+    kc.multiply(x.q_lanes + first * Rows::columns_of(kc.D), x.scores);
+  } else {
+    const int64_t columns = padded_columns(kc.D);
+    std::fill_n(x.scores, kc.count * lanes, acc_t(0));
+    for (int64_t j = 0; j < kc.count; ++j)
+      for (int64_t lane = 0; lane < count; ++lane)
+        x.scores[j * lanes + lane] = dot(kc.view.row(j), x.q + (first + lane) * columns, columns);
+  }
 }
 
 // ---- softmax
@@ -194,7 +198,7 @@ MEMCHECK_INLINE void end_chunk(int64_t rows, int64_t columns, Softmax<acc_t>& so
 // ---- tasks
 
 // The sum of weighted values of a tile of queries, which are in scratch.
-template <typename acc_t>
+template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void attend(const CompressedAttentionForward& p, Dtype dtype, const QueryTile& tile,
                             const ForwardScratch<acc_t>& x, bool careful, Softmax<acc_t>& softmax) {
   const int64_t D = p.shape.D;
@@ -205,23 +209,24 @@ MEMCHECK_INLINE void attend(const CompressedAttentionForward& p, Dtype dtype, co
   int64_t tiles = 0;
   for (int64_t j = 0; j < end; j += kBlocks) {
     const Sight<acc_t> sight(p.shape, tile, j, end - j < kBlocks ? end - j : kBlocks);
-    const auto kc = view_rows(dtype, rows_at(dtype, p.kc, tile.b, tile.key_head, j), sight.blocks, D, x.kc);
-    const auto vc = view_rows(dtype, rows_at(dtype, p.vc, tile.b, tile.key_head, j), sight.blocks, D, x.vc);
+    const Rows kc(dtype, rows_at(dtype, p.kc, tile.b, tile.key_head, j), sight.blocks, D, Factor::Left, x.kc);
+    const Rows vc(dtype, rows_at(dtype, p.vc, tile.b, tile.key_head, j), sight.blocks, D, Factor::Right, x.vc);
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t count = rows - first < kLanes ? rows - first : kLanes;
       const auto weigh_values = [&](auto lanes_of_scores) MEMCHECK_INLINE_LAMBDA {
         constexpr int64_t lanes = decltype(lanes_of_scores)::value;
-        multiply_queries<lanes>(sight.blocks, kc, first, count, D, x);
+        multiply_queries<lanes>(kc, first, count, x);
         sight.template scale_and_hide<lanes>(first, static_cast<acc_t>(p.scale), x.scores);
-        if (careful) hide_absent<lanes>(sight.blocks, kc, D, x.scores);
+        if (careful) hide_absent<lanes>(kc, x.scores);
         softmax.template add<lanes>(first, sight.blocks, x.scores);
-        const TileFactor<acc_t> weights{x.scores, 1, lanes};
-        multiply_weights(careful, count, columns, sight.blocks, weights, vc, x.product + first * columns);
+        vc.template weigh<lanes>(careful, count, x.scores, x.product + first * columns);
       };
-      if (count > kFewQueries)
-        weigh_values(std::integral_constant<int64_t, kLanes>());
-      else
-        weigh_values(std::integral_constant<int64_t, kFewLanes>());
+      if constexpr (!std::is_same_v<Rows, RowsOfPairs>)
+        if (count <= kFewQueries) {
+          weigh_values(std::integral_constant<int64_t, kFewLanes>());
+          continue;
+        }
+      weigh_values(std::integral_constant<int64_t, kLanes>());
     }
     softmax.rescale_and_add(rows, columns, x.product, x.sum.chunk);
     if (++tiles % kChunkTiles == 0) end_chunk(rows, columns, softmax, x.sum);
@@ -249,16 +254,15 @@ MEMCHECK_INLINE void finish_queries(const CompressedAttentionForward& p, Dtype d
   store_queries(dtype, p.y, tile, p.shape.D, y);
 }
 
-template <typename acc_t>
+template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void forward_task(const CompressedAttentionForward& p, Dtype dtype, const QueryTile& tile,
                                   const ForwardScratch<acc_t>& x) {
-  const int64_t columns = padded_columns(p.shape.D);
-  load_queries(dtype, p.q, tile, p.shape.D, x.q);
-  if (tile.rows() > kFewQueries) put_along_lanes(x.q, tile.rows(), columns, x.q_lanes);
+  load_queries<Rows>(dtype, p.q, tile, p.shape.D, x.q);
+  if (tile.rows() > kFewQueries) put_along_lanes(x.q, tile.rows(), Rows::columns_of(p.shape.D), x.q_lanes);
   for (const bool careful : {false, true}) {
     Softmax<acc_t> softmax;
-    attend(p, dtype, tile, x, careful, softmax);
-    if (!careful && !all_finite(tile.rows() * columns, x.sum.total)) continue;
+    attend<Rows>(p, dtype, tile, x, careful, softmax);
+    if (!careful && !all_finite(tile.rows() * padded_columns(p.shape.D), x.sum.total)) continue;
     return finish_queries(p, dtype, tile, softmax, x.sum.total);
   }
 }
@@ -266,7 +270,16 @@ MEMCHECK_INLINE void forward_task(const CompressedAttentionForward& p, Dtype dty
 template <typename acc_t>
 MEMCHECK_INLINE void forward_tasks_body(const CompressedAttentionForward& p, Dtype dtype, int64_t begin, int64_t end,
                                         const ForwardScratch<acc_t>& x) {
-  for (int64_t index = begin; index < end; ++index) forward_task(p, dtype, query_tile(p.shape, index), x);
+  const PairRegisters registers(dtype);
+  for (int64_t index = begin; index < end; ++index) {
+    const QueryTile tile = query_tile(p.shape, index);
+    if constexpr (std::is_same_v<acc_t, float>)
+      if (cpu_multiplies_pairs(dtype) && tile.rows() > kFewQueries) {
+        forward_task<RowsOfPairs>(p, dtype, tile, x);
+        continue;
+      }
+    forward_task<Rows<acc_t>>(p, dtype, tile, x);
+  }
 }
 
 MEMCHECK_PER_CPU_LEVEL(acc_t, forward_tasks,

@@ -26,13 +26,14 @@ MEMCHECK_INLINE int64_t query_index(const CompressedAttentionShape& shape, const
   return (tile.b * shape.H + tile.head + row / tile.positions) * shape.S + tile.position(row);
 }
 
-// to (rows,padded_columns(D)) = a tile of x, (B,H,S,D).
-template <typename acc_t>
-MEMCHECK_INLINE void load_queries(Dtype dtype, const Strided<4>& x, const QueryTile& tile, int64_t D, acc_t* to) {
-  const int64_t columns = padded_columns(D);
+// to (rows,columns_of(D)) = a tile of x, (B,H,S,D).
+template <typename Rows>
+MEMCHECK_INLINE void load_queries(Dtype dtype, const Strided<4>& x, const QueryTile& tile, int64_t D,
+                                  typename Rows::acc_t* to) {
+  const int64_t columns = Rows::columns_of(D);
   for (int64_t head = 0; head < tile.heads; ++head)
-    load_rows(dtype, rows_at(dtype, x, tile.b, tile.head + head, tile.s), tile.positions, D,
-              to + head * tile.positions * columns, columns);
+    Rows::load(dtype, rows_at(dtype, x, tile.b, tile.head + head, tile.s), tile.positions, D,
+               to + head * tile.positions * columns);
 }
 
 template <typename acc_t>
@@ -84,11 +85,11 @@ struct Sight {
 };
 
 // Scores (blocks,lanes) of absent blocks become -inf.
-template <int64_t lanes, typename acc_t>
-MEMCHECK_INLINE void hide_absent(int64_t blocks, const MatrixView<acc_t>& kc, int64_t D, acc_t* scores) {
-  for (int64_t j = 0; j < blocks; ++j) {
-    if (!is_absent(kc.row(j), 1, D)) continue;
-    for (int64_t lane = 0; lane < lanes; ++lane) scores[j * lanes + lane] = minus_infinity<acc_t>();
+template <int64_t lanes, typename Rows>
+MEMCHECK_INLINE void hide_absent(const Rows& kc, typename Rows::acc_t* scores) {
+  for (int64_t j = 0; j < kc.count; ++j) {
+    if (!kc.is_absent(j)) continue;
+    for (int64_t lane = 0; lane < lanes; ++lane) scores[j * lanes + lane] = minus_infinity<typename Rows::acc_t>();
   }
 }
 

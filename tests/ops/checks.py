@@ -35,12 +35,12 @@ Function = Callable[..., Tensor]
 def level_marks(level: str) -> list[pytest.MarkDecorator]:
     """Marks of a test at one CPU level, which runs in a process of its own.
 
-    All other tests run at the highest level, so this one is for CI.
+    All other tests run at the level of this machine, so its own is for CI.
     """
     marks = [pytest.mark.cpu, pytest.mark.isolated(MEMCHECK_CPU=level)]
     if level != "default":
         marks.append(pytest.mark.slow)
-    if level == _C.cpu_levels()[-1] != "default":
+    if level == _C.cpu_level() != "default":
         marks.append(pytest.mark.ci)
     return marks
 

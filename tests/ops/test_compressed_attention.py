@@ -303,6 +303,22 @@ def test_every_cpu_level(level: str) -> None:
     assert_steps_are_right(torch.float32, prompt=30, factor=8)
 
 
+@CPU_LEVELS
+def test_strides_threads_and_nan_change_no_other_bit_at_every_cpu_level(level: str) -> None:
+    """The highest levels have products of bfloat16 of their own."""
+    assert _C.cpu_level() == level
+    inputs, grad_y = make_inputs(1, 2, 1, 150, 300, 64, torch.bfloat16)
+    function = contract(2).function
+    results = run(function, inputs, grad_y)
+    assert same_bits(results, run(function, [x.mT.contiguous().mT for x in inputs], grad_y.mT.contiguous().mT))
+    torch.set_num_threads(3)
+    assert same_bits(results, run(function, inputs, grad_y))
+    test_nan_in_a_block_reaches_who_sees_it(NAN_SHAPES[0], "causal", torch.bfloat16)
+    test_nan_in_a_query_reaches_the_blocks_it_sees(NAN_SHAPES[0], "causal", torch.bfloat16)
+    for padded in ((0, 30), (0, 100)):
+        test_keys_of_minus_infinity_hide_their_blocks(padded, "causal", torch.bfloat16)
+
+
 # ---- strides
 
 

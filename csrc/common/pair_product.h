@@ -1,0 +1,93 @@
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "common/cpu_level.h"
+#include "common/half.h"
+#include "common/matrix_tile.h"
+
+// Products of matrices in bfloat16, with sums in float32, by instructions that multiply pairs of numbers: the levels
+// avx512_bf16 and amx (cpu_level.h). Nothing here may be called at another level.
+//
+// A pair is 32 bits: two neighbours in a row of the left factor, or in a column of the right one, the first in the
+// lower half. Subnormal numbers are taken as 0.
+
+namespace memcheck {
+
+inline bool cpu_multiplies_pairs(Dtype dtype) {
+  return dtype == Dtype::BFloat16 && cpu_level() >= CpuLevel::Avx512Bf16;
+}
+
+// A product goes through so many pairs at a time: factors are padded with zeros.
+constexpr int64_t kPairs = 16;
+
+MEMCHECK_INLINE int64_t padded_pairs(int64_t numbers) {
+  return (numbers + 2 * kPairs - 1) / (2 * kPairs) * kPairs;
+}
+
+MEMCHECK_INLINE int64_t padded_rows(int64_t rows) {
+  return (rows + kTileRows - 1) / kTileRows * kTileRows;
+}
+
+// Rows of pairs, wherever they lie.
+struct PairRows {
+  const void* data;
+  int64_t stride;  // bytes
+};
+
+// to (rows,stride) = rows of a matrix in memory, and 0 right of them.
+void copy_pairs(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t* to, int64_t stride);
+
+// The left factor (padded_rows(rows),padded_pairs(columns)): rows as they lie in memory, or if they lie otherwise as a
+// copy, which takes that many numbers of scratch.
+PairRows view_pairs(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t* scratch);
+
+// The right factor (padded_pairs(rows),padded_columns(columns)), of pairs of rows.
+void pair_rows(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t* to);
+
+// x (rows,kTileLanes) in place becomes sums of two numbers in bfloat16: lines 2i and 2i + 1 become the pairs of their
+// first parts, then those of their second parts. With zeros for more rows, up to padded_rows(rows).
+void split_into_pairs(int64_t rows, float* x);
+
+// to (rows,kTileLanes) = a (rows,pairs) b (pairs,kTileLanes), for a multiple of kTileRows rows and of kPairs pairs.
+void multiply_pairs(int64_t rows, int64_t pairs, const PairRows& a, const uint32_t* b, float* to);
+
+// to (kTileLanes,columns) = a^T b, for a (2 pairs,kTileLanes) after split_into_pairs and b (pairs,columns), for a
+// multiple of kTileLanes columns and of kPairs pairs, of which there are at most kProductChain / 2.
+void multiply_split(int64_t pairs, int64_t columns, const float* a, const uint32_t* b, float* to);
+
+// The bits of a number of a pair, 0 or 1.
+MEMCHECK_INLINE uint16_t number_of_pair(const void* pair, int64_t number) {
+  uint16_t bits;
+  std::memcpy(&bits, static_cast<const char*>(pair) + 2 * number, sizeof(bits));
+  return bits;
+}
+
+MEMCHECK_INLINE float float_of_bfloat16(uint16_t bits) {
+  return float_of_bits(static_cast<uint32_t>(bits) << 16);
+}
+
+MEMCHECK_INLINE bool bfloat16_is_finite(uint16_t bits) {
+  return (bits & 0x7f80) != 0x7f80;
+}
+
+// Numbers that are not finite become 0.
+void zero_not_finite(int64_t pairs, uint32_t* x);
+
+// The second part of an infinite number becomes 0: it is NaN after split_into_pairs.
+void zero_rest_of_infinite(int64_t rows, float* x);
+
+// A thread holds one of these while it multiplies numbers of a dtype, of any one: AMX has registers of its own.
+class PairRegisters {
+ public:
+  explicit PairRegisters(Dtype dtype);
+  ~PairRegisters();
+  PairRegisters(const PairRegisters&) = delete;
+  PairRegisters& operator=(const PairRegisters&) = delete;
+
+ private:
+  bool held_;
+};
+
+}  // namespace memcheck
