@@ -75,7 +75,7 @@ CombinatorRows written_rows(const char* op, const char* name, const at::Tensor& 
   return rows_of(op, name, x, x.mutable_data_ptr());
 }
 
-// Some rows of a matrix: itself if they are all, because a view takes as long to make as a small product.
+// Some rows of a matrix: itself if they are all.
 at::Tensor some_rows(const at::Tensor& x, int64_t first, int64_t count) {
   return count == x.size(0) ? x : x.narrow(0, first, count);
 }
@@ -85,30 +85,46 @@ CombinatorRows from_row(CombinatorRows rows, int64_t first) {
   return rows;
 }
 
-// x (...,E) as a matrix (N,E) that GEMM takes in place; undefined if its strides forbid that.
-at::Tensor matrix_of(const char* op, const char* name, const at::Tensor& x) {
+// x (...,E) as a matrix (N,E). A view takes as long to make as a small product, so there is none to look at its form.
+struct MatrixForm {
+  int64_t N, E, row_stride, column_stride;
+  bool in_place;  // GEMM takes it as it is
+};
+
+MatrixForm matrix_form(const char* op, const char* name, const at::Tensor& x) {
   const CombinatorRows rows = rows_of(op, name, x, nullptr);
-  if (rows.dimensions > 1) return {};
   const int64_t N = rows.dimensions > 0 ? rows.size[0] : 1, E = x.size(-1);
   // A single row has no stride of its own.
   const int64_t single = rows.column_stride == 1 ? std::max<int64_t>(1, E) : 1;
-  const at::Tensor matrix = x.as_strided({N, E}, {N == 1 ? single : rows.stride[0], rows.column_stride});
-  return is_matrix(matrix) ? matrix : at::Tensor();
+  const int64_t row_stride = N == 1 ? single : rows.stride[0];
+  return {N, E, row_stride, rows.column_stride,
+          rows.dimensions <= 1 && is_matrix(N, E, row_stride, rows.column_stride)};
 }
 
-// weight (2,E,E) as one matrix (2E,E), in float32 if the plan says so.
-at::Tensor weight_matrix(const at::Tensor& weight, const CombinatorPlan& plan) {
-  const at::Tensor matrix = plan.weight_bytes > 0 ? at::Tensor() : matrix_of(kForward, "weight", weight);
-  if (matrix.defined()) return matrix;
+// x (...,E) as a matrix (N,E) that GEMM takes in place; undefined if its strides forbid that.
+at::Tensor matrix_of(const char* op, const char* name, const at::Tensor& x) {
+  const MatrixForm form = matrix_form(op, name, x);
+  if (!form.in_place) return {};
+  return x.as_strided({form.N, form.E}, {form.row_stride, form.column_stride});
+}
+
+// weight (2,E,E) as one matrix (2E,E), in float32 if the plan says so; or transposed.
+at::Tensor weight_matrix(const at::Tensor& weight, const CombinatorPlan& plan, bool transposed) {
+  if (plan.weight_bytes == 0) {
+    const MatrixForm form = matrix_form(kForward, "weight", weight);
+    if (form.in_place && transposed) return weight.as_strided({form.E, form.N}, {form.column_stride, form.row_stride});
+    if (form.in_place) return weight.as_strided({form.N, form.E}, {form.row_stride, form.column_stride});
+  }
   const at::Tensor dense = plan.weight_bytes > 0 ? weight.to(at::kFloat, /*non_blocking=*/false, /*copy=*/false,
                                                              at::MemoryFormat::Contiguous)
                                                  : weight.contiguous();
-  return dense.view({2 * weight.size(1), weight.size(2)});
+  const at::Tensor matrix = dense.view({2 * weight.size(1), weight.size(2)});
+  return transposed ? matrix.t() : matrix;
 }
 
 CombinatorPlan plan_for(const CombinatorKernels& kernels, const char* op, const at::Tensor& x) {
   const int64_t E = x.size(-1);
-  return kernels.plan(x.numel() / E, E, dtype_of(x), /*copies=*/!matrix_of(op, "x", x).defined());
+  return kernels.plan(x.numel() / E, E, dtype_of(x), /*copies=*/!matrix_form(op, "x", x).in_place);
 }
 
 // The rows of x (...,E), read or written a chunk (count,E) at a time: in place if GEMM can do that, else by way of
@@ -174,7 +190,7 @@ WideChunk empty_wide(const CombinatorPlan& plan, int64_t E, const at::TensorOpti
 // the last rows of the result, which are not written yet.
 class Pairs {
  public:
-  // lender: the result (N,E), contiguous, or undefined. lent_rows: the most rows of a chunk in the result.
+  // lender: the result (...,E), contiguous, or undefined. lent_rows: the most rows of a chunk in the result.
   Pairs(const CombinatorPlan& plan, int64_t E, at::Tensor lender, int64_t lent_rows, const at::TensorOptions& options)
       : rows_(plan.rows),
         lent_rows_(lender.defined() ? lent_rows : 0),
@@ -186,7 +202,9 @@ class Pairs {
   // (count,2E)
   at::Tensor memory_for(int64_t count) const {
     if (count <= rows_) return some_rows(scratch_, 0, count);
-    return lender_.narrow(0, lender_.size(0) - 2 * count, 2 * count).view({count, scratch_.size(1)});
+    const at::Tensor numbers = lender_.view({-1});
+    const int64_t chunk = count * scratch_.size(1);
+    return numbers.narrow(0, numbers.size(0) - chunk, chunk).view({count, scratch_.size(1)});
   }
 
  private:
@@ -221,14 +239,14 @@ std::tuple<at::Tensor, at::Tensor> forward(const CombinatorKernels& kernels, con
   const DeviceScope device(x);
   const CombinatorPlan plan = plan_for(kernels, kForward, x);
   const Chunks tokens(kForward, kernels.copy, device, x, empty_copy(plan, x));
-  const at::Tensor matrix = weight_matrix(weight, plan);
+  const at::Tensor transposed = weight_matrix(weight, plan, /*transposed=*/true);
   const WideChunk wide = plan.weight_bytes > 0 ? empty_wide(plan, E, x.options()) : WideChunk();
-  const at::Tensor y_rows = y.view({N, E});
+  char* const y_data = static_cast<char*>(y.mutable_data_ptr());
+  const int64_t row_bytes = E * y.element_size();
   const auto run = [&](int64_t first, const at::Tensor& pair) {
     const int64_t count = pair.size(0);
-    multiply_rounded(pair, converted(tokens.read(first, count), wide.tokens), matrix.t(), wide.pairs);
-    const at::Tensor y_chunk = some_rows(y_rows, first, count);
-    kernels.forward({count, E, pair.const_data_ptr(), y_chunk.mutable_data_ptr()}, dtype_of(x), device.stream);
+    multiply_rounded(pair, converted(tokens.read(first, count), wide.tokens), transposed, wide.pairs);
+    kernels.forward({count, E, pair.const_data_ptr(), y_data + first * row_bytes}, dtype_of(x), device.stream);
   };
   if (keep_preactivations) {
     const at::Tensor kept = preactivations.view({N, 2 * E});
@@ -236,7 +254,7 @@ std::tuple<at::Tensor, at::Tensor> forward(const CombinatorKernels& kernels, con
         N, [&](int64_t left) { return std::min(left, plan.kept_rows); },
         [&](int64_t first, int64_t count) { run(first, some_rows(kept, first, count)); });
   } else {
-    const Pairs pairs(plan, E, y_rows, plan.lent_rows, x.options());
+    const Pairs pairs(plan, E, y, plan.lent_rows, x.options());
     for_chunks(
         N, [&](int64_t left) { return pairs.next_rows(left); },
         [&](int64_t first, int64_t count) { run(first, pairs.memory_for(count)); });
@@ -320,7 +338,8 @@ Gradients backward(const CombinatorKernels& kernels, const at::Tensor& grad_y,
   const DeviceScope device(tokens);
   const CombinatorPlan plan = plan_for(kernels, kBackward, tokens);
   const at::Tensor kept = preactivations_or_none ? preactivations_or_none->contiguous().view({N, 2 * E}) : at::Tensor();
-  const at::Tensor matrix = grad_x.defined() || !kept.defined() ? weight_matrix(*weight_or_none, plan) : at::Tensor();
+  const at::Tensor matrix =
+      grad_x.defined() || !kept.defined() ? weight_matrix(*weight_or_none, plan, /*transposed=*/false) : at::Tensor();
   const CombinatorRows grad_rows = read_rows(kBackward, "grad_y", grad_y);
   // One copy serves both: a chunk of x has been read when that of grad_x is written.
   const at::Tensor copy = empty_copy(plan, tokens);

@@ -7,12 +7,14 @@
 
 namespace memcheck {
 
-// Whether GEMM reads the matrix without a copy: one stride is 1, and the other is at least as large as a row or column.
+// Whether GEMM reads a matrix without a copy: one stride is 1, and the other is at least as large as a row or column.
+inline bool is_matrix(int64_t rows, int64_t columns, int64_t row_stride, int64_t column_stride) {
+  return (column_stride == 1 && row_stride >= std::max<int64_t>(1, columns)) ||
+         (row_stride == 1 && column_stride >= std::max<int64_t>(1, rows));
+}
+
 inline bool is_matrix(const at::Tensor& x) {
-  const auto leads = [&](int64_t fast, int64_t slow) {
-    return x.stride(fast) == 1 && x.stride(slow) >= std::max<int64_t>(1, x.size(fast));
-  };
-  return leads(0, 1) || leads(1, 0);
+  return is_matrix(x.size(0), x.size(1), x.stride(0), x.stride(1));
 }
 
 }  // namespace memcheck
