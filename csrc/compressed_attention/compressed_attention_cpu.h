@@ -129,13 +129,13 @@ enum class Factor { Left, Right, Both };
 
 // In the accumulation type.
 template <typename acc>
-struct Rows {
+struct WideRows {
   using acc_t = acc;
 
   int64_t count, D;
   MatrixView<acc_t> view;
 
-  MEMCHECK_INLINE Rows(Dtype dtype, const MatrixPlace& place, int64_t rows, int64_t width, Factor, acc_t* scratch)
+  MEMCHECK_INLINE WideRows(Dtype dtype, const MatrixPlace& place, int64_t rows, int64_t width, Factor, acc_t* scratch)
       : count(rows), D(width), view(view_rows(dtype, place, rows, width, scratch)) {}
 
   // The form in which rows are put along the lanes, to (rows,columns_of(D)).
@@ -184,7 +184,7 @@ struct Rows {
 
 // In bfloat16, by products of pairs (pair_product.h). Scratch has room for rows in float32, which is enough for rows as
 // both factors.
-struct RowsOfPairs {
+struct PairedRows {
   using acc_t = float;
 
   int64_t count, D;
@@ -192,8 +192,7 @@ struct RowsOfPairs {
   PairRows left;
   uint32_t* right;
 
-  MEMCHECK_INLINE RowsOfPairs(Dtype, const MatrixPlace& from, int64_t rows, int64_t width, Factor factor,
-                              float* scratch)
+  MEMCHECK_INLINE PairedRows(Dtype, const MatrixPlace& from, int64_t rows, int64_t width, Factor factor, float* scratch)
       : count(rows), D(width), place(from) {
     uint32_t* of_left = reinterpret_cast<uint32_t*>(scratch);
     right = of_left + padded_rows(count) * padded_pairs(D);

@@ -83,7 +83,7 @@ MEMCHECK_INLINE void delta_from_y(const CompressedAttentionBackward& p, Dtype dt
   const int64_t D = p.shape.D;
   const int64_t columns = padded_columns(D);
   acc_t* y_lanes = x.sum.total;
-  load_queries<Rows<acc_t>>(dtype, p.y, tile, D, x.product);
+  load_queries<WideRows<acc_t>>(dtype, p.y, tile, D, x.product);
   put_along_lanes(x.product, tile.rows(), columns, y_lanes);
   for (int64_t first = 0; first < tile.rows(); first += kLanes) {
     for (int64_t d = 0; d < D; d += kProductChain) {
@@ -211,10 +211,10 @@ MEMCHECK_INLINE void query_gradient_tasks_body(const CompressedAttentionBackward
     const QueryTile tile = query_tile(p.shape, index);
     if constexpr (std::is_same_v<acc_t, float>)
       if (cpu_multiplies_pairs(dtype) && !p.y) {
-        query_gradient_task<RowsOfPairs>(p, dtype, tile, x);
+        query_gradient_task<PairedRows>(p, dtype, tile, x);
         continue;
       }
-    query_gradient_task<Rows<acc_t>>(p, dtype, tile, x);
+    query_gradient_task<WideRows<acc_t>>(p, dtype, tile, x);
   }
 }
 
@@ -399,10 +399,10 @@ MEMCHECK_INLINE void key_gradient_tasks_body(const CompressedAttentionBackward& 
     const KeyTile tile = key_tile(p.shape, index);
     if constexpr (std::is_same_v<acc_t, float>)
       if (cpu_multiplies_pairs(dtype)) {
-        key_gradient_task<RowsOfPairs>(p, dtype, tile, x);
+        key_gradient_task<PairedRows>(p, dtype, tile, x);
         continue;
       }
-    key_gradient_task<Rows<acc_t>>(p, dtype, tile, x);
+    key_gradient_task<WideRows<acc_t>>(p, dtype, tile, x);
   }
 }
 

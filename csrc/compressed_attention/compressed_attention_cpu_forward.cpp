@@ -221,7 +221,7 @@ MEMCHECK_INLINE void attend(const CompressedAttentionForward& p, Dtype dtype, co
         softmax.template add<lanes>(first, sight.blocks, x.scores);
         vc.template weigh<lanes>(careful, count, x.scores, x.product + first * columns);
       };
-      if constexpr (!std::is_same_v<Rows, RowsOfPairs>)
+      if constexpr (!std::is_same_v<Rows, PairedRows>)
         if (count <= kFewQueries) {
           weigh_values(std::integral_constant<int64_t, kFewLanes>());
           continue;
@@ -275,10 +275,10 @@ MEMCHECK_INLINE void forward_tasks_body(const CompressedAttentionForward& p, Dty
     const QueryTile tile = query_tile(p.shape, index);
     if constexpr (std::is_same_v<acc_t, float>)
       if (cpu_multiplies_pairs(dtype) && tile.rows() > kFewQueries) {
-        forward_task<RowsOfPairs>(p, dtype, tile, x);
+        forward_task<PairedRows>(p, dtype, tile, x);
         continue;
       }
-    forward_task<Rows<acc_t>>(p, dtype, tile, x);
+    forward_task<WideRows<acc_t>>(p, dtype, tile, x);
   }
 }
 
