@@ -96,7 +96,7 @@ namespace {
 
 constexpr int64_t kVectorLanes = 16;
 constexpr int64_t kLineBytes = kTileLanes * sizeof(float);
-static_assert(kTileLanes == 2 * kVectorLanes && kPairs == kVectorLanes);
+static_assert(kTileLanes == 2 * kVectorLanes);
 
 // The pairs (x[i], y[i]), rounded to bfloat16.
 MEMCHECK_TARGET_AVX512_BF16 MEMCHECK_INLINE __m512i rounded_pairs(__m512 x, __m512 y) {
@@ -150,8 +150,8 @@ MEMCHECK_TARGET_AVX512_BF16 MEMCHECK_INLINE void add_pairs(const PairFactor& a, 
   }
 }
 
-// to (rows,columns) = a b, for multiples of kRows rows, of kTileLanes columns and of kPairs pairs. In chains as long as
-// those of tile_product.h, each from zero.
+// to (rows,columns) = a b, for multiples of kRows rows and of kTileLanes columns. In chains as long as those of
+// tile_product.h, each from zero.
 template <int kParts>
 MEMCHECK_TARGET_AVX512_BF16 void multiply_by_vectors(int64_t rows, int64_t columns, int64_t pairs, const PairFactor& a,
                                                      const uint32_t* b, float* to) {
@@ -176,6 +176,8 @@ MEMCHECK_TARGET_AVX512_BF16 void multiply_by_vectors(int64_t rows, int64_t colum
 
 // AMX: registers 0 to 3 hold sums (2 x 2 tiles), 4 and 5 rows of a, 6 and 7 columns of b. A tile has 16 lines of 16
 // pairs, or of 16 sums.
+constexpr int64_t kTileSide = 16;
+
 struct alignas(64) TileShapes {
   uint8_t palette = 1, start = 0, reserved[14] = {};
   uint16_t line_bytes[16] = {};
@@ -189,8 +191,8 @@ MEMCHECK_INLINE void finish_stores() {
 
 MEMCHECK_TARGET_AMX void set_tile_shapes() {
   TileShapes shapes;
-  std::fill_n(shapes.line_bytes, 8, static_cast<uint16_t>(kPairs * sizeof(uint32_t)));
-  std::fill_n(shapes.lines, 8, static_cast<uint8_t>(kPairs));
+  std::fill_n(shapes.line_bytes, 8, static_cast<uint16_t>(kTileSide * sizeof(uint32_t)));
+  std::fill_n(shapes.lines, 8, static_cast<uint8_t>(kTileSide));
   finish_stores();
   _tile_loadconfig(&shapes);
 }
@@ -209,14 +211,14 @@ MEMCHECK_TARGET_AMX MEMCHECK_INLINE void multiply_tiles(int64_t columns, int64_t
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    for (int64_t k = 0; k < pairs; k += kPairs) {
+    for (int64_t k = 0; k < pairs; k += kTileSide) {
       const uint32_t* of_b = b + k * columns + n;
       _tile_loadd(6, of_b, line);
       _tile_loadd(7, of_b + kVectorLanes, line);
       for (int part = 0; part < kParts; ++part) {
         const char* of_a = a.data + k * a.pair + part * a.part;
         _tile_loadd(4, of_a, a.row);
-        _tile_loadd(5, of_a + kPairs * a.row, a.row);
+        _tile_loadd(5, of_a + kTileSide * a.row, a.row);
         _tile_dpbf16ps(0, 4, 6);
         _tile_dpbf16ps(1, 4, 7);
         _tile_dpbf16ps(2, 5, 6);
@@ -225,8 +227,8 @@ MEMCHECK_TARGET_AMX MEMCHECK_INLINE void multiply_tiles(int64_t columns, int64_t
     }
     _tile_stored(0, to + n, line);
     _tile_stored(1, to + n + kVectorLanes, line);
-    _tile_stored(2, to + kPairs * columns + n, line);
-    _tile_stored(3, to + kPairs * columns + n + kVectorLanes, line);
+    _tile_stored(2, to + kTileSide * columns + n, line);
+    _tile_stored(3, to + kTileSide * columns + n + kVectorLanes, line);
   }
 }
 

@@ -5,6 +5,7 @@
 
 #include "common/cpu_level.h"
 #include "common/half.h"
+#include "common/integer.h"
 #include "common/matrix_tile.h"
 
 // Products of matrices in bfloat16, with sums in float32, by instructions that multiply pairs of numbers: the levels
@@ -19,15 +20,15 @@ inline bool cpu_multiplies_pairs(Dtype dtype) {
   return dtype == Dtype::BFloat16 && cpu_level() >= CpuLevel::Avx512Bf16;
 }
 
-// A product goes through so many pairs at a time: factors are padded with zeros.
-constexpr int64_t kPairs = 16;
-
+// Factors are padded with zeros: for AMX to tiles of 16 pairs and two tiles of rows, else to a vector's block of rows.
 MEMCHECK_INLINE int64_t padded_pairs(int64_t numbers) {
-  return (numbers + 2 * kPairs - 1) / (2 * kPairs) * kPairs;
+  const int64_t step = cpu_level() == CpuLevel::Amx ? 16 : 1;
+  return ceil_div(numbers, 2 * step) * step;
 }
 
 MEMCHECK_INLINE int64_t padded_rows(int64_t rows) {
-  return (rows + kTileRows - 1) / kTileRows * kTileRows;
+  const int64_t step = cpu_level() == CpuLevel::Amx ? 32 : 8;
+  return ceil_div(rows, step) * step;
 }
 
 // Rows of pairs, wherever they lie.
@@ -50,11 +51,11 @@ void pair_rows(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t*
 // first parts, then those of their second parts. With zeros for more rows, up to padded_rows(rows).
 void split_into_pairs(int64_t rows, float* x);
 
-// to (rows,kTileLanes) = a (rows,pairs) b (pairs,kTileLanes), for a multiple of kTileRows rows and of kPairs pairs.
+// to (rows,kTileLanes) = a (rows,pairs) b (pairs,kTileLanes), for padded rows and pairs.
 void multiply_pairs(int64_t rows, int64_t pairs, const PairRows& a, const uint32_t* b, float* to);
 
-// to (kTileLanes,columns) = a^T b, for a (2 pairs,kTileLanes) after split_into_pairs and b (pairs,columns), for a
-// multiple of kTileLanes columns and of kPairs pairs, of which there are at most kProductChain / 2.
+// to (kTileLanes,columns) = a^T b, for a (2 pairs,kTileLanes) after split_into_pairs and b (pairs,columns), for padded
+// pairs, of which there are at most kProductChain / 2, and a multiple of kTileLanes columns.
 void multiply_split(int64_t pairs, int64_t columns, const float* a, const uint32_t* b, float* to);
 
 // The bits of a number of a pair, 0 or 1.
