@@ -112,8 +112,9 @@ at::Tensor matrix_of(const char* op, const char* name, const at::Tensor& x) {
 at::Tensor weight_matrix(const at::Tensor& weight, const CombinatorPlan& plan, bool transposed) {
   if (plan.weight_bytes == 0) {
     const MatrixForm form = matrix_form(kForward, "weight", weight);
-    if (form.in_place && transposed) return weight.as_strided({form.E, form.N}, {form.column_stride, form.row_stride});
-    if (form.in_place) return weight.as_strided({form.N, form.E}, {form.row_stride, form.column_stride});
+    if (form.in_place)
+      return transposed ? weight.as_strided({form.E, form.N}, {form.column_stride, form.row_stride})
+                        : weight.as_strided({form.N, form.E}, {form.row_stride, form.column_stride});
   }
   const at::Tensor dense = plan.weight_bytes > 0 ? weight.to(at::kFloat, /*non_blocking=*/false, /*copy=*/false,
                                                              at::MemoryFormat::Contiguous)

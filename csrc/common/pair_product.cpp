@@ -1,6 +1,7 @@
 #include "common/pair_product.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 
 #if MEMCHECK_CPU_HAS_LEVELS
@@ -55,7 +56,7 @@ void copy_pairs(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t
   }
 }
 
-PairRows view_pairs(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t* scratch) {
+PairView view_pairs(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t* scratch) {
   const int64_t pairs = padded_pairs(columns);
   if (from.column_stride == 1 && columns == 2 * pairs && rows == padded_rows(rows))
     return {from.data, from.row_stride * static_cast<int64_t>(sizeof(uint16_t))};
@@ -85,7 +86,7 @@ void zero_rest_of_infinite(int64_t rows, float* x) {
     for (int64_t lane = 0; lane < kTileLanes; ++lane)
       for (int64_t number = 0; number < 2; ++number) {
         const float* first = x + row * kTileLanes + lane;
-        if ((number_of_pair(first, number) & 0x7fff) != 0x7f80) continue;
+        if (!std::isinf(number_of_pair(first, number))) continue;
         std::memset(reinterpret_cast<char*>(x + (row + 1) * kTileLanes + lane) + 2 * number, 0, sizeof(uint16_t));
       }
 }
@@ -232,7 +233,7 @@ MEMCHECK_TARGET_AMX MEMCHECK_INLINE void multiply_tiles(int64_t columns, int64_t
   }
 }
 
-MEMCHECK_TARGET_AMX void multiply_rows_by_tiles(int64_t rows, int64_t pairs, const PairRows& a, const uint32_t* b,
+MEMCHECK_TARGET_AMX void multiply_rows_by_tiles(int64_t rows, int64_t pairs, const PairView& a, const uint32_t* b,
                                                 float* to) {
   finish_stores();
   for (int64_t row = 0; row < rows; row += kTileRows) {
@@ -277,7 +278,7 @@ void split_into_pairs(int64_t rows, float* x) {
   split_lines(padded_rows(rows), x);
 }
 
-void multiply_pairs(int64_t rows, int64_t pairs, const PairRows& a, const uint32_t* b, float* to) {
+void multiply_pairs(int64_t rows, int64_t pairs, const PairView& a, const uint32_t* b, float* to) {
   if (cpu_level() == CpuLevel::Amx) return multiply_rows_by_tiles(rows, pairs, a, b, to);
   multiply_by_vectors<1>(rows, kTileLanes, pairs, {static_cast<const char*>(a.data), a.stride, sizeof(uint32_t), 0}, b,
                          to);
@@ -300,7 +301,7 @@ PairRegisters::~PairRegisters() {
 #else
 
 void split_into_pairs(int64_t, float*) {}
-void multiply_pairs(int64_t, int64_t, const PairRows&, const uint32_t*, float*) {}
+void multiply_pairs(int64_t, int64_t, const PairView&, const uint32_t*, float*) {}
 void multiply_split(int64_t, int64_t, const float*, const uint32_t*, float*) {}
 PairRegisters::PairRegisters(Dtype) : held_(false) {}
 PairRegisters::~PairRegisters() {}

@@ -20,7 +20,7 @@ inline bool cpu_multiplies_pairs(Dtype dtype) {
   return dtype == Dtype::BFloat16 && cpu_level() >= CpuLevel::Avx512Bf16;
 }
 
-// Factors are padded with zeros: for AMX to tiles of 16 pairs and two tiles of rows, else to a vector's block of rows.
+// Factors are padded with zeros: AMX takes 16 pairs and 32 rows at a time, vectors take one pair and 8 rows.
 MEMCHECK_INLINE int64_t padded_pairs(int64_t numbers) {
   const int64_t step = cpu_level() == CpuLevel::Amx ? 16 : 1;
   return ceil_div(numbers, 2 * step) * step;
@@ -31,8 +31,8 @@ MEMCHECK_INLINE int64_t padded_rows(int64_t rows) {
   return ceil_div(rows, step) * step;
 }
 
-// Rows of pairs, wherever they lie.
-struct PairRows {
+// Rows of pairs: in scratch, or in memory.
+struct PairView {
   const void* data;
   int64_t stride;  // bytes
 };
@@ -42,7 +42,7 @@ void copy_pairs(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t
 
 // The left factor (padded_rows(rows),padded_pairs(columns)): rows as they lie in memory, or if they lie otherwise as a
 // copy, which takes that many numbers of scratch.
-PairRows view_pairs(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t* scratch);
+PairView view_pairs(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t* scratch);
 
 // The right factor (padded_pairs(rows),padded_columns(columns)), of pairs of rows.
 void pair_rows(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t* to);
@@ -52,34 +52,27 @@ void pair_rows(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t*
 void split_into_pairs(int64_t rows, float* x);
 
 // to (rows,kTileLanes) = a (rows,pairs) b (pairs,kTileLanes), for padded rows and pairs.
-void multiply_pairs(int64_t rows, int64_t pairs, const PairRows& a, const uint32_t* b, float* to);
+void multiply_pairs(int64_t rows, int64_t pairs, const PairView& a, const uint32_t* b, float* to);
 
 // to (kTileLanes,columns) = a^T b, for a (2 pairs,kTileLanes) after split_into_pairs and b (pairs,columns), for padded
 // pairs, of which there are at most kProductChain / 2, and a multiple of kTileLanes columns.
 void multiply_split(int64_t pairs, int64_t columns, const float* a, const uint32_t* b, float* to);
 
-// The bits of a number of a pair, 0 or 1.
-MEMCHECK_INLINE uint16_t number_of_pair(const void* pair, int64_t number) {
-  uint16_t bits;
-  std::memcpy(&bits, static_cast<const char*>(pair) + 2 * number, sizeof(bits));
-  return bits;
-}
-
-MEMCHECK_INLINE float float_of_bfloat16(uint16_t bits) {
-  return float_of_bits(static_cast<uint32_t>(bits) << 16);
-}
-
-MEMCHECK_INLINE bool bfloat16_is_finite(uint16_t bits) {
-  return (bits & 0x7f80) != 0x7f80;
+// Number 0 or 1 of a pair.
+MEMCHECK_INLINE float number_of_pair(const void* pair, int64_t number) {
+  BFloat16 x;
+  std::memcpy(&x, static_cast<const char*>(pair) + number * sizeof(x), sizeof(x));
+  return x;
 }
 
 // Numbers that are not finite become 0.
 void zero_not_finite(int64_t pairs, uint32_t* x);
 
-// The second part of an infinite number becomes 0: it is NaN after split_into_pairs.
+// After split_into_pairs, the second part of an infinite number is NaN. It becomes 0.
 void zero_rest_of_infinite(int64_t rows, float* x);
 
-// A thread holds one of these while it multiplies numbers of a dtype, of any one: AMX has registers of its own.
+// A thread that multiplies holds one of these: the registers of AMX are set up before, and released after. At other
+// levels, and for other dtypes, it does nothing.
 class PairRegisters {
  public:
   explicit PairRegisters(Dtype dtype);

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 
@@ -189,7 +190,7 @@ struct PairedRows {
 
   int64_t count, D;
   MatrixPlace place;
-  PairRows left;
+  PairView left;
   uint32_t* right;
 
   MEMCHECK_INLINE PairedRows(Dtype, const MatrixPlace& from, int64_t rows, int64_t width, Factor factor, float* scratch)
@@ -207,12 +208,12 @@ struct PairedRows {
 
   MEMCHECK_INLINE bool is_absent(int64_t row) const {
     int64_t i = 0;
-    while (i < D && element(row, i) == kMinusInfinity) ++i;
+    while (i < D && element(row, i) == minus_infinity<float>()) ++i;
     return i == D && D > 0;
   }
   static MEMCHECK_INLINE bool is_absent_lane(const float* lanes, int64_t lane, int64_t D) {
     int64_t i = 0;
-    while (i < D && number_of_pair(lanes + i / 2 * kLanes + lane, i % 2) == kMinusInfinity) ++i;
+    while (i < D && number_of_pair(lanes + i / 2 * kLanes + lane, i % 2) == minus_infinity<float>()) ++i;
     return i == D && D > 0;
   }
 
@@ -234,20 +235,17 @@ struct PairedRows {
     if (!careful) return;
     for (int64_t k = 0; k < count; ++k)
       for (int64_t i = 0; i < D; ++i) {
-        if (bfloat16_is_finite(element(k, i))) continue;
+        if (std::isfinite(element(k, i))) continue;
         for (int64_t row = 0; row < M; ++row) {
-          const uint16_t weight = number_of_pair(a + k / 2 * 2 * kLanes + row, k % 2);
-          if ((weight & 0x7fff) != 0)
-            to[row * columns + i] += float_of_bfloat16(weight) * float_of_bfloat16(element(k, i));
+          const float weight = number_of_pair(a + k / 2 * 2 * kLanes + row, k % 2);
+          if (weight != 0) to[row * columns + i] += weight * element(k, i);
         }
       }
   }
 
  private:
-  static constexpr uint16_t kMinusInfinity = 0xff80;
-
-  MEMCHECK_INLINE uint16_t element(int64_t row, int64_t column) const {
-    return static_cast<const uint16_t*>(place.data)[row * place.row_stride + column * place.column_stride];
+  MEMCHECK_INLINE float element(int64_t row, int64_t column) const {
+    return static_cast<const BFloat16*>(place.data)[row * place.row_stride + column * place.column_stride];
   }
 };
 
