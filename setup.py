@@ -1,4 +1,7 @@
-"""Builds memcheck._C against the torch that is installed. Project metadata lives in pyproject.toml."""
+"""Builds memcheck._C against the torch that is installed. Project metadata lives in pyproject.toml.
+
+MEMCHECK_EXTENSION=0 installs the Python package alone, which predicts and reports. No compiler is needed for that.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import setuptools
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).resolve().parent
 COMPILE_FLAGS = ["-O3", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wall"]
@@ -23,6 +27,7 @@ COMPILE_FLAGS += ["-fno-wrapv"]
 
 # As in pyproject.toml, which pip reads after the build.
 OLDEST_TORCH = (2, 11)
+WITHOUT_EXTENSION = "Predictions and reports need none of this: MEMCHECK_EXTENSION=0 pip install .\n"
 
 
 def require_tools() -> None:
@@ -37,10 +42,13 @@ def require_tools() -> None:
         refuse(f"has torch {installed.version}, older than {'.'.join(map(str, OLDEST_TORCH))}")
     if int(setuptools.__version__.split(".")[0]) < 70:
         refuse(f"has setuptools {setuptools.__version__}, older than 70")
+    if sys.platform == "win32":
+        sys.exit(f"\nmemcheck's extension is not written for Windows.\n{WITHOUT_EXTENSION}")
     compiler = os.environ.get("CXX", "c++").split()[0]
     if shutil.which(compiler) is None or not Path(sysconfig.get_path("include"), "Python.h").is_file():
         sys.exit(
             f"\nmemcheck is compiled, by {compiler} and with Python.h. On Debian: apt-get install g++ python3-dev\n"
+            f"{WITHOUT_EXTENSION}"
         )
     try:
         import torch  # noqa: F401
@@ -58,6 +66,7 @@ def refuse(why: str) -> None:
         "If you do not, install what builds memcheck first:\n"
         "    pip install 'torch>=2.11' 'setuptools>=70.1' ninja\n"
         "    pip install --no-build-isolation .\n"
+        f"{WITHOUT_EXTENSION}"
     )
 
 
@@ -73,6 +82,35 @@ def find_cuda_home() -> str | None:
     return None
 
 
+class BuildPython(build_py):
+    """The Python package alone, with a note that the extension was left out."""
+
+    def run(self) -> None:
+        super().run()
+        write_facts(
+            ROOT / "memcheck" if self.editable_mode else Path(self.build_lib) / "memcheck", {"EXTENSION": False}
+        )
+
+
+def write_facts(package: Path, facts: dict[str, Any]) -> None:
+    """Writes memcheck/_build.py, which `memcheck info` prints."""
+    lines = [f"{name} = {value!r}\n" for name, value in facts.items()]
+    (package / "_build.py").write_text('"""What was built. Written by setup.py."""\n\n' + "".join(lines))
+
+
+def choice_of(variable: str, choices: tuple[str, ...]) -> str:
+    """The value of an environment variable; the first of the choices if it is not set."""
+    value = os.environ.get(variable, choices[0])
+    if value not in choices:
+        sys.exit(f"\n{variable} must be {', '.join(choices[:-1])} or {choices[-1]}, got '{value}'\n")
+    return value
+
+
+if choice_of("MEMCHECK_EXTENSION", ("1", "0")) == "0":
+    setuptools.setup(
+        cmdclass={"build_py": BuildPython}, options={"build": {"build_base": str(ROOT / "build" / "python")}}
+    )
+    sys.exit()
 # `python -m build` asks for these in an environment without torch. pip asks for egg_info, too, and then for more.
 if sys.argv[1:2] in (["egg_info"], ["sdist"]) and importlib.util.find_spec("torch") is None:
     setuptools.setup()
@@ -99,9 +137,7 @@ def major_of(version: str) -> str:
 
 def why_no_cuda() -> str | None:
     """None where CUDA kernels are built: MEMCHECK_CUDA=auto|0|1. That takes a CUDA torch and nvcc, but never a GPU."""
-    choice = os.environ.get("MEMCHECK_CUDA", "auto")
-    if choice not in ("auto", "0", "1"):
-        sys.exit(f"\nMEMCHECK_CUDA must be auto, 0 or 1, got '{choice}'\n")
+    choice = choice_of("MEMCHECK_CUDA", ("auto", "0", "1"))
     if choice == "0":
         return "MEMCHECK_CUDA=0"
     missing = []
@@ -175,8 +211,8 @@ if CUDA and not torch.cuda.is_available():
     os.environ.setdefault("TORCH_CUDA_ARCH_LIST", "8.0;9.0+PTX")
 COMPILER = compiler_version()
 # at::parallel_for is serial without OpenMP. It is compiled but not linked, so that torch's runtime stays the only one.
-# For clang see csrc/common/torch/parallel.cpp.
-COMPILE_FLAGS += [] if "clang" in COMPILER else ["-fopenmp"]
+# For clang and macOS see csrc/common/torch/parallel.cpp.
+COMPILE_FLAGS += [] if "clang" in COMPILER or sys.platform == "darwin" else ["-fopenmp"]
 # gcc clears and copies small arrays with string instructions. To start one takes longer than to store a few vectors,
 # and kernels clear such arrays for every row.
 if "clang" not in COMPILER and platform.machine() == "x86_64":
@@ -185,9 +221,8 @@ if "clang" not in COMPILER and platform.machine() == "x86_64":
 # `make asan`: the same sources in a build folder of their own, at a level at which a kernel compiles in minutes.
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
 SANITIZE = SANITIZERS if os.environ.get("MEMCHECK_ASAN") else []
-COMPILE_FLAGS += SANITIZE
-# Python's own flags often say -g, which makes the module many times larger.
-LINK_FLAGS = SANITIZE or ["-Wl,--strip-debug"]
+# Python's own flags often say -g, which takes almost as long as the rest and makes the module many times larger.
+COMPILE_FLAGS += SANITIZE or ["-g0"]
 # Every Python and torch has a folder of its own for objects and modules, which is kept.
 KIND = ("cuda" if CUDA else "cpu") + ("-asan" if SANITIZE else "")
 BUILD_FOLDER = ROOT / "build" / f"{sys.implementation.cache_tag}-torch-{torch.__version__}-{KIND}"
@@ -201,17 +236,20 @@ class Build(BuildExtension):
         # setuptools would build in a temporary folder for `pip install -e`, and so compile everything every time.
         self.build_temp = str(BUILD_FOLDER)
 
+    def build_extensions(self) -> None:
+        for built in self.extensions:
+            built.depends += built.sources
+            built.sources = in_units(built.sources)
+        super().build_extensions()
+
     def run(self) -> None:
         super().run()
-        package = Path(self.get_ext_fullpath("memcheck._C")).parent
-        lines = [f"{name} = {value!r}\n" for name, value in build_facts().items()]
-        (package / "_build.py").write_text(
-            '"""What memcheck._C was built with. Written by setup.py."""\n\n' + "".join(lines)
-        )
+        write_facts(Path(self.get_ext_fullpath("memcheck._C")).parent, build_facts())
 
 
 def build_facts() -> dict[str, Any]:
     return {
+        "EXTENSION": True,
         "TORCH_VERSION": str(torch.__version__),
         "CUDA_VERSION": nvcc_version() if CUDA else None,
         "CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", "this machine's") if CUDA else None,
@@ -227,6 +265,42 @@ def files(*suffixes: str) -> list[str]:
     return sorted(str(path) for path in paths if "host_cuda" not in path.parts)
 
 
+def unit_of(source: str) -> str | None:
+    """The unit that compiles the file, because torch's headers take longer than the file itself; None for kernels.
+
+    parallel.cpp decides what a header of torch says, so it is alone.
+    """
+    path = Path(source)
+    if path.stem == "parallel":
+        return None
+    if path.stem == "library" or path.parent.name == "memory":
+        return "module"
+    if path.stem.endswith("_autograd"):
+        return "autograd"
+    is_glue = path.parent.name == "torch" or "common/torch/registration.h" in (ROOT / path).read_text()
+    return "glue" if is_glue else None
+
+
+def in_units(sources: list[str]) -> list[str]:
+    """The files to compile, in place of these: units, each of which includes its files, and the files that are in none.
+
+    A unit is written again only if its list of files has changed.
+    """
+    units: dict[str, list[str]] = {}
+    for source in sources:
+        if (name := unit_of(source)) is not None:
+            units.setdefault(name, []).append(source)
+    written = []
+    for name, members in units.items():
+        unit = ROOT / "build" / "units" / f"{name}.cpp"
+        text = "".join(f'#include "{Path(member).relative_to("csrc").as_posix()}"\n' for member in members)
+        if not unit.is_file() or unit.read_text() != text:
+            unit.parent.mkdir(parents=True, exist_ok=True)
+            unit.write_text(text)
+        written.append(str(unit.relative_to(ROOT)))
+    return [*written, *(source for source in sources if unit_of(source) is None)]
+
+
 def extension() -> Any:
     return (CUDAExtension if CUDA else CppExtension)(
         "memcheck._C",
@@ -236,7 +310,7 @@ def extension() -> Any:
         include_dirs=[str(ROOT / "csrc")],
         define_macros=[("MEMCHECK_WITH_CUDA", None)] if CUDA else [],
         extra_compile_args={"cxx": COMPILE_FLAGS, "nvcc": ["-O3", "--expt-relaxed-constexpr"]},
-        extra_link_args=LINK_FLAGS,
+        extra_link_args=SANITIZE,
     )
 
 

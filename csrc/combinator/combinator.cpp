@@ -12,7 +12,7 @@
 #include "common/torch/product.h"
 #include "common/torch/registration.h"
 
-namespace memcheck {
+namespace memcheck::combinator_operators {
 namespace {
 
 constexpr const char* kForward = "combinator";
@@ -385,4 +385,4 @@ const Registration registration(
                 backward_meta, backward});
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::combinator_operators

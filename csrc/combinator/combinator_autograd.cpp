@@ -2,7 +2,7 @@
 
 #include "common/torch/autograd.h"
 
-namespace memcheck {
+namespace memcheck::combinator_autograd {
 namespace {
 
 struct Forward {
@@ -72,4 +72,4 @@ TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::combinator_autograd

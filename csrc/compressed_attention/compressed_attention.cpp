@@ -6,7 +6,7 @@
 #include "common/torch/registration.h"
 #include "compressed_attention/compressed_attention_checks.h"
 
-namespace memcheck {
+namespace memcheck::compressed_attention_operators {
 namespace {
 
 using namespace compressed_attention_glue;
@@ -331,4 +331,4 @@ const Registration registration(
                 step_meta, step, /*cast_inputs=*/3});
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::compressed_attention_operators

@@ -8,7 +8,7 @@
 
 #include "common/torch/autograd.h"
 
-namespace memcheck {
+namespace memcheck::compressed_attention_autograd {
 namespace {
 
 using MaybeTensor = std::optional<Tensor>;
@@ -335,4 +335,4 @@ TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::compressed_attention_autograd

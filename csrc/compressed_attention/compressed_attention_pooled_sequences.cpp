@@ -6,7 +6,7 @@
 // Compressed attention on packed and padded batches whose keys and values are compressed already: the kernels of
 // compressed_attention_pooled, once for each sequence, on blocks that each sequence has in tensors of its own.
 
-namespace memcheck {
+namespace memcheck::compressed_attention_pooled_sequences_operators {
 namespace {
 
 using namespace compressed_attention_glue;
@@ -210,4 +210,4 @@ const Registration registration(
                 backward_meta, backward});
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::compressed_attention_pooled_sequences_operators

@@ -4,7 +4,7 @@
 
 // Compressed attention on packed and padded batches: the kernels of compressed_attention, once for each sequence.
 
-namespace memcheck {
+namespace memcheck::compressed_attention_sequences_operators {
 namespace {
 
 using namespace compressed_attention_glue;
@@ -179,4 +179,4 @@ const Registration registration(
                 backward_meta, backward});
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::compressed_attention_sequences_operators

@@ -120,8 +120,9 @@ class Scheduler {
              std::string(first.collective.name) + " at " + written(first.where) + " names lane " +
                  std::to_string(lane) + ", which has returned");
       if (other->state != State::AtCollective) return false;
-      const bool same = std::strcmp(other->collective.name, first.collective.name) == 0 && other->mask == first.mask &&
-                        other->where.line == first.where.line;
+      const bool same_name = other->collective.name == first.collective.name ||
+                             std::strcmp(other->collective.name, first.collective.name) == 0;
+      const bool same = same_name && other->mask == first.mask && other->where.line == first.where.line;
       if (!same) return false;
     }
     return true;

@@ -1,4 +1,3 @@
-#include <setjmp.h>
 #include <sys/mman.h>
 #include <ucontext.h>
 #include <unistd.h>
@@ -21,12 +20,17 @@ constexpr size_t kStackBytes = size_t{256} << 10;
 
 Context scheduler;
 
+// A function of its own, as __builtin_setjmp asks for.
+[[noreturn]] __attribute__((noinline)) void jump_to(Context& to) {
+  __builtin_longjmp(to.registers, 1);
+}
+
 void switch_to(Context& from, Context& to) {
-  if (_setjmp(from.registers) != 0) return;
+  if (__builtin_setjmp(from.registers) != 0) return;
 #ifdef HOST_CUDA_ASAN
   __sanitizer_start_switch_fiber(&from.fake_stack, to.stack, to.stack_bytes);
 #endif
-  _longjmp(to.registers, 1);
+  jump_to(to);
 }
 
 // Called after a switch, in the context that was switched to. Stores the stack of `from`, for the switch back.
@@ -76,7 +80,7 @@ void Fiber::start() {
   there.uc_link = nullptr;
   makecontext(&there, &Fiber::enter, 0);
   starting = this;
-  if (_setjmp(scheduler.registers) == 0) {
+  if (__builtin_setjmp(scheduler.registers) == 0) {
 #ifdef HOST_CUDA_ASAN
     __sanitizer_start_switch_fiber(&scheduler.fake_stack, stack_, kStackBytes);
 #endif

@@ -101,73 +101,99 @@ uint16_t half_of(uint32_t pair, int which) {
   return static_cast<uint16_t>(pair >> (16 * which));
 }
 
+template <typename To, typename From>
+To bits_of(From x) {
+  static_assert(sizeof(To) == sizeof(From));
+  To y;
+  std::memcpy(&y, &x, sizeof(y));
+  return y;
+}
+
 // 2^exponent, for the exponents of normal numbers.
-double power_of_two(int exponent) {
-  const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
-  double value;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
+double power_of_two(int64_t exponent) {
+  return bits_of<double>(static_cast<uint64_t>(exponent + 1023) << 52);
 }
 
 // The exponent of a normal number.
-int exponent_of(double x) {
-  uint64_t bits;
-  std::memcpy(&bits, &x, sizeof(bits));
-  return static_cast<int>(bits >> 52 & 0x7FF) - 1023;
+int64_t exponent_of(double x) {
+  return static_cast<int64_t>(bits_of<uint64_t>(x) >> 52 & 0x7FF) - 1023;
 }
 
 float towards_zero(double x) {
   const auto nearest = static_cast<float>(x);
-  return std::fabs(static_cast<double>(nearest)) > std::fabs(x) ? std::nextafter(nearest, 0.0f) : nearest;
+  const bool is_too_large = std::fabs(static_cast<double>(nearest)) > std::fabs(x);
+  return bits_of<float>(bits_of<uint32_t>(nearest) - (is_too_large ? 1u : 0u));
 }
+
+constexpr int kTogether = 8;
+constexpr int kRows = 16, kColumns = 8, kResults = kRows * kColumns;
 
 // d plus the products of kTogether pairs, as tensor cores add them: products are exact, all addends are cut to the bits
 // of a float32 with the largest exponent among them, and so is their sum. Tensor cores of compute capability 8.0 and
 // later keep some bits more (Fasi et al., Numerical behavior of NVIDIA tensor cores, 2021), and later ones add more
-// products at once: their errors are smaller.
-constexpr int kTogether = 8;
-float sum_of_products(float d, const double (&products)[kTogether]) {
+// products at once: their errors are smaller. Inner loops are over all results of a warp, so that the compiler makes
+// vectors of them.
+void add_products(float (&d)[kResults], const double (&products)[kTogether][kResults]) {
   constexpr int kFractionBits = 23;
-  double largest = std::fabs(static_cast<double>(d));
-  double plain = static_cast<double>(d);
-  for (const double product : products) {
-    largest = std::max(largest, std::fabs(product));
-    plain += product;
+  double plain[kResults], largest[kResults];
+  for (int i = 0; i < kResults; ++i) {
+    plain[i] = static_cast<double>(d[i]);
+    largest[i] = std::fabs(plain[i]);
   }
-  if (!std::isfinite(plain) || largest == 0) return static_cast<float>(plain);
-  const int unit = exponent_of(largest) - kFractionBits;
-  const double scale = power_of_two(-unit);
-  auto sum = static_cast<int64_t>(static_cast<double>(d) * scale);
-  for (const double product : products) sum += static_cast<int64_t>(product * scale);
-  return towards_zero(static_cast<double>(sum) * power_of_two(unit));
+  for (const auto& product : products) {
+    for (int i = 0; i < kResults; ++i) {
+      const double size = std::fabs(product[i]);
+      largest[i] = size > largest[i] ? size : largest[i];
+      plain[i] += product[i];
+    }
+  }
+  // Each addend is less than 2^24 units. Unsigned, because sums of what is not finite overflow, and are not used.
+  uint32_t sums[kResults];
+  double unit[kResults], scale[kResults];
+  for (int i = 0; i < kResults; ++i) {
+    const int64_t exponent = exponent_of(largest[i]) - kFractionBits;
+    unit[i] = power_of_two(exponent);
+    scale[i] = power_of_two(-exponent);
+    sums[i] = static_cast<uint32_t>(static_cast<int32_t>(static_cast<double>(d[i]) * scale[i]));
+  }
+  for (const auto& product : products)
+    for (int i = 0; i < kResults; ++i) sums[i] += static_cast<uint32_t>(static_cast<int32_t>(product[i] * scale[i]));
+  for (int i = 0; i < kResults; ++i) {
+    const bool is_sum = std::isfinite(plain[i]) && largest[i] > 0;
+    const double sum = static_cast<int32_t>(sums[i]) * unit[i];
+    d[i] = is_sum ? towards_zero(sum) : static_cast<float>(plain[i]);
+  }
 }
 
 }  // namespace
 
 void multiply(void* const (&operands)[kLanes], Convert convert) {
   if (sampled_blocks() > 0) return;
-  float a[16][16], b[16][8];
+  double a[kRows][16], b[16][kColumns];
+  float d[kResults];
+  // Where in d a lane has its numbers.
+  const auto place = [](int lane, int i) { return (lane / 4 + i / 2 * 8) * kColumns + lane % 4 * 2 + i % 2; };
   for (int lane = 0; lane < kLanes; ++lane) {
     const Mma& mine = *static_cast<const Mma*>(operands[lane]);
     const int row = lane / 4, column = lane % 4 * 2;
     for (int i = 0; i < 2; ++i) {
       for (int part = 0; part < 4; ++part)
-        a[row + part % 2 * 8][column + part / 2 * 8 + i] = convert(half_of(mine.a[part], i));
-      for (int part = 0; part < 2; ++part) b[column + part * 8 + i][row] = convert(half_of(mine.b[part], i));
+        a[row + part % 2 * 8][column + part / 2 * 8 + i] = static_cast<double>(convert(half_of(mine.a[part], i)));
+      for (int part = 0; part < 2; ++part)
+        b[column + part * 8 + i][row] = static_cast<double>(convert(half_of(mine.b[part], i)));
     }
+    for (int i = 0; i < 4; ++i) d[place(lane, i)] = mine.d[i];
   }
-  for (int lane = 0; lane < kLanes; ++lane) {
-    float* d = static_cast<const Mma*>(operands[lane])->d;
-    for (int i = 0; i < 4; ++i) {
-      const int row = lane / 4 + i / 2 * 8, column = lane % 4 * 2 + i % 2;
-      for (int k = 0; k < 16; k += kTogether) {
-        double products[kTogether];
-        for (int j = 0; j < kTogether; ++j)
-          products[j] = static_cast<double>(a[row][k + j]) * static_cast<double>(b[k + j][column]);
-        d[i] = sum_of_products(d[i], products);
-      }
-    }
+  for (int k = 0; k < 16; k += kTogether) {
+    double products[kTogether][kResults];
+    for (int j = 0; j < kTogether; ++j)
+      for (int row = 0; row < kRows; ++row)
+        for (int column = 0; column < kColumns; ++column)
+          products[j][row * kColumns + column] = a[row][k + j] * b[k + j][column];
+    add_products(d, products);
   }
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int i = 0; i < 4; ++i) static_cast<const Mma*>(operands[lane])->d[i] = d[place(lane, i)];
 }
 
 void ldmatrix_x4(uint32_t (&r)[4], const void* row, bool transposed, Where where) {

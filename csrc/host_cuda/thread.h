@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cuda_runtime.h>
-#include <setjmp.h>
 
 #include <deque>
 #include <exception>
@@ -51,10 +50,10 @@ struct Thread {
   std::deque<std::vector<Copy>> groups;
 };
 
-// ---- fibers: ucontext creates them; setjmp and longjmp switch between them without a system call
+// ---- fibers: ucontext creates them; the compiler's setjmp and longjmp switch between them, in a few instructions
 
 struct Context {
-  jmp_buf registers;
+  void* registers[5];
 #ifdef HOST_CUDA_ASAN
   void* fake_stack = nullptr;
   const void* stack = nullptr;

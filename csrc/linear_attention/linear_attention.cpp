@@ -12,7 +12,7 @@
 #include "common/torch/registration.h"
 #include "linear_attention/linear_attention_checks.h"
 
-namespace memcheck {
+namespace memcheck::linear_attention_operators {
 namespace {
 
 using namespace linear_attention_glue;
@@ -161,4 +161,4 @@ const Registration registration(
                 step_meta, step, /*cast_inputs=*/3});
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::linear_attention_operators

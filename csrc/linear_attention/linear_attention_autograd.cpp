@@ -4,7 +4,7 @@
 
 #include "common/torch/autograd.h"
 
-namespace memcheck {
+namespace memcheck::linear_attention_autograd {
 namespace {
 
 struct Forward {
@@ -60,4 +60,4 @@ TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::linear_attention_autograd

@@ -417,7 +417,7 @@ MEMCHECK_INLINE Slots<acc_t> slots_of_queries(const LinearAttentionBackward& p) 
 
 // M and z of the keys that the task's queries see before they go along with their own; KeySums: of the task's keys.
 template <typename acc_t>
-MEMCHECK_INLINE void start_key_state(const Pass<LinearAttentionBackward>& pass, const Task& task, Range keys,
+MEMCHECK_INLINE void start_keys_body(const Pass<LinearAttentionBackward>& pass, const Task& task, Range keys,
                                      BackwardScratch<acc_t>& x) {
   const LinearAttentionBackward& p = pass.p;
   const LinearAttentionShape& n = p.shape;
@@ -435,8 +435,8 @@ MEMCHECK_INLINE void start_key_state(const Pass<LinearAttentionBackward>& pass, 
 
 // grad_q. Not causal: and N and n of the task's queries.
 template <typename acc_t>
-MEMCHECK_INLINE void query_part(const Pass<LinearAttentionBackward>& pass, const Task& task, Range keys,
-                                BackwardScratch<acc_t>& x) {
+MEMCHECK_INLINE void query_part_body(const Pass<LinearAttentionBackward>& pass, const Task& task, Range keys,
+                                     BackwardScratch<acc_t>& x) {
   const LinearAttentionShape& n = pass.p.shape;
   if (n.causal) return differentiate_along(pass.p, pass.dtype, task, keys, x);
   const bool whole = pass.phase == Phase::Whole;
@@ -450,8 +450,8 @@ MEMCHECK_INLINE void query_part(const Pass<LinearAttentionBackward>& pass, const
 
 // grad_k and grad_v; QuerySums: N and n of the task's queries.
 template <typename acc_t>
-MEMCHECK_INLINE void key_part(const Pass<LinearAttentionBackward>& pass, const Task& task, Range keys,
-                              BackwardScratch<acc_t>& x) {
+MEMCHECK_INLINE void key_part_body(const Pass<LinearAttentionBackward>& pass, const Task& task, Range keys,
+                                   BackwardScratch<acc_t>& x) {
   const LinearAttentionBackward& p = pass.p;
   const LinearAttentionShape& n = p.shape;
   if (pass.phase == Phase::Keys) {
@@ -472,18 +472,11 @@ inline bool wants_keys(const LinearAttentionBackward& p) {
   return p.grad_k || p.grad_v || p.grad_decay || p.grad_initial;
 }
 
-// Each part occurs once, because all of it is inlined here.
+// What the tasks of other segments read.
 template <typename acc_t>
-MEMCHECK_INLINE void backward_task(const Pass<LinearAttentionBackward>& pass, const Task& task,
-                                   BackwardScratch<acc_t>& x) {
+MEMCHECK_INLINE void store_sums_body(const Pass<LinearAttentionBackward>& pass, const Task& task, Range keys,
+                                     BackwardScratch<acc_t>& x) {
   const LinearAttentionBackward& p = pass.p;
-  const bool whole = pass.phase == Phase::Whole;
-  const bool has_queries = whole || pass.phase == Phase::Queries;
-  const bool has_keys = whole ? wants_keys(p) : pass.phase == Phase::QuerySums || pass.phase == Phase::Keys;
-  const Range keys = whole ? Range{0, p.shape.T} : segment_range(p.shape, p.shape.T, task.segment);
-  if (has_queries || pass.phase == Phase::KeySums) start_key_state(pass, task, keys, x);
-  if (has_queries) query_part(pass, task, keys, x);
-  if (has_keys) key_part(pass, task, keys, x);
   if (pass.phase == Phase::KeySums)
     x.keys.store_segment(slots_of_keys<acc_t>(p).at(p.shape, task, task.segment), p.initial && keys.begin == 0);
   if (pass.phase == Phase::QuerySums || (pass.phase == Phase::Queries && !p.shape.causal))
@@ -491,17 +484,37 @@ MEMCHECK_INLINE void backward_task(const Pass<LinearAttentionBackward>& pass, co
                             p.grad_last && keys.end == p.shape.T);
 }
 
+// A function for each part: compilers take far longer for one function of all parts.
+#define MEMCHECK_BACKWARD_PART(name)                                                                        \
+  MEMCHECK_PER_CPU_LEVEL(                                                                                   \
+      acc_t, name,                                                                                          \
+      (const Pass<LinearAttentionBackward>& pass, const Task& task, Range keys, BackwardScratch<acc_t>& x), \
+      (pass, task, keys, x))
+MEMCHECK_BACKWARD_PART(start_keys)
+MEMCHECK_BACKWARD_PART(query_part)
+MEMCHECK_BACKWARD_PART(key_part)
+MEMCHECK_BACKWARD_PART(store_sums)
+#undef MEMCHECK_BACKWARD_PART
+
 template <typename acc_t>
-MEMCHECK_INLINE void backward_tasks_body(const Pass<LinearAttentionBackward>& pass, int64_t begin, int64_t end,
-                                         int worker) {
+void backward_task(const Pass<LinearAttentionBackward>& pass, const Task& task, BackwardScratch<acc_t>& x) {
+  const LinearAttentionBackward& p = pass.p;
+  const bool whole = pass.phase == Phase::Whole;
+  const bool has_queries = whole || pass.phase == Phase::Queries;
+  const bool has_keys = whole ? wants_keys(p) : pass.phase == Phase::QuerySums || pass.phase == Phase::Keys;
+  const Range keys = whole ? Range{0, p.shape.T} : segment_range(p.shape, p.shape.T, task.segment);
+  if (has_queries || pass.phase == Phase::KeySums) start_keys(pass, task, keys, x);
+  if (has_queries) query_part(pass, task, keys, x);
+  if (has_keys) key_part(pass, task, keys, x);
+  if (!whole) store_sums(pass, task, keys, x);
+}
+
+template <typename acc_t>
+void backward_tasks(const Pass<LinearAttentionBackward>& pass, int64_t begin, int64_t end, int worker) {
   Arena arena = arena_of(pass.p.scratch, pass.scratch_bytes, worker);
   BackwardScratch<acc_t> x(arena, pass.p.shape);
   for (int64_t index = begin; index < end; ++index) backward_task(pass, pass.task(index), x);
 }
-
-MEMCHECK_PER_CPU_LEVEL(acc_t, backward_tasks,
-                       (const Pass<LinearAttentionBackward>& pass, int64_t begin, int64_t end, int worker),
-                       (pass, begin, end, worker))
 
 template <typename acc_t>
 void run_backward(const LinearAttentionBackward& p, Dtype dtype, Phase phase, int64_t pieces) {

@@ -16,7 +16,7 @@
 // Linear attention on packed and padded batches, from a state and to one, with decays, and not normalized: the kernels
 // of linear_attention, once for each sequence.
 
-namespace memcheck {
+namespace memcheck::linear_attention_sequences_operators {
 namespace {
 
 using namespace linear_attention_glue;
@@ -426,4 +426,4 @@ const Registration registration(
                 backward_meta, backward});
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::linear_attention_sequences_operators

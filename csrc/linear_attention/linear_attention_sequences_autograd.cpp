@@ -4,7 +4,7 @@
 
 #include "common/torch/autograd.h"
 
-namespace memcheck {
+namespace memcheck::linear_attention_sequences_autograd {
 namespace {
 
 using MaybeTensor = std::optional<Tensor>;
@@ -86,4 +86,4 @@ TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::linear_attention_sequences_autograd

@@ -23,7 +23,6 @@
 #include <utility>
 
 namespace memcheck {
-namespace {
 
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 constexpr char kNode[] = "autograd::engine::evaluate_function: ";
@@ -66,8 +65,6 @@ struct PathTraits {
   bool in_backward = false;
   bool accumulates = false;  // gradients, into the leaves of the graph
 };
-
-}  // namespace
 
 struct AllocationTimeline::Recording {
   uint64_t generation = 0;

@@ -4,7 +4,11 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/Exception.h>
+#if defined(__APPLE__)
+#include <malloc/malloc.h>
+#else
 #include <malloc.h>
+#endif
 
 #include <algorithm>
 #include <atomic>
@@ -47,9 +51,18 @@ std::atomic<uint64_t> open_slots{0};        // one bit per slot
 alignas(64) std::atomic<int64_t> total{0};  // live bytes of this allocator, also from before the open trackers
 std::atomic<int64_t> lowest_ceiling{kUnlimited};
 
+// The size of a block of malloc, which is at least what was requested.
+size_t block_bytes(void* data) {
+#if defined(__APPLE__)
+  return malloc_size(data);
+#else
+  return malloc_usable_size(data);
+#endif
+}
+
 // The footer is copied, because malloc does not align the end of a block.
 char* footer_place(void* data) {
-  return static_cast<char*>(data) + malloc_usable_size(data) - sizeof(Footer);
+  return static_cast<char*>(data) + block_bytes(data) - sizeof(Footer);
 }
 
 void write_footer(void* data, Footer footer) {
@@ -58,7 +71,7 @@ void write_footer(void* data, Footer footer) {
 
 Footer read_footer(void* data) {
   Footer footer{0, 0};
-  if (malloc_usable_size(data) >= sizeof(footer)) std::memcpy(&footer, footer_place(data), sizeof(footer));
+  if (block_bytes(data) >= sizeof(footer)) std::memcpy(&footer, footer_place(data), sizeof(footer));
   return footer;
 }
 

@@ -16,7 +16,7 @@
 #include "common/torch/product.h"
 #include "common/torch/registration.h"
 
-namespace memcheck {
+namespace memcheck::projection_operators {
 namespace {
 
 struct Sizes {
@@ -296,4 +296,4 @@ const Registration registration(
                 linear_l_backward_meta, linear_l_backward});
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::projection_operators

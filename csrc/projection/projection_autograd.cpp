@@ -2,7 +2,7 @@
 
 #include "common/torch/autograd.h"
 
-namespace memcheck {
+namespace memcheck::projection_autograd {
 namespace {
 
 using ForwardSchema = Tensor(const Tensor& x, const Tensor& w);
@@ -55,4 +55,4 @@ TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::projection_autograd

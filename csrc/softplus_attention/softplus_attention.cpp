@@ -11,7 +11,7 @@
 #include "common/torch/registration.h"
 #include "softplus_attention/softplus_attention_checks.h"
 
-namespace memcheck {
+namespace memcheck::softplus_attention_operators {
 namespace {
 
 using namespace softplus_attention_glue;
@@ -165,4 +165,4 @@ const Registration registration(
                 step_meta, step, /*cast_inputs=*/3});
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::softplus_attention_operators

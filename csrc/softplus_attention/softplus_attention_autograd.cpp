@@ -2,7 +2,7 @@
 
 #include "common/torch/autograd.h"
 
-namespace memcheck {
+namespace memcheck::softplus_attention_autograd {
 namespace {
 
 struct Forward {
@@ -59,4 +59,4 @@ TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::softplus_attention_autograd

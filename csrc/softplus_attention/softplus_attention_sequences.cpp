@@ -13,7 +13,7 @@
 // Softplus attention on packed, padded and continued sequences: the kernels of softplus_attention, once for each
 // sequence.
 
-namespace memcheck {
+namespace memcheck::softplus_attention_sequences_operators {
 namespace {
 
 using namespace softplus_attention_glue;
@@ -280,4 +280,4 @@ const Registration registration(
                 backward_meta, backward});
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::softplus_attention_sequences_operators

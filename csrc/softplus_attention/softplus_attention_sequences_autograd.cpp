@@ -4,7 +4,7 @@
 
 #include "common/torch/autograd.h"
 
-namespace memcheck {
+namespace memcheck::softplus_attention_sequences_autograd {
 namespace {
 
 using MaybeTensor = std::optional<Tensor>;
@@ -76,4 +76,4 @@ TORCH_LIBRARY_IMPL(memcheck, Autograd, m) {
 }
 
 }  // namespace
-}  // namespace memcheck
+}  // namespace memcheck::softplus_attention_sequences_autograd

@@ -5,11 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+from collections.abc import Callable
 from pathlib import Path
 
+import forked
 import pytest
 import torch
+from torch.utils.cpp_extension import include_paths
 
 from memcheck._extension import _C
 from memcheck.core.version import __version__
@@ -28,28 +32,39 @@ def run_python(*words: str, cwd: Path = ROOT, **environment: str) -> subprocess.
     )
 
 
-def import_error(code: str, **arguments: object) -> str:
+def fork_python(code: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """For variables that memcheck alone reads."""
+    return forked.run_python("-c", code, cwd=cwd, env={**os.environ, **environment}, timeout=120)
+
+
+def import_error(code: str, cwd: Path = ROOT, **environment: str) -> str:
     """The last line of the traceback, which must be the only one."""
-    ended = run_python("-c", code, **arguments)  # type: ignore[arg-type]
+    ended = fork_python(code, cwd, **environment)
     assert ended.returncode == 1
     assert ended.stderr.count("Traceback") == 1, ended.stderr
     return ended.stderr.splitlines()[-1]
 
 
+USE = "import memcheck; memcheck.linear_r(torch.ones(1, 2, 2), torch.ones(2, 2))"
+
+
 def test_another_torch_is_refused() -> None:
-    said = import_error("import torch; torch.__version__ = '1.2.3'; import memcheck")
-    assert said.startswith(
-        f"ImportError: memcheck was built against torch {torch.__version__}, and this is torch 1.2.3"
+    said = import_error(f"import torch; torch.__version__ = '1.2.3'; {USE}")
+    assert said == (
+        "memcheck.core.errors.ExtensionError: memcheck.linear_r needs memcheck's compiled extension, which is built "
+        f"against torch {torch.__version__}, and this is torch 1.2.3; "
+        f"build it: pip install --no-build-isolation -e {ROOT}"
     )
-    assert f"pip install --no-build-isolation -e {ROOT}" in said
 
 
 def test_a_source_tree_without_its_extension_says_so(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "memcheck", tmp_path / "memcheck", ignore=shutil.ignore_patterns("*.so", "_build.py"))
     shutil.copy(ROOT / "setup.py", tmp_path)
-    said = import_error("import memcheck", cwd=tmp_path)
-    assert said.startswith(f"ImportError: {tmp_path / 'memcheck'} lacks its compiled module")
-    assert f"pip install --no-build-isolation -e {tmp_path}" in said
+    said = import_error(f"import torch; {USE}", cwd=tmp_path)
+    assert said == (
+        "memcheck.core.errors.ExtensionError: memcheck.linear_r needs memcheck's compiled extension, which is not "
+        f"built in {tmp_path / 'memcheck'}; build it: pip install --no-build-isolation -e {tmp_path}"
+    )
 
 
 def test_importing_memcheck_leaves_torch_compile_alone() -> None:
@@ -76,7 +91,7 @@ def test_cpu_levels() -> None:
 def test_the_cpu_level_is_lowered(level: str) -> None:
     code = "from memcheck._extension import _C; print(_C.cpu_level())"
     if level in _C.cpu_levels():
-        assert run_python("-c", code, MEMCHECK_CPU=level).stdout == f"{level}\n"
+        assert fork_python(code, MEMCHECK_CPU=level).stdout == f"{level}\n"
     else:
         said = import_error(code, MEMCHECK_CPU=level)
         assert f"MEMCHECK_CPU={level} asks for more than this machine has" in said
@@ -88,7 +103,7 @@ def test_16_bit_products_of_many_rows_need_instructions() -> None:
     code = "from memcheck._extension import _C; f = _C.cpu_multiplies;"
     code += "print(f(dtype='bfloat16', rows=4), f(dtype='float16', rows=4))"
     if "avx2" in _C.cpu_levels():
-        assert run_python("-c", code, MEMCHECK_CPU="avx2").stdout == "False False\n"
+        assert fork_python(code, MEMCHECK_CPU="avx2").stdout == "False False\n"
 
 
 @pytest.mark.parametrize(
@@ -101,9 +116,9 @@ def test_a_wrong_cpu_level_fails_the_import(value: str) -> None:
 
 def test_float32_products_are_chosen() -> None:
     code = "from memcheck._extension import _C; print(_C.cpu_prefers_onednn())"
-    assert run_python("-c", code, MEMCHECK_FLOAT32_PRODUCTS="library").stdout == "False\n"
+    assert fork_python(code, MEMCHECK_FLOAT32_PRODUCTS="library").stdout == "False\n"
     if "avx512" in _C.cpu_levels():
-        assert run_python("-c", code, MEMCHECK_FLOAT32_PRODUCTS="onednn").stdout == "True\n"
+        assert fork_python(code, MEMCHECK_FLOAT32_PRODUCTS="onednn").stdout == "True\n"
     said = import_error(code, MEMCHECK_FLOAT32_PRODUCTS="onednn", MEMCHECK_CPU="default")
     assert "MEMCHECK_FLOAT32_PRODUCTS=onednn needs avx512, and the level is default" in said
     said = import_error(code, MEMCHECK_FLOAT32_PRODUCTS="mkl")
@@ -371,3 +386,30 @@ def test_the_sdist_is_made_without_torch_and_complete(tmp_path: Path) -> None:
     assert wanted - inside == {"memcheck/_build.py"} & wanted
     checked = run_python("-m", "twine", "check", "--strict", str(sdist))
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.ci
+@pytest.mark.parametrize("unit", ["autograd", "glue", "module"])
+def test_units_compile_where_apple_is_defined(unit: str, require_tool: Callable[[str], str], tmp_path: Path) -> None:
+    """As far as a compiler on Linux can tell. Two headers stand for macOS's own."""
+    (tmp_path / "malloc").mkdir()
+    (tmp_path / "malloc" / "malloc.h").write_text('#include <cstddef>\nextern "C" size_t malloc_size(const void*);\n')
+    (tmp_path / "TargetConditionals.h").write_text("#define TARGET_OS_MAC 1\n#define TARGET_OS_IPHONE 0\n")
+    # On macOS int64_t is long long, which this header of torch asserts and the others do not.
+    scalar = "c10/core/Scalar.h"
+    (tmp_path / scalar).parent.mkdir(parents=True)
+    text = next(Path(folder, scalar) for folder in include_paths() if Path(folder, scalar).is_file()).read_text()
+    (tmp_path / scalar).write_text(text.replace("__APPLE__", "INT64_IS_LONG_LONG"))
+
+    sources = [tmp_path / "unit.cpp", ROOT / "csrc" / "common" / "torch" / "parallel.cpp"]
+    shutil.copy(ROOT / "build" / "units" / f"{unit}.cpp", sources[0])
+    includes = [f"-isystem{folder}" for folder in [*include_paths(), sysconfig.get_path("include")]]
+    command = [require_tool("g++"), "-fsyntax-only", "-std=c++20", "-Wall", "-Werror", "-U__linux__", "-D__APPLE__"]
+    ended = subprocess.run(
+        [*command, f"-isystem{tmp_path}", f"-I{ROOT / 'csrc'}", *includes, *sources],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert ended.returncode == 0, ended.stderr[-20_000:]

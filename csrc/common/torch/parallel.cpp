@@ -4,8 +4,8 @@
 // it is compiled. clang compiles `#pragma omp parallel` into calls of LLVM's OpenMP runtime, and torch has loaded
 // GNU's: not linked, such an extension does not load; linked, one process has two pools of threads. So under clang the
 // build leaves -fopenmp out, and what at::parallel_for calls is defined here. It uses the entry of GNU's runtime that
-// code compiled by gcc calls.
-#if !defined(_OPENMP)
+// code compiled by gcc calls. macOS has no GNU runtime: without OpenMP kernels run on one thread there.
+#if !defined(_OPENMP) && !defined(__APPLE__)
 
 #define INTRA_OP_PARALLEL
 

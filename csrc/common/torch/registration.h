@@ -1,12 +1,13 @@
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <string>
 #include <type_traits>
 #include <utility>
+
+#include "common/torch/autocast.h"
 
 // How operators are made known to torch: a row for each, of which Registration registers the schema, the kernels of
 // every device, Meta and autocast. What autograd registers is in common/torch/autograd.h.
@@ -60,15 +61,6 @@ struct OperatorRow {
 template <typename Meta, typename Run>
 OperatorRow(const char*, Meta*, Run*, size_t = 0) -> OperatorRow<Meta, Run>;
 
-// An argument as an operator gets it under autocast.
-inline at::Tensor autocast_argument(c10::DeviceType device, bool casts, const at::Tensor& x) {
-  return casts ? at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), x, device) : x;
-}
-template <typename T>
-const T& autocast_argument(c10::DeviceType, bool, const T& x) {
-  return x;
-}
-
 // Registers its rows with the dispatcher as long as it lives: for that of the program.
 class Registration {
  public:
@@ -87,8 +79,8 @@ class Registration {
     schemas_.def(row.schema, {at::Tag::pt2_compliant_tag});
     meta_.impl(name.c_str(), row.meta);
     if (row.cast_inputs > 0) {
-      autocast_cpu_.impl(name.c_str(), with_autocast<Result, Args...>(name, c10::kCPU, row.cast_inputs));
-      autocast_cuda_.impl(name.c_str(), with_autocast<Result, Args...>(name, c10::kCUDA, row.cast_inputs));
+      autocast_cpu_.impl(name.c_str(), autocast_kernel(c10::kCPU, row.cast_inputs));
+      autocast_cuda_.impl(name.c_str(), autocast_kernel(c10::kCUDA, row.cast_inputs));
     }
 #endif
     if (tables.cpu) cpu_.impl(name.c_str(), with_kernels(*tables.cpu, row.run));
@@ -98,23 +90,6 @@ class Registration {
   template <typename Kernels, typename Result, typename... Args>
   static auto with_kernels(const Kernels& kernels, Result (*run)(const Kernels&, Args...)) {
     return [&kernels, run](Args... args) -> Result { return run(kernels, std::forward<Args>(args)...); };
-  }
-
-  // The operator in the dtype of autocast, as torch's own attention. Inside, autocast is off.
-  template <typename Result, typename... Args>
-  static auto with_autocast(const std::string& name, c10::DeviceType device, size_t cast_inputs) {
-    const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(("memcheck::" + name).c_str(), "");
-    return [op = op.template typed<Result(Args...)>(), device, cast_inputs](Args... args) -> Result {
-      const c10::impl::ExcludeDispatchKeyGuard off(
-          c10::DispatchKeySet(at::autocast::get_autocast_dispatch_key_from_device_type(device)));
-      return call_cast(op, device, cast_inputs, std::index_sequence_for<Args...>(), args...);
-    };
-  }
-
-  template <typename Op, size_t... position, typename... Args>
-  static auto call_cast(const Op& op, c10::DeviceType device, size_t cast_inputs, std::index_sequence<position...>,
-                        const Args&... args) {
-    return op.call(autocast_argument(device, position < cast_inputs, args)...);
   }
 
   static torch::Library implementations(c10::DispatchKey key) {
