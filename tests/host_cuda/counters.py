@@ -11,10 +11,10 @@ import subprocess
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-DEFINES = ["-DHOST_CUDA_COUNTS", "-g1"]
+DEFINES = ["-DHOST_CUDA_COUNTS"]
 # The compiler reports every load and store, and every basic block. Copies of packs stay whole, as on a GPU, loops are
 # not made vectors, and a product and a sum become one instruction where nvcc makes one too.
-INSTRUMENTED = ["-O1", "-fno-tree-sra", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
+INSTRUMENTED = ["-O1", "-g1", "-fno-tree-sra", "-fsanitize=thread", "--param", "tsan-instrument-func-entry-exit=0"]
 INSTRUMENTED += ["-fsanitize-coverage=trace-pc", "-fexpensive-optimizations", "-ffp-contract=fast"]
 INSTRUMENTED += ["-mfma"] if platform.machine() == "x86_64" else []
 

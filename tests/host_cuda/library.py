@@ -1,7 +1,8 @@
-"""CUDA kernels on the host: a library whose kernels replace the CPU's behind the same operators.
+"""CUDA kernels on the host: libraries that replace the CPU's kernels behind the same operators.
 
-It has the .cu files, compiled by a C++ compiler with csrc/host_cuda, and the operators' glue. After it is loaded, the
-dispatcher calls it for tensors of the CPU, so that every test of an operator tests its CUDA kernels.
+One has the .cu files, compiled by a C++ compiler with csrc/host_cuda: plainly, with sanitizers, or with counters. It
+exports the operators' tables of kernels. The other one, the operators' glue, registers these tables. After both are
+loaded, the dispatcher calls them for tensors of the CPU, so that every test of an operator tests its CUDA kernels.
 """
 
 from __future__ import annotations
@@ -11,18 +12,18 @@ import functools
 import os
 import shutil
 import subprocess
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from host_cuda import counters
+from host_cuda.build import ROOT, Target, build, folder_of
 from host_cuda.resources import demangled, spelled_alike
+from one_unit import one_unit
 from torch.utils import cpp_extension
 
 import memcheck  # noqa: F401  (its kernels are registered first, and then replaced)
 
-ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 ORDERS = ("ascending", "descending", "shuffled")
 # The stand-in for the CUDA language.
@@ -38,14 +39,22 @@ SHARED_BYTES = {
     "10.0": 227 << 10,
     "12.0": 99 << 10,
 }
-# The glue calls these. memcheck._C has them too, but exports nothing.
+# The glue calls these. memcheck._C has them too, but exports nothing. The first one wants to be before torch's headers.
 COMMON = [
+    "common/torch/parallel.cpp",
     "common/cpu_level.cpp",
     "common/cpu_products.cpp",
     "common/torch/packed_product.cpp",
-    "common/torch/parallel.cpp",
     "common/torch/sequences.cpp",
 ]
+WARNINGS = ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all", "-fno-sanitize=vptr"]
+# Flags of each build of the kernels, by the end of its name.
+KINDS = {
+    "": ["-O1"],
+    "-asan": ["-Og", "-g1", "-fno-omit-frame-pointer", *SANITIZERS],
+    "-counts": ["-O2", *counters.DEFINES],
+}
 
 
 def cuda_include() -> Path | None:
@@ -62,33 +71,45 @@ def sanitizes() -> bool:
     return bool(os.environ.get("MEMCHECK_ASAN"))
 
 
-def flags() -> list[str]:
-    """Flags of the C++ compiler, for glue and kernels."""
-    with_warnings = ["-Wall", "-Wno-unused-function", "-Wno-unknown-pragmas", "-fno-math-errno", "-fvisibility=hidden"]
-    speed = ["-O2"]
-    if sanitizes():
-        speed = ["-Og", "-g1", "-fno-omit-frame-pointer", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
-        speed += ["-fno-sanitize=vptr"]
-    # longjmp between stacks is no overrun.
-    return [*with_warnings, *speed, "-U_FORTIFY_SOURCE", "-DMEMCHECK_HOST_CUDA", "-DMEMCHECK_WITH_CUDA"]
+def kernel_flags(kind: str = "") -> list[str]:
+    """Flags of the C++ compiler for .cu files and their stand-in for CUDA, of a kind of KINDS."""
+    include = cuda_include()
+    if include is None:
+        raise FileNotFoundError("no cuda_fp16.h: CUDA_HOME names no toolkit, and nvcc is not on PATH")
+    common = ["-std=c++17", "-fPIC", *WARNINGS, "-fno-math-errno", "-U_FORTIFY_SOURCE", "-DMEMCHECK_HOST_CUDA"]
+    return [*common, *KINDS[kind], f"-I{CSRC}", "-isystem", str(include), "-include", "host_cuda/host_cuda.h", "-xc++"]
+
+
+def kernels_target(kind: str, folder: Path) -> Target:
+    """The library of kernels, which exports its tables and what tests call, and nothing else."""
+    exports = folder / "exports.txt"
+    exports.write_text('{ global: host_cuda_*; extern "C++" { memcheck::*_cuda; }; local: *; };\n')
+    flags = kernel_flags(kind)
+    of_kernels = [*flags, *counters.INSTRUMENTED] if kind == "-counts" else flags
+    units = [(path, of_kernels) for path in kernels()] + [(path, [*flags, "-O3"]) for path in HOST_SOURCES]
+    link = ["-shared", f"-Wl,--version-script={exports}"]
+    return Target(f"kernels{kind}.so", units, link + (SANITIZERS if kind == "-asan" else []))
+
+
+def glue_target(folder: Path) -> Target:
+    """The library that registers the tables of whichever kernels are loaded."""
+    unit = one_unit([*(CSRC / name for name in COMMON), *glue_sources()], folder / "glue.cpp")
+    return Target("glue.so", [(unit, glue_flags())], glue_links())
+
+
+def glue_flags() -> list[str]:
+    """Flags of the C++ compiler for an operator's glue, of which the tests need no debug information."""
+    torch_flags = ["-std=c++20", *(f"-isystem{folder}" for folder in cpp_extension.include_paths())]
+    return [*torch_flags, "-O1", "-g0", "-fPIC", "-fvisibility=hidden", *WARNINGS, "-DMEMCHECK_HOST_CUDA", f"-I{CSRC}"]
+
+
+def glue_links() -> list[str]:
+    return ["-shared", *(f"-L{folder}" for folder in cpp_extension.library_paths()), "-ltorch_cpu", "-lc10"]
 
 
 def kernels() -> list[Path]:
     """The .cu files of the operators."""
     return [path for path in sorted(CSRC.rglob("*_cuda.cu")) if path.parent.name != "cuda_probe"]
-
-
-def kernel_sources(folder: Path) -> list[Path]:
-    """A C++ file for each .cu, as torch's builder wants it. An unchanged file is not written again, so that ninja sees
-    that it is unchanged."""
-    paths = []
-    for kernel in kernels():
-        path = folder / f"{kernel.stem}.cpp"
-        text = f'#include "host_cuda/host_cuda.h"\n#include "{kernel.relative_to(CSRC)}"\n'
-        if not path.is_file() or path.read_text() != text:
-            path.write_text(text)
-        paths.append(path)
-    return paths
 
 
 def glue_sources() -> list[Path]:
@@ -98,55 +119,20 @@ def glue_sources() -> list[Path]:
     return [path for path in sources if "_cpu" not in path.stem and "_autograd" not in path.stem]
 
 
-def instrumented_objects(folder: Path, include: Path) -> list[Path]:
-    """An object for each .cu, whose loads and stores the compiler reports to the counters. Compiles what changed; then
-    the library in the folder is removed, so that it is linked again."""
-
-    def build(kernel: Path) -> tuple[Path, bool]:
-        made, needs = folder / f"{kernel.stem}.o", folder / f"{kernel.stem}.d"
-        if made.is_file() and needs.is_file():
-            depends = [Path(name) for name in needs.read_text().replace("\\\n", " ").partition(":")[2].split()]
-            if all(path.is_file() and path.stat().st_mtime <= made.stat().st_mtime for path in depends):
-                return made, False
-        command = [os.environ.get("CXX", "c++"), "-std=c++17", "-fPIC", *flags(), *counters.DEFINES]
-        command += [*counters.INSTRUMENTED, f"-I{CSRC}", "-isystem", str(include), "-include", "host_cuda/host_cuda.h"]
-        subprocess.run([*command, "-x", "c++", "-MD", "-MF", needs, "-c", kernel, "-o", made], check=True)
-        return made, True
-
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        built = list(pool.map(build, kernels()))
-    if any(is_new for _, is_new in built):
-        (folder / "memcheck_host_cuda.so").unlink(missing_ok=True)
-    return [made for made, _ in built]
-
-
 def load(*, counts: bool = False) -> None:
     """Builds what changed, and loads it. Raises FileNotFoundError if CUDA's headers are not installed.
 
     counts: a build that counts and finds races, as with MEMCHECK_HOST_CUDA_COUNTS in the environment.
     """
     counts = counts or bool(os.environ.get("MEMCHECK_HOST_CUDA_COUNTS"))
-    include = cuda_include()
-    if include is None:
-        raise FileNotFoundError("no cuda_fp16.h: CUDA_HOME names no toolkit, and nvcc is not on PATH")
     kind = "-counts" if counts else "-asan" if sanitizes() else ""
-    folder = ROOT / "build" / f"host-cuda-torch-{torch.__version__}{kind}"
-    folder.mkdir(parents=True, exist_ok=True)
-    sources = [*glue_sources(), *HOST_SOURCES, *(CSRC / name for name in COMMON)]
-    if not counts:
-        sources += kernel_sources(folder)
-    objects = instrumented_objects(folder, include) if counts else []
-    cpp_extension.load(
-        name="memcheck_host_cuda",
-        sources=[str(source) for source in sources],
-        extra_cflags=[*flags(), *(counters.DEFINES if counts else [])],
-        extra_ldflags=["-fsanitize=address,undefined"] if sanitizes() else [str(path) for path in objects],
-        extra_include_paths=[str(CSRC), str(include)],
-        build_directory=str(folder),
-        is_python_module=False,
-    )
+    folder = folder_of(f"host-cuda-torch-{torch.__version__}")
+    # The glue is first, because it takes longest.
+    glue, kernels = build(folder, glue_target(folder), kernels_target(kind, folder))
     global _library
-    _library = ctypes.CDLL(str(folder / "memcheck_host_cuda.so"))
+    # The glue finds the tables among the symbols of the process.
+    _library = ctypes.CDLL(str(kernels), mode=ctypes.RTLD_GLOBAL)
+    torch.ops.load_library(str(glue))
     _library.host_cuda_launches.restype = ctypes.c_char_p
     _library.host_cuda_stand_for.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64]
     if counts:

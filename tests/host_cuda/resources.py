@@ -1,8 +1,10 @@
 """Prints the resources of CUDA kernels: registers and spilled bytes as ptxas reports them, shared memory of a block
 from launches on the host, and how many blocks a multiprocessor holds at once.
 
-python tests/host_cuda/resources.py            compiles for 8.0 and 9.0; other architectures as they are stored
-python tests/host_cuda/resources.py --store    compiles for every architecture, and stores registers, for count.py too
+python tests/host_cuda/resources.py            those that are stored; sources that have changed since are compiled
+python tests/host_cuda/resources.py --store    compiles these sources for every architecture, and stores their registers
+
+sources.csv says of which sources the stored registers are. Comments and the layout of lines change nothing.
 """
 
 from __future__ import annotations
@@ -26,48 +28,84 @@ from host_cuda import occupancy  # noqa: E402
 
 CSRC = ROOT / "csrc"
 REGISTERS = ROOT / "benchmarks" / "results" / "cuda_counts" / "registers.csv"
+SOURCES = REGISTERS.with_name("sources.csv")
+Row = dict[str, object]
 # A build on a machine without a GPU has the binaries of 8.0 and 9.0, and drivers compile its PTX for later GPUs.
 ARCHITECTURES = ("arch=compute_80,code=sm_80", "arch=compute_90,code=[sm_90,compute_90]")
 # A build on a machine with a GPU has the binary of that GPU.
 EVERY_ARCHITECTURE = ("arch=compute_80,code=[sm_80,sm_86,sm_89]", "arch=compute_90,code=[sm_90,sm_100,sm_120]")
 # torch compiles kernels without CUDA's operators for 16-bit types.
 WITHOUT = ["HALF_OPERATORS", "HALF_CONVERSIONS", "BFLOAT16_CONVERSIONS", "HALF2_OPERATORS"]
-FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC", "-Xptxas=-v", f"-I{CSRC}"]
+FLAGS = ["-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC", "-Xptxas=-v"]
 FLAGS += [f"-D__CUDA_NO_{name}__" for name in WITHOUT]
+COMMENT_OR_LITERAL = re.compile(r"""//[^\n]*|/\*.*?\*/|("(?:\\.|[^"\\\n])*")""", re.DOTALL)
 
 
-def folder_of_this_source(flags: list[str]) -> Path:
-    """Returns the folder for the objects of these sources. Its name is a hash of them, so that objects are reused."""
-    kernels = [path for path in sorted(CSRC.rglob("*")) if path.suffix in (".cu", ".cuh", ".h")]
-    of_all = hashlib.sha256(" ".join(flags).encode())
-    for path in kernels:
-        of_all.update(path.read_bytes())
-    return ROOT / "build" / "nvcc" / of_all.hexdigest()[:16]
+def code_of(path: Path) -> str:
+    """Returns the text of a file without comments and indentation."""
+    text = COMMENT_OR_LITERAL.sub(lambda found: found[1] or " ", path.read_text())
+    return "\n".join(" ".join(line.split()) for line in text.splitlines() if line.strip())
 
 
-def compile_kernel(source: Path, folder: Path, flags: list[str]) -> tuple[Path, str]:
-    """Returns the object of one file and ptxas' report. Raises RuntimeError with the compiler's output."""
-    made, log = folder / f"{source.stem}.o", folder / f"{source.stem}.log"
-    if not log.is_file():
-        done = subprocess.run(["nvcc", "-c", *flags, source, "-o", made], capture_output=True, text=True)
-        if done.returncode != 0:
-            raise RuntimeError(done.stdout + done.stderr)
-        log.write_text(done.stdout + done.stderr)
-    return made, log.read_text()
+def fingerprint(source: Path) -> str:
+    """Returns a hash of the code of a .cu file and of all that it includes of csrc, and of nvcc's flags."""
+    codes: dict[Path, str] = {}
+    left = [source]
+    while left:
+        path = left.pop()
+        if path not in codes and path.is_file():
+            codes[path] = code_of(path)
+            left += [CSRC / name for name in re.findall(r'^#\s*include "([^"]+)"', codes[path], re.MULTILINE)]
+    return hashlib.sha256("\0".join([*FLAGS, *(codes[path] for path in sorted(codes))]).encode()).hexdigest()[:16]
 
 
-def compile_kernels(architectures: tuple[str, ...] = ARCHITECTURES) -> tuple[list[Path], dict[str, str]]:
-    """Returns the objects of all files, and ptxas' reports by folder."""
+def cuda_sources() -> dict[str, Path]:
+    """Returns the .cu files, by their names in csrc."""
+    return {str(path.relative_to(CSRC)): path for path in sorted(CSRC.rglob("*.cu"))}
+
+
+def changed_sources() -> list[str]:
+    """Returns the names of the .cu files whose code is not that of the stored registers."""
+    stored = {row["source"]: row["fingerprint"] for row in pd.read_csv(SOURCES, dtype=str).to_dict("records")}
+    return [name for name, path in cuda_sources().items() if stored.get(name) != fingerprint(path)]
+
+
+def nvcc_release() -> str:
+    """Returns nvcc's version, such as 13.0.88."""
+    text = subprocess.run(["nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    return text.rpartition(", V")[2].split()[0]
+
+
+def sources_to_compile() -> list[str]:
+    """Returns the names of the .cu files that this nvcc may not have compiled: those that have changed, and all if
+    another version of nvcc has compiled them."""
+    with_this_nvcc = set(pd.read_csv(SOURCES, dtype=str)["nvcc"]) == {nvcc_release()}
+    return changed_sources() if with_this_nvcc else list(cuda_sources())
+
+
+def compile_kernels(names: list[str], architectures: tuple[str, ...] = ARCHITECTURES) -> tuple[list[Path], list[Row]]:
+    """Returns an object for each .cu file, and a row of resources for each kernel and architecture. Raises RuntimeError
+    with the compiler's output. The objects in build/ are used again as long as the code is the same."""
     flags = [*FLAGS, *(f"-gencode={architecture}" for architecture in architectures)]
-    folder = folder_of_this_source(flags)
-    folder.mkdir(parents=True, exist_ok=True)
+    of_flags = hashlib.sha256(" ".join([nvcc_release(), *flags]).encode()).hexdigest()[:8]
+
+    def compile_one(name: str) -> tuple[Path, list[Row]]:
+        source = cuda_sources()[name]
+        made = ROOT / "build" / "nvcc" / f"{source.stem}-{fingerprint(source)}-{of_flags}.o"
+        made.parent.mkdir(parents=True, exist_ok=True)
+        log = made.with_suffix(".log")
+        if not log.is_file():
+            done = subprocess.run(
+                ["nvcc", "-c", *flags, f"-I{CSRC}", source, "-o", made], capture_output=True, text=True
+            )
+            if done.returncode != 0:
+                raise RuntimeError(done.stdout + done.stderr)
+            log.write_text(done.stdout + done.stderr)
+        return made, [{"source": name, **row} for row in resources_of(log.read_text())]
+
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        sources = sorted(CSRC.rglob("*.cu"))
-        results = list(pool.map(lambda source: compile_kernel(source, folder, flags), sources))
-    logs: dict[str, str] = {}
-    for source, (_, log) in zip(sources, results, strict=True):
-        logs[source.parent.name] = logs.get(source.parent.name, "") + log
-    return [made for made, _ in results], logs
+        results = list(pool.map(compile_one, names))
+    return [made for made, _ in results], [row for _, rows in results for row in rows]
 
 
 def demangled(names: list[str]) -> list[str]:
@@ -90,12 +128,8 @@ def without_parameters(name: str) -> str:
     return name
 
 
-def resources(logs: dict[str, str]) -> list[dict[str, object]]:
-    """Returns a row per kernel and architecture."""
-    return [{"operator": operator, **row} for operator, log in logs.items() for row in resources_of(log)]
-
-
-def resources_of(log: str) -> list[dict[str, object]]:
+def resources_of(log: str) -> list[Row]:
+    """Returns the rows of ptxas' report."""
     pattern = (
         r"Compiling entry function '(?P<kernel>\S+)' for '(?P<architecture>\w+)'.*?"
         r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, (?P<loads>\d+) bytes spill loads.*?"
@@ -145,7 +179,7 @@ def blocks() -> dict[str, dict[str, Block]]:
     return asked
 
 
-def side_by_side(rows: list[dict[str, object]], asked: dict[str, dict[str, Block]]) -> list[dict[str, object]]:
+def side_by_side(rows: list[Row], asked: dict[str, dict[str, Block]]) -> list[dict[str, object]]:
     """Returns a row per kernel, with a column per architecture: registers, spilled bytes, the blocks that a
     multiprocessor holds at once, and what allows no more."""
     table: dict[str, dict[str, object]] = {}
@@ -182,33 +216,41 @@ GPUS = {"8.0": ["8.0"], "8.6": ["8.6", "8.9", "12.0"], "9.0": ["9.0", "10.0"]}
 FIRST_WITH_LIMIT = {capability: first for first, alike in GPUS.items() for capability in alike}
 
 
-def with_stored(rows: list[dict[str, object]]) -> list[dict[str, object]]:
-    """The rows, and those that are stored of the same kernels for other architectures."""
-    kernels, compiled = ({row[name] for row in rows} for name in ("kernel", "architecture"))
+def with_stored(rows: list[Row], names: list[str]) -> list[Row]:
+    """Returns the rows of the sources of these names, and those that are stored of the others."""
     stored = pd.read_csv(REGISTERS).to_dict("records")
-    return [*rows, *(row for row in stored if row["kernel"] in kernels and row["architecture"] not in compiled)]
+    return [*rows, *(row for row in stored if row["source"] not in names)]
+
+
+def store(rows: list[Row]) -> None:
+    """Stores the rows of all sources, and of which code they are."""
+    pd.DataFrame(rows).sort_values(["source", "kernel", "architecture"]).to_csv(REGISTERS, index=False)
+    release = nvcc_release()
+    sources = [(name, fingerprint(path), release) for name, path in cuda_sources().items()]
+    pd.DataFrame(sources, columns=["source", "fingerprint", "nvcc"]).to_csv(SOURCES, index=False)
 
 
 def main() -> int:
     stores = "--store" in sys.argv
+    has_nvcc = shutil.which("nvcc") is not None
+    names = sources_to_compile() if has_nvcc else changed_sources()
+    if names and not has_nvcc:
+        print(f"resources of kernels: skipped, nvcc is not on PATH, and these have changed: {', '.join(names)}")
+        return 1 if os.environ.get("CI") else 0
     try:
         asked = blocks()
     except FileNotFoundError as error:
         print(f"blocks of kernels: skipped, {error}")
         asked = {}
-    if shutil.which("nvcc") is None:
-        print("resources of kernels: skipped, nvcc is not on PATH")
-        return 1 if os.environ.get("CI") else 0
     try:
-        _, logs = compile_kernels(EVERY_ARCHITECTURE if stores else ARCHITECTURES)
+        rows = with_stored(compile_kernels(names, EVERY_ARCHITECTURE if stores else ARCHITECTURES)[1], names)
     except RuntimeError as error:
         sys.exit(str(error))
-    rows = resources(logs)
     if stores:
-        pd.DataFrame(rows).sort_values(["operator", "kernel", "architecture"]).to_csv(REGISTERS, index=False)
+        store(rows)
     print("Threads and KiB of shared memory: of a block, the most of all launches; several KiB where GPUs differ.")
     print("sm_*: registers of a thread, + bytes spilled: blocks that a multiprocessor holds at once (the limit)")
-    print(pd.DataFrame(side_by_side(with_stored(rows), asked)).to_string(index=False, na_rep=""))
+    print(pd.DataFrame(side_by_side(rows, asked)).to_string(index=False, na_rep=""))
     return 0
 
 

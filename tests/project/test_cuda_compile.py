@@ -3,6 +3,7 @@ glue is compiled too, against the headers that torch has of CUDA in every build.
 
 import ctypes
 import re
+import shutil
 import subprocess
 import sysconfig
 from collections.abc import Callable
@@ -10,18 +11,23 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from host_cuda import library
+from host_cuda import library, resources
 from host_cuda.occupancy import LIMITS
-from host_cuda.resources import CSRC, REGISTERS, compile_kernels, resources
+from host_cuda.resources import CSRC, REGISTERS, changed_sources, compile_kernels, cuda_sources, sources_to_compile
 from one_unit import one_unit
 
 pytestmark = pytest.mark.ci
 
 
+PROBE = "cuda_probe/cuda_probe_cuda.cu"
+
+
 @pytest.mark.slow
 def test_kernels_compile_link_and_load(require_tool: Callable[[str], str], tmp_path: Path) -> None:
+    """Of operators whose code has changed since nvcc compiled it for the stored table."""
     nvcc = require_tool("nvcc")
-    objects, _ = compile_kernels()
+    folders = {Path(name).parent for name in [*sources_to_compile(), PROBE]}
+    objects, rows = compile_kernels([name for name in cuda_sources() if Path(name).parent in folders])
     library = tmp_path / "kernels.so"
     # Linked statically, as cudart is by default, the library loads where there is no driver.
     subprocess.run([nvcc, "-shared", "-cudart=static", *objects, "-o", library], check=True)
@@ -32,21 +38,36 @@ def test_kernels_compile_link_and_load(require_tool: Callable[[str], str], tmp_p
     error = probe(None)
     # None where there is a GPU.
     assert error is None or b"CUDA" in error
-
-
-@pytest.mark.slow
-def test_what_kernels_take_is_known_for_every_architecture(require_tool: Callable[[str], str]) -> None:
-    require_tool("nvcc")
-    rows = resources(compile_kernels()[1])
     kernels = {name: [row["kernel"] for row in rows if row["architecture"] == name] for name in ("sm_80", "sm_90")}
     assert sorted(kernels["sm_80"]) == sorted(kernels["sm_90"])
-    instantiated = {str(name).partition("<")[0].rpartition("::")[2] for name in kernels["sm_80"]}
-    assert instantiated == {name for path in CSRC.rglob("*.cu*") for name in written_kernels(path)}
-    # Derived times use the stored ones: resources.py --store.
+
+
+def test_the_stored_registers_are_those_of_this_code() -> None:
+    """Derived times use them."""
+    renew = "python tests/host_cuda/resources.py --store"
+    assert changed_sources() == [], f"renew {REGISTERS.name} by: {renew}"
+
+
+def test_what_kernels_take_is_known_for_every_architecture() -> None:
     stored = pd.read_csv(REGISTERS)
-    assert set(stored["kernel"]) == set(kernels["sm_80"])
+    instantiated = {str(name).partition("<")[0].rpartition("::")[2] for name in stored["kernel"]}
+    assert instantiated == {name for path in CSRC.rglob("*.cu*") for name in written_kernels(path)}
     for name, of_kernel in stored.groupby("kernel"):
         assert set(of_kernel["architecture"]) == {f"sm_{capability.replace('.', '')}" for capability in LIMITS}, name
+
+
+def test_only_code_counts_as_a_change(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    copy = tmp_path / "csrc"
+    shutil.copytree(CSRC, copy)
+    monkeypatch.setattr(resources, "CSRC", copy)
+    header = copy / "combinator/combinator.h"
+    text = header.read_text()
+    header.write_text("// A remark.\n\n" + text.replace("\n", "  \n"))
+    assert changed_sources() == []
+    header.write_text(text + "constexpr int kMore = 1;\n")
+    assert changed_sources() == ["combinator/combinator_cuda.cu"]
+    (copy / "common/kernel.cuh").write_text('constexpr const char* kUrl = "http://other";\n')
+    assert changed_sources() == [name for name in cuda_sources() if name != PROBE]
 
 
 def written_kernels(path: Path) -> list[str]:
