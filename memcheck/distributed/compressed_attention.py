@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -11,7 +11,35 @@ from torch.autograd.function import once_differentiable
 
 from memcheck.distributed.exchange import Ranks
 from memcheck.ops.checks import check_rank, check_slices, in_autocast_dtype
+from memcheck.ops.compressed_attention import Options as LocalOptions
 from memcheck.ops.compressed_attention import compressed_attention_pooled
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Options(LocalOptions, total=False):
+    """Arguments that do not change what is returned."""
+
+    group: dist.ProcessGroup | None
+
+
+@overload
+def compressed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, factor: int, return_lse: Literal[False] = ..., **options: Unpack[Options]
+) -> Tensor: ...
+
+
+@overload
+def compressed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, factor: int, return_lse: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def compressed_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, factor: int, return_lse: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def compressed_attention(
@@ -27,7 +55,7 @@ def compressed_attention(
     return_lse: bool = False,
     sink: Tensor | None = None,
     **not_offered: Any,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """memcheck.compressed_attention of a sequence whose slices the ranks hold, in their order.
 
     Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -14,12 +14,57 @@ from torch.autograd.function import once_differentiable
 from memcheck.distributed.exchange import Ranks, State
 from memcheck.distributed.slices import Part, Whole, part_of
 from memcheck.ops import linear_attention as local
-from memcheck.ops.checks import check_rank, check_slices, in_autocast_dtype
+from memcheck.ops.checks import SelfSequences, check_rank, check_slices, in_autocast_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 OPERATORS = torch.ops.memcheck
 ROWS = 0  # The dimension of rows of M (B,Hkv,D,Dv) and z (B,Hkv,D).
 # A key whose features are all 0: exp(-10000) is 0 in every accumulation type.
 NO_KEY = {"elu+1": -10000.0, "identity": 0.0}
+
+
+class Options(SelfSequences, total=False):
+    """Arguments that do not change what is returned."""
+
+    group: dist.ProcessGroup | None
+    causal: bool
+    feature_map: str
+    eps: float
+    decay: Tensor | None
+    same_bits: bool
+    initial_state: local.AnyState | None
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    normalize: bool = ...,
+    return_state: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    normalize: Literal[True] = ...,
+    return_state: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, local.State]: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, normalize: bool = ..., return_state: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, local.AnyState]: ...
 
 
 def linear_attention(
@@ -37,9 +82,9 @@ def linear_attention(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: Any = None,
+    initial_state: local.AnyState | None = None,
     return_state: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, local.AnyState]:
     """memcheck.linear_attention of a sequence whose slices the ranks hold, in their order.
 
     Args:
@@ -95,7 +140,8 @@ def linear_attention(
     y, *after = _Causal.apply(q, k, v, decay, *state, _Call(ranks, part, options, same_bits, return_state))
     if not return_state:
         return y
-    return y, _pair(ranks.summed(*(part.of_whole(x, ROWS) for x in after)))
+    m, *z = ranks.summed(*(part.of_whole(x, ROWS) for x in after))
+    return y, (m, z[0] if normalize else None)
 
 
 def _not_causal(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 import torch.distributed as dist
@@ -12,11 +12,42 @@ from torch.autograd.function import once_differentiable
 from memcheck.distributed.exchange import Ranks, State
 from memcheck.distributed.slices import Part, Whole, part_of
 from memcheck.ops import softplus_attention as local
-from memcheck.ops.checks import check_initial_state, check_rank, check_slices, in_autocast_dtype
+from memcheck.ops.checks import SelfSequences, check_initial_state, check_rank, check_slices, in_autocast_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 OPERATORS = torch.ops.memcheck
 NO_KEY = -10000.0  # Its softplus is 0 in every accumulation type.
 ROWS = 1  # The dimension of rows of a state (2,B,R), Z and A.
+
+
+class Options(SelfSequences, total=False):
+    """Arguments that do not change what is returned."""
+
+    group: dist.ProcessGroup | None
+    causal: bool
+    eps: float
+    same_bits: bool
+    initial_state: local.State | local.StateWithRest | None
+
+
+@overload
+def softplus_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]
+) -> Tensor: ...
+
+
+@overload
+def softplus_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
+) -> tuple[Tensor, local.State]: ...
+
+
+@overload
+def softplus_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, local.State]: ...
 
 
 def softplus_attention(
@@ -31,9 +62,9 @@ def softplus_attention(
     cu_seqlens: Tensor | None = None,
     lengths: Tensor | None = None,
     padding: str = "right",
-    initial_state: Any = None,
+    initial_state: local.State | local.StateWithRest | None = None,
     return_state: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, local.State]:
     """memcheck.softplus_attention of a sequence whose slices the ranks hold, in their order.
 
     Args:
@@ -87,7 +118,10 @@ def softplus_attention(
         if not return_state:
             return y
         (sums,) = ranks.summed(part.of_whole(after[0], ROWS))
-    return (y, tuple(sums.unbind())) if return_state else y
+    if not return_state:
+        return y
+    z, a = sums.unbind()
+    return y, (z, a)
 
 
 def _not_causal(

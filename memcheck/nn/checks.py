@@ -56,7 +56,7 @@ def check_step(module: str, x: Tensor, causal: bool) -> None:
 
 
 def refuse_scripting(self: object) -> NoReturn:
-    """What torch.jit.script calls before it compiles a module, as __prepare_scriptable__."""
+    """Raises. torch.jit.script calls it as __prepare_scriptable__ before it compiles a module."""
     raise NotImplementedError(
         f"{type(self).__name__}: torch.jit.script does not compile it; use torch.export.export, torch.compile or "
         "torch.jit.trace"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -38,3 +40,6 @@ class Combinator(Weighted):
 
     def forward(self, x: Tensor) -> Tensor:
         return combinator(x, self.weight, low_memory=self.low_memory)
+
+    if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
+        __call__ = forward

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
@@ -10,13 +10,16 @@ from torch import Tensor
 from memcheck.nn.checks import check_positive, check_step, check_tokens
 from memcheck.nn.heads import HeadedSelfAttention
 from memcheck.nn.weighted import DeviceLike
-from memcheck.ops.checks import check_states, sequence_arguments
+from memcheck.ops.checks import SelfSequences, check_states, sequence_arguments
 from memcheck.ops.compressed_attention import (
     CompressedAttentionState,
     Places,
     compressed_attention,
     compressed_attention_pooled,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class CompressedState(NamedTuple):
@@ -26,6 +29,17 @@ class CompressedState(NamedTuple):
     vc: Tensor  # (B,Hkv,C,D)
     k: Tensor  # (B,Hkv,m,D), m < factor
     v: Tensor  # (B,Hkv,m,D)
+
+
+# The state with compression="mean", or with "convolution"; packed or padded, a tuple with one for each sequence.
+State = CompressedAttentionState | CompressedState
+States = State | tuple[CompressedAttentionState, ...] | tuple[CompressedState, ...]
+
+
+class Options(SelfSequences, total=False):
+    """Arguments of the forward that do not change what it returns."""
+
+    initial_state: States | None
 
 
 class BlockConvolution(torch.nn.Module):
@@ -152,6 +166,24 @@ class CompressedSelfAttention(HeadedSelfAttention):
             return self.k_compression(k, not self.causal), self.v_compression(v, not self.causal)
         return in_blocks(k, self.factor)[0].mean(3), in_blocks(v, self.factor)[0].mean(3)
 
+    @overload
+    def forward(self, x: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, *, return_state: Literal[True], initial_state: State | None = ...
+    ) -> tuple[Tensor, State]: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
+    ) -> tuple[Tensor, States]: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, *, return_state: bool, **options: Unpack[Options]
+    ) -> Tensor | tuple[Tensor, States]: ...
+
     def forward(
         self,
         x: Tensor,
@@ -159,9 +191,9 @@ class CompressedSelfAttention(HeadedSelfAttention):
         cu_seqlens: Tensor | None = None,
         lengths: Tensor | None = None,
         padding: str = "right",
-        initial_state: Any = None,
+        initial_state: States | None = None,
         return_state: bool = False,
-    ) -> Any:
+    ) -> Tensor | tuple[Tensor, States]:
         """x (B,S,E) -> y (B,S,E); with return_state (y, state), which `step` takes too.
 
         The other arguments are those of memcheck.compressed_attention. Where padded, y is the bias of out_proj. The
@@ -189,6 +221,9 @@ class CompressedSelfAttention(HeadedSelfAttention):
         kc, vc = self.compress(k, v)
         return self.leave(compressed_attention_pooled(q, kc, vc, kv_len=k.shape[2], **self.options()))
 
+    if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
+        __call__ = forward
+
     def extend(self, x: Tensor, state: object) -> tuple[Tensor, CompressedState]:
         """The newest positions x (B,n,E) -> y (B,n,E), and the new state."""
         q, k, v = self.project(x)
@@ -214,7 +249,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
         return self.leave(of_queries.attend(q, kc, vc, kv_lens, **self.options())), tuple(new)
 
     def positions(self, state: CompressedState) -> int:
-        """How many positions a state is of."""
+        """The number of positions that a state covers."""
         return state.kc.shape[2] * self.factor + state.k.shape[2]
 
     def state_after(self, k: Tensor, v: Tensor, state: object) -> CompressedState:
@@ -235,9 +270,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
         return CompressedState(kc, vc, k, v)
 
     @torch.no_grad()
-    def step(
-        self, x: Tensor, state: CompressedAttentionState | CompressedState | None = None
-    ) -> tuple[Tensor, CompressedAttentionState | CompressedState]:
+    def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """The newest positions, from a state instead of all earlier tokens; no gradient.
 
         Args:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -246,6 +246,9 @@ class Decoder(torch.nn.Module):
             x = layer(x, **sequences)
         logits: Tensor = self.head(self.norm(x))
         return logits
+
+    if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
+        __call__ = forward
 
 
 def positions_within(cu_seqlens: Tensor, tokens: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,7 +11,17 @@ from torch import Tensor
 from memcheck.nn.checks import check_decay, check_step
 from memcheck.nn.heads import HeadedSelfAttention
 from memcheck.nn.weighted import DeviceLike
+from memcheck.ops.checks import SelfSequences
 from memcheck.ops.linear_attention import AnyState, linear_attention, linear_attention_step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Options(SelfSequences, total=False):
+    """Arguments of the forward that do not change what it returns."""
+
+    initial_state: AnyState | None
 
 
 class LinearSelfAttention(HeadedSelfAttention):
@@ -102,6 +112,19 @@ class LinearSelfAttention(HeadedSelfAttention):
             decay = decay.to(torch.promote_types(q.dtype, torch.float32)).sigmoid()
         return {"feature_map": self.feature_map, "eps": self.eps, "normalize": self.normalize, "decay": decay}
 
+    @overload
+    def forward(self, x: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
+    ) -> tuple[Tensor, AnyState]: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, *, return_state: bool, **options: Unpack[Options]
+    ) -> Tensor | tuple[Tensor, AnyState]: ...
+
     def forward(
         self,
         x: Tensor,
@@ -125,6 +148,9 @@ class LinearSelfAttention(HeadedSelfAttention):
             return self.leave(result)
         y, state = result
         return self.leave(y), state
+
+    if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
+        __call__ = forward
 
     @torch.no_grad()
     def step(self, x: Tensor, state: AnyState | None = None) -> tuple[Tensor, AnyState]:

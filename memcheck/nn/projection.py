@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -42,10 +44,16 @@ class QueryProjection(Projection):
     def forward(self, x: Tensor) -> Tensor:
         return linear_r(x, self.weight)
 
+    if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
+        __call__ = forward
+
 
 class ChannelMajorProjection(Projection):
     def forward(self, x: Tensor) -> Tensor:
         return linear_l(x, self.weight)
+
+    if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
+        __call__ = forward
 
 
 class KeyProjection(ChannelMajorProjection):
@@ -77,3 +85,6 @@ class OutProjection(Projection):
 
     def forward(self, x: Tensor) -> Tensor:
         return linear_r(x, self.weight)
+
+    if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
+        __call__ = forward

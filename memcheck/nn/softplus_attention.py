@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from memcheck.nn.checks import check_positive, check_step, check_tokens, refuse_scripting
 from memcheck.nn.weighted import DeviceLike
+from memcheck.ops.checks import SelfSequences
 from memcheck.ops.softplus_attention import State, softplus_attention, softplus_attention_step
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 def heuristic_core_dim(dim: int) -> int:
@@ -58,6 +62,12 @@ class ChannelSelfAttention(torch.nn.Module):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
+class Options(SelfSequences, total=False):
+    """Arguments of the forward that do not change what it returns."""
+
+    initial_state: State | None
+
+
 class SoftplusSelfAttention(ChannelSelfAttention):
     """Softplus self-attention, projections inside: x (B,S,E) -> y (B,S,E).
 
@@ -95,6 +105,19 @@ class SoftplusSelfAttention(ChannelSelfAttention):
     def extra_repr(self) -> str:
         return f"causal={self.causal}, eps={self.eps}"
 
+    @overload
+    def forward(self, x: Tensor, *, return_state: Literal[False] = ..., **options: Unpack[Options]) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, *, return_state: Literal[True], **options: Unpack[Options]
+    ) -> tuple[Tensor, State]: ...
+
+    @overload
+    def forward(
+        self, x: Tensor, *, return_state: bool, **options: Unpack[Options]
+    ) -> Tensor | tuple[Tensor, State]: ...
+
     def forward(
         self,
         x: Tensor,
@@ -119,6 +142,9 @@ class SoftplusSelfAttention(ChannelSelfAttention):
             return tokens
         y, state = result
         return self.out_proj(y), state
+
+    if TYPE_CHECKING:  # torch.nn.Module's own returns Any.
+        __call__ = forward
 
     @torch.no_grad()
     def step(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:

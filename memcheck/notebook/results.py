@@ -43,6 +43,7 @@ from memcheck.report.records import PIVOT_FIELDS
 from memcheck.report.tables import Sentences, Tables, to_html
 
 if TYPE_CHECKING:
+    import pandas as pd
     from matplotlib.figure import Figure
 
 TABLES = ("scaling", "prediction", "accounting", "cs336")
@@ -162,7 +163,7 @@ class Results(Sequence[Record]):
         """Every picture that the records allow."""
         return choose_pictures(self.records, styles=styles_of_contenders(), title=title, request=request)
 
-    def to_pandas(self) -> Any:
+    def to_pandas(self) -> pd.DataFrame:
         """A DataFrame with a row per record, and a column per field that any of them has."""
         import pandas as pd
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -14,6 +14,21 @@ PLAIN_ATTENTION = torch._C._nn.scaled_dot_product_attention
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PAIRS = (tuple, list)  # a union takes longer to make than a short call may take to check its state
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
+
+
+class SelfSequences(TypedDict, total=False):
+    """Arguments of self-attention that describe packed or padded sequences, for type checkers."""
+
+    cu_seqlens: Tensor | None
+    lengths: Tensor | None
+    padding: str
+
+
+class Sequences(SelfSequences, total=False):
+    """The same, also for sequences with other numbers of queries than of keys."""
+
+    cu_seqlens_q: Tensor | None
+    cu_seqlens_k: Tensor | None
 
 
 def check_rank(op: str, name: str, x: Tensor, letters: str, dimensions: int) -> None:
@@ -27,7 +42,7 @@ def check_rank(op: str, name: str, x: Tensor, letters: str, dimensions: int) -> 
 def check_state(op: str, state: object, names: tuple[str, str]) -> None:
     """TypeError if the state is no pair of tensors. The operator checks shapes, dtypes and devices."""
     if isinstance(state, PAIRS) and len(state) == 2 and type(state[0]) is type(state[1]) is Tensor:
-        return  # as in most calls, which are short
+        return  # the usual case, without the checks that follow
     if not isinstance(state, PAIRS) or len(state) != 2:
         raise TypeError(f"{op}: state must be a pair of tensors ({', '.join(names)}) or None, got {described(state)}")
     for name, x in zip(names, state, strict=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import changed_options, prepare_input
 

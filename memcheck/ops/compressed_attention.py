@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     DTYPES,
+    Sequences,
     changed_options,
     check_states,
     in_autocast_dtype,
@@ -21,6 +22,9 @@ from memcheck.ops.checks import (
     refuse_context_parallel,
     sequence_arguments,
 )
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 LONGEST = 2**31
 MOST_POSITIONS = 2**62
@@ -32,6 +36,21 @@ _forward_pooled = torch.ops.memcheck.compressed_attention_pooled.default
 _step = torch.ops.memcheck.compressed_attention_step.default
 
 
+class Options(TypedDict, total=False):
+    """Arguments of compressed_attention that do not change what it returns."""
+
+    causal: bool
+    strict: bool
+    scale: float | None
+    sink: Tensor | None
+
+
+class SequenceOptions(Options, Sequences, total=False):
+    """The same, with those of packed or padded sequences, which have a tuple of states."""
+
+    initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None
+
+
 @overload
 def compressed_attention(
     q: Tensor,
@@ -39,18 +58,9 @@ def compressed_attention(
     v: Tensor,
     *,
     factor: int,
-    causal: bool = True,
-    strict: bool = False,
-    scale: float | None = None,
-    return_lse: Literal[False] = False,
-    sink: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    lengths: Tensor | None = None,
-    padding: str = "right",
-    initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None = None,
-    return_state: Literal[False] = False,
+    return_lse: Literal[False] = ...,
+    return_state: Literal[False] = ...,
+    **options: Unpack[SequenceOptions],
 ) -> Tensor: ...
 
 
@@ -61,19 +71,77 @@ def compressed_attention(
     v: Tensor,
     *,
     factor: int,
-    causal: bool = True,
-    strict: bool = False,
-    scale: float | None = None,
-    return_lse: bool = False,
-    sink: Tensor | None = None,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    cu_seqlens_k: Tensor | None = None,
-    lengths: Tensor | None = None,
-    padding: str = "right",
-    initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None = None,
-    return_state: bool = False,
-) -> Any: ...
+    return_lse: Literal[True],
+    return_state: Literal[False] = ...,
+    **options: Unpack[SequenceOptions],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    return_lse: Literal[False] = ...,
+    return_state: Literal[True],
+    initial_state: CompressedAttentionState | None = ...,
+    **options: Unpack[Options],
+) -> tuple[Tensor, CompressedAttentionState]: ...
+
+
+@overload
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    return_lse: Literal[True],
+    return_state: Literal[True],
+    initial_state: CompressedAttentionState | None = ...,
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, CompressedAttentionState]: ...
+
+
+@overload
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    return_lse: Literal[False] = ...,
+    return_state: Literal[True],
+    **options: Unpack[SequenceOptions],
+) -> tuple[Tensor, States]: ...
+
+
+@overload
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    return_lse: Literal[True],
+    return_state: Literal[True],
+    **options: Unpack[SequenceOptions],
+) -> tuple[Tensor, Tensor, States]: ...
+
+
+@overload
+def compressed_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    factor: int,
+    return_lse: bool = ...,
+    return_state: bool = ...,
+    **options: Unpack[SequenceOptions],
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, States] | tuple[Tensor, Tensor, States]: ...
 
 
 def compressed_attention(
@@ -94,7 +162,7 @@ def compressed_attention(
     padding: str = "right",
     initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None = None,
     return_state: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, States] | tuple[Tensor, Tensor, States]:
     """Softmax attention over blocks of `factor` positions, whose keys and values are averaged.
 
     This is memory-compressed attention (Liu et al. 2018, arXiv:1801.10198) and the compression branch of NSA (Yuan et
@@ -210,11 +278,8 @@ def compressed_attention_pooled(
     *,
     factor: int,
     kv_len: int,
-    causal: bool = True,
-    strict: bool = False,
-    scale: float | None = None,
-    return_lse: Literal[False] = False,
-    sink: Tensor | None = None,
+    return_lse: Literal[False] = ...,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 
 
@@ -226,12 +291,15 @@ def compressed_attention_pooled(
     *,
     factor: int,
     kv_len: int,
-    causal: bool = True,
-    strict: bool = False,
-    scale: float | None = None,
-    return_lse: bool = False,
-    sink: Tensor | None = None,
-) -> Any: ...
+    return_lse: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def compressed_attention_pooled(
+    q: Tensor, kc: Tensor, vc: Tensor, *, factor: int, kv_len: int, return_lse: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def compressed_attention_pooled(
@@ -246,7 +314,7 @@ def compressed_attention_pooled(
     scale: float | None = None,
     return_lse: bool = False,
     sink: Tensor | None = None,
-) -> Any:
+) -> Tensor | tuple[Tensor, Tensor]:
     """compressed_attention for keys and values that are compressed already, for example by a learned compression.
 
     Args:
@@ -396,6 +464,10 @@ class CompressedAttentionState(NamedTuple):
     v_sum: Tensor  # (B,Hkv,D) of the values
     positions: int  # of the open block, less than factor
     factor: int  # positions per block
+
+
+# Packed or padded, there is a state for each sequence.
+States = CompressedAttentionState | tuple[CompressedAttentionState, ...]
 
 
 def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> CompressedAttentionState:
@@ -560,8 +632,8 @@ _leaving_the_graph = torch._disable_dynamo(_sequences_go_on)
 
 
 class _AttentionOfSequences(torch.autograd.Function):
-    """compressed_attention_pooled_sequences. Its gradients are made of those of single sequences if they are to be
-    differentiated, because these can be."""
+    """compressed_attention_pooled_sequences. If its gradients will be differentiated, they are computed for
+    each sequence alone: the operator for one sequence has second derivatives."""
 
     @staticmethod
     def forward(
@@ -582,7 +654,7 @@ class _AttentionOfSequences(torch.autograd.Function):
         if not return_lse:
             ctx.mark_non_differentiable(lse)
         if keep:
-            # y: for grad_y . y, unless it was rounded to 16 bits, when that is a sum over blocks.
+            # y is kept for grad_y . y. In 16 bits y is rounded, and grad_y . y is a sum over blocks instead.
             ctx.save_for_backward(q, sink, y if lse.dtype == y.dtype else None, lse, *blocks)
         return y, lse
 
@@ -604,12 +676,12 @@ class _AttentionOfSequences(torch.autograd.Function):
 
 
 def _gradients(places: Places, tensors: Sequence[Any], options: dict[str, Any]) -> Any:
-    """Of q, all kc, all vc and sink, by one call of the operator."""
+    """The gradients of q, all kc, all vc and sink, by one call of the operator."""
     return torch.ops.memcheck.compressed_attention_pooled_sequences_backward(*tensors, **options)
 
 
 def _differentiable_gradients(places: Places, tensors: Sequence[Any], options: dict[str, Any]) -> Any:
-    """The same by a call for each sequence."""
+    """The same gradients, by a call for each sequence."""
     grad_y, q, kc, vc, y, lse, grad_lse, sink = tensors
     wants_q, _, _, wants_sink = options["output_mask"]
     common = {name: options[name] for name in ("factor", "causal", "strict", "scale", "output_mask")}
@@ -640,8 +712,8 @@ class Places(NamedTuple):
     def of_sequences(
         cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, sequences: dict[str, Any]
     ) -> tuple[Places, Places]:
-        """Those of a packed or padded batch in q (B,H,S,D), and in k and v (B,Hkv,T,D), after checks."""
-        with torch.no_grad():  # for its checks: in one block per sequence, of no columns, there is nothing to compute
+        """Checks a packed or padded batch, and returns its places in q (B,H,S,D), and in k and v (B,Hkv,T,D)."""
+        with torch.no_grad():  # only checks: one block per sequence without columns leaves nothing to compute
             one_head = (x.new_empty(x[:, :1, :, :0].shape) for x in (q, k, v))
             torch.ops.memcheck.compressed_attention_sequences(*one_head, factor=LONGEST, causal=causal, **sequences)
         return cls.of_batch(q.shape[2], k.shape[2], causal, **sequences)
@@ -769,7 +841,7 @@ def _checked_state(
     scale: float | None,
     name: str = "state",
 ) -> CompressedAttentionState:
-    """The state, or that of no positions, after all checks."""
+    """The state after all checks; if it is None, that of no positions."""
     _check_keys(op, k, v, factor)
     old = _empty_state(k, factor) if state is None else state
     _check_state(op, name, k, old, factor)
@@ -876,7 +948,7 @@ def _empty_state(k: Tensor, factor: int) -> CompressedAttentionState:
 
 
 def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor) -> CompressedAttentionState:
-    """The state, n positions further: k and v (B,Hkv,n,D)."""
+    """The state after n more positions, k and v (B,Hkv,n,D)."""
     total = state.positions + k.shape[2]
     if total < state.factor:
         k_sum, v_sum = _add(state.k_sum, k), _add(state.v_sum, v)

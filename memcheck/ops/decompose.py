@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+from memcheck._extension import extension
 
 Tensors = tuple[Tensor, ...]
 
 
-def decompositions() -> dict[Any, Callable[..., Any]]:
+def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
     """The forward of every operator in torch's own operations, a table for ExportedProgram.run_decompositions.
 
     Results are those of the operator up to rounding, with dynamic sizes too; sums are in float32 for 16-bit inputs.
@@ -25,6 +25,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         >>> program = program.run_decompositions(memcheck.decompositions())
         >>> y = program.module()(x)
     """
+    extension("memcheck.decompositions")
     operators = (
         softplus_attention,
         softplus_attention_sequences,

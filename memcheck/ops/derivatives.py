@@ -1,4 +1,4 @@
-"""What C++ does not compute: derivatives beyond the first, tangents, and gradients inside torch.func's transforms.
+"""Derivatives that C++ does not compute: beyond the first, tangents, and gradients inside torch.func's transforms.
 
 These are the formulas of memcheck.ops.reference in plain PyTorch, in float32 for 16-bit inputs. They need the memory of
 the reference: linear and compressed attention form their matrices of weights. A first gradient inside torch.func (grad,
@@ -24,7 +24,7 @@ from torch._C._functorch import (
 )
 from torch.autograd import forward_ad
 
-from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+from memcheck._extension import MISSING
 
 Tensors = Sequence[Tensor]
 Gradients = Sequence[Any]  # of tensors; None where there is none
@@ -46,7 +46,7 @@ def transformed() -> bool:
 
 
 def call(op: str, inputs: Tensors, **options: Any) -> Tensor:
-    """The first result of an operator where `transformed()`."""
+    """The first result of an operator, while a transform is active."""
     transforms = {interpreter.key() for interpreter in get_interpreter_stack() or ()}
     duals = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in inputs)
     if TransformType.Jvp in transforms or duals:
@@ -209,7 +209,7 @@ def gradients_by_vjp(
 
 
 def pulled_back(gradients: Callable[..., Gradients], grad_gradients: Gradients, arguments: Gradients) -> Tensors:
-    """From a gradient (or none) for each result of `gradients`, one for each of its arguments that is a tensor."""
+    """The gradients of the tensors in the arguments of `gradients`, from those of its results (None: no gradient)."""
     present = [i for i, x in enumerate(arguments) if x is not None]
     asked = {i: x for i, x in enumerate(grad_gradients) if x is not None}
 
@@ -303,7 +303,7 @@ def linear_attention_sequences(tensors: Gradients, output_mask: Sequence[bool], 
 def compressed_attention_sequences(
     tensors: Gradients, factor: int, kv_len: int, output_mask: Sequence[bool], causal: bool, **options: Any
 ) -> Gradients:
-    """Those of each sequence, from its blocks, in its positions."""
+    """The gradients, computed for each sequence alone and written at its positions."""
     grad_y, q, kc, vc, y, lse, grad_lse, sink = [*tensors, None, None][:8]
     names = ("cu_seqlens_q", "cu_seqlens_k", "lengths", "left_padded")
     sequences = in_names_of_reference({name: options.pop(name) for name in names})
@@ -350,26 +350,26 @@ def linear_l(tensors: Gradients, output_mask: Sequence[bool]) -> Gradients:
     return linear_r([tensors[0].mT, *tensors[1:]], output_mask)
 
 
-# memcheck::X_double_backward takes a gradient (or none) for each result of memcheck::X_backward, and the arguments of
-# that. It returns a gradient for each of these that is a tensor. C++ calls it.
-LIBRARY = torch.library.Library("memcheck", "FRAGMENT")
+def define(library: torch.library.Library, gradients: Callable[..., Gradients]) -> None:
+    """Defines memcheck::X_double_backward, which C++ calls.
 
-
-def define(gradients: Callable[..., Gradients]) -> None:
+    It takes a gradient (or none) for each result of memcheck::X_backward, and the arguments of that. It returns a
+    gradient for each of these that is a tensor.
+    """
     name = gradients.__name__
     schema = str(getattr(torch.ops.memcheck, f"{name}_backward").default._schema)
     arguments = schema[schema.index("(") + 1 : schema.rindex(") ->")]
-    LIBRARY.define(f"{name}_double_backward(Tensor?[] grad_gradients, {arguments}) -> Tensor[]")
+    library.define(f"{name}_double_backward(Tensor?[] grad_gradients, {arguments}) -> Tensor[]")
 
     def double_backward(grad_gradients: Gradients, *tensors: Tensor | None, **options: Any) -> Tensors:
         pulled = pulled_back(lambda *given: gradients(given, **options), grad_gradients, tensors)
-        # Lengths have no gradient, so that anything may stand for it.
+        # Lengths have no gradient. The list has a place for each, whose value is not used.
         return [*pulled, *(x for x in options.values() if isinstance(x, Tensor))]
 
-    LIBRARY.impl(f"{name}_double_backward", double_backward, "CompositeImplicitAutograd")
+    library.impl(f"{name}_double_backward", double_backward, "CompositeImplicitAutograd")
 
 
-for formula in (
+FORMULAS = (
     softplus_attention,
     linear_attention,
     softplus_attention_sequences,
@@ -380,5 +380,8 @@ for formula in (
     combinator,
     linear_r,
     linear_l,
-):
-    define(formula)
+)
+if MISSING is None:
+    LIBRARY = torch.library.Library("memcheck", "FRAGMENT")
+    for formula in FORMULAS:
+        define(LIBRARY, formula)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     PAIRS,
+    Sequences,
     changed_options,
     check_rank,
     check_state,
@@ -21,7 +22,11 @@ from memcheck.ops.checks import (
     sequence_arguments,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 State = tuple[Tensor, Tensor]
+StateWithRest = tuple[Tensor, Tensor, Tensor, Tensor]
 # z is None where y is not normalized.
 AnyState = tuple[Tensor, Tensor | None]
 DEFAULTS = {"feature_map": "elu+1", "eps": 1e-6}
@@ -30,24 +35,25 @@ _forward = torch.ops.memcheck.linear_attention.default
 _step = torch.ops.memcheck.linear_attention_step.default
 
 
+class Options(Sequences, total=False):
+    """Arguments of linear_attention that do not change what it returns."""
+
+    causal: bool
+    feature_map: str
+    eps: float
+    decay: Tensor | None
+    initial_state: AnyState | None
+
+
 @overload
 def linear_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
-    feature_map: str = ...,
-    eps: float = ...,
     normalize: bool = ...,
-    decay: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    cu_seqlens_k: Tensor | None = ...,
-    lengths: Tensor | None = ...,
-    padding: str = ...,
-    initial_state: AnyState | None = ...,
     return_state: Literal[False] = ...,
+    **options: Unpack[Options],
 ) -> Tensor: ...
 
 
@@ -57,19 +63,22 @@ def linear_attention(
     k: Tensor,
     v: Tensor,
     *,
-    causal: bool = ...,
-    feature_map: str = ...,
-    eps: float = ...,
-    normalize: bool = ...,
-    decay: Tensor | None = ...,
-    cu_seqlens: Tensor | None = ...,
-    cu_seqlens_q: Tensor | None = ...,
-    cu_seqlens_k: Tensor | None = ...,
-    lengths: Tensor | None = ...,
-    padding: str = ...,
-    initial_state: AnyState | None = ...,
+    normalize: Literal[True] = ...,
     return_state: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, State]: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, normalize: bool, return_state: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, AnyState]: ...
+
+
+@overload
+def linear_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, normalize: bool = ..., return_state: bool = ..., **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, AnyState]: ...
 
 
 def linear_attention(
@@ -178,6 +187,14 @@ def linear_attention(
     return (y, (m, z if normalize else None)) if return_state else y
 
 
+class StepOptions(TypedDict, total=False):
+    """Arguments of linear_attention_step that do not change what it returns."""
+
+    feature_map: str
+    eps: float
+    decay: Tensor | None
+
+
 @overload
 def linear_attention_step(
     q: Tensor,
@@ -185,10 +202,9 @@ def linear_attention_step(
     v: Tensor,
     state: State | None = ...,
     *,
-    feature_map: str = ...,
-    eps: float = ...,
     normalize: Literal[True] = ...,
-    decay: Tensor | None = ...,
+    state_rest: Literal[False] = ...,
+    **options: Unpack[StepOptions],
 ) -> tuple[Tensor, State]: ...
 
 
@@ -199,10 +215,9 @@ def linear_attention_step(
     v: Tensor,
     state: AnyState | None = ...,
     *,
-    feature_map: str = ...,
-    eps: float = ...,
-    normalize: bool,
-    decay: Tensor | None = ...,
+    normalize: bool = ...,
+    state_rest: Literal[False] = ...,
+    **options: Unpack[StepOptions],
 ) -> tuple[Tensor, AnyState]: ...
 
 
@@ -211,28 +226,52 @@ def linear_attention_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: Any = ...,
+    state: StateWithRest,
     *,
-    feature_map: str = ...,
-    eps: float = ...,
+    normalize: Literal[True] = ...,
+    state_rest: bool = ...,
+    **options: Unpack[StepOptions],
+) -> tuple[Tensor, StateWithRest]: ...
+
+
+@overload
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | StateWithRest | None = ...,
+    *,
+    normalize: Literal[True] = ...,
+    state_rest: Literal[True],
+    **options: Unpack[StepOptions],
+) -> tuple[Tensor, StateWithRest]: ...
+
+
+@overload
+def linear_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: AnyState | StateWithRest | None = ...,
+    *,
     normalize: bool = ...,
-    decay: Tensor | None = ...,
-    state_rest: bool,
-) -> tuple[Tensor, Any]: ...
+    state_rest: bool = ...,
+    **options: Unpack[StepOptions],
+) -> tuple[Tensor, AnyState | StateWithRest]: ...
 
 
 def linear_attention_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: Any = None,
+    state: AnyState | StateWithRest | None = None,
     *,
     feature_map: str = "elu+1",
     eps: float = 1e-6,
     normalize: bool = True,
     decay: Tensor | None = None,
     state_rest: bool = False,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, AnyState | StateWithRest]:
     """One position of causal linear attention, from a state instead of all earlier keys.
 
     Args:
@@ -268,7 +307,8 @@ def linear_attention_step(
     op = "linear_attention_step"
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
-    with_rests = isinstance(state, PAIRS) and len(state) == 4
+    given: Any = state
+    with_rests = isinstance(given, PAIRS) and len(given) == 4
     state_rest = state_rest or with_rests
     if decay is not None or not normalize:
         if state_rest:
@@ -278,10 +318,10 @@ def linear_attention_step(
             raise ValueError(f"{op}: q must be one position, (B,H,1,D), got {list(q.shape)}")
         options: dict[str, Any] = {"feature_map": feature_map, "eps": eps, "normalize": normalize, "decay": decay}
         with torch.no_grad():
-            return linear_attention(q, k, v, causal=True, initial_state=state, return_state=True, **options)
-    if state is None:
-        state = _empty_state(op, q, k, v)
-    sums, rests = (state[:2], state[2:]) if with_rests else (state, None)
+            return linear_attention(q, k, v, causal=True, initial_state=given, return_state=True, **options)
+    if given is None:
+        given = _empty_state(op, q, k, v)
+    sums, rests = (given[:2], given[2:]) if with_rests else (given, None)
     check_state(op, sums, ("m", "z"))
     options = changed_options(q, {"feature_map": feature_map, "eps": eps}, DEFAULTS)
     y, m, z = _step(q, k, v, *sums, **options)
@@ -299,7 +339,7 @@ def _add_to_sum(x: Tensor, total: Tensor, rest: Tensor) -> Tensor:
     x += rest
     new = total + x
     x -= new - total
-    x.nan_to_num_(0.0, 0.0, 0.0)  # of a sum that is infinite
+    x.nan_to_num_(0.0, 0.0, 0.0)  # an infinite sum leaves inf - inf
     return new
 
 

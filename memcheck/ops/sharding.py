@@ -16,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.experimental import register_sharding
 
-from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+from memcheck._extension import MISSING
 
 
 class Formula(NamedTuple):
@@ -62,7 +62,7 @@ FORMULAS = {
     "linear_l": Formula("BSE ER", "BRS", "BSER"),
     "linear_l_backward": Formula("BRS BSE ER", "BSE ER", "BSER"),
 }
-POSITIONS = "STC"  # of queries, keys and blocks: attention is not sharded by these
+POSITIONS = "STC"  # letters of queries, keys and blocks, by which attention is not sharded
 LEADING = "0123456789"
 
 
@@ -117,7 +117,7 @@ def _splits_alike(letter: str, letters: dict[str, str], specs: dict[str, Any]) -
 
 
 def _check_positions(name: str, letters: dict[str, str], specs: dict[str, Any]) -> None:
-    """NotImplementedError if the sequence is sharded. A gradient that is may be gathered."""
+    """NotImplementedError if the sequence is sharded. Sharded gradients are allowed: they may be gathered."""
     op = next((x for x in ("softplus_attention", "linear_attention", "compressed_attention") if x in name), None)
     if op is None or name.endswith("backward"):
         return
@@ -138,5 +138,5 @@ def _register(name: str, formula: Formula) -> None:
     DTensor._op_dispatcher.sharding_propagator.op_to_schema_info[operator].static_kwargkey = options
 
 
-for _name, _formula in FORMULAS.items():
+for _name, _formula in FORMULAS.items() if MISSING is None else ():
     _register(_name, _formula)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from memcheck._extension import _C  # noqa: F401  (registers torch.ops.memcheck)
+import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     PAIRS,
+    Sequences,
     changed_options,
     check_initial_state,
     check_rank,
@@ -20,6 +21,9 @@ from memcheck.ops.checks import (
     sequence_arguments,
 )
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 State = tuple[Tensor, Tensor]
 StateWithRest = tuple[Tensor, Tensor, Tensor, Tensor]
 
@@ -28,6 +32,56 @@ STEP_DEFAULTS = {"eps": 1e-6}
 
 _forward = torch.ops.memcheck.softplus_attention.default
 _step = torch.ops.memcheck.softplus_attention_step.default
+
+
+class Options(Sequences, total=False):
+    """Arguments of softplus_attention that do not change what it returns."""
+
+    causal: bool
+    eps: float
+    initial_state: State | StateWithRest | None
+
+
+@overload
+def softplus_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[False] = ...,
+    state_rest: bool = ...,
+    **options: Unpack[Options],
+) -> Tensor: ...
+
+
+@overload
+def softplus_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[True],
+    state_rest: Literal[False] = ...,
+    **options: Unpack[Options],
+) -> tuple[Tensor, State]: ...
+
+
+@overload
+def softplus_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    return_state: Literal[True],
+    state_rest: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, StateWithRest]: ...
+
+
+@overload
+def softplus_attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_state: bool = ..., state_rest: bool = ..., **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, State | StateWithRest]: ...
 
 
 def softplus_attention(
@@ -45,7 +99,7 @@ def softplus_attention(
     initial_state: State | StateWithRest | None = None,
     return_state: bool = False,
     state_rest: bool = False,
-) -> Any:
+) -> Tensor | tuple[Tensor, State | StateWithRest]:
     """A running mean of the values, weighted by softplus(k), gated by softplus(q).
 
     Every channel is a head of its own, as in AFT-simple (Zhai et al. 2021, arXiv:2105.14103), with softplus in place
@@ -140,15 +194,51 @@ def _attend_from_state(
     return y, (*sums.unbind(), *rest.unbind()) if state_rest else (*sums.unbind(),)
 
 
+@overload
+def softplus_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, state: State | None = ..., *, eps: float = ..., state_rest: Literal[False] = ...
+) -> tuple[Tensor, State]: ...
+
+
+@overload
+def softplus_attention_step(
+    q: Tensor, k: Tensor, v: Tensor, state: StateWithRest, *, eps: float = ..., state_rest: bool = ...
+) -> tuple[Tensor, StateWithRest]: ...
+
+
+@overload
 def softplus_attention_step(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    state: Any = None,
+    state: State | StateWithRest | None = ...,
+    *,
+    eps: float = ...,
+    state_rest: Literal[True],
+) -> tuple[Tensor, StateWithRest]: ...
+
+
+@overload
+def softplus_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | StateWithRest | None = ...,
+    *,
+    eps: float = ...,
+    state_rest: bool = ...,
+) -> tuple[Tensor, State | StateWithRest]: ...
+
+
+def softplus_attention_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | StateWithRest | None = None,
     *,
     eps: float = 1e-6,
     state_rest: bool = False,
-) -> tuple[Tensor, Any]:
+) -> tuple[Tensor, State | StateWithRest]:
     """The newest positions of causal softplus attention, from a state instead of all earlier keys.
 
     Args:

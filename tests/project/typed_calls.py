@@ -1,0 +1,177 @@
+"""Calls of the public API as users write them, and the types that mypy must infer. test_typing.py checks them."""
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+from typing_extensions import assert_type
+
+import memcheck
+import memcheck.compat
+from memcheck import CompressedAttentionState, MemoryTracker, Ranks, Results, nn
+from memcheck.bench.api import Largest
+from memcheck.bench.capacity import Capacity, find_capacity
+from memcheck.bench.catalog import make_case
+from memcheck.compat import softplus_attention as closed_module
+from memcheck.core.case import Case
+from memcheck.core.devices import Device, device_named
+from memcheck.core.record import Record
+from memcheck.integrations.transformers import StateCache, register
+from memcheck.measure.timeline import Timeline, record_timeline
+from memcheck.ops import gradcheck
+from memcheck.predict.replay import Peak, Prediction
+from memcheck.report import Comparison
+
+Sums = tuple[Tensor, Tensor]
+SumsAndRests = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def operators(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, flag: bool) -> None:
+    assert_type(memcheck.combinator(q, k, low_memory=True), Tensor)
+    assert_type(memcheck.linear_r(q, k), Tensor)
+    assert_type(memcheck.linear_l(q, k), Tensor)
+    assert_type(memcheck.softplus_attention(q, k, v, causal=False), Tensor)
+    assert_type(memcheck.softplus_attention(q, k, v, cu_seqlens=cu_seqlens), Tensor)
+    assert_type(memcheck.softplus_attention(q, k, v, return_state=True), tuple[Tensor, Sums])
+    y_and_rests = memcheck.softplus_attention(q, k, v, return_state=True, state_rest=True)
+    assert_type(y_and_rests, tuple[Tensor, SumsAndRests])
+    maybe = memcheck.softplus_attention(q, k, v, return_state=flag, state_rest=flag)
+    assert_type(maybe, Tensor | tuple[Tensor, Sums | SumsAndRests])
+    assert_type(memcheck.linear_attention(q, k, v, causal=True, lengths=cu_seqlens, padding="left"), Tensor)
+    y, state = memcheck.linear_attention(q, k, v, causal=True, return_state=True)
+    assert_type(state, Sums)
+    assert_type(memcheck.linear_attention(q, k, v, causal=True, initial_state=state), Tensor)
+    retention = memcheck.linear_attention(q, k, v, causal=True, normalize=False, decay=y, return_state=True)
+    assert_type(retention, tuple[Tensor, tuple[Tensor, Tensor | None]])
+    assert_type(memcheck.compressed_attention(q, k, v, factor=8, sink=y), Tensor)
+    assert_type(memcheck.compressed_attention_pooled(q, k, v, factor=8, kv_len=64), Tensor)
+    y, lse = memcheck.compressed_attention_pooled(q, k, v, factor=8, kv_len=64, return_lse=True)
+    assert_type(memcheck.merge_attention([y, y], [lse, lse]), Sums)
+    assert_type(memcheck.compressed_attention(q, k, v, factor=8, return_lse=True), Sums)
+    continued = memcheck.compressed_attention(q, k, v, factor=8, return_state=True)
+    assert_type(continued, tuple[Tensor, CompressedAttentionState])
+    assert_type(
+        memcheck.compressed_attention(
+            q, k, v, factor=8, initial_state=continued[1], return_lse=True, return_state=True
+        ),
+        tuple[Tensor, Tensor, CompressedAttentionState],
+    )
+    packed = memcheck.compressed_attention(q, k, v, factor=8, cu_seqlens=cu_seqlens, return_state=True)
+    assert_type(packed, tuple[Tensor, CompressedAttentionState | tuple[CompressedAttentionState, ...]])
+    assert_type(memcheck.compressed_attention(q, k, v, factor=8, lengths=cu_seqlens, initial_state=packed[1]), Tensor)
+
+
+def decoding(q: Tensor, k: Tensor, v: Tensor) -> None:
+    y, sums = memcheck.softplus_attention_step(q, k, v)
+    assert_type(y, Tensor)
+    assert_type(memcheck.softplus_attention_step(q, k, v, sums), tuple[Tensor, Sums])
+    y, rests = memcheck.softplus_attention_step(q, k, v, state_rest=True)
+    assert_type(memcheck.softplus_attention_step(q, k, v, rests), tuple[Tensor, SumsAndRests])
+    assert_type(memcheck.linear_attention_step(q, k, v, sums, feature_map="identity"), tuple[Tensor, Sums])
+    decayed = memcheck.linear_attention_step(q, k, v, normalize=False, decay=y)
+    assert_type(decayed, tuple[Tensor, tuple[Tensor, Tensor | None]])
+    assert_type(memcheck.linear_attention_step(q, k, v, rests), tuple[Tensor, SumsAndRests])
+    assert_type(memcheck.linear_attention_step(q, k, v, state_rest=True), tuple[Tensor, SumsAndRests])
+    blocks = memcheck.compressed_attention_state(k, v, factor=8)
+    assert_type(blocks, CompressedAttentionState)
+    assert_type(memcheck.compressed_attention_step(q, k, v, blocks, factor=8), tuple[Tensor, CompressedAttentionState])
+
+
+def modules(x: Tensor, cu_seqlens: Tensor) -> None:
+    softplus = nn.SoftplusSelfAttention(512, nn.heuristic_core_dim(512), dtype=torch.bfloat16)
+    assert_type(softplus(x), Tensor)
+    y, sums = softplus(x, return_state=True)
+    assert_type(sums, Sums)
+    assert_type(softplus.step(x, sums), tuple[Tensor, Sums])
+    linear = nn.LinearSelfAttention(512, 8, kv_heads=2, decay="retnet", device="cuda")
+    assert_type(linear(x, cu_seqlens=cu_seqlens), Tensor)
+    y, state = linear.step(x)
+    assert_type(linear(x, initial_state=state, return_state=True), tuple[Tensor, tuple[Tensor, Tensor | None]])
+    compressed = nn.CompressedSelfAttention(512, 8, factor=16, compression="convolution")
+    assert_type(compressed(x, lengths=cu_seqlens, padding="left"), Tensor)
+    y, blocks = compressed(x, return_state=True)
+    assert_type(y, Tensor)
+    assert_type(compressed.step(x, blocks)[0], Tensor)
+    y, several = compressed(x, cu_seqlens=cu_seqlens, return_state=True)
+    assert_type(compressed(x, cu_seqlens=cu_seqlens, initial_state=several), Tensor)
+    assert_type(nn.Combinator(512, low_memory=True)(x), Tensor)
+    assert_type(nn.QueryProjection(512, 256)(x) @ nn.KeyProjection(512, 256)(x), Tensor)
+    assert_type(nn.OutProjection(512, 256)(nn.ValueProjection(512, 256)(x)), Tensor)
+    decoder = nn.Decoder(50257, 512, 1408, layers=4, heads=8, context=1024, attention="linear")
+    assert_type(decoder(x, cu_seqlens=cu_seqlens), Tensor)
+    assert_type(closed_module.Combinator(512)(x), Tensor)
+    assert_type(closed_module.attention_operator(x, x, x), Tensor)
+    assert_type(memcheck.compat.install(), list[str])
+
+
+def over_processes(q: Tensor, k: Tensor, v: Tensor) -> None:
+    assert_type(memcheck.distributed.softplus_attention(q, k, v, same_bits=False), Tensor)
+    assert_type(memcheck.distributed.softplus_attention(q, k, v, return_state=True), tuple[Tensor, Sums])
+    assert_type(memcheck.distributed.linear_attention(q, k, v, causal=True), Tensor)
+    assert_type(memcheck.distributed.linear_attention(q, k, v, causal=True, return_state=True), tuple[Tensor, Sums])
+    assert_type(memcheck.distributed.compressed_attention(q, k, v, factor=8), Tensor)
+    assert_type(memcheck.distributed.compressed_attention(q, k, v, factor=8, return_lse=True), Sums)
+
+
+def measuring(model: torch.nn.Module, x: Tensor) -> None:
+    record = memcheck.measure_memory(model, x, optimizer=torch.optim.AdamW, loss=lambda y: y.mean(), details=True)
+    assert_type(record, Record)
+    assert_type(record.forward_peak_bytes, int | None)
+    with memcheck.track(model, x, limit_bytes=2**30) as memory:
+        memory.hold(model(x))
+    assert_type(memory, MemoryTracker)
+    assert_type(memory.peak_bytes + memory.by_device["cpu"].peak_bytes, int)
+    assert_type([kept.bytes for kept in memory.saved_tensors], list[int])
+    assert_type(record_timeline(model, x), Timeline)
+    assert_type(memcheck.write_record("results", record, name="mine"), Path)
+    assert_type(Record.from_json(record.to_json()), Record)
+
+
+def predicting(model: torch.nn.Module, x: Tensor) -> None:
+    prediction = memcheck.predict_memory(
+        model, x, device="RTX-4090", optimizer=lambda parameters: torch.optim.SGD(parameters, lr=1e-3)
+    )
+    assert_type(prediction, Prediction)
+    assert_type(prediction.fits, bool | None)
+    assert_type(prediction.peak, Peak | None)
+    assert_type(prediction.record, Record)
+    assert_type(memcheck.predict_memory(model, x, ranks=Ranks(fsdp=8), torch_version=(2, 13)), Prediction)
+    assert_type(memcheck.calibrate(model, x, path="probes.jsonl"), Prediction)
+    found = memcheck.largest(lambda n: torch.empty(n, 512), model, "A100-40GB", optimizer=torch.optim.AdamW)
+    assert_type(found, Largest)
+    assert_type(found.at, Prediction | None)
+    case, device = make_case("softplus", heads=8, core_dim=None, factor=None, dim=512), device_named("40GiB")
+    assert_type(case, Case)
+    assert_type(memcheck.predict_memory(case, device), Prediction)
+    assert_type(device, Device)
+    assert_type(find_capacity(case, "seq_len", device), Capacity)
+
+
+def results(record: Record) -> None:
+    found = memcheck.profile(["naive", "softplus"], seq_len=[64, 128], dim=64)
+    assert_type(found, Results)
+    assert_type(memcheck.sweep(preset="quick", output="results/"), Results)
+    assert_type(memcheck.load("results/", Path("more")) + found, Results)
+    assert_type(Results({"mine": record}).select(operator="mine")[:2], Results)
+    assert_type(found[0], Record)
+    assert_type([one.operator for one in found], list[str | None])
+    assert_type(found.plot("memory"), Figure)
+    assert_type(found.to_pandas(), pd.DataFrame)
+    assert_type(found.compare("results/"), Comparison)
+    assert_type(found.save("results"), Path)
+    assert_type(str(found.summary()) + str(found.table("scaling")), str)
+
+
+def other_libraries(program: torch.export.ExportedProgram) -> None:
+    program.run_decompositions(memcheck.decompositions())
+    register()
+    assert_type(StateCache(), StateCache)
+    assert_type(gradcheck.check(gradcheck.configurations_of(["combinator"])[0]).ok, bool)
+
+
+@pytest.mark.memcheck_limit("24 MiB", device="cpu")
+def test_of_a_user(memcheck_memory: MemoryTracker) -> None:
+    assert_type(memcheck_memory.peak_bytes, int)
