@@ -3,7 +3,7 @@
 import importlib
 from typing import TYPE_CHECKING, Any
 
-# First, so that a missing or mismatched extension is the one error there is.
+# First, as it registers the operators. What needs the extension says so where it is missing.
 from memcheck import _extension as _extension
 from memcheck import nn
 from memcheck.bench.api import calibrate, largest, predict_memory, write_record

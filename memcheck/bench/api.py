@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from memcheck._extension import MISSING
 from memcheck.bench import predict as catalog
 from memcheck.core.case import Case
 from memcheck.core.devices import Device, device_named
@@ -32,7 +33,7 @@ def predict_memory(
     model: Callable[..., Any] | Case,
     *inputs: Any,
     device: Device | str | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     loss: Callable[[Any], Any] | None = None,
     backward: bool = True,
     autocast: torch.dtype | None = None,
@@ -106,21 +107,23 @@ PROBES: dict[str, CpuProbe] = {}
 
 
 def default_probe() -> CpuProbe:
-    """The probe of this process, with the table on disk."""
-    from memcheck.bench.probe import CpuProbe, Table, table_path
+    """The probe of this process, with the table on disk. Without the extension it only looks there."""
+    from memcheck.bench.probe import CarriedProbe, CpuProbe, Table, environment, table_path
 
     path = table_path()
+    if MISSING is not None:
+        return PROBES.setdefault(str(path), CarriedProbe(Table(path), environment()))
     return PROBES.setdefault(str(path), CpuProbe(Table(path)))
 
 
-def calibrate(model: Callable[..., Any], *inputs: Any, path: Any, **how: Any) -> Prediction:
+def calibrate(model: Callable[..., Any], *inputs: Any, path: Path | str, **how: Any) -> Prediction:
     """Probes the operators of a call on this machine's CPU and adds them to the table at `path`.
 
     Another machine can use the table: MEMCHECK_PROBES=path. Other arguments and the result are those of predict_memory.
     """
     from memcheck.bench.probe import CpuProbe, Table
 
-    return predict_memory(model, *inputs, device="cpu", probe=CpuProbe(Table(path)), **how)
+    return predict_memory(model, *inputs, device="cpu", probe=CpuProbe(Table(Path(path))), **how)
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from memcheck.bench.catalog import Case, batch_of, check_case
-from memcheck.bench.predict import predict_memory
+from memcheck.bench.predict import predicted_or_skipped
 from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.predict.replay import Prediction
@@ -102,7 +102,7 @@ def find_capacity(
         step, most = math.lcm(step, len(case.lengths)), min(most, MOST_SEQUENCES)
     if most < step:
         raise UsageError(f"--up-to must be at least the step of {step}, got {most}")
-    predict = predict or (lambda case: predict_memory(case, device, limit_bytes=limit_bytes))
+    predict = predict or (lambda case: predicted_or_skipped(case, device, limit_bytes=limit_bytes))
     search = Search(lambda size: predict(check_case(resized(case, axis, size))), step, most)
     largest = search.largest(start or FIRST)
     if largest > step:

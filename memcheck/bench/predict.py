@@ -13,7 +13,7 @@ from memcheck.bench.catalog import CONTENDERS, Contender
 from memcheck.bench.workloads import prepare
 from memcheck.core.case import Case, Terms
 from memcheck.core.devices import Device, device_named
-from memcheck.core.errors import UnsupportedError
+from memcheck.core.errors import ExtensionError, UnsupportedError
 from memcheck.core.record import Record
 from memcheck.core.workload import Workload
 from memcheck.measure.sdpa_backend import fused_backend
@@ -48,6 +48,8 @@ def predict_memory(
     Running out of memory is a result: status "oom", the phase, the request and the bytes in use. Compiled operators
     are "skipped". Allocations that shapes do not determine are named in `unknown` and in the record's doubts. On CUDA
     the allocator of the process has cached nothing yet.
+
+    ExtensionError: the operator is memcheck's own, and its extension, which plans its scratch, is missing.
     """
     device = device_named(device) if isinstance(device, str) else device
     modes: Any = {"expandable_segments": expandable_segments, "drops_workspaces": drops_workspaces}
@@ -89,6 +91,15 @@ def predicted_for(
     return Replay(trace, case, device, record, limit_bytes, expandable_segments, basis=basis).prediction()
 
 
+def predicted_or_skipped(case: Case, device: Device, **how: Any) -> Prediction:
+    """predict_memory, but skipped with the reason if the case is of an operator whose extension is missing."""
+    try:
+        return predict_memory(case, device, **how)
+    except ExtensionError as error:
+        record = dataclasses.replace(blank_record(Record, device, target_for(device)), **case.fields())
+        return unpredicted(case, device, record, str(error))
+
+
 def unpredicted(case: Case, device: Device, record: Record, why: str) -> Prediction:
     record.status, record.reason, record.exact, record.basis = "skipped", f"not predicted: {why}", False, None
     return Prediction(case, device, record, {}, False, (why,))
@@ -114,7 +125,8 @@ TERM_FIELDS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "stat
 def terms_of(case: Case, torch_version: Version | None = None) -> Terms | None:
     """The predicted terms of the fields that are known to the byte, on the case's device without a limit.
 
-    None if no field is known. Without that GPU in this machine, cuBLAS's workspaces are left out.
+    None if no field is known, as of memcheck's operators without the extension. Without that GPU in this machine,
+    cuBLAS's workspaces are left out.
     """
     kind = case.device.partition(":")[0]
     device = Device(kind, kind, None, 0, None, "")
@@ -124,7 +136,10 @@ def terms_of(case: Case, torch_version: Version | None = None) -> Terms | None:
     if device.architecture is None and kind != "cpu":
         # Without the workspaces from the start, so that they do not decide which moment is the fullest.
         target = dataclasses.replace(target, has_workspaces=False)
-    prediction = predicted_for(target, case, device)
+    try:
+        prediction = predicted_for(target, case, device)
+    except ExtensionError:  # A measurement of the case is refused with the same words.
+        return None
     return {name: terms for name, terms in prediction.known_terms.items() if name in TERM_FIELDS} or None
 
 

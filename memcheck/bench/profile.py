@@ -7,11 +7,13 @@ import functools
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from memcheck._extension import extension
 from memcheck.bench.catalog import CONTENDERS, Case, Terms
 from memcheck.bench.predict import closed_bytes, closed_terms
 from memcheck.bench.workloads import prepare
@@ -52,6 +54,12 @@ def find_device(name: str | None) -> str:
     if (device.index or 0) >= count:
         raise UsageError(f"--device {name} is absent: torch {torch.__version__} sees {count} CUDA devices here")
     return f"cuda:{torch.cuda.current_device() if device.index is None else device.index}"
+
+
+def check_can_measure(device: str) -> None:
+    """ExtensionError if the device is the CPU, whose memory the extension counts, and that is missing."""
+    if device == "cpu":
+        extension("measuring on the CPU")
 
 
 def profile_case(
@@ -134,8 +142,8 @@ def run_case(
         # Beyond this the kernel would kill the process, and its results with it.
         limit_bytes = min(limit_bytes or sys.maxsize, machine.device_free_bytes or sys.maxsize)
     try:
-        # Under a tracker, the CPU also raises OutOfMemoryError and respects the limit.
-        with track(saved=False, limit_bytes=limit_bytes):
+        # Under a tracker, the CPU also raises OutOfMemoryError and respects the limit. A GPU does both by itself.
+        with track(saved=False, limit_bytes=limit_bytes) if machine.device == "cpu" else nullcontext():
             workload = prepare(case)
     except torch.OutOfMemoryError as error:
         return dataclasses.replace(machine, status="oom", reason=f"the inputs alone do not fit: {error}")

@@ -21,7 +21,7 @@ from memcheck.bench.catalog import (
     make_case,
     make_combinator_case,
 )
-from memcheck.bench.profile import profile_case, snapshot_case, timeline_of_case, trace_case
+from memcheck.bench.profile import check_can_measure, profile_case, snapshot_case, timeline_of_case, trace_case
 from memcheck.bench.sweep.predict import predicted_record
 from memcheck.bench.sweep.run import Settings
 from memcheck.bench.sweep.store import whole_lines
@@ -169,6 +169,8 @@ def print_answer(sentences: Sequence[str], screen: Screen, out: TextIO) -> None:
 
 def profile_all(cases: list[Case], args: argparse.Namespace) -> Iterator[tuple[Record, Record | None]]:
     """The measured record of each case, and its prediction if requested."""
+    for case in cases:
+        check_can_measure(case.device)
     devices: dict[str, Device] = {}
     if args.predict:  # Queried before anything runs, as the free memory of a GPU counts.
         devices = {name: device_named(name) for name in {case.device for case in cases}}

@@ -123,9 +123,20 @@ def plain(text: str) -> str:
     return re.sub(r"[^a-z0-9]", "", words)
 
 
+def memory_bytes(pages: str) -> int | None:
+    """This machine's "SC_PHYS_PAGES", all of them, or its "SC_AVPHYS_PAGES", those that are free.
+
+    None if Python cannot tell: both on Windows, the free ones on macOS.
+    """
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf(pages)
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
 def this_cpu() -> Device:
-    """This machine's CPU, without a limit."""
-    total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    """This machine's CPU, without a limit. total_bytes is 0 if Python cannot tell, as on Windows."""
+    total_bytes = memory_bytes("SC_PHYS_PAGES") or 0
     return Device("cpu", "cpu", None, total_bytes, None, "this machine; requested bytes, and no limit but one given")
 
 

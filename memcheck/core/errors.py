@@ -15,6 +15,10 @@ class UsageError(MemcheckError):
     exit_code = 2
 
 
+class ExtensionError(MemcheckError, ImportError):
+    """The compiled extension is missing. The message says what needs it, why it is missing, and what builds it."""
+
+
 class UnsupportedError(NotImplementedError):
     """PyTorch refuses the case; the message is PyTorch's own."""
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from memcheck._extension import _C
+from memcheck._extension import extension
 
 # The autograd engine's name for the evaluation of a node; torch.profiler uses it as well.
 NODE = "autograd::engine::evaluate_function: "
@@ -54,7 +54,7 @@ class CpuRecorder:
     """Records the events of the tracking allocator, which must be installed."""
 
     def __init__(self) -> None:
-        self._timeline = _C.AllocationTimeline()
+        self._timeline = extension("recording memory on the CPU").AllocationTimeline()
 
     def count(self) -> int:
         return len(self._timeline)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from memcheck.core.devices import memory_bytes
 from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 
@@ -23,17 +24,16 @@ def machine_of(device: torch.device) -> Machine:
 
 
 class Machine:
-    """This machine, for measurements on its CPU. What only a GPU has is None."""
+    """This machine, for measurements on its CPU. Figures that only a GPU has are None."""
 
     def facts(self) -> dict[str, Any]:
-        page = os.sysconf("SC_PAGE_SIZE")
         available = _proc_field("/proc/meminfo", "MemAvailable")  # "16000000 kB"
-        free = int(available.split()[0]) * 1024 if available else page * os.sysconf("SC_AVPHYS_PAGES")
+        free = int(available.split()[0]) * 1024 if available else memory_bytes("SC_AVPHYS_PAGES")
         return {
             **_software(),
             "device": "cpu",
             "device_name": _proc_field("/proc/cpuinfo", "model name") or platform.processor() or platform.machine(),
-            "device_total_bytes": page * os.sysconf("SC_PHYS_PAGES"),
+            "device_total_bytes": memory_bytes("SC_PHYS_PAGES"),
             "device_free_bytes": free,
             "allocator": "memcheck tracking allocator",
         }
@@ -134,7 +134,9 @@ def _proc_field(path: str, name: str) -> str | None:
 
 
 def load() -> tuple[str, ...]:
-    """A sentence if more threads want to run than there are cores."""
+    """A sentence if more threads want to run than there are cores. Empty on Windows, which does not count them."""
+    if not hasattr(os, "getloadavg"):
+        return ()
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     waiting = os.getloadavg()[0]
     if waiting <= cores:

@@ -29,7 +29,7 @@ def measure_memory(
     limit_bytes: int | None = None,
     parameters: Any = (),
     optimizer_step: Callable[[], Any] | None = None,
-    optimizer: Callable[[Any], Any] | None = None,
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
     loss: Callable[[Any], Any] | None = None,
     autocast: torch.dtype | None = None,
     steps: int = 2,
@@ -109,7 +109,7 @@ class Step:
         self.__signature__ = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
 
     def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        # One that is not enabled would still keep the casts of an autocast inside fn alive until after the loss.
+        # A disabled autocast would still keep the casts of an autocast inside fn alive until after the loss.
         with nullcontext() if self.dtype is None else torch.autocast(self.kind, self.dtype):
             output = self.fn(*inputs, **kwargs)
             return output if self.loss is None else self.loss(output)

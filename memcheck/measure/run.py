@@ -74,7 +74,7 @@ class MeasuredCall:
         self.named_leaves = _leaves(self.named_given, self.named_owned, backward)
         self.leaves = [tensor for _, tensor in self.named_leaves]
         self.device = resolve_device(device, [*self.given, *self.owned])
-        # Left by the first step and alive since: caches, or the state of an optimizer that was not given.
+        # Bytes that the first step left alive: caches, or the state of an optimizer that was not given.
         self.unseen_bytes = 0
         self.machine = machine_of(self.device)
 

@@ -23,7 +23,7 @@ import torch
 from torch.nn.modules import module as module_hooks
 from torch.optim import optimizer as optimizer_hooks
 
-from memcheck._extension import _C
+from memcheck._extension import extension
 from memcheck.core.script_record import KINDS, PHASES, Alive, Level, Line, Moment, Place, Refusal, ScriptRecord
 from memcheck.core.tensors import storages_in, tensors_in
 from memcheck.core.version import __version__
@@ -40,6 +40,7 @@ from memcheck.measure.tracker import MemoryTracker
 LEAST_BYTES = 4096
 PARAMETER, BUFFER, GRADIENT, OPTIMIZER_STATE = range(1, len(KINDS))
 MEMCHECK, TORCH = Path(__file__).parents[1], Path(torch.__file__).parent
+WATCHING = "watching the memory of a script"
 # Modules that only wrap another one, by the name under which they hold it.
 WRAPPED = ("_orig_mod", "module")
 
@@ -72,9 +73,10 @@ class CpuRecorder:
 
     def __init__(self) -> None:
         skipped = [f"{TORCH}{os.sep}", f"{MEMCHECK}{os.sep}", "<", *inductor_folders()]
-        _C.set_python_lines(skipped, torch.autograd.graph._engine_run_backward.__code__)
-        self.ledger = _C.PeakLedger()
-        self._timeline = _C.AllocationTimeline(self.ledger, LEAST_BYTES)
+        self._extension = extension(WATCHING)
+        self._extension.set_python_lines(skipped, torch.autograd.graph._engine_run_backward.__code__)
+        self.ledger = self._extension.PeakLedger()
+        self._timeline = self._extension.AllocationTimeline(self.ledger, LEAST_BYTES)
         self.set_module = self._timeline.set_module
         self.begin_step = self._timeline.begin_step
         self.end_step = self._timeline.end_step
@@ -93,7 +95,7 @@ class CpuRecorder:
         return stacks
 
     def lines(self) -> list[Line | None]:
-        return [None, *(Line(*line) for line in _C.python_lines()[1:])]
+        return [None, *(Line(*line) for line in self._extension.python_lines()[1:])]
 
     def close(self) -> None:
         self._timeline.close()
@@ -130,7 +132,7 @@ class CudaRecorder:
     MOST_MODULES = 10_000
 
     def __init__(self, device: int) -> None:
-        self.ledger = _C.PeakLedger()
+        self.ledger = extension(WATCHING).PeakLedger()
         self._device = device
         self._paths, self._lines = Numbers(()), Numbers(None)
         self._own = threading.local()  # Like torch's metadata.
@@ -330,7 +332,7 @@ class ModuleWatch:
             )
 
     def _addresses(self, tensor: Any) -> Iterator[int]:
-        """Of the tensor's storages on the device."""
+        """The addresses of the tensor's storages on the device."""
         with suppress(RuntimeError, ValueError, NotImplementedError):  # Without data, as on meta.
             for storage in storages_in(tensor) if isinstance(tensor, torch.Tensor) else ():
                 if storage.device.type == self._device.type and storage.data_ptr():
@@ -364,7 +366,7 @@ def inside(module: torch.nn.Module) -> torch.nn.Module:
 
 
 class ScriptWatch:
-    """Tracks and records between `with` and its end. record() is for afterwards."""
+    """Tracks and records between `with` and its end. Call record() after the block."""
 
     def __init__(self, device: torch.device, limit_bytes: int | None = None) -> None:
         self.device = device
@@ -501,7 +503,7 @@ def is_ours(traceback: TracebackType) -> bool:
 
 
 def wait_for_threads() -> None:
-    """As Python does at the end of a script. Threads of an executor wait for work, and end with the process."""
+    """Waits for threads as Python does at the end of a script. Those of an executor wait for work and are skipped."""
     executors = sys.modules.get("concurrent.futures.thread")
     waiting = getattr(executors, "_threads_queues", ())
     with suppress(KeyboardInterrupt):

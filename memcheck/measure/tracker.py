@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 
-from memcheck._extension import _C
+from memcheck._extension import MISSING, extension
 from memcheck.core.tensors import (
     StorageWeakRef,
     dtype_name,
@@ -142,7 +142,9 @@ class _Final:
 def _open_counter(device: torch.device, held_bytes: int, limit_bytes: int | None) -> _Counter:
     if device.type == "cuda":
         return _CudaCounter(device.index, held_bytes, limit_bytes)
-    return _C.AllocationTracker(held_bytes, None if limit_bytes is None else min(limit_bytes, 2**62))
+    limit = None if limit_bytes is None else min(limit_bytes, 2**62)
+    counter: _Counter = extension("measuring memory on the CPU").AllocationTracker(held_bytes, limit)
+    return counter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -371,8 +373,11 @@ class MemoryTracker:
 
 
 def _other_devices(device: torch.device) -> list[torch.device]:
-    """The CPU and, in a process that uses CUDA, all CUDA devices, except the given one."""
-    devices = [torch.device("cpu")]
+    """The CPU and, in a process that uses CUDA, all CUDA devices, except the given one.
+
+    Without the extension a CUDA device is measured all the same, and the CPU is left out.
+    """
+    devices = [torch.device("cpu")] if MISSING is None else []
     if torch.cuda.is_initialized() and torch.cuda.get_allocator_backend() == "native":
         devices += [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return [other for other in devices if other != device]

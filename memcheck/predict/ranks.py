@@ -16,6 +16,8 @@ from memcheck.core.errors import UsageError
 from memcheck.predict.scratch import Call, Lingers, Scratch, Unknown, rule
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from memcheck.predict.trace import Tracer
 
 KINDS = ("fsdp", "tp", "ddp")
@@ -36,11 +38,11 @@ class Ranks:
         it changed the one it was given.
     """
 
-    fsdp: Any = None
-    tp: Any = None
-    ddp: Any = None
+    fsdp: int | DeviceMesh | None = None
+    tp: int | DeviceMesh | None = None
+    ddp: int | DeviceMesh | None = None
     rank: int = 0
-    split_by: Callable[[Any, Any], Any] | None = None
+    split_by: Callable[[Any, DeviceMesh], object] | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in KINDS if getattr(self, name) is not None]

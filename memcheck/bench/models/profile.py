@@ -14,6 +14,7 @@ import torch
 
 from memcheck.bench.models.case import ModelCase, prepare_model
 from memcheck.bench.models.predict import describe_model, held_bytes, kept_by_path, predict_model, predicted_figures
+from memcheck.bench.profile import check_can_measure
 from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord, by_layer
@@ -48,6 +49,7 @@ def profile_model_case(
     that exceeds limit_bytes is "oom", and errors are recorded. nvtx: a range around every module, for use inside
     memcheck.measure.export.nvtx_ranges.
     """
+    check_can_measure(case.device)
     record = describe_model(ModelRecord(**machine_facts(case.device)), case)
     try:
         here = dataclasses.replace(device_named(case.device), usable_bytes=None)  # Without a limit of its own.

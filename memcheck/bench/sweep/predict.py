@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from memcheck.bench.catalog import Case
-from memcheck.bench.predict import predict_memory
+from memcheck.bench.predict import predicted_or_skipped
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.run import TRIED_AGAIN, Progress, code_of, digest, load_plugins, write_manifest
 from memcheck.bench.sweep.store import FILE, Store, read_rows
@@ -25,7 +25,7 @@ def predicted_record(case: Case, device: Device, limit_bytes: int | None = None)
     if (reason := refusal(case)) is not None:
         return Record(**case.fields(), **facts, status="skipped", reason=reason)
     try:
-        return predict_memory(case, device, limit_bytes=limit_bytes).record
+        return predicted_or_skipped(case, device, limit_bytes=limit_bytes).record
     except Exception as error:
         return Record(**case.fields(), **facts, status="error", reason=f"{type(error).__name__}: {error}")
 

@@ -5,19 +5,27 @@ DIR/models.jsonl, the records of whole models, is read here, too.
 
 from __future__ import annotations
 
-import fcntl
+import importlib
 import json
 import os
 import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    WINDOWS: Any = importlib.import_module("msvcrt")
+else:
+    WINDOWS = None
 
 R = TypeVar("R", bound=Record)
 FILE = "records.jsonl"
@@ -75,15 +83,39 @@ def replace_row(folder: Path, key: str, record: Record) -> Path:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Waits until no other process writes the file, and keeps them waiting. It is created if needed."""
+def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
+    """Waits until no other process writes the file, and keeps them waiting. It is created if needed.
+
+    The system ends a lock with the process, however that ends. Windows replaces no open file; there the lock is of a
+    file beside it.
+
+    BlockingIOError: another process writes the file, and `wait` is False.
+    """
+    own = path
+    if WINDOWS:
+        path.touch()
+        own = path.with_suffix(".lock")
     while True:
-        with path.open("ab") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with own.open("ab") as file:
+            lock(file.fileno(), wait)
             # Another process may have replaced the file while this one waited for the lock.
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            if os.path.samestat(os.fstat(file.fileno()), own.stat()):
                 yield
                 return
+
+
+def lock(file: int, wait: bool) -> None:
+    if not WINDOWS:
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        return
+    os.lseek(file, 0, os.SEEK_SET)  # The lock begins at the position.
+    while True:
+        try:
+            return WINDOWS.locking(file, WINDOWS.LK_NBLCK, 1)
+        except PermissionError:
+            if not wait:
+                raise BlockingIOError from None
+        time.sleep(0.1)
 
 
 def line_of(key: str, record: Record) -> bytes:
@@ -104,17 +136,22 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.folder / FILE, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o666)
-        except OSError as error:
-            raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
-        try:
-            self._lock()
+        with ExitStack() as stack:
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.folder / FILE, wait=False))
+                # Windows would write another end of line.
+                flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+                self._file = os.open(self.folder / FILE, flags, 0o666)
+            except BlockingIOError:
+                raise UsageError(
+                    f"--output {folder} is in use by another sweep: wait for it, or name another folder"
+                ) from None
+            except OSError as error:
+                raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
+            stack.callback(os.close, self._file)
             self.records = self._load()
-        except BaseException:
-            self.close()
-            raise
+            self._open = stack.pop_all()
 
     def __enter__(self) -> Store:
         return self
@@ -125,7 +162,7 @@ class Store:
         self.close()
 
     def close(self) -> None:
-        os.close(self._file)
+        self._open.close()
 
     def append(self, key: str, record: Record) -> None:
         line = line_of(key, record)
@@ -138,15 +175,6 @@ class Store:
             os.ftruncate(self._file, end)  # Drop the partial line; truncating needs no space.
             raise StoreError(f"{self.folder / FILE} takes no more rows: {error.strerror}") from None
         self.records[key] = record
-
-    def _lock(self) -> None:
-        # The system releases the lock when the process ends, however it ends.
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(
-                f"--output {self.folder} is in use by another sweep: wait for it, or name another folder"
-            ) from None
 
     def _load(self) -> dict[str, Record]:
         path = self.folder / FILE

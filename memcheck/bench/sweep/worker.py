@@ -33,6 +33,9 @@ from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
 from memcheck.measure.measurement import machine_facts
 
+# The exit code with which a shell or a container reports SIGKILL.
+KILLED = 137
+
 
 @dataclass(frozen=True)
 class Job:
@@ -122,7 +125,9 @@ class CaseProcess:
                 stderr=self._stderr,
                 env={**os.environ, **import_path, **self.environment},
                 text=True,
-                start_new_session=True,  # Ctrl-C is handled by the sweep, which ends its processes itself.
+                # Ctrl-C is handled by the sweep, which ends its processes itself.
+                start_new_session=True,
+                creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # The same on Windows.
             )
             if self._closed:  # Another thread had closed it first.
                 self.end()
@@ -139,7 +144,7 @@ class CaseProcess:
             record.status, record.reason = "timeout", f"stopped after {job.max_seconds:g} s (--max-seconds-per-case)"
         elif code < 0:
             record.status, record.reason = "killed", f"its process was killed by {signal_name(-code)}"
-        elif code == 128 + signal.SIGKILL:
+        elif code == KILLED:
             record.status, record.reason = "killed", f"its process ended with {code}, as after SIGKILL"
         else:
             record.status, record.reason = "error", f"its process ended with exit code {code}{self._last_words()}"
@@ -184,6 +189,10 @@ def deadline(process: subprocess.Popen[str], seconds: float | None) -> Iterator[
 
 
 def kill_group(process: subprocess.Popen[str]) -> None:
+    """Kills the process and those that it started; on Windows, which has no such groups, the process alone."""
+    if not hasattr(os, "killpg"):
+        process.kill()
+        return
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 

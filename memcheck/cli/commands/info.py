@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from memcheck import _build
-from memcheck._extension import _C
+from memcheck._extension import BUILD, MISSING, build_command, extension
 from memcheck.core.version import __version__
 
 ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "THP_MEM_ALLOC_ENABLE")
@@ -28,24 +27,35 @@ def gather() -> dict[str, Any]:
     """Sections of name -> value for JSON. None is unknown or unset; sizes are bytes."""
     return {
         "versions": {"memcheck": __version__, "torch": str(torch.__version__), "python": platform.python_version()},
-        "build": {
-            "torch": _build.TORCH_VERSION,
-            "compiler": _build.COMPILER,
-            "flags": _build.COMPILE_FLAGS,
-            "cuda_toolkit": _build.CUDA_VERSION,
-            "cuda_architectures": _build.CUDA_ARCH_LIST,
-            "cuda_left_out": _build.CUDA_LEFT_OUT,
-        },
+        "build": build(),
         "kernels": kernels(),
-        "cpu": {
-            "level": _C.cpu_level(),
-            "levels": _C.cpu_levels(),
-            "float32_products": "onednn" if _C.cpu_prefers_onednn() else "library",
-            "threads": torch.get_num_threads(),
-        },
+        "cpu": {**cpu_choices(), "threads": torch.get_num_threads()},
         "cuda": {"torch_cuda": torch.version.cuda, "launch": cuda_launch(), "gpus": gpus()},
         "allocator": {name: os.environ.get(name) for name in ALLOCATOR_VARIABLES},
     }
+
+
+def build() -> dict[str, Any]:
+    """Whether the extension is loaded, and what setup.py noted."""
+    facts = {
+        "torch": "TORCH_VERSION",
+        "compiler": "COMPILER",
+        "flags": "COMPILE_FLAGS",
+        "cuda_toolkit": "CUDA_VERSION",
+        "cuda_architectures": "CUDA_ARCH_LIST",
+        "cuda_left_out": "CUDA_LEFT_OUT",
+    }
+    state = "loaded" if MISSING is None else f"{MISSING}; build it: {build_command()}"
+    return {"extension": state, **{name: getattr(BUILD, fact, None) for name, fact in facts.items()}}
+
+
+def cpu_choices() -> dict[str, Any]:
+    """What the extension has chosen for this processor; None without it."""
+    if MISSING is not None:
+        return dict.fromkeys(("level", "levels", "float32_products"))
+    compiled = extension("memcheck info")
+    products = "onednn" if compiled.cpu_prefers_onednn() else "library"
+    return {"level": compiled.cpu_level(), "levels": compiled.cpu_levels(), "float32_products": products}
 
 
 def kernels() -> dict[str, list[str]]:
@@ -57,9 +67,9 @@ def kernels() -> dict[str, list[str]]:
 
 def cuda_launch() -> str | None:
     """The result of launching an empty kernel of this build. None if the build has no CUDA kernels."""
-    if _build.CUDA_VERSION is None:
+    if MISSING is not None or BUILD.CUDA_VERSION is None:
         return None
-    error = _C.cuda_probe()
+    error = extension("memcheck info").cuda_probe()
     return "ok" if error is None else f"fails: {error}"
 
 

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from memcheck.bench.changes import single_changes
-from memcheck.bench.predict import predict_memory
+from memcheck.bench.predict import predict_memory, predicted_or_skipped
 from memcheck.cli.cases import DOES_NOT_FIT, LENGTHS, batches_of, make_any_case, note_unused_flags
 from memcheck.cli.decoding import check_flags, of_case, of_configuration, predict_decoding
 from memcheck.cli.models import Study, classes_of
@@ -127,9 +127,10 @@ def tables_of(prediction: Prediction, limit_bytes: int | None, how: dict[str, An
         unlimited = predict_memory(case, dataclasses.replace(device, usable_bytes=None), **how)
         whole = need(unlimited.record) if not unlimited.bounds else None
         changes = [
-            Change(flag, predict_memory(other, device, limit_bytes=limit_bytes, **how))
+            Change(flag, predicted_or_skipped(other, device, limit_bytes=limit_bytes, **how))
             for flag, other in single_changes(case)
         ]
+        changes = [change for change in changes if change.prediction.record.status != "skipped"]
         tables = [changes_table(prediction, changes, limit_bytes)]
     return [terms_table(prediction, whole), *tables]
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from memcheck._extension import extension
 from memcheck.bench.catalog import Case, make_case, make_combinator_case
 from memcheck.bench.predict import closed_terms
 from memcheck.bench.sweep.store import read_records
 from memcheck.cli.cases import make_room, styles_of_contenders, watch
 from memcheck.cli.commands.report import write_output
-from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.errors import ExtensionError, MemcheckError, UsageError
 from memcheck.core.record import Record
 from memcheck.report import render
 from memcheck.studies.published import published_rows, published_table, published_tables
@@ -38,6 +39,8 @@ def run(args: argparse.Namespace) -> int:
                 "memcheck_pyt's are of batch 64 in fp32, cs336's of batch 8 with one head"
             )
     written = write_output(tables, args.output, "published") if args.output else []
+    if not args.folders and not args.predict:
+        note_missing_plans()
     if args.plot:
         written.append(draw(records, args.plot))
     print(render(tables, args.format, sys.stdout))
@@ -66,6 +69,14 @@ def by_formula() -> Iterator[Record]:
         for case in cases_of(row):
             values = {name: value for name, value in dataclasses.asdict(case).items() if name != "device"}
             yield Record(**values, status="skipped", reason="by formula", device=case.device, terms=closed_terms(case))
+
+
+def note_missing_plans() -> None:
+    """Says on stderr why our figures are missing, if they are."""
+    try:
+        extension("our column, by formula,")
+    except ExtensionError as error:
+        print(f"note: {error}", file=sys.stderr)
 
 
 def cases_of(row: dict[str, Any]) -> list[Case]:

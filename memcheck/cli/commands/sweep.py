@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from memcheck.bench.catalog import CONTENDERS, Case
 from memcheck.bench.plugins import load_plugin
-from memcheck.bench.profile import find_device
+from memcheck.bench.profile import check_can_measure, find_device
 from memcheck.bench.sweep.grid import BASE, PRESETS, Grid, multiply_out, refusal
 from memcheck.bench.sweep.predict import find_predicted, predict_sweep
 from memcheck.bench.sweep.run import Progress, Settings, find_done, run_sweep, shape
@@ -225,6 +225,8 @@ def device_of(options: argparse.Namespace) -> str:
 
 
 def sweep(cases: list[Case], options: argparse.Namespace, command: str, out: TextIO) -> list[Record]:
+    for case in cases:
+        check_can_measure(case.device)
     with shown_progress(options, out) as progress, dask_executor(options.dask) as (executor, workers):
         return run_sweep(
             cases,
