@@ -18,6 +18,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check
 # A worker per core, at most eight, because each loads torch.
 PYTEST := $(BIN)/pytest --timeout=600 --numprocesses auto --maxprocesses 8 --dist worksteal
+# What took the time, for make durations.
+DURATIONS := build/tests
+# Each worker and each isolated test loads tests again, so their bytecode is kept.
+unexport PYTHONDONTWRITEBYTECODE
 CSRC := $(shell find csrc -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh')
 # Stamps are in the environment that they describe, so that removing it removes them.
 ENVIRONMENT := $(VENV)/.torch-installed
@@ -32,7 +36,7 @@ ifneq ($(shell $(BUILT_FOR) 2>&1),$(shell cat $(BUILD) 2>&1))
 endif
 
 .DEFAULT_GOAL := help
-.PHONY: help profile test test-fast ci lint docs bench notebooks asan fuzz check-cuda count-cuda gpu wheels wheel coverage mutants clean
+.PHONY: help profile test test-fast durations light ci lint docs bench build-times notebooks asan fuzz check-cuda count-cuda gpu wheels wheel coverage mutants clean
 
 help:  ## Print this list
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' $(MAKEFILE_LIST) | expand -t 12
@@ -41,19 +45,39 @@ profile: $(BUILD)  ## Install, build, and profile the memory of attention on thi
 	$(BIN)/python -m memcheck.profile_attention $(ARGS)
 
 test: lint $(BUILD)  ## Lint, build, run the tests, and the operators' tests with CUDA kernels on the host
-	$(PYTEST) -m "not ci" $(PYTEST_FLAGS)
-	$(PYTEST) --host-cuda -m "not slow and not ci" tests/ops tests/host_cuda $(PYTEST_FLAGS)
+	$(PYTEST) -m "not ci" --junitxml=$(DURATIONS)/test.xml $(PYTEST_FLAGS)
+	$(PYTEST) --host-cuda -m "not slow and not ci" tests/ops tests/host_cuda --junitxml=$(DURATIONS)/test-host-cuda.xml $(PYTEST_FLAGS)
 
-ci: $(BUILD) $(DEVELOPMENT) $(ZOO) docs  ## Run what make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations, models
+ci: $(BUILD) $(DEVELOPMENT) $(ZOO) docs light  ## Run what make test leaves out: nvcc, other compilers, notebooks, sanitizers, documentation, combinations, models
 	$(BIN)/python tests/host_cuda/resources.py
 	$(BIN)/python tests/host_cuda/count.py --check
 	MEMCHECK_HOST_CUDA_COUNTS=1 $(PYTEST) --host-cuda tests/host_cuda -k "decoding or memory_is_kept_to and (dense or column)"
 	MEMCHECK_ASAN=1 $(SANITIZED) $(PYTEST) --host-cuda --capture=sys tests/host_cuda -k memory_is_kept_to
-	$(PYTEST) -m ci
-	$(PYTEST) --host-cuda -m "ci and not slow" tests/ops tests/host_cuda
+	$(PYTEST) -m ci --junitxml=$(DURATIONS)/ci.xml
+	$(PYTEST) --host-cuda -m "ci and not slow" tests/ops tests/host_cuda --junitxml=$(DURATIONS)/ci-host-cuda.xml
 
 test-fast: $(BUILD) $(DEVELOPMENT)  ## Run the fast tests, under three minutes
-	$(PYTEST) -m "not slow and not ci" $(PYTEST_FLAGS)
+	$(PYTEST) -m "not slow and not ci" --junitxml=$(DURATIONS)/test-fast.xml $(PYTEST_FLAGS)
+
+durations:  ## Print what took the time in the last runs of the tests: by file and by function
+	$(BIN)/python tests/durations.py $(ARGS)
+
+# The commands of this environment, and bash for tests of completion, are the only ones on PATH. The source tree's own
+# package is not imported.
+LIGHT := $(abspath .venv-light)
+ALONE := PATH=$(LIGHT)/bin PYTHONSAFEPATH=1
+light:  ## Install without the extension, where no compiler is on PATH, and run the tests that apply
+	$(PYTHON) -m venv --clear $(LIGHT)
+	$(LIGHT)/bin/pip install -q $(PIP_FLAGS) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
+	$(LIGHT)/bin/pip install -q $(PIP_FLAGS) hypothesis pytest pytest-timeout pytest-xdist
+	ln -s "$$(command -v bash)" $(LIGHT)/bin
+	rm -rf build/python
+	$(ALONE) MEMCHECK_EXTENSION=0 pip install $(PIP_FLAGS) .
+	$(ALONE) memcheck info
+	$(ALONE) memcheck predict --attention-type softmax --seq-len 4096 --device A100-40GB
+	$(ALONE) memcheck fit --attention-type naive,softmax --device T4
+	$(ALONE) $(LIGHT)/bin/pytest --timeout=600 --numprocesses auto --maxprocesses 8 --dist worksteal -m "not slow and not ci" \
+	    tests/core tests/predict tests/report tests/cli tests/bench tests/studies tests/project/test_light.py $(PYTEST_FLAGS)
 
 lint: $(DEVELOPMENT)  ## Check formats, types, layers and common mistakes; changes nothing
 	$(BIN)/ruff format --check
@@ -69,6 +93,9 @@ bench: $(BUILD)  ## Compare every operator with its alternatives, into benchmark
 	@for operator in $(notdir $(wildcard memcheck/ops/[a-z]*.py)) sequences.py; do \
 	    if [ -f benchmarks/$$operator ]; then $(BIN)/python benchmarks/$$operator || exit 1; fi; \
 	done
+
+build-times: $(BUILD)  ## Time the compilation of each file, into docs/contributing.md
+	$(BIN)/python benchmarks/build_times.py
 
 notebooks: $(BUILD) $(DEVELOPMENT)  ## Execute the notebooks in place and draw their pictures; NOTEBOOKS=1_tour: only that one
 	$(BIN)/python notebooks/execute.py $(NOTEBOOKS)

@@ -5,7 +5,6 @@ import importlib
 import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from forked import run_python
 
 
 @pytest.fixture(autouse=True)
@@ -119,27 +119,34 @@ def pytest_pyfunc_call(pyfuncitem):
     marker = pyfuncitem.get_closest_marker("isolated")
     if marker is None or "MEMCHECK_ISOLATED" in os.environ:
         return None
-    command = [sys.executable, "-m", "pytest", "-q", f"{pyfuncitem.path}::{pyfuncitem.name}", "-p", "no:cacheprovider"]
+    pyfuncitem.user_properties.append(("isolated", True))  # for tests/durations.py
+    test = f"{pyfuncitem.path}::{pyfuncitem.name}"
     # PYTEST_ADDOPTS may contain flags such as -n, which do not apply to a single test.
     environment = {**os.environ, **marker.kwargs, "MEMCHECK_ISOLATED": "1", "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, cwd=pyfuncitem.config.rootpath, env=environment, capture_output=True, timeout=400)
+    root = pyfuncitem.config.rootpath
+    done = run_python("-m", "pytest", "-q", test, "-p", "no:cacheprovider", timeout=400, cwd=root, env=environment)
     if done.returncode != 0:
-        pytest.fail(done.stdout.decode() + done.stderr.decode(), pytrace=False)
+        pytest.fail(done.stdout + done.stderr, pytrace=False)
     return True
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects by marker
 def pytest_collection_modifyitems(config, items):
+    from memcheck._extension import MISSING
+
     on_host = "MEMCHECK_TEST_HOST_CUDA" in os.environ
+    for item in items:
+        if on_host and item.get_closest_marker("glue"):
+            item.add_marker("ci")
     on_cpu = not on_host and os.environ.get("MEMCHECK_TEST_DEVICE", "cpu") == "cpu"
     unwanted = ({"cpu"} if not on_cpu else set()) | ({"host_cuda"} if not on_host else set())
+    unwanted |= {"extension"} if MISSING is not None else set()
     left_out = [item for item in items if unwanted & {marker.name for marker in item.iter_markers()}]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
     items[:] = without_repeated_skips(items)
-    if on_host:
-        mark_combinations(items)
+    mark_combinations(items)
 
 
 def without_repeated_skips(items):
@@ -156,13 +163,15 @@ def without_repeated_skips(items):
 def mark_combinations(items):
     """Marks as ci the items of which every value of every parametrize also occurs in an unmarked item of the same test.
 
-    The host runs CUDA kernels slowly. `make test` therefore runs each value (a shape, a dtype, a layout) at least once,
-    and `make ci` the other combinations. The order is by a hash, so that values are combined at random.
+    `make test` therefore runs each value (a shape, a dtype, a layout) at least once, and `make ci` the other
+    combinations. The order is by a hash, so that values are combined at random; slow items are the last choice.
     """
     seen = set()
-    for item in sorted(items, key=lambda item: zlib.crc32(item.nodeid.encode())):
+    for item in sorted(
+        items, key=lambda item: (bool(item.get_closest_marker("slow")), zlib.crc32(item.nodeid.encode()))
+    ):
         values = {(item.path, item.originalname, value) for value in parameter_values(item)}
-        if not values or item.get_closest_marker("slow"):
+        if not values or item.get_closest_marker("ci"):
             continue
         if values <= seen:
             item.add_marker("ci")

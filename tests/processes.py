@@ -4,27 +4,28 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from forked import run_python
+
+
+def run_all(commands: Sequence[Sequence[object]]) -> list[subprocess.CompletedProcess[str]]:
+    """Runs Python with each command's words, all at the same time."""
+    with ThreadPoolExecutor(len(commands)) as pool:
+        return list(pool.map(lambda words: run_python(*words, timeout=300), commands))
 
 
 def run_ranks(worker: Path, processes: int, folder: Path) -> list[Any]:
     """What each of these processes wrote: python WORKER RANK PROCESSES FOLDER writes FOLDER/RANK.json."""
-    commands = [[sys.executable, str(worker), str(rank), str(processes), str(folder)] for rank in range(processes)]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    try:
-        errors = [process.communicate(timeout=300)[1] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-    assert [process.returncode for process in running] == [0] * processes, "\n".join(errors)
+    ended = run_all([(worker, rank, processes, folder) for rank in range(processes)])
+    assert [process.returncode for process in ended] == [0] * processes, "\n".join(process.stderr for process in ended)
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(processes)]
 
 

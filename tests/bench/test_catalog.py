@@ -116,6 +116,7 @@ def test_the_backend_that_ran_is_recorded(operator: str, backend: str, mode: str
     assert witness.backend == backend
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("mode", ["train", "inference"])
 @pytest.mark.parametrize("operator", ["softmax", "softmax/math"])
 def test_recording_the_backend_allocates_nothing(operator: str, mode: str) -> None:
@@ -157,6 +158,7 @@ def test_a_refused_backend_is_unsupported_in_torchs_words(operator: str) -> None
         CONTENDERS[operator].build(case)(*CONTENDERS[operator].inputs(case))
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("query_len", [9, 4])
 def test_linear_contenders_agree(query_len: int) -> None:
     ours, theirs = (
@@ -177,6 +179,7 @@ def test_only_linear_has_no_mask() -> None:
     case_of("linear", query_len=10)  # more queries than keys, and no mask to forbid it
 
 
+@pytest.mark.extension
 def test_combinator_terms_on_a_gpu() -> None:
     """As on the CPU, except for the weight's gradient in fp32 and chunks of at most U/16."""
     rows, dim = 32_768, 1024
@@ -197,6 +200,7 @@ def test_a_combinator_has_a_weight_and_no_keys() -> None:
     assert CONTENDERS["naive"].parameters(case_of("naive")) == ()
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("operator", [name for name, contender in CONTENDERS.items() if not contender.compiled])
 def test_closed_terms_add_up_to_what_is_measured(operator: str) -> None:
     """tests/predict/test_replay.py compares all figures, in many cases."""
@@ -305,6 +309,7 @@ def test_memcheck_pyt_naive_has_the_heads_of_naive() -> None:
     torch.testing.assert_close(module(q, k, v)[0], expected @ module.out.weight.mT)
 
 
+@pytest.mark.extension
 def test_only_the_last_of_four_weights_gets_a_gradient() -> None:
     case = case_of("memcheck-pyt/naive")
     record = profile_case(case, timed=False)
@@ -315,12 +320,14 @@ def test_only_the_last_of_four_weights_gets_a_gradient() -> None:
     assert record.gradient_bytes == 3 * 2 * 9 * 12 * 4 + 12 * 12 * 4
 
 
+@pytest.mark.extension
 def test_memcheck_pyt_has_no_causal_mask_for_fewer_queries() -> None:
     record = profile_case(case_of("memcheck-pyt/softmax", query_len=4), timed=False)
     assert (record.status, record.terms) == ("unsupported", None)
     assert "right for query_len = kv_len only" in (record.reason or "")
 
 
+@pytest.mark.extension
 def test_a_case_that_cannot_fit_is_never_allocated() -> None:
     case = case_of("memcheck-pyt/naive", bsz=64, query_len=2048, kv_len=2048, dim=32, heads=8)
     with track() as memory:
@@ -331,6 +338,7 @@ def test_a_case_that_cannot_fit_is_never_allocated() -> None:
     assert sum(record.terms["forward_peak_bytes"].values()) == closed_bytes(case)["forward_peak_bytes"]
 
 
+@pytest.mark.extension
 def test_a_case_is_skipped_if_only_its_backward_cannot_fit() -> None:
     case = case_of("naive", query_len=64, kv_len=64)
     peaks = closed_bytes(case)
@@ -343,6 +351,7 @@ def test_a_case_is_skipped_if_only_its_backward_cannot_fit() -> None:
     assert profile_case(case, limit_bytes=enough, skip_predicted=True, timed=False).status == "ok"
 
 
+@pytest.mark.extension
 def test_flex_has_no_gradients_on_the_cpu() -> None:
     record = profile_case(case_of("flex"), timed=False)
     assert record.status == "unsupported"
@@ -397,6 +406,7 @@ def test_contenders_with_a_decoding_step() -> None:
     assert set(DECODERS) == {"naive", "softmax", "softplus", "linear", "linear-causal", "compressed"}
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("operator", DECODERS)
 def test_a_state_equals_that_of_single_steps(operator: str, dtype: str) -> None:
@@ -425,6 +435,7 @@ def test_a_step_equals_the_last_query(operator: str) -> None:
     torch.testing.assert_close(y, naive_attention(q, torch.cat((keys, k), 2), torch.cat((values, v), 2)))
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
 @pytest.mark.parametrize("operator", DECODERS)
 def test_terms_of_decoding_are_exact(operator: str, dtype: str) -> None:
@@ -440,6 +451,7 @@ def test_terms_of_decoding_are_exact(operator: str, dtype: str) -> None:
     assert record.input_bytes == record.state_bytes + 3 * 2 * 12 * DTYPES[dtype].itemsize
 
 
+@pytest.mark.extension
 def test_an_operator_without_decoding_is_unsupported() -> None:
     record = profile_case(case_of("flex", mode="decode"))
     assert (record.status, record.reason) == ("unsupported", "flex has no decoding step")
@@ -454,6 +466,7 @@ def contenders() -> Iterator[dict[str, Contender]]:
     CONTENDERS.update(before)
 
 
+@pytest.mark.extension
 def test_a_registered_operator(contenders: dict[str, Contender]) -> None:
     mine = register("mine", lambda q, k, v: torch.nn.functional.scaled_dot_product_attention(q, k, v))
     assert "mine" in attention_types()
@@ -470,6 +483,7 @@ def test_a_registered_operator(contenders: dict[str, Contender]) -> None:
     assert isinstance(mine.style.marker, tuple)
 
 
+@pytest.mark.extension
 def test_a_registered_module_has_its_weights_counted(contenders: dict[str, Contender]) -> None:
     class Mine(torch.nn.Module):
         def __init__(self) -> None:
@@ -547,6 +561,7 @@ def test_wrong_cases_name_flag_rule_and_value(fields: dict[str, object], message
         check_case(dataclasses.replace(case_of("naive"), **fields))
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("layout", ["padded", "packed"])
 @pytest.mark.parametrize("operator", ["naive", "softmax", "softplus", "linear", "linear-causal", "compressed"])
 def test_sequences_attend_within_themselves(operator: str, layout: str) -> None:

@@ -13,7 +13,7 @@ from zoo_of_models import loaded
 
 import memcheck
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
 ROOT = Path(__file__).parents[2]
 

@@ -134,6 +134,7 @@ def test_sizes_keep_to_what_operators_take() -> None:
     assert (resized(step, "seq_len", 9).query_len, resized(step, "seq_len", 9).kv_len) == (1, 9)
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize(
     ("name", "axis"), [("naive", "seq_len"), ("softplus", "bsz"), ("linear-causal", "dim"), ("compressed", "seq_len")]
 )
@@ -227,6 +228,7 @@ def fit(capsys) -> Callable[..., dict]:
 SIZES = ["--bsz", "2", "--dim", "64", "--heads", "4", "--device", "512MiB"]
 
 
+@pytest.mark.extension
 def test_json_is_one_object_with_both_sides_of_the_edge(fit) -> None:
     said = fit(*SIZES, "--attention-type", "naive,softplus,flex")
     assert said["device"]["usable_bytes"] == 512 * 2**20
@@ -276,6 +278,7 @@ def test_what_is_looked_for(fit, find: str, step: int) -> None:
 SEQUENCES = ["--lengths", "64,16,1", "--attention-type", "softplus", "--dim", "16", "--device", "16MiB"]
 
 
+@pytest.mark.extension
 def test_sequences_are_repeated_or_scaled(fit) -> None:
     """--find bsz repeats them, --find seq-len keeps their proportions. Padded and packed are rows."""
     padded, packed = fit(*SEQUENCES, "--find", "bsz")["capacities"]
@@ -302,6 +305,7 @@ def test_sizes_of_sequences() -> None:
     assert resized(resized(case, "seq_len", 1), "dim", 8).lengths == (1, 1)
 
 
+@pytest.mark.extension
 def test_the_table_and_the_picture_of_sequences(tmp_path: Path, capsys) -> None:
     picture = tmp_path / "sequences.svg"
     assert main(["fit", *SEQUENCES, "--find", "bsz", "--plot", str(picture), "--up-to", "300"]) == 0
@@ -314,6 +318,7 @@ def test_the_table_and_the_picture_of_sequences(tmp_path: Path, capsys) -> None:
         assert words in drawn
 
 
+@pytest.mark.extension
 def test_a_core_dimension_that_is_given_stays(fit) -> None:
     flags = ["--find", "dim", "--attention-type", "softplus", "--device", "256MiB", "--heads", "4"]
     (row,) = fit(*flags, "--core-dim", "4", "--up-to", "64")["capacities"]

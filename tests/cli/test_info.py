@@ -6,8 +6,10 @@ import pytest
 import torch
 
 import memcheck
+from memcheck import _extension
 from memcheck.__main__ import main
-from memcheck._extension import _C
+
+pytestmark = pytest.mark.extension
 
 
 def test_json_is_one_object(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +19,7 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert facts["versions"]["memcheck"] == memcheck.__version__
     assert facts["versions"]["torch"] == facts["build"]["torch"] == torch.__version__
     assert facts["cpu"]["level"] in facts["cpu"]["levels"]
-    assert facts["cpu"]["float32_products"] == ("onednn" if _C.cpu_prefers_onednn() else "library")
+    assert facts["cpu"]["float32_products"] == ("onednn" if _extension._C.cpu_prefers_onednn() else "library")
     assert facts["cpu"]["threads"] == torch.get_num_threads()
     assert len(facts["cuda"]["gpus"]) == torch.cuda.device_count()
     assert facts["allocator"]["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64"
@@ -27,7 +29,7 @@ def test_json_is_one_object(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 def test_text_has_a_line_for_each_fact(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info"]) == 0
     printed = capsys.readouterr().out
-    for line in ("versions", f"  torch: {torch.__version__}", f"  level: {_C.cpu_level()}", "allocator"):
+    for line in ("versions", f"  torch: {torch.__version__}", f"  level: {_extension._C.cpu_level()}", "allocator"):
         assert line in printed.splitlines()
 
 
@@ -40,3 +42,4 @@ def test_the_build_has_cuda_kernels_or_says_why_not(capsys: pytest.CaptureFixtur
     else:
         launched = facts["cuda"]["launch"] == "ok"
         assert launched == torch.cuda.is_available()
+    assert facts["build"]["extension"] == "loaded"

@@ -88,7 +88,12 @@ def test_what_is_not_known_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     ("flags", "field", "value"),
     [
         (["--mode", "decode", "--kv-len", "64"], "state_bytes", 2 * 64 * 256 * 4),
-        (["--attention-type", "combinator", "--dim", "32"], "parameter_bytes", 2 * 32 * 32 * 4),
+        pytest.param(
+            ["--attention-type", "combinator", "--dim", "32"],
+            "parameter_bytes",
+            2 * 32 * 32 * 4,
+            marks=pytest.mark.extension,
+        ),
         (["--query-len", "8", "--kv-len", "16"], "kv_len", 16),
         (["--query-len", "8"], "kv_len", 8),
         (["--memory_limit", "1MiB"], "oom_phase", None),
@@ -103,6 +108,7 @@ def test_flags(capsys: pytest.CaptureFixture[str], flags: list[str], field: str 
         assert predicted(capsys, *flags, "--device", "cpu")[field] == value
 
 
+@pytest.mark.extension
 def test_threads_and_dense_gradients(capsys: pytest.CaptureFixture[str]) -> None:
     flags = (*SMALL, "--attention-type", "linear-causal", "--device", "cpu", "--threads")
     one, two = predicted(capsys, *flags, "1"), predicted(capsys, *flags, "2", "--dense-grad")
@@ -114,6 +120,7 @@ def test_threads_and_dense_gradients(capsys: pytest.CaptureFixture[str]) -> None
 SEQUENCES = ["--lengths", "12,3", "--dim", "16", "--heads", "2", "--attention-type"]
 
 
+@pytest.mark.extension
 def test_sequences_are_predicted_padded_and_packed(capsys: pytest.CaptureFixture[str]) -> None:
     for device in ("cpu", "A100-40GB"):
         padded, packed = predicted(capsys, *SEQUENCES, "linear-causal", "--device", device)
@@ -130,6 +137,7 @@ def test_sequences_are_predicted_padded_and_packed(capsys: pytest.CaptureFixture
     assert "Padded against packed, sequences of 12, 3: softplus " in said
 
 
+@pytest.mark.extension
 def test_what_helps_sequences_that_do_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     limit = ["--device", "cpu", "--memory-limit", "8KiB", "--padded"]
     assert main(["predict", *SEQUENCES, "softplus", *limit]) == 0

@@ -62,6 +62,7 @@ def test_the_second_copy_of_a_concatenation_counts_only_if_asked(capsys) -> None
     assert longer <= twice["need_bytes"] - once["need_bytes"] < longer + 2**12
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("operator", ["naive", "softmax", "linear-causal", "compressed"])
 @pytest.mark.parametrize("kv_heads", [None, 2])
 @pytest.mark.parametrize("concatenates", [False, True])
@@ -76,6 +77,7 @@ def test_the_step_of_a_layer_is_predicted_to_the_byte(operator: str, kv_heads: i
     assert predicted.record.state_bytes == model.state_bytes(3)
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("operator", ["naive", "softmax", "linear-causal", "compressed"])
 def test_fewer_heads_of_keys_give_the_attention_of_repeated_ones(operator: str) -> None:
     case = decoding(operator)
@@ -92,6 +94,7 @@ def test_fewer_heads_of_keys_give_the_attention_of_repeated_ones(operator: str) 
     torch.testing.assert_close(y, expected)
 
 
+@pytest.mark.extension
 def test_states_that_do_not_grow(capsys) -> None:
     found = cache(
         capsys, "--attention-type", "softplus", "--kv-len", "1000", "--dim", "64", "--layers", "3", "--device", "cpu"

@@ -5,11 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
+from forked import run_python
 
 from memcheck.__main__ import main
 from memcheck.bench import catalog
@@ -21,6 +20,8 @@ from memcheck.core.units import format_bytes, parse_bytes
 from memcheck.measure.measurement import machine_facts
 from memcheck.measure.tracker import track
 from memcheck.report import LiveRows, pair, unit_bytes
+
+pytestmark = pytest.mark.extension
 
 MIB = 2**20
 SMALL = ["--seq-len", "8", "--dim", "16", "--heads", "2", "--no-time", "--device", "cpu"]
@@ -74,10 +75,8 @@ def test_records_survive_the_files(profile, tmp_path) -> None:
 
 def test_the_door_and_underscores(tmp_path) -> None:
     flags = "--attention_type naive --bsz 2 --query_len 4 --kv_len 8 --dim 16 --heads 4 --core_dim 16 --device cpu"
-    command = [sys.executable, "-m", "memcheck.profile_attention", *flags.split(), "--no_time"]
-    result = subprocess.run(
-        [*command, "--output", str(tmp_path), "--format", "json"], capture_output=True, text=True, timeout=120
-    )
+    flags += f" --no_time --output {tmp_path} --format json"
+    result = run_python("-m", "memcheck.profile_attention", *flags.split(), timeout=120)
     assert result.returncode == 0
     (row,) = json.loads(result.stdout)
     assert (row["bsz"], row["query_len"], row["kv_len"], row["dim"], row["heads"]) == (2, 4, 8, 16, 4)
@@ -627,7 +626,7 @@ def test_a_predictor_that_fails_costs_its_row_alone(profile, monkeypatch) -> Non
     def fail(*args: object, **kwargs: object) -> None:
         raise ZeroDivisionError("no such luck")
 
-    monkeypatch.setattr("memcheck.bench.sweep.predict.predict_memory", fail)
+    monkeypatch.setattr("memcheck.bench.sweep.predict.predicted_or_skipped", fail)
     code, (measured, predicted) = profile(*SMALL, "--attention-type", "naive", "--predict")
     assert (code, measured.status, predicted.status) == (0, "ok", "error")
     assert predicted.reason == "ZeroDivisionError: no such luck"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import pytest
+from forked import run_python
 
 from memcheck.__main__ import main
 from memcheck.bench.sweep.store import read_records
 from memcheck.core.record import Record
 from memcheck.report.plots import plot_memory
+
+pytestmark = pytest.mark.extension
 
 SMALL = ["--bsz", "2", "--query-len", "8", "--dim", "16", "--no-time", "--device", "cpu"]
 
@@ -57,13 +58,9 @@ def test_records(profile, tmp_path, flags: list[str], operator: str) -> None:
 
 def test_the_door_and_underscores(tmp_path) -> None:
     """As memcheck_pyt's script is called."""
-    command = [sys.executable, "-m", "memcheck.profile_combinator", "--bsz", "2", "--query_len", "4", "--dim", "8"]
-    result = subprocess.run(
-        [*command, "--device", "cpu", "--no_time", "--low_memory", "--output", str(tmp_path), "--format", "json"],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    flags = "--bsz 2 --query_len 4 --dim 8 --device cpu --no_time --low_memory --format json"
+    words = ("memcheck.profile_combinator", *flags.split(), "--output", tmp_path)
+    result = run_python("-m", *words, timeout=120)
     assert result.returncode == 0
     (row,) = json.loads(result.stdout)
     assert (row["operator"], row["bsz"], row["query_len"], row["dim"]) == ("combinator-low-memory", 2, 4, 8)

@@ -27,7 +27,7 @@ from memcheck.measure.modules import kept_by_component
 from memcheck.measure.tracker import track
 from memcheck.nn.decoder import ATTENTIONS, FEED_FORWARDS
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
 COUNTS = {
     "small": 128_625_408,

@@ -8,9 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+from forked import run_python
 
 from memcheck.__main__ import main
 from memcheck.cli.parsers import words_before_script
+
+pytestmark = pytest.mark.extension
 
 ROOT = Path(__file__).parents[2]
 PLAIN = """
@@ -27,9 +30,11 @@ kept = [torch.ones(1000, 100) for _ in range(5)]
 def python(folder, *words, code=0):
     """The process, run in the folder; the code is what it must end with."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=100
-    )
+    if words[:2] == ("-m", "memcheck"):
+        done = run_python(*words, cwd=folder, env=environment, timeout=100)
+    else:  # memcheck is compared with Python itself.
+        command = [sys.executable, *words]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=100)
     assert done.returncode == code, done.stderr
     return done
 

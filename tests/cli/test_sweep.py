@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from forked import run_python
 
 from memcheck.__main__ import main
 from memcheck.bench import catalog
@@ -114,6 +115,7 @@ def gone(pid: int) -> bool:
         return True
 
 
+@pytest.mark.extension
 def test_rows_tables_and_plots(tmp_path, capsys) -> None:
     folder = tmp_path / "new" / "results"
     assert main(["sweep", *SMALL, "--output", str(folder)]) == 0
@@ -145,12 +147,14 @@ def test_a_grid_of_two_axes_has_few_pictures(tmp_path, flags: list[str], count: 
     assert len([path for path in tmp_path.iterdir() if path.suffix == ".png"]) == count
 
 
+@pytest.mark.extension
 def test_a_closed_stdout_costs_no_row(tmp_path, monkeypatch, no_files) -> None:
     monkeypatch.setattr("sys.stdout", None)
     assert main(["sweep", *SMALL, "--output", str(tmp_path)]) == 0
     assert len(rows(tmp_path)) == 4
 
 
+@pytest.mark.extension
 def test_json_and_the_same_again(tmp_path, capsys, no_files) -> None:
     flags = ["sweep", *SMALL, "--output", str(tmp_path), "--format", "json"]
     assert main(flags) == 0
@@ -292,6 +296,7 @@ def test_a_grid_of_lengths_of_sequences(plan, tmp_path) -> None:
     assert plan("--config", str(path), "--seq-len", "8")[0] == "softplus B1 S8 T8 E256 R256 float32: to run"
 
 
+@pytest.mark.extension
 def test_predictions_of_sequences_go_on_and_are_shown(tmp_path, capsys) -> None:
     """The rows, their pictures and a page."""
     flags = ["--attention-type", "softplus,linear-causal", "--dim", "16", "--heads", "2", "--lengths", "64,64"]
@@ -373,12 +378,14 @@ def test_wrong_flags_end_in_one_line(tmp_path, capsys, flags: str, words: str) -
     assert not (tmp_path / "results").exists()
 
 
+@pytest.mark.extension
 def test_a_folder_in_use_is_refused(tmp_path, capsys) -> None:
     with Store(tmp_path):
         assert main(["sweep", *SMALL, "--output", str(tmp_path)]) == 2
     assert "is in use by another sweep: wait for it, or name another folder" in capsys.readouterr().err
 
 
+@pytest.mark.extension
 def test_long_sweeps_say_so_first(tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setattr(
         "memcheck.cli.commands.sweep.run_sweep", lambda *args, **kwargs: (_ for _ in ()).throw(KeyboardInterrupt)
@@ -389,6 +396,7 @@ def test_long_sweeps_say_so_first(tmp_path, capsys, monkeypatch) -> None:
     assert "the same command continues: memcheck sweep --preset memcheck-pyt" in printed.err
 
 
+@pytest.mark.extension
 def test_errors_are_seen_in_the_exit_code(tmp_path, no_files, monkeypatch, sleepers) -> None:
     sleepers.write_text("from memcheck.bench.catalog import register\nregister('wrong', lambda q, k, v: q @ v)\n")
     for name in ("wrong",):
@@ -409,6 +417,7 @@ def test_errors_are_seen_in_the_exit_code(tmp_path, no_files, monkeypatch, sleep
     assert Counter(record.status for record in read_records(tmp_path / "results")) == {"error": 1, "ok": 1}
 
 
+@pytest.mark.extension
 def test_a_profile_does_not_replace_a_sweep(tmp_path, capsys) -> None:
     (tmp_path / "sweep.json").write_text("{}")
     assert main(["profile-attention", "--output", str(tmp_path)]) == 2
@@ -437,7 +446,7 @@ def test_kill_9_loses_nothing_that_was_done(tmp_path, sleepers) -> None:
     done = rows(folder)
     assert workers
     wait_for(lambda: all(map(gone, workers)))
-    again = subprocess.run(command(folder, *flags), capture_output=True, text=True, timeout=300)
+    again = run_python(*command(folder, *flags)[1:], timeout=300)
     assert again.returncode == 0
     # The row that it may have been writing is the only one that may be cut off.
     whole = [line for line in done if line.endswith("}")]
@@ -485,7 +494,7 @@ def test_a_full_disk_ends_the_sweep_in_one_line(tmp_path) -> None:
     assert f"{tmp_path / FILE} takes no more rows: File too large; finished cases are kept in {tmp_path}, and" in line
     done = rows(tmp_path)
     assert 0 < len(done) < 4
-    assert subprocess.run(command(tmp_path, *SMALL), capture_output=True, timeout=300).returncode == 0
+    assert run_python(*command(tmp_path, *SMALL)[1:], timeout=300).returncode == 0
     assert rows(tmp_path)[: len(done)] == done
     assert len(rows(tmp_path)) == 4
 
@@ -549,6 +558,7 @@ def test_a_preset_is_filled_without_running_anything(tmp_path, capsys, no_files,
     assert sum(manifest["statuses"].values()) == 260
 
 
+@pytest.mark.extension
 def test_predictions_go_on_where_they_stopped(tmp_path, capsys, no_files) -> None:
     flags = ["sweep", *PREDICTED, "--output", str(tmp_path), "--format", "json"]
     assert main([*flags, "--device", "A10", "--seq-len", "8"]) == 0
@@ -563,6 +573,7 @@ def test_predictions_go_on_where_they_stopped(tmp_path, capsys, no_files) -> Non
     assert Counter(row.status for row in read_records(tmp_path)) == {"ok": 8, "oom": 4}
 
 
+@pytest.mark.extension
 def test_measured_and_predicted_rows_share_a_folder(tmp_path, capsys, no_files) -> None:
     flags = ["sweep", *SMALL, "--output", str(tmp_path), "--format", "json"]
     assert main([*flags, "--predict"]) == 0

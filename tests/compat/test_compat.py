@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import run_python
 from torch import Tensor
 
 import memcheck
@@ -28,8 +29,7 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def run_compat(*words: str | Path, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "ignore", "-m", "memcheck.compat", *map(str, words)]
-    return subprocess.run(command, cwd=cwd, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    return run_python("-W", "ignore", "-m", "memcheck.compat", *words, cwd=cwd, env=ENVIRONMENT, timeout=120)
 
 
 def output_of(*words: str | Path) -> str:

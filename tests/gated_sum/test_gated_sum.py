@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 from host_cuda import library
+from host_cuda.build import Target, build, folder_of
 from ops.checks import DTYPES, LAYOUTS, Bound, Contract, assert_contract, assert_strides, generator, laid_out, run
 from torch import Tensor
-from torch.utils import cpp_extension
 
 from memcheck._build import COMPILE_FLAGS
 
@@ -25,37 +25,25 @@ pytestmark = [pytest.mark.ci, pytest.mark.slow, pytest.mark.cpu]
 @pytest.fixture(scope="module")
 def on_cpu() -> None:
     names = ("gated_sum.cpp", "gated_sum_autograd.cpp", "gated_sum_cpu.cpp")
+    # As setup.py compiles them, but for the macro of the host's CUDA.
+    flags = [flag for flag in library.glue_flags() if flag != "-DMEMCHECK_HOST_CUDA"]
     sources = [*(HERE / name for name in names), CSRC / "common/torch/parallel.cpp"]
-    load("gated_sum", sources, COMPILE_FLAGS, [])
+    load("gated_sum", [(source, [*flags, *COMPILE_FLAGS, f"-I{HERE.parent}"]) for source in sources])
 
 
 @pytest.fixture(scope="module")
 def on_host_cuda(on_cpu: None) -> None:
-    include = library.cuda_include()
-    if include is None:
+    if library.cuda_include() is None:
         pytest.skip("needs the headers of CUDA")
-    folder = folder_of("gated_sum_host_cuda")
-    kernels = folder / "gated_sum_cuda.cpp"
-    kernels.write_text('#include "host_cuda/host_cuda.h"\n#include "gated_sum/gated_sum_cuda.cu"\n')
-    sources = [kernels, HERE / "gated_sum.cpp", *sorted(CSRC.glob("host_cuda/*.cpp"))]
-    load("gated_sum_host_cuda", sources, library.flags(), [include])
+    of_cuda = [*library.kernel_flags(), f"-I{HERE.parent}"]
+    units = [(source, of_cuda) for source in (HERE / "gated_sum_cuda.cu", *library.HOST_SOURCES)]
+    load("gated_sum_host_cuda", [*units, (HERE / "gated_sum.cpp", [*library.glue_flags(), f"-I{HERE.parent}"])])
 
 
-def folder_of(name: str) -> Path:
-    folder = library.ROOT / "build" / f"{name}-torch-{torch.__version__}"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def load(name: str, sources: list[Path], flags: list[str], includes: list[Path]) -> None:
-    cpp_extension.load(
-        name=name,
-        sources=[str(source) for source in sources],
-        extra_cflags=flags,
-        extra_include_paths=[str(folder) for folder in (CSRC, HERE.parent, *includes)],
-        build_directory=str(folder_of(name)),
-        is_python_module=False,
-    )
+def load(name: str, units: list[tuple[Path, list[str]]]) -> None:
+    folder = folder_of(f"{name}-torch-{torch.__version__}")
+    (path,) = build(folder, Target(f"{name}.so", units, library.glue_links()))
+    torch.ops.load_library(str(path))
 
 
 def gated_sum(g: Tensor, x: Tensor) -> Tensor:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import run_all
 from torch import Tensor
 
 from memcheck.nn import CompressedSelfAttention, Decoder, LinearSelfAttention, SoftplusSelfAttention
@@ -117,10 +116,8 @@ dist.destroy_process_group()
 @pytest.mark.slow
 def test_tensor_parallelism_splits_heads_and_channels(tmp_path: Path) -> None:
     """Two processes of gloo, each with half of the heads or of the channels, give the whole result."""
-    commands = [[sys.executable, "-c", RANK, str(rank), str(tmp_path / "group")] for rank in range(2)]
-    running = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for command in commands]
-    ended = [process.communicate(timeout=200)[1] for process in running]
-    assert [process.returncode for process in running] == [0, 0], ended
+    ended = run_all([("-c", RANK, rank, tmp_path / "group") for rank in range(2)])
+    assert [process.returncode for process in ended] == [0, 0], ended
 
 
 @pytest.mark.ci

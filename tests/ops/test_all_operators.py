@@ -217,6 +217,7 @@ def test_gradients_that_are_asked_for(it: Operator, layout: str) -> None:
                 assert one is None or one.stride() == other.stride()
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("layout", LAYOUTS)
 @EVERY
 def test_gradients_are_taken_over_as_they_are(it: Operator, layout: str) -> None:
@@ -364,6 +365,7 @@ def test_double_backward_is_in_float32(it: Operator, dtype: torch.dtype) -> None
             assert (x.double() - truth).abs().max() <= 16 * unit * (1 + truth.abs().max())
 
 
+@pytest.mark.glue
 @DENSE
 def test_gradgradcheck(it: Operator) -> None:
     inputs, _ = it.inputs(it.small, torch.float64)
@@ -399,6 +401,7 @@ def test_a_penalty_on_a_gradient(it: Operator) -> None:
     torch.testing.assert_close(gradients(it.function), gradients(reference_of(it)))
 
 
+@pytest.mark.glue
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @DENSE
 def test_torch_func(it: Operator) -> None:
@@ -425,6 +428,7 @@ def test_torch_func(it: Operator) -> None:
     torch.testing.assert_close(results(it.function), results(reference_of(it)))
 
 
+@pytest.mark.glue
 @DENSE
 def test_gradients_of_torch_func_are_those_of_autograd(it: Operator) -> None:
     for dtype in DTYPES:
@@ -433,6 +437,7 @@ def test_gradients_of_torch_func_are_those_of_autograd(it: Operator) -> None:
         assert same_bits([y, *pull(grad_y)], run(it.function, inputs, grad_y))
 
 
+@pytest.mark.glue
 @DENSE
 def test_operators_of_the_dispatcher_refuse_torch_func(it: Operator) -> None:
     """The functions of memcheck choose another way; a direct call says which to use."""
@@ -471,6 +476,7 @@ def test_forward_mode_over_the_gradient_of_y_raises(it: Operator) -> None:
             torch.autograd.grad(y, leaves, dual)
 
 
+@pytest.mark.glue
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @EVERY
 def test_vmap(it: Operator) -> None:
@@ -482,6 +488,7 @@ def test_vmap(it: Operator) -> None:
         assert same_bits(x, run(it.function, [pair[i] for pair in pairs], grad_y))
 
 
+@pytest.mark.glue
 @pytest.mark.isolated
 def test_context_parallel_is_refused() -> None:
     """context_parallel gives a process only the keys of its own shard; the operator would need the others."""
@@ -518,6 +525,7 @@ def test_context_parallel_is_refused() -> None:
 # ---- torch.compile, autocast, meta
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("dynamic", [True, False])
 @EVERY
 def test_compile(it: Operator, dynamic: bool) -> None:
@@ -535,6 +543,7 @@ def test_compile(it: Operator, dynamic: bool) -> None:
     assert len(set(frames)) == (1 if dynamic else len(it.traced))
 
 
+@pytest.mark.glue
 @pytest.mark.slow
 @EACH
 def test_compile_with_inductor(it: Operator) -> None:
@@ -550,6 +559,7 @@ def test_compile_with_inductor(it: Operator) -> None:
         torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.glue
 @EVERY
 def test_autocast(it: Operator) -> None:
     """The operator runs in the autocast dtype, as torch's own do; leaves get gradients in their own dtype."""
@@ -562,6 +572,7 @@ def test_autocast(it: Operator) -> None:
     assert same_bits([y.detach(), *(leaf.grad for leaf in leaves)], [expected_y, *(x.float() for x in gradients)])
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("dtype", DTYPES)
 @EVERY
 def test_meta(it: Operator, dtype: torch.dtype) -> None:

@@ -313,6 +313,7 @@ def test_only_what_backward_reads_is_kept(dtype: torch.dtype) -> None:
 # ---- torch's own checks
 
 
+@pytest.mark.glue
 @MODES
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("layout", ["dense", "transposed", "every second column"])
@@ -323,6 +324,7 @@ def test_opcheck_forward(layout: str, requires_grad: bool, low_memory: bool) -> 
         torch.library.opcheck(forward_op, inputs, {"low_memory": low_memory, "keep_preactivations": True})
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("layout", ["dense", "transposed", "every second column"])
 def test_opcheck_backward(layout: str, requires_grad: bool) -> None:

@@ -298,6 +298,7 @@ def test_memory_to_the_byte() -> None:
 # ---- torch's own checks
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("mode", MODES)
 def test_opcheck(mode: str) -> None:
     inputs, grads = make_more(2, 4, 2, 5, 7, 3)
@@ -317,6 +318,7 @@ def test_opcheck(mode: str) -> None:
         torch.library.opcheck(backward_op, arguments, more)
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("dynamic", [True, False])
 def test_compile(dynamic: bool) -> None:
     torch._dynamo.reset()
@@ -330,6 +332,7 @@ def test_compile(dynamic: bool) -> None:
     assert same_bits(run_both(compiled, inputs, grads), run_both(merged, inputs, grads))
 
 
+@pytest.mark.glue
 def test_autocast() -> None:
     """The operator runs in the autocast dtype; sink and lse stay in float32."""
     (q, k, v, sink), _ = make_more(2, 4, 2, 40, 50, 20)
@@ -339,6 +342,7 @@ def test_autocast() -> None:
     assert same_bits([y, lse], expected)
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("constant", [None, "sink", "k"])
 @pytest.mark.parametrize("op", [compressed_attention, compressed_attention_pooled])
 def test_gradgradcheck(op: Callable[..., Any], constant: str | None) -> None:
@@ -521,6 +525,7 @@ SEQUENCES = {
 }
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("kind", SEQUENCES)
 @pytest.mark.parametrize("mode", MODES)
 def test_opcheck_sequences(kind: str, mode: str) -> None:

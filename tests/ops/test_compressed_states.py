@@ -137,6 +137,7 @@ def test_one_position_is_one_operator() -> None:
     assert ours == ["memcheck::compressed_attention_step"]
 
 
+@pytest.mark.glue
 @pytest.mark.cpu
 @pytest.mark.parametrize("positions", [0, 3])
 def test_opcheck_of_a_step(positions: int) -> None:
@@ -235,6 +236,7 @@ def test_states_of_sequences(kind: str) -> None:
     assert same_bits(gradients, expected)
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("packed", [True, False])
 def test_opcheck_of_sequences(packed: bool) -> None:
     B, S, counts = (1, 9, [4, 0, 5]) if packed else (3, 6, [4, 0, 5])
@@ -291,6 +293,7 @@ def test_wrong_states_of_sequences(changed: dict[str, Any], kind: type[Exception
 # ---- torch.compile
 
 
+@pytest.mark.glue
 @pytest.mark.cpu
 @pytest.mark.parametrize("dynamic", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_compile(dynamic: bool) -> None:
@@ -422,6 +425,7 @@ def assert_memory_of_sequences(kind: str, requires_grad: bool) -> None:
         assert memory.peak_bytes == kept + grad_y.nbytes + max(attending, spreading)
 
 
+@pytest.mark.glue
 def test_gradgradcheck() -> None:
     inputs, _ = inputs_of(torch.float64)
     leaves = [x[:, :, :15, :3].clone().requires_grad_() for x in inputs]
@@ -437,6 +441,7 @@ def test_keys_and_values_are_not_kept() -> None:
     assert {k.data_ptr(), v.data_ptr()}.isdisjoint(x.data_ptr() for x in kept)
 
 
+@pytest.mark.glue
 def test_autocast() -> None:
     (q, k, v), _ = inputs_of()
     with torch.autocast(DEVICE, torch.bfloat16):

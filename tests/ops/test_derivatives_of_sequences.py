@@ -111,12 +111,14 @@ def loss_of(function: Callable[..., Results]) -> Callable[..., Tensor]:
     return lambda *inputs: sum(x.sin().sum() for x in function(*inputs))
 
 
+@pytest.mark.glue
 @every_case
 def test_gradgradcheck(case: Case) -> None:
     function, inputs = made(case)
     assert torch.autograd.gradgradcheck(function, [x.requires_grad_() for x in inputs], fast_mode=True)
 
 
+@pytest.mark.glue
 @every_case
 def test_torch_func(case: Case) -> None:
     """Against autograd, whose first gradients are those of the kernels."""
@@ -134,6 +136,7 @@ def test_torch_func(case: Case) -> None:
     torch.testing.assert_close(of_gradients, torch.autograd.grad(along, leaves))
 
 
+@pytest.mark.glue
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 @every_case
 def test_vmap(case: Case) -> None:
@@ -147,6 +150,7 @@ def test_vmap(case: Case) -> None:
         torch.testing.assert_close(torch.func.vmap(f)(*pairs), tuple(expected))
 
 
+@pytest.mark.glue
 def test_vmap_over_lengths_is_refused() -> None:
     q, k, v = (torch.randn(shape) for shape in ROWS)
     lengths = torch.tensor([[5, 2], [1, 2]])

@@ -2,12 +2,12 @@
 
 import mmap
 import platform
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 
 import memcheck
 
@@ -56,6 +56,6 @@ print(sum((y.data_ptr() // 4096 + 1) % 512 == 0 for y in results))
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc" or mmap.PAGESIZE != 4096, reason="another malloc or page")
 def test_results_with_their_own_mapping_begin_at_a_huge_page() -> None:
-    done = subprocess.run([sys.executable, "-c", RESULTS_ON_A_BORDER], capture_output=True, text=True, check=True)
+    done = run_python("-c", RESULTS_ON_A_BORDER, timeout=120)
     # By chance it would be one in 512. It need not be all: the allocator tries a limited number of places.
     assert int(done.stdout) >= 6

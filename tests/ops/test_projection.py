@@ -210,6 +210,7 @@ def test_only_what_backward_reads_is_kept(function: Function) -> None:
 # ---- torch's own checks
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("layout", ["dense", "transposed", "every second column"])
 @pytest.mark.parametrize("function", FUNCTIONS)

@@ -331,6 +331,7 @@ def test_scratch_of_sinks_is_predicted() -> None:
 # ---- torch's own checks
 
 
+@pytest.mark.glue
 @CAUSAL
 @EVERY
 def test_compile(it: Attention, causal: bool) -> None:

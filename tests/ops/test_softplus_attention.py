@@ -278,6 +278,7 @@ def opcheck_inputs(requires_grad: bool) -> list[list[Tensor]]:
     return [[x.detach().requires_grad_(requires_grad) for x in inputs] for inputs in (dense, long, strided)]
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_opcheck_forward(causal: bool, requires_grad: bool) -> None:
@@ -287,6 +288,7 @@ def test_opcheck_forward(causal: bool, requires_grad: bool) -> None:
             torch.library.opcheck(forward_op, inputs, {"causal": causal, "keep_carries": True})
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 def test_opcheck_backward(causal: bool, requires_grad: bool) -> None:
@@ -308,6 +310,7 @@ SEQUENCES = {
 }
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("requires_grad", [True, False])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", SEQUENCES)
@@ -320,6 +323,7 @@ def test_opcheck_sequences(kind: str, causal: bool, requires_grad: bool) -> None
         torch.library.opcheck(sequences_op, inputs, {**options, "keep_carries": True})
 
 
+@pytest.mark.glue
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("kind", SEQUENCES)
 def test_opcheck_sequences_backward(kind: str, causal: bool) -> None:
@@ -331,11 +335,13 @@ def test_opcheck_sequences_backward(kind: str, causal: bool) -> None:
         torch.library.opcheck(sequences_backward_op, (grad_y, q, k, v, carries, None, None), options | more)
 
 
+@pytest.mark.glue
 def test_opcheck_step() -> None:
     (q, k, v), _ = make_inputs(2, 1, 5, 3)
     torch.library.opcheck(step_op, (q, k, v, torch.rand(2, 3), torch.rand(2, 3)))
 
 
+@pytest.mark.glue
 def test_autocast_of_a_step_leaves_the_state() -> None:
     (q, k, v), _ = make_inputs(2, 1, 5, 3)
     with torch.autocast(DEVICE, torch.bfloat16):

@@ -189,6 +189,7 @@ def test_only_the_state_has_a_gradient() -> None:
     assert same_bits(others, grads)
 
 
+@pytest.mark.glue
 @CAUSAL
 def test_opcheck(causal: bool) -> None:
     random = generator()

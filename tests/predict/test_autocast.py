@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -31,6 +32,7 @@ def zeros(x: Tensor, count: int) -> Tensor:
     return torch.zeros(count, dtype=torch.int64, device=x.device)
 
 
+OURS = ("softplus_attention", "linear_r", "combinator")
 FUNCTIONS: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "linear": lambda x, w: nn.functional.linear(x, w),
     "matmul": lambda x, w: x @ w,
@@ -77,7 +79,9 @@ def on_meta(kind: str, dtype: torch.dtype, **how: Any) -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.extension if name in OURS else ()) for name in FUNCTIONS]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_on_meta_is_autocast(name: str, dtype: torch.dtype) -> None:
     """The dtype of the result, what autograd recorded, and the casts in their order."""
@@ -124,6 +128,7 @@ def test_autocast_of_a_gpu_that_is_not_here() -> None:
     assert not torch.is_autocast_enabled("cuda")
 
 
+@pytest.mark.extension
 def test_the_tables_name_operators_that_are_cast() -> None:
     for kind in ("cpu", "cuda"):
         names = {base_name(op) for op in listed(kind)}
@@ -168,7 +173,7 @@ def test_the_tables_of_the_cpu_are_what_torch_does() -> None:
 
 def casts_of(info: Any, source: torch.dtype) -> set[tuple[torch.dtype, torch.dtype]]:
     found: set[tuple[torch.dtype, torch.dtype]] = set()
-    for sample in list(info.sample_inputs("cpu", torch.float32))[:3]:
+    for sample in itertools.islice(info.sample_inputs("cpu", torch.float32), 3):
         given = sample.transform(lambda x: x.to(source) if isinstance(x, Tensor) and x.dtype == torch.float32 else x)
         with warnings.catch_warnings(), torch.autocast("cpu", torch.bfloat16), Casting() as casting:
             warnings.simplefilter("ignore")
@@ -197,6 +202,7 @@ class Inside(nn.Module):
             return self.last(torch.cat([y, y], -1))
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize("optimizer", [None, torch.optim.AdamW])
 def test_a_model_with_autocast_inside_is_predicted_exactly(repeats: bool, optimizer: Any) -> None:
@@ -208,6 +214,7 @@ def test_a_model_with_autocast_inside_is_predicted_exactly(repeats: bool, optimi
     assert [getattr(prediction.record, name) for name in named] == [getattr(measured, name) for name in named]
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_model_under_autocast_is_predicted_exactly(dtype: torch.dtype) -> None:
     model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 10))

@@ -109,6 +109,7 @@ STEPS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("name", STEPS)
 @pytest.mark.parametrize("make", [mlp, convolutions, words_of_a_language, encoder])
 def test_a_step_is_predicted_exactly(make: Callable[[], tuple[nn.Module, Tensor]], name: str) -> None:
@@ -143,6 +144,7 @@ def test_clipping_on_a_gpu_takes_lists() -> None:
     assert {"aten::_foreach_norm", "aten::_foreach_mul_"} <= set(prediction.trace.operators)
 
 
+@pytest.mark.extension
 def test_inputs_do_not_accumulate() -> None:
     model, x = mlp()
     once, often = (measure_memory(model, x.clone().requires_grad_(), accumulate=count) for count in (1, 3))
@@ -150,6 +152,7 @@ def test_inputs_do_not_accumulate() -> None:
     assert once.saved_bytes == often.saved_bytes
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("name", HOW)
 def test_a_model_is_predicted_exactly(name: str) -> None:
     model, ids = Tied(), tokens()
@@ -188,6 +191,7 @@ def test_the_model_stays_as_it_is() -> None:
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
+@pytest.mark.extension
 def test_nothing_of_its_size_is_allocated() -> None:
     model = nn.Sequential(nn.Linear(1000, 1000), nn.ReLU())
     x = torch.zeros(1000, 1000)
@@ -250,6 +254,7 @@ def predicted(question: Callable[[Tensor], Any], x: Tensor) -> Prediction:
     return memcheck.predict_memory(Asking(question), x)
 
 
+@pytest.mark.extension
 def test_small_contents_are_known() -> None:
     ids = torch.arange(10)
     for question in (
@@ -263,6 +268,7 @@ def test_small_contents_are_known() -> None:
         assert figures(prediction.record) == figures(measure_memory(Asking(question), ids))
 
 
+@pytest.mark.extension
 def test_an_assumption_is_named() -> None:
     prediction = predicted(lambda x: (x < 0).any(), torch.rand(2000))
     assert not prediction.exact
@@ -299,6 +305,7 @@ def test_without_a_probe_unknown_functions_are_not_exact() -> None:
     assert not prediction.exact
 
 
+@pytest.mark.extension
 def test_a_function_that_differs_is_named() -> None:
     """The function's backward differs between meta tensors and the CPU."""
     x = torch.eye(6).repeat(2, 1, 1).requires_grad_()
@@ -308,15 +315,17 @@ def test_a_function_that_differs_is_named() -> None:
     assert prediction.record.backward_peak_bytes != measured.backward_peak_bytes
 
 
+@pytest.mark.extension
 def test_scratch_that_depends_on_contents_is_named() -> None:
     """The matrix exponential computes more terms for larger values."""
     prediction = memcheck.predict_memory(torch.matrix_exp, torch.rand(8, 8), backward=False)
     assert prediction.unknown == ("aten::linalg_matrix_exp: it took different amounts for different contents",)
 
 
+@pytest.mark.extension
 def test_a_calibration_table_replaces_probing(a_table_of_its_own: Path) -> None:
     model, x = nn.Conv2d(3, 4, 3), torch.zeros(2, 3, 8, 8)
-    memcheck.calibrate(model, x, path=a_table_of_its_own)
+    memcheck.calibrate(model, x, path=str(a_table_of_its_own))
     lines = a_table_of_its_own.read_text().splitlines()
     assert any("convolution" in json.loads(line)["key"] for line in lines)
     a_table_of_its_own.write_text("\n".join([*lines, '{"key": "cut o']))
@@ -424,6 +433,7 @@ def test_arguments_of_a_step_that_do_not_fit_together(function: Callable[..., An
             function(nn.Linear(3, 4), torch.zeros(2, 3), **how)
 
 
+@pytest.mark.extension
 def test_a_dataclass_of_tensors() -> None:
     @dataclasses.dataclass
     class Batch:

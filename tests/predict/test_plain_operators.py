@@ -18,7 +18,7 @@ from memcheck.measure.tracker import track
 from memcheck.predict.plain_operators import SHOWN_ON_CPU, takes_nothing
 from memcheck.predict.scratch import Scratch, Target, call_of, scratch_of
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
 # Operators with exact rules for their scratch, which the same calls test.
 RULED = {"mean", "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "scatter"}

@@ -128,6 +128,7 @@ def compare_all(operators: list[str], further: Sequence[tuple[int, ...]] = ()) -
     return compared, exact
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("operator", [name for name in EAGER if name not in REFUSED])
 def test_predictions_equal_measurements(operator: str) -> None:
     compared, exact = compare_all([operator], SPLIT.get(operator, ()))
@@ -135,6 +136,7 @@ def test_predictions_equal_measurements(operator: str) -> None:
     assert exact >= compared // 2
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("length", [191, 192, 767, 768])
 def test_flash_attention_changes_its_tile_between_two_lengths(length: int) -> None:
     case = case_of("softmax/flash", query_len=length, kv_len=length, mode="inference")
@@ -147,6 +149,7 @@ def test_many_cases_are_compared() -> None:
     assert sum(1 for operator in EAGER if operator not in REFUSED for _ in cells(operator)) > 400
 
 
+@pytest.mark.extension
 @pytest.mark.isolated(OMP_NUM_THREADS="1")
 def test_predictions_equal_measurements_with_one_thread() -> None:
     """With one thread, flash attention's backward is known, too."""
@@ -155,12 +158,14 @@ def test_predictions_equal_measurements_with_one_thread() -> None:
     assert predict_memory(case_of("softmax")).exact
 
 
+@pytest.mark.extension
 @pytest.mark.isolated
 def test_predictions_equal_measurements_with_three_threads() -> None:
     torch.set_num_threads(3)
     compare_all(["naive", "softmax", "softplus", "linear", "linear-causal", "compressed", "combinator"])
 
 
+@pytest.mark.extension
 def test_predictions_for_another_number_of_threads() -> None:
     case = case_of("linear-causal", query_len=1024, kv_len=1024, dim=120)
     one, four = (predict_memory(case, threads=threads).record.forward_peak_bytes for threads in (1, 4))
@@ -181,6 +186,7 @@ def test_flash_attention_names_what_depends_on_threads() -> None:
     assert sums in alone.terms["backward_peak_bytes"].values()
 
 
+@pytest.mark.extension
 def test_terms_add_up_and_equal_a_timeline() -> None:
     case = case_of("memcheck-pyt/naive", query_len=32, kv_len=32, dim=48)
     prediction = predict_memory(case)
@@ -198,6 +204,7 @@ def test_terms_add_up_and_equal_a_timeline() -> None:
     }
 
 
+@pytest.mark.extension
 def test_nothing_is_allocated() -> None:
     """Except 8 bytes for Python numbers, of which torch's meta kernels make tensors."""
     case = case_of("naive", bsz=64, query_len=4096, kv_len=4096, dim=512, heads=8)
@@ -209,6 +216,7 @@ def test_nothing_is_allocated() -> None:
     assert prediction.exact
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("operator", ["naive", "softplus", "linear-cumsum", "memcheck-pyt/combinator"])
 def test_out_of_memory_is_predicted(operator: str) -> None:
     """Status, phase, request and bytes in use, for budgets from the inputs to the peak."""
@@ -257,6 +265,7 @@ def test_backends_that_a_cpu_lacks_are_unsupported(operator: str) -> None:
     assert predict_memory(case_of(operator, dim=48, dtype="float16"), "A100-40GB").record.status == "ok"
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("operator", ["compressed", "linear", "linear-causal", "softplus", "combinator", "naive"])
 def test_the_failing_request_is_predicted(operator: str) -> None:
     """With limits around the peak, the result depends on the order of allocations."""
@@ -379,12 +388,14 @@ def check_unlisted(name: str, build: Callable[[Case], Callable[..., object]], sh
         del CONTENDERS[case.operator]
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("name", MODULES)
 def test_a_module_is_predicted_exactly_or_what_it_runs_is_named(name: str) -> None:
     make, shape = MODULES[name]
     assert check_unlisted(name, lambda case: make().to(case.device), shape) == (name in EXACT)
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_is_predicted_exactly_or_what_it_runs_is_named(name: str) -> None:
     exact = name in EXACT_FUNCTIONS or (name in EXACT_WITH_ONE_THREAD and torch.get_num_threads() == 1)
@@ -394,6 +405,7 @@ def test_a_function_is_predicted_exactly_or_what_it_runs_is_named(name: str) -> 
 OLD_GPU = "memcheck's CUDA kernels need a GPU of compute capability 8.0 or later, got 7.5"
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("mode", ["inference", "train", "decode"])
 @pytest.mark.parametrize("operator", ["softplus", "linear", "linear-causal", "compressed"])
 def test_memcheck_kernels_are_unsupported_on_an_old_gpu(operator: str, mode: str) -> None:
@@ -404,6 +416,7 @@ def test_memcheck_kernels_are_unsupported_on_an_old_gpu(operator: str, mode: str
     assert predict_memory(case, "A10").record.status == "ok"
 
 
+@pytest.mark.extension
 def test_the_combinator_is_unsupported_on_an_old_gpu() -> None:
     assert predict_memory(case_of("combinator"), "T4").record.reason == OLD_GPU
 
@@ -480,6 +493,7 @@ GPU = Device("box", "cuda", (8, 0), 2**34, 2**34, "made up")
 half = functools.partial(case_of, dim=64, heads=1, dtype="float16", query_len=64, kv_len=64)
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize(
     ("architecture", "torch_version", "size"),
     [
@@ -540,6 +554,7 @@ def test_attention_of_three_dimensions(torch_version: tuple[int, int]) -> None:
     assert on_cpu.record.torch_version.startswith(".".join(map(str, torch_version)))
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("mask_shape", [(9,), (9, 9), (2, 9, 9)])
 @pytest.mark.parametrize("mask_dtype", [torch.bool, torch.float32])
 def test_attention_of_three_dimensions_with_a_mask(mask_shape: tuple[int, ...], mask_dtype: torch.dtype) -> None:
@@ -658,6 +673,7 @@ def test_expandable_segments_reserve_pages() -> None:
     assert pages.record.forward_peak_bytes == predict_memory(case, GPU).record.forward_peak_bytes
 
 
+@pytest.mark.extension
 def test_a_prediction_has_the_fields_of_a_measurement() -> None:
     case = case_of("naive", mode="decode")
     predicted, found = dataclasses.asdict(predict_memory(case).record), dataclasses.asdict(measured(case))
@@ -673,6 +689,7 @@ def test_unknown_devices_are_named(name: str) -> None:
         predict_memory(case_of("naive"), name)
 
 
+@pytest.mark.extension
 def test_every_eager_contender_is_predicted_on_a_gpu() -> None:
     for operator in (*attention_types(), *combinator_types()):
         record = predict_memory(case_of(operator, dim=48, dtype="float16"), GPU).record

@@ -20,7 +20,7 @@ from memcheck.bench.workloads import prepare
 from memcheck.predict.replay import Prediction
 from memcheck.predict.scratch import Scratch, Target, Unknown, call_of, scratch_of
 
-pytestmark = pytest.mark.cpu
+pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
 FIGURES = (
     *("input_bytes", "output_bytes", "parameter_bytes", "forward_peak_bytes", "saved_bytes", "backward_peak_bytes"),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 from pages import PAGES, documentation
 
 import memcheck
@@ -126,7 +127,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 @pytest.mark.parametrize("source", python_of(README), ids=lambda source: source.partition("\n")[0])
 def test_each_block_of_the_readme_runs_alone(source, tmp_path):
     code = f"import os; os.chdir({str(tmp_path)!r})\n{source}"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = run_python("-c", code, cwd=ROOT, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -384,8 +385,9 @@ def test_the_answers_to_the_questions_are_what_the_commands_print(command, tmp_p
     monkeypatch.chdir(ROOT)
     monkeypatch.delenv("COLUMNS", raising=False)
     if "--plugin" in command:  # In a process of its own, as it adds to the catalog.
-        words = [sys.executable, "-m", "memcheck", *command.split(), "--output", str(tmp_path)]
-        out = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True).stdout
+        done = run_python("-m", "memcheck", *command.split(), "--output", tmp_path, timeout=120)
+        assert done.returncode == 0, done.stderr
+        out = done.stdout
     else:
         assert main(command.split()) == 0
         out = capsys.readouterr().out

@@ -2,12 +2,11 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 
 from memcheck.bench.models.case import SIZES
 from memcheck.core.model_record import ModelRecord
@@ -20,8 +19,7 @@ BENCHMARKS = ROOT / "benchmarks"
 
 def run(*words):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    return run_python(*words, cwd=ROOT, env=environment, timeout=300)
 
 
 def test_the_same_seed_tells_the_same_stories(benchmark):

@@ -408,6 +408,7 @@ def test_cs336_has_the_columns_of_the_published_table() -> None:
 CUBLAS_MIB = 16.25  # of workspaces, in every published figure of memory
 
 
+@pytest.mark.extension
 def test_cs336_columns_meet_the_published_ones() -> None:
     case = make_case(
         "cs336/naive", bsz=8, query_len=256, kv_len=256, dim=16, heads=1, core_dim=None, factor=None, causal=False
@@ -496,6 +497,7 @@ def test_padded_against_packed_is_of_one_size() -> None:
     assert words == "Padded against packed, sequences of 60, 4, dim 64: naive 64 MiB against 64."
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize(
     "flags",
     [
@@ -518,6 +520,7 @@ def test_the_next_step_is_a_command_of_the_same_case(flags: str, tmp_path: Path,
     assert len(read_records(tmp_path)) == len(first) == 1
 
 
+@pytest.mark.extension
 def test_the_next_step_after_running_out_is_what_fits(tmp_path: Path, capsys) -> None:
     flags = ["--attention-type", "naive", "--seq-len", "64", "--dim", "16", "--heads", "1", "--no-time"]
     limit = ["--memory-limit", "40KiB", "--device", "cpu", "--output", str(tmp_path)]
@@ -641,6 +644,7 @@ def test_accounting_of_a_peak_before_the_output_is_there() -> None:
     assert rows["inputs"]["predicted_bytes"] is None
 
 
+@pytest.mark.extension
 def test_accounting_agrees_with_a_measurement() -> None:
     """Of naive attention, the predicted parts are the record's, each to the byte."""
     from memcheck.bench.catalog import make_case

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
+from forked import run_python
 
 import memcheck
 from memcheck.__main__ import main
@@ -107,6 +106,7 @@ def own_record(rows: int = 8) -> Record:
     return memcheck.measure_memory(torch.nn.Linear(4, 4), torch.ones(rows, 4, requires_grad=True))
 
 
+@pytest.mark.extension
 def test_a_record_of_a_callable_is_written_and_read(tmp_path: Path, capsys) -> None:
     model, x = torch.nn.Linear(64, 64), torch.randn(32, 64, requires_grad=True)
     record = memcheck.measure_memory(model, x)
@@ -138,6 +138,7 @@ def test_a_record_of_a_callable_is_written_and_read(tmp_path: Path, capsys) -> N
     assert "\n  linear: peak forward" in out
 
 
+@pytest.mark.extension
 def test_a_record_of_the_same_name_is_replaced(tmp_path: Path) -> None:
     names = ["one", "two", "three"]
     for name in names:
@@ -151,6 +152,7 @@ def test_a_record_of_the_same_name_is_replaced(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [tmp_path / "records.jsonl"]
 
 
+@pytest.mark.extension
 def test_a_prediction_stands_beside_the_measurement(tmp_path: Path, capsys) -> None:
     model, x = torch.nn.Linear(4, 4), torch.ones(8, 4, requires_grad=True)
     for record in (memcheck.measure_memory(model, x), memcheck.predict_memory(model, x).record):
@@ -159,6 +161,7 @@ def test_a_prediction_stands_beside_the_measurement(tmp_path: Path, capsys) -> N
     assert "figures are as predicted, to the byte" in run(capsys, "report", tmp_path)[1]
 
 
+@pytest.mark.extension
 def test_a_record_joins_those_of_a_sweep(tmp_path: Path, capsys) -> None:
     words = ["--attention-type", "softplus", "--seq-len", "16", "--dim", "8", "--no-time", "--output", tmp_path]
     assert run(capsys, "sweep", *words)[0] == 0
@@ -188,9 +191,10 @@ for number in range(40):
 """
 
 
+@pytest.mark.extension
 def test_processes_write_to_one_folder(tmp_path: Path) -> None:
     def write(name: str) -> None:
-        subprocess.run([sys.executable, "-c", WRITE, str(tmp_path), name], check=True, timeout=120)
+        run_python("-c", WRITE, tmp_path, name, timeout=120).check_returncode()
 
     with ThreadPoolExecutor() as pool:
         list(pool.map(write, ("one", "two")))

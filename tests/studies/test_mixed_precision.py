@@ -126,6 +126,7 @@ def test_spacing_is_the_way_to_the_next_number(value: float, dtype: torch.dtype)
     assert spacing(x.item(), dtype) == torch.nextafter(x, torch.tensor(math.inf, dtype=dtype)).item() - x.item()
 
 
+@pytest.mark.extension
 @DTYPES
 @pytest.mark.parametrize(("value", "steps"), SUMS)
 @pytest.mark.parametrize("way", [way for way in WAYS if "LayerNorm" not in way])
@@ -150,6 +151,7 @@ def test_layer_norm_is_a_loop(value: float, steps: int, dtype: torch.dtype) -> N
     assert torch.get_num_threads() == threads
 
 
+@pytest.mark.extension
 @DTYPES
 def test_a_state_is_in_float32_from_token_to_token(dtype: torch.dtype) -> None:
     """One call per key gives the same state as one call with all keys."""
@@ -159,6 +161,7 @@ def test_a_state_is_in_float32_from_token_to_token(dtype: torch.dtype) -> None:
     assert state[1].item() == library_sum("the state of memcheck.linear_attention_step", 0.01, 1000, dtype).sum
 
 
+@pytest.mark.extension
 def test_each_library_call_is_described() -> None:
     sums = [it for it in library_sums() if it.way in ("x @ ones", "torch.sum(x)")]
     looped = [dataclasses.replace(it, rounded_once=it.way != "x @ ones", sum=1.0) for it in sums]
@@ -200,6 +203,7 @@ STAGES = ("fc1", "relu", "ln", "qkv", "sdpa", "linear_attention", "add", "fc2", 
 WITH_PARAMETERS = ("fc1", "ln", "qkv", "fc2")
 
 
+@pytest.mark.extension
 def test_without_autocast_everything_is_float32(both: tuple[StagesRun, StagesRun]) -> None:
     plain, _ = both
     everywhere = dict.fromkeys(STAGES, "float32")
@@ -212,6 +216,7 @@ def test_without_autocast_everything_is_float32(both: tuple[StagesRun, StagesRun
     assert plain.freed_bytes == 0
 
 
+@pytest.mark.extension
 def test_dtypes_under_autocast(both: tuple[StagesRun, StagesRun]) -> None:
     """On a CPU; on CUDA the layer norm's output is float32."""
     _, run = both
@@ -225,6 +230,7 @@ def test_dtypes_under_autocast(both: tuple[StagesRun, StagesRun]) -> None:
     assert [it.name for it in run.stages if it.rounded_gradient and it.name != "ln"] == ["fc1", "qkv", "fc2"]
 
 
+@pytest.mark.extension
 def test_what_is_kept(both: tuple[StagesRun, StagesRun]) -> None:
     _, run = both
     low = run.autocast_dtype
@@ -246,17 +252,20 @@ def test_what_is_kept(both: tuple[StagesRun, StagesRun]) -> None:
     assert {it.what for it in attention.kept} == {"output of qkv"}
 
 
+@pytest.mark.extension
 def test_what_hooks_saw_is_what_the_allocator_has(both: tuple[StagesRun, StagesRun]) -> None:
     for run in both:
         assert sum(stage.kept_bytes for stage in run.stages) == run.saved_bytes
 
 
+@pytest.mark.extension
 def test_a_measurement_says_the_same(both: tuple[StagesRun, StagesRun]) -> None:
     plain, _ = both
     record = memcheck.measure_memory(*make_network("cpu"))
     assert (record.saved_bytes, record.parameter_bytes) == (plain.saved_bytes, plain.parameter_bytes)
 
 
+@pytest.mark.extension
 def test_copies_of_parameters(both: tuple[StagesRun, StagesRun]) -> None:
     _, run = both
     copies = {cast.what: cast.bytes for cast in run.parameter_copies}
@@ -283,6 +292,7 @@ def test_the_cache_holds_one_copy_of_each(dtype: torch.dtype) -> None:
     assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 1
 
 
+@pytest.mark.extension
 def test_observations(both: tuple[StagesRun, StagesRun]) -> None:
     plain, run = both
     low = {"bfloat16": "bf16", "float16": "fp16"}[run.autocast_dtype]
@@ -296,6 +306,7 @@ def test_observations(both: tuple[StagesRun, StagesRun]) -> None:
     assert len(said) == 5
 
 
+@pytest.mark.extension
 def test_observations_are_of_what_was_seen() -> None:
     """For a GPU, where the layer norm's output is float32, and without autocast."""
     ln = Stage("ln", "float32", "bfloat16", "float32", (), (), "float32", "float32", None)
@@ -306,6 +317,7 @@ def test_observations_are_of_what_was_seen() -> None:
     assert len(said) == 3
 
 
+@pytest.mark.extension
 def test_torchs_generator_is_untouched() -> None:
     torch.manual_seed(3)
     expected = torch.rand(1)
@@ -346,6 +358,7 @@ def printed_by(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return printed.out
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize(("dtype", "long"), [("bf16", "bfloat16"), ("fp16", "float16"), ("float16", "float16")])
 def test_json_is_one_object(dtype: str, long: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(printed_by(capsys, "--dtype", dtype, "--format", "json"))
@@ -369,6 +382,7 @@ def test_json_is_one_object(dtype: str, long: str, capsys: pytest.CaptureFixture
     assert len(found["underflow"]) == 4
 
 
+@pytest.mark.extension
 def test_the_table_has_every_part(capsys: pytest.CaptureFixture[str]) -> None:
     said = printed_by(capsys)
     titles = [block.partition("\n")[0] for block in said.split("\n\n\n")]
@@ -404,6 +418,7 @@ def test_what_there_is_not(words: list[str], said: str, capsys: pytest.CaptureFi
     assert printed.err.count("\n") == 1
 
 
+@pytest.mark.extension
 def test_the_page_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     said = printed_by(capsys).splitlines()
     page = PAGE.read_text(encoding="utf-8")

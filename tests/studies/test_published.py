@@ -162,6 +162,7 @@ def test_cs336_rows_stand_beside_eager_and_compiled() -> None:
     ]
 
 
+@pytest.mark.extension
 def test_by_formula_every_published_row_of_ours_is_there(capsys) -> None:
     assert main(["published", "--format", "json"]) == 0
     summary, table = json.loads(capsys.readouterr().out)

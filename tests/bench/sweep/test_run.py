@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import multiprocessing
 import os
 import textwrap
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import context, start_server
 
 from memcheck.bench import catalog
 from memcheck.bench.catalog import Case, batch_of, make_case, make_combinator_case
@@ -382,6 +382,7 @@ def sweep_of(names: str, folder: Path, plugin: Path, **settings: Any) -> dict[st
     return {record.operator: record for record in run_sweep(cases, folder, plugins=[plugin], **settings)}
 
 
+@pytest.mark.extension
 def test_every_outcome_of_a_case_is_a_row(tmp_path, plugin) -> None:
     records = sweep_of("kill crash refuse chatter naive", tmp_path, plugin, max_seconds=0, passes=3)
     assert [record.status for record in records.values()] == ["killed", "error", "error", "ok", "ok"]
@@ -392,6 +393,7 @@ def test_every_outcome_of_a_case_is_a_row(tmp_path, plugin) -> None:
     assert len(read_records(tmp_path)) == 5
 
 
+@pytest.mark.extension
 def test_a_case_that_takes_too_long_ends(tmp_path, plugin) -> None:
     """The limit ends the timing first, and then the case."""
     records = sweep_of("sleep slow", tmp_path, plugin, max_seconds=3)
@@ -402,6 +404,7 @@ def test_a_case_that_takes_too_long_ends(tmp_path, plugin) -> None:
     assert records["slow"].doubts == ("the timing was cut off: 3 s were allowed for the case",)
 
 
+@pytest.mark.extension
 @pytest.mark.parametrize("isolate", [False, True])
 def test_processes_are_used_again_unless_isolated(tmp_path, plugin, isolate: bool) -> None:
     load_plugin(str(plugin))
@@ -412,6 +415,7 @@ def test_processes_are_used_again_unless_isolated(tmp_path, plugin, isolate: boo
     assert str(os.getpid()) not in str(processes)
 
 
+@pytest.mark.extension
 def test_a_case_is_compiled_as_in_a_new_process(monkeypatch) -> None:
     """Without a reset, the second length would be compiled as one of any length."""
     inputs_of: list[set[type]] = []
@@ -441,6 +445,7 @@ def test_a_plugin_that_changes_runs_its_own_cases_again(tmp_path, plugin) -> Non
     assert answers.asked == [case("chatter")]
 
 
+@pytest.mark.extension
 def test_a_contender_of_this_process_alone_is_told_from_a_plugin(tmp_path, monkeypatch) -> None:
     monkeypatch.setitem(catalog.CONTENDERS, "mine", catalog.CONTENDERS["softmax"])
     record = work(Job(case("mine")), lambda record: None)
@@ -490,7 +495,7 @@ def test_a_worker_ends_with_its_sweep() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [pytest.param("threads", marks=pytest.mark.ci), "processes"])
 def test_executors_of_the_standard_library(tmp_path, plugin, kind: str) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    with ThreadPoolExecutor(2) if kind == "threads" else ProcessPoolExecutor(2, mp_context=spawn) as executor:
+    start_server()
+    with ThreadPoolExecutor(2) if kind == "threads" else ProcessPoolExecutor(2, mp_context=context) as executor:
         records = sweep_of("kill naive softmax", tmp_path, plugin, executor=executor, timed=False)
     assert [record.status for record in records.values()] == ["killed", "ok", "ok"]
