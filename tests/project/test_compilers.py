@@ -66,7 +66,7 @@ def test_every_file_compiles(
 ) -> None:
     # Debian keeps pyconfig.h by architecture. To compile, though not to run, this machine's will do for the other.
     (tmp_path / "aarch64-linux-gnu").symlink_to(f"/usr/include/{sysconfig.get_config_var('MULTIARCH')}")
-    source = sources[0] if len(sources) == 1 else one_unit([], sources, tmp_path / "registering.cpp")
+    source = sources[0] if len(sources) == 1 else one_unit(sources, tmp_path / "registering.cpp")
     tool, flags = COMPILERS[compiler]
     command = [require_tool(tool), *FLAGS, *flags, *INCLUDES, f"-isystem{tmp_path}", "-c", source]
     ended = subprocess.run([*command, "-o", tmp_path / "object.o"], capture_output=True, text=True, timeout=300)
