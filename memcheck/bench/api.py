@@ -5,7 +5,7 @@ the one that writes a record.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,64 +14,85 @@ import torch
 
 from memcheck._extension import MISSING
 from memcheck.bench import predict as catalog
+from memcheck.core.arguments import (
+    autocast_given,
+    bytes_given,
+    callable_given,
+    optimizer_given,
+    takes_inputs,
+    takes_no_inputs_of,
+    whole_number,
+)
 from memcheck.core.case import Case
-from memcheck.core.devices import Device, device_named
+from memcheck.core.devices import Device, device_given
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.step import check_step
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import Ranks
 from memcheck.predict.replay import Prediction, target_for
-from memcheck.predict.torch_versions import Version
+from memcheck.predict.torch_versions import running
 
 if TYPE_CHECKING:
     from memcheck.bench.capacity import Search
     from memcheck.bench.probe import CpuProbe
 
+# What predict_memory takes beside a case of the catalog, which says all else itself.
+OF_CASES = (
+    *("device", "limit_bytes", "dense_grad", "threads", "expandable_segments", "torch_version", "drops_workspaces"),
+)
 
+
+@takes_no_inputs_of(Case, OF_CASES)
+@takes_inputs
 def predict_memory(
     model: Callable[..., Any] | Case,
     *inputs: Any,
-    device: Device | str | None = None,
-    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    kwargs: dict[str, Any] | None = None,
+    device: Device | torch.device | str | None = None,
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | str | None = None,
     loss: Callable[[Any], Any] | None = None,
     backward: bool = True,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | str | None = None,
     steps: int = 2,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     set_to_none: bool = True,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     dense_grad: bool = False,
     threads: int | None = None,
     expandable_segments: bool = False,
-    torch_version: Version | None = None,
+    torch_version: Sequence[int] | str | None = None,
     drops_workspaces: bool = True,
     probe: Probe | bool = True,
     ranks: Ranks | None = None,
-    **kwargs: Any,
+    **keywords: Any,
 ) -> Prediction:
-    """The record that measuring model(*inputs, **kwargs) on the device would give. Nothing of its size is allocated.
+    """The record that measuring model(*inputs, **keywords) on the device would give. Nothing of its size is allocated.
 
     model: a module, a method of one, or another callable; or a case of the catalog, with the device as its only input.
         Model and inputs may be real or on meta. They are copied to meta and are not modified.
+    kwargs: further keyword inputs of the model, whatever their names. A keyword that the model has, too, must be given
+        here; with kwargs={} such a keyword is the one described here.
     device: a memcheck.core.devices.Device, or a name for device_named there: "A100-40GB", "cpu", "40GiB".
     optimizer: makes the optimizer: lambda parameters: torch.optim.AdamW(parameters). Its step follows the backward.
+        Or a name of the command line's: "adamw".
     loss: makes the tensor that the backward starts from out of the model's output. By default it starts from every
         output.
     backward: with False the forward runs under no_grad.
-    autocast: the dtype of a torch.autocast around model and loss. A model may also enter torch.autocast itself.
+    autocast: the dtype of a torch.autocast around model and loss, or its name, "bf16". A model may also enter
+        torch.autocast itself.
     steps: 1 predicts the very first step, in which the optimizer makes its state; 2 and more a step in the steady
         state.
     accumulate: backwards of a step. The figures are those of the last one, in which the gradients of the others are
         alive.
     clip_grad_norm: the norm to which gradients are clipped before the optimizer's step.
     set_to_none: with False, zero_grad keeps the gradients, as zeros.
-    limit_bytes: a budget as in memcheck.measure_memory; on CUDA a per-process limit of segments.
+    limit_bytes: a budget as in memcheck.measure_memory; on CUDA a per-process limit of segments. Or a text, "40GiB".
     dense_grad: the gradient of each output is a full tensor, instead of one element expanded.
     threads: of the CPU; torch's number by default. expandable_segments: as in PYTORCH_ALLOC_CONF.
-    torch_version: the version to predict for, such as (2, 7); that of this process by default. If either version is
-        newer than the newest that predictions were compared with, no figure is exact.
+    torch_version: the version to predict for, such as (2, 7) or "2.13"; that of this process by default. If either
+        version is newer than the newest that predictions were compared with, no figure is exact.
     drops_workspaces: free cuBLAS's workspaces after each phase, as a measurement does. A program keeps those of both
         of its threads.
     probe: on the CPU, runs each operator without a rule once, alone, and stores what it allocates, in memory and in a
@@ -83,22 +104,42 @@ def predict_memory(
     nothing yet.
 
     ValueError: steps or accumulate is below 1, an optimizer or accumulate is given without a backward, or
-    clip_grad_norm or set_to_none=False without an optimizer.
+    clip_grad_norm or set_to_none=False without an optimizer; or a name, a version or a number is none. TypeError: a
+    keyword belongs to the model as well as to this function, or to neither; or a case is given a keyword besides
+    device, limit_bytes, dense_grad, threads, expandable_segments, torch_version and drops_workspaces.
     """
-    how: dict[str, Any] = {"limit_bytes": limit_bytes, "dense_grad": dense_grad}
+    how: dict[str, Any] = {"limit_bytes": bytes_given("limit_bytes", limit_bytes), "dense_grad": dense_grad}
     how |= {"expandable_segments": expandable_segments, "drops_workspaces": drops_workspaces}
     if isinstance(model, Case):
-        named = device or (inputs[0] if inputs else "cpu")
+        named = device if device is not None else (inputs[0] if inputs else "cpu")
         return catalog.predict_memory(model, named, threads=threads, torch_version=torch_version, **how)
-    check_step(steps, accumulate, backward, optimizer, clip_grad_norm, set_to_none)
-    device = device or "cpu"
-    device = device_named(device) if isinstance(device, str) else device
+    if not callable(model):
+        raise ValueError(f"model must be callable, got {model!r}")
+    if ranks is not None and not isinstance(ranks, Ranks):
+        raise ValueError(f"ranks must be a memcheck.Ranks, got {ranks!r}")
+    # Tensor parallelism leaves some parameters whole, and functions of lists take no DTensors among other tensors.
+    one_by_one = {"foreach": False} if ranks is not None and ranks.kind == "tp" else {}
+    makes = optimizer_given(optimizer, **one_by_one)
+    check_step(steps, accumulate, backward, makes, clip_grad_norm, set_to_none)
+    device = device_given(device)
     target = target_for(device, threads, torch_version)
+    if not isinstance(probe, bool | None) and not hasattr(probe, "check"):
+        raise ValueError(f"probe must be True, False or a Probe, got {probe!r}")
     from memcheck.predict.model import Call, predict_call
 
-    ways = (loss, backward, optimizer, autocast, steps, accumulate, clip_grad_norm, set_to_none)
-    call = Call(model, inputs, kwargs, *ways, ranks=ranks)
-    here = device.kind == "cpu" and target.threads == torch.get_num_threads() and torch_version is None
+    ways = (
+        callable_given("loss", loss),
+        backward,
+        makes,
+        autocast_given(autocast),
+        steps,
+        accumulate,
+        clip_grad_norm,
+        set_to_none,
+    )
+    call = Call(model, inputs, {**keywords, **(kwargs or {})}, *ways, ranks=ranks)
+    as_here = target.threads == torch.get_num_threads() and target.torch_version == running()
+    here = device.kind == "cpu" and as_here
     chosen = (default_probe() if here else None) if probe is True else probe or None
     return predict_call(call, device, target, probe=chosen, **how)
 
@@ -120,9 +161,15 @@ def calibrate(model: Callable[..., Any], *inputs: Any, path: Path | str, **how: 
     """Probes the operators of a call on this machine's CPU and adds them to the table at `path`.
 
     Another machine can use the table: MEMCHECK_PROBES=path. Other arguments and the result are those of predict_memory.
+
+    TypeError: it is given a device, threads, a torch_version or a probe. Operators run on this machine, in as many
+    threads as torch.set_num_threads says.
     """
     from memcheck.bench.probe import CpuProbe, Table
 
+    for name in ("device", "threads", "torch_version", "probe"):
+        if name in how:
+            raise TypeError(f"calibrate takes no {name}: operators run here, in torch's threads and version")
     return predict_memory(model, *inputs, device="cpu", probe=CpuProbe(Table(Path(path))), **how)
 
 
@@ -152,12 +199,12 @@ class Largest:
 def largest(
     make_inputs: Callable[[int], Any],
     model: Callable[..., Any],
-    device: Device | str,
+    device: Device | torch.device | str,
     *,
     step: int = 1,
     most: int = 2**30,
     start: int = 256,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     **how: Any,
 ) -> Largest:
     """The largest size n at which model(*make_inputs(n)) fits the device. Other arguments are those of predict_memory.
@@ -166,18 +213,23 @@ def largest(
         called with meta as the default device, so that factories allocate nothing.
     step: sizes are its multiples. most: the largest size that is tried. start: the first size that is tried.
 
-    UsageError: the device has no limit.
+    UsageError: the device has no limit. ValueError: step, most or start is below 1, or most is below step.
     """
-    device = device_named(device) if isinstance(device, str) else device
+    device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
+    step, start = whole_number("step", step), whole_number("start", start)
+    most = whole_number("most", most, least=step)
+    if isinstance(model, Case):
+        raise TypeError("largest takes a model; memcheck.bench.capacity.find_capacity and memcheck fit take a case")
     if device.usable_bytes is None and limit_bytes is None:
-        raise UsageError(f"{device.name} has no limit; set one, such as limit_bytes=16 * 2**30")
+        raise UsageError(f"{device.name} has no limit; set one, such as limit_bytes='16GiB'")
 
     def predict(size: int) -> Prediction:
         with torch.device("meta"):
             made = make_inputs(size)
-        named = dict(made) if isinstance(made, dict) else {}
+        keywords = {**(how.get("kwargs") or {}), **made} if isinstance(made, dict) else how.get("kwargs")
         inputs = () if isinstance(made, dict) else tuple(made) if isinstance(made, tuple | list) else (made,)
-        return predict_memory(model, *inputs, device=device, limit_bytes=limit_bytes, **{**how, **named})
+        given = {**how, "device": device, "limit_bytes": limit_bytes, "kwargs": keywords}
+        return predict_memory(model, *inputs, **given)
 
     from memcheck.bench.capacity import Search
     from memcheck.predict.interpolate import fits_by_interpolation

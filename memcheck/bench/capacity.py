@@ -16,7 +16,8 @@ from typing import Any
 
 from memcheck.bench.catalog import Case, batch_of, check_case
 from memcheck.bench.predict import predicted_or_skipped
-from memcheck.core.devices import Device
+from memcheck.core.arguments import bytes_given, whole_number
+from memcheck.core.devices import Device, device_given
 from memcheck.core.errors import UsageError, unknown_name
 from memcheck.predict.replay import Prediction
 
@@ -70,9 +71,9 @@ class Capacity:
 def find_capacity(
     case: Case,
     axis: str,
-    device: Device,
+    device: Device | str,
     *,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     step: int = 1,
     most: int = MOST,
     start: int | None = None,
@@ -92,6 +93,9 @@ def find_capacity(
 
     UsageError: the axis is unknown, or the device has no limit.
     """
+    device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
+    step, most = whole_number("step", step), whole_number("most", most)
+    start = None if start is None else whole_number("start", start)
     if axis not in AXES:
         raise unknown_name("--find", axis.replace("_", "-"), known_axes())
     if device.usable_bytes is None and limit_bytes is None:
@@ -235,9 +239,9 @@ def capacity_curve(
     axis: str,
     along: str,
     sizes: Sequence[int],
-    device: Device,
+    device: Device | str,
     *,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     step: int = 1,
     most: int = MOST,
     predict: Predict | None = None,
@@ -246,7 +250,7 @@ def capacity_curve(
     curve: list[tuple[int, Capacity]] = []
     limits: dict[str, Any] = {"limit_bytes": limit_bytes, "step": step, "most": most, "predict": predict}
     for size in sorted(sizes):
-        start = curve[-1][1].largest if curve else None
+        start = curve[-1][1].largest or None if curve else None
         curve.append((size, find_capacity(resized(case, along, size), axis, device, start=start, **limits)))
     return curve
 

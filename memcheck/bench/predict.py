@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from memcheck.bench.catalog import CONTENDERS, Contender
 from memcheck.bench.workloads import prepare
+from memcheck.core.arguments import bytes_given
 from memcheck.core.case import Case, Terms
-from memcheck.core.devices import Device, device_named
+from memcheck.core.devices import Device, device_given, device_named
 from memcheck.core.errors import ExtensionError, UnsupportedError
 from memcheck.core.record import Record
 from memcheck.core.workload import Workload
@@ -25,23 +26,23 @@ from memcheck.predict.trace import Trace, TracedRun
 
 def predict_memory(
     case: Case,
-    device: Device | str = "cpu",
+    device: Device | torch.device | str = "cpu",
     *,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     dense_grad: bool = False,
     threads: int | None = None,
     expandable_segments: bool = False,
-    torch_version: Version | None = None,
+    torch_version: Sequence[int] | str | None = None,
     drops_workspaces: bool = True,
 ) -> Prediction:
     """The record that measuring the case on the device would give. Nothing is run or allocated.
 
     device: a memcheck.core.devices.Device, or a name for device_named there: "A100-40GB", "cpu", "40GiB".
-    limit_bytes: a budget as in memcheck.measure_memory; on CUDA a per-process limit of segments.
+    limit_bytes: a budget as in memcheck.measure_memory; on CUDA a per-process limit of segments. Or a text, "40GiB".
     dense_grad: the gradient of the output is a full tensor, instead of one element expanded.
     threads: of the CPU; torch's number by default. expandable_segments: as in PYTORCH_ALLOC_CONF.
-    torch_version: the version to predict for, such as (2, 7); that of this process by default. If either version is
-        newer than the newest that predictions were compared with, no figure is exact.
+    torch_version: the version to predict for, such as (2, 7) or "2.13"; that of this process by default. If either
+        version is newer than the newest that predictions were compared with, no figure is exact.
     drops_workspaces: free cuBLAS's workspaces after each phase, as a measurement does. A program keeps those of both
         of its threads.
 
@@ -51,7 +52,7 @@ def predict_memory(
 
     ExtensionError: the operator is memcheck's own, and its extension, which plans its scratch, is missing.
     """
-    device = device_named(device) if isinstance(device, str) else device
+    device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
     modes: Any = {"expandable_segments": expandable_segments, "drops_workspaces": drops_workspaces}
     return predicted_for(target_for(device, threads, torch_version), case, device, limit_bytes, dense_grad, **modes)
 

@@ -17,6 +17,7 @@ from memcheck._extension import extension
 from memcheck.bench.catalog import CONTENDERS, Case, Terms
 from memcheck.bench.predict import closed_bytes, closed_terms
 from memcheck.bench.workloads import prepare
+from memcheck.core.arguments import bytes_given, whole_number
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.tensors import storages_of, tensors_in
@@ -69,7 +70,7 @@ def profile_case(
     max_seconds: float | None = None,
     passes: int | None = None,
     timed: bool = True,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     skip_predicted: bool = False,
     on_memory: Callable[[Record], None] | None = None,
 ) -> Record:
@@ -86,6 +87,8 @@ def profile_case(
 
     In decode mode the peak and the time are those of one step; the state before it is part of input_bytes.
     """
+    limit_bytes = bytes_given("limit_bytes", limit_bytes)
+    passes = None if passes is None else whole_number("passes", passes)
     deadline = None if max_seconds is None else time.perf_counter() + max_seconds
     record = Record(**machine_facts(case.device))
     terms: Terms | None = None

@@ -28,7 +28,7 @@ from memcheck.bench.api import predict_memory
 from memcheck.bench.plugins import import_file
 from memcheck.bench.probe import CarriedProbe
 from memcheck.cli.cases import progress_bar
-from memcheck.cli.options import OPTIMIZERS, predicted_device
+from memcheck.cli.options import predicted_device
 from memcheck.core.case import DTYPES, SHORT_DTYPES
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
@@ -317,11 +317,8 @@ class Study:
         """The prediction for the setting; by default for the study's own."""
         setting = setting or self.setting
         built = self.source.build(setting)
-        if taken := built.kwargs.keys() & inspect.signature(predict_memory).parameters.keys():
-            raise UsageError(f"an input is named {taken.pop()}, as an argument of memcheck.predict_memory is")
-        autocast = setting.autocast and getattr(torch, setting.autocast)
-        how = {"optimizer": optimizer_of(setting.optimizer, self.how.get("ranks")), "autocast": autocast, **self.how}
-        how |= {"backward": setting.mode == "train", "device": self.device, **built.kwargs}
+        how = {"optimizer": setting.optimizer, "autocast": setting.autocast, **self.how}
+        how |= {"backward": setting.mode == "train", "device": self.device, "kwargs": built.kwargs}
         try:
             found = predict_memory(built.model, *built.inputs, **how)
         except MemcheckError:
@@ -384,18 +381,6 @@ def combined(setting: Setting, others: Sequence[Setting]) -> Setting:
     """The setting with every field in which one of the others differs."""
     fields = {name: value for other in others for name, value in vars(other).items() if value != getattr(setting, name)}
     return setting.but(**fields)
-
-
-def optimizer_of(name: str, ranks: Ranks | None = None) -> Callable[[Any], Any] | None:
-    """What makes the optimizer of that name; None for "none".
-
-    Tensor parallelism leaves some parameters whole, and functions of lists take no DTensors among other tensors.
-    """
-    if (found := OPTIMIZERS[name]) is None:
-        return None
-    kind, options = found
-    one_by_one = {"foreach": False} if ranks is not None and ranks.kind == "tp" else {}
-    return functools.partial(getattr(torch.optim, kind), **{**options, **one_by_one})
 
 
 def classes_of(prediction: Prediction) -> dict[str, str]:

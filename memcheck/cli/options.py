@@ -20,17 +20,6 @@ ATTENTION_TYPES = (
 COMBINATOR_TYPES = ("combinator", "combinator-low-memory", "memcheck-pyt/combinator")
 DECODER_TYPES = ("naive", "softmax", "linear", "compressed", "softplus")  # Of memcheck.nn.Decoder.
 MODES = ("train", "inference", "decode")
-# Optimizers of models by name: the class in torch.optim, and options.
-OPTIMIZERS: dict[str, tuple[str, dict[str, float]] | None] = {
-    "none": None,
-    "sgd": ("SGD", {}),
-    "sgd-momentum": ("SGD", {"momentum": 0.9}),
-    "adam": ("Adam", {}),
-    "adamw": ("AdamW", {}),
-    "adagrad": ("Adagrad", {}),
-    "adafactor": ("Adafactor", {}),
-    "rmsprop": ("RMSprop", {}),
-}
 # The defaults of the commands that compare attentions.
 DEFAULT_TYPES = ["naive", "softmax", "softplus", "linear-causal", "compressed"]
 DEFAULT_SIZES = {"bsz": 1, "dim": 256, "heads": 4}

@@ -21,7 +21,6 @@ from memcheck.cli.options import (
     GPU_LENGTHS,
     GPU_SIZES,
     MODES,
-    OPTIMIZERS,
     add_device_arguments,
     add_gpu_argument,
     count,
@@ -36,6 +35,7 @@ from memcheck.cli.options import (
     sizes,
     words,
 )
+from memcheck.core.arguments import OPTIMIZERS
 from memcheck.core.devices import DEVICES
 from memcheck.core.errors import UsageError, did_you_mean
 from memcheck.core.units import Growth

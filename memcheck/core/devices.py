@@ -13,6 +13,7 @@ import re
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from memcheck.core.errors import UsageError, did_you_mean
 from memcheck.core.units import format_bytes, parse_bytes
@@ -71,11 +72,24 @@ DEVICES: dict[str, Device] = {row["name"]: read_device(row) for row in ROWS}
 KNOWN_AS = {row["name"]: re.compile(row["known_as"]) for row in ROWS}
 
 
-def device_named(text: str) -> Device:
+def device_given(value: Any, default: str = "cpu") -> Device:
+    """The device that a function is given: itself, or that of a name or of a torch.device.
+
+    UsageError: there is no such device, or several have the name.
+    """
+    value = default if value is None else value
+    if isinstance(value, Device):
+        return value
+    if isinstance(value, str) or type(value).__name__ == "device":  # torch.device, without importing torch.
+        return device_named(str(value), "device")
+    raise UsageError(f"device must be a Device or a name such as 'A100-40GB', '40GiB' or 'cpu', got {value!r}")
+
+
+def device_named(text: str, flag: str = "--device") -> Device:
     """The device of a name: a GPU of the catalog, "cpu", "cuda" or "cuda:1" of this machine, or a size such as "40GiB".
 
     Case, hyphens and blanks do not matter: "rtx 4090" is "RTX4090". The first or the last words of a name are enough
-    if they are unique: "4090".
+    if they are unique: "4090". flag: what errors call it.
 
     UsageError: there is no such device, or several have the name.
     """
@@ -91,7 +105,7 @@ def device_named(text: str) -> Device:
     if len(matches) == 1:
         return DEVICES[matches[0]]
     begun = [known for known in DEVICES if len(name) > 1 and plain(known).startswith(name)]
-    raise UsageError(f"--device {text} is {objection_to(text.strip(), matches or begun)}")
+    raise UsageError(f"{flag} {text} is {objection_to(text.strip(), matches or begun)}")
 
 
 def objection_to(text: str, matches: list[str]) -> str:

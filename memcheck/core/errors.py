@@ -9,8 +9,8 @@ class MemcheckError(Exception):
     exit_code = 1
 
 
-class UsageError(MemcheckError):
-    """The command line asks for something that does not exist or is inconsistent."""
+class UsageError(MemcheckError, ValueError):
+    """A command or a function is asked for something that does not exist or is inconsistent."""
 
     exit_code = 2
 

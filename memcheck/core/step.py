@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
+from memcheck.core.arguments import whole_number
+
 
 def check_step(
     steps: int, accumulate: int, backward: bool, optimizer: Any, clip_grad_norm: float | None, set_to_none: bool
 ) -> None:
     """ValueError: the arguments of a step do not fit together."""
     for name, count in (("steps", steps), ("accumulate", accumulate)):
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
+        whole_number(name, count)
+    if clip_grad_norm is not None and not (isinstance(clip_grad_norm, int | float) and clip_grad_norm >= 0):
+        raise ValueError(f"clip_grad_norm must be a number that is not negative, got {clip_grad_norm!r}")
     if not backward and (optimizer is not None or accumulate > 1):
         name = "accumulate" if optimizer is None else "optimizer"
         raise ValueError(f"{name} needs the gradients of a backward, got backward=False")

@@ -116,15 +116,25 @@ def references_of(tensors: Iterable[torch.Tensor]) -> Iterator[StorageWeakRef]:
 
 
 def resolve_device(device: torch.device | str | None, tensors: Iterable[torch.Tensor]) -> torch.device:
-    """The requested device, else that of the first CUDA tensor, else the CPU."""
+    """The requested device, else that of the first CUDA tensor, else the CPU.
+
+    ValueError: it is neither the CPU nor a CUDA device, or torch sees no CUDA device.
+    """
     if device is None:
         return next((tensor.device for tensor in tensors if tensor.is_cuda), torch.device("cpu"))
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except (RuntimeError, TypeError):
+        chosen = torch.device("meta")
     if chosen.type not in ("cpu", "cuda"):
         raise ValueError(f"device must be cpu or cuda, got {str(device)!r}")
     if chosen.type == "cpu":
         return torch.device("cpu")
-    return torch.device("cuda", torch.cuda.current_device() if chosen.index is None else chosen.index)
+    try:
+        current = torch.cuda.current_device()
+        return torch.device("cuda", current if chosen.index is None else chosen.index)
+    except (RuntimeError, AssertionError):  # AssertionError: torch was built without CUDA.
+        raise ValueError(f"device {device} is absent: torch {torch.__version__} sees no CUDA device here") from None
 
 
 def roots_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from memcheck.core.arguments import autocast_given, bytes_given, callable_given, optimizer_given, takes_inputs
 from memcheck.core.record import PHASES, Record
 from memcheck.core.step import check_step, clipped_step
 from memcheck.core.tensors import resolve_device, tensors_in
@@ -20,35 +21,39 @@ from memcheck.measure.machine import load, machine_of
 from memcheck.measure.run import MeasuredCall, MeasuredRun, timed_pass
 
 
+@takes_inputs
 def measure_memory(
     fn: Callable[..., Any],
     *inputs: Any,
+    kwargs: dict[str, Any] | None = None,
     backward: bool = True,
     dense_grad: bool = False,
     device: torch.device | str | None = None,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     parameters: Any = (),
     optimizer_step: Callable[[], Any] | None = None,
-    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | None = None,
+    optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | str | None = None,
     loss: Callable[[Any], Any] | None = None,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | str | None = None,
     steps: int = 2,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     set_to_none: bool = True,
     details: bool = False,
-    **kwargs: Any,
+    **keywords: Any,
 ) -> Record:
-    """Runs fn(*inputs, **kwargs) and its backward once, and returns the memory that they took, to the byte.
+    """Runs fn(*inputs, **keywords) and its backward once, and returns the memory that they took, to the byte.
 
     With optimizer_step, the record is of a step in the steady state. The very first step, which makes the optimizer's
     state, runs before it and is not part of the record.
 
     fn: a callable or a module. A module's parameters and buffers are counted separately, as parameter_bytes.
+    kwargs: further keyword inputs of fn, whatever their names. A keyword that fn has, too, must be given here; with
+        kwargs={} such a keyword is the one described here.
     backward: with False the forward runs under no_grad and the record's mode is "inference".
     dense_grad: the gradient of each output is a full tensor of ones, instead of one element expanded.
     device: where to measure; by default the CUDA device of the given tensors, else the CPU.
-    limit_bytes: a budget for inputs, parameters and everything allocated; see memcheck.track.
+    limit_bytes: a budget for inputs, parameters and everything allocated; see memcheck.track. Or a text, "40GiB".
     parameters: tensors, modules, optimizers (their parameters and state) or containers of these that fn uses without
         being given them (a closure's weights). Anything else is a ValueError.
     optimizer_step: called after the backward: an optimizer's own `optimizer.step` or any callable. The highest sum
@@ -59,9 +64,9 @@ def measure_memory(
         state, else twice, with a forward and a backward before each. In between, gradients are set to None, as
         zero_grad() does, unless optimizer_step itself set all of them to zero in place.
     optimizer: instead of optimizer_step: makes the optimizer of the module's parameters, whose step is then measured:
-        lambda parameters: torch.optim.AdamW(parameters).
+        lambda parameters: torch.optim.AdamW(parameters). Or a name of the command line's: "adamw".
     loss: makes the tensor that the backward starts from out of fn's output.
-    autocast: the dtype of a torch.autocast around fn and loss.
+    autocast: the dtype of a torch.autocast around fn and loss, or its name, "bf16".
     steps: 1 measures the very first step, in which the optimizer makes its state; 2 and more a step in the steady
         state.
     accumulate: backwards of a step, each after a forward on the same inputs. The last one is measured, in which the
@@ -82,10 +87,15 @@ def measure_memory(
     raised. The .grad of inputs and parameters is restored. The garbage collector is disabled meanwhile, so that
     figures do not depend on when it runs. Outputs are found in containers and dataclasses; tensors in other objects
     that fn returns, and caches that fn fills, count as saved. So does, with 8 bytes on the CPU, a Python number that
-    autograd keeps as an operand. A keyword of fn with the name of one here must be bound with functools.partial.
+    autograd keeps as an operand. TypeError: a keyword belongs to fn as well as to this function, or to neither.
     """
+    limit_bytes, autocast = bytes_given("limit_bytes", limit_bytes), autocast_given(autocast)
+    callable_given("loss", loss)
+    optimizer, kwargs = optimizer_given(optimizer), {**keywords, **(kwargs or {})}
     check_step(steps, accumulate, backward, optimizer, clip_grad_norm, set_to_none)
     if optimizer is not None:
+        if optimizer_step is not None:
+            raise ValueError("optimizer and optimizer_step exclude each other: each is the step that is measured")
         made = optimizer(parameters_of(fn))
         parameters, optimizer_step = (fn, made, parameters), clipped_step(made, clip_grad_norm)
     step = fn if loss is None and autocast is None else Step(fn, loss, autocast, device, (inputs, kwargs))
@@ -123,9 +133,11 @@ def parameters_of(fn: Any) -> list[torch.nn.Parameter]:
     return list(owner.parameters())
 
 
+@takes_inputs
 def measure_time(
     fn: Callable[..., Any],
     *inputs: Any,
+    kwargs: dict[str, Any] | None = None,
     backward: bool = True,
     dense_grad: bool = False,
     device: torch.device | str | None = None,
@@ -134,7 +146,7 @@ def measure_time(
     warmup: int = 2,
     passes: int = 10,
     max_seconds: float | None = None,
-    **kwargs: Any,
+    **keywords: Any,
 ) -> dict[str, Any]:
     """Median and quartiles in milliseconds of fn's forward, backward and optimizer_step, under a record's field names.
 
@@ -145,7 +157,7 @@ def measure_time(
         passes, scatter, drift, or other processes.
     """
     times = time_passes(
-        MeasuredCall(fn, inputs, kwargs, parameters, backward, device, optimizer_step),
+        MeasuredCall(fn, inputs, {**keywords, **(kwargs or {})}, parameters, backward, device, optimizer_step),
         dense_grad=dense_grad,
         warmup=warmup,
         passes=passes,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memcheck.core.arguments import bytes_given, takes_inputs
 from memcheck.core.record import Record
 from memcheck.core.tensors import StorageWeakRef, dtype_name, storages_on
 from memcheck.measure.allocation_events import AllocationEvent, AllocationRecorder, allocated_by, open_recorder
@@ -168,24 +169,27 @@ class Timeline:
         return list(itertools.accumulate(changes))
 
 
+@takes_inputs
 def record_timeline(
     fn: Callable[..., Any],
     *inputs: Any,
+    kwargs: dict[str, Any] | None = None,
     backward: bool = True,
     dense_grad: bool = False,
     device: torch.device | str | None = None,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     parameters: Any = (),
-    **kwargs: Any,
+    **keywords: Any,
 ) -> Timeline:
-    """Runs fn(*inputs, **kwargs) and its backward once, and returns every allocation and free, to the byte.
+    """Runs fn(*inputs, **keywords) and its backward once, and returns every allocation and free, to the byte.
 
     Arguments and bytes are those of memcheck.measure_memory. Allocations are named after the operator, "aten::bmm",
     or in the backward after the autograd node, "BmmBackward0"; inputs, parameters, outputs and gradients also after
     their role. If memory runs out, the timeline ends there. On CUDA, torch's recording of memory history restarts,
     and operators come from its tracebacks. Only one timeline can be recorded at a time.
     """
-    return recorded(MeasuredCall(fn, inputs, kwargs, parameters, backward, device), limit_bytes, dense_grad)[0]
+    call = MeasuredCall(fn, inputs, {**keywords, **(kwargs or {})}, parameters, backward, device)
+    return recorded(call, bytes_given("limit_bytes", limit_bytes), dense_grad)[0]
 
 
 def recorded(

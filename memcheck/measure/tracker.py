@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 
 from memcheck._extension import MISSING, extension
+from memcheck.core.arguments import bytes_given
 from memcheck.core.tensors import (
     StorageWeakRef,
     dtype_name,
@@ -240,11 +241,14 @@ class MemoryTracker:
     """
 
     def __init__(
-        self, *held: Any, device: torch.device | str | None = None, limit_bytes: int | None = None, saved: bool = True
+        self,
+        *held: Any,
+        device: torch.device | str | None = None,
+        limit_bytes: int | str | None = None,
+        saved: bool = True,
     ) -> None:
         _break_graph()
-        if limit_bytes is not None and (type(limit_bytes) is not int or limit_bytes <= 0):
-            raise ValueError(f"limit_bytes must be a positive number of bytes, got {limit_bytes!r}")
+        limit_bytes = bytes_given("limit_bytes", limit_bytes)
         tensors = list(_held_tensors(held))
         self.device = resolve_device(device, tensors)
         self._held = set(references_of(tensors))
@@ -391,7 +395,7 @@ def _held_tensors(held: tuple[Any, ...]) -> Iterator[torch.Tensor]:
 
 
 def track(
-    *held: Any, device: torch.device | str | None = None, limit_bytes: int | None = None, saved: bool = True
+    *held: Any, device: torch.device | str | None = None, limit_bytes: int | str | None = None, saved: bool = True
 ) -> MemoryTracker:
     """Tracks the memory of tensors while a block runs.
 
@@ -404,8 +408,8 @@ def track(
     held: tensors, modules, optimizers or nested containers of them that the caller owns. saved_bytes excludes them.
     device: the device of the figures; by default the CUDA device of `held`, else the CPU. by_device has the figures of
         the CPU and, in a process that uses CUDA, of every CUDA device.
-    limit_bytes: a budget for `held` and everything above the level at entry. An allocation beyond it raises
-        torch.OutOfMemoryError. It is exact on the CPU; on CUDA it limits the caching allocator's segments.
+    limit_bytes: a budget for `held` and everything above the level at entry, or a text, "40GiB". An allocation beyond
+        it raises torch.OutOfMemoryError. It is exact on the CPU; on CUDA it limits the caching allocator's segments.
     saved: with False there is no saved_bytes, and autograd gets no hooks. torch.func.grad refuses to run under hooks,
         and they take time for every saved tensor; docs/measure.md has figures.
 
@@ -421,6 +425,6 @@ def track(
     A tracker must be opened around a compiled function. Inside one, torch.compile breaks the graph, and with
     fullgraph=True raises.
 
-    ValueError: `held` has a meta or fake tensor, which has no data, or limit_bytes is not a positive integer.
+    ValueError: `held` has a meta or fake tensor, which has no data, or limit_bytes is no positive number of bytes.
     """
     return MemoryTracker(*held, device=device, limit_bytes=limit_bytes, saved=saved)

@@ -48,14 +48,14 @@ class Ranks:
         given = [name for name in KINDS if getattr(self, name) is not None]
         if len(given) != 1:
             raise UsageError(f"exactly one of fsdp, tp and ddp must be given, got {' and '.join(given) or 'none'}")
-        if not isinstance(self.over, int):
+        if not isinstance(self.over, int) or isinstance(self.over, bool):
             if not hasattr(self.over, "get_group"):
                 raise UsageError(f"{self.kind} must be a number of processes or a DeviceMesh, got {self.over!r}")
             return
         if self.over < 1:
             raise UsageError(f"{self.kind} must be at least 1, got {self.over}")
-        if not 0 <= self.rank < self.over:
-            raise UsageError(f"rank must be from 0 to {self.over - 1}, got {self.rank}")
+        if not isinstance(self.rank, int) or not 0 <= self.rank < self.over:
+            raise UsageError(f"rank must be from 0 to {self.over - 1}, got {self.rank!r}")
 
     @property
     def kind(self) -> str:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
 
+from memcheck.core.arguments import whole_number
 from memcheck.core.case import Terms
 from memcheck.core.devices import Device
 from memcheck.core.record import Record
@@ -19,7 +20,7 @@ from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, Pla
 from memcheck.predict.plain_operators import SHOWN_ON_A100
 from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target
-from memcheck.predict.torch_versions import Version, running, untried, version_name
+from memcheck.predict.torch_versions import OLDEST_TRIED, running, untried, version_given, version_name
 from memcheck.predict.trace import ANY_PHASE, BEFORE, Piece, Trace
 
 # Fields that become lower bounds when a phase has unknown allocations.
@@ -162,7 +163,8 @@ PUBLISHED_TORCH = (2, 7)
 def basis_of(trace: Trace, dtype: str, device: Device, target: Target, expandable_segments: bool = False) -> str:
     """ "verified" if the rules were compared with measurements on such a device, else "derived"."""
     if device.kind == "cpu":
-        return "verified" if untried(target.torch_version) is None else "derived"
+        tried = target.torch_version >= OLDEST_TRIED and untried(target.torch_version) is None
+        return "verified" if tried else "derived"
     like_published = (
         "A100" in device.name
         and device.architecture == (8, 0)
@@ -175,9 +177,13 @@ def basis_of(trace: Trace, dtype: str, device: Device, target: Target, expandabl
     return "verified" if like_published else "derived"
 
 
-def target_for(device: Device, threads: int | None = None, torch_version: Version | None = None) -> Target:
-    """The target of predictions for the device; by default with this process's threads and torch version."""
-    return Target(device.kind, threads or torch.get_num_threads(), device.architecture, torch_version or running())
+def target_for(device: Device, threads: int | None = None, torch_version: Sequence[int] | str | None = None) -> Target:
+    """The target of predictions for the device; by default with this process's threads and torch version.
+
+    ValueError: threads is below 1, or torch_version is no version or older than any with rules.
+    """
+    threads = torch.get_num_threads() if threads is None else whole_number("threads", threads)
+    return Target(device.kind, threads, device.architecture, version_given(torch_version))
 
 
 R = TypeVar("R", bound=Record)

@@ -5,13 +5,16 @@ The version that is predicted and the version that runs may differ. All comparis
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-import torch
 
 Version = tuple[int, int]
 
-# The newest release that the tests have run with.
+# The oldest release of which rules were read.
+OLDEST = (2, 7)
+# The oldest and the newest release that the tests have run with.
+OLDEST_TRIED = (2, 11)
 NEWEST_TRIED = (2, 15)
 
 
@@ -74,7 +77,27 @@ def version_of(text: str) -> Version:
 
 def running() -> Version:
     """The version of the installed torch."""
+    import torch
+
     return version_of(torch.__version__)
+
+
+def version_given(value: Sequence[int] | str | None, name: str = "torch_version") -> Version:
+    """The version of a text such as "2.13" or "2.13.0+cpu", or of (2, 13); without any, the running one.
+
+    ValueError: it is no such text, or older than all that rules were read of. name: what errors call it.
+    """
+    if value is None:
+        return running()
+    text = value if isinstance(value, str) else ".".join(map(str, value)) if isinstance(value, list | tuple) else ""
+    found = re.fullmatch(r"(\d{1,4})\.(\d{1,4})(?:[.+a-z].*)?", text.strip())
+    if found is None:
+        raise ValueError(f"{name} must look like '2.13', '2.13.0' or (2, 13), got {value!r}")
+    version = int(found[1]), int(found[2])
+    if version < OLDEST:
+        oldest, newest = version_name(OLDEST), version_name(NEWEST_TRIED)
+        raise ValueError(f"{name} must be at least {oldest}: rules are known for {oldest} to {newest}, got {value!r}")
+    return version
 
 
 def untried(version: Version) -> str | None:

@@ -451,7 +451,7 @@ def test_the_machine_running_out_is_out_of_memory_too():
         assert (memory.current_bytes, memory.peak_bytes) == (0, 0)
 
 
-@pytest.mark.parametrize("limit", [0, -1, 1.5, "1GiB"])
+@pytest.mark.parametrize("limit", [0, -1, 1.5])
 def test_bad_budgets_are_named(limit):
     with pytest.raises(ValueError, match="limit_bytes must be a positive number of bytes, got"):
         memcheck.track(limit_bytes=limit)

@@ -139,6 +139,7 @@ def predicting(model: torch.nn.Module, x: Tensor) -> None:
     assert_type(prediction.peak, Peak | None)
     assert_type(prediction.record, Record)
     assert_type(memcheck.predict_memory(model, x, ranks=Ranks(fsdp=8), torch_version=(2, 13)), Prediction)
+    assert_type(memcheck.predict_memory(model, x, kwargs={"steps": 5}, optimizer="adamw", autocast="bf16"), Prediction)
     assert_type(memcheck.calibrate(model, x, path="probes.jsonl"), Prediction)
     found = memcheck.largest(lambda n: torch.empty(n, 512), model, "A100-40GB", optimizer=torch.optim.AdamW)
     assert_type(found, Largest)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,8 @@ import torch
 
 from memcheck.bench.models.case import ModelCase, prepare_model
 from memcheck.bench.models.formulas import held_formulas, kept_formulas
-from memcheck.core.devices import Device, device_named
+from memcheck.core.arguments import bytes_given
+from memcheck.core.devices import Device, device_given
 from memcheck.core.errors import UnsupportedError
 from memcheck.core.model_record import FIGURES, Activations, ModelRecord, by_layer
 from memcheck.core.record import PHASES
@@ -35,15 +36,20 @@ class ModelTrace:
 
 
 def predict_model(
-    case: ModelCase, device: Device | str = "cpu", *, limit_bytes: int | None = None, threads: int | None = None
+    case: ModelCase,
+    device: Device | torch.device | str = "cpu",
+    *,
+    limit_bytes: int | str | None = None,
+    threads: int | None = None,
+    torch_version: Sequence[int] | str | None = None,
 ) -> Prediction:
     """The record that measuring the case on the device would give; arguments as of memcheck.predict_memory.
 
     The state of AdamW is there from the start, as in any step but the first. Compiled models are "skipped" as not
     predicted, beside what their parameters, gradients and optimizer hold.
     """
-    device = device_named(device) if isinstance(device, str) else device
-    target = target_for(device, threads)
+    device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
+    target = target_for(device, threads, torch_version)
     record = describe_model(blank_record(ModelRecord, device, target), case)
     try:
         model = traced_model(dataclasses.replace(case, device="meta", compiled=False), target)

@@ -15,6 +15,7 @@ import torch
 from memcheck.bench.models.case import ModelCase, prepare_model
 from memcheck.bench.models.predict import describe_model, held_bytes, kept_by_path, predict_model, predicted_figures
 from memcheck.bench.profile import check_can_measure
+from memcheck.core.arguments import bytes_given, whole_number
 from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord, by_layer
@@ -40,7 +41,7 @@ def profile_model_case(
     *,
     timed: bool = True,
     passes: int | None = None,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     nvtx: bool = False,
 ) -> ModelRecord:
     """The record of a model: its memory, then what each component keeps, then its time, in separate passes.
@@ -49,6 +50,8 @@ def profile_model_case(
     that exceeds limit_bytes is "oom", and errors are recorded. nvtx: a range around every module, for use inside
     memcheck.measure.export.nvtx_ranges.
     """
+    limit_bytes = bytes_given("limit_bytes", limit_bytes)
+    passes = None if passes is None else whole_number("passes", passes)
     check_can_measure(case.device)
     record = describe_model(ModelRecord(**machine_facts(case.device)), case)
     try:

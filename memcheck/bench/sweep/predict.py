@@ -14,7 +14,8 @@ from memcheck.bench.predict import predicted_or_skipped
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.run import TRIED_AGAIN, Progress, code_of, digest, load_plugins, write_manifest
 from memcheck.bench.sweep.store import FILE, Store, read_rows
-from memcheck.core.devices import Device
+from memcheck.core.arguments import bytes_given
+from memcheck.core.devices import Device, device_given
 from memcheck.core.record import Record
 from memcheck.core.version import __version__
 
@@ -33,9 +34,9 @@ def predicted_record(case: Case, device: Device, limit_bytes: int | None = None)
 def predict_sweep(
     cases: Sequence[Case],
     folder: Path | str,
-    device: Device,
+    device: Device | str,
     *,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     plugins: Sequence[str | Path] = (),
     retry: bool = False,
     progress: Callable[[Progress], None] | None = None,
@@ -48,6 +49,7 @@ def predict_sweep(
     device: what the predictions are for. limit_bytes: a limit below its memory. retry: predicts again what ended as
     "error" or "skipped". plugins, progress, command: as of memcheck.bench.sweep.run.run_sweep.
     """
+    device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
     report, names = progress or (lambda progress: None), load_plugins(plugins)
     with Store(Path(folder)) as store:
         known = done_in(store.records, cases, device, limit_bytes, names, retry)
@@ -77,15 +79,16 @@ def predict_sweep(
 def find_predicted(
     cases: Sequence[Case],
     folder: Path | str,
-    device: Device,
+    device: Device | str,
     *,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     plugins: Sequence[str | Path] = (),
     retry: bool = False,
 ) -> dict[Case, Record]:
     """The cases that predict_sweep would skip because they are done, with their records."""
     if not (Path(folder) / FILE).exists():
         return {}
+    device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
     return done_in(read_rows(Path(folder)), cases, device, limit_bytes, load_plugins(plugins), retry)
 
 

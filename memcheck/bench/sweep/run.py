@@ -33,6 +33,7 @@ from memcheck.bench.profile import CPU_SECONDS, TIMING_SECONDS, predicted_failur
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.store import FILE, Store, read_rows
 from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process
+from memcheck.core.arguments import bytes_given, whole_number
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record, sequence_words
 
@@ -86,7 +87,7 @@ def run_sweep(
     workers: int | None = None,
     devices: Sequence[str] | None = None,
     isolate: bool = False,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     max_seconds: float | None = None,
     passes: int | None = None,
     timed: bool = True,
@@ -110,7 +111,8 @@ def run_sweep(
     progress: called at the start and with each new record.
     command: the command line, which sweep.json keeps.
     """
-    settings = Settings(limit_bytes, max_seconds, passes, timed, load_plugins(plugins))
+    settings = settings_given(limit_bytes, max_seconds, passes, timed, plugins)
+    workers = None if workers is None else whole_number("workers", workers)
     if workers is None:
         workers = len(devices) if devices else getattr(executor, "_max_workers", 1)
     with submission(executor, workers, devices, isolate) as submit, Store(Path(folder)) as store:
@@ -128,7 +130,7 @@ def find_done(
     folder: Path | str,
     *,
     executor: Executor | None = None,
-    limit_bytes: int | None = None,
+    limit_bytes: int | str | None = None,
     passes: int | None = None,
     timed: bool = True,
     plugins: Sequence[str | Path] = (),
@@ -137,11 +139,25 @@ def find_done(
     """The cases that run_sweep would skip because they are done, with their records. Nothing is written."""
     if not (Path(folder) / FILE).exists():
         return {}
-    settings = Settings(limit_bytes, None, passes, timed, load_plugins(plugins))
+    settings = settings_given(limit_bytes, None, passes, timed, plugins)
     with submission(executor, 1, None, isolate=False) as submit:
         sweep = Sweep(settings, submit, 1)
         sweep.look_up(cases, read_rows(Path(folder)), retry)
     return sweep.known
+
+
+def settings_given(
+    limit_bytes: int | str | None,
+    max_seconds: float | None,
+    passes: int | None,
+    timed: bool,
+    plugins: Sequence[str | Path],
+) -> Settings:
+    """The settings of a sweep's arguments. ValueError: a number is negative, or 0 where that means nothing."""
+    if max_seconds is not None and not max_seconds >= 0:
+        raise ValueError(f"max_seconds must be a number of seconds, 0 or more, got {max_seconds!r}")
+    passes = None if passes is None else whole_number("passes", passes)
+    return Settings(bytes_given("limit_bytes", limit_bytes), max_seconds, passes, timed, load_plugins(plugins))
 
 
 def load_plugins(plugins: Sequence[str | Path]) -> tuple[str, ...]:
