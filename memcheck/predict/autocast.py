@@ -8,10 +8,10 @@ it anywhere. Which operators are cast is read from torch's dispatcher; how, is i
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
-from memcheck.predict.on_device import no, yes
+from memcheck.predict.python_functions import answered, no, original, yes
 from memcheck.predict.values import is_meta
 
 
@@ -60,7 +60,7 @@ WIDE_RESULT = words("cumprod cumsum linalg_matrix_norm linalg_vector_norm log_so
 
 
 class Casts:
-    """The casts on one kind of device. Casts of parameters are kept until torch clears its own.
+    """The casts on one kind of device. Casts of parameters are kept until the outermost torch.autocast ends.
 
     kind: "cpu" or "cuda".
     """
@@ -132,7 +132,16 @@ class Casts:
         return self._kept[id(part)][1]
 
 
-FOLLOWED: list[Casts] = []
+class Followed(threading.local):
+    """The casts on the kinds of devices that this thread follows; the last one counts."""
+
+    def __init__(self) -> None:
+        self.casts: list[Casts] = []
+
+
+FOLLOWED = Followed()
+REGISTRATION = threading.Lock()
+EXIT = "torch.amp.autocast_mode.autocast.__exit__"
 
 
 @contextmanager
@@ -141,35 +150,42 @@ def autocast_followed(kind: str) -> Iterator[None]:
 
     torch.autocast("cuda") is then possible without a GPU.
     """
-    register_kernels(kind)
+    with REGISTRATION:
+        register_kernels(kind)
     device, key = KEYS[kind][1], key_for(kind)
     casts = Casts(kind)
-    clear = torch.clear_autocast_cache
 
-    def clear_both() -> None:
-        casts.clear()
-        clear()
+    def leave(*args: Any) -> Any:
+        left = original(EXIT)(*args)
+        if nesting() == 0:
+            casts.clear()
+        return left
 
+    answers: dict[str, Callable[..., Any]] = {EXIT: leave}
+    if kind == "cuda":
+        answers["torch.cuda.amp.common.amp_definitely_not_available"] = no
+        answers["torch.cuda.is_bf16_supported"] = yes
     before = torch.is_autocast_enabled(device)
-    FOLLOWED.append(casts)
+    FOLLOWED.casts.append(casts)
     torch.set_autocast_enabled(device, True)
     try:
-        with (
-            mock.patch("torch.clear_autocast_cache", clear_both),
-            mock.patch("torch.cuda.amp.common.amp_definitely_not_available", no),
-            mock.patch("torch.cuda.is_bf16_supported", yes),
-            torch._C._IncludeDispatchKeyGuard(key),
-        ):
+        with answered(answers), torch._C._IncludeDispatchKeyGuard(key):
             yield
     finally:
         torch.set_autocast_enabled(device, before)
-        FOLLOWED.remove(casts)
+        FOLLOWED.casts.remove(casts)
+
+
+def nesting() -> int:
+    """How many torch.autocast this thread is in."""
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting()
 
 
 def cast_for(name: str, args: Any, kwargs: Any) -> Any:
     """The arguments as autocast passes them to the operator, for functions that are not called themselves."""
     with torch._C.DisableTorchFunction():
-        return FOLLOWED[-1].cast(name, args, kwargs) if FOLLOWED else (args, kwargs)
+        return FOLLOWED.casts[-1].cast(name, args, kwargs) if FOLLOWED.casts else (args, kwargs)
 
 
 def dtype_in_use(kind: str) -> torch.dtype | None:
@@ -217,6 +233,6 @@ def register_kernels(kind: str) -> list[torch.library.Library]:
 def kernel_for(op: Any, key: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(DispatchKeySet(key)), torch._C.DisableTorchFunction():
-            return FOLLOWED[-1].call(op, args, kwargs)
+            return FOLLOWED.casts[-1].call(op, args, kwargs)
 
     return kernel

@@ -18,7 +18,6 @@ from memcheck.core.step import clipped_step
 from memcheck.core.tensors import dtype_name, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.predict.meta_copy import meta_copy
-from memcheck.predict.on_device import python_functions_open
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import OF_NCCL, OF_STREAMS, Ranks, distributed_followed, pretended
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record
@@ -107,7 +106,7 @@ def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) ->
     """The call on meta copies of everything that it is given. mesh: the model is split over it."""
     model, inputs, kwargs, loss = meta_copy((call.model, call.inputs, call.kwargs, call.loss), tracer.values)
     if call.ranks is not None:
-        with tracer, OnTarget(tracer), python_functions_open(), distributed_followed(tracer):
+        with tracer, OnTarget(tracer), distributed_followed(tracer):
             model = call.ranks.split(model, mesh)
         tracer.forget_the_past()
         for words in (OF_NCCL, OF_STREAMS) if target.kind == "cuda" else ():
@@ -116,7 +115,7 @@ def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) ->
     parameters = list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
     optimizer = None
     if call.optimizer is not None and call.backward:
-        with OnTarget(Tracer(Tape(), target)), python_functions_open():
+        with OnTarget(Tracer(Tape(), target)):
             optimizer = call.optimizer(parameters)
 
     def run(*given: Any) -> Any:

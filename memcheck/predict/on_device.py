@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
-import itertools
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
-from unittest import mock
 
 import torch
 from torch import Tensor
@@ -22,46 +17,13 @@ ANSWERS: dict[Any, Any] = {
     Tensor.is_cuda.__get__: lambda target: target.kind == "cuda",  # type: ignore[attr-defined]
     Tensor.is_meta.__get__: lambda target: False,  # type: ignore[attr-defined]
 }
-# Modules whose functions call a function mode instead of their own bodies, and the names by which they ask.
-ASKING = ("torch.overrides", "torch.functional", "torch._tensor", "torch.nn.functional")
-LISTING = ("torch.utils._foreach_utils", "torch.nn.utils.clip_grad")
-QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 
-def no(*_: Any) -> bool:
-    return False
-
-
-def yes(*_: Any) -> bool:
-    return True
-
-
-@contextmanager
-def python_functions_open() -> Iterator[None]:
-    """Inside, Python functions of torch run their own bodies, so that a function mode sees what they call.
-
-    Functions of lists of tensors take meta tensors for those of a device that has kernels for lists.
-    """
-    modules = [importlib.import_module(name) for name in ASKING]
-    with ExitStack() as stack:
-        for module, name in itertools.product(modules, QUESTIONS):
-            stack.enter_context(mock.patch.object(module, name, no))
-        for name in LISTING:
-            stack.enter_context(mock.patch(f"{name}._device_has_foreach_support", yes))
-        yield
-
-
-@contextmanager
-def capability_of(target: Target) -> Iterator[None]:
-    """Inside, torch.cuda.get_device_capability is the target's, if the target is a GPU."""
-
-    def capability(*_: Any) -> tuple[int, int]:
-        if target.architecture is None:
-            raise NotImplementedError("the model asks for the GPU's architecture, which is not known")
-        return target.architecture
-
-    with mock.patch("torch.cuda.get_device_capability", capability) if target.kind == "cuda" else nullcontext():
-        yield
+def capability_of(target: Target) -> tuple[int, int]:
+    """NotImplementedError: it is not known."""
+    if target.architecture is None:
+        raise NotImplementedError("the model asks for the GPU's architecture, which is not known")
+    return target.architecture
 
 
 class Mish(torch.autograd.Function):

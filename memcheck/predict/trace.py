@@ -27,8 +27,9 @@ from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers t
 from memcheck.predict import scratch_sequences as scratch_sequences  # and of their forms for sequences
 from memcheck.predict.autocast import autocast_followed, cast_for
 from memcheck.predict.modules import Modules
-from memcheck.predict.on_device import ANSWERS, Mish, answer, capability_of, moved, python_functions_open
+from memcheck.predict.on_device import ANSWERS, Mish, answer, capability_of, moved
 from memcheck.predict.probed import FunctionCall, Probe, Probed, Result, call_to_check, made
+from memcheck.predict.python_functions import Bodies, answered, original, yes
 from memcheck.predict.ranks import BUFFERS, Done, distributed_followed, is_collective, is_reduction, is_wrapper
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
 from memcheck.predict.scratch import (
@@ -671,8 +672,12 @@ class OnTarget(TorchFunctionMode):
         self.tracer = tracer
         self._hooks_around = open_hooks()
         self._depth = 0
+        self._bodies = Bodies()
+        self._running: Any = None  # The Python function whose body runs. A method of Tensor may call that of C++.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not self._running and (body := self._bodies.of(func)) is not None:
+            return self._run_body(func, body, args, kwargs or {})
         if self.tracer.phase != "optimizer" and self.tracer.follows_calls and func not in ANSWERS:
             self._note_call(func, args, kwargs or {})
         self._depth += 1
@@ -680,6 +685,15 @@ class OnTarget(TorchFunctionMode):
             return self._call(func, args, kwargs)
         finally:
             self._depth -= 1
+
+    def _run_body(self, func: Any, body: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the body of a Python function under this mode."""
+        outer, self._running = self._running, func
+        try:
+            with self:
+                return body(*args, **kwargs)
+        finally:
+            self._running = outer
 
     def _note_call(self, func: Any, args: Any, kwargs: Any) -> None:
         """Keeps the call for a check, unless it is part of another."""
@@ -789,32 +803,30 @@ def open_hooks() -> Any:
 
 
 @contextmanager
-def checkpoints_followed(tracer: Tracer) -> Iterator[None]:
-    """Makes torch.utils.checkpoint work on meta tensors.
-
-    Counts the copies of the random state that it keeps on the CPU, which no operator shows. Lets it compare tensors
-    without their device, because a meta tensor does not always report the same one.
-    """
-    from torch.utils import checkpoint
-
-    get_state, checks = torch.get_rng_state, checkpoint._allowed_determinism_checks_to_fns
-    before = dict(checks)
-
-    def get_counted_state() -> Tensor:
-        with torch._C.DisableTorchFunction():
-            state = get_state()
-            if tracer.target.kind == "cpu":
-                piece = tracer.tape.take("random state", state.untyped_storage().nbytes())
-                weakref.finalize(state.untyped_storage(), tracer.tape.give_back, piece)
-        return state
-
-    torch.get_rng_state = get_counted_state
-    checks.update({name: lambda x: (x.shape, x.dtype) for name in checks if name != "none"})
-    try:
+def functions_followed(tracer: Tracer) -> Iterator[None]:
+    """Inside, functions of torch that a function mode does not see answer this thread for the target's device."""
+    opened, target = Bodies(), tracer.target
+    forwards = [
+        f"torch.nn.{name}.forward" for name in ("MultiheadAttention", "TransformerEncoder", "TransformerEncoderLayer")
+    ]
+    answers: dict[str, Any] = {name: opened.of(original(name)) for name in forwards}
+    answers["torch.utils._foreach_utils._device_has_foreach_support"] = yes
+    answers["torch.utils.checkpoint._default_meta_extractor"] = lambda x: (x.shape, x.dtype)
+    if target.kind == "cpu":
+        answers["torch.get_rng_state"] = functools.partial(counted_random_state, tracer)
+    else:
+        answers["torch.cuda.get_device_capability"] = lambda *_: capability_of(target)
+    with answered(answers):
         yield
-    finally:
-        torch.get_rng_state = get_state
-        checks.update(before)
+
+
+def counted_random_state(tracer: Tracer) -> Tensor:
+    """The random state, such as one that a checkpoint keeps on the CPU, which no operator shows."""
+    with torch._C.DisableTorchFunction():
+        state: Tensor = original("torch.get_rng_state")()
+        piece = tracer.tape.take("random state", state.untyped_storage().nbytes())
+        weakref.finalize(state.untyped_storage(), tracer.tape.give_back, piece)
+    return state
 
 
 class TracedRun:
@@ -853,11 +865,9 @@ class TracedRun:
         with (
             self.tracer,
             OnTarget(self.tracer),
-            checkpoints_followed(self.tracer),
+            functions_followed(self.tracer),
             autocast_followed(self.tracer.target.kind),
-            capability_of(self.tracer.target),
             distributed_followed(self.tracer) if self.is_split else nullcontext(),
-            python_functions_open(),
             self.tracer.modules.of(workload.module),
         ):
             try:

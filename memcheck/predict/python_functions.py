@@ -1,0 +1,207 @@
+"""Python functions of torch, as a predicting thread calls them. No attribute of a module of torch changes.
+
+Most of them ask whether a function mode is active, and then call the mode in place of their own bodies. The mode calls
+copies of them that do not ask, so that it sees what their bodies call. The few that decide by the device without a
+function mode are in ANSWERED.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import pkgutil
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from types import CellType, CodeType, FunctionType, ModuleType
+from typing import Any
+
+import torch
+from torch._ops import HigherOrderOperator
+
+# Modules whose functions ask, and the names by which they ask.
+ASKING = {"torch", "torch._ops", "torch._tensor", "torch.functional", "torch.overrides", "torch.nn.functional"}
+ASKING |= {"torch.nn.init", "torch.nn.modules.activation", "torch.nn.modules.transformer"}
+QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
+
+# Functions that a predicting thread gets other answers from, and why. While a thread predicts, they run code that asks
+# which thread calls them. For other threads, it runs their own code.
+ANSWERED = {
+    # Choose a fused path unless a function mode is active, and are no calls under it.
+    "torch.nn.MultiheadAttention.forward": "runs the path that it chooses without a function mode",
+    "torch.nn.TransformerEncoder.forward": "runs the path that it chooses without a function mode",
+    "torch.nn.TransformerEncoderLayer.forward": "runs the path that it chooses without a function mode",
+    # Get the device from C++, which says meta.
+    "torch.utils._foreach_utils._device_has_foreach_support": "says yes for meta tensors, as for those of the target",
+    # Would compare meta, which autograd's hooks see, with the target's device, which the model sees.
+    "torch.utils.checkpoint._default_meta_extractor": "leaves out the device of a tensor that is kept or recomputed",
+    # Take no tensor, and call no function that a mode sees.
+    "torch.get_rng_state": "counts the random state, which lies on the CPU and which no operator shows",
+    "torch.amp.autocast_mode.autocast.__exit__": "drops the casts of parameters, as torch drops its own",
+    "torch.cuda.get_device_capability": "is that of the target",
+    "torch.cuda.is_bf16_supported": "says yes for a target of CUDA",
+    "torch.cuda.amp.common.amp_definitely_not_available": "says no for a target of CUDA, as autocast asks",
+}
+
+
+def no(*_: Any) -> bool:
+    return False
+
+
+def yes(*_: Any) -> bool:
+    return True
+
+
+def asks(thing: Any) -> bool:
+    """Whether it is a Python function of a module whose functions ask for a function mode."""
+    return isinstance(thing, FunctionType) and (
+        thing.__module__ in ASKING or thing.__globals__.get("__name__") in ASKING
+    )
+
+
+class Bodies:
+    """Copies of functions that ask for a function mode, which get the answer that there is none.
+
+    The functions of their own module that they call are copies too. Those of others come to the mode.
+    """
+
+    def __init__(self) -> None:
+        self._bodies: dict[Any, Any] = {}
+        self._namespaces: dict[int, dict[str, Any]] = {}
+
+    def of(self, func: Any) -> Any:
+        """The body of the function; None if it does not ask."""
+        try:
+            return self._bodies[func]
+        except KeyError:
+            pass
+        if isinstance(func, HigherOrderOperator):
+            self._bodies[func] = functools.partial(self.of(HigherOrderOperator.__call__), func)
+        elif asks(func):
+            self._copy(func)
+        else:
+            self._bodies[func] = None
+        return self._bodies[func]
+
+    def _copy(self, func: FunctionType) -> None:
+        namespace = self._namespace_of(func.__globals__)
+        cells = tuple(CellType() if asks(contents_of(cell)) else cell for cell in func.__closure__ or ())
+        body = FunctionType(func.__code__, namespace, func.__name__, func.__defaults__, cells)
+        body.__kwdefaults__ = func.__kwdefaults__
+        self._bodies[func] = self._bodies[body] = body  # Before those that it calls, which may call it.
+        for cell, before in zip(cells, func.__closure__ or (), strict=True):
+            if cell is not before:
+                cell.cell_contents = self.of(before.cell_contents)
+        for name in names_in(func.__code__):
+            if asks(called := namespace.get(name)):
+                namespace[name] = self.of(called)
+
+    def _namespace_of(self, names: dict[str, Any]) -> dict[str, Any]:
+        """The global names of a module, with other answers."""
+        if id(names) not in self._namespaces:
+            overrides = with_names(torch.overrides, dict.fromkeys(QUESTIONS, no))
+            news: dict[str, Any] = {**dict.fromkeys(QUESTIONS, no), "overrides": overrides}
+            if not names.keys() & news.keys():
+                news["torch"] = with_names(torch, {"overrides": overrides})
+            self._namespaces[id(names)] = {**names, **{name: new for name, new in news.items() if name in names}}
+        return self._namespaces[id(names)]
+
+
+def with_names(module: ModuleType, news: Mapping[str, Any]) -> ModuleType:
+    """A copy of the module in which these names mean something else."""
+    copy = ModuleType(module.__name__)
+    copy.__dict__.update({**module.__dict__, **news})
+    return copy
+
+
+def names_in(code: CodeType) -> Iterator[str]:
+    """The names that the code and the functions in it use."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from names_in(constant)
+
+
+def contents_of(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # It is empty.
+        return None
+
+
+class Answers(threading.local):
+    """What the functions of ANSWERED are for this thread, by name."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Callable[..., Any]] = {}
+
+
+HERE = Answers()
+ORIGINALS: dict[str, FunctionType] = {}
+USERS: Counter[str] = Counter()  # How many threads have an answer of their own.
+LOCK = threading.RLock()
+
+
+@contextmanager
+def answered(answers: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """Inside, this thread gets these answers from functions of ANSWERED, given by name."""
+    before = HERE.by_name
+    with LOCK:
+        for name in answers:
+            begin_to_ask(name)
+    HERE.by_name = {**before, **answers}
+    try:
+        yield
+    finally:
+        HERE.by_name = before
+        with LOCK:
+            for name in answers:
+                end_to_ask(name)
+
+
+def begin_to_ask(name: str) -> None:
+    USERS[name] += 1
+    if USERS[name] == 1:
+        func = original(name)
+        function_named(name).__code__ = asking_code(name, func)
+
+
+def end_to_ask(name: str) -> None:
+    USERS[name] -= 1
+    if USERS[name] == 0:
+        function_named(name).__code__ = ORIGINALS[name].__code__
+
+
+@functools.cache
+def function_named(name: str) -> Any:
+    assert name in ANSWERED
+    return pkgutil.resolve_name(name)
+
+
+def original(name: str) -> Any:
+    """A function of ANSWERED as it is without a prediction."""
+    with LOCK:
+        if name not in ORIGINALS:
+            func = function_named(name)
+            ORIGINALS[name] = FunctionType(func.__code__, func.__globals__, func.__name__, func.__defaults__)
+            ORIGINALS[name].__kwdefaults__ = func.__kwdefaults__
+        return ORIGINALS[name]
+
+
+@functools.cache
+def asking_code(name: str, func: Any) -> CodeType:
+    """Code that calls what the function is for the calling thread. Its parameters and its place are the function's."""
+    parameters = inspect.signature(func).parameters.values()
+    bare = [each.replace(default=each.empty, annotation=each.empty) for each in parameters]
+    given = ", ".join(f"{each.name}={each.name}" if each.kind == each.KEYWORD_ONLY else str(each) for each in bare)
+    head, body = f"def {func.__name__}{inspect.Signature(bare)}:", f"return here({name!r})({given})"
+    names: dict[str, Any] = {}
+    exec(f"{head}\n from {__name__} import here\n {body}", names)
+    code: CodeType = names[func.__name__].__code__
+    return code.replace(co_filename=func.__code__.co_filename, co_firstlineno=func.__code__.co_firstlineno)
+
+
+def here(name: str) -> Callable[..., Any]:
+    """What the function is for this thread."""
+    return HERE.by_name.get(name) or ORIGINALS[name]
