@@ -22,12 +22,12 @@ from memcheck.predict.python_functions import ANSWERED, function_named
 
 pytestmark = pytest.mark.cpu
 
-MODULES = """
-torch torch._C torch._C._nn torch._ops torch._tensor torch.amp torch.amp.autocast_mode torch.autograd torch.cuda
-torch.cuda.amp.common torch.functional torch.nn.functional torch.nn.init torch.nn.modules.activation
-torch.nn.modules.transformer torch.nn.utils.clip_grad torch.optim.adamw torch.overrides torch.random
-torch.utils._foreach_utils torch.utils.checkpoint
-""".split()
+MODULES = [
+    *("torch", "torch._C", "torch._C._nn", "torch._ops", "torch._tensor", "torch.amp", "torch.amp.autocast_mode"),
+    *("torch.autograd", "torch.cuda", "torch.cuda.amp.common", "torch.functional", "torch.nn.functional"),
+    *("torch.nn.init", "torch.nn.modules.activation", "torch.nn.modules.transformer", "torch.nn.utils.clip_grad"),
+    *("torch.optim.adamw", "torch.overrides", "torch.random", "torch.utils._foreach_utils", "torch.utils.checkpoint"),
+]
 CLASSES = (Tensor, nn.Module, nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer, torch.autocast)
 DEVICES = ["cpu", "RTX-4090"]
 FOUND: queue.SimpleQueue[Any] = queue.SimpleQueue()
