@@ -23,7 +23,7 @@ class Workload:
     names: tuple[str, ...]  # Names of the operator's arguments, if known.
     state: Any = None  # In decode mode: the state, which is also the last input.
     optimizer_step: Callable[[], Any] | None = None  # Called after the backward.
-    optimizer: Any = None  # The optimizer whose step that is, if it is one.
+    optimizers: tuple[Any, ...] = ()  # Those of which that is the step, as far as they are found.
     warm_up: bool = False  # A step runs before, in which the optimizer makes its state.
     accumulate: int = 1  # Backwards of a step.
     set_to_none: bool = True  # As in Optimizer.zero_grad.
@@ -44,16 +44,22 @@ class Workload:
             yield from named_tensors_in(argument, self._name(index))
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """The parameters with their names: those of arguments, then those of the owners, "layers.0.weight"."""
+        """The parameters with their names: those of arguments, of the owners, "layers.0.weight", and of optimizers.
+
+        An optimizer owns settings that are tensors, such as a learning rate.
+        """
         arguments, owners = self.parameters
         for index, tensor in enumerate(arguments, len(self.inputs)):
             yield self._name(index), tensor
         yield from named_tensors_in(owners)
+        for group in (group for optimizer in self.optimizers for group in optimizer.param_groups):
+            yield from named_tensors_in({name: setting for name, setting in group.items() if name != "params"})
 
     def named_state(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the optimizer's state: "exp_avg of layers.0.weight"."""
         names = {id(tensor): name for name, tensor in self.named_parameters()}
-        for parameter, state in self.optimizer.state.items() if self.optimizer is not None else ():
+        states = (item for optimizer in self.optimizers for item in optimizer.state.items())
+        for parameter, state in states:
             owner = names.get(id(parameter), "parameter")
             yield from ((f"{name} of {owner}", tensor) for name, tensor in named_tensors_in(state))
 

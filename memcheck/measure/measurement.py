@@ -13,7 +13,7 @@ import torch
 
 from memcheck.core.arguments import autocast_given, bytes_given, callable_given, optimizer_given, takes_inputs
 from memcheck.core.record import PHASES, Record
-from memcheck.core.step import check_step, clipped_step
+from memcheck.core.step import check_step, clipped_step, optimizers_in
 from memcheck.core.tensors import resolve_device, tensors_in
 from memcheck.measure import timing
 from memcheck.measure.explain import explain
@@ -97,7 +97,7 @@ def measure_memory(
         if optimizer_step is not None:
             raise ValueError("optimizer and optimizer_step exclude each other: each is the step that is measured")
         made = optimizer(parameters_of(fn))
-        parameters, optimizer_step = (fn, made, parameters), clipped_step(made, clip_grad_norm)
+        parameters, optimizer_step = (fn, optimizers_in(made), parameters), clipped_step(made, clip_grad_norm)
     step = fn if loss is None and autocast is None else Step(fn, loss, autocast, device, (inputs, kwargs))
     parameters = parameters if step is fn else (parameters, fn) if any(True for _ in tensors_in(fn)) else parameters
     call = MeasuredCall(step, inputs, kwargs, parameters, backward, device, optimizer_step)

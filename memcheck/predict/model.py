@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from memcheck.core.devices import Device
 from memcheck.core.record import Record
-from memcheck.core.step import clipped_step
+from memcheck.core.step import INSTEAD_OF_A_CLOSURE, clipped_step, needs_closure, optimizers_in
 from memcheck.core.tensors import dtype_name, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.predict.meta_copy import meta_copy
@@ -23,7 +24,7 @@ from memcheck.predict.ranks import OF_NCCL, OF_STREAMS, Ranks, distributed_follo
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record
 from memcheck.predict.scratch import Target
 from memcheck.predict.trace import OnTarget, Tape, TracedRun, Tracer
-from memcheck.predict.values import Values
+from memcheck.predict.values import Values, is_meta
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,10 @@ def predict_call(
 
 def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) -> Workload:
     """The call on meta copies of everything that it is given. mesh: the model is split over it."""
-    model, inputs, kwargs, loss = meta_copy((call.model, call.inputs, call.kwargs, call.loss), tracer.values)
+    # A method is copied with its object, which may be that of the loss.
+    method = call.optimizer if inspect.ismethod(call.optimizer) else None
+    given = (call.model, call.inputs, call.kwargs, call.loss, method)
+    model, inputs, kwargs, loss, method = meta_copy(given, tracer.values)
     if call.ranks is not None:
         with tracer, OnTarget(tracer), distributed_followed(tracer):
             model = call.ranks.split(model, mesh)
@@ -115,8 +119,13 @@ def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) ->
     parameters = list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
     optimizer = None
     if call.optimizer is not None and call.backward:
-        with OnTarget(Tracer(Tape(), target)):
-            optimizer = call.optimizer(parameters)
+        with Tracer(Tape(), target, tracer.values) as aside, OnTarget(aside):
+            optimizer = (method or call.optimizer)(parameters)
+        tracer.set_aside(aside)
+        if needs_closure(optimizer):
+            raise NotImplementedError(f"{type(optimizer).__name__}.step needs a closure: {INSTEAD_OF_A_CLOSURE}")
+        if target.kind == "cpu":
+            move_settings(optimizers_in(optimizer), tracer)
 
     def run(*given: Any) -> Any:
         *positional, named = given
@@ -131,12 +140,22 @@ def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) ->
         ((), owner),
         (*argument_names(model, len(inputs)), ""),
         optimizer_step=None if optimizer is None else clipped_step(optimizer, call.clip_grad_norm),
-        optimizer=optimizer,
+        optimizers=tuple(optimizers_in(optimizer)),
         warm_up=optimizer is not None and call.steps > 1,
         accumulate=call.accumulate,
         set_to_none=call.set_to_none,
         module=owner,
     )
+
+
+def move_settings(optimizers: list[torch.optim.Optimizer], tracer: Tracer) -> None:
+    """Replaces tensors among the settings of optimizers, such as a learning rate, by tensors on meta."""
+
+    def moved(part: Any) -> Any:
+        return tracer.known_on_meta(part) if isinstance(part, torch.Tensor) and not is_meta(part) else part
+
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        group.update({name: tree_map(moved, setting) for name, setting in group.items() if name != "params"})
 
 
 def autocast_of(dtype: torch.dtype | None, kind: str) -> AbstractContextManager[Any]:

@@ -34,7 +34,12 @@ OF_ONE_DTYPE = names(
     """
 )
 # Operands must be contiguous, or they are copied.
-OF_CONTIGUOUS = frozenset(["embedding", "embedding_dense_backward", "nll_loss_backward", "nll_loss_forward"])
+OF_CONTIGUOUS = names(
+    """
+    _fused_adagrad_ _fused_adam_ _fused_adamw_ _fused_sgd_ embedding embedding_dense_backward nll_loss_backward
+    nll_loss_forward
+    """
+)
 # Measured on the CPU by tests/predict/test_plain_operators.py, one operator at a time.
 SHOWN_ON_CPU = MAKERS | OF_ONE_DTYPE | OF_CONTIGUOUS
 

@@ -58,12 +58,20 @@ from memcheck.predict.values import UNKNOWN, Values, is_meta, may_be_known
 # Size assumed for a storage that 64 bits cannot count; the run ends there.
 BEYOND = 2**63
 NUMBER = "number"
+# They write into their operands, return nothing, and have no kernel for meta tensors.
+UPDATES = {
+    getattr(operator, overload)
+    for operator in map(torch.ops.aten.__getattr__, ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"))
+    for overload in operator.overloads()
+    if overload in ("default", "tensor_lr")
+}
 ANY_PHASE = "any phase"
 BEFORE = "before"  # Earlier steps, and earlier backwards of the step.
 WORKSPACE = "cuBLAS workspace"
 # Operators whose number operand autograd may keep as a tensor.
 WITH_NUMBERS = {"add", "sub", "mul", "div", "true_divide", "multiply", "divide", "gt", "lt", "ge", "le", "eq", "ne"}
 WITH_NUMBERS |= {"add_", "sub_", "mul_", "div_"}
+UNSCALED = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default  # Of a GradScaler.
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 GROUPED = torch.ops.aten._grouped_mm.default
 # The autograd nodes that keep it.
@@ -211,6 +219,7 @@ class Tracer(TorchDispatchMode):
         self.lingering: set[str] = set()
         self.operators: dict[str, None] = {}
         self._pieces: dict[int, Piece] = {}  # By storage.
+        self._aside: dict[int, Piece] = {}
         self._emptied: dict[int, str] = {}  # Names of storages that were resized to nothing.
         self.works: list[Done] = []
         self._workspace: Piece | None = None
@@ -250,10 +259,11 @@ class Tracer(TorchDispatchMode):
             if func is torch.ops.aten._local_scalar_dense.default and is_meta(args[0]):
                 if args[0].dtype == torch.bool:
                     return self._assumed(args[0])
-                if args[0].is_floating_point():
+                if args[0].is_floating_point() and not reads_operands():
                     self.note_unknown(
                         Unlisted("what follows of a number that is read, and assumed to be 1"), self.phase
                     )
+                if args[0].is_floating_point():
                     return 1.0
         output, probed = self._result(func, args, kwargs)
         call = call_of(func, args, kwargs, output, self.target, contents=self.values.of)
@@ -298,6 +308,8 @@ class Tracer(TorchDispatchMode):
             return torch.ops.aten.alias(args[0]), None
         if func is GROUPED and self.target.kind == "cuda" and args[0].dtype != torch.bfloat16:
             return grouped_product(*args, **kwargs), None
+        if func in UPDATES:
+            return None, None
         try:
             return as_computed(func, func(*args, **kwargs), args), None
         except (NotImplementedError, RuntimeError) as error:
@@ -326,8 +338,13 @@ class Tracer(TorchDispatchMode):
             return self._lifted(tensor)
 
     def _lifted(self, tensor: Tensor) -> Tensor:
-        output = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        output = self.known_on_meta(tensor)
         self.note(output, "tensor")
+        return output
+
+    def known_on_meta(self, tensor: Tensor) -> Tensor:
+        """A meta tensor in place of a real one. Its contents are known."""
+        output = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         if may_be_known(tensor):
             self.values.note(output, tensor)
         return output
@@ -342,7 +359,8 @@ class Tracer(TorchDispatchMode):
             for tensor, real in zip(call.outputs, known, strict=False):
                 self.values.note(tensor, real)
         elif func._schema.is_mutable:
-            for argument, given in zip(func._schema.arguments, args, strict=False):
+            written = args[:1] if func is UNSCALED else args  # Gradients are assumed to be finite.
+            for argument, given in zip(func._schema.arguments, written, strict=False):
                 if argument.alias_info is not None and argument.alias_info.is_write:
                     for tensor in tensors_in(given):
                         self.values.forget(tensor)
@@ -457,9 +475,15 @@ class Tracer(TorchDispatchMode):
             if self.target.kind != "cpu":
                 return
             name = NUMBER
+        if storage._cdata in self._aside and self.phase != "inputs":
+            return
         piece = self.tape.take(self._node_name() or name, size, module=self._module())
         piece.made_by = name
         self._keep(storage, piece)
+
+    def set_aside(self, other: Tracer) -> None:
+        """Does not count what another tracer saw allocated, unless it is among the inputs."""
+        self._aside = other._pieces
 
     def forget_the_past(self) -> None:
         """Keeps what is alive, and nothing of how it was made."""
@@ -519,6 +543,14 @@ class Tracer(TorchDispatchMode):
         self._workspace = self.tape.take(WORKSPACE, self.target.cublas_workspace_bytes, is_library=True)
         if self.target.has(WORKSPACE_OF_A_CALL):
             self.drop_library_workspaces()
+
+
+def reads_operands() -> bool:
+    """Whether a number is read by Adafactor, for which it is only an operand."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not frame.f_code.co_filename.endswith("torch/optim/_adafactor.py"):
+        frame = frame.f_back if frame.f_code is not TracedRun.trace.__code__ else None
+    return frame is not None
 
 
 def returns_numbers(func: Any) -> bool:
@@ -905,7 +937,7 @@ class TracedRun:
         self.result.state = self._pieces(tensors_in(workload.state))
         for name, tensor in workload.named_state():
             self.tracer.note(tensor, name)
-        self.result.has_optimizer = workload.optimizer is not None
+        self.result.has_optimizer = workload.optimizer_step is not None
         self.result.left = self.result.optimizer = self._named(workload.named_state(), owned=True)
         self._end("inputs", next_phase="forward")
         if workload.warm_up or workload.accumulate > 1:
@@ -950,6 +982,9 @@ class TracedRun:
         held = set(self.result.held)
         self.result.left = [piece for piece in self.result.tape.alive() if piece not in held and not piece.is_library]
         self.result.optimizer = self._named(workload.named_state(), owned=True)
+        if not workload.optimizers:  # Like a measurement, counts everything but gradients as the state.
+            gradients = self._pieces(leaf.grad for leaf in (*inputs, *parameters) if leaf.grad is not None)
+            self.result.optimizer = [piece for piece in self.result.left if piece not in gradients]
 
     def _renew_parameters(self, owned: list[tuple[str, Tensor]]) -> None:
         """Notes the storages that FSDP2 gives to some parameters in the first forward."""

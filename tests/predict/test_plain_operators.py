@@ -91,6 +91,11 @@ def in_place(x: Tensor) -> Tensor:
     rest = torch.empty_strided((3,), (1,)).fill_(1).zero_(), torch.zeros(3), torch.ones(3), torch.scalar_tensor(3.0)
     float(y.sum() + rest[0].sum())
     torch.promote_types(y.dtype, torch.float32)
+    for kind in (torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD):
+        for rate in (1e-3, torch.tensor(1e-3)):
+            parameter = y.detach().clone().requires_grad_()
+            parameter.grad = torch.ones_like(parameter)
+            kind([parameter], lr=rate, fused=True).step()
     return y
 
 
