@@ -27,7 +27,7 @@ from memcheck.core.case import Case
 from memcheck.core.devices import Device, device_given
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
-from memcheck.core.step import check_step
+from memcheck.core.step import check_step, number_of_steps
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import Ranks
 from memcheck.predict.replay import Prediction, target_for
@@ -54,7 +54,7 @@ def predict_memory(
     loss: Callable[[Any], Any] | None = None,
     backward: bool = True,
     autocast: torch.dtype | str | None = None,
-    steps: int = 2,
+    steps: int | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     set_to_none: bool = True,
@@ -76,7 +76,8 @@ def predict_memory(
         here; with kwargs={} such a keyword is the one described here.
     device: a memcheck.core.devices.Device, or a name for device_named there: "A100-40GB", "cpu", "40GiB".
     optimizer: makes the optimizer: lambda parameters: torch.optim.AdamW(parameters). Its step follows the backward.
-        Or a name of the command line's: "adamw".
+        Or a name of the command line's: "adamw". It may also return another object with a step(), such as one that
+        steps by a torch.amp.GradScaler, whose check finds all gradients finite.
     loss: makes the tensor that the backward starts from out of the model's output. By default it starts from every
         output.
     backward: with False the forward runs under no_grad.
@@ -120,7 +121,8 @@ def predict_memory(
     # Tensor parallelism leaves some parameters whole, and functions of lists take no DTensors among other tensors.
     one_by_one = {"foreach": False} if ranks is not None and ranks.kind == "tp" else {}
     makes = optimizer_given(optimizer, **one_by_one)
-    check_step(steps, accumulate, backward, makes, clip_grad_norm, set_to_none)
+    check_step(accumulate, backward, makes, clip_grad_norm, set_to_none)
+    count = number_of_steps(steps, makes is not None)
     device = device_given(device)
     target = target_for(device, threads, torch_version)
     if not isinstance(probe, bool | None) and not hasattr(probe, "check"):
@@ -132,7 +134,7 @@ def predict_memory(
         backward,
         makes,
         autocast_given(autocast),
-        steps,
+        count,
         accumulate,
         clip_grad_norm,
         set_to_none,

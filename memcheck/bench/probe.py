@@ -324,7 +324,7 @@ def described(part: Any, values: Values) -> Any:
     words = f"{dtype_name(part)}{list(part.shape)}{list(part.stride())}+{part.storage_offset()}"
     known = None if part.is_floating_point() else values.of(part)
     if known is not None:
-        words += hashlib.sha256(known.contiguous().flatten().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+        words += hashlib.sha256(known.resolve_conj().numpy().tobytes()).hexdigest()[:16]
     return words
 
 

@@ -300,7 +300,10 @@ class Study:
     def of(cls, args: argparse.Namespace, setting: Setting | None = None, probe: Probe | None = None) -> Study:
         """The study of the command's flags. setting: replaces theirs. probe: for this machine's CPU."""
         source = source_of(args)
-        how: dict[str, Any] = {"steps": args.steps or 2}
+        setting = setting or Setting.of(args)
+        if args.steps and setting.optimizer == "none":
+            raise UsageError("--steps needs an optimizer: without one, a later step is like the first")
+        how: dict[str, Any] = {"steps": args.steps}
         how |= {name: getattr(args, name) for name in OF_PREDICTIONS if getattr(args, name, None) is not None}
         how |= {"limit_bytes": getattr(args, "memory_limit", None)}
         how["loss"] = load_function("--loss", args.loss) if args.loss else own_loss
@@ -311,13 +314,14 @@ class Study:
             how["ranks"] = Ranks(**splits, rank=args.rank or 0)
         device = predicted_device(args) if probe is None else device_named("cpu")
         how |= {} if probe is None else {"probe": probe}
-        return cls(source, source.completed(setting or Setting.of(args)), device, how)
+        return cls(source, source.completed(setting), device, how)
 
     def predict(self, setting: Setting | None = None) -> Prediction:
         """The prediction for the setting; by default for the study's own."""
         setting = setting or self.setting
         built = self.source.build(setting)
         how = {"optimizer": setting.optimizer, "autocast": setting.autocast, **self.how}
+        how |= {"steps": None} if setting.optimizer == "none" else {}
         how |= {"backward": setting.mode == "train", "device": self.device, "kwargs": built.kwargs}
         try:
             found = predict_memory(built.model, *built.inputs, **how)

@@ -14,11 +14,10 @@ from memcheck.core.arguments import whole_number
 
 
 def check_step(
-    steps: int, accumulate: int, backward: bool, optimizer: Any, clip_grad_norm: float | None, set_to_none: bool
+    accumulate: int, backward: bool, optimizer: Any, clip_grad_norm: float | None, set_to_none: bool
 ) -> None:
     """ValueError: the arguments of a step do not fit together."""
-    for name, count in (("steps", steps), ("accumulate", accumulate)):
-        whole_number(name, count)
+    whole_number("accumulate", accumulate)
     if clip_grad_norm is not None and not (isinstance(clip_grad_norm, int | float) and clip_grad_norm >= 0):
         raise ValueError(f"clip_grad_norm must be a number that is not negative, got {clip_grad_norm!r}")
     if not backward and (optimizer is not None or accumulate > 1):
@@ -27,6 +26,14 @@ def check_step(
     if optimizer is None and (clip_grad_norm is not None or not set_to_none):
         name = "set_to_none=False" if clip_grad_norm is None else "clip_grad_norm"
         raise ValueError(f"{name} needs an optimizer")
+
+
+def number_of_steps(steps: int | None, has_optimizer: bool) -> int:
+    """The number, which is 2 by default. ValueError: it is below 1, or above 1 without an optimizer."""
+    number = 2 if steps is None else whole_number("steps", steps)
+    if steps is not None and number > 1 and not has_optimizer:
+        raise ValueError(f"steps={number} needs an optimizer: without one, a later step is like the first")
+    return number
 
 
 def clipped_step(optimizer: Any, clip_grad_norm: float | None) -> Callable[[], Any]:

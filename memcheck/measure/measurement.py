@@ -13,7 +13,7 @@ import torch
 
 from memcheck.core.arguments import autocast_given, bytes_given, callable_given, optimizer_given, takes_inputs
 from memcheck.core.record import PHASES, Record
-from memcheck.core.step import check_step, clipped_step, optimizers_in
+from memcheck.core.step import check_step, clipped_step, number_of_steps, optimizers_in
 from memcheck.core.tensors import resolve_device, tensors_in
 from memcheck.measure import timing
 from memcheck.measure.explain import explain
@@ -35,7 +35,7 @@ def measure_memory(
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | str | None = None,
     loss: Callable[[Any], Any] | None = None,
     autocast: torch.dtype | str | None = None,
-    steps: int = 2,
+    steps: int | None = None,
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     set_to_none: bool = True,
@@ -64,11 +64,13 @@ def measure_memory(
         state, else twice, with a forward and a backward before each. In between, gradients are set to None, as
         zero_grad() does, unless optimizer_step itself set all of them to zero in place.
     optimizer: instead of optimizer_step: makes the optimizer of the module's parameters, whose step is then measured:
-        lambda parameters: torch.optim.AdamW(parameters). Or a name of the command line's: "adamw".
+        lambda parameters: torch.optim.AdamW(parameters). Or a name of the command line's: "adamw". It may
+        also return another object with a step(), such as one that steps by a torch.amp.GradScaler. The optimizers that
+        this object, its methods and their closures hold provide the state.
     loss: makes the tensor that the backward starts from out of fn's output.
     autocast: the dtype of a torch.autocast around fn and loss, or its name, "bf16".
     steps: 1 measures the very first step, in which the optimizer makes its state; 2 and more a step in the steady
-        state.
+        state. 2 by default with an optimizer. Without one, every step is like the first.
     accumulate: backwards of a step, each after a forward on the same inputs. The last one is measured, in which the
         gradients of the others are alive. Gradients of inputs do not accumulate.
     clip_grad_norm: the norm to which torch.nn.utils.clip_grad_norm_ clips the gradients of the optimizer's parameters
@@ -92,7 +94,8 @@ def measure_memory(
     limit_bytes, autocast = bytes_given("limit_bytes", limit_bytes), autocast_given(autocast)
     callable_given("loss", loss)
     optimizer, kwargs = optimizer_given(optimizer), {**keywords, **(kwargs or {})}
-    check_step(steps, accumulate, backward, optimizer, clip_grad_norm, set_to_none)
+    check_step(accumulate, backward, optimizer, clip_grad_norm, set_to_none)
+    count = number_of_steps(steps, optimizer is not None or optimizer_step is not None)
     if optimizer is not None:
         if optimizer_step is not None:
             raise ValueError("optimizer and optimizer_step exclude each other: each is the step that is measured")
@@ -101,7 +104,7 @@ def measure_memory(
     step = fn if loss is None and autocast is None else Step(fn, loss, autocast, device, (inputs, kwargs))
     parameters = parameters if step is fn else (parameters, fn) if any(True for _ in tensors_in(fn)) else parameters
     call = MeasuredCall(step, inputs, kwargs, parameters, backward, device, optimizer_step)
-    call.warm_up, call.accumulate, call.set_to_none = steps > 1, accumulate, set_to_none
+    call.warm_up, call.accumulate, call.set_to_none = count > 1, accumulate, set_to_none
     record = MeasuredRun(call, limit_bytes).measure(dense_grad)
     record.doubts += call.machine.sharing()
     # A case that exhausted the machine's memory is not repeated; one that exceeded a budget can be.

@@ -232,6 +232,8 @@ class MeasuredRun:
         record.library_workspace_bytes = self.machine.drop_library_workspaces()
         memory.hold(self.outputs)
         record.output_bytes = memory.held_bytes - held_bytes
+        # Gradients of a backward within the forward are part of saved_bytes.
+        self._left_gradients |= storages_of(_gradients_of(self.call.leaves), self.call.device)
         record.saved_bytes = alive - (record.library_workspace_bytes or 0) - record.output_bytes
         if self.hooks:
             self.saved_by_hooks, self.saved_tensors = memory.saved_bytes, memory.saved_tensors

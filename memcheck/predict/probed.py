@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memcheck.predict.autocast import dtype_in_use
-from memcheck.predict.values import Values, is_meta
+from memcheck.predict.values import Values, is_meta, is_wrapped
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,11 @@ def made(result: Result) -> Tensor:
 
 # Functions that tests compare with measurements in many shapes and layouts: they need no check.
 PLAIN_NAMES = """
-    __getitem__ add alias arange cat chunk clone contiguous cos detach div dropout empty_like exp expand expand_as
-    flatten float full full_like gt lt ge le eq ne linear log matmul mean mul neg ones ones_like permute pow relu
-    reshape rsqrt scalar_tensor scaled_dot_product_attention sigmoid silu sin size softmax split sqrt squeeze stack sub
-    sum t tanh tensor to transpose type_as unbind unsqueeze view where zeros zeros_like
+    __getitem__ _make_dual _unpack_dual add alias arange cat chunk clone contiguous cos detach div dropout
+    empty_like exp expand expand_as flatten float full full_like gt lt ge le eq ne linear log matmul mean mul neg
+    ones ones_like permute pow relu reshape rsqrt scalar_tensor scaled_dot_product_attention sigmoid silu sin size
+    softmax split sqrt squeeze stack sub sum t tanh tensor to transpose type_as unbind unsqueeze view where zeros
+    zeros_like
     """
 PLAIN = frozenset(PLAIN_NAMES.split())
 
@@ -146,7 +147,7 @@ class FunctionCall:
 def call_to_check(func: Any, args: Any, kwargs: Any, values: Values) -> FunctionCall | None:
     """The call, if a check can repeat it: its arguments are tensors and plain values. Else None."""
     name = getattr(func, "__name__", "")
-    if name in PLAIN or name in ("__get__", "__set__", "__delete__"):
+    if name in PLAIN or getattr(func, "namespace", "") == "prims" or name in ("__get__", "__set__", "__delete__"):
         return None
 
     def layout(part: Any) -> Any:
@@ -169,6 +170,6 @@ def is_repeatable(args: Any, kwargs: Any) -> bool:
 
 def is_plain(leaf: Any) -> bool:
     if isinstance(leaf, Tensor):
-        return leaf.layout == torch.strided and is_meta(leaf)
+        return not is_wrapped(leaf) and leaf.layout == torch.strided and is_meta(leaf)
     plain = (bool, int, float, complex, str, slice, torch.dtype, torch.device, torch.memory_format, torch.layout)
     return leaf is None or leaf is Ellipsis or isinstance(leaf, plain)

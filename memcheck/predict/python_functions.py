@@ -21,8 +21,8 @@ import torch
 from torch._ops import HigherOrderOperator
 
 # Modules whose functions ask, and the names by which they ask.
-ASKING = {"torch", "torch._ops", "torch._tensor", "torch.functional", "torch.overrides", "torch.nn.functional"}
-ASKING |= {"torch.nn.init", "torch.nn.modules.activation", "torch.nn.modules.transformer"}
+ASKING = {"torch", "torch._ops", "torch._tensor", "torch.autograd", "torch.functional", "torch.overrides"}
+ASKING |= {"torch.nn.functional", "torch.nn.init", "torch.nn.modules.activation", "torch.nn.modules.transformer"}
 QUESTIONS = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
 
 # Functions that a predicting thread gets other answers from, and why. While a thread predicts, they run code that asks

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
@@ -286,7 +288,7 @@ class Tracer(TorchDispatchMode):
         if self._runs_in_place(call):
             self._hand_over(call.self, call.outputs[0])
         for position, tensor in enumerate(call.outputs):
-            if position not in elsewhere:
+            if position not in elsewhere and not tensor._is_zerotensor() and not is_of_zeros(func):
                 self.note(tensor, call.name)
         self._note_contents(func, args, kwargs, call)
         self._name_buffers(call)
@@ -369,7 +371,7 @@ class Tracer(TorchDispatchMode):
         return self.tape.take(part.name, part.bytes, module=self._module())
 
     def _module(self) -> str:
-        node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        node = torch._C._current_autograd_node()
         return self.modules.path_of(node)
 
     def _known(self, parts: Iterable[Scratch | Unknown]) -> Iterator[Scratch]:
@@ -399,10 +401,14 @@ class Tracer(TorchDispatchMode):
 
     def _accumulates(self, call: Call) -> bool:
         """Whether autograd's engine adds a gradient to an earlier one in place, because nothing else holds that."""
-        if self.phase != "backward" or not engine_calls():
+        if not torch._C._current_autograd_node() or not engine_calls():
             return False
         first, second = call.self, call.other
-        if not isinstance(second, Tensor) or first.shape != second.shape or not first.is_contiguous():
+        if (
+            not isinstance(second, Tensor)
+            or first.shape != second.shape
+            or not is_non_overlapping_and_dense_or_false(first)
+        ):
             return False
         return use_counts(first) == counts_of_the_last()
 
@@ -533,7 +539,7 @@ class Tracer(TorchDispatchMode):
             self.note_unknown(Unlisted(f"whether {node} meets a zero"), self.phase)
 
     def _node_name(self) -> str:
-        node = torch._C._current_autograd_node() if self.phase == "backward" else None
+        node = torch._C._current_autograd_node()
         return node.name() if node is not None else ""
 
     def _use_library(self, used: bool) -> None:
@@ -543,6 +549,22 @@ class Tracer(TorchDispatchMode):
         self._workspace = self.tape.take(WORKSPACE, self.target.cublas_workspace_bytes, is_library=True)
         if self.target.has(WORKSPACE_OF_A_CALL):
             self.drop_library_workspaces()
+
+
+def is_of_zeros(func: Any) -> bool:
+    """Whether the operator computes the shape of a result of zeros without memory, such as tangents start from."""
+    if func.namespace == "prims" or func is torch.ops.aten.to.dtype_layout:
+        return True
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(10):
+        if frame is None or frame.f_code.co_filename.endswith(OF_SHAPES):
+            return frame is not None
+        frame = frame.f_back
+    return False
+
+
+# Modules with Python's kernels for meta tensors.
+OF_SHAPES = ("torch/_refs/__init__.py", "torch/_prims/__init__.py")
 
 
 def reads_operands() -> bool:
@@ -674,7 +696,7 @@ def counts_of_the_last() -> tuple[int, int]:
 def engine_calls() -> bool:
     """Whether the operator was called by autograd's engine without a Python function in between."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not run_backward.__code__:
+    while frame is not None and frame.f_code not in ENGINES:
         if not frame.f_code.co_filename.endswith(AROUND_A_MODE):
             return False
         frame = frame.f_back
@@ -694,6 +716,10 @@ def run_backward(roots: Sequence[Tensor], incoming: Sequence[Tensor]) -> None:
     engine: Any = torch.autograd.Variable._execution_engine
     how = {"allow_unreachable": True, "accumulate_grad": True}
     engine.run_backward(tuple(roots), tuple(incoming), False, False, (), **how)
+
+
+# Codes that call autograd's engine.
+ENGINES = (run_backward.__code__, _engine_run_backward.__code__)
 
 
 class OnTarget(TorchFunctionMode):

@@ -26,6 +26,8 @@ class Values:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """A real tensor with the contents, or None if they are unknown. Views of a storage share its memory."""
+        if is_wrapped(tensor):
+            return None
         if not is_meta(tensor):
             return tensor if tensor.device.type == "cpu" else None
         real = self._real.get(tensor.untyped_storage()._cdata)
@@ -72,13 +74,20 @@ class Values:
         return func(*args, **kwargs)
 
 
+def is_wrapped(tensor: Tensor) -> bool:
+    """Whether it is a tensor inside of a transform of torch.func. It has no storage; the one that it wraps may have."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
 def is_meta(tensor: Tensor) -> bool:
+    while is_wrapped(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor.layout != torch.strided or tensor.untyped_storage().device.type == "meta"
 
 
 def may_be_known(tensor: Tensor) -> bool:
     """Whether the contents of such a tensor are followed."""
-    if tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 8 * MOST_INTEGERS:
+    if is_wrapped(tensor) or tensor.layout != torch.strided or tensor.untyped_storage().nbytes() > 8 * MOST_INTEGERS:
         return False
     is_real = tensor.is_floating_point() or tensor.is_complex()
     return tensor.numel() <= (MOST_FLOATS if is_real else MOST_INTEGERS)

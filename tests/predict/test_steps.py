@@ -1,4 +1,4 @@
-"""Predictions of training steps: optimizers, scalers of gradients, and gradients that are sparse, equal measurements."""
+"""Predictions of training steps equal measurements: optimizers, scalers of gradients, and derivatives of any kind."""
 
 from __future__ import annotations
 
@@ -136,6 +136,101 @@ def test_a_loss_is_scaled_by_the_scaler_of_the_step() -> None:
 def test_an_optimizer_that_needs_a_closure_is_named() -> None:
     model, x = mlp(), torch.randn(5, 37)
     prediction = memcheck.predict_memory(model, x, optimizer=lambda p: optim.LBFGS(p))
-    assert prediction.record.status == "skipped" and "needs a closure" in prediction.record.reason
-    with pytest.raises(ValueError, match="LBFGS.step needs a closure"):
+    assert prediction.record.status == "skipped"
+    assert "needs a closure" in prediction.record.reason
+    with pytest.raises(ValueError, match=r"LBFGS\.step needs a closure"):
         measure_memory(model, x, optimizer=lambda p: optim.LBFGS(p))
+
+
+def test_steps_need_an_optimizer() -> None:
+    model, x = mlp(), torch.randn(5, 37)
+    for call in (memcheck.predict_memory, measure_memory):
+        with pytest.raises(ValueError, match="steps=2 needs an optimizer"):
+            call(model, x, steps=2)
+        call(model, x, steps=1)
+
+
+def with_penalty(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    y = model(x).sum()
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    return gradient.square().sum() + y
+
+
+def with_step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    loss = model(x).square().mean()
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def with_backward(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    (x * 2).exp().sum().backward()
+    return model(x) * 3
+
+
+def with_functions(model: nn.Module, x: torch.Tensor) -> Any:
+    weights = {name: weight * 1 for name, weight in model.named_parameters()}
+
+    def loss(weights: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, weights, (x,)).square().mean()
+
+    return torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+
+
+def with_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.jacrev(model)(x[0])
+
+
+def with_tangents(model: nn.Module, x: torch.Tensor) -> Any:
+    with torch.autograd.forward_ad.dual_level():
+        y = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x)) * 2
+        return torch.autograd.forward_ad.unpack_dual(y.exp())
+
+
+def with_jvp(model: nn.Module, x: torch.Tensor) -> Any:
+    return torch.func.jvp(torch.exp, (x,), (torch.ones_like(x),))
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
+
+
+def with_second_derivative(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(Square.apply(x).sum(), x, create_graph=True)[0].exp()
+
+
+class Around(nn.Module):
+    """Calls a function with a module."""
+
+    def __init__(self, function: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.inner, self.function = mlp(), function
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self.inner, x)
+
+
+DERIVATIVES = (with_penalty, with_step, with_backward, with_functions, with_jacobian, with_tangents, with_jvp)
+DERIVATIVES += (with_second_derivative,)
+
+
+@pytest.mark.parametrize("function", DERIVATIVES)
+def test_derivatives_within_the_forward_are_predicted_exactly(function: Any) -> None:
+    compare(Around(function), torch.randn(5, 37, requires_grad=True))
+
+
+def test_gradients_of_transposed_weights_add_up_in_place() -> None:
+    class Products(nn.Module):
+        def forward(self, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            return (x @ w).tanh() + torch.ones(7) @ w
+
+    compare(Products(), torch.randn(7, requires_grad=True), torch.randn(7, 5, requires_grad=True))
