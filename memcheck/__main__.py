@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from memcheck.cli.parsers import COMMANDS, command_parser, split_help, words_before_script
+from memcheck.cli.streams import READER_LEFT, patient_streams
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
 from memcheck.core.version import __version__
 
@@ -114,19 +115,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="memcheck")
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["run"]:  # The script sees the streams as they are.
+        return ended(argv)
+    with patient_streams() as files:
+        code = ended(argv)
+    return code or (READER_LEFT if any(file.reader_left for file in files) else 0)
+
+
+def ended(argv: Sequence[str]) -> int:
+    """Runs a command, prints the error that ends it, and returns the exit code."""
     try:
-        code = dispatch(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
+        code = dispatch(argv)
+        if not sys.stdout.closed:  # A script may close it.
+            sys.stdout.flush()
         return code
     except MemcheckError as error:
         print("memcheck:", " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        # The reader left, as `| head` does. Without a stdout that takes it, the flush at exit would complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except OSError as error:
         # A full disk, under stdout or under the results.
         print(f"memcheck: {error}", file=sys.stderr)

@@ -223,6 +223,31 @@ def test_a_reader_that_leaves_is_no_error() -> None:
     assert ended.stdout == "141\n"
 
 
+@pytest.mark.extension
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(
+    ("command", "files"),
+    [
+        ("profile-attention --attention-type naive --seq-len 8,16 --dim 8 --no-time", "memory.png records.csv"),
+        ("profile-model --context 8 --no-time", "models.jsonl models.png"),
+        ("sweep --attention-type naive --seq-len 8 --dim 8 --no-time", "memory.png records.jsonl sweep.json tables.md"),
+    ],
+)
+def test_files_are_complete_though_the_reader_leaves(command: str, files: str, unbuffered: str, tmp_path: Path) -> None:
+    script = f"{sys.executable} -m memcheck {command} --output {tmp_path} |& true; echo ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONUNBUFFERED": unbuffered}
+    ended = subprocess.run(["bash", "-c", script], capture_output=True, text=True, timeout=100, env=environment)
+    assert (ended.stderr, ended.stdout) == ("", "141\n")
+    assert {name for name in files.split() if (tmp_path / name).stat().st_size} == set(files.split())
+
+
+def test_a_full_disk_under_stdout_is_said_once() -> None:
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "memcheck", "completion", "bash"]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (ended.returncode, ended.stderr) == (1, "memcheck: [Errno 28] No space left on device\n")
+
+
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     """Results, good and bad, under names that wrong invocations ask for."""

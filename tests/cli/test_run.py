@@ -103,6 +103,21 @@ def test_a_script_that_ends_early_has_its_report_and_exit_code(run, ending, code
         assert record["peak"]["bytes"] == 2_000_000
 
 
+@pytest.mark.parametrize("streams", ["|", "|&"])
+@pytest.mark.parametrize("text", ["print(1); print(2)", "import sys; sys.stdout.close()"])
+def test_files_are_complete_though_the_reader_leaves(tmp_path, text, streams):
+    (tmp_path / "script.py").write_text(TENSORS + text)
+    command = f"{sys.executable} -m memcheck run script.py {streams} true; echo ${{PIPESTATUS[0]}}"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""}
+    ended = subprocess.run(
+        ["bash", "-c", command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert ended.stdout == "0\n"
+    assert "Traceback" not in ended.stderr
+    assert json.loads((tmp_path / "results" / "run.json").read_text())["peak"]["bytes"] == 5 * 400_000
+    assert {path.name for path in (tmp_path / "results").iterdir()} == {"run.html", "run.png", "run.json"}
+
+
 def test_memory_that_runs_out_is_reported_where_it_did(run):
     code, _, err, record = run(TENSORS, flags=["--memory-limit", "1MB"])
     assert (code, record["ran_out"], record["refusal"]["moment"]["bytes"]) == (1, True, 800_000)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from memcheck.cli.cases import make_room
+from memcheck.cli.streams import patient_streams
 from memcheck.core.errors import UsageError
 from memcheck.core.script import prepare
 from memcheck.core.script_record import ScriptRecord
@@ -33,11 +34,14 @@ def run(args: argparse.Namespace) -> int:
     for name in FILES:
         make_room("--output", output / name)
     record = run_script(prepare(command), command, device=device, limit_bytes=args.memory_limit)
-    sys.stdout.flush()
-    # On stderr, because stdout is the script's.
-    print(f"\n{script_report(record, Screen.of(sys.stderr))}", file=sys.stderr)
-    write_files(record, output)
-    print(f"\nWrote {', '.join(str(args.output / name) for name in FILES)}", file=sys.stderr)
+    try:
+        write_files(record, output)
+    finally:
+        # On stderr, because stdout is the script's.
+        with patient_streams():
+            print(f"\n{script_report(record, Screen.of(sys.stderr))}", file=sys.stderr)
+    with patient_streams():
+        print(f"\nWrote {', '.join(str(args.output / name) for name in FILES)}", file=sys.stderr)
     return record.exit_code
 
 
