@@ -5,7 +5,8 @@ Beside the package, as importing anything inside it would load torch whenever py
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -48,11 +49,12 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     from memcheck.measure.script import ScriptWatch
     from memcheck.report.script import limit_report
 
-    try:
-        limit_bytes, device, named = parse_limit(*marker.args, **marker.kwargs)
-    except (TypeError, ValueError, RuntimeError) as error:
-        pytest.fail(f"{item.nodeid}: memcheck_limit: {error}", pytrace=False)
-    with ScriptWatch(device) as watch:
+    with ExitStack() as stack:
+        try:
+            limit_bytes, device, named = parse_limit(marker.args, marker.kwargs)
+            watch = stack.enter_context(ScriptWatch(device))
+        except (ImportError, TypeError, ValueError, RuntimeError) as error:
+            pytest.fail(f"{item.nodeid}: memcheck_limit: {error}", pytrace=False)
         result = yield
     record = watch.record([item.nodeid], 0, None)
     peaks = {record.device: record.peak.bytes, **({} if named else record.other_peaks)}
@@ -62,13 +64,23 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     return result
 
 
-def parse_limit(limit: str, device: str | None = None) -> tuple[int, torch.device, bool]:
-    """The bytes, the device whose blocks are named, and whether the limit is for this device alone."""
+def parse_limit(positional: tuple[Any, ...], keywords: Mapping[str, Any]) -> tuple[int, torch.device, bool]:
+    """The bytes, the device whose blocks are named, and whether the limit is for this device alone.
+
+    The arguments are those of the marker. TypeError, ValueError: they are wrong.
+    """
     import torch
 
     from memcheck.core.tensors import resolve_device
     from memcheck.core.units import parse_bytes
 
+    given = {**dict(zip(("limit", "device"), positional, strict=False)), **keywords}
+    if len(given) < len(positional) + len(keywords) or not given.keys() <= {"limit", "device"}:
+        words = [*map(repr, positional), *(f"{name}={value!r}" for name, value in keywords.items())]
+        raise TypeError(f"it takes a limit and a device, got {', '.join(words)}")
+    if "limit" not in given:
+        raise TypeError("it needs a limit, as in @pytest.mark.memcheck_limit('24 MiB')")
+    limit, device = given["limit"], given.get("device")
     if not isinstance(limit, str):
         raise TypeError(f"limit must be a text such as '24 MiB', got {limit!r}")
     name = device or ("cuda" if torch.cuda.is_initialized() else "cpu")

@@ -159,7 +159,7 @@ def add_model_flags(parser: Parser) -> None:
     returns = "a function that returns (model, inputs); its parameters bsz and seq_len get --bsz and --seq-len"
     source = group.add_mutually_exclusive_group()
     add(source, "--model", type=reference, help=returns)
-    config = "a config.json of Hugging Face transformers (pip install 'memcheck[transformers]'); nothing is downloaded"
+    config = "a config.json of Hugging Face transformers (pip install transformers); nothing is downloaded"
     add(source, "--hf-config", type=file, help=config)
     optimizers = f"{', '.join(OPTIMIZERS)}; default: adamw, whose step follows the backward"
     add(group, "--optimizer", choices=tuple(OPTIMIZERS), metavar="NAME", help=optimizers)
@@ -224,7 +224,7 @@ def check_model_flags(args: argparse.Namespace) -> None:
             if getattr(args, name) not in (None, "none"):
                 raise UsageError(f"--{name} needs a backward, which --mode inference has not")
     if args.hf_config and importlib.util.find_spec("transformers") is None:
-        raise UsageError("--hf-config needs transformers: pip install 'memcheck[transformers]'")
+        raise UsageError("--hf-config needs transformers: pip install transformers")
 
 
 def add_result_folders(parser: argparse.ArgumentParser, nargs: str = "+", more: str = "") -> None:

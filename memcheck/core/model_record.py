@@ -44,7 +44,6 @@ class ModelRecord(Record):
     times: dict[str, dict[str, float]] = field(default_factory=dict)
     formulas: dict[str, dict[str, Any]] = field(default_factory=dict)  # Name -> formula and value.
     predicted: dict[str, Any] | None = None  # Of a measured record: the predicted figures, exact, unknown, bounds.
-    bounds: tuple[str, ...] = ()  # Of a prediction: fields that are lower bounds.
 
     def note_peak(self) -> None:
         """Fills peak_bytes with the highest peak of the phases."""

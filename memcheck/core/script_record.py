@@ -51,7 +51,7 @@ class Moment:
     bytes: int
     event: int  # Counted from 1.
     seconds: float  # Since the script began.
-    step: int  # Optimizer steps that had ended.
+    step: int  # The optimizer step that it belongs to, from 1.
     place: Place
 
 

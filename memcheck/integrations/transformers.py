@@ -25,7 +25,7 @@ try:
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 except ImportError as error:
     raise ImportError(
-        f"memcheck.integrations.transformers needs transformers, pip install 'memcheck[transformers]': {error}"
+        f"memcheck.integrations.transformers needs transformers, pip install transformers: {error}"
     ) from error
 
 __all__ = ["StateCache", "register"]

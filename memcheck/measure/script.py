@@ -442,7 +442,7 @@ class _Naming:
 
     def moment(self, moment: tuple[Any, ...]) -> Moment:
         size, event, seconds, step, site = moment
-        return Moment(size, event, seconds, step, self.place(*site))
+        return Moment(size, event, seconds, step + 1, self.place(*site))
 
     def alive(self, rows: Iterable[tuple[Any, ...]]) -> list[Alive]:
         """Largest first; sites whose names are the same are one."""

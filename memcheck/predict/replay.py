@@ -253,6 +253,7 @@ class Replay:
         unknown, bounds = self._unknown()
         exact = self.basis == "verified" and not unknown
         self.record.terms, self.record.exact, self.record.basis = self.terms, exact, self.basis
+        self.record.bounds = tuple(sorted(bounds))
         self.record.doubts = (*unknown, *self._doubtful_verdict())
         found = (self.case, self.device, self.record, self.terms, exact, unknown, bounds, self.basis)
         return Prediction(*found, self.trace, self.refused)

@@ -297,7 +297,7 @@ def predicted_cell(column: Column, measured: Any, predicted: Any) -> Cell:
     if "_mib" not in column.key:
         return ""
     words, size = ratio_words(measured, predicted, field), getattr(predicted, field)
-    if size is not None and words != "same" and field in getattr(predicted, "bounds", ()):
+    if size is not None and words != "same" and field in predicted.bounds:
         return f">={size / MIB:.2f}"
     return words if words is not None else quotient(size, MIB)
 

@@ -117,7 +117,7 @@ def peak_sentence(record: ScriptRecord) -> str:
 def where(moment: Moment, record: ScriptRecord) -> str:
     place = moment.place
     phase = "outside of any phase" if place.phase == "elsewhere" else f"in the {place.phase}"
-    step = f" of step {moment.step + 1}" if record.steps and place.phase != "elsewhere" else ""
+    step = f" of step {moment.step}" if record.steps and place.phase != "elsewhere" else ""
     module = f", in {place.module}" if place.module else ""
     line = f", at {shown_line(place.line)}" if place.line else ""
     return f"{phase}{step}{module}{line}"

@@ -86,6 +86,26 @@ def test_of_a_number():
     square(1024)
 
 
+@pytest.mark.memcheck_limit
+def test_of_a_bare_marker():
+    square(1024)
+
+
+@pytest.mark.memcheck_limit("1 MiB", "cpu", 3)
+def test_of_three_arguments():
+    square(1024)
+
+
+@pytest.mark.memcheck_limit("1 MiB", devise="cpu")
+def test_of_another_keyword():
+    square(1024)
+
+
+@pytest.mark.memcheck_limit("1 MiB", device="cuda:9")
+def test_of_an_absent_device():
+    square(1024)
+
+
 @pytest.mark.memcheck_limit("1 KiB")
 @pytest.mark.skip
 def test_skipped():
@@ -106,7 +126,8 @@ def test_fixture_and_limit(memcheck_memory):
     square(4 * 1024)
     assert memcheck_memory.peak_bytes == 16 * MIB
 """
-FAILED = ["above", "method", "of_a_number", "of_a_wrong_limit", "step", "that_fails_by_itself"]
+FAILED = ["above", "method", "of_a_bare_marker", "of_a_number", "of_a_wrong_limit", "of_an_absent_device"]
+FAILED += ["of_another_keyword", "of_three_arguments", "step", "that_fails_by_itself"]
 
 
 def run_pytest(pytester: pytest.Pytester, *words: str) -> pytest.RunResult:
@@ -118,7 +139,7 @@ def run_pytest(pytester: pytest.Pytester, *words: str) -> pytest.RunResult:
 def test_limits_and_the_fixture(pytester: pytest.Pytester) -> None:
     pytester.makepyfile(test_memory=TESTS)
     result = run_pytest(pytester)
-    result.assert_outcomes(passed=5, failed=6, xfailed=1, skipped=1)
+    result.assert_outcomes(passed=5, failed=10, xfailed=1, skipped=1)
     said = result.stdout.str()
     assert sorted(set(re.findall(r"^FAILED \S*::test_(\w+)", said, re.MULTILINE))) == FAILED
     result.stdout.fnmatch_lines(
@@ -136,6 +157,11 @@ def test_limits_and_the_fixture(pytester: pytest.Pytester) -> None:
     assert "KeyError: torch.Size([1024, 1024])" in said
     assert "memcheck_limit: must look like 40GiB" in said
     assert "memcheck_limit: limit must be a text such as '24 MiB', got 24" in said
+    assert "memcheck_limit: it needs a limit, as in @pytest.mark.memcheck_limit('24 MiB')" in said
+    assert "memcheck_limit: it takes a limit and a device, got '1 MiB', 'cpu', 3" in said
+    assert "memcheck_limit: it takes a limit and a device, got '1 MiB', devise='cpu'" in said
+    assert "memcheck_limit: device cuda:9 is absent: torch" in said
+    assert not {"Traceback", "parse_limit", "resolve_device"} & set(re.findall(r"\w+", said))
 
 
 def test_the_tests_of_the_documentation_pass(pytester: pytest.Pytester) -> None:

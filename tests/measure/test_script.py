@@ -145,7 +145,7 @@ def test_lines_modules_and_kinds_of_a_training_script():
     # The peak is in the second step, before or after its gradients replace the first step's.
     assert kinds["optimizer state"] == 2 * weights + 4 * 4  # AdamW counts its steps in tensors.
     assert record.steps == 2
-    assert record.peak.step == 1
+    assert record.peak.step == 2
     of_up = [alive for alive in record.alive if alive.place.module == "Net.up"]
     assert {alive.place.kind for alive in of_up} >= {"parameters", "optimizer state"}
     lines = {alive.place.line and alive.place.line.number for alive in of_up if alive.place.kind == "parameters"}

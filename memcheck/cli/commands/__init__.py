@@ -1,1 +1,1 @@
-"""One module per command: a docstring of one line (its help), `add_arguments(parser)` and `run(args) -> exit code`."""
+"""One module per command with `run(args) -> exit code`. Flags and help are in memcheck.cli.parsers."""

@@ -59,10 +59,14 @@ def cpu_choices() -> dict[str, Any]:
 
 
 def kernels() -> dict[str, list[str]]:
-    """Operator -> the devices that have kernels for it, from the dispatcher."""
+    """Operator -> the devices that have kernels for it, from the dispatcher.
+
+    The projections' products are torch's own, on CUDA too; a build of torch without CUDA has none.
+    """
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = ("CPU", "CUDA") if torch.backends.cuda.is_built() else ("CPU",)
     operators = sorted(name for name in torch._C._dispatch_get_all_op_names() if name.startswith("memcheck::"))
-    return {name: [key for key in ("CPU", "CUDA") if has_kernel(name, key)] for name in operators}
+    return {name: [key for key in keys if has_kernel(name, key)] for name in operators}
 
 
 def cuda_launch() -> str | None:

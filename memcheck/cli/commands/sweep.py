@@ -257,7 +257,7 @@ def dask_executor(address: str | None) -> Iterator[tuple[Executor | None, int | 
     try:
         from distributed import Client
     except ImportError:
-        raise UsageError("--dask needs dask: pip install 'memcheck[dask]'") from None
+        raise UsageError("--dask needs dask: pip install dask distributed") from None
     try:
         client = Client(address, timeout=10)
     except (OSError, ValueError) as error:
