@@ -24,7 +24,7 @@ from memcheck.bench.catalog import (
 from memcheck.bench.profile import check_can_measure, profile_case, snapshot_case, timeline_of_case, trace_case
 from memcheck.bench.sweep.predict import predicted_record
 from memcheck.bench.sweep.run import Settings
-from memcheck.bench.sweep.store import whole_lines
+from memcheck.bench.sweep.store import locked, replace_lines, whole_lines
 from memcheck.cli.options import make_lengths
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
@@ -252,31 +252,33 @@ def begin_records(path: Path) -> None:
     """Creates the folder and the file if needed. UsageError if that fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.open("ab").close()
-        whole_lines(path)
+        with locked(path):
+            whole_lines(path)
     except OSError as error:
         raise UsageError(f"--output {path.parent} cannot be written to: {error.strerror}") from None
 
 
 def append_record(path: Path, record: Record) -> None:
-    with path.open("a", encoding="utf-8") as lines:
+    with locked(path), path.open("a", encoding="utf-8") as lines:
         lines.write(record.to_json() + "\n")
 
 
 def drop_replaced(path: Path, kind: type[R], same: Callable[[R], Hashable]) -> list[R]:
-    """Keeps the newest record of each case in the file, and every line that this version cannot read."""
+    """Keeps the newest record of each case in the file, and every line that this version cannot read.
+
+    Other processes may write to the file at the same time.
+    """
     left: dict[Hashable, tuple[bytes, R | None]] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
-        try:
-            record = kind.from_json(line.decode())
-        except (ValueError, RecursionError):
-            left[number] = line, None
-        else:
-            left.pop(same(record), None)
-            left[same(record)] = line, record
-    beside = path.with_suffix(".tmp")
-    beside.write_bytes(b"".join(line for line, _ in left.values()))
-    beside.replace(path)
+    with locked(path):
+        for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
+            try:
+                record = kind.from_json(line.decode())
+            except (ValueError, RecursionError):
+                left[number] = line, None
+            else:
+                left.pop(same(record), None)
+                left[same(record)] = line, record
+        replace_lines(path, (line for line, _ in left.values()))
     return [record for _, record in left.values() if record is not None]
 
 

@@ -43,9 +43,12 @@ class Growth:
 
 
 def parse_growth(text: str) -> Growth:
-    """Parses "4KiB", "5%", or both with a comma between them: "5%,4KiB". ValueError otherwise."""
+    """Parses "4KiB", "5%", or both with a comma between them: "5%,4KiB"; and 0. ValueError otherwise."""
     growth = Growth()
     for word in text.split(","):
+        if re.fullmatch(r"\s*\d+(\.\d+)?\s*", word) and float(word):
+            raise ValueError(f"{word}: {word} what? write {word}%, {word}KiB or {word}B")
+        word = word if word.strip() != "0" else "0%"
         found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*%\s*", word)
         growth = Growth(growth.bytes, Fraction(found[1])) if found else Growth(parse_bytes(word), growth.percent)
     return growth

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from forked import run_python
 import memcheck
 from memcheck.__main__ import main
 from memcheck.bench.sweep.store import read_records, read_results
+from memcheck.cli.cases import append_record, begin_records, case_and_place, drop_replaced
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.report import summary
@@ -150,6 +153,30 @@ def test_a_record_of_the_same_name_is_replaced(tmp_path: Path) -> None:
     assert (after[0], after[2]) == (before[0], before[2])
     assert after[1] != before[1]
     assert list(tmp_path.iterdir()) == [tmp_path / "records.jsonl"]
+
+
+def test_commands_and_write_record_lose_no_line_of_each_other(tmp_path: Path) -> None:
+    """One process replaces rows by name while another appends rows and drops replaced ones, as commands do."""
+    script = (
+        "import memcheck\nfrom memcheck.core.record import Record\nprint('ready', flush=True)\ninput()\n"
+        f"for number in range(150): memcheck.write_record({str(tmp_path)!r}, Record(), name=f'named {{number}}')"
+    )
+    lines = tmp_path / "records.jsonl"
+    begin_records(lines)
+    command = [sys.executable, "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        other.stdout.readline()
+        print(file=other.stdin, flush=True)
+        for number in range(150):
+            append_record(lines, Record(operator=f"case {number}"))
+            drop_replaced(lines, Record, case_and_place)
+        other.stdin.close()
+    assert other.returncode == 0
+    named = {f"{kind} {number}" for kind in ("named", "case") for number in range(150)}
+    assert {record.operator for record in read_records(tmp_path)} == named
+    assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
 
 
 @pytest.mark.extension

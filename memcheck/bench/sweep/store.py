@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -76,10 +76,15 @@ def replace_row(folder: Path, key: str, record: Record) -> Path:
         lines = whole_lines(path).splitlines(keepends=True)
         place = next((place for place, line in enumerate(lines) if key_of(line) == key), len(lines))
         lines[place : place + 1] = [line_of(key, record)]
-        beside = path.with_suffix(".tmp")
-        beside.write_bytes(b"".join(lines))
-        beside.replace(path)
+        replace_lines(path, lines)
     return path
+
+
+def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
+    """Writes the lines in place of the file, which must be locked. A reader sees all of them or the old ones."""
+    beside = path.with_suffix(".tmp")
+    beside.write_bytes(b"".join(lines))
+    beside.replace(path)
 
 
 @contextmanager
