@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 from memcheck.bench.capacity import Search
 from memcheck.bench.catalog import CONTENDERS
@@ -77,28 +78,27 @@ class CachedModel:
         return self.weights_bytes + self.state_bytes(bsz) // self.layers * (self.layers - 1)
 
     def predict_step(
-        self, device: Device, bsz: int | None = None, *, limit_bytes: int | None = None, threads: int | None = None
+        self, device: Device, bsz: int | None = None, *, limit_bytes: int | None = None, **where: Any
     ) -> Prediction:
         """The prediction of one layer's step on what the rest of the model leaves of the device.
 
-        So its status says whether the whole model fits. bsz: sequences; those of the case by default.
+        So its status says whether the whole model fits. bsz: sequences; those of the case by default. where: threads
+        and torch_version, as of memcheck.predict_memory.
         """
         case = self.layer(self.case.bsz if bsz is None else bsz)
         beside = self.bytes_beside(case.bsz)
         usable, limit = (None if room is None else max(room - beside, 1) for room in (device.usable_bytes, limit_bytes))
         left = dataclasses.replace(device, usable_bytes=usable)
         step = functools.partial(step_workload, kv_heads=self.kv_heads, concatenates=self.concatenates)
-        return predicted_for(target_for(device, threads), case, left, limit, make=step)
+        return predicted_for(target_for(device, **where), case, left, limit, make=step)
 
-    def need_bytes(self, device: Device, *, threads: int | None = None) -> int | None:
+    def need_bytes(self, device: Device, **where: Any) -> int | None:
         """The weights, all states and the step of one layer. None if a step is not predicted."""
         unlimited = dataclasses.replace(device, usable_bytes=None)
-        peak = self.predict_step(unlimited, threads=threads).record.forward_peak_bytes
+        peak = self.predict_step(unlimited, **where).record.forward_peak_bytes
         return None if peak is None else self.bytes_beside(self.case.bsz) + peak
 
-    def most_sequences(
-        self, device: Device, *, limit_bytes: int | None = None, threads: int | None = None
-    ) -> int | None:
+    def most_sequences(self, device: Device, *, limit_bytes: int | None = None, **where: Any) -> int | None:
         """The largest number of sequences that fits. None if there is no limit."""
         rooms = [room for room in (device.usable_bytes, limit_bytes) if room is not None]
         if not rooms:
@@ -108,7 +108,7 @@ class CachedModel:
             return 0
 
         def predict(bsz: int) -> Prediction:
-            return self.predict_step(device, bsz, limit_bytes=limit_bytes, threads=threads)
+            return self.predict_step(device, bsz, limit_bytes=limit_bytes, **where)
 
         return Search(predict, 1, most).largest(most)
 

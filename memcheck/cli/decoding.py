@@ -48,8 +48,8 @@ def of_configuration(args: argparse.Namespace) -> CachedModel:
     UsageError: its state is not a cache of keys and values.
     """
     others = ("layers", "kv_heads", "optimizer", "loss", "autocast", "checkpointing", "steps", "fsdp", "tp", "ddp")
-    for name in others:
-        if getattr(args, name):
+    for name in (*others, "accumulate", "clip_grad_norm", "traceback"):
+        if getattr(args, name) not in (None, False):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is not for --hf-config in --mode decode, got {getattr(args, name)}")
     from memcheck.cli.hugging_face import Configuration
@@ -99,9 +99,10 @@ def predict_decoding(args: argparse.Namespace, model: CachedModel) -> Prediction
     if args.dense_grad or args.expandable_segments:
         raise UsageError("--dense-grad and --expandable-segments are not for --mode decode")
     case, device = model.case, predicted_device(args)
-    whole = model.predict_step(device, limit_bytes=args.memory_limit, threads=args.threads)
+    where: dict[str, Any] = {"threads": args.threads, "torch_version": args.torch_version}
+    whole = model.predict_step(device, limit_bytes=args.memory_limit, **where)
     # For the figures, without a limit.
-    step = model.predict_step(dataclasses.replace(device, usable_bytes=None), threads=args.threads)
+    step = model.predict_step(dataclasses.replace(device, usable_bytes=None), **where)
     figures = {
         "layers": model.layers,
         "kv_heads": model.kv_heads or case.heads,
@@ -110,8 +111,8 @@ def predict_decoding(args: argparse.Namespace, model: CachedModel) -> Prediction
         "bytes_per_sequence": model.state_bytes(),
         "bytes": model.state_bytes(case.bsz),
         "weights_bytes": model.weights_bytes,
-        "need_bytes": model.need_bytes(device, threads=args.threads),
-        "sequences": model.most_sequences(device, limit_bytes=args.memory_limit, threads=args.threads),
+        "need_bytes": model.need_bytes(device, **where),
+        "sequences": model.most_sequences(device, limit_bytes=args.memory_limit, **where),
     }
     if args.format == "json":
         known = {"terms": step.terms, "unknown": step.unknown, "bounds": sorted(step.bounds)}

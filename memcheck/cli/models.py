@@ -37,10 +37,12 @@ from memcheck.predict.model import owner_of
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import KINDS, Ranks
 from memcheck.predict.replay import Prediction
+from memcheck.predict.torch_versions import version_name
 from memcheck.report.model_prediction import Change
 
 SIZES = ("bsz", "seq_len")
-OF_PREDICTIONS = ("threads", "dense_grad", "expandable_segments")  # Arguments of predict_memory that flags give.
+# Arguments of predict_memory that flags give.
+OF_PREDICTIONS = ("threads", "dense_grad", "expandable_segments", "torch_version", "accumulate", "clip_grad_norm")
 # The lighter of two optimizers, in the sense of their state.
 LIGHTER = {"adam": "adafactor", "adamw": "adafactor", "rmsprop": "sgd", "adagrad": "sgd", "sgd-momentum": "sgd"}
 
@@ -340,6 +342,13 @@ class Study:
     def words(self, prediction: Prediction, setting: Setting | None = None) -> str:
         """The setting, and the process that is predicted: "batch 1, train, rank 0 of 8 of FSDP2 (...)"."""
         ranks, words = self.how.get("ranks"), (setting or self.setting).words()
+        for name, title in {
+            "accumulate": "accumulate",
+            "clip_grad_norm": "clipped to",
+            "torch_version": "torch",
+        }.items():
+            if (given := self.how.get(name)) is not None:
+                words += f", {title} {version_name(given) if name == 'torch_version' else format(given, 'g')}"
         return words if ranks is None else f"{words}, {ranks.words(prediction.case.model)}"
 
     def changes(self, base: Prediction, besides: str | None = None) -> dict[str, Setting]:

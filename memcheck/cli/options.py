@@ -10,6 +10,7 @@ from pathlib import Path
 from memcheck.core.devices import DEVICES, Device, device_named, this_gpu
 from memcheck.core.errors import UsageError
 from memcheck.core.units import Growth, parse_bytes, parse_growth, parse_sizes
+from memcheck.predict.torch_versions import version_given
 
 # Names that help texts list. The modules that define them import torch; a test compares them.
 ATTENTION_TYPES = (
@@ -82,6 +83,25 @@ def seconds(text: str) -> float:
         number = math.nan
     if not 0 <= number < math.inf:
         raise argparse.ArgumentTypeError(f"must be a number of seconds, 0 or more, got {text!r}")
+    return number
+
+
+def version(text: str) -> tuple[int, int]:
+    """Parses a version of torch: "2.13"."""
+    try:
+        return version_given(text, "")
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error).strip().replace("'2.13', '2.13.0' or (2, 13)", "2.13")) from None
+
+
+def norm(text: str) -> float:
+    """Parses a norm that gradients are clipped to."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not number >= 0:
+        raise argparse.ArgumentTypeError(f"must be a number that is not negative, got {text!r}")
     return number
 
 

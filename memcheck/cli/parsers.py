@@ -28,11 +28,13 @@ from memcheck.cli.options import (
     file,
     folder,
     growth,
+    norm,
     ordinal,
     reference,
     seconds,
     size,
     sizes,
+    version,
     words,
 )
 from memcheck.core.arguments import OPTIMIZERS
@@ -50,7 +52,9 @@ METAVARS: dict[Any, str] = {
     sizes: "N[,N]",
     size: "40GiB",
     growth: "5%",
+    norm: "X",
     seconds: "S",
+    version: "2.13",
     file: "FILE",
     reference: "FILE.py:NAME",
     folder: "DIR",
@@ -92,6 +96,10 @@ FLAGS: dict[str, dict[str, Any]] = {
         "type": folder,
     },
     "--format": {"help": "format of stdout; default: table", "choices": ("table", "json"), "default": "table"},
+    "--torch-version": {
+        "help": "the version of torch to predict for, 2.7 or newer; default: the installed one",
+        "type": version,
+    },
     "--snapshot": {"help": "write memory over time for the viewer at pytorch.org/memory_viz", "type": file},
     "--trace": {"help": "write torch.profiler's trace, and print which kernels took the time", "type": file},
 }
@@ -148,7 +156,8 @@ OF_OPERATORS = words(
     "attention-type,query-len,kv-len,lengths,packed,padded,dim,heads,core-dim,factor,causal,compile,plot"
 )
 OF_MODELS = words(
-    "autocast,optimizer,loss,checkpointing,attention,steps,build-on,fsdp,tp,ddp,rank,calibration,no-changes,doubts"
+    "autocast,optimizer,loss,checkpointing,attention,steps,accumulate,clip-grad-norm,build-on,fsdp,tp,ddp,rank,"
+    "calibration,no-changes,doubts,traceback"
 )
 DTYPE_OF_MODELS = "dtype of parameters and floating-point inputs; default: as the model is built"
 
@@ -173,6 +182,9 @@ def add_model_flags(parser: Parser) -> None:
     add(group, "--loss", type=reference, help=loss)
     steps = "1: the very first step, in which the optimizer makes its state; 2: a later one; default: 2"
     add(group, "--steps", type=count, help=steps)
+    accumulate = "backwards of a step; the figures are those of the last one; default: 1"
+    add(group, "--accumulate", type=count, help=accumulate)
+    add(group, "--clip-grad-norm", type=norm, help="clip gradients to this norm before the optimizer's step")
     build = "cpu: build the model of --model with real tensors; default: meta, floating-point tensors without data"
     add(group, "--build-on", choices=("meta", "cpu"), help=build)
     splits = group.add_mutually_exclusive_group()
@@ -186,6 +198,7 @@ def add_model_flags(parser: Parser) -> None:
     )
     add(splits, "--ddp", type=count, help="one process of N of DistributedDataParallel")
     add(group, "--rank", type=ordinal, help="the process that is predicted, from 0; default: 0")
+    add_switches(group, None, traceback="the whole traceback of an error in the model's code")
 
 
 def add_model_output_flags(parser: Parser, no_changes: str) -> None:
@@ -215,14 +228,18 @@ def check_model_flags(args: argparse.Namespace) -> None:
         raise UsageError(f"--mode decode is for operators, not for {flag}")
     if getattr(args, "calibration", None) and args.device not in (None, "cpu"):
         raise UsageError(f"--calibration is of a CPU, and --device {args.device} is none")
+    if getattr(args, "calibration", None) and args.torch_version:
+        raise UsageError("--calibration is of the torch that wrote it: leave out --torch-version")
     if args.rank is not None and not (args.fsdp or args.tp or args.ddp):
         raise UsageError(f"--rank {args.rank} needs --fsdp, --tp or --ddp")
     if args.attention and not args.hf_config:
         raise UsageError("--attention needs --hf-config; a factory of --model chooses its own")
     if args.mode == "inference":
-        for name in ("optimizer", "checkpointing", "loss"):
-            if getattr(args, name) not in (None, "none"):
+        for name in ("optimizer", "checkpointing", "loss", "accumulate", "clip-grad-norm"):
+            if getattr(args, name.replace("-", "_")) not in (None, "none"):
                 raise UsageError(f"--{name} needs a backward, which --mode inference has not")
+    if args.clip_grad_norm is not None and args.optimizer == "none":
+        raise UsageError("--clip-grad-norm needs an optimizer, got --optimizer none")
     if args.hf_config and importlib.util.find_spec("transformers") is None:
         raise UsageError("--hf-config needs transformers: pip install transformers")
 
@@ -304,6 +321,7 @@ def fit(parser: Parser) -> None:
     add_causal(parser, None)
     add_device_arguments(parser)
     add(parser, "--memory-limit", help="a limit below the device's memory")
+    add(parser, "--torch-version")
     add(parser, "--step", type=count, help="try only multiples of N; default: 1, and 64 for lengths of a model")
     add(parser, "--up-to", type=count, default=2**30, help="end of the search; default: 2^30")
     add(parser, "--plot", type=file, help="draw the largest sizes as .png, .svg or .pdf")
@@ -394,6 +412,7 @@ def predict(parser: Parser) -> None:
     add_device_arguments(parser)
     add(parser, "--memory-limit", help="a limit below the device's memory")
     add(parser, "--threads", type=count, help="threads of a CPU; default: those of torch here")
+    add(parser, "--torch-version")
     add_switches(
         parser,
         compile="the case runs under torch.compile, for which nothing is predicted",
@@ -507,6 +526,7 @@ def profile_model(parser: argparse.ArgumentParser) -> None:
     )
     add(parser, "--device", metavar="NAME", more=f"with --predict also {', '.join(DEVICES)}, or a size")
     add_gpu_argument(parser)
+    add(parser, "--torch-version", more="with --predict")
     add(parser, "--memory-limit")
     add(parser, "--passes", help="timed passes; default: 10, or as many as fit into 10 s")
     add(parser, "--snapshot", "--trace", more="for a single case")

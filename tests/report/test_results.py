@@ -159,7 +159,7 @@ def test_commands_and_write_record_lose_no_line_of_each_other(tmp_path: Path) ->
     """One process replaces rows by name while another appends rows and drops replaced ones, as commands do."""
     script = (
         "import memcheck\nfrom memcheck.core.record import Record\nprint('ready', flush=True)\ninput()\n"
-        f"for number in range(150): memcheck.write_record({str(tmp_path)!r}, Record(), name=f'named {{number}}')"
+        f"for number in range(60): memcheck.write_record({str(tmp_path)!r}, Record(), name=f'named {{number}}')"
     )
     lines = tmp_path / "records.jsonl"
     begin_records(lines)
@@ -169,12 +169,12 @@ def test_commands_and_write_record_lose_no_line_of_each_other(tmp_path: Path) ->
         assert other.stdout is not None
         other.stdout.readline()
         print(file=other.stdin, flush=True)
-        for number in range(150):
+        for number in range(60):
             append_record(lines, Record(operator=f"case {number}"))
             drop_replaced(lines, Record, case_and_place)
         other.stdin.close()
     assert other.returncode == 0
-    named = {f"{kind} {number}" for kind in ("named", "case") for number in range(150)}
+    named = {f"{kind} {number}" for kind in ("named", "case") for number in range(60)}
     assert {record.operator for record in read_records(tmp_path)} == named
     assert [path.name for path in tmp_path.iterdir()] == ["records.jsonl"]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 from memcheck.bench.capacity import FLAGS, Capacity, Search, capacity_curve, capacity_object, find_capacity
 from memcheck.bench.catalog import CONTENDERS, DTYPES, SHORT_DTYPES, Case
+from memcheck.bench.predict import predicted_or_skipped
 from memcheck.bench.sweep.grid import check_names
 from memcheck.cli.cases import (
     DOES_NOT_FIT,
@@ -64,6 +66,9 @@ def run(args: argparse.Namespace) -> int:
         along = drawn_against(args, axis)
         make_room("--plot", args.plot)
     how: dict[str, Any] = {"limit_bytes": args.memory_limit, "step": args.step or 1, "most": args.up_to}
+    if args.torch_version:
+        known = {"limit_bytes": args.memory_limit, "torch_version": args.torch_version}
+        how["predict"] = functools.partial(predicted_or_skipped, device=device, **known)
     capacities: list[Capacity] = []
     curves: dict[str, list[tuple[int, Capacity]]] = {}
     with progress_bar(len(cases), "fit") as bar:

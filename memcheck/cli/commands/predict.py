@@ -106,7 +106,8 @@ def prediction_object(prediction: Prediction) -> dict[str, Any]:
 def predict_operator(args: argparse.Namespace) -> list[Prediction]:
     """Prints the prediction of each case: one, or a padded and a packed batch."""
     cases, device = make_cases(args), predicted_device(args)
-    how = {"dense_grad": args.dense_grad, "threads": args.threads, "expandable_segments": args.expandable_segments}
+    names = ("dense_grad", "threads", "expandable_segments", "torch_version")
+    how = {name: getattr(args, name) for name in names}
     predictions = [predict_memory(case, device, limit_bytes=args.memory_limit, **how) for case in cases]
     if args.format == "json":
         lines = [json.dumps(prediction_object(prediction)) for prediction in predictions]

@@ -85,6 +85,8 @@ def make_cases(args: argparse.Namespace) -> list[ModelCase]:
     device = "cpu" if args.predict else find_device(args.device)
     if args.device_from_this_gpu is not None and not args.predict:
         raise UsageError("--device-from-this-gpu is for --predict; a run takes --device")
+    if args.torch_version is not None and not args.predict:
+        raise UsageError("--torch-version is for --predict; a run has the installed torch")
     if args.autocast not in AUTOCAST:
         raise UsageError(f"--autocast must be bf16 or fp16, got {args.autocast}")
     sizes = list(SIZES) if "all" in args.size else args.size
@@ -125,7 +127,8 @@ def check_single(args: argparse.Namespace, cases: list[ModelCase]) -> None:
 
 def record_of(case: ModelCase, args: argparse.Namespace) -> ModelRecord:
     if args.predict:
-        prediction = predict_model(case, predicted_device(args), limit_bytes=args.memory_limit)
+        where = {"limit_bytes": args.memory_limit, "torch_version": args.torch_version}
+        prediction = predict_model(case, predicted_device(args), **where)
         return cast(ModelRecord, prediction.record)
     with nvtx_ranges(args.nvtx), redirect_stdout(sys.stderr):
         return profile_model_case(
