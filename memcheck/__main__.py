@@ -9,6 +9,7 @@ import io
 import os
 import re
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -131,6 +132,8 @@ def ended(argv: Sequence[str]) -> int:
             sys.stdout.flush()
         return code
     except MemcheckError as error:
+        if "--traceback" in argv and error.__cause__ is not None:
+            traceback.print_exception(error.__cause__)
         print("memcheck:", " ".join(str(error).split()), file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:

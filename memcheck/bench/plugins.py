@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.failures import failure
 
 
 def load_plugin(name: str) -> str:
@@ -27,7 +28,7 @@ def load_plugin(name: str) -> str:
     except MemcheckError as error:
         raise UsageError(f"--plugin {name}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise UsageError(f"--plugin {name} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UsageError(f"--plugin {name} cannot be imported: {failure(error)}") from error
     return name
 
 

@@ -15,6 +15,7 @@ import torch
 
 from memcheck.cli.models import Built, FloatsOnMeta, Setting, checkpointed
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean
+from memcheck.core.failures import failure
 
 # The longest default length.
 LENGTH = 1024
@@ -77,8 +78,7 @@ class Configuration:
             with redirect_stdout(sys.stderr), FloatsOnMeta():
                 return named._from_config(config, **how) if named else automatic(transformers, config, how)
         except Exception as error:
-            words = f"{type(error).__name__}: {error}".partition("\n")[0]
-            raise MemcheckError(f"--hf-config {self.path}: the model cannot be built: {words}") from error
+            raise MemcheckError(f"--hf-config {self.path}: the model cannot be built: {failure(error)}") from error
 
     def build(self, setting: Setting) -> Built:
         model = self.model(setting)

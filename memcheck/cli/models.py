@@ -32,8 +32,9 @@ from memcheck.cli.options import predicted_device
 from memcheck.core.case import DTYPES, SHORT_DTYPES
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
+from memcheck.core.failures import failure
 from memcheck.predict.interpolate import fits_by_interpolation
-from memcheck.predict.model import owner_of
+from memcheck.predict.model import is_for_lack_of_data, owner_of
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import KINDS, Ranks
 from memcheck.predict.replay import Prediction
@@ -181,8 +182,9 @@ class Factory:
             with redirect_stdout(sys.stderr), FloatsOnMeta() if self.on_meta else nullcontext():
                 made = self.function(**sizes)
         except Exception as error:
-            hint = "; --build-on cpu builds with real tensors" if self.on_meta else ""
-            raise MemcheckError(f"--model {self.name} failed: {type(error).__name__}: {error}{hint}") from error
+            lacking = self.on_meta and is_for_lack_of_data(error)
+            hint = "; --build-on cpu builds with real tensors" if lacking else ""
+            raise MemcheckError(f"--model {self.name} failed: {failure(error)}{hint}") from error
         if not isinstance(made, tuple) or len(made) != 2 or not callable(made[0]):
             raise UsageError(f"--model {self.name} must return a pair, (model, inputs), got {type(made).__name__}")
         model, given = made
@@ -259,7 +261,7 @@ def load_function(flag: str, reference: str) -> Callable[..., Any]:
     except UsageError as error:
         raise UsageError(f"{flag} {reference}: {error}") from error
     except (Exception, SystemExit) as error:
-        raise UsageError(f"{flag} {reference} cannot be imported: {type(error).__name__}: {error}") from error
+        raise UsageError(f"{flag} {reference} cannot be imported: {failure(error)}") from error
     found: Any = module
     for word in name.split("."):
         if not hasattr(found, word):
@@ -330,7 +332,7 @@ class Study:
         except MemcheckError:
             raise
         except Exception as error:  # The model's own code fails.
-            raise MemcheckError(f"the model cannot be predicted: {type(error).__name__}: {error}") from error
+            raise MemcheckError(f"the model cannot be predicted: {failure(error)}") from error
         found.record.bsz, found.record.query_len = setting.bsz, setting.seq_len
         return found
 

@@ -16,6 +16,7 @@ from zoo_of_models import loaded
 import memcheck
 from memcheck.__main__ import main
 from memcheck.cli.models import FloatsOnMeta, checkpointed
+from memcheck.predict.torch_versions import running, version_name
 
 ROOT = Path(__file__).parents[2]
 SOURCE = """
@@ -85,6 +86,12 @@ def wrong():
 
 def fails():
     raise KeyError("no weights")
+
+
+def broken(bsz=8):
+    net = Net(32)
+    net.blocks[2].down = nn.Linear(127, 32)
+    return net, torch.randn(bsz, 32)
 
 
 number = 3
@@ -268,6 +275,17 @@ WRONG = {
     "predict --model net.py:make --fsdp 2 --tp 2": "not allowed with argument --fsdp",
     "predict --model net.py:make --rank 1": "--rank 1 needs --fsdp, --tp or --ddp",
     "predict --model net.py:make --ddp 2 --rank 2": "rank must be from 0 to 1, got 2",
+    "predict --accumulate 2": "--accumulate needs --model or --hf-config",
+    "predict --traceback": "--traceback needs --model or --hf-config",
+    "predict --model net.py:make --accumulate 0": "--accumulate must be at least 1, got 0",
+    "predict --model net.py:make --mode inference --accumulate 2": "--accumulate needs a backward",
+    "predict --model net.py:make --mode inference --clip-grad-norm 1": "--clip-grad-norm needs a backward",
+    "predict --model net.py:make --clip-grad-norm 1 --optimizer none": "--clip-grad-norm needs an optimizer",
+    "predict --model net.py:make --clip-grad-norm -1": "--clip-grad-norm must be a number that is not negative",
+    "predict --torch-version 1.13": "--torch-version must be at least 2.7: rules are known for 2.7 to 2.15, got '1.13'",
+    "fit --torch-version new --device T4": "--torch-version must look like 2.13, got 'new'",
+    "profile-model --torch-version 2.13": "--torch-version is for --predict",
+    "predict --model net.py:make --calibration net.py --torch-version 2.13": "leave out --torch-version",
     "predict --doubts": "--doubts needs --model or --hf-config",
     "predict --hf-config nothing.json": "--hf-config: there is no file nothing.json",
     "predict --model net.py:make --calibration net.py --device T4": "--calibration is of a CPU, and",
@@ -291,7 +309,38 @@ def test_wrong_flags_end_in_one_line(words: str, capsys: pytest.CaptureFixture[s
 
 def test_a_factory_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", "--model", "net.py:fails"]) == 1
-    assert "--model net.py:fails failed: KeyError: 'no weights'" in capsys.readouterr().err
+    line = next(number for number, line in enumerate(SOURCE.splitlines(), 1) if "no weights" in line)
+    said = f"--model net.py:fails failed: KeyError: 'no weights', at net.py:{line}\n"
+    assert capsys.readouterr().err.endswith(said)
+
+
+def test_an_error_of_the_model_names_the_module_and_the_line(capsys: pytest.CaptureFixture[str]) -> None:
+    line = next(number for number, line in enumerate(SOURCE.splitlines(), 1) if "self.down(self.up" in line)
+    for command in ("predict", "fit --find bsz", "predict --traceback"):
+        assert main([*command.split(), "--model", "net.py:broken", "--device", "T4"]) == 1
+        printed = capsys.readouterr()
+        *before, last = printed.err.splitlines()
+        assert last.startswith("memcheck: the model cannot be predicted: RuntimeError: ")
+        assert last.endswith(f", in blocks.2.down, at net.py:{line}")
+        assert (before[:1] == ["Traceback (most recent call last):"]) == ("--traceback" in command)
+        assert "--traceback" in command or not before
+
+
+def test_a_step_that_accumulates_and_clips(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--model", "net.py:make", "--device", "cpu", "--optimizer", "sgd", "--torch-version"]
+    flags += [version_name(running())]
+    once, four = (predicted(capsys, *flags, *more) for more in ((), ("--accumulate", "4", "--clip-grad-norm", "1")))
+    how: dict[str, Any] = {"accumulate": 4, "clip_grad_norm": 1.0, "optimizer": "sgd"}
+    python = memcheck.predict_memory(net().Net(32), torch.randn(8, 64, 32), **how).record
+    assert four["forward_peak_bytes"] == once["forward_peak_bytes"] + once["gradient_bytes"]
+    assert (four["forward_peak_bytes"], four["optimizer_peak_bytes"]) == (
+        python.forward_peak_bytes,
+        python.optimizer_peak_bytes,
+    )
+    assert four["optimizer_peak_bytes"] > once["optimizer_peak_bytes"]
+    assert main(["predict", *flags, "--accumulate", "4", "--clip-grad-norm", "0.5"]) == 0
+    version = version_name(running())
+    assert f"optimizer sgd, accumulate 4, clipped to 0.5, torch {version};" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(

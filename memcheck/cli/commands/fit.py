@@ -29,6 +29,7 @@ from memcheck.cli.models import SIZES, Setting, Study
 from memcheck.cli.options import DEFAULT_SIZES, DEFAULT_TYPES, predicted_device
 from memcheck.core.devices import Device
 from memcheck.core.errors import MemcheckError, UsageError
+from memcheck.core.failures import failure
 from memcheck.core.record import sequence_words
 from memcheck.predict.replay import Prediction
 from memcheck.report import Screen, render
@@ -183,7 +184,7 @@ def look(case: Case, axis: str, device: Device, how: dict[str, Any]) -> Capacity
     except MemcheckError:
         raise
     except Exception as error:  # The operator's own code fails on meta tensors.
-        raise MemcheckError(f"{case.operator} cannot be predicted: {type(error).__name__}: {error}") from error
+        raise MemcheckError(f"{case.operator} cannot be predicted: {failure(error)}") from error
 
 
 def make_cases(args: argparse.Namespace, axis: str) -> Iterator[Case]:

@@ -1,0 +1,55 @@
+"""Says in one line what failed in somebody's code: the error, the module of the model, and the line of the file."""
+
+from __future__ import annotations
+
+import os
+import site
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+OURS = str(Path(__file__).parents[1]) + os.sep
+
+
+def failure(error: BaseException) -> str:
+    """ "KeyError: 'width', in layers.20.mlp, at model.py:12". Without the module and the line where there is none."""
+    message = " ".join(str(error).split()).rstrip(".")
+    words = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    frames = list(frames_of(error))
+    module, line = failed_module(frames), failed_line(frames)
+    return words + (f", in {module}" if module else "") + (f", at {line}" if line else "")
+
+
+def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
+    """Each frame of the traceback, outermost first, with the line that it was in."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        yield traceback.tb_frame, traceback.tb_lineno
+        traceback = traceback.tb_next
+
+
+def failed_line(frames: list[tuple[FrameType, int]]) -> str | None:
+    """The last line outside of packages, else outside of torch and memcheck: "model.py:12", from the current folder."""
+    torch = str(Path(getattr(sys.modules.get("torch"), "__file__", None) or OURS).parent) + os.sep
+    libraries = {*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}
+    places = [(frame.f_code.co_filename, line) for frame, line in frames]
+    places = [place for place in places if os.path.isfile(place[0]) and not place[0].startswith((OURS, torch))]
+    own = [place for place in places if not place[0].startswith(tuple(map(str, libraries)))]
+    if not places:
+        return None
+    file, line = (own or places)[-1]
+    relative = os.path.relpath(file)
+    return f"{file if relative.startswith(os.pardir) else relative}:{line}"
+
+
+def failed_module(frames: list[tuple[FrameType, int]]) -> str | None:
+    """The path of the innermost module whose method ran, in the outermost one; its class if that is the module."""
+    kind: Any = getattr(getattr(sys.modules.get("torch"), "nn", None), "Module", None)
+    modules = [self for frame, _ in frames if kind and isinstance(self := frame.f_locals.get("self"), kind)]
+    if not modules:
+        return None
+    paths = {id(module): path for path, module in modules[0].named_modules()}
+    return next((paths[id(module)] for module in reversed(modules) if paths.get(id(module))), type(modules[0]).__name__)
