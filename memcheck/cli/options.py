@@ -10,7 +10,6 @@ from pathlib import Path
 from memcheck.core.devices import DEVICES, Device, device_named, this_gpu
 from memcheck.core.errors import UsageError
 from memcheck.core.units import Growth, parse_bytes, parse_growth, parse_sizes
-from memcheck.predict.torch_versions import version_given
 
 # Names that help texts list. The modules that define them import torch; a test compares them.
 ATTENTION_TYPES = (
@@ -88,6 +87,8 @@ def seconds(text: str) -> float:
 
 def version(text: str) -> tuple[int, int]:
     """Parses a version of torch: "2.13"."""
+    from memcheck.predict.torch_versions import version_given
+
     try:
         return version_given(text, "")
     except ValueError as error:
