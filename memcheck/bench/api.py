@@ -58,6 +58,7 @@ def predict_memory(
     accumulate: int = 1,
     clip_grad_norm: float | None = None,
     set_to_none: bool = True,
+    keeps_outputs: bool = True,
     limit_bytes: int | str | None = None,
     dense_grad: bool = False,
     threads: int | None = None,
@@ -78,8 +79,9 @@ def predict_memory(
     optimizer: makes the optimizer: lambda parameters: torch.optim.AdamW(parameters). Its step follows the backward.
         Or a name of the command line's: "adamw". It may also return another object with a step(), such as one that
         steps by a torch.amp.GradScaler, whose check finds all gradients finite.
-    loss: makes the tensor that the backward starts from out of the model's output. By default it starts from every
-        output.
+    loss: makes the tensor that the backward starts from out of the model's output. By default it starts from
+        output.loss, or output["loss"]; else from the only scalar that requires grad; else from every output that does.
+        The record's backward_from says which it is.
     backward: with False the forward runs under no_grad.
     autocast: the dtype of a torch.autocast around model and loss, or its name, "bf16". A model may also enter
         torch.autocast itself.
@@ -89,6 +91,8 @@ def predict_memory(
         alive.
     clip_grad_norm: the norm to which gradients are clipped before the optimizer's step.
     set_to_none: with False, zero_grad keeps the gradients, as zeros.
+    keeps_outputs: what the model and the loss return stays alive until the step ends, as in `logits, loss = model(x)`.
+        With False only the tensors that the backward starts from do, as in the Trainer of transformers.
     limit_bytes: a budget as in memcheck.measure_memory; on CUDA a per-process limit of segments. Or a text, "40GiB".
     dense_grad: the gradient of each output is a full tensor, instead of one element expanded.
     threads: of the CPU; torch's number by default. expandable_segments: as in PYTORCH_ALLOC_CONF.
@@ -121,7 +125,7 @@ def predict_memory(
     # Tensor parallelism leaves some parameters whole, and functions of lists take no DTensors among other tensors.
     one_by_one = {"foreach": False} if ranks is not None and ranks.kind == "tp" else {}
     makes = optimizer_given(optimizer, **one_by_one)
-    check_step(accumulate, backward, makes, clip_grad_norm, set_to_none)
+    check_step(accumulate, backward, makes, clip_grad_norm, set_to_none, keeps_outputs)
     count = number_of_steps(steps, makes is not None)
     device = device_given(device)
     target = target_for(device, threads, torch_version)
@@ -138,6 +142,7 @@ def predict_memory(
         accumulate,
         clip_grad_norm,
         set_to_none,
+        keeps_outputs,
     )
     call = Call(model, inputs, {**keywords, **(kwargs or {})}, *ways, ranks=ranks)
     as_here = target.threads == torch.get_num_threads() and target.torch_version == running()

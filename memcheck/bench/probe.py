@@ -24,7 +24,8 @@ from torch.utils._pytree import tree_map
 from memcheck._extension import extension
 from memcheck.core.devices import device_named
 from memcheck.core.errors import UsageError
-from memcheck.core.tensors import dtype_name, gradients_for, roots_of, storages_in, tensors_in
+from memcheck.core.outputs import start_of
+from memcheck.core.tensors import dtype_name, gradients_for, storages_in, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.measure.tracker import track
 from memcheck.predict.model import Call
@@ -351,11 +352,10 @@ def measured_sums(call: FunctionCall) -> tuple[int, ...]:
         with torch.set_grad_enabled(call.grad):
             output = call.run(*tensors)
         sums = [memory.peak_bytes, memory.current_bytes]
-        roots = roots_of(tensors_in(output)) if call.grad else []
+        roots = start_of(output) if call.grad else []
         if roots:
             memory.reset_peak()
-            gradients = gradients_for(roots, True)
-            torch.autograd.backward(roots, gradients)
+            torch.autograd.backward(roots, gradients_for(roots, True))
             sums += [memory.peak_bytes, memory.current_bytes]
     return tuple(sums)
 

@@ -48,7 +48,7 @@ def of_configuration(args: argparse.Namespace) -> CachedModel:
     UsageError: its state is not a cache of keys and values.
     """
     others = ("layers", "kv_heads", "optimizer", "loss", "autocast", "checkpointing", "steps", "fsdp", "tp", "ddp")
-    for name in (*others, "accumulate", "clip_grad_norm", "traceback"):
+    for name in (*others, "drop_outputs", "accumulate", "clip_grad_norm", "traceback"):
         if getattr(args, name) not in (None, False):
             flag = f"--{name.replace('_', '-')}"
             raise UsageError(f"{flag} is not for --hf-config in --mode decode, got {getattr(args, name)}")

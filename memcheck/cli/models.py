@@ -285,12 +285,6 @@ def source_of(args: argparse.Namespace) -> Source:
     return Configuration.read(args.hf_config)
 
 
-def own_loss(output: Any) -> Any:
-    """The loss in the output if there is one, as models of transformers have it; else the output."""
-    loss = output.get("loss") if isinstance(output, dict) else getattr(output, "loss", None)
-    return output if loss is None else loss
-
-
 @dataclass(frozen=True)
 class Study:
     """Predictions of a model for a device, in several settings."""
@@ -310,7 +304,8 @@ class Study:
         how: dict[str, Any] = {"steps": args.steps}
         how |= {name: getattr(args, name) for name in OF_PREDICTIONS if getattr(args, name, None) is not None}
         how |= {"limit_bytes": getattr(args, "memory_limit", None)}
-        how["loss"] = load_function("--loss", args.loss) if args.loss else own_loss
+        how["loss"] = load_function("--loss", args.loss) if args.loss else None
+        how["keeps_outputs"] = not args.drop_outputs
         if (path := getattr(args, "calibration", None)) is not None:
             probe = CarriedProbe.of(path, getattr(args, "threads", None))
             how["threads"] = probe.threads

@@ -156,8 +156,8 @@ OF_OPERATORS = words(
     "attention-type,query-len,kv-len,lengths,packed,padded,dim,heads,core-dim,factor,causal,compile,plot"
 )
 OF_MODELS = words(
-    "autocast,optimizer,loss,checkpointing,attention,steps,accumulate,clip-grad-norm,build-on,fsdp,tp,ddp,rank,"
-    "calibration,no-changes,doubts,traceback"
+    "autocast,optimizer,loss,drop-outputs,checkpointing,attention,steps,accumulate,clip-grad-norm,build-on,fsdp,tp,ddp,"
+    "rank,calibration,no-changes,doubts,traceback"
 )
 DTYPE_OF_MODELS = "dtype of parameters and floating-point inputs; default: as the model is built"
 
@@ -178,8 +178,9 @@ def add_model_flags(parser: Parser) -> None:
     add_switches(group, None, checkpointing=layers)
     attention = "attention of a model of --hf-config; default: sdpa if it has it"
     add(group, "--attention", choices=("sdpa", "eager"), help=attention)
-    loss = "a function of the model's output; default: output.loss if it has one, else every output"
+    loss = "a function of the model's output; default: output.loss, else the only scalar, else every output"
     add(group, "--loss", type=reference, help=loss)
+    add_switches(group, None, drop_outputs="keep only the loss alive in the backward, as the Trainer of transformers")
     steps = "1: the very first step, in which the optimizer makes its state; 2: a later one; default: 2"
     add(group, "--steps", type=count, help=steps)
     accumulate = "backwards of a step; the figures are those of the last one; default: 1"
@@ -235,7 +236,7 @@ def check_model_flags(args: argparse.Namespace) -> None:
     if args.attention and not args.hf_config:
         raise UsageError("--attention needs --hf-config; a factory of --model chooses its own")
     if args.mode == "inference":
-        for name in ("optimizer", "checkpointing", "loss", "accumulate", "clip-grad-norm"):
+        for name in ("optimizer", "checkpointing", "loss", "drop-outputs", "accumulate", "clip-grad-norm"):
             if getattr(args, name.replace("-", "_")) not in (None, "none"):
                 raise UsageError(f"--{name} needs a backward, which --mode inference has not")
     if args.clip_grad_norm is not None and args.optimizer == "none":

@@ -122,7 +122,8 @@ def record_html(
     peaks = [
         (name, size, kind) for field, (name, kind) in PEAKS.items() if (size := getattr(record, field)) is not None
     ]
-    parts = [paragraphs([headline(record), *words]), bars(peaks) if peaks else ""]
+    start = [f"Backward from {record.backward_from}."] if record.backward_from else []
+    parts = [paragraphs([headline(record), *start, *words]), bars(peaks) if peaks else ""]
     steps = steps or [(phase, size) for phase, sizes in (record.over_time or {}).items() for size in sizes]
     if picture := timeline(steps):
         before = "; grey: the inputs, and the step before" if {phase for phase, _ in steps} - {*COLOURS} else ""

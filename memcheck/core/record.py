@@ -79,9 +79,11 @@ class Record:
     oom_in_use_bytes: int | None = None  # What was allocated at that moment.
     reason: str | None = None  # Why the status is not ok, in words.
 
+    backward_from: str | None = None  # What the backward starts from, and which other outputs stay alive, in words.
+
     # What the caller holds.
     input_bytes: int | None = None  # Inputs.
-    output_bytes: int | None = None  # Outputs.
+    output_bytes: int | None = None  # Outputs that stay alive until the step ends.
     parameter_bytes: int | None = None  # Parameters.
     optimizer_bytes: int | None = None  # State of the optimizer, such as AdamW's two moments.
     # What the operator needs.

@@ -14,7 +14,12 @@ from memcheck.core.arguments import whole_number
 
 
 def check_step(
-    accumulate: int, backward: bool, optimizer: Any, clip_grad_norm: float | None, set_to_none: bool
+    accumulate: int,
+    backward: bool,
+    optimizer: Any,
+    clip_grad_norm: float | None,
+    set_to_none: bool,
+    keeps_outputs: bool,
 ) -> None:
     """ValueError: the arguments of a step do not fit together."""
     whole_number("accumulate", accumulate)
@@ -23,6 +28,8 @@ def check_step(
     if not backward and (optimizer is not None or accumulate > 1):
         name = "accumulate" if optimizer is None else "optimizer"
         raise ValueError(f"{name} needs the gradients of a backward, got backward=False")
+    if not backward and not keeps_outputs:
+        raise ValueError("keeps_outputs=False needs a backward, got backward=False")
     if optimizer is None and (clip_grad_norm is not None or not set_to_none):
         name = "set_to_none=False" if clip_grad_norm is None else "clip_grad_norm"
         raise ValueError(f"{name} needs an optimizer")

@@ -49,11 +49,12 @@ def named_tensors_in(thing: Any, name: str = "") -> Iterator[tuple[str, torch.Te
         for part, tensor in itertools.chain(thing.named_parameters(), thing.named_buffers()):
             yield f"{name}.{part}" if name else part, tensor
     else:
-        for part, inner in _parts(thing):
+        for part, inner in parts_of(thing):
             yield from named_tensors_in(inner, f"{name}.{part}" if name else str(part))
 
 
-def _parts(thing: Any) -> Iterable[tuple[Any, Any]]:
+def parts_of(thing: Any) -> Iterable[tuple[Any, Any]]:
+    """The members of a container, dataclass or optimizer by key, position or name; nothing of any other object."""
     if isinstance(thing, torch.optim.Optimizer):
         return {"param_groups": thing.param_groups, "state": list(thing.state.values())}.items()
     if isinstance(thing, Mapping):

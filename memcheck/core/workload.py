@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from memcheck.core.case import Operator
+from memcheck.core.outputs import ForwardOptions, Outputs
 from memcheck.core.tensors import named_tensors_in
 
 
@@ -28,6 +29,7 @@ class Workload:
     accumulate: int = 1  # Backwards of a step.
     set_to_none: bool = True  # As in Optimizer.zero_grad.
     module: Any = None  # The model whose modules are told apart.
+    forward_options: ForwardOptions = field(default_factory=ForwardOptions)
 
     @property
     def backward(self) -> bool:
@@ -37,6 +39,10 @@ class Workload:
     def options(self) -> dict[str, Any]:
         """The keyword arguments of memcheck.measure_memory that belong to the workload."""
         return {"parameters": self.parameters, "backward": self.backward, "optimizer_step": self.optimizer_step}
+
+    def forward(self, kind: str) -> Outputs:
+        """Runs the operator and the loss on a kind of device."""
+        return self.forward_options.run(kind, self.operator, *self.inputs)
 
     def named_inputs(self) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the inputs with their names: "q", or "state.0" if an argument holds several."""

@@ -53,7 +53,7 @@ def _other_peaks(record: Record, timeline: Timeline) -> tuple[str, ...]:
 
 def _other_saved_bytes(record: Record, timeline: Timeline, run: MeasuredRun) -> tuple[str, ...]:
     """A doubt if the allocator and autograd's hooks disagree, with the reasons that are known."""
-    if run.saved_by_hooks == record.saved_bytes:
+    if record.saved_bytes in (None, run.saved_by_hooks):
         return ()
     kept, reasons = timeline.kept(), []
     seen = {tensor.address for tensor in run.saved_tensors}

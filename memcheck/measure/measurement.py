@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from memcheck.core.arguments import autocast_given, bytes_given, callable_given, optimizer_given, takes_inputs
+from memcheck.core.outputs import ForwardOptions
 from memcheck.core.record import PHASES, Record
 from memcheck.core.step import check_step, clipped_step, number_of_steps, optimizers_in
-from memcheck.core.tensors import resolve_device, tensors_in
+from memcheck.core.tensors import resolve_device
 from memcheck.measure import timing
 from memcheck.measure.explain import explain
 from memcheck.measure.machine import load, machine_of
@@ -34,6 +33,7 @@ def measure_memory(
     optimizer_step: Callable[[], Any] | None = None,
     optimizer: Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer] | str | None = None,
     loss: Callable[[Any], Any] | None = None,
+    keeps_outputs: bool = True,
     autocast: torch.dtype | str | None = None,
     steps: int | None = None,
     accumulate: int = 1,
@@ -67,7 +67,11 @@ def measure_memory(
         lambda parameters: torch.optim.AdamW(parameters). Or a name of the command line's: "adamw". It may
         also return another object with a step(), such as one that steps by a torch.amp.GradScaler. The optimizers that
         this object, its methods and their closures hold provide the state.
-    loss: makes the tensor that the backward starts from out of fn's output.
+    loss: makes the tensor that the backward starts from out of fn's output. By default it starts from output.loss, or
+        output["loss"]; else from the only scalar that requires grad; else from every output that does. The record's
+        backward_from says which it is.
+    keeps_outputs: what fn and loss return stays alive until the step ends, as in `logits, loss = model(x)`. With
+        False only the tensors that the backward starts from do, as in the Trainer of transformers.
     autocast: the dtype of a torch.autocast around fn and loss, or its name, "bf16".
     steps: 1 measures the very first step, in which the optimizer makes its state; 2 and more a step in the steady
         state. 2 by default with an optimizer. Without one, every step is like the first.
@@ -94,38 +98,22 @@ def measure_memory(
     limit_bytes, autocast = bytes_given("limit_bytes", limit_bytes), autocast_given(autocast)
     callable_given("loss", loss)
     optimizer, kwargs = optimizer_given(optimizer), {**keywords, **(kwargs or {})}
-    check_step(accumulate, backward, optimizer, clip_grad_norm, set_to_none)
+    check_step(accumulate, backward, optimizer, clip_grad_norm, set_to_none, keeps_outputs)
     count = number_of_steps(steps, optimizer is not None or optimizer_step is not None)
     if optimizer is not None:
         if optimizer_step is not None:
             raise ValueError("optimizer and optimizer_step exclude each other: each is the step that is measured")
         made = optimizer(parameters_of(fn))
         parameters, optimizer_step = (fn, optimizers_in(made), parameters), clipped_step(made, clip_grad_norm)
-    step = fn if loss is None and autocast is None else Step(fn, loss, autocast, device, (inputs, kwargs))
-    parameters = parameters if step is fn else (parameters, fn) if any(True for _ in tensors_in(fn)) else parameters
-    call = MeasuredCall(step, inputs, kwargs, parameters, backward, device, optimizer_step)
+    call = MeasuredCall(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
     call.warm_up, call.accumulate, call.set_to_none = count > 1, accumulate, set_to_none
+    call.forward_options = ForwardOptions(loss, autocast, keeps_outputs)
     record = MeasuredRun(call, limit_bytes).measure(dense_grad)
     record.doubts += call.machine.sharing()
     # A case that exhausted the machine's memory is not repeated; one that exceeded a budget can be.
     if details and (record.status == "ok" or limit_bytes is not None):
         explain(record, call, limit_bytes, dense_grad)
     return record
-
-
-class Step:
-    """fn with a loss after it, under autocast."""
-
-    def __init__(self, fn: Any, loss: Any, autocast: torch.dtype | None, device: Any, given: Any) -> None:
-        self.fn, self.loss, self.dtype = fn, loss, autocast
-        self.kind = resolve_device(device, tensors_in(given)).type
-        self.__signature__ = inspect.signature(fn.forward if isinstance(fn, torch.nn.Module) else fn)
-
-    def __call__(self, *inputs: Any, **kwargs: Any) -> Any:
-        # A disabled autocast would still keep the casts of an autocast inside fn alive until after the loss.
-        with nullcontext() if self.dtype is None else torch.autocast(self.kind, self.dtype):
-            output = self.fn(*inputs, **kwargs)
-            return output if self.loss is None else self.loss(output)
 
 
 def parameters_of(fn: Any) -> list[torch.nn.Parameter]:

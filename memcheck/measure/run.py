@@ -14,13 +14,13 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memcheck.core.outputs import ForwardOptions, NamedTensors, Outputs
 from memcheck.core.record import Record
 from memcheck.core.tensors import (
     Storages,
     gradients_for,
     named_tensors_in,
     resolve_device,
-    roots_of,
     storages_of,
     tensors_in,
     with_data,
@@ -28,7 +28,6 @@ from memcheck.core.tensors import (
 from memcheck.measure.machine import machine_of
 from memcheck.measure.tracker import MemoryTracker, SavedTensor
 
-NamedTensors = list[tuple[str, torch.Tensor]]
 Phase = Callable[[str], AbstractContextManager[Any]]
 
 # Entered around each forward, backward and pass with its name; for example, an NVTX range.
@@ -61,6 +60,7 @@ class MeasuredCall:
         self.warm_up = True  # With an optimizer_step that has no state yet, a step runs before the one measured.
         self.accumulate = 1  # Backwards of a step. The last one is measured.
         self.set_to_none = True  # As in Optimizer.zero_grad.
+        self.forward_options = ForwardOptions()
         stepped = getattr(optimizer_step, "__self__", None)
         self.stepped = stepped if isinstance(stepped, Optimizer) else None
         self.optimizers = _optimizers_of(self.parameters, self.stepped)
@@ -78,10 +78,10 @@ class MeasuredCall:
         self.unseen_bytes = 0
         self.machine = machine_of(self.device)
 
-    def forward(self) -> Any:
-        """Runs the callable once and returns its result."""
+    def forward(self) -> Outputs:
+        """Runs the callable once, and its loss, and returns what stays alive until the step ends."""
         with torch.set_grad_enabled(self.backward):
-            return self._function()
+            return self.forward_options.run(self.device.type, self._function)
 
     @property
     def named_state(self) -> NamedTensors:
@@ -124,7 +124,7 @@ class MeasuredRun:
         self._left_gradients: Storages = {}
         self.hooks = hooks
         self.phase = phase or range_around.get()
-        self.named_outputs: NamedTensors = []
+        self.returned = Outputs(None, [], [], None)  # Stays alive until the step ends.
         self.output_gradients: list[torch.Tensor] = []
         self.saved_by_hooks: int | None = None  # saved_bytes as the hooks count it.
         self.saved_tensors: list[SavedTensor] = []
@@ -141,16 +141,16 @@ class MeasuredRun:
         return self._held_bytes + self._left_bytes
 
     @property
-    def outputs(self) -> list[torch.Tensor]:
-        return [tensor for _, tensor in self.named_outputs]
+    def named_outputs(self) -> NamedTensors:
+        return _titled("output", self.returned.named)
 
     def measure(self, dense_grad: bool = False) -> Record:
         """Runs everything once and returns the record."""
         self.machine.drop_library_workspaces()
         with _collector_at_rest(), gradients_aside(self.call.leaves), self.memory:
             if self._before(dense_grad) and self._attempt("forward", self._forward):
-                if not roots_of(self.outputs):
-                    self.record.doubts += _why_no_backward(self.call, self.outputs)
+                if not self.returned.roots:
+                    self.record.doubts += _why_no_backward(self.call, self.returned.named)
                 elif (
                     self._attempt("backward", lambda: self._backward(dense_grad))
                     and self.call.optimizer_step is not None
@@ -168,11 +168,9 @@ class MeasuredRun:
         call = self.call
         state_bytes = sum(storages_of(call.state, call.device).values())
         first_step = call.optimizer_step is not None and not call.has_state and call.warm_up
-        if first_step and call.optimizer_step is not None:
-            if (ran := self._pass(dense_grad)) is not True:
+        if first_step:
+            if (ran := self._pass(dense_grad, call.optimizer_step)) is not True:
                 return ran is None
-            if not self._attempt("optimizer", call.optimizer_step, nullcontext):
-                return False
             _clear_gradients(call)
         for _ in range(call.accumulate - 1):
             if (ran := self._pass(dense_grad)) is not True:
@@ -182,15 +180,20 @@ class MeasuredRun:
             self._note_left(state_bytes)
         return True
 
-    def _pass(self, dense_grad: bool) -> bool | None:
-        """Runs a forward and a backward. False if out of memory; None if there is nothing to run a backward from."""
-        roots: list[torch.Tensor] = []
-        if not self._attempt("forward", lambda: roots.extend(roots_of(tensors_in(self.call.forward()))), nullcontext):
+    def _pass(self, dense_grad: bool, optimizer_step: Callable[[], Any] | None = None) -> bool | None:
+        """Runs a forward, a backward, and the optimizer's step if it is given.
+
+        False if out of memory; None if there is nothing to run a backward from.
+        """
+        returned: list[Outputs] = []  # Alive until the pass ends.
+        if not self._attempt("forward", lambda: returned.append(self.call.forward()), nullcontext):
             return False
-        if not roots:
+        if not (roots := returned[0].roots):
             return None
         backward = functools.partial(torch.autograd.backward, roots)
-        return self._attempt("backward", lambda: backward(gradients_for(roots, dense_grad)), nullcontext)
+        if not self._attempt("backward", lambda: backward(gradients_for(roots, dense_grad)), nullcontext):
+            return False
+        return optimizer_step is None or self._attempt("optimizer", optimizer_step, nullcontext)
 
     def _note_left(self, state_bytes: int) -> None:
         """Records what earlier passes left behind, where the optimizer had state_bytes before."""
@@ -225,12 +228,13 @@ class MeasuredRun:
     def _forward(self) -> None:
         record, memory = self.record, self.memory
         held_bytes = memory.held_bytes
-        self.named_outputs = list(with_data(_titled("output", named_tensors_in(self.call.forward()))))
+        self.returned = self.call.forward()
+        outputs = [tensor for _, tensor in with_data(self.named_outputs)]
         record.forward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.forward_max_allocated_bytes = self.machine.max_allocated_bytes()
         alive = memory.current_bytes - self._left_bytes
         record.library_workspace_bytes = self.machine.drop_library_workspaces()
-        memory.hold(self.outputs)
+        memory.hold(outputs)
         record.output_bytes = memory.held_bytes - held_bytes
         # Gradients of a backward within the forward are part of saved_bytes.
         self._left_gradients |= storages_of(_gradients_of(self.call.leaves), self.call.device)
@@ -240,9 +244,9 @@ class MeasuredRun:
         self._note_workspace(record.forward_peak_bytes, record.library_workspace_bytes)
 
     def _backward(self, dense_grad: bool) -> None:
-        record, memory = self.record, self.memory
+        record, memory, roots = self.record, self.memory, self.returned.roots
         memory.reset_peak()
-        roots = roots_of(self.outputs)
+        record.backward_from = self.returned.words
         self.output_gradients = gradients_for(roots, dense_grad)
         incoming = storages_of(self.output_gradients, self.call.device)
         torch.autograd.backward(roots, self.output_gradients)
@@ -258,6 +262,7 @@ class MeasuredRun:
             record.library_workspace_bytes = max(library_bytes, record.library_workspace_bytes or 0)
 
     def _optimizer(self) -> None:
+        self.output_gradients.clear()
         self.memory.reset_peak()
         if self.call.optimizer_step is not None:
             self.call.optimizer_step()
@@ -289,7 +294,7 @@ NO_STATE = (
 )
 
 
-def _why_no_backward(call: MeasuredCall, outputs: list[torch.Tensor]) -> tuple[str, ...]:
+def _why_no_backward(call: MeasuredCall, outputs: NamedTensors) -> tuple[str, ...]:
     """A doubt with the reason, if a backward was asked for."""
     if not call.backward:
         return ()
@@ -337,7 +342,7 @@ def _let_go_of_failed_backward(device: torch.device) -> None:
 
 def timed_pass(call: MeasuredCall, dense_grad: bool) -> dict[str, float]:
     """The milliseconds of each phase that runs: "forward", "backward", "optimizer"."""
-    outputs: list[Any] = []
+    returned: list[Outputs] = []
     times: dict[str, float] = {}
 
     def timed(name: str, run: Callable[[], Any]) -> None:
@@ -345,9 +350,8 @@ def timed_pass(call: MeasuredCall, dense_grad: bool) -> dict[str, float]:
             times[name] = call.machine.milliseconds(run)
 
     with range_around.get()("pass"), gradients_aside(call.leaves):
-        timed("forward", lambda: outputs.append(call.forward()))
-        roots = roots_of(tensors_in(outputs))
-        if roots:
+        timed("forward", lambda: returned.append(call.forward()))
+        if roots := returned[0].roots:
             gradients = gradients_for(roots, dense_grad)
             timed("backward", lambda: torch.autograd.backward(roots, gradients))
             if call.optimizer_step is not None:

@@ -226,8 +226,10 @@ class _Watch:
             with range_around.get()(name):
                 yield
         finally:
+            self._note_results(name, self._recorder.count())
+            if name == "backward":
+                self.run.output_gradients.clear()  # Freed as part of the backward.
             self.phases.append((name, first, self._recorder.count()))
-            self._note_results(name)
 
     def close(self) -> list[AllocationEvent]:
         return [] if self._recorder is None else self._recorder.close()
@@ -250,13 +252,13 @@ class _Watch:
         rest = self.run.standing_bytes - sum(block.bytes for block in blocks)
         return [*blocks, Allocation(rest, "", 0, role=LEFT)] if rest else blocks
 
-    def _note_results(self, phase: str) -> None:
+    def _note_results(self, phase: str, step: int) -> None:
         named = self.run.named_outputs
         if phase == "backward":
             named = [("gradient of the output", tensor) for tensor in self.run.output_gradients]
             leaves = [(name, leaf.grad) for name, leaf in self.call.named_leaves if leaf.grad is not None]
             named += [(f"gradient of {name}", gradient) for name, gradient in leaves]
-        self._roles += _roles_of(named, self.phases[-1][2], self.call.device)
+        self._roles += _roles_of(named, step, self.call.device)
 
 
 class _Role(NamedTuple):

@@ -54,7 +54,7 @@ class MetaCopies(TorchFunctionMode):
         shell = torch.empty(0, dtype=tensor.dtype, device="meta")
         found = shell.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
         if not is_meta(tensor) and may_be_known(tensor) and not tensor.is_floating_point():
-            self.values.note(found, tensor.detach().cpu())
+            self.values.note_storage(storage, tensor.untyped_storage().cpu())
         return found
 
     def _storage_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:

@@ -6,7 +6,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from memcheck.core.devices import Device
+from memcheck.core.outputs import ForwardOptions
 from memcheck.core.record import Record
 from memcheck.core.step import INSTEAD_OF_A_CLOSURE, clipped_step, needs_closure, optimizers_in
 from memcheck.core.tensors import dtype_name, tensors_in
@@ -31,7 +32,7 @@ from memcheck.predict.values import Values, is_meta
 class Call:
     """A call of a model, and what follows it.
 
-    loss: makes the tensor that the backward starts from out of the model's output; None: it starts from every output.
+    loss, autocast, keeps_outputs: as in memcheck.core.outputs.ForwardOptions.
     optimizer: makes the optimizer of the parameters.
     steps: 1 is the very first step, in which the optimizer makes its state; 2 and more a step in the steady state.
     accumulate, clip_grad_norm, set_to_none: as in memcheck.measure_memory.
@@ -48,6 +49,7 @@ class Call:
     accumulate: int = 1
     clip_grad_norm: float | None = None
     set_to_none: bool = True
+    keeps_outputs: bool = True
     bsz: int | None = None  # Not known of any model.
     kv_len: int | None = None
     ranks: Ranks | None = None  # Of which process the call is.
@@ -129,9 +131,7 @@ def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) ->
 
     def run(*given: Any) -> Any:
         *positional, named = given
-        with autocast_of(call.autocast, target.kind):
-            output = model(*positional, **named)
-            return output if loss is None else loss(output)
+        return model(*positional, **named)
 
     return Workload(
         call,
@@ -145,6 +145,7 @@ def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) ->
         accumulate=call.accumulate,
         set_to_none=call.set_to_none,
         module=owner,
+        forward_options=ForwardOptions(loss, call.autocast, call.keeps_outputs),
     )
 
 
@@ -156,10 +157,6 @@ def move_settings(optimizers: list[torch.optim.Optimizer], tracer: Tracer) -> No
 
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group.update({name: tree_map(moved, setting) for name, setting in group.items() if name != "params"})
-
-
-def autocast_of(dtype: torch.dtype | None, kind: str) -> AbstractContextManager[Any]:
-    return nullcontext() if dtype is None else torch.autocast(kind, dtype)
 
 
 def owner_of(model: Any) -> Any:

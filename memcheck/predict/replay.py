@@ -250,6 +250,7 @@ class Replay:
             self._note_refusal(phase, error)
         if (segments := self.allocator.segments()) is not None:
             self._note_terms("reserved_bytes", segments)
+        self.record.backward_from = self.trace.backward_from
         unknown, bounds = self._unknown()
         exact = self.basis == "verified" and not unknown
         self.record.terms, self.record.exact, self.record.basis = self.terms, exact, self.basis

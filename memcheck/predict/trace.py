@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType, FunctionType
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from memcheck.core.tensors import gradients_for, named_tensors_in, roots_of, storages_in, tensors_in
+from memcheck.core.tensors import gradients_for, storages_in, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers the rules of memcheck's operators
 from memcheck.predict import scratch_sequences as scratch_sequences  # and of their forms for sequences
@@ -169,6 +169,7 @@ class Trace:
     unknown: phase, or ANY_PHASE -> descriptions of allocations whose sizes are unknown.
     guessed: phases in which even sizes of results are unknown.
     lingering: phases whose allocations another thread may free after their end.
+    backward_from: that of the record.
     beyond: the phase that ended with a tensor beyond 64 bits.
     """
 
@@ -191,6 +192,7 @@ class Trace:
     guessed: frozenset[str] = frozenset()
     lingering: frozenset[str] = frozenset()
     beyond: str | None = None
+    backward_from: str | None = None
 
     @property
     def held(self) -> list[Piece]:
@@ -969,16 +971,15 @@ class TracedRun:
         if workload.warm_up or workload.accumulate > 1:
             self._before(workload, given, owned)
         with torch.set_grad_enabled(workload.backward):
-            outputs = list(named_tensors_in(workload.operator(*workload.inputs)))
+            returned = workload.forward(self.tracer.target.kind)  # Alive until the step ends.
         self._renew_parameters(owned)
-        self._note_outputs(outputs)
+        self._note_outputs(returned.named)
         self._end("forward", next_phase="backward")
-        roots = roots_of(output for _, output in outputs)
-        if roots and workload.backward:
+        if returned.roots and workload.backward:
+            self.result.backward_from = returned.words
             self.tracer.begin_thread()
-            incoming = gradients_for(roots, self.dense_grad)
             leaves = [(name, leaf) for name, leaf in (*given, *owned) if leaf.requires_grad]
-            self._backward(roots, incoming, leaves)
+            self._backward(returned.roots, leaves)
             self._end("backward", next_phase="optimizer")
             if workload.optimizer_step is not None:
                 workload.optimizer_step()
@@ -992,10 +993,7 @@ class TracedRun:
         """
         inputs, parameters = ([tensor for _, tensor in named] for named in (given, owned))
         if workload.warm_up:
-            self._pass(workload)
-            self.tracer.phase = "optimizer"
-            if workload.optimizer_step is not None:
-                workload.optimizer_step()
+            self._pass(workload, workload.optimizer_step)
             clear_gradients(inputs, set_to_none=True)
             clear_gradients(parameters, workload.set_to_none)
         for number in range(1, workload.accumulate):
@@ -1017,17 +1015,20 @@ class TracedRun:
         if self.is_split:
             self.result.parameters = self._named(owned, owned=True)
 
-    def _pass(self, workload: Workload) -> None:
-        """Runs a forward and a backward."""
+    def _pass(self, workload: Workload, optimizer_step: Callable[[], Any] | None = None) -> None:
+        """Runs a forward, a backward, and the optimizer's step if it is given."""
         self.tracer.phase = "forward"
-        roots = roots_of(tensors_in(workload.operator(*workload.inputs)))
-        if roots:
+        returned = workload.forward(self.tracer.target.kind)  # Alive until the pass ends.
+        if returned.roots:
             self.tracer.phase = "backward"
             self.tracer.begin_thread()
-            run_backward(roots, gradients_for(roots, self.dense_grad))
+            run_backward(returned.roots, gradients_for(returned.roots, self.dense_grad))
             self.tracer.works.clear()  # No collective is asked after the backward.
             leaves = [*workload.named_inputs(), *workload.named_parameters()]
             self.result.first_gradients += self._gradients(leaves)
+        if optimizer_step is not None:
+            self.tracer.phase = "optimizer"
+            optimizer_step()
 
     def _note_outputs(self, outputs: list[tuple[str, Tensor]]) -> None:
         held = self.result.held
@@ -1039,7 +1040,8 @@ class TracedRun:
         alive = self.result.tape.alive()
         self.result.saved = [piece for piece in alive if piece not in known and not piece.is_library]
 
-    def _backward(self, roots: list[Tensor], incoming: list[Tensor], leaves: list[tuple[str, Tensor]]) -> None:
+    def _backward(self, roots: list[Tensor], leaves: list[tuple[str, Tensor]]) -> None:
+        incoming = gradients_for(roots, self.dense_grad)
         name = "grad y" if self.dense_grad else "grad y, expanded"
         self.result.incoming = self._named([(name, gradient) for gradient in incoming])
         run_backward(roots, incoming)

@@ -38,11 +38,8 @@ class Values:
 
     def note(self, tensor: Tensor, contents: Tensor) -> None:
         """Stores the contents of a real tensor of the same shape."""
-        storage = tensor.untyped_storage()
-        if storage.nbytes() == 0 or storage._cdata in self._real:
+        if not self._takes(tensor.untyped_storage()):
             return
-        self._real[storage._cdata] = torch.UntypedStorage(storage.nbytes())
-        weakref.finalize(storage, self._real.pop, storage._cdata, None)
         own = self.of(tensor)
         assert own is not None
         if 0 not in own.stride():
@@ -50,6 +47,19 @@ class Values:
         else:  # An expanded tensor: every element of the storage once.
             one = tuple(slice(0, 1) if stride == 0 else slice(None) for stride in own.stride())
             own[one].copy_(contents[one])
+
+    def note_storage(self, storage: torch.UntypedStorage, contents: torch.UntypedStorage) -> None:
+        """Stores the contents of a real storage of the same size, of which several tensors may be views."""
+        if self._takes(storage):
+            self._real[storage._cdata].copy_(contents)
+
+    def _takes(self, storage: torch.UntypedStorage) -> bool:
+        """Makes room for the contents of a storage. False if it is empty, or has room already."""
+        if storage.nbytes() == 0 or storage._cdata in self._real:
+            return False
+        self._real[storage._cdata] = torch.UntypedStorage(storage.nbytes())
+        weakref.finalize(storage, self._real.pop, storage._cdata, None)
+        return True
 
     def forget(self, tensor: Tensor) -> None:
         self._real.pop(tensor.untyped_storage()._cdata, None)

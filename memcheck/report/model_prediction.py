@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from memcheck.core.devices import Device
+from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
 from memcheck.report.predictions import BASES
 from memcheck.report.script import counted, in_unit, unit_of
@@ -50,14 +51,19 @@ def need_words(prediction: Prediction) -> str:
 
 
 def verdict(prediction: Prediction, limit_bytes: int | None = None) -> str:
-    """Whether it fits, what it needs and what there is, and where the peak is or memory runs out."""
+    """The claim after whether it fits, and then what the backward starts from."""
     record, device = prediction.record, prediction.device
     if prediction.peak is None or prediction.fits is None:
         return f"{record.operator} is not predicted: {(record.reason or '').removeprefix('not predicted: ')}."
     if room_of(device, limit_bytes) is None:
-        return f"{record.operator} on the {device.name}, which has no limit: {claim(prediction)}"
+        return f"{record.operator} on the {device.name}, which has no limit: {claim(prediction)}{start_words(record)}"
     fits = "fits" if prediction.fits else "does not fit"
-    return f"{record.operator} {fits} {device.name}: {claim(prediction, limit_bytes)}"
+    return f"{record.operator} {fits} {device.name}: {claim(prediction, limit_bytes)}{start_words(record)}"
+
+
+def start_words(record: Record) -> str:
+    """ " Backward from the second output, a scalar; the first stays alive.", or "" without a backward."""
+    return f" Backward from {record.backward_from}." if record.backward_from else ""
 
 
 def claim(prediction: Prediction, limit_bytes: int | None = None) -> str:
@@ -194,9 +200,11 @@ def edge_verdict(edge: Edge, axis: str, step: int, limit_bytes: int | None = Non
         return verdict(beyond)
     past = "" if beyond is None else claim(beyond, limit_bytes)
     if at is None:
-        return f"Not even {word} {after} fits {beyond.device.name}: {past}" if beyond else ""
+        start = start_words(beyond.record) if beyond else ""
+        return f"Not even {word} {after} fits {beyond.device.name}: {past}{start}" if beyond else ""
     past = f"With {word} {after}, {past}" if beyond else "The search ended there: more may fit (--up-to)."
-    return f"The largest {word} that fits {at.device.name} is {edge.size:,}: {claim(at, limit_bytes)} {past}"
+    largest = f"The largest {word} that fits {at.device.name} is {edge.size:,}"
+    return f"{largest}: {claim(at, limit_bytes)} {past}{start_words(at.record)}"
 
 
 def edges_table(edges: Sequence[Edge], axis: str, step: int) -> Table:

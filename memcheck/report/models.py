@@ -216,6 +216,7 @@ def model_answer(records: Sequence[ModelRecord]) -> Iterator[str]:
     known = [record for record in records if record.status == "ok" and need(record) is not None]
     if known:
         yield peak_words(max(known, key=lambda record: need(record) or 0))
+        yield from dict.fromkeys(f"Backward from {record.backward_from}." for record in known if record.backward_from)
         largest = known[-1]
         alike = [record for record in known if (record.size, record.query_len) == (largest.size, largest.query_len)]
         ranked = sorted(alike, key=lambda record: record.saved_bytes or 0)

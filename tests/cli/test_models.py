@@ -45,6 +45,20 @@ class Net(nn.Module):
         return self.head(x if times is None else x * times)
 
 
+class Both(Net):
+    def forward(self, x):
+        y = super().forward(x)
+        return y, y.square().mean()
+
+
+def both(bsz=8):
+    return Both(32), torch.randn(bsz, 64, 32)
+
+
+def second(output):
+    return output[1]
+
+
 def make(bsz=8, seq_len=64, width=32):
     print("the factory speaks")
     return Net(width), torch.randn(bsz, seq_len, width)
@@ -174,6 +188,33 @@ def test_flags_change_the_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert states[3] == 0  # Before the very first step there is none.
 
 
+@pytest.mark.extension
+def test_the_output_besides_the_loss_stays_alive(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in Python and in `y, loss = model(x)`, also where --loss names the same loss, unless it is dropped."""
+    model, x = net().both()
+    flags = ["--model", "net.py:both", "--device", "cpu", "--optimizer", "sgd"]
+    for more, how in (
+        ((), {}),
+        (("--loss", "net.py:second"), {}),
+        (("--drop-outputs",), {"keeps_outputs": False}),
+    ):
+        found = predicted(capsys, *flags, *more)
+        measured = memcheck.measure_memory(model, x, optimizer=torch.optim.SGD, **how)
+        for name in (*FIGURES, "backward_from"):
+            assert found[name] == getattr(measured, name)
+    assert found["backward_from"] == "the second output, a scalar; the first is dropped"
+
+
+def test_the_verdict_says_where_the_backward_starts(capsys: pytest.CaptureFixture[str]) -> None:
+    words = "Backward from the second output, a scalar; the first stays alive."
+    flags = ["--model", "net.py:both", "--device", "cpu", "--no-changes"]
+    for command in (["predict"], ["fit", "--find", "bsz", "--memory-limit", "1MiB"]):
+        assert main([*command, *flags]) == 0
+        assert words in " ".join(capsys.readouterr().out.split())
+    assert main(["predict", *flags, "--mode", "inference"]) == 0
+    assert "Backward" not in capsys.readouterr().out
+
+
 def test_the_verdict_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["predict", "--model", "net.py:make", "--device", "cpu"]
     assert main([*flags, "--memory-limit", "500KiB", "--fail-on-oom"]) == 3
@@ -261,6 +302,8 @@ WRONG = {
     "predict --model net.py:wrong": "must return a pair, (model, inputs), got int",
     "predict --model net.py:required": "--bsz is missing: net.py:required needs its parameter bsz",
     "predict --model net.py:named --bsz 4": "--bsz: net.py:named takes no parameter bsz, but no parameters",
+    "predict --model net.py:both --mode inference --drop-outputs": "--drop-outputs needs a backward",
+    "predict --attention-type naive --drop-outputs": "--drop-outputs needs --model or --hf-config",
     "predict --model net.py:flat --checkpointing": "--checkpointing: Sequential has no switch for it",
     "predict --model net.py:make --heads 4": "--heads is for operators, not for --model",
     "predict --model net.py:make --mode decode": "--mode decode is for operators",
@@ -475,7 +518,7 @@ def test_a_configuration_is_predicted_as_it_is_measured(llama: Path, capsys: pyt
     config = transformers.LlamaConfig.from_json_file(str(llama))
     config._attn_implementation, config.use_cache = "eager", False
     ids, labels = torch.ones(2, 24, dtype=torch.int64), torch.ones(2, 24, dtype=torch.int64)
-    how: dict[str, Any] = {"optimizer": torch.optim.AdamW, "loss": lambda output: output.loss}
+    how: dict[str, Any] = {"optimizer": torch.optim.AdamW}
     model = transformers.LlamaForCausalLM(config)
     measured = memcheck.measure_memory(model, input_ids=ids, labels=labels, **how)
     assert {name: found[name] for name in FIGURES} == {name: getattr(measured, name) for name in FIGURES}

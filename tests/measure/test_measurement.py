@@ -372,10 +372,11 @@ def itself(optimizer):
     return optimizer
 
 
-# The second step holds weight and input, two moments and a count; then the output; then the gradient and the
-# element of the incoming gradient. AdamW's step allocates two tensors as large as the weight, a double and a float.
+# The second step holds weight and input, two moments and a count; then the output; then the gradient and, until the
+# backward ends, the element of the incoming gradient. AdamW's step allocates two tensors as large as the weight, a
+# double and a float.
 STATE = 2 * N + 4
-STEADY = (3 * N + STATE, 4 * N + STATE + 4, 6 * N + STATE + 4 + 12)
+STEADY = (3 * N + STATE, 4 * N + STATE + 4, 6 * N + STATE + 12)
 
 
 @pytest.mark.parametrize(

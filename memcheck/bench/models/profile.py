@@ -107,6 +107,7 @@ TAKEN_OVER = """
     status oom_phase oom_requested_bytes oom_in_use_bytes reason input_bytes output_bytes saved_bytes
     gradient_bytes forward_peak_bytes backward_peak_bytes optimizer_peak_bytes workspace_bytes
     library_workspace_bytes forward_max_allocated_bytes backward_max_allocated_bytes reserved_bytes doubts
+    backward_from
 """
 
 
