@@ -27,7 +27,8 @@ import torch
 from torch import nn
 
 import memcheck
-from memcheck.core.tensors import gradients_for, roots_of, tensors_in
+from memcheck.core.outputs import ForwardOptions, Outputs
+from memcheck.core.tensors import gradients_for, tensors_in
 
 FIGURES = (
     "input_bytes",
@@ -742,24 +743,25 @@ def tracked_peak(entry: Entry) -> int:
     with tracker:
         for _ in range(1 if optimizer is None else 2):
             for _ in range(entry.accumulate):
-                run_pass(entry, model, inputs, kwargs)
+                outputs = None  # Those of an earlier pass are gone.
+                outputs = run_pass(entry, model, inputs, kwargs)
                 tracker.reset_mod_stats()  # Without it a module may run only once.
             if optimizer is not None:
                 if entry.clip_grad_norm is not None:
                     torch.nn.utils.clip_grad_norm_(model.parameters(), entry.clip_grad_norm)
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=entry.set_to_none)
+            del outputs
     return int(tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"])
 
 
-def run_pass(entry: Entry, model: Any, inputs: Any, kwargs: Any) -> None:
+def run_pass(entry: Entry, model: Any, inputs: Any, kwargs: Any) -> Outputs:
+    """Runs a forward and a backward, and returns what stays alive until the step ends."""
     with torch.set_grad_enabled(entry.backward):
-        with torch.autocast("cpu", entry.autocast, enabled=entry.autocast is not None):
-            output = model(*inputs, **kwargs)
-            output = entry.loss(output) if entry.loss is not None else output
-        roots = roots_of(tensors_in(output))
-        if roots and entry.backward:
-            torch.autograd.backward(roots, gradients_for(roots, False))
+        outputs = ForwardOptions(entry.loss, entry.autocast).run("cpu", model, *inputs, **kwargs)
+    if outputs.roots and entry.backward:
+        torch.autograd.backward(outputs.roots, gradients_for(outputs.roots, False))
+    return outputs
 
 
 def kind_of(tracking: dict[str, Any]) -> str:

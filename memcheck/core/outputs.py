@@ -79,7 +79,7 @@ def start_of(output: Any) -> list[Tensor]:
     if found := roots_of(tensors_in(loss)):
         return found
     every = roots_of(tensors_in(output))
-    scalars = [tensor for tensor in every if tensor.dim() == 0]
+    scalars = [tensor for tensor in every if _is_scalar(tensor)]
     return scalars if len(scalars) == 1 else every
 
 
@@ -99,7 +99,11 @@ def _start_words(named: NamedTensors, roots: Sequence[Tensor]) -> str:
         words = "every output that requires grad"
     else:
         words = f"{len(roots)} outputs"
-    return f"{words}, a scalar" if len(roots) == 1 and roots[0].dim() == 0 else words
+    return f"{words}, a scalar" if len(roots) == 1 and _is_scalar(roots[0]) else words
+
+
+def _is_scalar(tensor: Tensor) -> bool:
+    return not tensor.shape  # A trace of the model would take tensor.dim() for a call of its own.
 
 
 def _rest_words(output: Any, roots: Sequence[Tensor], keeps: bool) -> str:
