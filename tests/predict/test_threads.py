@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import itertools
 import queue
 import threading
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch.utils import checkpoint as checkpoints
 from torch.utils.checkpoint import checkpoint
 
 import memcheck
+from memcheck.bench import probe
 from memcheck.predict.python_functions import ANSWERED, function_named
 
 pytestmark = pytest.mark.cpu
@@ -217,3 +219,28 @@ def test_two_threads_predict_what_each_predicts_alone(other: tuple[str, torch.dt
     for thread in threads:
         thread.join()
     assert found == alone
+
+
+@pytest.mark.extension
+def test_a_probe_is_repeated_if_other_threads_may_have_been_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, count = torch.zeros(4, 4), itertools.count()
+    alone = memcheck.predict_memory(torch.linalg.qr, x, backward=False)
+    assert alone.unknown == ()
+
+    def disturbed(*given: Any) -> Any:
+        found = run(*given)
+        return dataclasses.replace(found, scratch_bytes=found.scratch_bytes + 1000 * (next(count) % 3 == 0))
+
+    run = probe.probed
+    monkeypatch.setattr(probe, "probed", disturbed)
+    end = threading.Event()
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    monkeypatch.setenv("MEMCHECK_PROBES", str(tmp_path / "another.jsonl"))
+    found = memcheck.predict_memory(torch.linalg.qr, x, backward=False)
+    end.set()
+    thread.join()
+    assert next(count) > len(probe.FACTORS) * probe.REPEATS
+    assert dataclasses.asdict(found.record) == dataclasses.asdict(alone.record)
