@@ -19,6 +19,8 @@ def load_plugin(name: str) -> str:
 
     UsageError: there is no such thing, or its code fails.
     """
+    if not name:
+        raise UsageError("--plugin must name a file FILE.py or a module, got ''")
     try:
         with redirect_stdout(sys.stderr):  # stdout may be JSON that another program reads.
             if name.endswith(".py") or os.sep in name:

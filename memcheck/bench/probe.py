@@ -80,8 +80,12 @@ class Table:
                 lines.write(json.dumps(row) + "\n")
 
     def _read(self, path: Path) -> None:
-        """Skips a line that was cut off."""
-        for line in path.read_text(encoding="utf-8").splitlines():
+        """Skips a line that was cut off. UsageError: the file is no text."""
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise UsageError(f"{path} is no table of probes: {error}") from None
+        for line in lines:
             try:
                 row = json.loads(line)
                 if "doubt" in row:

@@ -206,4 +206,5 @@ def predicted_device(args: argparse.Namespace) -> Device:
         return this_gpu(args.device_from_this_gpu)
     import torch
 
-    return device_named(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    return device_named(default if args.device is None else args.device)

@@ -34,10 +34,12 @@ def frames_of(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 def failed_line(frames: list[tuple[FrameType, int]]) -> str | None:
     """The last line outside of packages, else outside of torch and memcheck: "model.py:12", from the current folder."""
     torch = str(Path(getattr(sys.modules.get("torch"), "__file__", None) or OURS).parent) + os.sep
-    libraries = {*site.getsitepackages(), sysconfig.get_path("stdlib"), sysconfig.get_path("purelib")}
+    packages = tuple(site.getsitepackages())
+    standard = str(sysconfig.get_path("stdlib"))
     places = [(frame.f_code.co_filename, line) for frame, line in frames]
     places = [place for place in places if os.path.isfile(place[0]) and not place[0].startswith((OURS, torch))]
-    own = [place for place in places if not place[0].startswith(tuple(map(str, libraries)))]
+    places = [place for place in places if place[0].startswith(packages) or not place[0].startswith(standard)]
+    own = [place for place in places if not place[0].startswith(packages)]
     if not places:
         return None
     file, line = (own or places)[-1]

@@ -418,7 +418,7 @@ class ScriptWatch:
             refusal=naming.refusal(*ledger.last_refusal()) if ledger.refusals else None,
             least_bytes=LEAST_BYTES if self.device.type == "cpu" else 0,
             exit_code=exit_code,
-            error=None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0],
+            error=None if error is None else f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": "),
             ran_out=isinstance(error, torch.OutOfMemoryError),
             doubts=doubts,
             environment={

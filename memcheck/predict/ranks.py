@@ -52,8 +52,9 @@ class Ranks:
             if not hasattr(self.over, "get_group"):
                 raise UsageError(f"{self.kind} must be a number of processes or a DeviceMesh, got {self.over!r}")
             return
-        if self.over < 1:
-            raise UsageError(f"{self.kind} must be at least 1, got {self.over}")
+        if not 1 <= self.over < 2**31:
+            rule = "at least 1" if self.over < 1 else "below 2^31"
+            raise UsageError(f"{self.kind} must be {rule}, got {self.over}")
         if not isinstance(self.rank, int) or not 0 <= self.rank < self.over:
             raise UsageError(f"rank must be from 0 to {self.over - 1}, got {self.rank!r}")
 

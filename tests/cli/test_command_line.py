@@ -271,6 +271,8 @@ def folders(tmp_path_factory):
         (base / name).parent.mkdir(exist_ok=True)
         (base / name).write_text(text, encoding="utf-8")
     (base / "latin.toml").write_bytes(b'attention-type = "na\xefve"\n')
+    (base / "binary.jsonl").write_bytes(b"\xff\xfe")
+    (base / "model.py").write_text("import torch\nmake = lambda: (torch.nn.Linear(4, 4), torch.ones(2, 4))\n")
     (base / "latin.py").write_bytes(b'name = "na\xefve"\n')
     (base / "empty").mkdir()
     (base / "folder/records.jsonl").mkdir(parents=True)
@@ -280,6 +282,15 @@ def folders(tmp_path_factory):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        ("predict --device=", "--device is unknown; known: cpu"),
+        ("predict --plugin=", "--plugin must name a file FILE.py or a module, got ''"),
+        ("predict --plugin no_such", "cannot be imported: ModuleNotFoundError: No module named 'no_such'\n"),
+        ("predict --plugin {}/raising.py", "ZeroDivisionError: division by zero, at "),
+        (
+            "predict --model {}/model.py:make --calibration {}/binary.jsonl",
+            "binary.jsonl is no table of probes: 'utf-8'",
+        ),
+        ("predict --model {}/model.py:make --ddp 99999999999 --device T4", "ddp must be below 2^31, got 99999999999"),
         ("report {}/text", "line 1 was left out: forward_peak_bytes must be a whole number, got 'much'"),
         ("plot {}/text", "line 1 was left out: forward_peak_bytes must be a whole number, got 'much'"),
         ("compare {}/text {}/good", "line 1 was left out: forward_peak_bytes must be a whole number, got 'much'"),
@@ -303,7 +314,7 @@ def folders(tmp_path_factory):
         ("plot {}/good --attention-type flex", "--attention-type flex is not among"),
         ("compare {}/good {}/nothing", "no case in common"),
         ("compare {}/good", "AFTER"),
-        ("compare {}/good {}/good --fail-on-growth 4", "4 what? write 4GiB or 4B"),
+        ("compare {}/good {}/good --fail-on-growth 4", "4 what? write 4%, 4KiB or 4B"),
         ("compare {}/good {}/good --fail-on-growth -1GiB", "--fail-on-growth must look like"),
         ("published --plot {}/x.xyz", "--plot"),
         ("predict --device 24", "24 what? write 24GiB"),

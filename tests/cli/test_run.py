@@ -89,7 +89,7 @@ def test_the_report_names_the_peak_and_its_line(run):
         ("sys.exit(3)", 3, None),
         ("sys.exit()", 0, None),
         ("sys.exit('a word')", 1, None),
-        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt: "),
+        ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
         ("raise ValueError('no such luck')", 1, "ValueError: no such luck"),
         ("this is no Python", 1, "SyntaxError"),
     ],
@@ -162,7 +162,7 @@ print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         ([], "there is no SCRIPT and no -m MODULE"),
         (["missing.py"], "there is no script 'missing.py'"),
         (["-m", "no.such.module"], "there is no module 'no.such.module'"),
-        (["--device", "tpu", "a.py"], "--device tpu"),
+        (["--device", "tpu", "a.py"], "--device must be cpu or cuda, got 'tpu'"),
         (["--memory-limit", "lots", "a.py"], "--memory-limit must look like 40GiB"),
     ],
 )

@@ -49,7 +49,7 @@ def chosen_device(name: str | None) -> torch.device:
     try:
         device = resolve_device(name or ("cuda" if torch.cuda.is_available() else "cpu"), ())
     except (RuntimeError, ValueError, AssertionError) as error:
-        raise UsageError(f"--device {name}: {str(error).partition(chr(10))[0]}") from None
+        raise UsageError(f"--{str(error).partition(chr(10))[0]}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {name}: there is no GPU here that torch can use")
     return device
