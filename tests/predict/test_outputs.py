@@ -168,7 +168,6 @@ CASES = [(ending, how) for ending in ENDINGS for how in list(HOW)[: None if endi
 @pytest.mark.extension
 @pytest.mark.parametrize(("ending", "how"), CASES)
 def test_a_loop_is_measured_and_predicted_to_the_byte(ending: str, how: str) -> None:
-    # Both inputs are views of one tensor, as tokens and shifted targets often are.
     model, inputs, options = Language(ENDINGS[ending]), tuple(torch.randint(160, (2, 2, 24))), HOW[how]
     looped = peaks_of_a_loop(model, inputs, **options)
     measured = memcheck.measure_memory(model, *inputs, **options)
@@ -192,6 +191,17 @@ def test_the_other_outputs_stay_alive() -> None:
         logits = 2 * 24 * 160 * 4
         assert (plain.output_bytes, dropped.output_bytes) == (logits + 4, 4)
         assert plain.backward_peak_bytes == dropped.backward_peak_bytes + logits
+
+
+def test_contents_of_views_of_one_tensor_are_followed() -> None:
+    """As those of tokens and shifted targets."""
+
+    def count(tokens: Tensor, targets: Tensor) -> Tensor:
+        return torch.ones(int(tokens[0, 0]), int(targets[1, 2]))
+
+    tokens = torch.arange(8).view(2, 4) + 100
+    record = memcheck.predict_memory(count, tokens[:, :-1], tokens[:, 1:], backward=False).record
+    assert record.output_bytes == 100 * 107 * 4
 
 
 def leaves(*sizes: tuple[int, ...]) -> list[Tensor]:

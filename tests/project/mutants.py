@@ -69,6 +69,20 @@ MISTAKES = [
         ("tests/measure/test_measurement.py", "-k", "view"),
     ),
     Mistake(
+        "outputs-die-after-the-forward",
+        "memcheck/core/outputs.py",
+        "return Outputs((output, loss), named, roots, words)",
+        "return Outputs(roots, named, roots, words)",
+        ("tests/predict/test_outputs.py", "-k", "loop"),
+    ),
+    Mistake(
+        "one-view-is-known",
+        "memcheck/predict/meta_copy.py",
+        "self.values.note_storage(storage, tensor.untyped_storage().cpu())",
+        "self.values.note(found, tensor.detach().cpu())",
+        ("tests/predict/test_outputs.py", "-k", "views"),
+    ),
+    Mistake(
         "record-of-another-dtype",
         "memcheck/bench/sweep/run.py",
         'return digest([{**case.fields(), "device": None},',
