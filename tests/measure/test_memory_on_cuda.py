@@ -86,6 +86,7 @@ class FakeCuda:
 def cuda(monkeypatch):
     fake = FakeCuda()
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
     monkeypatch.setattr(torch.cuda, "memory_stats", fake.stats)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", fake.reset_peak)
@@ -285,7 +286,7 @@ def test_a_script_on_cuda(cuda):
     assert cuda.trace is None
     assert max(lengths) <= 1
     record = watch.record(["train.py"], 1, torch.OutOfMemoryError("CUDA"))
-    assert (record.device, record.peak.bytes, record.peak.step, record.steps) == ("cuda:0", 140, 0, 3)
+    assert (record.device, record.peak.bytes, record.peak.step, record.steps) == ("cuda:0", 140, 1, 3)
     assert record.peak.seconds == 0.13
     assert {(each.place.operator, each.place.module, each.place.phase, each.bytes) for each in record.alive} == {
         (f"{inner['filename']}:3 linear", None, "elsewhere", 10),
