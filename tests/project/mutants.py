@@ -17,6 +17,7 @@ TRACKER = "csrc/memory/tracking_allocator.cpp"
 TRACKER_TESTS = ("tests/measure/test_tracker.py", "tests/measure/test_tracker_random.py")
 RUN = "tests/bench/sweep/test_run.py"
 REPLAY = "tests/predict/test_replay.py"
+THREADS = "tests/predict/test_threads.py"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,20 @@ MISTAKES = [
         "allocator.limit_bytes = min(room, self.device.usable_bytes or room)",
         "allocator.limit_bytes = room",
         (REPLAY, "-k", "limit"),
+    ),
+    Mistake(
+        "casts-of-any-thread",
+        "memcheck/predict/autocast.py",
+        "class Followed(threading.local):",
+        "class Followed:",
+        (THREADS, "-k", "alone"),
+    ),
+    Mistake(
+        "answers-for-any-thread",
+        "memcheck/predict/python_functions.py",
+        "class Answers(threading.local):",
+        "class Answers:",
+        (THREADS, "-k", "computes"),
     ),
     Mistake(
         "one-search-only",
