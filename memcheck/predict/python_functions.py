@@ -84,6 +84,14 @@ class Bodies:
             self._bodies[func] = None
         return self._bodies[func]
 
+    def of_forwards(self) -> dict[str, Callable[..., Any]]:
+        """The bodies of the forwards in ANSWERED, by name. They are made when they are called."""
+
+        def forward(name: str, *args: Any, **kwargs: Any) -> Any:
+            return self.of(original(name))(*args, **kwargs)
+
+        return {name: functools.partial(forward, name) for name in ANSWERED if name.endswith(".forward")}
+
     def _copy(self, func: FunctionType) -> None:
         namespace = self._namespace_of(func.__globals__)
         cells = tuple(CellType() if asks(contents_of(cell)) else cell for cell in func.__closure__ or ())

@@ -865,11 +865,7 @@ def open_hooks() -> Any:
 @contextmanager
 def functions_followed(tracer: Tracer) -> Iterator[None]:
     """Inside, functions of torch that a function mode does not see answer this thread for the target's device."""
-    opened, target = Bodies(), tracer.target
-    forwards = [
-        f"torch.nn.{name}.forward" for name in ("MultiheadAttention", "TransformerEncoder", "TransformerEncoderLayer")
-    ]
-    answers: dict[str, Any] = {name: opened.of(original(name)) for name in forwards}
+    target, answers = tracer.target, Bodies().of_forwards()
     answers["torch.utils._foreach_utils._device_has_foreach_support"] = yes
     answers["torch.utils.checkpoint._default_meta_extractor"] = lambda x: (x.shape, x.dtype)
     if target.kind == "cpu":
