@@ -125,6 +125,8 @@ def predict_memory(
     # Tensor parallelism leaves some parameters whole, and functions of lists take no DTensors among other tensors.
     one_by_one = {"foreach": False} if ranks is not None and ranks.kind == "tp" else {}
     makes = optimizer_given(optimizer, **one_by_one)
+    if dense_grad and not backward:
+        raise ValueError("dense_grad needs a backward, got backward=False")
     check_step(accumulate, backward, makes, clip_grad_norm, set_to_none, keeps_outputs)
     count = number_of_steps(steps, makes is not None)
     device = device_given(device)

@@ -32,6 +32,8 @@ def check_flags(args: argparse.Namespace) -> None:
     for name, absent in FLAGS.items():
         if args.mode != "decode" and getattr(args, name) != absent:
             raise UsageError(f"--{name.replace('_', '-')} is for --mode decode, got --mode {args.mode}")
+    if args.mode == "inference" and args.dense_grad:
+        raise UsageError("--dense-grad needs a backward, which --mode inference has not")
 
 
 def of_case(args: argparse.Namespace, case: Case) -> CachedModel:

@@ -98,6 +98,8 @@ def measure_memory(
     limit_bytes, autocast = bytes_given("limit_bytes", limit_bytes), autocast_given(autocast)
     callable_given("loss", loss)
     optimizer, kwargs = optimizer_given(optimizer), {**keywords, **(kwargs or {})}
+    if dense_grad and not backward:
+        raise ValueError("dense_grad needs a backward, got backward=False")
     check_step(accumulate, backward, optimizer, clip_grad_norm, set_to_none, keeps_outputs)
     count = number_of_steps(steps, optimizer is not None or optimizer_step is not None)
     if optimizer is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from memcheck.core import html
+from memcheck.core.errors import unknown_name
 from memcheck.core.units import format_time, three_digits
 
 # Number formats besides format specifications.
@@ -335,6 +336,9 @@ def unit_of(column: Column) -> str | None:
     return "ms" if column.format == TIME else column.unit or None
 
 
+TEXTS = {"markdown": to_markdown, "latex": to_latex}
+
+
 def render(tables: Sequence[Table], form: str, out: TextIO | None = None) -> str:
     """All tables as one text, in the given form: table, markdown, latex, csv or json. out: what a table is fitted to;
     without it the width is unlimited."""
@@ -350,7 +354,9 @@ def render(tables: Sequence[Table], form: str, out: TextIO | None = None) -> str
     if form == "table":
         screen = Screen.of(out) if out else Screen()
         return "\n\n\n".join(to_text(table, screen) for table in tables)
-    return "\n\n".join(map({"markdown": to_markdown, "latex": to_latex}[form], tables))
+    if form not in TEXTS:
+        raise unknown_name("form", form, ("table", *TEXTS, "csv", "json"))
+    return "\n\n".join(map(TEXTS[form], tables))
 
 
 def write_files(tables: Sequence[Table], folder: Path, stem: str = "tables") -> list[Path]:

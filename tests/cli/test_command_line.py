@@ -283,6 +283,7 @@ def folders(tmp_path_factory):
     ("words", "said"),
     [
         ("predict --device=", "--device is unknown; known: cpu"),
+        ("predict --mode inference --dense-grad", "--dense-grad needs a backward, which --mode inference has not"),
         ("predict --plugin=", "--plugin must name a file FILE.py or a module, got ''"),
         ("predict --plugin no_such", "cannot be imported: ModuleNotFoundError: No module named 'no_such'\n"),
         ("predict --plugin {}/raising.py", "ZeroDivisionError: division by zero, at "),

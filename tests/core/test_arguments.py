@@ -20,6 +20,7 @@ from memcheck.bench.sweep.run import run_sweep
 from memcheck.core.arguments import OPTIMIZERS
 from memcheck.core.record import Record
 from memcheck.predict.torch_versions import running, version_name
+from memcheck.report.tables import render
 
 SIZES: dict[str, Any] = {"core_dim": None, "factor": None, "dtype": "float32", "mode": "train"}
 CASE = make_case("naive", bsz=1, query_len=8, kv_len=8, dim=8, heads=2, **SIZES)
@@ -222,6 +223,17 @@ def test_every_optimizer_by_its_name(name: str) -> None:
     assert (
         predicted(LINEAR, x(), optimizer=name).optimizer_bytes == measured(LINEAR, x(), optimizer=name).optimizer_bytes
     )
+
+
+@both
+def test_a_dense_gradient_needs_a_backward(find: Any) -> None:
+    with pytest.raises(ValueError, match="dense_grad needs a backward, got backward=False"):
+        find(LINEAR, x(), dense_grad=True, backward=False)
+
+
+def test_a_form_of_tables_that_is_none_is_named() -> None:
+    with pytest.raises(ValueError, match="form text is unknown; known: table, markdown, latex, csv, json"):
+        render([], "text")
 
 
 def test_two_optimizers_exclude_each_other() -> None:
