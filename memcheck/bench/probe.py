@@ -34,10 +34,12 @@ from memcheck.predict.model import Call
 from memcheck.predict.probed import FunctionCall, Layout, Probed, Result
 from memcheck.predict.replay import target_for
 from memcheck.predict.trace import TracedRun
-from memcheck.predict.values import Values
+from memcheck.predict.values import Values, flagged_as
 
 # Factors of the contents of floating-point operands in further runs of an operator. Unequal peaks are a doubt.
 FACTORS = (1.0, 0.001, 100.0)
+# The format of a table's rows. Rows of other formats say too little about their operands and are not read.
+FORMAT = 2
 # The largest sum of operands that is probed.
 MOST_BYTES = 2**30
 # A probe counts the allocations of all threads. One runs at a time, and so often if others may have been counted.
@@ -77,10 +79,10 @@ class Table:
         if self.path is not None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as lines:
-                lines.write(json.dumps(row) + "\n")
+                lines.write(json.dumps({"format": FORMAT, **row}) + "\n")
 
     def _read(self, path: Path) -> None:
-        """Skips a line that was cut off. UsageError: the file is no text."""
+        """Skips lines that were cut off, and rows of another format. UsageError: the file is no text."""
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except UnicodeDecodeError as error:
@@ -88,6 +90,8 @@ class Table:
         for line in lines:
             try:
                 row = json.loads(line)
+                if row["format"] != FORMAT:
+                    continue
                 if "doubt" in row:
                     self.checks[row["key"]] = row["doubt"]
                 else:
@@ -323,6 +327,7 @@ def real(part: Any, values: Values, factor: float = 1.0) -> Any:
     tensor = shell.as_strided(part.shape, part.stride(), part.storage_offset())
     if part.is_floating_point() and part.dim() > 1 and part.shape[-1] == part.shape[-2] and 0 not in part.stride():
         tensor.diagonal(dim1=-2, dim2=-1).add_(part.shape[-1] if part.dim() > 2 else 0)
+    tensor = flagged_as(part, tensor)
     if known is not None and 0 not in part.stride():
         tensor.copy_(known)
     return tensor
@@ -357,21 +362,21 @@ def described(part: Any, values: Values) -> Any:
     if not isinstance(part, Tensor):
         return part
     words = f"{dtype_name(part)}{list(part.shape)}{list(part.stride())}+{part.storage_offset()}"
+    words += f"{' conjugated' * part.is_conj()}{' negated' * part.is_neg()}"
     known = None if part.is_floating_point() else values.of(part)
     if known is not None:
-        words += hashlib.sha256(known.resolve_conj().numpy().tobytes()).hexdigest()[:16]
+        plain = known.resolve_conj().resolve_neg().contiguous().flatten()
+        words += hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
     return words
 
 
 def layout_bytes(layout: Layout) -> int:
-    return (
-        1 + sum((size - 1) * stride for size, stride in zip(layout.shape, layout.stride, strict=True))
-    ) * layout.dtype.itemsize
+    return span_bytes(layout.on_meta())
 
 
 def tensor_of(layout: Layout, device: str) -> Tensor:
     """A leaf of that layout on "cpu" or "meta". On the CPU it has contents as `real` makes them."""
-    shape = torch.empty_strided(layout.shape, layout.stride, dtype=layout.dtype, device="meta")
+    shape = layout.on_meta()
     if device == "cpu":
         shape = real(shape, Values())
         if layout.contents is not None and 0 not in layout.stride:

@@ -6,8 +6,9 @@ unknown. Views are recognised by their schema and need no entry.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
+import torch
 from torch import Tensor
 
 
@@ -15,7 +16,7 @@ def names(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# With operands of any dtype and layout.
+# With plain operands, in any layout. Those that read several tensors need them in one dtype.
 MAKERS = names(
     """
     _local_scalar_dense _to_copy _unsafe_view arange bernoulli_ cat clone constant_pad_nd copy_ empty empty_like
@@ -23,7 +24,7 @@ MAKERS = names(
     promote_types rand_like scalar_tensor select_backward slice_backward stack zero_ zeros zeros_like
     """
 )
-# All operands must have the result's dtype, or the CPU copies them. Masks and indices are exempt.
+# All operands but masks must have the result's dtype, or the CPU copies them.
 OF_ONE_DTYPE = names(
     """
     abs addcdiv addcdiv_ addcmul addcmul_ amax amin clamp clamp_min cos cumsum elu elu_backward erf exp hardsigmoid
@@ -76,9 +77,9 @@ def takes_nothing(name: str, kind: str, tensors: Sequence[Tensor], outputs: Sequ
         return name in PROFILER and namespace == "profiler"
     if kind == "cuda":
         return name in SHOWN_ON_A100 or name in READ_OF_CUDA
-    if name == "sum" and any(x.element_size() < 4 and is_partly_expanded(x) for x in tensors):
+    if not are_plain(tensors):
         return False
-    if name in OF_ONE_DTYPE:
+    if name in OF_ONE_DTYPE or name in ("cat", "stack"):
         return has_one_dtype(tensors, outputs)
     if name in OF_CONTIGUOUS:
         return all(x.is_contiguous() for x in tensors)
@@ -88,12 +89,15 @@ def takes_nothing(name: str, kind: str, tensors: Sequence[Tensor], outputs: Sequ
 PROFILER = ("_record_function_enter_new", "_record_function_exit")
 
 
-def is_partly_expanded(x: Tensor) -> bool:
-    strides = [stride for size, stride in zip(x.shape, x.stride(), strict=True) if size > 1]
-    return 0 in strides and any(strides)
+def are_plain(tensors: Iterable[Tensor]) -> bool:
+    """Whether lists and rules of the CPU hold for the operands: real numbers as they lie in memory.
+
+    Kernels copy complex numbers and lazily conjugated or negated ones in ways of their own.
+    """
+    return not any(x.is_complex() or x.is_neg() for x in tensors)
 
 
 def has_one_dtype(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    dtypes = {x.dtype for x in tensors}
-    floating = {dtype for dtype in dtypes if dtype.is_floating_point}
-    return len(floating) <= 1 and all(y.dtype in (floating or dtypes) for y in outputs)
+    """Whether all tensors have one dtype, apart from masks."""
+    dtypes = {x.dtype for x in tensors} - {torch.bool}
+    return all({y.dtype} == (dtypes or {torch.bool}) for y in outputs)

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memcheck.predict.autocast import dtype_in_use
+from memcheck.predict.plain_operators import are_plain
 from memcheck.predict.values import Values, is_meta, is_wrapped
 
 
@@ -65,7 +66,7 @@ def made(result: Result) -> Tensor:
     return shell.set_(storage, result.offset, result.shape, result.stride)
 
 
-# Functions that tests compare with measurements in many shapes and layouts: they need no check.
+# Functions that tests compare with measurements in many shapes and layouts: with plain operands they need no check.
 PLAIN_NAMES = """
     __getitem__ _make_dual _unpack_dual add alias arange cat chunk clone contiguous cos detach div dropout
     empty_like exp expand expand_as flatten float full full_like gt lt ge le eq ne linear log matmul mean mul neg
@@ -85,10 +86,27 @@ class Layout:
     dtype: torch.dtype
     requires_grad: bool
     contents: Tensor | None = None
+    offset: int = 0
+    conjugated: bool = False
+    negated: bool = False
+
+    @classmethod
+    def of(cls, tensor: Tensor, contents: Tensor | None) -> Layout:
+        flags = (int(tensor.storage_offset()), tensor.is_conj(), tensor.is_neg())
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad, contents, *flags)
 
     def __repr__(self) -> str:
         known = None if self.contents is None else self.contents.flatten().tolist()
-        return f"{self.dtype}{self.shape}{self.stride}{self.requires_grad}{known}"
+        flags = f"{' conjugated' * self.conjugated}{' negated' * self.negated}"
+        return f"{self.dtype}{self.shape}{self.stride}+{self.offset}{flags}{self.requires_grad}{known}"
+
+    def on_meta(self) -> Tensor:
+        """A tensor of this layout on meta that requires no gradient."""
+        last = sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        shell = torch.empty(self.offset + last + 1 if 0 not in self.shape else 0, dtype=self.dtype, device="meta")
+        tensor = shell.as_strided(self.shape, self.stride, self.offset if shell.numel() else 0)
+        tensor = tensor.conj() if self.conjugated else tensor
+        return torch._neg_view(tensor) if self.negated else tensor
 
 
 @dataclass(frozen=True)
@@ -107,7 +125,8 @@ class FunctionCall:
 
     @property
     def key(self) -> str:
-        words = f"{self.name} {self.args!r} {self.kwargs!r} {self.grad}"
+        path = f"{getattr(self.function, '__module__', '')}.{getattr(self.function, '__qualname__', self.name)}"
+        words = f"{path} {self.args!r} {self.kwargs!r} {self.grad}"
         return f"{words} {self.autocast}" if self.autocast else words
 
     def run(self, *tensors: Tensor) -> Any:
@@ -147,19 +166,29 @@ class FunctionCall:
 def call_to_check(func: Any, args: Any, kwargs: Any, values: Values) -> FunctionCall | None:
     """The call, if a check can repeat it: its arguments are tensors and plain values. Else None."""
     name = getattr(func, "__name__", "")
-    if name in PLAIN or getattr(func, "namespace", "") == "prims" or name in ("__get__", "__set__", "__delete__"):
+    if getattr(func, "namespace", "") == "prims" or name in ("__get__", "__set__", "__delete__"):
+        return None
+    if name in PLAIN and are_usual(args, kwargs):
         return None
 
     def layout(part: Any) -> Any:
         if not isinstance(part, Tensor):
             return part
         known = None if part.is_floating_point() or part.is_complex() else values.of(part)
-        contents = None if known is None else known.clone()
-        return Layout(tuple(part.shape), tuple(part.stride()), part.dtype, part.requires_grad, contents)
+        return Layout.of(part, None if known is None else known.clone())
 
     args_, kwargs_ = tree_map(layout, (args, kwargs))
     call = FunctionCall(func, args_, kwargs_, torch.is_grad_enabled(), dtype_in_use("cpu"))
     return call if call.layouts and is_repeatable(args, kwargs) else None
+
+
+def are_usual(args: Any, kwargs: Any) -> bool:
+    """Whether the operands are plain, and those of floating point have one dtype."""
+    leaves: list[Any] = []
+    tree_map(leaves.append, (args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    floating = {x.dtype for x in tensors if x.is_floating_point()}
+    return are_plain(tensors) and len(floating) <= 1 and not any(isinstance(leaf, complex) for leaf in leaves)
 
 
 def is_repeatable(args: Any, kwargs: Any) -> bool:

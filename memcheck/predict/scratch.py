@@ -6,8 +6,9 @@ scratch_sequences.
 
 from __future__ import annotations
 
+import itertools
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import Tensor
 
 from memcheck.core.tensors import dtype_name, tensors_in
 from memcheck.predict.allocator import rounded_up
-from memcheck.predict.plain_operators import takes_nothing
+from memcheck.predict.plain_operators import are_plain, takes_nothing
 from memcheck.predict.torch_versions import NEWEST_TRIED, WORKSPACES_ON_BLACKWELL, WORKSPACES_ON_THOR, Change, Version
 
 
@@ -109,13 +110,17 @@ def is_view(schema: Any) -> bool:
 
 def scratch_of(call: Call) -> list[Scratch | Unknown]:
     """The scratch that is alive at the highest sum of the call, and what is unknown about it."""
-    kind = call.target.kind
+    kind, tensors = call.target.kind, list(tensors_in(call.values))
     rule = RULES.get((call.name, kind)) or RULES.get((call.name, "any"))
-    if rule is not None:
+    if rule is not None and (kind != "cpu" or are_plain(tensors)):
         return [part for part in rule(call) if isinstance(part, Unknown) or part.bytes]
-    if call.is_view or takes_nothing(call.name, kind, list(tensors_in(call.values)), call.outputs):
+    if call.is_view or takes_nothing(call.name, kind, tensors, call.outputs):
         return []
-    return [Unlisted(f"what {call.name} takes beside its outputs")]
+    return [unlisted(call)]
+
+
+def unlisted(call: Call) -> Unlisted:
+    return Unlisted(f"what {call.name} takes beside its outputs")
 
 
 RULES: dict[tuple[str, str], Rule] = {}
@@ -157,6 +162,10 @@ def zeros_of_no_memory(call: Call) -> Iterator[Scratch]:
 ELEMENTWISE = ("add", "sub", "mul", "div", "rsub", "gt", "lt", "ge", "le", "eq", "ne", "add_", "sub_", "mul_", "div_")
 
 
+# The dtypes of tensors that are made of Python's numbers.
+NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: torch.complex128}
+
+
 @rule("cpu", *ELEMENTWISE)
 def conversions(call: Call) -> Iterator[Scratch]:
     """The CPU's elementwise kernels copy operands, and an existing output, that do not have the common type.
@@ -165,6 +174,8 @@ def conversions(call: Call) -> Iterator[Scratch]:
     """
     operands = [call.values[name] for name in ("self", "other")]
     common = torch.result_type(*operands)
+    if call.name.startswith("aten::div") and call.values.get("rounding_mode") is None:
+        common = torch.promote_types(common, torch.get_default_dtype()) if is_whole(common) else common
     if call.name.endswith("_") and call.self.dtype != common:
         yield Scratch("result in the common type", call.self.numel() * common.itemsize)
     for operand in operands:
@@ -172,30 +183,58 @@ def conversions(call: Call) -> Iterator[Scratch]:
             if operand.dtype != common:
                 yield Scratch("operand in the common type", operand.numel() * common.itemsize, first=True)
         else:
-            yield Scratch("number", 8, first=True)
-            if common != (torch.float64 if isinstance(operand, float) else torch.int64):
+            own = NUMBERS[type(operand)]
+            yield Scratch("number", own.itemsize, first=True)
+            if common != own:
                 yield Scratch("operand in the common type", common.itemsize, first=True)
+
+
+@rule("cpu", "clone", "copy_", "_to_copy")
+def blocks(call: Call) -> Iterator[Scratch]:
+    """A large transposed matrix is copied block by block, through a buffer."""
+    x, (y,) = call.values.get("src", call.self), call.outputs
+    is_transposed = x.dim() == 2 and x.stride() == (1, x.shape[0]) and y.is_contiguous()
+    if is_transposed and x.dtype == y.dtype and x.numel() >= BLOCK:
+        yield Scratch("block of a transposed matrix", BLOCK * x.element_size())
+
+
+BLOCK = 60 * 60  # Elements; smaller matrices are copied without a buffer.
+
+
+def is_whole(dtype: torch.dtype) -> bool:
+    return not dtype.is_floating_point and not dtype.is_complex
 
 
 @rule("cpu", "mean")
 def division(call: Call) -> Iterator[Scratch]:
     """The sum is divided in place by the number of terms, which becomes two tensors. 16 bits are summed in float32."""
-    if call.self.element_size() < 4:
-        yield Scratch("terms in float32", call.self.numel() * 4)
-        yield Scratch("sum in float32", call.outputs[0].numel() * 4)
-        return
-    yield Scratch("number of terms", 8)
-    yield Scratch("number of terms, in the type of the sum", call.outputs[0].element_size())
+    (y,) = call.outputs
+    wide = torch.promote_types(y.dtype, torch.float32)
+    terms = call.self.numel() * wide.itemsize if call.self.dtype != wide else 0
+    yield Scratch("sum in float32", y.numel() * wide.itemsize if y.dtype != wide else 0)
+    yield Scratch("terms in the type of the sum, or their number", max(terms, 8 + wide.itemsize))
 
 
 @rule("cpu", "sum")
 def terms(call: Call) -> Iterator[Scratch | Unknown]:
-    """A sum in another type than that of its terms copies them first."""
-    (y,) = call.outputs
-    if call.self.dtype != y.dtype:
-        yield Scratch("terms in the type of the sum", call.self.numel() * y.element_size())
-    elif not takes_nothing(call.name, "cpu", [call.self], [y]):
-        yield Unlisted(f"what {call.name} takes beside its outputs")
+    """A sum in another type than that of its terms copies them first.
+
+    16 bits are summed in float32 if the dimensions of the sum cannot be taken for one.
+    """
+    x, (y,) = call.self, call.outputs
+    in_parts = y.is_floating_point() and y.element_size() < 4 and dimensions_summed(x, call.values.get("dim")) > 1
+    if x.dtype != y.dtype:
+        yield unlisted(call) if in_parts else Scratch("terms in the type of the sum", x.numel() * y.element_size())
+    elif in_parts:
+        yield Scratch("terms and sum in float32", (x.numel() + y.numel()) * 4)
+
+
+def dimensions_summed(x: Tensor, dims: Sequence[int] | None) -> int:
+    """The number of dimensions of the sum, after those that lie one behind the other in memory are taken for one."""
+    chosen = [dim % max(x.dim(), 1) for dim in dims or range(x.dim())]
+    found = sorted((x.stride(dim), x.shape[dim]) for dim in chosen if x.shape[dim] != 1)
+    steps = itertools.pairwise(found)
+    return bool(found) + sum(stride * size != after for (stride, size), (after, _) in steps)
 
 
 @rule("any", "logsumexp")
@@ -223,11 +262,19 @@ def triangle(call: Call) -> Iterator[Unknown]:
         yield Unknown(f"whether {call.name} copies what is not contiguous")
 
 
+@rule("cpu", "pow")
+def power(call: Call) -> Iterator[Unknown]:
+    """A number as the base becomes a tensor, unless it is 1."""
+    operands = [x for x in (call.self, call.exponent) if isinstance(x, Tensor)]
+    if not isinstance(call.self, Tensor) or not takes_nothing(call.name, "cpu", operands, call.outputs):
+        yield unlisted(call)
+
+
 @rule("cpu", "max", "min")
 def largest(call: Call) -> Iterator[Unknown]:
     """Known along a dimension only. Reductions of all elements have another kernel and another backward."""
     if len(call.outputs) == 1 or not call.self.is_contiguous():
-        yield Unlisted(f"what {call.name} takes beside its outputs")
+        yield unlisted(call)
 
 
 @rule("cpu", "scatter")

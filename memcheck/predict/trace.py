@@ -6,18 +6,18 @@ memcheck.predict.scratch. Nothing is really allocated.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from types import FrameType, FunctionType
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -35,6 +35,7 @@ from memcheck.predict.python_functions import Bodies, answered, original, yes
 from memcheck.predict.ranks import BUFFERS, Done, distributed_followed, is_collective, is_reduction, is_wrapper
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
 from memcheck.predict.scratch import (
+    NUMBERS,
     OF_THE_HOST,
     Call,
     Lingers,
@@ -70,14 +71,11 @@ UPDATES = {
 ANY_PHASE = "any phase"
 BEFORE = "before"  # Earlier steps, and earlier backwards of the step.
 WORKSPACE = "cuBLAS workspace"
-# Operators whose number operand autograd may keep as a tensor.
-WITH_NUMBERS = {"add", "sub", "mul", "div", "true_divide", "multiply", "divide", "gt", "lt", "ge", "le", "eq", "ne"}
-WITH_NUMBERS |= {"add_", "sub_", "mul_", "div_"}
+KEEP_NUMBERS_IN_PLACE = ("aten::mul_", "aten::div_")
+OF_VIEWS = "torch::autograd::CopySlices"  # The node of an operator that writes into a view; its own node is inside.
 UNSCALED = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default  # Of a GradScaler.
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 GROUPED = torch.ops.aten._grouped_mm.default
-# The autograd nodes that keep it.
-KEEPERS = {"MulBackward0", "DivBackward0"}
 # Functions that choose their implementation by device internally. Modes cannot see inside, so the traced operators
 # may differ from those of the device.
 CLOSED = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
@@ -227,13 +225,12 @@ class Tracer(TorchDispatchMode):
         self._emptied: dict[int, str] = {}  # Names of storages that were resized to nothing.
         self.works: list[Done] = []
         self._workspace: Piece | None = None
-        self._hosts_number = False
+        # What an operator of numbers returned, or the tensor of which it changed a view; the numbers' bytes by name.
+        self._of_numbers: tuple[weakref.ref[Tensor], dict[str, int]] | None = None
         self._keeps_integers = False
         self._is_noting = True
-        self._counts_number = True  # Whether the number operand of the next operator counts.
         # torch's math attention adds a mask in place, except when a mode such as this one is active.
         self.adds_in_place = False
-        self.inside = ""  # Name of the Python function that currently runs without a function mode.
 
     @property
     def phase(self) -> str:
@@ -242,6 +239,7 @@ class Tracer(TorchDispatchMode):
 
     @phase.setter
     def phase(self, name: str) -> None:
+        self.note_kept_numbers()
         self._phase = name
         self.tape.begun.append((len(self.tape.events), name))
 
@@ -250,6 +248,7 @@ class Tracer(TorchDispatchMode):
             return NotImplemented  # It calls the operators of its local tensor, which come here again.
         # A function mode must not take operators that are called from here for calls of the model.
         with torch._C.DisableTorchFunction():
+            self.note_kept_numbers()
             if self._keeps_integers and (kept := with_integers(func, args, kwargs or {})) is not None:
                 return kept
             return self._run(func, args, placed(func, args, kwargs or {}, self.target))
@@ -278,19 +277,18 @@ class Tracer(TorchDispatchMode):
         if probed is not None:
             output = as_probed(output, probed)
             call = call_of(func, args, kwargs, output, self.target)
-            parts = parts_of(call.name, probed)
+            parts = parts_of(call.name, probed) + [part for part in parts if isinstance(part, Varies)]
         self.operators[call.name] = None
         self.note_node()
-        scratch = [part for part in self._known(parts) if self._counts_number or part.name != NUMBER]
-        self._counts_number = True
-        if self.inside and keeps_number(call):
-            self.note_unknown(Unlisted(f"which numbers {self.inside} keeps"), self.phase)
+        numbers = numbers_for_tensors(func, call)
+        scratch = list(self._known(without_kept(parts, self._kept_bytes(numbers))))
         taken = [self._take(part) for part in scratch if part.first]
         elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()
         if self._runs_in_place(call):
             self._hand_over(call.self, call.outputs[0])
         for position, tensor in enumerate(call.outputs):
-            if position not in elsewhere and not tensor._is_zerotensor() and not is_of_zeros(func):
+            is_noted = position not in elsewhere and not (call.is_view and numbers)
+            if is_noted and not tensor._is_zerotensor() and not is_of_zeros(func):
                 self.note(tensor, call.name)
         self._note_contents(func, args, kwargs, call)
         self._name_buffers(call)
@@ -298,6 +296,10 @@ class Tracer(TorchDispatchMode):
         self._use_library(uses_cublas(call))
         for piece in reversed(taken):
             self.tape.give_back(piece)
+        if numbers and self.target.kind == "cpu" and torch.is_grad_enabled():
+            base = call.outputs[0]._base if func._schema.is_mutable else None
+            if base is None or call.name in KEEP_NUMBERS_IN_PLACE:
+                self._of_numbers = weakref.ref(call.outputs[0] if base is None else base), numbers
         return output
 
     def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Probed | None]:
@@ -406,11 +408,7 @@ class Tracer(TorchDispatchMode):
         if not torch._C._current_autograd_node() or not engine_calls():
             return False
         first, second = call.self, call.other
-        if (
-            not isinstance(second, Tensor)
-            or first.shape != second.shape
-            or not is_non_overlapping_and_dense_or_false(first)
-        ):
+        if not isinstance(second, Tensor) or first.shape != second.shape or not is_dense(first):
             return False
         return use_counts(first) == counts_of_the_last()
 
@@ -433,22 +431,39 @@ class Tracer(TorchDispatchMode):
         """Autograd's thread has its own cuBLAS handle and therefore its own workspace."""
         self._workspace = None
 
-    def take_number(self) -> object:
-        """Allocates a number operand until the returned handle is released."""
-        self._counts_number = False
-        held = NumberHandle()
-        if self.target.kind == "cpu":
-            weakref.finalize(held, self.tape.give_back, self.tape.take(NUMBER, 8))
-        return held
+    def note_kept_numbers(self) -> None:
+        """Allocates the numbers that the last operator's autograd node keeps.
 
-    @contextmanager
-    def number_of_the_host(self) -> Iterator[None]:
-        """Inside, numbers are CPU tensors on every device."""
-        self._hosts_number = True
-        try:
-            yield
-        finally:
-            self._hosts_number = False
+        Python's numbers become tensors on the CPU. The node does not exist before the operator has returned.
+        """
+        noted, self._of_numbers = self._of_numbers, None
+        changed = noted[0]() if noted is not None else None
+        if noted is None or changed is None or changed.grad_fn is None:
+            return
+        for name, size in noted[1].items():
+            if changed.grad_fn.name() == OF_VIEWS:
+                self._take_number(changed.grad_fn, size)
+            elif (kept := self._kept_number(changed.grad_fn, name)) is not None:
+                self._keep(kept.untyped_storage(), self.tape.take(NUMBER, size, module=self._module()))
+
+    def _take_number(self, node: Any, size: int) -> None:
+        """Allocates a number that the node keeps out of sight, until the node has run or is freed."""
+        held = {NumberHandle()}
+        weakref.finalize(next(iter(held)), self.tape.give_back, self.tape.take(NUMBER, size, module=self._module()))
+        node.register_hook(lambda *_: held.clear())  # The node owns this closure, and so the number.
+
+    def _kept_bytes(self, numbers: dict[str, int]) -> int:
+        """Bytes of those operands that are numbers which the running node keeps."""
+        node = torch._C._current_autograd_node() if numbers else None
+        if node is not None and node.name() == OF_VIEWS:
+            return sum(numbers.values())
+        return sum(size for name, size in numbers.items() if self._kept_number(node, name) is not None)
+
+    def _kept_number(self, node: Any, name: str) -> Tensor | None:
+        """The tensor of a number that the node keeps as its operand of that name."""
+        with _disable_current_modes():
+            kept = getattr(node, f"_saved_{name}", None)
+        return kept if isinstance(kept, Tensor) and not is_meta(kept) else None
 
     @contextmanager
     def real_integers(self) -> Iterator[None]:
@@ -474,15 +489,12 @@ class Tracer(TorchDispatchMode):
             self._note_storage(storage, name)
 
     def _note_storage(self, storage: torch.UntypedStorage, name: str) -> None:
-        # Numbers that an optimizer keeps are real CPU tensors.
-        counts = self.phase == "inputs" and self.target.kind == "cpu" and storage.device.type == "cpu"
+        # Numbers that an optimizer or an autograd node keeps are real CPU tensors.
+        is_real = self.target.kind == "cpu" and storage.device.type == "cpu"
+        counts = is_real and (self.phase == "inputs" or bool(self._node_name()))
         size = storage.nbytes()
         if not (counts or storage.device.type == "meta") or size == 0 or storage._cdata in self._pieces:
             return
-        if self._hosts_number:
-            if self.target.kind != "cpu":
-                return
-            name = NUMBER
         if storage._cdata in self._aside and self.phase != "inputs":
             return
         piece = self.tape.take(self._node_name() or name, size, module=self._module())
@@ -658,11 +670,23 @@ def grouped_product(left: Tensor, right: Tensor, offsets: Tensor | None = None, 
     return left.new_empty((groups, *sizes))
 
 
-def keeps_number(call: Call) -> bool:
-    """Whether autograd keeps the operand as a tensor if it is a Python number."""
-    if call.name not in ("aten::mul", "aten::div") or isinstance(call.other, Tensor):
-        return False
-    return bool(call.self.requires_grad and torch.is_grad_enabled())
+def numbers_for_tensors(func: Any, call: Call) -> dict[str, int]:
+    """The operands that are Python numbers in place of tensors: the bytes of their tensors by name."""
+    given = [one for one in func._schema.arguments if isinstance(call.values[one.name], int | float | complex)]
+    tensors = [argument.name for argument in given if isinstance(argument.type, torch.TensorType)]
+    return {name: NUMBERS[type(call.values[name])].itemsize for name in tensors}
+
+
+def without_kept(parts: Iterable[Scratch | Unknown], kept: int) -> list[Scratch | Unknown]:
+    """The parts without that many bytes of numbers, which rules and probes count as new."""
+    found: list[Scratch | Unknown] = []
+    for part in parts:
+        if isinstance(part, Scratch) and kept:
+            spared = min(kept, part.bytes)
+            kept -= spared
+            part = dataclasses.replace(part, bytes=part.bytes - spared)
+        found.append(part)
+    return found
 
 
 def is_tensor(args: Any) -> bool:
@@ -671,6 +695,16 @@ def is_tensor(args: Any) -> bool:
 
 def wants_gradients(args: Any) -> bool:
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors_in(args))
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether the elements, in some order of the dimensions, fill the memory from the first to the last, each once."""
+    filled = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != filled:
+            return tensor.numel() < 2
+        filled *= size
+    return True
 
 
 def use_counts(tensor: Tensor) -> tuple[int, int]:
@@ -730,7 +764,6 @@ class OnTarget(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
-        self._hooks_around = open_hooks()
         self._depth = 0
         self._bodies = Bodies()
         self._running: Any = None  # The Python function whose body runs. A method of Tensor may call that of C++.
@@ -791,14 +824,6 @@ class OnTarget(TorchFunctionMode):
             if y.requires_grad:
                 self.tracer.note_unknown("the partial sums of rms_norm's backward", "backward")
             return y
-        if len(args) == 2 and isinstance(args[1], int | float) and getattr(func, "__name__", "") in WITH_NUMBERS:
-            if open_hooks() != self._hooks_around:
-                return self._beyond_hooks(func, args, kwargs)
-            if torch.result_type(args[0], args[1]) != args[0].dtype or args[0].dim() == 0:
-                return self._beyond_hooks(func, args, kwargs)
-            with self.tracer.number_of_the_host():
-                dtype = torch.float64 if isinstance(args[1], float) else torch.int64
-                args = (args[0], torch.scalar_tensor(args[1], dtype=dtype, device="meta"))
         if getattr(func, "__name__", "") in CLOSED and target.kind == "cpu":
             from memcheck.predict import rnn
 
@@ -816,8 +841,6 @@ class OnTarget(TorchFunctionMode):
                 return func(*args, **kwargs)
         if getattr(func, "__name__", "") in CLOSED:
             self.tracer.note_unknown(Unlisted(f"what {func.__name__} runs on the device"), self.tracer.phase)
-        if isinstance(func, FunctionType):
-            return self._without_mode(func, args, kwargs)
         output = func(*args, **kwargs)
         if func in (torch.tensor, Tensor.new_tensor):
             self.tracer.note(output, "tensor")  # torch.tensor runs no operator.
@@ -837,29 +860,6 @@ class OnTarget(TorchFunctionMode):
             yield
         finally:
             self.tracer.adds_in_place = False
-
-    def _without_mode(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a Python function, whose own calls the function mode does not see."""
-        outer, self.tracer.inside = self.tracer.inside, func.__name__
-        try:
-            return func(*args, **kwargs)
-        finally:
-            self.tracer.inside = outer
-
-    def _beyond_hooks(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls a function whose node keeps a number operand regardless of saved-tensor hooks."""
-        number = self.tracer.take_number()
-        output = func(*args, **kwargs)
-        node = getattr(output, "grad_fn", None)
-        if node is not None and node.name() in KEEPERS:
-            kept = [number]
-            node.register_prehook(lambda *_: kept.clear())  # The node owns this closure, and so the number.
-        return output
-
-
-def open_hooks() -> Any:
-    """The active saved-tensor hooks, such as those of a tracker or a checkpoint."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 @contextmanager
@@ -1027,6 +1027,7 @@ class TracedRun:
             optimizer_step()
 
     def _note_outputs(self, outputs: list[tuple[str, Tensor]]) -> None:
+        self.tracer.note_kept_numbers()
         held = self.result.held
         names = ["y", *(f"output {name}" for name, _ in outputs[1:])]
         titled = [(name, output) for name, (_, output) in zip(names, outputs, strict=False)]

@@ -34,7 +34,8 @@ class Values:
         if real is None:
             return None
         shell = torch.empty(0, dtype=tensor.dtype)
-        return shell.set_(real, tensor.storage_offset(), tensor.shape, tensor.stride())
+        shell.set_(real, tensor.storage_offset(), tensor.shape, tensor.stride())
+        return flagged_as(tensor, shell)
 
     def note(self, tensor: Tensor, contents: Tensor) -> None:
         """Stores the contents of a real tensor of the same shape."""
@@ -87,6 +88,12 @@ class Values:
 def is_wrapped(tensor: Tensor) -> bool:
     """Whether it is a tensor inside of a transform of torch.func. It has no storage; the one that it wraps may have."""
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def flagged_as(tensor: Tensor, other: Tensor) -> Tensor:
+    """The other tensor, lazily conjugated and negated as the first one is."""
+    other = other.conj() if tensor.is_conj() else other
+    return torch._neg_view(other) if tensor.is_neg() else other
 
 
 def is_meta(tensor: Tensor) -> bool:

@@ -206,12 +206,12 @@ def test_terms_add_up_and_equal_a_timeline() -> None:
 
 @pytest.mark.extension
 def test_nothing_is_allocated() -> None:
-    """Except 8 bytes for Python numbers, of which torch's meta kernels make tensors."""
+    """Except Python numbers, of which torch makes tensors of 8 bytes: autograd keeps two of this model."""
     case = case_of("naive", bsz=64, query_len=4096, kv_len=4096, dim=512, heads=8)
     traced.cache_clear()
     with track() as memory:
         prediction = memcheck.predict_memory(case)
-    assert memory.peak_bytes <= 8
+    assert memory.peak_bytes <= 3 * 8
     assert prediction.record.forward_peak_bytes > 2**36
     assert prediction.exact
 
