@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from memcheck.predict.values import Values, is_meta, may_be_known
+from memcheck.predict.values import Values, flagged_as, is_meta, may_be_known
 
 Thing = TypeVar("Thing")
 
@@ -52,7 +52,8 @@ class MetaCopies(TorchFunctionMode):
             return torch.sparse_coo_tensor(*parts, tensor.shape, device="meta", **how)
         storage = self._storage_of(tensor.untyped_storage())
         shell = torch.empty(0, dtype=tensor.dtype, device="meta")
-        found = shell.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        shell.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
+        found = flagged_as(tensor, shell)
         if not is_meta(tensor) and may_be_known(tensor) and not tensor.is_floating_point():
             self.values.note_storage(storage, tensor.untyped_storage().cpu())
         return found

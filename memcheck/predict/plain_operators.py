@@ -6,10 +6,12 @@ unknown. Views are recognised by their schema and need no entry.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import Tensor
+
+from memcheck.core.tensors import tensors_in
 
 
 def names(text: str) -> frozenset[str]:
@@ -67,25 +69,28 @@ READ_OF_CUDA = (
 )
 
 
-def takes_nothing(name: str, kind: str, tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
+def takes_nothing(name: str, kind: str, values: Mapping[str, Any], outputs: Sequence[Tensor]) -> bool:
     """Whether the operator, such as "aten::exp", is known to allocate nothing but its outputs on "cpu" or "cuda".
 
-    tensors: its operands.
+    values: its arguments by name.
     """
     namespace, _, name = name.partition("::")
     if namespace != "aten":
         return name in PROFILER and namespace == "profiler"
     if kind == "cuda":
         return name in SHOWN_ON_A100 or name in READ_OF_CUDA
+    tensors = list(tensors_in(values))
     if not are_plain(tensors):
         return False
     if name in OF_ONE_DTYPE or name in ("cat", "stack"):
-        return has_one_dtype(tensors, outputs)
+        masks = list(tensors_in([values.get(mask) for mask in MASKS]))
+        return len({x.dtype for x in (*tensors, *outputs) if all(x is not mask for mask in masks)}) <= 1
     if name in OF_CONTIGUOUS:
         return all(x.is_contiguous() for x in tensors)
     return name in MAKERS
 
 
+MASKS = ("mask", "condition")  # Operands of masked_fill and where.
 PROFILER = ("_record_function_enter_new", "_record_function_exit")
 
 
@@ -95,9 +100,3 @@ def are_plain(tensors: Iterable[Tensor]) -> bool:
     Kernels copy complex numbers and lazily conjugated or negated ones in ways of their own.
     """
     return not any(x.is_complex() or x.is_neg() for x in tensors)
-
-
-def has_one_dtype(tensors: Sequence[Tensor], outputs: Sequence[Tensor]) -> bool:
-    """Whether all tensors have one dtype, apart from masks."""
-    dtypes = {x.dtype for x in tensors} - {torch.bool}
-    return all({y.dtype} == (dtypes or {torch.bool}) for y in outputs)

@@ -114,7 +114,7 @@ def scratch_of(call: Call) -> list[Scratch | Unknown]:
     rule = RULES.get((call.name, kind)) or RULES.get((call.name, "any"))
     if rule is not None and (kind != "cpu" or are_plain(tensors)):
         return [part for part in rule(call) if isinstance(part, Unknown) or part.bytes]
-    if call.is_view or takes_nothing(call.name, kind, tensors, call.outputs):
+    if call.is_view or takes_nothing(call.name, kind, call.values, call.outputs):
         return []
     return [unlisted(call)]
 
@@ -190,15 +190,24 @@ def conversions(call: Call) -> Iterator[Scratch]:
 
 
 @rule("cpu", "clone", "copy_", "_to_copy")
-def blocks(call: Call) -> Iterator[Scratch]:
-    """A large transposed matrix is copied block by block, through a buffer."""
-    x, (y,) = call.values.get("src", call.self), call.outputs
-    is_transposed = x.dim() == 2 and x.stride() == (1, x.shape[0]) and y.is_contiguous()
-    if is_transposed and x.dtype == y.dtype and x.numel() >= BLOCK:
-        yield Scratch("block of a transposed matrix", BLOCK * x.element_size())
+def copies(call: Call) -> Iterator[Scratch]:
+    yield from block_copying(call.values.get("src", call.self), call.outputs[0])
 
 
-BLOCK = 60 * 60  # Elements; smaller matrices are copied without a buffer.
+def block_copying(x: Tensor, y: Tensor | None = None) -> Iterator[Scratch]:
+    """A large transposed matrix x is copied into a contiguous y, by default a new one, block by block in a buffer."""
+    is_transposed = x.dim() == 2 and x.stride() == (1, x.shape[0]) and x.numel() >= 60 * 60
+    if is_transposed and (y is None or (y.shape == x.shape and y.is_contiguous() and y.dtype == x.dtype)):
+        edge = 120 if x.dtype == torch.uint8 else 60
+        yield Scratch("block of a transposed matrix", edge * edge * x.element_size())
+
+
+@rule("cpu", "masked_fill")
+def filled_copy(call: Call) -> Iterator[Scratch | Unknown]:
+    if takes_nothing(call.name, "cpu", call.values, call.outputs):
+        yield from block_copying(call.self, call.outputs[0])
+    else:
+        yield unlisted(call)
 
 
 def is_whole(dtype: torch.dtype) -> bool:
@@ -222,27 +231,39 @@ def terms(call: Call) -> Iterator[Scratch | Unknown]:
     16 bits are summed in float32 if the dimensions of the sum cannot be taken for one.
     """
     x, (y,) = call.self, call.outputs
-    in_parts = y.is_floating_point() and y.element_size() < 4 and dimensions_summed(x, call.values.get("dim")) > 1
+    is_half, dims = y.is_floating_point() and y.element_size() < 4, call.values.get("dim") or range(x.dim())
+    in_parts = is_half and dimensions_summed(x, dims) > 1
     if x.dtype != y.dtype:
-        yield unlisted(call) if in_parts else Scratch("terms in the type of the sum", x.numel() * y.element_size())
+        yield (
+            unlisted(call)
+            if is_half and len(dims) > 1
+            else Scratch("terms in the type of the sum", x.numel() * y.element_size())
+        )
     elif in_parts:
         yield Scratch("terms and sum in float32", (x.numel() + y.numel()) * 4)
 
 
-def dimensions_summed(x: Tensor, dims: Sequence[int] | None) -> int:
+def dimensions_summed(x: Tensor, dims: Sequence[int]) -> int:
     """The number of dimensions of the sum, after those that lie one behind the other in memory are taken for one."""
-    chosen = [dim % max(x.dim(), 1) for dim in dims or range(x.dim())]
+    chosen = [dim % max(x.dim(), 1) for dim in dims]
     found = sorted((x.stride(dim), x.shape[dim]) for dim in chosen if x.shape[dim] != 1)
     steps = itertools.pairwise(found)
     return bool(found) + sum(stride * size != after for (stride, size), (after, _) in steps)
 
 
 @rule("any", "logsumexp")
-def exponentials(call: Call) -> Iterator[Scratch]:
-    """The largest terms, and the exponentials of the terms less the largest. Integers are converted first."""
-    (y,) = call.outputs
-    size = call.self.numel() * y.element_size()
-    yield Scratch("terms in the type of the sum", size if call.self.dtype != y.dtype else 0)
+def exponentials(call: Call) -> Iterator[Scratch | Unknown]:
+    """The largest terms, and the exponentials of the terms less the largest. Integers are converted first.
+
+    If there are hardly more terms than sums, the mask of infinite sums is larger.
+    """
+    x, (y,) = call.self, call.outputs
+    size = x.numel() * y.element_size()
+    in_parts = y.element_size() < 4 and dimensions_summed(x, call.dim) > 1
+    if call.target.kind == "cpu" and (in_parts or size < y.nbytes + y.numel() + 16):
+        yield unlisted(call)
+        return
+    yield Scratch("terms in the type of the sum", size if x.dtype != y.dtype else 0)
     yield Scratch("largest terms", y.nbytes)
     yield Scratch("exponentials", size)
 
@@ -254,6 +275,7 @@ def rows_laid_out(call: Call) -> Iterator[Scratch]:
         operand = call.values.get(name)
         if operand is not None and not operand.is_contiguous():
             yield Scratch(f"{name.replace('_', ' ')}, laid out", operand.nbytes, first=True)
+            yield from block_copying(operand)
 
 
 @rule("cpu", "tril", "triu")
@@ -263,11 +285,14 @@ def triangle(call: Call) -> Iterator[Unknown]:
 
 
 @rule("cpu", "pow")
-def power(call: Call) -> Iterator[Unknown]:
+def power(call: Call) -> Iterator[Scratch | Unknown]:
     """A number as the base becomes a tensor, unless it is 1."""
-    operands = [x for x in (call.self, call.exponent) if isinstance(x, Tensor)]
-    if not isinstance(call.self, Tensor) or not takes_nothing(call.name, "cpu", operands, call.outputs):
+    if not takes_nothing(call.name, "cpu", call.values, call.outputs):
         yield unlisted(call)
+    elif not isinstance(call.self, Tensor) and call.self != 1:
+        own, (y,) = NUMBERS[type(call.self)], call.outputs
+        yield Scratch("number", own.itemsize)
+        yield Scratch("number in the common type", y.element_size() if y.dtype != own else 0)
 
 
 @rule("cpu", "max", "min")
@@ -282,6 +307,8 @@ def scattered(call: Call) -> Iterator[Scratch]:
     """16-bit values are scattered in 32 bits."""
     if call.self.element_size() < 4 and call.self.is_floating_point():
         yield Scratch("result in float32", call.self.numel() * 4)
+    else:
+        yield from block_copying(call.self, call.outputs[0])
 
 
 @rule("cuda", "cumsum")
@@ -342,7 +369,11 @@ def copies_for_cublas(call: Call) -> Iterator[Scratch]:
 def copies_for_blas(call: Call) -> Iterator[Scratch | Unknown]:
     """On the CPU, batches of matrices that MKL cannot read are copied and multiplied one by one."""
     left, right = operands_of(call)
+    if call.name == "aten::addmm":
+        yield from block_copying(call.self, call.outputs[0])
     if left.numel() == 0 or right.numel() == 0:
+        if call.name == "aten::baddbmm":
+            yield unlisted(call)
         return
     if not products_are_plain(dtype_name(left)):
         yield Unknown("what oneDNN takes in products of 16-bit matrices")
