@@ -445,3 +445,24 @@ def test_a_dataclass_of_tensors() -> None:
 
     batch = Batch(torch.rand(5), torch.rand(5))
     assert figures(memcheck.predict_memory(fn, batch).record) == figures(measure_memory(fn, batch))
+
+
+@pytest.mark.extension
+def test_rows_of_a_table_in_another_format_are_not_read(a_table_of_its_own: Path) -> None:
+    memcheck.predict_memory(torch.nn.GELU(), torch.randn(3, 4), device="cpu")
+    rows = a_table_of_its_own.read_text().splitlines()
+    assert Table(a_table_of_its_own).found
+    a_table_of_its_own.write_text("\n".join(row.replace('"format": 2', '"format": 1') for row in rows))
+    assert not Table(a_table_of_its_own).found
+
+
+@pytest.mark.extension
+def test_a_probe_leaves_the_doubt_that_threads_allocate_at_once() -> None:
+    q = torch.randn(1, 2, 40, 8).bfloat16().requires_grad_()
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        prediction = memcheck.predict_memory(torch.nn.functional.scaled_dot_product_attention, q, q, q, device="cpu")
+    finally:
+        torch.set_num_threads(before)
+    assert "how many of 2 threads have their sums of rows at once" in prediction.unknown
