@@ -466,15 +466,17 @@ def test_a_calibration_is_carried(capsys: pytest.CaptureFixture[str], monkeypatc
 def test_a_calibration_of_several_machines_needs_a_choice(capsys: pytest.CaptureFixture[str]) -> None:
     place = json.dumps(["aten::add", "3 threads", f"torch {torch.__version__}", "cpu old"])
     rows = [
-        json.dumps({"key": place, "probed": None}),
-        json.dumps({"key": place.replace("3 t", "4 t"), "probed": None}),
+        json.dumps({"format": 2, "key": place, "probed": None}),
+        json.dumps({"format": 2, "key": place.replace("3 t", "4 t"), "probed": None}),
     ]
     Path("table.jsonl").write_text("\n".join(rows))
     flags = ["predict", "--model", "net.py:make", "--calibration", "table.jsonl"]
     assert main(flags) == 2
     assert "one machine is needed, choose by --threads; it has 3 threads" in capsys.readouterr().err
     assert predicted(capsys, *flags[1:], "--threads", "4")["threads"] == 4
-    Path("table.jsonl").write_text(json.dumps({"key": place.replace(torch.__version__, "1.0"), "probed": None}))
+    Path("table.jsonl").write_text(
+        json.dumps({"format": 2, "key": place.replace(torch.__version__, "1.0"), "probed": None})
+    )
     assert main(flags) == 2
     assert "is of torch 1.0, and this is torch" in capsys.readouterr().err
 
