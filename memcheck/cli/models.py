@@ -33,8 +33,9 @@ from memcheck.core.case import DTYPES, SHORT_DTYPES
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
 from memcheck.core.failures import failure
+from memcheck.core.workload import module_called
 from memcheck.predict.interpolate import fits_by_interpolation
-from memcheck.predict.model import is_for_lack_of_data, owner_of
+from memcheck.predict.model import is_for_lack_of_data
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import KINDS, Ranks
 from memcheck.predict.replay import Prediction
@@ -395,6 +396,6 @@ def combined(setting: Setting, others: Sequence[Setting]) -> Setting:
 
 def classes_of(prediction: Prediction) -> dict[str, str]:
     """The class of each module of the predicted model by its path."""
-    owner = owner_of(prediction.case.model)
+    owner = module_called(prediction.case.model)
     modules = owner.named_modules() if owner is not None else ()
     return {path: type(module).__name__ for path, module in modules}

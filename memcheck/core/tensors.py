@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing import reductions
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
@@ -81,8 +82,10 @@ def storages_on(tensor: torch.Tensor, device: torch.device) -> Iterator[torch.Un
 
 
 def with_data(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same tensors. Raises a ValueError that names the first one without data: a meta tensor, or a fake one."""
+    """The same tensors. Raises a ValueError that names the first one without data: a meta, fake or lazy tensor."""
     for name, tensor in named:
+        if is_lazy(tensor):
+            raise ValueError(f"{name} has no shape before the first call of its module; call the model once")
         # A fake tensor reports a real device; its storage reports meta.
         if any(storage.device.type == "meta" for storage in storages_in(tensor)):
             kind = "meta" if tensor.is_meta else "fake"

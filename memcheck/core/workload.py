@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
+from torch.nn import Module
 
 from memcheck.core.case import Operator
 from memcheck.core.outputs import ForwardOptions, Outputs
@@ -71,3 +73,16 @@ class Workload:
 
     def _name(self, index: int) -> str:
         return self.names[index] if index < len(self.names) else f"argument {index}"
+
+
+def owner_of(model: Any) -> Any:
+    """What is called, or whose method is called: a module, or another object; for a function, the function."""
+    while isinstance(model, functools.partial):
+        model = model.func
+    return getattr(model, "__self__", model)
+
+
+def module_called(model: Any) -> Module | None:
+    """The module that is called, or whose method is called; None for any other callable."""
+    owner = owner_of(model)
+    return owner if isinstance(owner, Module) else None

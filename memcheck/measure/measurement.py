@@ -14,6 +14,7 @@ from memcheck.core.outputs import ForwardOptions
 from memcheck.core.record import PHASES, Record
 from memcheck.core.step import check_step, clipped_step, number_of_steps, optimizers_in
 from memcheck.core.tensors import resolve_device
+from memcheck.core.workload import module_called, owner_of
 from memcheck.measure import timing
 from memcheck.measure.explain import explain
 from memcheck.measure.machine import load, machine_of
@@ -106,7 +107,7 @@ def measure_memory(
         if optimizer_step is not None:
             raise ValueError("optimizer and optimizer_step exclude each other: each is the step that is measured")
         made = optimizer(parameters_of(fn))
-        parameters, optimizer_step = (fn, optimizers_in(made), parameters), clipped_step(made, clip_grad_norm)
+        parameters, optimizer_step = (owner_of(fn), optimizers_in(made), parameters), clipped_step(made, clip_grad_norm)
     call = MeasuredCall(fn, inputs, kwargs, parameters, backward, device, optimizer_step)
     call.warm_up, call.accumulate, call.set_to_none = count > 1, accumulate, set_to_none
     call.forward_options = ForwardOptions(loss, autocast, keeps_outputs)
@@ -120,8 +121,8 @@ def measure_memory(
 
 def parameters_of(fn: Any) -> list[torch.nn.Parameter]:
     """The parameters of a module, or of the one whose method it is."""
-    owner = fn if isinstance(fn, torch.nn.Module) else getattr(fn, "__self__", None)
-    if not isinstance(owner, torch.nn.Module):
+    owner = module_called(fn)
+    if owner is None:
         raise ValueError(f"optimizer needs a module with parameters, got {fn!r}")
     return list(owner.parameters())
 

@@ -7,7 +7,7 @@ import gc
 import inspect
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from contextvars import ContextVar
 from typing import Any
 
@@ -18,13 +18,16 @@ from memcheck.core.outputs import ForwardOptions, NamedTensors, Outputs
 from memcheck.core.record import Record
 from memcheck.core.tensors import (
     Storages,
+    StorageWeakRef,
     gradients_for,
     named_tensors_in,
     resolve_device,
     storages_of,
+    storages_on,
     tensors_in,
     with_data,
 )
+from memcheck.core.workload import owner_of
 from memcheck.measure.machine import machine_of
 from memcheck.measure.tracker import MemoryTracker, SavedTensor
 
@@ -66,9 +69,8 @@ class MeasuredCall:
         self.optimizers = _optimizers_of(self.parameters, self.stepped)
         self.named_given = list(with_data(_titled("input", named_tensors_in(_arguments(fn, inputs, kwargs)))))
         # Parameters of a module, of a bound method's module, those that the caller names, and the optimizer's.
-        owners = (fn, getattr(fn, "__self__", None), self.parameters, self.stepped)
-        owned = itertools.chain.from_iterable(map(named_tensors_in, owners))
-        self.named_owned = list(with_data(_titled("parameter", owned)))
+        self.owners = (owner_of(fn), self.parameters, self.stepped)
+        self.named_owned = self.named_owned_now()
         self.given = [tensor for _, tensor in self.named_given]
         self.owned = [tensor for _, tensor in self.named_owned]
         self.named_leaves = _leaves(self.named_given, self.named_owned, backward)
@@ -82,6 +84,11 @@ class MeasuredCall:
         """Runs the callable once, and its loss, and returns what stays alive until the step ends."""
         with torch.set_grad_enabled(self.backward):
             return self.forward_options.run(self.device.type, self._function)
+
+    def named_owned_now(self) -> NamedTensors:
+        """The tensors that the callable owns. A forward may replace buffers by new ones."""
+        owned = itertools.chain.from_iterable(map(named_tensors_in, self.owners))
+        return list(with_data(_titled("parameter", owned)))
 
     @property
     def named_state(self) -> NamedTensors:
@@ -121,6 +128,7 @@ class MeasuredRun:
         self.memory = MemoryTracker(*held, device=call.device, limit_bytes=limit_bytes, saved=hooks)
         self._held_bytes = self.memory.held_bytes + call.unseen_bytes
         self._left_bytes = 0  # By the first step.
+        self._older: set[StorageWeakRef] = set()
         self._left_gradients: Storages = {}
         self.hooks = hooks
         self.phase = phase or range_around.get()
@@ -147,7 +155,10 @@ class MeasuredRun:
     def measure(self, dense_grad: bool = False) -> Record:
         """Runs everything once and returns the record."""
         self.machine.drop_library_workspaces()
+        # Attributes that the forward replaces stay: their release would count if an earlier measurement saw them made.
+        attributes = list(_attributes_of(self.call.owners))
         with _collector_at_rest(), gradients_aside(self.call.leaves), self.memory:
+            self._older = set(map(StorageWeakRef, _storages_alive(self.call.device)))
             if self._before(dense_grad) and self._attempt("forward", self._forward):
                 if not self.returned.roots:
                     self.record.doubts += _why_no_backward(self.call, self.returned.named)
@@ -156,6 +167,7 @@ class MeasuredRun:
                     and self.call.optimizer_step is not None
                 ):
                     self._attempt("optimizer", self._optimizer)
+        attributes.clear()
         self.record.reserved_bytes = self.machine.reserved_bytes()
         return self.record
 
@@ -226,19 +238,32 @@ class MeasuredRun:
         return False
 
     def _forward(self) -> None:
-        record, memory = self.record, self.memory
-        held_bytes = memory.held_bytes
+        record, memory, device = self.record, self.memory, self.call.device
+        held = storages_of([*self.call.given, *self.call.owned, *self.call.state], device)
+        young = _storages_alive(device, generation=0)
+        younger = {StorageWeakRef(storage): storage.nbytes() for storage in young}
+        before = {*self._older, *held, *younger}
         self.returned = self.call.forward()
-        outputs = [tensor for _, tensor in with_data(self.named_outputs)]
+        returned = [tensor for _, tensor in with_data(self.named_outputs)]
         record.forward_peak_bytes = self._held_bytes + memory.peak_bytes
         record.forward_max_allocated_bytes = self.machine.max_allocated_bytes()
         alive = memory.current_bytes - self._left_bytes
         record.library_workspace_bytes = self.machine.drop_library_workspaces()
-        memory.hold(outputs)
-        record.output_bytes = memory.held_bytes - held_bytes
+        # Buffers and attributes of modules that the forward replaced: the old ones are gone, the new ones are there.
+        gone_bytes = sum(size for storage, size in younger.items() if storage.expired())
+        owned = [tensor for _, tensor in self.call.named_owned_now()]
+        outputs, renewed = (
+            {key: size for key, size in storages_of(tensors, device).items() if key not in before}
+            for tensors in (returned, owned)
+        )
+        renewed_bytes = sum(size for key, size in renewed.items() if key not in outputs)
+        memory.hold(returned, owned)
+        record.output_bytes = sum(outputs.values())
+        parts = (record.library_workspace_bytes or 0, record.output_bytes, renewed_bytes)
         # Gradients of a backward within the forward are part of saved_bytes.
-        self._left_gradients |= storages_of(_gradients_of(self.call.leaves), self.call.device)
-        record.saved_bytes = alive - (record.library_workspace_bytes or 0) - record.output_bytes
+        self._left_gradients |= storages_of(_gradients_of(self.call.leaves), device)
+        record.saved_bytes = max(0, alive + gone_bytes - sum(parts))
+        self._left_bytes += renewed_bytes - gone_bytes
         if self.hooks:
             self.saved_by_hooks, self.saved_tensors = memory.saved_bytes, memory.saved_tensors
         self._note_workspace(record.forward_peak_bytes, record.library_workspace_bytes)
@@ -421,6 +446,25 @@ def _leaves(given: NamedTensors, owned: NamedTensors, backward: bool) -> NamedTe
         if backward and tensor.requires_grad and not tensor.is_leaf:
             raise ValueError(f"inputs must be leaves, or backward runs on through their history: got {tensor.grad_fn}")
     return [(name, tensor) for name, tensor in [*given, *owned] if tensor.requires_grad and tensor.is_leaf]
+
+
+def _attributes_of(thing: Any) -> Iterator[torch.UntypedStorage]:
+    """The storages of tensors on the CPU that modules hold as plain attributes, and in containers."""
+    if isinstance(thing, tuple | list):
+        yield from itertools.chain.from_iterable(map(_attributes_of, thing))
+    for part in thing.modules() if isinstance(thing, torch.nn.Module) else ():
+        held = [value for name, value in vars(part).items() if name != "_modules"]
+        for tensor in tensors_in(held):
+            with suppress(Exception):
+                yield from storages_on(tensor, torch.device("cpu"))
+
+
+def _storages_alive(device: torch.device, generation: int | None = None) -> Iterator[torch.UntypedStorage]:
+    """The storages of all tensors that Python knows, or of those that were made since the last collection (0)."""
+    for thing in gc.get_objects(generation):
+        if issubclass(type(thing), torch.Tensor):
+            with suppress(Exception):  # Tensors of functorch, lazy ones and others have no storage.
+                yield from storages_on(thing, device)
 
 
 @contextmanager

@@ -1,36 +1,51 @@
-"""Deep copies of models and inputs whose tensors lie on the meta device, so that a copy takes no memory."""
+"""Copies of models and inputs whose tensors lie on the meta device, so that a copy takes no memory.
+
+A model also reaches tensors that no copy replaces: in caches, in globals, in objects that refuse to be copied. Such a
+tensor gets a twin on meta when an operator first takes it.
+"""
 
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
 
+from memcheck.core.tensors import tensors_in
+from memcheck.predict.reached import Reaching
 from memcheck.predict.values import Values, flagged_as, is_meta, may_be_known
 
 Thing = TypeVar("Thing")
-
-
-def meta_copy(thing: Thing, values: Values) -> Thing:
-    """A deep copy with meta tensors. Tensors that share a storage still do; gradients are not copied.
-
-    values: receives the contents of small integer and boolean tensors, which may steer control flow.
-    """
-    with MetaCopies(values):
-        return copy.deepcopy(thing)
+Stand = Callable[[torch.UntypedStorage, torch.UntypedStorage], None]
 
 
 class MetaCopies(TorchFunctionMode):
-    """Replaces the copies that copy.deepcopy makes of tensors by meta tensors."""
+    """Makes the copies and the twins of one prediction. Tensors that share a storage still do; no gradient is copied.
 
-    def __init__(self, values: Values) -> None:
+    values: receives the contents of small integer and boolean tensors, which may steer control flow.
+    stand: called with the storage of a real tensor and that of its twin.
+    """
+
+    def __init__(self, values: Values, stand: Stand = lambda original, twin: None) -> None:
         super().__init__()
         self.values = values
-        self._storages: dict[int, torch.UntypedStorage] = {}  # By the original's identity.
-        self._kept: list[torch.UntypedStorage] = []  # Keeps the identities valid.
+        self.stand = stand
+        self.memo: dict[int, Any] = {}  # As copy.deepcopy keeps it.
+        self._copies: set[int] = set()  # Identities of copied modules.
+        # By the original's identity: the original and its copy.
+        self._storages: dict[int, tuple[torch.UntypedStorage, weakref.ref[torch.UntypedStorage]]] = {}
+        self._originals: list[Any] = []  # Keeps the identities valid.
+        self.written: set[int] = set()  # Storages of real tensors whose twins were written.
+        self._twins: dict[int, Tensor] = {}  # By the identity of a tensor.
+        self._held: list[torch.UntypedStorage] = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
@@ -42,10 +57,53 @@ class MetaCopies(TorchFunctionMode):
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
             return self.copy_of(args[0])
         if getattr(func, "__name__", "") == "clone":
-            return args[0]
+            return args[0] if is_meta(args[0]) else self.copy_of(args[0])
         return func(*args, **(kwargs or {}))
 
+    def copy(self, thing: Thing) -> Thing:
+        """A deep copy with meta tensors. Objects that refuse to be copied are shared with the original.
+
+        thing: a tuple. Functions in it, or in its modules, call copies of the modules that they reach.
+        """
+        reaching = Reaching(self._copy_of_module)
+        copied = self._deep_copy(thing)
+        for module in [part for part in self.memo.values() if isinstance(part, torch.nn.Module)]:
+            reaching.replace_functions(module)
+        copied = reaching.copied(copied)
+        # From here on, the copy decides how long its tensors live.
+        self._held.clear()
+        self.memo = {key: part for key, part in self.memo.items() if is_module_or_leaf(part)}
+        return copied
+
+    def _copy_of_module(self, module: torch.nn.Module) -> Any:
+        if id(module) in self._copies:
+            return module
+        if id(module) not in self.memo:
+            refuse_unknown_sizes(module)
+            self._deep_copy(module)
+        return self.memo.get(id(module), module)
+
+    def _deep_copy(self, thing: Thing) -> Thing:
+        shared: dict[int, Any] = {}
+        while True:
+            memo = {**self.memo, **shared}
+            try:
+                with self:
+                    copied = copy.deepcopy(thing, memo)
+            except Exception as error:
+                refusing = refusing_object(error)
+                if refusing is None or refusing is thing or id(refusing) in shared:
+                    raise
+                shared |= {id(other): substitute(other) for other in others_like(refusing)}
+                self._originals.append(refusing)
+            else:
+                self._originals += memo.pop(id(memo), [])
+                self.memo |= memo
+                self._copies |= {id(part) for part in memo.values() if isinstance(part, torch.nn.Module)}
+                return copied
+
     def copy_of(self, tensor: Tensor) -> Tensor:
+        """A meta tensor like this one."""
         if tensor.layout == torch.sparse_coo:
             parts = (self.copy_of(tensor._indices()), self.copy_of(tensor._values()))
             how: Any = {"is_coalesced": tensor.is_coalesced(), "check_invariants": False}
@@ -59,7 +117,123 @@ class MetaCopies(TorchFunctionMode):
         return found
 
     def _storage_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
-        if storage._cdata not in self._storages:
-            self._kept.append(storage)
-            self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
-        return self._storages[storage._cdata]
+        known = self._storages.get(storage._cdata)
+        found = known[1]() if known is not None else None
+        if found is None:
+            found = torch.UntypedStorage(storage.nbytes(), device="meta")
+            self._storages[storage._cdata] = storage, weakref.ref(found)
+        self._held.append(found)
+        return found
+
+    def storages(self) -> Iterator[tuple[torch.UntypedStorage, torch.UntypedStorage]]:
+        """The storages of all copies that are alive, each after that of the original."""
+        for original, reference in self._storages.values():
+            if (storage := reference()) is not None:
+                yield original, storage
+
+    def twin_of(self, tensor: Tensor) -> Tensor:
+        """The copy of a real tensor, or a meta tensor that stands for it from now on."""
+        known = self.memo.get(id(tensor), self._twins.get(id(tensor)))
+        if isinstance(known, Tensor):
+            return known
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+            count = len(self._storages)
+            twin = self.copy_of(tensor.detach())
+            if len(self._storages) > count:
+                self.stand(tensor.untyped_storage(), twin.untyped_storage())
+            twin.requires_grad_(tensor.requires_grad and tensor.is_leaf)
+        # Views are made by the million, and each has the storage's twin. Only a leaf must stay the same tensor.
+        if twin.requires_grad:
+            self._twins[id(tensor)] = twin
+            self._originals.append(tensor)
+        return twin
+
+    def owned(self, named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
+        """The tensors, with twins for those of modules that refused to be copied. These twins do not stand."""
+        stand, self.stand = self.stand, lambda original, twin: None
+        with torch._C.DisableTorchFunction():
+            found = [(name, tensor if is_meta(tensor) else self.twin_of(tensor)) for name, tensor in named]
+        self.stand = stand
+        return found
+
+    def with_twins(self, func: Any, args: Any, kwargs: Any, hosts: set[int]) -> tuple[Any, Any]:
+        """The operands with twins for real tensors, except those with storages in `hosts`."""
+
+        def is_foreign(part: Any) -> bool:
+            return isinstance(part, Tensor) and not part.is_meta and is_real(part, hosts)
+
+        if func._schema.is_mutable:
+            foreign = filter(is_foreign, tensors_in((args, kwargs)))
+            self.written |= {tensor.untyped_storage()._cdata for tensor in foreign}
+        return self._replaced(is_foreign, args, kwargs)
+
+    def are_unchanged(self, args: Any, kwargs: Any) -> bool:
+        """Whether all operands are real tensors with the contents that they had before."""
+        tensors = list(tensors_in((args, kwargs)))
+        if not tensors or any(map(is_meta, tensors)):
+            return False
+        return all(tensor.untyped_storage()._cdata not in self.written for tensor in tensors)
+
+    def _replaced(self, is_wanted: Callable[[Any], bool], args: Any, kwargs: Any) -> tuple[Any, Any]:
+        twins: tuple[Any, Any] = tree_map(lambda part: self.twin_of(part) if is_wanted(part) else part, (args, kwargs))
+        return twins
+
+    def with_leaves(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The arguments with twins for real tensors that a backward would give a gradient."""
+        return (args, kwargs) if all_on_meta(args, kwargs) else self._replaced(is_real_leaf, args, kwargs)
+
+
+def refuse_unknown_sizes(module: torch.nn.Module) -> None:
+    """NotImplementedError: a compiler decides what a part of the module allocates, or it has no sizes yet."""
+    for path, part in module.named_modules():
+        name = path or type(part).__name__
+        if isinstance(part, torch.jit.ScriptModule):
+            raise NotImplementedError(f"TorchScript decides what {name} allocates; predict the Python module instead")
+        if any(map(is_lazy, part.parameters(recurse=False))):
+            raise NotImplementedError(f"{name} has no sizes before its first call; call the model once before")
+
+
+def all_on_meta(args: Any, kwargs: Any) -> bool:
+    """Whether no tensor in the arguments has data. Every call asks, so this looks into lists and tuples only."""
+    for part in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(part, Tensor):
+            if not part.is_meta:
+                return False
+        elif type(part) in (list, tuple) and not all_on_meta(part, None):
+            return False
+    return True
+
+
+def is_module_or_leaf(part: Any) -> bool:
+    return isinstance(part, torch.nn.Module) or (isinstance(part, Tensor) and part.requires_grad and part.is_leaf)
+
+
+def is_real(tensor: Tensor, hosts: set[int]) -> bool:
+    """Whether the tensor has data that the traced run did not make."""
+    return not is_meta(tensor) and tensor.device.type == "cpu" and tensor.untyped_storage()._cdata not in hosts
+
+
+def is_real_leaf(part: Any) -> bool:
+    return isinstance(part, Tensor) and part.requires_grad and part.is_leaf and not part.is_meta and not is_meta(part)
+
+
+def refusing_object(error: Exception) -> Any:
+    """The object that copy.deepcopy was about to copy when the error was raised; None if there is none."""
+    found, trace = None, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code is copy.deepcopy.__code__:
+            found = trace.tb_frame.f_locals["x"]
+        trace = trace.tb_next
+    return found
+
+
+def others_like(thing: Any) -> list[Any]:
+    """The object, and all others of a type that cannot be copied, such as locks."""
+    if type(thing).__module__ in ("builtins", "_thread", "_io", "torch"):
+        return [thing, *(other for other in gc.get_objects() if type(other) is type(thing))]
+    return [thing]
+
+
+def substitute(thing: Any) -> Any:
+    """What a copy has in place of an object that refuses to be copied: itself; of a generator, one of its own."""
+    return torch.Generator(thing.device).set_state(thing.get_state()) if isinstance(thing, torch.Generator) else thing

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import functools
-import gc
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,13 +15,14 @@ from memcheck.core.outputs import ForwardOptions
 from memcheck.core.record import Record
 from memcheck.core.step import INSTEAD_OF_A_CLOSURE, clipped_step, needs_closure, optimizers_in
 from memcheck.core.tensors import dtype_name, tensors_in
-from memcheck.core.workload import Workload
-from memcheck.predict.meta_copy import meta_copy
+from memcheck.core.workload import Workload, module_called, owner_of
+from memcheck.predict.left_behind import LeftBehind, nothing_left_behind
+from memcheck.predict.meta_copy import MetaCopies, refuse_unknown_sizes
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import OF_NCCL, OF_STREAMS, Ranks, distributed_followed, pretended
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record
-from memcheck.predict.scratch import Target
-from memcheck.predict.trace import OnTarget, Tape, TracedRun, Tracer
+from memcheck.predict.scratch import Target, Unlisted
+from memcheck.predict.trace import OnTarget, Tape, Trace, TracedRun, Tracer
 from memcheck.predict.values import Values, is_meta
 
 
@@ -60,7 +58,7 @@ class Call:
 
     @property
     def name(self) -> str:
-        owner = owner_of(self.model)
+        owner = module_called(self.model)
         return type(owner).__name__ if owner is not None else getattr(self.model, "__name__", repr(self.model))
 
     @property
@@ -91,18 +89,33 @@ def predict_call(
     record = blank_record(Record, device, target)
     record.operator, record.mode, record.dtype = call.name, call.mode, call.dtype
     how: dict[str, Any] = {"dense_grad": dense_grad, "drops_workspaces": drops_workspaces, "values": Values()}
-    run = TracedRun(target, **how, probe=probe, checks=True, is_split=call.ranks is not None)
-    try:
-        if is_compiled(call.model):
-            raise NotImplementedError("the compiler decides what is allocated")
-        with collector_at_rest(), pretended(call.ranks, target.kind) as mesh:
-            trace = run.trace(workload_of(call, target, run.tracer, mesh))
-    except Exception as error:
-        if not is_for_lack_of_data(error) and not is_of_the_target(call, target):
-            raise
-        return stopped(call, device, record, error, run)
+    how |= {"probe": probe, "checks": True, "is_split": call.ranks is not None}
+    with nothing_left_behind(call.model, call.loss, call.optimizer) as left:
+        run = TracedRun(target, **how)
+        for name in left.before.scripted:
+            run.tracer.note_unknown(Unlisted(f"what {name} allocates, which TorchScript decides"), "forward")
+        try:
+            if is_compiled(call.model):
+                raise NotImplementedError("the compiler decides what is allocated")
+            if (module := module_called(call.model)) is not None:
+                refuse_unknown_sizes(module)
+            trace = traced(call, target, run, left)
+        except Exception as error:
+            if not is_for_lack_of_data(error) and not is_of_the_target(call, target, left):
+                raise
+            return stopped(call, device, record, error, run)
     basis = basis_of(trace, record.dtype or "", device, target, expandable_segments)
     return Replay(trace, call, device, record, limit_bytes, expandable_segments, basis=basis).prediction()
+
+
+def traced(call: Call, target: Target, run: TracedRun, left: LeftBehind) -> Trace:
+    """The trace of the call, whose tensors the run then lets go."""
+    left.alive.append(run.tracer.storages)
+    try:
+        with pretended(call.ranks, target.kind) as mesh:
+            return run.trace(workload_of(call, target, run.tracer, mesh))
+    finally:
+        run.tracer.release()
 
 
 def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) -> Workload:
@@ -110,18 +123,21 @@ def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) ->
     # A method is copied with its object, which may be that of the loss.
     method = call.optimizer if inspect.ismethod(call.optimizer) else None
     given = (call.model, call.inputs, call.kwargs, call.loss, method)
-    model, inputs, kwargs, loss, method = meta_copy(given, tracer.values)
+    model, inputs, kwargs, loss, method = tracer.copies.copy(given)
     if call.ranks is not None:
+        # Splitting the model frees what the copies hold.
+        tracer.copies = MetaCopies(tracer.values, tracer.copies.stand)
         with tracer, OnTarget(tracer), distributed_followed(tracer):
             model = call.ranks.split(model, mesh)
         tracer.forget_the_past()
         for words in (OF_NCCL, OF_STREAMS) if target.kind == "cuda" else ():
             tracer.note_unknown(words, "inputs")
-    owner = owner_of(model)
-    parameters = list(owner.parameters()) if isinstance(owner, torch.nn.Module) else []
+    module = module_called(model)
+    parameters = list(module.parameters()) if module is not None else []
     optimizer = None
     if call.optimizer is not None and call.backward:
         with Tracer(Tape(), target, tracer.values) as aside, OnTarget(aside):
+            aside.copies = tracer.copies
             optimizer = (method or call.optimizer)(parameters)
         tracer.set_aside(aside)
         if needs_closure(optimizer):
@@ -137,14 +153,14 @@ def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) ->
         call,
         run,
         (*inputs, kwargs),
-        ((), owner),
+        ((), owner_of(model)),
         (*argument_names(model, len(inputs)), ""),
         optimizer_step=None if optimizer is None else clipped_step(optimizer, call.clip_grad_norm),
         optimizers=tuple(optimizers_in(optimizer)),
         warm_up=optimizer is not None and call.steps > 1,
         accumulate=call.accumulate,
         set_to_none=call.set_to_none,
-        module=owner,
+        module=module,
         forward_options=ForwardOptions(loss, call.autocast, call.keeps_outputs),
     )
 
@@ -157,16 +173,6 @@ def move_settings(optimizers: list[torch.optim.Optimizer], tracer: Tracer) -> No
 
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group.update({name: tree_map(moved, setting) for name, setting in group.items() if name != "params"})
-
-
-def owner_of(model: Any) -> Any:
-    """The module that is called, or whose method is called; None for any other callable."""
-    if isinstance(model, functools.partial):
-        return owner_of(model.func)
-    if isinstance(model, torch.nn.Module):
-        return model
-    owner = getattr(model, "__self__", None)
-    return owner if isinstance(owner, torch.nn.Module) else None
 
 
 def is_compiled(model: Any) -> bool:
@@ -186,6 +192,8 @@ def argument_names(model: Any, count: int) -> list[str]:
     return [*names, *(f"argument {index}" for index in range(len(names), count))][:count]
 
 
+# Said of a tensor with data that reaches autograd where no function mode sees it.
+MIXED = "expected device cpu but got meta"
 # Parts of torch's messages when contents of a tensor without data, or properties of a missing GPU, are needed.
 LACKS = ("meta", "Meta", "data-dependent", "data is not allocated", "not compiled with CUDA")
 
@@ -195,15 +203,14 @@ def is_for_lack_of_data(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or lacking
 
 
-def is_of_the_target(call: Call, target: Target) -> bool:
+def is_of_the_target(call: Call, target: Target, left: LeftBehind) -> bool:
     """Whether an error came of predicting for a GPU: the same call can be traced for the CPU."""
     if target.kind == "cpu":
         return False
     target = Target("cpu", target.threads)
     run = TracedRun(target, values=Values(), is_split=call.ranks is not None)
     try:
-        with pretended(call.ranks, target.kind) as mesh:
-            run.trace(workload_of(call, target, run.tracer, mesh))
+        traced(call, target, run, left)
     except Exception:
         return False
     return True
@@ -213,19 +220,9 @@ def stopped(call: Call, device: Device, record: Record, error: Exception, run: T
     """The prediction of a model that could not be traced."""
     where = run.tracer.modules.path_of(None)
     reason = str(error).strip().partition("\n")[0]
+    if MIXED in reason:
+        reason = "a compiled or autograd function takes a parameter that the model does not own; give it to the model"
     why = f"{reason} (in {where})" if where else reason
     record.status, record.reason, record.exact, record.basis = "skipped", f"not predicted: {why}", False, None
     record.doubts = (why,)
     return Prediction(call, device, record, {}, False, (why,))
-
-
-@contextmanager
-def collector_at_rest() -> Iterator[None]:
-    """Disables the garbage collector, as measurements do, so that cycles of references stay alive."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -73,7 +73,9 @@ def move_of(name: str, args: Any, kwargs: dict[str, Any], target: Target) -> tup
     else:
         device, dtype, extra = torch.device(name), None, {}
     how = {**extra, **({"memory_format": memory_format} if memory_format is not None else {})}
-    if device is not None and not is_meta(tensor):
+    if device is not None and not is_meta(tensor) and target.kind == device.type == "cpu":
+        pass  # It is there already.
+    elif device is not None and not is_meta(tensor):
         how["device"] = torch.device("meta") if device.type in (target.kind, "meta") else device
     elif device is not None and device.type not in (target.kind, "meta"):
         raise NotImplementedError(f"a tensor moves to {device}, and what is computed there is not predicted")

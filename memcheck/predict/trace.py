@@ -28,6 +28,7 @@ from memcheck.core.workload import Workload
 from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers the rules of memcheck's operators
 from memcheck.predict import scratch_sequences as scratch_sequences  # and of their forms for sequences
 from memcheck.predict.autocast import autocast_followed, cast_for
+from memcheck.predict.meta_copy import MetaCopies, all_on_meta
 from memcheck.predict.modules import Modules
 from memcheck.predict.on_device import ANSWERS, Mish, answer, capability_of, moved
 from memcheck.predict.probed import FunctionCall, Probe, Probed, Result, call_to_check, made
@@ -45,6 +46,7 @@ from memcheck.predict.scratch import (
     Unlisted,
     Varies,
     call_of,
+    is_view,
     scratch_of,
     uses_cublas,
 )
@@ -175,9 +177,11 @@ class Trace:
     phases: dict[str, tuple[int, int]] = field(default_factory=dict)
     inputs: list[Piece] = field(default_factory=list)
     parameters: list[Piece] = field(default_factory=list)
-    standing: list[Piece] = field(default_factory=list)  # What splitting the model made besides its parameters.
+    # What splitting the model made besides its parameters; on a GPU, other tensors that the model reaches.
+    standing: list[Piece] = field(default_factory=list)
     state: list[Piece] = field(default_factory=list)
-    left: list[Piece] = field(default_factory=list)  # What the first step left behind.
+    # What earlier passes left behind, as far as the forward keeps it, and buffers that it made in place of others.
+    left: list[Piece] = field(default_factory=list)
     optimizer: list[Piece] = field(default_factory=list)  # The optimizer's state, which is part of it.
     has_optimizer: bool = False
     outputs: list[Piece] = field(default_factory=list)
@@ -191,6 +195,20 @@ class Trace:
     lingering: frozenset[str] = frozenset()
     beyond: str | None = None
     backward_from: str | None = None
+
+    def begin_with(self, pieces: list[Piece]) -> None:
+        """Adds pieces that were there before all others."""
+        count = len(pieces)
+        for piece in {*self.tape.pieces, *pieces}:
+            piece.born += count
+            piece.died = None if piece.died is None else piece.died + count
+        for number, piece in enumerate(pieces, 1):
+            piece.born = number
+        self.tape.pieces[:0] = pieces
+        self.tape.events[:0] = [(piece, True) for piece in pieces]
+        self.tape.begun = [(before + count, name) for before, name in self.tape.begun]
+        for name, (first, last) in self.phases.items():
+            self.phases[name] = (first if name == "inputs" else first + count), last + count
 
     @property
     def held(self) -> list[Piece]:
@@ -224,6 +242,11 @@ class Tracer(TorchDispatchMode):
         self._aside: dict[int, Piece] = {}
         self._emptied: dict[int, str] = {}  # Names of storages that were resized to nothing.
         self.works: list[Done] = []
+        self.copies = MetaCopies(self.values, self._stand)
+        self._standing: set[int] = set()  # Storages that were there before, and are no inputs or parameters.
+        self.stood: list[Piece] = []  # On a GPU, the pieces of these.
+        self._hosts: set[int] = set()  # Storages on the CPU that the run made.
+        self._empty: set[int] = set()  # Storages on meta without bytes.
         self._workspace: Piece | None = None
         # What an operator of numbers returned, or the tensor of which it changed a view; the numbers' bytes by name.
         self._of_numbers: tuple[weakref.ref[Tensor], dict[str, int]] | None = None
@@ -256,6 +279,10 @@ class Tracer(TorchDispatchMode):
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         if func is torch.ops.aten.lift_fresh.default and self.target.kind == "cpu" and not args[0].is_meta:
             return self.lifted(args[0])
+        if not self._keeps_integers and not all_on_meta(args, kwargs):
+            if (returns_numbers(func) or is_view(func._schema)) and self.copies.are_unchanged(args, kwargs):
+                return func(*args, **kwargs)
+            args, kwargs = self.copies.with_twins(func, args, kwargs, self._hosts)
         if returns_numbers(func):
             if (number := self.values.computed(func, args, kwargs)) is not UNKNOWN:
                 return number
@@ -489,11 +516,17 @@ class Tracer(TorchDispatchMode):
             self._note_storage(storage, name)
 
     def _note_storage(self, storage: torch.UntypedStorage, name: str) -> None:
+        if storage.device.type == "cpu" and storage._cdata not in self._hosts:
+            self._remember(self._hosts, storage)
+        elif storage.nbytes() == 0 and storage._cdata not in self._empty:
+            self._remember(self._empty, storage)
         # Numbers that an optimizer or an autograd node keeps are real CPU tensors.
         is_real = self.target.kind == "cpu" and storage.device.type == "cpu"
         counts = is_real and (self.phase == "inputs" or bool(self._node_name()))
         size = storage.nbytes()
         if not (counts or storage.device.type == "meta") or size == 0 or storage._cdata in self._pieces:
+            return
+        if storage._cdata in self._standing:
             return
         if storage._cdata in self._aside and self.phase != "inputs":
             return
@@ -504,6 +537,33 @@ class Tracer(TorchDispatchMode):
     def set_aside(self, other: Tracer) -> None:
         """Does not count what another tracer saw allocated, unless it is among the inputs."""
         self._aside = other._pieces
+
+    def _remember(self, keys: set[int], storage: torch.UntypedStorage) -> None:
+        keys.add(storage._cdata)
+        weakref.finalize(storage, keys.discard, storage._cdata)
+
+    def release(self) -> None:
+        """Lets go of all tensors."""
+        self.copies = MetaCopies(self.values)
+        self.values = Values()
+        self.works.clear()
+
+    def storages(self) -> set[int]:
+        """Identities of the storages without data that are alive."""
+        return {*self._pieces, *self._aside, *self._standing, *self._empty} - self._hosts
+
+    def note_standing(self) -> None:
+        """Marks what the copies hold besides inputs and parameters as there from the start."""
+        for real, storage in self.copies.storages():
+            if storage._cdata not in self._pieces:
+                self._stand(real, storage)
+
+    def _stand(self, real: torch.UntypedStorage, storage: torch.UntypedStorage) -> None:
+        self.values.note_small_storage(storage, real)
+        self._remember(self._standing, storage)
+        if self.target.kind == "cuda" and storage.nbytes():  # A measurement on the CPU does not count them.
+            self.stood.append(Piece("tensor that the model holds", storage.nbytes(), 0))
+            weakref.finalize(storage, self.tape.give_back, self.stood[-1])
 
     def forget_the_past(self) -> None:
         """Keeps what is alive, and nothing of how it was made."""
@@ -799,6 +859,7 @@ class OnTarget(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         target = self.tracer.target
+        args, kwargs = self.tracer.copies.with_leaves(args, kwargs)
         said = answer(func, args, target)
         if said is not None:
             return said
@@ -936,6 +997,7 @@ class TracedRun:
                 self._end(self.tracer.phase)
             finally:
                 self.result.tape.closed = True
+                self.result.begin_with([piece for piece in self.tracer.stood if not piece.born])
         self._check_calls()
         self.result.operators = tuple(self.tracer.operators)
         self.result.unknown = {phase: tuple(words) for phase, words in self.tracer.unknown.items()}
@@ -953,23 +1015,29 @@ class TracedRun:
 
     def _run(self, workload: Workload) -> None:
         given, owned = list(workload.named_inputs()), list(workload.named_parameters())
+        if not self.is_split:
+            owned = self.tracer.copies.owned(owned)
         made = self.result.tape.alive()
         for name, tensor in (*owned, *given):
             self.tracer.note(tensor, name)
         self.result.inputs, self.result.parameters = self._named(given), self._named(owned, owned=True)
-        self.result.standing = [piece for piece in made if piece not in self.result.held]
+        self.result.standing = self.tracer.stood
+        self.result.standing += [piece for piece in made if piece not in self.result.held]
         self.result.state = self._pieces(tensors_in(workload.state))
         for name, tensor in workload.named_state():
             self.tracer.note(tensor, name)
+        if not self.is_split:
+            self.tracer.note_standing()
         self.result.has_optimizer = workload.optimizer_step is not None
         self.result.left = self.result.optimizer = self._named(workload.named_state(), owned=True)
         self._end("inputs", next_phase="forward")
         if workload.warm_up or workload.accumulate > 1:
             self._before(workload, given, owned)
+        began = len(self.result.tape.events)
         with torch.set_grad_enabled(workload.backward):
             returned = workload.forward(self.tracer.target.kind)  # Alive until the step ends.
         self._renew_parameters(owned)
-        self._note_outputs(returned.named)
+        self._note_outputs(returned.named, workload, began)
         self._end("forward", next_phase="backward")
         if returned.roots and workload.backward:
             self.result.backward_from = returned.words
@@ -1026,16 +1094,23 @@ class TracedRun:
             self.tracer.phase = "optimizer"
             optimizer_step()
 
-    def _note_outputs(self, outputs: list[tuple[str, Tensor]]) -> None:
+    def _note_outputs(self, outputs: list[tuple[str, Tensor]], workload: Workload, began: int) -> None:
+        """Names what the forward made and left: outputs, buffers in place of others, and what is saved.
+
+        began: the last event before the forward.
+        """
         self.tracer.note_kept_numbers()
-        held = self.result.held
+        held, tape = self.result.held, self.result.tape
         names = ["y", *(f"output {name}" for name, _ in outputs[1:])]
         titled = [(name, output) for name, (_, output) in zip(names, outputs, strict=False)]
-        new = [(name, output) for name, output in titled if self.tracer.piece_of(output) not in held]
+        made = {piece for piece in tape.alive() if piece.born > began and piece not in held and not piece.is_library}
+        new = [(name, output) for name, output in titled if not made.isdisjoint(self._pieces([output]))]
         self.result.outputs = self._named(new)
-        known = {*held, *self.result.left, *self.result.outputs}
-        alive = self.result.tape.alive()
-        self.result.saved = [piece for piece in alive if piece not in known and not piece.is_library]
+        made -= {*self.result.outputs}
+        renewed = [piece for piece in self._pieces(x for _, x in workload.named_parameters()) if piece in made]
+        self.result.left = [piece for piece in self.result.left if piece.died is None] + renewed
+        known = {*self.result.left, *self.result.outputs}
+        self.result.saved = [piece for piece in tape.alive() if piece in made and piece not in known]
 
     def _backward(self, roots: list[Tensor], leaves: list[tuple[str, Tensor]]) -> None:
         incoming = gradients_for(roots, self.dense_grad)

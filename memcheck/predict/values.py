@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
@@ -61,6 +62,12 @@ class Values:
         self._real[storage._cdata] = torch.UntypedStorage(storage.nbytes())
         weakref.finalize(storage, self._real.pop, storage._cdata, None)
         return True
+
+    def note_small_storage(self, storage: torch.UntypedStorage, contents: torch.UntypedStorage) -> None:
+        """Stores the contents of a real storage of the same size, if it is small and on the CPU."""
+        if contents.device.type == "cpu" and contents.nbytes() <= 8 * MOST_FLOATS:
+            with torch._C.DisableTorchFunction(), _disable_current_modes():
+                self.note_storage(storage, contents)
 
     def forget(self, tensor: Tensor) -> None:
         self._real.pop(tensor.untyped_storage()._cdata, None)
