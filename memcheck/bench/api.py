@@ -72,7 +72,8 @@ def predict_memory(
     """The record that measuring model(*inputs, **keywords) on the device would give. Nothing of its size is allocated.
 
     model: a module, a method of one, or another callable; or a case of the catalog, with the device as its only input.
-        Model and inputs may be real or on meta. They are copied to meta and are not modified.
+        Model and inputs may be real or on meta. They are copied to meta and are not modified, and what the model stores
+        elsewhere is put back.
     kwargs: further keyword inputs of the model, whatever their names. A keyword that the model has, too, must be given
         here; with kwargs={} such a keyword is the one described here.
     device: a memcheck.core.devices.Device, or a name for device_named there: "A100-40GB", "cpu", "40GiB".

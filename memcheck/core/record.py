@@ -83,12 +83,12 @@ class Record:
 
     # What the caller holds.
     input_bytes: int | None = None  # Inputs.
-    output_bytes: int | None = None  # Outputs that stay alive until the step ends.
+    output_bytes: int | None = None  # Outputs that the forward made, and that stay alive until the step ends.
     parameter_bytes: int | None = None  # Parameters.
     optimizer_bytes: int | None = None  # State of the optimizer, such as AdamW's two moments.
     # What the operator needs.
     forward_peak_bytes: int | None = None  # Highest sum alive during the forward, with inputs and library workspaces.
-    saved_bytes: int | None = None  # Alive after the forward, less inputs, parameters and outputs.
+    saved_bytes: int | None = None  # Made by the forward and kept, less outputs and new buffers.
     backward_peak_bytes: int | None = None  # Highest sum alive during the backward alone.
     optimizer_peak_bytes: int | None = None  # Highest sum alive during the optimizer's step after the backward.
     gradient_bytes: int | None = None  # The resulting gradients.

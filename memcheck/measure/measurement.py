@@ -48,7 +48,8 @@ def measure_memory(
     With optimizer_step, the record is of a step in the steady state. The very first step, which makes the optimizer's
     state, runs before it and is not part of the record.
 
-    fn: a callable or a module. A module's parameters and buffers are counted separately, as parameter_bytes.
+    fn: a callable or a module. The parameters and buffers of a module, or of one whose method or functools.partial fn
+        is, are counted separately, as parameter_bytes.
     kwargs: further keyword inputs of fn, whatever their names. A keyword that fn has, too, must be given here; with
         kwargs={} such a keyword is the one described here.
     backward: with False the forward runs under no_grad and the record's mode is "inference".

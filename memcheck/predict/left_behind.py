@@ -78,7 +78,7 @@ def nothing_left_behind(*roots: Any) -> Iterator[LeftBehind]:
                 gc.enable()
         if places:
             words = f"the prediction left a tensor without data in {', '.join(places)}; take it out before you go on"
-            warnings.warn(words, stacklevel=4)
+            warnings.warn(words, stacklevel=7)
 
 
 def random_states() -> list[tuple[Callable[[Any], None], Any]]:
