@@ -14,7 +14,7 @@ from memcheck.core.devices import Device
 from memcheck.core.outputs import ForwardOptions
 from memcheck.core.record import Record
 from memcheck.core.step import INSTEAD_OF_A_CLOSURE, clipped_step, needs_closure, optimizers_in
-from memcheck.core.tensors import dtype_name, tensors_in
+from memcheck.core.tensors import dtype_name, named_tensors_in, tensors_in
 from memcheck.core.workload import Workload, module_called, owner_of
 from memcheck.predict.left_behind import LeftBehind, nothing_left_behind
 from memcheck.predict.meta_copy import MetaCopies, refuse_unknown_sizes
@@ -134,6 +134,8 @@ def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) ->
             tracer.note_unknown(words, "inputs")
     module = module_called(model)
     parameters = list(module.parameters()) if module is not None else []
+    if call.ranks is None:
+        tracer.copies.owned(named_tensors_in(module))  # Before the optimizer takes them for standing tensors.
     optimizer = None
     if call.optimizer is not None and call.backward:
         with Tracer(Tape(), target, tracer.values) as aside, OnTarget(aside):
