@@ -1107,7 +1107,8 @@ class TracedRun:
         new = [(name, output) for name, output in titled if not made.isdisjoint(self._pieces([output]))]
         self.result.outputs = self._named(new)
         made -= {*self.result.outputs}
-        renewed = [piece for piece in self._pieces(x for _, x in workload.named_parameters()) if piece in made]
+        owned = [] if self.is_split else [tensor for _, tensor in workload.named_parameters()]  # FSDP2 gathers them.
+        renewed = [piece for piece in self._pieces(owned) if piece in made]
         self.result.left = [piece for piece in self.result.left if piece.died is None] + renewed
         known = {*self.result.left, *self.result.outputs}
         self.result.saved = [piece for piece in tape.alive() if piece in made and piece not in known]
