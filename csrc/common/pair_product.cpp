@@ -65,6 +65,14 @@ PairView view_pairs(const MatrixPlace& from, int64_t rows, int64_t columns, uint
   return {scratch, pairs * static_cast<int64_t>(sizeof(uint32_t))};
 }
 
+PairView view_pairs_of_few(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t* scratch) {
+  const int64_t pairs = ceil_div(columns, int64_t{32}) * 16;
+  if (from.column_stride == 1 && columns == 2 * pairs)
+    return {from.data, from.row_stride * static_cast<int64_t>(sizeof(uint16_t))};
+  copy_pairs(from, rows, columns, scratch, pairs);
+  return {scratch, pairs * static_cast<int64_t>(sizeof(uint32_t))};
+}
+
 void pair_rows(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t* to) {
   const int64_t stride = padded_columns(columns);
   const int64_t full = rows / 2, pairs = padded_pairs(rows);
@@ -130,49 +138,82 @@ struct PairFactor {
   int64_t row, pair, part;
 };
 
-// Vectors of sums, kRows x 2.
-constexpr int kRows = 8;
-
-// sums += rows of a times two vectors of columns of b, over `pairs` pairs.
-template <int kParts>
+// sums += rows of a times kVectors vectors of columns of b, over `pairs` pairs.
+template <int kParts, int kRows, int kVectors>
 MEMCHECK_TARGET_AVX512_BF16 MEMCHECK_INLINE void add_pairs(const PairFactor& a, const uint32_t* b, int64_t b_stride,
-                                                           int64_t pairs, __m512 (&sums)[kRows][2]) {
+                                                           int64_t pairs, __m512 (&sums)[kRows][kVectors]) {
   for (int64_t k = 0; k < pairs; ++k) {
-    const __m512bh left = load_pairs(b + k * b_stride), right = load_pairs(b + k * b_stride + kVectorLanes);
+    __m512bh line[kVectors];
+    MEMCHECK_UNROLL
+    for (int j = 0; j < kVectors; ++j) line[j] = load_pairs(b + k * b_stride + j * kVectorLanes);
     MEMCHECK_UNROLL
     for (int part = 0; part < kParts; ++part) {
       MEMCHECK_UNROLL
       for (int i = 0; i < kRows; ++i) {
         const __m512bh x = repeat_pair(a.data + i * a.row + k * a.pair + part * a.part);
-        sums[i][0] = _mm512_dpbf16_ps(sums[i][0], x, left);
-        sums[i][1] = _mm512_dpbf16_ps(sums[i][1], x, right);
+        MEMCHECK_UNROLL
+        for (int j = 0; j < kVectors; ++j) sums[i][j] = _mm512_dpbf16_ps(sums[i][j], x, line[j]);
       }
     }
   }
 }
 
-// to (rows,columns) = a b, for multiples of kRows rows and of kTileLanes columns. In chains as long as those of
-// tile_product.h, each from zero.
-template <int kParts>
+// to (rows,columns) = a b, for multiples of kRows rows and of kVectors vectors of columns. In chains as long as those
+// of tile_product.h, each from zero.
+template <int kParts, int kRows, int kVectors = 2>
 MEMCHECK_TARGET_AVX512_BF16 void multiply_by_vectors(int64_t rows, int64_t columns, int64_t pairs, const PairFactor& a,
                                                      const uint32_t* b, float* to) {
   constexpr int64_t kChain = kProductChain / 2;
-  for (int64_t n = 0; n < columns; n += kTileLanes)
+  for (int64_t n = 0; n < columns; n += kVectors * kVectorLanes)
     for (int64_t m = 0; m < rows; m += kRows)
       for (int64_t k = 0; k < pairs; k += kChain) {
-        __m512 sums[kRows][2] = {};
+        __m512 sums[kRows][kVectors] = {};
         const PairFactor part{a.data + m * a.row + k * a.pair, a.row, a.pair, a.part};
         add_pairs<kParts>(part, b + k * columns + n, columns, std::min(kChain, pairs - k), sums);
         MEMCHECK_UNROLL
         for (int i = 0; i < kRows; ++i) {
           MEMCHECK_UNROLL
-          for (int j = 0; j < 2; ++j) {
+          for (int j = 0; j < kVectors; ++j) {
             float* result = to + (m + i) * columns + n + j * kVectorLanes;
             if (k > 0) sums[i][j] = _mm512_add_ps(sums[i][j], _mm512_loadu_ps(result));
             _mm512_storeu_ps(result, sums[i][j]);
           }
         }
       }
+}
+
+// to (kM,kGroups vectors) = kM rows of a times rows of b, which lie along the lanes for it. In the same chains.
+template <int kM, int kGroups>
+MEMCHECK_TARGET_AVX512_BF16 void multiply_rows_of_pairs(int64_t pairs, const float* a, int64_t a_stride,
+                                                        const char* const* b, float* to) {
+  __m512 sums[kM][kGroups];
+  for (int64_t chain = 0; chain < pairs; chain += kProductChain / 2) {
+    __m512 part[kM][kGroups] = {};
+    const int64_t end = std::min(pairs, chain + kProductChain / 2);
+    for (int64_t k = chain; k < end; k += kVectorLanes) {
+      MEMCHECK_UNROLL
+      for (int g = 0; g < kGroups; ++g) {
+        __m512 x[kVectorLanes];
+        MEMCHECK_UNROLL
+        for (int i = 0; i < kVectorLanes; ++i)
+          x[i] = _mm512_loadu_ps(b[g * kVectorLanes + i] + k * static_cast<int64_t>(sizeof(uint32_t)));
+        transpose_registers(x);
+        MEMCHECK_UNROLL
+        for (int m = 0; m < kM; ++m) {
+          MEMCHECK_UNROLL
+          for (int i = 0; i < kVectorLanes; ++i)
+            part[m][g] = _mm512_dpbf16_ps(part[m][g], repeat_pair(a + m * a_stride + k + i), load_pairs(&x[i]));
+        }
+      }
+    }
+    MEMCHECK_UNROLL
+    for (int m = 0; m < kM; ++m) {
+      MEMCHECK_UNROLL
+      for (int g = 0; g < kGroups; ++g) sums[m][g] = chain == 0 ? part[m][g] : _mm512_add_ps(part[m][g], sums[m][g]);
+    }
+  }
+  for (int m = 0; m < kM; ++m)
+    for (int g = 0; g < kGroups; ++g) _mm512_storeu_ps(to + m * kProductChain + g * kVectorLanes, sums[m][g]);
 }
 
 // AMX: registers 0 to 3 hold sums (2 x 2 tiles), 4 and 5 rows of a, 6 and 7 columns of b. A tile has 16 lines of 16
@@ -271,6 +312,26 @@ MEMCHECK_TARGET_AVX512_BF16 void split_lines(int64_t rows, float* x) {
     }
 }
 
+// The rounding of split_lines, for numbers side by side.
+MEMCHECK_TARGET_AVX512_BF16 void split_line(int64_t count, float* x) {
+  constexpr int64_t kVectors = kProductChain / kVectorLanes;
+  __m512 wide[kVectors];
+  std::fill_n(x + count, kProductChain - count, 0.0F);
+  for (int64_t i = 0; i < kVectors; ++i) wide[i] = _mm512_loadu_ps(x + i * kVectorLanes);
+  for (int64_t i = 0; i < kVectors; i += 2) {
+    const __m512bh rounded = _mm512_cvtne2ps_pbh(wide[i + 1], wide[i]);
+    std::memcpy(x + i / 2 * kVectorLanes, &rounded, sizeof(rounded));
+    __m256i half[2];
+    std::memcpy(half, &rounded, sizeof(half));
+    for (int64_t j = 0; j < 2; ++j)
+      wide[i + j] -= _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half[j]), 16));
+    const __m512bh rest = _mm512_cvtne2ps_pbh(wide[i + 1], wide[i]);
+    std::memcpy(x + (kVectors + i) / 2 * kVectorLanes, &rest, sizeof(rest));
+  }
+}
+
+constexpr int kRows = 8;  // of a product, in registers
+
 }  // namespace
 
 void split_into_pairs(int64_t rows, float* x) {
@@ -280,14 +341,41 @@ void split_into_pairs(int64_t rows, float* x) {
 
 void multiply_pairs(int64_t rows, int64_t pairs, const PairView& a, const uint32_t* b, float* to) {
   if (cpu_level() == CpuLevel::Amx) return multiply_rows_by_tiles(rows, pairs, a, b, to);
-  multiply_by_vectors<1>(rows, kTileLanes, pairs, {static_cast<const char*>(a.data), a.stride, sizeof(uint32_t), 0}, b,
-                         to);
+  multiply_by_vectors<1, kRows>(rows, kTileLanes, pairs,
+                                {static_cast<const char*>(a.data), a.stride, sizeof(uint32_t), 0}, b, to);
 }
 
 void multiply_split(int64_t pairs, int64_t columns, const float* a, const uint32_t* b, float* to) {
   if (cpu_level() == CpuLevel::Amx) return multiply_split_by_tiles(pairs, columns, a, b, to);
-  multiply_by_vectors<2>(kTileLanes, columns, pairs,
-                         {reinterpret_cast<const char*>(a), sizeof(float), 2 * kLineBytes, kLineBytes}, b, to);
+  multiply_by_vectors<2, kRows>(kTileLanes, columns, pairs,
+                                {reinterpret_cast<const char*>(a), sizeof(float), 2 * kLineBytes, kLineBytes}, b, to);
+}
+
+void multiply_few_pairs(int64_t M, int64_t N, int64_t columns, const float* a, int64_t a_stride, const PairView& b,
+                        float* to) {
+  const int64_t pairs = ceil_div(columns, 2 * kVectorLanes) * kVectorLanes;
+  const int64_t step = M == 1 ? 2 * kVectorLanes : kVectorLanes;
+  for (int64_t n = 0; n < N; n += step) {
+    const char* rows[2 * kVectorLanes];
+    for (int64_t i = 0; i < step; ++i) rows[i] = static_cast<const char*>(b.data) + std::min(n + i, N - 1) * b.stride;
+    if (M == 1 && N - n > kVectorLanes) multiply_rows_of_pairs<1, 2>(pairs, a, a_stride, rows, to + n);
+    if (M == 1 && N - n <= kVectorLanes) multiply_rows_of_pairs<1, 1>(pairs, a, a_stride, rows, to + n);
+    if (M == 2) multiply_rows_of_pairs<2, 1>(pairs, a, a_stride, rows, to + n);
+    if (M == 3) multiply_rows_of_pairs<3, 1>(pairs, a, a_stride, rows, to + n);
+    if (M == 4) multiply_rows_of_pairs<4, 1>(pairs, a, a_stride, rows, to + n);
+  }
+}
+
+void split_few_into_pairs(int64_t M, int64_t count, float* x) {
+  for (int64_t row = 0; row < M; ++row) split_line(count, x + row * kProductChain);
+}
+
+void multiply_few_split(int64_t M, int64_t pairs, int64_t columns, const float* a, const uint32_t* b, float* to) {
+  constexpr int64_t kRowBytes = kProductChain * sizeof(float);
+  const PairFactor factor{reinterpret_cast<const char*>(a), kRowBytes, sizeof(uint32_t), kRowBytes / 2};
+  if (M == 1 && columns % (4 * kVectorLanes) == 0)
+    return multiply_by_vectors<2, 1, 4>(1, columns, pairs, factor, b, to);
+  multiply_by_vectors<2, kFewRowsOfProduct>(kFewRowsOfProduct, columns, pairs, factor, b, to);
 }
 
 PairRegisters::PairRegisters(Dtype dtype) : held_(cpu_multiplies_pairs(dtype) && cpu_level() == CpuLevel::Amx) {
@@ -303,6 +391,9 @@ PairRegisters::~PairRegisters() {
 void split_into_pairs(int64_t, float*) {}
 void multiply_pairs(int64_t, int64_t, const PairView&, const uint32_t*, float*) {}
 void multiply_split(int64_t, int64_t, const float*, const uint32_t*, float*) {}
+void multiply_few_pairs(int64_t, int64_t, int64_t, const float*, int64_t, const PairView&, float*) {}
+void split_few_into_pairs(int64_t, int64_t, float*) {}
+void multiply_few_split(int64_t, int64_t, int64_t, const float*, const uint32_t*, float*) {}
 PairRegisters::PairRegisters(Dtype) : held_(false) {}
 PairRegisters::~PairRegisters() {}
 

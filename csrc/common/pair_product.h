@@ -7,6 +7,7 @@
 #include "common/half.h"
 #include "common/integer.h"
 #include "common/matrix_tile.h"
+#include "common/row_product.h"
 
 // Products of matrices in bfloat16, with sums in float32, by instructions that multiply pairs of numbers: the levels
 // avx512_bf16 and amx (cpu_level.h). Nothing here may be called at another level.
@@ -57,6 +58,28 @@ void multiply_pairs(int64_t rows, int64_t pairs, const PairView& a, const uint32
 // to (kTileLanes,columns) = a^T b, for a (2 pairs,kTileLanes) after split_into_pairs and b (pairs,columns), for padded
 // pairs, of which there are at most kProductChain / 2, and a multiple of kTileLanes columns.
 void multiply_split(int64_t pairs, int64_t columns, const float* a, const uint32_t* b, float* to);
+
+// The same products of at most kFewRowsOfProduct rows. They are not written for AMX: at that level nothing here may be
+// called. Every element is the same chain.
+inline bool cpu_multiplies_few_pairs() {
+  return cpu_level() == CpuLevel::Avx512Bf16;
+}
+
+// Rows of pairs for multiply_few_pairs, (rows,columns padded to 16 pairs): as they lie in memory, or as a copy.
+PairView view_pairs_of_few(const MatrixPlace& from, int64_t rows, int64_t columns, uint32_t* scratch);
+
+// to (M,N) = a b^T for rows of so many columns, padded to 16 pairs. Rows of a are a_stride numbers of 32 bits apart,
+// those of `to` kProductChain numbers, and up to 31 numbers behind a row are written too.
+void multiply_few_pairs(int64_t M, int64_t N, int64_t columns, const float* a, int64_t a_stride, const PairView& b,
+                        float* to);
+
+// x (M,kProductChain) in place becomes sums of two numbers in bfloat16: a line becomes the pairs of its `count` first
+// parts, then those of its second parts.
+void split_few_into_pairs(int64_t M, int64_t count, float* x);
+
+// to (M,columns) = a b, for a after split_few_into_pairs, and b and columns as in multiply_split. Rows up to
+// kFewRowsOfProduct may be read and written too.
+void multiply_few_split(int64_t M, int64_t pairs, int64_t columns, const float* a, const uint32_t* b, float* to);
 
 // Number 0 or 1 of a pair.
 MEMCHECK_INLINE float number_of_pair(const void* pair, int64_t number) {

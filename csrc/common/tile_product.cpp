@@ -126,19 +126,21 @@ MEMCHECK_INLINE int64_t product_columns(const Product<acc_t>& p, int64_t n) {
 #if MEMCHECK_CPU_HAS_LEVELS
 template <Ending kEnding, typename acc_t>
 MEMCHECK_TARGET_AVX512 void product_avx512(const Product<acc_t>& p) {
-  const int64_t n = product_columns<kEnding, 64, 8, 2>(p, product_columns<kEnding, 64, 4, 4>(p, 0));
+  int64_t n = p.M > 1 ? 0 : product_columns<kEnding, 64, 1, 8>(p, 0);
+  n = product_columns<kEnding, 64, 8, 2>(p, product_columns<kEnding, 64, 4, 4>(p, n));
   product_columns<kEnding, 64, 8, 1>(p, n);
 }
 
 template <Ending kEnding, typename acc_t>
 MEMCHECK_TARGET_AVX2 void product_avx2(const Product<acc_t>& p) {
-  product_columns<kEnding, 32, 4, 2>(p, 0);
+  const int64_t n = p.M > 1 ? 0 : product_columns<kEnding, 32, 1, 4>(p, product_columns<kEnding, 32, 1, 8>(p, 0));
+  product_columns<kEnding, 32, 4, 2>(p, n);
 }
 #endif
 
 template <Ending kEnding, typename acc_t>
 void product_default(const Product<acc_t>& p) {
-  product_columns<kEnding, 16, 4, 2>(p, 0);
+  product_columns<kEnding, 16, 4, 2>(p, p.M > 1 ? 0 : product_columns<kEnding, 16, 1, 8>(p, 0));
 }
 
 template <Ending kEnding, typename acc_t>

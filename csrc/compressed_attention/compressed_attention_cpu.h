@@ -12,15 +12,19 @@
 #include "common/matrix_tile.h"
 #include "common/pair_product.h"
 #include "common/parallel.h"
+#include "common/row_product.h"
 #include "common/tile_product.h"
 #include "compressed_attention/compressed_attention.h"
 
 // What pooling, forward and backward share on the CPU: matrices, sums and products in scratch, and tasks.
 //
 // Query-stationary (forward, grad_q): a task is one tile of queries, and goes through the blocks that they see. Scores
-// have 32 queries along the lanes, so that maxima and sums over blocks are vertical. Key-stationary (grad_k, grad_v): a
-// task is one tile of blocks, and goes through the queries that see them. Blocks lie along the lanes. Either way a
-// score is one chain of products over D, except for the very few queries of decoding.
+// have 32 queries along the lanes, so that maxima and sums over blocks are vertical. Very few queries, as of decoding,
+// would not fill the lanes: blocks lie along them instead. Key-stationary (grad_k, grad_v): a task is one tile of
+// blocks, and goes through the queries that see them. Blocks lie along the lanes.
+//
+// A score is the same chain of products over D in every form, and a sum over blocks has the same order, so that the
+// bits of a query do not depend on how many queries a call has.
 //
 // A query that does not see a block has a weight of 0 in the product of their tiles, and 0 times a NaN or an infinity
 // is NaN. So a tile whose result is not finite is computed a second time, carefully: a weight of 0 then adds nothing,
@@ -126,7 +130,8 @@ MEMCHECK_INLINE bool all_finite(int64_t count, const acc_t* x) {
 }
 
 // Rows of a matrix in memory as a factor of products: the left one of `multiply`, the right one of `weigh`.
-enum class Factor { Left, Right, Both };
+// Along the lanes they are the right one of `multiply_few`.
+enum class Factor { Left, Right, Both, AlongLanes };
 
 // In the accumulation type.
 template <typename acc>
@@ -157,25 +162,40 @@ struct WideRows {
     tile_product<acc_t>(TileProduct::Set, count, kLanes, {D, {view.data, view.stride}, b, kLanes}, {to, kLanes});
   }
 
-  // to (M,padded_columns(D)) = a^T rows for weights a (count,lanes), carefully or not. Every element is the same chain
+  // Whether multiply_few and weigh_few may be called.
+  static MEMCHECK_INLINE bool multiplies_few() { return true; }
+
+  // to (M,kBlocks) = a b^T, for other rows a (M,columns_of(D)) and these rows b, which are put along the lanes of a
+  // scratch (columns_of(D),kLanes). Every element is the same chain as in `multiply`.
+  MEMCHECK_INLINE void multiply_few(int64_t M, const acc_t* a, acc_t* lanes, acc_t* to) const {
+    row_product<acc_t>(M, count, D, {a, padded_columns(D)}, {view.data, view.stride}, lanes, to, kBlocks);
+  }
+
+  // to (M,padded_columns(D)) = a^T rows for weights a (count,kLanes), carefully or not. Every element is the same chain
   // either way. The weights are lost.
-  template <int64_t lanes>
-  MEMCHECK_INLINE void weigh(bool careful, int64_t M, acc_t* a, acc_t* __restrict to) const {
+  MEMCHECK_INLINE void weigh(bool careful, int64_t M, acc_t* a, acc_t* to) const {
+    weigh_by(careful, M, {a, 1, kLanes}, to);
+  }
+  // The same = a rows for weights a (M,kBlocks).
+  MEMCHECK_INLINE void weigh_few(bool careful, int64_t M, acc_t* a, acc_t* to) const {
+    weigh_by(careful, M, {a, kBlocks, 1}, to);
+  }
+
+ private:
+  MEMCHECK_INLINE void weigh_by(bool careful, int64_t M, const TileFactor<acc_t>& a, acc_t* __restrict to) const {
     const int64_t columns = padded_columns(D);
     if (!careful)
-      return tile_product<acc_t>(TileProduct::Set, M, columns, {count, {a, 1, lanes}, view.data, view.stride},
-                                 {to, columns});
+      return tile_product<acc_t>(TileProduct::Set, M, columns, {count, a, view.data, view.stride}, {to, columns});
     fill_zero(to, M * columns);
     for (int64_t row = 0; row < M; ++row)
       for (int64_t k = 0; k < count; ++k) {
-        const acc_t weight = a[row + k * lanes];
+        const acc_t weight = a.data[row * a.row_stride + k * a.column_stride];
         if (weight == acc_t(0)) continue;
         for (int64_t i = 0; i < columns; i += kLanes)
           for (int64_t lane = 0; lane < kLanes; ++lane) to[row * columns + i + lane] += weight * view.row(k)[i + lane];
       }
   }
 
- private:
   static MEMCHECK_INLINE bool is_absent(const acc_t* key, int64_t stride, int64_t D) {
     int64_t i = 0;
     while (i < D && key[i * stride] == minus_infinity<acc_t>()) ++i;
@@ -197,6 +217,10 @@ struct PairedRows {
       : count(rows), D(width), place(from) {
     uint32_t* of_left = reinterpret_cast<uint32_t*>(scratch);
     right = of_left + padded_rows(count) * padded_pairs(D);
+    if (factor == Factor::AlongLanes) {
+      left = view_pairs_of_few(place, count, D, of_left);
+      return;
+    }
     if (factor != Factor::Right) left = view_pairs(place, count, D, of_left);
     if (factor != Factor::Left) pair_rows(place, count, D, right);
   }
@@ -221,29 +245,44 @@ struct PairedRows {
     multiply_pairs(padded_rows(count), padded_pairs(D), left, reinterpret_cast<const uint32_t*>(b), to);
   }
 
+  static MEMCHECK_INLINE bool multiplies_few() { return cpu_multiplies_few_pairs(); }
+
+  MEMCHECK_INLINE void multiply_few(int64_t M, const float* a, float*, float* to) const {
+    static_assert(kBlocks == kProductChain);
+    multiply_few_pairs(M, count, D, a, columns_of(D), left, to);
+  }
+
   // Carefully, numbers that are not finite are left out of the product, and added where their weight is not 0.
-  template <int64_t lanes>
   MEMCHECK_INLINE void weigh(bool careful, int64_t M, float* a, float* to) const {
-    static_assert(lanes == kLanes);
-    const int64_t columns = padded_columns(D);
     split_into_pairs(count, a);
     if (careful) {
       zero_rest_of_infinite(padded_rows(count), a);
-      zero_not_finite(padded_pairs(count) * columns, right);
+      zero_not_finite(padded_pairs(count) * padded_columns(D), right);
     }
-    multiply_split(padded_pairs(count), columns, a, right, to);
-    if (!careful) return;
+    multiply_split(padded_pairs(count), padded_columns(D), a, right, to);
+    if (careful) add_not_finite(M, a, 1, 2 * kLanes, to);
+  }
+  // No weight is infinite.
+  MEMCHECK_INLINE void weigh_few(bool careful, int64_t M, float* a, float* to) const {
+    split_few_into_pairs(M, count, a);
+    if (careful) zero_not_finite(padded_pairs(count) * padded_columns(D), right);
+    multiply_few_split(M, padded_pairs(count), padded_columns(D), a, right, to);
+    if (careful) add_not_finite(M, a, kBlocks, 1, to);
+  }
+
+ private:
+  // Row i has its pair k of weights at a + i of_row + k of_pair.
+  MEMCHECK_INLINE void add_not_finite(int64_t M, const float* a, int64_t of_row, int64_t of_pair, float* to) const {
     for (int64_t k = 0; k < count; ++k)
       for (int64_t i = 0; i < D; ++i) {
         if (std::isfinite(element(k, i))) continue;
         for (int64_t row = 0; row < M; ++row) {
-          const float weight = number_of_pair(a + k / 2 * 2 * kLanes + row, k % 2);
-          if (weight != 0) to[row * columns + i] += weight * element(k, i);
+          const float weight = number_of_pair(a + row * of_row + k / 2 * of_pair, k % 2);
+          if (weight != 0) to[row * padded_columns(D) + i] += weight * element(k, i);
         }
       }
   }
 
- private:
   MEMCHECK_INLINE float element(int64_t row, int64_t column) const {
     return static_cast<const BFloat16*>(place.data)[row * place.row_stride + column * place.column_stride];
   }

@@ -70,8 +70,8 @@ struct SeenBlocks {
     const int64_t skipped = first * Rows::columns_of(p.shape.D);
     kc.multiply(x.q_lanes + skipped, x.scores);
     vc.multiply(x.grad_lanes + skipped, x.grad_weights);
-    sight.template scale_and_hide<kLanes>(first, static_cast<acc_t>(p.scale), x.scores);
-    if (careful) hide_absent<kLanes>(kc, x.scores);
+    sight.scale_and_hide(first, static_cast<acc_t>(p.scale), x.scores);
+    if (careful) hide_absent(kc, kLanes, kLanes, 1, x.scores);
   }
 };
 
@@ -179,7 +179,7 @@ MEMCHECK_INLINE void sum_over_blocks(const CompressedAttentionBackward& p, Dtype
       const int64_t count = rows - first < kLanes ? rows - first : kLanes;
       seen.score(p, first, x, careful);
       differentiate_scores(blocks, of.shift + first, of.delta + first, x.grad_weights, x.scores);
-      seen.kc.template weigh<kLanes>(careful, count, x.scores, x.product + first * columns);
+      seen.kc.weigh(careful, count, x.scores, x.product + first * columns);
     }
     add(rows * columns, x.product, x.sum.chunk);
     if (++tiles % kChunkTiles == 0) x.sum.end_chunk(rows * columns);
@@ -312,7 +312,7 @@ MEMCHECK_INLINE void differentiate_weights(int64_t rows, const acc_t* delta, con
 template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void add_product(bool careful, const KeyTile& tile, acc_t* a, const Rows& b, acc_t* product,
                                  const SumOfTiles<acc_t>& sum) {
-  b.template weigh<kLanes>(careful, tile.blocks, a, product);
+  b.weigh(careful, tile.blocks, a, product);
   add(tile.blocks * padded_columns(b.D), product, sum.chunk);
 }
 

@@ -47,18 +47,19 @@ QueryTile query_tile(const CompressedAttentionShape& shape, int64_t index) {
 
 namespace {
 
-constexpr int64_t kFewQueries = 4;  // for so few a product with 32 lanes costs more than dot products
-constexpr int64_t kFewLanes = 8;    // of their scores: fewer fill no vector
+// For so few queries, putting blocks along the lanes costs less than empty lanes.
+constexpr int64_t kFewQueries = kFewRowsOfProduct;
+constexpr int64_t kFewLanes = 8;  // a vector of their scores
 
 template <typename acc_t>
 struct ForwardScratch {
   acc_t* kc;  // kBlocks x D, as the next
   acc_t* vc;
   acc_t* q;               // kQueries x D
-  acc_t* q_lanes;         // D x kLanes for every kLanes queries
+  acc_t* q_lanes;         // D x kLanes for every kLanes queries. Few queries have blocks along the lanes there
   acc_t* product;         // kQueries x D
   SumOfTiles<acc_t> sum;  // kQueries x D
-  acc_t* scores;          // kBlocks x kLanes
+  acc_t* scores;          // kBlocks x kLanes, or kFewQueries x kBlocks
 
   ForwardScratch(Arena& arena, const CompressedAttentionShape& shape)
       : kc(arena.take<acc_t>(kBlocks * padded_columns(shape.D))),
@@ -69,50 +70,6 @@ struct ForwardScratch {
         sum(arena, kQueries * padded_columns(shape.D)),
         scores(arena.take<acc_t>(kBlocks * kLanes)) {}
 };
-
-// ---- scores
-
-// a . b over columns, a multiple of kLanes: along the lanes first, then a tree over the lanes. As vectors, because the
-// compiler would add the lanes up one by one.
-template <typename acc_t>
-MEMCHECK_INLINE acc_t dot(const acc_t* a, const acc_t* b, int64_t columns) {
-  typedef acc_t Vector __attribute__((vector_size(8 * sizeof(acc_t))));
-  typedef acc_t Half __attribute__((vector_size(4 * sizeof(acc_t))));
-  static_assert(kLanes == 4 * 8);
-  Vector sum0{}, sum1{}, sum2{}, sum3{};
-  const auto add_products = [&](int64_t i, Vector& sum) MEMCHECK_INLINE_LAMBDA {
-    Vector x, y;
-    std::memcpy(&x, a + i, sizeof(x));
-    std::memcpy(&y, b + i, sizeof(y));
-    sum += x * y;
-  };
-  for (int64_t i = 0; i < columns; i += kLanes) {
-    add_products(i, sum0);
-    add_products(i + 8, sum1);
-    add_products(i + 16, sum2);
-    add_products(i + 24, sum3);
-  }
-  const Vector sum = (sum0 + sum2) + (sum1 + sum3);
-  const Half low{sum[0], sum[1], sum[2], sum[3]}, high{sum[4], sum[5], sum[6], sum[7]};
-  const Half lanes = low + high;
-  return (lanes[0] + lanes[2]) + (lanes[1] + lanes[3]);
-}
-
-// scores (blocks,lanes) of the `count` queries from `first` on.
-template <int64_t lanes, typename Rows>
-MEMCHECK_INLINE void multiply_queries(const Rows& kc, int64_t first, int64_t count,
-                                      const ForwardScratch<typename Rows::acc_t>& x) {
-  using acc_t = typename Rows::acc_t;
-  if constexpr (lanes == kLanes) {
-    kc.multiply(x.q_lanes + first * Rows::columns_of(kc.D), x.scores);
-  } else {
-    const int64_t columns = padded_columns(kc.D);
-    std::fill_n(x.scores, kc.count * lanes, acc_t(0));
-    for (int64_t j = 0; j < kc.count; ++j)
-      for (int64_t lane = 0; lane < count; ++lane)
-        x.scores[j * lanes + lane] = dot(kc.view.row(j), x.q + (first + lane) * columns, columns);
-  }
-}
 
 // ---- softmax
 
@@ -129,42 +86,63 @@ struct Softmax {
     for (int64_t i = 0; i < kQueries; ++i) max[i] = before_max[i] = minus_infinity<acc_t>();
   }
 
-  // scores (blocks,lanes) of the queries from `first` on become exponentials.
-  template <int64_t lanes>
+  // scores (blocks,kLanes) of the queries from `first` on become exponentials.
   MEMCHECK_INLINE void add(int64_t first, int64_t blocks, acc_t* __restrict scores) {
-    alignas(64) acc_t highest[lanes];
-    alignas(64) acc_t shift[lanes];
-    alignas(64) acc_t tile_sum[lanes] = {};
-    for (int64_t lane = 0; lane < lanes; ++lane) highest[lane] = max[first + lane];
-    // Unrolled, a loop over few lanes would not become vectors.
+    alignas(64) acc_t highest[kLanes];
+    alignas(64) acc_t shift[kLanes];
+    alignas(64) acc_t tile_sum[kLanes] = {};
+    for (int64_t lane = 0; lane < kLanes; ++lane) highest[lane] = max[first + lane];
     for (int64_t j = 0; j < blocks; ++j)
-#pragma GCC unroll 1
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        const acc_t score = scores[j * lanes + lane];
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const acc_t score = scores[j * kLanes + lane];
         highest[lane] = score > highest[lane] ? score : highest[lane];
       }
-    for (int64_t lane = 0; lane < lanes; ++lane) {
+    for (int64_t lane = 0; lane < kLanes; ++lane) {
       shift[lane] = softmax_shift(highest[lane]);
       rescale[first + lane] = softmax_weight(max[first + lane], shift[lane]);
       max[first + lane] = highest[lane];
     }
     for (int64_t j = 0; j < blocks; ++j)
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        const acc_t weight = softmax_weight(scores[j * lanes + lane], shift[lane]);
-        scores[j * lanes + lane] = weight;
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        const acc_t weight = softmax_weight(scores[j * kLanes + lane], shift[lane]);
+        scores[j * kLanes + lane] = weight;
         tile_sum[lane] += weight;
       }
-    for (int64_t lane = 0; lane < lanes; ++lane)
+    for (int64_t lane = 0; lane < kLanes; ++lane)
       sum[first + lane] = softmax_sum(sum[first + lane], rescale[first + lane], tile_sum[lane]);
   }
 
-  MEMCHECK_INLINE void end_chunk() {
-    for (int64_t i = 0; i < kQueries; ++i) {
-      rescale[i] = softmax_weight(before_max[i], softmax_shift(max[i]));
-      before[i] = softmax_sum(before[i], rescale[i], sum[i]);
-      before_max[i] = max[i];
-      sum[i] = acc_t(0);
+  // The same of scores (count,kBlocks). The sum over blocks is a chain, as it is there.
+  MEMCHECK_INLINE void add_few(int64_t first, int64_t count, int64_t blocks, acc_t* __restrict scores) {
+    for (int64_t row = first; row < first + count; ++row, scores += kBlocks) {
+      alignas(64) acc_t highest[kFewLanes];
+      for (int64_t lane = 0; lane < kFewLanes; ++lane) highest[lane] = max[row];
+      const int64_t padded = ceil_div(blocks, kFewLanes) * kFewLanes;
+      for (int64_t j = blocks; j < padded; ++j) scores[j] = minus_infinity<acc_t>();
+      for (int64_t j = 0; j < padded; j += kFewLanes)
+        for (int64_t lane = 0; lane < kFewLanes; ++lane)
+          highest[lane] = scores[j + lane] > highest[lane] ? scores[j + lane] : highest[lane];
+      acc_t now = highest[0];
+      for (int64_t lane = 1; lane < kFewLanes; ++lane) now = highest[lane] > now ? highest[lane] : now;
+      const acc_t shift = softmax_shift(now);
+      rescale[row] = softmax_weight(max[row], shift);
+      max[row] = now;
+      for (int64_t j = 0; j < padded; j += kFewLanes)
+        for (int64_t lane = 0; lane < kFewLanes; ++lane) scores[j + lane] = softmax_weight(scores[j + lane], shift);
+      acc_t tile_sum = acc_t(0);
+      for (int64_t j = 0; j < blocks; ++j) tile_sum += scores[j];
+      sum[row] = softmax_sum(sum[row], rescale[row], tile_sum);
     }
+  }
+
+  MEMCHECK_INLINE void end_chunk(int64_t rows) {
+    for (int64_t row = 0; row < rows; row += kFewLanes)
+      for (int64_t i = row; i < row + kFewLanes; ++i) {
+        rescale[i] = softmax_weight(before_max[i], softmax_shift(max[i]));
+        before[i] = softmax_sum(before[i], rescale[i], sum[i]);
+        before_max[i] = max[i];
+        sum[i] = acc_t(0);
+      }
   }
 
   // A score that one query sees too, after the last chunk. The sum of its weighted values is to be multiplied by the
@@ -190,12 +168,18 @@ struct Softmax {
 
 template <typename acc_t>
 MEMCHECK_INLINE void end_chunk(int64_t rows, int64_t columns, Softmax<acc_t>& softmax, const SumOfTiles<acc_t>& sum) {
-  softmax.end_chunk();
+  softmax.end_chunk(rows);
   softmax.rescale_and_add(rows, columns, sum.chunk, sum.total);
   fill_zero(sum.chunk, rows * columns);
 }
 
 // ---- tasks
+
+// Whether `count` queries of a tile of `rows` are few. Pairs of kc have one form for the whole tile.
+template <typename Rows>
+MEMCHECK_INLINE bool are_few(int64_t count, int64_t rows) {
+  return (std::is_same_v<Rows, PairedRows> ? rows : count) <= kFewQueries && Rows::multiplies_few();
+}
 
 // The sum of weighted values of a tile of queries, which are in scratch.
 template <typename Rows, typename acc_t = typename Rows::acc_t>
@@ -209,24 +193,26 @@ MEMCHECK_INLINE void attend(const CompressedAttentionForward& p, Dtype dtype, co
   int64_t tiles = 0;
   for (int64_t j = 0; j < end; j += kBlocks) {
     const Sight<acc_t> sight(p.shape, tile, j, end - j < kBlocks ? end - j : kBlocks);
-    const Rows kc(dtype, rows_at(dtype, p.kc, tile.b, tile.key_head, j), sight.blocks, D, Factor::Left, x.kc);
+    const Factor of_kc = are_few<Rows>(rows, rows) ? Factor::AlongLanes : Factor::Left;
+    const Rows kc(dtype, rows_at(dtype, p.kc, tile.b, tile.key_head, j), sight.blocks, D, of_kc, x.kc);
     const Rows vc(dtype, rows_at(dtype, p.vc, tile.b, tile.key_head, j), sight.blocks, D, Factor::Right, x.vc);
     for (int64_t first = 0; first < rows; first += kLanes) {
       const int64_t count = rows - first < kLanes ? rows - first : kLanes;
-      const auto weigh_values = [&](auto lanes_of_scores) MEMCHECK_INLINE_LAMBDA {
-        constexpr int64_t lanes = decltype(lanes_of_scores)::value;
-        multiply_queries<lanes>(kc, first, count, x);
-        sight.template scale_and_hide<lanes>(first, static_cast<acc_t>(p.scale), x.scores);
-        if (careful) hide_absent<lanes>(kc, x.scores);
-        softmax.template add<lanes>(first, sight.blocks, x.scores);
-        vc.template weigh<lanes>(careful, count, x.scores, x.product + first * columns);
-      };
-      if constexpr (!std::is_same_v<Rows, PairedRows>)
-        if (count <= kFewQueries) {
-          weigh_values(std::integral_constant<int64_t, kFewLanes>());
-          continue;
-        }
-      weigh_values(std::integral_constant<int64_t, kLanes>());
+      const int64_t q_at = first * Rows::columns_of(D);
+      acc_t* product = x.product + first * columns;
+      if (are_few<Rows>(count, rows)) {
+        kc.multiply_few(count, x.q + q_at, x.q_lanes + q_at, x.scores);
+        sight.scale_and_hide_few(first, count, static_cast<acc_t>(p.scale), x.scores);
+        if (careful) hide_absent(kc, count, 1, kBlocks, x.scores);
+        softmax.add_few(first, count, sight.blocks, x.scores);
+        vc.weigh_few(careful, count, x.scores, product);
+      } else {
+        kc.multiply(x.q_lanes + q_at, x.scores);
+        sight.scale_and_hide(first, static_cast<acc_t>(p.scale), x.scores);
+        if (careful) hide_absent(kc, kLanes, kLanes, 1, x.scores);
+        softmax.add(first, sight.blocks, x.scores);
+        vc.weigh(careful, count, x.scores, product);
+      }
     }
     softmax.rescale_and_add(rows, columns, x.product, x.sum.chunk);
     if (++tiles % kChunkTiles == 0) end_chunk(rows, columns, softmax, x.sum);
@@ -258,7 +244,8 @@ template <typename Rows, typename acc_t = typename Rows::acc_t>
 MEMCHECK_INLINE void forward_task(const CompressedAttentionForward& p, Dtype dtype, const QueryTile& tile,
                                   const ForwardScratch<acc_t>& x) {
   load_queries<Rows>(dtype, p.q, tile, p.shape.D, x.q);
-  if (tile.rows() > kFewQueries) put_along_lanes(x.q, tile.rows(), Rows::columns_of(p.shape.D), x.q_lanes);
+  if (!are_few<Rows>(tile.rows(), tile.rows()))
+    put_along_lanes(x.q, tile.rows(), Rows::columns_of(p.shape.D), x.q_lanes);
   for (const bool careful : {false, true}) {
     Softmax<acc_t> softmax;
     attend<Rows>(p, dtype, tile, x, careful, softmax);
@@ -274,7 +261,7 @@ MEMCHECK_INLINE void forward_tasks_body(const CompressedAttentionForward& p, Dty
   for (int64_t index = begin; index < end; ++index) {
     const QueryTile tile = query_tile(p.shape, index);
     if constexpr (std::is_same_v<acc_t, float>)
-      if (cpu_multiplies_pairs(dtype) && tile.rows() > kFewQueries) {
+      if (cpu_multiplies_pairs(dtype)) {
         forward_task<PairedRows>(p, dtype, tile, x);
         continue;
       }

@@ -71,25 +71,36 @@ struct Sight {
     }
   }
 
-  // scores (blocks,lanes) of the queries from `first` on: times scale, and -inf where a query does not see the block.
-  template <int64_t lanes>
+  // scores (blocks,kLanes) of the queries from `first` on: times scale, and -inf where a query does not see the block.
   MEMCHECK_INLINE void scale_and_hide(int64_t first, acc_t scale, acc_t* scores) const {
-    for (int64_t i = 0; i < by_all * lanes; i += lanes)
-      for (int64_t lane = 0; lane < lanes; ++lane) scores[i + lane] *= scale;
+    for (int64_t i = 0; i < by_all * kLanes; i += kLanes)
+      for (int64_t lane = 0; lane < kLanes; ++lane) scores[i + lane] *= scale;
     for (int64_t j = by_all; j < blocks; ++j)
-      for (int64_t lane = 0; lane < lanes; ++lane) {
-        acc_t& score = scores[j * lanes + lane];
+      for (int64_t lane = 0; lane < kLanes; ++lane) {
+        acc_t& score = scores[j * kLanes + lane];
         score = static_cast<acc_t>(j) < limit[first + lane] ? score * scale : minus_infinity<acc_t>();
       }
   }
+
+  // The same of scores (count,kBlocks).
+  MEMCHECK_INLINE void scale_and_hide_few(int64_t first, int64_t count, acc_t scale, acc_t* scores) const {
+    for (int64_t row = 0; row < count; ++row) {
+      acc_t* line = scores + row * kBlocks;
+      const int64_t seen = by_all < blocks ? static_cast<int64_t>(limit[first + row]) : blocks;
+      for (int64_t j = 0; j < seen; ++j) line[j] *= scale;
+      for (int64_t j = seen; j < blocks; ++j) line[j] = minus_infinity<acc_t>();
+    }
+  }
 };
 
-// Scores (blocks,lanes) of absent blocks become -inf.
-template <int64_t lanes, typename Rows>
-MEMCHECK_INLINE void hide_absent(const Rows& kc, typename Rows::acc_t* scores) {
+// Scores of absent blocks become -inf. That of block j and query i is at j of_block + i of_query, for `queries` of
+// them.
+template <typename Rows>
+MEMCHECK_INLINE void hide_absent(const Rows& kc, int64_t queries, int64_t of_block, int64_t of_query,
+                                 typename Rows::acc_t* scores) {
   for (int64_t j = 0; j < kc.count; ++j) {
     if (!kc.is_absent(j)) continue;
-    for (int64_t lane = 0; lane < lanes; ++lane) scores[j * lanes + lane] = minus_infinity<typename Rows::acc_t>();
+    for (int64_t i = 0; i < queries; ++i) scores[j * of_block + i * of_query] = minus_infinity<typename Rows::acc_t>();
   }
 }
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from ops import error_bounds
 from ops.checks import (
+    CPU_LEVELS,
     DEVICE,
     DTYPES,
     HALF_DTYPES,
@@ -18,10 +21,12 @@ from ops.checks import (
     assert_strides,
     assert_within,
     doubles,
+    generator,
     heads_inside,
     largest_error,
     run,
     same_bits,
+    same_where_not_finite,
     saved_for_backward,
 )
 from ops.test_compressed_attention import contract, make_inputs, plan_of
@@ -97,6 +102,54 @@ def test_the_same_bits_if_cut_where_a_block_ends(strict: bool, dtype: torch.dtyp
     whole = compressed_attention(*inputs, **options)
     for cuts in ((7,), (14, 42), (7, 14, 21, 28)):
         assert same_bits([in_pieces(*inputs, cuts=cuts, **options)], [whole])
+
+
+def random_call(number: int) -> tuple[list[Tensor], dict[str, Any], int]:
+    """q, k and v, options, and where a block ends. In some calls a number is not finite, and in some D is that of a
+    tile, whose rows are read where they lie."""
+    random = Random(number)
+    dtype, factor = random.choice(DTYPES), random.choice((1, 1, 2, 3, 8, 10))
+    Hkv, group = random.choice((1, 1, 2, 3)), random.choice((1, 1, 2, 5))
+    D = random.choice((1, 5, 16, 32, 33, 64, 65, 130))
+    long = number % 60 == 0
+    T = random.randint(factor, 2100 if long else 140)
+    B = 1 if long else random.choice((1, 2))
+    (q, k, v), _ = make_inputs(B, Hkv * group, Hkv, T, T, D, dtype, seed=number)
+    if random.random() < 0.3:
+        poisoned = random.choice((q, k, v))
+        poisoned[0, -1, random.randrange(T), random.randrange(D)] = random.choice((torch.nan, torch.inf, -torch.inf))
+    sink = torch.randn(Hkv * group, generator=generator(number)) if random.random() < 0.3 else None
+    options = {"factor": factor, "strict": random.random() < 0.3, "sink": sink, "return_lse": True}
+    last_block = (T - 1) // factor
+    return [q, k, v], options, factor * random.choice((last_block, random.randint(0, last_block)))
+
+
+def same_bits_or_nan(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
+    return same_where_not_finite(some, others) and same_bits(*([x.nan_to_num() for x in xs] for xs in (some, others)))
+
+
+@CPU_LEVELS
+def test_the_bits_of_a_query_do_not_depend_on_its_call(level: str) -> None:
+    """y and lse are those of one call: in two pieces cut where a block ends, for the last queries alone, for a head
+    alone, in a packed batch, and for any number of threads."""
+    for number in range(240):
+        inputs, options, cut = random_call(number)
+        (q, k, v), queries = inputs, (1, 3, 4, 5, 33, 36, 68)[number % 7]
+        torch.set_num_threads(2 if number % 8 == 0 else 1)
+        whole = compressed_attention(*inputs, **options)
+        torch.set_num_threads(1)
+        first = compressed_attention(*(x[:, :, :cut] for x in inputs), return_state=True, **options)
+        second = compressed_attention(*(x[:, :, cut:] for x in inputs), initial_state=first[2], **options)
+        pieces = [torch.cat(parts, 2) for parts in zip(first[:2], second, strict=True)]
+        assert same_bits_or_nan(pieces, whole), f"{number}: cut at {cut}"
+        last = compressed_attention(q[:, :, -queries:], k, v, **options)
+        assert same_bits_or_nan(last, [x[:, :, -queries:] for x in whole]), f"{number}: {queries} queries"
+        of_head = {**options, "sink": None if options["sink"] is None else options["sink"][-1:]}
+        alone = compressed_attention(q[:, -1:], k[:, -1:], v[:, -1:], **of_head)
+        assert same_bits_or_nan(alone, [x[:, -1:] for x in whole]), f"{number}: a head"
+        both = [torch.cat([x[:1, :, :cut], x[:1]], 2) for x in inputs]
+        packed = compressed_attention(*both, cu_seqlens=torch.tensor([0, cut, cut + q.shape[2]]), **options)
+        assert same_bits_or_nan([x[:, :, cut:] for x in packed], [x[:1] for x in whole]), f"{number}: packed"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
