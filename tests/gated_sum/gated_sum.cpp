@@ -1,6 +1,7 @@
 #include "gated_sum/gated_sum.h"
 
 #include <array>
+#include <initializer_list>
 #include <tuple>
 
 #include "common/torch/allocate.h"
@@ -14,11 +15,22 @@ namespace {
 constexpr const char* kForward = "gated_sum";
 constexpr const char* kBackward = "gated_sum_backward";
 
+// Kernels check nothing: they read and write what the sizes of g say.
+void check_g(const char* op, const at::Tensor& g) {
+  check_rank(op, "g", g, 3, "(B,T,R)");
+  check_floating(op, "g", g);
+}
+
+void check_as_g(const char* op, const char* name, const at::Tensor& x, const char* letters,
+                std::initializer_list<c10::SymInt> shape, const at::Tensor& g) {
+  check_tensor(op, name, x);
+  check_shape(op, name, x, letters, shape, "g");
+  check_like(op, name, x, g, "g");
+}
+
 at::Tensor forward_meta(const at::Tensor& g, const at::Tensor& x) {
-  check_rank(kForward, "g", g, 3, "(B,T,R)");
-  check_shape(kForward, "x", x, "(B,T,R)", {g.sym_size(0), g.sym_size(1), g.sym_size(2)}, "g");
-  check_floating(kForward, "g", g);
-  check_like(kForward, "x", x, g, "g");
+  check_g(kForward, g);
+  check_as_g(kForward, "x", x, "(B,T,R)", {g.sym_size(0), g.sym_size(1), g.sym_size(2)}, g);
   return empty_result({g.sym_size(0), g.sym_size(2)}, g.options());
 }
 
@@ -34,10 +46,10 @@ using Gradients = std::tuple<at::Tensor, at::Tensor>;
 
 Gradients backward_meta(const at::Tensor& grad_y, const at::Tensor& g, const std::optional<at::Tensor>& x,
                         std::array<bool, 2> output_mask) {
-  check_rank(kBackward, "g", g, 3, "(B,T,R)");
-  check_shape(kBackward, "grad_y", grad_y, "(B,R)", {g.sym_size(0), g.sym_size(2)}, "g");
-  check_like(kBackward, "grad_y", grad_y, g, "g");
-  if (x || output_mask[0]) check_rank(kBackward, "x", x.value_or(at::Tensor()), 3, "(B,T,R)");
+  check_g(kBackward, g);
+  check_as_g(kBackward, "grad_y", grad_y, "(B,R)", {g.sym_size(0), g.sym_size(2)}, g);
+  if (x || output_mask[0])
+    check_as_g(kBackward, "x", x.value_or(at::Tensor()), "(B,T,R)", {g.sym_size(0), g.sym_size(1), g.sym_size(2)}, g);
   return {empty_gradient(output_mask[0], g),
           empty_gradient(output_mask[1], x.value_or(at::Tensor()), g.sym_sizes(), g.options())};
 }

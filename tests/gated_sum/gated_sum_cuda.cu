@@ -12,12 +12,13 @@ __device__ acc_t sigmoid(acc_t g) {
   return 1 / (1 + exp(-g));
 }
 
-// One thread for each channel.
+// One thread for each channel of each batch entry, along the x of the grid: y and z end at 65,535 blocks.
 template <typename scalar_t>
 __global__ void gated_sum_forward_kernel(const GatedSumForward p) {
   using acc_t = acc_type<scalar_t>;
-  const int64_t b = blockIdx.y, r = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (r >= p.R) return;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= p.B * p.R) return;
+  const int64_t b = i / p.R, r = i % p.R;
   acc_t sum = 0;
   for (int64_t t = 0; t < p.T; ++t)
     sum += sigmoid(to_acc(*p.g.at<scalar_t>(b, t, r))) * to_acc(*p.x.at<scalar_t>(b, t, r));
@@ -28,8 +29,9 @@ __global__ void gated_sum_forward_kernel(const GatedSumForward p) {
 template <typename scalar_t>
 __global__ void gated_sum_backward_kernel(const GatedSumBackward p) {
   using acc_t = acc_type<scalar_t>;
-  const int64_t b = blockIdx.y, r = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-  if (r >= p.R) return;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= p.B * p.R) return;
+  const int64_t b = i / p.R, r = i % p.R;
   const acc_t grad_y = to_acc(*p.grad_y.at<scalar_t>(b, r));
   for (int64_t t = 0; t < p.T; ++t) {
     const acc_t gate = sigmoid(to_acc(*p.g.at<scalar_t>(b, t, r)));
@@ -42,8 +44,7 @@ __global__ void gated_sum_backward_kernel(const GatedSumBackward p) {
 
 template <typename Parameters>
 Launch launch_of(const char* kernel, const Parameters& p, cudaStream_t stream) {
-  const dim3 grid(static_cast<unsigned>(ceil_div(p.R, kThreads)), static_cast<unsigned>(p.B));
-  return {kernel, grid, dim3(kThreads), 0, stream};
+  return {kernel, dim3(static_cast<unsigned>(ceil_div(p.B * p.R, kThreads))), dim3(kThreads), 0, stream};
 }
 
 void forward(const GatedSumForward& p, Dtype dtype, cudaStream_t stream) {

@@ -4,7 +4,9 @@ kernels that run on the host."""
 from __future__ import annotations
 
 import functools
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +87,53 @@ def test_kernels_of_the_cpu(on_cpu: None) -> None:
 @pytest.mark.isolated
 def test_kernels_of_cuda_on_the_host(on_host_cuda: None) -> None:
     check_operator()
+
+
+@pytest.mark.isolated
+def test_a_grid_takes_any_batch(on_host_cuda: None) -> None:
+    g, x = (torch.randn(2**16 + 1, 2, 1, generator=generator(seed), requires_grad=True) for seed in (1, 2))
+    y = gated_sum(g, x)
+    torch.testing.assert_close(y, reference(g, x))
+    expected = torch.autograd.grad(reference(g, x).sum(), (g, x))
+    torch.testing.assert_close(torch.autograd.grad(y.sum(), (g, x)), expected)
+
+
+def wrong_inputs(x: Tensor) -> dict[str, tuple[Any, type[Exception], str]]:
+    """What may be wrong with a tensor, the error, and its message after the name of the operator."""
+    shape, name = list(x.shape), "x" if x.dim() == 3 else "grad_y"
+    letters = "(B,T,R)" if x.dim() == 3 else "(B,R)"
+    rule = f"{name} must be {letters} = {shape} to match g, got"
+    return {
+        "too short": (x[:, :1], ValueError, f"{rule} {[shape[0], 1, *shape[2:]]}"),
+        "another rank": (x[0], ValueError, f"{rule} {shape[1:]}"),
+        "another dtype": (x.double(), TypeError, f"{name} must be float32 to match g, got float64"),
+        "another device": (x.to("meta"), ValueError, f"{name} must be on cpu as g is, got meta"),
+        "None": (None, TypeError, f"{name} must be a tensor, got None"),
+    }
+
+
+@pytest.mark.isolated
+def test_every_operand_is_checked(on_cpu: None) -> None:
+    """In forward and backward, before a kernel reads memory by the sizes of g."""
+    forward, backward = torch.ops.memcheck.gated_sum, torch.ops.memcheck.gated_sum_backward
+    g, x, grad_y = torch.randn(2, 1024, 8), torch.randn(2, 1024, 8), torch.randn(2, 8)
+    both = [True, True]
+    for wrong, error, message in wrong_inputs(x).values():
+        with pytest.raises(error, match=re.escape(f"gated_sum: {message}")):
+            forward(g, wrong)
+        with pytest.raises(error, match=re.escape(f"gated_sum_backward: {message}")):
+            backward(grad_y, g, wrong, output_mask=both)
+    for wrong, error, message in wrong_inputs(grad_y).values():
+        with pytest.raises(error, match=re.escape(f"gated_sum_backward: {message}")):
+            backward(wrong, g, x, output_mask=both)
+    for wrong, message in (
+        (g[0], r"g must be \(B,T,R\), of 3 dimensions, got \[1024, 8\]"),
+        (g.long(), "g must be float64, float32, float16 or bfloat16, got int64"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"gated_sum: {message}"):
+            forward(wrong, x)
+        with pytest.raises((TypeError, ValueError), match=f"gated_sum_backward: {message}"):
+            backward(grad_y, wrong, x, output_mask=both)
 
 
 @pytest.mark.isolated
