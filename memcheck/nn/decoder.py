@@ -16,7 +16,7 @@ from memcheck.nn.combinator import Combinator
 from memcheck.nn.heads import HeadedSelfAttention
 from memcheck.nn.softplus_attention import ChannelSelfAttention
 from memcheck.nn.weighted import DeviceLike
-from memcheck.ops.checks import is_symbolic, refuse_nested
+from memcheck.ops.checks import check_plain, is_symbolic
 from memcheck.ops.compressed_attention import compressed_attention
 from memcheck.ops.linear_attention import linear_attention
 from memcheck.ops.reference.naive_attention import naive_attention
@@ -233,7 +233,7 @@ class Decoder(torch.nn.Module):
         """
         if is_symbolic(tokens):
             raise NotImplementedError("Decoder: torch.fx.symbolic_trace cannot check tokens; use torch.export.export")
-        refuse_nested("Decoder", "tokens", tokens)
+        check_plain("Decoder", "tokens", tokens)
         if tokens.dim() != 2 or tokens.shape[1] > self.context:
             raise ValueError(f"Decoder: tokens must be (B,S) with S <= {self.context}, got {tuple(tokens.shape)}")
         sequences = {}

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import importlib
+import reprlib
 from collections.abc import Sequence
 from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.nn import functional
 
 PLAIN_ATTENTION = torch._C._nn.scaled_dot_product_attention
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 PAIRS = (tuple, list)  # a union takes longer to make than a short call may take to check its state
+# What the dispatcher and FakeTensorMode raise for an input that they do not know. The operators' own errors are others.
+REFUSALS = (RuntimeError, AssertionError)
 CONTEXT_PARALLEL = "torch.distributed.tensor.experimental"
 
 
@@ -33,8 +37,7 @@ class Sequences(SelfSequences, total=False):
 
 def check_rank(op: str, name: str, x: Tensor, letters: str, dimensions: int) -> None:
     """TypeError if x is no tensor, ValueError if it has another number of dimensions."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {described(x)}")
+    check_plain(op, name, x)
     if x.dim() != dimensions:
         raise ValueError(f"{op}: {name} must be {letters}, of {dimensions} dimensions, got {list(x.shape)}")
 
@@ -138,19 +141,48 @@ def changed_options(q: object, options: dict[str, Any], defaults: dict[str, Any]
 
 
 def prepare_input(op: str, name: str, x: object) -> None:
-    """Registers how operators run on the tensors of torch.distributed.tensor, if x is one. Refuses nested tensors."""
+    """Registers how operators run on the tensors of torch.distributed.tensor, if x is one.
+
+    Refuses nested tensors, and what is no tensor.
+    """
     if type(x) is Tensor and not x.is_nested:
         return
     if type(x).__name__ == "DTensor":
         importlib.import_module("memcheck.ops.sharding")
+    if not is_symbolic(x):
+        check_plain(op, name, x)
+
+
+def check_plain(op: str, name: str, x: object) -> None:
+    """TypeError or NotImplementedError if x is no tensor, or one that is nested, sparse or quantized."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {described(x)}") from None
     refuse_nested(op, name, x)
+    if x.layout is not torch.strided or x.is_quantized:
+        kind = "quantized" if x.is_quantized else str(x.layout).removeprefix("torch.").removeprefix("_")
+        raise TypeError(f"{op}: {name} must be a dense tensor, got a {kind} one of shape {list(x.shape)}") from None
+
+
+def explain_refusal(op: str, **inputs: Any) -> None:
+    """Raises the error that names an input that the dispatcher has refused, if it is one of these.
+
+    It is called after an error, so that a call that is right has no check. The dispatcher's own error prints the whole
+    value, or every backend of torch.
+    """
+    given = {name: x for name, x in inputs.items() if not is_symbolic(x)}
+    for name, x in given.items():
+        check_plain(op, name, x)
+    fake = [name for name, x in given.items() if isinstance(x, FakeTensor)]
+    for name, x in given.items():
+        if fake and name not in fake:
+            raise TypeError(f"{op}: {name} must be a FakeTensor as {fake[0]} is, got {described(x)}") from None
 
 
 def refuse_nested(op: str, name: str, x: object) -> None:
     """NotImplementedError if x is a nested tensor."""
     if isinstance(x, Tensor) and x.is_nested:
         packed = " packed, B = 1, and cu_seqlens = its offsets()" if "ttention" in op or op == "Decoder" else ""
-        raise NotImplementedError(f"{op}: {name} is a nested tensor; pass its values(){packed}")
+        raise NotImplementedError(f"{op}: {name} is a nested tensor; pass its values(){packed}") from None
 
 
 def is_symbolic(x: object) -> bool:
@@ -164,7 +196,9 @@ def described(x: object) -> str:
         return f"a tensor of shape {list(x.shape)}"
     if isinstance(x, tuple | list):
         return f"a {type(x).__name__} of length {len(x)}"
-    return repr(x)
+    if isinstance(shape := getattr(x, "shape", None), tuple):
+        return f"a {type(x).__module__}.{type(x).__name__} of shape {list(shape)}"
+    return reprlib.repr(x)
 
 
 def refuse_context_parallel(op: str) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
-from memcheck.ops.checks import changed_options, prepare_input
+from memcheck.ops.checks import REFUSALS, changed_options, explain_refusal, prepare_input
 
 _forward = torch.ops.memcheck.combinator.default
 
@@ -41,5 +41,9 @@ def combinator(x: Tensor, weight: Tensor, *, low_memory: bool = False) -> Tensor
     prepare_input("combinator", "x", x)
     if derivatives.transformed():
         return derivatives.call("combinator", (x, weight), low_memory=low_memory)
-    y: Tensor = _forward(x, weight, **changed_options(x, {"low_memory": low_memory}, {"low_memory": False}))[0]
+    try:
+        y: Tensor = _forward(x, weight, **changed_options(x, {"low_memory": low_memory}, {"low_memory": False}))[0]
+    except REFUSALS:
+        explain_refusal("combinator", x=x, weight=weight)
+        raise
     return y

@@ -13,9 +13,12 @@ import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     DTYPES,
+    REFUSALS,
     Sequences,
     changed_options,
+    check_plain,
     check_states,
+    explain_refusal,
     in_autocast_dtype,
     is_symbolic,
     prepare_input,
@@ -207,8 +210,10 @@ def compressed_attention(
         input's strides. With return_lse: y and lse (B,H,S) in the accumulation type, the
         natural logarithm of the sum of exp(score) over what a query sees, and -inf where y is 0 for lack of it. Both
         have gradients. With return_state: the state last, a CompressedAttentionState with which the next call goes on.
-        Two calls with the state between equal one call over all positions, with the same bits if they are cut where a
-        block ends. The gradient flows through the state into the earlier call.
+        Two calls with the state between equal one call over all positions up to rounding. The gradient flows through
+        the state into the earlier call. On the CPU, the bits of y and lse of a query depend on what it sees and on
+        nothing else: not on the other queries, heads or samples of its call, not on the number of threads, and not on
+        the cut between two calls if a block ends there.
 
         A block whose keys are all -inf has a score of -inf for every query. A key of -inf makes the mean of its block
         -inf, and so hides all positions of the block. If the weight between a query and a block is 0, because the
@@ -266,7 +271,11 @@ def compressed_attention(
             results = derivatives.by_reference(op, (q, k, v), sink=sink, factor=factor, **options, **sequences)
             return results if return_lse else results[0]
     forward = _forward_sequences if sequences else _forward
-    y, lse, _, _ = forward(q, k, v, sink, factor=factor, **changed_options(q, options, DEFAULTS), **sequences)
+    try:
+        y, lse, _, _ = forward(q, k, v, sink, factor=factor, **changed_options(q, options, DEFAULTS), **sequences)
+    except REFUSALS:
+        explain_refusal(op, q=q, k=k, v=v)
+        raise
     return (y, lse) if return_lse else y
 
 
@@ -357,7 +366,11 @@ def compressed_attention_pooled(
         if derivatives.differentiated((q, kc, vc, sink)):
             results = derivatives.by_reference(op, (q, kc, vc), sink=sink, **blocks, **options)
             return results if return_lse else results[0]
-    y, lse = _forward_pooled(q, kc, vc, sink, **blocks, **changed_options(q, options, DEFAULTS))
+    try:
+        y, lse = _forward_pooled(q, kc, vc, sink, **blocks, **changed_options(q, options, DEFAULTS))
+    except REFUSALS:
+        explain_refusal(op, q=q, kc=kc, vc=vc)
+        raise
     return (y, lse) if return_lse else y
 
 
@@ -874,8 +887,11 @@ def _check_state(op: str, of: str, k: Tensor, state: CompressedAttentionState, f
 
 
 def _check_tensor(op: str, name: str, x: object) -> None:
-    if not isinstance(x, Tensor) and not is_symbolic(x):
-        raise TypeError(f"{op}: {name} must be a tensor, got {x if x is None else type(x).__name__}")
+    if is_symbolic(x):
+        return
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{op}: {name} must be a tensor, got {x if x is None else type(x).__name__}") from None
+    check_plain(op, name, x)
 
 
 def _check_tensors(op: str, **tensors: object) -> None:

@@ -12,11 +12,13 @@ import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     PAIRS,
+    REFUSALS,
     Sequences,
     changed_options,
     check_rank,
     check_state,
     described,
+    explain_refusal,
     prepare_input,
     refuse_context_parallel,
     sequence_arguments,
@@ -173,7 +175,11 @@ def linear_attention(
     if normalize and not (sequences or return_state) and decay is None and initial_state is None:
         if derivatives.transformed():
             return derivatives.call(op, (q, k, v), causal=causal, **options)
-        y: Tensor = _forward(q, k, v, causal=causal, **changed_options(q, options, DEFAULTS))
+        try:
+            y: Tensor = _forward(q, k, v, causal=causal, **changed_options(q, options, DEFAULTS))
+        except REFUSALS:
+            explain_refusal(op, q=q, k=k, v=v)
+            raise
         return y
     if decay is not None and not isinstance(decay, Tensor):
         raise TypeError(f"{op}: decay must be a tensor or None, got {described(decay)}")
@@ -183,7 +189,11 @@ def linear_attention(
         options |= {"decay": decay, "initial_state": None if state[0] is None else state, **sequences}
         y, *after = derivatives.by_reference(op, (q, k, v), **options)
         return (y, after[0]) if return_state else y
-    y, m, z = torch.ops.memcheck.linear_attention_sequences(q, k, v, decay, *state, **options, **sequences)
+    try:
+        y, m, z = torch.ops.memcheck.linear_attention_sequences(q, k, v, decay, *state, **options, **sequences)
+    except REFUSALS:
+        explain_refusal(op, q=q, k=k, v=v)
+        raise
     return (y, (m, z if normalize else None)) if return_state else y
 
 
@@ -324,7 +334,11 @@ def linear_attention_step(
     sums, rests = (given[:2], given[2:]) if with_rests else (given, None)
     check_state(op, sums, ("m", "z"))
     options = changed_options(q, {"feature_map": feature_map, "eps": eps}, DEFAULTS)
-    y, m, z = _step(q, k, v, *sums, **options)
+    try:
+        y, m, z = _step(q, k, v, *sums, **options)
+    except REFUSALS:
+        explain_refusal(op, q=q, k=k, v=v, m=sums[0], z=sums[1])
+        raise
     if not state_rest:
         return y, (m, z)
     zeros = [torch.zeros_like(x) for x in (m, z)]

@@ -7,7 +7,7 @@ from torch import Tensor
 
 import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
-from memcheck.ops.checks import prepare_input
+from memcheck.ops.checks import REFUSALS, explain_refusal, prepare_input
 
 _linear_r = torch.ops.memcheck.linear_r.default
 _linear_l = torch.ops.memcheck.linear_l.default
@@ -37,7 +37,11 @@ def linear_r(x: Tensor, w: Tensor) -> Tensor:
     prepare_input("linear_r", "x", x)
     if derivatives.transformed():
         return derivatives.call("linear_r", (x, w))
-    y: Tensor = _linear_r(x, w)
+    try:
+        y: Tensor = _linear_r(x, w)
+    except REFUSALS:
+        explain_refusal("linear_r", x=x, w=w)
+        raise
     return y
 
 
@@ -57,5 +61,9 @@ def linear_l(x: Tensor, w: Tensor) -> Tensor:
     prepare_input("linear_l", "x", x)
     if derivatives.transformed():
         return derivatives.call("linear_l", (x, w))
-    y: Tensor = _linear_l(x, w)
+    try:
+        y: Tensor = _linear_l(x, w)
+    except REFUSALS:
+        explain_refusal("linear_l", x=x, w=w)
+        raise
     return y

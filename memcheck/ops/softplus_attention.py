@@ -11,11 +11,13 @@ import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
     PAIRS,
+    REFUSALS,
     Sequences,
     changed_options,
     check_initial_state,
     check_rank,
     check_state,
+    explain_refusal,
     prepare_input,
     refuse_context_parallel,
     sequence_arguments,
@@ -160,7 +162,11 @@ def softplus_attention(
     if not sequences and initial_state is None and not return_state:
         if derivatives.transformed():
             return derivatives.call(op, (q, k, v), **options)
-        y: Tensor = _forward(q, k, v, **changed_options(q, options, DEFAULTS))[0]
+        try:
+            y: Tensor = _forward(q, k, v, **changed_options(q, options, DEFAULTS))[0]
+        except REFUSALS:
+            explain_refusal(op, q=q, k=k, v=v)
+            raise
         return y
     options |= sequences
     y, state = _attend_from_state(op, q, k, v, initial_state, return_state, state_rest, options)
@@ -188,9 +194,13 @@ def _attend_from_state(
         return y, (*after[0],) if after else ()
     if tensors:
         sums, rest = torch.stack(tensors[:2]), torch.stack(tensors[2:]) if len(tensors) == 4 else None
-    y, _, sums, rest = torch.ops.memcheck.softplus_attention_sequences(
-        q, k, v, sums, rest, return_state=return_state, **options
-    )
+    try:
+        y, _, sums, rest = torch.ops.memcheck.softplus_attention_sequences(
+            q, k, v, sums, rest, return_state=return_state, **options
+        )
+    except REFUSALS:
+        explain_refusal(op, q=q, k=k, v=v)
+        raise
     return y, (*sums.unbind(), *rest.unbind()) if state_rest else (*sums.unbind(),)
 
 
@@ -284,5 +294,9 @@ def softplus_attention_step(
         zeros = torch.zeros(k.shape[:2], dtype=torch.promote_types(q.dtype, torch.float32), device=k.device)
         state = (zeros, zeros)
     check_state(op, state, ("z", "a"))
-    y, z, a = _step(q, k, v, *state, **changed_options(q, {"eps": eps}, STEP_DEFAULTS))
+    try:
+        y, z, a = _step(q, k, v, *state, **changed_options(q, {"eps": eps}, STEP_DEFAULTS))
+    except REFUSALS:
+        explain_refusal(op, q=q, k=k, v=v, z=state[0], a=state[1])
+        raise
     return y, (z, a)

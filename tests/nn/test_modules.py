@@ -8,7 +8,9 @@ import math
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ops.checks import HALF_DTYPES, LAYOUTS, largest_error
@@ -281,6 +283,30 @@ def test_the_cost_of_softplus_is_known() -> None:
 def test_errors(build: Callable[[], object], said: str) -> None:
     with pytest.raises(ValueError, match=f"^{re.escape(said)}$"):
         build()
+
+
+@pytest.mark.parametrize(
+    ("x", "said"),
+    [
+        (np.zeros((2, 3, 12)), "x must be a tensor, got a numpy.ndarray of shape [2, 3, 12]"),
+        (None, "x must be a tensor, got None"),
+        (torch.zeros(2, 3, 12).to_sparse(), "x must be a dense tensor, got a sparse_coo one of shape [2, 3, 12]"),
+    ],
+)
+def test_an_input_that_is_no_plain_tensor(x: Any, said: str) -> None:
+    for module in (SoftplusSelfAttention(12), LinearSelfAttention(12, 4), CompressedSelfAttention(12, 4, factor=2)):
+        with pytest.raises(TypeError, match=f"^{type(module).__name__}: {re.escape(said)}$"):
+            module(x)
+    for operator, module in (("combinator", Combinator(12)), ("linear_r", QueryProjection(12, 4))):
+        with pytest.raises(TypeError, match=f"^{operator}: {re.escape(said)}$"):
+            module(x)
+
+
+def test_tokens_that_are_no_floating_point_numbers() -> None:
+    for module in (SoftplusSelfAttention(12), LinearSelfAttention(12, 4), CompressedSelfAttention(12, 4, factor=2)):
+        said = f"{type(module).__name__}: x must be float64, float32, float16 or bfloat16, got int64"
+        with pytest.raises(TypeError, match=said):
+            module(torch.zeros(2, 3, 12, dtype=torch.int64))
 
 
 # ---- what every module does

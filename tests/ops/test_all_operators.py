@@ -6,6 +6,7 @@ Each operator's own properties, such as the tensors it saves for backward, are t
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +31,7 @@ from ops.checks import (
     subsets,
 )
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 
 import memcheck
@@ -584,3 +586,42 @@ def test_meta(it: Operator, dtype: torch.dtype) -> None:
         for x, shadow in zip(run(it.function, inputs, grad_y), meta, strict=True):
             assert (shadow.device.type, shadow.dtype) == ("meta", x.dtype), name
             assert (shadow.shape, shadow.stride()) == (x.shape, x.stride()), name
+
+
+def not_plain(x: Tensor) -> dict[str, Any]:
+    """What may come in the place of x."""
+    return {
+        "an array": x.numpy(),
+        "a list": x.tolist(),
+        "None": None,
+        "text": "abc" * 1000,
+        "a number": 1.5,
+        "a number of NumPy": x.numpy().sum(),
+        "a sparse tensor": x.to_sparse(),
+        "a quantized tensor": torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "a tensor of oneDNN": x.to_mkldnn(),
+        "a nested tensor": torch.nested.nested_tensor([x]),
+        "a complex tensor": x.to(torch.complex64),
+        "booleans": x > 0,
+        "a tensor without memory": x.to("meta"),
+        "a fake tensor": FakeTensorMode().from_tensor(x),
+    }
+
+
+@pytest.mark.cpu
+@pytest.mark.filterwarnings("ignore")  # torch.nested is a prototype, and quantization goes to another package
+@pytest.mark.parametrize("it", [it for name, it in OPERATORS.items() if "padding" not in name], ids=lambda it: it.name)
+def test_an_error_for_what_is_no_plain_tensor_is_one_line(it: Operator) -> None:
+    """It names the operator and the argument, and prints no values."""
+    inputs, _ = it.inputs(it.small)
+    if it.name == POOLED.name:  # whose function here looks at its arguments first
+        blocks = {"factor": 3, "kv_len": 3 * inputs[1].shape[2]}
+        it = replace(it, function=functools.partial(memcheck.compressed_attention_pooled, **blocks))
+    for i, x in enumerate(inputs):
+        for kind, wrong in not_plain(x).items():
+            with pytest.raises((TypeError, ValueError, NotImplementedError)) as raised:
+                it.function(*inputs[:i], wrong, *inputs[i + 1 :])
+            message = str(raised.value)
+            assert re.match(rf"{it.name}: \w+ (must|is)", message), f"{kind}: {message}"
+            assert "\n" not in message, f"{kind}: {message}"
+            assert len(message) < 200, f"{kind}: {message}"

@@ -510,8 +510,8 @@ RAISES = {
         "x must have at most 16 leading dimensions that do not lie one behind the other",
     ),
     # The dispatcher raises these two before the operator is called.
-    "a list": ({"x": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'x'"),
-    "sparse": ({"weight": torch.ones(2, 7, 7).to_sparse()}, NotImplementedError, "'Sparse(CPU|CUDA)' backend"),
+    "a list": ({"x": [1.0]}, TypeError, "x must be a tensor, got a list of length 1"),
+    "sparse": ({"weight": torch.ones(2, 7, 7).to_sparse()}, TypeError, "must be a dense tensor, got a sparse_coo one"),
 }
 
 

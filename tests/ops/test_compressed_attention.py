@@ -869,7 +869,7 @@ RAISES = {
     "scale beyond float32": ({"scale": -1e39}, ValueError, r"scale must be a finite number of float32, got -1e\+39"),
     "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
     "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
-    "a list": ({"q": [1.0]}, TypeError, "q must be a tensor, got list"),
+    "a list": ({"q": [1.0]}, TypeError, "q must be a tensor, got a list of length 1"),
     "no k": ({"k": None}, TypeError, "k must be a tensor, got None"),
     "half a factor": ({"factor": 1.5}, TypeError, "factor must be an int, got 1.5"),
     "a tensor as factor": ({"factor": torch.tensor(2)}, TypeError, r"factor must be an int, got tensor\(2\)"),

@@ -839,9 +839,9 @@ RAISES = {
     "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
     "no v": ({"v": None}, TypeError, "v must be a tensor, got None"),
     # The dispatcher raises these before the operator is called.
-    "a list": ({"q": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'q'"),
+    "a list": ({"q": [1.0]}, TypeError, "q must be a tensor, got a list of length 1"),
     "a number for the map": ({"feature_map": 1}, RuntimeError, "Expected a value of type 'str' for argument"),
-    "sparse": ({"q": torch.ones(2, 4, 5, 3).to_sparse()}, NotImplementedError, "'Sparse(CPU|CUDA)' backend"),
+    "sparse": ({"q": torch.ones(2, 4, 5, 3).to_sparse()}, TypeError, "must be a dense tensor, got a sparse_coo one"),
 }
 
 

@@ -327,8 +327,8 @@ RAISES = {
     "no x": ({"x": None}, TypeError, "x must be a tensor, got None"),
     "no w": ({"w": None}, TypeError, "w must be a tensor, got None"),
     # The dispatcher raises these two before the operator is called.
-    "a list": ({"x": [1.0]}, RuntimeError, "Expected a value of type 'Tensor' for argument 'x'"),
-    "sparse": ({"w": torch.ones(7, 3).to_sparse()}, NotImplementedError, "'Sparse(CPU|CUDA)' backend"),
+    "a list": ({"x": [1.0]}, TypeError, "x must be a tensor, got a list of length 1"),
+    "sparse": ({"w": torch.ones(7, 3).to_sparse()}, TypeError, "must be a dense tensor, got a sparse_coo one"),
 }
 
 
