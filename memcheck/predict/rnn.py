@@ -64,6 +64,85 @@ def run_direction(cell: Cell, gates: Tensor, hidden: Any, weights: Weights, reve
     return torch.stack(outputs[::-1] if reverse else outputs, 0), hidden
 
 
+def parts_of(hidden: Any, start: int, end: int) -> Any:
+    """The hidden state, one tensor or two, of these sequences."""
+    return tuple(x[start:end] for x in hidden) if isinstance(hidden, tuple) else hidden[start:end]
+
+
+def joined(hiddens: Sequence[Any]) -> Any:
+    if isinstance(hiddens[0], tuple):
+        return tuple(torch.cat(list(parts), 0) for parts in zip(*hiddens, strict=True))
+    return torch.cat(list(hiddens), 0)
+
+
+def run_packed(cell: Cell, gates: Tensor, hidden: Any, weights: Weights, sizes: Sequence[int]) -> tuple[Tensor, Any]:
+    """gates (N,..) of packed sequences, of which step i has sizes[i] -> (N,H) and the last hidden states"""
+    outputs, ended, offset = [], [], 0
+    for before, size in zip([sizes[0], *sizes], sizes, strict=False):
+        step, offset = gates.narrow(0, offset, size), offset + size
+        if size < before:
+            ended.append(parts_of(hidden, size, before))
+            hidden = parts_of(hidden, 0, size)
+        hidden = cell(step, hidden, weights)
+        outputs.append(hidden[0] if isinstance(hidden, tuple) else hidden)
+    return torch.cat(outputs, 0), joined([hidden, *ended[::-1]])
+
+
+def run_packed_backwards(
+    cell: Cell, gates: Tensor, first: Any, weights: Weights, sizes: Sequence[int]
+) -> tuple[Tensor, Any]:
+    """The same from the last step to the first. Sequences begin at their ends."""
+    outputs, offset = [], len(gates)
+    hidden = parts_of(first, 0, sizes[-1])
+    for before, size in zip([sizes[-1], *sizes[::-1]], sizes[::-1], strict=False):
+        if size > before:
+            hidden = joined([hidden, parts_of(first, before, size)])
+        offset -= size
+        hidden = cell(gates.narrow(0, offset, size), hidden, weights)
+        outputs.append(hidden[0] if isinstance(hidden, tuple) else hidden)
+    return torch.cat(outputs[::-1], 0), hidden
+
+
+class Pack(torch.autograd.Function):
+    """torch._pack_padded_sequence, with a backward that needs no contents: x (S,B,..), or (B,S,..), -> (N,..)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, lengths: Tensor, batch_first: bool, counts: Sequence[int]) -> Any:
+        data, sizes = torch.ops.aten._pack_padded_sequence(x, lengths, batch_first)
+        ctx.mark_non_differentiable(sizes)
+        ctx.save_for_backward(sizes)
+        ctx.shape, ctx.batch_first, ctx.counts = x.shape, batch_first, counts
+        return data, sizes
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        first, second, *rest = ctx.shape
+        steps = (second, first) if ctx.batch_first else (first, second)
+        gradient, offset = torch.zeros(*steps, *rest, dtype=gradients[0].dtype, device=gradients[0].device), 0
+        for step, count in enumerate(ctx.counts):
+            gradient[step][:count].copy_(gradients[0][offset : offset + count])
+            offset += count
+        return gradient.transpose(0, 1) if ctx.batch_first else gradient, None, None, None
+
+
+def padded(
+    data: Tensor, sizes: Sequence[int], batch_first: bool, padding: float, length: int
+) -> tuple[Tensor, list[int]]:
+    """What torch._pad_packed_sequence returns: data (N,..) -> (S,B,..), or (B,S,..), and the lengths."""
+    steps = length if length > 0 else len(sizes)
+    y = torch.full((steps, sizes[0], *data.shape[1:]), padding, dtype=data.dtype, device=data.device)
+    offset, begin, lengths = 0, 0, []
+    for end in range(1, len(sizes) + 1):
+        size, following = sizes[end - 1], sizes[end] if end < len(sizes) else 0
+        if following != size:
+            count = (end - begin) * size
+            part = data.narrow(0, offset, count).view(end - begin, size, *data.shape[1:])
+            y.narrow(0, begin, end - begin).narrow(1, 0, size).copy_(part)
+            offset, begin = offset + count, end
+            lengths += [end] * (size - following)
+    return y.transpose(0, 1) if batch_first else y, lengths[::-1]
+
+
 def recurrent(
     name: str,
     x: Tensor,
@@ -74,9 +153,13 @@ def recurrent(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    batch_first: bool,
+    batch_first: bool = False,
+    sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
-    """What the function of that name returns: x (S,B,E), or (B,S,E), -> (S,B,H), and the last hidden states."""
+    """What the function of that name returns: x (S,B,E), or (B,S,E), -> (S,B,H), and the last hidden states.
+
+    sizes: of the steps of packed sequences: x (N,E) -> (N,H).
+    """
     states: Sequence[Tensor] = hx if name == "lstm" else (hx,)
     each = weights_of_each(weights, has_biases, name == "lstm" and states[0].shape != states[1].shape)
     x = x.transpose(0, 1) if batch_first else x
@@ -89,11 +172,19 @@ def recurrent(
         for index in range(layer * directions, (layer + 1) * directions):
             # Those of the one direction are there until the other's are, and these until both are done.
             gates = linear(x, each[index][0], each[index][2])
-            y, end = run_direction(CELLS[name], gates, hiddens[index], each[index], index % directions == 1)
+            how = (CELLS[name], gates, hiddens[index], each[index])
+            is_reversed = index % directions == 1
+            if sizes is None:
+                y, end = run_direction(*how, is_reversed)
+            else:
+                y, end = (run_packed_backwards if is_reversed else run_packed)(*how, sizes)
+                del gates, how  # Before the other direction.
             outputs.append(y)
             ends.append(end)
         x = outputs[0] if directions == 1 else torch.cat(outputs, -1)
-        del outputs, gates, y
+        del outputs, y
+        if sizes is None:
+            del gates, how
         if dropout and train and layer < layers - 1:
             x = torch.dropout(x, dropout, True)
     last = [torch.stack(list(parts), 0) for parts in (zip(*ends, strict=True) if name == "lstm" else [ends])]
@@ -151,11 +242,19 @@ def is_packed(args: Sequence[Any]) -> bool:
 
 
 def takes_onednn(args: Sequence[Any]) -> bool:
-    """Whether torch.lstm runs oneDNN's operator: not for projections or float64."""
+    """Whether torch.lstm runs oneDNN's operator: not for projections or float64, nor float16 where gradients count."""
     x, (h, c) = args[0], args[1]
-    return bool(torch.backends.mkldnn.enabled) and x.dtype == torch.float32 and x.numel() > 0 and h.shape == c.shape
+    if not torch.backends.mkldnn.enabled or x.numel() == 0 or h.shape != c.shape:
+        return False
+    if x.dtype == torch.bfloat16:
+        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if x.dtype == torch.float16 and not torch.is_grad_enabled():
+        return bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
+    return x.dtype == torch.float32
 
 
-def run(name: str, args: Any) -> Any:
-    """The function "lstm", "gru" or another with these arguments, as the CPU runs it."""
+def run(name: str, args: Any, sizes: Sequence[int] | None = None) -> Any:
+    """The function "lstm", "gru" or another with these arguments, as the CPU runs it. sizes: of packed sequences."""
+    if sizes is not None:
+        return recurrent(name, args[0], *args[2:], sizes=sizes)
     return onednn_lstm(*args) if name == "lstm" and takes_onednn(args) else recurrent(name, *args)

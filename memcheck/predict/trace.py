@@ -76,6 +76,7 @@ WORKSPACE = "cuBLAS workspace"
 KEEP_NUMBERS_IN_PLACE = ("aten::mul_", "aten::div_")
 OF_VIEWS = "torch::autograd::CopySlices"  # The node of an operator that writes into a view; its own node is inside.
 UNSCALED = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default  # Of a GradScaler.
+PACK = torch.ops.aten._pack_padded_sequence.default
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 GROUPED = torch.ops.aten._grouped_mm.default
 # Functions that choose their implementation by device internally. Modes cannot see inside, so the traced operators
@@ -343,6 +344,8 @@ class Tracer(TorchDispatchMode):
             return grouped_product(*args, **kwargs), None
         if func in UPDATES:
             return None, None
+        if func is PACK and (lengths := self.values.of(args[1])) is not None:
+            return self._packed(args[0], lengths, *args[2:]), None
         try:
             return as_computed(func, func(*args, **kwargs), args), None
         except (NotImplementedError, RuntimeError) as error:
@@ -355,6 +358,14 @@ class Tracer(TorchDispatchMode):
                 raise
             outputs = tuple(made(result) for result in probed.results)
             return outputs if len(outputs) > 1 else outputs[0], probed
+
+    def _packed(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        """What _pack_padded_sequence returns: x (S,B,..), or (B,S,..), -> (N,..) and the sizes (S) of its steps."""
+        steps, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
+        with _disable_current_modes():
+            sizes = PACK(torch.zeros(steps, batch, 1), lengths, False)[1]
+            total = int(sizes.sum())
+        return torch.empty(total, *x.shape[2:], dtype=x.dtype, device="meta"), self.known_on_meta(sizes)
 
     def _assumed(self, condition: Tensor) -> bool:
         """The value that an unknown condition is assumed to have: True for "all", False for everything else."""
@@ -683,14 +694,16 @@ def as_probed(output: Any, probed: Probed) -> Any:
     tensors = list(tensors_in(output if isinstance(output, tuple | list) else (output,)))
     if len(tensors) != len(probed.results):
         return output
-    news: dict[int, Tensor] = {}
+    found: list[Tensor] = []
     for tensor, result in zip(tensors, probed.results, strict=True):
         if result.same is not None:
-            first = tensors[result.same]
-            news[id(tensor)] = news.get(id(first), first)
-        elif result.operand is None and not is_like(tensor, result):
-            news[id(tensor)] = made(result)
-    return tree_map(lambda part: news.get(id(part), part), output) if news else output
+            found.append(found[result.same])
+        elif result.operand is None and (not is_like(tensor, result) or any(tensor is other for other in found)):
+            found.append(made(result))
+        else:
+            found.append(tensor)
+    left = iter(found)
+    return tree_map(lambda part: next(left) if isinstance(part, Tensor) else part, output)
 
 
 def is_like(tensor: Tensor, result: Result) -> bool:
@@ -888,9 +901,17 @@ class OnTarget(TorchFunctionMode):
         if getattr(func, "__name__", "") in CLOSED and target.kind == "cpu":
             from memcheck.predict import rnn
 
-            if not rnn.is_packed(args):
-                with self:
-                    return rnn.run(func.__name__, args)
+            sizes = self._sizes(args[1]) if rnn.is_packed(args) else None
+            with self:
+                return rnn.run(func.__name__, args, sizes)
+        if getattr(func, "__name__", "") == "_pad_packed_sequence" and target.kind == "cpu":
+            return self._padded(*args)
+        if getattr(func, "__name__", "") == "_pack_padded_sequence" and wants_gradients(args):
+            from memcheck.predict import rnn
+
+            lengths = self._sizes(args[1])
+            counts = [sum(length > step for length in lengths) for step in range(lengths[0])]
+            return rnn.Pack.apply(*args, counts)
         if func is torch.max_pool1d and target.kind == "cpu" and not wants_gradients(args):
             return self._pooled(args, kwargs)
         if func is torch.dropout and target.kind == "cuda" and args[2] and 0 < args[1] < 1 and args[0].numel():
@@ -906,6 +927,24 @@ class OnTarget(TorchFunctionMode):
         if func in (torch.tensor, Tensor.new_tensor):
             self.tracer.note(output, "tensor")  # torch.tensor runs no operator.
         return output
+
+    def _sizes(self, sizes: Tensor) -> list[int]:
+        """The sizes of the steps of packed sequences."""
+        with _disable_current_modes():
+            known = self.tracer.values.of(sizes)
+        if known is None:
+            raise NotImplementedError("the lengths of packed sequences are not known on meta: give real ones")
+        found: list[int] = known.tolist()
+        return found
+
+    def _padded(self, data: Tensor, sizes: Tensor, *how: Any) -> tuple[Tensor, Tensor]:
+        from memcheck.predict import rnn
+
+        counts = self._sizes(sizes)
+        with self:
+            y, lengths = rnn.padded(data, counts, *how)
+        with _disable_current_modes():
+            return y, self.tracer.lifted(torch.tensor(lengths))
 
     def _pooled(self, args: Any, kwargs: Any) -> Tensor:
         """max_pool1d, which on the CPU returns no indices unless gradients are wanted."""

@@ -234,3 +234,29 @@ def test_gradients_of_transposed_weights_add_up_in_place() -> None:
             return (x @ w).tanh() + torch.ones(7) @ w
 
     compare(Products(), torch.randn(7, requires_grad=True), torch.randn(7, 5, requires_grad=True))
+
+
+class Packed(nn.Module):
+    """Packs sequences, runs a recurrent module on them, and pads what it returns."""
+
+    def __init__(self, kind: type[nn.RNNBase], **how: Any) -> None:
+        super().__init__()
+        self.inner = kind(9, 11, batch_first=True, **how)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        y, _ = self.inner(packed)
+        return nn.utils.rnn.pad_packed_sequence(y, batch_first=True)[0]
+
+
+@pytest.mark.parametrize("how", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_sequences_are_predicted_exactly(kind: type[nn.RNNBase], how: dict[str, Any]) -> None:
+    compare(Packed(kind, **how), torch.randn(3, 7, 9, requires_grad=True), torch.tensor([4, 7, 2]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("how", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
+def test_an_lstm_is_predicted_exactly(how: dict[str, Any], dtype: torch.dtype) -> None:
+    lstm = nn.LSTM(9, 11, **how).to(dtype)
+    compare(Around(lambda _, x: lstm(x)[0]), torch.randn(5, 3, 9, dtype=dtype, requires_grad=True))
