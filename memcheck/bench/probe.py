@@ -33,6 +33,7 @@ from memcheck.measure.tracker import track
 from memcheck.predict.model import Call
 from memcheck.predict.probed import FunctionCall, Layout, Probed, Result
 from memcheck.predict.replay import target_for
+from memcheck.predict.sparse import dense_parts, is_sparse, parts_of, with_parts
 from memcheck.predict.trace import TracedRun
 from memcheck.predict.values import Values, flagged_as
 
@@ -147,7 +148,7 @@ class CpuProbe:
         return f"{call.name} alone takes {measured}, and not {predicted}"
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values) -> Probed | None:
-        if sum(span_bytes(operand) for operand in tensors_in((args, kwargs))) > self.most_bytes:
+        if sum(span_bytes(operand) for operand in dense_parts((args, kwargs))) > self.most_bytes:
             return None
         try:
             with warnings.catch_warnings():
@@ -239,7 +240,7 @@ def depends_on_integers(func: Any, args: Any, kwargs: Any, values: Values) -> bo
         return False
     whole = (
         x
-        for x in tensors_in((args, kwargs))
+        for x in dense_parts((args, kwargs))
         if not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
     )
     return any(x.numel() and values.of(x) is None for x in whole)
@@ -285,8 +286,8 @@ def probed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Val
     args, kwargs = tree_map(lambda part: real(part, values, factor), (args, kwargs))
     args = with_true_workspace(func, args)
     operands = list(tensors_in((args, kwargs)))
-    given = {operand.untyped_storage()._cdata: index for index, operand in enumerate(operands)}
-    grown = {operand.untyped_storage()._cdata: operand.untyped_storage().nbytes() for operand in operands}
+    given = {storage._cdata: index for index, operand in enumerate(operands) for storage in storages_in(operand)}
+    grown = [(operand, operand.untyped_storage().nbytes()) for operand in operands if not is_sparse(operand)]
     with track(saved=False) as memory:
         output = func(*args, **kwargs)
     outputs = list(tensors_in(output if isinstance(output, tuple | list) else (output,)))
@@ -295,7 +296,7 @@ def probed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Val
     new = {storage._cdata: storage.nbytes() for tensor in outputs for storage in storages_in(tensor)}
     made_bytes = sum(size for storage, size in new.items() if storage not in given)
     doubt = None
-    if any(operand.untyped_storage().nbytes() != grown[operand.untyped_storage()._cdata] for operand in operands):
+    if any(operand.untyped_storage().nbytes() != size for operand, size in grown):
         doubt = "it resized an operand"
     elif memory.current_bytes != made_bytes:
         doubt = "it kept memory beyond its results"
@@ -319,6 +320,8 @@ def real(part: Any, values: Values, factor: float = 1.0) -> Any:
         return torch.device("cpu")
     if not isinstance(part, Tensor):
         return part
+    if is_sparse(part):
+        return with_parts(part, tuple(real(inner, values, factor) for inner in parts_of(part)))
     known = values.of(part)
     size = part.storage_offset() + span(part)
     shell = torch.zeros(size, dtype=part.dtype)
@@ -361,6 +364,9 @@ def environment() -> tuple[str, ...]:
 def described(part: Any, values: Values) -> Any:
     if not isinstance(part, Tensor):
         return part
+    if is_sparse(part):
+        own = [described(inner, values) for inner in parts_of(part)]
+        return f"{part.layout}{list(part.shape)}{own}{part.layout == torch.sparse_coo and part.is_coalesced()}"
     words = f"{dtype_name(part)}{list(part.shape)}{list(part.stride())}+{part.storage_offset()}"
     words += f"{' conjugated' * part.is_conj()}{' negated' * part.is_neg()}"
     known = None if part.is_floating_point() else values.of(part)

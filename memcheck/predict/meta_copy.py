@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
 from memcheck.predict.reached import Reaching
+from memcheck.predict.sparse import is_sparse, parts_of, with_parts
 from memcheck.predict.values import Values, flagged_as, is_meta, may_be_known
 
 Thing = TypeVar("Thing")
@@ -104,10 +105,8 @@ class MetaCopies(TorchFunctionMode):
 
     def copy_of(self, tensor: Tensor) -> Tensor:
         """A meta tensor like this one."""
-        if tensor.layout == torch.sparse_coo:
-            parts = (self.copy_of(tensor._indices()), self.copy_of(tensor._values()))
-            how: Any = {"is_coalesced": tensor.is_coalesced(), "check_invariants": False}
-            return torch.sparse_coo_tensor(*parts, tensor.shape, device="meta", **how)
+        if is_sparse(tensor) and not tensor.is_nested:
+            return with_parts(tensor, tuple(self.copy_of(part) for part in parts_of(tensor)))
         storage = self._storage_of(tensor.untyped_storage())
         shell = torch.empty(0, dtype=tensor.dtype, device="meta")
         shell.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())

@@ -172,7 +172,7 @@ def call_to_check(func: Any, args: Any, kwargs: Any, values: Values) -> Function
         return None
 
     def layout(part: Any) -> Any:
-        if not isinstance(part, Tensor):
+        if not isinstance(part, Tensor) or part.layout != torch.strided:
             return part
         known = None if part.is_floating_point() or part.is_complex() else values.of(part)
         return Layout.of(part, None if known is None else known.clone())

@@ -153,7 +153,7 @@ def recurrent(
     dropout: float,
     train: bool,
     bidirectional: bool,
-    batch_first: bool = False,
+    batch_first: bool,
     sizes: Sequence[int] | None = None,
 ) -> tuple[Tensor, ...]:
     """What the function of that name returns: x (S,B,E), or (B,S,E), -> (S,B,H), and the last hidden states.
@@ -256,5 +256,6 @@ def takes_onednn(args: Sequence[Any]) -> bool:
 def run(name: str, args: Any, sizes: Sequence[int] | None = None) -> Any:
     """The function "lstm", "gru" or another with these arguments, as the CPU runs it. sizes: of packed sequences."""
     if sizes is not None:
-        return recurrent(name, args[0], *args[2:], sizes=sizes)
+        data, _, *others = args
+        return recurrent(name, *(data, *others, False, sizes))
     return onednn_lstm(*args) if name == "lstm" and takes_onednn(args) else recurrent(name, *args)

@@ -111,6 +111,8 @@ def is_view(schema: Any) -> bool:
 def scratch_of(call: Call) -> list[Scratch | Unknown]:
     """The scratch that is alive at the highest sum of the call, and what is unknown about it."""
     kind, tensors = call.target.kind, list(tensors_in(call.values))
+    if any(x.layout != torch.strided for x in tensors) and not call.is_view:
+        return [] if call.name.removeprefix("aten::") in OF_SPARSE else [unlisted(call)]
     rule = RULES.get((call.name, kind)) or RULES.get((call.name, "any"))
     if rule is not None and (kind != "cpu" or are_plain(tensors)):
         return [part for part in rule(call) if isinstance(part, Unknown) or part.bytes]
@@ -124,6 +126,8 @@ def unlisted(call: Call) -> Unlisted:
 
 
 RULES: dict[tuple[str, str], Rule] = {}
+# Of sparse tensors, they take nothing beside their outputs.
+OF_SPARSE = ("clone", "_nnz", "dense_dim", "is_coalesced", "sparse_dim")
 
 
 def rule(kind: str, *names: str) -> Callable[[Rule], Rule]:

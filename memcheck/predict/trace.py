@@ -27,6 +27,7 @@ from memcheck.core.tensors import gradients_for, storages_in, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers the rules of memcheck's operators
 from memcheck.predict import scratch_sequences as scratch_sequences  # and of their forms for sequences
+from memcheck.predict import sparse
 from memcheck.predict.autocast import autocast_followed, cast_for
 from memcheck.predict.meta_copy import MetaCopies, all_on_meta
 from memcheck.predict.modules import Modules
@@ -241,6 +242,7 @@ class Tracer(TorchDispatchMode):
         self.operators: dict[str, None] = {}
         self._pieces: dict[int, Piece] = {}  # By storage.
         self._aside: dict[int, Piece] = {}
+        self._replaced: list[Tensor] = []  # By an operator that writes into a sparse tensor.
         self._emptied: dict[int, str] = {}  # Names of storages that were resized to nothing.
         self.works: list[Done] = []
         self.copies = MetaCopies(self.values, self._stand)
@@ -328,6 +330,7 @@ class Tracer(TorchDispatchMode):
             base = call.outputs[0]._base if func._schema.is_mutable else None
             if base is None or call.name in KEEP_NUMBERS_IN_PLACE:
                 self._of_numbers = weakref.ref(call.outputs[0] if base is None else base), numbers
+        self._replaced = []
         return output
 
     def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Probed | None]:
@@ -344,6 +347,21 @@ class Tracer(TorchDispatchMode):
             return grouped_product(*args, **kwargs), None
         if func in UPDATES:
             return None, None
+        if sparse.takes_sparse(func, args, kwargs):
+            node = self._node_name()
+            if func is torch.ops.aten.clone.default and node.endswith("AccumulateGrad"):
+                with _disable_current_modes():
+                    parts = sparse.parts_of(args[0])
+                    if all(part.is_contiguous() for part in parts):  # Then torch keeps it, unless a mode is active.
+                        return sparse.with_parts(args[0], parts), None
+            steps = func is torch.ops.aten.add_.Tensor and not sparse.is_sparse(args[0])
+            if not node.endswith("AccumulateGrad") if node else self.phase == "optimizer" and not steps:
+                self.note_unknown(
+                    Unlisted(f"when {func._schema.name} of sparse tensors frees its operands"), self.phase
+                )
+            with _disable_current_modes():
+                output, self._replaced = sparse.computed(func, args, kwargs, self.values, self.known_on_meta)
+            return output, None
         if func is PACK and (lengths := self.values.of(args[1])) is not None:
             return self._packed(args[0], lengths, *args[2:]), None
         try:
@@ -446,13 +464,15 @@ class Tracer(TorchDispatchMode):
         if not torch._C._current_autograd_node() or not engine_calls():
             return False
         first, second = call.self, call.other
-        if not isinstance(second, Tensor) or first.shape != second.shape or not is_dense(first):
+        if not isinstance(second, Tensor) or sparse.is_sparse(first) or sparse.is_sparse(second):
+            return False
+        if first.shape != second.shape or not is_dense(first):
             return False
         return use_counts(first) == counts_of_the_last()
 
     def piece_of(self, tensor: Tensor) -> Piece | None:
         """The piece of the tensor's storage, if it was allocated under this mode."""
-        return self._pieces.get(tensor.untyped_storage()._cdata)
+        return next(iter(self.pieces_of(tensor)), None)
 
     def pieces_of(self, tensor: Tensor) -> list[Piece]:
         with torch._C.DisableTorchFunction():
@@ -722,9 +742,6 @@ def parts_of(name: str, probed: Probed) -> list[Scratch | Unknown]:
 
 def as_computed(func: Any, output: Any, args: Any) -> Any:
     """The operator's real result where its meta kernel returns something else."""
-    if func is torch.ops.aten.clone.default and args[0].layout == torch.sparse_coo:
-        x, how = args[0], {"is_coalesced": args[0].is_coalesced(), "check_invariants": False}
-        return torch.sparse_coo_tensor(x._indices().clone(), x._values().clone(), x.shape, **how)
     if func is not CPU_FLASH or args[0].dtype != torch.float64 or FLOAT64_LOGSUMEXP_ON_META.is_in(running()):
         return output
     y, logsumexp = output
@@ -881,6 +898,8 @@ class OnTarget(TorchFunctionMode):
             kept = {name: value for name, value in kwargs.items() if name != "device"}
             made = func(*args, **kept)
             return made if is_meta(made) else self.tracer.lifted(made)
+        if func is Tensor.new and args[0].layout == torch.sparse_coo and len(args) == 4:
+            return torch.sparse_coo_tensor(*args[1:], check_invariants=False)
         if getattr(func, "__name__", "") == "tolist":
             with _disable_current_modes():
                 known = self.tracer.values.of(args[0])

@@ -27,7 +27,7 @@ class Values:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """A real tensor with the contents, or None if they are unknown. Views of a storage share its memory."""
-        if is_wrapped(tensor):
+        if is_wrapped(tensor) or tensor.layout != torch.strided:
             return None
         if not is_meta(tensor):
             return tensor if tensor.device.type == "cpu" else None
@@ -70,7 +70,8 @@ class Values:
                 self.note_storage(storage, contents)
 
     def forget(self, tensor: Tensor) -> None:
-        self._real.pop(tensor.untyped_storage()._cdata, None)
+        if tensor.layout == torch.strided:
+            self._real.pop(tensor.untyped_storage()._cdata, None)
 
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What the operator returns for the known contents of its operands; UNKNOWN if any is unknown."""

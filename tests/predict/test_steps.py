@@ -18,12 +18,15 @@ FIGURES = ("parameter_bytes", "optimizer_bytes", "forward_peak_bytes", "saved_by
 FIGURES += ("gradient_bytes", "workspace_bytes", "optimizer_peak_bytes")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def a_table_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-        patch.setenv("MEMCHECK_PROBES", str(tmp_path_factory.mktemp("probes") / "probes.jsonl"))
-        yield
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("probes") / "probes.jsonl")
+
+
+@pytest.fixture(autouse=True)
+def a_table_of_its_own(table: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    monkeypatch.setenv("MEMCHECK_PROBES", table)
 
 
 def compare(model: nn.Module, *inputs: Any, **how: Any) -> None:
@@ -258,5 +261,21 @@ def test_packed_sequences_are_predicted_exactly(kind: type[nn.RNNBase], how: dic
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("how", [{}, {"num_layers": 2, "bidirectional": True}], ids=str)
 def test_an_lstm_is_predicted_exactly(how: dict[str, Any], dtype: torch.dtype) -> None:
-    lstm = nn.LSTM(9, 11, **how).to(dtype)
-    compare(Around(lambda _, x: lstm(x)[0]), torch.randn(5, 3, 9, dtype=dtype, requires_grad=True))
+    x = torch.randn(5, 3, 9, dtype=dtype, requires_grad=True)
+    compare(nn.LSTM(9, 11, **how).to(dtype), x, loss=lambda output: output[0])
+
+
+@pytest.mark.parametrize("how", [{}, {"accumulate": 3}, {"steps": 1}, {"set_to_none": False}], ids=str)
+def test_sparse_gradients_are_predicted_exactly(how: dict[str, Any]) -> None:
+    model, x = nn.Embedding(50, 16, sparse=True), torch.randint(50, (4, 7))
+    compare(model, x, optimizer=lambda p: optim.SGD(p, lr=0.1), **how)
+
+
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr], ids=str)
+def test_a_product_of_a_sparse_matrix_is_predicted_exactly(layout: torch.layout) -> None:
+    class Product(nn.Module):
+        def forward(self, a: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+            return a @ x
+
+    a = torch.randn(20, 30).relu().to_sparse(layout=layout)
+    compare(Product(), a, torch.randn(30, 8), backward=False)
