@@ -64,7 +64,7 @@ def computed(
             pairs.append((with_parts(part, tuple(real(inner) for inner in parts_of(part))), part))
             return pairs[-1][0]
         known = values.of(part)
-        if known is None and not part.is_floating_point() and not part.is_complex():
+        if known is None and part.numel() and not part.is_floating_point() and not part.is_complex():
             raise NotImplementedError("the indices of a sparse tensor are not known on meta: give real ones")
         if part.nbytes > MOST_BYTES:
             raise NotImplementedError("an operand of a sparse tensor is too large")
