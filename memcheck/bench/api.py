@@ -105,9 +105,9 @@ def predict_memory(
         table on disk (memcheck.bench.probe.table_path). With False these operators are unknown. A Probe replaces it.
 
     Running out of memory is a result: status "oom", the phase, the request and the bytes in use. Compiled models are
-    "skipped", and so is a model whose control flow depends on contents that are not known. Allocations that shapes do
-    not determine are named in `unknown` and in the record's doubts. On CUDA the allocator of the process has cached
-    nothing yet.
+    "skipped", and so is a model that reads values which do not follow from inputs and parameters. Allocations that
+    shapes do not determine are named in `unknown` and in the record's doubts. On CUDA the allocator of the process has
+    cached nothing yet.
 
     ValueError: steps or accumulate is below 1, an optimizer or accumulate is given without a backward, or
     clip_grad_norm or set_to_none=False without an optimizer; or a name, a version or a number is none. TypeError: a

@@ -31,7 +31,7 @@ Stand = Callable[[torch.UntypedStorage, torch.UntypedStorage], None]
 class MetaCopies(TorchFunctionMode):
     """Makes the copies and the twins of one prediction. Tensors that share a storage still do; no gradient is copied.
 
-    values: receives the contents of small integer and boolean tensors, which may steer control flow.
+    values: receives the contents, which may steer control flow and sizes.
     stand: called with the storage of a real tensor and that of its twin.
     """
 
@@ -107,20 +107,21 @@ class MetaCopies(TorchFunctionMode):
         """A meta tensor like this one."""
         if is_sparse(tensor) and not tensor.is_nested:
             return with_parts(tensor, tuple(self.copy_of(part) for part in parts_of(tensor)))
-        storage = self._storage_of(tensor.untyped_storage())
+        storage = self._storage_of(tensor)
         shell = torch.empty(0, dtype=tensor.dtype, device="meta")
         shell.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-        found = flagged_as(tensor, shell)
-        if not is_meta(tensor) and may_be_known(tensor) and not tensor.is_floating_point():
-            self.values.note_storage(storage, tensor.untyped_storage().cpu())
-        return found
+        return flagged_as(tensor, shell)
 
-    def _storage_of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    def _storage_of(self, tensor: Tensor) -> torch.UntypedStorage:
+        storage = tensor.untyped_storage()
         known = self._storages.get(storage._cdata)
         found = known[1]() if known is not None else None
         if found is None:
             found = torch.UntypedStorage(storage.nbytes(), device="meta")
             self._storages[storage._cdata] = storage, weakref.ref(found)
+            small = may_be_known(tensor) and not tensor.is_floating_point()
+            if not is_meta(tensor) and (small or storage.device.type == "cpu"):
+                self.values.note_storage(found, storage.cpu(), small=small)
         self._held.append(found)
         return found
 

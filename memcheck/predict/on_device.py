@@ -40,6 +40,19 @@ class Mish(torch.autograd.Function):
         return torch.empty_like(x)
 
 
+def one_hot(target: Target, x: Tensor, num_classes: int = -1) -> Tensor:
+    """torch.nn.functional.one_hot, which runs other operators under a mode. On the CPU it checks the classes."""
+    if x.numel() == 0:
+        return torch._C._nn.one_hot(x, num_classes)
+    if target.kind == "cpu":
+        x.min()
+    classes = int(x.max()) + 1 if num_classes == -1 else num_classes
+    if target.kind == "cpu" and num_classes != -1:
+        x.max()
+    y = torch.zeros((*x.shape, classes), dtype=x.dtype, device=x.device)
+    return y.scatter_(-1, x.unsqueeze(-1), 1)
+
+
 def answer(func: Any, args: Any, target: Target) -> Any:
     """What a meta tensor reports about its device; None if func is another function."""
     found = ANSWERS.get(func)

@@ -21,9 +21,10 @@ def names(text: str) -> frozenset[str]:
 # With plain operands, in any layout. Those that read several tensors need them in one dtype.
 MAKERS = names(
     """
+    _assert_async
     _local_scalar_dense _to_copy _unsafe_view arange bernoulli_ cat clone constant_pad_nd copy_ empty empty_like
     empty_strided fill_ flip full full_like new_empty new_empty_strided new_full new_ones new_zeros ones ones_like
-    promote_types rand_like scalar_tensor select_backward slice_backward stack zero_ zeros zeros_like
+    promote_types rand_like scalar_tensor select_backward set_ slice_backward stack zero_ zeros zeros_like
     """
 )
 # All operands but masks must have the result's dtype, or the CPU copies them.

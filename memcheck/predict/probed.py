@@ -7,6 +7,7 @@ run once, alone, with its backward, and compared with its prediction.
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -68,13 +69,16 @@ def made(result: Result) -> Tensor:
 
 # Functions that tests compare with measurements in many shapes and layouts: with plain operands they need no check.
 PLAIN_NAMES = """
-    __getitem__ _make_dual _unpack_dual add alias arange cat chunk clone contiguous cos detach div dropout
-    empty_like exp expand expand_as flatten float full full_like gt lt ge le eq ne linear log matmul mean mul neg
-    ones ones_like permute pow relu reshape rsqrt scalar_tensor scaled_dot_product_attention sigmoid silu sin size
-    softmax split sqrt squeeze stack sub sum t tanh tensor to transpose type_as unbind unsqueeze view where zeros
-    zeros_like
+    __array__ __getitem__ _assert_async _make_dual _unpack_dual add alias arange cat chunk clone contiguous cos detach
+    div dropout empty_like eq exp expand expand_as flatten float full full_like ge gt le linear log lt matmul mean mul
+    ne neg numpy ones ones_like permute pow relu reshape rsqrt scalar_tensor scaled_dot_product_attention sigmoid silu
+    sin size softmax split sqrt squeeze stack sub sum t tanh tensor to transpose type_as unbind unsqueeze
+    untyped_storage view where zeros zeros_like
     """
 PLAIN = frozenset(PLAIN_NAMES.split())
+# Functions that fail unless a mask has as many True elements as another operand has elements.
+NEED_MASKS = frozenset(["__setitem__", "index_put", "index_put_"])
+FEW = 64  # Numbers that a key lists.
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Layout:
         return cls(tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad, contents, *flags)
 
     def __repr__(self) -> str:
-        known = None if self.contents is None else self.contents.flatten().tolist()
+        known = None if self.contents is None else in_short(self.contents.flatten().tolist())
         flags = f"{' conjugated' * self.conjugated}{' negated' * self.negated}"
         return f"{self.dtype}{self.shape}{self.stride}+{self.offset}{flags}{self.requires_grad}{known}"
 
@@ -107,6 +111,11 @@ class Layout:
         tensor = shell.as_strided(self.shape, self.stride, self.offset if shell.numel() else 0)
         tensor = tensor.conj() if self.conjugated else tensor
         return torch._neg_view(tensor) if self.negated else tensor
+
+
+def in_short(numbers: list[Any]) -> Any:
+    """The numbers, or a hash of many."""
+    return numbers if len(numbers) <= FEW else hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
@@ -170,11 +179,14 @@ def call_to_check(func: Any, args: Any, kwargs: Any, values: Values) -> Function
         return None
     if name in PLAIN and are_usual(args, kwargs):
         return None
+    if kwargs.get("out") is not None:
+        return None
 
     def layout(part: Any) -> Any:
         if not isinstance(part, Tensor) or part.layout != torch.strided:
             return part
-        known = None if part.is_floating_point() or part.is_complex() else values.of(part)
+        read = values.read if name in NEED_MASKS and part.dtype == torch.bool else values.of
+        known = None if part.is_floating_point() or part.is_complex() else read(part)
         return Layout.of(part, None if known is None else known.clone())
 
     args_, kwargs_ = tree_map(layout, (args, kwargs))

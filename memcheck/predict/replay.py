@@ -67,7 +67,7 @@ class Prediction:
         rows, an A100. "derived": the rules were only read in sources.
     unknown: descriptions of unknown allocations.
     bounds: the fields that are not known to the byte because of these. They are lower bounds; upper bounds if the
-        number of concurrent threads is unknown.
+        number of concurrent threads is unknown; estimates if sizes or branches that depend on values are assumed.
     exact: the basis is "verified" and nothing is unknown, so every figure equals the measured one.
     """
 

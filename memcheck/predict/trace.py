@@ -11,7 +11,7 @@ import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -29,9 +29,10 @@ from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers t
 from memcheck.predict import scratch_sequences as scratch_sequences  # and of their forms for sequences
 from memcheck.predict import sparse
 from memcheck.predict.autocast import autocast_followed, cast_for
+from memcheck.predict.checks import passing_value
 from memcheck.predict.meta_copy import MetaCopies, all_on_meta
 from memcheck.predict.modules import Modules
-from memcheck.predict.on_device import ANSWERS, Mish, answer, capability_of, moved
+from memcheck.predict.on_device import ANSWERS, Mish, answer, capability_of, moved, one_hot
 from memcheck.predict.probed import FunctionCall, Probe, Probed, Result, call_to_check, made
 from memcheck.predict.python_functions import Bodies, answered, original, yes
 from memcheck.predict.ranks import BUFFERS, Done, distributed_followed, is_collective, is_reduction, is_wrapper
@@ -59,7 +60,8 @@ from memcheck.predict.torch_versions import (
     running,
     untried,
 )
-from memcheck.predict.values import UNKNOWN, Values, is_meta, may_be_known
+from memcheck.predict.value_shapes import Decided, decided_by_values
+from memcheck.predict.values import UNKNOWN, Values, is_meta, written_by
 
 # Size assumed for a storage that 64 bits cannot count; the run ends there.
 BEYOND = 2**63
@@ -76,10 +78,13 @@ BEFORE = "before"  # Earlier steps, and earlier backwards of the step.
 WORKSPACE = "cuBLAS workspace"
 KEEP_NUMBERS_IN_PLACE = ("aten::mul_", "aten::div_")
 OF_VIEWS = "torch::autograd::CopySlices"  # The node of an operator that writes into a view; its own node is inside.
-UNSCALED = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default  # Of a GradScaler.
 PACK = torch.ops.aten._pack_padded_sequence.default
 CPU_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 GROUPED = torch.ops.aten._grouped_mm.default
+# Functions that make a tensor of numbers, or of another library's array.
+OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+# Functions that read the values of a tensor.
+READERS = {"tolist", "numpy", "__array__"}
 # Functions that choose their implementation by device internally. Modes cannot see inside, so the traced operators
 # may differ from those of the device.
 CLOSED = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
@@ -91,6 +96,7 @@ WRITES_IN_PLACE = {
     "IndexBackward0": "aten::index_put",
     "IndexSelectBackward0": "aten::index_add",
     "KthvalueBackward0": "aten::scatter",
+    "MaskedSelectBackward0": "aten::masked_scatter",
     "MaxBackward0": "aten::scatter",
     "MedianBackward1": "aten::scatter",
     "MinBackward0": "aten::scatter",
@@ -243,10 +249,12 @@ class Tracer(TorchDispatchMode):
         self._pieces: dict[int, Piece] = {}  # By storage.
         self._aside: dict[int, Piece] = {}
         self._replaced: list[Tensor] = []  # By an operator that writes into a sparse tensor.
+        self._lent: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._emptied: dict[int, str] = {}  # Names of storages that were resized to nothing.
         self.works: list[Done] = []
         self.copies = MetaCopies(self.values, self._stand)
-        self._standing: set[int] = set()  # Storages that were there before, and are no inputs or parameters.
+        # Storages that were there before and are no inputs or parameters, and memory that is not torch's.
+        self._standing: set[int] = set()
         self.stood: list[Piece] = []  # On a GPU, the pieces of these.
         self._hosts: set[int] = set()  # Storages on the CPU that the run made.
         self._empty: set[int] = set()  # Storages on meta without bytes.
@@ -277,9 +285,12 @@ class Tracer(TorchDispatchMode):
             self.note_kept_numbers()
             if self._keeps_integers and (kept := with_integers(func, args, kwargs or {})) is not None:
                 return kept
+            if func is torch.ops.aten._to_copy.default and stays(args[0], kwargs or {}, self.target):
+                return torch.ops.aten.alias(args[0])
             return self._run(func, args, placed(func, args, kwargs or {}, self.target))
 
     def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.note_sizes()
         if func is torch.ops.aten.lift_fresh.default and self.target.kind == "cpu" and not args[0].is_meta:
             return self.lifted(args[0])
         if not self._keeps_integers and not all_on_meta(args, kwargs):
@@ -292,22 +303,25 @@ class Tracer(TorchDispatchMode):
             if func is torch.ops.aten._local_scalar_dense.default and is_meta(args[0]):
                 if args[0].dtype == torch.bool:
                     return self._assumed(args[0])
-                if args[0].is_floating_point() and not reads_operands():
-                    self.note_unknown(
-                        Unlisted("what follows of a number that is read, and assumed to be 1"), self.phase
-                    )
                 if args[0].is_floating_point():
+                    if not reads_operands() and passing_value(sys._getframe()) is None:
+                        self.note_unknown(Unlisted("code after .item(), assumed to return 1"), self.phase)
                     return 1.0
-        output, probed = self._result(func, args, kwargs)
+        decided = decided_by_values(func, args, kwargs, self.values)
+        for doubt in decided.doubts if decided is not None else ():
+            self.note_unknown(Unlisted(doubt), self.phase)
+        output, probed = self._result(func, args, kwargs, decided)
         call = call_of(func, args, kwargs, output, self.target, contents=self.values.of)
         parts = scratch_of(call)
         wanted = any(isinstance(part, Unknown) and not isinstance(part, Varies) for part in parts)
         if wanted and probed is None and self.probe is not None and not is_collective(call.name):
-            probed = self.probe(func, args, kwargs, self.values)
+            probed = self.probe(func, args, kwargs, decided or self.values)
         if probed is not None:
             output = as_probed(output, probed)
             call = call_of(func, args, kwargs, output, self.target)
             parts = parts_of(call.name, probed) + [part for part in parts if isinstance(part, Varies)]
+        if decided is not None and decided.size is not None:
+            output.resize_(decided.size)
         self.operators[call.name] = None
         self.note_node()
         numbers = numbers_for_tensors(func, call)
@@ -316,11 +330,14 @@ class Tracer(TorchDispatchMode):
         elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()
         if self._runs_in_place(call):
             self._hand_over(call.self, call.outputs[0])
+        for tensor in written_by(func, args, kwargs):
+            self.note_sizes(storage for storage in storages_in(tensor) if storage._cdata in self._pieces)
         for position, tensor in enumerate(call.outputs):
             is_noted = position not in elsewhere and not (call.is_view and numbers)
             if is_noted and not tensor._is_zerotensor() and not is_of_zeros(func):
                 self.note(tensor, call.name)
-        self._note_contents(func, args, kwargs, call)
+        if not call.is_view:
+            self.values.note_call(func, args, kwargs, call.outputs)
         self._name_buffers(call)
         taken += [self._take(part) for part in scratch if not part.first]
         self._use_library(uses_cublas(call))
@@ -333,7 +350,9 @@ class Tracer(TorchDispatchMode):
         self._replaced = []
         return output
 
-    def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Probed | None]:
+    def _result(
+        self, func: Any, args: Any, kwargs: dict[str, Any], decided: Decided | None
+    ) -> tuple[Any, Probed | None]:
         """What the operator returns on meta tensors, and the probe's result if one ran.
 
         If it has no kernel for meta tensors, it is computed from known contents, or a probe runs it.
@@ -364,12 +383,14 @@ class Tracer(TorchDispatchMode):
             return output, None
         if func is PACK and (lengths := self.values.of(args[1])) is not None:
             return self._packed(args[0], lengths, *args[2:]), None
+        if decided is not None and decided.output is not None:
+            return decided.output, None
         try:
             return as_computed(func, func(*args, **kwargs), args), None
         except (NotImplementedError, RuntimeError) as error:
             if "overflow" in str(error):
                 raise
-            if (contents := self.values.computed(func, args, kwargs)) is not UNKNOWN:
+            if (contents := self.values.computed(func, args, kwargs, small=True)) is not UNKNOWN:
                 return tree_map(lambda part: part.to("meta") if isinstance(part, Tensor) else part, contents), None
             probed = self.probe(func, args, kwargs, self.values) if self.probe is not None else None
             if probed is None or not probed.results or any(result.operand is not None for result in probed.results):
@@ -386,13 +407,24 @@ class Tracer(TorchDispatchMode):
         return torch.empty(total, *x.shape[2:], dtype=x.dtype, device="meta"), self.known_on_meta(sizes)
 
     def _assumed(self, condition: Tensor) -> bool:
-        """The value that an unknown condition is assumed to have: True for "all", False for everything else."""
+        """The value that an unknown condition is assumed to have: a check passes.
+
+        In other code, True for "all", and False for everything else.
+        """
+        if (passing := passing_value(sys._getframe())) is not None:
+            return passing
         piece = self.piece_of(condition)
         made_by = piece.made_by if piece is not None else "a tensor"
-        self.note_unknown(
-            Unlisted(f"what follows if {made_by} is not {made_by == 'aten::all'}, as is assumed"), self.phase
-        )
-        return made_by == "aten::all"
+        value = made_by == "aten::all"
+        self.note_unknown(Unlisted(f"a branch on the value of {made_by}, assumed to be {value}"), self.phase)
+        return value
+
+    def of_data(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """A meta tensor for the one that the function makes of numbers or of an array on the CPU."""
+        kept = {name: value for name, value in kwargs.items() if name != "device"}
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            made = func(*args, **kept)
+        return self.lifted(made).requires_grad_(made.requires_grad)
 
     def lifted(self, tensor: Tensor) -> Tensor:
         """A meta tensor for one that torch.tensor made, which runs no other operator."""
@@ -401,31 +433,16 @@ class Tracer(TorchDispatchMode):
 
     def _lifted(self, tensor: Tensor) -> Tensor:
         output = self.known_on_meta(tensor)
+        if not tensor.untyped_storage().resizable():  # It is NumPy's memory, or another buffer's.
+            self._remember(self._standing, output.untyped_storage())
         self.note(output, "tensor")
         return output
 
     def known_on_meta(self, tensor: Tensor) -> Tensor:
         """A meta tensor in place of a real one. Its contents are known."""
         output = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
-        if may_be_known(tensor):
-            self.values.note(output, tensor)
+        self.values.note(output, tensor)
         return output
-
-    def _note_contents(self, func: Any, args: Any, kwargs: dict[str, Any], call: Call) -> None:
-        if call.is_view:
-            return
-        small = all(is_meta(tensor) and may_be_known(tensor) for tensor in call.outputs)
-        contents = self.values.computed(func, args, kwargs) if small else UNKNOWN
-        if contents is not UNKNOWN:
-            known = tensors_in(contents if isinstance(contents, tuple | list) else (contents,))
-            for tensor, real in zip(call.outputs, known, strict=False):
-                self.values.note(tensor, real)
-        elif func._schema.is_mutable:
-            written = args[:1] if func is UNSCALED else args  # Gradients are assumed to be finite.
-            for argument, given in zip(func._schema.arguments, written, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    for tensor in tensors_in(given):
-                        self.values.forget(tensor)
 
     def _take(self, part: Scratch) -> Piece:
         return self.tape.take(part.name, part.bytes, module=self._module())
@@ -543,8 +560,9 @@ class Tracer(TorchDispatchMode):
 
     def note(self, tensor: Tensor, name: str) -> None:
         """Allocates a piece for each of the tensor's storages that has none."""
-        for storage in storages_in(tensor) if self._is_noting else ():
-            self._note_storage(storage, name)
+        with torch._C.DisableTorchFunction():
+            for storage in storages_in(tensor) if self._is_noting else ():
+                self._note_storage(storage, name)
 
     def _note_storage(self, storage: torch.UntypedStorage, name: str) -> None:
         if storage.device.type == "cpu" and storage._cdata not in self._hosts:
@@ -590,7 +608,6 @@ class Tracer(TorchDispatchMode):
                 self._stand(real, storage)
 
     def _stand(self, real: torch.UntypedStorage, storage: torch.UntypedStorage) -> None:
-        self.values.note_small_storage(storage, real)
         self._remember(self._standing, storage)
         if self.target.kind == "cuda" and storage.nbytes():  # A measurement on the CPU does not count them.
             self.stood.append(Piece("tensor that the model holds", storage.nbytes(), 0))
@@ -614,6 +631,17 @@ class Tracer(TorchDispatchMode):
             self._pieces[key].name = name
         else:
             self._emptied[key] = name
+
+    def lend(self, storage: torch.UntypedStorage) -> None:
+        """The model gets a storage, which it may resize."""
+        self._lent.add(storage)
+
+    def note_sizes(self, storages: Iterable[torch.UntypedStorage] | None = None) -> None:
+        """Notes the new sizes of storages that were resized, by default of those that the model got."""
+        for storage in list(self._lent) if storages is None else storages:
+            piece = self._pieces.get(storage._cdata)
+            if (0 if piece is None else piece.bytes) != storage.nbytes():
+                self.note_resized(storage)
 
     def _name_buffers(self, call: Call) -> None:
         """Names the pieces that an operator of FSDP2 or of a process group uses as its buffers."""
@@ -707,6 +735,14 @@ def placed(func: Any, args: Any, kwargs: dict[str, Any], target: Target) -> dict
     if device is None or device.type == target.kind:
         return {**kwargs, "device": torch.device("meta")}
     return kwargs
+
+
+def stays(tensor: Tensor, kwargs: dict[str, Any], target: Target) -> bool:
+    """Whether a meta tensor is moved to the device on which it lies already, which makes no copy there."""
+    device, dtype = kwargs.get("device"), kwargs.get("dtype")
+    if device is None or device.type != target.kind or not is_meta(tensor):
+        return False
+    return dtype in (None, tensor.dtype) and kwargs.get("memory_format") in (None, torch.preserve_format)
 
 
 def as_probed(output: Any, probed: Probed) -> Any:
@@ -854,18 +890,22 @@ class OnTarget(TorchFunctionMode):
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
         self.tracer = tracer
+        self.hooks_around = open_hooks()
         self._depth = 0
         self._bodies = Bodies()
         self._running: Any = None  # The Python function whose body runs. A method of Tensor may call that of C++.
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__repr__ and is_meta(args[0]):
+            return f"tensor(..., size={tuple(args[0].shape)})"
         if func is not self._running and (body := self._bodies.of(func)) is not None:
             return self._run_body(func, body, args, kwargs or {})
         if self.tracer.phase != "optimizer" and self.tracer.follows_calls and func not in ANSWERS:
             self._note_call(func, args, kwargs or {})
         self._depth += 1
         try:
-            return self._call(func, args, kwargs)
+            with hooks_under(self):
+                return self._call(func, args, kwargs)
         finally:
             self._depth -= 1
 
@@ -894,17 +934,18 @@ class OnTarget(TorchFunctionMode):
         if said is not None:
             return said
         func, args, kwargs = moved(func, args, kwargs or {}, target)
-        if func in (torch.tensor, torch.as_tensor) and str(kwargs.get("device")) == "meta" and not is_tensor(args):
+        if func in OF_DATA and target.kind == "cpu" and next(tensors_in((args, kwargs)), None) is None:
+            return self.tracer.of_data(func, args, kwargs)
+        if func in OF_DATA and str(kwargs.get("device")) == "meta" and not is_tensor(args):
             kept = {name: value for name, value in kwargs.items() if name != "device"}
             made = func(*args, **kept)
             return made if is_meta(made) else self.tracer.lifted(made)
         if func is Tensor.new and args[0].layout == torch.sparse_coo and len(args) == 4:
             return torch.sparse_coo_tensor(*args[1:], check_invariants=False)
-        if getattr(func, "__name__", "") == "tolist":
-            with _disable_current_modes():
-                known = self.tracer.values.of(args[0])
-            if known is not None:
-                return known.tolist()
+        if getattr(func, "__name__", "") in READERS and is_tensor(args) and is_meta(args[0]):
+            return self.tracer.values.given_to(func, *args, **kwargs)
+        if func in (Tensor.__getitem__, Tensor.__setitem__):
+            args = (args[0], self._index(args[1]), *args[2:])
         if func is torch.nn.functional.scaled_dot_product_attention:
             args, kwargs = cast_for("scaled_dot_product_attention", args, kwargs)
             with self._adding_in_place():
@@ -935,6 +976,8 @@ class OnTarget(TorchFunctionMode):
             return self._pooled(args, kwargs)
         if func is torch.dropout and target.kind == "cuda" and args[2] and 0 < args[1] < 1 and args[0].numel():
             return torch.native_dropout(*args[:3])[0]  # One kernel, which keeps a mask of a byte per element.
+        if func is torch._C._nn.one_hot:
+            return one_hot(target, *args, **kwargs)
         if func is torch._C._nn.mish and not kwargs:
             return Mish.apply(*args)
         if func is torch.nn.functional.linear:
@@ -943,8 +986,10 @@ class OnTarget(TorchFunctionMode):
         if getattr(func, "__name__", "") in CLOSED:
             self.tracer.note_unknown(Unlisted(f"what {func.__name__} runs on the device"), self.tracer.phase)
         output = func(*args, **kwargs)
-        if func in (torch.tensor, Tensor.new_tensor):
+        if func in (torch.tensor, Tensor.new_tensor, Tensor.new):
             self.tracer.note(output, "tensor")  # torch.tensor runs no operator.
+        if func is Tensor.untyped_storage:
+            self.tracer.lend(output)
         return output
 
     def _sizes(self, sizes: Tensor) -> list[int]:
@@ -965,6 +1010,14 @@ class OnTarget(TorchFunctionMode):
         with _disable_current_modes():
             return y, self.tracer.lifted(torch.tensor(lengths))
 
+    def _index(self, index: Any) -> Any:
+        """The index with tensors for lists of numbers, which PyTorch makes of them without an operator."""
+        if isinstance(index, tuple):
+            return tuple(self._index(part) for part in index)
+        if isinstance(index, list) and index and all(isinstance(part, bool | int) for part in index):
+            return self.tracer.of_data(torch.tensor, (index,), {}) if self.tracer.target.kind == "cpu" else index
+        return index
+
     def _pooled(self, args: Any, kwargs: Any) -> Tensor:
         """max_pool1d, which on the CPU returns no indices unless gradients are wanted."""
         with self.tracer.not_noted():
@@ -979,6 +1032,31 @@ class OnTarget(TorchFunctionMode):
             yield
         finally:
             self.tracer.adds_in_place = False
+
+
+def hooks_under(mode: OnTarget) -> AbstractContextManager[Any]:
+    """Inside, the model's saved-tensor hooks run under the mode, which is inactive while it handles a function."""
+    hooks = open_hooks()
+    if hooks is None or hooks == mode.hooks_around or isinstance(hooks[0], UnderMode):
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(*(UnderMode(hook, mode) for hook in hooks))
+
+
+@dataclass
+class UnderMode:
+    """A hook that runs under a function mode."""
+
+    hook: Any
+    mode: TorchFunctionMode
+
+    def __call__(self, thing: Any) -> Any:
+        with nullcontext() if self.mode in _get_current_function_mode_stack() else self.mode:
+            return self.hook(thing)
+
+
+def open_hooks() -> Any:
+    """The active saved-tensor hooks, such as those of a tracker or a checkpoint."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 @contextmanager
@@ -1189,6 +1267,7 @@ class TracedRun:
         return found
 
     def _end(self, phase: str, next_phase: str | None = None) -> None:
+        self.tracer.note_sizes()
         if self.drops_workspaces:
             self.tracer.drop_library_workspaces()
         first = max((last for _, last in self.result.phases.values()), default=0)

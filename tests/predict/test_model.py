@@ -270,13 +270,13 @@ def test_small_contents_are_known() -> None:
 
 @pytest.mark.extension
 def test_an_assumption_is_named() -> None:
-    prediction = predicted(lambda x: (x < 0).any(), torch.rand(2000))
+    prediction = predicted(lambda x: (x < 0).any(), torch.rand(2000, device="meta"))
     assert not prediction.exact
-    assert prediction.unknown == ("what follows if aten::any is not False, as is assumed",)
+    assert prediction.unknown == ("a branch on the value of aten::any, assumed to be False",)
 
 
 def test_unknown_contents_stop_the_prediction() -> None:
-    prediction = predicted(lambda x: x.argmax().item(), torch.rand(2000))
+    prediction = predicted(lambda x: x.argmax().item(), torch.rand(2000, device="meta"))
     assert prediction.fits is None
     assert prediction.record.status == "skipped"
     assert "not predicted" in (prediction.record.reason or "")

@@ -91,6 +91,8 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 def in_place(x: Tensor) -> Tensor:
     y = x.detach() * 1
     y.addcmul_(y, y).addcdiv_(y, y + 1).lerp_(x, 0.1).sqrt_().relu_().masked_fill_(y > 0.3, 0.0)
+    torch.empty(3, dtype=y.dtype).set_(y)
+    torch._assert_async(torch.ones(1, dtype=torch.bool))
     torch.ops.aten.new_empty_strided(y, (3,), (1,))
     rest = torch.empty_strided((3,), (1,)).fill_(1).zero_(), torch.zeros(3), torch.ones(3), torch.scalar_tensor(3.0)
     float(y.sum() + rest[0].sum())

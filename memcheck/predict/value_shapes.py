@@ -1,0 +1,192 @@
+"""Operators whose results have shapes that depend on values: masks, nonzero elements, distinct values, repeats.
+
+Where the deciding values are known, the shapes are exact. Else a usual case is assumed, in most cases the largest
+possible result, and a doubt says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memcheck.core.tensors import tensors_in
+from memcheck.predict.values import Values
+
+
+class Decided(Values):
+    """The values that decide the shapes of an operator's results, for a probe that runs the operator.
+
+    output: the results on meta; None: the operator itself returns them.
+    size: the size that the operator gives to the tensor of out=, which is the output.
+    contents: the values of deciding operands, by their identity.
+    doubts: what is assumed of values that are not known.
+    """
+
+    def __init__(self, values: Values) -> None:
+        self.values = values
+        self.output: Any = None
+        self.size: torch.Size | None = None
+        self.contents: dict[int, Tensor] = {}
+        self.doubts: list[str] = []
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """The values of an operand, or None if they are unknown."""
+        found = self.contents.get(id(tensor))
+        return self.values.of(tensor) if found is None else found
+
+    def decides(self, tensor: Tensor) -> bool:
+        return id(tensor) in self.contents
+
+    def count(self, operand: Tensor, doubt: str) -> int:
+        """The number of nonzero elements of the operand; all, with the doubt, if they are unknown.
+
+        A probe gets as many nonzero elements in other places, so that its result serves other masks, too.
+        """
+        known = self.values.read(operand)
+        number = operand.numel() if known is None else int(torch.count_nonzero(known))
+        if known is None:
+            self.doubts.append(doubt)
+            if operand.dtype == torch.bool:
+                self.values.note_all(operand)
+        if known is None or 0 not in operand.stride():
+            known = torch.zeros(operand.numel(), dtype=operand.dtype)
+            known[:number] = 1
+        self.contents[id(operand)] = known.view(operand.shape)
+        return number
+
+    def known(self, operand: Tensor, doubt: str) -> Tensor | None:
+        """The values of the operand; None, with the doubt, if they are unknown."""
+        known = self.values.read(operand)
+        if known is None:
+            self.doubts.append(doubt)
+        else:
+            self.contents[id(operand)] = known
+        return known
+
+
+Rule = Callable[[Decided, Any, Any, "dict[str, Any]"], None]
+
+
+def nonzero(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    (x,) = args
+    words = "aten::nonzero returns a row per element that is not 0, which depends on values; assumed: all elements"
+    number = decided.count(x, words)
+    decided.output = torch.empty(number, x.dim(), dtype=torch.int64, device="meta")
+
+
+def masked_select(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    x, mask = args
+    words = "aten::masked_select returns the elements where the mask is True, which depends on values; assumed: all"
+    number = decided.count(mask, words)
+    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    times = torch.Size(shape).numel() // mask.numel() if mask.numel() else 0
+    decided.output = torch.empty(number * times, dtype=x.dtype, device="meta")
+
+
+def index(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """A mask is read as the positions of its True elements, one index per dimension of the mask."""
+    indices = positions(decided, args[1], "aten::index")
+    decided.output = func(args[0], indices, *args[2:], **kwargs)
+
+
+def index_put(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    _, indices, put, *rest = args
+    adds = rest[0] if rest else kwargs.get("accumulate", False)
+    masks = [part for part in indices if part is not None]
+    if put.numel() != 1 or adds or len(masks) != 1:  # Else it fills where the mask is True.
+        positions(decided, indices, func._schema.name)
+
+
+def positions(decided: Decided, indices: Any, name: str) -> list[Tensor | None]:
+    found: list[Tensor | None] = []
+    words = f"{name} reads or writes where a mask is True, which depends on values; assumed: everywhere"
+    for part in indices:
+        if part is None or part.dtype not in (torch.bool, torch.uint8):
+            found.append(part)
+            continue
+        number = decided.count(part, words)
+        found += [torch.empty(number, dtype=torch.int64, device="meta") for _ in part.shape]
+    return found
+
+
+def masked_scatter_backward(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    decided.count(args[1], "aten::masked_scatter_backward selects by a mask, which depends on values; assumed: all")
+
+
+def unique(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    """Unknown values are assumed to differ. Inverse and counts have no element unless they are asked for."""
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    x, dim = values["self"], values.get("dim")
+    words = f"{func._schema.name} returns the values that differ, which depends on values; assumed: all of them"
+    if (known := decided.known(x, words)) is not None:
+        decided.output = tuple(part.to("meta") for part in func(known, *args[1:], **kwargs))
+        return
+    number = x.numel() if dim is None else x.shape[dim]
+    shape = (number,) if dim is None else x.shape
+    inverse = (number,) if dim is not None else x.shape
+    sizes = [
+        shape,
+        inverse if values.get("return_inverse") else (0,),
+        (number,) if values.get("return_counts") else (0,),
+    ]
+    dtypes = [x.dtype, torch.int64, torch.int64]
+    made = (torch.empty(size, dtype=dtype, device="meta") for size, dtype in zip(sizes, dtypes, strict=True))
+    decided.output = tuple(made)[: len(func._schema.returns)]
+    decided.contents[id(x)] = torch.arange(x.numel()).to(x.dtype).view(x.shape)
+
+
+def bincount(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    x, weights, least = (*args, None, 0)[:3] if len(args) < 3 else args[:3]
+    weights, least = kwargs.get("weights", weights), kwargs.get("minlength", least)
+    words = "aten::bincount returns a count up to the largest value, which depends on values; assumed: minlength, or 1"
+    known = decided.known(x, words)
+    most = int(known.max()) + 1 if known is not None and known.numel() else min(x.numel(), 1)
+    dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
+    decided.output = torch.empty(max(most, least), dtype=dtype, device="meta")
+
+
+def repeat_interleave(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+    (repeats,) = args
+    words = "aten::repeat_interleave returns as many as the repeats say, which depends on values; assumed: 1 each"
+    size = kwargs.get("output_size")
+    known = decided.known(repeats, words)
+    number = size if size is not None else int(known.sum()) if known is not None else repeats.numel()
+    decided.output = torch.empty(number, dtype=repeats.dtype, device="meta")
+    if known is None:
+        decided.contents[id(repeats)] = torch.ones(repeats.shape, dtype=repeats.dtype)
+
+
+RULES: dict[str, Rule] = {
+    "nonzero": nonzero,
+    "masked_select": masked_select,
+    "masked_scatter_backward": masked_scatter_backward,
+    "index": index,
+    "index_put": index_put,
+    "index_put_": index_put,
+    "_index_put_impl_": index_put,
+    "_unique": unique,
+    "_unique2": unique,
+    "unique_dim": unique,
+    "unique_consecutive": unique,
+    "bincount": bincount,
+    "repeat_interleave": repeat_interleave,
+}
+
+
+def decided_by_values(func: Any, args: Any, kwargs: dict[str, Any], values: Values) -> Decided | None:
+    """The values that decide on the shapes of the results, and these; None for operators whose shapes need none."""
+    name = func._schema.name.removeprefix("aten::")
+    if name not in RULES or (name.startswith(("index", "_index")) and not has_mask(args[1])):
+        return None
+    decided, out = Decided(values), kwargs.get("out")
+    RULES[name](decided, func, args, {key: value for key, value in kwargs.items() if key != "out"})
+    if out is not None and decided.output is not None:
+        decided.output, decided.size = out, decided.output.shape
+    return decided
+
+
+def has_mask(indices: Any) -> bool:
+    return any(part.dtype in (torch.bool, torch.uint8) for part in tensors_in(list(indices)))

@@ -1,0 +1,238 @@
+"""Predictions of models whose shapes depend on values, that resize storages, hook saved tensors and read NumPy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import memcheck
+from memcheck.measure.measurement import measure_memory
+from memcheck.predict.values import Values
+
+pytestmark = [pytest.mark.cpu, pytest.mark.extension]
+
+FIGURES = ("output_bytes", "forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "gradient_bytes")
+ARRAY = np.ones((30, 17), dtype=np.float32)
+
+
+@pytest.fixture(autouse=True)
+def a_table_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # which takes numbers of 8 bytes
+    monkeypatch.setenv("MEMCHECK_PROBES", str(tmp_path / "probes.jsonl"))
+
+
+def is_exact(model: Callable[..., Any], *inputs: Any, **how: Any) -> None:
+    prediction, record = memcheck.predict_memory(model, *inputs, **how), measure_memory(model, *inputs, **how)
+    assert prediction.unknown == ()
+    assert prediction.exact
+    predicted = {name: getattr(prediction.record, name) for name in FIGURES}
+    assert predicted == {name: getattr(record, name) for name in FIGURES}
+
+
+def of_x() -> Tensor:
+    torch.manual_seed(0)
+    return torch.randn(30, 17, requires_grad=True)
+
+
+class Experts(nn.Module):
+    """A mixture of experts: each gets the rows that the router sends to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.router = nn.Linear(17, 3)
+        self.experts = nn.ModuleList([nn.Linear(17, 17) for _ in range(3)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.zeros_like(x)
+        chosen = functional.one_hot(self.router(x).argmax(-1), 3)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen[:, number])
+            y = y.index_add(0, rows, expert(x[rows]))
+        return y
+
+
+def assigned(x: Tensor) -> Tensor:
+    y = x * 1
+    y[y > 0] = x[x > 0] * 2
+    return y
+
+
+BY_VALUES: dict[str, Callable[[Tensor], Any]] = {
+    "a mask": lambda x: x[x > 0].exp(),
+    "masked_select": lambda x: x.masked_select(x > 0).exp(),
+    "a loss over a mask": lambda x: functional.mse_loss(x[x > 0], x[x > 0].detach() * 2),
+    "nonzero": lambda x: x[x.relu().nonzero(as_tuple=True)].exp(),
+    "argwhere": lambda x: x * torch.argwhere(x[0] > 0).sum(),
+    "where": lambda x: x[torch.where(x[:, 0] > 0)[0]].exp(),
+    "unique": lambda x: x * torch.unique(x.detach().round(), return_counts=True)[1].sum(),
+    "unique_consecutive": lambda x: x * torch.unique_consecutive(x.detach().round()).sum(),
+    "repeats": lambda x: x.repeat_interleave(x[:, 0].detach().abs().long() + 1, 0).exp(),
+    "bincount": lambda x: x * torch.bincount((x.detach().abs() * 3).long().flatten()).sum(),
+    "assignment": assigned,
+    "masked_scatter": lambda x: x.masked_scatter(x > 0, x.detach() * 2),
+    "a list as index": lambda x: x[[0, 3, 5]].exp(),
+    "a branch": lambda x: x.exp() if (x > 9).any() else (x * 2).exp(),
+}
+
+
+@pytest.mark.parametrize("name", BY_VALUES)
+def test_shapes_that_depend_on_values_are_exact(name: str) -> None:
+    is_exact(BY_VALUES[name], of_x())
+
+
+def test_a_mixture_of_experts_is_exact() -> None:
+    torch.manual_seed(0)
+    is_exact(Experts(), of_x().detach())
+
+
+def test_the_size_of_an_unknown_mask_is_assumed_and_named() -> None:
+    def model(x: Tensor) -> Tensor:
+        x = functional.dropout(x, 0.5)
+        return functional.mse_loss(x[x > 0], x[x > 0].detach() * 2)
+
+    prediction = memcheck.predict_memory(model, of_x())
+    words = "aten::index reads or writes where a mask is True, which depends on values; assumed: everywhere"
+    assert words in prediction.unknown
+    assert not prediction.exact
+    assert {"forward_peak_bytes", "saved_bytes", "backward_peak_bytes"} <= prediction.bounds
+    assert prediction.record.forward_peak_bytes > measure_memory(model, of_x()).forward_peak_bytes
+
+
+def test_contents_are_computed_when_they_are_asked_for_and_not_before() -> None:
+    values = Values()
+    x, y = torch.zeros(4, device="meta"), torch.zeros(4, device="meta")
+    values.note(x, torch.arange(4.0))
+    values.note_call(torch.ops.aten.add.Tensor, (x, x), {}, [y])
+    contents = values._of(y)
+    assert contents is not None
+    assert contents.real is None
+    values.note_call(torch.ops.aten.mul_.Tensor, (x, 10), {}, [x])
+    del x
+    read = values.read(y)
+    assert read is not None
+    assert read.tolist() == [0.0, 2.0, 4.0, 6.0]
+    assert contents.step is None
+
+
+def into(operator: Callable[..., Any]) -> Callable[[Tensor], Tensor]:
+    def model(x: Tensor) -> Tensor:
+        out = torch.empty(0)
+        operator(x.detach(), out=out)
+        return out.sum() * x
+
+    return model
+
+
+def emptied(x: Tensor) -> Tensor:
+    y = x.detach() * 2
+    z = (y * y).sum()
+    y.untyped_storage().resize_(0)
+    return x.exp() * z
+
+
+def other_data(x: Tensor) -> Tensor:
+    a, b = torch.zeros(50, 50), torch.ones(7)
+    a.data = b
+    c = torch.zeros(60, 60)
+    torch.utils.swap_tensors(b, c)
+    return x * a.sum() * b.sum()
+
+
+STORAGES: dict[str, Callable[[Tensor], Any]] = {
+    "out= that grows": into(torch.exp),
+    "out= of a product": into(lambda x, out: torch.mm(x, x.mT, out=out)),
+    "out= of a mask": into(lambda x, out: torch.masked_select(x, x > 0, out=out)),
+    "a storage that is emptied": emptied,
+    "data that are replaced": other_data,
+}
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_storages_that_change_are_exact(name: str) -> None:
+    is_exact(STORAGES[name], of_x())
+
+
+def saved_on_cpu(x: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return (x.exp() * x).sigmoid()
+
+
+def hooked(pack: Callable[[Tensor], Any], unpack: Callable[[Any], Tensor]) -> Callable[[Tensor], Tensor]:
+    def model(x: Tensor) -> Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return (x.exp() * x).sigmoid()
+
+    return model
+
+
+HOOKS: dict[str, Callable[[Tensor], Any]] = {
+    "save_on_cpu": saved_on_cpu,
+    "bfloat16": hooked(lambda x: x.bfloat16(), lambda x: x.float()),
+    "a copy": hooked(lambda x: x.to("cpu", copy=True), lambda x: x.to("cpu")),
+    "NumPy": hooked(lambda x: x.detach().numpy(), torch.from_numpy),
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_saved_tensors_are_packed_as_on_the_device(name: str) -> None:
+    is_exact(HOOKS[name], of_x())
+
+
+OF_NUMPY: dict[str, Callable[[Tensor], Any]] = {
+    "from_numpy": lambda x: x * torch.from_numpy(ARRAY),
+    "a view": lambda x: x @ torch.from_numpy(ARRAY).t(),
+    "as_tensor": lambda x: x * torch.as_tensor(ARRAY, device=x.device),
+    "another dtype": lambda x: x * torch.as_tensor(ARRAY, dtype=torch.float64).float(),
+    "tensor": lambda x: x * torch.tensor(ARRAY, device=x.device),
+    "Tensor": lambda x: x * torch.Tensor(ARRAY),
+    "a list": lambda x: x * torch.as_tensor([2.0] * 17),
+    "frombuffer": lambda x: x * torch.frombuffer(bytearray(68), dtype=torch.float32),
+    "an index": lambda x: x[np.array([1, 3, 4])],
+}
+
+
+@pytest.mark.parametrize("name", OF_NUMPY)
+def test_memory_of_numpy_does_not_count(name: str) -> None:
+    is_exact(OF_NUMPY[name], of_x())
+
+
+def test_an_array_of_unknown_values_stops_the_prediction_and_says_what_to_do() -> None:
+    prediction = memcheck.predict_memory(lambda x: x * x.detach().numpy().sum(), torch.rand(3, 4, device="meta"))
+    assert prediction.record.status == "skipped"
+    assert "pass inputs and a model with data" in (prediction.record.reason or "")
+
+
+def test_a_function_of_numbers_alone_is_predicted() -> None:
+    prediction = memcheck.predict_memory(lambda x: x[: int(torch.div(7, 2, rounding_mode="trunc"))] * 2, of_x())
+    assert prediction.fits is not None
+
+
+def checked(x: Tensor) -> Tensor:
+    x = functional.dropout(x, 0.1)
+    assert (x < 99).all()
+    torch._assert((x < 99).all(), "too large")
+    torch._assert_async((x < 99).all())
+    if (x > 99).any() or not torch.isfinite(x).all():
+        raise ValueError(f"{x} is too large")
+    if x.isnan().any().item():
+        raise ValueError(f"{x} has no values")
+    return x.exp()
+
+
+CHECKS: dict[str, Callable[[Tensor], Any]] = {
+    "assertions and raised errors": checked,
+    "samples of a normal distribution": lambda x: torch.distributions.Normal(x, x.exp()).rsample().exp(),
+    "likelihoods of samples": lambda x: (lambda d: d.log_prob(d.sample()))(torch.distributions.Categorical(logits=x)),
+}
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_checks_are_assumed_to_pass(name: str) -> None:
+    is_exact(CHECKS[name], of_x())
