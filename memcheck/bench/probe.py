@@ -314,7 +314,7 @@ def probed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Val
     made_bytes = sum(size for storage, size in new.items() if storage not in given)
     # The trace itself follows operands that grow.
     grown = {storage._cdata: storage.nbytes() for operand in operands for storage in storages_in(operand)}
-    grown_bytes = sum(size for storage, size in grown.items() if size != sizes[storage])
+    grown_bytes = sum(size for storage, size in grown.items() if size != sizes.get(storage, size))
     doubt = "it kept memory beyond its results" if memory.current_bytes != made_bytes else None
     return Probed(memory.peak_bytes - made_bytes - grown_bytes, results, doubt)
 

@@ -194,6 +194,7 @@ class Values:
             for position, tensor in enumerate(outputs)
             if tensor.layout == torch.strided
             and tensor.untyped_storage()._cdata not in old
+            and self._of(tensor) is None
             and 0 < tensor.untyped_storage().nbytes() <= MOST_BYTES
         ]
         if not operands and "device" not in {argument.name for argument in func._schema.arguments}:
