@@ -388,7 +388,7 @@ def described(part: Any, values: Values) -> Any:
     words += f"{' conjugated' * part.is_conj()}{' negated' * part.is_neg()}"
     known = None if part.is_floating_point() and not values.decides(part) else values.of(part)
     if known is not None:
-        plain = known.resolve_conj().resolve_neg().contiguous().flatten()
+        plain = known.resolve_conj().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
         words += hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
     return words
 
