@@ -72,7 +72,7 @@ PLAIN_NAMES = """
     __array__ __getitem__ _assert_async _make_dual _unpack_dual add alias arange cat chunk clone contiguous cos detach
     div dropout empty_like eq exp expand expand_as flatten float full full_like ge gt le linear log lt matmul mean mul
     ne neg numpy ones ones_like permute pow relu reshape rsqrt scalar_tensor scaled_dot_product_attention sigmoid silu
-    sin size softmax split sqrt squeeze stack sub sum t tanh tensor to transpose type_as unbind unsqueeze
+    sin size softmax split sqrt squeeze stack sub sum t tanh tensor to tolist transpose type_as unbind unsqueeze
     untyped_storage view where zeros zeros_like
     """
 PLAIN = frozenset(PLAIN_NAMES.split())

@@ -61,7 +61,7 @@ from memcheck.predict.torch_versions import (
     untried,
 )
 from memcheck.predict.value_shapes import Decided, decided_by_values
-from memcheck.predict.values import UNKNOWN, Values, is_meta, written_by
+from memcheck.predict.values import NEEDS_VALUES, UNKNOWN, Values, is_meta, written_by
 
 # Size assumed for a storage that 64 bits cannot count; the run ends there.
 BEYOND = 2**63
@@ -307,6 +307,7 @@ class Tracer(TorchDispatchMode):
                     if not reads_operands() and passing_value(sys._getframe()) is None:
                         self.note_unknown(Unlisted("code after .item(), assumed to return 1"), self.phase)
                     return 1.0
+                raise NotImplementedError(NEEDS_VALUES.format("item"))
         decided = decided_by_values(func, args, kwargs, self.values)
         for doubt in decided.doubts if decided is not None else ():
             self.note_unknown(Unlisted(doubt), self.phase)

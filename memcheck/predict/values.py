@@ -29,6 +29,7 @@ MOST_INTEGERS, MOST_FLOATS = 2**16, 2**10
 
 
 UNKNOWN = object()
+NEEDS_VALUES = "Tensor.{}() needs values that are not known; pass inputs and a model with data, or compute with tensors"
 UNSCALED = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default  # Of a GradScaler.
 
 
@@ -145,10 +146,7 @@ class Values:
         """
         known = self.read(tensor)
         if known is None:
-            raise NotImplementedError(
-                f"Tensor.{func.__name__}() needs values that are not known; pass inputs and a model with data, or "
-                "compute with tensors"
-            )
+            raise NotImplementedError(NEEDS_VALUES.format(func.__name__))
         with undisturbed():
             found = func(known, *args, **kwargs)
         if not isinstance(found, list | int | float | bool | complex):

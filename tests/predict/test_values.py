@@ -78,6 +78,7 @@ BY_VALUES: dict[str, Callable[[Tensor], Any]] = {
     "assignment": assigned,
     "masked_scatter": lambda x: x.masked_scatter(x > 0, x.detach() * 2),
     "a list as index": lambda x: x[[0, 3, 5]].exp(),
+    "tolist": lambda x: x * sum(x[0].tolist()),
     "a branch": lambda x: x.exp() if (x > 9).any() else (x * 2).exp(),
 }
 
