@@ -312,6 +312,8 @@ class Tracer(TorchDispatchMode):
         for doubt in decided.doubts if decided is not None else ():
             self.note_unknown(Unlisted(doubt), self.phase)
         output, probed = self._result(func, args, kwargs, decided)
+        if self.target.kind == "cpu" and isinstance(output, Tensor) and next(tensors_in((args, kwargs)), None) is None:
+            output = output if is_meta(output) else self.known_on_meta(output)  # Of numbers alone, as torch.div(7, 2).
         call = call_of(func, args, kwargs, output, self.target, contents=self.values.of)
         parts = scratch_of(call)
         wanted = any(isinstance(part, Unknown) and not isinstance(part, Varies) for part in parts)
