@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
@@ -51,6 +53,8 @@ class MetaCopies(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__deepcopy__:
             tensor, memo = args
+            if is_state_of_generator(tensor):
+                return tensor.clone()
             if id(tensor) not in memo:
                 memo[id(tensor)] = self.copy_of(tensor).requires_grad_(tensor.requires_grad)
             return memo[id(tensor)]
@@ -215,6 +219,16 @@ def is_real(tensor: Tensor, hosts: set[int]) -> bool:
 
 def is_real_leaf(part: Any) -> bool:
     return isinstance(part, Tensor) and part.requires_grad and part.is_leaf and not part.is_meta and not is_meta(part)
+
+
+def is_state_of_generator(tensor: Tensor) -> bool:
+    """Whether copy.deepcopy copies a random generator whose state the tensor is. The copy needs the state's data."""
+    if tensor.dtype != torch.uint8 or tensor.dim() != 1 or tensor.device.type != "cpu":
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not copy._reconstruct.__code__:  # type: ignore[attr-defined]
+        frame = frame.f_back
+    return frame is not None and isinstance(frame.f_locals["x"], torch.Generator)
 
 
 def refusing_object(error: Exception) -> Any:

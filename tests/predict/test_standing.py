@@ -319,7 +319,9 @@ def with_a_generator() -> nn.Module:
         return self.layer(x) * torch.empty(7, 16).bernoulli_(0.5, generator=self.generator) + noise
 
     generators = [torch.Generator(), torch.Generator()]
-    return Model(forward, generator=torch.Generator(), generators=generators)
+    model = Model(forward, generator=torch.Generator(), generators=generators)
+    model.last = torch.Generator()  # The last attribute, after which nothing is copied.
+    return model
 
 
 def with_locks() -> nn.Module:
