@@ -184,7 +184,7 @@ class Entry:
         """Returns the peak of requested bytes of everything alive, with inputs and without library workspaces."""
         if self.what == BOTH and self.contender.both is not None:
             return None
-        record = measure_memory(self.function, *self.sets[0], backward=self.what == BOTH, dense_grad=True)
+        record = measure_memory(self.function, *self.sets[0], backward=self.what == BOTH, dense_grad=self.what == BOTH)
         peak = record.backward_peak_bytes if self.what == BOTH else record.forward_peak_bytes
         return None if peak is None else peak - (record.library_workspace_bytes or 0)
 

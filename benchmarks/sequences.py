@@ -137,7 +137,7 @@ def prepare(make: Callable[[], Contender], what: str) -> Run:
 
 def peak_bytes(make: Callable[[], Contender], what: str) -> int:
     function, inputs = make()
-    record = memcheck.measure_memory(function, *inputs, backward=what != "forward", dense_grad=True)
+    record = memcheck.measure_memory(function, *inputs, backward=what != "forward", dense_grad=what != "forward")
     return max(peak for peak in (record.forward_peak_bytes, record.backward_peak_bytes) if peak is not None)
 
 

@@ -332,7 +332,7 @@ def test_a_case_that_cannot_fit_is_never_allocated() -> None:
     case = case_of("memcheck-pyt/naive", bsz=64, query_len=2048, kv_len=2048, dim=32, heads=8)
     with track() as memory:
         record = profile_case(case, limit_bytes=2**30, skip_predicted=True)
-    assert memory.peak_bytes <= 8  # a Python number, as torch's own meta kernels have it
+    assert memory.peak_bytes <= 24  # Python numbers, as torch's own meta kernels and autograd have them
     assert (record.status, record.oom_phase, record.operator) == ("skipped", "forward", "memcheck-pyt/naive")
     assert record.reason == "predicted: forward peak 16.1 GiB, above the limit of 1 GiB"
     assert sum(record.terms["forward_peak_bytes"].values()) == closed_bytes(case)["forward_peak_bytes"]
