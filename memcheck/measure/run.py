@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from memcheck.core.collector import collector_at_rest
 from memcheck.core.outputs import ForwardOptions, NamedTensors, Outputs
 from memcheck.core.record import Record
 from memcheck.core.tensors import (
@@ -157,7 +158,7 @@ class MeasuredRun:
         self.machine.drop_library_workspaces()
         # Attributes that the forward replaces stay: their release would count if an earlier measurement saw them made.
         attributes = list(_attributes_of(self.call.owners))
-        with _collector_at_rest(), gradients_aside(self.call.leaves), self.memory:
+        with collector_at_rest(), gradients_aside(self.call.leaves), self.memory:
             self._older = set(map(StorageWeakRef, _storages_alive(self.call.device)))
             if self._before(dense_grad) and self._attempt("forward", self._forward):
                 if not self.returned.roots:
@@ -465,16 +466,3 @@ def _storages_alive(device: torch.device, generation: int | None = None) -> Iter
         if issubclass(type(thing), torch.Tensor):
             with suppress(Exception):  # Tensors of functorch, lazy ones and others have no storage.
                 yield from storages_on(thing, device)
-
-
-@contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    """Inside, the garbage collector is disabled, so that figures do not depend on when it runs."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

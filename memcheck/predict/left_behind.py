@@ -1,4 +1,4 @@
-"""Puts back what a prediction left behind in caches, globals, classes, lists and closures.
+"""Puts back what a prediction left behind in caches, globals, classes, objects, lists and closures.
 
 A prediction runs the user's own functions. What they store outside of the model's copy would hold tensors without data,
 and the model itself would fail afterwards. A traced run knows the storages that it made. Only if one of them outlives
@@ -12,18 +12,20 @@ import functools
 import gc
 import random
 import sys
+import threading
 import types
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+from memcheck.core.collector import collector_at_rest
 from memcheck.core.tensors import storages_in
 from memcheck.predict.reached import EMPTY
-from memcheck.predict.snapshot import Snapshot
+from memcheck.predict.snapshot import UNSET, Snapshot, is_plain, slots_of
 
 # Levels of objects between a tensor and the holder that is older than the prediction.
 MOST_LEVELS = 12
@@ -46,7 +48,7 @@ class LeftBehind:
         """Puts everything back. Returns the names of the places where that is not possible."""
         if not self._storages():
             return []
-        young = {id(thing) for thing in gc.get_objects(generation=0)}
+        young = {id(thing) for generation in (0, 1) for thing in gc.get_objects(generation)}
         gc.collect(0)
         if not (storages := self._storages()):
             return []
@@ -61,24 +63,23 @@ def nothing_left_behind(*roots: Any) -> Iterator[LeftBehind]:
     """Inside, a prediction may run functions of the user. Afterwards they find what they left before it.
 
     The garbage collector is disabled meanwhile, as in measurements: cycles of references stay alive, and all objects
-    that are made are in its young generation.
+    that are made are in its two young generations.
     """
-    enabled, states = gc.isenabled(), random_states()
-    gc.collect(0)
-    gc.disable()
-    left = LeftBehind(*roots)
-    try:
-        yield left
-    finally:
+    states = random_states()
+    with collector_at_rest(generation=1):
+        left = LeftBehind(*roots)
         try:
-            places = left.put_back()
+            yield left
         finally:
-            put_back_states(states)
-            if enabled:
-                gc.enable()
-        if places:
-            words = f"the prediction left a tensor without data in {', '.join(places)}; take it out before you go on"
-            warnings.warn(words, stacklevel=7)
+            try:
+                places = left.put_back()
+            finally:
+                put_back_states(states)
+            if places:
+                words = (
+                    f"the prediction left a tensor without data in {', '.join(places)}; take it out before you go on"
+                )
+                warnings.warn(words, stacklevel=7)
 
 
 def random_states() -> list[tuple[Callable[[Any], None], Any]]:
@@ -91,8 +92,14 @@ def random_states() -> list[tuple[Callable[[Any], None], Any]]:
 
 
 def put_back_states(states: list[tuple[Callable[[Any], None], Any]]) -> None:
-    for set_state, state in states:
-        set_state(state)
+    """Restores the states, unless another thread may have drawn numbers, which would come a second time."""
+    if is_only_thread():
+        for set_state, state in states:
+            set_state(state)
+
+
+def is_only_thread() -> bool:
+    return threading.active_count() == 1
 
 
 class Search:
@@ -108,6 +115,7 @@ class Search:
         self.level = [thing for thing in gc.get_objects() if is_of(thing, storages)]
         self.old: dict[int, Any] = {}
         self.places: list[str] = []
+        self.restored: set[int] = set()  # Identities of dicts.
 
     def put_back(self) -> list[str]:
         for _ in range(MOST_LEVELS):
@@ -116,7 +124,8 @@ class Search:
             self._look_up()
         for holder in list(self.old.values()):
             self._restore(holder)
-        self.before.restore_plain_values()
+        # Another thread may have changed the numbers of other holders.
+        self.before.restore_plain_values(self.restored, others=is_only_thread())
         return sorted(set(self.places))
 
     def _look_up(self) -> None:
@@ -154,7 +163,7 @@ class Search:
         try:
             if restore is not None:
                 restore(self, holder)
-            elif not self._restore_attributes(holder):
+            if not self._restore_attributes(holder) and restore is None:
                 self.places.append(f"a {type(holder).__name__}")
         except Exception:
             self.places.append(f"a {type(holder).__name__}")
@@ -166,6 +175,7 @@ class Search:
         lost = [key for key, value in holder.items() if self.is_lost(value) or self.is_lost(key)]
         if not lost:
             return
+        self.restored.add(id(holder))
         owners: list[Any] = gc.get_referrers(holder)
         owners = [owner for owner in owners if isinstance(owner, LRU_CACHE | type) and holds(owner, holder)]
         if caches := [owner for owner in owners if isinstance(owner, LRU_CACHE)]:
@@ -206,12 +216,20 @@ class Search:
         if isinstance(getattr(holder, "__dict__", None), dict):
             found = any(map(self.is_lost, vars(holder).values()))
             self.restore_dict(vars(holder))
-        for kind in type(holder).__mro__:
-            for name in slots_of(kind):
-                if self.is_lost(getattr(holder, name, None)):
-                    delattr(holder, name)
-                    found = True
-        return found
+        return self._restore_slots(holder) or found
+
+    def _restore_slots(self, holder: Any) -> bool:
+        now = slots_of(holder)
+        if not any(map(self.is_lost, now.values())):
+            return False
+        before = self.before.slots_of(holder)
+        for slot, value in now.items():
+            known = before.get(slot, UNSET)
+            if self.is_lost(value) and known is UNSET:
+                slot.__delete__(holder)
+            elif self.is_lost(value) or (value is not known and is_plain(value) and is_plain(known)):
+                slot.__set__(holder, known)
+        return True
 
 
 RESTORERS: list[tuple[Any, Callable[[Search, Any], None]]] = [
@@ -238,8 +256,3 @@ def is_of(thing: Any, storages: set[int]) -> bool:
         return any(storage._cdata in storages for storage in storages_in(thing))
     except Exception:  # Tensors of functorch, lazy ones and others have no storage.
         return False
-
-
-def slots_of(kind: type) -> Iterable[str]:
-    names = vars(kind).get("__slots__", ())
-    return (names,) if isinstance(names, str) else tuple(names)

@@ -90,7 +90,7 @@ def predict_call(
     record.operator, record.mode, record.dtype = call.name, call.mode, call.dtype
     how: dict[str, Any] = {"dense_grad": dense_grad, "drops_workspaces": drops_workspaces, "values": Values()}
     how |= {"probe": probe, "checks": True, "is_split": call.ranks is not None}
-    with nothing_left_behind(call.model, call.loss, call.optimizer) as left:
+    with nothing_left_behind(call.model, call.loss, call.optimizer, call.inputs, call.kwargs) as left:
         run = TracedRun(target, **how)
         for name in left.before.scripted:
             run.tracer.note_unknown(Unlisted(f"what {name} allocates, which TorchScript decides"), "forward")

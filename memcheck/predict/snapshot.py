@@ -4,31 +4,39 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import sys
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from contextlib import suppress
 from typing import Any
 
 import torch
 
-from memcheck.predict.reached import EMPTY, LIBRARIES, contents_of, is_plain_object, names_in
+from memcheck.predict.reached import EMPTY, LIBRARIES, contents_of, names_in
 
-# Objects that are looked at, nearest first, and entries of a container up to which it is copied.
+# Objects that are looked at, nearest first; parts of a container that are; entries up to which it is copied.
 MOST_OBJECTS = 5_000
+MOST_PARTS = 1_000
 MOST_ENTRIES = 20_000
+UNSET = object()
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
+NO_HOLDERS = (*PLAIN, torch.Tensor, types.ModuleType)
+CONTAINERS = (dict, list, deque, set, tuple, frozenset)
 
 
 class Snapshot:
     """What namespaces and containers hold: globals, attributes of classes and objects, cells, and their containers.
 
-    They are those that functions of the roots name, and functions that these name. Modules in the roots are copied by
-    a prediction, so their own attributes are not part of it.
+    They are those that functions of the roots name or hold, and functions that these name, with the attributes of all
+    objects on the way, of libraries too. Modules in the roots are copied by a prediction, so their own attributes are
+    not part of it.
     """
 
     def __init__(self, *roots: Any) -> None:
         self._known: dict[int, tuple[Any, Any]] = {}  # By identity: the object, and a copy of what it holds.
+        self._slots: dict[int, tuple[Any, dict[Any, Any]]] = {}  # By identity: the object, and its slots.
         self.scripted: list[str] = []  # Names of functions that TorchScript compiled.
         self.classes: dict[int, type] = {}  # By the identity of the dict of their attributes.
         self._names: set[str] = set()  # That the functions use.
@@ -40,7 +48,9 @@ class Snapshot:
             for module in modules:
                 self._visit_module(module)
             self._add(root)
-        while self._queue and len(self._seen) < MOST_OBJECTS:
+        for _ in range(MOST_OBJECTS):
+            if not self._queue:
+                break
             self._visit(self._queue.popleft())
         self._queue.clear()
 
@@ -49,15 +59,25 @@ class Snapshot:
         found = self._known.get(id(holder))
         return None if found is None else found[1]
 
-    def restore_plain_values(self) -> None:
+    def slots_of(self, holder: Any) -> dict[Any, Any]:
+        """What the object's slots held."""
+        return self._slots.get(id(holder), (None, {}))[1]
+
+    def restore_plain_values(self, dicts: Collection[int], others: bool) -> None:
         """Gives numbers, strings and the like that functions have changed their values from before.
 
         A cache that is emptied again must not remember the size that it had.
+
+        dicts: the identities of those in which all values are restored.
+        others: also restores the values of other dicts whose names the functions use.
         """
         for holder, before in list(self._known.values()):
-            for name in before.keys() & holder.keys() & self._names if isinstance(before, dict) else ():
+            if not isinstance(before, dict) or not (others or id(holder) in dicts):
+                continue
+            names = before.keys() & holder.keys()
+            for name in names if id(holder) in dicts else names & self._names:
                 value, found = before[name], holder[name]
-                if found is not value and isinstance(found, PLAIN) and isinstance(value, PLAIN):
+                if found is not value and is_plain(found) and is_plain(value):
                     self.put(holder, name)
 
     def put(self, holder: dict[Any, Any], key: Any, owner: type | None = None) -> None:
@@ -80,13 +100,13 @@ class Snapshot:
 
     def _add(self, *things: Any) -> None:
         for thing in things:
-            if id(thing) not in self._seen and not isinstance(thing, PLAIN) and not isinstance(thing, torch.Tensor):
+            if id(thing) not in self._seen and not isinstance(thing, NO_HOLDERS):
                 self._seen.add(id(thing))
                 self._queue.append(thing)
 
     def _save(self, holder: Any, held: Any) -> None:
         if id(holder) not in self._known and (not hasattr(held, "__len__") or len(held) <= MOST_ENTRIES):
-            self._known[id(holder)] = holder, held.copy() if isinstance(held, dict | list | set | deque) else held
+            self._known[id(holder)] = holder, copied(held)
 
     def _visit(self, thing: Any) -> None:
         if isinstance(thing, types.FunctionType):
@@ -101,21 +121,31 @@ class Snapshot:
             self._add(thing.__func__)
         elif isinstance(thing, property):
             self._add(thing.fget, thing.fset)
-        elif isinstance(thing, dict):
-            self._save(thing, thing)
-            self._add(*list(thing.values())[:MOST_OBJECTS])
-        elif isinstance(thing, list | deque | set):
-            self._save(thing, thing)
-            self._add(*list(thing)[:MOST_OBJECTS])
-        elif isinstance(thing, tuple):
-            self._add(*thing)
-        elif isinstance(thing, torch.nn.Module) or is_plain_object(thing):
-            self._save(vars(thing), vars(thing))
-            self._add(type(thing), *vars(thing).values())
+        elif isinstance(thing, types.BuiltinMethodType):
+            self._add(thing.__self__)
         elif isinstance(thing, torch.jit.ScriptFunction):
             self.scripted.append(getattr(thing, "name", "a function"))
         else:
-            self._add(getattr(thing, "__wrapped__", None))  # Of functools.lru_cache.
+            self._visit_object(thing)
+
+    def _visit_object(self, thing: Any) -> None:
+        """Saves the parts of a container, and the attributes of an object."""
+        if isinstance(thing, dict | list | deque | set):
+            self._save(thing, thing)
+            parts = list(dict.values(thing) if isinstance(thing, dict) else thing)
+            self._add(*parts[:MOST_PARTS])
+        elif isinstance(thing, tuple | frozenset):
+            self._add(*itertools.islice(thing, MOST_PARTS))
+        if type(thing) in CONTAINERS:
+            return
+        self._add(type(thing))
+        attributes, slots = attributes_of(thing), slots_of(thing)
+        if attributes is not None:
+            self._save(attributes, attributes)
+            self._add(*attributes.values())
+        if slots:
+            self._slots[id(thing)] = thing, slots
+            self._add(*slots.values())
 
     def _visit_function(self, function: types.FunctionType) -> None:
         self._add(getattr(function, "__wrapped__", None), *(function.__defaults__ or ()))
@@ -153,6 +183,43 @@ def modules_in(thing: Any) -> Iterator[torch.nn.Module]:
         thing = thing.func if isinstance(thing, functools.partial) else thing.__self__
     if isinstance(thing, torch.nn.Module):
         yield from thing.modules()
+
+
+def is_plain(thing: Any) -> bool:
+    return isinstance(thing, PLAIN)
+
+
+def copied(held: Any) -> Any:
+    """A copy of a container, for which no function of the user runs."""
+    if isinstance(held, dict):
+        return dict.copy(held)
+    if isinstance(held, list | deque):
+        return list(held)
+    return set(held) if isinstance(held, set) else held
+
+
+def attributes_of(thing: Any) -> dict[str, Any] | None:
+    """The dict of an object's attributes; None if it has none."""
+    try:
+        found = getattr(thing, "__dict__", None)
+    except Exception:  # Some objects stand for others, which may be missing.
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def slots_of(thing: Any) -> dict[Any, Any]:
+    """What the slots that are set hold, by their descriptors, which ignore what the class does in __setattr__."""
+    found = {}
+    for slot in slots_in(type(thing)):
+        with suppress(AttributeError):
+            found[slot] = slot.__get__(thing)
+    return found
+
+
+def slots_in(kind: type) -> list[Any]:
+    """The descriptors of the slots of a class."""
+    spaces = [vars(base) for base in kind.__mro__ if "__slots__" in vars(base)]
+    return [part for space in spaces for part in space.values() if isinstance(part, types.MemberDescriptorType)]
 
 
 def is_of_library(name: str | None) -> bool:

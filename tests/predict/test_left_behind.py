@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import random
@@ -287,6 +288,57 @@ def writes_in_place() -> Run:
     return run
 
 
+@dataclasses.dataclass
+class Log:
+    """What a loss writes to."""
+
+    last: Any = None
+    steps: int = 0
+    inner: Any = None
+
+    def note(self, value: Tensor) -> Tensor:
+        self.last, self.steps = value, self.steps + 1
+        return value
+
+
+class SlottedLog(Log):
+    __slots__ = ("__first", "latest", "seen")
+
+    def __init__(self, latest: Any) -> None:
+        super().__init__()
+        self.latest, self.__first, self.seen = latest, latest, 0
+
+    def note(self, value: Tensor) -> Tensor:
+        self.latest = self.__first = value
+        self.seen += 1
+        return value
+
+    def state(self) -> tuple[Any, ...]:
+        return self.latest, self.__first, self.seen, vars(self)
+
+
+class StrictLog(Log):
+    """Its attributes have names that its __setattr__ chooses."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        assert not name.startswith("my_")
+        vars(self)[f"my_{name}"] = value
+
+    def __getattr__(self, name: str) -> Any:
+        return vars(self)[f"my_{name}"]
+
+
+class LogOfADict(dict[str, Any]):
+    last: Any
+
+    def note(self, value: Tensor) -> Tensor:
+        self.last = value
+        return value
+
+
+LOGS: dict[str, Any] = {}
+
+
 def local_to_a_thread() -> Run:
     local = threading.local()
 
@@ -453,3 +505,76 @@ def test_the_user_s_objects_keep_their_flags() -> None:
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
     assert not optimizer.state
     assert int(model[1].num_batches_tracked) == 0
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("enabled", [True, False])
+def test_a_scaler_of_the_loss_scales_after_any_number_of_predictions(enabled: bool) -> None:
+    model, scaler = nn.Linear(8, 8), torch.amp.GradScaler("cpu", enabled=enabled)
+    before = dict(vars(scaler))
+    for _ in range(2):
+        memcheck.predict_memory(model, X, loss=lambda y: scaler.scale(y.sum()), device="cpu")
+        assert vars(scaler) == before
+    assert torch.isfinite(scaler.scale(model(X).sum()))
+
+
+def losses(log: Any) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Functions that reach the log in one way each."""
+    logs, tree = [log], Log(inner={"logs": (log,)})
+    LOGS["loss"] = log
+
+    def with_default(y: Tensor, log: Any = log) -> Tensor:
+        return log.note(y.sum())  # type: ignore[no-any-return]
+
+    def with_keyword(y: Tensor, *, log: Any) -> Tensor:
+        return log.note(y.sum())  # type: ignore[no-any-return]
+
+    return {
+        "closure": lambda y: log.note(y.sum()),
+        "list": lambda y: logs[0].note(y.sum()),
+        "nested": lambda y: tree.inner["logs"][0].note(y.sum()),
+        "global": lambda y: LOGS["loss"].note(y.sum()),
+        "default": with_default,
+        "partial": functools.partial(with_keyword, log=log),
+        "method": log.note,
+    }
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("way", losses(Log()))
+@pytest.mark.parametrize("kind", [Log, StrictLog])
+def test_an_object_that_the_loss_reaches_keeps_its_attributes(kind: type[Log], way: str) -> None:
+    log = kind(torch.ones(2), 3)
+    before = dict(vars(log))
+    model = nn.Flatten(0) if way != "method" else nn.Sequential(nn.Flatten(0), nn.Linear(64, 1))
+    memcheck.predict_memory(model, X.clone().requires_grad_(), loss=losses(log)[way])
+    assert vars(log).keys() == before.keys()
+    assert all(vars(log)[name] is value for name, value in before.items())
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("latest", [None, torch.ones(2)])
+def test_slots_get_their_older_values_back(latest: Any) -> None:
+    log = SlottedLog(latest)
+    memcheck.predict_memory(nn.Linear(8, 8), X, loss=lambda y: log.note(y.sum()))
+    found, first, *others = log.state()
+    assert found is latest
+    assert first is latest
+    assert others == [0, vars(Log())]
+
+
+@pytest.mark.extension
+def test_attributes_of_containers_hooks_and_keyword_inputs_come_back() -> None:
+    log, hooked, given = LogOfADict(), Log("older"), Log("oldest")
+    log.last = "old"
+
+    class Model(nn.Linear):
+        def forward(self, x: Tensor, sink: Any = None) -> Tensor:
+            sink.note(x)
+            return super().forward(x)
+
+    model = Model(8, 8)
+    model.register_forward_hook(lambda module, inputs, output: hooked.note(output.detach()) * 0 + output)
+    memcheck.predict_memory(model, X, loss=lambda y: log.note(y.sum()), kwargs={"sink": given})
+    assert (log.last, hooked.last, given.last) == ("old", "older", "oldest")
+    assert hooked.steps == given.steps == 0

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import importlib
 import itertools
 import queue
+import random
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -219,6 +222,111 @@ def test_two_threads_predict_what_each_predicts_alone(other: tuple[str, torch.dt
     for thread in threads:
         thread.join()
     assert found == alone
+
+
+def run_in_turn(first: Callable[[Any], Any], second: Callable[[Any], Any]) -> list[bool]:
+    """Whether the collector is enabled inside, between and after two users: the first begins and ends first."""
+    inside, ended = threading.Event(), threading.Event()
+    found: list[bool] = []
+
+    def wait(x: Tensor) -> Tensor:
+        inside.set()
+        assert ended.wait(timeout=60)
+        found.append(gc.isenabled())
+        return x * 2
+
+    def begin_second(x: Tensor) -> Tensor:
+        if not inside.is_set():
+            thread.start()
+            assert inside.wait(timeout=60)
+        found.append(gc.isenabled())
+        return x * 2
+
+    thread = threading.Thread(target=lambda: second(wait))
+    first(begin_second)
+    found.append(gc.isenabled())
+    ended.set()
+    thread.join()
+    return [*found, gc.isenabled()]
+
+
+USERS: dict[str, Callable[[Any], Any]] = {
+    "predict": lambda run: memcheck.predict_memory(run, torch.ones(8), backward=False),
+    "measure": lambda run: memcheck.measure_memory(run, torch.ones(8), backward=False),
+}
+
+
+@pytest.mark.extension
+@pytest.mark.parametrize("enabled", [True, False])
+@pytest.mark.parametrize("names", list(itertools.product(USERS, USERS)), ids=" ".join)
+def test_the_collector_rests_until_the_last_of_two_threads_ends(names: tuple[str, str], enabled: bool) -> None:
+    if not enabled:
+        gc.disable()
+    try:
+        *during, after = run_in_turn(*(USERS[name] for name in names))
+        assert not any(during)
+        assert after == enabled
+    finally:
+        gc.enable()
+
+
+@pytest.mark.extension
+def test_random_numbers_and_attributes_of_another_thread_stay() -> None:
+    """They would be drawn a second time, and the count would be that from before."""
+
+    class Counter:
+        count = 0
+
+    counter = Counter()
+    cache: list[Any] = []
+    numbers: list[float] = []
+    told, end = threading.Event(), threading.Event()
+
+    def count() -> None:
+        assert told.wait(timeout=60)
+        counter.count += 1
+        numbers.extend([float(torch.rand(())), random.random()])
+        told.clear()
+        assert end.wait(timeout=60)
+
+    def run(x: Tensor) -> Tensor:
+        cache.append(x * 2)
+        if not thread.is_alive():
+            thread.start()
+        if not numbers:
+            told.set()
+            while told.is_set():
+                time.sleep(0.001)
+        return x * (2 + 0 * counter.count)
+
+    thread = threading.Thread(target=count)
+    try:
+        memcheck.predict_memory(run, torch.ones(8), backward=False)
+        assert cache == []
+        assert counter.count == 1
+        assert numbers[0] != float(torch.rand(()))
+        assert numbers[1] != random.random()
+    finally:
+        end.set()
+        thread.join()
+
+
+@pytest.mark.extension
+def test_containers_made_while_another_thread_begins_are_taken_out() -> None:
+    cache: dict[str, Any] = {}
+
+    def run(x: Tensor) -> Tensor:
+        cache["parts"] = [{"double": x * 2}]
+        memcheck_in_a_thread()
+        return cache["parts"][0]["double"]
+
+    def memcheck_in_a_thread() -> None:
+        tell(lambda: memcheck.predict_memory(torch.sin, torch.ones(8), backward=False))
+
+    memcheck.predict_memory(run, torch.ones(8), backward=False)
+    assert cache == {}
+    while not FOUND.empty():
+        FOUND.get()
 
 
 @pytest.mark.extension
