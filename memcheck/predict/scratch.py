@@ -195,7 +195,11 @@ def conversions(call: Call) -> Iterator[Scratch]:
 
 @rule("cpu", "clone", "copy_", "_to_copy")
 def copies(call: Call) -> Iterator[Scratch]:
-    yield from block_copying(call.values.get("src", call.self), call.outputs[0])
+    x = call.values.get("src", call.self)
+    if isinstance(x, Tensor):
+        yield from block_copying(x, call.outputs[0])
+    else:
+        yield Scratch("number", NUMBERS[type(x)].itemsize, first=True)
 
 
 def block_copying(x: Tensor, y: Tensor | None = None) -> Iterator[Scratch]:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -304,7 +305,7 @@ class Tracer(TorchDispatchMode):
                 if args[0].dtype == torch.bool:
                     return self._assumed(args[0])
                 if args[0].is_floating_point():
-                    if not reads_operands() and passing_value(sys._getframe()) is None:
+                    if not is_inside(ADAFACTOR) and passing_value(sys._getframe()) is None:
                         self.note_unknown(Unlisted("code after .item(), assumed to return 1"), self.phase)
                     return 1.0
                 raise NotImplementedError(NEEDS_VALUES.format("item"))
@@ -328,6 +329,8 @@ class Tracer(TorchDispatchMode):
         self.operators[call.name] = None
         self.note_node()
         numbers = numbers_for_tensors(func, call)
+        if numbers and self.target.kind == "cpu" and (forward_ad._current_level >= 0 or is_inside(TRANSFORMS)):
+            self.note_unknown(Unlisted("how long transforms of functions keep their numbers"), self.phase)
         scratch = list(self._known(without_kept(parts, self._kept_bytes(numbers))))
         taken = [self._take(part) for part in scratch if part.first]
         elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()
@@ -481,7 +484,7 @@ class Tracer(TorchDispatchMode):
 
     def _accumulates(self, call: Call) -> bool:
         """Whether autograd's engine adds a gradient to an earlier one in place, because nothing else holds that."""
-        if not torch._C._current_autograd_node() or not engine_calls():
+        if torch.is_grad_enabled() or not torch._C._current_autograd_node() or not engine_calls():
             return False
         first, second = call.self, call.other
         if not isinstance(second, Tensor) or sparse.is_sparse(first) or sparse.is_sparse(second):
@@ -521,7 +524,9 @@ class Tracer(TorchDispatchMode):
         for name, size in noted[1].items():
             if changed.grad_fn.name() == OF_VIEWS:
                 self._take_number(changed.grad_fn, size)
-            elif (kept := self._kept_number(changed.grad_fn, name)) is not None:
+            elif (kept := self._kept_number(changed.grad_fn, name)) is None:
+                continue
+            elif kept.untyped_storage()._cdata not in self._pieces:  # It may be one that another node keeps.
                 self._keep(kept.untyped_storage(), self.tape.take(NUMBER, size, module=self._module()))
 
     def _take_number(self, node: Any, size: int) -> None:
@@ -531,8 +536,8 @@ class Tracer(TorchDispatchMode):
         node.register_hook(lambda *_: held.clear())  # The node owns this closure, and so the number.
 
     def _kept_bytes(self, numbers: dict[str, int]) -> int:
-        """Bytes of those operands that are numbers which the running node keeps."""
-        node = torch._C._current_autograd_node() if numbers else None
+        """Bytes of those operands that are numbers which the running node keeps. A hook's numbers are its own."""
+        node = torch._C._current_autograd_node() if numbers and engine_calls() else None
         if node is not None and node.name() == OF_VIEWS:
             return sum(numbers.values())
         return sum(size for name, size in numbers.items() if self._kept_number(node, name) is not None)
@@ -703,12 +708,16 @@ def is_of_zeros(func: Any) -> bool:
 OF_SHAPES = ("torch/_refs/__init__.py", "torch/_prims/__init__.py")
 
 
-def reads_operands() -> bool:
-    """Whether a number is read by Adafactor, for which it is only an operand."""
+def is_inside(file: str) -> bool:
+    """Whether a function of the file is running."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and not frame.f_code.co_filename.endswith("torch/optim/_adafactor.py"):
+    while frame is not None and not frame.f_code.co_filename.endswith(file):
         frame = frame.f_back if frame.f_code is not TracedRun.trace.__code__ else None
     return frame is not None
+
+
+ADAFACTOR = "torch/optim/_adafactor.py"  # For it, a number that it reads is only an operand.
+TRANSFORMS = "torch/_functorch/eager_transforms.py"
 
 
 def returns_numbers(func: Any) -> bool:

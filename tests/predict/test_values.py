@@ -186,6 +186,42 @@ def test_saved_tensors_are_packed_as_on_the_device(name: str) -> None:
     is_exact(HOOKS[name], of_x())
 
 
+def with_hook(hook: Callable[[Tensor], Any], on_node: bool = False) -> Callable[[Tensor], Tensor]:
+    def model(x: Tensor) -> Tensor:
+        y = x * 2
+        if on_node:
+            y.grad_fn.register_prehook(lambda gradients: (hook(gradients[0]),))  # type: ignore[union-attr]
+        else:
+            y.register_hook(hook)
+        return y * 3
+
+    return model
+
+
+NUMBERS: dict[str, Callable[[Tensor], Any]] = {
+    "a product in a hook": with_hook(lambda g: g * 2),
+    "a quotient in a hook": with_hook(lambda g: g / 2),
+    "a sum in a hook": with_hook(lambda g: g + 1),
+    "a hook of a node": with_hook(lambda g: g * 2, on_node=True),
+    "of numbers alone": lambda x: x * torch.div(7, 2, rounding_mode="trunc"),
+    "a derivative of a product": lambda x: torch.autograd.grad(((x * 2).exp() * 3.0).sum(), x, create_graph=True)[0] * 2,
+    "a derivative of a square": lambda x: torch.autograd.grad((x * x).sum() * 2, x, create_graph=True)[0] * 2,
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_that_autograd_keeps_are_exact(name: str) -> None:
+    is_exact(NUMBERS[name], of_x())
+
+
+@pytest.mark.parametrize("transform", [torch.func.jacrev, torch.func.jacfwd])
+def test_numbers_in_transforms_of_functions_are_a_doubt(transform: Any) -> None:
+    model = transform(lambda row: row.exp() * 2)
+    prediction = memcheck.predict_memory(model, torch.randn(8), device="cpu", backward=False)
+    assert "how long transforms of functions keep their numbers" in prediction.unknown
+    assert not prediction.exact
+
+
 OF_NUMPY: dict[str, Callable[[Tensor], Any]] = {
     "from_numpy": lambda x: x * torch.from_numpy(ARRAY),
     "a view": lambda x: x @ torch.from_numpy(ARRAY).t(),
