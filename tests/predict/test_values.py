@@ -204,7 +204,9 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "a sum in a hook": with_hook(lambda g: g + 1),
     "a hook of a node": with_hook(lambda g: g * 2, on_node=True),
     "of numbers alone": lambda x: x * torch.div(7, 2, rounding_mode="trunc"),
-    "a derivative of a product": lambda x: torch.autograd.grad(((x * 2).exp() * 3.0).sum(), x, create_graph=True)[0] * 2,
+    "a derivative of a product": lambda x: (
+        torch.autograd.grad(((x * 2).exp() * 3.0).sum(), x, create_graph=True)[0] * 2
+    ),
     "a derivative of a square": lambda x: torch.autograd.grad((x * x).sum() * 2, x, create_graph=True)[0] * 2,
 }
 
