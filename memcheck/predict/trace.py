@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
@@ -329,7 +328,7 @@ class Tracer(TorchDispatchMode):
         self.operators[call.name] = None
         self.note_node()
         numbers = numbers_for_tensors(func, call)
-        if numbers and self.target.kind == "cpu" and (forward_ad._current_level >= 0 or is_inside(TRANSFORMS)):
+        if numbers and self.target.kind == "cpu" and is_inside(TRANSFORMS):
             self.note_unknown(Unlisted("how long transforms of functions keep their numbers"), self.phase)
         scratch = list(self._known(without_kept(parts, self._kept_bytes(numbers))))
         taken = [self._take(part) for part in scratch if part.first]
