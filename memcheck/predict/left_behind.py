@@ -12,7 +12,6 @@ import functools
 import gc
 import random
 import sys
-import threading
 import types
 import warnings
 from collections import deque
@@ -92,14 +91,8 @@ def random_states() -> list[tuple[Callable[[Any], None], Any]]:
 
 
 def put_back_states(states: list[tuple[Callable[[Any], None], Any]]) -> None:
-    """Restores the states, unless another thread may have drawn numbers, which would come a second time."""
-    if is_only_thread():
-        for set_state, state in states:
-            set_state(state)
-
-
-def is_only_thread() -> bool:
-    return threading.active_count() == 1
+    for set_state, state in states:
+        set_state(state)
 
 
 class Search:
@@ -124,8 +117,7 @@ class Search:
             self._look_up()
         for holder in list(self.old.values()):
             self._restore(holder)
-        # Another thread may have changed the numbers of other holders.
-        self.before.restore_plain_values(self.restored, others=is_only_thread())
+        self.before.restore_plain_values(self.restored)
         return sorted(set(self.places))
 
     def _look_up(self) -> None:

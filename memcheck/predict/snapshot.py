@@ -63,16 +63,15 @@ class Snapshot:
         """What the object's slots held."""
         return self._slots.get(id(holder), (None, {}))[1]
 
-    def restore_plain_values(self, dicts: Collection[int], others: bool) -> None:
+    def restore_plain_values(self, dicts: Collection[int]) -> None:
         """Gives numbers, strings and the like that functions have changed their values from before.
 
         A cache that is emptied again must not remember the size that it had.
 
-        dicts: the identities of those in which all values are restored.
-        others: also restores the values of other dicts whose names the functions use.
+        dicts: the identities of those in which all values are restored. In others, those whose names the functions use.
         """
         for holder, before in list(self._known.values()):
-            if not isinstance(before, dict) or not (others or id(holder) in dicts):
+            if not isinstance(before, dict):
                 continue
             names = before.keys() & holder.keys()
             for name in names if id(holder) in dicts else names & self._names:

@@ -7,9 +7,7 @@ import gc
 import importlib
 import itertools
 import queue
-import random
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -268,47 +266,6 @@ def test_the_collector_rests_until_the_last_of_two_threads_ends(names: tuple[str
         assert after == enabled
     finally:
         gc.enable()
-
-
-@pytest.mark.extension
-def test_random_numbers_and_attributes_of_another_thread_stay() -> None:
-    """They would be drawn a second time, and the count would be that from before."""
-
-    class Counter:
-        count = 0
-
-    counter = Counter()
-    cache: list[Any] = []
-    numbers: list[float] = []
-    told, end = threading.Event(), threading.Event()
-
-    def count() -> None:
-        assert told.wait(timeout=60)
-        counter.count += 1
-        numbers.extend([float(torch.rand(())), random.random()])
-        told.clear()
-        assert end.wait(timeout=60)
-
-    def run(x: Tensor) -> Tensor:
-        cache.append(x * 2)
-        if not thread.is_alive():
-            thread.start()
-        if not numbers:
-            told.set()
-            while told.is_set():
-                time.sleep(0.001)
-        return x * (2 + 0 * counter.count)
-
-    thread = threading.Thread(target=count)
-    try:
-        memcheck.predict_memory(run, torch.ones(8), backward=False)
-        assert cache == []
-        assert counter.count == 1
-        assert numbers[0] != float(torch.rand(()))
-        assert numbers[1] != random.random()
-    finally:
-        end.set()
-        thread.join()
 
 
 @pytest.mark.extension
