@@ -10,6 +10,7 @@ import copy
 import gc
 import sys
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, TypeVar
@@ -17,12 +18,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
-from memcheck.predict.reached import Reaching
+from memcheck.predict.reached import HOOKS, Reaching, has_hooks_of_accumulator
 from memcheck.predict.sparse import is_sparse, parts_of, with_parts
 from memcheck.predict.values import Values, flagged_as, is_meta, may_be_known
 
@@ -42,7 +44,10 @@ class MetaCopies(TorchFunctionMode):
         self.values = values
         self.stand = stand
         self.memo: dict[int, Any] = {}  # As copy.deepcopy keeps it.
-        self._copies: set[int] = set()  # Identities of copied modules.
+        self._copies: set[int] = set()  # Identities of copied modules and optimizers.
+        self._reaching = Reaching(self._copy_of_part)
+        self.doubts: list[str] = []
+        self._met: list[Tensor] = []  # Originals whose copies lack their attributes and hooks.
         # By the original's identity: the original and its copy.
         self._storages: dict[int, tuple[torch.UntypedStorage, weakref.ref[torch.UntypedStorage]]] = {}
         self._originals: list[Any] = []  # Keeps the identities valid.
@@ -57,9 +62,11 @@ class MetaCopies(TorchFunctionMode):
                 return tensor.clone()
             if id(tensor) not in memo:
                 memo[id(tensor)] = self.copy_of(tensor).requires_grad_(tensor.requires_grad)
+                self._met.append(tensor)
             return memo[id(tensor)]
         # Parameter.__deepcopy__ calls self.data.clone().
         if func == Tensor.data.__get__:  # type: ignore[attr-defined]
+            self._met.append(args[0])
             return self.copy_of(args[0])
         if getattr(func, "__name__", "") == "clone":
             return args[0] if is_meta(args[0]) else self.copy_of(args[0])
@@ -70,23 +77,34 @@ class MetaCopies(TorchFunctionMode):
 
         thing: a tuple. Functions in it, or in its modules, call copies of the modules that they reach.
         """
-        reaching = Reaching(self._copy_of_module)
         copied = self._deep_copy(thing)
         for module in [part for part in self.memo.values() if isinstance(part, torch.nn.Module)]:
-            reaching.replace_functions(module)
-        copied = reaching.copied(copied)
+            self._reaching.replace_functions(module)
+        copied = self._reaching.copied(copied)
+        while self._met:
+            tensor = self._met.pop()
+            if has_hooks_of_accumulator(tensor):
+                self.doubts.append("hooks of a node of autograd that adds to a .grad")
+            self._complete(tensor, self.memo[id(tensor)])
         # From here on, the copy decides how long its tensors live.
         self._held.clear()
-        self.memo = {key: part for key, part in self.memo.items() if is_module_or_leaf(part)}
+        self.memo = {key: part for key, part in self.memo.items() if is_kept(part)}
         return copied
 
-    def _copy_of_module(self, module: torch.nn.Module) -> Any:
-        if id(module) in self._copies:
-            return module
-        if id(module) not in self.memo:
-            refuse_unknown_sizes(module)
-            self._deep_copy(module)
-        return self.memo.get(id(module), module)
+    def _copy_of_part(self, part: Any) -> Any:
+        if id(part) not in self.memo and id(part) not in self._copies and not isinstance(part, Tensor):
+            if isinstance(part, torch.nn.Module):
+                refuse_unknown_sizes(part)
+            self._deep_copy(part)
+        return self.memo.get(id(part), part)
+
+    def _complete(self, tensor: Tensor, copied: Tensor) -> None:
+        """Gives a tensor's copy its attributes and hooks, with copies of what they reach."""
+        missing = {name: part for name, part in vars(tensor).items() if name not in vars(copied)}
+        vars(copied).update(self._reaching.copied(missing))
+        for hooks in HOOKS:
+            if own := hooks.__get__(tensor):
+                hooks.__set__(copied, OrderedDict((key, self._reaching.copied(hook)) for key, hook in own.items()))
 
     def _deep_copy(self, thing: Thing) -> Thing:
         shared: dict[int, Any] = {}
@@ -104,7 +122,7 @@ class MetaCopies(TorchFunctionMode):
             else:
                 self._originals += memo.pop(id(memo), [])
                 self.memo |= memo
-                self._copies |= {id(part) for part in memo.values() if isinstance(part, torch.nn.Module)}
+                self._copies |= {id(part) for part in memo.values() if isinstance(part, torch.nn.Module | Optimizer)}
                 return copied
 
     def copy_of(self, tensor: Tensor) -> Tensor:
@@ -148,6 +166,8 @@ class MetaCopies(TorchFunctionMode):
             twin.requires_grad_(tensor.requires_grad and tensor.is_leaf)
         # Views are made by the million, and each has the storage's twin. Only a leaf must stay the same tensor.
         if twin.requires_grad:
+            with torch._C.DisableTorchFunction():
+                self._complete(tensor, twin)
             self._twins[id(tensor)] = twin
             self._originals.append(tensor)
         return twin
@@ -208,8 +228,10 @@ def all_on_meta(args: Any, kwargs: Any) -> bool:
     return True
 
 
-def is_module_or_leaf(part: Any) -> bool:
-    return isinstance(part, torch.nn.Module) or (isinstance(part, Tensor) and part.requires_grad and part.is_leaf)
+def is_kept(part: Any) -> bool:
+    return isinstance(part, torch.nn.Module | Optimizer) or (
+        isinstance(part, Tensor) and part.requires_grad and part.is_leaf
+    )
 
 
 def is_real(tensor: Tensor, hosts: set[int]) -> bool:

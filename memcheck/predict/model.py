@@ -124,6 +124,8 @@ def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) ->
     method = call.optimizer if inspect.ismethod(call.optimizer) else None
     given = (call.model, call.inputs, call.kwargs, call.loss, method)
     model, inputs, kwargs, loss, method = tracer.copies.copy(given)
+    for words in tracer.copies.doubts:
+        tracer.note_unknown(Unlisted(words), "backward")
     if call.ranks is not None:
         # Splitting the model frees what the copies hold.
         tracer.copies = MetaCopies(tracer.values, tracer.copies.stand)

@@ -3,40 +3,48 @@
 from __future__ import annotations
 
 import functools
+import gc
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.autograd.graph import Node, get_gradient_edge
 
 # Packages whose functions reach no module of the user by themselves.
 LIBRARIES = frozenset(["torch", "numpy", "builtins", "functools", "memcheck", "copy", "math", "itertools", "typing"])
 DEEPEST = 6
 MOST_ITEMS = 10_000
 EMPTY = object()
+PARTS = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
+# Attributes of a tensor: dicts of hooks, which its class reads and writes in C++.
+HOOKS: tuple[Any, ...] = (torch._C.TensorBase._backward_hooks, torch._C.TensorBase._post_accumulate_grad_hooks)
 
 
 class Reaching:
-    """Copies what reaches a module, and nothing else.
+    """Copies what reaches a module, an optimizer or a tensor that has a copy, and nothing else.
 
-    copied_module: returns the copy of a module.
+    copied_part: returns the copy of a module, an optimizer or a tensor; a tensor without one itself.
     """
 
-    def __init__(self, copied_module: Callable[[torch.nn.Module], Any]) -> None:
-        self.copied_module = copied_module
+    def __init__(self, copied_part: Callable[[Any], Any]) -> None:
+        self.copied_part = copied_part
         self._reaches: dict[int, bool] = {}
         self._copies: dict[int, Any] = {}
         self._globals: dict[int, dict[str, Any]] = {}  # Functions of a file share its globals, and so do their copies.
+        self._cells: dict[int, types.CellType] = {}  # Copies of the variables of closures.
         self._kept: list[Any] = []  # Keeps the identities valid.
 
     def copied(self, thing: Any) -> Any:
-        """The thing with copies for the modules that it reaches; itself if there are none."""
-        if isinstance(thing, torch.nn.Module):
-            return self.copied_module(thing)
+        """The thing with copies for the parts that it reaches; itself if there are none."""
+        if isinstance(thing, PARTS):
+            return self.copied_part(thing)
         if id(thing) in self._copies:
             return self._copies[id(thing)]
         if not self.reaches(thing):
             return thing
+        if is_accumulator(thing):
+            return get_gradient_edge(self.copied_part(thing.variable)).node
         if isinstance(thing, types.FunctionType):
             return self._function(thing)
         made = self._made(thing)
@@ -51,9 +59,12 @@ class Reaching:
                     named[name] = new
 
     def reaches(self, thing: Any, depth: int = 0) -> bool:
-        if isinstance(thing, torch.nn.Module):
+        if isinstance(thing, torch.Tensor) or is_accumulator(thing):
+            tensor = thing if isinstance(thing, torch.Tensor) else thing.variable
+            return self.copied_part(tensor) is not tensor
+        if isinstance(thing, PARTS):
             return True
-        if depth > DEEPEST or isinstance(thing, torch.Tensor | type | types.ModuleType | str | bytes | int | float):
+        if depth > DEEPEST or isinstance(thing, type | types.ModuleType | str | bytes | int | float):
             return False
         if id(thing) not in self._reaches:
             self._kept.append(thing)
@@ -64,7 +75,9 @@ class Reaching:
     def _function(self, function: types.FunctionType) -> types.FunctionType:
         before = function.__globals__
         known = self._globals.setdefault(id(before), {**before})
-        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        fresh = [cell for cell in function.__closure__ or () if id(cell) not in self._cells]
+        self._cells |= {id(cell): types.CellType() for cell in fresh}  # Functions may share a variable.
+        cells = tuple(self._cells[id(cell)] for cell in function.__closure__ or ())
         new = types.FunctionType(function.__code__, known, function.__name__, function.__defaults__, cells)
         self._copies[id(function)] = new
         functools.update_wrapper(new, function, functools.WRAPPER_ASSIGNMENTS)
@@ -75,9 +88,9 @@ class Reaching:
         for name in names_in(function.__code__):
             if name in before and self.reaches(before[name]):
                 known[name] = self.copied(before[name])
-        for cell, old in zip(cells, function.__closure__ or (), strict=True):
-            if (held := contents_of(old)) is not EMPTY:
-                cell.cell_contents = self.copied(held)
+        for cell in fresh:
+            if (held := contents_of(cell)) is not EMPTY:
+                self._cells[id(cell)].cell_contents = self.copied(held)
         return new
 
     def _made(self, thing: Any) -> Any:
@@ -88,7 +101,8 @@ class Reaching:
             return types.MethodType(thing.__func__, self.copied(thing.__self__))
         if isinstance(thing, dict):
             new = thing.copy()
-            new.update((name, self.copied(part)) for name, part in thing.items())
+            new.clear()
+            new.update((self.copied(name), self.copied(part)) for name, part in thing.items())
             return new
         if type(thing) in (list, tuple, set):
             return type(thing)(map(self.copied, thing))
@@ -112,11 +126,30 @@ def parts_of(thing: Any) -> Iterator[Any]:
     elif isinstance(thing, types.MethodType):
         yield thing.__self__
     elif isinstance(thing, dict) and len(thing) <= MOST_ITEMS:
-        yield from list(thing.values())
+        yield from (*thing, *thing.values())
     elif type(thing) in (list, tuple, set) and len(thing) <= MOST_ITEMS:
         yield from thing
     elif is_plain_object(thing):
         yield from list(vars(thing).values())
+
+
+def hooks_of(tensor: torch.Tensor) -> list[Any]:
+    """The functions that run when the tensor gets a gradient."""
+    return [hook for hooks in HOOKS for hook in (hooks.__get__(tensor) or {}).values()]
+
+
+def is_accumulator(thing: Any) -> bool:
+    """Whether it is the node of autograd that adds to a tensor's .grad."""
+    return type(thing).__name__ == "AccumulateGrad" and isinstance(thing, Node)
+
+
+def has_hooks_of_accumulator(tensor: torch.Tensor) -> bool:
+    """Whether functions run before or after autograd adds to the tensor's .grad, besides its own hooks."""
+    if not (tensor.requires_grad and tensor.is_leaf):
+        return False
+    own = [id(hooks.__get__(tensor)) for hooks in HOOKS]
+    held = gc.get_referents(get_gradient_edge(tensor).node)
+    return any(isinstance(part, dict) and part and id(part) not in own for part in held)
 
 
 def is_plain_object(thing: Any) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from memcheck.predict.reached import EMPTY, LIBRARIES, contents_of, names_in
+from memcheck.predict.reached import EMPTY, LIBRARIES, contents_of, hooks_of, names_in
 
 # Objects that are looked at, nearest first; parts of a container that are; entries up to which it is copied.
 MOST_OBJECTS = 5_000
@@ -90,16 +90,18 @@ class Snapshot:
             del holder[key]
 
     def _visit_module(self, module: torch.nn.Module) -> None:
-        """Adds the class of a module that is copied, and its functions and hooks."""
+        """Adds the class of a module that is copied, its functions and hooks, and the hooks of its tensors."""
         self._add(type(module))
         for part in vars(module).values():
-            for function in part.values() if isinstance(part, dict) else (part,):
-                if isinstance(function, types.FunctionType | types.MethodType | functools.partial):
-                    self._add(function)
+            for held in part.values() if isinstance(part, dict) else (part,):
+                if isinstance(held, types.FunctionType | types.MethodType | functools.partial | torch.Tensor):
+                    self._add(held)
 
     def _add(self, *things: Any) -> None:
         for thing in things:
-            if id(thing) not in self._seen and not isinstance(thing, NO_HOLDERS):
+            if isinstance(thing, torch.Tensor):
+                self._add(*hooks_of(thing))
+            elif id(thing) not in self._seen and not isinstance(thing, NO_HOLDERS):
                 self._seen.add(id(thing))
                 self._queue.append(thing)
 

@@ -232,6 +232,12 @@ def window() -> Run:
     return run
 
 
+def hook_of_a_parameter() -> Run:
+    model, seen = nn.Linear(8, 8), [torch.ones(8)]
+    model.weight.register_hook(lambda gradient: seen.append(gradient * 2))
+    return lambda x: model(x) + sum(part.sum() for part in seen)
+
+
 def identities() -> Run:
     seen: set[Any] = {1}
 
@@ -377,6 +383,7 @@ PATTERNS: dict[str, Callable[[], Run]] = {
             slotted_object,
             helper_of_a_class,
             window,
+            hook_of_a_parameter,
             identities,
             ordered_cache,
             new_lists,

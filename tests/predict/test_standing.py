@@ -195,6 +195,79 @@ def test_parameters_of_a_closure_get_gradients_that_do_not_reach_the_user(name: 
     }
 
 
+def doubled_and_logged() -> nn.Module:
+    model = Model(lambda self, x: self.layer(x), norms=[], factor=2.0)
+    model.layer.weight.register_hook(lambda gradient: gradient * model.factor)
+    model.layer.weight.register_hook(lambda gradient: model.norms.append(gradient.norm()))
+    model.layer.bias.register_hook(functools.partial(torch.mul, other=torch.ones(16)))
+    return model
+
+
+def stepped_in_the_backward() -> nn.Module:
+    """A step of each parameter's optimizer as soon as its gradient is there, of optimizers that have their state."""
+    model = nn.Linear(16, 16)
+    optimizers = {parameter: torch.optim.SGD([parameter], momentum=0.9) for parameter in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    model(x()).sum().backward()
+    return model
+
+
+def of_several_gradients() -> nn.Module:
+    model = nn.Linear(16, 16)
+    torch.autograd.graph.register_multi_grad_hook(tuple(model.parameters()), lambda gradients: print(end=""))
+    return model
+
+
+def of_a_stored_tensor() -> nn.Module:
+    table = torch.randn(16, 16, requires_grad=True)
+    table.register_hook(torch.exp)
+    return Model(lambda self, x: x @ self.table, table=table)
+
+
+def with_an_attribute() -> nn.Module:
+    model = Model(lambda self, x: self.layer(x) @ (self.layer.weight * self.layer.weight.factor))
+    model.layer.weight.factor = torch.ones(16, 1)
+    return model
+
+
+HOOKS: dict[str, Callable[[], nn.Module]] = {
+    "doubled and logged": doubled_and_logged,
+    "stepped in the backward": stepped_in_the_backward,
+    "of several gradients": of_several_gradients,
+    "of a stored tensor": of_a_stored_tensor,
+    "an attribute": with_an_attribute,
+}
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_and_attributes_of_tensors(name: str) -> None:
+    model = HOOKS[name]()
+    before = [(dict(p._backward_hooks or {}), vars(p).copy()) for p in model.parameters()]
+    check(model, leaf())
+    assert [(dict(p._backward_hooks or {}), vars(p)) for p in model.parameters()] == before
+
+
+def test_a_hook_of_an_input_and_of_a_global_leaf() -> None:
+    given = leaf()
+    given.register_hook(lambda gradient: gradient * 3)
+    handle = WEIGHT.register_hook(torch.exp)
+    check(lambda x: x @ WEIGHT, given)
+    handle.remove()
+
+
+def test_hooks_of_a_node_are_named() -> None:
+    model = nn.Linear(16, 16)
+    node = torch.autograd.graph.get_gradient_edge(model.weight).node
+    node.register_prehook(lambda gradients: (gradients[0] * 2,))
+    assert memcheck.predict_memory(model, x()).unknown == ("hooks of a node of autograd that adds to a .grad",)
+
+
 def test_partials_and_methods_own_their_module_s_parameters() -> None:
     for function in (functools.partial(nn.Linear(16, 16)), functools.partial(nn.Linear(16, 16).forward)):
         assert memcheck.measure_memory(function, x()).parameter_bytes == 16 * 17 * 4
