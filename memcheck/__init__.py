@@ -17,9 +17,9 @@ from memcheck.ops.compressed_attention import (
     compressed_attention_pooled,
     compressed_attention_state,
     compressed_attention_step,
-    merge_attention,
 )
 from memcheck.ops.linear_attention import linear_attention, linear_attention_step
+from memcheck.ops.merge_attention import merge_attention
 from memcheck.ops.projection import linear_l, linear_r
 from memcheck.ops.softplus_attention import softplus_attention, softplus_attention_step
 from memcheck.predict.ranks import Ranks

@@ -42,6 +42,37 @@ def check_rank(op: str, name: str, x: Tensor, letters: str, dimensions: int) -> 
         raise ValueError(f"{op}: {name} must be {letters}, of {dimensions} dimensions, got {list(x.shape)}")
 
 
+def check_floating(op: str, name: str, x: Tensor) -> None:
+    """TypeError if x has a dtype in which no operator runs."""
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{op}: {name} must be float64, float32, float16 or bfloat16, got {dtype_name(x.dtype)}")
+
+
+def check_like(op: str, name: str, x: Tensor, dtype: torch.dtype, like: Tensor, like_name: str = "k") -> None:
+    """TypeError if x has another dtype, ValueError if it is on another device than `like`."""
+    if x.dtype != dtype:
+        raise TypeError(f"{op}: {name} must be {dtype_name(dtype)} to match {like_name}, got {dtype_name(x.dtype)}")
+    if x.device != like.device:
+        raise ValueError(f"{op}: {name} must be on {like.device} as {like_name} is, got {x.device}")
+
+
+def check_int(op: str, name: str, x: object) -> None:
+    """TypeError if x is no int, NotImplementedError if a tracer hides its value."""
+    if type(x) is int:
+        return
+    if is_symbolic(x) or (isinstance(x, Tensor) and torch.jit.is_tracing()):
+        tracing = "torch.fx.symbolic_trace" if is_symbolic(x) else "torch.jit.trace"
+        raise NotImplementedError(
+            f"{op}: {tracing} does not know {name}, which must be an int; use torch.export.export"
+        )
+    if not isinstance(x, int | torch.SymInt):
+        raise TypeError(f"{op}: {name} must be an int, got {x!r}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def check_state(op: str, state: object, names: tuple[str, str]) -> None:
     """TypeError if the state is no pair of tensors. The operator checks shapes, dtypes and devices."""
     if isinstance(state, PAIRS) and len(state) == 2 and type(state[0]) is type(state[1]) is Tensor:

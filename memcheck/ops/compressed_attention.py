@@ -12,12 +12,16 @@ from torch import Tensor
 import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
-    DTYPES,
     REFUSALS,
     Sequences,
     changed_options,
+    check_floating,
+    check_int,
+    check_like,
     check_plain,
+    check_rank,
     check_states,
+    dtype_name,
     explain_refusal,
     in_autocast_dtype,
     is_symbolic,
@@ -32,6 +36,9 @@ if TYPE_CHECKING:
 LONGEST = 2**31
 MOST_POSITIONS = 2**62
 DEFAULTS = {"causal": True, "strict": False, "scale": None, "return_lse": False}
+
+Yes = Literal[True]
+No = Literal[False]
 
 _forward = torch.ops.memcheck.compressed_attention.default
 _forward_sequences = torch.ops.memcheck.compressed_attention_sequences.default
@@ -48,7 +55,13 @@ class Options(TypedDict, total=False):
     sink: Tensor | None
 
 
-class SequenceOptions(Options, Sequences, total=False):
+class WithState(Options, total=False):
+    """The same, with those of a single state."""
+
+    initial_state: CompressedAttentionState | None
+
+
+class WithSequences(Options, Sequences, total=False):
     """The same, with those of packed or padded sequences, which have a tuple of states."""
 
     initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None
@@ -61,12 +74,10 @@ def compressed_attention(
     v: Tensor,
     *,
     factor: int,
-    return_lse: Literal[False] = ...,
-    return_state: Literal[False] = ...,
-    **options: Unpack[SequenceOptions],
+    return_lse: No = ...,
+    return_state: No = ...,
+    **options: Unpack[WithSequences],
 ) -> Tensor: ...
-
-
 @overload
 def compressed_attention(
     q: Tensor,
@@ -74,12 +85,10 @@ def compressed_attention(
     v: Tensor,
     *,
     factor: int,
-    return_lse: Literal[True],
-    return_state: Literal[False] = ...,
-    **options: Unpack[SequenceOptions],
+    return_lse: Yes,
+    return_state: No = ...,
+    **options: Unpack[WithSequences],
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def compressed_attention(
     q: Tensor,
@@ -87,27 +96,14 @@ def compressed_attention(
     v: Tensor,
     *,
     factor: int,
-    return_lse: Literal[False] = ...,
-    return_state: Literal[True],
-    initial_state: CompressedAttentionState | None = ...,
-    **options: Unpack[Options],
+    return_lse: No = ...,
+    return_state: Yes,
+    **options: Unpack[WithState],
 ) -> tuple[Tensor, CompressedAttentionState]: ...
-
-
 @overload
 def compressed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    factor: int,
-    return_lse: Literal[True],
-    return_state: Literal[True],
-    initial_state: CompressedAttentionState | None = ...,
-    **options: Unpack[Options],
+    q: Tensor, k: Tensor, v: Tensor, *, factor: int, return_lse: Yes, return_state: Yes, **options: Unpack[WithState]
 ) -> tuple[Tensor, Tensor, CompressedAttentionState]: ...
-
-
 @overload
 def compressed_attention(
     q: Tensor,
@@ -115,12 +111,10 @@ def compressed_attention(
     v: Tensor,
     *,
     factor: int,
-    return_lse: Literal[False] = ...,
-    return_state: Literal[True],
-    **options: Unpack[SequenceOptions],
+    return_lse: No = ...,
+    return_state: Yes,
+    **options: Unpack[WithSequences],
 ) -> tuple[Tensor, States]: ...
-
-
 @overload
 def compressed_attention(
     q: Tensor,
@@ -128,12 +122,10 @@ def compressed_attention(
     v: Tensor,
     *,
     factor: int,
-    return_lse: Literal[True],
-    return_state: Literal[True],
-    **options: Unpack[SequenceOptions],
+    return_lse: Yes,
+    return_state: Yes,
+    **options: Unpack[WithSequences],
 ) -> tuple[Tensor, Tensor, States]: ...
-
-
 @overload
 def compressed_attention(
     q: Tensor,
@@ -143,10 +135,8 @@ def compressed_attention(
     factor: int,
     return_lse: bool = ...,
     return_state: bool = ...,
-    **options: Unpack[SequenceOptions],
+    **options: Unpack[WithSequences],
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, States] | tuple[Tensor, Tensor, States]: ...
-
-
 def compressed_attention(
     q: Tensor,
     k: Tensor,
@@ -281,36 +271,16 @@ def compressed_attention(
 
 @overload
 def compressed_attention_pooled(
-    q: Tensor,
-    kc: Tensor,
-    vc: Tensor,
-    *,
-    factor: int,
-    kv_len: int,
-    return_lse: Literal[False] = ...,
-    **options: Unpack[Options],
+    q: Tensor, kc: Tensor, vc: Tensor, *, factor: int, kv_len: int, return_lse: No = ..., **options: Unpack[Options]
 ) -> Tensor: ...
-
-
 @overload
 def compressed_attention_pooled(
-    q: Tensor,
-    kc: Tensor,
-    vc: Tensor,
-    *,
-    factor: int,
-    kv_len: int,
-    return_lse: Literal[True],
-    **options: Unpack[Options],
+    q: Tensor, kc: Tensor, vc: Tensor, *, factor: int, kv_len: int, return_lse: Yes, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
-
-
 @overload
 def compressed_attention_pooled(
     q: Tensor, kc: Tensor, vc: Tensor, *, factor: int, kv_len: int, return_lse: bool, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
-
-
 def compressed_attention_pooled(
     q: Tensor,
     kc: Tensor,
@@ -353,7 +323,7 @@ def compressed_attention_pooled(
     prepare_input(op, "q", q)
     _check_tensors(op, q=q, kc=kc, vc=vc)
     _check_factor(op, factor)
-    _check_int(op, "kv_len", kv_len)
+    check_int(op, "kv_len", kv_len)
     if not 0 <= kv_len <= MOST_POSITIONS:
         raise ValueError(f"{op}: kv_len must be from 0 to {MOST_POSITIONS}, got {kv_len}")
     _check_scale(op, scale)
@@ -372,100 +342,6 @@ def compressed_attention_pooled(
         explain_refusal(op, q=q, kc=kc, vc=vc)
         raise
     return (y, lse) if return_lse else y
-
-
-def merge_attention(outputs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Softmax attention over everything that several attentions of the same queries saw, and its lse.
-
-    For example compressed attention merged with attention to a window or to selected blocks. Every key should be seen
-    by one of the attentions only, and at most one of them should have a sink.
-
-    Args:
-        outputs: y of each attention, (B,H,S,D).
-        lses: lse of each, (B,H,S): the natural logarithm of the sum of exp(score) over what a query saw.
-
-    float64, float32, float16, bfloat16; sums are in the accumulation type, float32 (float64 for float64).
-
-    Returns:
-        y (B,H,S,D) in the dtype of the outputs, rounded once, and lse (B,H,S) in the accumulation type. Both have
-        gradients. An attention with lse = -inf adds nothing, whatever its y; if all have, y = 0 and lse = -inf. Kept
-        for backward: the outputs and the lses.
-
-    Raises:
-        ValueError: no output, another number of lses, a shape or a device.
-        TypeError: a dtype; an input that is no tensor.
-
-    Equivalent to:
-        >>> lse = torch.logsumexp(torch.stack(lses), 0)
-        >>> y = sum(y * torch.exp(its_lse - lse)[..., None] for y, its_lse in zip(outputs, lses))
-    """
-    op = "merge_attention"
-    if not outputs or len(outputs) != len(lses):
-        raise ValueError(f"{op}: lses must be as many as outputs, one or more, got {len(lses)} and {len(outputs)}")
-    like = outputs[0]
-    _check_rank(op, "outputs[0]", like, "(B,H,S,D)")
-    if like.dtype not in DTYPES:
-        raise TypeError(f"{op}: outputs[0] must be float64, float32, float16 or bfloat16, got {_name(like.dtype)}")
-    accumulation = torch.promote_types(like.dtype, torch.float32)
-    for i, (y, lse) in enumerate(zip(outputs, lses, strict=True)):
-        for name, x, letters, shape, dtype in (
-            (f"outputs[{i}]", y, "(B,H,S,D)", like.shape, like.dtype),
-            (f"lses[{i}]", lse, "(B,H,S)", like.shape[:3], accumulation),
-        ):
-            _check_tensor(op, name, x)
-            if x.shape != shape:
-                raise ValueError(
-                    f"{op}: {name} must be {letters} = {list(shape)} to match outputs[0], got {list(x.shape)}"
-                )
-            _check_like(op, name, x, dtype, like, "outputs[0]")
-    merged: tuple[Tensor, Tensor] = _Merged.apply(len(outputs), *outputs, *lses)
-    return merged
-
-
-class _Merged(torch.autograd.Function):
-    """merge_attention. With the weights w_i = exp(lse_i - lse) and g_i = grad_y . y_i,
-
-    grad_y_i = w_i grad_y and grad_lse_i = w_i (g_i - sum of w_j g_j over j + grad_lse).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, count: int, *tensors: Tensor) -> tuple[Tensor, Tensor]:
-        outputs, lses = tensors[:count], tensors[count:]
-        lse = torch.stack(lses).logsumexp(0)
-        total = torch.zeros_like(outputs[0], dtype=lse.dtype, memory_format=torch.contiguous_format)
-        for y, weight in zip(outputs, _weights(lses, lse), strict=True):
-            total += _weighted(y, weight)
-        ctx.count = count
-        ctx.save_for_backward(lse, *tensors)
-        ctx.set_materialize_grads(False)
-        return total.to(outputs[0].dtype), lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
-        lse, *tensors = ctx.saved_tensors
-        outputs, lses = tensors[: ctx.count], tensors[ctx.count :]
-        weights = _weights(lses, lse)
-        of_sum = torch.zeros_like(lse) if grad_lse is None else grad_lse
-        if grad_y is None:
-            return (None, *[None] * ctx.count, *(_weighted(of_sum, weight) for weight in weights))
-        wide = grad_y.to(lse.dtype)
-        of_weights = [(wide * y).sum(3).masked_fill(weight == 0, 0) for y, weight in zip(outputs, weights, strict=True)]
-        of_sum = of_sum - sum(weight * g for weight, g in zip(weights, of_weights, strict=True))
-        grad_outputs = [_weighted(grad_y, weight).to(grad_y.dtype) for weight in weights]
-        grad_lses = [_weighted(g + of_sum, weight) for weight, g in zip(weights, of_weights, strict=True)]
-        return (None, *grad_outputs, *grad_lses)
-
-
-def _weights(lses: Sequence[Tensor], lse: Tensor) -> list[Tensor]:
-    """exp(lse_i - lse), 0 where all are -inf"""
-    shift = lse.masked_fill(lse == -torch.inf, 0)
-    return [torch.exp(x - shift) for x in lses]
-
-
-def _weighted(x: Tensor, weight: Tensor) -> Tensor:
-    """x (B,H,S,D) or (B,H,S) times weight (B,H,S), and 0 where the weight is 0, whatever x is"""
-    weight = weight[..., None] if x.dim() == 4 else weight
-    return (x * weight).masked_fill_(weight == 0, 0)
 
 
 class CompressedAttentionState(NamedTuple):
@@ -814,18 +690,19 @@ class Places(NamedTuple):
 
 
 def _check_keys(op: str, k: Tensor, v: Tensor, factor: int) -> None:
+    _check_tensors(op, k=k, v=v)
     for name, x in (("k", k), ("v", v)):
-        _check_rank(op, name, x, "(B,Hkv,n,D)")
+        check_rank(op, name, x, "(B,Hkv,n,D)", 4)
     if v.shape != k.shape:
         raise ValueError(f"{op}: v must be (B,Hkv,n,D) = {list(k.shape)} to match k, got {list(v.shape)}")
-    if k.dtype not in DTYPES:
-        raise TypeError(f"{op}: k must be float64, float32, float16 or bfloat16, got {_name(k.dtype)}")
-    _check_like(op, "v", v, k.dtype, k)
+    check_floating(op, "k", k)
+    check_like(op, "v", v, k.dtype, k)
     _check_factor(op, factor)
 
 
 def _check_queries(op: str, q: Tensor, k: Tensor, kv_len: int, scale: float | None) -> None:
-    _check_rank(op, "q", q, "(B,H,S,D)")
+    _check_tensors(op, q=q)
+    check_rank(op, "q", q, "(B,H,S,D)", 4)
     (B, H, S, D), (_, Hkv, _, _) = q.shape, k.shape
     if (k.shape[0], k.shape[3]) != (B, D):
         expected = [k.shape[0], H, S, k.shape[3]]
@@ -834,13 +711,13 @@ def _check_queries(op: str, q: Tensor, k: Tensor, kv_len: int, scale: float | No
         raise ValueError(
             f"{op}: H, the heads of q, must be a multiple of Hkv, the heads of k, got H = {H} and Hkv = {Hkv}"
         )
-    _check_like(op, "q", q, k.dtype, k)
+    check_like(op, "q", q, k.dtype, k)
     if kv_len < S:
         raise ValueError(f"{op}: q must be of no more positions than k so far, S <= T, got S = {S} and T = {kv_len}")
     _check_scale(op, scale)
     largest = torch.finfo(torch.promote_types(q.dtype, torch.float32)).max
     if scale is not None and not abs(scale) <= largest:
-        accumulation = _name(torch.promote_types(q.dtype, torch.float32))
+        accumulation = dtype_name(torch.promote_types(q.dtype, torch.float32))
         raise ValueError(f"{op}: scale must be a finite number of {accumulation}, got {scale}")
 
 
@@ -865,10 +742,11 @@ def _checked_state(
 def _check_state(op: str, of: str, k: Tensor, state: CompressedAttentionState, factor: int) -> None:
     if not isinstance(state, CompressedAttentionState):
         raise TypeError(f"{op}: {of} must be a CompressedAttentionState or None, got {type(state).__name__}")
-    _check_int(op, f"{of}.factor", state.factor)
+    check_int(op, f"{of}.factor", state.factor)
     if factor != state.factor:
         raise ValueError(f"{op}: factor must be {state.factor}, as that of the state, got {factor}")
-    _check_rank(op, f"{of}.kc", state.kc, "(B,Hkv,C,D)")
+    _check_tensor(op, f"{of}.kc", state.kc)
+    check_rank(op, f"{of}.kc", state.kc, "(B,Hkv,C,D)", 4)
     B, Hkv, _, D = k.shape
     C, accumulation = state.kc.shape[2], torch.promote_types(k.dtype, torch.float32)
     for name, x, shape, dtype in (
@@ -880,8 +758,8 @@ def _check_state(op: str, of: str, k: Tensor, state: CompressedAttentionState, f
         _check_tensor(op, f"{of}.{name}", x)
         if x.shape != shape:
             raise ValueError(f"{op}: {of}.{name} must be {list(shape)} to match k, got {list(x.shape)}")
-        _check_like(op, f"{of}.{name}", x, dtype, k)
-    _check_int(op, f"{of}.positions", state.positions)
+        check_like(op, f"{of}.{name}", x, dtype, k)
+    check_int(op, f"{of}.positions", state.positions)
     if not 0 <= state.positions < factor:
         raise ValueError(f"{op}: {of}.positions must be from 0 to factor - 1 = {factor - 1}, got {state.positions}")
 
@@ -900,33 +778,8 @@ def _check_tensors(op: str, **tensors: object) -> None:
             _check_tensor(op, name, x)
 
 
-def _check_rank(op: str, name: str, x: Tensor, letters: str) -> None:
-    _check_tensor(op, name, x)
-    if x.dim() != 4:
-        raise ValueError(f"{op}: {name} must be {letters}, of 4 dimensions, got {list(x.shape)}")
-
-
-def _check_like(op: str, name: str, x: Tensor, dtype: torch.dtype, like: Tensor, like_name: str = "k") -> None:
-    if x.dtype != dtype:
-        raise TypeError(f"{op}: {name} must be {_name(dtype)} to match {like_name}, got {_name(x.dtype)}")
-    if x.device != like.device:
-        raise ValueError(f"{op}: {name} must be on {like.device} as {like_name} is, got {x.device}")
-
-
-def _check_int(op: str, name: str, x: object) -> None:
-    if type(x) is int:
-        return
-    if is_symbolic(x) or (isinstance(x, Tensor) and torch.jit.is_tracing()):
-        tracing = "torch.fx.symbolic_trace" if is_symbolic(x) else "torch.jit.trace"
-        raise NotImplementedError(
-            f"{op}: {tracing} does not know {name}, which must be an int; use torch.export.export"
-        )
-    if not isinstance(x, int | torch.SymInt):
-        raise TypeError(f"{op}: {name} must be an int, got {x!r}")
-
-
 def _check_factor(op: str, factor: int) -> None:
-    _check_int(op, "factor", factor)
+    check_int(op, "factor", factor)
     if not 1 <= factor <= LONGEST:
         raise ValueError(f"{op}: factor must be from 1 to {LONGEST}, got {factor}")
 
@@ -941,13 +794,8 @@ def _check_sink(op: str, sink: Tensor | None, q: Tensor) -> Tensor | None:
     if sink is None or is_symbolic(sink):
         return sink
     _check_tensor(op, "sink", sink)
-    if sink.dtype not in DTYPES:
-        raise TypeError(f"{op}: sink must be float64, float32, float16 or bfloat16, got {_name(sink.dtype)}")
+    check_floating(op, "sink", sink)
     return sink.to(torch.promote_types(q.dtype, torch.float32))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _refuse_gradient(op: str, *tensors: Tensor) -> None:

@@ -19,7 +19,8 @@ from memcheck.bench.predict import closed_terms
 from memcheck.ops import gradcheck as gradchecking
 
 ROOT = Path(__file__).parents[2]
-NO_OPERATORS = ("checks", "decompose", "derivatives", "gradcheck", "reference", "sharding")
+# merge_attention is plain PyTorch.
+NO_OPERATORS = ("checks", "decompose", "derivatives", "gradcheck", "merge_attention", "reference", "sharding")
 STEMS = [module.name for module in pkgutil.iter_modules(ops.__path__) if module.name not in NO_OPERATORS]
 PATHS = (
     "csrc/{0}/{0}.h",
@@ -42,8 +43,8 @@ def is_public(name: str, module: ModuleType) -> bool:
 
 
 def differentiable(stem: str) -> list[str]:
-    """A step and its state have no gradient, and merge_attention is plain PyTorch."""
-    return [name for name in public_functions(stem) if not name.endswith(("_step", "_state")) and "merge" not in name]
+    """A step and its state have no gradient."""
+    return [name for name in public_functions(stem) if not name.endswith(("_step", "_state"))]
 
 
 def missing(stem: str, root: Path = ROOT) -> Iterator[str]:
