@@ -26,19 +26,19 @@ class Options(LocalOptions, total=False):
 
 @overload
 def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, factor: int, return_lse: Literal[False] = ..., **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
 ) -> Tensor: ...
 
 
 @overload
 def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, factor: int, return_lse: Literal[True], **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, factor: int, return_lse: bool, **options: Unpack[Options]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 

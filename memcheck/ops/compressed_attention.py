@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
 import torch
@@ -29,9 +28,10 @@ from memcheck.ops.checks import (
     refuse_context_parallel,
     sequence_arguments,
 )
+from memcheck.ops.reference.sequences import sequences_of
 
 if TYPE_CHECKING:
-    from typing_extensions import Unpack
+    from typing_extensions import Required, Unpack
 
 LONGEST = 2**31
 MOST_POSITIONS = 2**62
@@ -47,8 +47,9 @@ _step = torch.ops.memcheck.compressed_attention_step.default
 
 
 class Options(TypedDict, total=False):
-    """Arguments of compressed_attention that do not change what it returns."""
+    """Arguments of compressed_attention, but for those that change what it returns."""
 
+    factor: Required[int]
     causal: bool
     strict: bool
     scale: float | None
@@ -61,7 +62,7 @@ class WithState(Options, total=False):
     initial_state: CompressedAttentionState | None
 
 
-class WithSequences(Options, Sequences, total=False):
+class WithStates(Options, Sequences, total=False):
     """The same, with those of packed or padded sequences, which have a tuple of states."""
 
     initial_state: CompressedAttentionState | Sequence[CompressedAttentionState] | None
@@ -69,73 +70,31 @@ class WithSequences(Options, Sequences, total=False):
 
 @overload
 def compressed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    factor: int,
-    return_lse: No = ...,
-    return_state: No = ...,
-    **options: Unpack[WithSequences],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: No = ..., **options: Unpack[WithStates]
 ) -> Tensor: ...
 @overload
 def compressed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    factor: int,
-    return_lse: Yes,
-    return_state: No = ...,
-    **options: Unpack[WithSequences],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: No = ..., **options: Unpack[WithStates]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def compressed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    factor: int,
-    return_lse: No = ...,
-    return_state: Yes,
-    **options: Unpack[WithState],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: Yes, **options: Unpack[WithState]
 ) -> tuple[Tensor, CompressedAttentionState]: ...
 @overload
 def compressed_attention(
-    q: Tensor, k: Tensor, v: Tensor, *, factor: int, return_lse: Yes, return_state: Yes, **options: Unpack[WithState]
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: Yes, **options: Unpack[WithState]
 ) -> tuple[Tensor, Tensor, CompressedAttentionState]: ...
 @overload
 def compressed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    factor: int,
-    return_lse: No = ...,
-    return_state: Yes,
-    **options: Unpack[WithSequences],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: No = ..., return_state: Yes, **options: Unpack[WithStates]
 ) -> tuple[Tensor, States]: ...
 @overload
 def compressed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    factor: int,
-    return_lse: Yes,
-    return_state: Yes,
-    **options: Unpack[WithSequences],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Yes, return_state: Yes, **options: Unpack[WithStates]
 ) -> tuple[Tensor, Tensor, States]: ...
 @overload
 def compressed_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    factor: int,
-    return_lse: bool = ...,
-    return_state: bool = ...,
-    **options: Unpack[WithSequences],
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool = ..., return_state: bool = ..., **options: Unpack[WithStates]
 ) -> Tensor | tuple[Tensor, Tensor] | tuple[Tensor, States] | tuple[Tensor, Tensor, States]: ...
 def compressed_attention(
     q: Tensor,
@@ -271,15 +230,15 @@ def compressed_attention(
 
 @overload
 def compressed_attention_pooled(
-    q: Tensor, kc: Tensor, vc: Tensor, *, factor: int, kv_len: int, return_lse: No = ..., **options: Unpack[Options]
+    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: No = ..., **options: Unpack[Options]
 ) -> Tensor: ...
 @overload
 def compressed_attention_pooled(
-    q: Tensor, kc: Tensor, vc: Tensor, *, factor: int, kv_len: int, return_lse: Yes, **options: Unpack[Options]
+    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: Yes, **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def compressed_attention_pooled(
-    q: Tensor, kc: Tensor, vc: Tensor, *, factor: int, kv_len: int, return_lse: bool, **options: Unpack[Options]
+    q: Tensor, kc: Tensor, vc: Tensor, *, kv_len: int, return_lse: bool, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 def compressed_attention_pooled(
     q: Tensor,
@@ -605,33 +564,14 @@ class Places(NamedTuple):
         with torch.no_grad():  # only checks: one block per sequence without columns leaves nothing to compute
             one_head = (x.new_empty(x[:, :1, :, :0].shape) for x in (q, k, v))
             torch.ops.memcheck.compressed_attention_sequences(*one_head, factor=LONGEST, causal=causal, **sequences)
-        return cls.of_batch(q.shape[2], k.shape[2], causal, **sequences)
+        names = derivatives.in_names_of_reference(sequences)
+        found = list(sequences_of(len(q), q.shape[2], k.shape[2], causal=causal, **names))
+        of_queries, of_keys = ([x[i] for x in found] for i in (1, 2))
+        return cls.of_slices(sequences, of_queries), cls.of_slices(sequences, of_keys)
 
     @classmethod
-    def of_batch(
-        cls,
-        S: int,
-        T: int,
-        causal: bool,
-        cu_seqlens_q: Tensor | None,
-        cu_seqlens_k: Tensor | None,
-        lengths: Tensor | None,
-        left_padded: bool,
-    ) -> tuple[Places, Places]:
-        """The places of queries and of keys. Query s is at position s + T - S; not causal, all count if S != T."""
-        if lengths is None:
-            ends = [x.tolist() for x in (cu_seqlens_q, cu_seqlens_k) if x is not None]
-            of_queries, of_keys = (cls(True, x[:-1], [end - begin for begin, end in pairwise(x)]) for x in ends)
-            return of_queries, of_keys
-        keys = lengths.tolist()
-        queries = [min(S, n) if left_padded else max(0, n - (T - S)) for n in keys]
-        if not causal and S != T:
-            queries = [S] * len(keys)
-        of_queries, of_keys = (
-            cls(False, [length - n if left_padded else 0 for n in counts], counts)
-            for length, counts in ((S, queries), (T, keys))
-        )
-        return of_queries, of_keys
+    def of_slices(cls, sequences: dict[str, Any], slices: list[slice]) -> Places:
+        return cls(sequences["lengths"] is None, [x.start for x in slices], [x.stop - x.start for x in slices])
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """Views of the sequences, (1,heads,count,...) each, with one gradient for x."""
