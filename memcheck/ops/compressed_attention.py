@@ -515,21 +515,18 @@ class _AttentionOfSequences(torch.autograd.Function):
         of_q, of_sink, _, _, _, *of_blocks = ctx.needs_input_grad
         mask = [of_q, any(of_blocks[: len(kc)]), any(of_blocks[len(kc) :]), of_sink]
         kept = [None if x is None else x.detach() for x in (y, lse)]
-        backward = _differentiable_gradients if torch.is_grad_enabled() else _gradients
-        grad_q, grad_kc, grad_vc, grad_sink = backward(
-            ctx.places, [grad_y, q, kc, vc, *kept, grad_lse, sink], ctx.options | {"output_mask": mask}
-        )
+        tensors, options = [grad_y, q, kc, vc, *kept, grad_lse, sink], ctx.options | {"output_mask": mask}
+        if torch.is_grad_enabled():
+            grad_q, grad_kc, grad_vc, grad_sink = _differentiable_gradients(ctx.places, tensors, options)
+        else:
+            backward = torch.ops.memcheck.compressed_attention_pooled_sequences_backward
+            grad_q, grad_kc, grad_vc, grad_sink = backward(*tensors, **options)
         grads = [*(grad_kc or [None] * len(kc)), *(grad_vc or [None] * len(vc))]
         return grad_q, grad_sink, None, None, None, *grads
 
 
-def _gradients(places: Places, tensors: Sequence[Any], options: dict[str, Any]) -> Any:
-    """The gradients of q, all kc, all vc and sink, by one call of the operator."""
-    return torch.ops.memcheck.compressed_attention_pooled_sequences_backward(*tensors, **options)
-
-
 def _differentiable_gradients(places: Places, tensors: Sequence[Any], options: dict[str, Any]) -> Any:
-    """The same gradients, by a call for each sequence."""
+    """The gradients of q, all kc, all vc and sink, by a call for each sequence."""
     grad_y, q, kc, vc, y, lse, grad_lse, sink = tensors
     wants_q, _, _, wants_sink = options["output_mask"]
     common = {name: options[name] for name in ("factor", "causal", "strict", "scale", "output_mask")}
@@ -655,10 +652,9 @@ def _check_queries(op: str, q: Tensor, k: Tensor, kv_len: int, scale: float | No
     if kv_len < S:
         raise ValueError(f"{op}: q must be of no more positions than k so far, S <= T, got S = {S} and T = {kv_len}")
     _check_scale(op, scale)
-    largest = torch.finfo(torch.promote_types(q.dtype, torch.float32)).max
-    if scale is not None and not abs(scale) <= largest:
-        accumulation = dtype_name(torch.promote_types(q.dtype, torch.float32))
-        raise ValueError(f"{op}: scale must be a finite number of {accumulation}, got {scale}")
+    accumulation = torch.promote_types(q.dtype, torch.float32)
+    if scale is not None and not abs(scale) <= torch.finfo(accumulation).max:
+        raise ValueError(f"{op}: scale must be a finite number of {dtype_name(accumulation)}, got {scale}")
 
 
 def _checked_state(
@@ -754,12 +750,13 @@ def _empty_state(k: Tensor, factor: int) -> CompressedAttentionState:
 def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor) -> CompressedAttentionState:
     """The state after n more positions, k and v (B,Hkv,n,D)."""
     total = state.positions + k.shape[2]
-    if total < state.factor:
-        k_sum, v_sum = _add(state.k_sum, k), _add(state.v_sum, v)
-        return CompressedAttentionState(state.kc, state.vc, k_sum, v_sum, total, state.factor)
-    everywhere = [(slice(None),) * 3]
-    extend = _states_after if derivatives.transformed() else _NewBlocks.apply
-    kc, vc, k_sum, v_sum = extend(k, v, everywhere, [state.positions], state.factor, *state[:4])
+    new: Sequence[Tensor]
+    if total < state.factor or derivatives.transformed():
+        new = _state_after((k, v), state[:4], state.positions, state.factor)
+    else:
+        everywhere = [(slice(None),) * 3]
+        new = _NewBlocks.apply(k, v, everywhere, [state.positions], state.factor, *state[:4])
+    kc, vc, k_sum, v_sum = new
     return CompressedAttentionState(kc, vc, k_sum, v_sum, total % state.factor, state.factor)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from memcheck._extension import extension
+from memcheck.ops.derivatives import wide
 
 Tensors = tuple[Tensor, ...]
 
@@ -57,11 +58,6 @@ def refuse_kept(op: str, kept: bool) -> None:
 def refuse_sequences(op: str, *given: Tensor | None) -> None:
     if any(x is not None for x in given):
         refuse(op, "a packed or padded batch", "export a call without cu_seqlens and lengths")
-
-
-def wide(x: Tensor) -> Tensor:
-    """x in the accumulation type."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def nothing(like: Tensor, *shape: int) -> Tensor:

@@ -205,7 +205,12 @@ def gradients_by_vjp(
 ) -> Gradients:
     """The gradients of formula(*inputs) that are wanted, as functions of grad_y and the inputs."""
     pull = torch.func.vjp(formula, *inputs)[1]
-    return [gradient if wanted else None for gradient, wanted in zip(pull(grad_y), mask, strict=True)]
+    return masked(pull(grad_y), mask)
+
+
+def masked(gradients: Gradients, mask: Sequence[bool]) -> Gradients:
+    """The gradients that are wanted, and None for the others."""
+    return [x if wanted else None for x, wanted in zip(gradients, mask, strict=True)]
 
 
 def pulled_back(gradients: Callable[..., Gradients], grad_gradients: Gradients, arguments: Gradients) -> Tensors:
@@ -250,7 +255,7 @@ def compressed_attention_pooled(tensors: Gradients, output_mask: Sequence[bool],
 
     pull = torch.func.vjp(formula, *inputs)[1]
     gradients = [*pull(grad_y if grad_lse is None else (grad_y, grad_lse)), None][:4]
-    return [gradient if wanted else None for gradient, wanted in zip(gradients, output_mask, strict=True)]
+    return masked(gradients, output_mask)
 
 
 def compressed_attention(
@@ -268,8 +273,7 @@ def gradients_by_reference(
 ) -> Gradients:
     """The gradients that are wanted of results(*inputs), for gradients `grads` of these; each of them may be None."""
     pulled = iter(pulled_back(results, grads, inputs))
-    every = [x if x is None else next(pulled) for x in inputs]
-    return [x if wanted else None for x, wanted in zip(every, output_mask, strict=True)]
+    return masked([x if x is None else next(pulled) for x in inputs], output_mask)
 
 
 def softplus_attention_sequences(tensors: Gradients, output_mask: Sequence[bool], **options: Any) -> Gradients:
@@ -324,7 +328,7 @@ def compressed_attention_sequences(
             if gradient is not None:
                 x[row, :, positions] = gradient
         of_sink = of_sink if its_sink is None else of_sink + its_sink
-    return [x if wanted else None for x, wanted in zip([*whole, of_sink], output_mask, strict=True)]
+    return masked([*whole, of_sink], output_mask)
 
 
 def combinator(tensors: Gradients, output_mask: Sequence[bool]) -> Gradients:
