@@ -18,7 +18,9 @@ MOST_ITEMS = 10_000
 EMPTY = object()
 PARTS = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 # Attributes of a tensor: dicts of hooks, which its class reads and writes in C++.
-HOOKS: tuple[Any, ...] = (torch._C.TensorBase._backward_hooks, torch._C.TensorBase._post_accumulate_grad_hooks)
+HOOKS: tuple[Any, ...] = tuple(
+    vars(torch._C.TensorBase)[name] for name in ("_backward_hooks", "_post_accumulate_grad_hooks")
+)
 
 
 class Reaching:
