@@ -18,10 +18,11 @@ from memcheck.core.errors import ExtensionError, UnsupportedError
 from memcheck.core.record import Record
 from memcheck.core.workload import Workload
 from memcheck.measure.sdpa_backend import fused_backend
+from memcheck.predict.allocation_log import Trace
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_for
 from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import Version
-from memcheck.predict.trace import Trace, TracedRun
+from memcheck.predict.trace_runner import TraceRunner
 
 
 def predict_memory(
@@ -116,7 +117,7 @@ def traced(
     make: Callable[[Case], Workload],
 ) -> Trace:
     """Traces the case. contender: passed explicitly because names can be registered again."""
-    return TracedRun(target, dense_grad=dense_grad, drops_workspaces=drops_workspaces).trace(make(case))
+    return TraceRunner(target, dense_grad=dense_grad, drops_workspaces=drops_workspaces).trace(make(case))
 
 
 # The fields that a measured record's terms cover.

@@ -34,7 +34,7 @@ from memcheck.predict.model import Call
 from memcheck.predict.probed import FunctionCall, Layout, Probed, Result
 from memcheck.predict.replay import target_for
 from memcheck.predict.sparse import dense_parts, is_sparse, parts_of, with_parts
-from memcheck.predict.trace import TracedRun
+from memcheck.predict.trace_runner import TraceRunner
 from memcheck.predict.values import Values, flagged_as
 
 # Factors of the contents of floating-point operands in further runs of an operator. Unequal peaks are a doubt.
@@ -431,21 +431,21 @@ def predicted_sums(call: FunctionCall, probe: CpuProbe) -> tuple[tuple[int, ...]
             values.note(tensor, layout.contents)
     case = Call(call.run, backward=call.grad)
     workload = Workload(case, call.run, tensors, ((), None), ())
-    run = TracedRun(target_for(device_named("cpu")), dense_grad=True, values=values, probe=probe)
+    run = TraceRunner(target_for(device_named("cpu")), dense_grad=True, values=values, probe=probe)
     trace = run.trace(workload)
     sums: list[int] = []
-    held = sum(piece.bytes for piece in trace.tape.alive(trace.phases["inputs"][1]))
+    held = sum(allocation.bytes for allocation in trace.log.alive(trace.phases["inputs"][1]))
     for phase in ("forward", "backward"):
         if phase in trace.phases:
             first, last = trace.phases[phase]
-            sums += peak_and_end(trace.tape.events, first, last, held)
+            sums += peak_and_end(trace.log.events, first, last, held)
     return tuple(sums), trace.unknown
 
 
 def peak_and_end(events: list[Any], first: int, last: int, held: int) -> tuple[int, int]:
-    alive = sum(piece.bytes if taken else -piece.bytes for piece, taken in events[:first]) - held
+    alive = sum(allocation.bytes if taken else -allocation.bytes for allocation, taken in events[:first]) - held
     peak = alive
-    for piece, taken in events[first:last]:
-        alive += piece.bytes if taken else -piece.bytes
+    for allocation, taken in events[first:last]:
+        alive += allocation.bytes if taken else -allocation.bytes
         peak = max(peak, alive)
     return peak, alive

@@ -12,7 +12,8 @@ from types import FrameType
 
 # Files between a condition and the mode that answers it.
 MACHINERY = (
-    "memcheck/predict/trace.py",
+    "memcheck/predict/allocation_mode.py",
+    "memcheck/predict/device_functions.py",
     "memcheck/predict/python_functions.py",
     "memcheck/predict/checks.py",
     "torch/_compile.py",

@@ -6,8 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 
+from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.replay import Prediction, Replay
-from memcheck.predict.trace import Tape, Trace
 
 
 def fits_by_interpolation(
@@ -33,21 +33,21 @@ def fits_by_interpolation(
 
 
 def interpolated(traces: Mapping[int, Trace], size: int) -> Trace | None:
-    """The events of the size, without roles of pieces. None unless all traces have the same events but for bytes."""
+    """The events of the size, without roles of allocations. None if the traces differ in more than bytes."""
     first, *others = traces.values()
     shape = shape_of(first)
     if any(shape_of(other) != shape for other in others):
         return None
     weights = [math.prod((size - y) / (x - y) for y in traces if y != x) for x in traces]
-    tape = Tape(begun=first.tape.begun)
-    for pieces in zip(*(trace.tape.pieces for trace in traces.values()), strict=True):
-        found = sum(weight * piece.bytes for weight, piece in zip(weights, pieces, strict=True))
-        tape.pieces.append(dataclasses.replace(pieces[0], bytes=max(0, round(found))))
-    new = dict(zip(map(id, first.tape.pieces), tape.pieces, strict=True))
-    tape.events = [(new[id(piece)], taken) for piece, taken in first.tape.events]
-    return Trace(tape, first.phases)
+    log = AllocationLog(begun=first.log.begun)
+    for allocations in zip(*(trace.log.allocations for trace in traces.values()), strict=True):
+        found = sum(weight * allocation.bytes for weight, allocation in zip(weights, allocations, strict=True))
+        log.allocations.append(dataclasses.replace(allocations[0], bytes=max(0, round(found))))
+    new = dict(zip(map(id, first.log.allocations), log.allocations, strict=True))
+    log.events = [(new[id(allocation)], taken) for allocation, taken in first.log.events]
+    return Trace(log, first.phases)
 
 
 def shape_of(trace: Trace) -> tuple[object, ...]:
     """Everything about the events that does not depend on bytes."""
-    return trace.phases, trace.beyond, [(piece.born, piece.died) for piece in trace.tape.pieces]
+    return trace.phases, trace.beyond, [(allocation.born, allocation.died) for allocation in trace.log.allocations]

@@ -16,13 +16,16 @@ from memcheck.core.record import Record
 from memcheck.core.step import INSTEAD_OF_A_CLOSURE, clipped_step, needs_closure, optimizers_in
 from memcheck.core.tensors import dtype_name, named_tensors_in, tensors_in
 from memcheck.core.workload import Workload, module_called, owner_of
+from memcheck.predict.allocation_log import AllocationLog, Trace
+from memcheck.predict.allocation_mode import AllocationMode
+from memcheck.predict.device_functions import DeviceFunctions
 from memcheck.predict.left_behind import LeftBehind, nothing_left_behind
 from memcheck.predict.meta_copy import MetaCopies, refuse_unknown_sizes
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import OF_NCCL, OF_STREAMS, Ranks, distributed_followed, pretended
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record
 from memcheck.predict.scratch import Target, Unlisted
-from memcheck.predict.trace import OnTarget, Tape, Trace, TracedRun, Tracer
+from memcheck.predict.trace_runner import TraceRunner
 from memcheck.predict.values import Values, is_meta
 
 
@@ -91,9 +94,9 @@ def predict_call(
     how: dict[str, Any] = {"dense_grad": dense_grad, "drops_workspaces": drops_workspaces, "values": Values()}
     how |= {"probe": probe, "checks": True, "is_split": call.ranks is not None}
     with nothing_left_behind(call.model, call.loss, call.optimizer, call.inputs, call.kwargs) as left:
-        run = TracedRun(target, **how)
+        run = TraceRunner(target, **how)
         for name in left.before.scripted:
-            run.tracer.note_unknown(Unlisted(f"what {name} allocates, which TorchScript decides"), "forward")
+            run.mode.note_unknown(Unlisted(f"what {name} allocates, which TorchScript decides"), "forward")
         try:
             if is_compiled(call.model):
                 raise NotImplementedError("the compiler decides what is allocated")
@@ -108,46 +111,46 @@ def predict_call(
     return Replay(trace, call, device, record, limit_bytes, expandable_segments, basis=basis).prediction()
 
 
-def traced(call: Call, target: Target, run: TracedRun, left: LeftBehind) -> Trace:
+def traced(call: Call, target: Target, run: TraceRunner, left: LeftBehind) -> Trace:
     """The trace of the call, whose tensors the run then lets go."""
-    left.alive.append(run.tracer.storages)
+    left.alive.append(run.mode.storages.identities)
     try:
         with pretended(call.ranks, target.kind) as mesh:
-            return run.trace(workload_of(call, target, run.tracer, mesh))
+            return run.trace(workload_of(call, target, run.mode, mesh))
     finally:
-        run.tracer.release()
+        run.mode.release()
 
 
-def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) -> Workload:
+def workload_of(call: Call, target: Target, mode: AllocationMode, mesh: Any = None) -> Workload:
     """The call on meta copies of everything that it is given. mesh: the model is split over it."""
     # A method is copied with its object, which may be that of the loss.
     method = call.optimizer if inspect.ismethod(call.optimizer) else None
     given = (call.model, call.inputs, call.kwargs, call.loss, method)
-    model, inputs, kwargs, loss, method = tracer.copies.copy(given)
-    for words in tracer.copies.doubts:
-        tracer.note_unknown(Unlisted(words), "backward")
+    model, inputs, kwargs, loss, method = mode.copies.copy(given)
+    for words in mode.copies.doubts:
+        mode.note_unknown(Unlisted(words), "backward")
     if call.ranks is not None:
         # Splitting the model frees what the copies hold.
-        tracer.copies = MetaCopies(tracer.values, tracer.copies.stand)
-        with tracer, OnTarget(tracer), distributed_followed(tracer):
+        mode.copies = MetaCopies(mode.values, mode.copies.stand)
+        with mode, DeviceFunctions(mode), distributed_followed(mode):
             model = call.ranks.split(model, mesh)
-        tracer.forget_the_past()
+        mode.forget_the_past()
         for words in (OF_NCCL, OF_STREAMS) if target.kind == "cuda" else ():
-            tracer.note_unknown(words, "inputs")
+            mode.note_unknown(words, "inputs")
     module = module_called(model)
     parameters = list(module.parameters()) if module is not None else []
     if call.ranks is None:
-        tracer.copies.owned(named_tensors_in(module))  # Before the optimizer takes them for standing tensors.
+        mode.copies.owned(named_tensors_in(module))  # Before the optimizer takes them for standing tensors.
     optimizer = None
     if call.optimizer is not None and call.backward:
-        with Tracer(Tape(), target, tracer.values) as aside, OnTarget(aside):
-            aside.copies = tracer.copies
+        with AllocationMode(AllocationLog(), target, mode.values) as aside, DeviceFunctions(aside):
+            aside.copies = mode.copies
             optimizer = (method or call.optimizer)(parameters)
-        tracer.set_aside(aside)
+        mode.storages.set_aside(aside.storages)
         if needs_closure(optimizer):
             raise NotImplementedError(f"{type(optimizer).__name__}.step needs a closure: {INSTEAD_OF_A_CLOSURE}")
         if target.kind == "cpu":
-            move_settings(optimizers_in(optimizer), tracer)
+            move_settings(optimizers_in(optimizer), mode)
 
     def run(*given: Any) -> Any:
         *positional, named = given
@@ -169,11 +172,11 @@ def workload_of(call: Call, target: Target, tracer: Tracer, mesh: Any = None) ->
     )
 
 
-def move_settings(optimizers: list[torch.optim.Optimizer], tracer: Tracer) -> None:
+def move_settings(optimizers: list[torch.optim.Optimizer], mode: AllocationMode) -> None:
     """Replaces tensors among the settings of optimizers, such as a learning rate, by tensors on meta."""
 
     def moved(part: Any) -> Any:
-        return tracer.known_on_meta(part) if isinstance(part, torch.Tensor) and not is_meta(part) else part
+        return mode.known_on_meta(part) if isinstance(part, torch.Tensor) and not is_meta(part) else part
 
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         group.update({name: tree_map(moved, setting) for name, setting in group.items() if name != "params"})
@@ -212,7 +215,7 @@ def is_of_the_target(call: Call, target: Target, left: LeftBehind) -> bool:
     if target.kind == "cpu":
         return False
     target = Target("cpu", target.threads)
-    run = TracedRun(target, values=Values(), is_split=call.ranks is not None)
+    run = TraceRunner(target, values=Values(), is_split=call.ranks is not None)
     try:
         traced(call, target, run, left)
     except Exception:
@@ -220,9 +223,9 @@ def is_of_the_target(call: Call, target: Target, left: LeftBehind) -> bool:
     return True
 
 
-def stopped(call: Call, device: Device, record: Record, error: Exception, run: TracedRun) -> Prediction:
+def stopped(call: Call, device: Device, record: Record, error: Exception, run: TraceRunner) -> Prediction:
     """The prediction of a model that could not be traced."""
-    where = run.tracer.modules.path_of(None)
+    where = run.mode.modules.path_of(None)
     reason = str(error).strip().partition("\n")[0]
     if MIXED in reason:
         reason = "a compiled or autograd function takes a parameter that the model does not own; give it to the model"

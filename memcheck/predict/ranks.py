@@ -18,7 +18,7 @@ from memcheck.predict.scratch import Call, Lingers, Scratch, Unknown, rule
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from memcheck.predict.trace import Tracer
+    from memcheck.predict.allocation_mode import AllocationMode
 
 KINDS = ("fsdp", "tp", "ddp")
 
@@ -183,7 +183,7 @@ FREED_LATER = "gloo's copies, if its threads free them only after the operator r
 
 
 @contextmanager
-def distributed_followed(tracer: Tracer) -> Iterator[None]:
+def distributed_followed(mode: AllocationMode) -> Iterator[None]:
     """Inside, collectives take meta tensors, storages that are resized count, and DTensors decide without data."""
     import torch.distributed._tools.fake_collectives
     from torch.distributed import Logger, Reducer
@@ -194,7 +194,7 @@ def distributed_followed(tracer: Tracer) -> Iterator[None]:
 
     def resize_counted(storage: torch.UntypedStorage, size: int) -> Any:
         result = resize(storage, size)
-        tracer.note_resized(storage)
+        mode.storages.note_resized(storage)
         return result
 
     def propagate_alone(*args: Any) -> Any:
@@ -202,12 +202,12 @@ def distributed_followed(tracer: Tracer) -> Iterator[None]:
             return propagate(*args)
 
     def rebuild_with_numbers(reducer: Any) -> Any:
-        tracer.works.clear()  # They hold the buckets of the first step.
-        with tracer.real_integers():
+        mode.works.clear()  # They hold the buckets of the first step.
+        with mode.real_integers():
             return rebuild(reducer)
 
     with ExitStack() as stack:
-        if tracer.target.kind == "cuda":
+        if mode.target.kind == "cuda":
             stack.enter_context(mock.patch.multiple(torch.cuda, **STREAMS))
         for owner, name, function in (
             (torch.UntypedStorage, "resize_", resize_counted),

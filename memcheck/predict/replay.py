@@ -16,12 +16,12 @@ from memcheck.core.devices import Device
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
+from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, Trace
 from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, PlainAllocator
 from memcheck.predict.plain_operators import SHOWN_ON_A100
 from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import OLDEST_TRIED, running, untried, version_given, version_name
-from memcheck.predict.trace import ANY_PHASE, BEFORE, Piece, Trace
 
 # Fields that become lower bounds when a phase has unknown allocations.
 FIELDS_OF = {
@@ -54,7 +54,7 @@ class Peak:
     bytes: int
     module: str
     operator: str
-    alive: list[Piece]
+    alive: list[Allocation]
     is_bound: bool
 
 
@@ -80,7 +80,7 @@ class Prediction:
     bounds: frozenset[str] = frozenset()
     basis: str = "derived"
     trace: Trace | None = field(default=None, repr=False, compare=False)
-    refused: Piece | None = field(default=None, repr=False, compare=False)  # What there was no room for.
+    refused: Allocation | None = field(default=None, repr=False, compare=False)  # What there was no room for.
 
     @property
     def fits(self) -> bool | None:
@@ -95,7 +95,7 @@ class Prediction:
         if self.trace is None:
             return []
         phases = [(last, name) for name, (_, last) in self.trace.phases.items()]
-        return list(timeline_of(self.trace.tape.events, sorted(phases)))
+        return list(timeline_of(self.trace.log.events, sorted(phases)))
 
     @property
     def peak(self) -> Peak | None:
@@ -105,10 +105,10 @@ class Prediction:
         sums = [size for _, size in self.timeline]
         top = max(sums, default=0)
         event = len(sums) - sums[::-1].index(top) if sums else 0
-        last = self.trace.tape.events[event - 1][0] if sums else Piece("", 0, 0)
+        last = self.trace.log.events[event - 1][0] if sums else Allocation("", 0, 0)
         phase = self.trace.phase_of(event)
         is_bound = not {phase, ANY_PHASE}.isdisjoint(self.trace.unknown)
-        return Peak(phase, top, last.module, last.name, self.trace.tape.alive(event), is_bound)
+        return Peak(phase, top, last.module, last.name, self.trace.log.alive(event), is_bound)
 
     @property
     def by_module(self) -> dict[str, dict[str, int]]:
@@ -120,19 +120,19 @@ class Prediction:
         if self.trace is None or peak is None:
             return {}
         found: dict[str, dict[str, int]] = {}
-        for kind, pieces in {"saved": self.trace.saved, "peak": peak.alive}.items():
-            for piece in pieces:
-                sums = found.setdefault(piece.module, {"saved": 0, "peak": 0})
-                sums[kind] += piece.bytes
+        for kind, allocations in {"saved": self.trace.saved, "peak": peak.alive}.items():
+            for allocation in allocations:
+                sums = found.setdefault(allocation.module, {"saved": 0, "peak": 0})
+                sums[kind] += allocation.bytes
         return found
 
     @property
     def buffers(self) -> dict[str, int]:
         """Buffer of a collective -> its bytes at the peak; empty unless the model is split over processes."""
         sums: Counter[str] = Counter()
-        for piece in self.peak.alive if self.peak is not None else ():
-            if piece.name in BUFFER_NAMES:
-                sums[piece.name] += piece.bytes
+        for allocation in self.peak.alive if self.peak is not None else ():
+            if allocation.name in BUFFER_NAMES:
+                sums[allocation.name] += allocation.bytes
         return dict(sums)
 
     def _repr_html_(self) -> str:
@@ -147,10 +147,10 @@ class Prediction:
         return {name: terms for name, terms in self.terms.items() if name not in self.bounds}
 
 
-def timeline_of(events: list[tuple[Piece, bool]], phases: list[tuple[int, str]]) -> Iterator[tuple[str, int]]:
+def timeline_of(events: list[tuple[Allocation, bool]], phases: list[tuple[int, str]]) -> Iterator[tuple[str, int]]:
     alive, index = 0, 0
-    for number, (piece, taken) in enumerate(events, 1):
-        alive += piece.bytes if taken else -piece.bytes
+    for number, (allocation, taken) in enumerate(events, 1):
+        alive += allocation.bytes if taken else -allocation.bytes
         while index < len(phases) - 1 and number > phases[index][0]:
             index += 1
         yield phases[index][1] if phases else "", alive
@@ -227,14 +227,14 @@ class Replay:
     record: Record
     limit_bytes: int | None = None
     expandable_segments: bool = False
-    blocks: dict[Piece, Block | None] = field(default_factory=dict)
-    sizes: dict[Piece, int] = field(default_factory=dict)  # Sizes of blocks as they were handed out.
+    blocks: dict[Allocation, Block | None] = field(default_factory=dict)
+    sizes: dict[Allocation, int] = field(default_factory=dict)  # Sizes of blocks as they were handed out.
     event: int = 0
     terms: Terms = field(default_factory=dict)
     requested: dict[str, Moment] = field(default_factory=dict)
     allocated: dict[str, Moment] = field(default_factory=dict)
     basis: str = "derived"
-    refused: Piece | None = None
+    refused: Allocation | None = None
 
     def prediction(self) -> Prediction:
         """Replays the trace and returns the prediction."""
@@ -275,15 +275,15 @@ class Replay:
         allocator = self.allocator
         requested.note(first, allocator.requested.current)
         allocated.note(first, allocator.allocated.current)
-        for event, (piece, taken) in enumerate(self.trace.tape.events[first:last], first + 1):
+        for event, (allocation, taken) in enumerate(self.trace.log.events[first:last], first + 1):
             self.event = event
             if taken:
-                block = self.blocks[piece] = allocator.malloc(piece.bytes)
-                self.sizes[piece] = block.bytes if block is not None else 0
+                block = self.blocks[allocation] = allocator.malloc(allocation.bytes)
+                self.sizes[allocation] = block.bytes if block is not None else 0
                 requested.note(event, allocator.requested.current)
                 allocated.note(event, allocator.allocated.current)
             else:
-                allocator.free(self.blocks[piece])
+                allocator.free(self.blocks[allocation])
         if phase == "inputs" and self.limit_bytes is not None:
             allocator.empty_cache()
             room = allocator.room_for(self.limit_bytes, allocator.requested.current)
@@ -298,7 +298,7 @@ class Replay:
                 self.record.note_state(self.record.state_bytes or 0, self.case.bsz, self.case.kv_len)
             if self.trace.has_optimizer:
                 self._note_sum("optimizer_bytes", self.trace.optimizer)
-        elif phase == BEFORE:
+        elif phase == WARM_UP:
             pass  # They have no figures.
         elif phase == "forward":
             self._note_sum("output_bytes", self.trace.outputs)
@@ -308,16 +308,20 @@ class Replay:
             self._note_sum("gradient_bytes", self.trace.gradients)
             self._note_peaks(phase, {*self.trace.gradients, *self.trace.incoming})
         else:
-            self._note_sum("optimizer_peak_bytes", self.trace.tape.alive(self.requested[phase].event))
+            self._note_sum("optimizer_peak_bytes", self.trace.log.alive(self.requested[phase].event))
 
-    def _note_peaks(self, phase: str, gradients: Iterable[Piece] = ()) -> None:
+    def _note_peaks(self, phase: str, gradients: Iterable[Allocation] = ()) -> None:
         record = self.record
-        alive = self.trace.tape.alive(self.requested[phase].event)
+        alive = self.trace.log.alive(self.requested[phase].event)
         self._note_sum(f"{phase}_peak_bytes", alive)
-        held = [piece for piece in self.trace.held if piece in alive or piece not in self.trace.standing]
-        held += [*self.trace.left, *self.trace.outputs, *self.trace.saved, *gradients]
-        library = sum(piece.bytes for piece in alive if piece.is_library)
-        scratch = self.requested[phase].bytes - library - sum(piece.bytes for piece in dict.fromkeys(held))
+        held = [
+            allocation
+            for allocation in self.trace.held
+            if allocation in alive or allocation not in self.trace.preexisting
+        ]
+        held += [*self.trace.carried_over, *self.trace.outputs, *self.trace.saved, *gradients]
+        library = sum(allocation.bytes for allocation in alive if allocation.is_library)
+        scratch = self.requested[phase].bytes - library - sum(allocation.bytes for allocation in dict.fromkeys(held))
         record.workspace_bytes = max(record.workspace_bytes or 0, scratch)
         if self.device.kind == "cuda":
             record.library_workspace_bytes = max(record.library_workspace_bytes or 0, library)
@@ -327,11 +331,13 @@ class Replay:
         """Sums of blocks. This peak is the highest so far; it is not reset between phases."""
         names = ("forward", "backward")[: 1 if phase == "forward" else 2]
         fullest = max((self.allocated[name] for name in names), key=lambda moment: moment.bytes)
-        alive = self.trace.tape.alive(fullest.event)
-        self._note_terms(f"{phase}_max_allocated_bytes", numbered((piece.name, self.sizes[piece]) for piece in alive))
+        alive = self.trace.log.alive(fullest.event)
+        self._note_terms(
+            f"{phase}_max_allocated_bytes", numbered((allocation.name, self.sizes[allocation]) for allocation in alive)
+        )
 
-    def _note_sum(self, field: str, pieces: Iterable[Piece]) -> None:
-        self._note_terms(field, numbered((piece.name, piece.bytes) for piece in pieces))
+    def _note_sum(self, field: str, allocations: Iterable[Allocation]) -> None:
+        self._note_terms(field, numbered((allocation.name, allocation.bytes) for allocation in allocations))
 
     def _note_terms(self, field: str, terms: dict[str, int]) -> None:
         self.terms[field] = terms
@@ -341,12 +347,12 @@ class Replay:
         record = self.record
         record.status = "oom"
         request = f"{format_bytes(error.requested_bytes)} requested with {format_bytes(error.in_use_bytes)} in use"
-        self.refused = self.trace.tape.events[self.event - 1][0] if self.event else None
+        self.refused = self.trace.log.events[self.event - 1][0] if self.event else None
         if phase == "inputs":
             record.reason = f"the inputs alone do not fit: {request}"
             return
         record.oom_phase, record.oom_requested_bytes = self.trace.phase_of(self.event), error.requested_bytes
-        self._note_sum("oom_in_use_bytes", self.trace.tape.alive(self.event - 1))
+        self._note_sum("oom_in_use_bytes", self.trace.log.alive(self.event - 1))
         record.reason = f"predicted: {request}, of {format_bytes(self.allocator.limit_bytes or 0)}"
 
     def _unknown(self) -> tuple[tuple[str, ...], frozenset[str]]:
@@ -355,7 +361,7 @@ class Replay:
         bounds = {name for phase in self.trace.unknown for name in FIELDS_OF.get(phase, COMPUTED)}
         bounds |= {name for phase in self.trace.guessed for name in ALSO_FIELDS_OF.get(phase, ())}
         bounds |= {name for phase in self.trace.lingering for name in LATER_FIELDS_OF.get(phase, ())}
-        if any(piece.is_library for piece in self.trace.tape.pieces) and self.device.architecture is None:
+        if any(allocation.is_library for allocation in self.trace.log.allocations) and self.device.architecture is None:
             words.append("cuBLAS's workspace, as the GPU's architecture is not known")
             bounds |= {name for names in FIELDS_OF.values() for name in names}
         if bounds:

@@ -16,9 +16,9 @@ from memcheck.bench.predict import predict_memory
 from memcheck.core.case import Case
 from memcheck.core.devices import Device, device_named
 from memcheck.core.record import Record
+from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog, Trace
 from memcheck.predict.replay import Prediction, Replay, blank_record
 from memcheck.predict.scratch import Target
-from memcheck.predict.trace import WORKSPACE, Piece, Tape, Trace
 
 # The GPU and the torch version that produced the table.
 DEVICE, TORCH = "A100-40GB", (2, 7)
@@ -72,14 +72,16 @@ def module_trace(case: Case, target: Target) -> Trace:
 
 def trace_of(inputs: Mapping[str, int], forward: Mapping[str, int], backward: Mapping[str, int]) -> Trace:
     """A trace without frees, because only the highest sums are known."""
-    trace = Trace(Tape())
-    pieces: dict[str, list[Piece]] = {}
+    trace = Trace(AllocationLog())
+    allocations: dict[str, list[Allocation]] = {}
     for phase, sizes in (("inputs", inputs), ("forward", forward), ("backward", backward)):
-        first = len(trace.tape.events)
-        pieces[phase] = [trace.tape.take(name, size, is_library=name == WORKSPACE) for name, size in sizes.items()]
-        trace.phases[phase] = first, len(trace.tape.events)
-    trace.parameters = [piece for piece in pieces["inputs"] if piece.name == "weight"]
-    trace.inputs = [piece for piece in pieces["inputs"] if piece.name != "weight"]
-    trace.outputs = [piece for piece in pieces["forward"] if piece.name == "y"]
-    trace.gradients = [piece for piece in pieces["backward"] if piece.name.startswith("d")]
+        first = len(trace.log.events)
+        allocations[phase] = [
+            trace.log.allocate(name, size, is_library=name == WORKSPACE) for name, size in sizes.items()
+        ]
+        trace.phases[phase] = first, len(trace.log.events)
+    trace.parameters = [allocation for allocation in allocations["inputs"] if allocation.name == "weight"]
+    trace.inputs = [allocation for allocation in allocations["inputs"] if allocation.name != "weight"]
+    trace.outputs = [allocation for allocation in allocations["forward"] if allocation.name == "y"]
+    trace.gradients = [allocation for allocation in allocations["backward"] if allocation.name.startswith("d")]
     return trace

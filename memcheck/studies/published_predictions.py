@@ -9,8 +9,8 @@ from typing import Any
 
 from memcheck.bench.catalog import make_case
 from memcheck.bench.predict import predict_memory
+from memcheck.predict.allocation_log import WORKSPACE
 from memcheck.predict.replay import Prediction
-from memcheck.predict.trace import WORKSPACE
 from memcheck.report.tables import Cell, Column, Table, Verdict
 from memcheck.studies.bluewalm_module import predict_published
 from memcheck.studies.published import CS336, CS336_BATCH, MIB, SHAPE, Row, published_table, read_published

@@ -387,7 +387,7 @@ LAYOUTS = {
 def test_projections_take_what_is_predicted(name: str, layout: str, dense_grad: bool, dtype: torch.dtype) -> None:
     from memcheck.core.workload import Workload
     from memcheck.predict.scratch import Target
-    from memcheck.predict.trace import TracedRun
+    from memcheck.predict.trace_runner import TraceRunner
 
     operator = getattr(memcheck, name)
     shape, strides = (3, 700, 24), LAYOUTS[layout]
@@ -398,9 +398,9 @@ def test_projections_take_what_is_predicted(name: str, layout: str, dense_grad: 
     meta = [storage.as_strided(shape, strides).detach(), torch.empty_like(w, device="meta")]
     meta = [tensor.requires_grad_() for tensor in meta]
     workload = Workload(case(mode="backward"), operator, tuple(meta), ((), ()), ("x", "w"))
-    trace = TracedRun(Target("cpu", torch.get_num_threads()), dense_grad=dense_grad).trace(workload)
+    trace = TraceRunner(Target("cpu", torch.get_num_threads()), dense_grad=dense_grad).trace(workload)
     peaks = {
-        phase: max(sum(piece.bytes for piece in trace.tape.alive(event)) for event in range(first, last + 1))
+        phase: max(sum(allocation.bytes for allocation in trace.log.alive(event)) for event in range(first, last + 1))
         for phase, (first, last) in trace.phases.items()
     }
     assert peaks["forward"] == record.forward_peak_bytes

@@ -33,8 +33,10 @@ def test_the_trace_of_another_size() -> None:
     assert real is not None
     found = interpolated({size: trace for size, trace in traces.items() if trace is not None}, 640)
     assert found is not None
-    assert [piece.bytes for piece in found.tape.pieces] == [piece.bytes for piece in real.tape.pieces]
-    assert [taken for _, taken in found.tape.events] == [taken for _, taken in real.tape.events]
+    assert [allocation.bytes for allocation in found.log.allocations] == [
+        allocation.bytes for allocation in real.log.allocations
+    ]
+    assert [taken for _, taken in found.log.events] == [taken for _, taken in real.log.events]
 
 
 def test_guesses_lead_to_the_size_of_a_plain_search() -> None:

@@ -134,7 +134,7 @@ def test_a_long_accumulation_costs_no_more_to_predict() -> None:
     two, many = (memcheck.predict_memory(model, x, accumulate=count) for count in (2, 1000))
     assert two.trace is not None
     assert many.trace is not None
-    assert len(two.trace.tape.events) == len(many.trace.tape.events)
+    assert len(two.trace.log.events) == len(many.trace.log.events)
 
 
 def test_clipping_on_a_gpu_takes_lists() -> None:
@@ -366,7 +366,7 @@ def test_grouped_heads_on_a_gpu(dtype: torch.dtype, attention: str, scratch: str
     assert prediction.trace is not None
     assert attention in prediction.trace.operators
     assert prediction.record.gradient_bytes == sum(x.nbytes for x in qkv)
-    assert scratch is None or scratch in {piece.name for piece in prediction.trace.tape.pieces}
+    assert scratch is None or scratch in {allocation.name for allocation in prediction.trace.log.allocations}
 
 
 @pytest.mark.parametrize(("rows", "unknown"), [(1000, ()), (70_000, ("the partial sums of layer_norm's backward",))])

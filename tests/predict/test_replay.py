@@ -27,7 +27,7 @@ from memcheck.predict.allocator import MIB
 from memcheck.predict.replay import Prediction
 from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import NEWEST_TRIED, running
-from memcheck.predict.trace import TracedRun
+from memcheck.predict.trace_runner import TraceRunner
 from memcheck.studies.bluewalm_module import predict_published
 from memcheck.studies.published import CS336, published_table, read_published
 from memcheck.studies.published_predictions import predict_cs336
@@ -566,11 +566,11 @@ def test_attention_of_three_dimensions_with_a_mask(mask_shape: tuple[int, ...], 
         return [*tensors, torch.ones(mask_shape, device=device).to(mask_dtype)]
 
     workload = Workload(case_of("naive"), attention, tuple(inputs("meta")), ((), ()), ("q", "k", "v", "mask"))
-    trace = TracedRun(Target("cpu", torch.get_num_threads(), torch_version=running())).trace(workload)
+    trace = TraceRunner(Target("cpu", torch.get_num_threads(), torch_version=running())).trace(workload)
     found = measure_memory(attention, *inputs("cpu"))
-    assert sum(piece.bytes for piece in trace.saved) == found.saved_bytes
+    assert sum(allocation.bytes for allocation in trace.saved) == found.saved_bytes
     first, last = trace.phases["forward"]
-    peak = max(sum(piece.bytes for piece in trace.tape.alive(event)) for event in range(first, last + 1))
+    peak = max(sum(allocation.bytes for allocation in trace.log.alive(event)) for event in range(first, last + 1))
     assert peak == found.forward_peak_bytes
 
 

@@ -20,10 +20,13 @@ from memcheck.core.record import PHASES
 from memcheck.core.tensors import overflow_as_out_of_memory
 from memcheck.core.workload import Workload
 from memcheck.measure.modules import kept_by_component
+from memcheck.predict.allocation_log import AllocationLog, Trace
+from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import autocast_followed
+from memcheck.predict.device_functions import DeviceFunctions
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_for
 from memcheck.predict.scratch import Target
-from memcheck.predict.trace import OnTarget, Tape, Trace, TracedRun, Tracer
+from memcheck.predict.trace_runner import TraceRunner
 
 
 @dataclass(frozen=True)
@@ -99,11 +102,11 @@ def traced_model(case: ModelCase, target: Target) -> ModelTrace:
     workload = prepare_model(case, target.kind)
     held, activations = held_bytes(workload, target), None
     if case.mode != "forward":
-        with autocast_followed(target.kind), Tracer(Tape(), target) as tracer, OnTarget(tracer):
-            kept = kept_by_path(workload, lambda tensor: tracer.piece_of(tensor) is not None)
+        with autocast_followed(target.kind), AllocationMode(AllocationLog(), target) as mode, DeviceFunctions(mode):
+            kept = kept_by_path(workload, lambda tensor: mode.storages.allocation_of(tensor) is not None)
         activations = by_layer(kept, case.sizes.layers)
     # Last, because it leaves gradients behind.
-    return ModelTrace(TracedRun(target).trace(workload), activations, held)
+    return ModelTrace(TraceRunner(target).trace(workload), activations, held)
 
 
 def kept_by_path(workload: Workload, counts: Callable[[torch.Tensor], bool] | None = None) -> dict[str, int]:

@@ -1,0 +1,409 @@
+"""The dispatch mode that logs the allocations and frees that a device would see, in order.
+
+A new storage is an allocation, and it is freed when autograd or Python drops it. The scratch of kernels comes from
+memcheck.predict.scratch. Nothing is really allocated.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from memcheck.core.tensors import storages_in, tensors_in
+from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers the rules of memcheck's operators
+from memcheck.predict import scratch_sequences as scratch_sequences  # and of their forms for sequences
+from memcheck.predict import sparse
+from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog
+from memcheck.predict.checks import passing_value
+from memcheck.predict.engine import engine_calls, is_dense, run_backward, use_counts
+from memcheck.predict.kept_numbers import KeptNumbers, kept_bytes, numbers_for_tensors, without_kept
+from memcheck.predict.live_storages import LiveStorages, running_node
+from memcheck.predict.meta_copy import MetaCopies, all_on_meta
+from memcheck.predict.meta_results import (
+    ADAFACTOR,
+    TRANSFORMS,
+    as_computed,
+    as_probed,
+    grouped_product,
+    is_inside,
+    is_of_zeros,
+    parts_of,
+    placed,
+    returns_numbers,
+    stays,
+    with_integers,
+)
+from memcheck.predict.modules import Modules
+from memcheck.predict.probed import FunctionCall, Probe, Probed, made
+from memcheck.predict.ranks import BUFFERS, Done, is_collective, is_reduction, is_wrapper
+from memcheck.predict.scratch import (
+    OF_THE_HOST,
+    Call,
+    Lingers,
+    Scratch,
+    Target,
+    Unknown,
+    Unlisted,
+    Varies,
+    call_of,
+    is_view,
+    scratch_of,
+    uses_cublas,
+)
+from memcheck.predict.torch_versions import WORKSPACE_OF_A_CALL
+from memcheck.predict.value_shapes import Decided, decided_by_values
+from memcheck.predict.values import NEEDS_VALUES, UNKNOWN, Values, is_meta, written_by
+
+# They write into their operands, return nothing, and have no kernel for meta tensors.
+UPDATES = {
+    getattr(operator, overload)
+    for operator in map(torch.ops.aten.__getattr__, ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"))
+    for overload in operator.overloads()
+    if overload in ("default", "tensor_lr")
+}
+PACK = torch.ops.aten._pack_padded_sequence.default
+GROUPED = torch.ops.aten._grouped_mm.default
+# What a node's code writes into its first operand, except when a mode such as AllocationMode is active.
+WRITES_IN_PLACE = {
+    "CummaxBackward0": "aten::scatter_add",
+    "CumminBackward0": "aten::scatter_add",
+    "GatherBackward0": "aten::scatter_add",
+    "IndexBackward0": "aten::index_put",
+    "IndexSelectBackward0": "aten::index_add",
+    "KthvalueBackward0": "aten::scatter",
+    "MaskedSelectBackward0": "aten::masked_scatter",
+    "MaxBackward0": "aten::scatter",
+    "MedianBackward1": "aten::scatter",
+    "MinBackward0": "aten::scatter",
+    "ModeBackward0": "aten::scatter",
+    "SortBackward0": "aten::scatter",
+    "SortBackward1": "aten::scatter",
+    "TopkBackward0": "aten::scatter",
+}
+IN_PLACE_OF_LOGITS = ("aten::div", "aten::mul", "aten::sub")
+# Nodes that run other operators if an element is zero.
+DEPENDS_ON_ZEROS = ("ProdBackward", "CumprodBackward")
+
+
+class AllocationMode(TorchDispatchMode):
+    """Logs the allocations of operators that run under it."""
+
+    def __init__(
+        self, log: AllocationLog, target: Target, values: Values | None = None, probe: Probe | None = None
+    ) -> None:
+        super().__init__()
+        self.log = log
+        self.target = target
+        self.values = values or Values()
+        self.probe = probe
+        self.modules = Modules()
+        self.storages = LiveStorages(log, target, self.modules)
+        self.numbers = KeptNumbers(self.storages)
+        self.copies = MetaCopies(self.values, self.storages.stand)
+        self.follows_calls = False
+        self.calls: dict[str, FunctionCall] = {}  # What a check is to repeat.
+        self.unknown: dict[str, dict[str, None]] = {}
+        self.guessed: set[str] = set()
+        self.lingering: set[str] = set()
+        self.operators: dict[str, None] = {}
+        self.works: list[Done] = []
+        self._replaced: list[Tensor] = []  # By an operator that writes into a sparse tensor.
+        self._workspace: Allocation | None = None
+        self._keeps_integers = False
+        # torch's math attention adds a mask in place, except when a mode such as this one is active.
+        self.adds_in_place = False
+
+    @property
+    def phase(self) -> str:
+        """The phase that runs."""
+        return self.log.phase
+
+    @phase.setter
+    def phase(self, name: str) -> None:
+        self.numbers.note()
+        self.log.begin(name)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(kind.__name__ == "DTensor" for kind in types):
+            return NotImplemented  # It calls the operators of its local tensor, which come here again.
+        # A function mode must not take operators that are called from here for calls of the model.
+        with torch._C.DisableTorchFunction():
+            self.numbers.note()
+            if self._keeps_integers and (kept := with_integers(func, args, kwargs or {})) is not None:
+                return kept
+            if func is torch.ops.aten._to_copy.default and stays(args[0], kwargs or {}, self.target):
+                return torch.ops.aten.alias(args[0])
+            return self._run(func, args, placed(func, args, kwargs or {}, self.target))
+
+    def _run(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        self.storages.note_sizes()
+        if func is torch.ops.aten.lift_fresh.default and self.target.kind == "cpu" and not args[0].is_meta:
+            return self.lifted(args[0])
+        if not self._keeps_integers and not all_on_meta(args, kwargs):
+            if (returns_numbers(func) or is_view(func._schema)) and self.copies.are_unchanged(args, kwargs):
+                return func(*args, **kwargs)
+            args, kwargs = self.copies.with_twins(func, args, kwargs, self.storages.on_host)
+        if returns_numbers(func):
+            if (number := self.values.computed(func, args, kwargs)) is not UNKNOWN:
+                return number
+            if func is torch.ops.aten._local_scalar_dense.default and is_meta(args[0]):
+                if args[0].dtype == torch.bool:
+                    return self._assumed(args[0])
+                if args[0].is_floating_point():
+                    if not is_inside(ADAFACTOR) and passing_value(sys._getframe()) is None:
+                        self.note_unknown(Unlisted("code after .item(), assumed to return 1"), self.phase)
+                    return 1.0
+                raise NotImplementedError(NEEDS_VALUES.format("item"))
+        decided = decided_by_values(func, args, kwargs, self.values)
+        for doubt in decided.doubts if decided is not None else ():
+            self.note_unknown(Unlisted(doubt), self.phase)
+        output, probed = self._result(func, args, kwargs, decided)
+        if self.target.kind == "cpu" and isinstance(output, Tensor) and next(tensors_in((args, kwargs)), None) is None:
+            output = output if is_meta(output) else self.known_on_meta(output)  # Of numbers alone, as torch.div(7, 2).
+        call = call_of(func, args, kwargs, output, self.target, contents=self.values.of)
+        parts = scratch_of(call)
+        wanted = any(isinstance(part, Unknown) and not isinstance(part, Varies) for part in parts)
+        if wanted and probed is None and self.probe is not None and not is_collective(call.name):
+            probed = self.probe(func, args, kwargs, decided or self.values)
+        if probed is not None:
+            output = as_probed(output, probed)
+            call = call_of(func, args, kwargs, output, self.target)
+            parts = parts_of(call.name, probed) + [part for part in parts if isinstance(part, Varies)]
+        if decided is not None and decided.size is not None:
+            output.resize_(decided.size)
+        self.operators[call.name] = None
+        self.note_node()
+        numbers = numbers_for_tensors(func, call)
+        if numbers and self.target.kind == "cpu" and is_inside(TRANSFORMS):
+            self.note_unknown(Unlisted("how long transforms of functions keep their numbers"), self.phase)
+        scratch = list(self._known(without_kept(parts, kept_bytes(numbers))))
+        taken = [self._take(part) for part in scratch if part.first]
+        elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()
+        if self._runs_in_place(call):
+            self.storages.hand_over(call.self, call.outputs[0])
+        for tensor in written_by(func, args, kwargs):
+            self.storages.note_sizes(storage for storage in storages_in(tensor) if storage in self.storages)
+        for position, tensor in enumerate(call.outputs):
+            is_noted = position not in elsewhere and not (call.is_view and numbers)
+            if is_noted and not tensor._is_zerotensor() and not is_of_zeros(func):
+                self.storages.note(tensor, call.name)
+        if not call.is_view:
+            self.values.note_call(func, args, kwargs, call.outputs)
+        self._name_buffers(call)
+        taken += [self._take(part) for part in scratch if not part.first]
+        self._use_library(uses_cublas(call))
+        for allocation in reversed(taken):
+            self.log.free(allocation)
+        if numbers and self.target.kind == "cpu" and torch.is_grad_enabled():
+            self.numbers.await_node(call, numbers, func._schema.is_mutable)
+        self._replaced = []
+        return output
+
+    def _result(
+        self, func: Any, args: Any, kwargs: dict[str, Any], decided: Decided | None
+    ) -> tuple[Any, Probed | None]:
+        """What the operator returns on meta tensors, and the probe's result if one ran.
+
+        If it has no kernel for meta tensors, it is computed from known contents, or a probe runs it.
+        """
+        if is_reduction(func):
+            self.works.append(Done(args[0][0]))  # The object must live as long as torch asks it.
+            return (args[0], self.works[-1].boxed()), None
+        if is_wrapper(func):  # Its kernel for meta tensors allocates.
+            return torch.ops.aten.alias(args[0]), None
+        if func is GROUPED and self.target.kind == "cuda" and args[0].dtype != torch.bfloat16:
+            return grouped_product(*args, **kwargs), None
+        if func in UPDATES:
+            return None, None
+        if sparse.takes_sparse(func, args, kwargs):
+            node = running_node()
+            if func is torch.ops.aten.clone.default and node.endswith("AccumulateGrad"):
+                with _disable_current_modes():
+                    parts = sparse.parts_of(args[0])
+                    if all(part.is_contiguous() for part in parts):  # Then torch keeps it, unless a mode is active.
+                        return sparse.with_parts(args[0], parts), None
+            steps = func is torch.ops.aten.add_.Tensor and not sparse.is_sparse(args[0])
+            if not node.endswith("AccumulateGrad") if node else self.phase == "optimizer" and not steps:
+                self.note_unknown(
+                    Unlisted(f"when {func._schema.name} of sparse tensors frees its operands"), self.phase
+                )
+            with _disable_current_modes():
+                output, self._replaced = sparse.computed(func, args, kwargs, self.values, self.known_on_meta)
+            return output, None
+        if func is PACK and (lengths := self.values.of(args[1])) is not None:
+            return self._packed(args[0], lengths, *args[2:]), None
+        if decided is not None and decided.output is not None:
+            return decided.output, None
+        try:
+            return as_computed(func, func(*args, **kwargs), args), None
+        except (NotImplementedError, RuntimeError) as error:
+            if "overflow" in str(error):
+                raise
+            if (contents := self.values.computed(func, args, kwargs, small=True)) is not UNKNOWN:
+                return tree_map(lambda part: part.to("meta") if isinstance(part, Tensor) else part, contents), None
+            probed = self.probe(func, args, kwargs, self.values) if self.probe is not None else None
+            if probed is None or not probed.results or any(result.operand is not None for result in probed.results):
+                raise
+            outputs = tuple(made(result) for result in probed.results)
+            return outputs if len(outputs) > 1 else outputs[0], probed
+
+    def _packed(self, x: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:
+        """What _pack_padded_sequence returns: x (S,B,..), or (B,S,..), -> (N,..) and the sizes (S) of its steps."""
+        steps, batch = (x.shape[1], x.shape[0]) if batch_first else x.shape[:2]
+        with _disable_current_modes():
+            sizes = PACK(torch.zeros(steps, batch, 1), lengths, False)[1]
+            total = int(sizes.sum())
+        return torch.empty(total, *x.shape[2:], dtype=x.dtype, device="meta"), self.known_on_meta(sizes)
+
+    def _assumed(self, condition: Tensor) -> bool:
+        """The value that an unknown condition is assumed to have: a check passes.
+
+        In other code, True for "all", and False for everything else.
+        """
+        if (passing := passing_value(sys._getframe())) is not None:
+            return passing
+        allocation = self.storages.allocation_of(condition)
+        made_by = allocation.made_by if allocation is not None else "a tensor"
+        value = made_by == "aten::all"
+        self.note_unknown(Unlisted(f"a branch on the value of {made_by}, assumed to be {value}"), self.phase)
+        return value
+
+    def of_data(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """A meta tensor for the one that the function makes of numbers or of an array on the CPU."""
+        kept = {name: value for name, value in kwargs.items() if name != "device"}
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            made = func(*args, **kept)
+        return self.lifted(made).requires_grad_(made.requires_grad)
+
+    def lifted(self, tensor: Tensor) -> Tensor:
+        """A meta tensor for one that torch.tensor made, which runs no other operator."""
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            return self._lifted(tensor)
+
+    def _lifted(self, tensor: Tensor) -> Tensor:
+        output = self.known_on_meta(tensor)
+        if not tensor.untyped_storage().resizable():  # It is NumPy's memory, or another buffer's.
+            self.storages.note_not_torchs(output)
+        self.storages.note(output, "tensor")
+        return output
+
+    def known_on_meta(self, tensor: Tensor) -> Tensor:
+        """A meta tensor in place of a real one. Its contents are known."""
+        output = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        self.values.note(output, tensor)
+        return output
+
+    def _take(self, part: Scratch) -> Allocation:
+        return self.storages.allocate(part.name, part.bytes)
+
+    def _known(self, parts: Iterable[Scratch | Unknown]) -> Iterator[Scratch]:
+        for part in parts:
+            if isinstance(part, Unknown):
+                self.note_unknown(part, self.phase)
+            else:
+                yield part
+
+    def note_unknown(self, words: str, phase: str) -> None:
+        """Records an unknown allocation of the phase."""
+        self.unknown.setdefault(phase, {})[str(words)] = None
+        if isinstance(words, Unlisted):
+            self.guessed.add(phase)
+        if isinstance(words, Lingers):
+            self.lingering.add(phase)
+
+    def _runs_in_place(self, call: Call) -> bool:
+        """Whether the operator would write into its first operand if no mode were active."""
+        if call.name == "aten::add":
+            return self.adds_in_place or self._accumulates(call)
+        node = running_node()
+        if node == "BinaryCrossEntropyWithLogitsBackward0" and call.name in IN_PLACE_OF_LOGITS:
+            allocation = self.storages.allocation_of(call.self)
+            return allocation is not None and allocation.made_by in ("aten::add", "aten::sub", "aten::sigmoid")
+        return bool(node) and WRITES_IN_PLACE.get(node) == call.name
+
+    def _accumulates(self, call: Call) -> bool:
+        """Whether autograd's engine adds a gradient to an earlier one in place, because nothing else holds that."""
+        if torch.is_grad_enabled() or not torch._C._current_autograd_node() or not engine_calls():
+            return False
+        first, second = call.self, call.other
+        if not isinstance(second, Tensor) or sparse.is_sparse(first) or sparse.is_sparse(second):
+            return False
+        if first.shape != second.shape or not is_dense(first):
+            return False
+        return use_counts(first) == counts_of_the_last()
+
+    def drop_library_workspaces(self) -> None:
+        """Frees cuBLAS's workspace."""
+        if self._workspace is not None:
+            self.log.free(self._workspace)
+            self._workspace = None
+
+    def begin_thread(self) -> None:
+        """Autograd's thread has its own cuBLAS handle and therefore its own workspace."""
+        self._workspace = None
+
+    @contextmanager
+    def real_integers(self) -> Iterator[None]:
+        """Inside, integers lie on the CPU with their contents, as DDP reads them when it makes its buckets anew."""
+        self._keeps_integers = True
+        try:
+            yield
+        finally:
+            self._keeps_integers = False
+
+    def release(self) -> None:
+        """Lets go of all tensors."""
+        self.copies = MetaCopies(self.values)
+        self.values = Values()
+        self.works.clear()
+
+    def forget_the_past(self) -> None:
+        """Keeps what is alive, and nothing of how it was made."""
+        self.log.forget_the_past()
+        for noted in (self.unknown, self.guessed, self.lingering, self.operators, self.calls):
+            noted.clear()
+
+    def _name_buffers(self, call: Call) -> None:
+        """Names the allocations that an operator of FSDP2 or of a process group uses as its buffers."""
+        for argument, name in BUFFERS.get(call.name, {}).items():
+            for tensor in tensors_in(call.values[argument]):
+                if (allocation := self.storages.allocation_of(tensor)) is not None:
+                    allocation.name = name
+
+    def note_node(self) -> None:
+        """Records a doubt if the running autograd node chooses its operators by contents."""
+        node = running_node()
+        if node.startswith(DEPENDS_ON_ZEROS):
+            self.note_unknown(Unlisted(f"whether {node} meets a zero"), self.phase)
+
+    def _use_library(self, used: bool) -> None:
+        """Allocates the workspace once per thread and stream, or, in newer releases, for the call alone."""
+        if not used or self.target.kind != "cuda" or not self.target.has_workspaces or self._workspace is not None:
+            return
+        self._workspace = self.log.allocate(WORKSPACE, self.target.cublas_workspace_bytes, is_library=True)
+        if self.target.has(WORKSPACE_OF_A_CALL):
+            self.drop_library_workspaces()
+
+
+@functools.cache
+def counts_of_the_last() -> tuple[int, int]:
+    """Reference counts of a gradient that only autograd's engine holds, as an AllocationMode sees them."""
+    found: list[tuple[int, int]] = []
+
+    class Watch(AllocationMode):
+        def _accumulates(self, call: Call) -> bool:
+            found.append(use_counts(call.self))
+            return False
+
+    with torch.enable_grad(), Watch(AllocationLog(), Target("cpu")):
+        x, scale = (torch.ones(2, device="meta", requires_grad=grad) for grad in (True, False))
+        run_backward([(x * scale) + (x * scale)], [torch.ones(2, device="meta")])
+    return found[-1]

@@ -1,0 +1,94 @@
+"""Python numbers that become tensors on the CPU, which autograd nodes keep."""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from memcheck.predict.engine import engine_calls
+from memcheck.predict.live_storages import LiveStorages
+from memcheck.predict.scratch import NUMBERS, Call, Scratch, Unknown
+from memcheck.predict.values import is_meta
+
+NUMBER = "number"
+KEEP_NUMBERS_IN_PLACE = ("aten::mul_", "aten::div_")
+OF_VIEWS = "torch::autograd::CopySlices"  # The node of an operator that writes into a view; its own node is inside.
+
+
+class NumberHandle:
+    """Its finalizer frees the number."""
+
+
+class KeptNumbers:
+    """Logs the numbers that the node of each operator keeps, when the node exists: after the operator has returned."""
+
+    def __init__(self, storages: LiveStorages) -> None:
+        self.storages = storages
+        # What the last operator returned, or the tensor of which it changed a view; its numbers' bytes by name.
+        self._last: tuple[weakref.ref[Tensor], dict[str, int]] | None = None
+
+    def await_node(self, call: Call, numbers: dict[str, int], is_mutable: bool) -> None:
+        """Remembers the numbers of an operator that is about to return."""
+        base = call.outputs[0]._base if is_mutable else None
+        if base is None or call.name in KEEP_NUMBERS_IN_PLACE:
+            self._last = weakref.ref(call.outputs[0] if base is None else base), numbers
+
+    def note(self) -> None:
+        """Allocates the numbers that the last operator's autograd node keeps."""
+        noted, self._last = self._last, None
+        changed = noted[0]() if noted is not None else None
+        if noted is None or changed is None or changed.grad_fn is None:
+            return
+        for name, size in noted[1].items():
+            if changed.grad_fn.name() == OF_VIEWS:
+                self._allocate_hidden(changed.grad_fn, size)
+            elif (kept := kept_number(changed.grad_fn, name)) is None:
+                continue
+            elif kept.untyped_storage() not in self.storages:  # It may be one that another node keeps.
+                self.storages.keep(kept.untyped_storage(), self.storages.allocate(NUMBER, size))
+
+    def _allocate_hidden(self, node: Any, size: int) -> None:
+        """Allocates a number that the node keeps out of sight, until the node has run or is freed."""
+        held = {NumberHandle()}
+        weakref.finalize(next(iter(held)), self.storages.log.free, self.storages.allocate(NUMBER, size))
+        node.register_hook(lambda *_: held.clear())  # The node owns this closure, and so the number.
+
+
+def kept_bytes(numbers: dict[str, int]) -> int:
+    """Bytes of those operands that are numbers which the running node keeps. A hook's numbers are its own."""
+    node = torch._C._current_autograd_node() if numbers and engine_calls() else None
+    if node is not None and node.name() == OF_VIEWS:
+        return sum(numbers.values())
+    return sum(size for name, size in numbers.items() if kept_number(node, name) is not None)
+
+
+def kept_number(node: Any, name: str) -> Tensor | None:
+    """The tensor of a number that the node keeps as its operand of that name."""
+    with _disable_current_modes():
+        kept = getattr(node, f"_saved_{name}", None)
+    return kept if isinstance(kept, Tensor) and not is_meta(kept) else None
+
+
+def numbers_for_tensors(func: Any, call: Call) -> dict[str, int]:
+    """The operands that are Python numbers in place of tensors: the bytes of their tensors by name."""
+    given = [one for one in func._schema.arguments if isinstance(call.values[one.name], int | float | complex)]
+    tensors = [argument.name for argument in given if isinstance(argument.type, torch.TensorType)]
+    return {name: NUMBERS[type(call.values[name])].itemsize for name in tensors}
+
+
+def without_kept(parts: Iterable[Scratch | Unknown], kept: int) -> list[Scratch | Unknown]:
+    """The parts without that many bytes of numbers, which rules and probes count as new."""
+    found: list[Scratch | Unknown] = []
+    for part in parts:
+        if isinstance(part, Scratch) and kept:
+            spared = min(kept, part.bytes)
+            kept -= spared
+            part = dataclasses.replace(part, bytes=part.bytes - spared)
+        found.append(part)
+    return found

@@ -1,0 +1,260 @@
+"""Runs the steps of a measurement on meta tensors, in the same order, and logs what a device would allocate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from memcheck.core.tensors import gradients_for, tensors_in
+from memcheck.core.workload import Workload
+from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, AllocationLog, Trace
+from memcheck.predict.allocation_mode import AllocationMode, counts_of_the_last
+from memcheck.predict.autocast import autocast_followed
+from memcheck.predict.device_functions import DeviceFunctions, functions_followed
+from memcheck.predict.engine import run_backward
+from memcheck.predict.probed import Probe
+from memcheck.predict.ranks import distributed_followed
+from memcheck.predict.scratch import Target, Unlisted
+from memcheck.predict.torch_versions import untried
+from memcheck.predict.values import Values
+
+# Size assumed for a storage that 64 bits cannot count; the run ends there.
+BEYOND = 2**63
+
+
+class TraceRunner:
+    """Runs the steps of a measurement on meta tensors, in the same order.
+
+    drops_workspaces: frees cuBLAS's workspaces after each phase, as a measurement does.
+    values: contents of small inputs.
+    probe: runs operators without a rule.
+    checks: the probe compares functions that no test compares with measurements; without a probe, a doubt names them.
+    is_split: the model is one rank's part of a split one.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        *,
+        dense_grad: bool = False,
+        drops_workspaces: bool = True,
+        values: Values | None = None,
+        probe: Probe | None = None,
+        checks: bool = False,
+        is_split: bool = False,
+    ) -> None:
+        counts_of_the_last()  # Collected before a mode is active that would record the search.
+        self.mode = AllocationMode(AllocationLog(), target, values, probe)
+        self.dense_grad = dense_grad
+        self.mode.follows_calls = checks and target.kind == "cpu"  # On others, nothing is claimed to be exact.
+        self.drops_workspaces = drops_workspaces
+        self.is_split = is_split
+        self.result = Trace(self.mode.log)
+
+    def trace(self, workload: Workload) -> Trace:
+        """Runs the workload and returns its trace. For a single use of this object."""
+        if words := untried(self.mode.target.torch_version):
+            self.mode.note_unknown(words, ANY_PHASE)
+        with (
+            self.mode,
+            DeviceFunctions(self.mode),
+            functions_followed(self.mode),
+            autocast_followed(self.mode.target.kind),
+            distributed_followed(self.mode) if self.is_split else nullcontext(),
+            self.mode.modules.of(workload.module),
+        ):
+            try:
+                self._run(workload)
+            except RuntimeError as error:
+                if "overflow" not in str(error):
+                    raise
+                self.result.beyond = self.mode.phase
+                self.result.log.allocate("a tensor beyond 64 bits", BEYOND)
+                self._end(self.mode.phase)
+            finally:
+                self.result.log.closed = True
+                self.result.begin_with([allocation for allocation in self.mode.storages.held if not allocation.born])
+        self._check_calls()
+        self.result.operators = tuple(self.mode.operators)
+        self.result.unknown = {phase: tuple(words) for phase, words in self.mode.unknown.items()}
+        self.result.guessed = frozenset(self.mode.guessed)
+        self.result.lingering = frozenset(self.mode.lingering)
+        return self.result
+
+    def _check_calls(self) -> None:
+        """Names the functions that take something else than predicted when they run alone."""
+        for call in self.mode.calls.values():
+            probe = self.mode.probe
+            doubt = probe.check(call) if probe is not None else f"{call.name} was not compared with its prediction"
+            if doubt is not None:
+                self.mode.note_unknown(Unlisted(doubt), "forward")
+
+    def _run(self, workload: Workload) -> None:
+        given, owned = list(workload.named_inputs()), list(workload.named_parameters())
+        if not self.is_split:
+            owned = self.mode.copies.owned(owned)
+        made = self.result.log.alive()
+        for name, tensor in (*owned, *given):
+            self.mode.storages.note(tensor, name)
+        self.result.inputs, self.result.parameters = self._named(given), self._named(owned, owned=True)
+        self.result.preexisting = self.mode.storages.held
+        self.result.preexisting += [allocation for allocation in made if allocation not in self.result.held]
+        self.result.state = self._allocations(tensors_in(workload.state))
+        for name, tensor in workload.named_state():
+            self.mode.storages.note(tensor, name)
+        if not self.is_split:
+            self.mode.storages.note_copies(self.mode.copies.storages())
+        self.result.has_optimizer = workload.optimizer_step is not None
+        self.result.carried_over = self.result.optimizer = self._named(workload.named_state(), owned=True)
+        self._end("inputs", next_phase="forward")
+        if workload.warm_up or workload.accumulate > 1:
+            self._before(workload, given, owned)
+        began = len(self.result.log.events)
+        with torch.set_grad_enabled(workload.backward):
+            returned = workload.forward(self.mode.target.kind)  # Alive until the step ends.
+        self._renew_parameters(owned)
+        self._note_outputs(returned.named, workload, began)
+        self._end("forward", next_phase="backward")
+        if returned.roots and workload.backward:
+            self.result.backward_from = returned.words
+            self.mode.begin_thread()
+            leaves = [(name, leaf) for name, leaf in (*given, *owned) if leaf.requires_grad]
+            self._backward(returned.roots, leaves)
+            self._end("backward", next_phase="optimizer")
+            if workload.optimizer_step is not None:
+                workload.optimizer_step()
+                self._end("optimizer")
+
+    def _before(self, workload: Workload, given: list[tuple[str, Tensor]], owned: list[tuple[str, Tensor]]) -> None:
+        """Runs the step in which an optimizer makes its state, and the step's earlier passes.
+
+        What they leave is held in the measured pass. Later passes are like the second one, unless gradients are
+        sparse, which grow.
+        """
+        inputs, parameters = ([tensor for _, tensor in named] for named in (given, owned))
+        if workload.warm_up:
+            self._pass(workload, workload.optimizer_step)
+            clear_gradients(inputs, set_to_none=True)
+            clear_gradients(parameters, workload.set_to_none)
+        for number in range(1, workload.accumulate):
+            if number > 1 and not any(x.grad is not None and x.grad.is_sparse for x in parameters):
+                break
+            self._pass(workload)
+            clear_gradients(inputs, set_to_none=True)
+        self._end(WARM_UP, next_phase="forward")
+        self._renew_parameters(owned)
+        held = set(self.result.held)
+        self.result.carried_over = [
+            allocation for allocation in self.result.log.alive() if allocation not in held and not allocation.is_library
+        ]
+        self.result.optimizer = self._named(workload.named_state(), owned=True)
+        if not workload.optimizers:  # Like a measurement, counts everything but gradients as the state.
+            gradients = self._allocations(leaf.grad for leaf in (*inputs, *parameters) if leaf.grad is not None)
+            self.result.optimizer = [
+                allocation for allocation in self.result.carried_over if allocation not in gradients
+            ]
+
+    def _renew_parameters(self, owned: list[tuple[str, Tensor]]) -> None:
+        """Notes the storages that FSDP2 gives to some parameters in the first forward."""
+        if self.is_split:
+            self.result.parameters = self._named(owned, owned=True)
+
+    def _pass(self, workload: Workload, optimizer_step: Callable[[], Any] | None = None) -> None:
+        """Runs a forward, a backward, and the optimizer's step if it is given."""
+        self.mode.phase = "forward"
+        returned = workload.forward(self.mode.target.kind)  # Alive until the pass ends.
+        if returned.roots:
+            self.mode.phase = "backward"
+            self.mode.begin_thread()
+            run_backward(returned.roots, gradients_for(returned.roots, self.dense_grad))
+            self.mode.works.clear()  # No collective is asked after the backward.
+            leaves = [*workload.named_inputs(), *workload.named_parameters()]
+            self.result.first_gradients += self._gradients(leaves)
+        if optimizer_step is not None:
+            self.mode.phase = "optimizer"
+            optimizer_step()
+
+    def _note_outputs(self, outputs: list[tuple[str, Tensor]], workload: Workload, began: int) -> None:
+        """Names what the forward made and left: outputs, buffers in place of others, and what is saved.
+
+        began: the last event before the forward.
+        """
+        self.mode.numbers.note()
+        held, log = self.result.held, self.result.log
+        names = ["y", *(f"output {name}" for name, _ in outputs[1:])]
+        titled = [(name, output) for name, (_, output) in zip(names, outputs, strict=False)]
+        made = {
+            allocation
+            for allocation in log.alive()
+            if allocation.born > began and allocation not in held and not allocation.is_library
+        }
+        new = [(name, output) for name, output in titled if not made.isdisjoint(self._allocations([output]))]
+        self.result.outputs = self._named(new)
+        made -= {*self.result.outputs}
+        owned = [] if self.is_split else [tensor for _, tensor in workload.named_parameters()]  # FSDP2 gathers them.
+        renewed = [allocation for allocation in self._allocations(owned) if allocation in made]
+        self.result.carried_over = [
+            allocation for allocation in self.result.carried_over if allocation.died is None
+        ] + renewed
+        known = {*self.result.carried_over, *self.result.outputs}
+        self.result.saved = [allocation for allocation in log.alive() if allocation in made and allocation not in known]
+
+    def _backward(self, roots: list[Tensor], leaves: list[tuple[str, Tensor]]) -> None:
+        incoming = gradients_for(roots, self.dense_grad)
+        name = "grad y" if self.dense_grad else "grad y, expanded"
+        self.result.incoming = self._named([(name, gradient) for gradient in incoming])
+        run_backward(roots, incoming)
+        self.mode.works.clear()
+        self.result.gradients = self._gradients(leaves)
+
+    def _gradients(self, leaves: list[tuple[str, Tensor]]) -> list[Allocation]:
+        """Names the allocations of the gradients. They belong to the modules of their tensors."""
+        gradients = [(name, leaf.grad) for name, leaf in leaves if leaf.grad is not None]
+        found = self._named([(f"d{name}", gradient) for name, gradient in gradients])
+        for name, gradient in gradients:
+            for allocation in self._allocations([gradient]):
+                allocation.module = module_of(name)
+        return found
+
+    def _end(self, phase: str, next_phase: str | None = None) -> None:
+        self.mode.storages.note_sizes()
+        if self.drops_workspaces:
+            self.mode.drop_library_workspaces()
+        first = max((last for _, last in self.result.phases.values()), default=0)
+        self.result.phases[phase] = first, len(self.result.log.events)
+        self.mode.phase = next_phase or phase
+
+    def _named(self, named: Iterable[tuple[str, Tensor]], owned: bool = False) -> list[Allocation]:
+        """Names the allocations of the tensors. If two tensors share a storage, the first name counts.
+
+        owned: the names are paths of parameters, which include the module.
+        """
+        allocations: dict[Allocation, None] = {}
+        for name, tensor in named:
+            for allocation in self._allocations([tensor]):
+                if allocation not in allocations:
+                    allocation.name = name
+                    allocation.module = module_of(name) if owned else allocation.module
+                    allocations[allocation] = None
+        return list(allocations)
+
+    def _allocations(self, tensors: Iterable[Tensor]) -> list[Allocation]:
+        found = (allocation for tensor in tensors for allocation in self.mode.storages.allocations_of(tensor))
+        return list({id(allocation): allocation for allocation in found}.values())
+
+
+def clear_gradients(tensors: list[Tensor], set_to_none: bool) -> None:
+    for tensor in tensors:
+        if set_to_none:
+            tensor.grad = None
+        elif tensor.grad is not None:
+            tensor.grad.zero_()
+
+
+def module_of(name: str) -> str:
+    """The module of a parameter "layers.0.weight", or of its state "exp_avg of layers.0.weight"."""
+    return name.rpartition(" of ")[2].rpartition(".")[0]
