@@ -102,13 +102,17 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def storages_in(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """The tensor's storages: one, or those of the parts of a sparse tensor or a wrapper subclass."""
+    """The tensor's storages: one, or those of the parts of a sparse tensor or a wrapper subclass.
+
+    Zeros that PyTorch keeps without memory, such as the gradient of a tangent, have none.
+    """
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(part := getattr(tensor, name), torch.Tensor):  # A DTensor also names its mesh.
                 yield from storages_in(part)
     elif tensor.layout == torch.strided:
-        yield tensor.untyped_storage()
+        if not tensor._is_zerotensor():
+            yield tensor.untyped_storage()
     else:
         for name in _SPARSE_PARTS.get(tensor.layout, ()):
             yield getattr(tensor, name)().untyped_storage()

@@ -60,7 +60,7 @@ from memcheck.predict.scratch import (
 )
 from memcheck.predict.torch_versions import WORKSPACE_OF_A_CALL
 from memcheck.predict.value_shapes import Decided, decided_by_values
-from memcheck.predict.values import NEEDS_VALUES, UNKNOWN, Values, is_meta, written_by
+from memcheck.predict.values import NEEDS_VALUES, UNKNOWN, Values, flagged_as, is_meta, written_by
 
 # They write into their operands, return nothing, and have no kernel for meta tensors.
 UPDATES = {
@@ -298,6 +298,7 @@ class AllocationMode(TorchDispatchMode):
     def known_on_meta(self, tensor: Tensor) -> Tensor:
         """A meta tensor in place of a real one. Its contents are known."""
         output = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        output = flagged_as(tensor, output)
         self.values.note(output, tensor)
         return output
 

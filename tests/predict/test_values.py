@@ -203,6 +203,8 @@ NUMBERS: dict[str, Callable[[Tensor], Any]] = {
     "a quotient in a hook": with_hook(lambda g: g / 2),
     "a sum in a hook": with_hook(lambda g: g + 1),
     "a hook of a node": with_hook(lambda g: g * 2, on_node=True),
+    "an imaginary number": lambda x: torch.view_as_real(x * 1j),
+    "a complex number": lambda x: torch.view_as_real(x.to(torch.complex64) * (1 + 2j) / 2j),
     "of numbers alone": lambda x: x * torch.div(7, 2, rounding_mode="trunc"),
     "a derivative of a product": lambda x: (
         torch.autograd.grad(((x * 2).exp() * 3.0).sum(), x, create_graph=True)[0] * 2
