@@ -188,7 +188,6 @@ class MeasuredRun:
         for _ in range(call.accumulate - 1):
             if (ran := self._pass(dense_grad)) is not True:
                 return ran is None
-            _drop_gradients(call.given)
         if first_step or call.accumulate > 1:
             self._note_left(state_bytes)
         return True

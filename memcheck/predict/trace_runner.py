@@ -144,7 +144,6 @@ class TraceRunner:
             if number > 1 and not any(x.grad is not None and x.grad.is_sparse for x in parameters):
                 break
             self._pass(workload)
-            clear_gradients(inputs, set_to_none=True)
         self._end(WARM_UP, next_phase="forward")
         self._renew_parameters(owned)
         held = set(self.result.held)

@@ -145,11 +145,18 @@ def test_clipping_on_a_gpu_takes_lists() -> None:
 
 
 @pytest.mark.extension
-def test_inputs_do_not_accumulate() -> None:
-    model, x = mlp()
-    once, often = (measure_memory(model, x.clone().requires_grad_(), accumulate=count) for count in (1, 3))
-    assert once.gradient_bytes == often.gradient_bytes
-    assert once.saved_bytes == often.saved_bytes
+def test_gradients_of_inputs_accumulate() -> None:
+    """As in a loop over the same tensor: the gradient of the first pass is alive in the forward of the last one."""
+    logits, targets = torch.randn(64, 512, requires_grad=True), torch.zeros(64, dtype=torch.int64)
+    for function, inputs in ((torch.nn.functional.cross_entropy, (logits, targets)), (torch.sin, (logits,))):
+        once, often = (measure_memory(function, *inputs, accumulate=count) for count in (1, 3))
+        assert (often.gradient_bytes, often.saved_bytes) == (once.gradient_bytes, once.saved_bytes)
+        assert often.forward_peak_bytes == (once.forward_peak_bytes or 0) + logits.nbytes
+        prediction = memcheck.predict_memory(function, *inputs, accumulate=3)
+        assert prediction.exact
+        assert prediction.record.forward_peak_bytes == often.forward_peak_bytes
+        assert prediction.record.backward_peak_bytes == often.backward_peak_bytes
+        assert prediction.record.gradient_bytes == often.gradient_bytes
 
 
 @pytest.mark.extension
