@@ -144,7 +144,7 @@ def ended(argv: Sequence[str]) -> int:
         return 1
 
 
-def door(module: str) -> NoReturn:
+def run_command(module: str) -> NoReturn:
     """What `python -m memcheck.MODULE` runs: the command of that name."""
     sys.exit(main([module, *sys.argv[1:]]))
 

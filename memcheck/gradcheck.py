@@ -1,6 +1,6 @@
 """`python -m memcheck.gradcheck` = `memcheck gradcheck`."""
 
-from memcheck.__main__ import door
+from memcheck.__main__ import run_command
 
 if __name__ == "__main__":
-    door("gradcheck")
+    run_command("gradcheck")

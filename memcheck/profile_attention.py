@@ -1,6 +1,6 @@
 """`python -m memcheck.profile_attention` = `memcheck profile-attention`."""
 
-from memcheck.__main__ import door
+from memcheck.__main__ import run_command
 
 if __name__ == "__main__":
-    door("profile_attention")
+    run_command("profile_attention")

@@ -1,6 +1,6 @@
 """`python -m memcheck.profile_model` = `memcheck profile-model`."""
 
-from memcheck.__main__ import door
+from memcheck.__main__ import run_command
 
 if __name__ == "__main__":
-    door("profile_model")
+    run_command("profile_model")

@@ -320,6 +320,10 @@ class Study:
         """The prediction for the setting; by default for the study's own."""
         setting = setting or self.setting
         built = self.source.build(setting)
+        if self.how.get("ranks") and self.how["ranks"].kind == "tp" and not getattr(built.model, "tp_plan", None):
+            rule = "it takes a model with a tp_plan, as those of transformers have"
+            python = f"memcheck.Ranks(tp={self.how['ranks'].over}, split_by=...) in Python takes any"
+            raise UsageError(f"--tp: {rule}, got {type(built.model).__name__}; {python}")
         how = {"optimizer": setting.optimizer, "autocast": setting.autocast, **self.how}
         how |= {"steps": None} if setting.optimizer == "none" else {}
         how |= {"backward": setting.mode == "train", "device": self.device, "kwargs": built.kwargs}

@@ -233,6 +233,8 @@ def check_model_flags(args: argparse.Namespace) -> None:
         raise UsageError("--calibration is of the torch that wrote it: leave out --torch-version")
     if args.rank is not None and not (args.fsdp or args.tp or args.ddp):
         raise UsageError(f"--rank {args.rank} needs --fsdp, --tp or --ddp")
+    if args.rank is not None and args.rank >= (processes := args.fsdp or args.tp or args.ddp):
+        raise UsageError(f"--rank must be from 0 to {processes - 1}, got {args.rank}")
     if args.attention and not args.hf_config:
         raise UsageError("--attention needs --hf-config; a factory of --model chooses its own")
     if args.mode == "inference":

@@ -317,7 +317,7 @@ WRONG = {
     "predict --model net.py:make --fsdp 0": "must be at least 1, got 0",
     "predict --model net.py:make --fsdp 2 --tp 2": "not allowed with argument --fsdp",
     "predict --model net.py:make --rank 1": "--rank 1 needs --fsdp, --tp or --ddp",
-    "predict --model net.py:make --ddp 2 --rank 2": "rank must be from 0 to 1, got 2",
+    "predict --model net.py:make --ddp 2 --rank 2": "--rank must be from 0 to 1, got 2",
     "predict --accumulate 2": "--accumulate needs --model or --hf-config",
     "predict --traceback": "--traceback needs --model or --hf-config",
     "predict --model net.py:make --accumulate 0": "--accumulate must be at least 1, got 0",
@@ -348,6 +348,14 @@ def test_wrong_flags_end_in_one_line(words: str, capsys: pytest.CaptureFixture[s
     assert printed.out == ""
     assert WRONG[words] in printed.err
     assert printed.err.count("\n") == 1
+
+
+def test_tensor_parallelism_needs_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["predict", "--model", "net.py:make", "--tp", "2"]) == 2
+    said = (
+        "memcheck: --tp: it takes a model with a tp_plan, as those of transformers have, got Net; memcheck.Ranks(tp=2,"
+    )
+    assert said in capsys.readouterr().err
 
 
 def test_a_factory_that_fails_is_named(capsys: pytest.CaptureFixture[str]) -> None:
