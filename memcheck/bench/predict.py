@@ -22,7 +22,6 @@ from memcheck.predict.allocation_log import Trace
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record, target_for
 from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import Version
-from memcheck.predict.trace_runner import TraceRunner
 
 
 def predict_memory(
@@ -117,6 +116,8 @@ def traced(
     make: Callable[[Case], Workload],
 ) -> Trace:
     """Traces the case. contender: passed explicitly because names can be registered again."""
+    from memcheck.predict.trace_runner import TraceRunner  # Loaded with the first prediction.
+
     return TraceRunner(target, dense_grad=dense_grad, drops_workspaces=drops_workspaces).trace(make(case))
 
 
