@@ -40,7 +40,7 @@ from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import KINDS, Ranks
 from memcheck.predict.replay import Prediction
 from memcheck.predict.torch_versions import version_name
-from memcheck.report.model_prediction import Change
+from memcheck.report.model_prediction import SettingChange
 
 SIZES = ("bsz", "seq_len")
 # Arguments of predict_memory that flags give.
@@ -287,7 +287,7 @@ def source_of(args: argparse.Namespace) -> Source:
 
 
 @dataclass(frozen=True)
-class Study:
+class ModelPredictor:
     """Predictions of a model for a device, in several settings."""
 
     source: Source
@@ -296,8 +296,8 @@ class Study:
     how: dict[str, Any]  # Further arguments of predict_memory.
 
     @classmethod
-    def of(cls, args: argparse.Namespace, setting: Setting | None = None, probe: Probe | None = None) -> Study:
-        """The study of the command's flags. setting: replaces theirs. probe: for this machine's CPU."""
+    def of(cls, args: argparse.Namespace, setting: Setting | None = None, probe: Probe | None = None) -> ModelPredictor:
+        """The predictor of the command's flags. setting: replaces theirs. probe: for this machine's CPU."""
         source = source_of(args)
         setting = setting or Setting.of(args)
         if args.steps and setting.optimizer == "none":
@@ -317,7 +317,7 @@ class Study:
         return cls(source, source.completed(setting), device, how)
 
     def predict(self, setting: Setting | None = None) -> Prediction:
-        """The prediction for the setting; by default for the study's own."""
+        """The prediction for the setting; by default for the predictor's own."""
         setting = setting or self.setting
         built = self.source.build(setting)
         if self.how.get("ranks") and self.how["ranks"].kind == "tp" and not getattr(built.model, "tp_plan", None):
@@ -374,21 +374,21 @@ class Study:
             found[f"--optimizer {lighter}"] = {"optimizer": lighter}
         return {flag: setting.but(**fields) for flag, fields in found.items()}
 
-    def predict_changes(self, base: Prediction) -> list[Change]:
+    def predict_changes(self, base: Prediction) -> list[SettingChange]:
         """The single changes, predicted. Those that the model does not allow, or that are not predicted, are left out.
 
         If the base does not fit, nor any of them, all of them together follow.
         """
         changes = self.changes(base)
-        done: dict[str, Change] = {}
+        done: dict[str, SettingChange] = {}
         with progress_bar(len(changes), "other settings") as bar:
             for flag, setting in changes.items():
                 with suppress(MemcheckError):
-                    done[flag] = Change(flag, self.predict(setting))
+                    done[flag] = SettingChange(flag, self.predict(setting))
                 bar.update()
             if base.fits is False and len(done) > 1 and not any(change.prediction.fits for change in done.values()):
                 flags, setting = " ".join(done), combined(self.setting, [changes[flag] for flag in done])
-                done[flags] = Change(flags, self.predict(setting))
+                done[flags] = SettingChange(flags, self.predict(setting))
         return [change for change in done.values() if change.prediction.fits is not None]
 
 

@@ -26,7 +26,7 @@ def attention_operator(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return softplus_attention(q, k, v)
 
 
-class Here(Weighted):
+class DefaultDeviceModule(Weighted):
     """With device=None the weight is on the current CUDA device, else on the CPU, or on torch's default device."""
 
     def __init__(self, *shape: int, device: DeviceLike, dtype: torch.dtype | None) -> None:
@@ -35,22 +35,22 @@ class Here(Weighted):
         super().__init__(*shape, device=device, dtype=dtype)
 
 
-# `Here` stands between each module and Weighted in the method resolution order.
-class QueryProjection(nn.QueryProjection, Here):
+# `DefaultDeviceModule` stands between each module and Weighted in the method resolution order.
+class QueryProjection(nn.QueryProjection, DefaultDeviceModule):
     """QueryProjection(dim, core_dim, device=None, dtype=None): x (B,S,E) -> q (B,S,R)"""
 
 
-class KeyProjection(nn.KeyProjection, Here):
+class KeyProjection(nn.KeyProjection, DefaultDeviceModule):
     """KeyProjection(dim, core_dim, device=None, dtype=None): x (B,S,E) -> k (B,R,S)"""
 
 
-class ValueProjection(nn.ValueProjection, Here):
+class ValueProjection(nn.ValueProjection, DefaultDeviceModule):
     """ValueProjection(dim, core_dim, device=None, dtype=None): x (B,S,E) -> v (B,R,S)"""
 
 
-class OutProjection(nn.OutProjection, Here):
+class OutProjection(nn.OutProjection, DefaultDeviceModule):
     """OutProjection(dim, core_dim, device=None, dtype=None): x (B,S,R) -> y (B,S,E)"""
 
 
-class Combinator(nn.Combinator, Here):
+class Combinator(nn.Combinator, DefaultDeviceModule):
     """Combinator(dim, low_memory=False, device=None, dtype=None): x (..,E) -> y (..,E)"""

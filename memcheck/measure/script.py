@@ -107,7 +107,7 @@ def inductor_folders() -> list[str]:
     return [os.path.join(tempfile.gettempdir(), "torchinductor_"), *([named] if named else [])]
 
 
-class Numbers:
+class Interner:
     """Things in the order of their first use. Number 0 is `nothing`."""
 
     def __init__(self, nothing: Any) -> None:
@@ -134,7 +134,7 @@ class CudaRecorder:
     def __init__(self, device: int) -> None:
         self.ledger = extension(WATCHING).PeakLedger()
         self._device = device
-        self._paths, self._lines = Numbers(()), Numbers(None)
+        self._paths, self._lines = Interner(()), Interner(None)
         self._own = threading.local()  # Like torch's metadata.
         self._entered = 0
         self._start: float | None = None
@@ -240,7 +240,7 @@ class ModuleWatch:
     """Tells a recorder which module's forward runs, which optimizer steps, and what parameters and states are."""
 
     def __init__(self, recorder: Recorder, device: torch.device) -> None:
-        self.names = Numbers(None)
+        self.names = Interner(None)
         self._recorder = recorder
         self._device = device
         self._numbers = ByIdentity()  # Module -> number of its name.

@@ -18,7 +18,13 @@ from torch import Tensor
 from memcheck.core.tensors import dtype_name, tensors_in
 from memcheck.predict.allocator import rounded_up
 from memcheck.predict.plain_operators import are_plain, takes_nothing
-from memcheck.predict.torch_versions import NEWEST_TRIED, WORKSPACES_ON_BLACKWELL, WORKSPACES_ON_THOR, Change, Version
+from memcheck.predict.torch_versions import (
+    NEWEST_TRIED,
+    WORKSPACES_ON_BLACKWELL,
+    WORKSPACES_ON_THOR,
+    TorchChange,
+    Version,
+)
 
 
 @dataclass(frozen=True)
@@ -31,7 +37,7 @@ class Target:
     torch_version: Version = NEWEST_TRIED
     has_workspaces: bool = True  # False: cuBLAS's workspaces are left out.
 
-    def has(self, change: Change) -> bool:
+    def has(self, change: TorchChange) -> bool:
         return change.is_in(self.torch_version)
 
     @property

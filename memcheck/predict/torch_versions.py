@@ -19,7 +19,7 @@ NEWEST_TRIED = (2, 15)
 
 
 @dataclass(frozen=True)
-class Change:
+class TorchChange:
     """A change of torch. since: the first release that has it."""
 
     since: Version
@@ -30,38 +30,38 @@ class Change:
         return version >= self.since
 
 
-CUDNN_FIRST = Change(
+CUDNN_FIRST = TorchChange(
     (2, 9),
     "On Hopper and Blackwell scaled_dot_product_attention prefers cuDNN.",
     "aten/src/ATen/native/transformers/cuda/sdp_utils.cpp",
 )
-FUSED_RMS_NORM = Change(
+FUSED_RMS_NORM = TorchChange(
     (2, 9),
     "On CUDA rms_norm is one kernel, which keeps its input and a number for each row.",
     "aten/src/ATen/native/cuda/layer_norm_kernel.cu",
 )
-WORKSPACES_ON_BLACKWELL = Change(
+WORKSPACES_ON_BLACKWELL = TorchChange(
     (2, 12),
     "cuBLAS's workspace has 32 MiB on compute capability 10 and 12 too, not on 9 alone.",
     "parseChosenWorkspaceSize in libtorch_cuda.so of 2.11, 2.12 and 2.13; pytorch/pytorch#175344",
 )
-FLOAT64_LOGSUMEXP_ON_META = Change(
+FLOAT64_LOGSUMEXP_ON_META = TorchChange(
     (2, 13),
     "The meta kernel of the CPU's flash attention returns the logsumexp of float64 in float64, as the CPU does.",
     "torch/_meta_registrations.py of 2.12 and 2.13",
 )
-WORKSPACES_ON_THOR = Change(
+WORKSPACES_ON_THOR = TorchChange(
     (2, 14),
     "cuBLAS's workspace has 32 MiB on compute capability 11 too.",
     "parseChosenWorkspaceSize in libtorch_cuda.so of 2.13 and 2.14; pytorch/pytorch#189312",
 )
-ATTENTION_OF_THREE_DIMENSIONS = Change(
+ATTENTION_OF_THREE_DIMENSIONS = TorchChange(
     (2, 14),
     "scaled_dot_product_attention of three dimensions is that of four, with a first one of size 1, which fused "
     "attention takes; before, only the math backend took three.",
     "operators that 2.13 and 2.14 run for it; pytorch/pytorch#192271",
 )
-WORKSPACE_OF_A_CALL = Change(
+WORKSPACE_OF_A_CALL = TorchChange(
     (2, 15),
     "cuBLAS's workspace is given back when a product has been queued, unless TORCH_CUBLAS_WORKSPACE_CACHE=1; before, "
     "each thread kept one for each stream.",

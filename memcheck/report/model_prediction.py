@@ -26,7 +26,7 @@ NOTE = "name.*: layers with the same place in a list. kept for backward: by the 
 
 
 @dataclass(frozen=True)
-class Change:
+class SettingChange:
     """A setting that was predicted: the flags that choose it, and its prediction."""
 
     flags: str
@@ -155,7 +155,7 @@ def row_of(
     return [label, kind or None, count, *cells, in_unit(sum(sizes), unit)]
 
 
-def changes_table(base: Prediction, changes: Sequence[Change], limit_bytes: int | None = None) -> Table:
+def changes_table(base: Prediction, changes: Sequence[SettingChange], limit_bytes: int | None = None) -> Table:
     """What each change would need, beside what is needed without any."""
     columns = [
         Column("change", "one change"),
@@ -166,7 +166,7 @@ def changes_table(base: Prediction, changes: Sequence[Change], limit_bytes: int 
     ]
     before = need_of(base) or 1
     rows: list[list[Cell]] = []
-    for change in [Change("as it is", base), *changes]:
+    for change in [SettingChange("as it is", base), *changes]:
         found = change.prediction
         need, limited = need_of(found), room_of(found.device, limit_bytes) is not None
         share = None if need is None else 100 * need / before

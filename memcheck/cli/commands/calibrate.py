@@ -10,7 +10,7 @@ import torch
 
 from memcheck.bench.probe import CpuProbe, Table, environment
 from memcheck.cli.cases import make_room
-from memcheck.cli.models import Study
+from memcheck.cli.models import ModelPredictor
 from memcheck.core.errors import UsageError
 from memcheck.report import Screen
 from memcheck.report.model_prediction import certainty, verdict
@@ -24,7 +24,7 @@ def run(args: argparse.Namespace) -> int:
         torch.set_num_threads(args.threads)
     table = Table(args.output)
     before = len(table.found) + len(table.checks)
-    prediction = Study.of(args, probe=CpuProbe(table)).predict()
+    prediction = ModelPredictor.of(args, probe=CpuProbe(table)).predict()
     operators, functions = len(table.found), len(table.checks)
     done = {"operators": operators, "functions": functions, "new": operators + functions - before}
     if args.format == "json":

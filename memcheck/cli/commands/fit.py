@@ -25,7 +25,7 @@ from memcheck.cli.cases import (
     progress_bar,
     styles_of_contenders,
 )
-from memcheck.cli.models import SIZES, Setting, Study
+from memcheck.cli.models import SIZES, ModelPredictor, Setting
 from memcheck.cli.options import DEFAULT_SIZES, DEFAULT_TYPES, predicted_device
 from memcheck.core.devices import Device
 from memcheck.core.errors import MemcheckError, UsageError
@@ -98,22 +98,22 @@ def run(args: argparse.Namespace) -> int:
 def fit_model(args: argparse.Namespace) -> int:
     axis = args.find.replace("-", "_")
     setting = model_setting(args, axis)
-    study = Study.of(args, setting)
-    if room_of(study.device, args.memory_limit) is None:
-        raise UsageError(f"--device {study.device.name} has no limit to find: give it one, as --memory-limit 16GiB")
+    predictor = ModelPredictor.of(args, setting)
+    if room_of(predictor.device, args.memory_limit) is None:
+        raise UsageError(f"--device {predictor.device.name} has no limit to find: give it one, as --memory-limit 16GiB")
     step = args.step or STEPS[axis]
     if args.up_to < step:
         raise UsageError(f"--up-to must be at least the step of {step}, got {args.up_to}")
     with progress_bar(0, "fit") as bar:
-        edges = list(edges_of(study, axis, step, args, bar))
+        edges = list(edges_of(predictor, axis, step, args, bar))
     if args.format == "json":
-        print(json.dumps(model_object(edges, study, axis, step, args.memory_limit), indent=1))
+        print(json.dumps(model_object(edges, predictor, axis, step, args.memory_limit), indent=1))
     else:
         screen = Screen.of(sys.stdout)
         print(screen.fill(edge_verdict(edges[0], axis, step, args.memory_limit)))
         known = edges[0].at or edges[0].beyond
         if known is not None:
-            words = study.words(known, study.setting.but(**{axis: edges[0].size or step}))
+            words = predictor.words(known, predictor.setting.but(**{axis: edges[0].size or step}))
             print(screen.fill(f"{words}; {certainty(known)}"))
             if args.doubts:
                 print(*(screen.fill(f"doubt: {doubt}") for doubt in known.record.doubts), sep="\n")
@@ -135,36 +135,38 @@ def model_setting(args: argparse.Namespace, axis: str) -> Setting:
     return Setting.of(args).but(**{axis: min(FIRST_SIZES[axis], args.up_to)})
 
 
-def edges_of(study: Study, axis: str, step: int, args: argparse.Namespace, bar: Any) -> Iterator[Edge]:
+def edges_of(predictor: ModelPredictor, axis: str, step: int, args: argparse.Namespace, bar: Any) -> Iterator[Edge]:
     """The largest size that fits, as it is and with each single change."""
 
     def search(setting: Setting) -> Search:
         def predict(size: int) -> Prediction:
             bar.set_description_str(f"fit: trying {SIZE_WORDS[axis]} {size:,}")
-            return study.predict(setting.but(**{axis: size}))
+            return predictor.predict(setting.but(**{axis: size}))
 
-        return Search(predict, step, args.up_to, study.guess)
+        return Search(predict, step, args.up_to, predictor.guess)
 
     def edge(flags: str, found: Search, size: int) -> Edge:
         return Edge(flags, size, found.found.get(size), found.found.get(size + step))
 
-    whole = search(study.setting)
-    size = whole.largest(getattr(study.setting, axis))
+    whole = search(predictor.setting)
+    size = whole.largest(getattr(predictor.setting, axis))
     first = edge("as it is", whole, size)
     yield first
     base = first.at or first.beyond
     if args.no_changes or base is None or base.fits is None or first.beyond is None:
         return
-    for flag, setting in study.changes(base, axis).items():
+    for flag, setting in predictor.changes(base, axis).items():
         other = search(setting)
         with suppress(MemcheckError):  # The model or the optimizer does not allow the change.
             yield edge(flag, other, other.nearest(max(size, step)))
 
 
-def model_object(edges: list[Edge], study: Study, axis: str, step: int, limit_bytes: int | None) -> dict[str, Any]:
+def model_object(
+    edges: list[Edge], predictor: ModelPredictor, axis: str, step: int, limit_bytes: int | None
+) -> dict[str, Any]:
     first = edges[0]
     return {
-        "device": asdict(study.device),
+        "device": asdict(predictor.device),
         "limit_bytes": limit_bytes,
         "find": axis.replace("_", "-"),
         "step": step,

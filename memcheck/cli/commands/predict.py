@@ -12,7 +12,7 @@ from memcheck.bench.changes import single_changes
 from memcheck.bench.predict import predict_memory, predicted_or_skipped
 from memcheck.cli.cases import DOES_NOT_FIT, LENGTHS, batches_of, make_any_case, note_unused_flags
 from memcheck.cli.decoding import check_flags, of_case, of_configuration, predict_decoding
-from memcheck.cli.models import Study, classes_of
+from memcheck.cli.models import ModelPredictor, classes_of
 from memcheck.cli.options import DEFAULT_SIZES, predicted_device
 from memcheck.core.case import Case
 from memcheck.core.errors import UsageError
@@ -20,7 +20,7 @@ from memcheck.predict.replay import Prediction
 from memcheck.report import render, terms_table
 from memcheck.report.cases import need
 from memcheck.report.model_prediction import (
-    Change,
+    SettingChange,
     buffers_words,
     certainty,
     changes_table,
@@ -47,15 +47,15 @@ def run(args: argparse.Namespace) -> int:
 
 
 def predict_model(args: argparse.Namespace) -> Prediction:
-    study = Study.of(args)
-    prediction = study.predict()
-    changes = [] if args.no_changes or prediction.fits is None else study.predict_changes(prediction)
+    predictor = ModelPredictor.of(args)
+    prediction = predictor.predict()
+    changes = [] if args.no_changes or prediction.fits is None else predictor.predict_changes(prediction)
     if args.format == "json":
         print(json.dumps(model_object(prediction, changes, args.memory_limit)))
         return prediction
     screen = Screen.of(sys.stdout)
     print(screen.fill(verdict(prediction, args.memory_limit)))
-    print(screen.fill(f"{study.words(prediction)}; {certainty(prediction)}"))
+    print(screen.fill(f"{predictor.words(prediction)}; {certainty(prediction)}"))
     if buffers := buffers_words(prediction):
         print(screen.fill(buffers))
     if args.doubts:
@@ -67,7 +67,7 @@ def predict_model(args: argparse.Namespace) -> Prediction:
     return prediction
 
 
-def model_object(prediction: Prediction, changes: list[Change], limit_bytes: int | None) -> dict[str, Any]:
+def model_object(prediction: Prediction, changes: list[SettingChange], limit_bytes: int | None) -> dict[str, Any]:
     """The prediction for JSON, with its changes."""
     peak = prediction.peak
     return {
@@ -128,7 +128,7 @@ def tables_of(prediction: Prediction, limit_bytes: int | None, how: dict[str, An
         unlimited = predict_memory(case, dataclasses.replace(device, usable_bytes=None), **how)
         whole = need(unlimited.record) if not unlimited.bounds else None
         changes = [
-            Change(flag, predicted_or_skipped(other, device, limit_bytes=limit_bytes, **how))
+            SettingChange(flag, predicted_or_skipped(other, device, limit_bytes=limit_bytes, **how))
             for flag, other in single_changes(case)
         ]
         changes = [change for change in changes if change.prediction.record.status != "skipped"]
