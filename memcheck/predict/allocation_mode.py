@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_map
 
@@ -26,7 +27,7 @@ from memcheck.predict.checks import passing_value
 from memcheck.predict.engine import engine_calls, is_dense, run_backward, use_counts
 from memcheck.predict.kept_numbers import KeptNumbers, kept_bytes, numbers_for_tensors, without_kept
 from memcheck.predict.live_storages import LiveStorages, running_node
-from memcheck.predict.meta_copy import MetaCopies, all_on_meta
+from memcheck.predict.meta_copy import NESTED, MetaCopies, all_on_meta
 from memcheck.predict.meta_results import (
     ADAFACTOR,
     TRANSFORMS,
@@ -134,6 +135,8 @@ class AllocationMode(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ == "DTensor" for kind in types):
             return NotImplemented  # It calls the operators of its local tensor, which come here again.
+        if any(kind.__name__ == "NestedTensor" for kind in types):
+            raise NotImplementedError(NESTED)
         # A function mode must not take operators that are called from here for calls of the model.
         with torch._C.DisableTorchFunction():
             self.numbers.note()
@@ -182,8 +185,10 @@ class AllocationMode(TorchDispatchMode):
         self.operators[call.name] = None
         self.note_node()
         numbers = numbers_for_tensors(func, call)
-        if numbers and self.target.kind == "cpu" and is_inside(TRANSFORMS):
-            self.note_unknown(Unlisted("how long transforms of functions keep their numbers"), self.phase)
+        if numbers and self.target.kind == "cpu" and (forward_ad._current_level >= 0 or is_inside(TRANSFORMS)):
+            self.note_unknown(
+                Unlisted("how long forward-mode AD and transforms of functions keep their numbers"), self.phase
+            )
         scratch = list(self._known(without_kept(parts, kept_bytes(numbers))))
         taken = [self._take(part) for part in scratch if part.first]
         elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()

@@ -30,6 +30,7 @@ from memcheck.predict.values import Values, flagged_as, is_meta, may_be_known
 
 Thing = TypeVar("Thing")
 Stand = Callable[[torch.UntypedStorage, torch.UntypedStorage], None]
+NESTED = "nested tensors are not predicted; measure the model, or predict it with padded tensors"
 
 
 class MetaCopies(TorchFunctionMode):
@@ -127,7 +128,9 @@ class MetaCopies(TorchFunctionMode):
 
     def copy_of(self, tensor: Tensor) -> Tensor:
         """A meta tensor like this one."""
-        if is_sparse(tensor) and not tensor.is_nested:
+        if tensor.is_nested:
+            raise NotImplementedError(NESTED)
+        if is_sparse(tensor):
             return with_parts(tensor, tuple(self.copy_of(part) for part in parts_of(tensor)))
         storage = self._storage_of(tensor)
         shell = torch.empty(0, dtype=tensor.dtype, device="meta")

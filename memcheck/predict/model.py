@@ -20,7 +20,7 @@ from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.device_functions import DeviceFunctions
 from memcheck.predict.left_behind import LeftBehind, nothing_left_behind
-from memcheck.predict.meta_copy import MetaCopies, refuse_unknown_sizes
+from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import OF_NCCL, OF_STREAMS, Ranks, distributed_followed, pretended
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record
@@ -202,7 +202,7 @@ def argument_names(model: Any, count: int) -> list[str]:
 # Said of a tensor with data that reaches autograd where no function mode sees it.
 MIXED = "expected device cpu but got meta"
 # Parts of torch's messages when contents of a tensor without data, or properties of a missing GPU, are needed.
-LACKS = ("meta", "Meta", "data-dependent", "data is not allocated", "not compiled with CUDA")
+LACKS = ("meta", "Meta", "data-dependent", "data is not allocated", "not compiled with CUDA", "NestedTensor")
 
 
 def is_for_lack_of_data(error: Exception) -> bool:
@@ -227,6 +227,8 @@ def stopped(call: Call, device: Device, record: Record, error: Exception, run: T
     """The prediction of a model that could not be traced."""
     where = run.mode.modules.path_of(None)
     reason = str(error).strip().partition("\n")[0]
+    if "NestedTensor" in reason:
+        reason = NESTED
     if MIXED in reason:
         reason = "a compiled or autograd function takes a parameter that the model does not own; give it to the model"
     why = f"{reason} (in {where})" if where else reason

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import functools
 import gc
+import inspect
 import itertools
 import sys
 import types
@@ -86,6 +88,8 @@ class Snapshot:
             setattr(owner, key, known[key]) if key in known else delattr(owner, key)
         elif key in known:
             holder[key] = known[key]
+        elif self.of(holder) is None and (value := first_value(holder, key)) is not UNSET:
+            holder[key] = value
         else:
             del holder[key]
 
@@ -176,6 +180,19 @@ class Snapshot:
                 self._save(namespace, namespace)
                 self.classes[id(namespace)] = base
                 self._add(*vars(base).values())
+
+
+def first_value(namespace: dict[Any, Any], name: str) -> Any:
+    """The constant that a file gives its global of that name, such as None for a cache; UNSET if it gives none."""
+    file = sys.modules.get(namespace.get("__name__", ""))
+    if file is None or vars(file) is not namespace:
+        return UNSET
+    with suppress(OSError, TypeError, SyntaxError, ValueError):
+        for line in ast.parse(inspect.getsource(file)).body:
+            targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+            if any(isinstance(target, ast.Name) and target.id == name for target in targets):
+                return ast.literal_eval(line.value)  # type: ignore[attr-defined]
+    return UNSET
 
 
 def modules_in(thing: Any) -> Iterator[torch.nn.Module]:

@@ -585,3 +585,19 @@ def test_attributes_of_containers_hooks_and_keyword_inputs_come_back() -> None:
     memcheck.predict_memory(model, X, loss=lambda y: log.note(y.sum()), kwargs={"sink": given})
     assert (log.last, hooked.last, given.last) == ("old", "older", "oldest")
     assert hooked.steps == given.steps == 0
+
+
+@pytest.mark.extension
+def test_a_cache_of_a_library_is_empty_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.nested._internal.nested_tensor._dummy_instance", None)
+
+    def pack(x: Tensor) -> Tensor:
+        return torch.nested.nested_tensor([x, x[:1]], layout=torch.jagged)
+
+    prediction = memcheck.predict_memory(pack, X)
+    assert "nested tensors are not predicted" in str(prediction.record.reason)
+    assert pack(X).values().shape == (len(X) + 1, X.shape[1])
+    for given in (pack(X), torch.nested.nested_tensor([X, X[:1]])):
+        assert memcheck.predict_memory(torch.sin, given).record.reason == prediction.record.reason
+    strided = memcheck.predict_memory(lambda x: torch.nested.nested_tensor([x]), X)
+    assert strided.record.reason == prediction.record.reason
