@@ -263,6 +263,6 @@ def write_record(folder: Path | str, record: Record, *, name: str) -> Path:
         raise TypeError(f"write_record takes a Record, such as prediction.record, got {type(record).__name__}")
     if len(name.splitlines()) != 1 or not name.strip():
         raise ValueError(f"name must be one line of text, got {name!r}")
-    from memcheck.bench.sweep.store import replace_row
+    from memcheck.bench.sweep.store import Store
 
-    return replace_row(Path(folder), f"{record.source}: {name}", dataclasses.replace(record, operator=name))
+    return Store(folder).replace(f"{record.source}: {name}", dataclasses.replace(record, operator=name))

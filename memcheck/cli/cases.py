@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import functools
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -24,7 +24,7 @@ from memcheck.bench.catalog import (
 from memcheck.bench.profile import check_can_measure, profile_case, snapshot_case, timeline_of_case, trace_case
 from memcheck.bench.sweep.predict import predicted_record
 from memcheck.bench.sweep.run import Settings
-from memcheck.bench.sweep.store import locked, replace_lines, whole_lines
+from memcheck.bench.sweep.store import Store
 from memcheck.cli.options import make_lengths
 from memcheck.core.devices import Device, device_named
 from memcheck.core.errors import UsageError
@@ -42,7 +42,7 @@ from memcheck.report import (
     next_step,
     unknown_words,
 )
-from memcheck.report.cases import case_of, place_of
+from memcheck.report.cases import case_and_place
 from memcheck.report.plots import plot_memory, plot_timeline
 from memcheck.report.plots.style import FORMATS
 from memcheck.report.rows import PREDICTED
@@ -112,10 +112,9 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str, note: 
     are dropped, those of others stay, and the other files are written.
     """
     out = sys.stderr if args.format == "json" else sys.stdout
-    lines, table, picture = (args.output / name for name in ("records.jsonl", "records.csv", "memory.png"))
+    store, table, picture = Store(args.output), args.output / "records.csv", args.output / "memory.png"
     check_inspection(args)
-    refuse_sweep(args.output)
-    begin_records(lines)
+    store.begin()
     note_unused_flags(args, cases)
     records: list[Record] = []
     predictions: list[Record] = []
@@ -128,14 +127,14 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str, note: 
         if not records:
             show(f"{common_case(cases)}\n\n{rows.header()}")
         records.append(record)
-        append_record(lines, record)
+        store.append(record)
         show(rows.row(record))
         if prediction is not None:
             predictions.append(prediction)
-            append_record(lines, prediction)
+            store.append(prediction)
             show(rows.predicted_row(record, prediction))
         out.flush()
-    write_csv(drop_replaced(lines, Record, case_and_place), table)
+    write_csv(store.keep_newest(case_and_place), table)
     plot_memory(
         [*records, *predictions], picture, styles=styles_of_contenders(), title=title, subtitle=common_case(records)
     )
@@ -143,7 +142,7 @@ def run_cases(cases: list[Case], args: argparse.Namespace, *, title: str, note: 
     if predictions:
         print(*map(rows.screen.fill, [PREDICTED, *unknown_words(predictions)]), sep="\n", file=out)
     print_doubts(records, args.doubts, rows.screen, out)
-    written = [lines, table, picture]
+    written = [store.path, table, picture]
     for case, record in zip(cases, records, strict=True):
         written += inspect_case(case, record, args, out, single=len(cases) == 1)
     print(f"\nWrote {', '.join(map(str, written))}", file=out)
@@ -240,50 +239,6 @@ def note_unused_flags(args: argparse.Namespace, cases: list[Case]) -> None:
         without = dict.fromkeys(case.operator for case in cases if getattr(case, field) is None)
         if getattr(args, field, None) is not None and without:
             print(f"note: --{field.replace('_', '-')} is not used by {', '.join(without)}", file=sys.stderr)
-
-
-def refuse_sweep(folder: Path) -> None:
-    """UsageError if the folder holds a sweep."""
-    if (folder / "sweep.json").exists():
-        raise UsageError(f"--output {folder} holds a sweep, whose rows would be replaced: name another folder")
-
-
-def begin_records(path: Path) -> None:
-    """Creates the folder and the file if needed. UsageError if that fails."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with locked(path):
-            whole_lines(path)
-    except OSError as error:
-        raise UsageError(f"--output {path.parent} cannot be written to: {error.strerror}") from None
-
-
-def append_record(path: Path, record: Record) -> None:
-    with locked(path), path.open("a", encoding="utf-8") as lines:
-        lines.write(record.to_json() + "\n")
-
-
-def drop_replaced(path: Path, kind: type[R], same: Callable[[R], Hashable]) -> list[R]:
-    """Keeps the newest record of each case in the file, and every line that this version cannot read.
-
-    Other processes may write to the file at the same time.
-    """
-    left: dict[Hashable, tuple[bytes, R | None]] = {}
-    with locked(path):
-        for number, line in enumerate(path.read_bytes().splitlines(keepends=True)):
-            try:
-                record = kind.from_json(line.decode())
-            except (ValueError, RecursionError):
-                left[number] = line, None
-            else:
-                left.pop(same(record), None)
-                left[same(record)] = line, record
-        replace_lines(path, (line for line, _ in left.values()))
-    return [record for _, record in left.values() if record is not None]
-
-
-def case_and_place(record: Record) -> Hashable:
-    return case_of(record), place_of(record), record.device_name, record.source
 
 
 def make_room(flag: str, path: Path) -> None:

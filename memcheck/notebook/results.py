@@ -10,15 +10,8 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, overload
 
-from memcheck.bench.sweep.store import FILE, MODELS, read_results
-from memcheck.cli.cases import (
-    append_record,
-    begin_records,
-    case_and_place,
-    drop_replaced,
-    refuse_sweep,
-    styles_of_contenders,
-)
+from memcheck.bench.sweep.store import Store, read_results
+from memcheck.cli.cases import styles_of_contenders
 from memcheck.cli.commands.plot import make_request
 from memcheck.core import html
 from memcheck.core.errors import MemcheckError, UsageError, did_you_mean, unknown_name
@@ -37,6 +30,7 @@ from memcheck.report import (
     select,
     summary,
 )
+from memcheck.report.cases import case_and_place
 from memcheck.report.plots.pictures import Picture, Request, choose_pictures
 from memcheck.report.plots.style import in_house_style
 from memcheck.report.records import PIVOT_FIELDS
@@ -183,14 +177,17 @@ class Results(Sequence[Record]):
         cannot be written to, or holds a sweep.
         """
         folder = Path(folder)
+        operators, models = Store(folder), Store(folder, ModelRecord)
         with errors_name_keywords():
-            refuse_sweep(folder)
-            begin_records(folder / FILE)
+            operators.begin()
         for record in self:
-            append_record(folder / (MODELS if isinstance(record, ModelRecord) else FILE), record)
-        write_csv(drop_replaced(folder / FILE, Record, case_and_place), folder / "records.csv")
-        if (folder / MODELS).exists():
-            drop_replaced(folder / MODELS, ModelRecord, case_and_place)
+            if isinstance(record, ModelRecord):
+                models.append(record)
+            else:
+                operators.append(record)
+        write_csv(operators.keep_newest(case_and_place), folder / "records.csv")
+        if models.path.exists():
+            models.keep_newest(case_and_place)
         return folder
 
 

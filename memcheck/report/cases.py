@@ -93,6 +93,11 @@ def place_of(record: Record) -> str | None:
     return record.device if record.device_index is None else f"{record.device}:{record.device_index}"
 
 
+def case_and_place(record: Record) -> tuple[Any, ...]:
+    """What a later record must share to replace this one: the case, the device, and whether it was measured."""
+    return case_of(record), place_of(record), record.device_name, record.source
+
+
 def values_of(records: Iterable[Record], field: str) -> set[Any]:
     return {getattr(record, field, None) for record in records} - {None}
 

@@ -380,7 +380,7 @@ def test_wrong_flags_end_in_one_line(tmp_path, capsys, flags: str, words: str) -
 
 @pytest.mark.extension
 def test_a_folder_in_use_is_refused(tmp_path, capsys) -> None:
-    with Store(tmp_path):
+    with Store(tmp_path).owned():
         assert main(["sweep", *SMALL, "--output", str(tmp_path)]) == 2
     assert "is in use by another sweep: wait for it, or name another folder" in capsys.readouterr().err
 

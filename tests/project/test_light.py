@@ -309,10 +309,10 @@ from pathlib import Path
 for words in {commands}:
     assert main(words.split()) == 0, words
     held.clear()  # A closed file ends its lock.
-with Store(Path("sweep")) as store:
+with Store("sweep").owned() as store:
     assert len(store.records) == 4
     try:
-        Store(Path("sweep"))
+        Store("sweep").owned().__enter__()
     except UsageError as error:
         assert "is in use by another sweep" in str(error)
     else:

@@ -15,11 +15,11 @@ from forked import run_python
 
 import memcheck
 from memcheck.__main__ import main
-from memcheck.bench.sweep.store import read_records, read_results
-from memcheck.cli.cases import append_record, begin_records, case_and_place, drop_replaced
+from memcheck.bench.sweep.store import Store, read_records, read_results
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.report import summary
+from memcheck.report.cases import case_and_place
 from memcheck.report.models import models_table
 from memcheck.report.plots import choose_pictures
 from memcheck.report.tables import data_rows
@@ -161,8 +161,8 @@ def test_commands_and_write_record_lose_no_line_of_each_other(tmp_path: Path) ->
         "import memcheck\nfrom memcheck.core.record import Record\nprint('ready', flush=True)\ninput()\n"
         f"for number in range(60): memcheck.write_record({str(tmp_path)!r}, Record(), name=f'named {{number}}')"
     )
-    lines = tmp_path / "records.jsonl"
-    begin_records(lines)
+    store = Store(tmp_path)
+    store.begin()
     command = [sys.executable, "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None
@@ -170,8 +170,8 @@ def test_commands_and_write_record_lose_no_line_of_each_other(tmp_path: Path) ->
         other.stdout.readline()
         print(file=other.stdin, flush=True)
         for number in range(60):
-            append_record(lines, Record(operator=f"case {number}"))
-            drop_replaced(lines, Record, case_and_place)
+            store.append(Record(operator=f"case {number}"))
+            store.keep_newest(case_and_place)
         other.stdin.close()
     assert other.returncode == 0
     named = {f"{kind} {number}" for kind in ("named", "case") for number in range(60)}

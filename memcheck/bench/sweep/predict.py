@@ -13,7 +13,7 @@ from memcheck.bench.catalog import Case
 from memcheck.bench.predict import predicted_or_skipped
 from memcheck.bench.sweep.grid import refusal
 from memcheck.bench.sweep.run import TRIED_AGAIN, Progress, code_of, digest, load_plugins, write_manifest
-from memcheck.bench.sweep.store import FILE, Store, read_rows
+from memcheck.bench.sweep.store import Store
 from memcheck.core.arguments import bytes_given
 from memcheck.core.devices import Device, device_given
 from memcheck.core.record import Record
@@ -51,7 +51,7 @@ def predict_sweep(
     """
     device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
     report, names = progress or (lambda progress: None), load_plugins(plugins)
-    with Store(Path(folder)) as store:
+    with Store(folder).owned() as store:
         known = done_in(store.records, cases, device, limit_bytes, names, retry)
         left = dict.fromkeys(case for case in dict.fromkeys(cases) if case not in known)
         total = len(left) + len(known)
@@ -68,7 +68,7 @@ def predict_sweep(
         report(Progress(None, tuple(left), total))
         for case in list(left):
             known[case] = predicted_record(case, device, limit_bytes)
-            store.append(key(case, device, limit_bytes, names), known[case])
+            store.append(known[case], key(case, device, limit_bytes, names))
             del left[case]
             report(Progress(known[case], tuple(left), total))
         records = [known[case] for case in cases]
@@ -86,10 +86,11 @@ def find_predicted(
     retry: bool = False,
 ) -> dict[Case, Record]:
     """The cases that predict_sweep would skip because they are done, with their records."""
-    if not (Path(folder) / FILE).exists():
+    store = Store(folder)
+    if not store.path.exists():
         return {}
     device, limit_bytes = device_given(device), bytes_given("limit_bytes", limit_bytes)
-    return done_in(read_rows(Path(folder)), cases, device, limit_bytes, load_plugins(plugins), retry)
+    return done_in(store.read(), cases, device, limit_bytes, load_plugins(plugins), retry)
 
 
 def done_in(

@@ -31,14 +31,13 @@ from memcheck.bench.plugins import load_plugin
 from memcheck.bench.predict import closed_bytes, closed_terms
 from memcheck.bench.profile import CPU_SECONDS, TIMING_SECONDS, predicted_failure
 from memcheck.bench.sweep.grid import refusal
-from memcheck.bench.sweep.store import FILE, Store, read_rows
+from memcheck.bench.sweep.store import MANIFEST, Store
 from memcheck.bench.sweep.worker import CaseProcess, Job, ask_new_process
 from memcheck.core.arguments import bytes_given, whole_number
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.record import Record, sequence_words
 
 TRIED_AGAIN = ("error", "killed", "timeout", "skipped")
-MANIFEST = "sweep.json"
 # Machine facts that change a figure.
 ENVIRONMENT = ("device", "device_name", "torch_version", "memcheck_version", "threads", "allocator")
 # A case that is at least as large in each of these, and otherwise equal, needs at least as much memory and time.
@@ -115,7 +114,7 @@ def run_sweep(
     workers = None if workers is None else whole_number("workers", workers)
     if workers is None:
         workers = len(devices) if devices else getattr(executor, "_max_workers", 1)
-    with submission(executor, workers, devices, isolate) as submit, Store(Path(folder)) as store:
+    with submission(executor, workers, devices, isolate) as submit, Store(folder).owned() as store:
         sweep = Sweep(settings, submit, workers, store, progress)
         sweep.look_up(cases, store.records, retry)
         manifest = write_manifest(store.folder, command, sweep.machines)
@@ -137,12 +136,13 @@ def find_done(
     retry: bool = False,
 ) -> dict[Case, Record]:
     """The cases that run_sweep would skip because they are done, with their records. Nothing is written."""
-    if not (Path(folder) / FILE).exists():
+    store = Store(folder)
+    if not store.path.exists():
         return {}
     settings = settings_given(limit_bytes, None, passes, timed, plugins)
     with submission(executor, 1, None, isolate=False) as submit:
         sweep = Sweep(settings, submit, 1)
-        sweep.look_up(cases, read_rows(Path(folder)), retry)
+        sweep.look_up(cases, store.read(), retry)
     return sweep.known
 
 
@@ -189,7 +189,7 @@ class Sweep:
         settings: Settings,
         submit: Callable[[Job], Future[Record]],
         workers: int,
-        store: Store | None = None,
+        store: Store[Record] | None = None,
         progress: Callable[[Progress], None] | None = None,
     ) -> None:
         self.settings = settings
@@ -243,7 +243,7 @@ class Sweep:
         if self.workers > 1 and case.device == "cpu" and record.forward_ms is not None:
             record.doubts += (f"timed with {self.workers} cases at once, maybe on the same cores",)
         if self.store is not None:
-            self.store.append(self.key(case), record)
+            self.store.append(record, self.key(case))
         self.known[case] = record
         del self.left[case]
         self.progress(Progress(record, tuple(self.left), self.total))

@@ -1,20 +1,19 @@
-"""Stores records in DIR/records.jsonl, one line per case, written as soon as the case is done.
-
-DIR/models.jsonl, the records of whole models, is read here, too.
+"""Stores records in DIR/records.jsonl, and those of whole models in DIR/models.jsonl: a line per case, written as soon
+as the case is done.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 from memcheck.core.errors import MemcheckError, UsageError
 from memcheck.core.model_record import ModelRecord
@@ -30,6 +29,7 @@ else:
 R = TypeVar("R", bound=Record)
 FILE = "records.jsonl"
 MODELS = "models.jsonl"
+MANIFEST = "sweep.json"
 
 
 class StoreError(MemcheckError):
@@ -38,63 +38,170 @@ class StoreError(MemcheckError):
 
 def read_records(folder: Path | str) -> list[Record]:
     """The newest record of each key, in order of the keys' first appearance. A line without a key counts as its own."""
-    return list(read_rows(Path(folder)).values())
+    return list(Store(folder).read().values())
 
 
 def read_results(folder: Path | str) -> list[Record]:
     """The records of operators, as read_records gives them, and then those of whole models, each a ModelRecord."""
-    models = Path(folder) / MODELS
-    if not models.exists():
+    operators, models = Store(folder), Store(folder, ModelRecord)
+    if not models.path.exists():
         return read_records(folder)
-    records = read_records(folder) if (Path(folder) / FILE).exists() else []
-    return [*records, *read_lines(models, ModelRecord).values()]
+    records = read_records(folder) if operators.path.exists() else []
+    return [*records, *models.read().values()]
 
 
-def read_rows(folder: Path) -> dict[str, Record]:
-    """The newest record of each key, by key. The file may be read while a sweep is writing it."""
-    return read_lines(folder / FILE, Record)
+class Store(Generic[R]):
+    """The records in a folder's file. Processes may write to it at the same time: each change waits for the others.
 
+    A line is written completely and synced, or not at all. All lines but those that a method replaces stay as they are,
+    also those that this version cannot read.
 
-def read_lines(path: Path, kind: type[R]) -> dict[str, R]:
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{path.parent} holds no {path.name} that can be read: {error.strerror}") from None
-    if data and not data.endswith(b"\n"):
-        note(path, "its last line was left out: it was never finished")
-    return dict(rows(data, path, kind))
-
-
-def replace_row(folder: Path, key: str, record: Record) -> Path:
-    """Writes the record in place of the one with that key, else as the last; all other lines stay as they are.
-
-    Processes may do so in a folder at the same time. Returns the path of the file.
+    records: within owned(), the newest record of each key, by key.
     """
-    path = folder / FILE
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(path):
-        lines = whole_lines(path).splitlines(keepends=True)
-        place = next((place for place, line in enumerate(lines) if key_of(line) == key), len(lines))
-        lines[place : place + 1] = [line_of(key, record)]
-        replace_lines(path, lines)
-    return path
 
+    @overload
+    def __init__(self: Store[Record], folder: Path | str) -> None: ...
+    @overload
+    def __init__(self, folder: Path | str, kind: type[R]) -> None: ...
+    def __init__(self, folder: Path | str, kind: Any = Record) -> None:
+        self.folder, self.kind = Path(folder), kind
+        self.path = self.folder / (MODELS if issubclass(kind, ModelRecord) else FILE)
+        self.records: dict[str, R] = {}
+        self._is_locked = False
 
-def replace_lines(path: Path, lines: Iterable[bytes]) -> None:
-    """Writes the lines in place of the file, which must be locked. A reader sees all of them or the old ones."""
-    beside = path.with_suffix(".tmp")
-    beside.write_bytes(b"".join(lines))
-    beside.replace(path)
+    def read(self) -> dict[str, R]:
+        """The newest record of each key, by key; "line N" for a line without one. The file may be written meanwhile.
+
+        UsageError: the file cannot be read.
+        """
+        try:
+            data = self.path.read_bytes()
+        except OSError as error:
+            raise UsageError(f"{self.folder} holds no {self.path.name} that can be read: {error.strerror}") from None
+        if data and not data.endswith(b"\n"):
+            self._note("its last line was left out: it was never finished")
+        found = {}
+        for number, line in enumerate(data.split(b"\n")[:-1], start=1):
+            try:
+                key, record = parse_line(line, self.kind)
+            except ValueError as error:
+                self._note(f"line {number} was left out: {error}")
+            else:
+                found[key or f"line {number}"] = record
+        return found
+
+    def begin(self) -> None:
+        """Creates the folder and the file if needed, for rows without keys. UsageError: it fails, or a sweep's rows are
+        there.
+        """
+        if self.path.name == FILE and (self.folder / MANIFEST).exists():
+            raise UsageError(f"--output {self.folder} holds a sweep, whose rows would be replaced: name another folder")
+        try:
+            with self.locked():
+                self._whole_lines()
+        except OSError as error:
+            raise UsageError(f"--output {self.folder} cannot be written to: {error.strerror}") from None
+
+    def append(self, record: R, key: str | None = None) -> None:
+        """Adds a line. StoreError: the file takes no more."""
+        # Windows would write another end of line.
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
+        try:
+            with self.locked():
+                write_line(os.open(self.path, flags, 0o666), line_of(record, key))
+        except OSError as error:
+            raise StoreError(f"{self.path} takes no more rows: {error.strerror}") from None
+        if key is not None:
+            self.records[key] = record
+
+    def replace(self, key: str, record: R) -> Path:
+        """Writes the record in place of the one with that key, else as the last. Returns the path of the file."""
+        with self.locked():
+            lines = self._whole_lines().splitlines(keepends=True)
+            place = next((place for place, line in enumerate(lines) if key_of(line) == key), len(lines))
+            lines[place : place + 1] = [line_of(record, key)]
+            self._rewrite(lines)
+        return self.path
+
+    def keep_newest(self, same: Callable[[R], Hashable]) -> list[R]:
+        """Drops all but the newest of the records for which `same` gives the same. Returns those that are left."""
+        lines: dict[tuple[str, Hashable], tuple[bytes, R | None]] = {}
+        with self.locked():
+            for number, line in enumerate(self._whole_lines().splitlines(keepends=True)):
+                try:
+                    _, record = parse_line(line, self.kind)
+                except ValueError:
+                    lines["unread", number] = line, None
+                else:
+                    name = "read", same(record)
+                    lines.pop(name, None)
+                    lines[name] = line, record
+            self._rewrite(line for line, _ in lines.values())
+        return [record for _, record in lines.values() if record is not None]
+
+    @contextmanager
+    def owned(self) -> Iterator[Store[R]]:
+        """Reads `records`, and keeps every other process from writing, as a sweep does.
+
+        UsageError: another process does so, the folder cannot be written to, or holds rows that have no key.
+        """
+        with ExitStack() as stack:
+            try:
+                stack.enter_context(self.locked(wait=False))
+            except BlockingIOError:
+                raise UsageError(
+                    f"--output {self.folder} is in use by another sweep: wait for it, or name another folder"
+                ) from None
+            except OSError as error:
+                raise UsageError(f"--output {self.folder} cannot be written to: {error.strerror}") from None
+            self._whole_lines()
+            self.records = self.read()
+            if any(key.startswith("line ") for key in self.records):
+                raise UsageError(f"--output {self.folder} holds records that no sweep wrote: name another folder")
+            yield self
+
+    @contextmanager
+    def locked(self, *, wait: bool = True) -> Iterator[None]:
+        """Waits until no other process writes the file, and keeps them waiting. It is created if needed.
+
+        BlockingIOError: another process writes the file, and `wait` is False.
+        """
+        if self._is_locked:
+            yield
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with locked(self.path, wait):
+            self._is_locked = True
+            try:
+                yield
+            finally:
+                self._is_locked = False
+
+    def _whole_lines(self) -> bytes:
+        """The lines of the locked file. An unfinished last line is cut off, with a note on stderr."""
+        data = self.path.read_bytes()
+        whole = data.rfind(b"\n") + 1
+        if whole < len(data):
+            os.truncate(self.path, whole)
+            self._note("its last line was cut off: it was never finished")
+        return data[:whole]
+
+    def _rewrite(self, lines: Iterable[bytes]) -> None:
+        """Writes the lines in place of the locked file. A reader sees all of them or the old ones."""
+        beside = self.path.with_suffix(".tmp")
+        beside.write_bytes(b"".join(lines))
+        beside.replace(self.path)
+
+    def _note(self, what: str) -> None:
+        """Prints what was wrong with the file on stderr."""
+        print(f"note: {self.path}: {what}", file=sys.stderr)
 
 
 @contextmanager
-def locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    """Waits until no other process writes the file, and keeps them waiting. It is created if needed.
+def locked(path: Path, wait: bool) -> Iterator[None]:
+    """Locks the file, which is created if needed. The system ends a lock with the process, however that ends.
 
-    The system ends a lock with the process, however that ends. Windows replaces no open file; there the lock is of a
-    file beside it.
-
-    BlockingIOError: another process writes the file, and `wait` is False.
+    Windows replaces no open file; there the lock is of a file beside it.
     """
     own = path
     if WINDOWS:
@@ -123,96 +230,41 @@ def lock(file: int, wait: bool) -> None:
         time.sleep(0.1)
 
 
-def line_of(key: str, record: Record) -> bytes:
-    return json.dumps({"key": key, **json.loads(record.to_json())}).encode() + b"\n"
+def write_line(file: int, line: bytes) -> None:
+    """Appends the line to the open file, syncs and closes it. If that fails, nothing of the line is left."""
+    end = os.fstat(file).st_size
+    try:
+        while line:
+            line = line[os.write(file, line) :]
+        os.fsync(file)
+    except OSError:
+        os.ftruncate(file, end)  # Truncating needs no space.
+        raise
+    finally:
+        os.close(file)
 
 
-def key_of(line: bytes) -> object:
+def line_of(record: Record, key: str | None) -> bytes:
+    values = json.loads(record.to_json())
+    return json.dumps(values if key is None else {"key": key, **values}).encode() + b"\n"
+
+
+def key_of(line: bytes) -> str | None:
     """The key of a line; None if it has none or is no JSON."""
     try:
         values = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return values.get("key") if isinstance(values, dict) else None
+    key = values.get("key") if isinstance(values, dict) else None
+    return key if isinstance(key, str) else None
 
 
-class Store:
-    """The rows of a folder, locked by one sweep at a time. A line is written completely and synced, or not at all."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        with ExitStack() as stack:
-            try:
-                self.folder.mkdir(parents=True, exist_ok=True)
-                stack.enter_context(locked(self.folder / FILE, wait=False))
-                # Windows would write another end of line.
-                flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
-                self._file = os.open(self.folder / FILE, flags, 0o666)
-            except BlockingIOError:
-                raise UsageError(
-                    f"--output {folder} is in use by another sweep: wait for it, or name another folder"
-                ) from None
-            except OSError as error:
-                raise UsageError(f"--output {folder} cannot be written to: {error.strerror}") from None
-            stack.callback(os.close, self._file)
-            self.records = self._load()
-            self._open = stack.pop_all()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        self._open.close()
-
-    def append(self, key: str, record: Record) -> None:
-        line = line_of(key, record)
-        end = os.fstat(self._file).st_size
-        try:
-            while line:
-                line = line[os.write(self._file, line) :]
-            os.fsync(self._file)
-        except OSError as error:
-            os.ftruncate(self._file, end)  # Drop the partial line; truncating needs no space.
-            raise StoreError(f"{self.folder / FILE} takes no more rows: {error.strerror}") from None
-        self.records[key] = record
-
-    def _load(self) -> dict[str, Record]:
-        path = self.folder / FILE
-        records = dict(rows(whole_lines(path), path, Record))
-        if any(key.startswith("line ") for key in records):
-            raise UsageError(f"--output {self.folder} holds records that no sweep wrote: name another folder")
-        return records
-
-
-def whole_lines(path: Path) -> bytes:
-    """The lines of the file. An unfinished last line is cut off, with a note on stderr."""
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
-        os.truncate(path, whole)
-        print(f"note: {path}: its last line was cut off: it was never finished", file=sys.stderr)
-    return data[:whole]
-
-
-def rows(data: bytes, path: Path, kind: type[R]) -> Iterator[tuple[str, R]]:
-    """(key, record) of each line; the key of a line without one is "line N"."""
-    *lines, _ = data.split(b"\n")
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = kind.from_json(line.decode())
-            key = json.loads(line).get("key")
-            yield key if key and isinstance(key, str) else f"line {number}", record
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
-            note(path, f"line {number} was left out: it is no JSON")
-        except ValueError as error:
-            note(path, f"line {number} was left out: {error}")
-
-
-def note(path: Path, what: str) -> None:
-    """Prints what was wrong with the file on stderr."""
-    print(f"note: {path}: {what}", file=sys.stderr)
+def parse_line(line: bytes, kind: type[R]) -> tuple[str | None, R]:
+    """The key of a line, None without one, and its record. ValueError: it is no record."""
+    try:
+        record = kind.from_json(line.decode())
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
+        raise ValueError("it is no JSON") from None
+    if not json.loads(line).keys() & {field.name for field in dataclasses.fields(kind)} - {"schema"}:
+        raise ValueError("it has no field of a record")
+    return key_of(line) or None, record

@@ -18,11 +18,8 @@ from memcheck.bench.models.case import SIZES, ModelCase, make_model_case
 from memcheck.bench.models.predict import predict_model
 from memcheck.bench.models.profile import profile_model_case, snapshot_model, trace_model
 from memcheck.bench.profile import find_device
+from memcheck.bench.sweep.store import Store
 from memcheck.cli.cases import (
-    append_record,
-    begin_records,
-    case_and_place,
-    drop_replaced,
     exit_code,
     make_room,
     print_answer,
@@ -35,6 +32,7 @@ from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
 from memcheck.measure.export import format_shares, nvtx_ranges
 from memcheck.report import Screen, to_text
+from memcheck.report.cases import case_and_place
 from memcheck.report.models import LETTERS, ModelRows, model_answer, model_title, next_model_step, parts_table
 from memcheck.report.plots.models import plot_models
 
@@ -49,8 +47,8 @@ def run(args: argparse.Namespace) -> int:
     out = sys.stderr if args.format == "json" else sys.stdout
     cases = make_cases(args)
     check_single(args, cases)
-    lines, picture = args.output / "models.jsonl", args.output / "models.png"
-    begin_records(lines)
+    store, picture = Store(args.output, ModelRecord), args.output / "models.png"
+    store.begin()
     records: list[ModelRecord] = []
     rows = ModelRows(Screen.of(out), timed=not (args.no_time or args.predict))
     with progress_bar(len(cases), "profile") as bar:
@@ -60,10 +58,10 @@ def run(args: argparse.Namespace) -> int:
                 tqdm.write(f"{model_title([record])}\n\n{rows.header()}", file=out)
             tqdm.write(rows.row(record), file=out)
             out.flush()
-            append_record(lines, record)
+            store.append(record)
             records.append(record)
             bar.update()
-    drop_replaced(lines, ModelRecord, case_and_place)
+    store.keep_newest(case_and_place)
     plot_models(records, picture, title="Memory of a decoder", subtitle=model_title(records))
     print(f"\n{rows.legend()}", file=out)
     print_doubts([record for record in records if record.source == "measured"], args.doubts, rows.screen, out)
@@ -72,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"\n{parts}\n\n{rows.screen.fill(LETTERS)}", file=out)
     for line in unknown_words(records):
         print(line, file=out)
-    written = [lines, picture, *inspect(cases[0], records[0], args, out)]
+    written = [store.path, picture, *inspect(cases[0], records[0], args, out)]
     print(f"\nWrote {', '.join(map(str, written))}", file=out)
     print_answer([*model_answer(records), next_model_step(records, args.memory_limit)], rows.screen, out)
     if args.format == "json":

@@ -23,9 +23,9 @@ from memcheck.core.record import Record
 
 
 def fill(folder: Path, count: int) -> None:
-    with Store(folder) as store:
+    with Store(folder).owned() as store:
         for number in range(count):
-            store.append(f"key {number}", Record(operator="naive", bsz=number))
+            store.append(Record(operator="naive", bsz=number), f"key {number}")
 
 
 def sizes(folder: Path) -> list[int | None]:
@@ -41,11 +41,11 @@ def test_rows_are_records_with_keys(tmp_path) -> None:
 
 def test_the_newest_of_a_key_counts(tmp_path) -> None:
     fill(tmp_path, 2)
-    with Store(tmp_path) as store:
-        store.append("key 0", Record(operator="naive", bsz=7))
+    with Store(tmp_path).owned() as store:
+        store.append(Record(operator="naive", bsz=7), "key 0")
         assert [record.bsz for record in store.records.values()] == [7, 1]
     assert sizes(tmp_path) == [7, 1]
-    with Store(tmp_path) as store:
+    with Store(tmp_path).owned() as store:
         assert [record.bsz for record in store.records.values()] == [7, 1]
 
 
@@ -56,9 +56,9 @@ def test_an_unfinished_last_line_is_cut_off(tmp_path, capsys, half: bytes) -> No
     (tmp_path / FILE).write_bytes(whole + half)
     assert sizes(tmp_path) == [0, 1]
     assert "its last line was left out" in capsys.readouterr().err
-    with Store(tmp_path) as store:
+    with Store(tmp_path).owned() as store:
         assert "its last line was cut off" in capsys.readouterr().err
-        store.append("key 2", Record(bsz=2))
+        store.append(Record(bsz=2), "key 2")
     assert (tmp_path / FILE).read_bytes().startswith(whole)
     assert sizes(tmp_path) == [0, 1, 2]
     assert capsys.readouterr().err == ""
@@ -68,10 +68,22 @@ def test_only_a_broken_line_is_left_out(tmp_path, capsys) -> None:
     fill(tmp_path, 1)
     with (tmp_path / FILE).open("ab") as file:
         file.write(b'\0\0\0\n[1]\n\xff\n{"key": "key 9", "bsz": 1, "query_len": "x"}\n')
-    with Store(tmp_path) as store:
-        store.append("key 1", Record(bsz=1))
+    with Store(tmp_path).owned() as store:
+        store.append(Record(bsz=1), "key 1")
     assert sizes(tmp_path) == [0, 1]
     assert "line 2 was left out: it is no JSON" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("line", ["{}", '{"schema": 1}', '{"key": "a sweep"}'])
+def test_a_line_without_a_field_is_no_record(tmp_path, capsys, line: str) -> None:
+    store = Store(tmp_path)
+    store.append(Record(bsz=1))
+    with store.path.open("a") as file:
+        file.write(line + "\n")
+    assert sizes(tmp_path) == [1]
+    assert capsys.readouterr().err == f"note: {store.path}: line 2 was left out: it has no field of a record\n"
+    assert store.keep_newest(lambda record: record.bsz) == [Record(bsz=1)]
+    assert store.path.read_text().splitlines()[1] == line  # What cannot be read is kept.
 
 
 @pytest.mark.parametrize(
@@ -108,24 +120,51 @@ def test_terms_are_read_under_their_older_name() -> None:
 def test_records_of_other_commands_are_read_and_left_alone(tmp_path) -> None:
     (tmp_path / FILE).write_text(Record(bsz=5).to_json() + "\n" + Record(bsz=5).to_json() + "\n")
     assert sizes(tmp_path) == [5, 5]
-    with pytest.raises(UsageError, match="holds records that no sweep wrote: name another folder"):
-        Store(tmp_path)
+    with pytest.raises(UsageError, match="holds records that no sweep wrote"), Store(tmp_path).owned():
+        pass
 
 
 def test_two_sweeps_do_not_share_a_folder(tmp_path) -> None:
-    with Store(tmp_path):
-        with pytest.raises(UsageError, match="is in use by another sweep"):
-            Store(tmp_path)
+    with Store(tmp_path).owned():
+        with pytest.raises(UsageError, match="is in use by another sweep"), Store(tmp_path).owned():
+            pass
         assert sizes(tmp_path) == []
-    Store(tmp_path).close()
+    with Store(tmp_path).owned():
+        pass
+
+
+@pytest.mark.isolated
+def test_a_command_waits_for_a_sweep_of_another_process(tmp_path) -> None:
+    """The command appends a row and drops replaced ones while the sweep appends; no row of either is lost."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            with Store(tmp_path).owned() as store:
+                os.write(writer, b"owned")
+                for number in range(50):
+                    store.append(Record(bsz=number), f"key {number}")
+                    time.sleep(0.002)
+        finally:
+            os._exit(0)
+    os.read(reader, 5)
+    store = Store(tmp_path)
+    store.append(Record(operator="naive"))
+    kept = store.keep_newest(lambda record: (record.operator, record.bsz))
+    os.waitpid(child, 0)
+    assert [record.bsz for record in kept] == [*range(50), None]
+    assert sizes(tmp_path) == [*range(50), None]
 
 
 def test_a_folder_without_rows_or_rights(tmp_path) -> None:
     with pytest.raises(UsageError, match=r"holds no records.jsonl"):
         read_records(tmp_path)
     (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match="cannot be written to: Not a directory"):
-        Store(tmp_path / "file" / "results")
+    with (
+        pytest.raises(UsageError, match="cannot be written to: Not a directory"),
+        Store(tmp_path / "file" / "results").owned(),
+    ):
+        pass
 
 
 def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch) -> None:
@@ -138,11 +177,13 @@ def test_a_full_disk_leaves_whole_rows(tmp_path, monkeypatch) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(file, data[:10])
 
-    with Store(tmp_path) as store:
-        monkeypatch.setattr(os, "write", write_ten_bytes_then_fail)
+    monkeypatch.setattr(os, "write", write_ten_bytes_then_fail)
+    with Store(tmp_path).owned() as store:
         with pytest.raises(StoreError, match=r"records.jsonl takes no more rows: No space left on device"):
-            store.append("key 2", Record(bsz=2))
+            store.append(Record(bsz=2), "key 2")
         assert "key 2" not in store.records
+    with pytest.raises(StoreError, match=r"records.jsonl takes no more rows: No space left on device"):
+        Store(tmp_path).append(Record(bsz=2))
     assert (tmp_path / FILE).read_bytes() == whole
 
 
@@ -170,20 +211,20 @@ def test_a_torn_write_costs_only_its_row(rows: list[tuple[int, int]], cut: int, 
     """Rows before any cut remain, also where other bytes than the row's were written, and the next row is whole."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        with Store(folder) as store:
+        with Store(folder).owned() as store:
             ends = [0]
             for key, value in rows:
-                store.append(f"key {key}", Record(bsz=value))
+                store.append(Record(bsz=value), f"key {key}")
                 ends.append((folder / FILE).stat().st_size)
         cut = min(cut, ends[-1])
         torn = (folder / FILE).read_bytes()[:cut] + garbage.replace(b"\n", b"")
         (folder / FILE).write_bytes(torn)
         whole = dict(rows[: sum(end <= cut for end in ends) - 1])
-        with Store(folder) as store:
+        with Store(folder).owned() as store:
             assert {key: record.bsz for key, record in store.records.items()} == {
                 f"key {k}": n for k, n in whole.items()
             }
-            store.append("next", Record(bsz=7))
+            store.append(Record(bsz=7), "next")
         assert sizes(folder) == [*whole.values(), 7]
 
 
@@ -201,9 +242,9 @@ def test_a_kill_at_any_moment_keeps_the_rows_before_it(tmp_path, seed: int) -> N
     time.sleep(random.uniform(0, 0.05))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    with Store(tmp_path) as store:
+    with Store(tmp_path).owned() as store:
         kept = [record.bsz for record in store.records.values()]
         assert kept == list(range(len(kept)))
         assert kept
-        store.append("next", Record(bsz=7))
+        store.append(Record(bsz=7), "next")
     assert sizes(tmp_path) == [*kept, 7]
