@@ -46,7 +46,9 @@ class MetaCopies(TorchFunctionMode):
         self.stand = stand
         self.memo: dict[int, Any] = {}  # As copy.deepcopy keeps it.
         self._copies: set[int] = set()  # Identities of copied modules and optimizers.
-        self._reaching = Reaching(self._copy_of_part)
+        # Without a cycle, so that a replaced object frees its copies at once: the garbage collector rests.
+        copy_of_part = weakref.WeakMethod(self._copy_of_part)
+        self._reaching = Reaching(lambda part: copy_of_part()(part))  # type: ignore[misc]
         self.doubts: list[str] = []
         self._met: list[Tensor] = []  # Originals whose copies lack their attributes and hooks.
         # By the original's identity: the original and its copy.
