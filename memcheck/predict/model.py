@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -199,8 +200,19 @@ def argument_names(model: Any, count: int) -> list[str]:
     return [*names, *(f"argument {index}" for index in range(len(names), count))][:count]
 
 
-# Said of a tensor with data that reaches autograd where no function mode sees it.
-MIXED = "expected device cpu but got meta"
+# Parts of messages of torch that do not say what to do, and what is said instead. {} is the operator that it names.
+INSTEAD = {
+    # Of a tensor with data that reaches autograd where no function mode sees it.
+    "expected device cpu but got meta": (
+        "a compiled or autograd function takes a parameter that the model does not own; give it to the model"
+    ),
+    "NestedTensor": NESTED,
+    "for HigherOrderOperator": (
+        "torch's higher-order operator {} is not predicted; measure the model, or call the functions that it is given"
+    ),
+    "Cannot copy out of meta tensor": "a tensor moves to cpu, as by save_on_cpu: that is not predicted; measure it",
+    "attempted to run this operator with Meta": "{} needs values that are not known on meta; measure the model",
+}
 # Parts of torch's messages when contents of a tensor without data, or properties of a missing GPU, are needed.
 LACKS = ("meta", "Meta", "data-dependent", "data is not allocated", "not compiled with CUDA", "NestedTensor")
 
@@ -227,10 +239,9 @@ def stopped(call: Call, device: Device, record: Record, error: Exception, run: T
     """The prediction of a model that could not be traced."""
     where = run.mode.modules.path_of(None)
     reason = str(error).strip().partition("\n")[0]
-    if "NestedTensor" in reason:
-        reason = NESTED
-    if MIXED in reason:
-        reason = "a compiled or autograd function takes a parameter that the model does not own; give it to the model"
+    if (instead := next((words for part, words in INSTEAD.items() if part in reason), None)) is not None:
+        operator = re.search(r"HigherOrderOperator (\w+)|(\w+::\w+)", reason)
+        reason = instead.format(next(filter(None, operator.groups())) if operator else "")
     why = f"{reason} (in {where})" if where else reason
     record.status, record.reason, record.exact, record.basis = "skipped", f"not predicted: {why}", False, None
     record.doubts = (why,)

@@ -473,3 +473,25 @@ def test_a_probe_leaves_the_doubt_that_threads_allocate_at_once() -> None:
     finally:
         torch.set_num_threads(before)
     assert "how many of 2 threads have their sums of rows at once" in prediction.unknown
+
+
+def on_the_cpu(x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return x.sin() * x
+
+
+SENTENCES: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "higher-order operator cond is not predicted; measure the model": (
+        lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+        "cpu",
+    ),
+    "a tensor moves to cpu": (on_the_cpu, "A100-40GB"),
+}
+
+
+@pytest.mark.parametrize("words", SENTENCES)
+def test_what_is_not_predicted_says_what_to_do(words: str) -> None:
+    model, device = SENTENCES[words]
+    record = memcheck.predict_memory(model, torch.ones(4, requires_grad=True), device=device).record
+    assert record.status == "skipped"
+    assert words in str(record.reason)
