@@ -74,20 +74,21 @@ PACK = torch.ops.aten._pack_padded_sequence.default
 GROUPED = torch.ops.aten._grouped_mm.default
 # What a node's code writes into its first operand, except when a mode such as AllocationMode is active.
 WRITES_IN_PLACE = {
-    "CummaxBackward0": "aten::scatter_add",
-    "CumminBackward0": "aten::scatter_add",
-    "GatherBackward0": "aten::scatter_add",
-    "IndexBackward0": "aten::index_put",
-    "IndexSelectBackward0": "aten::index_add",
-    "KthvalueBackward0": "aten::scatter",
-    "MaskedSelectBackward0": "aten::masked_scatter",
-    "MaxBackward0": "aten::scatter",
-    "MedianBackward1": "aten::scatter",
-    "MinBackward0": "aten::scatter",
-    "ModeBackward0": "aten::scatter",
-    "SortBackward0": "aten::scatter",
-    "SortBackward1": "aten::scatter",
-    "TopkBackward0": "aten::scatter",
+    "ClampBackward0": ("aten::logical_and", "aten::logical_or"),
+    "CummaxBackward0": ("aten::scatter_add",),
+    "CumminBackward0": ("aten::scatter_add",),
+    "GatherBackward0": ("aten::scatter_add",),
+    "IndexBackward0": ("aten::index_put",),
+    "IndexSelectBackward0": ("aten::index_add",),
+    "KthvalueBackward0": ("aten::scatter",),
+    "MaskedSelectBackward0": ("aten::masked_scatter",),
+    "MaxBackward0": ("aten::scatter",),
+    "MedianBackward1": ("aten::scatter",),
+    "MinBackward0": ("aten::scatter",),
+    "ModeBackward0": ("aten::scatter",),
+    "SortBackward0": ("aten::scatter",),
+    "SortBackward1": ("aten::scatter",),
+    "TopkBackward0": ("aten::scatter",),
 }
 IN_PLACE_OF_LOGITS = ("aten::div", "aten::mul", "aten::sub")
 # Nodes that run other operators if an element is zero.
@@ -333,7 +334,8 @@ class AllocationMode(TorchDispatchMode):
         if node == "BinaryCrossEntropyWithLogitsBackward0" and call.name in IN_PLACE_OF_LOGITS:
             allocation = self.storages.allocation_of(call.self)
             return allocation is not None and allocation.made_by in ("aten::add", "aten::sub", "aten::sigmoid")
-        return bool(node) and WRITES_IN_PLACE.get(node) == call.name
+        # Tensors of torch.func have no memory of their own, and nothing is written into them either.
+        return call.name in WRITES_IN_PLACE.get(node, ()) and not is_inside(TRANSFORMS)
 
     def _accumulates(self, call: Call) -> bool:
         """Whether autograd's engine adds a gradient to an earlier one in place, because nothing else holds that."""

@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memcheck.core.tensors import tensors_in
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import cast_for
-from memcheck.predict.on_device import ANSWERS, Mish, answer, capability_of, moved, one_hot
+from memcheck.predict.on_device import ANSWERS, Extremum, Mish, answer, capability_of, moved, one_hot
 from memcheck.predict.probed import call_to_check
 from memcheck.predict.python_functions import Bodies, answered, original, yes
 from memcheck.predict.rms_norm import fused_rms_norm, is_fused
@@ -28,6 +29,8 @@ from memcheck.predict.values import is_meta
 
 # Functions that make a tensor of numbers, or of another library's array.
 OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
+# Functions that return one element of a whole tensor.
+EXTREMA = (torch.max, torch.min, Tensor.max, Tensor.min)
 # Functions that read the values of a tensor.
 READERS = {"tolist", "numpy", "__array__"}
 # Functions that choose their implementation by device internally. Modes cannot see inside, so the traced operators
@@ -129,8 +132,10 @@ class DeviceFunctions(TorchFunctionMode):
             return torch.native_dropout(*args[:3])[0]  # One kernel, which keeps a mask of a byte per element.
         if func is torch._C._nn.one_hot:
             return one_hot(target, *args, **kwargs)
-        if func is torch._C._nn.mish and not kwargs:
+        if func is torch._C._nn.mish and not kwargs and not derives_otherwise():
             return Mish.apply(*args)
+        if func in EXTREMA and target.kind == "cpu" and len(args) == 1 and not kwargs and wants_plain_gradients(args):
+            return Extremum.apply(args[0], func)
         if func is torch.nn.functional.linear:
             with self._adding_in_place():
                 return func(*args, **kwargs)
@@ -235,6 +240,15 @@ def counted_random_state(mode: AllocationMode) -> Tensor:
 
 def is_tensor(args: Any) -> bool:
     return bool(args) and isinstance(args[0], Tensor)
+
+
+def derives_otherwise() -> bool:
+    """Whether forward-mode AD or a transform of torch.func is active, which takes no plain autograd function."""
+    return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
+
+
+def wants_plain_gradients(args: Any) -> bool:
+    return wants_gradients(args) and not derives_otherwise()
 
 
 def wants_gradients(args: Any) -> bool:

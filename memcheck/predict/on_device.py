@@ -40,6 +40,23 @@ class Mish(torch.autograd.Function):
         return torch.empty_like(x)
 
 
+class Extremum(torch.autograd.Function):
+    """The largest or smallest element of a whole tensor, whose backward on the CPU is another one under a mode."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, function: Any) -> Tensor:
+        y: Tensor = function(x)
+        ctx.save_for_backward(x, y)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        mask = x == y
+        found = x.new_zeros(x.shape)
+        return found.masked_fill_(mask, gradients[0] / mask.sum()), None
+
+
 def one_hot(target: Target, x: Tensor, num_classes: int = -1) -> Tensor:
     """torch.nn.functional.one_hot, which runs other operators under a mode. On the CPU it checks the classes."""
     if x.numel() == 0:

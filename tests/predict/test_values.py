@@ -285,3 +285,20 @@ CHECKS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("name", CHECKS)
 def test_checks_are_assumed_to_pass(name: str) -> None:
     is_exact(CHECKS[name], of_x())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gradients_of_extrema_and_of_bounds_are_exact(dtype: torch.dtype, transposed: bool) -> None:
+    """Their backward has other operators under a mode."""
+    x = of_x().to(dtype)
+    x = (x.t() if transposed else x).detach().requires_grad_()
+    low, high = torch.zeros(1, dtype=dtype, requires_grad=True), torch.ones_like(x, requires_grad=True)
+    is_exact(lambda x: x / x.max(), x)
+    is_exact(torch.min, x)
+    is_exact(torch.clamp, x, low, high)
+
+
+def test_transforms_of_functions_write_no_gradient_in_place() -> None:
+    for function in (lambda x: x.max(1)[0].sum(), lambda x: x.sort()[0][0, 0]):
+        is_exact(torch.func.grad(function), of_x().detach(), backward=False)
