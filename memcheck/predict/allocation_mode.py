@@ -111,6 +111,7 @@ class AllocationMode(TorchDispatchMode):
         self.numbers = KeptNumbers(self.storages)
         self.copies = MetaCopies(self.values, self.storages.stand)
         self.follows_calls = False
+        self.saw_transforms = False  # Of torch.func.
         self.calls: dict[str, FunctionCall] = {}  # What a check is to repeat.
         self.unknown: dict[str, dict[str, None]] = {}
         self.guessed: set[str] = set()

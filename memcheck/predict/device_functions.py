@@ -83,6 +83,7 @@ class DeviceFunctions(TorchFunctionMode):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         target = self.mode.target
+        self.mode.saw_transforms |= torch._C._functorch.maybe_current_level() is not None
         args, kwargs = self.mode.copies.with_leaves(args, kwargs)
         said = answer(func, args, target)
         if said is not None:

@@ -116,13 +116,15 @@ class TraceRunner:
         began = len(self.result.log.events)
         with torch.set_grad_enabled(workload.backward):
             returned = workload.forward(self.mode.target.kind)  # Alive until the step ends.
+        leaves = [(name, leaf) for name, leaf in (*given, *owned) if leaf.requires_grad]
+        if workload.backward and leaves and not returned.roots and self.mode.saw_transforms:
+            self.mode.note_unknown(Unlisted("when torch frees what a transform of a function made"), "forward")
         self._renew_parameters(owned)
         self._note_outputs(returned.named, workload, began)
         self._end("forward", next_phase="backward")
         if returned.roots and workload.backward:
             self.result.backward_from = returned.words
             self.mode.begin_thread()
-            leaves = [(name, leaf) for name, leaf in (*given, *owned) if leaf.requires_grad]
             self._backward(returned.roots, leaves)
             self._end("backward", next_phase="optimizer")
             if workload.optimizer_step is not None:

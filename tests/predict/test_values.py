@@ -299,6 +299,13 @@ def test_gradients_of_extrema_and_of_bounds_are_exact(dtype: torch.dtype, transp
     is_exact(torch.clamp, x, low, high)
 
 
+def test_what_a_transform_keeps_in_a_cycle_is_a_doubt() -> None:
+    """The gradient of a sum does not depend on x, and torch keeps the sum until the garbage collector runs."""
+    prediction = memcheck.predict_memory(torch.func.grad(torch.sum), of_x())
+    assert "when torch frees what a transform of a function made" in prediction.unknown
+    is_exact(torch.func.grad(torch.sum), of_x().detach())
+
+
 def test_transforms_of_functions_write_no_gradient_in_place() -> None:
     for function in (lambda x: x.max(1)[0].sum(), lambda x: x.sort()[0][0, 0]):
         is_exact(torch.func.grad(function), of_x().detach(), backward=False)
