@@ -244,7 +244,9 @@ class Values:
     def _of(self, tensor: Tensor) -> Contents | None:
         if tensor.layout != torch.strided or is_wrapped(tensor):
             return None
-        return self._contents.get(tensor.untyped_storage()._cdata)
+        storage = tensor.untyped_storage()
+        found = self._contents.get(storage._cdata)
+        return found if found is not None and found.bytes == storage.nbytes() else None  # None: it was resized.
 
     def _set(self, storage: torch.UntypedStorage, contents: Contents) -> None:
         if storage._cdata not in self._contents:

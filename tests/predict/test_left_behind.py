@@ -601,3 +601,21 @@ def test_a_cache_of_a_library_is_empty_again(monkeypatch: pytest.MonkeyPatch) ->
         assert memcheck.predict_memory(torch.sin, given).record.reason == prediction.record.reason
     strided = memcheck.predict_memory(lambda x: torch.nested.nested_tensor([x]), X)
     assert strided.record.reason == prediction.record.reason
+
+
+class Resizing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Tensor
+        self.register_buffer("counts", torch.tensor([0], dtype=torch.int32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts.resize_(len(x)).fill_(1)
+        return x * self.counts.view(-1, 1)
+
+
+def test_a_buffer_that_the_forward_resizes_keeps_its_memory() -> None:
+    model = Resizing()
+    memcheck.predict_memory(model, X)
+    assert model.counts.untyped_storage().nbytes() == 4
+    assert model.counts.tolist() == [0]
