@@ -300,10 +300,10 @@ def triangle(call: Call) -> Iterator[Unknown]:
 
 @rule("cpu", "pow")
 def power(call: Call) -> Iterator[Scratch | Unknown]:
-    """A number as the base becomes a tensor, unless it is 1."""
+    """A number as the base becomes a tensor, unless it is 1. True is not 1 here."""
     if not takes_nothing(call.name, "cpu", call.values, call.outputs):
         yield unlisted(call)
-    elif not isinstance(call.self, Tensor) and call.self != 1:
+    elif not isinstance(call.self, Tensor) and (call.self is True or call.self != 1):
         own, (y,) = NUMBERS[type(call.self)], call.outputs
         yield Scratch("number", own.itemsize)
         yield Scratch("number in the common type", y.element_size() if y.dtype != own else 0)

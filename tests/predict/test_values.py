@@ -309,3 +309,9 @@ def test_what_a_transform_keeps_in_a_cycle_is_a_doubt() -> None:
 def test_transforms_of_functions_write_no_gradient_in_place() -> None:
     for function in (lambda x: x.max(1)[0].sum(), lambda x: x.sort()[0][0, 0]):
         is_exact(torch.func.grad(function), of_x().detach(), backward=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.complex64])
+def test_powers_of_true_are_exact(dtype: torch.dtype) -> None:
+    for base in (True, False, 1, 2):
+        is_exact(lambda x, base=base: torch.pow(base, x), torch.ones(4, 8).to(dtype))
