@@ -78,8 +78,8 @@ def measure_memory(
     steps: 1 measures the very first step, in which the optimizer makes its state; 2 and more a step in the steady
         state. 2 by default with an optimizer. Without one, every step is like the first.
     accumulate: backwards of a step, each after a forward on the same inputs. The last one is measured, in which the
-        gradients of the others are alive, also those of inputs that require grad: give inputs that do not if they
-        are other tensors in each pass.
+        gradients of the others are alive, also those of inputs that require grad. If each pass of a loop has new
+        inputs, give inputs that do not require grad.
     clip_grad_norm: the norm to which torch.nn.utils.clip_grad_norm_ clips the gradients of the optimizer's parameters
         before its step. What it takes is part of optimizer_peak_bytes.
     set_to_none: with False the optimizer's zero_grad keeps the gradients, as zeros, so that they are alive in the

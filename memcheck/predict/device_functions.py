@@ -135,7 +135,14 @@ class DeviceFunctions(TorchFunctionMode):
             return one_hot(target, *args, **kwargs)
         if func is torch._C._nn.mish and not kwargs and not derives_otherwise():
             return Mish.apply(*args)
-        if func in EXTREMA and target.kind == "cpu" and len(args) == 1 and not kwargs and wants_plain_gradients(args):
+        if (
+            func in EXTREMA
+            and target.kind == "cpu"
+            and len(args) == 1
+            and not kwargs
+            and wants_gradients(args)
+            and not derives_otherwise()
+        ):
             return Extremum.apply(args[0], func)
         if func is torch.nn.functional.linear:
             with self._adding_in_place():
@@ -246,10 +253,6 @@ def is_tensor(args: Any) -> bool:
 def derives_otherwise() -> bool:
     """Whether forward-mode AD or a transform of torch.func is active, which takes no plain autograd function."""
     return forward_ad._current_level >= 0 or torch._C._functorch.maybe_current_level() is not None
-
-
-def wants_plain_gradients(args: Any) -> bool:
-    return wants_gradients(args) and not derives_otherwise()
 
 
 def wants_gradients(args: Any) -> bool:

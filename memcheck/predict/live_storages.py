@@ -31,7 +31,7 @@ class LiveStorages:
         self._lent: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
         self._emptied: dict[int, str] = {}  # Names of storages that were resized to nothing.
         # Storages that were there before and are no inputs or parameters, and memory that is not torch's.
-        self._standing: set[int] = set()
+        self._preexisting: set[int] = set()
         self.on_host: set[int] = set()  # Storages on the CPU that the run made.
         self._empty: set[int] = set()  # Storages on meta without bytes.
         self._is_noting = True
@@ -71,7 +71,7 @@ class LiveStorages:
         size = storage.nbytes()
         if not (counts or storage.device.type == "meta") or size == 0 or storage in self:
             return
-        if storage._cdata in self._standing:
+        if storage._cdata in self._preexisting:
             return
         if storage._cdata in self._aside and self.log.phase != "inputs":
             return
@@ -88,7 +88,7 @@ class LiveStorages:
 
     def identities(self) -> set[int]:
         """Identities of the storages without data that are alive."""
-        return {*self._allocations, *self._aside, *self._standing, *self._empty} - self.on_host
+        return {*self._allocations, *self._aside, *self._preexisting, *self._empty} - self.on_host
 
     def set_aside(self, other: LiveStorages) -> None:
         """Does not count what the other saw allocated, unless it is among the inputs."""
@@ -96,7 +96,7 @@ class LiveStorages:
 
     def note_not_torchs(self, tensor: Tensor) -> None:
         """The tensor's memory is NumPy's, or another buffer's."""
-        self._remember(self._standing, tensor.untyped_storage())
+        self._remember(self._preexisting, tensor.untyped_storage())
 
     def note_copies(self, copies: Iterable[tuple[torch.UntypedStorage, torch.UntypedStorage]]) -> None:
         """Marks copies of what the model holds as there from the start, unless they are inputs or parameters."""
@@ -106,7 +106,7 @@ class LiveStorages:
 
     def stand(self, real: torch.UntypedStorage, storage: torch.UntypedStorage) -> None:
         """Marks the copy of a real storage as there from the start."""
-        self._remember(self._standing, storage)
+        self._remember(self._preexisting, storage)
         if self.target.kind == "cuda" and storage.nbytes():  # A measurement on the CPU does not count them.
             self.held.append(Allocation("tensor that the model holds", storage.nbytes(), 0))
             weakref.finalize(storage, self.log.free, self.held[-1])
