@@ -30,12 +30,12 @@ from memcheck.core.outputs import start_of
 from memcheck.core.tensors import dtype_name, gradients_for, storages_in, tensors_in
 from memcheck.core.workload import Workload
 from memcheck.measure.tracker import track
+from memcheck.predict.known_contents import KnownContents, flagged_as
 from memcheck.predict.model import Call
 from memcheck.predict.probed import FunctionCall, Layout, Probed, Result
 from memcheck.predict.replay import target_for
 from memcheck.predict.sparse import dense_parts, is_sparse, parts_of, with_parts
 from memcheck.predict.trace_runner import TraceRunner
-from memcheck.predict.values import Values, flagged_as
 
 # Factors of the contents of floating-point operands in further runs of an operator. Unequal peaks are a doubt.
 FACTORS = (1.0, 0.001, 100.0)
@@ -116,11 +116,13 @@ class CpuProbe:
         self.table = table or Table()
         self.most_bytes = most_bytes
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values) -> Probed | None:
-        key = key_of(func, args, kwargs, values)
+    def __call__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], contents: KnownContents
+    ) -> Probed | None:
+        key = key_of(func, args, kwargs, contents)
         with ONE_AT_A_TIME:
             if key not in self.table.found:
-                self.table.add(key, self._run(func, args, kwargs, values))
+                self.table.add(key, self._run(func, args, kwargs, contents))
             return self.table.found[key]
 
     def check(self, call: FunctionCall) -> str | None:
@@ -147,19 +149,19 @@ class CpuProbe:
             return None  # What is not known is named already.
         return f"{call.name} alone takes {measured}, and not {predicted}"
 
-    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values) -> Probed | None:
+    def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], contents: KnownContents) -> Probed | None:
         if sum(span_bytes(operand) for operand in dense_parts((args, kwargs))) > self.most_bytes:
             return None
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                found = [probed(func, args, kwargs, values)]
-                found += again(func, args, kwargs, values)
+                found = [probed(func, args, kwargs, contents)]
+                found += again(func, args, kwargs, contents)
                 if any(other != found[0] for other in found) and others_run():
-                    found = list(again(func, args, kwargs, values, usual))
+                    found = list(again(func, args, kwargs, contents, usual))
         except Exception:  # Whatever an operator says about contents that were made up.
             return None
-        if depends_on_integers(func, args, kwargs, values):
+        if depends_on_integers(func, args, kwargs, contents):
             return dataclasses.replace(found[0], doubt="it may depend on integers that are not known")
         if all(other == found[0] for other in found):
             return found[0]
@@ -176,8 +178,10 @@ class CarriedProbe(CpuProbe):
     def __init__(self, table: Table, place: tuple[str, ...]) -> None:
         self.table, self.place = table, place
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values) -> Probed | None:
-        return self.table.found.get(key_of(func, args, kwargs, values, self.place))
+    def __call__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], contents: KnownContents
+    ) -> Probed | None:
+        return self.table.found.get(key_of(func, args, kwargs, contents, self.place))
 
     def check(self, call: FunctionCall) -> str | None:
         if call.name == "untyped_storage":  # Predictions themselves call it. It allocates nothing.
@@ -251,7 +255,7 @@ OF_ANY_INTEGERS = frozenset(
 )
 
 
-def depends_on_integers(func: Any, args: Any, kwargs: Any, values: Values) -> bool:
+def depends_on_integers(func: Any, args: Any, kwargs: Any, contents: KnownContents) -> bool:
     """Whether an operand has unknown integers, on which the allocations of the operator may depend."""
     if func._schema.name.removeprefix("aten::") in OF_ANY_INTEGERS or torch.Tag.pointwise in func.tags:
         return False
@@ -260,7 +264,7 @@ def depends_on_integers(func: Any, args: Any, kwargs: Any, values: Values) -> bo
         for x in dense_parts((args, kwargs))
         if not x.is_floating_point() and not x.is_complex() and x.dtype != torch.bool
     )
-    return any(x.numel() and values.of(x) is None for x in whole)
+    return any(x.numel() and contents.of(x) is None for x in whole)
 
 
 def with_true_workspace(func: Any, args: Any) -> Any:
@@ -290,17 +294,19 @@ def usual(measure: Callable[[], Found]) -> Found:
 
 
 def again(
-    func: Any, args: Any, kwargs: Any, values: Values, way: Callable[[Callable[[], Probed]], Probed] = once
+    func: Any, args: Any, kwargs: Any, contents: KnownContents, way: Callable[[Callable[[], Probed]], Probed] = once
 ) -> Iterator[Probed]:
     """Runs the operator with other contents. Skips contents that it refuses."""
     for factor in FACTORS:
         with contextlib.suppress(Exception):
-            yield way(lambda factor=factor: probed(func, args, kwargs, values, factor))  # type: ignore[misc]
+            yield way(lambda factor=factor: probed(func, args, kwargs, contents, factor))  # type: ignore[misc]
 
 
-def probed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values, factor: float = 1.0) -> Probed:
+def probed(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], contents: KnownContents, factor: float = 1.0
+) -> Probed:
     """Runs the operator once."""
-    args, kwargs = tree_map(lambda part: real(part, values, factor), (args, kwargs))
+    args, kwargs = tree_map(lambda part: real(part, contents, factor), (args, kwargs))
     args = with_true_workspace(func, args)
     operands = list(tensors_in((args, kwargs)))
     given = {storage._cdata: index for index, operand in enumerate(operands) for storage in storages_in(operand)}
@@ -327,7 +333,7 @@ def result_of(tensor: Tensor, given: dict[int, int], earlier: list[Tensor]) -> R
     return Result(*layout, dtype_name(tensor), storage.nbytes(), operand, same)
 
 
-def real(part: Any, values: Values, factor: float = 1.0) -> Any:
+def real(part: Any, contents: KnownContents, factor: float = 1.0) -> Any:
     """A real tensor of the same layout, with the contents if they are known.
 
     Else integers are zeros, and floats are fractions. Batches of square matrices can be inverted and decomposed.
@@ -337,8 +343,8 @@ def real(part: Any, values: Values, factor: float = 1.0) -> Any:
     if not isinstance(part, Tensor):
         return part
     if is_sparse(part):
-        return with_parts(part, tuple(real(inner, values, factor) for inner in parts_of(part)))
-    known = values.of(part)
+        return with_parts(part, tuple(real(inner, contents, factor) for inner in parts_of(part)))
+    known = contents.of(part)
     size = part.storage_offset() + span(part)
     shell = torch.zeros(size, dtype=part.dtype)
     if part.is_floating_point():
@@ -365,10 +371,14 @@ def span_bytes(tensor: Tensor) -> int:
 
 
 def key_of(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values, place: tuple[str, ...] | None = None
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    contents: KnownContents,
+    place: tuple[str, ...] | None = None,
 ) -> str:
     """The operator and its arguments, the threads, torch's version and the device; by default those of this process."""
-    words = tree_map(lambda part: described(part, values), (args, kwargs))
+    words = tree_map(lambda part: described(part, contents), (args, kwargs))
     # Some operators return more where gradients are wanted.
     return json.dumps([str(func), repr(words), f"grad {torch.is_grad_enabled()}", *(place or environment())])
 
@@ -378,15 +388,15 @@ def environment() -> tuple[str, ...]:
     return f"{torch.get_num_threads()} threads", f"torch {torch.__version__}", f"cpu {capability}"
 
 
-def described(part: Any, values: Values) -> Any:
+def described(part: Any, contents: KnownContents) -> Any:
     if not isinstance(part, Tensor):
         return part
     if is_sparse(part):
-        own = [described(inner, values) for inner in parts_of(part)]
+        own = [described(inner, contents) for inner in parts_of(part)]
         return f"{part.layout}{list(part.shape)}{own}{part.layout == torch.sparse_coo and part.is_coalesced()}"
     words = f"{dtype_name(part)}{list(part.shape)}{list(part.stride())}+{part.storage_offset()}"
     words += f"{' conjugated' * part.is_conj()}{' negated' * part.is_neg()}"
-    known = None if part.is_floating_point() and not values.decides(part) else values.of(part)
+    known = None if part.is_floating_point() and not contents.decides(part) else contents.of(part)
     if known is not None:
         plain = known.resolve_conj().resolve_neg().reshape(-1).clone(memory_format=torch.contiguous_format)
         words += hashlib.sha256(plain.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
@@ -401,7 +411,7 @@ def tensor_of(layout: Layout, device: str) -> Tensor:
     """A leaf of that layout on "cpu" or "meta". On the CPU it has contents as `real` makes them."""
     shape = layout.on_meta()
     if device == "cpu":
-        shape = real(shape, Values())
+        shape = real(shape, KnownContents())
         if layout.contents is not None and 0 not in layout.stride:
             shape.copy_(layout.contents)
     return shape.requires_grad_(layout.requires_grad)
@@ -424,14 +434,14 @@ def measured_sums(call: FunctionCall) -> tuple[int, ...]:
 
 def predicted_sums(call: FunctionCall, probe: CpuProbe) -> tuple[tuple[int, ...], dict[str, Any]]:
     """The same sums by prediction, and descriptions of unknown allocations by phase."""
-    values = Values()
+    contents = KnownContents()
     tensors = tuple(tensor_of(layout, "meta") for layout in call.layouts)
     for tensor, layout in zip(tensors, call.layouts, strict=True):
         if layout.contents is not None:
-            values.note(tensor, layout.contents)
+            contents.note(tensor, layout.contents)
     case = Call(call.run, backward=call.grad)
     workload = Workload(case, call.run, tensors, ((), None), ())
-    run = TraceRunner(target_for(device_named("cpu")), dense_grad=True, values=values, probe=probe)
+    run = TraceRunner(target_for(device_named("cpu")), dense_grad=True, contents=contents, probe=probe)
     trace = run.trace(workload)
     sums: list[int] = []
     held = sum(allocation.bytes for allocation in trace.log.alive(trace.phases["inputs"][1]))

@@ -78,7 +78,7 @@ class Trace:
     operators: the names of all operators that ran, each once.
     unknown: phase, or ANY_PHASE -> descriptions of allocations whose sizes are unknown.
     guessed: phases in which even sizes of results are unknown.
-    lingering: phases whose allocations another thread may free after their end.
+    freed_late: phases whose allocations another thread may free after their end.
     backward_from: that of the record.
     beyond: the phase that ended with a tensor beyond 64 bits.
     """
@@ -102,7 +102,7 @@ class Trace:
     operators: tuple[str, ...] = ()
     unknown: dict[str, tuple[str, ...]] = field(default_factory=dict)
     guessed: frozenset[str] = frozenset()
-    lingering: frozenset[str] = frozenset()
+    freed_late: frozenset[str] = frozenset()
     beyond: str | None = None
     backward_from: str | None = None
 

@@ -26,6 +26,7 @@ from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog
 from memcheck.predict.checks import passing_value
 from memcheck.predict.engine import engine_calls, is_dense, run_backward, use_counts
 from memcheck.predict.kept_numbers import KeptNumbers, kept_bytes, numbers_for_tensors, without_kept
+from memcheck.predict.known_contents import NEEDS_VALUES, UNKNOWN, KnownContents, flagged_as, is_meta, written_by
 from memcheck.predict.live_storages import LiveStorages, running_node
 from memcheck.predict.meta_copy import NESTED, MetaCopies, all_on_meta
 from memcheck.predict.meta_results import (
@@ -47,8 +48,8 @@ from memcheck.predict.probed import FunctionCall, Probe, Probed, made
 from memcheck.predict.ranks import BUFFERS, Done, is_collective, is_reduction, is_wrapper
 from memcheck.predict.scratch import (
     OF_THE_HOST,
-    Call,
-    Lingers,
+    FreedLate,
+    OperatorCall,
     Scratch,
     Target,
     Unknown,
@@ -61,7 +62,6 @@ from memcheck.predict.scratch import (
 )
 from memcheck.predict.torch_versions import WORKSPACE_OF_A_CALL
 from memcheck.predict.value_shapes import Decided, decided_by_values
-from memcheck.predict.values import NEEDS_VALUES, UNKNOWN, Values, flagged_as, is_meta, written_by
 
 # They write into their operands, return nothing, and have no kernel for meta tensors.
 UPDATES = {
@@ -99,23 +99,23 @@ class AllocationMode(TorchDispatchMode):
     """Logs the allocations of operators that run under it."""
 
     def __init__(
-        self, log: AllocationLog, target: Target, values: Values | None = None, probe: Probe | None = None
+        self, log: AllocationLog, target: Target, contents: KnownContents | None = None, probe: Probe | None = None
     ) -> None:
         super().__init__()
         self.log = log
         self.target = target
-        self.values = values or Values()
+        self.contents = contents or KnownContents()
         self.probe = probe
         self.modules = Modules()
         self.storages = LiveStorages(log, target, self.modules)
         self.numbers = KeptNumbers(self.storages)
-        self.copies = MetaCopies(self.values, self.storages.stand)
+        self.copies = MetaCopies(self.contents, self.storages.stand)
         self.follows_calls = False
         self.saw_transforms = False  # Of torch.func.
         self.calls: dict[str, FunctionCall] = {}  # What a check is to repeat.
         self.unknown: dict[str, dict[str, None]] = {}
         self.guessed: set[str] = set()
-        self.lingering: set[str] = set()
+        self.freed_late: set[str] = set()
         self.operators: dict[str, None] = {}
         self.works: list[Done] = []
         self._replaced: list[Tensor] = []  # By an operator that writes into a sparse tensor.
@@ -157,7 +157,7 @@ class AllocationMode(TorchDispatchMode):
                 return func(*args, **kwargs)
             args, kwargs = self.copies.with_twins(func, args, kwargs, self.storages.on_host)
         if returns_numbers(func):
-            if (number := self.values.computed(func, args, kwargs)) is not UNKNOWN:
+            if (number := self.contents.computed(func, args, kwargs)) is not UNKNOWN:
                 return number
             if func is torch.ops.aten._local_scalar_dense.default and is_meta(args[0]):
                 if args[0].dtype == torch.bool:
@@ -167,17 +167,17 @@ class AllocationMode(TorchDispatchMode):
                         self.note_unknown(Unlisted("code after .item(), assumed to return 1"), self.phase)
                     return 1.0
                 raise NotImplementedError(NEEDS_VALUES.format("item"))
-        decided = decided_by_values(func, args, kwargs, self.values)
+        decided = decided_by_values(func, args, kwargs, self.contents)
         for doubt in decided.doubts if decided is not None else ():
             self.note_unknown(Unlisted(doubt), self.phase)
         output, probed = self._result(func, args, kwargs, decided)
         if self.target.kind == "cpu" and isinstance(output, Tensor) and next(tensors_in((args, kwargs)), None) is None:
             output = output if is_meta(output) else self.known_on_meta(output)  # Of numbers alone, as torch.div(7, 2).
-        call = call_of(func, args, kwargs, output, self.target, contents=self.values.of)
+        call = call_of(func, args, kwargs, output, self.target, contents=self.contents.of)
         parts = scratch_of(call)
         wanted = any(isinstance(part, Unknown) and not isinstance(part, Varies) for part in parts)
         if wanted and probed is None and self.probe is not None and not is_collective(call.name):
-            probed = self.probe(func, args, kwargs, decided or self.values)
+            probed = self.probe(func, args, kwargs, decided or self.contents)
         if probed is not None:
             output = as_probed(output, probed)
             call = call_of(func, args, kwargs, output, self.target)
@@ -203,7 +203,7 @@ class AllocationMode(TorchDispatchMode):
             if is_noted and not tensor._is_zerotensor() and not is_of_zeros(func):
                 self.storages.note(tensor, call.name)
         if not call.is_view:
-            self.values.note_call(func, args, kwargs, call.outputs)
+            self.contents.note_call(func, args, kwargs, call.outputs)
         self._name_buffers(call)
         taken += [self._take(part) for part in scratch if not part.first]
         self._use_library(uses_cublas(call))
@@ -243,9 +243,9 @@ class AllocationMode(TorchDispatchMode):
                     Unlisted(f"when {func._schema.name} of sparse tensors frees its operands"), self.phase
                 )
             with _disable_current_modes():
-                output, self._replaced = sparse.computed(func, args, kwargs, self.values, self.known_on_meta)
+                output, self._replaced = sparse.computed(func, args, kwargs, self.contents, self.known_on_meta)
             return output, None
-        if func is PACK and (lengths := self.values.of(args[1])) is not None:
+        if func is PACK and (lengths := self.contents.of(args[1])) is not None:
             return self._packed(args[0], lengths, *args[2:]), None
         if decided is not None and decided.output is not None:
             return decided.output, None
@@ -254,9 +254,9 @@ class AllocationMode(TorchDispatchMode):
         except (NotImplementedError, RuntimeError) as error:
             if "overflow" in str(error):
                 raise
-            if (contents := self.values.computed(func, args, kwargs, small=True)) is not UNKNOWN:
+            if (contents := self.contents.computed(func, args, kwargs, small=True)) is not UNKNOWN:
                 return tree_map(lambda part: part.to("meta") if isinstance(part, Tensor) else part, contents), None
-            probed = self.probe(func, args, kwargs, self.values) if self.probe is not None else None
+            probed = self.probe(func, args, kwargs, self.contents) if self.probe is not None else None
             if probed is None or not probed.results or any(result.operand is not None for result in probed.results):
                 raise
             outputs = tuple(made(result) for result in probed.results)
@@ -306,7 +306,7 @@ class AllocationMode(TorchDispatchMode):
         """A meta tensor in place of a real one. Its contents are known."""
         output = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
         output = flagged_as(tensor, output)
-        self.values.note(output, tensor)
+        self.contents.note(output, tensor)
         return output
 
     def _take(self, part: Scratch) -> Allocation:
@@ -324,10 +324,10 @@ class AllocationMode(TorchDispatchMode):
         self.unknown.setdefault(phase, {})[str(words)] = None
         if isinstance(words, Unlisted):
             self.guessed.add(phase)
-        if isinstance(words, Lingers):
-            self.lingering.add(phase)
+        if isinstance(words, FreedLate):
+            self.freed_late.add(phase)
 
-    def _runs_in_place(self, call: Call) -> bool:
+    def _runs_in_place(self, call: OperatorCall) -> bool:
         """Whether the operator would write into its first operand if no mode were active."""
         if call.name == "aten::add":
             return self.adds_in_place or self._accumulates(call)
@@ -338,7 +338,7 @@ class AllocationMode(TorchDispatchMode):
         # Tensors of torch.func have no memory of their own, and nothing is written into them either.
         return call.name in WRITES_IN_PLACE.get(node, ()) and not is_inside(TRANSFORMS)
 
-    def _accumulates(self, call: Call) -> bool:
+    def _accumulates(self, call: OperatorCall) -> bool:
         """Whether autograd's engine adds a gradient to an earlier one in place, because nothing else holds that."""
         if torch.is_grad_enabled() or not torch._C._current_autograd_node() or not engine_calls():
             return False
@@ -370,20 +370,20 @@ class AllocationMode(TorchDispatchMode):
 
     def release(self) -> None:
         """Lets go of all tensors."""
-        self.copies = MetaCopies(self.values)
-        self.values = Values()
+        self.copies = MetaCopies(self.contents)
+        self.contents = KnownContents()
         self.works.clear()
 
     def forget_the_past(self) -> None:
         """Keeps what is alive, and nothing of how it was made."""
         self.log.forget_the_past()
-        for noted in (self.unknown, self.guessed, self.lingering, self.operators, self.calls):
+        for noted in (self.unknown, self.guessed, self.freed_late, self.operators, self.calls):
             noted.clear()
 
-    def _name_buffers(self, call: Call) -> None:
+    def _name_buffers(self, call: OperatorCall) -> None:
         """Names the allocations that an operator of FSDP2 or of a process group uses as its buffers."""
         for argument, name in BUFFERS.get(call.name, {}).items():
-            for tensor in tensors_in(call.values[argument]):
+            for tensor in tensors_in(call.arguments[argument]):
                 if (allocation := self.storages.allocation_of(tensor)) is not None:
                     allocation.name = name
 
@@ -408,7 +408,7 @@ def counts_of_the_last() -> tuple[int, int]:
     found: list[tuple[int, int]] = []
 
     class Watch(AllocationMode):
-        def _accumulates(self, call: Call) -> bool:
+        def _accumulates(self, call: OperatorCall) -> bool:
             found.append(use_counts(call.self))
             return False
 

@@ -19,8 +19,8 @@ from torch._C import DispatchKey, DispatchKeySet
 from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
+from memcheck.predict.known_contents import is_meta
 from memcheck.predict.python_functions import answered, no, original, yes
-from memcheck.predict.values import is_meta
 
 
 def words(text: str) -> frozenset[str]:

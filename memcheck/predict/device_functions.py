@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memcheck.core.tensors import tensors_in
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import cast_for
+from memcheck.predict.known_contents import is_meta
 from memcheck.predict.on_device import ANSWERS, Extremum, Mish, answer, capability_of, moved, one_hot
 from memcheck.predict.probed import call_to_check
 from memcheck.predict.python_functions import Bodies, answered, original, yes
@@ -25,7 +26,6 @@ from memcheck.predict.rms_norm import fused_rms_norm, is_fused
 from memcheck.predict.scratch import Unlisted
 from memcheck.predict.sdpa import attention
 from memcheck.predict.torch_versions import FUSED_RMS_NORM
-from memcheck.predict.values import is_meta
 
 # Functions that make a tensor of numbers, or of another library's array.
 OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
@@ -77,7 +77,7 @@ class DeviceFunctions(TorchFunctionMode):
         if self._depth:
             return
         with _disable_current_modes():
-            call = call_to_check(func, args, kwargs, self.mode.values)
+            call = call_to_check(func, args, kwargs, self.mode.contents)
             if call is not None:
                 self.mode.calls[call.key] = call
 
@@ -98,7 +98,7 @@ class DeviceFunctions(TorchFunctionMode):
         if func is Tensor.new and args[0].layout == torch.sparse_coo and len(args) == 4:
             return torch.sparse_coo_tensor(*args[1:], check_invariants=False)
         if getattr(func, "__name__", "") in READERS and is_tensor(args) and is_meta(args[0]):
-            return self.mode.values.given_to(func, *args, **kwargs)
+            return self.mode.contents.given_to(func, *args, **kwargs)
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             args = (args[0], self._index(args[1]), *args[2:])
         if func is torch.nn.functional.scaled_dot_product_attention:
@@ -159,7 +159,7 @@ class DeviceFunctions(TorchFunctionMode):
     def _sizes(self, sizes: Tensor) -> list[int]:
         """The sizes of the steps of packed sequences."""
         with _disable_current_modes():
-            known = self.mode.values.of(sizes)
+            known = self.mode.contents.of(sizes)
         if known is None:
             raise NotImplementedError("the lengths of packed sequences are not known on meta: give real ones")
         found: list[int] = known.tolist()

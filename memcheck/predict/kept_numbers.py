@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memcheck.predict.engine import engine_calls
+from memcheck.predict.known_contents import is_meta
 from memcheck.predict.live_storages import LiveStorages
-from memcheck.predict.scratch import NUMBERS, Call, Scratch, Unknown
-from memcheck.predict.values import is_meta
+from memcheck.predict.scratch import NUMBERS, OperatorCall, Scratch, Unknown
 
 NUMBER = "number"
 KEEP_NUMBERS_IN_PLACE = ("aten::mul_", "aten::div_")
@@ -33,7 +33,7 @@ class KeptNumbers:
         # What the last operator returned, or the tensor of which it changed a view; its numbers' bytes by name.
         self._last: tuple[weakref.ref[Tensor], dict[str, int]] | None = None
 
-    def await_node(self, call: Call, numbers: dict[str, int], is_mutable: bool) -> None:
+    def await_node(self, call: OperatorCall, numbers: dict[str, int], is_mutable: bool) -> None:
         """Remembers the numbers of an operator that is about to return."""
         base = call.outputs[0]._base if is_mutable else None
         if base is None or call.name in KEEP_NUMBERS_IN_PLACE:
@@ -75,11 +75,11 @@ def kept_number(node: Any, name: str) -> Tensor | None:
     return kept if isinstance(kept, Tensor) and not is_meta(kept) else None
 
 
-def numbers_for_tensors(func: Any, call: Call) -> dict[str, int]:
+def numbers_for_tensors(func: Any, call: OperatorCall) -> dict[str, int]:
     """The operands that are Python numbers in place of tensors: the bytes of their tensors by name."""
-    given = [one for one in func._schema.arguments if isinstance(call.values[one.name], int | float | complex)]
+    given = [one for one in func._schema.arguments if isinstance(call.arguments[one.name], int | float | complex)]
     tensors = [argument.name for argument in given if isinstance(argument.type, torch.TensorType)]
-    return {name: NUMBERS[type(call.values[name])].itemsize for name in tensors}
+    return {name: NUMBERS[type(call.arguments[name])].itemsize for name in tensors}
 
 
 def without_kept(parts: Iterable[Scratch | Unknown], kept: int) -> list[Scratch | Unknown]:

@@ -24,9 +24,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
+from memcheck.predict.known_contents import KnownContents, flagged_as, is_meta, may_be_known
 from memcheck.predict.reached import HOOKS, Reaching, has_hooks_of_accumulator
 from memcheck.predict.sparse import is_sparse, parts_of, with_parts
-from memcheck.predict.values import Values, flagged_as, is_meta, may_be_known
 
 Thing = TypeVar("Thing")
 Stand = Callable[[torch.UntypedStorage, torch.UntypedStorage], None]
@@ -36,13 +36,13 @@ NESTED = "nested tensors are not predicted; measure the model, or predict it wit
 class MetaCopies(TorchFunctionMode):
     """Makes the copies and the twins of one prediction. Tensors that share a storage still do; no gradient is copied.
 
-    values: receives the contents, which may steer control flow and sizes.
+    contents: receives what is known of them, which may steer control flow and sizes.
     stand: called with the storage of a real tensor and that of its twin.
     """
 
-    def __init__(self, values: Values, stand: Stand = lambda original, twin: None) -> None:
+    def __init__(self, contents: KnownContents, stand: Stand = lambda original, twin: None) -> None:
         super().__init__()
-        self.values = values
+        self.contents = contents
         self.stand = stand
         self.memo: dict[int, Any] = {}  # As copy.deepcopy keeps it.
         self._copies: set[int] = set()  # Identities of copied modules and optimizers.
@@ -148,7 +148,7 @@ class MetaCopies(TorchFunctionMode):
             self._storages[storage._cdata] = storage, weakref.ref(found)
             small = may_be_known(tensor) and not tensor.is_floating_point()
             if not is_meta(tensor) and (small or storage.device.type == "cpu"):
-                self.values.note_storage(found, storage.cpu(), small=small)
+                self.contents.note_storage(found, storage.cpu(), small=small)
         self._held.append(found)
         return found
 

@@ -20,6 +20,7 @@ from memcheck.core.workload import Workload, module_called, owner_of
 from memcheck.predict.allocation_log import AllocationLog, Trace
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.device_functions import DeviceFunctions
+from memcheck.predict.known_contents import KnownContents, is_meta
 from memcheck.predict.left_behind import LeftBehind, nothing_left_behind
 from memcheck.predict.meta_copy import NESTED, MetaCopies, refuse_unknown_sizes
 from memcheck.predict.probed import Probe
@@ -27,7 +28,6 @@ from memcheck.predict.ranks import OF_NCCL, OF_STREAMS, Ranks, distributed_follo
 from memcheck.predict.replay import Prediction, Replay, basis_of, blank_record
 from memcheck.predict.scratch import Target, Unlisted
 from memcheck.predict.trace_runner import TraceRunner
-from memcheck.predict.values import Values, is_meta
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def predict_call(
     """
     record = blank_record(Record, device, target)
     record.operator, record.mode, record.dtype = call.name, call.mode, call.dtype
-    how: dict[str, Any] = {"dense_grad": dense_grad, "drops_workspaces": drops_workspaces, "values": Values()}
+    how: dict[str, Any] = {"dense_grad": dense_grad, "drops_workspaces": drops_workspaces, "contents": KnownContents()}
     how |= {"probe": probe, "checks": True, "is_split": call.ranks is not None}
     with nothing_left_behind(call.model, call.loss, call.optimizer, call.inputs, call.kwargs) as left:
         run = TraceRunner(target, **how)
@@ -132,7 +132,7 @@ def workload_of(call: Call, target: Target, mode: AllocationMode, mesh: Any = No
         mode.note_unknown(Unlisted(words), "backward")
     if call.ranks is not None:
         # Splitting the model frees what the copies hold.
-        mode.copies = MetaCopies(mode.values, mode.copies.stand)
+        mode.copies = MetaCopies(mode.contents, mode.copies.stand)
         with mode, DeviceFunctions(mode), distributed_followed(mode):
             model = call.ranks.split(model, mesh)
         mode.forget_the_past()
@@ -144,7 +144,7 @@ def workload_of(call: Call, target: Target, mode: AllocationMode, mesh: Any = No
         mode.copies.owned(named_tensors_in(module))  # Before the optimizer takes them for standing tensors.
     optimizer = None
     if call.optimizer is not None and call.backward:
-        with AllocationMode(AllocationLog(), target, mode.values) as aside, DeviceFunctions(aside):
+        with AllocationMode(AllocationLog(), target, mode.contents) as aside, DeviceFunctions(aside):
             aside.copies = mode.copies
             optimizer = (method or call.optimizer)(parameters)
         mode.storages.set_aside(aside.storages)
@@ -227,7 +227,7 @@ def is_of_the_target(call: Call, target: Target, left: LeftBehind) -> bool:
     if target.kind == "cpu":
         return False
     target = Target("cpu", target.threads)
-    run = TraceRunner(target, values=Values(), is_split=call.ranks is not None)
+    run = TraceRunner(target, contents=KnownContents(), is_split=call.ranks is not None)
     try:
         traced(call, target, run, left)
     except Exception:

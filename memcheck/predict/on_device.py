@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memcheck.predict.known_contents import is_meta
 from memcheck.predict.scratch import Target
-from memcheck.predict.values import is_meta
 
 # What meta tensors report about their device.
 ANSWERS: dict[Any, Any] = {

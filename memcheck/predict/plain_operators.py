@@ -70,21 +70,21 @@ READ_OF_CUDA = (
 )
 
 
-def takes_nothing(name: str, kind: str, values: Mapping[str, Any], outputs: Sequence[Tensor]) -> bool:
+def takes_nothing(name: str, kind: str, arguments: Mapping[str, Any], outputs: Sequence[Tensor]) -> bool:
     """Whether the operator, such as "aten::exp", is known to allocate nothing but its outputs on "cpu" or "cuda".
 
-    values: its arguments by name.
+    arguments: by name.
     """
     namespace, _, name = name.partition("::")
     if namespace != "aten":
         return name in PROFILER and namespace == "profiler"
     if kind == "cuda":
         return name in SHOWN_ON_A100 or name in READ_OF_CUDA
-    tensors = list(tensors_in(values))
+    tensors = list(tensors_in(arguments))
     if not are_plain(tensors):
         return False
     if name in OF_ONE_DTYPE or name in ("cat", "stack"):
-        masks = list(tensors_in([values.get(mask) for mask in MASKS]))
+        masks = list(tensors_in([arguments.get(mask) for mask in MASKS]))
         return len({x.dtype for x in (*tensors, *outputs) if all(x is not mask for mask in masks)}) <= 1
     if name in OF_CONTIGUOUS:
         return all(x.is_contiguous() for x in tensors)

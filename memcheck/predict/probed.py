@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memcheck.predict.autocast import dtype_in_use
+from memcheck.predict.known_contents import KnownContents, is_meta, is_wrapped
 from memcheck.predict.plain_operators import are_plain
-from memcheck.predict.values import Values, is_meta, is_wrapped
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,9 @@ class Probed:
 class Probe(Protocol):
     """Runs operators and functions on the device for a prediction."""
 
-    def __call__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], values: Values) -> Probed | None:
+    def __call__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], contents: KnownContents
+    ) -> Probed | None:
         """Runs an operator alone; its arguments are on meta. None: it did not run."""
 
     def check(self, call: FunctionCall) -> str | None:
@@ -172,7 +174,7 @@ class FunctionCall:
         return found
 
 
-def call_to_check(func: Any, args: Any, kwargs: Any, values: Values) -> FunctionCall | None:
+def call_to_check(func: Any, args: Any, kwargs: Any, contents: KnownContents) -> FunctionCall | None:
     """The call, if a check can repeat it: its arguments are tensors and plain values. Else None."""
     name = getattr(func, "__name__", "")
     if getattr(func, "namespace", "") == "prims" or name in ("__get__", "__set__", "__delete__"):
@@ -185,7 +187,7 @@ def call_to_check(func: Any, args: Any, kwargs: Any, values: Values) -> Function
     def layout(part: Any) -> Any:
         if not isinstance(part, Tensor) or part.layout != torch.strided:
             return part
-        read = values.read if name in NEED_MASKS and part.dtype == torch.bool else values.of
+        read = contents.read if name in NEED_MASKS and part.dtype == torch.bool else contents.of
         known = None if part.is_floating_point() or part.is_complex() else read(part)
         return Layout.of(part, None if known is None else known.clone())
 

@@ -360,7 +360,7 @@ class Replay:
         words = list(itertools.chain.from_iterable(self.trace.unknown.values()))
         bounds = {name for phase in self.trace.unknown for name in FIELDS_OF.get(phase, COMPUTED)}
         bounds |= {name for phase in self.trace.guessed for name in ALSO_FIELDS_OF.get(phase, ())}
-        bounds |= {name for phase in self.trace.lingering for name in LATER_FIELDS_OF.get(phase, ())}
+        bounds |= {name for phase in self.trace.freed_late for name in LATER_FIELDS_OF.get(phase, ())}
         if any(allocation.is_library for allocation in self.trace.log.allocations) and self.device.architecture is None:
             words.append("cuBLAS's workspace, as the GPU's architecture is not known")
             bounds |= {name for names in FIELDS_OF.values() for name in names}

@@ -53,11 +53,11 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     """A call of an operator on meta tensors, with its result."""
 
     name: str  # "aten::bmm"
-    values: dict[str, Any]  # Arguments by name.
+    arguments: dict[str, Any]  # By name.
     outputs: tuple[Tensor, ...]
     target: Target
     is_view: bool = False  # By the schema: every result is a view of an operand that is not modified.
@@ -65,7 +65,7 @@ class Call:
 
     def __getattr__(self, name: str) -> Any:
         try:
-            return self.values[name]
+            return self.arguments[name]
         except KeyError:
             raise AttributeError(name) from None
 
@@ -88,24 +88,26 @@ class Unlisted(Unknown):
 
 
 class Varies(Unknown):
-    """A sentence about an allocation that differs from run to run, so that no single run tells it."""
+    """A sentence about an allocation that differs from run to run."""
 
 
-class Lingers(Varies):
+class FreedLate(Varies):
     """A sentence about an allocation that another thread may free only after the operator, even after the phase."""
 
 
-Rule = Callable[[Call], Iterator[Scratch | Unknown]]
+Rule = Callable[[OperatorCall], Iterator[Scratch | Unknown]]
 
 
-def call_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, target: Target, **more: Any) -> Call:
+def call_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, target: Target, **more: Any
+) -> OperatorCall:
     schema = func._schema
     names = [argument.name for argument in schema.arguments]
     defaults = {argument.name: argument.default_value for argument in schema.arguments}
     outputs = output if isinstance(output, tuple | list) else (output,)
     tensors = tuple(tensor for tensor in outputs if isinstance(tensor, Tensor))
-    values = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
-    return Call(schema.name, values, tensors, target, is_view(schema), **more)
+    arguments = {**defaults, **dict(zip(names, args, strict=False)), **kwargs}
+    return OperatorCall(schema.name, arguments, tensors, target, is_view(schema), **more)
 
 
 def is_view(schema: Any) -> bool:
@@ -114,20 +116,20 @@ def is_view(schema: Any) -> bool:
     return bool(aliases) and all(alias is not None and not alias.is_write for alias in aliases)
 
 
-def scratch_of(call: Call) -> list[Scratch | Unknown]:
+def scratch_of(call: OperatorCall) -> list[Scratch | Unknown]:
     """The scratch that is alive at the highest sum of the call, and what is unknown about it."""
-    kind, tensors = call.target.kind, list(tensors_in(call.values))
+    kind, tensors = call.target.kind, list(tensors_in(call.arguments))
     if any(x.layout != torch.strided for x in tensors) and not call.is_view:
         return [] if call.name.removeprefix("aten::") in OF_SPARSE else [unlisted(call)]
     rule = RULES.get((call.name, kind)) or RULES.get((call.name, "any"))
     if rule is not None and (kind != "cpu" or are_plain(tensors)):
         return [part for part in rule(call) if isinstance(part, Unknown) or part.bytes]
-    if call.is_view or takes_nothing(call.name, kind, call.values, call.outputs):
+    if call.is_view or takes_nothing(call.name, kind, call.arguments, call.outputs):
         return []
     return [unlisted(call)]
 
 
-def unlisted(call: Call) -> Unlisted:
+def unlisted(call: OperatorCall) -> Unlisted:
     return Unlisted(f"what {call.name} takes beside its outputs")
 
 
@@ -146,7 +148,7 @@ def rule(kind: str, *names: str) -> Callable[[Rule], Rule]:
     return register
 
 
-def uses_cublas(call: Call) -> bool:
+def uses_cublas(call: OperatorCall) -> bool:
     """Whether the operator is a matrix product, which needs a cuBLAS workspace on CUDA."""
     return call.name.removeprefix("aten::") in PRODUCTS or call.name in PRODUCTS
 
@@ -155,7 +157,7 @@ PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "addbmm"}
 
 
 @rule("any", "_safe_softmax")
-def rows_of_nothing(call: Call) -> Iterator[Scratch]:
+def rows_of_nothing(call: OperatorCall) -> Iterator[Scratch]:
     """Rows whose scores are all -inf become zeros. The kernel marks them with one byte per score and one per row."""
     (y,) = call.outputs
     yield Scratch("scores that are -inf, a byte each", y.numel())
@@ -164,7 +166,7 @@ def rows_of_nothing(call: Call) -> Iterator[Scratch]:
 
 
 @rule("any", "_efficientzerotensor")
-def zeros_of_no_memory(call: Call) -> Iterator[Scratch]:
+def zeros_of_no_memory(call: OperatorCall) -> Iterator[Scratch]:
     """Zeros that a tangent starts from have no memory, and this takes none."""
     yield from ()
 
@@ -177,14 +179,14 @@ NUMBERS = {bool: torch.bool, int: torch.int64, float: torch.float64, complex: to
 
 
 @rule("cpu", *ELEMENTWISE)
-def conversions(call: Call) -> Iterator[Scratch]:
+def conversions(call: OperatorCall) -> Iterator[Scratch]:
     """The CPU's elementwise kernels copy operands, and an existing output, that do not have the common type.
 
     A number from C++ comes as a scalar, and becomes a tensor of 8 bytes.
     """
-    operands = [call.values[name] for name in ("self", "other")]
+    operands = [call.arguments[name] for name in ("self", "other")]
     common = torch.result_type(*operands)
-    if call.name.startswith("aten::div") and call.values.get("rounding_mode") is None:
+    if call.name.startswith("aten::div") and call.arguments.get("rounding_mode") is None:
         common = torch.promote_types(common, torch.get_default_dtype()) if is_whole(common) else common
     if call.name.endswith("_") and call.self.dtype != common:
         yield Scratch("result in the common type", call.self.numel() * common.itemsize)
@@ -200,8 +202,8 @@ def conversions(call: Call) -> Iterator[Scratch]:
 
 
 @rule("cpu", "clone", "copy_", "_to_copy")
-def copies(call: Call) -> Iterator[Scratch]:
-    x = call.values.get("src", call.self)
+def copies(call: OperatorCall) -> Iterator[Scratch]:
+    x = call.arguments.get("src", call.self)
     if isinstance(x, Tensor):
         yield from block_copying(x, call.outputs[0])
     else:
@@ -217,8 +219,8 @@ def block_copying(x: Tensor, y: Tensor | None = None) -> Iterator[Scratch]:
 
 
 @rule("cpu", "masked_fill")
-def filled_copy(call: Call) -> Iterator[Scratch | Unknown]:
-    if takes_nothing(call.name, "cpu", call.values, call.outputs):
+def filled_copy(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    if takes_nothing(call.name, "cpu", call.arguments, call.outputs):
         yield from block_copying(call.self, call.outputs[0])
     else:
         yield unlisted(call)
@@ -229,7 +231,7 @@ def is_whole(dtype: torch.dtype) -> bool:
 
 
 @rule("cpu", "mean")
-def division(call: Call) -> Iterator[Scratch]:
+def mean_scratch(call: OperatorCall) -> Iterator[Scratch]:
     """The sum is divided in place by the number of terms, which becomes two tensors. 16 bits are summed in float32."""
     (y,) = call.outputs
     wide = torch.promote_types(y.dtype, torch.float32)
@@ -239,13 +241,13 @@ def division(call: Call) -> Iterator[Scratch]:
 
 
 @rule("cpu", "sum")
-def terms(call: Call) -> Iterator[Scratch | Unknown]:
+def sum_scratch(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """A sum in another type than that of its terms copies them first.
 
     16 bits are summed in float32 if the dimensions of the sum cannot be taken for one.
     """
     x, (y,) = call.self, call.outputs
-    is_half, dims = y.is_floating_point() and y.element_size() < 4, call.values.get("dim") or range(x.dim())
+    is_half, dims = y.is_floating_point() and y.element_size() < 4, call.arguments.get("dim") or range(x.dim())
     in_parts = is_half and dimensions_summed(x, dims) > 1
     if x.dtype != y.dtype:
         yield (
@@ -266,7 +268,7 @@ def dimensions_summed(x: Tensor, dims: Sequence[int]) -> int:
 
 
 @rule("any", "logsumexp")
-def exponentials(call: Call) -> Iterator[Scratch | Unknown]:
+def exponentials(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """The largest terms, and the exponentials of the terms less the largest. Integers are converted first.
 
     If there are hardly more terms than sums, the mask of infinite sums is larger.
@@ -283,25 +285,25 @@ def exponentials(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 @rule("cpu", "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data")
-def rows_laid_out(call: Call) -> Iterator[Scratch]:
+def rows_laid_out(call: OperatorCall) -> Iterator[Scratch]:
     """Rows are copied so that they are contiguous."""
     for name in ("self", "grad_output", "output"):
-        operand = call.values.get(name)
+        operand = call.arguments.get(name)
         if operand is not None and not operand.is_contiguous():
             yield Scratch(f"{name.replace('_', ' ')}, laid out", operand.nbytes, first=True)
             yield from block_copying(operand)
 
 
 @rule("cpu", "tril", "triu")
-def triangle(call: Call) -> Iterator[Unknown]:
+def triangle(call: OperatorCall) -> Iterator[Unknown]:
     if not call.self.is_contiguous():
         yield Unknown(f"whether {call.name} copies what is not contiguous")
 
 
 @rule("cpu", "pow")
-def power(call: Call) -> Iterator[Scratch | Unknown]:
+def power(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """A number as the base becomes a tensor, unless it is 1. True is not 1 here."""
-    if not takes_nothing(call.name, "cpu", call.values, call.outputs):
+    if not takes_nothing(call.name, "cpu", call.arguments, call.outputs):
         yield unlisted(call)
     elif not isinstance(call.self, Tensor) and (call.self is True or call.self != 1):
         own, (y,) = NUMBERS[type(call.self)], call.outputs
@@ -310,14 +312,14 @@ def power(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 @rule("cpu", "max", "min")
-def largest(call: Call) -> Iterator[Unknown]:
+def max_scratch(call: OperatorCall) -> Iterator[Unknown]:
     """Known along a dimension only. Reductions of all elements have another kernel and another backward."""
     if len(call.outputs) == 1 or not call.self.is_contiguous():
         yield unlisted(call)
 
 
 @rule("cpu", "scatter")
-def scattered(call: Call) -> Iterator[Scratch]:
+def scattered(call: OperatorCall) -> Iterator[Scratch]:
     """16-bit values are scattered in 32 bits."""
     if call.self.element_size() < 4 and call.self.is_floating_point():
         yield Scratch("result in float32", call.self.numel() * 4)
@@ -326,20 +328,20 @@ def scattered(call: Call) -> Iterator[Scratch]:
 
 
 @rule("cuda", "cumsum")
-def scanned(call: Call) -> Iterator[Unknown]:
+def scanned(call: OperatorCall) -> Iterator[Unknown]:
     """A library scans a single row."""
     if call.self.numel() == call.self.shape[call.dim]:
         yield Unknown("what the cumulative sum of a single row takes")
 
 
 @rule("cuda", "native_layer_norm", "native_layer_norm_backward")
-def layer_norm(call: Call) -> Iterator[Scratch | Unknown]:
+def layer_norm(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """Operands are laid out; with very many rows the weight's gradient is summed in parts.
 
     layer_norm_kernel.cu: layer_norm_cuda, layer_norm_backward_cuda and LaunchGammaBetaBackwardCUDAKernel.
     """
     for name in ("input", "grad_out"):
-        operand = call.values.get(name)
+        operand = call.arguments.get(name)
         if operand is not None and not operand.is_contiguous():
             yield Scratch(f"{name.replace('_', ' ')}, laid out", operand.nbytes, first=True)
     if call.name.endswith("_backward") and call.mean.numel() > MANY_ROWS:
@@ -347,14 +349,14 @@ def layer_norm(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 @rule("cuda", "index")
-def indexed(call: Call) -> Iterator[Unknown]:
+def indexed(call: OperatorCall) -> Iterator[Unknown]:
     """Indices are read in place if they are 64-bit integers; a mask is turned into such indices first."""
     if any(index is not None and index.dtype != torch.int64 for index in call.indices):
         yield Unlisted("what aten::index takes for a mask or 32-bit indices")
 
 
 @rule("cuda", "_softmax_backward_data")
-def softmax_backward(call: Call) -> Iterator[Scratch]:
+def softmax_backward(call: OperatorCall) -> Iterator[Scratch]:
     yield Scratch("gradient times probabilities", call.grad_output.nbytes)
 
 
@@ -364,15 +366,15 @@ def fits_blas(tensor: Tensor) -> bool:
     return (row == 1 and column >= max(1, rows)) or (column == 1 and row >= max(1, columns))
 
 
-def operands_of(call: Call) -> list[Tensor]:
+def operands_of(call: OperatorCall) -> list[Tensor]:
     """The two matrices, or batches of them, of a product."""
-    if "batch1" in call.values:
+    if "batch1" in call.arguments:
         return [call.batch1, call.batch2]
-    return [call.mat1, call.mat2] if "mat1" in call.values else [call.self, call.mat2]
+    return [call.mat1, call.mat2] if "mat1" in call.arguments else [call.self, call.mat2]
 
 
 @rule("cuda", "mm", "addmm", "bmm", "baddbmm")
-def copies_for_cublas(call: Call) -> Iterator[Scratch]:
+def copies_for_cublas(call: OperatorCall) -> Iterator[Scratch]:
     """cuBLAS needs a copy of an operand whose layout it cannot read, such as an expanded gradient."""
     for operand in operands_of(call):
         if not fits_blas(operand) and not (operand.dim() == 3 and operand.is_contiguous()):
@@ -380,7 +382,7 @@ def copies_for_cublas(call: Call) -> Iterator[Scratch]:
 
 
 @rule("cpu", "mm", "addmm", "bmm", "baddbmm")
-def copies_for_blas(call: Call) -> Iterator[Scratch | Unknown]:
+def copies_for_blas(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """On the CPU, batches of matrices that MKL cannot read are copied and multiplied one by one."""
     left, right = operands_of(call)
     if call.name == "aten::addmm":
@@ -427,7 +429,7 @@ def in_rows_or_columns(operand: Tensor) -> bool:
 
 
 @rule("cpu", "_scaled_dot_product_flash_attention_for_cpu")
-def flash_tiles(call: Call) -> Iterator[Scratch | Unknown]:
+def flash_tiles(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """Per thread: scores, maxima and sums, and a part of y; in 16 bits a second copy of the scores."""
     q, S, T, D = attention_sizes(call)
     rows, columns = rows_of_a_tile(S), min(T, KEYS_OF_A_TILE)
@@ -440,7 +442,7 @@ def flash_tiles(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 @rule("cpu", "_scaled_dot_product_flash_attention_for_cpu_backward")
-def flash_tiles_backward(call: Call) -> Iterator[Scratch | Unknown]:
+def flash_tiles_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """Tiles, a copy of a gradient that is not laid out as y is, and sums that each thread allocates and frees."""
     q, S, T, _ = attention_sizes(call)
     threads, rows, columns = call.target.threads, rows_of_a_tile(S), min(T, KEYS_OF_A_TILE)
@@ -457,7 +459,7 @@ def flash_tiles_backward(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 @rule("cuda", "_scaled_dot_product_flash_attention")
-def flash_splits(call: Call) -> Iterator[Unknown]:
+def flash_splits(call: OperatorCall) -> Iterator[Unknown]:
     """With few queries the keys are divided among blocks of threads, by the number of the GPU's multiprocessors.
 
     With 256 tiles of queries or more, no existing GPU divides them.
@@ -469,7 +471,7 @@ def flash_splits(call: Call) -> Iterator[Unknown]:
 
 
 @rule("cuda", "_scaled_dot_product_flash_attention_backward")
-def flash_backward(call: Call) -> Iterator[Scratch]:
+def flash_backward(call: OperatorCall) -> Iterator[Scratch]:
     """Copies of y and its gradient unless they are laid out as (B,S,H,D), and dq accumulated in float32.
 
     If keys and values have fewer heads than queries, their gradients are made for every query's head first.
@@ -487,7 +489,7 @@ def flash_backward(call: Call) -> Iterator[Scratch]:
 
 
 @rule("cuda", "_scaled_dot_product_efficient_attention", "_efficient_attention_forward")
-def efficient_forward(call: Call) -> Iterator[Scratch]:
+def efficient_forward(call: OperatorCall) -> Iterator[Scratch]:
     """y is accumulated in float32 if a head does not fit into registers."""
     y = call.outputs[0]
     if y.element_size() < 4 and y.shape[-1] > 128:
@@ -495,9 +497,9 @@ def efficient_forward(call: Call) -> Iterator[Scratch]:
 
 
 @rule("cuda", "_scaled_dot_product_efficient_attention_backward", "_efficient_attention_backward")
-def efficient_backward(call: Call) -> Iterator[Scratch | Unknown]:
+def efficient_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     is_inner = call.name == "aten::_efficient_attention_backward"
-    grad: Tensor = call.values["grad_out" if "grad_out" in call.values else "grad_out_"]
+    grad: Tensor = call.arguments["grad_out" if "grad_out" in call.arguments else "grad_out_"]
     if not (grad if is_inner else grad.transpose(1, 2)).is_contiguous():
         yield Scratch("gradient of y, laid out", grad.nbytes)
     if grad.element_size() == 4:
@@ -507,7 +509,7 @@ def efficient_backward(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 @rule("cuda", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_cudnn_attention_backward")
-def cudnn_plan(call: Call) -> Iterator[Unknown]:
+def cudnn_plan(call: OperatorCall) -> Iterator[Unknown]:
     yield Unknown("the workspace of cuDNN's plan")
 
 
@@ -520,7 +522,7 @@ MANY_ROWS = 64 * 1024
 
 
 @rule("cuda", "sum", "max", "amax", "mean", "all", "linalg_vector_norm")
-def reductions(call: Call) -> Iterator[Unknown]:
+def reductions(call: OperatorCall) -> Iterator[Unknown]:
     sums = max(call.outputs[0].numel(), 1)
     if sums < FEW_SUMS and call.self.numel() // sums >= LONG_REDUCTION:
         yield Unknown(f"the buffer of {call.name} over {call.self.numel() // sums} elements")
@@ -534,7 +536,7 @@ def rows_of_a_tile(queries: int) -> int:
     return min(queries, 256 if queries >= 768 else 64 if queries >= 192 else 32)
 
 
-def attention_sizes(call: Call) -> tuple[Tensor, int, int, int]:
+def attention_sizes(call: OperatorCall) -> tuple[Tensor, int, int, int]:
     """Returns q, S, T, D."""
     return call.query, call.query.shape[2], call.key.shape[2], call.query.shape[3]
 
@@ -544,6 +546,6 @@ FEW_INDICES = 3072
 
 
 @rule("cuda", "embedding_dense_backward")
-def embedding_backward(call: Call) -> Iterator[Unknown]:
+def embedding_backward(call: OperatorCall) -> Iterator[Unknown]:
     if call.indices.numel() > FEW_INDICES:
         yield Unknown("what sorting the tokens takes in the embedding's backward")

@@ -9,7 +9,16 @@ from torch import Tensor
 
 from memcheck.core.errors import UnsupportedError
 from memcheck.core.tensors import dtype_name
-from memcheck.predict.scratch import PRODUCTS, Call, Scratch, Target, Unknown, fits_blas, products_are_plain, rule
+from memcheck.predict.scratch import (
+    PRODUCTS,
+    OperatorCall,
+    Scratch,
+    Target,
+    Unknown,
+    fits_blas,
+    products_are_plain,
+    rule,
+)
 
 PRODUCTS |= {"memcheck::combinator", "memcheck::combinator_backward"}
 PRODUCTS |= {f"memcheck::linear_{side}{phase}" for side in "lr" for phase in ("", "_backward")}
@@ -26,7 +35,7 @@ def check_gpu(target: Target) -> None:
         raise UnsupportedError(f"memcheck's CUDA kernels need a GPU of compute capability {needed} or later, got {got}")
 
 
-def plan_of(call: Call, operator: str, **sizes: Any) -> dict[str, int]:
+def plan_of(call: OperatorCall, operator: str, **sizes: Any) -> dict[str, int]:
     """The bytes of each part of the scratch, by the operator's C++ plan."""
     from memcheck._extension import _C
 
@@ -36,34 +45,34 @@ def plan_of(call: Call, operator: str, **sizes: Any) -> dict[str, int]:
 
 
 @rule("any", "memcheck::softplus_attention")
-def softplus(call: Call) -> Iterator[Scratch]:
+def softplus(call: OperatorCall) -> Iterator[Scratch]:
     plan = softplus_plan(call)
     yield Scratch("carries", 0 if call.keep_carries else plan["forward_scratch"] - plan["forward_sums"])
     yield Scratch("sums", plan["forward_sums"])
 
 
 @rule("any", "memcheck::softplus_attention_backward")
-def softplus_backward(call: Call) -> Iterator[Scratch]:
+def softplus_backward(call: OperatorCall) -> Iterator[Scratch]:
     plan = softplus_plan(call)
     yield Scratch("sums", plan["backward_sums"])
     yield Scratch("scratch", plan["backward_scratch"] - plan["backward_sums"])
 
 
-def softplus_plan(call: Call) -> dict[str, int]:
+def softplus_plan(call: OperatorCall) -> dict[str, int]:
     (B, S, R), T = call.q.shape, call.k.shape[2]
     sizes = {"B": B, "S": S, "T": T, "R": R, "threads": call.target.threads}
     return plan_of(call, "softplus_attention", **sizes, causal=call.causal, dtype=dtype_name(call.q))
 
 
 @rule("any", "memcheck::softplus_attention_step")
-def nothing(call: Call) -> Iterator[Scratch]:
+def nothing(call: OperatorCall) -> Iterator[Scratch]:
     """A step has no scratch."""
     check_gpu(call.target)
     yield from ()
 
 
 @rule("any", "memcheck::linear_attention", "memcheck::linear_attention_step")
-def linear(call: Call) -> Iterator[Scratch]:
+def linear(call: OperatorCall) -> Iterator[Scratch]:
     plan = linear_plan(call, call.v.shape[3])
     if not call.name.endswith("_step"):
         yield Scratch("states", plan["forward_states"])
@@ -71,21 +80,23 @@ def linear(call: Call) -> Iterator[Scratch]:
 
 
 @rule("any", "memcheck::linear_attention_backward")
-def linear_backward(call: Call) -> Iterator[Scratch]:
+def linear_backward(call: OperatorCall) -> Iterator[Scratch]:
     plan = linear_plan(call, call.grad_y.shape[3])
     yield Scratch("sums of rows", plan["backward_rows"])
     yield Scratch("states", plan["backward_states"])
     yield Scratch("tiles", plan["backward_scratch"] - plan["backward_rows"] - plan["backward_states"])
 
 
-def linear_plan(call: Call, Dv: int) -> dict[str, int]:
+def linear_plan(call: OperatorCall, Dv: int) -> dict[str, int]:
     (B, H, S, D), (_, Hkv, T, _) = call.q.shape, call.k.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv, "threads": call.target.threads}
-    return plan_of(call, "linear_attention", **sizes, causal=call.values.get("causal", False), dtype=dtype_name(call.q))
+    return plan_of(
+        call, "linear_attention", **sizes, causal=call.arguments.get("causal", False), dtype=dtype_name(call.q)
+    )
 
 
 @rule("any", "memcheck::compressed_attention")
-def compressed(call: Call) -> Iterator[Scratch]:
+def compressed(call: OperatorCall) -> Iterator[Scratch]:
     plan = compressed_plan(call, call.k.shape[1], call.k.shape[2])
     if not call.keep:
         yield Scratch("compressed k", plan["compressed"] // 2)
@@ -94,20 +105,20 @@ def compressed(call: Call) -> Iterator[Scratch]:
 
 
 @rule("any", "memcheck::compressed_attention_pooled")
-def compressed_pooled(call: Call) -> Iterator[Scratch]:
+def compressed_pooled(call: OperatorCall) -> Iterator[Scratch]:
     plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
     yield Scratch("scratch", plan["pooled_forward_scratch"])
 
 
 @rule("any", "memcheck::compressed_attention_step")
-def compressed_step(call: Call) -> Iterator[Scratch]:
+def compressed_step(call: OperatorCall) -> Iterator[Scratch]:
     blocks, opened = call.kc.shape[2], call.positions + 1
     plan = compressed_plan(call, call.k.shape[1], blocks * call.factor + opened)
     yield Scratch("scratch", plan["pooled_forward_scratch"])
 
 
 @rule("any", "memcheck::compressed_attention_backward", "memcheck::compressed_attention_pooled_backward")
-def compressed_backward(call: Call) -> Iterator[Scratch]:
+def compressed_backward(call: OperatorCall) -> Iterator[Scratch]:
     plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
     if call.grad_lse is not None and not call.grad_lse.is_contiguous():
         yield Scratch("gradient of lse, laid out", call.grad_lse.numel() * call.grad_lse.element_size())
@@ -115,16 +126,16 @@ def compressed_backward(call: Call) -> Iterator[Scratch]:
     yield Scratch("scratch", plan["backward_scratch"])
 
 
-def compressed_plan(call: Call, Hkv: int, T: int) -> dict[str, int]:
+def compressed_plan(call: OperatorCall, Hkv: int, T: int) -> dict[str, int]:
     B, H, S, D = call.q.shape
     sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": call.factor}
     sizes["threads"] = call.target.threads
-    causal = call.values.get("causal", True)
+    causal = call.arguments.get("causal", True)
     return plan_of(call, "compressed_attention", **sizes, causal=causal, dtype=dtype_name(call.q))
 
 
 @rule("any", "memcheck::combinator")
-def combinator(call: Call) -> Iterator[Scratch | Unknown]:
+def combinator(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     plan = combinator_plan(call, call.x)
     yield Scratch("rows laid out for BLAS", plan["copy"])
     yield Scratch("weight in float32", plan["weight"])
@@ -134,7 +145,7 @@ def combinator(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 @rule("any", "memcheck::combinator_backward")
-def combinator_backward(call: Call) -> Iterator[Scratch | Unknown]:
+def combinator_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     plan = combinator_plan(call, call.grad_y if call.x is None else call.x)
     if call.output_mask[0] or call.preactivations is None:
         yield Scratch("weight in float32", plan["weight"])
@@ -147,12 +158,12 @@ def combinator_backward(call: Call) -> Iterator[Scratch | Unknown]:
     yield from unplanned_products(call, call.grad_y)
 
 
-def combinator_plan(call: Call, x: Tensor) -> dict[str, int]:
+def combinator_plan(call: OperatorCall, x: Tensor) -> dict[str, int]:
     sizes = {"N": x.numel() // x.shape[-1], "E": x.shape[-1]}
     return plan_of(call, "combinator", **sizes, dtype=dtype_name(x), copies=not x.is_contiguous())
 
 
-def in_float(call: Call, x: Tensor) -> bool:
+def in_float(call: OperatorCall, x: Tensor) -> bool:
     """Whether products are formed in float32, because the CPU has no instructions for those of 16-bit matrices."""
     from memcheck._extension import _C
 
@@ -160,13 +171,13 @@ def in_float(call: Call, x: Tensor) -> bool:
     return call.target.kind == "cpu" and not _C.cpu_multiplies(dtype=dtype_name(x), rows=rows)
 
 
-def unplanned_products(call: Call, x: Tensor) -> Iterator[Unknown]:
+def unplanned_products(call: OperatorCall, x: Tensor) -> Iterator[Unknown]:
     if call.target.kind == "cpu" and not in_float(call, x) and not products_are_plain(dtype_name(x)):
         yield Unknown("what oneDNN takes in products of 16-bit matrices")
 
 
 @rule("any", "memcheck::linear_r", "memcheck::linear_l")
-def projection(call: Call) -> Iterator[Scratch | Unknown]:
+def projection(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """One product over all rows if those of x and of y merge, else one for each batch entry.
 
     An operand that GEMM cannot read in place is copied.
@@ -185,7 +196,7 @@ def projection(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 @rule("any", "memcheck::linear_r_backward", "memcheck::linear_l_backward")
-def projection_backward(call: Call) -> Iterator[Scratch | Unknown]:
+def projection_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """Products over all rows, or over pieces if the gradient must be copied.
 
     Over pieces, the gradient of a 16-bit weight is summed in float32; on the CPU its factors are converted, too. If the

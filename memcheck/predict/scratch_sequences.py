@@ -12,7 +12,7 @@ from itertools import pairwise
 import torch
 
 from memcheck.core.tensors import dtype_name
-from memcheck.predict.scratch import Call, Scratch, Unknown, rule
+from memcheck.predict.scratch import OperatorCall, Scratch, Unknown, rule
 from memcheck.predict.scratch_memcheck import plan_of
 
 THREAD_WORK = 2**17  # Multiplications that are worth waking a thread for.
@@ -31,9 +31,9 @@ Work = Callable[[Sequence], int]  # In multiplications.
 Bytes = Callable[[Sequence, int], int]  # Of the scratch of a sequence that has so many threads.
 
 
-def sequences_of(call: Call, B: int, S: int, T: int) -> list[Sequence] | None:
+def sequences_of(call: OperatorCall, B: int, S: int, T: int) -> list[Sequence] | None:
     """The sequences of a batch of B rows with S queries and T keys each. None if their lengths are not known."""
-    given = [call.values[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "lengths")]
+    given = [call.arguments[name] for name in ("cu_seqlens_q", "cu_seqlens_k", "lengths")]
     contents = [None if x is None else call.contents(x) for x in given]
     if any(x is not None and values is None for x, values in zip(given, contents, strict=True)):
         return None
@@ -52,7 +52,7 @@ def sequences_of(call: Call, B: int, S: int, T: int) -> list[Sequence] | None:
     return [Sequence(1, queries(keys), keys) for keys in lengths]
 
 
-def shared_bytes(call: Call, sequences: list[Sequence], work: Work, bytes_of: Bytes) -> int:
+def shared_bytes(call: OperatorCall, sequences: list[Sequence], work: Work, bytes_of: Bytes) -> int:
     """The scratch of a run over all sequences: of the one that needs most, for each that runs at the same time.
 
     On the CPU, a sequence of more than a thread's share of the work has all threads, and the others one each.
@@ -78,7 +78,7 @@ def aligned(*sizes: int) -> int:
     return sum(-(-size // 64) * 64 for size in sizes)
 
 
-def acc_bytes(call: Call) -> int:
+def acc_bytes(call: OperatorCall) -> int:
     """The bytes of a number in the accumulation type."""
     return torch.promote_types(call.q.dtype, torch.float32).itemsize
 
@@ -87,7 +87,7 @@ UNKNOWN_LENGTHS = Unknown("the scratch of sequences whose lengths are not known"
 
 
 @rule("any", "memcheck::softplus_attention_sequences")
-def softplus(call: Call) -> Iterator[Scratch | Unknown]:
+def softplus(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     def bytes_of(x: Sequence, threads: int) -> int:
         plan = softplus_plan(call, x, threads)
         carries = 0 if call.keep_carries else plan["forward_scratch"] - plan["forward_sums"]
@@ -97,7 +97,7 @@ def softplus(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 @rule("any", "memcheck::softplus_attention_sequences_backward")
-def softplus_backward(call: Call) -> Iterator[Scratch | Unknown]:
+def softplus_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     def bytes_of(x: Sequence, threads: int) -> int:
         plan = softplus_plan(call, x, threads)
         return aligned(plan["backward_sums"], plan["backward_scratch"] - plan["backward_sums"])
@@ -105,7 +105,7 @@ def softplus_backward(call: Call) -> Iterator[Scratch | Unknown]:
     yield from softplus_scratch(call, bytes_of)
 
 
-def softplus_scratch(call: Call, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
+def softplus_scratch(call: OperatorCall, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
     (B, S, R), T = call.q.shape, call.k.shape[2]
     sequences = sequences_of(call, B, S, T)
     if sequences is None:
@@ -115,13 +115,13 @@ def softplus_scratch(call: Call, bytes_of: Bytes) -> Iterator[Scratch | Unknown]
     yield Scratch("sums", shared_bytes(call, sequences, work, bytes_of))
 
 
-def softplus_plan(call: Call, x: Sequence, threads: int) -> dict[str, int]:
+def softplus_plan(call: OperatorCall, x: Sequence, threads: int) -> dict[str, int]:
     sizes = {"B": x.rows, "S": x.queries, "T": x.keys, "R": call.q.shape[2], "threads": threads}
     return plan_of(call, "softplus_attention", **sizes, causal=call.causal, dtype=dtype_name(call.q))
 
 
 @rule("any", "memcheck::linear_attention_sequences")
-def linear(call: Call) -> Iterator[Scratch | Unknown]:
+def linear(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     continued = call.initial_m is not None or call.return_state
 
     def bytes_of(x: Sequence, threads: int) -> int:
@@ -132,7 +132,7 @@ def linear(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 @rule("any", "memcheck::linear_attention_sequences_backward")
-def linear_backward(call: Call) -> Iterator[Scratch | Unknown]:
+def linear_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     from_state = call.grad_m is not None or call.grad_z is not None
     continued = call.initial_m is not None or from_state
 
@@ -151,7 +151,7 @@ def linear_backward(call: Call) -> Iterator[Scratch | Unknown]:
     yield from linear_scratch(call, bytes_of)
 
 
-def linear_scratch(call: Call, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
+def linear_scratch(call: OperatorCall, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
     (B, H, S, D), (_, Hkv, T, Dv) = call.q.shape, call.v.shape
     sequences = sequences_of(call, B, S, T)
     if sequences is None:
@@ -168,7 +168,7 @@ def linear_scratch(call: Call, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
         yield Scratch("check of the decay", max(0, first - tiles - sum(x.nbytes for x in call.outputs)))
 
 
-def linear_plan(call: Call, x: Sequence, threads: int, continued: bool) -> dict[str, int]:
+def linear_plan(call: OperatorCall, x: Sequence, threads: int, continued: bool) -> dict[str, int]:
     (_, H, _, D), (_, Hkv, _, Dv) = call.q.shape, call.v.shape
     sizes = {"B": x.rows, "H": H, "Hkv": Hkv, "S": x.queries, "T": x.keys, "D": D, "Dv": Dv, "threads": threads}
     how = {"causal": call.causal, "decayed": call.decay is not None, "continued": continued}
@@ -176,7 +176,7 @@ def linear_plan(call: Call, x: Sequence, threads: int, continued: bool) -> dict[
 
 
 @rule("any", "memcheck::compressed_attention_sequences")
-def compressed(call: Call) -> Iterator[Scratch | Unknown]:
+def compressed(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     (B, H, S, _), (_, Hkv, T, _) = call.q.shape, call.k.shape
 
     def bytes_of(x: Sequence, threads: int) -> int:
@@ -192,7 +192,7 @@ def compressed(call: Call) -> Iterator[Scratch | Unknown]:
 
 
 @rule("any", "memcheck::compressed_attention_sequences_backward")
-def compressed_backward(call: Call) -> Iterator[Scratch | Unknown]:
+def compressed_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     (B, H, S, _), Hkv = call.q.shape, call.kc.shape[1]
 
     def bytes_of(x: Sequence, threads: int) -> int:
@@ -205,7 +205,7 @@ def compressed_backward(call: Call) -> Iterator[Scratch | Unknown]:
     yield from compressed_scratch(call, Hkv, call.kv_len, bytes_of)
 
 
-def compressed_scratch(call: Call, Hkv: int, T: int, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
+def compressed_scratch(call: OperatorCall, Hkv: int, T: int, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
     B, H, S, D = call.q.shape
     sequences = sequences_of(call, B, S, T)
     if sequences is None:
@@ -219,7 +219,7 @@ def compressed_scratch(call: Call, Hkv: int, T: int, bytes_of: Bytes) -> Iterato
         yield Scratch("gradients of the sink", len(sequences) * H * acc_bytes(call) + 8 * H + wide)
 
 
-def compressed_plan(call: Call, x: Sequence, threads: int, Hkv: int) -> dict[str, int]:
+def compressed_plan(call: OperatorCall, x: Sequence, threads: int, Hkv: int) -> dict[str, int]:
     _, H, _, D = call.q.shape
     sizes = {"B": x.rows, "H": H, "Hkv": Hkv, "S": x.queries, "T": x.keys, "D": D, "factor": call.factor}
     return plan_of(call, "compressed_attention", **sizes, threads=threads, causal=call.causal, dtype=dtype_name(call.q))

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
-from memcheck.predict.values import Values
+from memcheck.predict.known_contents import KnownContents
 
 # They have kernels for sparse meta tensors that take nothing but their results.
 ON_META = ("_indices", "_values", "_nnz", "alias", "detach", "dense_dim", "is_coalesced", "sparse_dim")
@@ -47,7 +47,7 @@ def takes_sparse(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def computed(
-    func: Any, args: Any, kwargs: Any, values: Values, known_on_meta: Callable[[Tensor], Tensor]
+    func: Any, args: Any, kwargs: Any, contents: KnownContents, known_on_meta: Callable[[Tensor], Tensor]
 ) -> tuple[Any, list[Tensor]]:
     """What the operator returns, learned from zeros in place of unknown contents, and what it replaced in an operand.
 
@@ -63,7 +63,7 @@ def computed(
         if is_sparse(part):
             pairs.append((with_parts(part, tuple(real(inner) for inner in parts_of(part))), part))
             return pairs[-1][0]
-        known = values.of(part)
+        known = contents.of(part)
         if known is None and part.numel() and not part.is_floating_point() and not part.is_complex():
             raise NotImplementedError("the indices of a sparse tensor are not known on meta: give real ones")
         if part.nbytes > MOST_BYTES:

@@ -16,11 +16,11 @@ from memcheck.predict.allocation_mode import AllocationMode, counts_of_the_last
 from memcheck.predict.autocast import autocast_followed
 from memcheck.predict.device_functions import DeviceFunctions, functions_followed
 from memcheck.predict.engine import run_backward
+from memcheck.predict.known_contents import KnownContents
 from memcheck.predict.probed import Probe
 from memcheck.predict.ranks import distributed_followed
 from memcheck.predict.scratch import Target, Unlisted
 from memcheck.predict.torch_versions import untried
-from memcheck.predict.values import Values
 
 # Size assumed for a storage that 64 bits cannot count; the run ends there.
 BEYOND = 2**63
@@ -30,7 +30,7 @@ class TraceRunner:
     """Runs the steps of a measurement on meta tensors, in the same order.
 
     drops_workspaces: frees cuBLAS's workspaces after each phase, as a measurement does.
-    values: contents of small inputs.
+    contents: known contents of small inputs.
     probe: runs operators without a rule.
     checks: the probe compares functions that no test compares with measurements; without a probe, a doubt names them.
     is_split: the model is one rank's part of a split one.
@@ -42,13 +42,13 @@ class TraceRunner:
         *,
         dense_grad: bool = False,
         drops_workspaces: bool = True,
-        values: Values | None = None,
+        contents: KnownContents | None = None,
         probe: Probe | None = None,
         checks: bool = False,
         is_split: bool = False,
     ) -> None:
         counts_of_the_last()  # Collected before a mode is active that would record the search.
-        self.mode = AllocationMode(AllocationLog(), target, values, probe)
+        self.mode = AllocationMode(AllocationLog(), target, contents, probe)
         self.dense_grad = dense_grad
         self.mode.follows_calls = checks and target.kind == "cpu"  # On others, nothing is claimed to be exact.
         self.drops_workspaces = drops_workspaces
@@ -82,7 +82,7 @@ class TraceRunner:
         self.result.operators = tuple(self.mode.operators)
         self.result.unknown = {phase: tuple(words) for phase, words in self.mode.unknown.items()}
         self.result.guessed = frozenset(self.mode.guessed)
-        self.result.lingering = frozenset(self.mode.lingering)
+        self.result.freed_late = frozenset(self.mode.freed_late)
         return self.result
 
     def _check_calls(self) -> None:

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from memcheck.core.tensors import tensors_in
-from memcheck.predict.values import Values
+from memcheck.predict.known_contents import KnownContents
 
 
-class Decided(Values):
+class Decided(KnownContents):
     """The values that decide the shapes of an operator's results, for a probe that runs the operator.
 
     output: the results on meta; None: the operator itself returns them.
@@ -25,8 +25,8 @@ class Decided(Values):
     doubts: what is assumed of values that are not known.
     """
 
-    def __init__(self, values: Values) -> None:
-        self.values = values
+    def __init__(self, inner: KnownContents) -> None:
+        self.inner = inner
         self.output: Any = None
         self.size: torch.Size | None = None
         self.contents: dict[int, Tensor] = {}
@@ -35,7 +35,7 @@ class Decided(Values):
     def of(self, tensor: Tensor) -> Tensor | None:
         """The values of an operand, or None if they are unknown."""
         found = self.contents.get(id(tensor))
-        return self.values.of(tensor) if found is None else found
+        return self.inner.of(tensor) if found is None else found
 
     def decides(self, tensor: Tensor) -> bool:
         return id(tensor) in self.contents
@@ -45,12 +45,12 @@ class Decided(Values):
 
         A probe gets as many nonzero elements in other places, so that its result serves other masks, too.
         """
-        known = self.values.read(operand)
+        known = self.inner.read(operand)
         number = operand.numel() if known is None else int(torch.count_nonzero(known))
         if known is None:
             self.doubts.append(doubt)
             if operand.dtype == torch.bool:
-                self.values.note_all(operand)
+                self.inner.note_all(operand)
         if known is None or 0 not in operand.stride():
             known = torch.zeros(operand.numel(), dtype=operand.dtype)
             known[:number] = 1
@@ -59,7 +59,7 @@ class Decided(Values):
 
     def known(self, operand: Tensor, doubt: str) -> Tensor | None:
         """The values of the operand; None, with the doubt, if they are unknown."""
-        known = self.values.read(operand)
+        known = self.inner.read(operand)
         if known is None:
             self.doubts.append(doubt)
         else:
@@ -118,8 +118,8 @@ def masked_scatter_backward(decided: Decided, func: Any, args: Any, kwargs: dict
 
 def unique(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
     """Unknown values are assumed to differ. Inverse and counts have no element unless they are asked for."""
-    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    x, dim = values["self"], values.get("dim")
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    x, dim = given["self"], given.get("dim")
     words = f"{func._schema.name} returns the values that differ, which depends on values; assumed: all of them"
     if (known := decided.known(x, words)) is not None:
         decided.output = tuple(part.to("meta") for part in func(known, *args[1:], **kwargs))
@@ -129,8 +129,8 @@ def unique(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> No
     inverse = (number,) if dim is not None else x.shape
     sizes = [
         shape,
-        inverse if values.get("return_inverse") else (0,),
-        (number,) if values.get("return_counts") else (0,),
+        inverse if given.get("return_inverse") else (0,),
+        (number,) if given.get("return_counts") else (0,),
     ]
     dtypes = [x.dtype, torch.int64, torch.int64]
     made = (torch.empty(size, dtype=dtype, device="meta") for size, dtype in zip(sizes, dtypes, strict=True))
@@ -176,12 +176,12 @@ RULES: dict[str, Rule] = {
 }
 
 
-def decided_by_values(func: Any, args: Any, kwargs: dict[str, Any], values: Values) -> Decided | None:
+def decided_by_values(func: Any, args: Any, kwargs: dict[str, Any], contents: KnownContents) -> Decided | None:
     """The values that decide on the shapes of the results, and these; None for operators whose shapes need none."""
     name = func._schema.name.removeprefix("aten::")
     if name not in RULES or (name.startswith(("index", "_index")) and not has_mask(args[1])):
         return None
-    decided, out = Decided(values), kwargs.get("out")
+    decided, out = Decided(contents), kwargs.get("out")
     RULES[name](decided, func, args, {key: value for key, value in kwargs.items() if key != "out"})
     if out is not None and decided.output is not None:
         decided.output, decided.size = out, decided.output.shape

@@ -31,7 +31,7 @@ from torch.profiler import ProfilerActivity, profile
 from memcheck import linear_l, linear_r, measure_memory
 from memcheck._extension import _C
 from memcheck.ops.reference import projection as reference
-from memcheck.predict.scratch import Call, Scratch, Target, products_are_plain, scratch_of
+from memcheck.predict.scratch import OperatorCall, Scratch, Target, products_are_plain, scratch_of
 
 FUNCTIONS = [linear_r, linear_l]
 BACKWARD = {
@@ -298,7 +298,7 @@ def test_predicted_scratch_is_what_is_taken(
     record = measure_memory(function, *(x.detach().requires_grad_() for x in inputs), dense_grad=dense)
     held = record.input_bytes + record.output_bytes
     parts = scratch_of(
-        Call(
+        OperatorCall(
             f"memcheck::{function.__name__}", dict(zip("xw", inputs, strict=True)), (function(*inputs),), Target("cpu")
         )
     )
@@ -308,7 +308,7 @@ def test_predicted_scratch_is_what_is_taken(
     arguments = {"grad_y": grad_y if dense else grad_y[:1, :1, :1].expand_as(grad_y), "output_mask": [True, True]}
     arguments |= dict(zip("xw", inputs, strict=True))
     name = BACKWARD[function].name().removesuffix(".default")
-    parts = scratch_of(Call(name, arguments, tuple(inputs), Target("cpu")))
+    parts = scratch_of(OperatorCall(name, arguments, tuple(inputs), Target("cpu")))
     assert sum(part.bytes for part in parts if isinstance(part, Scratch)) == record.backward_peak_bytes - held
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 import memcheck
 from memcheck.measure.measurement import measure_memory
-from memcheck.predict.values import Values
+from memcheck.predict.known_contents import KnownContents
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 
@@ -107,16 +107,16 @@ def test_the_size_of_an_unknown_mask_is_assumed_and_named() -> None:
 
 
 def test_contents_are_computed_when_they_are_asked_for_and_not_before() -> None:
-    values = Values()
+    known = KnownContents()
     x, y = torch.zeros(4, device="meta"), torch.zeros(4, device="meta")
-    values.note(x, torch.arange(4.0))
-    values.note_call(torch.ops.aten.add.Tensor, (x, x), {}, [y])
-    contents = values._of(y)
+    known.note(x, torch.arange(4.0))
+    known.note_call(torch.ops.aten.add.Tensor, (x, x), {}, [y])
+    contents = known._of(y)
     assert contents is not None
     assert contents.real is None
-    values.note_call(torch.ops.aten.mul_.Tensor, (x, 10), {}, [x])
+    known.note_call(torch.ops.aten.mul_.Tensor, (x, 10), {}, [x])
     del x
-    read = values.read(y)
+    read = known.read(y)
     assert read is not None
     assert read.tolist() == [0.0, 2.0, 4.0, 6.0]
     assert contents.step is None

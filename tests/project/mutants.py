@@ -79,8 +79,8 @@ MISTAKES = [
     Mistake(
         "one-view-is-known",
         "memcheck/predict/meta_copy.py",
-        "self.values.note_storage(found, storage.cpu(), small=small)",
-        "self.values.note_storage(found, tensor.detach().clone().untyped_storage().cpu(), small=small)",
+        "self.contents.note_storage(found, storage.cpu(), small=small)",
+        "self.contents.note_storage(found, tensor.detach().clone().untyped_storage().cpu(), small=small)",
         ("tests/predict/test_outputs.py", "-k", "views"),
     ),
     Mistake(

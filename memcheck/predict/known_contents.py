@@ -111,7 +111,7 @@ class Step:
                 contents.real, contents.step = copies[id(before)], None
 
 
-class Values:
+class KnownContents:
     """The contents of storages on meta. Views need no care: a tensor's contents are read from its storage."""
 
     def __init__(self) -> None:
