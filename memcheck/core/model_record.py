@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from memcheck.core.record import PHASES, Record
+from memcheck.core.record import Record
 
 # Path of a module -> bytes; under "layers" one such mapping per layer.
 Activations = dict[str, Any]
@@ -47,9 +47,7 @@ class ModelRecord(Record):
 
     def note_peak(self) -> None:
         """Fills peak_bytes with the highest peak of the phases."""
-        peaks = [getattr(self, f"{phase}_peak_bytes") for phase in PHASES]
-        known = [peak for peak in peaks if peak is not None]
-        self.peak_bytes = max(known) if known and self.status == "ok" else None
+        self.peak_bytes = max(self.peaks.values(), default=None) if self.status == "ok" else None
 
 
 def by_layer(kept: dict[str, int], layers: int) -> Activations:

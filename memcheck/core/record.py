@@ -13,14 +13,25 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from memcheck.core import html
+from memcheck.core.units import format_bytes
+
 SCHEMA = 1
 R = typing.TypeVar("R", bound="Record")
 PHASES = ("forward", "backward", "optimizer")  # Phases of a run, as far as it has them.
+# The main figures: in words, and the colour of their bars.
+BARS = {
+    "forward_peak_bytes": ("peak forward", "forward"),
+    "saved_bytes": ("kept for backward", "kept"),
+    "backward_peak_bytes": ("peak backward", "backward"),
+    "optimizer_peak_bytes": ("peak optimizer", "optimizer"),
+}
 
 
 def layout_of(bsz: int | None, lengths: tuple[int, ...] | None) -> str | None:
@@ -142,10 +153,71 @@ class Record:
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 
-    def _repr_html_(self) -> str:
-        from memcheck.core.html import record_html
+    @property
+    def peaks(self) -> dict[str, int]:
+        """Phase -> its peak, of the phases whose peak is known."""
+        peaks = {phase: getattr(self, f"{phase}_peak_bytes") for phase in PHASES}
+        return {phase: size for phase, size in peaks.items() if size is not None}
 
-        return record_html(self)
+    def headline(self) -> str:
+        """ "Measured on cpu: the peak is 107 MiB, in the backward." """
+        how = "Predicted for" if self.source == "predicted" else "Measured on"
+        place = f"{self.operator}. " if self.operator else ""
+        place += f"{how} {self.device_name or self.device}"
+        if self.status != "ok":
+            asked, used, more = self.oom_requested_bytes, self.oom_in_use_bytes, self.reason or ""
+            if self.oom_phase is not None and asked is not None and used is not None:
+                more = f"{format_bytes(asked)} requested, {format_bytes(used)} in use"
+            phase = f" in the {self.oom_phase}" if self.oom_phase else ""
+            status = "out of memory" if self.status == "oom" else self.status
+            return html.sentence(f"{place}: {status}{phase}{f': {more}' if more else ''}")
+        if not (peaks := self.peaks):
+            return f"{place}."
+        highest = max(peaks, key=lambda phase: peaks[phase])
+        return f"{place}: the peak is {format_bytes(peaks[highest])}, in the {highest}."
+
+    def alive_then(self) -> tuple[str, dict[str, int]] | None:
+        """When, and the bytes alive then by name: at the highest peak, or when there was no room. None if unknown."""
+        peaks, terms = self.peaks, self.terms or {}
+        highest = max(peaks, key=lambda phase: peaks[phase], default="forward")
+        if self.status == "oom" and "oom_in_use_bytes" in terms:
+            return "when there was no room", terms["oom_in_use_bytes"]
+        if rows := [row for row in self.alive_at_peak or () if row.get("phase") == highest]:
+            counts, sizes = Counter(row["name"] for row in rows), Counter[str]()
+            for row in rows:
+                count = counts[row["name"]]
+                sizes[f"{row['name']} ({count} tensors)" if count > 1 else row["name"]] += row["bytes"]
+            return f"at the peak of the {highest}", sizes
+        if self.status == "ok" and f"{highest}_peak_bytes" in terms:
+            return f"at the peak of the {highest}", terms[f"{highest}_peak_bytes"]
+        return None
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def to_html(
+        self,
+        *,
+        words: Sequence[str] = (),
+        steps: Sequence[tuple[str, int]] = (),
+        modules: Mapping[str, Mapping[str, int]] | None = None,
+    ) -> str:
+        """The record in a notebook: how it ended, its peaks, what was alive at the highest, and its doubts.
+
+        words: further sentences about the result. steps: (phase, bytes alive), for a picture over time. modules: path
+        -> its bytes at the "peak" and "saved" for backward.
+        """
+        start = [f"Backward from {self.backward_from}."] if self.backward_from else []
+        bars = [(*name, size) for field, name in BARS.items() if (size := getattr(self, field)) is not None]
+        parts = [html.paragraphs([self.headline(), *start, *words]), html.bars(bars) if bars else ""]
+        steps = steps or [(phase, size) for phase, sizes in (self.over_time or {}).items() for size in sizes]
+        parts.append(html.timeline(steps))
+        parts += [html.modules(modules)] if modules and set(modules) != {""} else []
+        if (alive := self.alive_then()) is not None:
+            parts.append(html.paragraphs([f"Alive {alive[0]}:"]) + html.largest_first(alive[1]))
+        about = "Not known: " if self.source == "predicted" and self.exact is False else ""
+        doubts = [f"{about}{doubt}" if doubt.startswith("what ") else doubt for doubt in self.doubts]
+        return html.fragment(*filter(None, parts), html.paragraphs(map(html.sentence, doubts), "note"))
 
     @classmethod
     def from_json(cls: type[R], line: str) -> R:

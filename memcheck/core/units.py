@@ -63,6 +63,11 @@ def format_bytes(size: float) -> str:
     return f"{size:.0f} {units[0]}" if size >= 100 else f"{size:.3g} {units[0]}"
 
 
+def counted(number: int, noun: str) -> str:
+    """ "1 step", or "1,000 steps"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def parse_sizes(text: str) -> list[int]:
     """Parses "8", "16,32", "256:16384:x2" (doubling), "100:500:+100", or several with commas. ValueError otherwise."""
     sizes = [size for word in text.split(",") for size in parse_range(word.strip())]

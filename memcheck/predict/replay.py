@@ -136,10 +136,8 @@ class Prediction:
         return dict(sums)
 
     def _repr_html_(self) -> str:
-        from memcheck.core.html import record_html
-
         words = ["Every figure is exact."] if self.exact else []
-        return record_html(self.record, words=words, steps=self.timeline, modules=self.by_module)
+        return self.record.to_html(words=words, steps=self.timeline, modules=self.by_module)
 
     @property
     def known_terms(self) -> Terms:

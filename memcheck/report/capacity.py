@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
-from memcheck.core.record import Record, sequence_words
+from memcheck.core.record import sequence_words
 from memcheck.core.units import format_bytes
 from memcheck.report.cases import FIELD_WORDS, NEEDS, common_case
 from memcheck.report.records import Footnotes
@@ -43,31 +44,36 @@ def size_words(axis: str, case: Case) -> str:
 
 def capacity_table(capacities: Sequence[Capacity], limit_bytes: int | None = None) -> Table:
     """One row per search. All searches vary the same size on the same device."""
-    axis, device = capacities[0].axis, capacities[0].device
-    footnotes = Footnotes()
-    sizes = varying_sizes(capacities)
-    of_sequences = capacities[0].case.lengths is not None
+    first = capacities[0]
+    axis, device, footnotes = first.axis, first.device, Footnotes()
+    of_sequences = first.case.lengths is not None
+    largest = f"largest {size_words(axis, first.case)}"
     columns = [
-        Column("operator", "operator"),
-        *(Column(field, SIZES[field]) for field in sizes),
-        *([Column("layout", "batch"), Column("sequences", "sequences")] if of_sequences else []),
-        Column("largest", f"largest {size_words(axis, capacities[0].case)}", format=","),
-        *(
-            Column(field.replace("_bytes", "_mib"), FIELD_WORDS[field], "MiB", ",.2f", rank=RANKS.get(field, 4))
-            for field in BYTES
-        ),
-        Column("runs_out_in", "next runs out in", rank=4),
-        Column("requested_mib", "next requests", "MiB", ",.2f", rank=5),
-        Column("in_use_mib", "next in use", "MiB", ",.2f", rank=5),
-        Column("next", "next", audience="programs"),
-        Column("note", "note", audience="people"),
+        *(Column(name, title, read=attrgetter(f"case.{name}")) for name, title in varying_sizes(capacities).items()),
+        *([Column("sequences", "sequences", read=sequences_of)] if of_sequences else []),
+        Column("largest", largest, format=",", read=lambda found: None if found.unpredicted else found.largest),
+        *(mib_column(field, FIELD_WORDS[field], RANKS.get(field, 4), "at", field) for field in BYTES),
+        Column("runs_out_in", "next runs out in", rank=4, read=phase_of),
+        mib_column("requested", "next requests", 5, "beyond", "oom_requested_bytes"),
+        mib_column("in_use", "next in use", 5, "beyond", "oom_in_use_bytes"),
+        Column("next", "next", audience="programs", read=lambda found: found.next_size if found.beyond else None),
+        Column("note", "note", audience="people", read=lambda found: footnotes.marks(notes_of(found))),
     ]
-    rows = [row_of(capacity, sizes, footnotes) for capacity in capacities]
-    room = room_words(capacities[0], limit_bytes)
-    title = f"The largest {size_words(axis, capacities[0].case)} that fits {device.name} ({room}): "
+    title = f"The {largest} that fits {device.name} ({room_words(first, limit_bytes)}): "
     notes = [HOW_SEQUENCES_GROW[axis]] if of_sequences and axis in HOW_SEQUENCES_GROW else []
-    notes += [NOTE, f"{device.name}: {device.source}.", *footnotes.lines()]
-    return Table("capacity", title + shared_words(capacities, axis), columns, rows, notes)
+    notes += [NOTE, f"{device.name}: {device.source}."]
+    table = Table.of("capacity", title + shared_words(capacities, axis), columns, capacities, notes)
+    return footnotes.below(table)
+
+
+def mib_column(key: str, title: str, rank: int, side: str, field: str) -> Column:
+    """A field of the prediction at the edge, or beyond it, in MiB."""
+
+    def read(capacity: Capacity) -> Cell:
+        prediction = getattr(capacity, side)
+        return quotient(getattr(prediction.record, field), MIB) if prediction else None
+
+    return Column(f"{key.removesuffix('_bytes')}_mib", title, "MiB", ",.2f", read=read, rank=rank)
 
 
 def room_words(capacity: Capacity, limit_bytes: int | None) -> str:
@@ -92,40 +98,27 @@ def shared_words(capacities: Sequence[Capacity], *axes: str) -> str:
     )
 
 
-def varying_sizes(capacities: Sequence[Capacity]) -> list[str]:
-    """The given sizes that have several values."""
-    found = {"seq_len": "query_len"}.get(capacities[0].axis, capacities[0].axis)
-    cases = [capacity.case for capacity in capacities]
-    names = [name for name in SIZES if name != found and (cases[0].lengths is None or name == "dim")]
-    return [name for name in names if len({getattr(case, name) for case in cases}) > 1]
+def varying_sizes(capacities: Sequence[Capacity]) -> dict[str, str]:
+    """The operator, and the given sizes that have several values, with their titles."""
+    cases, axis = [capacity.case for capacity in capacities], capacities[0].axis
+    of_sequences = cases[0].lengths is not None
+    names = [name for name in SIZES if name != ("query_len" if axis == "seq_len" else axis)]
+    names = [name for name in names if not of_sequences or name == "dim"]
+    sizes = {name: SIZES[name] for name in names if len({getattr(case, name) for case in cases}) > 1}
+    return {"operator": "operator", **sizes, **({"layout": "batch"} if of_sequences else {})}
 
 
-def row_of(capacity: Capacity, sizes: Sequence[str], footnotes: Footnotes) -> list[Cell]:
-    case, at, beyond = capacity.case, capacity.at, capacity.beyond
-    largest = None if capacity.unpredicted else capacity.largest
-    figures = [quotient(getattr(at.record, field), MIB) if at else None for field in BYTES]
-    failure = beyond.record if beyond else None
-    return [
-        case.operator,
-        *(getattr(case, name) for name in sizes),
-        *([case.layout, sequences_of(capacity, case.lengths)] if case.lengths is not None else []),
-        largest,
-        *figures,
-        phase_of(failure) if failure and not capacity.unpredicted else None,
-        quotient(failure.oom_requested_bytes, MIB) if failure else None,
-        quotient(failure.oom_in_use_bytes, MIB) if failure else None,
-        capacity.next_size if beyond else None,
-        footnotes.marks(notes_of(capacity)),
-    ]
-
-
-def sequences_of(capacity: Capacity, lengths: Sequence[int]) -> str:
+def sequences_of(capacity: Capacity) -> str:
     """The lengths at the size that was found, or those that are repeated."""
+    lengths = capacity.case.lengths or ()
     return sequence_words(lengths[: capacity.step] if capacity.axis == "bsz" else lengths)
 
 
-def phase_of(failure: Record) -> str:
+def phase_of(capacity: Capacity) -> str | None:
     """Where the next size runs out of memory: a phase, the inputs, or its status."""
+    if capacity.beyond is None or capacity.unpredicted:
+        return None
+    failure = capacity.beyond.record
     return failure.oom_phase or ("inputs" if failure.status == "oom" else failure.status)
 
 

@@ -70,16 +70,29 @@ FIELD_WORDS = {
     "peak_bytes": "peak",
 }
 NEEDS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes")  # The main figures.
-PHASE_WORDS = {"forward": "the forward", "backward": "the backward", "optimizer": "the optimizer's step"}
 
 
 def is_model(record: Record) -> bool:
-    """True of the record of a whole model."""
     return isinstance(record, ModelRecord)
 
 
+def models_among(records: Sequence[Record]) -> list[ModelRecord]:
+    """The records of whole models."""
+    return [record for record in records if isinstance(record, ModelRecord)]
+
+
+def operators_among(records: Sequence[Record]) -> list[Record]:
+    """The records of operators and other callables."""
+    return [record for record in records if not is_model(record)]
+
+
+def attention(record: Record) -> str:
+    """The attention's name; whole models use the causal form of linear attention."""
+    return "linear (causal)" if record.operator == "linear" else str(record.operator)
+
+
 def has_sizes(record: Record) -> bool:
-    """False of the record of a callable that is no case of the catalog, which memcheck.write_record has named."""
+    """Whether the record is a case of the catalog; any other callable has only a name, from memcheck.write_record."""
     return record.query_len is not None
 
 

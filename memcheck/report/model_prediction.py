@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from memcheck.core.devices import Device
 from memcheck.core.record import Record
-from memcheck.core.units import format_bytes
+from memcheck.core.units import counted, format_bytes
 from memcheck.report.predictions import BASES
-from memcheck.report.script import counted, in_unit, unit_of
+from memcheck.report.script import by_size, size_cells, unit_of
 from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:
@@ -124,12 +124,16 @@ def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
         group = (pattern_of(piece.module), kinds.get(piece.module, "") if piece.module else "")
         sums[group][members.get(piece, "other")] += piece.bytes
         paths[group].add(piece.module)
-    names = sorted(sums, key=lambda name: -sum(sums[name].values()))
+    names, rest = by_size(sums, MOST_ROWS)
     unit = unit_of(peak.bytes)
-    rows = [row_of(name[0] or OUTSIDE, name[1], len(paths[name]), [name], sums, unit) for name in names[:MOST_ROWS]]
-    if rest := names[MOST_ROWS:]:
-        rows.append(row_of("others", "", sum(len(paths[name]) for name in rest), rest, sums, unit))
-    rows.append(row_of("all", "", None, names, sums, unit))
+
+    def row(label: str, kind: str | None, members: Sequence[tuple[str, str]], *, count: bool = True) -> list[Cell]:
+        modules = sum(len(paths[name]) for name in members) if count else None
+        return [label, kind, modules, *size_cells(sums, members, KINDS, unit)]
+
+    rows = [row(name[0] or OUTSIDE, name[1] or None, [name]) for name in names]
+    rows += [row("others", None, rest)] if rest else []
+    rows.append(row("all", None, [*sums], count=False))
     columns = [Column("module", "module"), Column("class", "class", rank=5), Column("count", "modules", rank=4)]
     columns += [Column(kind.replace(" ", "_"), kind, "", ",.2f", rank=3 - (kind in KINDS[3:])) for kind in KINDS]
     columns.append(Column("sum", "sum", "", ",.2f"))
@@ -142,34 +146,21 @@ def pattern_of(path: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
-def row_of(
-    label: str,
-    kind: str,
-    count: int | None,
-    names: Sequence[tuple[str, str]],
-    sums: Mapping[tuple[str, str], Mapping[str, int]],
-    unit: str,
-) -> list[Cell]:
-    sizes = [sum(sums[name][layer] for name in names) for layer in KINDS]
-    cells: list[Cell] = [in_unit(size, unit) if size else None for size in sizes]
-    return [label, kind or None, count, *cells, in_unit(sum(sizes), unit)]
-
-
 def changes_table(base: Prediction, changes: Sequence[SettingChange], limit_bytes: int | None = None) -> Table:
     """What each change would need, beside what is needed without any."""
     columns = [
         Column("change", "one change"),
         Column("need", "needs"),
-        Column("share", "of before", "%", ".0f", rank=1),
+        Column("share", "share of current", "%", ".0f", rank=1),
         Column("fits", "fits"),
         Column("runs_out_in", "runs out in", rank=2),
     ]
-    before = need_of(base) or 1
+    current = need_of(base) or 1
     rows: list[list[Cell]] = []
     for change in [SettingChange("as it is", base), *changes]:
         found = change.prediction
         need, limited = need_of(found), room_of(found.device, limit_bytes) is not None
-        share = None if need is None else 100 * need / before
+        share = None if need is None else 100 * need / current
         words = need_words(found) if need is not None else None
         rows.append([change.flags, words, share, found.fits if limited else None, found.record.oom_phase])
     helping = base.fits is False

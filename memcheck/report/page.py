@@ -8,9 +8,9 @@ from typing import Any
 
 from memcheck.core.record import Record
 from memcheck.report.accounting import accounting_table
-from memcheck.report.cases import is_model
+from memcheck.report.cases import is_model, models_among
 from memcheck.report.models import parts_table
-from memcheck.report.records import growth_tables, main_tables, models_among
+from memcheck.report.records import growth_tables, main_tables
 from memcheck.report.summary import environment_facts, size_of, summary, when
 from memcheck.report.tables import Table, is_number, text_of
 

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from memcheck.core.errors import UsageError
-from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.report.cases import (
     CASE_FIELDS,
@@ -18,8 +17,9 @@ from memcheck.report.cases import (
     failure_note,
     groups_besides,
     has_sizes,
-    is_model,
     lengths,
+    models_among,
+    operators_among,
     place_of,
     settings_of,
     values_in_order,
@@ -37,14 +37,13 @@ from memcheck.report.rows import (
     PER_TOKEN,
     TIMES,
     UNITS,
-    attribute,
     batch_columns,
     decoding_columns,
     figure_columns,
     lengths_column,
     mib_column,
+    missing_words,
     value_or_verdict,
-    verdict,
 )
 from memcheck.report.scaling import scaling_table
 from memcheck.report.summary import doubt_lines
@@ -57,21 +56,16 @@ PIVOT_FIELDS = [field for field in BYTE_FIELDS if not field.startswith("oom")] +
 # Fields shown by default in pivots; others can be requested.
 STANDARD_PIVOTS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "forward_ms", "backward_ms")
 CASE_COLUMNS = [
-    attribute("operator", "operator"),
+    Column("operator", "operator"),
     BACKEND,
     MASK,
-    attribute("dtype", "dtype"),
-    attribute("mode", "mode"),
-    attribute("compiled", "compiled"),
+    *(Column(name, name) for name in ("dtype", "mode", "compiled")),
     Column("device", "device", read=place_of),
-    attribute("source", "source"),
-    attribute("bsz", "B"),
-    attribute("query_len", "S", "programs"),
-    attribute("kv_len", "T", "programs"),
-    attribute("dim", "dim"),
-    attribute("heads", "heads"),
-    attribute("core_dim", "core dim"),
-    attribute("factor", "factor"),
+    Column("source", "source"),
+    Column("bsz", "B"),
+    Column("query_len", "S", audience="programs"),
+    Column("kv_len", "T", audience="programs"),
+    *(Column(name, name.replace("_", " ")) for name in ("dim", "heads", "core_dim", "factor")),
 ]
 ALWAYS_SHOWN = ("operator", "backend")
 SIZES = ("bsz", "dim", "query_len", "kv_len")
@@ -87,8 +81,10 @@ class Footnotes:
         marks = [self.numbers.setdefault(sentence, len(self.numbers) + 1) for sentence in sentences if sentence]
         return ", ".join(f"[{mark}]" for mark in marks) or None
 
-    def lines(self) -> list[str]:
-        return [f"[{number}] {sentence}" for sentence, number in self.numbers.items()]
+    def below(self, table: Table, more: Sequence[str] = ()) -> Table:
+        """The table with the footnotes of its rows, and then more notes."""
+        table.notes += [*(f"[{number}] {sentence}" for sentence, number in self.numbers.items()), *more]
+        return table
 
 
 def note_columns(footnotes: Footnotes) -> list[Column]:
@@ -121,7 +117,7 @@ def case_columns(records: Sequence[Record]) -> list[Column]:
 def status_column(records: Sequence[Record]) -> Column:
     """People see it if a case did not end well."""
     all_ok = all(record.status == "ok" for record in records)
-    return attribute("status", "status", "programs" if all_ok else "all", rank=5)
+    return Column("status", "status", audience="programs" if all_ok else "all", rank=5)
 
 
 def records_table(records: Sequence[Record], units: bool = False) -> Table:
@@ -132,24 +128,24 @@ def records_table(records: Sequence[Record], units: bool = False) -> Table:
     parts = ("gradient_bytes", "workspace_bytes", "library_workspace_bytes", "reserved_bytes")
     more = (*parts, "forward_max_allocated_bytes", "backward_max_allocated_bytes")
     steps = any(record.optimizer_peak_bytes is not None for record in records)
+    batches = any(record.lengths for record in records)
     columns = [
         *case_columns(records),
         status_column(records),
         *(mib_column(field, audience="programs") for field in held),
         *figure_columns(units),
-        *([PER_TOKEN] if any(record.lengths for record in records) else []),
+        *([PER_TOKEN] if batches else []),
         *([mib_column("optimizer_peak_bytes")] if steps else []),
         *(mib_column(field, audience="programs") for field in more),
         *(
-            attribute(name, name.replace("_", " "), "programs")
+            Column(name, name.replace("_", " "), audience="programs")
             for name in ("passes", "device_name", "torch_version", "threads")
         ),
         *note_columns(footnotes),
     ]
-    table = Table.of("records", f"{count_of(records)}: {common_case(records)}", columns, records)
-    batches = [BATCHES] if any(record.lengths for record in records) else []
-    table.notes = [PEAKS, TIMES, *batches, *([UNITS] if units else []), *footnotes.lines(), *doubt_lines(records)]
-    return table
+    notes = [PEAKS, TIMES, *([BATCHES] if batches else []), *([UNITS] if units else [])]
+    title = f"{count_of(records)}: {common_case(records)}"
+    return footnotes.below(Table.of("records", title, columns, records, notes), doubt_lines(records))
 
 
 def decode_table(records: Sequence[Record]) -> Table:
@@ -158,22 +154,20 @@ def decode_table(records: Sequence[Record]) -> Table:
     footnotes = Footnotes()
     columns = [*case_columns(records), status_column(records), *decoding_columns()]
     title = f"{count_of(records)} of decoding, one token after T of them: {common_case(records)}"
-    table = Table.of("decode", title, [*columns, *note_columns(footnotes)], records)
-    notes = ["The peak of a step holds the state before it and the one after it.", *footnotes.lines()]
-    table.notes = [*notes, *doubt_lines(records)]
-    return table
+    notes = ["The peak of a step holds the state before it and the one after it."]
+    table = Table.of("decode", title, [*columns, *note_columns(footnotes)], records, notes)
+    return footnotes.below(table, doubt_lines(records))
 
 
+HELD = ("input_bytes", "parameter_bytes", "output_bytes")
 # The columns of the published cs336 table, in its order: its name -> our field.
 CS336_COLUMNS: dict[str, Callable[[Record], Cell]] = {
     "d_model": lambda record: record.dim,
     "seq_len": lambda record: record.query_len,
     "forward_ms": lambda record: value_or_verdict(record, "forward_ms"),
     "backward_ms": lambda record: value_or_verdict(record, "backward_ms"),
-    "mem_after_inputs_mib": lambda record: sum_mib(record, ("input_bytes", "parameter_bytes", "output_bytes")),
-    "mem_before_backward_mib": lambda record: sum_mib(
-        record, ("input_bytes", "parameter_bytes", "output_bytes", "saved_bytes")
-    ),
+    "mem_after_inputs_mib": lambda record: sum_mib(record, HELD),
+    "mem_before_backward_mib": lambda record: sum_mib(record, (*HELD, "saved_bytes")),
     "saved_activations_mib": lambda record: value_or_verdict(record, "saved_bytes"),
     "forward_peak_mib": lambda record: sum_mib(record, ("output_bytes", "forward_peak_bytes")),
     "backward_peak_mib": lambda record: value_or_verdict(record, "backward_peak_bytes"),
@@ -189,7 +183,7 @@ CS336_NOTE = (
 
 def sum_mib(record: Record, fields: Sequence[str]) -> Cell:
     sizes = [getattr(record, field) for field in fields]
-    return verdict(record, fields[-1]) if None in sizes else sum(sizes) / MIB
+    return missing_words(record, fields[-1]) if None in sizes else sum(sizes) / MIB
 
 
 def cs336_tables(records: Sequence[Record]) -> list[Table]:
@@ -200,9 +194,8 @@ def cs336_tables(records: Sequence[Record]) -> list[Table]:
     for rows in groups_besides(records, besides):
         words = describe(rows[0], [field for field in CASE_FIELDS if field not in besides])
         rows.sort(key=lambda record: (record.dim or 0, record.query_len or 0, bool(record.compiled)))
-        table = Table.of(f"cs336 {words}", f"In the columns of cs336's published table: {words}", columns, rows)
-        table.notes = [CS336_NOTE]
-        tables.append(table)
+        title = f"In the columns of cs336's published table: {words}"
+        tables.append(Table.of(f"cs336 {words}", title, columns, rows, [CS336_NOTE]))
     return tables
 
 
@@ -272,8 +265,7 @@ def pivot_title(field: str) -> str:
 
 def main_tables(records: Sequence[Record], units: bool = False) -> list[Table]:
     """All rows, and the tables of decoding, predictions, cs336 cases and whole models, as far as there are any."""
-    models = models_among(records)
-    records = [record for record in records if not is_model(record)]
+    models, records = models_among(records), operators_among(records)
     runs = [record for record in records if record.mode != "decode"]
     tables = [records_table(runs, units)] if runs else []
     tables += [decode_table(records)] if len(runs) < len(records) else []
@@ -282,13 +274,9 @@ def main_tables(records: Sequence[Record], units: bool = False) -> list[Table]:
     return tables + cs336_tables([record for record in runs if (record.operator or "").startswith("cs336/")])
 
 
-def models_among(records: Sequence[Record]) -> list[ModelRecord]:
-    return [record for record in records if isinstance(record, ModelRecord)]
-
-
 def growth_tables(records: Sequence[Record]) -> list[Table]:
     """Scaling, and the standard pivots that have a value, of the cases that have sizes."""
-    runs = [record for record in records if record.mode != "decode" and has_sizes(record) and not is_model(record)]
+    runs = [record for record in operators_among(records) if record.mode != "decode" and has_sizes(record)]
     known = [field for field in STANDARD_PIVOTS if any(getattr(record, field) is not None for record in runs)]
     scaling = scaling_table(runs)
     return ([scaling] if scaling.rows else []) + [stacked_pivot(runs, field) for field in known]

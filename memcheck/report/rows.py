@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import textwrap
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from memcheck.core.doubts import reason_in_short
-from memcheck.core.record import Record
+from memcheck.core.record import Record, sequence_words
 from memcheck.core.units import format_bytes
-from memcheck.report.cases import (
-    FIELD_WORDS,
-    NEEDS,
-    failure_note,
-    lengths,
-    need,
-    ratio_words,
-    sequence_words,
-    tokens_that_count,
-)
+from memcheck.report.cases import FIELD_WORDS, NEEDS, failure_note, lengths, need, ratio_words, tokens_that_count
 from memcheck.report.tables import SPREAD, THREE_DIGITS, TIME, Cell, Column, Layout, Screen, Verdict, text_of
 
 MIB = 2**20
@@ -55,7 +46,7 @@ def unit_bytes(record: Record) -> int | None:
     return record.bsz * record.query_len * width * ITEM_BYTES[record.dtype]
 
 
-def verdict(record: Record, field: str) -> Verdict | None:
+def missing_words(record: Record, field: str) -> Verdict | None:
     """The text in place of a missing value. None if the case reached that phase or the field does not apply."""
     if record.status == "ok" or (field in BACKWARD_FIELDS and record.mode in ("inference", "decode")):
         return None
@@ -63,10 +54,10 @@ def verdict(record: Record, field: str) -> Verdict | None:
 
 
 def value_or_verdict(record: Record, field: str) -> Cell:
-    """The value, in MiB for byte fields, or its verdict."""
+    """The value, in MiB for byte fields, or the text in its place."""
     value = getattr(record, field)
     if value is None:
-        return verdict(record, field)
+        return missing_words(record, field)
     return value / MIB if "_bytes" in field and "per_token" not in field else value
 
 
@@ -80,10 +71,7 @@ def mask(record: Record) -> str:
 
 
 def mib_column(field: str, title: str = "", audience: str = "all", form: str = ".2f", rank: int = 0) -> Column:
-    def read(record: Record) -> Cell:
-        return value_or_verdict(record, field)
-
-    key = field.replace("_bytes", "_mib")
+    key, read = field.replace("_bytes", "_mib"), partial(value_or_verdict, field=field)
     return Column(key, title or FIELD_WORDS[field], "MiB", form, audience, read, rank, width=8)
 
 
@@ -104,37 +92,36 @@ def need_columns(field: str, units: bool) -> list[Column]:
     ]
 
 
-def spread(record: Record, field: str) -> float | None:
+def relative_spread(record: Record, field: str) -> float | None:
     """Half the distance between the quartiles, as a share of the median. None for a single pass."""
-    quartiles, median = getattr(record, f"{field}_quartiles"), getattr(record, field)
-    if quartiles is None or not median or record.passes == 1:
-        return None
-    return float(quartiles[1] - quartiles[0]) / 2 / median
+    low, high = quartile(record, field, 0), quartile(record, field, 1)
+    median = getattr(record, field)
+    return None if low is None or high is None or not median or record.passes == 1 else (high - low) / 2 / median
+
+
+def quartile(record: Record, field: str, which: int) -> float | None:
+    """The lower (0) or upper (1) quartile of a time."""
+    quartiles = getattr(record, f"{field}_quartiles")
+    return None if quartiles is None else float(quartiles[which])
 
 
 def time_columns(field: str, title: str, rank: int = 0) -> list[Column]:
     """The median and its spread. Programs get the quartiles instead of the spread."""
-
-    def quartile(which: int, name: str) -> Column:
-        def read(record: Record) -> Cell:
-            quartiles = getattr(record, f"{field}_quartiles")
-            return None if quartiles is None else quartiles[which]
-
-        return Column(f"{field}_{name}_quartile", f"{title}, {name} quartile", "ms", "", "programs", read)
-
+    spread = partial(relative_spread, field=field)
     return [
-        Column(field, title, "", TIME, "all", lambda record: value_or_verdict(record, field), rank, width=7),
-        Column(
-            f"{field}_spread", title, "", SPREAD, "people", lambda record: spread(record, field), max(rank, 4), width=4
+        Column(field, title, "", TIME, "all", partial(value_or_verdict, field=field), rank, width=7),
+        Column(f"{field}_spread", title, "", SPREAD, "people", spread, max(rank, 4), width=4),
+        *(
+            Column(
+                f"{field}_{name}_quartile",
+                f"{title}, {name} quartile",
+                "ms",
+                audience="programs",
+                read=partial(quartile, field=field, which=which),
+            )
+            for which, name in enumerate(("lower", "upper"))
         ),
-        quartile(0, "lower"),
-        quartile(1, "upper"),
     ]
-
-
-def attribute(name: str, title: str, audience: str = "all", rank: int = 0) -> Column:
-    """A column that holds an attribute as it is."""
-    return Column(name, title, audience=audience, read=lambda record: getattr(record, name), rank=rank)
 
 
 def lengths_column(records: Sequence[Any]) -> Column:
@@ -168,22 +155,19 @@ def batch_columns(records: Sequence[Any]) -> list[Column]:
         return None if record.lengths is None else sequence_words(record.lengths)
 
     return [
-        attribute("layout", "batch"),
+        Column("layout", "batch"),
         Column("sequences", "sequences", audience="programs", read=words),
         Column("tokens", "tokens that count", format="d", read=tokens_that_count),
         Column("padding_percent", "padding", "%", ".0f", read=padding, rank=4),
     ]
 
 
-PER_TOKEN = Column(
-    "peak_bytes_per_token",
-    "per token",
-    "B",
-    ".0f",
-    read=lambda record: quotient(need(record), tokens_that_count(record)),
-    width=6,
-)
-BACKEND = dataclasses.replace(attribute("backend", "backend", rank=5), width=12)
+def bytes_per_token(record: Record) -> float | None:
+    return quotient(need(record), tokens_that_count(record))
+
+
+PER_TOKEN = Column("peak_bytes_per_token", "per token", "B", ".0f", read=bytes_per_token, width=6)
+BACKEND = Column("backend", "backend", rank=5, width=12)
 MASK = Column("causal", "mask", read=mask, rank=6, width=6)
 
 
@@ -198,23 +182,57 @@ def figure_columns(units: bool = False) -> list[Column]:
 
 
 def decoding_columns() -> list[Column]:
-    def per_token(record: Record) -> Cell:
-        return value_or_verdict(record, "state_bytes_per_token")
-
+    field = "state_bytes_per_token"
     return [
         mib_column("state_bytes", form=THREE_DIGITS),
         mib_column("state_bytes_per_sequence", "state per sequence", form=THREE_DIGITS, rank=3),
-        Column("state_bytes_per_token", "state per token", "B", ".1f", "all", per_token, width=7),
+        Column(field, "state per token", "B", ".1f", read=partial(value_or_verdict, field=field), width=7),
         mib_column("forward_peak_bytes", "peak of a step", form=THREE_DIGITS),
         *time_columns("forward_ms", "step"),
     ]
 
 
-class LiveRows:
-    """The rows of a table whose cases run one after another.
+class Rows:
+    """The rows of a table whose cases run one after another. cases: set the widths of columns without one."""
 
-    cases: what will run; their names and sizes set the widths. units: U and bytes per query and key besides MiB.
-    predicted: there will be rows of predictions. timed: there will be times.
+    def __init__(
+        self, columns: Iterable[Column], cases: Sequence[Any], notes: Sequence[str], screen: Screen | None
+    ) -> None:
+        self.columns, self.notes, self.screen = list(columns), notes, screen or Screen()
+        widths = [
+            column.width or max(len(text_of(column.cell(case), column)) for case in cases) for column in self.columns
+        ]
+        numeric = [bool(column.format or column.unit) for column in self.columns]
+        self.layout = Layout(self.columns, widths, numeric, self.screen)
+
+    def header(self) -> str:
+        return self.layout.header()
+
+    def row(self, record: Any) -> str:
+        """The figures, or the reason why there are none; below them the reason why some are missing."""
+        return self.line([column.cell(record) for column in self.columns], failure_note(record))
+
+    def line(self, cells: Sequence[Cell], note: str) -> str:
+        """The row. A note stands in place of figures where none is known, else in a line of its own."""
+        figures = [bool(column.width and column.format) for column in self.columns]
+        pairs = list(zip(cells, figures, strict=True))
+        if note and all(cell in (None, "") or isinstance(cell, Verdict) for cell, figure in pairs if figure):
+            cells = ["" if figure else cell for cell, figure in pairs]
+            line = f"{self.layout.row(cells)}  {note}"
+            if self.screen.width is None or len(line) <= self.screen.width:
+                return line
+        lines = textwrap.wrap(note, self.screen.width or 10**6, initial_indent="  ", subsequent_indent="  ")
+        return "\n".join([self.layout.row(cells), *lines])
+
+    def legend(self) -> str:
+        return "\n".join(self.screen.fill(note) for note in [*self.notes, *self.layout.notes()])
+
+
+class LiveRows(Rows):
+    """Rows of operators.
+
+    cases: what will run. units: U and bytes per query and key besides MiB. predicted: there will be rows of
+    predictions. timed: there will be times.
     """
 
     def __init__(
@@ -227,72 +245,33 @@ class LiveRows:
         screen: Screen | None = None,
     ) -> None:
         decoding = cases[0].mode == "decode"
-        figures = decoding_columns() if decoding else figure_columns(units)
-        masks = [] if decoding else [MASK]
-        width = max(len(str(case.operator)) for case in cases)
-        operator = dataclasses.replace(
-            attribute("operator", "operator"), width=max(width, len(BELOW) if predicted else 0)
-        )
+        width = max([len(BELOW) if predicted else 0, *(len(str(case.operator)) for case in cases)])
         batch = batch_columns(cases)
-        names = [operator, BACKEND, *masks, lengths_column(cases), *batch]
-        figures = [*figures, PER_TOKEN] if batch else figures
-        self.columns = [
-            column
-            for column in (*names, *figures)
-            if column.audience != "programs" and (timed or column.format not in (TIME, SPREAD))
+        columns = [
+            Column("operator", "operator", width=width),
+            *(BACKEND, *([] if decoding else [MASK]), lengths_column(cases), *batch),
+            *(decoding_columns() if decoding else figure_columns(units)),
+            *([PER_TOKEN] if batch else []),
         ]
-        self.screen = screen or Screen()
-        self.layout = live_layout(self.columns, cases, self.screen)
-        self.notes = [DECODING if decoding else PEAKS, *([TIMES] if timed else [])]
-        self.notes += [BATCHES] if batch else []
-        self.notes += [UNITS] if units and not decoding else []
-
-    def header(self) -> str:
-        return self.layout.header()
-
-    def row(self, record: Record) -> str:
-        """The figures, or the reason why there are none; below them the reason why some are missing."""
-        return row_and_note(self.layout, [column.read(record) for column in self.columns], failure_note(record))
+        shown = (
+            column
+            for column in columns
+            if column.audience != "programs" and (timed or column.format not in (TIME, SPREAD))
+        )
+        notes = [DECODING if decoding else PEAKS, *([TIMES] if timed else []), *([BATCHES] if batch else [])]
+        super().__init__(shown, cases, [*notes, *([UNITS] if units and not decoding else [])], screen)
 
     def predicted_row(self, measured: Record, predicted: Record) -> str:
         """The row below a measured one: for each figure "same", or measured / predicted."""
-        cells = predicted_cells(self.columns, measured, predicted)
         how = "bound" if predicted.doubts else predicted.basis
-        cells = [how if column is BACKEND else cell for cell, column in zip(cells, self.columns, strict=True)]
-        return row_and_note(self.layout, cells, failure_note(predicted))
-
-    def legend(self) -> str:
-        return "\n".join(self.screen.fill(note) for note in [*self.notes, *self.layout.notes()])
-
-
-def live_layout(columns: Sequence[Column], cases: Sequence[Any], screen: Screen) -> Layout:
-    """Widths for rows that are not known yet: a column's own width, else that of the cases' cells."""
-    widths = [column.width or max(len(text_of(column.read(case), column)) for case in cases) for column in columns]
-    return Layout(columns, widths, [bool(column.format or column.unit) for column in columns], screen)
-
-
-def row_and_note(layout: Layout, cells: Sequence[Cell], note: str) -> str:
-    """The row. A note stands in place of figures where none is known, else in a line of its own."""
-    figures = [bool(column.width and column.format) for column in layout.columns]
-    if note and all(
-        cell in (None, "") or isinstance(cell, Verdict) for cell, figure in zip(cells, figures, strict=True) if figure
-    ):
-        cells = ["" if figure else cell for cell, figure in zip(cells, figures, strict=True)]
-        line, width = f"{layout.row(cells)}  {note}", layout.screen.width
-        if width is None or len(line) <= width:
-            return line
-    lines = textwrap.wrap(note, layout.screen.width or 10**6, initial_indent="  ", subsequent_indent="  ")
-    return "\n".join([layout.row(cells), *lines])
-
-
-def predicted_cells(columns: Sequence[Column], measured: Any, predicted: Any) -> list[Cell]:
-    """The cells of a prediction: a comparison where the measured figure is known, else the predicted one."""
-    return [
-        BELOW if place == 0 else predicted_cell(column, measured, predicted) for place, column in enumerate(columns)
-    ]
+        cells = [
+            how if column is BACKEND else predicted_cell(column, measured, predicted) for column in self.columns[1:]
+        ]
+        return self.line([BELOW, *cells], failure_note(predicted))
 
 
 def predicted_cell(column: Column, measured: Any, predicted: Any) -> Cell:
+    """The cell of a prediction: a comparison where the measured figure is known, else the predicted one."""
     field = column.key.replace("_mib", "_bytes")
     if "_mib" not in column.key:
         return ""
@@ -329,7 +308,5 @@ def largest_first(rows: Iterable[tuple[int, Any]], top: int) -> list[str]:
     """Lines of a size and a name; the smallest entries are summed in the last line."""
     ordered = sorted(rows, key=lambda row: -row[0])
     largest, rest = (ordered, []) if len(ordered) <= top else (ordered[:top], ordered[top:])
-    lines = [f"    {format_bytes(size):>10}  {name}" for size, name in largest]
-    if rest:
-        lines.append(f"    {format_bytes(sum(size for size, _ in rest)):>10}  {len(rest)} more")
-    return lines
+    rest = [(sum(size for size, _ in rest), f"{len(rest)} more")] if rest else []
+    return [f"    {format_bytes(size):>10}  {name}" for size, name in [*largest, *rest]]

@@ -8,12 +8,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from pathlib import Path
+from typing import TypeVar
 
 from memcheck.core.script_record import LAYERS, Alive, Line, Moment, Place, ScriptRecord
-from memcheck.core.units import UNITS, format_bytes
+from memcheck.core.units import UNITS, counted, format_bytes
 from memcheck.report.page import render_page
 from memcheck.report.tables import Cell, Column, Screen, Table, to_text
 
+K = TypeVar("K")
 # Rows of a table in text and on the page; the rest is combined in one row.
 MOST_ROWS, MOST_ROWS_OF_PAGE = 12, 200
 OUTSIDE = "outside of modules"
@@ -157,24 +159,34 @@ def module_table(alive: Sequence[Alive], title: str, unit: str, most: int) -> Ta
     sums: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
     for each in alive:
         sums[each.place.module or OUTSIDE][each.place.layer] += each.bytes
-    names = sorted(sums, key=lambda name: -sum(sums[name].values()))
-    groups = [(name, [name]) for name in names[:most]]
-    if rest := names[most:]:
-        groups.append((f"{len(rest)} others", rest))
-    if len(names) > 1:
-        groups.append(("all", names))
-    rows: list[list[Cell]] = []
-    for label, members in groups:
-        layers = [sum(sums[name][layer] for name in members) for layer in LAYERS]
-        rows.append([label, *(in_unit(size, unit) if size else None for size in layers), in_unit(sum(layers), unit)])
+    names, rest = by_size(sums, most)
+    groups = [(name, [name]) for name in names]
+    groups += [(f"{len(rest)} others", rest)] if rest else []
+    groups += [("all", [*sums])] if len(sums) > 1 else []
+    rows = [[label, *size_cells(sums, members, LAYERS, unit)] for label, members in groups]
     keys = [f"{layer.replace(' ', '_')}_{unit.lower()}" for layer in LAYERS]
+    pairs = zip(keys, LAYERS, strict=True)
     columns = [
-        Column(key, layer, "", FORMAT, rank=1 + IMPORTANCE.index(layer))
-        for key, layer in zip(keys, LAYERS, strict=True)
+        Column("module", "module"),
+        *(Column(key, layer, "", FORMAT, rank=1 + IMPORTANCE.index(layer)) for key, layer in pairs),
+        Column(unit.lower(), "sum", "", FORMAT),
     ]
     notes = ["from forward, from backward, ...: all other blocks, by the phase that allocated them."]
-    ends = Column("module", "module"), Column(unit.lower(), "sum", "", FORMAT)
-    return Table("modules", title, [ends[0], *columns, ends[1]], rows, notes)
+    return Table("modules", title, columns, rows, notes)
+
+
+def by_size(sums: Mapping[K, Mapping[str, int]], most: int) -> tuple[list[K], list[K]]:
+    """The names with the largest sums, and all other names."""
+    names = sorted(sums, key=lambda name: -sum(sums[name].values()))
+    return names[:most], names[most:]
+
+
+def size_cells(
+    sums: Mapping[K, Mapping[str, int]], members: Sequence[K], kinds: Sequence[str], unit: str
+) -> list[Cell]:
+    """The bytes of the members by kind, and their sum."""
+    sizes = [sum(sums[name][kind] for name in members) for kind in kinds]
+    return [*(in_unit(size, unit) if size else None for size in sizes), in_unit(sum(sizes), unit)]
 
 
 def group_table(
@@ -188,22 +200,13 @@ def group_table(
     if rest := ordered[most:]:
         ordered = [*ordered[:most], (f"{len(rest)} others", [each for _, members in rest for each in members])]
     whole = size_of(alive) or 1
-    rows: list[list[Cell]] = [
-        [
-            label,
-            in_unit(size_of(members), unit),
-            100 * size_of(members) / whole,
-            sum(each.blocks for each in members),
-        ]
-        for label, members in ordered
-    ]
     columns = [
-        Column(heading, heading),
-        Column(unit.lower(), unit, "", FORMAT),
-        Column("percent", "%", "", ".1f"),
-        Column("blocks", "blocks", "", ","),
+        Column(heading, heading, read=lambda group: group[0]),
+        Column(unit.lower(), unit, "", FORMAT, read=lambda group: in_unit(size_of(group[1]), unit)),
+        Column("percent", "%", "", ".1f", read=lambda group: 100 * size_of(group[1]) / whole),
+        Column("blocks", "blocks", "", ",", read=lambda group: sum(each.blocks for each in group[1])),
     ]
-    return Table(name, title, columns, rows)
+    return Table.of(name, title, columns, ordered)
 
 
 def size_of(alive: Iterable[Alive]) -> int:
@@ -227,7 +230,3 @@ def shown_line(line: Line) -> str:
     else:
         name = "/".join(path.parts[-3:]) if len(path.parts) > 4 else str(path)
     return f"{name}:{line.number} ({line.function})"
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any
+from typing import Any, TypeVar
 
 from memcheck.core.doubts import reason_in_short
 from memcheck.core.model_record import ModelRecord
-from memcheck.core.record import Record
+from memcheck.core.record import Record, sequence_words
 from memcheck.core.units import format_bytes
 from memcheck.report.cases import (
     CASE_FIELDS,
-    PHASE_WORDS,
+    attention,
     common_case,
     count_of,
     counted_percent,
@@ -22,12 +22,12 @@ from memcheck.report.cases import (
     failure_note,
     groups_besides,
     has_sizes,
-    is_model,
     is_predicted,
+    models_among,
     need,
+    operators_among,
     pair,
     phases_of,
-    sequence_words,
     values_in_order,
     values_of,
     varying,
@@ -35,6 +35,7 @@ from memcheck.report.cases import (
 from memcheck.report.predictions import agreement
 from memcheck.report.rows import SHORT_DTYPES
 
+R = TypeVar("R", bound=Record)
 # Sizes that only some operators have; cases that differ in nothing else are comparable.
 OPERATORS_OWN = ("operator", "heads", "core_dim", "factor", "causal", "compiled")
 STATUS_WORDS = {
@@ -55,30 +56,41 @@ FACTS = {
     "threads": "threads",
 }
 
+PHASE_WORDS = {"forward": "the forward", "backward": "the backward", "optimizer": "the optimizer's step"}
+HELD = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")  # What a model holds between steps.
 BINARY_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 NUMBER = re.compile(r"\d[\d.,]*")
 
 
 def summary(records: Sequence[Record]) -> list[str]:
     """Paragraphs: what was measured where, the answer, what is missing or doubtful; whole models after operators."""
-    models = [record for record in records if isinstance(record, ModelRecord)]
-    if models:
-        from memcheck.report.models import model_summary  # It needs the sentences of this module.
-
-        operators = [record for record in records if not is_model(record)]
+    if models := models_among(records):
+        operators = operators_among(records)
         return [*(summary(operators) if operators else []), *model_summary(models)]
-    predictions = [record for record in records if is_predicted(record)]
-    if predictions and len(predictions) < len(records):
-        measured = [record for record in records if not is_predicted(record)]
+    measured, predicted = split_by_source(records)
+    if measured and predicted:
         pairs = pair(records).both
-        return [*summary(measured), what_was_predicted(predictions), *([agreement(pairs)] if pairs else [])]
-    first = what_was_predicted(records) if predictions else what_was_measured(records)
+        return [*summary(measured), what_was_predicted(predicted), *([agreement(pairs)] if pairs else [])]
+    first = what_was_predicted(records) if predicted else what_was_measured(records)
     return [first, *answer(records), *what_is_missing(records), *doubt_lines(records)]
+
+
+def split_by_source(records: Sequence[R]) -> tuple[list[R], list[R]]:
+    """The measured and the predicted records."""
+    return [record for record in records if not is_predicted(record)], [*filter(is_predicted, records)]
+
+
+def model_summary(records: Sequence[ModelRecord]) -> list[str]:
+    """Paragraphs: which models were measured or predicted, what the largest needs, and what is doubtful."""
+    measured, predicted = split_by_source(records)
+    lines = [f"Whole models: {what_was_measured(measured)}"] if measured else []
+    lines += [f"Whole models: {what_was_predicted(predicted)}"] if predicted else []
+    return [*lines, *model_answer(measured or predicted), *doubt_lines(records)]
 
 
 def answer(records: Sequence[Record]) -> list[str]:
     """Which operators need least and most, and which ran out of memory. Measurements, if there are any."""
-    records = [record for record in records if not is_predicted(record)] or records
+    records = split_by_source(records)[0] or records
     return [*most_and_least(records), *padded_against_packed(records), *who_ran_out(records)]
 
 
@@ -114,8 +126,9 @@ def listed(words: Sequence[Any]) -> str:
 
 
 def most_and_least(records: Sequence[Record]) -> Iterator[str]:
-    """Compares operators at the largest case that most of them finished, for each dtype, mode and device. An operator
-    that has no other beside it is compared with itself at a smaller size.
+    """Compares operators at the largest case that most of them finished, for each dtype, mode and device.
+
+    A single operator is compared with itself at a smaller size.
     """
     named = sorted((record for record in records if not has_sizes(record) and need(record)), key=need_or_0)
     if named:
@@ -159,8 +172,8 @@ def name_among(record: Record, records: Sequence[Record]) -> str:
 
 def ranking(records: Sequence[Record], changing: Sequence[str]) -> str:
     """ "At S = T = 4096, naive needs 28 times as much as softplus: 804 MiB against 28.3." """
-    ranked = sorted(records, key=lambda record: need(record) or 0)
-    sizes = [need(record) or 0 for record in ranked]
+    ranked = sorted(records, key=need_or_0)
+    sizes = [need_or_0(record) for record in ranked]
     names = [name_among(record, records) for record in ranked]
     where = f"At {place_words(ranked[0], changing)},"
     if sizes[-1] <= 1.05 * sizes[0]:
@@ -175,15 +188,47 @@ def ranking(records: Sequence[Record], changing: Sequence[str]) -> str:
 def growth(records: Sequence[Record], changing: Sequence[str]) -> str:
     """What the largest of the records needs, in which phase, and how much more than at a smaller size."""
     largest = records[-1]
-    size = need(largest) or 0
-    (phase,) = [name for name in phases_of(largest) if getattr(largest, f"{name}_peak_bytes") == size][:1]
-    words = f"{name_among(largest, records)} needs {format_bytes(size)} at its peak, in {PHASE_WORDS[phase]}"
+    words = f"{name_among(largest, records)} {need_words(largest)}"
     words += f", at {place_words(largest, changing)}" if has_sizes(largest) else ""
     smaller = [record for record in records if size_of(record) < size_of(largest) and need(record)]
     if not smaller:
         return f"{words}."
-    other = need(smaller[-1]) or 0
-    return f"{words}: {times_as_much(size, other)} at {place_words(smaller[-1], changing)}, {against(size, other)}."
+    sizes = need_or_0(largest), need_or_0(smaller[-1])
+    return f"{words}: {times_as_much(*sizes)} at {place_words(smaller[-1], changing)}, {against(*sizes)}."
+
+
+def need_words(record: Record) -> str:
+    """ "needs 1.97 GiB at its peak, in the optimizer's step", of a record whose peaks are known."""
+    size = need_or_0(record)
+    phase = next(name for name in phases_of(record) if getattr(record, f"{name}_peak_bytes") == size)
+    return f"needs {format_bytes(size)} at its peak, in {PHASE_WORDS[phase]}"
+
+
+def model_answer(records: Sequence[ModelRecord]) -> Iterator[str]:
+    """The highest peak and what it consists of, how the attentions compare, and who ran out of memory."""
+    known = [record for record in records if record.status == "ok" and need(record) is not None]
+    if known:
+        most, held = max(known, key=need_or_0), "Parameters, gradients and AdamW's state are"
+        size = sum(getattr(most, field) or 0 for field in HELD)
+        share = min(size / need_or_0(most), 1) if need(most) else 0
+        where = f"{most.size} with {attention(most)} at S {most.query_len}"
+        yield f"{where} {need_words(most)}. {held} {format_bytes(size)}, {share:.0%} of that."
+        yield from dict.fromkeys(f"Backward from {record.backward_from}." for record in known if record.backward_from)
+        largest = known[-1]
+        alike = [record for record in known if (record.size, record.query_len) == (largest.size, largest.query_len)]
+        ranked = sorted(alike, key=lambda record: record.saved_bytes or 0)
+        low, high = ranked[0].saved_bytes or 0, ranked[-1].saved_bytes or 0
+        if len(ranked) > 1 and high > 1.05 * low > 0:
+            words = f"For backward, {attention(ranked[-1])} keeps {times_as_much(high, low)} {attention(ranked[0])}"
+            yield f"{words}: {against(high, low)}."
+        elif len(ranked) > 1:
+            yield f"{listed(list(map(attention, ranked)))} keep about the same for backward."
+    for record in records:
+        if record.status == "oom":
+            where = f"{record.size} with {attention(record)}, S {record.query_len}"
+            yield f"{where}, does not fit: {failure_note(record)}."
+            if size := sum(record.formulas.get(field, {}).get("value") or 0 for field in HELD):
+                yield f"Its parameters, gradients and AdamW's state alone take {format_bytes(size)}."
 
 
 def times_as_much(size: int, other: int) -> str:
@@ -200,7 +245,7 @@ def against(size: int, other: int) -> str:
 def padded_against_packed(records: Sequence[Record]) -> Iterator[str]:
     """What the padded batch with the most padding needs, against the same sequences packed."""
     known = [record for record in records if record.lengths is not None and need(record)]
-    known = [record for record in known if not is_predicted(record)] or known
+    known = split_by_source(known)[0] or known
     pairs = [{row.layout: row for row in group} for group in groups_besides(known, ("bsz", "query_len", "kv_len"))]
     pairs = [pair for pair in pairs if len(pair) == 2]
     if not pairs:
@@ -246,17 +291,14 @@ def what_is_missing(records: Sequence[Record]) -> Iterator[str]:
 def doubt_lines(records: Sequence[Record]) -> list[str]:
     """One line about times, one about bytes and one about predictions, for those that are doubtful."""
     lines = []
-    measured = [record for record in records if not is_predicted(record)]
+    measured, predicted = split_by_source(records)
     noisy = [record for record in measured if any(map(reason_in_short, record.doubts))]
     if noisy:
         reasons = Counter(reason for record in noisy for reason in {*map(reason_in_short, record.doubts)} if reason)
         why = ", ".join(sorted(reasons, key=lambda reason: (-reasons[reason], reason)))
         timed = [record for record in measured if record in noisy or record.forward_ms is not None]
         lines.append(f"{of_rows('Times', noisy, timed)} are noisy: {why}; bytes are not affected.")
-    for rows, what, verb in (
-        (measured, "Figures", "uncertain"),
-        ([record for record in records if is_predicted(record)], "Predictions", "bounds"),
-    ):
+    for rows, what, verb in ((measured, "Figures", "uncertain"), (predicted, "Predictions", "bounds")):
         found = Counter(doubt for record in rows for doubt in record.doubts if not reason_in_short(doubt))
         if found:
             doubtful = [record for record in rows if any(doubt in found for doubt in record.doubts)]
@@ -284,23 +326,63 @@ def next_step(records: Sequence[Record], limit_bytes: int | None = None) -> str:
     if failed:
         first = min(failed, key=size_of)
         where = "--device cpu" if first.device == "cpu" else f"--device-from-this-gpu {first.device_index or 0}"
-        limit = f" --memory-limit {exact_size(limit_bytes)}" if limit_bytes else ""
-        return (
-            f"Next: memcheck fit {flags_of(first, lengths=False)} {where}{limit}\n  finds the largest size that fits."
-        )
+        command = f"memcheck fit {flags_of(first, lengths=False)} {where}{limit_flag(limit_bytes)}"
+        return f"Next: {command}\n  finds the largest size that fits."
     known = [record for record in records if need(record) is not None and not is_predicted(record)]
     if not known:
         return "Next: memcheck info\n  shows what this installation can run."
-    most = max(known, key=lambda record: (size_of(record), need(record) or 0))
+    most = max(known, key=lambda record: (size_of(record), need_or_0(record)))
     command = f"memcheck profile-{'combinator' if most.kv_len is None else 'attention'} {flags_of(most)}"
     if most.alive_at_peak:
         return f"Next: {command} --timeline memory.png\n  draws when those tensors are alive."
-    return f"Next: {command} --explain\n  names the tensors in {most.operator}'s {format_bytes(need(most) or 0)}."
+    return f"Next: {command} --explain\n  names the tensors in {most.operator}'s {format_bytes(need_or_0(most))}."
 
 
-def exact_size(size: int) -> str:
-    """The bytes in the largest unit of which they are a multiple: "100MiB"."""
-    return next(f"{size // scale}{unit}" for unit, scale in reversed(BINARY_UNITS.items()) if size % scale == 0)
+def next_model_step(records: Sequence[ModelRecord], limit_bytes: int | None = None) -> str:
+    """A command that predicts one change: activation checkpoints, or half the context. limit_bytes: of the run."""
+    failed = [record for record in records if record.status == "oom"]
+    record = failed[0] if failed else max(records, key=need_or_0)
+    halved = record.checkpointing
+    words = "half the context" if halved else "activation checkpoints"
+    flags = {
+        "size": record.size,
+        "attention-type": record.operator,
+        "context": max((record.query_len or 2) // 2, 1) if halved else record.query_len,
+        "bsz": record.bsz,
+        "mode": unless("train", record.mode),
+        "dtype": short_dtype(unless("float32", record.dtype)),
+        "autocast": short_dtype(record.autocast or None),
+        "feed-forward": unless("swiglu", record.feed_forward),
+        "factor": record.factor or None,
+        "checkpointing": "",
+    }
+    if record.source == "predicted" and record.device == "cuda":
+        flags["device"] = record.device_name
+    elif record.device == "cpu":
+        flags["device"] = "cpu"
+    command = f"memcheck profile-model {flag_words(flags)}{limit_flag(limit_bytes)} --predict"
+    return f"Next: {command}\n  predicts the same with {words}."
+
+
+def unless(default: str, value: str | None) -> str | None:
+    return None if value == default else value
+
+
+def short_dtype(dtype: str | None) -> str | None:
+    return dtype and SHORT_DTYPES.get(dtype, dtype)
+
+
+def flag_words(flags: Mapping[str, object]) -> str:
+    """The flags as a command line; None leaves a flag out, and "" leaves its value out."""
+    return " ".join(f"--{name} {value}".rstrip() for name, value in flags.items() if value is not None)
+
+
+def limit_flag(limit_bytes: int | None) -> str:
+    """The flag, with the bytes in the largest unit of which they are a multiple: " --memory-limit 100MiB"."""
+    if not limit_bytes:
+        return ""
+    unit, scale = next(pair for pair in reversed(BINARY_UNITS.items()) if limit_bytes % pair[1] == 0)
+    return f" --memory-limit {limit_bytes // scale}{unit}"
 
 
 def flags_of(record: Record, lengths: bool = True) -> str:
@@ -317,12 +399,9 @@ def flags_of(record: Record, lengths: bool = True) -> str:
         flags |= {"query-len": record.query_len, "kv-len": record.kv_len}
     flags |= {"dim": record.dim, "heads": record.heads, "factor": record.factor}
     flags["core-dim"] = None if record.core_dim == record.dim else record.core_dim
-    flags["dtype"] = None if record.dtype == "float32" else SHORT_DTYPES.get(record.dtype or "", record.dtype)
-    flags["mode"] = None if record.mode == "train" else record.mode
-    words = [f"--{name} {value}" for name, value in flags.items() if value is not None]
-    words += [f"--{record.layout}"] if "lengths" in flags else []
-    words += ["--compile"] if record.compiled else []
-    return " ".join([*words, *(["--no-causal"] if record.causal is False else [])])
+    flags |= {"dtype": short_dtype(unless("float32", record.dtype)), "mode": unless("train", record.mode)}
+    bare = {str(record.layout): "lengths" in flags, "compile": record.compiled, "no-causal": record.causal is False}
+    return flag_words({**flags, **{name: "" for name, given in bare.items() if given}})
 
 
 def environment_facts(records: Sequence[Record]) -> dict[str, str]:

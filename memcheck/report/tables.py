@@ -11,7 +11,7 @@ import json
 import os
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
@@ -43,7 +43,7 @@ class Column:
     format: str = ""  # Of numbers: a format specification, or one of the names above.
     # Who sees the column: everybody, "people" (text formats) or "programs" (data formats).
     audience: str = "all"  # or "people", "programs"
-    read: Callable[[Any], Cell] = lambda row: None  # The cell of a row.
+    read: Callable[[Any], Cell] | None = None  # Reads the cell from a row; by default its item or attribute `key`.
     rank: int = 0  # Where width is limited, the columns of the highest rank are left out first; 0: never.
     width: int = 0  # Of cells that are not known when the first row is printed.
 
@@ -51,6 +51,13 @@ class Column:
     def heading(self) -> str:
         unit = "±" if self.format == SPREAD else self.unit
         return f"{self.title}, {unit}" if unit else self.title
+
+    def cell(self, row: Any) -> Cell:
+        """The column's cell of a row."""
+        if self.read is not None:
+            return self.read(row)
+        value: Cell = row[self.key] if isinstance(row, Mapping) else getattr(row, self.key)
+        return value
 
 
 @dataclass
@@ -62,9 +69,12 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, name: str, title: str, columns: Sequence[Column], items: Iterable[Any]) -> Table:
+    def of(
+        cls, name: str, title: str, columns: Sequence[Column], items: Iterable[Any], notes: Iterable[str] = ()
+    ) -> Table:
         """The table whose columns read their cells from the items."""
-        return cls(name, title, list(columns), [[column.read(item) for column in columns] for item in items])
+        rows = [[column.cell(item) for column in columns] for item in items]
+        return cls(name, title, list(columns), rows, list(notes))
 
     def to_people(self) -> Table:
         """The table for text formats: without columns for programs and without empty columns."""
@@ -79,6 +89,11 @@ class Table:
     def numeric(self) -> list[bool]:
         """For each column, whether it holds a number."""
         return [any(is_number(row[position]) for row in self.rows) for position in range(len(self.columns))]
+
+    def texts(self) -> tuple[list[str], list[list[str]]]:
+        """The headings and the rows as text."""
+        rows = [[text_of(*pair) for pair in zip(row, self.columns, strict=True)] for row in self.rows]
+        return [column.heading for column in self.columns], rows
 
     def __repr__(self) -> str:
         return to_text(self)
@@ -240,10 +255,8 @@ class Layout:
 
 def to_text(table: Table, screen: Screen | None = None) -> str:
     table, screen = table.to_people(), screen or Screen()
-    widths = [
-        max((len(text_of(row[place], column)) for row in table.rows), default=0)
-        for place, column in enumerate(table.columns)
-    ]
+    _, rows = table.texts()
+    widths = [max((len(row[place]) for row in rows), default=0) for place in range(len(table.columns))]
     layout = Layout(table.columns, widths, table.numeric(), screen)
     notes = [screen.fill(note) for note in [*table.notes, *layout.notes()]]
     title = screen.paint(screen.fill(table.title), BOLD)
@@ -253,15 +266,13 @@ def to_text(table: Table, screen: Screen | None = None) -> str:
 
 def to_html(table: Table) -> str:
     table = table.to_people()
-    rows = [[text_of(*pair) for pair in zip(row, table.columns, strict=True)] for row in table.rows]
-    body = html.table([column.heading for column in table.columns], rows, table.numeric())
+    body = html.table(*table.texts(), table.numeric())
     return "\n".join([html.paragraphs([table.title], "title"), body, html.paragraphs(table.notes, "note")])
 
 
 def to_markdown(table: Table) -> str:
     table = table.to_people()
-    rows = [[text_of(*pair) for pair in zip(row, table.columns, strict=True)] for row in table.rows]
-    headings = [column.heading for column in table.columns]
+    headings, rows = table.texts()
     lines = [f"| {' | '.join(map(escape_markdown, row))} |" for row in [headings, *rows]]
     lines.insert(1, f"| {' | '.join('---:' if number else '---' for number in table.numeric())} |")
     return "\n\n".join([f"### {escape_markdown(table.title)}", "\n".join(lines), *map(escape_markdown, table.notes)])
@@ -283,8 +294,7 @@ LATEX = str.maketrans(
 def to_latex(table: Table) -> str:
     """A LaTeX table environment; it needs the booktabs package. The notes stand below the table."""
     table = table.to_people()
-    rows = [[text_of(*pair) for pair in zip(row, table.columns, strict=True)] for row in table.rows]
-    headings = [column.heading for column in table.columns]
+    headings, rows = table.texts()
     head, *body = [rf"{' & '.join(cell.translate(LATEX) for cell in row)} \\" for row in [headings, *rows]]
     lines = [
         r"\begin{table}[htbp]",
@@ -303,11 +313,9 @@ def data_rows(table: Table) -> list[dict[str, Cell]]:
     """Rows with unrounded values. An unknown value is None if another column tells the reason, else the verdict."""
     table = table.to_programs()
     keys = [column.key for column in table.columns]
+    hidden = Verdict if "status" in keys else ()
     return [
-        {
-            key: None if isinstance(cell, Verdict) and "status" in keys else cell
-            for key, cell in zip(keys, row, strict=True)
-        }
+        {key: None if isinstance(cell, hidden) else cell for key, cell in zip(keys, row, strict=True)}
         for row in table.rows
     ]
 
@@ -321,36 +329,25 @@ def to_csv(table: Table) -> str:
 
 
 def to_object(table: Table) -> dict[str, Any]:
-    columns = [{"key": c.key, "title": c.title, "unit": unit_of(c)} for c in table.to_programs().columns]
-    return {
-        "name": table.name,
-        "title": table.title,
-        "columns": columns,
-        "rows": data_rows(table),
-        "notes": table.notes,
-    }
-
-
-def unit_of(column: Column) -> str | None:
-    """The unit of the numbers in data formats."""
-    return "ms" if column.format == TIME else column.unit or None
+    columns = [
+        {"key": column.key, "title": column.title, "unit": "ms" if column.format == TIME else column.unit or None}
+        for column in table.to_programs().columns
+    ]
+    head = {"name": table.name, "title": table.title, "columns": columns}
+    return {**head, "rows": data_rows(table), "notes": table.notes}
 
 
 TEXTS = {"markdown": to_markdown, "latex": to_latex}
 
 
 def render(tables: Sequence[Table], form: str, out: TextIO | None = None) -> str:
-    """All tables as one text, in the given form: table, markdown, latex, csv or json. out: what a table is fitted to;
-    without it the width is unlimited."""
+    """All tables as one text in the form table, markdown, latex, csv or json. out: sets the width of "table"."""
     if form == "json":
         return json.dumps([to_object(table) for table in tables], indent=1)
     if form == "csv":
         # A single table is a plain CSV file; several are separated by lines with their names.
-        return (
-            "\n\n".join(f"# {table.title}\n{to_csv(table)}" for table in tables)
-            if len(tables) > 1
-            else to_csv(tables[0])
-        )
+        several = len(tables) > 1
+        return "\n\n".join(f"# {table.title}\n{to_csv(table)}" if several else to_csv(table) for table in tables)
     if form == "table":
         screen = Screen.of(out) if out else Screen()
         return "\n\n\n".join(to_text(table, screen) for table in tables)

@@ -33,8 +33,9 @@ from memcheck.core.model_record import ModelRecord
 from memcheck.measure.export import format_shares, nvtx_ranges
 from memcheck.report import Screen, to_text
 from memcheck.report.cases import case_and_place
-from memcheck.report.models import LETTERS, ModelRows, model_answer, model_title, next_model_step, parts_table
+from memcheck.report.models import LETTERS, ModelRows, model_title, parts_table
 from memcheck.report.plots.models import plot_models
+from memcheck.report.summary import model_answer, next_model_step
 
 AUTOCAST = {"bf16": "bfloat16", "fp16": "float16", "bfloat16": "bfloat16", "float16": "float16", None: None}
 
