@@ -31,7 +31,7 @@ from memcheck.report import (
     summary,
 )
 from memcheck.report.cases import case_and_place
-from memcheck.report.plots.pictures import Picture, Request, choose_pictures
+from memcheck.report.plots.pictures import Picture, Request, choose_pictures, main_picture
 from memcheck.report.plots.style import in_house_style
 from memcheck.report.records import PIVOT_FIELDS
 from memcheck.report.tables import Sentences, Tables, to_html
@@ -83,8 +83,8 @@ class Results(Sequence[Record]):
         tables = main_tables(self.records)
         for table in tables:
             table.notes = [note for note in table.notes if note not in sentences]
-        picture = next((picture for picture in self.pictures(Request()) if picture.main), None)
-        shown = [inline_png(picture)] if picture else []
+        pictures = self.pictures(Request())
+        shown = [inline_png(main_picture(pictures))] if pictures else []
         return html.fragment(html.listed(sentences), *shown, *map(to_html, tables))
 
     def select(self, **wanted: Any) -> Results:
@@ -151,7 +151,7 @@ class Results(Sequence[Record]):
         pictures = self.pictures(request, title)
         if not pictures:
             raise MemcheckError(f"there is nothing to draw in these {len(self)} records")
-        return shown(next((picture for picture in pictures if picture.main), pictures[0]).draw())
+        return shown(main_picture(pictures).draw())
 
     def pictures(self, request: Request, title: str = "") -> list[Picture]:
         """Every picture that the records allow."""

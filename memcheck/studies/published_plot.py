@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core.style import Style
 from memcheck.report.plots.pictures import Picture
 from memcheck.report.plots.scales import set_ticks
-from memcheck.report.plots.style import add_note, distinct_styles, in_house_style, look_of, new_panels, save
+from memcheck.report.plots.style import add_note, distinct_styles, in_house_style, look_of, new_panels, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,22 +24,14 @@ NOTE = (
 )
 
 
-def plot_published(
+@in_house_style
+def published_figure(
     rows: Sequence[Row],
-    path: Path | str,
-    *,
     styles: Mapping[str, Style],
+    *,
     title: str = "Memory of the published operator / ours",
     subtitle: str = "",
 ) -> Figure:
-    """Plots rows of published_rows and writes the figure to `path`, in the format of its suffix."""
-    figure = published_figure(rows, styles, title=title, subtitle=subtitle)
-    save(figure, path)
-    return figure
-
-
-@in_house_style
-def published_figure(rows: Sequence[Row], styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
     """One strip per operator of ours, with a dot for each shape that has both figures."""
     names = list(dict.fromkeys(row["ours"] for row in rows))[::-1]
     drawn = distinct_styles(names, styles)
@@ -59,6 +50,9 @@ def published_figure(rows: Sequence[Row], styles: Mapping[str, Style], *, title:
     panels[0].set_ylim(-0.6, max(len(names), 1) - 0.4)
     add_note(figure, NOTE)
     return figure
+
+
+plot_published = written(published_figure)
 
 
 def ratio_of(row: Row, phase: str) -> float | None:

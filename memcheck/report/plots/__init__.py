@@ -2,8 +2,7 @@
 
 from memcheck.core.style import Style
 from memcheck.report.plots.lines import named_lines
-from memcheck.report.plots.memory import plot_memory
-from memcheck.report.plots.pictures import Picture, Request, choose_pictures, svg_plots, write_plots
+from memcheck.report.plots.pictures import Picture, Request, choose_pictures, plot_memory, svg_plots, write_plots
 from memcheck.report.plots.scales import x_ticks
 from memcheck.report.plots.style import UNKNOWN_STYLE
 from memcheck.report.plots.timeline import Timeline, plot_timeline

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from memcheck.core.style import Style
 from memcheck.report.plots.lines import Name, name_lines
 from memcheck.report.plots.scales import ROW, axes_points, set_ticks, set_x
-from memcheck.report.plots.style import add_note, distinct_styles, in_house_style, look_of, new_figure, save
+from memcheck.report.plots.style import add_note, distinct_styles, in_house_style, look_of, new_figure, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,11 +66,7 @@ def capacity_figure(
     return figure
 
 
-def plot_capacity(curves: Mapping[str, Sequence[Edge]], path: Path | str, **how: Any) -> Figure:
-    """Builds the figure as capacity_figure does, and writes it to `path`."""
-    figure: Figure = capacity_figure(curves, **how)
-    save(figure, path)
-    return figure
+plot_capacity = written(capacity_figure)
 
 
 def draw_edges(ax: Axes, name: str, edges: Sequence[Edge], style: Style) -> None:

@@ -6,13 +6,11 @@ import functools
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.cases import has_sizes, on_measured_devices, sequence_words
+from memcheck.report.cases import has_sizes, sequence_words
 from memcheck.report.plots.lines import (
     HOLLOW_HELP,
     MISSING_WORDS,
@@ -38,11 +36,9 @@ from memcheck.report.plots.series import (
     Quantities,
     Quantity,
     View,
-    natural_axis,
     position,
     refuse_mixed,
     undrawn_note,
-    views_along,
 )
 from memcheck.report.plots.style import (
     GREY,
@@ -53,7 +49,6 @@ from memcheck.report.plots.style import (
     in_house_style,
     look_of,
     new_panels,
-    save,
 )
 
 if TYPE_CHECKING:
@@ -64,25 +59,6 @@ if TYPE_CHECKING:
 COLUMNS = 3
 SMALL_ROW = 9
 MARKER = 4.5
-
-
-def plot_memory(
-    records: Sequence[Record], path: Path | str, *, styles: Mapping[str, Style], title: str, subtitle: str
-) -> Figure:
-    """Plots peak memory against the size that varies, or bars for a single shape, and writes the figure to `path`.
-
-    UsageError: more than one size varies.
-    """
-    records = on_measured_devices(records)
-    refuse_mixed(records)
-    views = views_along(records, natural_axis(records)) or [View("length", {})]
-    if len(views) > 1:
-        values = "; ".join(view.fixed_words() for view in views)
-        raise UsageError(f"one plot against the {AXES[views[0].x]} needs the other sizes fixed, got {values}")
-    draw = memory_lines if len(views[0].positions) > 1 else memory_bars
-    figure: Figure = draw(views[0], styles, title=title, subtitle=subtitle)
-    save(figure, path)
-    return figure
 
 
 def memory_quantities(records: Sequence[Record]) -> list[Quantity]:

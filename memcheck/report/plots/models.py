@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.units import format_bytes
-from memcheck.report.plots.style import GREY, in_house_style, is_narrow, new_figure, save
+from memcheck.report.plots.style import GREY, in_house_style, is_narrow, new_figure, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,13 +26,9 @@ ABSENT = {"autocast": "no autocast", "checkpointing": "no checkpoints", "compile
 REST = ("the rest of the peak", "#CC6677", "---")
 
 
-def plot_models(records: Sequence[ModelRecord], path: Path, *, title: str, subtitle: str) -> Path:
-    """Draws one bar per record with known figures, and marks records that ran out of memory with OOM."""
-    return save(model_bars(records, title=title, subtitle=subtitle), path)
-
-
 @in_house_style
 def model_bars(records: Sequence[ModelRecord], *, title: str, subtitle: str) -> Figure:
+    """Draws one bar per record with known figures, and marks records that ran out of memory with OOM."""
     drawn = [record for record in records if record.peak_bytes or record.status == "oom"]
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -57,6 +52,9 @@ def model_bars(records: Sequence[ModelRecord], *, title: str, subtitle: str) -> 
     if not drawn:
         ax.text(0.5, 0.5, "no case has a peak", ha="center", color=GREY, transform=ax.transAxes)
     return figure
+
+
+plot_models = written(model_bars)
 
 
 def draw_bar(ax: Axes, place: int, record: ModelRecord, unit: int) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from memcheck.core.model_record import ModelRecord
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.cases import common_case, has_sizes
+from memcheck.report.cases import common_case, has_sizes, models_among, on_measured_devices, operators_among
 from memcheck.report.plots.lines import line_figure, time_lines, time_quantities
 from memcheck.report.plots.memory import (
     decode_bars,
@@ -33,6 +33,7 @@ from memcheck.report.plots.series import (
     fixed_slug,
     heading,
     natural_axis,
+    refuse_mixed,
     setting_words,
     slug,
     split_settings,
@@ -52,7 +53,7 @@ class Picture:
 
     name: str  # The file name without its suffix.
     caption: str
-    draw: Callable[[], Figure]
+    draw: Callable[..., Figure]  # Another title and subtitle can be given.
     # True for the few pictures that represent the whole set.
     main: bool = True
 
@@ -68,6 +69,23 @@ class Request:
 
 
 Watch = Callable[[Sequence[Picture]], Iterable[Picture]]
+
+
+def plot_memory(
+    records: Sequence[Record], path: Path | str, *, styles: Mapping[str, Style], title: str, subtitle: str
+) -> Figure:
+    """Draws the main picture of memory of records that may share one, and writes it to `path`."""
+    records = on_measured_devices(records)
+    refuse_mixed(records)
+    group = RecordGroup(records, styles, title, "", Request(["memory", "decode"]))
+    figure = main_picture([*group.pictures()]).draw(title=title, subtitle=subtitle)
+    save(figure, path)
+    return figure
+
+
+def main_picture(pictures: Sequence[Picture]) -> Picture:
+    """The first main picture; the first one if none is."""
+    return next((picture for picture in pictures if picture.main), pictures[0])
 
 
 def write_plots(
@@ -124,12 +142,11 @@ def choose_pictures(
 ) -> list[Picture]:
     """Chooses the pictures. Records of different dtypes, modes, devices or batch sizes go into separate pictures."""
     pictures: list[Picture] = []
-    models = [record for record in records if isinstance(record, ModelRecord)]
-    for setting, group in split_settings([record for record in records if not isinstance(record, ModelRecord)]):
+    for setting, group in split_settings(operators_among(records)):
         words = setting_words(setting)
         topic = ", ".join(filter(None, (title, words)))
         pictures += RecordGroup(group, styles, topic, slug(words), request or Request()).pictures()
-    return [*pictures, *model_pictures(models, title, request or Request()), *more]
+    return [*pictures, *model_pictures(models_among(records), title, request or Request()), *more]
 
 
 def model_pictures(models: Sequence[ModelRecord], title: str, request: Request) -> Iterator[Picture]:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from memcheck.core.script_record import LAYERS, ScriptRecord
 from memcheck.core.units import format_bytes
-from memcheck.report.plots.style import in_house_style, save
+from memcheck.report.plots.style import in_house_style, written
 from memcheck.report.plots.timeline import Layers, Peak, mark_peaks, stack_figure
 
 if TYPE_CHECKING:
@@ -16,13 +15,6 @@ if TYPE_CHECKING:
 
 # From the bottom: what lives longest first.
 ORDER = ("parameters", "buffers", "optimizer state", "gradients")
-
-
-def plot_script(record: ScriptRecord, path: Path | str, *, title: str, subtitle: str = "") -> Figure:
-    """Plots the record and writes the figure to `path`, in the format of its suffix."""
-    figure = script_figure(record, title=title, subtitle=subtitle)
-    save(figure, path)
-    return figure
 
 
 @in_house_style
@@ -42,6 +34,9 @@ def script_figure(record: ScriptRecord, *, title: str, subtitle: str = "") -> Fi
     text = f"peak {format_bytes(peak.bytes)}, {peak.place.phase}"
     mark_peaks(ax, [Peak(peak.event, peak.bytes, text, *ax.get_xlim())])
     return figure
+
+
+plot_script = written(script_figure)
 
 
 def layers_over_time(record: ScriptRecord) -> Layers:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from memcheck.core.errors import UsageError
 from memcheck.core.style import Style
@@ -182,6 +182,18 @@ def save(figure: Figure, path: Path | str) -> Path:
     metadata = {".svg": NO_METADATA, ".pdf": {"CreationDate": None}}.get(path.suffix)
     figure.savefig(path, dpi=PNG_DPI, metadata=metadata)
     return path
+
+
+def written(draw: Callable[Concatenate[T, P], Figure]) -> Callable[Concatenate[T, Path | str, P], Figure]:
+    """The same function with a path as its second argument, to which it writes the figure."""
+
+    @functools.wraps(draw)
+    def plot(data: T, path: Path | str, *args: P.args, **kwargs: P.kwargs) -> Figure:
+        figure = draw(data, *args, **kwargs)
+        save(figure, path)
+        return figure
+
+    return plot
 
 
 def check_formats(formats: Iterable[str]) -> tuple[str, ...]:

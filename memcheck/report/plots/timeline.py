@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from memcheck.core.units import format_bytes
 from memcheck.report.plots.scales import set_linear_ticks
-from memcheck.report.plots.style import COLOURS, HATCHES, WIDE, in_house_style, is_narrow, new_figure, save
+from memcheck.report.plots.style import COLOURS, HATCHES, WIDE, in_house_style, is_narrow, new_figure, written
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,17 +54,8 @@ class Layers:
         return [sum(size for size in column if size > 0) for column in columns]
 
 
-def plot_timeline(
-    timeline: Timeline, path: Path | str, *, title: str = "Memory over one case", subtitle: str = ""
-) -> Figure:
-    """Plots the timeline and writes it to `path`, in the format of its suffix."""
-    figure = timeline_figure(timeline, title=title, subtitle=subtitle)
-    save(figure, path)
-    return figure
-
-
 @in_house_style
-def timeline_figure(timeline: Timeline, *, title: str, subtitle: str) -> Figure:
+def timeline_figure(timeline: Timeline, *, title: str = "Memory over one case", subtitle: str = "") -> Figure:
     figure, ax = stack_figure(layers_of(timeline), title, subtitle)
     mark_phases(ax, timeline)
     columns = dict(zip(timeline.steps, zip(*timeline.series.values(), strict=True), strict=False))
@@ -79,6 +69,9 @@ def timeline_figure(timeline: Timeline, *, title: str, subtitle: str) -> Figure:
             peaks.append(Peak(step + 0.5, top, text, *phases.get(phase, ax.get_xlim())))
     mark_peaks(ax, peaks)
     return figure
+
+
+plot_timeline = written(timeline_figure)
 
 
 def stack_figure(stack: Layers, title: str, subtitle: str, *, top: float = 0, edge: float = 0.5) -> tuple[Figure, Axes]:
