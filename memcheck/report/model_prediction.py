@@ -151,7 +151,7 @@ def changes_table(base: Prediction, changes: Sequence[SettingChange], limit_byte
     columns = [
         Column("change", "one change"),
         Column("need", "needs"),
-        Column("share", "share of current", "%", ".0f", rank=1),
+        Column("share", "% of current", format=".0f", rank=1),
         Column("fits", "fits"),
         Column("runs_out_in", "runs out in", rank=2),
     ]
