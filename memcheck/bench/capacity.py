@@ -137,7 +137,7 @@ def resized(case: Case, axis: str, size: int) -> Case:
 
 
 def repeated(lengths: Sequence[int], count: int) -> list[int]:
-    """So many lengths: these, over and over."""
+    """`count` lengths: the given ones, repeated."""
     return list(itertools.islice(itertools.cycle(lengths), count))
 
 
@@ -149,8 +149,8 @@ def scaled(lengths: Sequence[int], longest: int) -> list[int]:
 class Search:
     """Searches for the largest multiple of a step that fits. No size is predicted twice.
 
-    guess: whether a size fits, by predictions of up to three others, or None if it cannot be said. Guesses choose the
-        sizes that are predicted, which are fewer then. The answer and the next size are predicted all the same.
+    guess: interpolates whether a size fits from up to three predictions; None if it cannot tell. Guesses save
+        predictions. The answer and the next size are always predicted.
     """
 
     def __init__(self, predict: Callable[[int], Prediction], step: int, most: int, guess: Guess | None = None) -> None:
@@ -159,7 +159,7 @@ class Search:
         self.top = most // step
         self.guess = guess
         self.found: dict[int, Prediction] = {}
-        self.known: dict[int, Prediction] = {}  # What guesses are made of.
+        self.known: dict[int, Prediction] = {}  # What the guess interpolates.
 
     def fits(self, size: int) -> bool:
         """Whether the predicted status of the size is "ok"."""
@@ -201,7 +201,7 @@ class Search:
         return low
 
     def narrowed(self, low: int, high: int) -> tuple[int, int]:
-        """The bracket of numbers of steps, or one inside of it that is tight if the guesses are right."""
+        """Narrows the search between two numbers of steps, using guesses. Predictions confirm the result."""
         near = sorted(self.found, key=lambda size: abs(math.log(size / (max(low, 1) * self.step))))[:3]
         self.known = {size: self.found[size] for size in near}
         guessed, beyond = low, high
@@ -222,7 +222,7 @@ class Search:
         return low, high
 
     def guessed(self, count: int) -> bool | None:
-        """Whether so many steps fit by the guess; None without one."""
+        """Whether interpolation says that `count` steps fit; None without a guess."""
         return None if self.guess is None else self.guess(self.known, count * self.step)
 
     def further(self, low: int) -> Iterator[int]:

@@ -14,9 +14,9 @@ OTHERS = ("softmax", "compressed", "linear-causal", "softplus")
 
 
 def single_changes(case: Case) -> Iterator[tuple[str, Case]]:
-    """Half the batch, or half the length if the batch is 1; a 16-bit dtype; and other attentions. With their flags.
+    """The flags and the case of each change: half the batch, or half the length; a 16-bit dtype; other attentions.
 
-    Of packed and padded sequences: half their lengths, and packed in place of padded.
+    For packed and padded sequences: half their lengths, and packed in place of padded.
     """
     if case.lengths is not None:
         if case.layout == "padded":

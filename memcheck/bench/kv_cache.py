@@ -67,7 +67,7 @@ class CachedModel:
 
     @property
     def bytes_per_token(self) -> float:
-        """By how much the states of a sequence grow per token, over many tokens. 0 if they do not grow."""
+        """Bytes that each token adds to the states of a sequence, averaged over many tokens. 0 if they do not grow."""
         more = self.block_size * (self.case.factor or 1)
         layer = self.layer(1)
         longer = dataclasses.replace(layer, kv_len=layer.size("kv_len") + more)

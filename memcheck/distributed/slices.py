@@ -73,7 +73,7 @@ class Part:
         return self._joined(behind, gradients, dim, at_end=True)
 
     def _joined(self, came: State | None, own: State | None, dim: int, at_end: bool) -> State | None:
-        """Own rows, of which the first or the last is what came; rows that are not given are zeros."""
+        """The slice's rows, with the received row in the first place or the last. Rows that are not given are zeros."""
         if came is None:
             return own
         if own is None:
@@ -82,12 +82,12 @@ class Part:
         return tuple(torch.cat((y, x) if at_end else (x, y), dim) for x, y in zip(came, rest, strict=True))
 
     def sent(self, state: State, dim: int, at_end: bool) -> State:
-        """Of a state of the slice's rows, what goes to another rank: the last row at the end, else the first."""
+        """The row of the state that goes to another rank: the last with at_end, else the first."""
         start = self.rows - self.travelling if at_end else 0
         return tuple(x.narrow(dim, start, self.travelling) for x in state)
 
     def of_whole(self, x: Tensor, dim: int, begun: bool = False) -> Tensor:
-        """x of the slice's rows among zeros for all others: those that end in the slice, or if begun, begin in it."""
+        """x of the slice, and zeros for other rows. Counts rows that end in the slice; if begun, that begin in it."""
         skipped = self.enters * self.travelling if begun else 0
         kept = self.rows - skipped if begun else self.owned
         before = self.first + skipped
@@ -96,7 +96,7 @@ class Part:
 
 
 class Whole(NamedTuple):
-    """The arguments that tell the whole sequences, the same on all ranks: cu_seqlens (N+1,) or lengths (B,)."""
+    """Global sequence lengths, the same on all ranks: cu_seqlens (N+1,) or lengths (B,)."""
 
     cu_seqlens: Tensor | None
     lengths: Tensor | None
@@ -104,7 +104,9 @@ class Whole(NamedTuple):
 
 
 def part_of(op: str, ranks: Ranks, sequences: Whole, k: Tensor, dim: int, causal: bool, same_bits: bool) -> Part:
-    """The part of the rank whose slice has the keys k, with positions in dimension dim. Not causal it has all rows.
+    """The part of the rank whose slice has the keys k, with positions in dimension dim.
+
+    Without a causal mask it has all rows.
 
     Packed or padded, the ranks exchange the lengths of their slices, and on a GPU the process waits for the values.
     ValueError: the arguments break a rule. NotImplementedError: they come with same_bits=False.
@@ -133,7 +135,7 @@ def part_of(op: str, ranks: Ranks, sequences: Whole, k: Tensor, dim: int, causal
 
 
 def _packed(op: str, whole: Part, cu_seqlens: Any, positions: tuple[int, int, int], causal: bool) -> Part:
-    """positions: the first of the slice, the first behind it, and the number of all."""
+    """positions: (start, stop, total) of the slice."""
     start, stop, total = positions
     if whole.count != 1:
         raise ValueError(f"{op}: packed sequences need B = 1, got B = {whole.count}")

@@ -122,7 +122,7 @@ def measure_memory(
 
 
 def parameters_of(fn: Any) -> list[torch.nn.Parameter]:
-    """The parameters of a module, or of the one whose method it is."""
+    """The parameters of a module, or of the module that owns a method."""
     owner = module_called(fn)
     if owner is None:
         raise ValueError(f"optimizer needs a module with parameters, got {fn!r}")

@@ -51,7 +51,7 @@ def need_words(prediction: Prediction) -> str:
 
 
 def verdict(prediction: Prediction, limit_bytes: int | None = None) -> str:
-    """The claim after whether it fits, and then what the backward starts from."""
+    """Whether it fits, the claim, and what the backward starts from."""
     record, device = prediction.record, prediction.device
     if prediction.peak is None or prediction.fits is None:
         return f"{record.operator} is not predicted: {(record.reason or '').removeprefix('not predicted: ')}."
@@ -103,7 +103,7 @@ def certainty(prediction: Prediction) -> str:
 def buffers_words(prediction: Prediction) -> str:
     """The buffers of collectives at the peak, in a sentence; "" if there are none."""
     parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in prediction.buffers.items())
-    return f"Of the peak, collectives have {parts}." if parts else ""
+    return f"Collectives hold at the peak: {parts}." if parts else ""
 
 
 def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:

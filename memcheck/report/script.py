@@ -77,7 +77,7 @@ def paragraphs(record: ScriptRecord) -> list[str]:
     phases = [f"{phase} {format_bytes(size)}" for phase, size in record.phase_peaks.items() if size]
     if len(phases) > 1:
         lines.append(f"Highest after an allocation in each phase: {', '.join(phases)}.")
-    lines += [f"Of {device}, the peak was {format_bytes(size)}." for device, size in record.other_peaks.items()]
+    lines += [f"The peak of {device} was {format_bytes(size)}." for device, size in record.other_peaks.items()]
     lines.append(thinning(record))
     return [*lines, *(f"Doubt: {doubt}." for doubt in record.doubts)]
 
@@ -126,7 +126,7 @@ def where(moment: Moment, record: ScriptRecord) -> str:
 
 
 def thinning(record: ScriptRecord) -> str:
-    """What the report does not hold."""
+    """How events are thinned in the picture, and which blocks have no line."""
     points = (
         "The picture has every event"
         if record.events_per_level == 1

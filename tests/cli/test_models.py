@@ -442,7 +442,7 @@ def test_one_of_several_processes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["predict", *flags, "--fsdp", "8", "--no-changes"]) == 0
     out = " ".join(capsys.readouterr().out.split())
     assert "rank 0 of 8 of FSDP2 (" in out
-    assert "Of the peak, collectives have all-gathered parameters" in out
+    assert "Collectives hold at the peak: all-gathered parameters" in out
 
 
 def test_the_largest_batch_of_a_rank(capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ class Store(Generic[R]):
         return self.path
 
     def keep_newest(self, same: Callable[[R], Hashable]) -> list[R]:
-        """Drops all but the newest of the records for which `same` gives the same. Returns those that are left."""
+        """Keeps the newest of the records that `same` maps to one key, and returns what is kept."""
         lines: dict[tuple[str, Hashable], tuple[bytes, R | None]] = {}
         with self.locked():
             for number, line in enumerate(self._whole_lines().splitlines(keepends=True)):
