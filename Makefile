@@ -114,7 +114,7 @@ asan: $(BUILD) $(DEVELOPMENT)  ## Run the operators' tests under AddressSanitize
 CASES ?= 20000
 fuzz: $(BUILD) $(DEVELOPMENT)  ## Run random cases, others each time: make fuzz CASES=100000; a failure prints the smallest case
 	MEMCHECK_FUZZ_CASES=$(CASES) $(PYTEST) --timeout=0 tests/ops/test_random_cases.py tests/measure/test_tracker_random.py \
-	    tests/bench/sweep/test_store.py tests/predict/test_plain_operators.py -k "right or apart or budgets or random or torn or byte or vain" $(PYTEST_FLAGS)
+	    tests/bench/sweep/test_store.py tests/predict/test_operator_facts.py -k "right or apart or budgets or random or torn or byte or vain" $(PYTEST_FLAGS)
 
 check-cuda: $(BUILD) $(DEVELOPMENT)  ## Check CUDA kernels without a GPU: compile with nvcc, run on the host, with sanitizers
 	$(BIN)/python tests/host_cuda/resources.py

@@ -19,8 +19,6 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import storages_in, tensors_in
-from memcheck.predict import scratch_memcheck as scratch_memcheck  # registers the rules of memcheck's operators
-from memcheck.predict import scratch_sequences as scratch_sequences  # and of their forms for sequences
 from memcheck.predict import sparse
 from memcheck.predict.allocation_log import WORKSPACE, Allocation, AllocationLog
 from memcheck.predict.checks import passing_value
@@ -44,10 +42,11 @@ from memcheck.predict.meta_results import (
     with_integers,
 )
 from memcheck.predict.modules import Modules
+from memcheck.predict.operators import facts_of, scratch_of
+from memcheck.predict.operators.value_shapes import Decided, decided_by_values
 from memcheck.predict.probed import FunctionCall, Probe, Probed, made
 from memcheck.predict.ranks import BUFFERS, Done, is_collective, is_reduction, is_wrapper
 from memcheck.predict.scratch import (
-    OF_THE_HOST,
     FreedLate,
     OperatorCall,
     Scratch,
@@ -57,11 +56,8 @@ from memcheck.predict.scratch import (
     Varies,
     call_of,
     is_view,
-    scratch_of,
-    uses_cublas,
 )
 from memcheck.predict.torch_versions import WORKSPACE_OF_A_CALL
-from memcheck.predict.value_shapes import Decided, decided_by_values
 
 # They write into their operands, return nothing, and have no kernel for meta tensors.
 UPDATES = {
@@ -193,7 +189,8 @@ class AllocationMode(TorchDispatchMode):
             )
         scratch = list(self._known(without_kept(parts, kept_bytes(numbers))))
         taken = [self._take(part) for part in scratch if part.first]
-        elsewhere = OF_THE_HOST.get(call.name, ()) if self.target.kind == "cuda" else ()
+        facts = facts_of(call.name)
+        elsewhere = facts.on_host if self.target.kind == "cuda" else ()
         if self._runs_in_place(call):
             self.storages.hand_over(call.self, call.outputs[0])
         for tensor in written_by(func, args, kwargs):
@@ -206,7 +203,7 @@ class AllocationMode(TorchDispatchMode):
             self.contents.note_call(func, args, kwargs, call.outputs)
         self._name_buffers(call)
         taken += [self._take(part) for part in scratch if not part.first]
-        self._use_library(uses_cublas(call))
+        self._use_library(facts.uses_cublas)
         for allocation in reversed(taken):
             self.log.free(allocation)
         if numbers and self.target.kind == "cpu" and torch.is_grad_enabled():

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memcheck.predict.engine import engine_calls
 from memcheck.predict.known_contents import is_meta
 from memcheck.predict.live_storages import LiveStorages
-from memcheck.predict.scratch import NUMBERS, OperatorCall, Scratch, Unknown
+from memcheck.predict.operators.creation import NUMBERS
+from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
 
 NUMBER = "number"
 KEEP_NUMBERS_IN_PLACE = ("aten::mul_", "aten::div_")

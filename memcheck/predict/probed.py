@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from memcheck.predict.autocast import dtype_in_use
 from memcheck.predict.known_contents import KnownContents, is_meta, is_wrapped
-from memcheck.predict.plain_operators import are_plain
+from memcheck.predict.scratch import are_plain
 
 
 @dataclass(frozen=True)

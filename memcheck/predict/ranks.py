@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from memcheck.core.errors import UsageError
-from memcheck.predict.scratch import FreedLate, OperatorCall, Scratch, Unknown, rule
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -179,7 +178,6 @@ STREAMS: dict[str, Any] = {
 }
 OF_NCCL = "NCCL's own buffers, which torch's allocator does not count"
 OF_STREAMS = "how much more the allocator reserves because collectives have streams of their own"
-FREED_LATER = "gloo's copies, if its threads free them only after the operator returned"
 
 
 @contextmanager
@@ -251,60 +249,3 @@ def is_wrapper(func: Any) -> bool:
 def is_collective(name: str) -> bool:
     """Whether a probe of the operator would say nothing, as it would run in the pretended group."""
     return name.startswith(("c10d::", "_c10d_functional"))
-
-
-COLLECTIVES = ("c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "c10d::allreduce_", "c10d::broadcast_")
-FUNCTIONAL = ("_c10d_functional::all_gather_into_tensor", "_c10d_functional::reduce_scatter_tensor")
-
-
-@rule("cuda", *COLLECTIVES, *FUNCTIONAL, "fsdp::all_gather_copy_in")
-@rule("any", *(f"_c10d_functional::{name}" for name in ("wait_tensor", "_wrap_tensor_autograd")))
-@rule("cuda", "_c10d_functional::all_reduce")
-@rule("cpu", "c10d::allreduce_")
-def in_place(call: OperatorCall) -> Iterator[Scratch]:
-    """These work on the tensors that they are given."""
-    yield from ()
-
-
-@rule("cpu", "_c10d_functional::all_reduce")
-def reduced_result(call: OperatorCall) -> Iterator[Unknown]:
-    """It works on a copy of its own, which a thread of gloo holds until it has ended its work."""
-    yield FreedLate("results of all-reduce, if threads of gloo free them only after their last use")
-
-
-@rule("cpu", "c10d::broadcast_")
-def order_of_buckets(call: OperatorCall) -> Iterator[Unknown]:
-    """DDP sends the order of its buckets, four bytes for each parameter."""
-    yield FreedLate("the order of DDP's buckets, if a thread of gloo frees it only after the forward began")
-
-
-@rule("cpu", "c10d::_allgather_base_", "_c10d_functional::all_gather_into_tensor")
-def gathered_copy(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    """gloo gathers into a copy of the result."""
-    yield Scratch(GATHERED_COPY, call.outputs[0].nbytes)
-    yield FreedLate(FREED_LATER)
-
-
-@rule("cpu", "_c10d_functional::reduce_scatter_tensor")
-def reduced_input(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    """gloo reduces a copy of the operand."""
-    yield Scratch(REDUCED_COPY, call.input.nbytes)
-    yield FreedLate(FREED_LATER)
-
-
-@rule("cpu", "c10d::_reduce_scatter_base_")
-def reduced_copy(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    """gloo reduces a copy of the operand. For a mean, it divides the sum by a number, which becomes two tensors.
-
-    FSDP2 asks for the mean in dtypes with the range of float32, and for the sum in others.
-    """
-    yield Scratch(REDUCED_COPY, call.input_tensor.nbytes)
-    if call.input_tensor.dtype in (torch.float32, torch.bfloat16):
-        yield Scratch("number of ranks", 8)
-        yield Scratch("number of ranks, in the type of the sum", call.input_tensor.element_size())
-    yield FreedLate(FREED_LATER)
-
-
-@rule("cuda", "fsdp::chunk_cat", "fsdp::split_with_sizes_copy")
-def addresses(call: OperatorCall) -> Iterator[Unknown]:
-    yield Unknown(f"the addresses of tensors that {call.name} copies to the GPU, some bytes for each")

@@ -18,7 +18,6 @@ from memcheck.core.units import format_bytes
 from memcheck.core.version import __version__
 from memcheck.predict.allocation_log import ANY_PHASE, WARM_UP, Allocation, Trace
 from memcheck.predict.allocator import Block, CachingAllocator, OutOfMemory, PlainAllocator
-from memcheck.predict.plain_operators import SHOWN_ON_A100
 from memcheck.predict.ranks import BUFFER_NAMES
 from memcheck.predict.scratch import Target
 from memcheck.predict.torch_versions import OLDEST_TRIED, running, untried, version_given, version_name
@@ -160,6 +159,8 @@ PUBLISHED_TORCH = (2, 7)
 
 def basis_of(trace: Trace, dtype: str, device: Device, target: Target, expandable_segments: bool = False) -> str:
     """ "verified" if the rules were compared with measurements on such a device, else "derived"."""
+    from memcheck.predict.operators import facts_of  # Loaded with the first prediction.
+
     if device.kind == "cpu":
         tried = target.torch_version >= OLDEST_TRIED and untried(target.torch_version) is None
         return "verified" if tried else "derived"
@@ -170,7 +171,7 @@ def basis_of(trace: Trace, dtype: str, device: Device, target: Target, expandabl
         and dtype == "float32"
         and not expandable_segments
         and trace.operators
-        and all(name.removeprefix("aten::") in SHOWN_ON_A100 for name in trace.operators)
+        and all(facts_of(name).on_a100 for name in trace.operators)
     )
     return "verified" if like_published else "derived"
 

@@ -31,7 +31,9 @@ from torch.profiler import ProfilerActivity, profile
 from memcheck import linear_l, linear_r, measure_memory
 from memcheck._extension import _C
 from memcheck.ops.reference import projection as reference
-from memcheck.predict.scratch import OperatorCall, Scratch, Target, products_are_plain, scratch_of
+from memcheck.predict.operators import scratch_of
+from memcheck.predict.operators.products import products_are_plain
+from memcheck.predict.scratch import OperatorCall, Scratch, Target
 
 FUNCTIONS = [linear_r, linear_l]
 BACKWARD = {

@@ -19,8 +19,8 @@ from memcheck import compressed_attention, linear_attention, softplus_attention,
 from memcheck.ops.reference import compressed_attention as compressed_reference
 from memcheck.ops.reference import linear_attention as linear_reference
 from memcheck.ops.reference import softplus_attention as softplus_reference
-from memcheck.predict import scratch_sequences as scratch_sequences  # registers the rules
-from memcheck.predict.scratch import Scratch, Target, call_of, scratch_of
+from memcheck.predict.operators import scratch_of
+from memcheck.predict.scratch import Scratch, Target, call_of
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,9 @@ from memcheck import measure_memory, predict_memory
 from memcheck.bench.catalog import CONTENDERS, batch_of, make_case
 from memcheck.bench.predict import predict_memory as predict_case
 from memcheck.bench.workloads import prepare
+from memcheck.predict.operators import scratch_of
 from memcheck.predict.replay import Prediction
-from memcheck.predict.scratch import Scratch, Target, Unknown, call_of, scratch_of
+from memcheck.predict.scratch import Scratch, Target, Unknown, call_of
 
 pytestmark = [pytest.mark.cpu, pytest.mark.extension]
 

@@ -134,7 +134,7 @@ MISTAKES = [
     ),
     Mistake(
         "flash-tile-at-192",
-        "memcheck/predict/scratch.py",
+        "memcheck/predict/operators/attention.py",
         "64 if queries >= 192 else 32",
         "64 if queries > 192 else 32",
         (REPLAY, "-k", "flash"),

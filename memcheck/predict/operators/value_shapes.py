@@ -6,7 +6,7 @@ possible result, and a doubt says so.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from torch import Tensor
 
 from memcheck.core.tensors import tensors_in
 from memcheck.predict.known_contents import KnownContents
+from memcheck.predict.operators.facts import add, facts_of
+from memcheck.predict.scratch import OperatorCall, Unlisted
 
 
 class Decided(KnownContents):
@@ -65,9 +67,6 @@ class Decided(KnownContents):
         else:
             self.contents[id(operand)] = known
         return known
-
-
-Rule = Callable[[Decided, Any, Any, "dict[str, Any]"], None]
 
 
 def nonzero(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
@@ -159,30 +158,35 @@ def repeat_interleave(decided: Decided, func: Any, args: Any, kwargs: dict[str, 
         decided.contents[id(repeats)] = torch.ones(repeats.shape, dtype=repeats.dtype)
 
 
-RULES: dict[str, Rule] = {
-    "nonzero": nonzero,
-    "masked_select": masked_select,
-    "masked_scatter_backward": masked_scatter_backward,
-    "index": index,
-    "index_put": index_put,
-    "index_put_": index_put,
-    "_index_put_impl_": index_put,
-    "_unique": unique,
-    "_unique2": unique,
-    "unique_dim": unique,
-    "unique_consecutive": unique,
-    "bincount": bincount,
-    "repeat_interleave": repeat_interleave,
-}
+def cuda_index(call: OperatorCall) -> Iterator[Unlisted]:
+    """Indices are read in place if they are 64-bit integers; a mask is turned into such indices first."""
+    if any(index is not None and index.dtype != torch.int64 for index in call.indices):
+        yield Unlisted("what aten::index takes for a mask or 32-bit indices")
+
+
+INDEXING = "TensorAdvancedIndexing.cpp"
+add("index", "x[classes[:2]], x[x > 0.3]", shapes=index, cuda=cuda_index, source=INDEXING)
+add("index_put", "x.index_put((x > 0.3,), x[x > 0.3])", shapes=index_put, source=INDEXING)
+add("index_put_", "(x * 1).index_put_((x > 0.3,), x[x > 0.3])", shapes=index_put, source=INDEXING)
+add("_index_put_impl_", "ops._index_put_impl_(x * 1, [x > 0.3], x[x > 0.3])", shapes=index_put, source=INDEXING)
+add("nonzero", "(x > 0.3).nonzero()", shapes=nonzero, source=INDEXING)
+add("masked_select", "x.masked_select(x > 0.3)", shapes=masked_select, source=INDEXING)
+MASKED = "x.masked_scatter(x > 0.3, x * 2)"
+add("masked_scatter_backward", MASKED, shapes=masked_scatter_backward, source=INDEXING)
+add("_unique _unique2", "ops.{name}(whole)", shapes=unique, source="Unique.cpp")
+add("unique_dim", "ops.unique_dim(whole, 0)", shapes=unique, source="Unique.cpp")
+add("unique_consecutive", "ops.unique_consecutive(whole)", shapes=unique, source="Unique.cpp")
+add("bincount", "whole.flatten().bincount()", shapes=bincount, source="SummaryOps.cpp")
+add("repeat_interleave", "torch.repeat_interleave(whole.flatten())", shapes=repeat_interleave, source="Repeat.cpp")
 
 
 def decided_by_values(func: Any, args: Any, kwargs: dict[str, Any], contents: KnownContents) -> Decided | None:
     """The values that decide on the shapes of the results, and these; None for operators whose shapes need none."""
-    name = func._schema.name.removeprefix("aten::")
-    if name not in RULES or (name.startswith(("index", "_index")) and not has_mask(args[1])):
+    rule = facts_of(func._schema.name).shapes
+    if rule is None or (rule in (index, index_put) and not has_mask(args[1])):
         return None
     decided, out = Decided(contents), kwargs.get("out")
-    RULES[name](decided, func, args, {key: value for key, value in kwargs.items() if key != "out"})
+    rule(decided, func, args, {key: value for key, value in kwargs.items() if key != "out"})
     if out is not None and decided.output is not None:
         decided.output, decided.size = out, decided.output.shape
     return decided

@@ -1,4 +1,4 @@
-"""Rules for the scratch of memcheck's operators, from the plans of their C++ glue, in its order of allocation."""
+"""memcheck's own operators. The rules follow the plans of their C++ glue, in its order of allocation."""
 
 from __future__ import annotations
 
@@ -9,20 +9,9 @@ from torch import Tensor
 
 from memcheck.core.errors import UnsupportedError
 from memcheck.core.tensors import dtype_name
-from memcheck.predict.scratch import (
-    PRODUCTS,
-    OperatorCall,
-    Scratch,
-    Target,
-    Unknown,
-    fits_blas,
-    products_are_plain,
-    rule,
-)
-
-PRODUCTS |= {"memcheck::combinator", "memcheck::combinator_backward"}
-PRODUCTS |= {f"memcheck::linear_{side}{phase}" for side in "lr" for phase in ("", "_backward")}
-
+from memcheck.predict.operators.facts import Facts, Rule, add
+from memcheck.predict.operators.products import ONEDNN, fits_blas, products_are_plain
+from memcheck.predict.scratch import OperatorCall, Scratch, Target, Unknown
 
 # The oldest compute capability that memcheck's CUDA kernels support.
 LEAST_ARCHITECTURE = (8, 0)
@@ -35,106 +24,95 @@ def check_gpu(target: Target) -> None:
         raise UnsupportedError(f"memcheck's CUDA kernels need a GPU of compute capability {needed} or later, got {got}")
 
 
-def plan_of(call: OperatorCall, operator: str, **sizes: Any) -> dict[str, int]:
-    """The bytes of each part of the scratch, by the operator's C++ plan."""
+def plan_of(call: OperatorCall, operator: str, x: Tensor, **sizes: Any) -> dict[str, int]:
+    """The bytes of each part of the scratch, by the operator's C++ plan. x: has the operator's dtype."""
     from memcheck._extension import _C
 
     check_gpu(call.target)
-    plan: dict[str, int] = getattr(_C, f"{operator}_plan")(**sizes, device=call.target.kind)
+    plan: dict[str, int] = getattr(_C, f"{operator}_plan")(**sizes, dtype=dtype_name(x), device=call.target.kind)
     return plan
 
 
-@rule("any", "memcheck::softplus_attention")
+def softplus_plan(call: OperatorCall, B: int, S: int, T: int, threads: int) -> dict[str, int]:
+    sizes = {"B": B, "S": S, "T": T, "R": call.q.shape[2], "threads": threads}
+    return plan_of(call, "softplus_attention", call.q, **sizes, causal=call.causal)
+
+
+def linear_plan(call: OperatorCall, B: int, S: int, T: int, threads: int, Dv: int, **how: bool) -> dict[str, int]:
+    (_, H, _, D), Hkv = call.q.shape, call.k.shape[1]
+    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv, "threads": threads}
+    return plan_of(call, "linear_attention", call.q, **sizes, **how, causal=call.arguments.get("causal", False))
+
+
+def compressed_plan(call: OperatorCall, B: int, S: int, T: int, threads: int, Hkv: int) -> dict[str, int]:
+    _, H, _, D = call.q.shape
+    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": call.factor, "threads": threads}
+    return plan_of(call, "compressed_attention", call.q, **sizes, causal=call.arguments.get("causal", True))
+
+
+def plain_sizes(call: OperatorCall, T: int) -> tuple[int, int, int, int]:
+    """B, S, T and the threads of a call on a whole batch, whose positions of queries are q's third dimension."""
+    return call.q.shape[0], call.q.shape[-2], T, call.target.threads
+
+
 def softplus(call: OperatorCall) -> Iterator[Scratch]:
-    plan = softplus_plan(call)
+    plan = softplus_plan(call, *plain_sizes(call, call.k.shape[2]))
     yield Scratch("carries", 0 if call.keep_carries else plan["forward_scratch"] - plan["forward_sums"])
     yield Scratch("sums", plan["forward_sums"])
 
 
-@rule("any", "memcheck::softplus_attention_backward")
 def softplus_backward(call: OperatorCall) -> Iterator[Scratch]:
-    plan = softplus_plan(call)
+    plan = softplus_plan(call, *plain_sizes(call, call.k.shape[2]))
     yield Scratch("sums", plan["backward_sums"])
     yield Scratch("scratch", plan["backward_scratch"] - plan["backward_sums"])
 
 
-def softplus_plan(call: OperatorCall) -> dict[str, int]:
-    (B, S, R), T = call.q.shape, call.k.shape[2]
-    sizes = {"B": B, "S": S, "T": T, "R": R, "threads": call.target.threads}
-    return plan_of(call, "softplus_attention", **sizes, causal=call.causal, dtype=dtype_name(call.q))
-
-
-@rule("any", "memcheck::softplus_attention_step")
-def nothing(call: OperatorCall) -> Iterator[Scratch]:
-    """A step has no scratch."""
+def no_scratch(call: OperatorCall) -> Iterator[Scratch]:
     check_gpu(call.target)
     yield from ()
 
 
-@rule("any", "memcheck::linear_attention", "memcheck::linear_attention_step")
 def linear(call: OperatorCall) -> Iterator[Scratch]:
-    plan = linear_plan(call, call.v.shape[3])
+    plan = linear_plan(call, *plain_sizes(call, call.k.shape[2]), call.v.shape[3])
     if not call.name.endswith("_step"):
         yield Scratch("states", plan["forward_states"])
     yield Scratch("tiles", plan["forward_scratch"] - plan["forward_states"])
 
 
-@rule("any", "memcheck::linear_attention_backward")
 def linear_backward(call: OperatorCall) -> Iterator[Scratch]:
-    plan = linear_plan(call, call.grad_y.shape[3])
+    plan = linear_plan(call, *plain_sizes(call, call.k.shape[2]), call.grad_y.shape[3])
     yield Scratch("sums of rows", plan["backward_rows"])
     yield Scratch("states", plan["backward_states"])
     yield Scratch("tiles", plan["backward_scratch"] - plan["backward_rows"] - plan["backward_states"])
 
 
-def linear_plan(call: OperatorCall, Dv: int) -> dict[str, int]:
-    (B, H, S, D), (_, Hkv, T, _) = call.q.shape, call.k.shape
-    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "Dv": Dv, "threads": call.target.threads}
-    return plan_of(
-        call, "linear_attention", **sizes, causal=call.arguments.get("causal", False), dtype=dtype_name(call.q)
-    )
-
-
-@rule("any", "memcheck::compressed_attention")
 def compressed(call: OperatorCall) -> Iterator[Scratch]:
-    plan = compressed_plan(call, call.k.shape[1], call.k.shape[2])
+    plan = compressed_plan(call, *plain_sizes(call, call.k.shape[2]), call.k.shape[1])
     if not call.keep:
         yield Scratch("compressed k", plan["compressed"] // 2)
         yield Scratch("compressed v", plan["compressed"] // 2)
     yield Scratch("scratch", plan["forward_scratch"])
 
 
-@rule("any", "memcheck::compressed_attention_pooled")
 def compressed_pooled(call: OperatorCall) -> Iterator[Scratch]:
-    plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
+    plan = compressed_plan(call, *plain_sizes(call, call.kv_len), call.kc.shape[1])
     yield Scratch("scratch", plan["pooled_forward_scratch"])
 
 
-@rule("any", "memcheck::compressed_attention_step")
 def compressed_step(call: OperatorCall) -> Iterator[Scratch]:
-    blocks, opened = call.kc.shape[2], call.positions + 1
-    plan = compressed_plan(call, call.k.shape[1], blocks * call.factor + opened)
+    positions = call.kc.shape[2] * call.factor + call.positions + 1
+    plan = compressed_plan(call, *plain_sizes(call, positions), call.k.shape[1])
     yield Scratch("scratch", plan["pooled_forward_scratch"])
 
 
-@rule("any", "memcheck::compressed_attention_backward", "memcheck::compressed_attention_pooled_backward")
 def compressed_backward(call: OperatorCall) -> Iterator[Scratch]:
-    plan = compressed_plan(call, call.kc.shape[1], call.kv_len)
+    plan = compressed_plan(call, *plain_sizes(call, call.kv_len), call.kc.shape[1])
     if call.grad_lse is not None and not call.grad_lse.is_contiguous():
         yield Scratch("gradient of lse, laid out", call.grad_lse.numel() * call.grad_lse.element_size())
     yield Scratch("delta", plan["delta"] if call.output_mask[1] or call.output_mask[3] else 0)
     yield Scratch("scratch", plan["backward_scratch"])
 
 
-def compressed_plan(call: OperatorCall, Hkv: int, T: int) -> dict[str, int]:
-    B, H, S, D = call.q.shape
-    sizes = {"B": B, "H": H, "Hkv": Hkv, "S": S, "T": T, "D": D, "factor": call.factor}
-    sizes["threads"] = call.target.threads
-    causal = call.arguments.get("causal", True)
-    return plan_of(call, "compressed_attention", **sizes, causal=causal, dtype=dtype_name(call.q))
-
-
-@rule("any", "memcheck::combinator")
 def combinator(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     plan = combinator_plan(call, call.x)
     yield Scratch("rows laid out for BLAS", plan["copy"])
@@ -144,7 +122,6 @@ def combinator(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     yield from unplanned_products(call, call.x)
 
 
-@rule("any", "memcheck::combinator_backward")
 def combinator_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     plan = combinator_plan(call, call.grad_y if call.x is None else call.x)
     if call.output_mask[0] or call.preactivations is None:
@@ -160,7 +137,7 @@ def combinator_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
 
 def combinator_plan(call: OperatorCall, x: Tensor) -> dict[str, int]:
     sizes = {"N": x.numel() // x.shape[-1], "E": x.shape[-1]}
-    return plan_of(call, "combinator", **sizes, dtype=dtype_name(x), copies=not x.is_contiguous())
+    return plan_of(call, "combinator", x, **sizes, copies=not x.is_contiguous())
 
 
 def in_float(call: OperatorCall, x: Tensor) -> bool:
@@ -173,10 +150,9 @@ def in_float(call: OperatorCall, x: Tensor) -> bool:
 
 def unplanned_products(call: OperatorCall, x: Tensor) -> Iterator[Unknown]:
     if call.target.kind == "cpu" and not in_float(call, x) and not products_are_plain(dtype_name(x)):
-        yield Unknown("what oneDNN takes in products of 16-bit matrices")
+        yield Unknown(ONEDNN)
 
 
-@rule("any", "memcheck::linear_r", "memcheck::linear_l")
 def projection(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """One product over all rows if those of x and of y merge, else one for each batch entry.
 
@@ -195,7 +171,6 @@ def projection(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     yield from unplanned_products(call, call.x)
 
 
-@rule("any", "memcheck::linear_r_backward", "memcheck::linear_l_backward")
 def projection_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """Products over all rows, or over pieces if the gradient must be copied.
 
@@ -256,3 +231,34 @@ def copied_rows(B: int, S: int, R: int, element_bytes: int, row_bytes: int) -> i
     """The number of copied rows, as in csrc/projection/projection.h."""
     size = max(B * S * R * element_bytes // 16, 2**20)
     return min(max(size // row_bytes, 1), S)
+
+
+def add_pair(name: str, example: str, forward: Rule, backward: Rule, **facts: Any) -> None:
+    """Adds an operator of memcheck and its backward. The rules hold on every device."""
+    add(f"memcheck::{name}", example, everywhere=forward, **facts)
+    add(f"memcheck::{name}_backward", example, everywhere=backward, **facts)
+
+
+OURS: Facts = {"source": "csrc/softplus_attention"}
+EXAMPLE = "memcheck.softplus_attention(batch, batch.mT, batch.mT)"
+add_pair("softplus_attention", EXAMPLE, softplus, softplus_backward, **OURS)
+EXAMPLE = "memcheck.softplus_attention_step(token[0], token[0].mT, token[0].mT)"
+add("memcheck::softplus_attention_step", EXAMPLE, everywhere=no_scratch, **OURS)
+OURS = {"source": "csrc/linear_attention"}
+EXAMPLE = "[memcheck.linear_attention(q, q, q, causal=causal) for causal in (True, False)]"
+add_pair("linear_attention", EXAMPLE, linear, linear_backward, **OURS)
+EXAMPLE = "memcheck.linear_attention_step(token, token, token)"
+add("memcheck::linear_attention_step", EXAMPLE, everywhere=linear, **OURS)
+OURS = {"source": "csrc/compressed_attention"}
+EXAMPLE = "memcheck.compressed_attention(q, q, q, factor=4)"
+add_pair("compressed_attention", EXAMPLE, compressed, compressed_backward, **OURS)
+EXAMPLE = "memcheck.compressed_attention_pooled(q, q[..., ::8, :], q[..., ::8, :], factor=8, kv_len=q.shape[-2])"
+add_pair("compressed_attention_pooled", EXAMPLE, compressed_pooled, compressed_backward, **OURS)
+STATE = "q.detach(), q.detach(), sums, sums"
+EXAMPLE = f"torch.ops.memcheck.compressed_attention_step(token, token, token, {STATE}, 1, factor=4)"
+add("memcheck::compressed_attention_step", EXAMPLE, everywhere=compressed_step, **OURS)
+OURS = {"uses_cublas": True, "source": "csrc/combinator csrc/projection"}
+EXAMPLE = "[memcheck.combinator(x.contiguous(), torch.stack([square] * 2), low_memory=low) for low in (True, False)]"
+add_pair("combinator", EXAMPLE, combinator, combinator_backward, **OURS)
+for side in "lr":
+    add_pair(f"linear_{side}", f"memcheck.linear_{side}(batch, square[:, :5])", projection, projection_backward, **OURS)

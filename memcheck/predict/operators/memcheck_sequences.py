@@ -1,25 +1,23 @@
-"""Rules for the scratch of memcheck's operators on packed, padded, continued and decayed sequences.
+"""memcheck's operators on packed, padded, continued and decayed sequences.
 
-They repeat csrc/common/torch/sequences.cpp, and what the *_sequences.cpp of each operator allocates by its plan.
+The rules repeat csrc/common/torch/sequences.cpp, and what the *_sequences.cpp of each operator allocates by its plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
-from memcheck.core.tensors import dtype_name
-from memcheck.predict.scratch import OperatorCall, Scratch, Unknown, rule
-from memcheck.predict.scratch_memcheck import plan_of
+from memcheck.predict.operators.memcheck_operators import add_pair, compressed_plan, linear_plan, softplus_plan
+from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
 
 THREAD_WORK = 2**17  # Multiplications that are worth waking a thread for.
 
 
-@dataclass(frozen=True)
-class Sequence:
+class Sequence(NamedTuple):
     """The sizes of one sequence. If a batch is neither packed nor padded, one of these stands for all its rows."""
 
     rows: int
@@ -86,20 +84,18 @@ def acc_bytes(call: OperatorCall) -> int:
 UNKNOWN_LENGTHS = Unknown("the scratch of sequences whose lengths are not known")
 
 
-@rule("any", "memcheck::softplus_attention_sequences")
 def softplus(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     def bytes_of(x: Sequence, threads: int) -> int:
-        plan = softplus_plan(call, x, threads)
+        plan = softplus_plan(call, *x, threads)
         carries = 0 if call.keep_carries else plan["forward_scratch"] - plan["forward_sums"]
         return aligned(carries, plan["forward_sums"])
 
     yield from softplus_scratch(call, bytes_of)
 
 
-@rule("any", "memcheck::softplus_attention_sequences_backward")
 def softplus_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     def bytes_of(x: Sequence, threads: int) -> int:
-        plan = softplus_plan(call, x, threads)
+        plan = softplus_plan(call, *x, threads)
         return aligned(plan["backward_sums"], plan["backward_scratch"] - plan["backward_sums"])
 
     yield from softplus_scratch(call, bytes_of)
@@ -115,29 +111,22 @@ def softplus_scratch(call: OperatorCall, bytes_of: Bytes) -> Iterator[Scratch | 
     yield Scratch("sums", shared_bytes(call, sequences, work, bytes_of))
 
 
-def softplus_plan(call: OperatorCall, x: Sequence, threads: int) -> dict[str, int]:
-    sizes = {"B": x.rows, "S": x.queries, "T": x.keys, "R": call.q.shape[2], "threads": threads}
-    return plan_of(call, "softplus_attention", **sizes, causal=call.causal, dtype=dtype_name(call.q))
-
-
-@rule("any", "memcheck::linear_attention_sequences")
 def linear(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     continued = call.initial_m is not None or call.return_state
 
     def bytes_of(x: Sequence, threads: int) -> int:
-        plan = linear_plan(call, x, threads, continued)
+        plan = linear_plan(call, *x, threads, call.v.shape[3], **flags(call, continued))
         return aligned(plan["forward_states"], plan["forward_scratch"] - plan["forward_states"])
 
     yield from linear_scratch(call, bytes_of)
 
 
-@rule("any", "memcheck::linear_attention_sequences_backward")
 def linear_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     from_state = call.grad_m is not None or call.grad_z is not None
     continued = call.initial_m is not None or from_state
 
     def bytes_of(x: Sequence, threads: int) -> int:
-        plan = linear_plan(call, x, threads, continued)
+        plan = linear_plan(call, *x, threads, call.v.shape[3], **flags(call, continued))
         rows, states = plan["backward_rows"], plan["backward_states"]
         return aligned(rows, states, plan["backward_scratch"] - rows - states)
 
@@ -149,6 +138,10 @@ def linear_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
         B, Hkv, T, _ = call.k.shape
         yield Scratch("gradients of the decay of each position", B * Hkv * T * acc_bytes(call))
     yield from linear_scratch(call, bytes_of)
+
+
+def flags(call: OperatorCall, continued: bool) -> dict[str, bool]:
+    return {"decayed": call.decay is not None, "continued": continued, "normalize": call.normalize}
 
 
 def linear_scratch(call: OperatorCall, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
@@ -168,19 +161,11 @@ def linear_scratch(call: OperatorCall, bytes_of: Bytes) -> Iterator[Scratch | Un
         yield Scratch("check of the decay", max(0, first - tiles - sum(x.nbytes for x in call.outputs)))
 
 
-def linear_plan(call: OperatorCall, x: Sequence, threads: int, continued: bool) -> dict[str, int]:
-    (_, H, _, D), (_, Hkv, _, Dv) = call.q.shape, call.v.shape
-    sizes = {"B": x.rows, "H": H, "Hkv": Hkv, "S": x.queries, "T": x.keys, "D": D, "Dv": Dv, "threads": threads}
-    how = {"causal": call.causal, "decayed": call.decay is not None, "continued": continued}
-    return plan_of(call, "linear_attention", **sizes, **how, normalize=call.normalize, dtype=dtype_name(call.q))
-
-
-@rule("any", "memcheck::compressed_attention_sequences")
 def compressed(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     (B, H, S, _), (_, Hkv, T, _) = call.q.shape, call.k.shape
 
     def bytes_of(x: Sequence, threads: int) -> int:
-        plan = compressed_plan(call, x, threads, Hkv)
+        plan = compressed_plan(call, *x, threads, Hkv)
         blocks = 0 if call.keep else plan["compressed"] // 2
         return aligned(plan["forward_scratch"], blocks, blocks)
 
@@ -191,12 +176,11 @@ def compressed(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     yield from compressed_scratch(call, Hkv, T, bytes_of)
 
 
-@rule("any", "memcheck::compressed_attention_sequences_backward")
 def compressed_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     (B, H, S, _), Hkv = call.q.shape, call.kc.shape[1]
 
     def bytes_of(x: Sequence, threads: int) -> int:
-        return compressed_plan(call, x, threads, Hkv)["backward_scratch"]
+        return compressed_plan(call, *x, threads, Hkv)["backward_scratch"]
 
     numbers = B * H * S * acc_bytes(call)
     yield Scratch("lse of each sequence", numbers)
@@ -219,7 +203,10 @@ def compressed_scratch(call: OperatorCall, Hkv: int, T: int, bytes_of: Bytes) ->
         yield Scratch("gradients of the sink", len(sequences) * H * acc_bytes(call) + 8 * H + wide)
 
 
-def compressed_plan(call: OperatorCall, x: Sequence, threads: int, Hkv: int) -> dict[str, int]:
-    _, H, _, D = call.q.shape
-    sizes = {"B": x.rows, "H": H, "Hkv": Hkv, "S": x.queries, "T": x.keys, "D": D, "factor": call.factor}
-    return plan_of(call, "compressed_attention", **sizes, threads=threads, causal=call.causal, dtype=dtype_name(call.q))
+PACKED = "cu_seqlens=torch.tensor([0, 1, 1, q.shape[-2]])"
+EXAMPLE = f"memcheck.softplus_attention(batch[:1], batch[:1].mT, batch[:1].mT, {PACKED})"
+add_pair("softplus_attention_sequences", EXAMPLE, softplus, softplus_backward, source="csrc/softplus_attention")
+EXAMPLE = f"memcheck.linear_attention(q, q, q, {PACKED})"
+add_pair("linear_attention_sequences", EXAMPLE, linear, linear_backward, source="csrc/linear_attention")
+EXAMPLE = f"memcheck.compressed_attention(q, q, q, factor=4, {PACKED})"
+add_pair("compressed_attention_sequences", EXAMPLE, compressed, compressed_backward, source="csrc/compressed_attention")

@@ -1,0 +1,25 @@
+"""What is known about each operator, in one table: its scratch, its shapes, and how that is known.
+
+facts_of returns the facts of an operator. An operator without a rule has unknown scratch and unknown sizes of results.
+Views are recognised by their schema and need no entry.
+"""
+
+from memcheck.predict.operators import (
+    attention,
+    collectives,
+    creation,
+    elementwise,
+    memcheck_operators,
+    memcheck_sequences,
+    products,
+    reductions,
+    training,
+    value_shapes,
+)
+from memcheck.predict.operators.facts import facts_of, scratch_of
+
+__all__ = ["facts_of", "scratch_of"]
+
+# Each adds its operators to the table.
+FAMILIES = [attention, collectives, creation, elementwise, memcheck_operators, memcheck_sequences, products]
+FAMILIES += [reductions, training, value_shapes]

@@ -1,0 +1,128 @@
+"""Reductions: sums, means, extremes, softmax, cumulative sums."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from memcheck.predict.operators.creation import block_copying
+from memcheck.predict.operators.facts import Facts, add, nothing, unlisted
+from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
+
+# From this many elements per result on, CUDA's reductions may take two steps with a buffer.
+LONG_REDUCTION, FEW_SUMS = 4096, 8192
+
+
+def cuda_reduction(call: OperatorCall) -> Iterator[Unknown]:
+    sums = max(call.outputs[0].numel(), 1)
+    if sums < FEW_SUMS and call.self.numel() // sums >= LONG_REDUCTION:
+        yield Unknown(f"the buffer of {call.name} over {call.self.numel() // sums} elements")
+
+
+def mean_scratch(call: OperatorCall) -> Iterator[Scratch]:
+    """The sum is divided in place by the number of terms, which becomes two tensors. 16 bits are summed in float32."""
+    (y,) = call.outputs
+    wide = torch.promote_types(y.dtype, torch.float32)
+    terms = call.self.numel() * wide.itemsize if call.self.dtype != wide else 0
+    yield Scratch("sum in float32", y.numel() * wide.itemsize if y.dtype != wide else 0)
+    yield Scratch("terms in the type of the sum, or their number", max(terms, 8 + wide.itemsize))
+
+
+def sum_scratch(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    """A sum in another type than that of its terms copies them first.
+
+    16 bits are summed in float32 if the dimensions of the sum cannot be taken for one.
+    """
+    x, (y,) = call.self, call.outputs
+    is_half, dims = y.is_floating_point() and y.element_size() < 4, call.arguments.get("dim") or range(x.dim())
+    if x.dtype != y.dtype and is_half and len(dims) > 1:
+        yield unlisted(call)
+    elif x.dtype != y.dtype:
+        yield Scratch("terms in the type of the sum", x.numel() * y.element_size())
+    elif is_half and dimensions_summed(x, dims) > 1:
+        yield Scratch("terms and sum in float32", (x.numel() + y.numel()) * 4)
+
+
+def dimensions_summed(x: Tensor, dims: Sequence[int]) -> int:
+    """The number of dimensions of the sum, after those that lie one behind the other in memory are taken for one."""
+    chosen = [dim % max(x.dim(), 1) for dim in dims]
+    found = sorted((x.stride(dim), x.shape[dim]) for dim in chosen if x.shape[dim] != 1)
+    steps = itertools.pairwise(found)
+    return bool(found) + sum(stride * size != after for (stride, size), (after, _) in steps)
+
+
+def logsumexp_scratch(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    """The largest terms, and the exponentials of the terms less the largest. Integers are converted first.
+
+    If there are hardly more terms than sums, the mask of infinite sums is larger.
+    """
+    x, (y,) = call.self, call.outputs
+    size = x.numel() * y.element_size()
+    in_parts = y.element_size() < 4 and dimensions_summed(x, call.dim) > 1
+    if call.target.kind == "cpu" and (in_parts or size < y.nbytes + y.numel() + 16):
+        yield unlisted(call)
+        return
+    yield Scratch("terms in the type of the sum", size if x.dtype != y.dtype else 0)
+    yield Scratch("largest terms", y.nbytes)
+    yield Scratch("exponentials", size)
+
+
+def max_scratch(call: OperatorCall) -> Iterator[Unknown]:
+    """Known along a dimension only. Reductions of all elements have another kernel and another backward."""
+    if len(call.outputs) == 1 or not call.self.is_contiguous():
+        yield unlisted(call)
+
+
+def cuda_cumulative_sum(call: OperatorCall) -> Iterator[Unknown]:
+    """A library scans a single row."""
+    if call.self.numel() == call.self.shape[call.dim]:
+        yield Unknown("what the cumulative sum of a single row takes")
+
+
+def rows_laid_out(call: OperatorCall) -> Iterator[Scratch]:
+    """Rows are copied so that they are contiguous."""
+    for name in ("self", "grad_output", "output"):
+        operand = call.arguments.get(name)
+        if operand is not None and not operand.is_contiguous():
+            yield Scratch(f"{name.replace('_', ' ')}, laid out", operand.nbytes, first=True)
+            yield from block_copying(operand)
+
+
+def safe_softmax_scratch(call: OperatorCall) -> Iterator[Scratch]:
+    """Rows whose scores are all -inf become zeros. The kernel marks them with one byte per score and one per row."""
+    (y,) = call.outputs
+    yield Scratch("scores that are -inf, a byte each", y.numel())
+    yield Scratch("rows of them alone, a byte each", y.numel() // max(y.shape[call.dim], 1))
+    yield Scratch("zero", y.element_size())
+
+
+def softmax_backward(call: OperatorCall) -> Iterator[Scratch]:
+    yield Scratch("gradient times probabilities", call.grad_output.nbytes)
+
+
+REDUCTION: Facts = {"cuda": cuda_reduction, "source": "ReduceOps.cpp cuda/Reduce.cuh"}
+add(
+    "sum", "x.sum(-1), x.sum(0), x.sum(), x.sum(0, dtype=torch.float64), (x > 0.3).sum(0)", cpu=sum_scratch, **REDUCTION
+)
+add("mean", "x.mean(-1), x.mean()", cpu=mean_scratch, **REDUCTION)
+add("max", "x.max(-1)[0]", cpu=max_scratch, **REDUCTION)
+add("min", "x.min(-1)[0]", cpu=max_scratch, source="TensorCompare.cpp")
+add("amax", "x.amax(-1), x.amax(0)", cpu=nothing, operands="one dtype", **REDUCTION)
+add("amin", "x.amin(-1), x.amin(0)", everywhere=nothing, operands="one dtype", source=REDUCTION["source"])
+add("all", "(x > 0.3).all()", **REDUCTION)
+add("linalg_vector_norm", "torch.linalg.vector_norm(x)", **REDUCTION)
+CUMULATIVE: Facts = {"cpu": nothing, "cuda": cuda_cumulative_sum, "operands": "one dtype"}
+add("cumsum", "x.cumsum(-1), x.cumsum(0)", source="cpu/ReduceOpsKernel.cpp cuda/ScanUtils.cuh", **CUMULATIVE)
+LOGSUMEXP: Facts = {"everywhere": logsumexp_scratch, "source": "ReduceOps.cpp"}
+add("logsumexp", "x.logsumexp(0), torch.stack([x, x]).logsumexp(0).logsumexp(0)", **LOGSUMEXP)
+
+SOFTMAX: Facts = {"cpu": rows_laid_out, "source": "SoftMax.cpp cuda/SoftMax.cu"}
+add("_softmax", "x.softmax(-1), x.softmax(0)", cuda=nothing, on_a100="_softmax", **SOFTMAX)
+BACKWARD: Facts = {**SOFTMAX, "cuda": softmax_backward, "on_a100": "_softmax_backward_data"}
+add("_softmax_backward_data", "x.softmax(-1), x.softmax(0)", **BACKWARD)
+add("_log_softmax _log_softmax_backward_data", "x.log_softmax(-1)", cuda=nothing, **SOFTMAX)
+SAFE: Facts = {"everywhere": safe_softmax_scratch, "source": "transformers/attention.cpp"}
+add("_safe_softmax", "ops._safe_softmax(x.contiguous(), -1)", on_a100="_safe_softmax", **SAFE)
