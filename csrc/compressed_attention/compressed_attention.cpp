@@ -113,14 +113,10 @@ struct StepInputs {
   const at::Tensor& q;  // (B,H,S,D)
   const at::Tensor& k;  // (B,Hkv,1,D), as v
   const at::Tensor& v;
-  const at::Tensor& kc;  // (B,Hkv,C,D), as vc
-  const at::Tensor& vc;
-  const at::Tensor& k_sum;  // (B,Hkv,D) in the accumulation type, as v_sum
-  const at::Tensor& v_sum;
-  c10::SymInt positions;  // of the open block, before
+  State state;  // before
   Options options;
 
-  bool completes() const { return positions + 1 == options.factor; }
+  bool completes() const { return state.positions + 1 == options.factor; }
 };
 
 // y and the state after the position. Its blocks are without elements unless the position completes one.
@@ -128,28 +124,13 @@ using StepResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at
 
 // T and C are those after the position.
 Sizes check_step(const StepInputs& in) {
-  Sizes n = check_heads(kStep, in.q, "k", "(B,Hkv,1,D)", in.k);
-  check_options(kStep, in.options, in.q);
-  TORCH_CHECK_VALUE(in.positions >= 0 && in.positions < in.options.factor, kStep,
-                    ": positions must be from 0 to factor - 1 = ", in.options.factor - 1, ", got ", in.positions);
-  const auto check_all = [&](const char* letters, std::initializer_list<c10::SymInt> shape, at::ScalarType type,
-                             std::initializer_list<std::pair<const char*, const at::Tensor&>> tensors) {
-    for (const auto& [name, x] : tensors) {
-      check_tensor(kStep, name, x);
-      check_shape(kStep, name, x, letters, shape, "q and k");
-      check_dtype(kStep, name, x, type, "q");
-      check_device(kStep, name, x, in.q, "q");
-    }
-  };
-  check_rank(kStep, "kc", in.kc, 4, "(B,Hkv,C,D)");
-  n.C = in.kc.sym_size(2);
-  const at::ScalarType type = in.q.scalar_type();
-  check_all("(B,Hkv,1,D)", {n.B, n.Hkv, 1, n.D}, type, {{"k", in.k}, {"v", in.v}});
-  check_all("(B,Hkv,C,D)", {n.B, n.Hkv, n.C, n.D}, type, {{"kc", in.kc}, {"vc", in.vc}});
-  check_all("(B,Hkv,D)", {n.B, n.Hkv, n.D}, acc_scalar_type(type), {{"k_sum", in.k_sum}, {"v_sum", in.v_sum}});
-  n.T = n.C * in.options.factor + in.positions + 1;
+  Sizes n = check_new_keys(kStep, in.k, in.v, in.options.factor);
+  TORCH_CHECK_VALUE(n.T == 1, kStep, ": k must be one position, (B,Hkv,1,D), got ", in.k.sym_sizes());
+  check_state(kStep, "", n, in.state, in.k, in.options.factor);
+  n.C = in.state.kc.sym_size(2);
+  n.T += n.C * in.options.factor + in.state.positions;
+  check_new_queries(kStep, n, in.q, in.k, in.options.scale);
   if (in.completes()) n.C += 1;
-  check_lengths(kStep, n, "T", /*causal=*/true);
   return n;
 }
 
@@ -179,15 +160,15 @@ std::tuple<at::Tensor, at::Tensor> extended(const Sizes& n, const StepInputs& in
 }
 
 StepResult extended_and_empty_output(const Sizes& n, const StepInputs& in) {
-  const auto [kc, k_sum] = extended(n, in, in.kc, in.k_sum, in.k);
-  const auto [vc, v_sum] = extended(n, in, in.vc, in.v_sum, in.v);
+  const auto [kc, k_sum] = extended(n, in, in.state.kc, in.state.k_sum, in.k);
+  const auto [vc, v_sum] = extended(n, in, in.state.vc, in.state.v_sum, in.v);
   return {empty_output(n, in.q), kc, vc, k_sum, v_sum};
 }
 
 StepResult step_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& kc,
                      const at::Tensor& vc, const at::Tensor& k_sum, const at::Tensor& v_sum, c10::SymInt positions,
                      int64_t factor, bool strict, std::optional<double> scale) {
-  const StepInputs in{q, k, v, kc, vc, k_sum, v_sum, positions, {factor, /*causal=*/true, strict, scale}};
+  const StepInputs in{q, k, v, {kc, vc, k_sum, v_sum, positions}, {factor, /*causal=*/true, strict, scale}};
   return extended_and_empty_output(check_step(in), in);
 }
 
@@ -195,7 +176,7 @@ StepResult step(const CompressedAttentionKernels& kernels, const at::Tensor& q, 
                 const at::Tensor& v, const at::Tensor& kc, const at::Tensor& vc, const at::Tensor& k_sum,
                 const at::Tensor& v_sum, c10::SymInt positions, int64_t factor, bool strict,
                 std::optional<double> scale) {
-  const StepInputs in{q, k, v, kc, vc, k_sum, v_sum, positions, {factor, /*causal=*/true, strict, scale}};
+  const StepInputs in{q, k, v, {kc, vc, k_sum, v_sum, positions}, {factor, /*causal=*/true, strict, scale}};
   const Sizes n = check_step(in);
   const DeviceScope device(q);
   const StepResult result = extended_and_empty_output(n, in);

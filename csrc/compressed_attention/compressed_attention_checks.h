@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <string>
 #include <tuple>
 
 #include "common/torch/allocate.h"
@@ -40,9 +41,12 @@ inline double scale_of(const CompressedAttentionShape& shape, const Options& opt
   return options.scale.value_or(1 / std::sqrt(static_cast<double>(std::max<int64_t>(1, shape.D))));
 }
 
+inline void check_factor(const char* op, int64_t factor) {
+  TORCH_CHECK_VALUE(factor >= 1 && factor <= kLongest, op, ": factor must be from 1 to ", kLongest, ", got ", factor);
+}
+
 inline void check_options(const char* op, const Options& options, const at::Tensor& q) {
-  TORCH_CHECK_VALUE(options.factor >= 1 && options.factor <= kLongest, op, ": factor must be from 1 to ", kLongest,
-                    ", got ", options.factor);
+  check_factor(op, options.factor);
   TORCH_CHECK_VALUE(options.causal || !options.strict, op,
                     ": strict needs causal, as it is about the block a query is in, got strict=True and causal=False");
   if (options.scale) check_scale(op, *options.scale, q.scalar_type());
@@ -52,6 +56,11 @@ inline c10::SymInt blocks_of(const c10::SymInt& T, int64_t factor) {
   return (T + (factor - 1)) / factor;
 }
 
+inline void check_group(const char* op, const Sizes& n, const char* k_name) {
+  TORCH_CHECK_VALUE(n.Hkv == 0 ? n.H == 0 : n.H % n.Hkv == 0, op, ": H, the heads of q, must be a multiple of Hkv, ",
+                    "the heads of ", k_name, ", got H = ", n.H, " and Hkv = ", n.Hkv);
+}
+
 // q, and keys k or kc of any length. The caller sets T and C.
 inline Sizes check_heads(const char* op, const at::Tensor& q, const char* k_name, const char* k_letters,
                          const at::Tensor& k) {
@@ -59,8 +68,7 @@ inline Sizes check_heads(const char* op, const at::Tensor& q, const char* k_name
   check_rank(op, k_name, k, 4, k_letters);
   Sizes n{q.sym_size(0), q.sym_size(1), k.sym_size(1), q.sym_size(2), 0, q.sym_size(3), 0};
   check_shape(op, k_name, k, k_letters, {n.B, n.Hkv, k.sym_size(2), n.D}, "q");
-  TORCH_CHECK_VALUE(n.Hkv == 0 ? n.H == 0 : n.H % n.Hkv == 0, op, ": H, the heads of q, must be a multiple of Hkv, ",
-                    "the heads of ", k_name, ", got H = ", n.H, " and Hkv = ", n.Hkv);
+  check_group(op, n, k_name);
   check_floating(op, "q", q);
   check_like(op, k_name, k, q, "q");
   return n;
@@ -120,6 +128,68 @@ inline at::Tensor check_sink(const char* op, const Sizes& n, const at::Tensor& q
   check_device(op, "sink", *sink, q, "q");
   return *sink;
 }
+
+// ---- a state and new positions
+
+// C complete blocks, and an open one.
+struct State {
+  const at::Tensor& kc;  // (B,Hkv,C,D), as vc
+  const at::Tensor& vc;
+  const at::Tensor& k_sum;  // (B,Hkv,D) in the accumulation type, as v_sum
+  const at::Tensor& v_sum;
+  c10::SymInt positions;  // of the open block
+};
+
+// New keys and values, of T positions. The caller sets the sizes of q.
+inline Sizes check_new_keys(const char* op, const at::Tensor& k, const at::Tensor& v, int64_t factor) {
+  constexpr const char* kLetters = "(B,Hkv,n,D)";
+  check_rank(op, "k", k, 4, kLetters);
+  check_rank(op, "v", v, 4, kLetters);
+  const Sizes n{k.sym_size(0), 0, k.sym_size(1), 0, k.sym_size(2), k.sym_size(3), 0};
+  check_shape(op, "v", v, kLetters, {n.B, n.Hkv, n.T, n.D}, "k");
+  check_floating(op, "k", k);
+  check_like(op, "v", v, k, "k");
+  check_factor(op, factor);
+  return n;
+}
+
+// `prefix`: what messages put before the names of tensors.
+inline void check_state(const char* op, const std::string& prefix, const Sizes& n, const State& state,
+                        const at::Tensor& k, int64_t factor) {
+  const auto check = [&](const char* field, const at::Tensor& x, const char* letters,
+                         std::initializer_list<c10::SymInt> shape, at::ScalarType type) {
+    const std::string name = prefix + field;
+    check_tensor(op, name.c_str(), x);
+    check_shape(op, name.c_str(), x, letters, shape, "k");
+    check_dtype(op, name.c_str(), x, type, "k");
+    check_device(op, name.c_str(), x, k, "k");
+  };
+  check_rank(op, (prefix + "kc").c_str(), state.kc, 4, "(B,Hkv,C,D)");
+  const c10::SymInt C = state.kc.sym_size(2);
+  const at::ScalarType type = k.scalar_type();
+  check("kc", state.kc, "(B,Hkv,C,D)", {n.B, n.Hkv, C, n.D}, type);
+  check("vc", state.vc, "(B,Hkv,C,D)", {n.B, n.Hkv, C, n.D}, type);
+  check("k_sum", state.k_sum, "(B,Hkv,D)", {n.B, n.Hkv, n.D}, acc_scalar_type(type));
+  check("v_sum", state.v_sum, "(B,Hkv,D)", {n.B, n.Hkv, n.D}, acc_scalar_type(type));
+  TORCH_CHECK_VALUE(state.positions >= 0 && state.positions < factor, op, ": ", prefix,
+                    "positions must be from 0 to factor - 1 = ", factor - 1, ", got ", state.positions);
+}
+
+// The newest of T positions so far. Sets H and S.
+inline void check_new_queries(const char* op, Sizes& n, const at::Tensor& q, const at::Tensor& k,
+                              const std::optional<double>& scale) {
+  check_rank(op, "q", q, 4, "(B,H,S,D)");
+  n.H = q.sym_size(1);
+  n.S = q.sym_size(2);
+  check_shape(op, "q", q, "(B,H,S,D)", {n.B, n.H, n.S, n.D}, "k");
+  check_group(op, n, "k");
+  check_like(op, "q", q, k, "k");
+  TORCH_CHECK_VALUE(n.S <= n.T, op, ": q must be of no more positions than k so far, S <= T, got S = ", n.S,
+                    " and T = ", n.T);
+  if (scale) check_scale(op, *scale, q.scalar_type());
+}
+
+// ---- what kernels get, and results
 
 inline const void* data_of(const at::Tensor& x) {
   return x.defined() ? x.const_data_ptr() : nullptr;

@@ -236,7 +236,7 @@ class CompressedSelfAttention(HeadedSelfAttention):
     ) -> tuple[Tensor, tuple[CompressedState, ...]]:
         """The same for packed or padded sequences, each from its own state; there is none if not causal."""
         q, k, v = self.project(x)
-        of_queries, of_keys = Places.of_sequences(q, k, v, self.causal, sequences)
+        of_queries, of_keys = Places.of_sequences("CompressedSelfAttention", q, k, self.causal, sequences)
         parts = list(zip(of_keys.split(k), of_keys.split(v), strict=True))
         new: list[CompressedState] = []
         if self.causal:

@@ -56,17 +56,18 @@ def check_like(op: str, name: str, x: Tensor, dtype: torch.dtype, like: Tensor, 
         raise ValueError(f"{op}: {name} must be on {like.device} as {like_name} is, got {x.device}")
 
 
-def check_int(op: str, name: str, x: object) -> None:
-    """TypeError if x is no int, NotImplementedError if a tracer hides its value."""
-    if type(x) is int:
-        return
-    if is_symbolic(x) or (isinstance(x, Tensor) and torch.jit.is_tracing()):
-        tracing = "torch.fx.symbolic_trace" if is_symbolic(x) else "torch.jit.trace"
-        raise NotImplementedError(
-            f"{op}: {tracing} does not know {name}, which must be an int; use torch.export.export"
-        )
-    if not isinstance(x, int | torch.SymInt):
-        raise TypeError(f"{op}: {name} must be an int, got {x!r}")
+def check_int(op: str, name: str, x: Any, least: int | None = None, most: int = 0) -> None:
+    """TypeError if x is no int, ValueError if it is out of bounds, NotImplementedError if a tracer hides its value."""
+    if type(x) is not int:
+        if is_symbolic(x) or (isinstance(x, Tensor) and torch.jit.is_tracing()):
+            tracing = "torch.fx.symbolic_trace" if is_symbolic(x) else "torch.jit.trace"
+            raise NotImplementedError(
+                f"{op}: {tracing} does not know {name}, which must be an int; use torch.export.export"
+            )
+        if not isinstance(x, int | torch.SymInt):
+            raise TypeError(f"{op}: {name} must be an int, got {x!r}")
+    if least is not None and not least <= x <= most:
+        raise ValueError(f"{op}: {name} must be from {least} to {most}, got {x}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -214,6 +215,12 @@ def refuse_nested(op: str, name: str, x: object) -> None:
     if isinstance(x, Tensor) and x.is_nested:
         packed = " packed, B = 1, and cu_seqlens = its offsets()" if "ttention" in op or op == "Decoder" else ""
         raise NotImplementedError(f"{op}: {name} is a nested tensor; pass its values(){packed}") from None
+
+
+def refuse_gradient(op: str, *inputs: object) -> None:
+    """NotImplementedError if grad mode is on and a tensor requires a gradient."""
+    if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in inputs):
+        raise NotImplementedError(f"{op}: has no gradient, and an argument requires one; call it under torch.no_grad()")
 
 
 def is_symbolic(x: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
 
@@ -16,16 +17,15 @@ from memcheck.ops.checks import (
     changed_options,
     check_floating,
     check_int,
-    check_like,
     check_plain,
     check_rank,
     check_states,
-    dtype_name,
     explain_refusal,
     in_autocast_dtype,
     is_symbolic,
     prepare_input,
     refuse_context_parallel,
+    refuse_gradient,
     sequence_arguments,
 )
 from memcheck.ops.reference.sequences import sequences_of
@@ -44,6 +44,7 @@ _forward = torch.ops.memcheck.compressed_attention.default
 _forward_sequences = torch.ops.memcheck.compressed_attention_sequences.default
 _forward_pooled = torch.ops.memcheck.compressed_attention_pooled.default
 _step = torch.ops.memcheck.compressed_attention_step.default
+_extend = torch.ops.memcheck.compressed_attention_extend.default
 
 
 class Options(TypedDict, total=False):
@@ -191,23 +192,20 @@ def compressed_attention(
     op = "compressed_attention"
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
-    if not type(q) is type(k) is type(v) is Tensor:
-        _check_tensors(op, q=q, k=k, v=v)
-    _check_factor(op, factor)
+    check_int(op, "factor", factor, 1, LONGEST)
     _check_scale(op, scale)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
     if initial_state is not None or return_state:
         if not causal:
             raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
         q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-        options = {"strict": strict, "scale": scale, "return_lse": return_lse, "sink": sink}
+        options = {"factor": factor, "strict": strict, "scale": scale, "return_lse": return_lse, "sink": sink}
         state: Any
         if sequences:
             go_on = _leaving_the_graph if torch.compiler.is_compiling() else _sequences_go_on
-            outputs, state = go_on(op, (q, k, v), initial_state, factor, sequences, options)
+            outputs, state = go_on(op, q, k, v, initial_state, sequences, options)
         else:
-            old = _checked_state(op, q, k, v, initial_state, factor, scale, name="initial_state")
-            outputs, state = _go_on(q, k, v, old, **options)
+            outputs, state = _go_on(op, q, k, v, initial_state, options)
         if not return_state:
             return outputs
         return (*outputs, state) if return_lse else (outputs, state)
@@ -280,11 +278,8 @@ def compressed_attention_pooled(
     op = "compressed_attention_pooled"
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
-    _check_tensors(op, q=q, kc=kc, vc=vc)
-    _check_factor(op, factor)
-    check_int(op, "kv_len", kv_len)
-    if not 0 <= kv_len <= MOST_POSITIONS:
-        raise ValueError(f"{op}: kv_len must be from 0 to {MOST_POSITIONS}, got {kv_len}")
+    check_int(op, "factor", factor, 1, LONGEST)
+    check_int(op, "kv_len", kv_len, 0, MOST_POSITIONS)
     _check_scale(op, scale)
     sink = _check_sink(op, sink, q)
     blocks = {"factor": factor, "kv_len": kv_len}
@@ -343,9 +338,8 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> Compress
     """
     op = "compressed_attention_state"
     k, v = in_autocast_dtype(k), in_autocast_dtype(v)
-    _check_keys(op, k, v, factor)
-    _refuse_gradient(op, k, v)
-    return _extended(_empty_state(k, factor), k, v)
+    refuse_gradient(op, k, v)
+    return _extended(op, None, k, v, [_state_before(op, "state", None, k, factor)], factor)[0]
 
 
 def compressed_attention_step(
@@ -388,14 +382,18 @@ def compressed_attention_step(
     """
     op = "compressed_attention_step"
     refuse_context_parallel(op)
+    prepare_input(op, "q", q)
+    _check_scale(op, scale)
     if state is not None and _is_plain_step(q, k, v, state, factor):
         try:
             return _one_position(q, k, v, state, strict, scale)
         except (RuntimeError, TypeError, ValueError):
-            _checked_step(op, q, k, v, state, factor, scale)  # raises with the names of this function's arguments
+            # The operator has other names for the tensors of the state.
+            _extended(op, q, k, v, [_state_before(op, "state", state, k, factor)], factor, scale)
             raise
-    q, k, v, old = _checked_step(op, q, k, v, state, factor, scale)
-    return _go_on(q, k, v, old, strict=strict, scale=scale)
+    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
+    refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
+    return _go_on(op, q, k, v, state, {"factor": factor, "strict": strict, "scale": scale})
 
 
 def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, factor: int) -> bool:
@@ -424,126 +422,83 @@ def _one_position(
     return y, CompressedAttentionState(new_kc, new_vc, k_sum, v_sum, 0, factor)
 
 
-def _checked_step(
-    op: str, q: Tensor, k: Tensor, v: Tensor, state: object, factor: int, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor, CompressedAttentionState]:
-    """q, k and v in the dtype of autocast, and the state, after all checks."""
-    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-    old = _checked_state(op, q, k, v, state, factor, scale)
-    _refuse_gradient(op, q, k, v, *old[:4])
-    return q, k, v, old
-
-
 def _go_on(
-    q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, **options: Any
+    op: str, q: Tensor, k: Tensor, v: Tensor, state: object, options: dict[str, Any]
 ) -> tuple[Any, CompressedAttentionState]:
     """Attention of the newest positions q (B,H,S,D) to all keys up to k (B,Hkv,n,D), and the new state."""
-    new = _extended(state, k, v)
-    kv_len = new.kc.shape[2] * new.factor + new.positions
-    return compressed_attention_pooled(q, new.kc, new.vc, factor=new.factor, kv_len=kv_len, **options), new
+    factor = options["factor"]
+    before = [_state_before(op, "initial_state" if op == "compressed_attention" else "state", state, k, factor)]
+    (new,) = _extended(op, q, k, v, before, factor, options["scale"])
+    return compressed_attention_pooled(q, new.kc, new.vc, kv_len=_positions(new), **options), new
 
 
 def _sequences_go_on(
-    op: str,
-    tensors: tuple[Tensor, Tensor, Tensor],
-    states: object,
-    factor: int,
-    sequences: dict[str, Any],
-    options: dict[str, Any],
+    op: str, q: Tensor, k: Tensor, v: Tensor, states: object, sequences: dict[str, Any], options: dict[str, Any]
 ) -> tuple[Any, tuple[CompressedAttentionState, ...]]:
     """_go_on for each sequence of a packed or padded batch q (B,H,S,D), k and v (B,Hkv,T,D), from its own state."""
-    q, k, v = tensors
-    _check_keys(op, k, v, factor)
-    _check_queries(op, q, k, k.shape[2], options["scale"])
     derivatives.refuse_mapped_lengths(op, sequences)
-    of_queries, of_keys = Places.of_sequences(q, k, v, True, sequences)
-    old = check_states(op, states, len(of_keys.counts), CompressedAttentionState)
-    slices = of_keys.slices()
-    before = []
-    for i, (of_q, of_k) in enumerate(zip(of_queries.slices(), slices, strict=True)):
-        part, name = (q[of_q], k[of_k], v[of_k]), f"initial_state[{i}]"
-        before.append(_checked_state(op, *part, old[i], factor, options["scale"], name=name))
-    positions = [state.positions for state in before]
-    extend = _states_after if derivatives.transformed() else _NewBlocks.apply
-    of_each = extend(k, v, slices, positions, factor, *(x for state in before for x in state[:4]))
-    after = []
-    for i, (opened, count) in enumerate(zip(positions, of_keys.counts, strict=True)):
-        kc, vc, k_sum, v_sum = of_each[4 * i : 4 * i + 4]
-        after.append(CompressedAttentionState(kc, vc, k_sum, v_sum, (opened + count) % factor, factor))
-    blocks = [state.kc for state in after], [state.vc for state in after]
-    kv_lens = [state.kc.shape[2] * factor + state.positions for state in after]
-    return of_queries.attend(q, *blocks, kv_lens, factor=factor, causal=True, **options), tuple(after)
+    of_queries, of_keys = Places.of_sequences(op, q, k, True, sequences)
+    given = check_states(op, states, len(of_keys.counts), CompressedAttentionState)
+    factor = options["factor"]
+    before = [_state_before(op, f"initial_state[{i}]", state, k[:1], factor) for i, state in enumerate(given)]
+    new = _extended(op, q, k, v, before, factor, options["scale"], of_keys)
+    blocks = [state.kc for state in new], [state.vc for state in new]
+    return of_queries.attend(q, *blocks, [_positions(state) for state in new], **options), tuple(new)
 
 
 # The sizes of states depend on the values of cu_seqlens or lengths, so that torch.compile cannot trace them.
 _leaving_the_graph = torch._disable_dynamo(_sequences_go_on)
 
 
-class _AttentionOfSequences(torch.autograd.Function):
-    """compressed_attention_pooled_sequences. If its gradients will be differentiated, they are computed for
-    each sequence alone: the operator for one sequence has second derivatives."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        q: Tensor,
-        sink: Tensor | None,
-        places: Places,
-        return_lse: bool,
-        options: dict[str, Any],
-        *blocks: Tensor,
-    ) -> tuple[Tensor, Tensor]:
-        kc, vc = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
-        keep = any(ctx.needs_input_grad)
-        forward = torch.ops.memcheck.compressed_attention_pooled_sequences
-        y, lse = forward(q, kc, vc, sink, return_lse=return_lse or keep, **options)
-        ctx.places, ctx.options = places, options
-        ctx.set_materialize_grads(False)
-        if not return_lse:
-            ctx.mark_non_differentiable(lse)
-        if keep:
-            # y is kept for grad_y . y. In 16 bits y is rounded, and grad_y . y is a sum over blocks instead.
-            ctx.save_for_backward(q, sink, y if lse.dtype == y.dtype else None, lse, *blocks)
-        return y, lse
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-        q, sink, y, lse, *blocks = ctx.saved_tensors
-        kc, vc = blocks[: len(blocks) // 2], blocks[len(blocks) // 2 :]
-        if grad_y is None:
-            grad_y = q.new_zeros(()).expand(q.shape)
-        of_q, of_sink, _, _, _, *of_blocks = ctx.needs_input_grad
-        mask = [of_q, any(of_blocks[: len(kc)]), any(of_blocks[len(kc) :]), of_sink]
-        kept = [None if x is None else x.detach() for x in (y, lse)]
-        tensors, options = [grad_y, q, kc, vc, *kept, grad_lse, sink], ctx.options | {"output_mask": mask}
-        if torch.is_grad_enabled():
-            grad_q, grad_kc, grad_vc, grad_sink = _differentiable_gradients(ctx.places, tensors, options)
-        else:
-            backward = torch.ops.memcheck.compressed_attention_pooled_sequences_backward
-            grad_q, grad_kc, grad_vc, grad_sink = backward(*tensors, **options)
-        grads = [*(grad_kc or [None] * len(kc)), *(grad_vc or [None] * len(vc))]
-        return grad_q, grad_sink, None, None, None, *grads
+def _positions(state: CompressedAttentionState) -> int:
+    """The number of positions that a state covers."""
+    return state.kc.shape[2] * state.factor + state.positions
 
 
-def _differentiable_gradients(places: Places, tensors: Sequence[Any], options: dict[str, Any]) -> Any:
-    """The gradients of q, all kc, all vc and sink, by a call for each sequence."""
-    grad_y, q, kc, vc, y, lse, grad_lse, sink = tensors
-    wants_q, _, _, wants_sink = options["output_mask"]
-    common = {name: options[name] for name in ("factor", "causal", "strict", "scale", "output_mask")}
-    grad_q = torch.zeros_like(q) if wants_q else None
-    grad_kc: list[Tensor] = []
-    grad_vc: list[Tensor] = []
-    grad_sinks: list[Tensor] = []
-    for n, here in enumerate(places.slices()):
-        ours = [None if x is None else x[here] for x in (y, lse, grad_lse)]
-        its_grad_q, *grads = torch.ops.memcheck.compressed_attention_pooled_backward(
-            grad_y[here], q[here], kc[n], vc[n], *ours, sink, kv_len=options["kv_lens"][n], **common
-        )
-        if grad_q is not None:
-            grad_q[here] = its_grad_q
-        for gradients, x in zip((grad_kc, grad_vc, grad_sinks), grads, strict=True):
-            gradients.append(x)
-    return grad_q, grad_kc, grad_vc, sum(grad_sinks) if wants_sink else None
+def _state_before(op: str, name: str, state: object, k: Tensor, factor: int) -> CompressedAttentionState:
+    """The state, after the checks that the operator cannot make; that of no positions in place of None."""
+    check_int(op, "factor", factor, 1, LONGEST)
+    if state is None:
+        check_rank(op, "k", k, "(B,Hkv,n,D)", 4)
+        B, Hkv, _, D = k.shape
+        accumulation = torch.promote_types(k.dtype, torch.float32)
+        kc, vc = (k.new_empty(B, Hkv, 0, D) for _ in range(2))
+        k_sum, v_sum = (k.new_zeros(B, Hkv, D, dtype=accumulation) for _ in range(2))
+        return CompressedAttentionState(kc, vc, k_sum, v_sum, 0, factor)
+    if not isinstance(state, CompressedAttentionState):
+        raise TypeError(f"{op}: {name} must be a CompressedAttentionState or None, got {type(state).__name__}")
+    check_int(op, f"{name}.factor", state.factor)
+    if factor != state.factor:
+        raise ValueError(f"{op}: factor must be {state.factor}, as that of the state, got {factor}")
+    check_int(op, f"{name}.positions", state.positions)
+    for field in ("kc", "vc", "k_sum", "v_sum"):
+        check_plain(op, f"{name}.{field}", getattr(state, field))
+    return state
+
+
+def _extended(
+    op: str,
+    q: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    before: list[CompressedAttentionState],
+    factor: int,
+    scale: float | None = None,
+    places: Places | None = None,
+) -> list[CompressedAttentionState]:
+    """The states after new positions k and v (B,Hkv,n,D). q and scale are those of the attention, and only checked."""
+    tensors, positions = [x for state in before for x in state[:4]], [state.positions for state in before]
+    where = places._asdict() if places else {}
+    try:
+        new = _extend(q, k, v, tensors, positions, factor=factor, scale=scale, op=op, **where)
+    except REFUSALS:
+        explain_refusal(op, **({} if q is None else {"q": q}), k=k, v=v)
+        raise
+    counts = places.counts if places else [k.shape[2]]
+    return [
+        CompressedAttentionState(kc, vc, k_sum, v_sum, (opened + count) % factor, factor)
+        for kc, vc, k_sum, v_sum, opened, count in zip(*(new[i::4] for i in range(4)), positions, counts, strict=True)
+    ]
 
 
 class Places(NamedTuple):
@@ -555,20 +510,22 @@ class Places(NamedTuple):
 
     @classmethod
     def of_sequences(
-        cls, q: Tensor, k: Tensor, v: Tensor, causal: bool, sequences: dict[str, Any]
+        cls, op: str, q: Tensor, k: Tensor, causal: bool, sequences: dict[str, Any]
     ) -> tuple[Places, Places]:
         """Checks a packed or padded batch, and returns its places in q (B,H,S,D), and in k and v (B,Hkv,T,D)."""
+        for name, x, letters in (("q", q, "(B,H,S,D)"), ("k", k, "(B,Hkv,T,D)")):
+            check_rank(op, name, x, letters, 4)
+        B, S, T = q.shape[0], q.shape[2], k.shape[2]
         with torch.no_grad():  # only checks: one block per sequence without columns leaves nothing to compute
-            one_head = (x.new_empty(x[:, :1, :, :0].shape) for x in (q, k, v))
-            torch.ops.memcheck.compressed_attention_sequences(*one_head, factor=LONGEST, causal=causal, **sequences)
+            queries, keys = q.new_empty(B, 1, S, 0), q.new_empty(B, 1, T, 0)
+            _forward_sequences(queries, keys, keys, factor=LONGEST, causal=causal, **sequences)
         names = derivatives.in_names_of_reference(sequences)
-        found = list(sequences_of(len(q), q.shape[2], k.shape[2], causal=causal, **names))
-        of_queries, of_keys = ([x[i] for x in found] for i in (1, 2))
-        return cls.of_slices(sequences, of_queries), cls.of_slices(sequences, of_keys)
-
-    @classmethod
-    def of_slices(cls, sequences: dict[str, Any], slices: list[slice]) -> Places:
-        return cls(sequences["lengths"] is None, [x.start for x in slices], [x.stop - x.start for x in slices])
+        found = list(sequences_of(B, S, T, causal=causal, **names))
+        packed = sequences["lengths"] is None
+        of_queries, of_keys = (
+            cls(packed, [x[i].start for x in found], [x[i].stop - x[i].start for x in found]) for i in (1, 2)
+        )
+        return of_queries, of_keys
 
     def split(self, x: Tensor) -> Sequence[Tensor]:
         """Views of the sequences, (1,heads,count,...) each, with one gradient for x."""
@@ -605,8 +562,9 @@ class Places(NamedTuple):
                 return self.join(q, results, 0)
             y, lse = zip(*results, strict=True)
             return self.join(q, y, 0), self.join(q[..., 0], lse, -torch.inf)
-        options |= {"packed": self.packed, "begins": self.begins, "counts": self.counts, "kv_lens": kv_lens}
-        y, lse = _AttentionOfSequences.apply(q, sink, self, return_lse, options, *kc, *vc)
+        y, lse = torch.ops.memcheck.compressed_attention_pooled_sequences(
+            q, kc, vc, sink, **self._asdict(), kv_lens=kv_lens, return_lse=return_lse, **options
+        )
         return (y, lse) if return_lse else y
 
     def join(self, like: Tensor, parts: Sequence[Tensor], fill: float) -> Tensor:
@@ -619,258 +577,19 @@ class Places(NamedTuple):
             rows.append(torch.nn.functional.pad(part, (0,) * 2 * (part.dim() - 3) + around, value=fill))
         return torch.cat(rows)
 
-    def slices(self) -> list[tuple[slice, slice, slice]]:
-        """The index of each sequence."""
-        rows = [slice(0, 1) if self.packed else slice(n, n + 1) for n in range(len(self.counts))]
-        ends = zip(rows, self.begins, self.counts, strict=True)
-        return [(row, slice(None), slice(begin, begin + count)) for row, begin, count in ends]
-
-
-def _check_keys(op: str, k: Tensor, v: Tensor, factor: int) -> None:
-    _check_tensors(op, k=k, v=v)
-    for name, x in (("k", k), ("v", v)):
-        check_rank(op, name, x, "(B,Hkv,n,D)", 4)
-    if v.shape != k.shape:
-        raise ValueError(f"{op}: v must be (B,Hkv,n,D) = {list(k.shape)} to match k, got {list(v.shape)}")
-    check_floating(op, "k", k)
-    check_like(op, "v", v, k.dtype, k)
-    _check_factor(op, factor)
-
-
-def _check_queries(op: str, q: Tensor, k: Tensor, kv_len: int, scale: float | None) -> None:
-    _check_tensors(op, q=q)
-    check_rank(op, "q", q, "(B,H,S,D)", 4)
-    (B, H, S, D), (_, Hkv, _, _) = q.shape, k.shape
-    if (k.shape[0], k.shape[3]) != (B, D):
-        expected = [k.shape[0], H, S, k.shape[3]]
-        raise ValueError(f"{op}: q must be (B,H,S,D) = {expected} to match k, got {list(q.shape)}")
-    if H % Hkv if Hkv else H:
-        raise ValueError(
-            f"{op}: H, the heads of q, must be a multiple of Hkv, the heads of k, got H = {H} and Hkv = {Hkv}"
-        )
-    check_like(op, "q", q, k.dtype, k)
-    if kv_len < S:
-        raise ValueError(f"{op}: q must be of no more positions than k so far, S <= T, got S = {S} and T = {kv_len}")
-    _check_scale(op, scale)
-    accumulation = torch.promote_types(q.dtype, torch.float32)
-    if scale is not None and not abs(scale) <= torch.finfo(accumulation).max:
-        raise ValueError(f"{op}: scale must be a finite number of {dtype_name(accumulation)}, got {scale}")
-
-
-def _checked_state(
-    op: str,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Any,
-    factor: int,
-    scale: float | None,
-    name: str = "state",
-) -> CompressedAttentionState:
-    """The state after all checks; if it is None, that of no positions."""
-    _check_keys(op, k, v, factor)
-    old = _empty_state(k, factor) if state is None else state
-    _check_state(op, name, k, old, factor)
-    _check_queries(op, q, k, old.kc.shape[2] * factor + old.positions + k.shape[2], scale)
-    return old
-
-
-def _check_state(op: str, of: str, k: Tensor, state: CompressedAttentionState, factor: int) -> None:
-    if not isinstance(state, CompressedAttentionState):
-        raise TypeError(f"{op}: {of} must be a CompressedAttentionState or None, got {type(state).__name__}")
-    check_int(op, f"{of}.factor", state.factor)
-    if factor != state.factor:
-        raise ValueError(f"{op}: factor must be {state.factor}, as that of the state, got {factor}")
-    _check_tensor(op, f"{of}.kc", state.kc)
-    check_rank(op, f"{of}.kc", state.kc, "(B,Hkv,C,D)", 4)
-    B, Hkv, _, D = k.shape
-    C, accumulation = state.kc.shape[2], torch.promote_types(k.dtype, torch.float32)
-    for name, x, shape, dtype in (
-        ("kc", state.kc, (B, Hkv, C, D), k.dtype),
-        ("vc", state.vc, (B, Hkv, C, D), k.dtype),
-        ("k_sum", state.k_sum, (B, Hkv, D), accumulation),
-        ("v_sum", state.v_sum, (B, Hkv, D), accumulation),
-    ):
-        _check_tensor(op, f"{of}.{name}", x)
-        if x.shape != shape:
-            raise ValueError(f"{op}: {of}.{name} must be {list(shape)} to match k, got {list(x.shape)}")
-        check_like(op, f"{of}.{name}", x, dtype, k)
-    check_int(op, f"{of}.positions", state.positions)
-    if not 0 <= state.positions < factor:
-        raise ValueError(f"{op}: {of}.positions must be from 0 to factor - 1 = {factor - 1}, got {state.positions}")
-
-
-def _check_tensor(op: str, name: str, x: object) -> None:
-    if is_symbolic(x):
-        return
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{op}: {name} must be a tensor, got {x if x is None else type(x).__name__}") from None
-    check_plain(op, name, x)
-
-
-def _check_tensors(op: str, **tensors: object) -> None:
-    for name, x in tensors.items():
-        if type(x) is not Tensor:
-            _check_tensor(op, name, x)
-
-
-def _check_factor(op: str, factor: int) -> None:
-    check_int(op, "factor", factor)
-    if not 1 <= factor <= LONGEST:
-        raise ValueError(f"{op}: factor must be from 1 to {LONGEST}, got {factor}")
-
 
 def _check_scale(op: str, scale: object) -> None:
+    """TypeError if the scale is no number, ValueError if it is an int beyond float64. The operator checks others."""
     if scale is not None and not isinstance(scale, float | int | torch.SymFloat | torch.SymInt):
         raise TypeError(f"{op}: scale must be a number or None, got {scale!r}")
+    if isinstance(scale, int) and abs(scale) > sys.float_info.max:
+        raise ValueError(f"{op}: scale must be a finite number of float64, got {scale}")
 
 
 def _check_sink(op: str, sink: Tensor | None, q: Tensor) -> Tensor | None:
     """The sink in the accumulation type. The operator checks its shape and its device."""
     if sink is None or is_symbolic(sink):
         return sink
-    _check_tensor(op, "sink", sink)
+    check_plain(op, "sink", sink)
     check_floating(op, "sink", sink)
     return sink.to(torch.promote_types(q.dtype, torch.float32))
-
-
-def _refuse_gradient(op: str, *tensors: Tensor) -> None:
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        raise NotImplementedError(f"{op}: has no gradient, and an argument requires one; call it under torch.no_grad()")
-
-
-def _empty_state(k: Tensor, factor: int) -> CompressedAttentionState:
-    B, Hkv, _, D = k.shape
-    # Two tensors each, because torch.compile refuses an autograd function whose inputs are the same tensor twice.
-    kc, vc = (k.new_empty(B, Hkv, 0, D) for _ in range(2))
-    k_sum, v_sum = (k.new_zeros(B, Hkv, D, dtype=torch.promote_types(k.dtype, torch.float32)) for _ in range(2))
-    return CompressedAttentionState(kc, vc, k_sum, v_sum, 0, factor)
-
-
-def _extended(state: CompressedAttentionState, k: Tensor, v: Tensor) -> CompressedAttentionState:
-    """The state after n more positions, k and v (B,Hkv,n,D)."""
-    total = state.positions + k.shape[2]
-    new: Sequence[Tensor]
-    if total < state.factor or derivatives.transformed():
-        new = _state_after((k, v), state[:4], state.positions, state.factor)
-    else:
-        everywhere = [(slice(None),) * 3]
-        new = _NewBlocks.apply(k, v, everywhere, [state.positions], state.factor, *state[:4])
-    kc, vc, k_sum, v_sum = new
-    return CompressedAttentionState(kc, vc, k_sum, v_sum, total % state.factor, state.factor)
-
-
-def _add(total: Tensor, x: Tensor) -> Tensor:
-    """(B,Hkv,D) + (B,Hkv,n,D) summed over its positions"""
-    return total + (x[:, :, 0] if x.shape[2] == 1 else x.sum(2, dtype=total.dtype))
-
-
-def _gradient_stride(x: Tensor) -> tuple[int, ...]:
-    """The strides of x (B,Hkv,n,D) if it is dense and does not overlap itself, else those of a contiguous tensor."""
-    left = [(stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size != 1]
-    elements = 1
-    while left:  # torch.compile cannot sort strides
-        next_places = [place for place, (stride, _) in enumerate(left) if stride == elements]
-        if not next_places:
-            _, Hkv, n, D = x.shape
-            return Hkv * n * D, n * D, D, 1
-        elements *= left.pop(next_places[0])[1]
-    return x.stride()
-
-
-class _NewBlocks(torch.autograd.Function):
-    """The states of sequences after new positions, in the operator's bits.
-
-    k, v (B,Hkv,n,D), where in them each sequence is, how many positions its open block has so far, and (kc, vc, k_sum,
-    v_sum) of each state before -> those of each state after. k and v are not saved for backward.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, k: Tensor, v: Tensor, places: Sequence[Any], positions: Sequence[int], factor: int, *states: Tensor
-    ) -> tuple[Tensor, ...]:
-        ctx.like = [(x.shape, _gradient_stride(x)) for x in (k, v)]
-        counts, old = [k[here].shape[2] for here in places], [kc.shape[2] for kc in states[::4]]
-        cuts = [_cuts(*numbers, factor) for numbers in zip(positions, counts, strict=True)]
-        ctx.factor, ctx.sequences = factor, list(zip(places, cuts, old, strict=True))
-        ctx.padded = sum(k[here].numel() for here in places) != k.numel()
-        return _states_after(k, v, places, positions, factor, *states)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        of_positions, of_states = [], [list(grads[i : i + 4]) for i in range(0, len(grads), 4)]
-        for x, (shape, stride) in enumerate(ctx.like):
-            gradient = torch.empty_strided(shape, stride, dtype=grads[0].dtype, device=grads[0].device)
-            if ctx.padded:
-                gradient.zero_()
-            for (here, cuts, old), of_state in zip(ctx.sequences, of_states, strict=True):
-                of_state[x], of_state[2 + x] = _spread(
-                    gradient[here], of_state[x], of_state[2 + x], cuts, old, ctx.factor
-                )
-            of_positions.append(gradient)
-        return *of_positions, None, None, None, *(x for of_state in of_states for x in of_state)
-
-
-def _cuts(opened: int, count: int, factor: int) -> tuple[int, int] | None:
-    """How many new positions complete the open block, and how many end with a whole one; None if none is complete."""
-    if opened + count < factor:
-        return None
-    return (factor - opened) % factor, count - (opened + count) % factor
-
-
-def _states_after(
-    k: Tensor, v: Tensor, places: Sequence[Any], positions: Sequence[int], factor: int, *states: Tensor
-) -> tuple[Tensor, ...]:
-    """See _NewBlocks."""
-    after: list[Tensor] = []
-    for i, (here, opened) in enumerate(zip(places, positions, strict=True)):
-        after += _state_after((k[here], v[here]), states[4 * i : 4 * i + 4], opened, factor)
-    return tuple(after)
-
-
-def _state_after(new: Sequence[Tensor], state: Sequence[Tensor], opened: int, factor: int) -> list[Tensor]:
-    """kc, vc (B,Hkv,C,D), k_sum and v_sum (B,Hkv,D) after new k and v (B,Hkv,n,D)."""
-    old, sums = state[:2], state[2:]
-    cuts = _cuts(opened, new[0].shape[2], factor)
-    if cuts is None:
-        return [*old, *(_add(total, x) for total, x in zip(sums, new, strict=True))]
-    first, last = cuts
-    blocks = _whole_blocks([x[:, :, first:last] for x in new], factor)
-    if first:
-        means = [(_add(total, x[:, :, :first]) / factor).to(x.dtype) for total, x in zip(sums, new, strict=True)]
-        blocks = [torch.cat([mean[:, :, None], x], 2) for mean, x in zip(means, blocks, strict=True)]
-    if old[0].shape[2]:
-        blocks = [torch.cat(x, 2) for x in zip(old, blocks, strict=True)]
-    return [*blocks, *(_add(torch.zeros_like(total), x[:, :, last:]) for total, x in zip(sums, new, strict=True))]
-
-
-def _whole_blocks(new: Sequence[Tensor], factor: int) -> list[Tensor]:
-    """The means of k and v (B,Hkv,n,D) over blocks of `factor` positions, which end with them."""
-    if derivatives.transformed():
-        sizes = (new[0].shape[2] // factor, factor)
-        accumulation = torch.promote_types(new[0].dtype, torch.float32)
-        return [x.unflatten(2, sizes).mean(3, dtype=accumulation).to(x.dtype) for x in new]
-    # A forward without queries keeps the means for backward.
-    no_queries = new[0][:, :, :0]
-    _, _, *blocks = torch.ops.memcheck.compressed_attention(no_queries, *new, factor=factor, causal=False, keep=True)
-    return blocks
-
-
-def _spread(
-    gradient: Tensor, of_blocks: Tensor, of_sum: Tensor, cuts: tuple[int, int] | None, old: int, factor: int
-) -> tuple[Tensor, Tensor]:
-    """Writes the gradient of new positions (B,Hkv,n,D), and returns those of the blocks and the sum before them.
-
-    of_blocks (B,Hkv,C,D) and of_sum (B,Hkv,D) are those of the state after them, whose first `old` blocks are not new.
-    """
-    if cuts is None:
-        gradient.copy_(of_sum[:, :, None])
-        return of_blocks, of_sum
-    first, last = cuts
-    opened = 1 if first else 0
-    shares = of_blocks[:, :, old:] / factor
-    gradient[:, :, :first] = shares[:, :, :opened]
-    whole = gradient[:, :, first:last].unflatten(2, ((last - first) // factor, factor))
-    whole.copy_(shares[:, :, opened:, None])
-    gradient[:, :, last:] = of_sum[:, :, None]
-    return of_blocks[:, :, :old], shares[:, :, 0].to(of_sum.dtype) if first else torch.zeros_like(of_sum)

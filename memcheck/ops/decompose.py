@@ -39,6 +39,7 @@ def decompositions() -> dict[torch._ops.OperatorBase, Callable[..., Any]]:
         compressed_attention_sequences,
         compressed_attention_pooled_sequences,
         compressed_attention_step,
+        compressed_attention_extend,
         combinator,
         linear_r,
         linear_l,
@@ -361,6 +362,11 @@ def compressed_attention_step(
         sums = [torch.zeros_like(total) for total in sums]
     options: dict[str, Any] = {"factor": factor, "kv_len": kv_len, "strict": strict, "scale": scale}
     return compressed_attention_pooled(q, kc, vc, **options)[0], *new, *sums
+
+
+def compressed_attention_extend(*tensors: Any, **options: Any) -> Any:
+    """It consists of other operators."""
+    return torch.ops.memcheck.compressed_attention_extend.default.decompose(*tensors, **options)
 
 
 # ---- products with weights

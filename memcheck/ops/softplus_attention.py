@@ -20,6 +20,7 @@ from memcheck.ops.checks import (
     explain_refusal,
     prepare_input,
     refuse_context_parallel,
+    refuse_gradient,
     sequence_arguments,
 )
 
@@ -282,11 +283,7 @@ def softplus_attention_step(
     prepare_input(op, "q", q)
     state_rest = state_rest or (isinstance(state, PAIRS) and len(state) == 4)
     if state_rest or (isinstance(q, Tensor) and q.dim() == 3 and q.shape[1] != 1):
-        given = (q, k, v, *(state or ()))
-        if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in given):
-            raise NotImplementedError(
-                f"{op}: has no gradient, and an argument requires one; call it under torch.no_grad()"
-            )
+        refuse_gradient(op, q, k, v, *(state or ()))
         return _attend_from_state(op, q, k, v, state, True, state_rest, {"eps": eps})
     if state is None:
         for name, x, letters in (("q", q, "(B,1,R)"), ("k", k, "(B,R,n)"), ("v", v, "(B,R,n)")):

@@ -927,7 +927,7 @@ POOLED_RAISES = {
     "float64 vc": ({"vc": torch.ones(2, 2, 4, 3).double()}, TypeError, "vc must be float32 to match q, got float64"),
     "factor 0": ({"factor": 0}, ValueError, "factor must be from 1 to 2147483648, got 0"),
     "no kc": ({"kc": None}, TypeError, "kc must be a tensor, got None"),
-    "vc of words": ({"vc": "x"}, TypeError, "vc must be a tensor, got str"),
+    "vc of words": ({"vc": "x"}, TypeError, "vc must be a tensor, got 'x'"),
     "a tensor as factor": ({"factor": torch.tensor(2)}, TypeError, r"factor must be an int, got tensor\(2\)"),
     "a factor beyond int64": ({"factor": 2**63}, ValueError, f"factor must be from 1 to 2147483648, got {2**63}"),
     "a length beyond int64": (
@@ -966,8 +966,8 @@ STEP_RAISES = {
     "another factor": ({"factor": 3}, ValueError, "factor must be 4, as that of the state, got 3"),
     "a state without factor": ({"of_state": {"factor": None}}, TypeError, "state.factor must be an int, got None"),
     "a scale in words": ({"scale": "x"}, TypeError, "scale must be a number or None, got 'x'"),
-    "a scale beyond float64": ({"scale": 10**400}, ValueError, "scale must be a finite number of float32, got 1000"),
-    "v of words": ({"v": "x"}, TypeError, "v must be a tensor, got str"),
+    "a scale beyond float64": ({"scale": 10**400}, ValueError, "scale must be a finite number of float64, got 1000"),
+    "v of words": ({"v": "x"}, TypeError, "v must be a tensor, got 'x'"),
     "no q": ({"q": None}, TypeError, "q must be a tensor, got None"),
     "q of rank 3": ({"q": torch.ones(2, 1, 3)}, ValueError, r"q must be \(B,H,S,D\), of 4 dimensions, got \[2, 1, 3\]"),
     "float64 q": ({"q": torch.ones(2, 4, 1, 3).double()}, TypeError, "q must be float32 to match k, got float64"),
@@ -984,7 +984,7 @@ STEP_RAISES = {
         TypeError,
         "k must be float64, .* or bfloat16, got int32",
     ),
-    "infinite scale": ({"scale": math.inf}, ValueError, "scale must be a finite number of float32, got inf"),
+    "infinite scale": ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
     "scale beyond float32": ({"scale": 1e39}, ValueError, r"scale must be a finite number of float32, got 1e\+39"),
     "no sums": ({"k_sum": None}, TypeError, "state.k_sum must be a tensor, got None"),
     "blocks of rank 2": ({"kc": torch.ones(2, 2)}, ValueError, r"state.kc must be \(B,Hkv,C,D\), of 4 dimensions"),
@@ -993,7 +993,7 @@ STEP_RAISES = {
     "sums of another shape": (
         {"k_sum": torch.ones(2, 2, 4)},
         ValueError,
-        r"state.k_sum must be \[2, 2, 3\] to match k, got \[2, 2, 4\]",
+        r"state.k_sum must be \(B,Hkv,D\) = \[2, 2, 3\] to match k, got \[2, 2, 4\]",
     ),
     "sums of another dtype": (
         {"v_sum": torch.ones(2, 2, 3).double()},
@@ -1005,7 +1005,7 @@ STEP_RAISES = {
         TypeError,
         "state.vc must be float32 to match k, got bfloat16",
     ),
-    "other blocks": ({"vc": torch.ones(2, 2, 1, 3)}, ValueError, r"state.vc must be \[2, 2, 2, 3\] to match k"),
+    "other blocks": ({"vc": torch.ones(2, 2, 1, 3)}, ValueError, r"state.vc must be .* = \[2, 2, 2, 3\] to match k"),
 }
 
 

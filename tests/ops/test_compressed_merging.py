@@ -469,7 +469,7 @@ def test_a_wrong_merge(changed: dict[str, Any], kind: type[Exception], message: 
         (torch.ones(4, 1), ValueError, r"sink must be \(H,\), of 1 dimensions, got \[4, 1\]"),
         (torch.ones(4).int(), TypeError, "sink must be float64, .* got int32"),
         (torch.ones(4, device="meta"), ValueError, "sink must be on .* as q is, got meta"),
-        (1.0, TypeError, "sink must be a tensor, got float"),
+        (1.0, TypeError, "sink must be a tensor, got 1.0"),
     ],
 )
 def test_a_wrong_sink(sink: Any, kind: type[Exception], message: str) -> None:

@@ -308,8 +308,28 @@ def test_opcheck_of_sequences(packed: bool) -> None:
         forward(q, blocks, blocks, **{**options, "begins": [S, 4, 4]})
     with pytest.raises(ValueError, match="kc must have one for each sequence, N = 3, got 2"):
         forward(q, blocks[:2], blocks, **options)
-    with pytest.raises(NotImplementedError, match="compressed_attention_pooled: has no gradient"):
-        forward(q.requires_grad_(), blocks, blocks, **options)
+    leaves = [x.clone().requires_grad_() for x in (q, *blocks, *blocks)]
+    torch.library.opcheck(forward.default, (leaves[0], leaves[1:4], leaves[4:]), {**options, "return_lse": True})
+
+
+@pytest.mark.glue
+@pytest.mark.parametrize("kind", ["whole", "packed", "padded"])
+def test_opcheck_of_new_positions(kind: str) -> None:
+    B, counts = {"whole": (2, []), "packed": (1, [4, 0, 5]), "padded": (3, [4, 0, 5])}[kind]
+    (_, k, v), _ = make_inputs(B, 4, 2, 9, 9, 3)
+    rows, count = (1, 3) if counts else (B, 1)
+    states = [torch.randn(rows, 2, *sizes) for _ in range(count) for sizes in ((2, 3), (2, 3), (3,), (3,))]
+    where = {"packed": kind == "packed", "begins": [0, 4, 4], "counts": counts} if counts else {}
+    extend = torch.ops.memcheck.compressed_attention_extend.default
+    for requires_grad in (False, True):
+        given = [x.requires_grad_(requires_grad) for x in (k, v, *states)]
+        for positions in (0, 2):
+            arguments = (None, *given[:2], given[2:], [positions] * count)
+            torch.library.opcheck(extend, arguments, {"factor": 4, **where})
+    with pytest.raises(ValueError, match=f"states must be 4 tensors for each of {count}, got 3"):
+        extend(None, k, v, states[:3], [0] * count, factor=4, **where)
+    with pytest.raises(ValueError, match="begins and counts must be as many as states"):
+        extend(None, k, v, states, [0] * count, factor=4, **where | {"begins": [0]})
 
 
 def test_states_of_no_sequences() -> None:
@@ -339,7 +359,7 @@ def test_wrong_states_of_sequences(changed: dict[str, Any], kind: type[Exception
     ):
         compressed_attention(q, k, v, **{**sound, "initial_state": state})
     narrow = state._replace(kc=state.kc[..., :2])
-    with pytest.raises(ValueError, match=r"initial_state\[1\].kc must be \[1, 2, 1, 3\] to match k"):
+    with pytest.raises(ValueError, match=r"initial_state\[1\].kc must be .* = \[1, 2, 1, 3\] to match k"):
         compressed_attention(q, k, v, **{**sound, "initial_state": [state, narrow]})
 
 
@@ -514,7 +534,7 @@ def test_autocast() -> None:
         ({"initial_state": ()}, TypeError, "initial_state must be a CompressedAttentionState or None, got tuple"),
         ({"k": torch.ones(2, 2, 3, 5)}, ValueError, r"v must be .* = \[2, 2, 3, 5\] to match k"),
         ({"q": torch.ones(2, 4, 20, 20)}, ValueError, "q must be .* S <= T, got S = 20 and T = 12"),
-        ({"k_sum": torch.ones(2, 2, 3)}, ValueError, r"initial_state.k_sum must be \[2, 2, 20\] to match k"),
+        ({"k_sum": torch.ones(2, 2, 3)}, ValueError, r"initial_state.k_sum must be .* = \[2, 2, 20\] to match k"),
         ({"kc": torch.ones(2, 2, 1, 20).double()}, TypeError, "initial_state.kc must be float32 to match k"),
         ({"positions": 7}, ValueError, "initial_state.positions must be from 0 to factor - 1 = 6, got 7"),
     ],

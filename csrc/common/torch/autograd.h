@@ -158,17 +158,21 @@ inline bool wants_gradient(const variable_list& inputs) {
   return false;
 }
 
-// The transforms of torch.func cannot run an autograd function of C++. Their own message does not name the operator.
-inline void refuse_torch_func(const char* op) {
+// Whether a transform of torch.func is active. It cannot run an autograd function of C++.
+inline bool in_torch_func() {
   const auto& transforms = at::functorch::functorchTLSAccessor();
-  if (!transforms) return;
-  bool supported = true;
+  if (!transforms) return false;
   try {
     transforms->checkSupportsCppAutogradFunction();
   } catch (const c10::Error&) {
-    supported = false;
+    return true;
   }
-  TORCH_CHECK_NOT_IMPLEMENTED(supported, op,
+  return false;
+}
+
+// The message of torch.func itself does not name the operator.
+inline void refuse_torch_func(const char* op) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!in_torch_func(), op,
                               ": torch.func (grad, vjp, jacrev, hessian) differentiates it through memcheck.", op,
                               ", not through torch.ops; else use torch.autograd.grad, or ", op,
                               " of memcheck.ops.reference, which is plain PyTorch");
@@ -179,12 +183,15 @@ inline void refuse_gradient(const char* op, const variable_list& inputs) {
                               ": has no gradient, and an argument requires one; call it under torch.no_grad()");
 }
 
+inline bool has_tangent(const variable_list& inputs) {
+  if (!c10::AutogradState::get_tls_state().get_fw_grad_mode()) return false;
+  return std::any_of(inputs.begin(), inputs.end(),
+                     [](const Tensor& x) { return x.defined() && x._fw_grad(/*level=*/0).defined(); });
+}
+
 // No operator computes tangents. If no input requires a gradient, nothing else would notice that a tangent is lost.
 inline void refuse_forward_mode(const char* op, const variable_list& inputs) {
-  if (!c10::AutogradState::get_tls_state().get_fw_grad_mode()) return;
-  for (const Tensor& x : inputs)
-    TORCH_CHECK_NOT_IMPLEMENTED(!x.defined() || !x._fw_grad(/*level=*/0).defined(), op,
-                                ": forward-mode differentiation is not implemented");
+  TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(inputs), op, ": forward-mode differentiation is not implemented");
 }
 
 // ---- double backward
