@@ -44,7 +44,6 @@ _forward = torch.ops.memcheck.compressed_attention.default
 _forward_sequences = torch.ops.memcheck.compressed_attention_sequences.default
 _forward_pooled = torch.ops.memcheck.compressed_attention_pooled.default
 _step = torch.ops.memcheck.compressed_attention_step.default
-_extend = torch.ops.memcheck.compressed_attention_extend.default
 
 
 class Options(TypedDict, total=False):
@@ -488,9 +487,9 @@ def _extended(
 ) -> list[CompressedAttentionState]:
     """The states after new positions k and v (B,Hkv,n,D). q and scale are those of the attention, and only checked."""
     tensors, positions = [x for state in before for x in state[:4]], [state.positions for state in before]
-    where = places._asdict() if places else {}
+    options = {"factor": factor, "scale": scale, "op": op, **(places._asdict() if places else {})}
     try:
-        new = _extend(q, k, v, tensors, positions, factor=factor, scale=scale, op=op, **where)
+        new = torch.ops.memcheck.compressed_attention_extend(q, k, v, tensors, positions, **options)
     except REFUSALS:
         explain_refusal(op, **({} if q is None else {"q": q}), k=k, v=v)
         raise
