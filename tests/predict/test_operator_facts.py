@@ -42,13 +42,15 @@ GPU = Target("cuda", architecture=(8, 0))
 def named(x: Tensor) -> dict[str, Any]:
     """What the names in examples mean."""
     batch = x if x.dim() == 3 else x.reshape(1, -1, x.shape[-1])  # (B,S,E)
+    square = x.new_ones(x.shape[-1], x.shape[-1], requires_grad=True)
     q, real, rows = batch[None], x.detach(), x.reshape(-1, x.shape[-1])  # q (1,B,S,E): heads of attention.
     return {
         **{"torch": torch, "F": functional, "ops": torch.ops.aten, "memcheck": memcheck, "fused_step": fused_step},
         **{"dist": dist, "functional": torch.ops._c10d_functional, "group": "0"},
         **{"x": x, "real": real, "rows": rows, "batch": batch, "q": q, "token": q.detach()[..., :1, :]},
         "sums": q.detach()[..., 0, :].to(torch.promote_types(x.dtype, torch.float32)),
-        "square": x.new_ones(x.shape[-1], x.shape[-1], requires_grad=True),
+        "square": square,
+        "weights": [torch.stack([square] * 2), square.expand(2, -1, -1), torch.stack([square] * 2).mT],
         "indices": torch.zeros(x.shape, dtype=torch.int64, device=x.device),
         "classes": torch.zeros(len(rows), dtype=torch.int64, device=x.device),
         "whole": (real * 9).long(),

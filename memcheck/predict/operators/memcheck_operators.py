@@ -116,28 +116,51 @@ def compressed_backward(call: OperatorCall) -> Iterator[Scratch]:
 def combinator(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     plan = combinator_plan(call, call.x)
     yield Scratch("rows laid out for BLAS", plan["copy"])
-    yield Scratch("weight in float32", plan["weight"])
+    yield from copied_weight(call.weight, plan)
     yield Scratch("rows in float32", plan["wide"] if plan["weight"] else 0)
     yield Scratch("pre-activations of a chunk", 0 if call.keep_preactivations else plan["chunk"])
     yield from unplanned_products(call, call.x)
 
 
 def combinator_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    plan = combinator_plan(call, call.grad_y if call.x is None else call.x)
-    if call.output_mask[0] or call.preactivations is None:
-        yield Scratch("weight in float32", plan["weight"])
+    wants_x, wants_weight = call.output_mask
+    plan = combinator_plan(call, call.outputs[0] if call.x is None else call.x)
+    if wants_x or call.preactivations is None:
+        yield from copied_weight(call.weight, plan)
     yield Scratch("rows laid out for BLAS", plan["copy"])
     yield Scratch("pre-activations of a chunk", plan["chunk"])
-    if call.output_mask[1] or plan["weight"]:
+    if wants_weight or plan["weight"]:
         yield Scratch("rows in float32", plan["wide"])
-    if call.output_mask[1]:
+    if wants_weight:
         yield Scratch("gradient of the weight in float32", plan["sums"])
+        in_place = plan["sums"] or is_one_matrix(call.outputs[-1])
+        yield Scratch("gradient of the weight laid out for BLAS", 0 if in_place else call.outputs[-1].nbytes)
     yield from unplanned_products(call, call.grad_y)
 
 
 def combinator_plan(call: OperatorCall, x: Tensor) -> dict[str, int]:
     sizes = {"N": x.numel() // x.shape[-1], "E": x.shape[-1]}
-    return plan_of(call, "combinator", x, **sizes, copies=not x.is_contiguous())
+    return plan_of(call, "combinator", x, **sizes, copies=not is_one_matrix(x))
+
+
+def copied_weight(weight: Tensor, plan: dict[str, int]) -> Iterator[Scratch]:
+    """The copy that products read if they are formed in float32, or if GEMM cannot read the weight in place."""
+    yield Scratch("weight in float32", plan["weight"])
+    if not plan["weight"] and not is_one_matrix(weight):
+        yield Scratch("weight laid out for BLAS", weight.numel() * weight.element_size())
+
+
+def is_one_matrix(x: Tensor) -> bool:
+    """Whether GEMM can read all rows of (...,E) in place, as one matrix (N,E)."""
+    columns = x.shape[-1]
+    try:
+        strides = x.view(-1, columns).stride()
+    except RuntimeError:
+        return False
+    rows = x.numel() // columns if columns else 0
+    row, column = strides
+    row = row if rows != 1 else max(1, columns) if column == 1 else 1
+    return (column == 1 and row >= max(1, columns)) or (row == 1 and column >= max(1, rows))
 
 
 def in_float(call: OperatorCall, x: Tensor) -> bool:
@@ -258,7 +281,7 @@ STATE = "q.detach(), q.detach(), sums, sums"
 EXAMPLE = f"torch.ops.memcheck.compressed_attention_step(token, token, token, {STATE}, 1, factor=4)"
 add("memcheck::compressed_attention_step", EXAMPLE, everywhere=compressed_step, **OURS)
 OURS = {"uses_cublas": True, "source": "csrc/combinator csrc/projection"}
-EXAMPLE = "[memcheck.combinator(x.contiguous(), torch.stack([square] * 2), low_memory=low) for low in (True, False)]"
+EXAMPLE = "[memcheck.combinator(x, weight, low_memory=low) for low in (True, False) for weight in weights]"
 add_pair("combinator", EXAMPLE, combinator, combinator_backward, **OURS)
 for side in "lr":
     add_pair(f"linear_{side}", f"memcheck.linear_{side}(batch, square[:, :5])", projection, projection_backward, **OURS)

@@ -92,11 +92,16 @@ def rows_laid_out(call: OperatorCall) -> Iterator[Scratch]:
 
 
 def safe_softmax_scratch(call: OperatorCall) -> Iterator[Scratch]:
-    """Rows whose scores are all -inf become zeros. The kernel marks them with one byte per score and one per row."""
+    """Rows whose scores are all -inf become zeros. The kernel marks them with one byte per score and one per row.
+
+    Before that, the CPU's softmax has freed its copy of rows that are not contiguous.
+    """
     (y,) = call.outputs
-    yield Scratch("scores that are -inf, a byte each", y.numel())
-    yield Scratch("rows of them alone, a byte each", y.numel() // max(y.shape[call.dim], 1))
-    yield Scratch("zero", y.element_size())
+    masks = [Scratch("scores that are -inf, a byte each", y.numel())]
+    masks.append(Scratch("rows of them alone, a byte each", y.numel() // max(y.shape[call.dim], 1)))
+    masks.append(Scratch("zero", y.element_size()))
+    copies = list(rows_laid_out(call)) if call.target.kind == "cpu" else []
+    yield from max(masks, copies, key=lambda parts: sum(part.bytes for part in parts))
 
 
 def softmax_backward(call: OperatorCall) -> Iterator[Scratch]:
@@ -125,4 +130,4 @@ BACKWARD: Facts = {**SOFTMAX, "cuda": softmax_backward, "on_a100": "_softmax_bac
 add("_softmax_backward_data", "x.softmax(-1), x.softmax(0)", **BACKWARD)
 add("_log_softmax _log_softmax_backward_data", "x.log_softmax(-1)", cuda=nothing, **SOFTMAX)
 SAFE: Facts = {"everywhere": safe_softmax_scratch, "source": "transformers/attention.cpp"}
-add("_safe_softmax", "ops._safe_softmax(x.contiguous(), -1)", on_a100="_safe_softmax", **SAFE)
+add("_safe_softmax", "ops._safe_softmax(x, -1), ops._safe_softmax(x, 0)", on_a100="_safe_softmax", **SAFE)
