@@ -59,13 +59,6 @@ from memcheck.predict.scratch import (
 )
 from memcheck.predict.torch_versions import WORKSPACE_OF_A_CALL
 
-# They write into their operands, return nothing, and have no kernel for meta tensors.
-UPDATES = {
-    getattr(operator, overload)
-    for operator in map(torch.ops.aten.__getattr__, ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_"))
-    for overload in operator.overloads()
-    if overload in ("default", "tensor_lr")
-}
 PACK = torch.ops.aten._pack_padded_sequence.default
 GROUPED = torch.ops.aten._grouped_mm.default
 # What a node's code writes into its first operand, except when a mode such as AllocationMode is active.
@@ -225,7 +218,7 @@ class AllocationMode(TorchDispatchMode):
             return torch.ops.aten.alias(args[0]), None
         if func is GROUPED and self.target.kind == "cuda" and args[0].dtype != torch.bfloat16:
             return grouped_product(*args, **kwargs), None
-        if func in UPDATES:
+        if facts_of(func._schema.name).only_writes:
             return None, None
         if sparse.takes_sparse(func, args, kwargs):
             node = running_node()

@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from memcheck.predict.engine import engine_calls
 from memcheck.predict.known_contents import is_meta
 from memcheck.predict.live_storages import LiveStorages
+from memcheck.predict.operators import facts_of
 from memcheck.predict.operators.creation import NUMBERS
 from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
 
 NUMBER = "number"
-KEEP_NUMBERS_IN_PLACE = ("aten::mul_", "aten::div_")
 OF_VIEWS = "torch::autograd::CopySlices"  # The node of an operator that writes into a view; its own node is inside.
 
 
@@ -37,7 +37,7 @@ class KeptNumbers:
     def await_node(self, call: OperatorCall, numbers: dict[str, int], is_mutable: bool) -> None:
         """Remembers the numbers of an operator that is about to return."""
         base = call.outputs[0]._base if is_mutable else None
-        if base is None or call.name in KEEP_NUMBERS_IN_PLACE:
+        if base is None or facts_of(call.name).keeps_number_of_a_view:
             self._last = weakref.ref(call.outputs[0] if base is None else base), numbers
 
     def note(self) -> None:

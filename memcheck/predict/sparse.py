@@ -11,9 +11,8 @@ from torch.utils._pytree import tree_map
 
 from memcheck.core.tensors import tensors_in
 from memcheck.predict.known_contents import KnownContents
+from memcheck.predict.operators import facts_of
 
-# They have kernels for sparse meta tensors that take nothing but their results.
-ON_META = ("_indices", "_values", "_nnz", "alias", "detach", "dense_dim", "is_coalesced", "sparse_dim")
 # The largest dense operand that is made of zeros for a while, to learn the sizes of a result.
 MOST_BYTES = 2**30
 
@@ -41,9 +40,8 @@ def with_parts(tensor: Tensor, parts: tuple[Tensor, ...]) -> Any:
 
 def takes_sparse(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the operator takes a sparse tensor and has no kernel for such on meta."""
-    if func._schema.name.removeprefix("aten::") in ON_META:
-        return False
-    return any(is_sparse(tensor) for tensor in tensors_in((args, kwargs)))
+    sparse = any(is_sparse(tensor) for tensor in tensors_in((args, kwargs)))
+    return sparse and facts_of(func._schema.name).sparse != "on meta"
 
 
 def computed(

@@ -75,7 +75,8 @@ TRIANGLES: Facts = {"cpu": triangle, "cuda": nothing, "source": "TriangularOps.c
 add("tril triu", "rows.{name}()", on_a100="tril triu", **TRIANGLES)
 # Views, of the published rows.
 VIEWS: Facts = {"on_a100": "detach expand t transpose view", "source": "TensorShape.cpp", **PLAIN}
-add("detach expand t transpose view", "x.detach().reshape(-1, 1).t().transpose(0, 1).expand(-1, 3)", **VIEWS)
+add("detach", "x.detach()", sparse="on meta", **VIEWS)
+add("expand t transpose view", "x.reshape(-1, 1).t().transpose(0, 1).expand(-1, 3)", **VIEWS)
 
 # Sparse tensors.
 add("alias", "torch.ops.aten.alias(x)", sparse="on meta", source="TensorShape.cpp")

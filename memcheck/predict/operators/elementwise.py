@@ -54,7 +54,9 @@ ARITHMETIC: Facts = {
 add("add sub mul div", "torch.{name}(x, 2), torch.{name}(x, x.double())", on_a100="add div mul", **ARITHMETIC)
 add("gt lt ge le eq ne", "torch.{name}(x, 0.5), torch.{name}(x, x.double())", **ARITHMETIC)
 add("rsub", "torch.rsub(x, 2)", **ARITHMETIC)
-add("add_ sub_ mul_ div_", "(x * 1).{name}(2.5).{name}(x.double())", on_a100="add_", **ARITHMETIC)
+IN_PLACE = "(x * 1).{name}(2.5).{name}(x.double())"
+add("add_ sub_", IN_PLACE, on_a100="add_", **ARITHMETIC)
+add("mul_ div_", IN_PLACE, keeps_number_of_a_view=True, **ARITHMETIC)
 
 PLAIN: Facts = {"everywhere": nothing, "operands": "one dtype", "source": "cuda/Loops.cuh"}
 add("abs cos erf exp log neg reciprocal relu rsqrt sgn sigmoid sin sqrt tanh", "torch.{name}(x)", **PLAIN)

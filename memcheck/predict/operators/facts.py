@@ -36,6 +36,8 @@ class OperatorFacts:
     shapes: computes the results if their shapes depend on values.
     on_host: positions of results that are CPU tensors on CUDA.
     uses_cublas: it is a matrix product, which needs a cuBLAS workspace on CUDA.
+    only_writes: it writes into its operands, returns nothing, and has no kernel for meta tensors.
+    keeps_number_of_a_view: in place on a view, its autograd node keeps a number that stands for a tensor.
     """
 
     name: str
@@ -51,6 +53,8 @@ class OperatorFacts:
     shapes: Callable[..., None] | None = None
     on_host: tuple[int, ...] = ()
     uses_cublas: bool = False
+    only_writes: bool = False
+    keeps_number_of_a_view: bool = False
 
     def holds_on_cpu(self, call: OperatorCall) -> bool:
         """Whether the CPU's rule holds for the operands of the call."""

@@ -60,7 +60,7 @@ SCATTER: Facts = {
 }
 add("scatter", "x.scatter(-1, indices, x)", **SCATTER)
 
-FUSED: Facts = {"source": "FusedAdam.cpp FusedAdagrad.cpp FusedSGD.cpp", **CONTIGUOUS}
+FUSED: Facts = {"only_writes": True, "source": "FusedAdam.cpp FusedAdagrad.cpp FusedSGD.cpp", **CONTIGUOUS}
 OPTIMIZERS = {"adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}
 for name, kind in OPTIMIZERS.items():
     add(f"_fused_{name}_", f"[fused_step(torch.optim.{kind}, x, rate) for rate in (1e-3, torch.tensor(1e-3))]", **FUSED)
