@@ -23,7 +23,7 @@ import torch
 
 from memcheck.core.collector import collector_at_rest
 from memcheck.core.tensors import storages_in
-from memcheck.predict.reached import EMPTY
+from memcheck.predict.python_functions import EMPTY
 from memcheck.predict.snapshot import UNSET, Snapshot, is_plain, slots_of
 
 # Levels of objects between a tensor and the holder that is older than the prediction.

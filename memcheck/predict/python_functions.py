@@ -44,6 +44,8 @@ ANSWERED = {
     "torch.cuda.amp.common.amp_definitely_not_available": "says no for a target of CUDA, as autocast asks",
 }
 
+EMPTY = object()  # What an empty cell of a closure holds.
+
 
 def no(*_: Any) -> bool:
     return False
@@ -124,18 +126,18 @@ def with_names(module: ModuleType, news: Mapping[str, Any]) -> ModuleType:
 
 
 def names_in(code: CodeType) -> Iterator[str]:
-    """The names that the code and the functions in it use."""
+    """The names of globals and attributes in the code, and in the functions inside."""
     yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from names_in(constant)
+    for part in code.co_consts:
+        if isinstance(part, CodeType):
+            yield from names_in(part)
 
 
 def contents_of(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # It is empty.
-        return None
+        return EMPTY
 
 
 class Answers(threading.local):

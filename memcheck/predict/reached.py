@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
+from memcheck.predict.python_functions import EMPTY, contents_of, names_in
+
 # Packages whose functions reach no module of the user by themselves.
 LIBRARIES = frozenset(["torch", "numpy", "builtins", "functools", "memcheck", "copy", "math", "itertools", "typing"])
 DEEPEST = 6
 MOST_ITEMS = 10_000
-EMPTY = object()
 PARTS = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor)
 # Attributes of a tensor: dicts of hooks, which its class reads and writes in C++.
 HOOKS: tuple[Any, ...] = tuple(
@@ -163,18 +164,3 @@ def is_plain_object(thing: Any) -> bool:
         and kind.__basicsize__ <= object.__basicsize__ + 16
         and hasattr(thing, "__dict__")
     )
-
-
-def names_in(code: types.CodeType) -> Iterator[str]:
-    """The names of globals and attributes in the code, and in the functions inside."""
-    yield from code.co_names
-    for part in code.co_consts:
-        if isinstance(part, types.CodeType):
-            yield from names_in(part)
-
-
-def contents_of(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # It is empty.
-        return EMPTY

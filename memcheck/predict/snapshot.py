@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from memcheck.predict.reached import EMPTY, LIBRARIES, contents_of, hooks_of, names_in
+from memcheck.predict.python_functions import EMPTY, contents_of, names_in
+from memcheck.predict.reached import LIBRARIES, hooks_of
 
 # Objects that are looked at, nearest first; parts of a container that are; entries up to which it is copied.
 MOST_OBJECTS = 5_000

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from memcheck.predict.allocator import rounded_up
-from memcheck.predict.operators.facts import Facts, add
+from memcheck.predict.operators.facts import Facts, add, doubt
 from memcheck.predict.operators.products import ONEDNN
 from memcheck.predict.scratch import OperatorCall, Scratch, Unknown, Varies
 
@@ -99,10 +99,6 @@ def efficient_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     yield Unknown("the workspace of efficient attention's backward")
 
 
-def cudnn_plan(call: OperatorCall) -> Iterator[Unknown]:
-    yield Unknown("the workspace of cuDNN's plan")
-
-
 HEADS = "_scaled_dot_product_"
 CPU_FLASH: Facts = {"source": "cpu/FlashAttentionKernel.cpp"}
 add(f"{HEADS}flash_attention_for_cpu", "ops.{name}(q, q, q)[0]", cpu=flash_tiles, **CPU_FLASH)
@@ -118,4 +114,4 @@ add("_efficient_attention_forward", EXAMPLE, **EFFICIENT)
 add(f"{HEADS}efficient_attention_backward", "ops.{forward}(q, q, q, None, True)[0]", cuda=efficient_backward, **CUDA)
 add("_efficient_attention_backward", EXAMPLE, cuda=efficient_backward, **CUDA)
 CUDNN = f"{HEADS}cudnn_attention {HEADS}cudnn_attention_backward"
-add(CUDNN, "ops.{forward}(q, q, q, None, True)[0]", cuda=cudnn_plan, **CUDA)
+add(CUDNN, "ops.{forward}(q, q, q, None, True)[0]", cuda=doubt(Unknown("the workspace of cuDNN's plan")), **CUDA)

@@ -6,21 +6,17 @@ from collections.abc import Iterator
 
 import torch
 
-from memcheck.predict.operators.facts import Facts, add, nothing
+from memcheck.predict.operators.facts import Facts, add, doubt, nothing
 from memcheck.predict.ranks import GATHERED_COPY, REDUCED_COPY
 from memcheck.predict.scratch import FreedLate, OperatorCall, Scratch, Unknown
 
 FREED_LATER = "gloo's copies, if its threads free them only after the operator returned"
 
 
-def reduced_result(call: OperatorCall) -> Iterator[Unknown]:
-    """It works on a copy of its own, which a thread of gloo holds until it has ended its work."""
-    yield FreedLate("results of all-reduce, if threads of gloo free them only after their last use")
-
-
-def order_of_buckets(call: OperatorCall) -> Iterator[Unknown]:
-    """DDP sends the order of its buckets, four bytes for each parameter."""
-    yield FreedLate("the order of DDP's buckets, if a thread of gloo frees it only after the forward began")
+# It works on a copy of its own, which a thread of gloo holds until it has ended its work.
+reduced_result = doubt(FreedLate("results of all-reduce, if threads of gloo free them only after their last use"))
+# DDP sends the order of its buckets, four bytes for each parameter.
+ORDER = "the order of DDP's buckets, if a thread of gloo frees it only after the forward began"
 
 
 def gathered_copy(call: OperatorCall) -> Iterator[Scratch | Unknown]:
@@ -47,14 +43,10 @@ def reduced_copy(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     yield FreedLate(FREED_LATER)
 
 
-def addresses(call: OperatorCall) -> Iterator[Unknown]:
-    yield Unknown(f"the addresses of tensors that {call.name} copies to the GPU, some bytes for each")
-
-
 RANKS: Facts = {"measured_in": "tests/predict/test_ranks.py"}
 GLOO: Facts = {"cuda": nothing, "source": "torch/csrc/distributed/c10d/ProcessGroupGloo.cpp", **RANKS}
 add("c10d::allreduce_", "dist.all_reduce(real)", cpu=nothing, **GLOO)
-add("c10d::broadcast_", "dist.broadcast(real, 0)", cpu=order_of_buckets, **GLOO)
+add("c10d::broadcast_", "dist.broadcast(real, 0)", cpu=doubt(FreedLate(ORDER)), **GLOO)
 add("c10d::_allgather_base_", "dist.all_gather_into_tensor(torch.cat([real] * 2), real)", cpu=gathered_copy, **GLOO)
 SCATTER = "dist.reduce_scatter_tensor(real, torch.cat([real] * 2))"
 add("c10d::_reduce_scatter_base_", SCATTER, cpu=reduced_copy, **GLOO)
@@ -67,6 +59,7 @@ SCATTER = "functional.reduce_scatter_tensor(torch.cat([real] * 2), 'sum', 2, gro
 add(f"{F}reduce_scatter_tensor", SCATTER, cpu=reduced_input, **FUNCTIONAL)
 add(f"{F}wait_tensor", "functional.wait_tensor(real)", cpu=nothing, **FUNCTIONAL)
 add(f"{F}_wrap_tensor_autograd", "functional._wrap_tensor_autograd(real)", cpu=nothing, **FUNCTIONAL)
+addresses = doubt(Unknown("the addresses of tensors that {} copies to the GPU, some bytes for each"))
 FSDP: Facts = {"source": "torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py", **RANKS}
 GATHER = "torch.ops.fsdp.all_gather_copy_in([real], real.new_empty(2 * real.numel()), [real.numel()], real.numel(), 0)"
 add("fsdp::all_gather_copy_in", GATHER, cuda=nothing, **FSDP)

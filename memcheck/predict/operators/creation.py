@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from memcheck.predict.operators.facts import Facts, add, nothing
+from memcheck.predict.operators.facts import Facts, add, doubt, nothing
 from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
 
 # The dtypes of tensors that are made of Python's numbers.
@@ -28,11 +28,6 @@ def block_copying(x: Tensor, y: Tensor | None = None) -> Iterator[Scratch]:
     if is_transposed and (y is None or (y.shape == x.shape and y.is_contiguous() and y.dtype == x.dtype)):
         edge = 120 if x.dtype == torch.uint8 else 60
         yield Scratch("block of a transposed matrix", edge * edge * x.element_size())
-
-
-def triangle(call: OperatorCall) -> Iterator[Unknown]:
-    if not call.self.is_contiguous():
-        yield Unknown(f"whether {call.name} copies what is not contiguous")
 
 
 PLAIN: Facts = {"everywhere": nothing, "source": "TensorFactories.cpp"}
@@ -71,6 +66,7 @@ add("slice_backward", "x[..., 1:]", **PARTS)
 add("cat", "torch.cat([x, x * 2], -1)", **PARTS, operands="one dtype")
 add("stack", "torch.stack([x, x * 2])", **PARTS, operands="one dtype")
 add("repeat", "x.repeat((2,) * x.dim())", cuda=nothing, source="TensorShape.cpp")
+triangle = doubt(Unknown("whether {} copies what is not contiguous"), lambda call: not call.self.is_contiguous())
 TRIANGLES: Facts = {"cpu": triangle, "cuda": nothing, "source": "TriangularOps.cpp cuda/TriangularOps.cu"}
 add("tril triu", "rows.{name}()", on_a100="tril triu", **TRIANGLES)
 # Views, of the published rows.

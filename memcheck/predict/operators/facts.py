@@ -107,6 +107,16 @@ def unlisted(call: OperatorCall) -> Unlisted:
     return Unlisted(f"what {call.name} takes beside its outputs")
 
 
+def doubt(unknown: Unknown, when: Callable[[OperatorCall], bool] = lambda call: True) -> Rule:
+    """A rule that allocates nothing, but for what is unknown in some calls. {} in the words is the operator's name."""
+
+    def rule(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+        if when(call):
+            yield type(unknown)(unknown.format(call.name))
+
+    return rule
+
+
 def nothing(call: OperatorCall) -> Iterator[Scratch | Unknown]:
     """The rule of an operator that allocates nothing but its outputs."""
     yield from ()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memcheck.predict.operators.creation import block_copying
-from memcheck.predict.operators.facts import Facts, add, nothing, unlisted
+from memcheck.predict.operators.facts import Facts, add, doubt, nothing, unlisted
 from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
 
 # From this many elements per result on, CUDA's reductions may take two steps with a buffer.
@@ -76,12 +76,6 @@ def max_scratch(call: OperatorCall) -> Iterator[Unknown]:
         yield unlisted(call)
 
 
-def cuda_cumulative_sum(call: OperatorCall) -> Iterator[Unknown]:
-    """A library scans a single row."""
-    if call.self.numel() == call.self.shape[call.dim]:
-        yield Unknown("what the cumulative sum of a single row takes")
-
-
 def rows_laid_out(call: OperatorCall) -> Iterator[Scratch]:
     """Rows are copied so that they are contiguous."""
     for name in ("self", "grad_output", "output"):
@@ -119,7 +113,10 @@ add("amax", "x.amax(-1), x.amax(0)", cpu=nothing, operands="one dtype", **REDUCT
 add("amin", "x.amin(-1), x.amin(0)", everywhere=nothing, operands="one dtype", source=REDUCTION["source"])
 add("all", "(x > 0.3).all()", **REDUCTION)
 add("linalg_vector_norm", "torch.linalg.vector_norm(x)", **REDUCTION)
-CUMULATIVE: Facts = {"cpu": nothing, "cuda": cuda_cumulative_sum, "operands": "one dtype"}
+# A library scans a single row.
+SINGLE = "what the cumulative sum of a single row takes"
+scan = doubt(Unknown(SINGLE), lambda call: call.self.numel() == call.self.shape[call.dim])
+CUMULATIVE: Facts = {"cpu": nothing, "cuda": scan, "operands": "one dtype"}
 add("cumsum", "x.cumsum(-1), x.cumsum(0)", source="cpu/ReduceOpsKernel.cpp cuda/ScanUtils.cuh", **CUMULATIVE)
 LOGSUMEXP: Facts = {"everywhere": logsumexp_scratch, "source": "ReduceOps.cpp"}
 add("logsumexp", "x.logsumexp(0), torch.stack([x, x]).logsumexp(0).logsumexp(0)", **LOGSUMEXP)

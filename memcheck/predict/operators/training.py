@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from memcheck.predict.operators.creation import block_copying
-from memcheck.predict.operators.facts import Facts, add, nothing
+from memcheck.predict.operators.facts import Facts, add, doubt, nothing
 from memcheck.predict.scratch import OperatorCall, Scratch, Unknown
 
 # Up to this many rows, layer_norm's backward sums the weight's gradient in one pass.
@@ -27,11 +27,6 @@ def layer_norm(call: OperatorCall) -> Iterator[Scratch | Unknown]:
         yield Unknown("the partial sums of layer_norm's backward")
 
 
-def embedding_backward(call: OperatorCall) -> Iterator[Unknown]:
-    if call.indices.numel() > FEW_INDICES:
-        yield Unknown("what sorting the tokens takes in the embedding's backward")
-
-
 def scattered(call: OperatorCall) -> Iterator[Scratch]:
     """16-bit values are scattered in 32 bits."""
     if call.self.element_size() < 4 and call.self.is_floating_point():
@@ -48,17 +43,15 @@ add("native_dropout native_dropout_backward", "torch.native_dropout(x, 0.5, True
 CONTIGUOUS: Facts = {"cpu": nothing, "operands": "contiguous"}
 EMBEDDING: Facts = {"source": "Embedding.cpp cuda/Embedding.cu", **CONTIGUOUS}
 add("embedding", "F.embedding(indices, rows)", cuda=nothing, **EMBEDDING)
-add("embedding_dense_backward", "F.embedding(indices, rows)", cuda=embedding_backward, **EMBEDDING)
+SORTING = Unknown("what sorting the tokens takes in the embedding's backward")
+sorts = doubt(SORTING, lambda call: call.indices.numel() > FEW_INDICES)
+add("embedding_dense_backward", "F.embedding(indices, rows)", cuda=sorts, **EMBEDDING)
 NLL: Facts = {"cuda": nothing, "source": "LossNLL.cpp cuda/NLLLoss2d.cu", **CONTIGUOUS}
 LOSSES = "[F.nll_loss(rows, classes, reduction=how) for how in ('mean', 'none')]"
 add("nll_loss_forward nll_loss_backward", LOSSES, **NLL)
 add("gather", "x.gather(-1, indices)", cuda=nothing, source="cuda/ScatterGatherKernel.cu")
-SCATTER: Facts = {
-    "cpu": scattered,
-    "cuda": nothing,
-    "source": "cpu/ScatterGatherKernel.cpp cuda/ScatterGatherKernel.cu",
-}
-add("scatter", "x.scatter(-1, indices, x)", **SCATTER)
+SCATTER = "cpu/ScatterGatherKernel.cpp cuda/ScatterGatherKernel.cu"
+add("scatter", "x.scatter(-1, indices, x)", cpu=scattered, cuda=nothing, source=SCATTER)
 
 FUSED: Facts = {"only_writes": True, "source": "FusedAdam.cpp FusedAdagrad.cpp FusedSGD.cpp", **CONTIGUOUS}
 OPTIMIZERS = {"adagrad": "Adagrad", "adam": "Adam", "adamw": "AdamW", "sgd": "SGD"}

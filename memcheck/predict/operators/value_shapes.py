@@ -6,7 +6,6 @@ possible result, and a doubt says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor
 
 from memcheck.core.tensors import tensors_in
 from memcheck.predict.known_contents import KnownContents
-from memcheck.predict.operators.facts import add, facts_of
-from memcheck.predict.scratch import OperatorCall, Unlisted
+from memcheck.predict.operators.facts import add, doubt, facts_of
+from memcheck.predict.scratch import Unlisted
 
 
 class Decided(KnownContents):
@@ -158,13 +157,12 @@ def repeat_interleave(decided: Decided, func: Any, args: Any, kwargs: dict[str, 
         decided.contents[id(repeats)] = torch.ones(repeats.shape, dtype=repeats.dtype)
 
 
-def cuda_index(call: OperatorCall) -> Iterator[Unlisted]:
-    """Indices are read in place if they are 64-bit integers; a mask is turned into such indices first."""
-    if any(index is not None and index.dtype != torch.int64 for index in call.indices):
-        yield Unlisted("what aten::index takes for a mask or 32-bit indices")
-
-
 INDEXING = "TensorAdvancedIndexing.cpp"
+# Indices are read in place if they are 64-bit integers; a mask is turned into such indices first.
+cuda_index = doubt(
+    Unlisted("what aten::index takes for a mask or 32-bit indices"),
+    lambda call: any(index is not None and index.dtype != torch.int64 for index in call.indices),
+)
 add("index", "x[classes[:2]], x[x > 0.3]", shapes=index, cuda=cuda_index, source=INDEXING)
 add("index_put", "x.index_put((x > 0.3,), x[x > 0.3])", shapes=index_put, source=INDEXING)
 add("index_put_", "(x * 1).index_put_((x > 0.3,), x[x > 0.3])", shapes=index_put, source=INDEXING)
