@@ -11,12 +11,8 @@ from memcheck.nn.checks import check_positive, check_step, check_tokens
 from memcheck.nn.heads import HeadedSelfAttention
 from memcheck.nn.weighted import DeviceLike
 from memcheck.ops.checks import SelfSequences, check_states, sequence_arguments
-from memcheck.ops.compressed_attention import (
-    CompressedAttentionState,
-    Places,
-    compressed_attention,
-    compressed_attention_pooled,
-)
+from memcheck.ops.compressed_attention import compressed_attention, compressed_attention_pooled
+from memcheck.ops.compressed_attention_states import CompressedAttentionState, Places
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypedDict, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 import torch
 from torch import Tensor
 
-import memcheck._extension  # noqa: F401  (registers torch.ops.memcheck)
 from memcheck.ops import derivatives
 from memcheck.ops.checks import (
-    REFUSALS,
     Sequences,
-    changed_options,
-    check_floating,
     check_int,
-    check_plain,
-    check_rank,
-    check_states,
-    explain_refusal,
     in_autocast_dtype,
-    is_symbolic,
     prepare_input,
     refuse_context_parallel,
     refuse_gradient,
     sequence_arguments,
 )
-from memcheck.ops.reference.sequences import sequences_of
+from memcheck.ops.compressed_attention_states import (
+    LONGEST,
+    CompressedAttentionState,
+    attend,
+    check_scale,
+    go_on,
+    state_before,
+    states_after,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Required, Unpack
 
-LONGEST = 2**31
-MOST_POSITIONS = 2**62
-DEFAULTS = {"causal": True, "strict": False, "scale": None, "return_lse": False}
-
 Yes = Literal[True]
 No = Literal[False]
 
-_forward = torch.ops.memcheck.compressed_attention.default
-_forward_sequences = torch.ops.memcheck.compressed_attention_sequences.default
-_forward_pooled = torch.ops.memcheck.compressed_attention_pooled.default
+MOST_POSITIONS = 2**62
+
+# Packed or padded, there is a state for each sequence.
+States = CompressedAttentionState | tuple[CompressedAttentionState, ...]
+
 _step = torch.ops.memcheck.compressed_attention_step.default
 
 
@@ -192,37 +188,17 @@ def compressed_attention(
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
     check_int(op, "factor", factor, 1, LONGEST)
-    _check_scale(op, scale)
+    check_scale(op, scale)
     sequences = sequence_arguments(op, cu_seqlens, cu_seqlens_q, cu_seqlens_k, lengths, padding)
-    if initial_state is not None or return_state:
-        if not causal:
-            raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
-        q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
-        options = {"factor": factor, "strict": strict, "scale": scale, "return_lse": return_lse, "sink": sink}
-        state: Any
-        if sequences:
-            go_on = _leaving_the_graph if torch.compiler.is_compiling() else _sequences_go_on
-            outputs, state = go_on(op, q, k, v, initial_state, sequences, options)
-        else:
-            outputs, state = _go_on(op, q, k, v, initial_state, options)
-        if not return_state:
-            return outputs
-        return (*outputs, state) if return_lse else (outputs, state)
-    sink = _check_sink(op, sink, q)
     options = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
-    if derivatives.transformed():
-        if sink is None and not (return_lse or sequences):
-            return derivatives.call(op, (q, k, v), factor=factor, causal=causal, strict=strict, scale=scale)
-        if derivatives.differentiated((q, k, v, sink)):
-            results = derivatives.by_reference(op, (q, k, v), sink=sink, factor=factor, **options, **sequences)
-            return results if return_lse else results[0]
-    forward = _forward_sequences if sequences else _forward
-    try:
-        y, lse, _, _ = forward(q, k, v, sink, factor=factor, **changed_options(q, options, DEFAULTS), **sequences)
-    except REFUSALS:
-        explain_refusal(op, q=q, k=k, v=v)
-        raise
-    return (y, lse) if return_lse else y
+    if initial_state is None and not return_state:
+        return attend(op, (q, k, v), sink, {"factor": factor}, options, **sequences)
+    if not causal:
+        raise ValueError(f"{op}: initial_state and return_state need causal=True, got causal=False")
+    outputs, state = go_on(op, (q, k, v), sink, initial_state, factor, options, **sequences)
+    if not return_state:
+        return outputs
+    return (*outputs, state) if return_lse else (outputs, state)
 
 
 @overload
@@ -279,37 +255,9 @@ def compressed_attention_pooled(
     prepare_input(op, "q", q)
     check_int(op, "factor", factor, 1, LONGEST)
     check_int(op, "kv_len", kv_len, 0, MOST_POSITIONS)
-    _check_scale(op, scale)
-    sink = _check_sink(op, sink, q)
-    blocks = {"factor": factor, "kv_len": kv_len}
-    options: dict[str, Any] = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
-    if derivatives.transformed():
-        if sink is None and not return_lse:
-            return derivatives.call(op, (q, kc, vc), **blocks, causal=causal, strict=strict, scale=scale)
-        if derivatives.differentiated((q, kc, vc, sink)):
-            results = derivatives.by_reference(op, (q, kc, vc), sink=sink, **blocks, **options)
-            return results if return_lse else results[0]
-    try:
-        y, lse = _forward_pooled(q, kc, vc, sink, **blocks, **changed_options(q, options, DEFAULTS))
-    except REFUSALS:
-        explain_refusal(op, q=q, kc=kc, vc=vc)
-        raise
-    return (y, lse) if return_lse else y
-
-
-class CompressedAttentionState(NamedTuple):
-    """The state of decoding: C complete blocks and an open one."""
-
-    kc: Tensor  # (B,Hkv,C,D) means of the keys of complete blocks, in their dtype
-    vc: Tensor  # (B,Hkv,C,D) of the values
-    k_sum: Tensor  # (B,Hkv,D) sum over the keys of the open block, in the accumulation type
-    v_sum: Tensor  # (B,Hkv,D) of the values
-    positions: int  # of the open block, less than factor
-    factor: int  # positions per block
-
-
-# Packed or padded, there is a state for each sequence.
-States = CompressedAttentionState | tuple[CompressedAttentionState, ...]
+    check_scale(op, scale)
+    options = {"causal": causal, "strict": strict, "scale": scale, "return_lse": return_lse}
+    return attend(op, (q, kc, vc), sink, {"factor": factor, "kv_len": kv_len}, options)
 
 
 def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> CompressedAttentionState:
@@ -338,7 +286,7 @@ def compressed_attention_state(k: Tensor, v: Tensor, *, factor: int) -> Compress
     op = "compressed_attention_state"
     k, v = in_autocast_dtype(k), in_autocast_dtype(v)
     refuse_gradient(op, k, v)
-    return _extended(op, None, k, v, [_state_before(op, "state", None, k, factor)], factor)[0]
+    return states_after(op, None, k, v, [state_before(op, "state", None, k, factor)], factor=factor)[0]
 
 
 def compressed_attention_step(
@@ -382,17 +330,17 @@ def compressed_attention_step(
     op = "compressed_attention_step"
     refuse_context_parallel(op)
     prepare_input(op, "q", q)
-    _check_scale(op, scale)
+    check_scale(op, scale)
     if state is not None and _is_plain_step(q, k, v, state, factor):
         try:
             return _one_position(q, k, v, state, strict, scale)
         except (RuntimeError, TypeError, ValueError):
             # The operator has other names for the tensors of the state.
-            _extended(op, q, k, v, [_state_before(op, "state", state, k, factor)], factor, scale)
+            states_after(op, q, k, v, [state_before(op, "state", state, k, factor)], factor=factor, scale=scale)
             raise
-    q, k, v = (in_autocast_dtype(x) for x in (q, k, v))
     refuse_gradient(op, q, k, v, *(state if isinstance(state, tuple) else ()))
-    return _go_on(op, q, k, v, state, {"factor": factor, "strict": strict, "scale": scale})
+    options = {"causal": True, "strict": strict, "scale": scale, "return_lse": False}
+    return go_on(op, (q, k, v), None, state, factor, options)
 
 
 def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, factor: int) -> bool:
@@ -412,183 +360,10 @@ def _is_plain_step(q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionSt
 def _one_position(
     q: Tensor, k: Tensor, v: Tensor, state: CompressedAttentionState, strict: bool, scale: float | None
 ) -> tuple[Tensor, CompressedAttentionState]:
-    """_go_on for k and v (B,Hkv,1,D) by one operator, which checks all arguments."""
+    """The step for k and v (B,Hkv,1,D) by one operator, which checks all arguments."""
     options = {"strict": strict, "scale": scale} if strict or scale is not None else {}
     kc, vc, old_k_sum, old_v_sum, positions, factor = state
     y, new_kc, new_vc, k_sum, v_sum = _step(q, k, v, kc, vc, old_k_sum, old_v_sum, positions, factor=factor, **options)
     if positions + 1 < factor:
         return y, CompressedAttentionState(kc, vc, k_sum, v_sum, positions + 1, factor)
     return y, CompressedAttentionState(new_kc, new_vc, k_sum, v_sum, 0, factor)
-
-
-def _go_on(
-    op: str, q: Tensor, k: Tensor, v: Tensor, state: object, options: dict[str, Any]
-) -> tuple[Any, CompressedAttentionState]:
-    """Attention of the newest positions q (B,H,S,D) to all keys up to k (B,Hkv,n,D), and the new state."""
-    factor = options["factor"]
-    before = [_state_before(op, "initial_state" if op == "compressed_attention" else "state", state, k, factor)]
-    (new,) = _extended(op, q, k, v, before, factor, options["scale"])
-    return compressed_attention_pooled(q, new.kc, new.vc, kv_len=_positions(new), **options), new
-
-
-def _sequences_go_on(
-    op: str, q: Tensor, k: Tensor, v: Tensor, states: object, sequences: dict[str, Any], options: dict[str, Any]
-) -> tuple[Any, tuple[CompressedAttentionState, ...]]:
-    """_go_on for each sequence of a packed or padded batch q (B,H,S,D), k and v (B,Hkv,T,D), from its own state."""
-    derivatives.refuse_mapped_lengths(op, sequences)
-    of_queries, of_keys = Places.of_sequences(op, q, k, True, sequences)
-    given = check_states(op, states, len(of_keys.counts), CompressedAttentionState)
-    factor = options["factor"]
-    before = [_state_before(op, f"initial_state[{i}]", state, k[:1], factor) for i, state in enumerate(given)]
-    new = _extended(op, q, k, v, before, factor, options["scale"], of_keys)
-    blocks = [state.kc for state in new], [state.vc for state in new]
-    return of_queries.attend(q, *blocks, [_positions(state) for state in new], **options), tuple(new)
-
-
-# The sizes of states depend on the values of cu_seqlens or lengths, so that torch.compile cannot trace them.
-_leaving_the_graph = torch._disable_dynamo(_sequences_go_on)
-
-
-def _positions(state: CompressedAttentionState) -> int:
-    """The number of positions that a state covers."""
-    return state.kc.shape[2] * state.factor + state.positions
-
-
-def _state_before(op: str, name: str, state: object, k: Tensor, factor: int) -> CompressedAttentionState:
-    """The state, after the checks that the operator cannot make; that of no positions in place of None."""
-    check_int(op, "factor", factor, 1, LONGEST)
-    if state is None:
-        check_rank(op, "k", k, "(B,Hkv,n,D)", 4)
-        B, Hkv, _, D = k.shape
-        accumulation = torch.promote_types(k.dtype, torch.float32)
-        kc, vc = (k.new_empty(B, Hkv, 0, D) for _ in range(2))
-        k_sum, v_sum = (k.new_zeros(B, Hkv, D, dtype=accumulation) for _ in range(2))
-        return CompressedAttentionState(kc, vc, k_sum, v_sum, 0, factor)
-    if not isinstance(state, CompressedAttentionState):
-        raise TypeError(f"{op}: {name} must be a CompressedAttentionState or None, got {type(state).__name__}")
-    check_int(op, f"{name}.factor", state.factor)
-    if factor != state.factor:
-        raise ValueError(f"{op}: factor must be {state.factor}, as that of the state, got {factor}")
-    check_int(op, f"{name}.positions", state.positions)
-    for field in ("kc", "vc", "k_sum", "v_sum"):
-        check_plain(op, f"{name}.{field}", getattr(state, field))
-    return state
-
-
-def _extended(
-    op: str,
-    q: Tensor | None,
-    k: Tensor,
-    v: Tensor,
-    before: list[CompressedAttentionState],
-    factor: int,
-    scale: float | None = None,
-    places: Places | None = None,
-) -> list[CompressedAttentionState]:
-    """The states after new positions k and v (B,Hkv,n,D). q and scale are those of the attention, and only checked."""
-    tensors, positions = [x for state in before for x in state[:4]], [state.positions for state in before]
-    options = {"factor": factor, "scale": scale, "op": op, **(places._asdict() if places else {})}
-    try:
-        new = torch.ops.memcheck.compressed_attention_extend(q, k, v, tensors, positions, **options)
-    except REFUSALS:
-        explain_refusal(op, **({} if q is None else {"q": q}), k=k, v=v)
-        raise
-    counts = places.counts if places else [k.shape[2]]
-    return [
-        CompressedAttentionState(kc, vc, k_sum, v_sum, (opened + count) % factor, factor)
-        for kc, vc, k_sum, v_sum, opened, count in zip(*(new[i::4] for i in range(4)), positions, counts, strict=True)
-    ]
-
-
-class Places(NamedTuple):
-    """Where the sequences of a packed or padded batch lie in a tensor (B,heads,positions,...)."""
-
-    packed: bool
-    begins: list[int]  # the first position of each sequence, in the only row or in its own
-    counts: list[int]
-
-    @classmethod
-    def of_sequences(
-        cls, op: str, q: Tensor, k: Tensor, causal: bool, sequences: dict[str, Any]
-    ) -> tuple[Places, Places]:
-        """Checks a packed or padded batch, and returns its places in q (B,H,S,D), and in k and v (B,Hkv,T,D)."""
-        for name, x, letters in (("q", q, "(B,H,S,D)"), ("k", k, "(B,Hkv,T,D)")):
-            check_rank(op, name, x, letters, 4)
-        B, S, T = q.shape[0], q.shape[2], k.shape[2]
-        with torch.no_grad():  # only checks: one block per sequence without columns leaves nothing to compute
-            queries, keys = q.new_empty(B, 1, S, 0), q.new_empty(B, 1, T, 0)
-            _forward_sequences(queries, keys, keys, factor=LONGEST, causal=causal, **sequences)
-        names = derivatives.in_names_of_reference(sequences)
-        found = list(sequences_of(B, S, T, causal=causal, **names))
-        packed = sequences["lengths"] is None
-        of_queries, of_keys = (
-            cls(packed, [x[i].start for x in found], [x[i].stop - x[i].start for x in found]) for i in (1, 2)
-        )
-        return of_queries, of_keys
-
-    def split(self, x: Tensor) -> Sequence[Tensor]:
-        """Views of the sequences, (1,heads,count,...) each, with one gradient for x."""
-        if self.packed:
-            return x.split(self.counts, 2)
-        rows = x.split(1)
-        return [row.narrow(2, *place) for row, *place in zip(rows, self.begins, self.counts, strict=True)]
-
-    def attend(
-        self,
-        q: Tensor,
-        kc: Sequence[Tensor],
-        vc: Sequence[Tensor],
-        kv_lens: Sequence[int],
-        *,
-        return_lse: bool = False,
-        sink: Tensor | None = None,
-        **options: Any,
-    ) -> Any:
-        """compressed_attention_pooled for each sequence of q (B,H,S,D), whose places these are, in one y and lse.
-
-        Args:
-            kc, vc: (1,Hkv,C,D), the blocks of each sequence.
-            kv_lens: how many positions the blocks of each represent.
-            return_lse, sink, options: factor, causal, strict and scale, as in compressed_attention_pooled.
-        """
-        q, kc, vc = in_autocast_dtype(q), [in_autocast_dtype(x) for x in kc], [in_autocast_dtype(x) for x in vc]
-        sink = _check_sink("compressed_attention", sink, q)
-        if derivatives.transformed():
-            options |= {"return_lse": return_lse, "sink": sink}
-            parts = zip(self.split(q), kc, vc, kv_lens, strict=True)
-            results = [compressed_attention_pooled(*part, kv_len=n, **options) for *part, n in parts]
-            if not return_lse:
-                return self.join(q, results, 0)
-            y, lse = zip(*results, strict=True)
-            return self.join(q, y, 0), self.join(q[..., 0], lse, -torch.inf)
-        y, lse = torch.ops.memcheck.compressed_attention_pooled_sequences(
-            q, kc, vc, sink, **self._asdict(), kv_lens=kv_lens, return_lse=return_lse, **options
-        )
-        return (y, lse) if return_lse else y
-
-    def join(self, like: Tensor, parts: Sequence[Tensor], fill: float) -> Tensor:
-        """The inverse of split, with `fill` in padding; like (B,heads,positions,...) has as many."""
-        if self.packed:
-            return torch.cat(list(parts), 2)
-        rows = []
-        for part, begin, count in zip(parts, self.begins, self.counts, strict=True):
-            around = (begin, like.shape[2] - begin - count)
-            rows.append(torch.nn.functional.pad(part, (0,) * 2 * (part.dim() - 3) + around, value=fill))
-        return torch.cat(rows)
-
-
-def _check_scale(op: str, scale: object) -> None:
-    """TypeError if the scale is no number, ValueError if it is an int beyond float64. The operator checks others."""
-    if scale is not None and not isinstance(scale, float | int | torch.SymFloat | torch.SymInt):
-        raise TypeError(f"{op}: scale must be a number or None, got {scale!r}")
-    if isinstance(scale, int) and abs(scale) > sys.float_info.max:
-        raise ValueError(f"{op}: scale must be a finite number of float64, got {scale}")
-
-
-def _check_sink(op: str, sink: Tensor | None, q: Tensor) -> Tensor | None:
-    """The sink in the accumulation type. The operator checks its shape and its device."""
-    if sink is None or is_symbolic(sink):
-        return sink
-    check_plain(op, "sink", sink)
-    check_floating(op, "sink", sink)
-    return sink.to(torch.promote_types(q.dtype, torch.float32))
