@@ -4,35 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import textwrap
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from memcheck.core.devices import KNOWN_AS
 from memcheck.core.errors import UsageError
 from memcheck.core.model_record import ModelRecord
-from memcheck.core.record import PHASES, Record, sequence_words
+from memcheck.core.record import BARS, PHASES, Record, sequence_words
 from memcheck.core.units import format_bytes
 
+R = TypeVar("R", bound=Record)
 # size, feed_forward, autocast and checkpointing are those of whole models.
 CASE_FIELDS = (
-    "operator",
-    "size",
-    "bsz",
-    "query_len",
-    "kv_len",
-    "lengths",
-    "dim",
-    "heads",
-    "core_dim",
-    "factor",
-    "dtype",
-    "causal",
-    "mode",
-    "compiled",
-    "feed_forward",
-    "autocast",
-    "checkpointing",
+    *("operator", "size", "bsz", "query_len", "kv_len", "lengths", "dim", "heads", "core_dim", "factor", "dtype"),
+    *("causal", "mode", "compiled", "feed_forward", "autocast", "checkpointing"),
 )
 WORDS = {
     "bsz": "batch {}",
@@ -51,23 +38,14 @@ YES_AND_NO = {
 }
 # Fields of a record in plain words, in tables and sentences.
 FIELD_WORDS = {
-    "forward_peak_bytes": "peak forward",
-    "saved_bytes": "kept for backward",
-    "backward_peak_bytes": "peak backward",
-    "optimizer_peak_bytes": "peak optimizer",
-    "state_bytes": "state",
+    **{field: words for field, (words, _) in BARS.items()},
     "forward_max_allocated_bytes": "max allocated, forward",
     "backward_max_allocated_bytes": "max allocated, backward",
-    "reserved_bytes": "reserved",
-    "input_bytes": "inputs",
-    "output_bytes": "output",
-    "parameter_bytes": "parameters",
-    "gradient_bytes": "gradients",
-    "optimizer_bytes": "optimizer",
-    "workspace_bytes": "workspace",
-    "library_workspace_bytes": "library workspace",
-    "buffer_bytes": "buffers",
-    "peak_bytes": "peak",
+    **{f"{name}_bytes": f"{name}s" for name in ("input", "parameter", "gradient", "buffer")},
+    **{
+        f"{name}_bytes": name.replace("_", " ")
+        for name in ("state", "reserved", "output", "optimizer", "workspace", "library_workspace", "peak")
+    },
 }
 NEEDS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes")  # The main figures.
 
@@ -97,7 +75,7 @@ def has_sizes(record: Record) -> bool:
 
 
 def case_of(record: Record) -> tuple[Any, ...]:
-    """The settings that make a case. A callable that is no case of the catalog is known by its name alone."""
+    """The settings that make a case; the name alone of a callable that is no case of the catalog."""
     return tuple(getattr(record, field, None) for field in CASE_FIELDS) if has_sizes(record) else (record.operator,)
 
 
@@ -111,12 +89,13 @@ def case_and_place(record: Record) -> tuple[Any, ...]:
     return case_of(record), place_of(record), record.device_name, record.source
 
 
-def values_of(records: Iterable[Record], field: str) -> set[Any]:
-    return {getattr(record, field, None) for record in records} - {None}
-
-
-def values_in_order(records: Iterable[Record], field: str) -> list[Any]:
+def values_in_order(records: Iterable[Any], field: str) -> list[Any]:
+    """The known values of a field, each once."""
     return [value for value in dict.fromkeys(getattr(record, field, None) for record in records) if value is not None]
+
+
+def values_of(records: Iterable[Any], field: str) -> set[Any]:
+    return set(values_in_order(records, field))
 
 
 def varying(records: Sequence[Record], fields: Sequence[str] = CASE_FIELDS) -> list[str]:
@@ -166,11 +145,10 @@ def common_case(records: Sequence[Any]) -> str:
     """The settings that all records share: "cpu, float32, batch 1, dim 256, 4 heads, causal, train"."""
     parts = []
     for name in ("device", "device_name", "dtype", "bsz", "dim", "heads", "core_dim", "factor", "mode"):
-        values = {getattr(record, name, None) for record in records} - {None}
+        values = values_of(records, name)
         if len(values) == 1 and (name != "core_dim" or values != {record.dim for record in records}):
             parts.append(WORDS.get(name, "{}").format(values.pop()))
-    causal = {record.causal for record in records} - {None}
-    if len(causal) == 1:
+    if len(causal := values_of(records, "causal")) == 1:
         parts.insert(-1, YES_AND_NO["causal"][0 if causal.pop() else 1])
     batches = {getattr(record, "lengths", None) for record in records}
     if len(batches) == 1 and (shared := batches.pop()):
@@ -221,15 +199,14 @@ def failure_note(record: Record) -> str:
 
 def settings_of(record: Record, besides: Sequence[str]) -> tuple[Any, ...]:
     """The case's settings and device without some fields. A core dimension equal to dim is not a setting of its own."""
-    fields = [field for field in CASE_FIELDS if field not in besides]
-    follows = "dim" in besides and record.core_dim == record.dim
-    values = (None if field == "core_dim" and follows else getattr(record, field, None) for field in fields)
+    hidden = {*besides, *(["core_dim"] if "dim" in besides and record.core_dim == record.dim else [])}
+    values = (None if field in hidden else getattr(record, field, None) for field in CASE_FIELDS)
     return (*values, place_of(record), record.device_name, record.source)
 
 
-def groups_besides(records: Sequence[Record], besides: Sequence[str]) -> list[list[Record]]:
+def groups_besides(records: Sequence[R], besides: Sequence[str]) -> list[list[R]]:
     """Groups of records that differ only in the given fields."""
-    groups: dict[tuple[Any, ...], list[Record]] = {}
+    groups: dict[tuple[Any, ...], list[R]] = {}
     for record in records:
         groups.setdefault(settings_of(record, besides), []).append(record)
     return list(groups.values())
@@ -258,8 +235,7 @@ def reads_as(record: Record, field: str, text: str) -> bool:
 
 def parse_wanted(text: str) -> dict[str, str]:
     """Parses "operator=softplus,seq-len=512" into fields and the wanted values."""
-    known = (*CASE_FIELDS, "seq_len", "device", "status", "backend", "source")
-    wanted = {}
+    known, wanted = (*CASE_FIELDS, "seq_len", "device", "status", "backend", "source"), {}
     for word in text.split(","):
         name, equals, value = word.partition("=")
         field = name.strip().replace("-", "_")
@@ -286,18 +262,23 @@ def is_predicted(record: Record) -> bool:
     return record.source == "predicted"
 
 
+def split_by_source(records: Sequence[R]) -> tuple[list[R], list[R]]:
+    """The measured and the predicted records."""
+    return [record for record in records if not is_predicted(record)], [*filter(is_predicted, records)]
+
+
 def pair(records: Sequence[Record]) -> Pairing:
     """Matches by case and device. If a case has several predictions, the last one counts."""
-    predictions: dict[tuple[object, ...], list[Record]] = {}
-    for record in filter(is_predicted, records):
-        predictions.setdefault(case_of(record), []).append(record)
+    measured, predicted = split_by_source(records)
+    predictions: dict[tuple[object, ...], list[Record]] = defaultdict(list)
+    for record in predicted:
+        predictions[case_of(record)].append(record)
     pairing, used = Pairing(), set()
-    for record in records:
-        if not is_predicted(record):
-            fitting = [one for one in predictions.get(case_of(record), []) if is_same_device(record, one)]
-            used |= set(map(id, fitting))
-            pairing.pairs.append((record, fitting[-1] if fitting else None))
-    pairing.lonely = [record for record in records if is_predicted(record) and id(record) not in used]
+    for record in measured:
+        fitting = [one for one in predictions[case_of(record)] if is_same_device(record, one)]
+        used |= set(map(id, fitting))
+        pairing.pairs.append((record, fitting[-1] if fitting else None))
+    pairing.lonely = [record for record in predicted if id(record) not in used]
     return pairing
 
 
@@ -316,13 +297,13 @@ def is_same_device(measured: Record, predicted: Record) -> bool:
 
 def on_measured_devices(records: Sequence[Record]) -> list[Record]:
     """The same records, with predictions relabelled by the device of the matching measurements."""
-    measured = [record for record in records if not is_predicted(record)]
-    return [like_measured(record, measured) if is_predicted(record) else record for record in records]
+    measured = [record for record in records if not is_predicted(record) and record.device]
 
+    def relabelled(record: Record) -> Record:
+        twin = next((other for other in measured if is_same_device(other, record)), record)
+        return dataclasses.replace(record, device_name=twin.device_name) if is_predicted(record) else record
 
-def like_measured(predicted: Record, measured: Sequence[Record]) -> Record:
-    twin = next((record for record in measured if record.device and is_same_device(record, predicted)), None)
-    return predicted if twin is None else dataclasses.replace(predicted, device_name=twin.device_name)
+    return list(map(relabelled, records))
 
 
 def ratio(measured: Any, predicted: Any, name: str) -> float | None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from memcheck.core import html
@@ -24,31 +25,17 @@ from memcheck.report.cases import (
     values_of,
     varying,
 )
-from memcheck.report.tables import Cell, Column, Table, to_html, to_text
+from memcheck.report.tables import Column, Table, to_html, to_text
 
 # Requested bytes, and so the same on every run. Blocks and segments of a caching allocator depend on what ran before.
 EXACT_BYTES = (
     *NEEDS,
-    "input_bytes",
-    "output_bytes",
-    "parameter_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "optimizer_peak_bytes",
-    "buffer_bytes",
-    "workspace_bytes",
-    "library_workspace_bytes",
-    "state_bytes",
+    *("input_bytes", "output_bytes", "parameter_bytes", "gradient_bytes", "optimizer_bytes", "optimizer_peak_bytes"),
+    *("buffer_bytes", "workspace_bytes", "library_workspace_bytes", "state_bytes"),
 )
 ENVIRONMENT = (
-    "source",
-    "device",
-    "device_name",
-    "device_total_bytes",
-    "torch_version",
-    "memcheck_version",
-    "allocator",
-    "threads",
+    *("source", "device", "device_name", "device_total_bytes"),
+    *("torch_version", "memcheck_version", "allocator", "threads"),
 )
 MAIN_BYTES = (*NEEDS, "optimizer_peak_bytes")  # Those with a column of their own.
 NONE = Growth()
@@ -70,7 +57,7 @@ class Comparison:
 
     def grown(self, allowed: Growth = NONE) -> list[tuple[Record, Record]]:
         """The pairs in which a memory figure grew by more than is allowed, or a case that fitted does not fit."""
-        return [pair for pair in self.pairs if grew(*pair, allowed)]
+        return [pair for pair in self.pairs if fits_no_longer(*pair) or growths(*pair, allowed)]
 
     def __repr__(self) -> str:
         return "\n".join([to_text(comparison_table(self)), "", *comparison_words(self)])
@@ -112,21 +99,20 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> Comparison:
 def beside(*folders: Sequence[Record]) -> dict[int, str]:
     """Id of a measured record -> how it compares with its prediction."""
     pairs = [both for records in folders for both in pair(records).both]
-    words = {id(measured): peak_ratio(measured, predicted) for measured, predicted in pairs}
-    return {name: ratio for name, ratio in words.items() if ratio}
+    return {id(both[0]): words for both in pairs if (words := peak_ratio(*both))}
 
 
 def peak_ratio(measured: Record, predicted: Record) -> str | None:
     """The ratio of the main figure that is furthest from its prediction: "same", or "1.02 x"."""
-    known = [name for name in NEEDS if ratio(measured, predicted, name) is not None]
-    furthest = max(known, key=lambda name: abs((ratio(measured, predicted, name) or 1) - 1), default=None)
+    known = {name: found for name in NEEDS if (found := ratio(measured, predicted, name)) is not None}
+    furthest = max(known, key=lambda name: abs((known[name] or 1) - 1), default=None)
     return ratio_words(measured, predicted, furthest) if furthest else None
 
 
 def byte_differences(before: Record, after: Record) -> dict[str, int]:
     """Figures that both know and that differ."""
-    pairs: dict[str, tuple[Any, Any]] = {
-        name: (getattr(before, name, None), getattr(after, name, None)) for name in EXACT_BYTES
+    pairs: dict[str, list[Any]] = {
+        name: [getattr(record, name, None) for record in (before, after)] for name in EXACT_BYTES
     }
     return {name: new - old for name, (old, new) in pairs.items() if None not in (old, new) and new != old}
 
@@ -140,10 +126,6 @@ def lost_figures(before: Record, after: Record) -> bool:
     )
 
 
-def grew(before: Record, after: Record, allowed: Growth = NONE) -> bool:
-    return fits_no_longer(before, after) or bool(growths(before, after, allowed))
-
-
 def fits_no_longer(before: Record, after: Record) -> bool:
     return before.status == "ok" and after.status in DOES_NOT_FIT
 
@@ -151,9 +133,10 @@ def fits_no_longer(before: Record, after: Record) -> bool:
 def growths(before: Record, after: Record, allowed: Growth = NONE) -> list[str]:
     """Figures that grew by more than is allowed. The parts of a peak have no percentage of their own."""
     changed = byte_differences(before, after)
-    judged = (*MAIN_BYTES, "state_bytes") if allowed.percent else changed
     return [
-        name for name in judged if name in changed and not allowed.allows(getattr(before, name), getattr(after, name))
+        name
+        for name in ((*MAIN_BYTES, "state_bytes") if allowed.percent else changed)
+        if name in changed and not allowed.allows(getattr(before, name), getattr(after, name))
     ]
 
 
@@ -223,32 +206,24 @@ def comparison_table(comparison: Comparison) -> Table:
     always = {"operator", "size", "query_len", "kv_len"}
     fields = [name for name in CASE_FIELDS if name in {*always, *varying(both)}]
     sizes = [name for name in MAIN_BYTES if name in NEEDS or any(getattr(record, name) is not None for record in both)]
-    rows: list[list[Cell]] = [
-        [
-            describe(after, fields),
-            verdict_change(before, after),
-            *(byte_change(before, after, name) for name in sizes),
-            *(time_change(before, after, phase) for phase in ("forward", "backward")),
-            other_changes(before, after),
-            prediction_change(comparison, before, after),
-        ]
-        for before, after in comparison.pairs
-    ]
+
+    def column(key: str, title: str, words: Callable[..., str | None], rank: int = 0, *more: str) -> Column:
+        return Column(key, title, read=lambda pair: words(*pair, *more), rank=rank)
+
     columns = [
-        Column("case", "case"),
-        Column("status", "verdict"),
-        *(Column(name.replace("_bytes", "_change"), FIELD_WORDS[name]) for name in sizes),
-        Column("forward_time_change", "forward time", rank=2),
-        Column("backward_time_change", "backward time", rank=2),
-        Column("other_changes", "other changes", rank=3),
-        Column("measured_by_predicted", "measured / predicted", rank=1),
+        Column("case", "case", read=lambda pair: describe(pair[1], fields)),
+        column("status", "verdict", verdict_change),
+        *(column(name.replace("_bytes", "_change"), FIELD_WORDS[name], byte_change, 0, name) for name in sizes),
+        *(column(f"{phase}_time_change", f"{phase} time", time_change, 2, phase) for phase in ("forward", "backward")),
+        column("other_changes", "other changes", other_changes, 3),
+        column("measured_by_predicted", "measured / predicted", partial(prediction_change, comparison), 1),
     ]
     notes = [
         "same: equal to the byte. within noise: the quartiles of the two times overlap, or the medians are within 2 %; "
         "otherwise the ratio of the medians.",
         *doubt_notes(comparison),
     ]
-    return Table("comparison", f"{count_of(rows)} in both", columns, rows, notes)
+    return Table.of("comparison", f"{count_of(comparison.pairs)} in both", columns, comparison.pairs, notes)
 
 
 def doubt_notes(comparison: Comparison) -> list[str]:
@@ -277,27 +252,24 @@ def prediction_change(comparison: Comparison, before: Record, after: Record) -> 
 
 def environment_changes(before: Sequence[Record], after: Sequence[Record]) -> list[str]:
     """Environment fields whose values differ: "torch_version: 2.11.0 -> 2.13.0"."""
-    lines = []
-    for name in ENVIRONMENT:
-        old, new = (sorted(map(str, values_of(records, name))) for records in (before, after))
-        if old != new:
-            lines.append(f"{name}: {', '.join(old) or 'unknown'} -> {', '.join(new) or 'unknown'}")
-    return lines
+    values = {name: [sorted(map(str, values_of(some, name))) for some in (before, after)] for name in ENVIRONMENT}
+    return [
+        f"{name}: {', '.join(old) or 'unknown'} -> {', '.join(new) or 'unknown'}"
+        for name, (old, new) in values.items()
+        if old != new
+    ]
 
 
 def comparison_words(comparison: Comparison) -> list[str]:
     """What changed, counted, and the cases that are in one folder only."""
     pairs = comparison.pairs
-    lines = []
     unchanged = sum(not byte_differences(*pair) and pair[0].status == pair[1].status for pair in pairs)
-    lines.append(f"{unchanged} of {len(pairs)} cases took the same memory to the byte, {len(comparison.grown())} more.")
+    lines = [f"{unchanged} of {len(pairs)} cases took the same memory to the byte, {len(comparison.grown())} more."]
     changed = [
         f"{describe(old, CASE_FIELDS)}: {verdict_change(old, new)}" for old, new in pairs if old.status != new.status
     ]
-    if changed:
-        lines.append(f"Verdicts changed: {first_few(changed)}.")
-    if grown := largest_growth(comparison):
-        lines.append(grown)
+    lines += [f"Verdicts changed: {first_few(changed)}."] if changed else []
+    lines += largest_growth(comparison)
     for records, which in ((comparison.only_before, "before"), (comparison.only_after, "now")):
         if records:
             lines.append(f"Only {which}: {first_few([describe(record, CASE_FIELDS) for record in records])}.")
@@ -310,14 +282,12 @@ def first_few(words: Sequence[str]) -> str:
     return "; ".join(words[:MOST_LISTED]) + more
 
 
-def largest_growth(comparison: Comparison) -> str | None:
+def largest_growth(comparison: Comparison) -> list[str]:
+    """The figure that grew most, in a sentence; empty if none grew."""
     growths = [
-        (change, name, new)
-        for old, new in comparison.pairs
-        for name, change in byte_differences(old, new).items()
-        if change > 0
+        (change, name, new) for old, new in comparison.pairs for name, change in byte_differences(old, new).items()
     ]
-    if not growths:
-        return None
-    change, name, record = max(growths, key=lambda growth: growth[0])
-    return f"{FIELD_WORDS[name]} of {describe(record, CASE_FIELDS)} grew most: by {format_bytes(change)}."
+    change, name, record = max(growths, key=lambda growth: growth[0], default=(0, "", None))
+    if record is None or change <= 0:
+        return []
+    return [f"{FIELD_WORDS[name]} of {describe(record, CASE_FIELDS)} grew most: by {format_bytes(change)}."]

@@ -18,7 +18,7 @@ from memcheck.report.cases import (
     ratio_words,
     varying,
 )
-from memcheck.report.rows import BELOW, SHORT_DTYPES, Rows, mib_column, predicted_cell
+from memcheck.report.rows import BELOW, SHORT_DTYPES, Rows, mib_column, named_columns, predicted_cell
 from memcheck.report.summary import HELD, doubt_lines
 from memcheck.report.tables import SPREAD, TIME, Cell, Column, Screen, Table
 
@@ -115,11 +115,8 @@ def models_table(records: Sequence[ModelRecord]) -> Table:
     changing = varying(records, SETTINGS)
     columns = [
         *(Column("query_len", "S") if column.key == "query_len" else column for column in CASE),
-        *(
-            Column(name, name.replace("_", " "), audience="all" if name in changing else "programs", rank=6)
-            for name in SETTINGS
-        ),
-        *(Column(name, name.replace("_", " "), audience="programs") for name in FOR_PROGRAMS),
+        *(named_columns([name], "all" if name in changing else "programs", 6)[0] for name in SETTINGS),
+        *named_columns(FOR_PROGRAMS, "programs"),
         *FIGURES,
         Column("peak_by_predicted", "peak, measured / predicted", rank=3, read=peak_by_predicted),
         Column("note", "note", read=lambda record: failure_note(record) or None),

@@ -12,7 +12,7 @@ from memcheck.report.cases import is_model, models_among
 from memcheck.report.models import parts_table
 from memcheck.report.records import growth_tables, main_tables
 from memcheck.report.summary import environment_facts, size_of, summary, when
-from memcheck.report.tables import Table, is_number, text_of
+from memcheck.report.tables import Table, is_number
 
 TEMPLATE = "page.html"
 
@@ -63,15 +63,9 @@ def render_page(
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    return environment.get_template(TEMPLATE).render(
-        title=title,
-        paragraphs=paragraphs,
-        plots=plots,
-        tables=[table_object(table) for table in tables],
-        folded=[table_object(table) for table in folded],
-        facts=facts,
-        sweeps=sweeps,
-    )
+    parts = {"title": title, "paragraphs": paragraphs, "plots": plots, "facts": facts, "sweeps": sweeps}
+    shown = {"tables": [*map(table_object, tables)], "folded": [*map(table_object, folded)]}
+    return environment.get_template(TEMPLATE).render(**parts, **shown)
 
 
 def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
@@ -88,16 +82,13 @@ def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
 def table_object(table: Table) -> dict[str, Any]:
     """A table in the form the template needs: headings, and cells with text and sort keys."""
     table = table.to_people()
+    headings, texts = table.texts()
     columns = [
-        {"heading": column.heading, "numeric": numeric}
-        for column, numeric in zip(table.columns, table.numeric(), strict=True)
+        {"heading": heading, "numeric": number} for heading, number in zip(headings, table.numeric(), strict=True)
     ]
     rows = [
-        [
-            {"text": text_of(cell, column), "number": cell if is_number(cell) else None}
-            for cell, column in zip(row, table.columns, strict=True)
-        ]
-        for row in table.rows
+        [{"text": text, "number": cell if is_number(cell) else None} for text, cell in zip(line, row, strict=True)]
+        for line, row in zip(texts, table.rows, strict=True)
     ]
     return {"title": table.title, "columns": columns, "rows": rows, "notes": table.notes}
 

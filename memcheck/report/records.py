@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from memcheck.core.errors import UsageError
@@ -43,6 +44,7 @@ from memcheck.report.rows import (
     lengths_column,
     mib_column,
     missing_words,
+    named_columns,
     value_or_verdict,
 )
 from memcheck.report.scaling import scaling_table
@@ -59,13 +61,13 @@ CASE_COLUMNS = [
     Column("operator", "operator"),
     BACKEND,
     MASK,
-    *(Column(name, name) for name in ("dtype", "mode", "compiled")),
+    *named_columns(("dtype", "mode", "compiled")),
     Column("device", "device", read=place_of),
     Column("source", "source"),
     Column("bsz", "B"),
     Column("query_len", "S", audience="programs"),
     Column("kv_len", "T", audience="programs"),
-    *(Column(name, name.replace("_", " ")) for name in ("dim", "heads", "core_dim", "factor")),
+    *named_columns(("dim", "heads", "core_dim", "factor")),
 ]
 ALWAYS_SHOWN = ("operator", "backend")
 SIZES = ("bsz", "dim", "query_len", "kv_len")
@@ -103,8 +105,8 @@ def note_columns(footnotes: Footnotes) -> list[Column]:
 
 def case_columns(records: Sequence[Record]) -> list[Column]:
     """Columns of the case. In text, common settings move to the title; data formats keep every column."""
-    changing = {*ALWAYS_SHOWN, *varying(records)} | ({"device"} if len({*map(place_of, records)}) > 1 else set())
-    changing |= {"source"} if len({record.source for record in records}) > 1 else set()
+    changing = {*ALWAYS_SHOWN, *varying(records, (*CASE_FIELDS, "source"))}
+    changing |= {"device"} if len({*map(place_of, records)}) > 1 else set()
     if all(record.core_dim in (None, record.dim) for record in records):
         changing.discard("core_dim")
     columns = [
@@ -114,65 +116,58 @@ def case_columns(records: Sequence[Record]) -> list[Column]:
     return [*columns, lengths_column(records), *batch_columns(records)]
 
 
-def status_column(records: Sequence[Record]) -> Column:
-    """People see it if a case did not end well."""
+def rows_table(
+    name: str, words: str, records: Sequence[Record], figures: Sequence[Column], notes: Sequence[str]
+) -> Table:
+    """One row per record: its case, its status if a case did not end well, the figures, and why some are missing."""
+    footnotes = Footnotes()
     all_ok = all(record.status == "ok" for record in records)
-    return Column("status", "status", audience="programs" if all_ok else "all", rank=5)
+    status = Column("status", "status", audience="programs" if all_ok else "all", rank=5)
+    columns = [*case_columns(records), status, *figures, *note_columns(footnotes)]
+    title = f"{count_of(records)}{words}: {common_case(records)}"
+    return footnotes.below(Table.of(name, title, columns, records, notes), doubt_lines(records))
 
 
 def records_table(records: Sequence[Record], units: bool = False) -> Table:
     """One row per record, sorted by size. units: U and bytes per query and key besides MiB."""
     records = sorted(records, key=lambda record: [getattr(record, size) or 0 for size in SIZES])
-    footnotes = Footnotes()
-    held = ("input_bytes", "output_bytes", "parameter_bytes")
     parts = ("gradient_bytes", "workspace_bytes", "library_workspace_bytes", "reserved_bytes")
     more = (*parts, "forward_max_allocated_bytes", "backward_max_allocated_bytes")
     steps = any(record.optimizer_peak_bytes is not None for record in records)
     batches = any(record.lengths for record in records)
-    columns = [
-        *case_columns(records),
-        status_column(records),
-        *(mib_column(field, audience="programs") for field in held),
+    figures = [
+        *(mib_column(field, audience="programs") for field in ("input_bytes", "output_bytes", "parameter_bytes")),
         *figure_columns(units),
         *([PER_TOKEN] if batches else []),
         *([mib_column("optimizer_peak_bytes")] if steps else []),
         *(mib_column(field, audience="programs") for field in more),
-        *(
-            Column(name, name.replace("_", " "), audience="programs")
-            for name in ("passes", "device_name", "torch_version", "threads")
-        ),
-        *note_columns(footnotes),
+        *named_columns(("passes", "device_name", "torch_version", "threads"), "programs"),
     ]
     notes = [PEAKS, TIMES, *([BATCHES] if batches else []), *([UNITS] if units else [])]
-    title = f"{count_of(records)}: {common_case(records)}"
-    return footnotes.below(Table.of("records", title, columns, records, notes), doubt_lines(records))
+    return rows_table("records", "", records, figures, notes)
 
 
 def decode_table(records: Sequence[Record]) -> Table:
     """The size of the decoding state, and the memory and time of one step."""
-    records = [record for record in records if record.mode == "decode"]
-    footnotes = Footnotes()
-    columns = [*case_columns(records), status_column(records), *decoding_columns()]
-    title = f"{count_of(records)} of decoding, one token after T of them: {common_case(records)}"
     notes = ["The peak of a step holds the state before it and the one after it."]
-    table = Table.of("decode", title, [*columns, *note_columns(footnotes)], records, notes)
-    return footnotes.below(table, doubt_lines(records))
+    records = [record for record in records if record.mode == "decode"]
+    return rows_table("decode", " of decoding, one token after T of them", records, decoding_columns(), notes)
 
 
 HELD = ("input_bytes", "parameter_bytes", "output_bytes")
-# The columns of the published cs336 table, in its order: its name -> our field.
-CS336_COLUMNS: dict[str, Callable[[Record], Cell]] = {
-    "d_model": lambda record: record.dim,
-    "seq_len": lambda record: record.query_len,
-    "forward_ms": lambda record: value_or_verdict(record, "forward_ms"),
-    "backward_ms": lambda record: value_or_verdict(record, "backward_ms"),
-    "mem_after_inputs_mib": lambda record: sum_mib(record, HELD),
-    "mem_before_backward_mib": lambda record: sum_mib(record, (*HELD, "saved_bytes")),
-    "saved_activations_mib": lambda record: value_or_verdict(record, "saved_bytes"),
-    "forward_peak_mib": lambda record: sum_mib(record, ("output_bytes", "forward_peak_bytes")),
-    "backward_peak_mib": lambda record: value_or_verdict(record, "backward_peak_bytes"),
-    "status": lambda record: record.status,
-    "compiled": lambda record: record.compiled,
+# The columns of the published cs336 table, in its order, each with its field, or the fields that it is the sum of.
+CS336_COLUMNS = {
+    "d_model": ("dim",),
+    "seq_len": ("query_len",),
+    "forward_ms": ("forward_ms",),
+    "backward_ms": ("backward_ms",),
+    "mem_after_inputs_mib": HELD,
+    "mem_before_backward_mib": (*HELD, "saved_bytes"),
+    "saved_activations_mib": ("saved_bytes",),
+    "forward_peak_mib": ("output_bytes", "forward_peak_bytes"),
+    "backward_peak_mib": ("backward_peak_bytes",),
+    "status": ("status",),
+    "compiled": ("compiled",),
 }
 CS336_NOTE = (
     "Columns, units and order are those of the published table. As there, mem_after_inputs and forward_peak include "
@@ -181,15 +176,21 @@ CS336_NOTE = (
 )
 
 
-def sum_mib(record: Record, fields: Sequence[str]) -> Cell:
+def sum_or_verdict(record: Record, fields: Sequence[str]) -> Cell:
+    """The value of the field, or the sum of the fields in MiB, or the text in its place."""
     sizes = [getattr(record, field) for field in fields]
-    return missing_words(record, fields[-1]) if None in sizes else sum(sizes) / MIB
+    if None in sizes or len(fields) == 1:
+        return value_or_verdict(record, fields[-1]) if len(fields) == 1 else missing_words(record, fields[-1])
+    return sum(sizes) / MIB
 
 
 def cs336_tables(records: Sequence[Record]) -> list[Table]:
     """One table per operator and further setting, with rows in the published order."""
     besides = ("query_len", "kv_len", "dim", "compiled")
-    columns = [Column(name, name, format=".6g", read=read) for name, read in CS336_COLUMNS.items()]
+    columns = [
+        Column(name, name, format=".6g", read=partial(sum_or_verdict, fields=fields))
+        for name, fields in CS336_COLUMNS.items()
+    ]
     tables = []
     for rows in groups_besides(records, besides):
         words = describe(rows[0], [field for field in CASE_FIELDS if field not in besides])

@@ -70,6 +70,11 @@ def mask(record: Record) -> str:
     return {True: "causal", False: "none", None: "-"}[record.causal]
 
 
+def named_columns(names: Iterable[str], audience: str = "all", rank: int = 0) -> list[Column]:
+    """Columns of attributes whose titles are their names."""
+    return [Column(name, name.replace("_", " "), audience=audience, rank=rank) for name in names]
+
+
 def mib_column(field: str, title: str = "", audience: str = "all", form: str = ".2f", rank: int = 0) -> Column:
     key, read = field.replace("_bytes", "_mib"), partial(value_or_verdict, field=field)
     return Column(key, title or FIELD_WORDS[field], "MiB", form, audience, read, rank, width=8)

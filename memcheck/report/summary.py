@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
-from typing import Any, TypeVar
+from typing import Any
 
 from memcheck.core.doubts import reason_in_short
 from memcheck.core.model_record import ModelRecord
@@ -28,6 +28,7 @@ from memcheck.report.cases import (
     operators_among,
     pair,
     phases_of,
+    split_by_source,
     values_in_order,
     values_of,
     varying,
@@ -35,7 +36,6 @@ from memcheck.report.cases import (
 from memcheck.report.predictions import agreement
 from memcheck.report.rows import SHORT_DTYPES
 
-R = TypeVar("R", bound=Record)
 # Sizes that only some operators have; cases that differ in nothing else are comparable.
 OPERATORS_OWN = ("operator", "heads", "core_dim", "factor", "causal", "compiled")
 STATUS_WORDS = {
@@ -73,11 +73,6 @@ def summary(records: Sequence[Record]) -> list[str]:
         return [*summary(measured), what_was_predicted(predicted), *([agreement(pairs)] if pairs else [])]
     first = what_was_predicted(records) if predicted else what_was_measured(records)
     return [first, *answer(records), *what_is_missing(records), *doubt_lines(records)]
-
-
-def split_by_source(records: Sequence[R]) -> tuple[list[R], list[R]]:
-    """The measured and the predicted records."""
-    return [record for record in records if not is_predicted(record)], [*filter(is_predicted, records)]
 
 
 def model_summary(records: Sequence[ModelRecord]) -> list[str]:
