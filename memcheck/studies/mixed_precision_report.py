@@ -48,15 +48,12 @@ def accumulation_table(accumulations: Sequence[Accumulation]) -> Table:
         ]
     rows: dict[tuple[str, str], list[Cell]] = {}
     for it in accumulations:
-        key = (str(short(it.accumulator_dtype)), addend_words(it))
+        kinds = str(short(it.accumulator_dtype)), str(short(it.addend_dtype))
+        key = kinds[0], f"{kinds[1]} -> {kinds[0]}" if it.converted else kinds[1]
         row = rows.setdefault(key, list(key))
         row += [it.addend, it.sum, it.absolute_error, it.relative_error, it.stopped_after]
     title = "s = 0, then s += x, one after the other: both sums should be 10"
     return Table("accumulation", title, columns, list(rows.values()), list(accumulation_words(accumulations)))
-
-
-def addend_words(it: Accumulation) -> str:
-    return f"{short(it.addend_dtype)} -> {short(it.accumulator_dtype)}" if it.converted else str(short(it.addend_dtype))
 
 
 def accumulation_words(accumulations: Sequence[Accumulation]) -> Iterator[str]:
@@ -135,20 +132,15 @@ def stages_table(plain: StagesRun, cast: StagesRun) -> Table:
         form = "," if key == "kept_bytes" else ""
         columns += [Column(f"{key}_{autocast}", title, autocast, form) for autocast in ("off", "on")]
     columns.append(Column("kept_dtypes_on", "kept, B", "on: dtypes"))
-    rows = [stage_row(*pair) for pair in zip(plain.stages, cast.stages, strict=True)]
-    nothing = [None] * (len(columns) - 4)
-    rows.append(["all", *nothing, plain.saved_bytes, cast.saved_bytes, None])
+    rows: list[list[Cell]] = []
+    for off, on in zip(plain.stages, cast.stages, strict=True):
+        dtypes = [short(getattr(stage, key)) for key in DTYPE_COLUMNS for stage in (off, on)]
+        kept = ", ".join(str(short(dtype)) for dtype in on.kept_dtypes) or None
+        rows.append([off.name, short(off.parameter_dtype), *dtypes, off.kept_bytes, on.kept_bytes, kept])
+    rows.append(["all", *[None] * (len(columns) - 4), plain.saved_bytes, cast.saved_bytes, None])
     dtype = str(short(cast.autocast_dtype))
     title = f"The stages of a small network, on {cast.device}, with autocast off and on (to {dtype})"
     return Table("stages", title, columns, rows, [NETWORK, *observations(plain, cast)])
-
-
-def stage_row(plain: Stage, cast: Stage) -> list[Cell]:
-    row: list[Cell] = [plain.name, short(plain.parameter_dtype)]
-    for key in DTYPE_COLUMNS:
-        row += [short(getattr(plain, key)), short(getattr(cast, key))]
-    kept = ", ".join(str(short(dtype)) for dtype in cast.kept_dtypes)
-    return [*row, plain.kept_bytes, cast.kept_bytes, kept or None]
 
 
 def observations(plain: StagesRun, cast: StagesRun) -> Iterator[str]:
@@ -211,8 +203,8 @@ def kept_words(plain: StagesRun, cast: StagesRun) -> str:
 
 def kept_table(run: StagesRun) -> Table:
     """Lists the tensors that each stage keeps, unless an earlier row or the caller holds their storage."""
-    titles = {"stage": "stage", "what": "keeps", "dtype": "dtype", "shape": "shape"}
-    columns = [*(Column(key, title) for key, title in titles.items()), Column("bytes", "B", format=",")]
+    columns = [Column("stage", "stage"), Column("what", "keeps"), Column("dtype", "dtype"), Column("shape", "shape")]
+    columns.append(Column("bytes", "B", format=","))
     rows: list[list[Cell]] = [
         [stage.name, kept.what, short(kept.dtype), f"({','.join(map(str, kept.shape))})", kept.bytes]
         for stage in run.stages
@@ -233,17 +225,14 @@ def sharing_words(run: StagesRun) -> Iterator[str]:
 
 def underflow_table(underflows: Sequence[Underflow]) -> Table:
     columns = [
-        Column("dtype", "y"),
+        Column("dtype", "y", read=lambda it: short(it.dtype)),
         Column("scale", "loss times", format=",.0f"),
         Column("output_gradient", "gradient of y", format=".4g"),
         Column("parameter_gradient", "gradient of w", format=".4g"),
         Column("relative_error", "off by", format=".2%"),
     ]
-    rows: list[list[Cell]] = [
-        [short(it.dtype), it.scale, it.output_gradient, it.parameter_gradient, it.relative_error] for it in underflows
-    ]
     title = "y = w x under autocast, loss = 1e-8 y, w in fp32: both gradients should be 1e-8, times the scale for y"
-    return Table("underflow", title, columns, rows, list(underflow_words(underflows)))
+    return Table.of("underflow", title, columns, underflows, underflow_words(underflows))
 
 
 def underflow_words(underflows: Sequence[Underflow]) -> Iterator[str]:

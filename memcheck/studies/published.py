@@ -11,13 +11,13 @@ from typing import Any
 
 from memcheck.core.record import Record
 from memcheck.core.units import format_bytes
+from memcheck.report.rows import MIB, named_columns
 from memcheck.report.tables import Cell, Column, Table, Verdict
 
 DATA = Path(__file__).parents[1] / "data"
 MEMCHECK_PYT = "memcheck_pyt_a100_40gb.csv"
 CS336 = "cs336_attention_eager_vs_compiled.csv"
 CS336_BATCH = 8
-MIB = 2**20
 # The published operators for each contender. softmax of any backend is compared with the published softmax.
 PUBLISHED_AS = {
     "naive": "naive",
@@ -123,26 +123,26 @@ def published_rows(records: Sequence[Record]) -> list[Row]:
 def compared(published: Row, record: Record) -> Row:
     """A published row with our figures and the ratios."""
     ours = figures_of(record)
-    forward, both = published["forward_bytes"], published["backward_bytes"]
+    forward, both = (published["forward_bytes"], ours.forward), (published["backward_bytes"], ours.both)
     workspace = 0 if published["operator"] in WITHOUT_PRODUCTS else CUBLAS_WORKSPACE_BYTES
     return {
         **{name: published[name] for name in ("operator", "batch", "query_len", "kv_len", "dim")},
-        "published_forward_bytes": forward,
-        "published_backward_bytes": both,
+        "published_forward_bytes": forward[0],
+        "published_backward_bytes": both[0],
         "published_status": published["status"],
         "ours": record.operator,
         "ours_forward_bytes": ours.forward,
         "ours_backward_bytes": ours.both,
         "ours_status": record.status,
         "ours_source": ours.source,
-        "forward_ratio": ratio(forward, ours.forward),
-        "backward_ratio": ratio(both, ours.both),
-        "forward_ratio_less_workspaces": ratio(forward, ours.forward, workspace, ours.workspace),
-        "backward_ratio_less_workspaces": ratio(both, ours.both, 2 * workspace, ours.workspace),
+        "forward_ratio": times_ours(*forward),
+        "backward_ratio": times_ours(*both),
+        "forward_ratio_less_workspaces": times_ours(*forward, workspace, ours.workspace),
+        "backward_ratio_less_workspaces": times_ours(*both, 2 * workspace, ours.workspace),
     }
 
 
-def ratio(published: float | None, ours: float | None, *workspaces: int) -> float | None:
+def times_ours(published: float | None, ours: float | None, *workspaces: int) -> float | None:
     """published / ours. workspaces: subtracted from the published figure and from ours."""
     if published is None or ours is None:
         return None
@@ -172,39 +172,28 @@ SHAPE = (Column("batch", "B"), Column("query_len", "S"), Column("kv_len", "T"), 
 
 
 def published_comparison(rows: Sequence[Row]) -> Table:
+    def mib(side: str, phase: str, title: str, form: str) -> Column:
+        def read(row: Row) -> Cell:
+            return in_mib(row[f"{side}_{phase}_bytes"], row[f"{side}_status"])
+
+        return Column(f"{side}_{phase}_mib", title, "MiB", form, read=read)
+
     columns = [Column("operator", "published"), Column("ours", "ours"), *SHAPE]
     for phase, title in (("forward", "forward, published"), ("backward", "with backward, published")):
         columns += [
-            Column(f"published_{phase}_mib", title, "MiB", ".0f"),
-            Column(f"ours_{phase}_mib", "ours", "MiB", ".2f"),
+            mib("published", phase, title, ".0f"),
+            mib("ours", phase, "ours", ".2f"),
             Column(f"{phase}_ratio", "published / ours", format=".2f"),
             Column(f"{phase}_ratio_less_workspaces", "less workspaces", format=".2f"),
         ]
     columns.append(Column("ours_source", "ours is"))
-    cells = [
-        [*(row[name] for name in ("operator", "ours")), *comparison_cells(row), row["ours_source"]] for row in rows
-    ]
     title = f"Beside memcheck_pyt's published table: {len(rows)} rows"
-    return Table("published", title, columns, cells, PUBLISHED_NOTES)
-
-
-def comparison_cells(row: Row) -> list[Cell]:
-    cells: list[Cell] = [row[column.key] for column in SHAPE]
-    for phase in ("forward", "backward"):
-        cells.append(in_mib(row[f"published_{phase}_bytes"], row["published_status"]))
-        cells.append(in_mib(row[f"ours_{phase}_bytes"], row["ours_status"]))
-        cells += [row[f"{phase}_ratio"], row[f"{phase}_ratio_less_workspaces"]]
-    return cells
+    return Table.of("published", title, columns, rows, PUBLISHED_NOTES)
 
 
 def published_summary(rows: Sequence[Row]) -> Table:
     """Minimum, median and maximum of published / ours, by contender and pass."""
-    columns = [
-        Column("ours", "ours"),
-        Column("operator", "published"),
-        Column("figure", "figure"),
-        Column("rows", "rows"),
-    ]
+    columns = [Column("ours", "ours"), Column("operator", "published"), *named_columns(("figure", "rows"))]
     for key, prefix in (("ratio", ""), ("less_workspaces", "less workspaces, ")):
         columns += [Column(f"{key}_{name}", prefix + name, format=".2f") for name in ("least", "median", "most")]
     cells: list[list[Cell]] = []
@@ -212,16 +201,16 @@ def published_summary(rows: Sequence[Row]) -> Table:
     for ours in contenders:
         mine = [row for row in rows if row["ours"] == ours]
         for phase, figure in (("forward", "forward"), ("backward", "with backward")):
-            ratios = [row[f"{phase}_ratio"] for row in mine]
-            fair = spread([row[f"{phase}_ratio_less_workspaces"] for row in mine])
+            ratios, fair = ([row[f"{phase}_{key}"] for row in mine] for key in ("ratio", "ratio_less_workspaces"))
             known = sum(ratio is not None for ratio in ratios)
-            cells.append([ours, mine[0]["operator"], figure, known, *spread(ratios), *fair])
+            ranges = *least_median_most(ratios), *least_median_most(fair)
+            cells.append([ours, mine[0]["operator"], figure, known, *ranges])
     notes = [f"{ours}: {words}." for ours in contenders if (words := rescued(rows, ours))]
     heading = "Published / ours: how many times as much the published one needs"
     return Table("published summary", heading, columns, cells, notes)
 
 
-def spread(ratios: Sequence[float | None]) -> list[Cell]:
+def least_median_most(ratios: Sequence[float | None]) -> list[Cell]:
     known = [ratio for ratio in ratios if ratio is not None]
     return [min(known), statistics.median(known), max(known)] if known else [None, None, None]
 
@@ -260,8 +249,12 @@ def cs336_pairs(records: Sequence[Record]) -> Iterator[tuple[dict[str, str], Rec
 
 
 def cs336_comparison(records: Sequence[Record]) -> Table:
-    columns = [Column("d_model", "d_model"), Column("seq_len", "seq_len")]
-    columns += [Column("compiled", "published"), Column("ours", "ours")]
+    columns = [
+        Column("d_model", "d_model"),
+        Column("seq_len", "seq_len"),
+        Column("compiled", "published"),
+        Column("ours", "ours"),
+    ]
     for name in CS336_FIGURES:
         words = name.removesuffix("_mib").replace("_", " ")
         columns += [
@@ -275,7 +268,7 @@ def cs336_comparison(records: Sequence[Record]) -> Table:
         cells: list[Cell] = [record.dim, record.query_len, published_as, record.operator]
         for name, read in CS336_FIGURES.items():
             published, ours = parse_mib(row[name]), read(record)
-            cells += [float(row[name]), in_mib(ours, record.status), ratio(published, ours)]
+            cells += [float(row[name]), in_mib(ours, record.status), times_ours(published, ours)]
         rows.append(cells)
     notes = [
         "Published: a GPU that is not named, float32, batch 8, one head, no causal mask; 16.25 MiB of cuBLAS "
@@ -286,9 +279,8 @@ def cs336_comparison(records: Sequence[Record]) -> Table:
 
 def published_tables(records: Sequence[Record]) -> list[Table]:
     """The tables that compare these records with published figures."""
-    tables = []
-    if rows := published_rows(records):
-        tables += [published_summary(rows), published_comparison(rows)]
+    rows = published_rows(records)
+    tables = [published_summary(rows), published_comparison(rows)] if rows else []
     if (cs336 := cs336_comparison(records)).rows:
         tables.append(cs336)
     return tables

@@ -11,9 +11,10 @@ from memcheck.bench.catalog import make_case
 from memcheck.bench.predict import predict_memory
 from memcheck.predict.allocation_log import WORKSPACE
 from memcheck.predict.replay import Prediction
+from memcheck.report.rows import MIB
 from memcheck.report.tables import Cell, Column, Table, Verdict
 from memcheck.studies.bluewalm_module import predict_published
-from memcheck.studies.published import CS336, CS336_BATCH, MIB, SHAPE, Row, published_table, read_published
+from memcheck.studies.published import CS336, CS336_BATCH, SHAPE, Row, published_table, read_published
 
 # The cs336 table names neither its GPU nor its torch. This is a GPU of the same kind with enough memory, and a torch
 # that keeps two cuBLAS workspaces, as the published figures do.

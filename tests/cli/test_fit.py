@@ -20,7 +20,7 @@ from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.predict.replay import Prediction
 from memcheck.report.capacity import capacity_table
-from memcheck.report.plots.capacity import Edge, capacity_figure, plot_capacity
+from memcheck.report.plots.capacity import Limit, capacity_figure, plot_capacity
 from memcheck.report.tables import data_rows, to_text
 
 GPU = Device("box", "cuda", (8, 0), 2**30, 2**30, "made up")
@@ -445,8 +445,8 @@ def test_one_picture_is_drawn_against_one_size(drawn, tmp_path: Path, capsys) ->
 
 def test_the_capacity_as_a_picture(tmp_path: Path) -> None:
     curves = {
-        "naive": [Edge(1, 1000), Edge(2, 700), Edge(4, 0)],
-        "softplus": [Edge(1, 4096, open=True), Edge(2, 4096, open=True), Edge(4, 2000)],
+        "naive": [Limit(1, 1000), Limit(2, 700), Limit(4, 0)],
+        "softplus": [Limit(1, 4096, open=True), Limit(2, 4096, open=True), Limit(4, 2000)],
     }
     path = tmp_path / "capacity.svg"
     figure = plot_capacity(curves, path, styles={}, found="seq_len", along="bsz", title="Where it ends", note="and so")
@@ -466,5 +466,5 @@ def test_the_capacity_as_a_picture(tmp_path: Path) -> None:
 
 
 def test_a_picture_of_nothing_is_still_one() -> None:
-    figure = capacity_figure({"naive": [Edge(1, 0)]}, {}, found="dim", along="seq_len", title="")
+    figure = capacity_figure({"naive": [Limit(1, 0)]}, {}, found="dim", along="seq_len", title="")
     assert len(labelled(figure.axes[0], "_nothing")) == 1

@@ -43,8 +43,7 @@ from memcheck.report.model_prediction import (
     need_of,
     room_of,
 )
-from memcheck.report.plots.capacity import Edge as Point
-from memcheck.report.plots.capacity import plot_capacity
+from memcheck.report.plots.capacity import Limit, plot_capacity
 
 DEFAULTS = {"bsz": [1], "seq_len": [1024], "dim": [256]}
 # The axis of the picture if no size has several values, and the factors of the given value.
@@ -223,7 +222,7 @@ def draw(
     notes += [f"not predicted: {', '.join(left_out)}"] if left_out else []
     try:
         plot_capacity(
-            {name: [Point(x, found.largest, open=found.beyond is None) for x, found in known[name]] for name in known},
+            {name: [Limit(x, found.largest, open=found.beyond is None) for x, found in known[name]] for name in known},
             args.plot,
             styles=styles_of_contenders(),
             found=axis if case.lengths is None else size_words(axis, case),

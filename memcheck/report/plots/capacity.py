@@ -21,7 +21,7 @@ HEIGHT = 4.6
 
 
 @dataclass(frozen=True)
-class Edge:
+class Limit:
     """The largest size that fits at x; 0 if none does. open: the search reached its limit without finding the end."""
 
     x: int
@@ -31,7 +31,7 @@ class Edge:
 
 @in_house_style
 def capacity_figure(
-    curves: Mapping[str, Sequence[Edge]],
+    curves: Mapping[str, Sequence[Limit]],
     styles: Mapping[str, Style],
     *,
     found: str,
@@ -40,7 +40,7 @@ def capacity_figure(
     subtitle: str = "",
     note: str = "",
 ) -> Figure:
-    """Builds the figure. curves: operator -> edges; found: the searched size; along: the size on the x axis.
+    """A line for each operator. found: the searched size; along: the size on the x axis.
 
     Both are "seq_len", "bsz", "dim" or words of their own.
     """
@@ -49,29 +49,28 @@ def capacity_figure(
     drawn = distinct_styles(curves, styles)
     nothing = {name: [edge.x for edge in edges if not edge.largest] for name, edges in curves.items()}
     rows = [name for name, places in nothing.items() if places]
-    for name, edges in curves.items():
-        draw_edges(ax, name, [edge for edge in edges if edge.largest], drawn[name])
+    known = {name: fitting for name, edges in curves.items() if (fitting := [edge for edge in edges if edge.largest])}
+    for name, edges in known.items():
+        draw_edges(ax, name, edges, drawn[name])
     ax.grid()
     ax.set_xlabel(WORDS.get(along, along))
     ax.set_ylabel(f"largest {WORDS.get(found, found)} that fits")
-    set_x(ax, {edge.x for edges in curves.values() for edge in edges}, log=True)
-    edges = [edge for edges in curves.values() for edge in edges]
-    unended = "hollow: the search ended there, more may fit" if any(edge.open for edge in edges) else ""
+    every = [edge for edges in curves.values() for edge in edges]
+    set_x(ax, {edge.x for edge in every}, log=True)
+    unended = "hollow: the search ended there, more may fit" if any(edge.open for edge in every) else ""
     add_note(figure, unended, "\u2716 nothing fits" if rows else "", note)
     figure.draw_without_rendering()  # The layout must be settled before distances in points are computed.
-    set_sizes(ax, [edge.largest for edges in curves.values() for edge in edges if edge.largest], len(rows))
+    set_sizes(ax, [edge.largest for edge in every if edge.largest], len(rows))
     for number, name in enumerate(rows):
         mark_nothing(ax, nothing[name], number, drawn[name])
-    name_lines(ax, [last_name(name, edges, drawn[name]) for name, edges in curves.items() if last(edges)], 0)
+    name_lines(ax, [last_name(name, edges[-1], drawn[name]) for name, edges in known.items()], 0)
     return figure
 
 
 plot_capacity = written(capacity_figure)
 
 
-def draw_edges(ax: Axes, name: str, edges: Sequence[Edge], style: Style) -> None:
-    if not edges:
-        return
+def draw_edges(ax: Axes, name: str, edges: Sequence[Limit], style: Style) -> None:
     ax.plot([edge.x for edge in edges], [edge.largest for edge in edges], label=name, **look_of(style, ls=style.dash))
     if unended := [edge for edge in edges if edge.open]:
         places = [edge.x for edge in unended], [edge.largest for edge in unended]
@@ -97,11 +96,5 @@ def mark_nothing(ax: Axes, places: Sequence[int], row: int, style: Style) -> Non
     ax.plot(places, [y] * len(places), transform=ax.get_xaxis_transform(), label="_nothing", **look)
 
 
-def last(edges: Sequence[Edge]) -> Edge | None:
-    return next((edge for edge in reversed(edges) if edge.largest), None)
-
-
-def last_name(name: str, edges: Sequence[Edge], style: Style) -> Name:
-    edge = last(edges)
-    assert edge is not None
+def last_name(name: str, edge: Limit, style: Style) -> Name:
     return Name(f"{name} {edge.largest:,}{' or more' if edge.open else ''}", float(edge.largest), style, edge.open)

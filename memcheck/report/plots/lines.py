@@ -18,7 +18,6 @@ from memcheck.report.plots.series import (
     Quantities,
     Quantity,
     View,
-    refuse_mixed,
     undrawn_note,
 )
 from memcheck.report.plots.style import add_note, columns_of, in_house_style, look_of, new_panels, shade_of
@@ -60,7 +59,6 @@ def line_figure(
     view: View, styles: Mapping[str, Style], *, quantities: Quantities, title: str, subtitle: str, log: bool = True
 ) -> Figure:
     """One panel for each quantity, all on the same scale. quantities: themselves, or how to choose them by records."""
-    refuse_mixed(view.records)
     quantities = quantities(view.records) if callable(quantities) else quantities
     lines = view.lines(styles)
     # The lines that have unfinished cases; each gets a row of marks of its own at the top edge.
@@ -202,7 +200,7 @@ def name_lines(ax: Axes, names: Sequence[Name], rows: int) -> None:
     height = axes_points(ax)
     shares = [float(ax.transAxes.inverted().transform(ax.transData.transform((1, name.value)))[1]) for name in names]
     wanted = [max(share, 0.0) * height for share in shares]
-    for name, share, at in zip(names, wanted, spread(wanted, NAME_GAP, height - ROW * rows - 4), strict=True):
+    for name, share, at in zip(names, wanted, spread_apart(wanted, NAME_GAP, height - ROW * rows - 4), strict=True):
         # A thin line leads from the edge of the axes to the name.
         thin = {"arrowstyle": "-", "color": name.style.colour, "lw": 0.6, "shrinkA": 0, "shrinkB": 0}
         place: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
@@ -230,7 +228,7 @@ def name_in_margin(ax: Axes, share: float, text: str, look: dict[str, Any]) -> N
     ax.text(1, share, text, transform=name, va="center")
 
 
-def spread(wanted: Sequence[float], gap: float, highest: float) -> list[float]:
+def spread_apart(wanted: Sequence[float], gap: float, highest: float) -> list[float]:
     """Moves heights apart so that neighbours keep at least `gap`, as close to the wanted heights as possible."""
     # After the gaps are subtracted, heights need only be non-decreasing; neighbours that violate this are averaged.
     pools: list[tuple[float, int]] = []

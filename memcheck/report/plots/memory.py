@@ -37,7 +37,6 @@ from memcheck.report.plots.series import (
     Quantity,
     View,
     position,
-    refuse_mixed,
     undrawn_note,
 )
 from memcheck.report.plots.style import (
@@ -71,7 +70,6 @@ def memory_quantities(records: Sequence[Record]) -> list[Quantity]:
 @in_house_style
 def bar_figure(view: View, styles: Mapping[str, Style], *, quantities: Quantities, title: str, subtitle: str) -> Figure:
     """Bars for one shape: a bar per operator, a panel per quantity. quantities: themselves, or how to choose them."""
-    refuse_mixed(view.records)
     quantities = quantities(view.records) if callable(quantities) else quantities
     lines = view.lines(styles)
     known = {line.name for line in lines for quantity in quantities if measured(line, quantity)}
@@ -135,7 +133,6 @@ decode_bars = functools.partial(bar_figure, quantities=decode_quantities)
 def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
     """Peak memory against the views' x axis, one panel per view."""
     records = [record for view in views for record in view.records]
-    refuse_mixed(records)
     quantity = memory_quantities(records)[-1]
     # Styles are chosen once, so that an operator looks the same in every panel.
     names = dict.fromkeys(line.name for view in views for line in view.lines(styles))

@@ -76,7 +76,7 @@ def plot_memory(
 ) -> Figure:
     """Draws the main picture of memory of records that may share one, and writes it to `path`."""
     records = on_measured_devices(records)
-    refuse_mixed(records)
+    refuse_mixed(records)  # Among several views as well.
     group = RecordGroup(records, styles, title, "", Request(["memory", "decode"]))
     figure = main_picture([*group.pictures()]).draw(title=title, subtitle=subtitle)
     save(figure, path)
@@ -221,7 +221,9 @@ class RecordGroup:
             words = f"peak memory against {AXES[x]}"
             if len(views) > 1:
                 if self.request.log is not False:
-                    yield self.overview_picture(views, stem, words)
+                    records = [record for view in views for record in view.records]
+                    draw = functools.partial(memory_overview, views)
+                    yield self.picture(stem, words, records, ", logarithmic axes", draw)
                 for view in views:
                     name, log = f"{stem}-{fixed_slug(view)}", bool(self.request.log)
                     yield self.line_picture(view, name, words, memory_lines, main=False, log=log)
@@ -232,12 +234,6 @@ class RecordGroup:
                 yield self.line_picture(views[0], name, words, memory_lines, main=log, log=log)
         if not axes and self.request.x is None:
             yield from self.bar_pictures("memory", "peak memory", memory_bars)
-
-    def overview_picture(self, views: list[View], stem: str, words: str) -> Picture:
-        title = heading(self.title, words)
-        subtitle = common_case([record for view in views for record in view.records])
-        draw = functools.partial(memory_overview, views, self.styles, title=title, subtitle=subtitle)
-        return Picture(self.name(stem), f"{title}, logarithmic axes; {subtitle}.", draw)
 
     def bar_pictures(
         self, stem: str, words: str, draw: Draw, shows: Callable[[View], object] = lambda view: True
@@ -280,14 +276,16 @@ class RecordGroup:
                 yield self.line_picture(view, name, quantity.title, draw)
 
     def line_picture(self, view: View, stem: str, words: str, draw: Draw, *, main: bool = True, **how: bool) -> Picture:
-        title, subtitle = heading(self.title, words), common_case(view.records)
-        shape = view.fixed_words()
-        caption = f"{title}{f', at {shape}' if shape else ''}; {subtitle}."
-        picture = functools.partial(draw, view, styles=self.styles, title=title, subtitle=subtitle, **how)
-        return Picture(self.name(stem), caption, picture, main)
+        where = f", at {shape}" if (shape := view.fixed_words()) else ""
+        return self.picture(stem, words, view.records, where, functools.partial(draw, view, **how), main=main)
 
-    def name(self, stem: str) -> str:
-        return f"{stem}-{self.suffix}" if self.suffix else stem
+    def picture(
+        self, stem: str, words: str, records: Sequence[Record], where: str, draw: Draw, *, main: bool = True
+    ) -> Picture:
+        title, subtitle = heading(self.title, words), common_case(records)
+        drawn = functools.partial(draw, styles=self.styles, title=title, subtitle=subtitle)
+        name = f"{stem}-{self.suffix}" if self.suffix else stem
+        return Picture(name, f"{title}{where}; {subtitle}.", drawn, main)
 
 
 def most_informative(views: Sequence[View]) -> View | None:

@@ -13,7 +13,7 @@ from memcheck.report.cases import is_predicted, pair
 from memcheck.report.plots.lines import HOLLOW, Name, dress, expected, measured, name_lines
 from memcheck.report.plots.memory import memory_quantities
 from memcheck.report.plots.scales import format_value, set_y
-from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed
+from memcheck.report.plots.series import Line, Quantity, View
 from memcheck.report.plots.style import add_note, in_house_style, look_of, new_panels
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ def expectation_figure(
     view: View, styles: Mapping[str, Style], *, expectation: Expectation, title: str, subtitle: str, log: bool = True
 ) -> Figure:
     """Left: expected and measured on one scale. Right: the relative difference."""
-    refuse_mixed(view.records)
     quantity = memory_quantities(view.records)[-1]
     lines = [(line, wanted) for line in view.lines(styles) if (wanted := expectation.of(line, quantity))]
     figure, (both, difference) = new_panels(2, title, subtitle, panel=3.5, around=1.0)

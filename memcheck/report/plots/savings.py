@@ -12,7 +12,7 @@ from memcheck.core.style import Style
 from memcheck.report.plots.lines import MISSING_WORDS
 from memcheck.report.plots.memory import memory_quantities
 from memcheck.report.plots.scales import set_ticks, x_ticks
-from memcheck.report.plots.series import Line, Quantity, View, refuse_mixed
+from memcheck.report.plots.series import Line, Quantity, View
 from memcheck.report.plots.style import GREY, HATCHES, add_note, columns_of, in_house_style, new_panels
 
 if TYPE_CHECKING:
@@ -37,7 +37,6 @@ def savings_bars(
     view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, standard: str | None = None
 ) -> Figure:
     """A panel per operator and a bar per x: the standard's peak memory divided by the operator's."""
-    refuse_mixed(view.records)
     lines = view.lines(styles)
     standard = standard or standard_among(line.name for line in lines)
     if standard not in [line.name for line in lines]:

@@ -12,7 +12,7 @@ from typing import Any
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.core.style import Style
-from memcheck.report.cases import counted_percent, has_sizes, is_predicted, on_measured_devices
+from memcheck.report.cases import counted_percent, has_sizes, is_predicted, on_measured_devices, split_by_source
 from memcheck.report.plots.style import distinct_styles
 
 # Records that differ in one of these fields never share a plot.
@@ -59,10 +59,6 @@ class Quantity:
     unit: str = "bytes"  # or "ms"
     label: str = ""
 
-    @property
-    def needs_backward(self) -> bool:
-        return any(name.startswith(("backward", "gradient")) for name in self.fields)
-
     def value(self, record: Record) -> float | None:
         sizes = [getattr(record, name) for name in self.fields]
         return None if any(size is None for size in sizes) else max(sizes)
@@ -70,14 +66,13 @@ class Quantity:
     def from_terms(self, record: Record) -> int | None:
         """The same value, computed from the record's terms."""
         terms = [(record.terms or {}).get(name) for name in self.fields]
-        return (
-            max(sum((named or {}).values()) for named in terms) if all(named is not None for named in terms) else None
-        )
+        return None if None in terms else max(sum((named or {}).values()) for named in terms)
 
     def missing(self, record: Record) -> str | None:
         """The record's status, if that is the reason why it has no value."""
         if record.status == "oom":
-            return "oom" if self.needs_backward or record.oom_phase != "backward" else None
+            needs_backward = any(name.startswith(("backward", "gradient")) for name in self.fields)
+            return "oom" if needs_backward or record.oom_phase != "backward" else None
         return record.status if record.status in MARKED and self.value(record) is None else None
 
 
@@ -156,8 +151,9 @@ class View:
         return ", ".join(f"{AXES[name]} {size}" for name, size in self.fixed.items() if not fields or name in fields)
 
     def lines(self, styles: Mapping[str, Style]) -> list[Line]:
-        measured = self.points_by_name([record for record in self.records if not is_predicted(record)])
-        predicted = self.points_by_name([record for record in self.records if is_predicted(record)])
+        """The lines of the operators. UsageError: the records did not all run under the same conditions."""
+        refuse_mixed(self.records)
+        measured, predicted = map(self.points_by_name, split_by_source(self.records))
         names = dict.fromkeys([*measured, *predicted])
         drawn = distinct_styles(names, styles)
         return [
@@ -187,9 +183,8 @@ def position(record: Record, axis: str) -> int:
 def split_settings(records: Sequence[Record]) -> list[tuple[dict[str, Any], list[Record]]]:
     """Groups of records that may share a plot, each with the values in which it differs from the other groups."""
     records = on_measured_devices(records)
-    kinds = [(*shared(records, name),) for name in SETTING]
-    kinds.append(tuple(map(kind_of, records)))
     names = [*SETTING, "kind"]
+    kinds = [*(shared(records, name) for name in SETTING), map(kind_of, records)]
     groups: dict[tuple[Any, ...], list[Record]] = {}
     for key, record in zip(zip(*kinds, strict=True), records, strict=True):
         groups.setdefault(key, []).append(record)
@@ -206,16 +201,17 @@ def kind_of(record: Record) -> str:
 
 
 def shared(records: Sequence[Record], name: str) -> list[Any]:
-    """The values of a field. A record without the value (a killed process) takes the one that all others share."""
-    values = [setting_of(record, name) for record in records]
+    """The values of a field. A record without the value (a killed process) takes the one that all others share.
+
+    The batch size of packed sequences is their number, as if they were padded.
+    """
+    values = [
+        len(record.lengths) if name == "bsz" and record.lengths is not None else getattr(record, name)
+        for record in records
+    ]
     known = set(values) - {None}
     stand_in = next(iter(known)) if len(known) == 1 else None
     return [stand_in if value is None else value for value in values]
-
-
-def setting_of(record: Record, name: str) -> Any:
-    """The value of a field. The batch size of packed sequences is their number, as if they were padded."""
-    return len(record.lengths) if name == "bsz" and record.lengths is not None else getattr(record, name)
 
 
 def refuse_mixed(records: Sequence[Record]) -> None:
@@ -283,12 +279,8 @@ def line_names(records: Sequence[Record], x: str) -> list[str]:
 
 
 def variant_name(record: Record, fields: Iterable[str]) -> str:
-    values = {name: getattr(record, name) for name in fields}
-    words = [
-        VARIANT[name].format(VALUE_WORDS.get((name, value), value))
-        for name, value in values.items()
-        if value is not None
-    ]
+    values = {name: value for name in fields if (value := getattr(record, name)) is not None}
+    words = (VARIANT[name].format(VALUE_WORDS.get((name, value), value)) for name, value in values.items())
     return ", ".join([record.operator or "?", *words])
 
 

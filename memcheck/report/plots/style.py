@@ -7,8 +7,7 @@ import io
 import math
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
@@ -87,23 +86,12 @@ def distinct_styles(names: Iterable[str], styles: Mapping[str, Style]) -> dict[s
 
 
 def free_style(taken: Sequence[Style]) -> Style:
-    def first_free(candidates: Sequence[Any], used: list[Any]) -> Any:
-        return min(candidates, key=used.count)
+    """The least used colour, marker and dash, each for itself."""
 
-    return Style(
-        first_free(COLOURS, [style.colour for style in taken]),
-        first_free(MARKERS, [style.marker for style in taken]),
-        first_free(DASHES, [style.dash for style in taken]),
-    )
+    def first_free(candidates: Sequence[Any], name: str) -> Any:
+        return min(candidates, key=[getattr(style, name) for style in taken].count)
 
-
-@contextmanager
-def house_style() -> Iterator[None]:
-    """Applies matplotlib's defaults and our settings inside the block, whatever the user's style is."""
-    from matplotlib import style
-
-    with style.context(["default", RC]):
-        yield
+    return Style(first_free(COLOURS, "colour"), first_free(MARKERS, "marker"), first_free(DASHES, "dash"))
 
 
 P = ParamSpec("P")
@@ -111,9 +99,13 @@ T = TypeVar("T")
 
 
 def in_house_style(draw: Callable[P, T]) -> Callable[P, T]:
+    """The function, which then draws with matplotlib's defaults and our settings, whatever the user's style is."""
+
     @functools.wraps(draw)
     def styled(*args: P.args, **kwargs: P.kwargs) -> T:
-        with house_style():
+        from matplotlib import style
+
+        with style.context(["default", RC]):
             return draw(*args, **kwargs)
 
     return styled

@@ -11,7 +11,7 @@ from plotted import MIB, STYLES, grid, labelled, marks, points, prediction, reco
 from memcheck.core.errors import UsageError
 from memcheck.core.record import Record
 from memcheck.report.plots import named_lines, plot_memory, x_ticks
-from memcheck.report.plots.lines import spread
+from memcheck.report.plots.lines import spread_apart
 from memcheck.report.plots.memory import memory_lines
 from memcheck.report.plots.series import views_along
 from memcheck.report.plots.style import distinct_styles
@@ -203,11 +203,11 @@ def test_rows_of_marks_lie_above_all_points(plot) -> None:
 
 
 def test_names_do_not_overlap() -> None:
-    assert spread([0, 50, 100], 13, 200) == [0, 50, 100]
-    assert spread([50, 50], 10, 200) == [45, 55]
-    assert spread([0, 0, 0], 10, 200) == [0, 10, 20]
-    assert spread([200, 200], 10, 200) == [190, 200]
-    assert spread([], 10, 200) == []
+    assert spread_apart([0, 50, 100], 13, 200) == [0, 50, 100]
+    assert spread_apart([50, 50], 10, 200) == [45, 55]
+    assert spread_apart([0, 0, 0], 10, 200) == [0, 10, 20]
+    assert spread_apart([200, 200], 10, 200) == [190, 200]
+    assert spread_apart([], 10, 200) == []
 
 
 def test_names_without_a_style_are_told_apart() -> None:
