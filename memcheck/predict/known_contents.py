@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from memcheck.core.tensors import tensors_in
 
@@ -83,12 +83,16 @@ class Step:
     written: list[tuple[Contents, weakref.ref[Contents]]]
 
     @property
+    def views(self) -> list[View]:
+        return list(filter(is_view, tree_leaves((self.args, self.kwargs), is_leaf=is_view)))
+
+    @property
     def operands(self) -> list[Contents]:
-        return [view.contents for view in views_in((self.args, self.kwargs))]
+        return [view.contents for view in self.views]
 
     @property
     def work(self) -> int:
-        views = [*views_in((self.args, self.kwargs)), *(view for _, _, view in self.results)]
+        views = [*self.views, *(view for _, _, view in self.results)]
         return sum(torch.Size(view.shape).numel() for view in views)
 
     def run(self) -> None:
@@ -347,17 +351,11 @@ def written_by(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]
 
 
 def mapped(function: Any, thing: Any) -> Any:
-    return tree_map(function, thing, is_leaf=lambda part: isinstance(part, View))
+    return tree_map(function, thing, is_leaf=is_view)
 
 
-def views_in(thing: Any) -> Iterator[View]:
-    if isinstance(thing, View):
-        yield thing
-    elif isinstance(thing, tuple | list):
-        for part in thing:
-            yield from views_in(part)
-    elif isinstance(thing, dict):
-        yield from views_in(list(thing.values()))
+def is_view(part: Any) -> bool:
+    return isinstance(part, View)
 
 
 def is_wrapped(tensor: Tensor) -> bool:

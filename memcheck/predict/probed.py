@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from memcheck.predict.autocast import dtype_in_use
 from memcheck.predict.known_contents import KnownContents, is_meta, is_wrapped
@@ -115,6 +115,10 @@ class Layout:
         return torch._neg_view(tensor) if self.negated else tensor
 
 
+def is_layout(part: Any) -> bool:
+    return isinstance(part, Layout)
+
+
 def in_short(numbers: list[Any]) -> Any:
     """The numbers, or a hash of many."""
     return numbers if len(numbers) <= FEW else hashlib.sha256(repr(numbers).encode()).hexdigest()[:16]
@@ -147,9 +151,7 @@ class FunctionCall:
         """
         given = iter(tensors)
         args, kwargs = tree_map(
-            lambda part: next(given) if isinstance(part, Layout) else part,
-            (self.args, self.kwargs),
-            is_leaf=lambda part: isinstance(part, Layout),
+            lambda part: next(given) if is_layout(part) else part, (self.args, self.kwargs), is_leaf=is_layout
         )
         with torch.autocast("cpu", self.autocast, enabled=self.autocast is not None):
             if not self.writes:
@@ -164,14 +166,7 @@ class FunctionCall:
 
     @property
     def layouts(self) -> list[Layout]:
-        found: list[Layout] = []
-
-        def note(part: Any) -> None:
-            if isinstance(part, Layout):
-                found.append(part)
-
-        tree_map(note, (self.args, self.kwargs), is_leaf=lambda part: isinstance(part, Layout))
-        return found
+        return list(filter(is_layout, tree_leaves((self.args, self.kwargs), is_leaf=is_layout)))
 
 
 def call_to_check(func: Any, args: Any, kwargs: Any, contents: KnownContents) -> FunctionCall | None:
@@ -193,22 +188,15 @@ def call_to_check(func: Any, args: Any, kwargs: Any, contents: KnownContents) ->
 
     args_, kwargs_ = tree_map(layout, (args, kwargs))
     call = FunctionCall(func, args_, kwargs_, torch.is_grad_enabled(), dtype_in_use("cpu"))
-    return call if call.layouts and is_repeatable(args, kwargs) else None
+    return call if call.layouts and all(map(is_plain, tree_leaves((args, kwargs)))) else None
 
 
 def are_usual(args: Any, kwargs: Any) -> bool:
     """Whether the operands are plain, and those of floating point have one dtype."""
-    leaves: list[Any] = []
-    tree_map(leaves.append, (args, kwargs))
+    leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     floating = {x.dtype for x in tensors if x.is_floating_point()}
     return are_plain(tensors) and len(floating) <= 1 and not any(isinstance(leaf, complex) for leaf in leaves)
-
-
-def is_repeatable(args: Any, kwargs: Any) -> bool:
-    leaves: list[Any] = []
-    tree_map(leaves.append, (args, kwargs))
-    return all(is_plain(leaf) for leaf in leaves)
 
 
 def is_plain(leaf: Any) -> bool:

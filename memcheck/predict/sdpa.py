@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +49,15 @@ class Attention:
         return self.q.shape[-1]
 
 
+@dataclass(frozen=True)
+class Backend:
+    """A backend: whether it is switched on, whether it accepts a call, and its operators."""
+
+    is_enabled: Callable[[], bool]
+    takes: Callable[[Attention, Target], bool]
+    run: Callable[[Attention], Any]
+
+
 def attention(
     target: Target,
     query: Tensor,
@@ -66,9 +76,10 @@ def attention(
         mask, bias, is_causal = None, None if square else bias, square
     call = Attention(query, key, value, mask, is_causal, dropout_p, scale, bias is not None, enable_gqa)
     if bias is not None:
-        backend = fused_lower_right(call, target)
+        # The first that accepts the call without an explicit mask.
+        backend = first_taking(call, target, () if target.kind == "cpu" else ("flash", "efficient"))
         if backend is not None:
-            y: Tensor = BACKENDS[backend](call)
+            y: Tensor = backend.run(call)
             return y
         call = dataclasses.replace(call, mask=bias._materialize(query.device), lower_right=False)
     if not (target.has(ATTENTION_OF_THREE_DIMENSIONS) and all(x.dim() == 3 for x in (query, key, value))):
@@ -80,10 +91,14 @@ def attention(
 
 
 def dispatched(call: Attention, target: Target) -> Tensor:
-    """Calls the backend that the target chooses."""
-    backend = chosen(call, target)
-    y: Tensor = math_attention(call) if backend == "math" else BACKENDS[backend](call)
-    return y
+    """Calls the first enabled backend of the target that accepts the call."""
+    order = ("flash (cpu)", "math") if target.kind == "cpu" else cuda_order(target)
+    if (backend := first_taking(call, target, order)) is not None:
+        y: Tensor = backend.run(call)
+        return y
+    on_cpu = target.kind == "cpu"
+    error = "No viable backend for scaled_dot_product_attention was found" if on_cpu else "No available kernel"
+    raise RuntimeError(f"{error}: of {', '.join(order)}, those that are switched on do not take it")
 
 
 def causal_bias(mask: Tensor | None) -> CausalBias | None:
@@ -93,22 +108,10 @@ def causal_bias(mask: Tensor | None) -> CausalBias | None:
     return mask if module is not None and isinstance(mask, module.CausalBias) else None
 
 
-def fused_lower_right(call: Attention, target: Target) -> str | None:
-    """For bottom-right causal masks: the first backend that accepts the call without an explicit mask."""
-    if target.kind == "cpu":
-        return None
-    return next((name for name in ("flash", "efficient") if SWITCHES[name]() and TAKES[name](call, target)), None)
-
-
-def chosen(call: Attention, target: Target) -> str:
-    """The first enabled backend of the target that accepts the call."""
-    order = ("flash (cpu)", "math") if target.kind == "cpu" else cuda_order(target)
-    for backend in order:
-        if SWITCHES[backend]() and (backend == "math" or TAKES[backend](call, target)):
-            return backend
-    on_cpu = target.kind == "cpu"
-    error = "No viable backend for scaled_dot_product_attention was found" if on_cpu else "No available kernel"
-    raise RuntimeError(f"{error}: of {', '.join(order)}, those that are switched on do not take it")
+def first_taking(call: Attention, target: Target, names: tuple[str, ...]) -> Backend | None:
+    """The first enabled backend of these that accepts the call."""
+    backends = [BACKENDS[name] for name in names]
+    return next((one for one in backends if one.is_enabled() and one.takes(call, target)), None)
 
 
 def cuda_order(target: Target) -> tuple[str, ...]:
@@ -117,15 +120,6 @@ def cuda_order(target: Target) -> tuple[str, ...]:
     major = target.architecture[0] if target.architecture else 0
     prefers_cudnn = major in (9, 10) and target.has(CUDNN_FIRST)
     return ("cudnn", *fused, "math") if prefers_cudnn else (*fused, "math", "cudnn")
-
-
-SWITCHES = {
-    "flash (cpu)": torch.backends.cuda.flash_sdp_enabled,
-    "flash": torch.backends.cuda.flash_sdp_enabled,
-    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
-    "math": torch.backends.cuda.math_sdp_enabled,
-}
 
 
 def is_dense(call: Attention) -> bool:
@@ -185,9 +179,6 @@ def is_half(call: Attention, target: Target) -> bool:
     return call.q.dtype == torch.float16 or (ampere and call.q.dtype == torch.bfloat16)
 
 
-TAKES = {"flash (cpu)": cpu_flash_takes, "flash": flash_takes, "efficient": efficient_takes, "cudnn": cudnn_takes}
-
-
 def additive(call: Attention) -> Tensor | None:
     """The mask as an additive one. The numbers that a boolean mask is converted with are CPU tensors."""
     if call.mask is None or call.mask.dtype != torch.bool:
@@ -244,4 +235,10 @@ def cudnn(call: Attention) -> Any:
     return operator(call.q, call.k, call.v, additive(call), call.trains, call.dropout, call.causal, False, **more)[0]
 
 
-BACKENDS = {"flash (cpu)": cpu_flash, "flash": flash, "efficient": efficient, "cudnn": cudnn}
+BACKENDS = {
+    "flash (cpu)": Backend(torch.backends.cuda.flash_sdp_enabled, cpu_flash_takes, cpu_flash),
+    "flash": Backend(torch.backends.cuda.flash_sdp_enabled, flash_takes, flash),
+    "efficient": Backend(torch.backends.cuda.mem_efficient_sdp_enabled, efficient_takes, efficient),
+    "cudnn": Backend(torch.backends.cuda.cudnn_sdp_enabled, cudnn_takes, cudnn),
+    "math": Backend(torch.backends.cuda.math_sdp_enabled, lambda call, target: True, math_attention),
+}

@@ -14,7 +14,7 @@ from torch import Tensor
 from memcheck.core.tensors import tensors_in
 from memcheck.predict.known_contents import KnownContents
 from memcheck.predict.operators.facts import add, doubt, facts_of
-from memcheck.predict.scratch import Unlisted
+from memcheck.predict.scratch import OperatorCall, Target, Unlisted, call_of
 
 
 class Decided(KnownContents):
@@ -68,34 +68,29 @@ class Decided(KnownContents):
         return known
 
 
-def nonzero(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    (x,) = args
+def nonzero(decided: Decided, func: Any, call: OperatorCall) -> None:
     words = "aten::nonzero returns a row per element that is not 0, which depends on values; assumed: all elements"
-    number = decided.count(x, words)
-    decided.output = torch.empty(number, x.dim(), dtype=torch.int64, device="meta")
+    number = decided.count(call.self, words)
+    decided.output = torch.empty(number, call.self.dim(), dtype=torch.int64, device="meta")
 
 
-def masked_select(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    x, mask = args
+def masked_select(decided: Decided, func: Any, call: OperatorCall) -> None:
     words = "aten::masked_select returns the elements where the mask is True, which depends on values; assumed: all"
-    number = decided.count(mask, words)
-    shape = torch.broadcast_shapes(x.shape, mask.shape)
+    number, mask = decided.count(call.mask, words), call.mask
+    shape = torch.broadcast_shapes(call.self.shape, mask.shape)
     times = torch.Size(shape).numel() // mask.numel() if mask.numel() else 0
-    decided.output = torch.empty(number * times, dtype=x.dtype, device="meta")
+    decided.output = torch.empty(number * times, dtype=call.self.dtype, device="meta")
 
 
-def index(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def index(decided: Decided, func: Any, call: OperatorCall) -> None:
     """A mask is read as the positions of its True elements, one index per dimension of the mask."""
-    indices = positions(decided, args[1], "aten::index")
-    decided.output = func(args[0], indices, *args[2:], **kwargs)
+    decided.output = func(call.self, positions(decided, call.indices, "aten::index"))
 
 
-def index_put(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    _, indices, put, *rest = args
-    adds = rest[0] if rest else kwargs.get("accumulate", False)
-    masks = [part for part in indices if part is not None]
-    if put.numel() != 1 or adds or len(masks) != 1:  # Else it fills where the mask is True.
-        positions(decided, indices, func._schema.name)
+def index_put(decided: Decided, func: Any, call: OperatorCall) -> None:
+    fills = call.arguments["values"].numel() == 1 and not call.accumulate  # Where the mask is True.
+    if not fills or sum(part is not None for part in call.indices) != 1:
+        positions(decided, call.indices, call.name)
 
 
 def positions(decided: Decided, indices: Any, name: str) -> list[Tensor | None]:
@@ -110,46 +105,41 @@ def positions(decided: Decided, indices: Any, name: str) -> list[Tensor | None]:
     return found
 
 
-def masked_scatter_backward(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    decided.count(args[1], "aten::masked_scatter_backward selects by a mask, which depends on values; assumed: all")
+def masked_scatter_backward(decided: Decided, func: Any, call: OperatorCall) -> None:
+    decided.count(call.mask, "aten::masked_scatter_backward selects by a mask, which depends on values; assumed: all")
 
 
-def unique(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
+def unique(decided: Decided, func: Any, call: OperatorCall) -> None:
     """Unknown values are assumed to differ. Inverse and counts have no element unless they are asked for."""
-    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
-    x, dim = given["self"], given.get("dim")
-    words = f"{func._schema.name} returns the values that differ, which depends on values; assumed: all of them"
+    x, dim = call.self, call.arguments.get("dim")
+    words = f"{call.name} returns the values that differ, which depends on values; assumed: all of them"
     if (known := decided.known(x, words)) is not None:
-        decided.output = tuple(part.to("meta") for part in func(known, *args[1:], **kwargs))
+        decided.output = tuple(part.to("meta") for part in func(**{**call.arguments, "self": known}))
         return
     number = x.numel() if dim is None else x.shape[dim]
-    shape = (number,) if dim is None else x.shape
-    inverse = (number,) if dim is not None else x.shape
+    inverse = x.shape if dim is None else (number,)
     sizes = [
-        shape,
-        inverse if given.get("return_inverse") else (0,),
-        (number,) if given.get("return_counts") else (0,),
+        ((number,) if dim is None else x.shape, x.dtype),
+        (inverse if call.arguments.get("return_inverse") else (0,), torch.int64),
+        ((number,) if call.arguments.get("return_counts") else (0,), torch.int64),
     ]
-    dtypes = [x.dtype, torch.int64, torch.int64]
-    made = (torch.empty(size, dtype=dtype, device="meta") for size, dtype in zip(sizes, dtypes, strict=True))
-    decided.output = tuple(made)[: len(func._schema.returns)]
+    made = tuple(torch.empty(size, dtype=dtype, device="meta") for size, dtype in sizes)
+    decided.output = made[: len(func._schema.returns)]
     decided.contents[id(x)] = torch.arange(x.numel()).to(x.dtype).view(x.shape)
 
 
-def bincount(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    x, weights, least = (*args, None, 0)[:3] if len(args) < 3 else args[:3]
-    weights, least = kwargs.get("weights", weights), kwargs.get("minlength", least)
+def bincount(decided: Decided, func: Any, call: OperatorCall) -> None:
+    x, weights = call.self, call.weights
     words = "aten::bincount returns a count up to the largest value, which depends on values; assumed: minlength, or 1"
     known = decided.known(x, words)
     most = int(known.max()) + 1 if known is not None and known.numel() else min(x.numel(), 1)
     dtype = torch.int64 if weights is None else torch.float32 if weights.dtype == torch.float32 else torch.float64
-    decided.output = torch.empty(max(most, least), dtype=dtype, device="meta")
+    decided.output = torch.empty(max(most, call.minlength), dtype=dtype, device="meta")
 
 
-def repeat_interleave(decided: Decided, func: Any, args: Any, kwargs: dict[str, Any]) -> None:
-    (repeats,) = args
+def repeat_interleave(decided: Decided, func: Any, call: OperatorCall) -> None:
     words = "aten::repeat_interleave returns as many as the repeats say, which depends on values; assumed: 1 each"
-    size = kwargs.get("output_size")
+    repeats, size = call.repeats, call.output_size
     known = decided.known(repeats, words)
     number = size if size is not None else int(known.sum()) if known is not None else repeats.numel()
     decided.output = torch.empty(number, dtype=repeats.dtype, device="meta")
@@ -184,7 +174,8 @@ def decided_by_values(func: Any, args: Any, kwargs: dict[str, Any], contents: Kn
     if rule is None or (rule in (index, index_put) and not has_mask(args[1])):
         return None
     decided, out = Decided(contents), kwargs.get("out")
-    rule(decided, func, args, {key: value for key, value in kwargs.items() if key != "out"})
+    given = {key: value for key, value in kwargs.items() if key != "out"}
+    rule(decided, func, call_of(func, args, given, (), Target("cpu")))
     if out is not None and decided.output is not None:
         decided.output, decided.size = out, decided.output.shape
     return decided
