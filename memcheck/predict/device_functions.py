@@ -19,10 +19,9 @@ from memcheck.core.tensors import tensors_in
 from memcheck.predict.allocation_mode import AllocationMode
 from memcheck.predict.autocast import cast_for
 from memcheck.predict.known_contents import is_meta
-from memcheck.predict.on_device import ANSWERS, Extremum, Mish, answer, capability_of, moved, one_hot
+from memcheck.predict.on_device import ANSWERS, Extremum, Mish, answer, capability_of, fused_rms_norm, moved, one_hot
 from memcheck.predict.probed import call_to_check
 from memcheck.predict.python_functions import Bodies, answered, original, yes
-from memcheck.predict.rms_norm import fused_rms_norm, is_fused
 from memcheck.predict.scratch import Unlisted
 from memcheck.predict.sdpa import attention
 from memcheck.predict.torch_versions import FUSED_RMS_NORM
@@ -107,12 +106,10 @@ class DeviceFunctions(TorchFunctionMode):
                 return attention(self.mode.target, *args, **kwargs)
         if func in (torch.nn.functional.rms_norm, torch.rms_norm) and target.kind == "cuda":
             args, kwargs = cast_for("rms_norm", args, kwargs)
-        fuses_norms = target.kind == "cuda" and target.has(FUSED_RMS_NORM)
-        if func in (torch.nn.functional.rms_norm, torch.rms_norm) and fuses_norms and is_fused(*args, **kwargs):
-            y = fused_rms_norm(*args, **kwargs)
-            if y.requires_grad:
-                self.mode.note_unknown("the partial sums of rms_norm's backward", "backward")
-            return y
+            if target.has(FUSED_RMS_NORM) and (y := fused_rms_norm(*args, **kwargs)) is not None:
+                if y.requires_grad:
+                    self.mode.note_unknown("the partial sums of rms_norm's backward", "backward")
+                return y
         if getattr(func, "__name__", "") in CLOSED and target.kind == "cpu":
             from memcheck.predict import rnn
 

@@ -40,6 +40,26 @@ class Mish(torch.autograd.Function):
         return torch.empty_like(x)
 
 
+class FusedRMSNorm(torch.autograd.Function):
+    """torch.nn.functional.rms_norm, on CUDA one kernel in newer releases, which keeps x and a number for each row.
+
+    On other devices, and on meta tensors, torch composes it of elementwise operators.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, dims: int) -> Tensor:
+        """x (..,E), weight (E)"""
+        wide = torch.promote_types(x.dtype, torch.float32)
+        inverse_root = torch.empty((*x.shape[:-dims], *[1] * dims), dtype=wide, device=x.device)
+        ctx.save_for_backward(x, weight, inverse_root)
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, _ = ctx.saved_tensors
+        return torch.empty_like(x), torch.empty_like(weight), None
+
+
 class Extremum(torch.autograd.Function):
     """The largest or smallest element of a whole tensor, whose backward on the CPU is another one under a mode."""
 
@@ -55,6 +75,12 @@ class Extremum(torch.autograd.Function):
         mask = x == y
         found = x.new_zeros(x.shape)
         return found.masked_fill_(mask, gradients[0] / mask.sum()), None
+
+
+def fused_rms_norm(x: Tensor, shape: list[int], weight: Any = None, eps: float | None = None) -> Tensor | None:
+    """torch.nn.functional.rms_norm as one kernel; None if it is not fused."""
+    fuses = weight is not None and x.dtype == weight.dtype
+    return FusedRMSNorm.apply(x, weight, len(shape)) if fuses else None
 
 
 def one_hot(target: Target, x: Tensor, num_classes: int = -1) -> Tensor:

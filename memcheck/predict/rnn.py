@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-Weights = Sequence[
-    Any
-]  # tensors, or None where there is none: of the input, of the hidden state, their biases, and of a projection
+# Tensors, or None where there is none: of the input, of the hidden state, their biases, and of a projection.
+Weights = Sequence[Any]
 Cell = Callable[[Tensor, Any, Weights], Any]
 
 

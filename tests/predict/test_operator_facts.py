@@ -374,6 +374,7 @@ def test_no_operator_is_claimed_in_vain() -> None:
 FIGURES = ("output_bytes", "forward_peak_bytes", "saved_bytes", "backward_peak_bytes", "gradient_bytes")
 
 
+@pytest.mark.slow
 def test_functions_are_predicted_to_the_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEMCHECK_PROBES", str(tmp_path / "probes.jsonl"))
     torch.utils.deterministic.fill_uninitialized_memory = False
