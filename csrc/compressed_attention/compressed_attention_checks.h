@@ -237,24 +237,31 @@ struct BackwardInputs {
   Mask wanted;
 };
 
-inline Sizes check_backward(const char* op, const BackwardInputs& in) {
-  const bool needs_all = in.wanted[0] || in.wanted[1] || in.wanted[3];
-  const Sizes n = check_blocks(op, in.q, in.kc, defined_or_not(in.vc), in.kv_len, in.options, needs_all);
+// What a forward returned for q, and the gradients of that.
+inline void check_results(const char* op, const Sizes& n, const at::Tensor& q, const at::Tensor& grad_y,
+                          const std::optional<at::Tensor>& y, bool needs_y, const at::Tensor& lse,
+                          const std::optional<at::Tensor>& grad_lse) {
   const auto check_like_q = [&](const char* name, const at::Tensor& x) {
     check_rank(op, name, x, 4, "(B,H,S,D)");
     check_shape(op, name, x, "(B,H,S,D)", {n.B, n.H, n.S, n.D}, "q");
-    check_like(op, name, x, in.q, "q");
+    check_like(op, name, x, q, "q");
   };
-  check_like_q("grad_y", in.grad_y);
-  if (in.y || (needs_all && is_exact(in.q))) check_like_q("y", defined_or_not(in.y));
+  check_like_q("grad_y", grad_y);
+  if (y || (needs_y && is_exact(q))) check_like_q("y", defined_or_not(y));
   const auto check_numbers = [&](const char* name, const at::Tensor& x) {
     check_tensor(op, name, x);
     check_shape(op, name, x, "(B,H,S)", {n.B, n.H, n.S}, "q");
-    check_dtype(op, name, x, acc_scalar_type(in.q.scalar_type()), "the accumulation type of q");
-    check_device(op, name, x, in.q, "q");
+    check_dtype(op, name, x, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
+    check_device(op, name, x, q, "q");
   };
-  check_numbers("lse", in.lse);
-  if (in.grad_lse) check_numbers("grad_lse", *in.grad_lse);
+  check_numbers("lse", lse);
+  if (grad_lse) check_numbers("grad_lse", *grad_lse);
+}
+
+inline Sizes check_backward(const char* op, const BackwardInputs& in) {
+  const bool needs_all = in.wanted[0] || in.wanted[1] || in.wanted[3];
+  const Sizes n = check_blocks(op, in.q, in.kc, defined_or_not(in.vc), in.kv_len, in.options, needs_all);
+  check_results(op, n, in.q, in.grad_y, in.y, needs_all, in.lse, in.grad_lse);
   if (in.sink || in.wanted[3]) check_sink(op, n, in.q, defined_or_not(in.sink));
   return n;
 }

@@ -141,20 +141,7 @@ GradientLists check_backward_and_allocate(const at::Tensor& grad_y, const at::Te
                                           const MaybeTensor& grad_lse, const MaybeTensor& sink, const Places& places,
                                           const Options& options, Mask wanted) {
   check_sequences(kBackward, q, kc, vc, sink, places, options);
-  const Sizes all = sizes_of_all(q, kc);
-  check_rank(kBackward, "grad_y", grad_y, 4, "(B,H,S,D)");
-  check_shape(kBackward, "grad_y", grad_y, "(B,H,S,D)", {all.B, all.H, all.S, all.D}, "q");
-  check_like(kBackward, "grad_y", grad_y, q, "q");
-  if (y || is_exact(q)) {
-    check_tensor(kBackward, "y", defined_or_not(y));
-    check_shape(kBackward, "y", *y, "(B,H,S,D)", {all.B, all.H, all.S, all.D}, "q");
-    check_like(kBackward, "y", *y, q, "q");
-  }
-  for (const at::Tensor& x : {lse, defined_or_not(grad_lse)}) {
-    if (!x.defined()) continue;
-    check_shape(kBackward, "lse", x, "(B,H,S)", {all.B, all.H, all.S}, "q");
-    check_dtype(kBackward, "lse", x, acc_scalar_type(q.scalar_type()), "the accumulation type of q");
-  }
+  check_results(kBackward, sizes_of_all(q, kc), q, grad_y, y, /*needs_y=*/true, lse, grad_lse);
   const auto gradients_like = [](bool wanted, at::TensorList tensors) {
     Tensors gradients;
     for (const at::Tensor& x : tensors) gradients.push_back(empty_gradient(wanted, x));
