@@ -365,8 +365,9 @@ def compressed_attention_step(
 
 
 def compressed_attention_extend(*tensors: Any, **options: Any) -> Any:
-    """It consists of other operators."""
-    return torch.ops.memcheck.compressed_attention_extend.default.decompose(*tensors, **options)
+    """The operators that it consists of. Its own `decompose` would call this function, where the table has it."""
+    operator = torch.ops.memcheck.compressed_attention_extend.default
+    return operator._op_dk(torch._C.DispatchKey.CompositeImplicitAutograd, *tensors, **options)
 
 
 # ---- products with weights

@@ -210,6 +210,20 @@ def test_an_exported_program_has_no_operator_of_ours(name: str) -> None:
         assert_close_to_largest(program.module()(x), model(x))
 
 
+class InTwoPieces(torch.nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x[:, :, :7], x[:, :, 7:]
+        y, state = memcheck.compressed_attention(first, first, first, factor=3, return_state=True)
+        return torch.cat([y, memcheck.compressed_attention(second, second, second, factor=3, initial_state=state)], 2)
+
+
+def test_an_exported_call_that_goes_on_has_no_operator_of_ours() -> None:
+    x = random(1, 2, 20, 3)
+    program = torch.export.export(InTwoPieces(), (x,)).run_decompositions(memcheck.decompositions())
+    assert [str(node.target) for node in program.graph.nodes if "memcheck" in str(node.target)] == []
+    torch.testing.assert_close(program.module()(x), InTwoPieces()(x))
+
+
 @pytest.mark.ci
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MODELS)
