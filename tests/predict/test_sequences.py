@@ -152,7 +152,9 @@ def test_states_of_compressed_attention_are_predicted() -> None:
         y, state = memcheck.compressed_attention(*first, factor=8, return_state=True)
         return y, memcheck.compressed_attention(*rest, factor=8, initial_state=state)
 
-    assert_same(in_two_pieces, *inputs("compressed", "left"))
+    given = inputs("compressed", "left")
+    assert_same(in_two_pieces, *given)
+    assert_same(torch.inference_mode()(in_two_pieces), *given, backward=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
