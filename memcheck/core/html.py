@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 
-from memcheck.core.units import format_bytes
+from memcheck.core.units import format_bytes, largest_first
 
 STYLE = """<style>
 .memcheck { max-width: 75em; overflow-wrap: anywhere; }
@@ -67,13 +67,10 @@ def bars(rows: Sequence[tuple[str, str, int]]) -> str:
     return "<table><tbody>\n" + "\n".join(lines) + "\n</tbody></table>"
 
 
-def largest_first(sizes: Mapping[str, int]) -> str:
+def sizes_table(sizes: Mapping[str, int]) -> str:
     """A table of bytes and names, with what is beyond the longest list in one row."""
-    rows = sorted(sizes.items(), key=lambda row: -row[1])
-    rest = rows[MOST_ROWS:]
-    more = [(f"{len(rest)} more", sum(size for _, size in rest))] if rest else []
-    cells = [(format_bytes(size), name) for name, size in [*rows[:MOST_ROWS], *more] if size]
-    return table(("", ""), cells, (True, False))
+    rows = largest_first(((size, name) for name, size in sizes.items()), MOST_ROWS)
+    return table(("", ""), [(format_bytes(size), name) for size, name in rows if size], (True, False))
 
 
 def timeline(steps: Sequence[tuple[str, int]]) -> str:

@@ -214,7 +214,7 @@ class Record:
         parts.append(html.timeline(steps))
         parts += [html.modules(modules)] if modules and set(modules) != {""} else []
         if (alive := self.alive_then()) is not None:
-            parts.append(html.paragraphs([f"Alive {alive[0]}:"]) + html.largest_first(alive[1]))
+            parts.append(html.paragraphs([f"Alive {alive[0]}:"]) + html.sizes_table(alive[1]))
         about = "Not known: " if self.source == "predicted" and self.exact is False else ""
         doubts = [f"{about}{doubt}" if doubt.startswith("what ") else doubt for doubt in self.doubts]
         return html.fragment(*filter(None, parts), html.paragraphs(map(html.sentence, doubts), "note"))

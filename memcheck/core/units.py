@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -66,6 +67,13 @@ def format_bytes(size: float) -> str:
 def counted(number: int, noun: str) -> str:
     """ "1 step", or "1,000 steps"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def largest_first(sizes: Iterable[tuple[int, str]], most: int) -> list[tuple[int, str]]:
+    """The largest (bytes, name), and one entry for all others: (their sum, "3 more")."""
+    ordered = sorted(sizes, key=lambda entry: -entry[0])
+    rest = ordered[most:]
+    return [*ordered[:most], *([(sum(size for size, _ in rest), f"{len(rest)} more")] if rest else [])]
 
 
 def parse_sizes(text: str) -> list[int]:

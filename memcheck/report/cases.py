@@ -6,7 +6,6 @@ import dataclasses
 import textwrap
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from memcheck.core.devices import KNOWN_AS
@@ -47,6 +46,8 @@ FIELD_WORDS = {
         for name in ("state", "reserved", "output", "optimizer", "workspace", "library_workspace", "peak")
     },
 }
+# Sizes that only some operators have. If every operator has one value, they do not distinguish operators.
+OWN_SIZES = ("heads", "core_dim", "factor", "causal")
 NEEDS = ("forward_peak_bytes", "saved_bytes", "backward_peak_bytes")  # The main figures.
 
 
@@ -246,18 +247,6 @@ def parse_wanted(text: str) -> dict[str, str]:
     return wanted
 
 
-@dataclass
-class Pairing:
-    """Measured records with their predictions, and predictions without a measurement."""
-
-    pairs: list[tuple[Record, Record | None]] = field(default_factory=list)
-    lonely: list[Record] = field(default_factory=list)
-
-    @property
-    def both(self) -> list[tuple[Record, Record]]:
-        return [(measured, predicted) for measured, predicted in self.pairs if predicted is not None]
-
-
 def is_predicted(record: Record) -> bool:
     return record.source == "predicted"
 
@@ -267,19 +256,17 @@ def split_by_source(records: Sequence[R]) -> tuple[list[R], list[R]]:
     return [record for record in records if not is_predicted(record)], [*filter(is_predicted, records)]
 
 
-def pair(records: Sequence[Record]) -> Pairing:
-    """Matches by case and device. If a case has several predictions, the last one counts."""
+def pair(records: Sequence[Record]) -> list[tuple[Record, Record]]:
+    """Each measured record with the prediction of its case and device, the last one if there are several."""
     measured, predicted = split_by_source(records)
     predictions: dict[tuple[object, ...], list[Record]] = defaultdict(list)
     for record in predicted:
         predictions[case_of(record)].append(record)
-    pairing, used = Pairing(), set()
+    pairs = []
     for record in measured:
         fitting = [one for one in predictions[case_of(record)] if is_same_device(record, one)]
-        used |= set(map(id, fitting))
-        pairing.pairs.append((record, fitting[-1] if fitting else None))
-    pairing.lonely = [record for record in predicted if id(record) not in used]
-    return pairing
+        pairs += [(record, fitting[-1])] if fitting else []
+    return pairs
 
 
 def is_same_device(measured: Record, predicted: Record) -> bool:

@@ -98,7 +98,7 @@ def compare(before: Sequence[Record], after: Sequence[Record]) -> Comparison:
 
 def beside(*folders: Sequence[Record]) -> dict[int, str]:
     """Id of a measured record -> how it compares with its prediction."""
-    pairs = [both for records in folders for both in pair(records).both]
+    pairs = [both for records in folders for both in pair(records)]
     return {id(both[0]): words for both in pairs if (words := peak_ratio(*both))}
 
 

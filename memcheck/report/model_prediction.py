@@ -121,7 +121,8 @@ def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
     sums: dict[tuple[str, str], dict[str, int]] = defaultdict(lambda: dict.fromkeys(KINDS, 0))
     paths: dict[tuple[str, str], set[str]] = defaultdict(set)
     for piece in peak.alive:
-        group = (pattern_of(piece.module), kinds.get(piece.module, "") if piece.module else "")
+        pattern = re.sub(r"(?<![^.])\d+(?![^.])", "*", piece.module)  # "layers.*.mlp" for "layers.3.mlp".
+        group = (pattern, kinds.get(piece.module, "") if piece.module else "")
         sums[group][members.get(piece, "other")] += piece.bytes
         paths[group].add(piece.module)
     names, rest = by_size(sums, MOST_ROWS)
@@ -139,11 +140,6 @@ def modules_table(prediction: Prediction, kinds: Mapping[str, str]) -> Table:
     columns.append(Column("sum", "sum", "", ",.2f"))
     title = f"Alive at the peak, in the {peak.phase}, by module, {unit}"
     return Table("modules", title, columns, rows, [NOTE])
-
-
-def pattern_of(path: str) -> str:
-    """ "layers.*.mlp" for "layers.3.mlp"."""
-    return re.sub(r"(?<![^.])\d+(?![^.])", "*", path)
 
 
 def changes_table(base: Prediction, changes: Sequence[SettingChange], limit_bytes: int | None = None) -> Table:

@@ -52,7 +52,7 @@ BASES = {
 
 def prediction_table(records: Sequence[Record]) -> Table:
     """One row for each case that was both measured and predicted."""
-    pairs = pair(records).both
+    pairs = pair(records)
     measured = [record for record, _ in pairs]
     fields = [name for name in CASE_FIELDS if name in {"operator", "query_len", "kv_len", *varying(measured)}]
     columns = [Column("case", "case"), Column("status", "measured"), Column("predicted_status", "predicted")]

@@ -12,6 +12,7 @@ from memcheck.core.record import Record
 from memcheck.report.cases import (
     CASE_FIELDS,
     FIELD_WORDS,
+    OWN_SIZES,
     common_case,
     count_of,
     describe,
@@ -210,19 +211,11 @@ def pivot_tables(records: Sequence[Record], field: str) -> list[Table]:
     """Length by dimension, one table per operator, dtype and further setting; with a single dimension, by operator."""
     across: str = "dim"
     besides: tuple[str, ...] = ("query_len", "kv_len", "dim")
-    if "dim" not in varying(records) and one_each(records):
-        across, besides = "operator", ("query_len", "kv_len", "operator", *OPERATORS_OWN)
+    # Each operator has one row for each length and shared setting.
+    one_each = len({settings_of(record, OWN_SIZES) for record in records}) == len(records)
+    if "dim" not in varying(records) and one_each:
+        across, besides = "operator", ("query_len", "kv_len", "operator", *OWN_SIZES)
     return [pivot_table(rows, field, across, besides) for rows in groups_besides(records, besides)]
-
-
-# Sizes that only some operators have. If every operator has one value, they do not distinguish operators.
-OPERATORS_OWN = ("heads", "core_dim", "factor", "causal")
-
-
-def one_each(records: Sequence[Record]) -> bool:
-    """True if each operator has one row for each length and shared setting."""
-    besides = [field for field in CASE_FIELDS if field in OPERATORS_OWN]
-    return len({settings_of(record, besides) for record in records}) == len(records)
 
 
 def pivot_table(records: Sequence[Record], field: str, across: str, besides: Sequence[str]) -> Table:

@@ -9,7 +9,7 @@ from typing import Any
 
 from memcheck.core.doubts import reason_in_short
 from memcheck.core.record import Record, sequence_words
-from memcheck.core.units import format_bytes
+from memcheck.core.units import format_bytes, largest_first
 from memcheck.report.cases import FIELD_WORDS, NEEDS, failure_note, lengths, need, ratio_words, tokens_that_count
 from memcheck.report.tables import SPREAD, THREE_DIGITS, TIME, Cell, Column, Layout, Screen, Verdict, text_of
 
@@ -294,24 +294,20 @@ def explanation(record: Record, top: int) -> str:
     for phase in dict.fromkeys(row.get("phase") for row in alive):
         peak = getattr(record, f"{phase}_peak_bytes", None)
         lines.append(f"  alive at the peak of the {phase}" + (f", {format_bytes(peak)}:" if peak is not None else ":"))
-        lines += largest_first(((row["bytes"], row["name"]) for row in alive if row.get("phase") == phase), top)
+        lines += size_lines(((row["bytes"], row["name"]) for row in alive if row.get("phase") == phase), top)
     if record.saved_tensors:
         kept = "" if record.saved_bytes is None else f", {format_bytes(record.saved_bytes)}"
         lines.append(f"  kept for backward{kept}:")
-        lines += largest_first(((row["bytes"], saved_name(row)) for row in record.saved_tensors), top)
+        lines += size_lines(((row["bytes"], saved_name(row)) for row in record.saved_tensors), top)
     lines += [f"  note: {doubt}" for doubt in record.doubts if not reason_in_short(doubt)]
     return "\n".join(lines) if len(lines) > 1 else f"{lines[0]}\n  nothing is known beyond its row"
+
+
+def size_lines(sizes: Iterable[tuple[int, str]], top: int) -> list[str]:
+    return [f"    {format_bytes(size):>10}  {name}" for size, name in largest_first(sizes, top)]
 
 
 def saved_name(row: dict[str, Any]) -> str:
     shape = ",".join(map(str, row["shape"]))
     dtype = str(row["dtype"]).removeprefix("torch.")
     return f"{dtype} ({shape})" + (f", of {row['name']}" if row.get("name") else "")
-
-
-def largest_first(rows: Iterable[tuple[int, Any]], top: int) -> list[str]:
-    """Lines of a size and a name; the smallest entries are summed in the last line."""
-    ordered = sorted(rows, key=lambda row: -row[0])
-    largest, rest = (ordered, []) if len(ordered) <= top else (ordered[:top], ordered[top:])
-    rest = [(sum(size for size, _ in rest), f"{len(rest)} more")] if rest else []
-    return [f"    {format_bytes(size):>10}  {name}" for size, name in [*largest, *rest]]

@@ -14,6 +14,7 @@ from memcheck.core.record import Record, sequence_words
 from memcheck.core.units import format_bytes
 from memcheck.report.cases import (
     CASE_FIELDS,
+    OWN_SIZES,
     attention,
     common_case,
     count_of,
@@ -36,8 +37,7 @@ from memcheck.report.cases import (
 from memcheck.report.predictions import agreement
 from memcheck.report.rows import SHORT_DTYPES
 
-# Sizes that only some operators have; cases that differ in nothing else are comparable.
-OPERATORS_OWN = ("operator", "heads", "core_dim", "factor", "causal", "compiled")
+OPERATORS_OWN = ("operator", *OWN_SIZES, "compiled")  # Cases that differ in nothing else are comparable.
 STATUS_WORDS = {
     "unsupported": "unsupported here",
     "error": "ended in an error",
@@ -69,7 +69,7 @@ def summary(records: Sequence[Record]) -> list[str]:
         return [*(summary(operators) if operators else []), *model_summary(models)]
     measured, predicted = split_by_source(records)
     if measured and predicted:
-        pairs = pair(records).both
+        pairs = pair(records)
         return [*summary(measured), what_was_predicted(predicted), *([agreement(pairs)] if pairs else [])]
     first = what_was_predicted(records) if predicted else what_was_measured(records)
     return [first, *answer(records), *what_is_missing(records), *doubt_lines(records)]

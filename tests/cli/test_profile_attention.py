@@ -160,7 +160,7 @@ def test_sequences_are_padded_and_packed(profile, tmp_path) -> None:
     ]
     assert {record.lengths for record in records} == {(8, 3, 5)}
     assert all(record.status == "ok" and record.forward_peak_bytes for record in measured)
-    assert len(pair(records).both) == 4
+    assert len(pair(records)) == 4
     _, records = profile(*flags, "--attention-type", "softplus", "--packed")
     assert [record.layout for record in records] == ["packed"]
     stored = read_records(tmp_path)
@@ -608,7 +608,7 @@ def test_predictions_are_rows_of_their_own_kind(profile, tmp_path, mode: str) ->
         ("softplus", "predicted"),
     ]
     assert sorted(map(Record.to_json, read_records(tmp_path))) == sorted(map(Record.to_json, records))
-    both = pair(records).both
+    both = pair(records)
     assert len(both) == 2
     for measured, predicted in both:
         assert predicted.exact

@@ -583,7 +583,7 @@ def test_measured_and_predicted_rows_share_a_folder(tmp_path, capsys, no_files) 
     assert [row["source"] for row in json.loads(printed.out)] == ["measured"] * 4 + ["predicted"] * 4
     assert json.loads((tmp_path / "sweep.json").read_text())["environment"]["device_name"] != "cpu"
     assert "4 cases: 4 ok; predicted: 4 cases: 4 ok" in printed.err
-    both = pair(records).both
+    both = pair(records)
     assert len(both) == 4
     assert all(measured.forward_peak_bytes == predicted.forward_peak_bytes for measured, predicted in both)
     # They are known again.

@@ -828,13 +828,11 @@ def test_a_prediction_stands_beside_the_measurement_of_its_case() -> None:
     ],
 )
 def test_only_predictions_for_the_same_device_stand_beside_it(measured_on, predicted_for, together: bool) -> None:
-    pairing = pair([found(**measured_on), foreseen(**predicted_for)])
-    assert bool(pairing.both) is together
-    assert bool(pairing.lonely) is not together
+    assert bool(pair([found(**measured_on), foreseen(**predicted_for)])) is together
 
 
 def test_the_last_of_several_predictions_counts() -> None:
-    ((_, prediction),) = pair([foreseen(saved_bytes=1), found(), foreseen(saved_bytes=2)]).both
+    ((_, prediction),) = pair([foreseen(saved_bytes=1), found(), foreseen(saved_bytes=2)])
     assert prediction.saved_bytes == 2
 
 

@@ -66,7 +66,7 @@ def line_figure(
         line.name for line in lines if any(quantity.missing(row) for _, row in line.points for quantity in quantities)
     ]
     # On linear axes, one huge prediction would flatten all measurements.
-    sizes = [value for line in lines for quantity in quantities for _, value in measured(line, quantity)]
+    sizes = [value for line in lines for quantity in quantities for _, value in quantity.along(line.points)]
     limit = math.inf if log or not sizes else 1.25 * max(sizes)
     # Each row of marks needs extra height, and each name needs room beside the panel.
     height = 3.4 + ROW * len(rows) / 72 + max(0, len(lines) - 12) * NAME_GAP / 72
@@ -97,15 +97,6 @@ def dress(ax: Axes, view: View, title: str, *, log: bool) -> None:
     set_x(ax, view.positions, log=log, percent=view.x == "counted")
 
 
-def measured(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
-    return [(x, value) for x, record in line.points if (value := quantity.value(record)) is not None]
-
-
-def expected(line: Line, quantity: Quantity) -> list[tuple[int, float]]:
-    """The line's predictions, if it has measurements to compare them with."""
-    return [(x, value) for x, record in line.predictions if (value := quantity.value(record)) is not None]
-
-
 def predicted(line: Line, quantity: Quantity, limit: float) -> list[tuple[int, float]]:
     """Cases that were not run, with the value of their terms, up to a limit."""
     skipped = [(x, quantity.from_terms(record)) for x, record in line.points if quantity.missing(record) == "skipped"]
@@ -114,13 +105,13 @@ def predicted(line: Line, quantity: Quantity, limit: float) -> list[tuple[int, f
 
 def draw_lines(ax: Axes, lines: Sequence[Line], quantity: Quantity, limit: float, *, log: bool) -> None:
     for line in lines:
-        points = [(x, value) for x, value in measured(line, quantity) if value > 0 or not log]
+        points = [(x, value) for x, value in quantity.along(line.points) if value > 0 or not log]
         if points:
             draw_quartiles(ax, line, quantity)
-            dash = "-" if expected(line, quantity) else line.style.dash
+            dash = "-" if quantity.along(line.predictions) else line.style.dash
             hollow = HOLLOW if line.predicted else {}
             ax.plot(*zip(*points, strict=True), label=line.name, **look_of(line.style, ls=dash, **hollow))
-        if beside := [(x, value) for x, value in expected(line, quantity) if 0 < value <= limit]:
+        if beside := [(x, value) for x, value in quantity.along(line.predictions) if 0 < value <= limit]:
             # Drawn over the solid line, so that both are visible where they coincide.
             colour = shade_of(line.style.colour)
             ax.plot(*zip(*beside, strict=True), color=colour, lw=1.1, ls=(0, (4, 3)), label="_expected")
@@ -177,7 +168,7 @@ def end_names(lines: Sequence[Line], quantity: Quantity, limit: float) -> list[N
     """The last known value of each line, as text."""
     names = []
     for line in lines:
-        points, guesses = measured(line, quantity), predicted(line, quantity, limit)
+        points, guesses = quantity.along(line.points), predicted(line, quantity, limit)
         hollow = bool(guesses) and (not points or guesses[-1][0] > points[-1][0])
         if last := (guesses if hollow else points)[-1:]:
             value = format_value(last[0][1], quantity.unit) + (" predicted" if hollow else beside_words(line, quantity))
@@ -187,7 +178,7 @@ def end_names(lines: Sequence[Line], quantity: Quantity, limit: float) -> list[N
 
 def beside_words(line: Line, quantity: Quantity) -> str:
     """Compares the last known value with its prediction: " (=)" if equal to the byte, or " (1.02x)"."""
-    value, prediction = measured(line, quantity)[-1], dict(expected(line, quantity))
+    value, prediction = quantity.along(line.points)[-1], dict(quantity.along(line.predictions))
     if not prediction.get(value[0]):
         return ""
     share = value[1] / prediction[value[0]]
@@ -250,7 +241,7 @@ def drawn_values(panels: Collection[Axes]) -> list[float]:
 def notes(lines: Sequence[Line], quantities: Sequence[Quantity]) -> list[str]:
     """Explains the marks that the figure uses."""
     endings = {quantity.missing(row) for line in lines for quantity in quantities for _, row in line.points}
-    first = {line.name: [value for _, value in measured(line, quantities[0])] for line in lines}
+    first = {line.name: [value for _, value in quantities[0].along(line.points)] for line in lines}
     nothing = [name for name, values in first.items() if values and not any(values)]
     return [
         *(words for how, words in MISSING_HELP.items() if how in endings),
@@ -261,7 +252,7 @@ def notes(lines: Sequence[Line], quantities: Sequence[Quantity]) -> list[str]:
 
 def beside_notes(lines: Sequence[Line], quantities: Sequence[Quantity]) -> list[str]:
     """Explains how predictions are drawn, if there are any."""
-    beside = any(expected(line, quantity) for line in lines for quantity in quantities)
+    beside = any(quantity.along(line.predictions) for line in lines for quantity in quantities)
     return [BESIDE_HELP if beside else "", HOLLOW_HELP if any(line.predicted for line in lines) else ""]
 
 

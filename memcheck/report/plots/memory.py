@@ -19,9 +19,7 @@ from memcheck.report.plots.lines import (
     common_label,
     draw_lines,
     drawn_values,
-    expected,
     line_figure,
-    measured,
     missing_points,
 )
 from memcheck.report.plots.scales import ROW, axes_points, format_value, set_linear_ticks, set_x, set_y
@@ -72,7 +70,7 @@ def bar_figure(view: View, styles: Mapping[str, Style], *, quantities: Quantitie
     """Bars for one shape: a bar per operator, a panel per quantity. quantities: themselves, or how to choose them."""
     quantities = quantities(view.records) if callable(quantities) else quantities
     lines = view.lines(styles)
-    known = {line.name for line in lines for quantity in quantities if measured(line, quantity)}
+    known = {line.name for line in lines for quantity in quantities if quantity.along(line.points)}
     ended = {line.name for line in lines for quantity in quantities if any(missing_points(line, quantity, 0))}
     bars = [line for line in lines if line.name in known | ended]
     height = 0.6 + 0.36 * max(len(bars), 2)
@@ -103,7 +101,7 @@ def draw_bars(ax: Axes, lines: Sequence[Line], quantity: Quantity) -> None:
         text = MISSING_WORDS[how] if how else "-" if size is None else format_value(size, quantity.unit)
         text += beside_words(line, quantity) if width else ""
         # A dashed frame reaches to the predicted value.
-        frame = max((size for _, size in expected(line, quantity)), default=0.0)
+        frame = max((size for _, size in quantity.along(line.predictions)), default=0.0)
         if frame:
             ax.barh(place, frame, height=0.78, fill=False, edgecolor="black", ls=(0, (4, 3)), lw=1, label="_expected")
         ax.annotate(text, (max(width, frame), place), (4, 0), textcoords="offset points", va="center")

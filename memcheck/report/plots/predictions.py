@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from memcheck.core.record import Record
 from memcheck.core.style import Style
 from memcheck.report.cases import is_predicted, pair
-from memcheck.report.plots.lines import HOLLOW, Name, dress, expected, measured, name_lines
+from memcheck.report.plots.lines import HOLLOW, Name, dress, name_lines
 from memcheck.report.plots.memory import memory_quantities
 from memcheck.report.plots.scales import format_value, set_y
 from memcheck.report.plots.series import Line, Quantity, View
@@ -29,6 +29,10 @@ def from_terms(line: Line, quantity: Quantity) -> Values:
     return [(x, float(size)) for x, record in line.points if (size := quantity.from_terms(record))]
 
 
+def from_predictions(line: Line, quantity: Quantity) -> Values:
+    return quantity.along(line.predictions)
+
+
 @dataclass(frozen=True)
 class Expectation:
     """A source of expected values, and its wording in the plot."""
@@ -40,7 +44,7 @@ class Expectation:
 
 
 TERMS = Expectation(from_terms, "predicted, from the shapes alone", "measured less predicted", ratio=False)
-PREDICTION = Expectation(expected, "predicted", "measured / predicted", ratio=True)
+PREDICTION = Expectation(from_predictions, "predicted", "measured / predicted", ratio=True)
 
 
 def has_terms(records: Sequence[Record]) -> bool:
@@ -51,7 +55,7 @@ def has_terms(records: Sequence[Record]) -> bool:
 
 def has_prediction(records: Sequence[Record]) -> bool:
     quantity = memory_quantities(records)[-1]
-    return any(None not in map(quantity.value, both) for both in pair(records).both)
+    return any(None not in map(quantity.value, both) for both in pair(records))
 
 
 @in_house_style
@@ -64,7 +68,7 @@ def expectation_figure(
     figure, (both, difference) = new_panels(2, title, subtitle, panel=3.5, around=1.0)
     off: list[tuple[Line, Values]] = []  # x -> measured / expected - 1
     for line, wanted in lines:
-        found = measured(line, quantity)
+        found = quantity.along(line.points)
         draw_both(both, line, wanted, [(x, value) for x, value in found if value > 0])
         if shares := [(x, value / dict(wanted)[x] - 1) for x, value in found if dict(wanted).get(x)]:
             difference.plot(*zip(*shares, strict=True), label=line.name, **look_of(line.style, ls=line.style.dash))

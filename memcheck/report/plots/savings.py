@@ -33,13 +33,11 @@ def standard_among(names: Iterable[str]) -> str | None:
 
 
 @in_house_style
-def savings_bars(
-    view: View, styles: Mapping[str, Style], *, title: str, subtitle: str, standard: str | None = None
-) -> Figure:
+def savings_bars(view: View, styles: Mapping[str, Style], *, title: str, subtitle: str) -> Figure:
     """A panel per operator and a bar per x: the standard's peak memory divided by the operator's."""
     lines = view.lines(styles)
-    standard = standard or standard_among(line.name for line in lines)
-    if standard not in [line.name for line in lines]:
+    standard = standard_among(line.name for line in lines)
+    if standard is None:
         raise UsageError(f"the savings need a standard to compare with, got none of {', '.join(STANDARDS)}")
     quantity = memory_quantities(view.records)[-1]
     base = {x: record for line in lines if line.name == standard for x, record in line.points}

@@ -50,6 +50,9 @@ AXES = {
 MARKED = ("oom", "skipped", "timeout", "killed")
 
 
+Points = tuple[tuple[int, Record], ...]
+
+
 @dataclass(frozen=True)
 class Quantity:
     """The value that a panel shows: the maximum of some fields of a record."""
@@ -62,6 +65,10 @@ class Quantity:
     def value(self, record: Record) -> float | None:
         sizes = [getattr(record, name) for name in self.fields]
         return None if any(size is None for size in sizes) else max(sizes)
+
+    def along(self, points: Points) -> list[tuple[int, float]]:
+        """Position and value of the points that have a value."""
+        return [(x, value) for x, record in points if (value := self.value(record)) is not None]
 
     def from_terms(self, record: Record) -> int | None:
         """The same value, computed from the record's terms."""
@@ -103,9 +110,6 @@ def quantity_of(name: str) -> Quantity:
     return Quantity(
         words, (name,), unit, f"{words} {'time' if unit == 'ms' else 'memory'}".replace("peak memory", "peak")
     )
-
-
-Points = tuple[tuple[int, Record], ...]
 
 
 @dataclass(frozen=True)
