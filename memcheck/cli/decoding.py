@@ -17,7 +17,7 @@ from memcheck.cli.options import predicted_device
 from memcheck.core.case import Case
 from memcheck.core.devices import Device
 from memcheck.core.errors import UsageError
-from memcheck.core.units import format_bytes
+from memcheck.core.units import counted, format_bytes
 from memcheck.predict.replay import Prediction
 from memcheck.report import render, terms_table
 from memcheck.report.rows import MIB
@@ -182,7 +182,3 @@ def verdict(
 
 def sequences(count: int) -> str:
     return counted(count, "sequence")
-
-
-def counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

@@ -11,15 +11,8 @@ from memcheck.core.record import Record
 Activations = dict[str, Any]
 # Figures that are both predicted and measured.
 FIGURES = (
-    "parameter_bytes",
-    "buffer_bytes",
-    "gradient_bytes",
-    "optimizer_bytes",
-    "saved_bytes",
-    "forward_peak_bytes",
-    "backward_peak_bytes",
-    "optimizer_peak_bytes",
-    "peak_bytes",
+    *("parameter_bytes", "buffer_bytes", "gradient_bytes", "optimizer_bytes", "saved_bytes"),
+    *("forward_peak_bytes", "backward_peak_bytes", "optimizer_peak_bytes", "peak_bytes"),
 )
 
 

@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 
 COMPARED = (
     *NEEDS,
-    "state_bytes",
-    "forward_max_allocated_bytes",
-    "backward_max_allocated_bytes",
-    "reserved_bytes",
+    *("state_bytes", "forward_max_allocated_bytes", "backward_max_allocated_bytes", "reserved_bytes"),
 )
 # The figures of a single prediction, in the order in which they are shown.
 FIGURES = {

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Cast:
 
     @property
     def name(self) -> str:
-        """The name of the copy, in the style of Kept.what."""
+        """The name of the copy, as in Kept.what."""
         return f"copy of {self.what}"
 
 
@@ -100,26 +100,25 @@ class StagesRun:
         return [cast for stage in self.stages for cast in stage.casts if cast.of_parameter]
 
 
-class OneHead(nn.Module):
-    """Causal attention with one head on concatenated queries, keys and values, (B,S,3R) -> (B,S,R)."""
+class Apply(nn.Module):
+    """A stage without parameters: it calls the function."""
 
-    def __init__(self, function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[..., Tensor]) -> None:
         super().__init__()
         self.function = function
 
-    def forward(self, qkv: Tensor) -> Tensor:
-        q, k, v = qkv[:, None].chunk(3, -1)
-        return self.function(q, k, v)[:, 0]
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
 
 
-class Add(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x + y
+def one_head(attention: Callable[[Tensor, Tensor, Tensor], Tensor], qkv: Tensor) -> Tensor:
+    """Attention with one head on concatenated queries, keys and values, (B,S,3R) -> (B,S,R)."""
+    q, k, v = qkv[:, None].chunk(3, -1)
+    return attention(q, k, v)[:, 0]
 
 
-class CrossEntropy(nn.Module):
-    def forward(self, logits: Tensor, targets: Tensor) -> Tensor:
-        return cross_entropy(logits.flatten(0, 1), targets.flatten())
+def mean_loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Network(nn.Module):
@@ -131,11 +130,11 @@ class Network(nn.Module):
         self.relu = nn.ReLU()
         self.ln = nn.LayerNorm(R)
         self.qkv = nn.Linear(R, 3 * R)
-        self.sdpa = OneHead(functools.partial(scaled_dot_product_attention, is_causal=True))
-        self.linear_attention = OneHead(functools.partial(linear_attention, causal=True))
-        self.add = Add()
+        self.sdpa = Apply(partial(one_head, partial(scaled_dot_product_attention, is_causal=True)))
+        self.linear_attention = Apply(partial(one_head, partial(linear_attention, causal=True)))
+        self.add = Apply(torch.add)
         self.fc2 = nn.Linear(R, CLASSES)
-        self.loss = CrossEntropy()
+        self.loss = Apply(mean_loss)
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         qkv = self.qkv(self.ln(self.relu(self.fc1(x))))
@@ -163,7 +162,7 @@ class Recorder(TorchDispatchMode):
         self.notes: dict[str, Notes] = {}
         for name, stage in network.named_children():
             stage.register_forward_pre_hook(self._begin)
-            stage.register_forward_hook(functools.partial(self._end, name))
+            stage.register_forward_hook(partial(self._end, name))
         self._saved: list[Tensor] = []
         self._casts: list[tuple[Tensor, Tensor]] = []
 
@@ -172,7 +171,7 @@ class Recorder(TorchDispatchMode):
 
     def _end(self, name: str, stage: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
         notes = self.notes[name] = Notes(inputs[0], output, self._saved, self._casts)
-        output.register_hook(functools.partial(setattr, notes, "output_gradient"))
+        output.register_hook(partial(setattr, notes, "output_gradient"))
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
@@ -191,7 +190,7 @@ def run_stages(dtype: torch.dtype, *, autocast: bool, device: torch.device | str
     Parameters and x are float32. dtype: bfloat16 or float16; without autocast it is only used for rounded_gradient.
     """
     network, x, targets = make_network(device)
-    region = functools.partial(torch.autocast, torch.device(device).type, dtype, enabled=autocast)
+    region = partial(torch.autocast, torch.device(device).type, dtype, enabled=autocast)
     saved_bytes, freed_bytes = track_forward(network, x, targets, region)
     recorder = Recorder(network)
     with recorder, torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor), region():
@@ -251,6 +250,7 @@ def stages_of(network: Network, notes: dict[str, Notes], names: dict[int, str], 
     for name, note in notes.items():
         parameters = list(network.get_submodule(name).parameters())
         gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        rounded = all(torch.equal(gradient.to(dtype).to(gradient.dtype), gradient) for gradient in gradients)
         yield Stage(
             name=name,
             parameter_dtype=dtypes_of(parameters),
@@ -260,18 +260,13 @@ def stages_of(network: Network, notes: dict[str, Notes], names: dict[int, str], 
             casts=tuple(casts_of(note, names, network)),
             output_gradient_dtype=dtypes_of([note.output_gradient]) or "none",
             parameter_gradient_dtype=dtypes_of(gradients),
-            rounded_gradient=all(map(functools.partial(has_only, dtype), gradients)) if gradients else None,
+            rounded_gradient=rounded if gradients else None,
         )
 
 
 def dtypes_of(tensors: Any) -> str | None:
     """The dtypes of the tensors, each once: "float32, bfloat16"; None without tensors."""
     return ", ".join(dict.fromkeys(dtype_name(tensor) for tensor in tensors if tensor is not None)) or None
-
-
-def has_only(dtype: torch.dtype, tensor: Tensor) -> bool:
-    """True if the dtype can represent every number of the tensor."""
-    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
 def kept_tensors(name: str, note: Notes, names: dict[int, str], held: set[int]) -> Iterator[Kept]:
@@ -286,6 +281,5 @@ def kept_tensors(name: str, note: Notes, names: dict[int, str], held: set[int]) 
 def casts_of(note: Notes, names: dict[int, str], network: Network) -> Iterator[Cast]:
     parameters = {address(parameter) for parameter in network.parameters()}
     for source, copy in note.casts:
-        place = address(source)
-        dtypes = dtype_name(source), dtype_name(copy)
-        yield Cast(names.get(place, "a view"), *dtypes, copy.nbytes, of_parameter=place in parameters)
+        name, of_parameter = names.get(address(source), "a view"), address(source) in parameters
+        yield Cast(name, dtype_name(source), dtype_name(copy), copy.nbytes, of_parameter)

@@ -41,22 +41,29 @@ def memcheck_pyt_predictions(watch: Callable[[Sequence[Row]], Iterable[Row]] = i
             Column(f"predicted_{phase}_mib", "predicted", "MiB", ".2f"),
             Column(f"{phase}_difference_mib", "difference", "MiB", "+.0f"),
         ]
-    rows = [predicted_cells(row, predict_published(row)) for row in watch(published_table())]
-    same = sum(row[5] == row[6] and not any(row[index] for index in (9, 12)) for row in rows)
+    rows = [predicted_row(row, predict_published(row)) for row in watch(published_table())]
+    same = sum(
+        row["published_status"] == row["predicted_status"]
+        and not (row["forward_difference_mib"] or row["backward_difference_mib"])
+        for row in rows
+    )
     title = f"memcheck_pyt's table, predicted: {same} of {len(rows)} rows to the MiB, with their verdicts"
-    return Table("published predicted", title, columns, rows, NOTES)
+    return Table.of("published predicted", title, columns, rows, NOTES)
 
 
-def predicted_cells(row: Row, prediction: Prediction) -> list[Cell]:
+def predicted_row(row: Row, prediction: Prediction) -> dict[str, Cell]:
     record = prediction.record
     # If the inputs do not fit, the published program failed in its forward.
     status = "ok" if record.status == "ok" else f"oom_{record.oom_phase or 'forward'}"
-    cells: list[Cell] = [row["operator"], *(row[column.key] for column in SHAPE), row["status"], status]
+    cells: dict[str, Cell] = {**row, "published_status": row["status"], "predicted_status": status}
     for phase in ("forward", "backward"):
         published, predicted = row[f"{phase}_bytes"], getattr(record, f"{phase}_max_allocated_bytes")
-        cells += [size_in_mib(published), size_in_mib(predicted)]
         known = published is not None and predicted is not None
-        cells.append(float(math.ceil(predicted / MIB) - published // MIB) if known else None)
+        cells |= {
+            f"published_{phase}_mib": size_in_mib(published),
+            f"predicted_{phase}_mib": size_in_mib(predicted),
+            f"{phase}_difference_mib": float(math.ceil(predicted / MIB) - published // MIB) if known else None,
+        }
     return cells
 
 
