@@ -38,7 +38,7 @@ HOW_SEQUENCES_GROW = {
 
 
 def size_words(axis: str, case: Case) -> str:
-    """The name of a size: "batch size", of padded and packed batches "number of sequences"."""
+    """The size in words: "batch size", or "number of sequences" for padded and packed batches."""
     return FOUND[axis] if case.lengths is None else FOUND_OF_SEQUENCES.get(axis, FOUND[axis])
 
 
@@ -109,7 +109,7 @@ def varying_sizes(capacities: Sequence[Capacity]) -> dict[str, str]:
 
 
 def sequences_of(capacity: Capacity) -> str:
-    """The lengths at the size that was found, or those that are repeated."""
+    """The sequence lengths at the size that was found; with the axis "bsz", the lengths that repeat."""
     lengths = capacity.case.lengths or ()
     return sequence_words(lengths[: capacity.step] if capacity.axis == "bsz" else lengths)
 

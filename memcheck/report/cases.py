@@ -127,12 +127,12 @@ def describe(record: Record, fields: Sequence[str]) -> str:
 
 
 def tokens_that_count(record: Any) -> int | None:
-    """The positions of all sequences of a packed or padded batch, without padding."""
+    """The number of tokens of a packed or padded batch, without padding; None without lengths."""
     return None if record.lengths is None else sum(record.lengths)
 
 
 def counted_percent(record: Any) -> int:
-    """The share of the positions of a padded batch that count, also if the batch is packed; 0 without lengths."""
+    """Tokens that count, in percent of the padded batch, for padded and packed batches alike; 0 without lengths."""
     if record.lengths is None:
         return 0
     return max(1, round(100 * sum(record.lengths) / (len(record.lengths) * max(record.lengths))))

@@ -67,7 +67,7 @@ def start_words(record: Record) -> str:
 
 
 def claim(prediction: Prediction, limit_bytes: int | None = None) -> str:
-    """What a step needs and what there is, and where the peak is or memory runs out."""
+    """The bytes that a step needs, the bytes that are usable, and where the peak is or memory runs out."""
     record, peak, refused = prediction.record, prediction.peak, prediction.refused
     assert peak is not None
     room = room_of(prediction.device, limit_bytes)
@@ -169,7 +169,7 @@ def changes_table(base: Prediction, changes: Sequence[SettingChange], limit_byte
 
 @dataclass(frozen=True)
 class Edge:
-    """The largest size that fits in one setting. None: no size fits, or none that was allowed does not."""
+    """The largest size that fits in one setting. at: None if no size fits. beyond: None if every allowed size fits."""
 
     flags: str
     size: int

@@ -69,7 +69,7 @@ def render_page(
 
 
 def page_tables(records: Sequence[Record]) -> tuple[list[Table], list[Table]]:
-    """The main tables, and the tables that are collapsed at first, among them the accounts of the largest cases."""
+    """The main tables, and the tables that are collapsed at first: growth, accounting of the largest cases, parts."""
     growth = growth_tables(records)
     scaling = [table for table in growth if table.name == "scaling"]
     known = [record for record in records if record.status == "ok" and (record.terms or record.alive_at_peak)]

@@ -92,7 +92,7 @@ def axis_of(records: Sequence[Record]) -> str | None:
 
 
 def series_of(records: Sequence[Record]) -> Iterator[tuple[str, list[Record]]]:
-    """(axis, records that differ in nothing else)."""
+    """Each axis with records that differ only along it."""
     square = [record for record in records if record.kv_len in (record.query_len, None)]
     for group in groups_besides(square, ("query_len", "kv_len")):
         if (axis := axis_of(group)) is not None:

@@ -58,7 +58,7 @@ class Name:
 def line_figure(
     view: View, styles: Mapping[str, Style], *, quantities: Quantities, title: str, subtitle: str, log: bool = True
 ) -> Figure:
-    """One panel for each quantity, all on the same scale. quantities: themselves, or how to choose them by records."""
+    """One panel for each quantity, all on the same scale. quantities: a list, or a function of records."""
     quantities = quantities(view.records) if callable(quantities) else quantities
     lines = view.lines(styles)
     # The lines that have unfinished cases; each gets a row of marks of its own at the top edge.

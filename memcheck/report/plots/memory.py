@@ -67,7 +67,7 @@ def memory_quantities(records: Sequence[Record]) -> list[Quantity]:
 
 @in_house_style
 def bar_figure(view: View, styles: Mapping[str, Style], *, quantities: Quantities, title: str, subtitle: str) -> Figure:
-    """Bars for one shape: a bar per operator, a panel per quantity. quantities: themselves, or how to choose them."""
+    """Bars for one shape: a bar per operator, a panel per quantity. quantities: a list, or a function of records."""
     quantities = quantities(view.records) if callable(quantities) else quantities
     lines = view.lines(styles)
     known = {line.name for line in lines for quantity in quantities if quantity.along(line.points)}
@@ -196,7 +196,7 @@ def add_key(figure: Figure, styles: Mapping[str, Style], axes_words: str) -> Non
 
 
 def key_columns(labels: Sequence[str], points: float) -> int:
-    """The most columns, up to 4, whose labels are not wider than so many points."""
+    """The largest number of columns, up to 4, whose labels fit into this width in points."""
     for columns in (4, 3, 2):
         rows, longer = divmod(len(labels), columns)
         ends = itertools.accumulate([rows + 1] * longer + [rows] * (columns - longer), initial=0)
