@@ -43,17 +43,17 @@ from memcheck.predict.meta_results import (
 )
 from memcheck.predict.modules import Modules
 from memcheck.predict.operators import facts_of, scratch_of
-from memcheck.predict.operators.value_shapes import Decided, decided_by_values
+from memcheck.predict.operators.value_shapes import DecidingValues, decided_by_values
 from memcheck.predict.probed import FunctionCall, Probe, Probed, made
 from memcheck.predict.ranks import BUFFERS, Done, is_collective, is_reduction, is_wrapper
 from memcheck.predict.scratch import (
     FreedLate,
     OperatorCall,
+    RunDependent,
     Scratch,
     Target,
     Unknown,
     Unlisted,
-    Varies,
     call_of,
     is_view,
 )
@@ -167,13 +167,13 @@ class AllocationMode(TorchDispatchMode):
             output = output if is_meta(output) else self.known_on_meta(output)  # Of numbers alone, as torch.div(7, 2).
         call = call_of(func, args, kwargs, output, self.target, contents=self.contents.of)
         parts = scratch_of(call)
-        wanted = any(isinstance(part, Unknown) and not isinstance(part, Varies) for part in parts)
+        wanted = any(isinstance(part, Unknown) and not isinstance(part, RunDependent) for part in parts)
         if wanted and probed is None and self.probe is not None and not is_collective(call.name):
             probed = self.probe(func, args, kwargs, decided or self.contents)
         if probed is not None:
             output = as_probed(output, probed)
             call = call_of(func, args, kwargs, output, self.target)
-            parts = parts_of(call.name, probed) + [part for part in parts if isinstance(part, Varies)]
+            parts = parts_of(call.name, probed) + [part for part in parts if isinstance(part, RunDependent)]
         if decided is not None and decided.size is not None:
             output.resize_(decided.size)
         self.operators[call.name] = None
@@ -208,7 +208,7 @@ class AllocationMode(TorchDispatchMode):
         return output
 
     def _result(
-        self, func: Any, args: Any, kwargs: dict[str, Any], decided: Decided | None
+        self, func: Any, args: Any, kwargs: dict[str, Any], decided: DecidingValues | None
     ) -> tuple[Any, Probed | None]:
         """What the operator returns on meta tensors, and the probe's result if one ran.
 

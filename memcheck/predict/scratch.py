@@ -80,11 +80,11 @@ class Unlisted(Unknown):
     """A sentence about an operator without a rule: neither its scratch nor the sizes of its results are known."""
 
 
-class Varies(Unknown):
+class RunDependent(Unknown):
     """A sentence about an allocation that differs from run to run."""
 
 
-class FreedLate(Varies):
+class FreedLate(RunDependent):
     """A sentence about an allocation that another thread may free only after the operator, even after the phase."""
 
 

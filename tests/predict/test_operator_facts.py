@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 import memcheck
 from memcheck.core.tensors import storages_in, tensors_in
@@ -75,9 +75,7 @@ def run(example: str, x: Tensor, mode: TorchDispatchMode) -> None:
 
 
 def numbers_in(args: Any, kwargs: Any) -> list[Any]:
-    leaves: list[Any] = []
-    tree_map(leaves.append, (args, kwargs))
-    return [leaf for leaf in leaves if isinstance(leaf, int | float | complex | torch.dtype)]
+    return [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float | complex | torch.dtype)]
 
 
 def is_ordinary(name: str, operands: list[Tensor], args: Any, kwargs: Any) -> bool:
@@ -180,16 +178,20 @@ def layouts(shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Tensor]:
 
 
 @functools.cache
-def measured(example: str, threads: int) -> Alone:
-    """The operators that the example runs on the CPU, in a few layouts and dtypes."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    plain, transposed, strided, *_ = layouts((61, 67), torch.float32)
-    alone = Alone()
-    for x in (plain, transposed, strided.bfloat16(), next(layouts((3, 40, 24), torch.bfloat16))):
-        run(example, x.requires_grad_(), alone)
-    torch.set_num_threads(before)
-    return alone
+def measured(example: str) -> Alone:
+    """The operators that the example runs on one thread of the CPU, in a few layouts and dtypes."""
+    plain, transposed, *_ = layouts((61, 67), torch.float32)
+    half, *_ = layouts((3, 40, 24), torch.bfloat16)
+    _, _, strided, *_ = layouts((3, 40, 24), torch.float32)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = Alone()
+        for x in (plain, transposed, half, strided):
+            run(example, x.requires_grad_(), alone)
+        return alone
+    finally:
+        torch.set_num_threads(threads)
 
 
 PHASES = ("", "_backward")
@@ -226,22 +228,22 @@ def test_an_operator_takes_what_its_entry_says(name: str) -> None:
         return
     assert not is_missing(name)
     if facts.measured_in == HERE and (facts.cpu or facts.shapes or facts.sparse):
-        alone = measured(facts.example, 1)
+        alone = measured(facts.example)
         assert alone.found[name], "no call of the example is predicted"
         assert [words for beside, words in alone.found[name] if beside] == []
         assert name in LEFT_TO_A_PROBE or alone.unclaimed[name] == []
     if facts.cuda is not None or facts.measured_in != HERE or not (facts.cpu or facts.shapes or facts.sparse):
         on_meta = answered(facts.example)
         assert name in on_meta.ran
-        answers = on_meta.found[name]
-        assert not answers or not all(isinstance(part, Unlisted) for parts in answers for part in parts or [None])
+        unanswered = [part for parts in on_meta.found[name] for part in parts if isinstance(part, Unlisted)]
+        assert name == "index" or unanswered == []  # Its masks are left to a probe.
 
 
 @functools.cache
 def answered(example: str) -> OnMeta:
     mode = OnMeta()
     with contextlib.suppress(RuntimeError, NotImplementedError):  # It needs values.
-        run(example, torch.empty(3, 40, 24, device="meta", requires_grad=True), mode)
+        run(example, torch.empty(3, 64, 24, device="meta", requires_grad=True), mode)
     return mode
 
 

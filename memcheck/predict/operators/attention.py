@@ -10,7 +10,7 @@ from torch import Tensor
 from memcheck.predict.allocator import rounded_up
 from memcheck.predict.operators.facts import Facts, add, doubt
 from memcheck.predict.operators.products import ONEDNN
-from memcheck.predict.scratch import OperatorCall, Scratch, Unknown, Varies
+from memcheck.predict.scratch import OperatorCall, RunDependent, Scratch, Unknown
 
 KEYS_OF_A_TILE = 512
 
@@ -50,7 +50,7 @@ def flash_tiles_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
         yield Unknown(ONEDNN)
     yield Scratch("sums of rows", threads * rows * wide)
     if threads > 1:
-        yield Varies(f"how many of {threads} threads have their sums of rows at once")
+        yield RunDependent(f"how many of {threads} threads have their sums of rows at once")
 
 
 def flash_splits(call: OperatorCall) -> Iterator[Unknown]:

@@ -49,7 +49,7 @@ def filled_copy(call: OperatorCall) -> Iterator[Scratch]:
 ARITHMETIC: Facts = {
     "cpu": copies_in_the_common_dtype,
     "cuda": nothing,
-    "source": "../TensorIterator.cpp cuda/Loops.cuh",
+    "source": "aten/src/ATen/TensorIterator.cpp cuda/Loops.cuh",
 }
 add("add sub mul div", "torch.{name}(x, 2), torch.{name}(x, x.double())", on_a100="add div mul", **ARITHMETIC)
 add("gt lt ge le eq ne", "torch.{name}(x, 0.5), torch.{name}(x, x.double())", **ARITHMETIC)

@@ -26,7 +26,7 @@ class OperatorFacts:
         and says what its names mean.
     cpu, cuda: yields what the kernel allocates besides its outputs on such a device. None: unknown.
     operands: those for which the CPU's rule holds: "plain"; "one dtype", also of results, masks excepted; "contiguous".
-    source: the files of torch that have the kernels, below aten/src/ATen/native unless they begin with another folder.
+    source: the files that have the kernels, in torch's aten/src/ATen/native, or from the root of torch or memcheck.
     measured_in: the test that compares the rule for the CPU with measurements.
     versions: the oldest and the newest release of torch that the facts were tried with.
     on_a100: published float32 rows, measured on an A100, have it; tests/predict/test_replay.py predicts all their

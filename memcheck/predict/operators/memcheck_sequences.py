@@ -85,26 +85,15 @@ UNKNOWN_LENGTHS = Unknown("the scratch of sequences whose lengths are not known"
 
 
 def softplus(call: OperatorCall) -> Iterator[Scratch | Unknown]:
+    (B, S, R), T, phase = call.q.shape, call.k.shape[2], phase_of(call)
+    keeps_carries = phase == "forward" and call.keep_carries
+
     def bytes_of(x: Sequence, threads: int) -> int:
         plan = softplus_plan(call, *x, threads)
-        carries = 0 if call.keep_carries else plan["forward_scratch"] - plan["forward_sums"]
-        return aligned(carries, plan["forward_sums"])
+        sums = plan[f"{phase}_sums"]
+        return aligned(sums, 0 if keeps_carries else plan[f"{phase}_scratch"] - sums)
 
-    yield from softplus_scratch(call, bytes_of)
-
-
-def softplus_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    def bytes_of(x: Sequence, threads: int) -> int:
-        plan = softplus_plan(call, *x, threads)
-        return aligned(plan["backward_sums"], plan["backward_scratch"] - plan["backward_sums"])
-
-    yield from softplus_scratch(call, bytes_of)
-
-
-def softplus_scratch(call: OperatorCall, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
-    (B, S, R), T = call.q.shape, call.k.shape[2]
-    sequences = sequences_of(call, B, S, T)
-    if sequences is None:
+    if (sequences := sequences_of(call, B, S, T)) is None:
         yield UNKNOWN_LENGTHS
         return
     work: Work = lambda x: 32 * x.rows * R * (x.queries + 2 * x.keys)  # noqa: E731
@@ -112,48 +101,30 @@ def softplus_scratch(call: OperatorCall, bytes_of: Bytes) -> Iterator[Scratch | 
 
 
 def linear(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    continued = call.initial_m is not None or call.return_state
+    (B, H, S, D), (_, Hkv, T, Dv), phase = call.q.shape, call.v.shape, phase_of(call)
+    if phase == "backward":
+        from_state = call.grad_m is not None or call.grad_z is not None
+        missing = [call.q.element_size()] if call.grad_y is None else []
+        if from_state:
+            missing += [acc_bytes(call)] * ((call.grad_m is None) + (call.grad_z is None and call.normalize))
+        yield Scratch("zeros in place of gradients", sum(missing))
+        if call.output_mask[3] and call.decay.dim() == 1:
+            yield Scratch("gradients of the decay of each position", B * Hkv * T * acc_bytes(call))
+    continued = call.initial_m is not None or (from_state if phase == "backward" else call.return_state)
+    flags = {"decayed": call.decay is not None, "continued": continued, "normalize": call.normalize}
 
     def bytes_of(x: Sequence, threads: int) -> int:
-        plan = linear_plan(call, *x, threads, call.v.shape[3], **flags(call, continued))
-        return aligned(plan["forward_states"], plan["forward_scratch"] - plan["forward_states"])
+        plan = linear_plan(call, *x, threads, Dv, **flags)
+        rows, states = plan["backward_rows"] if phase == "backward" else 0, plan[f"{phase}_states"]
+        return aligned(rows, states, plan[f"{phase}_scratch"] - rows - states)
 
-    yield from linear_scratch(call, bytes_of)
-
-
-def linear_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    from_state = call.grad_m is not None or call.grad_z is not None
-    continued = call.initial_m is not None or from_state
-
-    def bytes_of(x: Sequence, threads: int) -> int:
-        plan = linear_plan(call, *x, threads, call.v.shape[3], **flags(call, continued))
-        rows, states = plan["backward_rows"], plan["backward_states"]
-        return aligned(rows, states, plan["backward_scratch"] - rows - states)
-
-    missing = [call.q.element_size()] if call.grad_y is None else []
-    if from_state:
-        missing += [acc_bytes(call)] * ((call.grad_m is None) + (call.grad_z is None and call.normalize))
-    yield Scratch("zeros in place of gradients", sum(missing))
-    if call.output_mask[3] and call.decay.dim() == 1:
-        B, Hkv, T, _ = call.k.shape
-        yield Scratch("gradients of the decay of each position", B * Hkv * T * acc_bytes(call))
-    yield from linear_scratch(call, bytes_of)
-
-
-def flags(call: OperatorCall, continued: bool) -> dict[str, bool]:
-    return {"decayed": call.decay is not None, "continued": continued, "normalize": call.normalize}
-
-
-def linear_scratch(call: OperatorCall, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
-    (B, H, S, D), (_, Hkv, T, Dv) = call.q.shape, call.v.shape
-    sequences = sequences_of(call, B, S, T)
-    if sequences is None:
+    if (sequences := sequences_of(call, B, S, T)) is None:
         yield UNKNOWN_LENGTHS
         return
     work: Work = lambda x: x.rows * (H * x.queries + Hkv * x.keys) * D * Dv  # noqa: E731
     tiles = shared_bytes(call, sequences, work, bytes_of)
     yield Scratch("states and tiles", tiles)
-    if call.decay is not None and not call.name.endswith("_backward"):
+    if call.decay is not None and phase == "forward":
         # Its values are checked before anything else is allocated: of what is not contiguous, on a copy.
         parts = [Hkv * x.keys for x in sequences] if call.lengths is not None else [call.decay.numel()]
         copied = max(parts, default=0) if not call.decay.is_contiguous() or call.lengths is not None else 0
@@ -162,51 +133,44 @@ def linear_scratch(call: OperatorCall, bytes_of: Bytes) -> Iterator[Scratch | Un
 
 
 def compressed(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    (B, H, S, _), (_, Hkv, T, _) = call.q.shape, call.k.shape
+    (B, H, S, D), phase, acc = call.q.shape, phase_of(call), acc_bytes(call)
+    Hkv, T = (call.kc.shape[1], call.kv_len) if phase == "backward" else call.k.shape[1:3]
+    if phase == "forward":
+        if call.sink is not None and not call.sink.is_contiguous():
+            yield Scratch("sink, laid out", call.sink.numel() * acc)
+        if call.keep or call.return_lse:
+            yield Scratch("lse of each sequence", B * H * S * acc)
+    else:
+        yield Scratch("lse of each sequence", B * H * S * acc)
+        yield Scratch("gradient of lse of each sequence", 0 if call.grad_lse is None else B * H * S * acc)
+        yield Scratch("delta", B * H * S * acc if call.output_mask[1] or call.output_mask[3] else 0)
 
     def bytes_of(x: Sequence, threads: int) -> int:
         plan = compressed_plan(call, *x, threads, Hkv)
+        if phase == "backward":
+            return plan["backward_scratch"]
         blocks = 0 if call.keep else plan["compressed"] // 2
         return aligned(plan["forward_scratch"], blocks, blocks)
 
-    if call.sink is not None and not call.sink.is_contiguous():
-        yield Scratch("sink, laid out", call.sink.numel() * acc_bytes(call))
-    if call.keep or call.return_lse:
-        yield Scratch("lse of each sequence", B * H * S * acc_bytes(call))
-    yield from compressed_scratch(call, Hkv, T, bytes_of)
-
-
-def compressed_backward(call: OperatorCall) -> Iterator[Scratch | Unknown]:
-    (B, H, S, _), Hkv = call.q.shape, call.kc.shape[1]
-
-    def bytes_of(x: Sequence, threads: int) -> int:
-        return compressed_plan(call, *x, threads, Hkv)["backward_scratch"]
-
-    numbers = B * H * S * acc_bytes(call)
-    yield Scratch("lse of each sequence", numbers)
-    yield Scratch("gradient of lse of each sequence", 0 if call.grad_lse is None else numbers)
-    yield Scratch("delta", numbers if call.output_mask[1] or call.output_mask[3] else 0)
-    yield from compressed_scratch(call, Hkv, call.kv_len, bytes_of)
-
-
-def compressed_scratch(call: OperatorCall, Hkv: int, T: int, bytes_of: Bytes) -> Iterator[Scratch | Unknown]:
-    B, H, S, D = call.q.shape
-    sequences = sequences_of(call, B, S, T)
-    if sequences is None:
+    if (sequences := sequences_of(call, B, S, T)) is None:
         yield UNKNOWN_LENGTHS
         return
     work: Work = lambda x: (H * x.queries * -(-x.keys // call.factor) + Hkv * x.keys) * D  # noqa: E731
     yield Scratch("tiles", shared_bytes(call, sequences, work, bytes_of))
-    if call.name.endswith("_backward") and call.output_mask[3]:
+    if phase == "backward" and call.output_mask[3]:
         # Parts of all sequences, their sum in float64, and a part in float64 if it is not.
-        wide = 8 * H if acc_bytes(call) < 8 and sequences else 0
-        yield Scratch("gradients of the sink", len(sequences) * H * acc_bytes(call) + 8 * H + wide)
+        wide = 8 * H if acc < 8 and sequences else 0
+        yield Scratch("gradients of the sink", len(sequences) * H * acc + 8 * H + wide)
+
+
+def phase_of(call: OperatorCall) -> str:
+    return "backward" if call.name.endswith("_backward") else "forward"
 
 
 PACKED = "cu_seqlens=torch.tensor([0, 1, 1, q.shape[-2]])"
 EXAMPLE = f"memcheck.softplus_attention(batch[:1], batch[:1].mT, batch[:1].mT, {PACKED})"
-add_pair("softplus_attention_sequences", EXAMPLE, softplus, softplus_backward, source="csrc/softplus_attention")
+add_pair("softplus_attention_sequences", EXAMPLE, softplus, softplus, source="csrc/softplus_attention")
 EXAMPLE = f"memcheck.linear_attention(q, q, q, {PACKED})"
-add_pair("linear_attention_sequences", EXAMPLE, linear, linear_backward, source="csrc/linear_attention")
+add_pair("linear_attention_sequences", EXAMPLE, linear, linear, source="csrc/linear_attention")
 EXAMPLE = f"memcheck.compressed_attention(q, q, q, factor=4, {PACKED})"
-add_pair("compressed_attention_sequences", EXAMPLE, compressed, compressed_backward, source="csrc/compressed_attention")
+add_pair("compressed_attention_sequences", EXAMPLE, compressed, compressed, source="csrc/compressed_attention")

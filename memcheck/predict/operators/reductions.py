@@ -103,9 +103,8 @@ def softmax_backward(call: OperatorCall) -> Iterator[Scratch]:
 
 
 REDUCTION: Facts = {"cuda": cuda_reduction, "source": "ReduceOps.cpp cuda/Reduce.cuh"}
-add(
-    "sum", "x.sum(-1), x.sum(0), x.sum(), x.sum(0, dtype=torch.float64), (x > 0.3).sum(0)", cpu=sum_scratch, **REDUCTION
-)
+SUMS = "x.sum(-1), x.sum(0), x.sum(), batch.sum((0, 2)), x.sum(0, dtype=torch.float64), (x > 0.3).sum(0)"
+add("sum", SUMS, cpu=sum_scratch, **REDUCTION)
 add("mean", "x.mean(-1), x.mean()", cpu=mean_scratch, **REDUCTION)
 add("max", "x.max(-1)[0]", cpu=max_scratch, **REDUCTION)
 add("min", "x.min(-1)[0]", cpu=max_scratch, source="TensorCompare.cpp")

@@ -17,7 +17,7 @@ from memcheck.predict.operators.facts import add, doubt, facts_of
 from memcheck.predict.scratch import OperatorCall, Target, Unlisted, call_of
 
 
-class Decided(KnownContents):
+class DecidingValues(KnownContents):
     """The values that decide the shapes of an operator's results, for a probe that runs the operator.
 
     output: the results on meta; None: the operator itself returns them.
@@ -68,13 +68,13 @@ class Decided(KnownContents):
         return known
 
 
-def nonzero(decided: Decided, func: Any, call: OperatorCall) -> None:
+def nonzero(decided: DecidingValues, func: Any, call: OperatorCall) -> None:
     words = "aten::nonzero returns a row per element that is not 0, which depends on values; assumed: all elements"
     number = decided.count(call.self, words)
     decided.output = torch.empty(number, call.self.dim(), dtype=torch.int64, device="meta")
 
 
-def masked_select(decided: Decided, func: Any, call: OperatorCall) -> None:
+def masked_select(decided: DecidingValues, func: Any, call: OperatorCall) -> None:
     words = "aten::masked_select returns the elements where the mask is True, which depends on values; assumed: all"
     number, mask = decided.count(call.mask, words), call.mask
     shape = torch.broadcast_shapes(call.self.shape, mask.shape)
@@ -82,18 +82,18 @@ def masked_select(decided: Decided, func: Any, call: OperatorCall) -> None:
     decided.output = torch.empty(number * times, dtype=call.self.dtype, device="meta")
 
 
-def index(decided: Decided, func: Any, call: OperatorCall) -> None:
+def index(decided: DecidingValues, func: Any, call: OperatorCall) -> None:
     """A mask is read as the positions of its True elements, one index per dimension of the mask."""
     decided.output = func(call.self, positions(decided, call.indices, "aten::index"))
 
 
-def index_put(decided: Decided, func: Any, call: OperatorCall) -> None:
+def index_put(decided: DecidingValues, func: Any, call: OperatorCall) -> None:
     fills = call.arguments["values"].numel() == 1 and not call.accumulate  # Where the mask is True.
     if not fills or sum(part is not None for part in call.indices) != 1:
         positions(decided, call.indices, call.name)
 
 
-def positions(decided: Decided, indices: Any, name: str) -> list[Tensor | None]:
+def positions(decided: DecidingValues, indices: Any, name: str) -> list[Tensor | None]:
     found: list[Tensor | None] = []
     words = f"{name} reads or writes where a mask is True, which depends on values; assumed: everywhere"
     for part in indices:
@@ -105,11 +105,11 @@ def positions(decided: Decided, indices: Any, name: str) -> list[Tensor | None]:
     return found
 
 
-def masked_scatter_backward(decided: Decided, func: Any, call: OperatorCall) -> None:
+def masked_scatter_backward(decided: DecidingValues, func: Any, call: OperatorCall) -> None:
     decided.count(call.mask, "aten::masked_scatter_backward selects by a mask, which depends on values; assumed: all")
 
 
-def unique(decided: Decided, func: Any, call: OperatorCall) -> None:
+def unique(decided: DecidingValues, func: Any, call: OperatorCall) -> None:
     """Unknown values are assumed to differ. Inverse and counts have no element unless they are asked for."""
     x, dim = call.self, call.arguments.get("dim")
     words = f"{call.name} returns the values that differ, which depends on values; assumed: all of them"
@@ -128,7 +128,7 @@ def unique(decided: Decided, func: Any, call: OperatorCall) -> None:
     decided.contents[id(x)] = torch.arange(x.numel()).to(x.dtype).view(x.shape)
 
 
-def bincount(decided: Decided, func: Any, call: OperatorCall) -> None:
+def bincount(decided: DecidingValues, func: Any, call: OperatorCall) -> None:
     x, weights = call.self, call.weights
     words = "aten::bincount returns a count up to the largest value, which depends on values; assumed: minlength, or 1"
     known = decided.known(x, words)
@@ -137,7 +137,7 @@ def bincount(decided: Decided, func: Any, call: OperatorCall) -> None:
     decided.output = torch.empty(max(most, call.minlength), dtype=dtype, device="meta")
 
 
-def repeat_interleave(decided: Decided, func: Any, call: OperatorCall) -> None:
+def repeat_interleave(decided: DecidingValues, func: Any, call: OperatorCall) -> None:
     words = "aten::repeat_interleave returns as many as the repeats say, which depends on values; assumed: 1 each"
     repeats, size = call.repeats, call.output_size
     known = decided.known(repeats, words)
@@ -168,12 +168,12 @@ add("bincount", "whole.flatten().bincount()", shapes=bincount, source="SummaryOp
 add("repeat_interleave", "torch.repeat_interleave(whole.flatten())", shapes=repeat_interleave, source="Repeat.cpp")
 
 
-def decided_by_values(func: Any, args: Any, kwargs: dict[str, Any], contents: KnownContents) -> Decided | None:
+def decided_by_values(func: Any, args: Any, kwargs: dict[str, Any], contents: KnownContents) -> DecidingValues | None:
     """The values that decide on the shapes of the results, and these; None for operators whose shapes need none."""
     rule = facts_of(func._schema.name).shapes
     if rule is None or (rule in (index, index_put) and not has_mask(args[1])):
         return None
-    decided, out = Decided(contents), kwargs.get("out")
+    decided, out = DecidingValues(contents), kwargs.get("out")
     given = {key: value for key, value in kwargs.items() if key != "out"}
     rule(decided, func, call_of(func, args, given, (), Target("cpu")))
     if out is not None and decided.output is not None:
