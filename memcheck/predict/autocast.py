@@ -31,20 +31,18 @@ def words(text: str) -> frozenset[str]:
 KEYS = {"cpu": ("CPU", "ipu"), "cuda": ("CUDA", "hpu")}
 # Operators that cast to the lower precision. Those of CUDA are AT_FORALL_LOWER_PRECISION_FP in torch 2.13's
 # ATen/autocast_mode.h. Those of the CPU were observed.
-OURS = words("softplus_attention linear_attention compressed_attention combinator linear_r linear_l")
+EVERYWHERE = words("""
+    softplus_attention linear_attention compressed_attention combinator linear_r linear_l _convolution addbmm addmm
+    baddbmm bmm conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d linalg_vecdot linear
+    matmul mm prelu scaled_dot_product_attention
+    """)
 LOWER = {
-    "cpu": OURS
+    "cpu": EVERYWHERE | words("_addmm_activation _native_multi_head_attention mkldnn_rnn_layer"),
+    "cuda": EVERYWHERE
     | words("""
-        _addmm_activation _convolution _native_multi_head_attention addbmm addmm baddbmm bmm conv1d conv2d conv3d
-        conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d linalg_vecdot linear matmul mkldnn_rnn_layer mm
-        prelu scaled_dot_product_attention
-        """),
-    "cuda": OURS
-    | words("""
-        _convolution _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addbmm addmm addmv
-        addr baddbmm bmm chain_matmul conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d
-        convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot linalg_vecdot linear
-        lstm_cell matmul mm mv prelu rnn_relu_cell rnn_tanh_cell scaled_dot_product_attention
+        _scaled_dot_product_flash_attention _thnn_fused_gru_cell _thnn_fused_lstm_cell addmv addr chain_matmul
+        convolution cudnn_convolution cudnn_convolution_transpose einsum gru_cell linalg_multi_dot lstm_cell mv
+        rnn_relu_cell rnn_tanh_cell
         """),
 }
 # Operators that cast to the widest dtype of their operands.

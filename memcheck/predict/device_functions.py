@@ -96,7 +96,8 @@ class DeviceFunctions(TorchFunctionMode):
             return made if is_meta(made) else self.mode.lifted(made)
         if func is Tensor.new and args[0].layout == torch.sparse_coo and len(args) == 4:
             return torch.sparse_coo_tensor(*args[1:], check_invariants=False)
-        if getattr(func, "__name__", "") in READERS and is_tensor(args) and is_meta(args[0]):
+        name = getattr(func, "__name__", "")
+        if name in READERS and is_tensor(args) and is_meta(args[0]):
             return self.mode.contents.given_to(func, *args, **kwargs)
         if func in (Tensor.__getitem__, Tensor.__setitem__):
             args = (args[0], self._index(args[1]), *args[2:])
@@ -110,15 +111,15 @@ class DeviceFunctions(TorchFunctionMode):
                 if y.requires_grad:
                     self.mode.note_unknown("the partial sums of rms_norm's backward", "backward")
                 return y
-        if getattr(func, "__name__", "") in CLOSED and target.kind == "cpu":
+        if name in CLOSED and target.kind == "cpu":
             from memcheck.predict import rnn
 
             sizes = self._sizes(args[1]) if rnn.is_packed(args) else None
             with self:
-                return rnn.run(func.__name__, args, sizes)
-        if getattr(func, "__name__", "") == "_pad_packed_sequence" and target.kind == "cpu":
+                return rnn.run(name, args, sizes)
+        if name == "_pad_packed_sequence" and target.kind == "cpu":
             return self._padded(*args)
-        if getattr(func, "__name__", "") == "_pack_padded_sequence" and wants_gradients(args):
+        if name == "_pack_padded_sequence" and wants_gradients(args):
             from memcheck.predict import rnn
 
             lengths = self._sizes(args[1])
@@ -132,20 +133,14 @@ class DeviceFunctions(TorchFunctionMode):
             return one_hot(target, *args, **kwargs)
         if func is torch._C._nn.mish and not kwargs and not derives_otherwise():
             return Mish.apply(*args)
-        if (
-            func in EXTREMA
-            and target.kind == "cpu"
-            and len(args) == 1
-            and not kwargs
-            and wants_gradients(args)
-            and not derives_otherwise()
-        ):
+        of_all = func in EXTREMA and target.kind == "cpu" and len(args) == 1 and not kwargs
+        if of_all and wants_gradients(args) and not derives_otherwise():
             return Extremum.apply(args[0], func)
         if func is torch.nn.functional.linear:
             with self._adding_in_place():
                 return func(*args, **kwargs)
-        if getattr(func, "__name__", "") in CLOSED:
-            self.mode.note_unknown(Unlisted(f"what {func.__name__} runs on the device"), self.mode.phase)
+        if name in CLOSED:
+            self.mode.note_unknown(Unlisted(f"what {name} runs on the device"), self.mode.phase)
         output = func(*args, **kwargs)
         if func in (torch.tensor, Tensor.new_tensor, Tensor.new):
             self.mode.storages.note(output, "tensor")  # torch.tensor runs no operator.

@@ -219,10 +219,6 @@ class KnownContents:
                 step.written.append((before, weakref.ref(after)))
                 self._set(tensor.untyped_storage(), after)
 
-    def forget(self, tensor: Tensor) -> None:
-        if tensor.layout == torch.strided:
-            self._contents.pop(tensor.untyped_storage()._cdata, None)
-
     def computed(self, func: Any, args: Any, kwargs: dict[str, Any], *, small: bool = False) -> Any:
         """What the operator returns for the known contents of its operands; UNKNOWN if any is unknown.
 
@@ -259,7 +255,8 @@ class KnownContents:
 
     def _forget(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            self.forget(tensor)
+            if tensor.layout == torch.strided:
+                self._contents.pop(tensor.untyped_storage()._cdata, None)
 
     def _follows(self, func: Any) -> bool:
         """Whether operands determine contents. Gradients that a GradScaler looks at are assumed to be finite."""
