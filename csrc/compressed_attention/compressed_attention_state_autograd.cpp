@@ -272,6 +272,7 @@ struct PooledSequences : Function<PooledSequences> {
           options.factor, options.causal, options.strict, options.scale, mask);
     } else {
       if (mask[0]) grad_q = at::zeros_like(q);
+      if (mask[3]) grad_sink = at::zeros_like(*sink);
       for (size_t i = 0; i < count; ++i) {
         const auto its = [&](const auto& x) { return where.places.of(x, i); };
         const auto [of_q, of_kc, of_vc, of_sink] = call_operator<PooledBackward>(
@@ -280,7 +281,7 @@ struct PooledSequences : Function<PooledSequences> {
         if (mask[0]) its(grad_q).copy_(of_q);
         grad_kc.push_back(of_kc);
         grad_vc.push_back(of_vc);
-        if (mask[3]) grad_sink = grad_sink.defined() ? grad_sink + of_sink : of_sink;
+        if (mask[3]) grad_sink = grad_sink + of_sink;
       }
     }
     grad_kc.resize(count);

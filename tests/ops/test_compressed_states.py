@@ -335,8 +335,12 @@ def test_opcheck_of_new_positions(kind: str) -> None:
 def test_states_of_no_sequences() -> None:
     (q, k, v), _ = make_inputs(1, 4, 2, 0, 0, 20)
     options = {"factor": 7, "cu_seqlens": torch.tensor([0]), "return_state": True, "return_lse": True}
-    y, lse, states = compressed_attention(q, k, v, **options)
+    sink = torch.zeros(4, requires_grad=True)
+    y, lse, states = compressed_attention(q.requires_grad_(), k, v, sink=sink, **options)
     assert (y.shape, lse.shape, states) == (q.shape, q.shape[:3], ())
+    for create_graph in (False, True):
+        gradients = torch.autograd.grad(lse.sum(), [q, sink], retain_graph=True, create_graph=create_graph)
+        assert same_bits(gradients, [torch.zeros_like(q), torch.zeros_like(sink)])
 
 
 @pytest.mark.parametrize(
