@@ -18,7 +18,7 @@ from memcheck.report.cases import (
     ratio_words,
     varying,
 )
-from memcheck.report.rows import BELOW, SHORT_DTYPES, Rows, mib_column, named_columns, predicted_cell
+from memcheck.report.rows import BELOW, Rows, mib_column, named_columns, predicted_cell, short_dtype
 from memcheck.report.summary import HELD, doubt_lines
 from memcheck.report.tables import SPREAD, TIME, Cell, Column, Screen, Table
 
@@ -58,8 +58,8 @@ def model_mib(field: str, rank: int) -> Column:
 
 def precision(record: ModelRecord) -> str:
     """ "fp32", or "fp32/bf16" under autocast."""
-    name = SHORT_DTYPES.get(record.dtype or "", str(record.dtype))
-    return f"{name}/{SHORT_DTYPES[record.autocast]}" if record.autocast else name
+    name = str(short_dtype(record.dtype))
+    return f"{name}/{short_dtype(record.autocast)}" if record.autocast else name
 
 
 CASE = [

@@ -38,6 +38,11 @@ DECODING = (
 )
 
 
+def short_dtype(dtype: str | None) -> str | None:
+    """The short name of a dtype: "fp32"."""
+    return dtype and SHORT_DTYPES.get(dtype, dtype)
+
+
 def unit_bytes(record: Record) -> int | None:
     """U, the bytes of one main tensor: (B,S,R), (B,H,S,D) or (B,S,E), in the input dtype."""
     width = record.core_dim or record.dim

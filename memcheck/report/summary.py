@@ -35,7 +35,7 @@ from memcheck.report.cases import (
     varying,
 )
 from memcheck.report.predictions import agreement
-from memcheck.report.rows import SHORT_DTYPES
+from memcheck.report.rows import short_dtype
 
 OPERATORS_OWN = ("operator", *OWN_SIZES, "compiled")  # Cases that differ in nothing else are comparable.
 STATUS_WORDS = {
@@ -361,10 +361,6 @@ def next_model_step(records: Sequence[ModelRecord], limit_bytes: int | None = No
 
 def unless(default: str, value: str | None) -> str | None:
     return None if value == default else value
-
-
-def short_dtype(dtype: str | None) -> str | None:
-    return dtype and SHORT_DTYPES.get(dtype, dtype)
 
 
 def flag_words(flags: Mapping[str, object]) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from memcheck.core.case import SHORT_DTYPES
+from memcheck.report.rows import short_dtype as short
 from memcheck.report.tables import Cell, Column, Table
 
 if TYPE_CHECKING:
     from memcheck.studies.accumulation import Accumulation, LibrarySum, Underflow
     from memcheck.studies.autocast_stages import Stage, StagesRun
 
-SHORT = {dtype: short for short, dtype in SHORT_DTYPES.items()}
 DTYPE_COLUMNS = {
     "input_dtype": "input",
     "output_dtype": "output",
@@ -23,11 +22,6 @@ NETWORK = (
     "x in fp32 -> fc1 -> relu -> ln -> qkv; sdpa and memcheck's linear_attention read its q, k, v side by side; add -> "
     "fc2, the logits -> loss, cross entropy. Kept: for backward, beside x, targets and parameters."
 )
-
-
-def short(dtype: str | None) -> str | None:
-    """The short name of a dtype: "fp32"."""
-    return None if dtype is None else SHORT.get(dtype, dtype)
 
 
 def sum_name(it: Accumulation | LibrarySum) -> str:

@@ -4,15 +4,12 @@ from memcheck.core.style import Style
 from memcheck.report.plots.lines import named_lines
 from memcheck.report.plots.pictures import Picture, Request, choose_pictures, plot_memory, svg_plots, write_plots
 from memcheck.report.plots.scales import x_ticks
-from memcheck.report.plots.style import UNKNOWN_STYLE
-from memcheck.report.plots.timeline import Timeline, plot_timeline
+from memcheck.report.plots.timeline import plot_timeline
 
 __all__ = [
-    "UNKNOWN_STYLE",
     "Picture",
     "Request",
     "Style",
-    "Timeline",
     "choose_pictures",
     "named_lines",
     "plot_memory",

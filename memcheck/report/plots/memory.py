@@ -135,22 +135,24 @@ def memory_overview(views: Sequence[View], styles: Mapping[str, Style], *, title
     # Styles are chosen once, so that an operator looks the same in every panel.
     names = dict.fromkeys(line.name for view in views for line in view.lines(styles))
     drawn = distinct_styles(names, styles)
-    marks = {name: row for row, name in enumerate(unfinished(views, drawn, quantity))}
+    lines = [view.lines(drawn) for view in views]
+    ended = [line.name for some in lines for line in some if any(missing_points(line, quantity, math.inf))]
+    marks = {name: row for row, name in enumerate(dict.fromkeys(ended))}
     panel_height = 2.0 + SMALL_ROW * len(marks) / 72
     columns = 2 if len(views) in (2, 4) else COLUMNS
     shared: dict[str, Any] = {"columns": columns, "narrow_columns": 2, "sharex": True, "sharey": True}
     figure, panels = new_panels(len(views), title, subtitle, panel=panel_height, around=1.5, **shared)
     columns = columns_of(panels[0])
     for number, (ax, view) in enumerate(zip(panels, views, strict=True)):
-        draw_panel(ax, view, view.lines(drawn), quantity, bottom=number + columns >= len(views))
+        draw_panel(ax, view, lines[number], quantity, bottom=number + columns >= len(views))
     add_key(figure, drawn, f"{AXES[views[0].x]}; {quantity.label}")
     figure.draw_without_rendering()
     # The scale assumes rows of the height of a name; the rows here are lower.
     set_y(panels[0], drawn_values(panels), quantity.unit, log=True, rows=math.ceil(len(marks) * SMALL_ROW / ROW))
     percent = views[0].x == "counted"
     set_x(panels[0], {x for view in views for x in view.positions}, log=True, percent=percent)
-    for ax, view in zip(panels, views, strict=True):
-        for line in view.lines(drawn):
+    for ax, some in zip(panels, lines, strict=True):
+        for line in some:
             mark_unfinished(ax, line, quantity, marks.get(line.name, 0))
     return figure
 
@@ -163,11 +165,6 @@ def draw_panel(ax: Axes, view: View, lines: Sequence[Line], quantity: Quantity, 
     ax.grid()
     ax.xaxis.set_tick_params(labelbottom=bottom, labelsize=8)
     ax.yaxis.set_tick_params(labelsize=8)
-
-
-def unfinished(views: Sequence[View], styles: Mapping[str, Style], quantity: Quantity) -> list[str]:
-    lines = [line for view in views for line in view.lines(styles)]
-    return list(dict.fromkeys(line.name for line in lines if any(missing_points(line, quantity, math.inf))))
 
 
 def mark_unfinished(ax: Axes, line: Line, quantity: Quantity, row: int) -> None:

@@ -60,7 +60,6 @@ def shade_of(colour: str) -> tuple[float, float, float]:
     return red / 2.5, green / 2.5, blue / 2.5
 
 
-UNKNOWN_STYLE = Style(GREY, "x", ":")
 # For names without a style: the colour-blind-safe palettes of Tol and of Okabe and Ito. Markers, dashes and hatches
 # distinguish lines in greyscale.
 COLOURS = (

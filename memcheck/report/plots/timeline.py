@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from memcheck.core.units import format_bytes
 from memcheck.report.plots.scales import set_linear_ticks
@@ -13,6 +13,8 @@ from memcheck.report.plots.style import COLOURS, HATCHES, WIDE, in_house_style, 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+    from memcheck.measure.timeline import Timeline
 
 # Number of layers with their own name; all others are combined.
 MOST_LAYERS = 11
@@ -23,19 +25,6 @@ MOST_STEPS = 1500
 MOST_LETTERS = 36
 # Names that hold less than this share of the maximum at every peak are combined.
 LEAST_SHARE = 0.01
-
-
-class Timeline(Protocol):
-    """The data of a plot, as plain numbers."""
-
-    @property
-    def steps(self) -> Sequence[int]: ...  # Indices of the events.
-    @property
-    def series(self) -> Mapping[str, Sequence[int]]: ...  # Name -> bytes alive after each event.
-    @property
-    def phases(self) -> Sequence[tuple[str, int, int]]: ...  # Name, first event, last event.
-    @property
-    def peak(self) -> Mapping[str, int]: ...  # Phase -> event of its highest sum.
 
 
 @dataclass(frozen=True)
